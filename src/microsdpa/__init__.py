@@ -1,0 +1,20 @@
+"""microsdpa: exact fused attention (SDPA, forward) for PyTorch on NVIDIA GPUs at the lowest latency the chip allows.
+
+Importing it initialises no CUDA and creates no file.
+"""
+
+from microsdpa.api import Explanation, explain, sdpa
+from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompileError",
+    "Explanation",
+    "InvalidArgument",
+    "MicrosdpaError",
+    "UnsupportedProblem",
+    "__version__",
+    "explain",
+    "sdpa",
+]

@@ -1,0 +1,259 @@
+"""Validation of the arguments of sdpa: every refusal names the argument, what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.problem import Causal, DType
+from microsdpa.specs import FAMILIES, family_named
+
+DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+MAX_SEQLEN = 2**30
+
+
+def check_impl(impl: object) -> str:
+    """`impl` when it names the automatic choice or a kernel."""
+    if not isinstance(impl, str) or (impl != "auto" and family_named(impl) is None):
+        known = ", ".join(repr(family.name) for family in FAMILIES)
+        raise InvalidArgument(
+            "impl",
+            expected=f"'auto' or one of {known}",
+            got=repr(impl),
+            hint="use impl='auto' to let microsdpa choose",
+        )
+    return impl
+
+
+def check_causal(is_causal: object, causal: object) -> Causal | None:
+    """The causal alignment that `is_causal` and `causal` ask for together."""
+    if not isinstance(is_causal, bool):
+        raise InvalidArgument("is_causal", expected="a bool", got=repr(is_causal), hint="pass True or False")
+    if causal not in (None, "upper_left", "lower_right"):
+        raise InvalidArgument(
+            "causal",
+            expected="None, 'upper_left' or 'lower_right'",
+            got=repr(causal),
+            hint="upper_left is torch's is_causal, lower_right is FlashAttention's",
+        )
+    if is_causal and causal == "lower_right":
+        raise InvalidArgument(
+            "causal",
+            expected="'upper_left' or None beside is_causal=True, which aligns upper left as torch does",
+            got=repr(causal),
+            hint="pass causal='lower_right' alone",
+        )
+    return "upper_left" if is_causal else causal
+
+
+def check_scale(scale: object) -> float | None:
+    """The softmax scale as a float, or None for 1/sqrt(D)."""
+    if scale is None:
+        return None
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise InvalidArgument(
+            "scale",
+            expected="a float or None",
+            got=type(scale).__name__,
+            hint="pass a Python number, or None for 1/sqrt(D)",
+        )
+    if not math.isfinite(scale):
+        raise InvalidArgument(
+            "scale", expected="a finite number", got=repr(scale), hint="pass None for the default, 1/sqrt(D)"
+        )
+    return float(scale)
+
+
+def check_tensors(query: object, key: object, value: object, enable_gqa: object) -> None:
+    """Types, dtypes, devices, shapes and strides of the inputs."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(
+                name,
+                expected="a torch.Tensor",
+                got=type(tensor).__name__,
+                hint="convert it with torch.as_tensor",
+            )
+    assert isinstance(query, torch.Tensor)
+    assert isinstance(key, torch.Tensor)
+    assert isinstance(value, torch.Tensor)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, tensor)
+        if tensor.dtype != query.dtype:
+            raise InvalidArgument(
+                name,
+                expected=f"{query.dtype}, as query is",
+                got=str(tensor.dtype),
+                hint="use one dtype for all",
+            )
+        if tensor.device != query.device:
+            raise InvalidArgument(
+                name,
+                expected=f"a tensor on {query.device}, as query is",
+                got=str(tensor.device),
+                hint="move it there",
+            )
+    if not isinstance(enable_gqa, bool):
+        raise InvalidArgument("enable_gqa", expected="a bool", got=repr(enable_gqa), hint="pass True or False")
+    _check_shapes(query, key, value, enable_gqa)
+
+
+def _check_tensor(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise InvalidArgument(name, expected="a dense tensor", got=str(tensor.layout), hint="call .to_dense()")
+    if tensor.dim() != 4:
+        raise InvalidArgument(
+            name,
+            expected="4 dimensions, [B, H, S, D]",
+            got=f"{tensor.dim()} dimensions, {list(tensor.shape)}",
+            hint="reshape it, or add dimensions with unsqueeze",
+        )
+    if tensor.dtype not in DTYPES:
+        raise InvalidArgument(
+            name,
+            expected="torch.float16 or torch.bfloat16",
+            got=str(tensor.dtype),
+            hint="convert it, for example with .to(torch.bfloat16)",
+        )
+    if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+        raise InvalidArgument(
+            name,
+            expected="a stride of 1 along D, the last dimension",
+            got=f"strides {tensor.stride()}",
+            hint="call .contiguous(), or transpose so that D is last in memory",
+        )
+
+
+def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
+    batch, heads, seqlen_q, head_dim = query.shape
+    heads_kv, seqlen_k = key.shape[1], key.shape[2]
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[0] != batch:
+            raise InvalidArgument(
+                name,
+                expected=f"batch size B = {batch}, as query has",
+                got=f"shape {list(tensor.shape)}",
+                hint="expand it along dimension 0",
+            )
+        if tensor.shape[3] != head_dim:
+            raise InvalidArgument(
+                name,
+                expected=f"head dimension D = {head_dim}, as query has",
+                got=f"shape {list(tensor.shape)}",
+                hint="query, key and value must have one head dimension",
+            )
+    if value.shape[1] != heads_kv or value.shape[2] != seqlen_k:
+        raise InvalidArgument(
+            "value",
+            expected=f"H_kv = {heads_kv} and S_k = {seqlen_k}, as key has",
+            got=f"shape {list(value.shape)}",
+            hint="key and value must have one shape",
+        )
+    if heads_kv != heads and not enable_gqa:
+        raise InvalidArgument(
+            "key",
+            expected=f"{heads} heads, as query has",
+            got=f"{heads_kv} heads",
+            hint="pass enable_gqa=True to share key heads among query heads",
+        )
+    if heads and (heads_kv == 0 or heads % heads_kv):
+        raise InvalidArgument(
+            "key",
+            expected=f"a number of heads that divides query's {heads}",
+            got=f"{heads_kv} heads",
+            hint="each key head serves heads / heads_kv query heads",
+        )
+    if head_dim == 0:
+        raise InvalidArgument("query", expected="a head dimension D >= 1", got="D = 0", hint="pass real heads")
+    if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
+        raise UnsupportedProblem(
+            f"sequence length {max(seqlen_q, seqlen_k)} is over {MAX_SEQLEN}", nearest="shorter sequences"
+        )
+
+
+def check_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse inputs whose gradient autograd would expect."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.requires_grad:
+            raise UnsupportedProblem(
+                f"{name} requires grad and microsdpa computes the forward pass only",
+                nearest=f"calling it under torch.no_grad() or with {name}.detach()",
+            )
+
+
+def check_out(out: object, query: torch.Tensor, overlaps: bool) -> None:
+    """Type, shape, dtype, device and strides of `out`; `overlaps` tells that its memory meets an input's."""
+    if not isinstance(out, torch.Tensor):
+        raise InvalidArgument(
+            "out",
+            expected="a torch.Tensor or None",
+            got=type(out).__name__,
+            hint="pass torch.empty_like(query)",
+        )
+    for what, want, got in (
+        ("shape", list(query.shape), list(out.shape)),
+        ("dtype", query.dtype, out.dtype),
+        ("device", query.device, out.device),
+    ):
+        if want != got:
+            raise InvalidArgument(
+                "out",
+                expected=f"{what} {want}, as query has",
+                got=str(got),
+                hint="pass torch.empty_like(query)",
+            )
+    if out.stride(3) != 1 and out.shape[3] > 1:
+        raise InvalidArgument(
+            "out",
+            expected="a stride of 1 along D",
+            got=f"strides {out.stride()}",
+            hint="pass torch.empty_like(query)",
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            "out",
+            expected="a tensor that requires no grad",
+            got="requires_grad=True",
+            hint="pass out.detach()",
+        )
+    if _overlaps_itself(out):
+        raise InvalidArgument(
+            "out",
+            expected="a tensor whose elements have memory of their own",
+            got=f"shape {list(out.shape)} with strides {out.stride()}",
+            hint="pass torch.empty_like(query)",
+        )
+    if overlaps:
+        raise InvalidArgument(
+            "out",
+            expected="memory that no input uses",
+            got="a tensor that overlaps query, key or value",
+            hint="pass torch.empty_like(query)",
+        )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    reach = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+        if stride < reach:
+            return True
+        reach = stride * (size - 1) + reach
+    return False
+
+
+def memory_ranges_meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the address ranges of two tensors of one device meet."""
+
+    def span(tensor: torch.Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+    if a.device != b.device or a.numel() == 0 or b.numel() == 0:
+        return False
+    (a_first, a_end), (b_first, b_end) = span(a), span(b)
+    return a_first < b_end and b_first < a_end

@@ -1,0 +1,161 @@
+"""The command line. Exit codes: 0 every gate that ran passed; 1 a gate failed; 2 wrong usage; 3 it cannot run here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from microsdpa import __version__
+from microsdpa.console import print_error, print_json, print_status, print_table, progress
+from microsdpa.errors import MicrosdpaError
+from microsdpa.evidence import render as rendering
+from microsdpa.evidence import repro as reproduction
+from microsdpa.evidence import suites
+from microsdpa.evidence.repro import Step
+from microsdpa.evidence.survey import TARGETS
+from microsdpa.evidence.timing import MODES
+from microsdpa.problem import capability_of
+
+EXIT_FAILED, EXIT_USAGE, EXIT_CANNOT_RUN = 1, 2, 3
+
+app = typer.Typer(
+    help=__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+evidence = typer.Typer(help="Tables in README and docs, from result files.", no_args_is_help=True)
+app.add_typer(evidence, name="evidence")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
+Impl = Annotated[str, typer.Option(help="'auto' or the name of a kernel, such as ladder/01_scalar.")]
+Output = Annotated[Path | None, typer.Option(help="Directory of result files to write <gpu>/<suite>.json to.")]
+
+
+def _command() -> str:
+    return shlex.join(["microsdpa", *sys.argv[1:]])
+
+
+def _finish(steps: list[Step], as_json: bool, tables: bool = True) -> NoReturn:
+    if as_json:
+        print_json([asdict(step) for step in steps] if len(steps) > 1 else asdict(steps[0]))
+    for step in [] if as_json else steps:
+        if tables and step.table:
+            print_table(step.table)
+        print_status(step.name, step.status, step.summary)
+    if any(step.status == "failed" for step in steps):
+        raise typer.Exit(EXIT_FAILED)
+    raise typer.Exit(EXIT_CANNOT_RUN if all(step.status == "not run" for step in steps) else 0)
+
+
+def _version(requested: bool) -> None:
+    if requested:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def info(as_json: Json = False) -> None:
+    """GPU, driver, torch, NVRTC, cache, and what is supported here or why not."""
+    _finish([reproduction.info_step()], as_json)
+
+
+@app.command("compile")
+def compile_(
+    arch: Annotated[list[str] | None, typer.Option(help="Targets, such as sm_89; may be repeated.")] = None,
+    extra: Annotated[list[str] | None, typer.Argument(help="Further targets.", metavar="[TARGET]...")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile every kernel, with or without a GPU: registers, shared memory, spills, tensor instructions."""
+    targets = [*(arch or []), *(extra or [])] or list(TARGETS)
+    for target in targets:
+        try:
+            capability_of(target)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    with progress() as bars:
+        step = reproduction.compile_step(bars, targets)
+    _finish([step], as_json)
+
+
+@app.command()
+def verify(impl: Impl = "auto", output: Output = None, as_json: Json = False) -> None:
+    """Check every case against the FP64 oracle."""
+    with progress() as bars:
+        step = reproduction.verify_step(bars, impl, output, _command())
+    _finish([step], as_json)
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Option(help="Suite of cases.")] = "mission",
+    modes: Annotated[str, typer.Option(help="Comma-separated modes of the protocol.")] = ",".join(MODES),
+    impl: Impl = "auto",
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Time a suite against torch's backends; every output is compared with the oracle first."""
+    chosen = modes.split(",")
+    if unknown := [mode for mode in chosen if mode not in MODES]:
+        raise typer.BadParameter(f"modes: expected some of {', '.join(MODES)}, got {', '.join(unknown)}")
+    suites.load(suite)
+    with progress() as bars:
+        step = reproduction.bench_step(bars, suite, chosen, impl, output, _command())
+    _finish([step], as_json)
+
+
+@app.command()
+def repro(
+    report: Annotated[Path, typer.Option(help="Directory to write the report to.")] = Path("report"),
+    as_json: Json = False,
+) -> None:
+    """All of it in order: info, compile, verify, bench; writes index.html and report.json."""
+    with progress() as bars:
+        steps = reproduction.run(report, bars)
+    if not as_json:
+        print(f"report: {report / 'index.html'}")
+    _finish(steps, as_json, tables=False)
+
+
+Root = Annotated[Path, typer.Option(help="Checkout of the project.", exists=True, file_okay=False)]
+Results = Annotated[Path | None, typer.Option(help="Result files; by default benchmarks/results of the checkout.")]
+
+
+@evidence.command()
+def render(root: Root = Path(), results: Results = None) -> None:
+    """Write the tables between the markers of README and docs from the result files."""
+    for page in rendering.render(root, results or root / "benchmarks/results"):
+        print(f"rendered {page}")
+
+
+@evidence.command()
+def check(root: Root = Path(), results: Results = None) -> None:
+    """Fail when a rendered table and its result file differ."""
+    differing = rendering.differing(root, results or root / "benchmarks/results")
+    for page in differing:
+        print_error(f"{page}: its tables are not what the result files say; run 'microsdpa evidence render'")
+    if differing:
+        raise typer.Exit(EXIT_FAILED)
+    print("every table matches its result file")
+
+
+def main() -> None:
+    """Entry point: an error of the library becomes its message and exit code 2."""
+    try:
+        app()
+    except MicrosdpaError as error:
+        print_error(f"{type(error).__name__}: {error}")
+        raise SystemExit(EXIT_USAGE) from None

@@ -1,0 +1,1 @@
+"""Evidence: correctness against the oracle, timings by one protocol, and the files and tables that record them."""

@@ -1,0 +1,63 @@
+"""The cases that `verify` covers."""
+
+from __future__ import annotations
+
+from microsdpa.evidence.inputs import Case, Kind, Layout
+from microsdpa.problem import Causal, DType
+
+DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
+ALIGNMENTS: tuple[Causal, ...] = ("upper_left", "lower_right")
+LAYOUTS: tuple[Layout, ...] = ("bshd", "unaligned")
+KINDS: tuple[Kind, ...] = ("mean", "outliers")
+NOTE_SHAPES = ((1, 2, 64, 64), (1, 4, 128, 64), (1, 8, 512, 64), (2, 2, 64, 64))
+LENGTHS = (1, 7, 63, 65, 127, 513, 1000)
+CROSS_LENGTHS = ((1, 777), (7, 512), (333, 65), (512, 1), (129, 1000))
+
+
+def verify_cases() -> list[Case]:
+    """Every case, by what it is there for; no case twice."""
+    cases: list[Case] = []
+    plain_and_causal: tuple[Causal | None, ...] = (None, "upper_left")
+    dtype_and_causal: tuple[tuple[DType, Causal | None], ...] = (
+        ("float16", None),
+        ("float16", "upper_left"),
+        ("bfloat16", "lower_right"),
+    )
+    # Mission and small shapes.
+    cases += [
+        Case(b, h, s, s, d, dtype=dtype, seed=seed)
+        for b, h, s, d in NOTE_SHAPES
+        for dtype in DTYPES
+        for seed in (0, 1, 2)
+    ]
+    # Ragged lengths, shorter than a tile and across tiles.
+    cases += [Case(1, 2, s, s, 64, causal=causal) for s in LENGTHS for causal in plain_and_causal]
+    # S_q != S_k both ways, both alignments: lower_right with S_q > S_k has rows that see no key.
+    cases += [
+        Case(1, 2, sq, sk, 64, dtype=dtype, causal=causal)
+        for sq, sk in CROSS_LENGTHS
+        for dtype, causal in dtype_and_causal
+    ]
+    # Head dimensions.
+    cases += [
+        Case(2, 3, 130, 97, d, dtype=dtype, causal=causal)
+        for d in (32, 64, 128)
+        for dtype in DTYPES
+        for causal in (None, *ALIGNMENTS)
+    ]
+    # Grouped and multi-query attention.
+    cases += [
+        Case(2, 8, 100, 130, 64, heads_kv=h_kv, causal=causal) for h_kv in (2, 1) for causal in (None, "lower_right")
+    ]
+    # Layouts.
+    for layout in LAYOUTS:
+        cases.append(Case(2, 4, 77, 90, 64, heads_kv=2, layout=layout))
+        cases.append(Case(2, 4, 77, 90, 128, heads_kv=2, dtype="bfloat16", layout=layout))
+    # Distributions and logits that a careless softmax loses.
+    cases += [Case(1, 4, 200, 300, 64, dtype=dtype, kind=kind) for kind in KINDS for dtype in DTYPES]
+    cases += [Case(1, 4, 200, 300, d, dtype=dtype, scale=100.0) for d in (64, 128) for dtype in DTYPES]
+    # More heads than a grid has along y.
+    cases += [Case(4096, 17, 5, 9, 32), Case(66_000, 1, 2, 3, 64, causal="lower_right")]
+    # Rows without any key.
+    cases += [Case(1, 2, 100, sk, 64, dtype=dtype, causal="lower_right") for sk in (1, 40) for dtype in DTYPES]
+    return list(dict.fromkeys(cases))

@@ -1,0 +1,92 @@
+"""The machine and the software that a result was taken on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+import microsdpa
+from microsdpa.jit import nvrtc
+from microsdpa.problem import target_of
+from microsdpa.runtime import launcher
+
+
+def _run(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def commit() -> str:
+    """The commit of the checkout that this package comes from, "-dirty" when it is changed.
+
+    Outside a checkout MICROSDPA_COMMIT, when set, says it; else "unknown".
+    """
+    here = str(Path(__file__).parent)
+    top = _run("git", "-C", here, "rev-parse", "--show-toplevel")
+    if top and (Path(top) / "src/microsdpa/__init__.py").is_file():
+        head = _run("git", "-C", top, "rev-parse", "HEAD")
+        if head:
+            dirty = _run("git", "-C", top, "status", "--porcelain", "--untracked-files=no")
+            return head + ("-dirty" if dirty else "")
+    return os.environ.get("MICROSDPA_COMMIT", "unknown")
+
+
+def gpu_slug(name: str | None) -> str:
+    """Folder name of a GPU's results: "NVIDIA H200" gives "h200"; no GPU gives "cpu"."""
+    if not name:
+        return "cpu"
+    words = [w for w in name.split() if w.lower() not in {"nvidia", "geforce", "tesla"}]
+    return re.sub(r"[^a-z0-9]+", "-", "".join(words).lower()).strip("-")
+
+
+def describe() -> dict[str, object]:
+    """The `environment` object of a result file; GPU fields are null on a machine without one."""
+    version = launcher.driver_version()
+    described: dict[str, object] = {
+        "gpu": None,
+        "driver": None,
+        "cuda": None,
+        "target": None,
+        "multiprocessors": None,
+        "sm_clock_mhz": None,
+        "power_cap_w": None,
+        "driver_cuda": f"{version // 1000}.{version % 1000 // 10}" if version else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "nvrtc": nvrtc.version(),
+        "microsdpa": microsdpa.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpus": os.cpu_count(),
+    }
+    if launcher.device_error() is None:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        described |= {
+            "gpu": properties.name,
+            "cuda": torch.version.cuda,
+            "target": target_of((properties.major, properties.minor)),
+            "multiprocessors": properties.multi_processor_count,
+        }
+        fields = _run(
+            "nvidia-smi",
+            f"--id=GPU-{properties.uuid}",
+            "--query-gpu=driver_version,clocks.sm,power.limit",
+            "--format=csv,noheader,nounits",
+        )
+        if fields:
+            driver, clock, power = (field.strip() for field in fields.split(","))
+            described |= {"driver": driver, "sm_clock_mhz": _number(clock), "power_cap_w": _number(power)}
+    return described
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

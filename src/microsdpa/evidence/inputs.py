@@ -1,0 +1,84 @@
+"""Inputs of tests and benchmarks: independent random Q, K and V, also with a mean, outliers and awkward layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from microsdpa.problem import Causal, DType
+
+Kind = Literal["normal", "mean", "outliers"]
+Layout = Literal["bhsd", "bshd", "unaligned"]
+
+TORCH_DTYPE: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call to be checked or timed.
+
+    Attributes:
+        kind: "normal" is N(0, 1); "mean" adds 0.5; "outliers" adds N(0, 100) to one element in a thousand.
+        layout: "bshd" makes [B, H, S, D] views of [B, S, H, D] memory; "unaligned" rows start off 16-byte boundaries.
+    """
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    heads_kv: int = 0
+    dtype: DType = "float16"
+    causal: Causal | None = None
+    scale: float | None = None
+    kind: Kind = "normal"
+    layout: Layout = "bhsd"
+    seed: int = 0
+
+    @property
+    def kv_heads(self) -> int:
+        """H_kv; `heads_kv` of 0 means as many as query heads."""
+        return self.heads_kv or self.heads
+
+    def __str__(self) -> str:
+        """A name that tells one case from another in a table."""
+        parts = [f"b{self.batch} h{self.heads}"]
+        if self.kv_heads != self.heads:
+            parts.append(f"hkv{self.kv_heads}")
+        parts.append(f"sq{self.seqlen_q} sk{self.seqlen_k} d{self.head_dim} {self.dtype}")
+        parts += [str(p) for p in (self.causal, self.kind, self.layout) if p not in (None, "normal", "bhsd")]
+        if self.scale is not None:
+            parts.append(f"scale{self.scale:g}")
+        return " ".join([*parts, f"seed{self.seed}"])
+
+
+def make(case: Case, device: str = "cpu", salt: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q [B, H, S_q, D], K and V [B, H_kv, S_k, D] of a case: the same values on every device.
+
+    `salt` gives further independent sets of the same case.
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * case.seed + salt)
+
+    def tensor(heads: int, seqlen: int) -> torch.Tensor:
+        shape = (case.batch, heads, seqlen, case.head_dim)
+        x = torch.randn(shape, generator=generator)
+        if case.kind == "mean":
+            x += 0.5
+        elif case.kind == "outliers":
+            x += 10 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 1e-3)
+        return _laid_out(x.to(TORCH_DTYPE[case.dtype]).to(device), case.layout)
+
+    query = tensor(case.heads, case.seqlen_q)
+    return query, tensor(case.kv_heads, case.seqlen_k), tensor(case.kv_heads, case.seqlen_k)
+
+
+def _laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    if layout == "bshd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "unaligned":
+        wide = torch.full((*x.shape[:3], x.shape[3] + 3), torch.nan, dtype=x.dtype, device=x.device)
+        wide[..., 1:-2] = x
+        return wide[..., 1:-2]
+    return x

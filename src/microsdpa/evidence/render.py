@@ -1,0 +1,200 @@
+"""Tables of README and docs, rendered from result files between markers, and the check that they still match.
+
+A marker pair looks like this, and what stands between the two is replaced:
+
+    <!-- microsdpa:table gpu=h200 suite=mission mode=graph -->
+    <!-- microsdpa:end -->
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from microsdpa.errors import MicrosdpaError
+from microsdpa.evidence import results
+from microsdpa.jit.signature import code_signature
+from microsdpa.problem import Problem
+from microsdpa.select import select
+
+MARKER = re.compile(
+    r"(?P<head><!-- microsdpa:table (?P<options>[^>]*?) -->\n)(?P<body>.*?)(?P<tail><!-- microsdpa:end -->)",
+    re.DOTALL,
+)
+STALE = "stale"
+
+
+class RenderError(MicrosdpaError, ValueError):
+    """A marker that names no known table, or a result file that is missing."""
+
+
+def pages(root: Path) -> list[Path]:
+    """README and every page of docs below `root`."""
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def rendered(text: str, results_directory: Path, name: str) -> str:
+    """`text` with the body of every marker pair made anew.
+
+    Raises:
+        RenderError: a marker is wrong, or its result file does not exist; `name` tells of which page.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        options = dict(option.split("=", 1) for option in match["options"].split() if "=" in option)
+        return match["head"] + _table(options, results_directory, name) + match["tail"]
+
+    opened, matched = text.count("<!-- microsdpa:table "), len(MARKER.findall(text))
+    if opened != matched:
+        raise RenderError(f"{name}: {opened} table markers, but {matched} of them are closed by microsdpa:end")
+    return MARKER.sub(replace, text)
+
+
+def _table(options: dict[str, str], directory: Path, name: str) -> str:
+    if not {"gpu", "suite"} <= set(options):
+        raise RenderError(f"{name}: a table marker needs gpu= and suite=, got {options}")
+    path = directory / options["gpu"] / f"{options['suite']}.json"
+    if not path.is_file():
+        raise RenderError(f"{name}: no result file {path}; record it with 'microsdpa bench' or 'microsdpa verify'")
+    result = results.read(path)
+    if options["suite"] == "verify":
+        return verify_table(result)
+    if "mode" not in options:
+        raise RenderError(f"{name}: a table of timings needs mode=, got {options}")
+    return timing_table(result, options["mode"])
+
+
+def provenance(result: results.Result) -> str:
+    """One line: where, when and with what a result was taken."""
+    e = result["environment"]
+    gpu = f"{e['gpu']}, driver {e['driver']}, CUDA {e['cuda']}" if e["gpu"] else "no GPU"
+    software = f"torch {e['torch']}, commit {result['commit'][:10]}, {result['created'][:10]}"
+    return f"*{gpu}, {software}: `{result['command']}`*\n"
+
+
+def is_stale(row: results.Row, target: str) -> bool:
+    """Whether the library would now run other code for a row than what was measured."""
+    shape = row["shape"]
+    problem = Problem(
+        batch=shape["b"],
+        heads=shape["h"],
+        heads_kv=shape["h_kv"],
+        seqlen_q=shape["s_q"],
+        seqlen_k=shape["s_k"],
+        head_dim=shape["d"],
+        dtype=row["dtype"],
+        causal=None if row["mask"] == "none" else row["mask"],
+        alignment=row.get("alignment", 16),
+        target=target,
+    )
+    try:
+        spec = select(problem, row.get("requested") or "auto").spec
+    except MicrosdpaError:
+        return True
+    return bool(code_signature(spec, target) != row["code_signature"])
+
+
+def timing_table(result: results.Result, mode: str) -> str:
+    """Microseconds: one line per case, one column per implementation, and the ratio to the best peer."""
+    rows = [row for row in result["rows"] if row["mode"] == mode]
+    if not rows:
+        raise RenderError(f"suite {result['suite']} has no rows of mode {mode!r}")
+    columns = list(dict.fromkeys((row["impl"], row.get("variant", "")) for row in rows))
+    if mode in ("graph", "cold"):
+        # On the device both variants do the same; only the host can tell them apart.
+        columns = [c for c in columns if c[1] == ""]
+    cases: dict[str, list[results.Row]] = {}
+    for row in rows:
+        cases.setdefault(_case_name(row), []).append(row)
+    head = [
+        "(B, H, S_q, S_k, D), dtype, mask",
+        *(" ".join(filter(None, c)) for c in columns),
+        "best peer / microsdpa",
+    ]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    for name, members in cases.items():
+        by_column = {(row["impl"], row.get("variant", "")): row for row in members}
+        target = result["environment"].get("target") or ""
+        lines.append([name, *(_cell(by_column.get(c), target) for c in columns), _ratio(members)])
+    notes = sorted({f"{row['impl']}: {row['reason']}" for row in rows if row["status"] != "ok"})
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "".join(
+        f"\n{line}" for line in [provenance(result), *(f"- {note}\n" for note in notes)]
+    )
+
+
+def verify_table(result: results.Result) -> str:
+    """One line per implementation: cases passed, and the worst error against its tolerance."""
+    lines = [
+        ["kernel", "dtype", "cases passed", "max abs error", "largest error / tolerance"],
+        ["---"] * 2 + ["---:"] * 3,
+    ]
+    groups: dict[tuple[str, str], list[results.Row]] = {}
+    for row in result["rows"]:
+        groups.setdefault((row["kernel"] or row["impl"], row["dtype"]), []).append(row)
+    target = result["environment"].get("target") or ""
+    for (kernel, dtype), members in groups.items():
+        passed = [row for row in members if row["status"] == "ok"]
+        stale = any(row["code_signature"] and is_stale(row, target) for row in members)
+        worst = max((row["error"]["max_abs"] for row in passed), default=float("nan"))
+        use = max(
+            (
+                row["error"]["max_abs"] / row["error"]["tolerance"]["max_abs"]
+                for row in passed
+                if row["error"]["max_abs"]
+            ),
+            default=0.0,
+        )
+        name = f"{kernel} ({STALE})" if stale else kernel
+        lines.append([name, dtype, f"{len(passed)} of {len(members)}", f"{worst:.2e}", f"{use:.2f}"])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}"
+
+
+def quoted_us(row: results.Row) -> float:
+    """The figure that the protocol quotes: the best sample of the host mode, the median of every other."""
+    return float(row["min_us"] if row["mode"] == "host" else row["median_us"])
+
+
+def _case_name(row: results.Row) -> str:
+    s = row["shape"]
+    heads = str(s["h"]) if s["h"] == s["h_kv"] else f"{s['h']}:{s['h_kv']}"
+    alignment = "" if s["s_q"] == s["s_k"] else f" {row['mask']}"
+    mask = "" if row["mask"] == "none" else f", causal{alignment}"
+    return f"({s['b']}, {heads}, {s['s_q']}, {s['s_k']}, {s['d']}), {row['dtype']}{mask}"
+
+
+def _cell(row: results.Row | None, target: str) -> str:
+    if row is None:
+        return ""
+    if row["status"] != "ok":
+        return str(row["status"])
+    stale = f" ({STALE})" if row.get("code_signature") and is_stale(row, target) else ""
+    return f"{quoted_us(row):.2f}{stale}"
+
+
+def _ratio(rows: Iterable[results.Row]) -> str:
+    timed = [row for row in rows if row["status"] == "ok"]
+    peers = [quoted_us(row) for row in timed if row["impl"] != "microsdpa"]
+    ours = [quoted_us(row) for row in timed if row["impl"] == "microsdpa"]
+    return f"{min(peers) / ours[0]:.2f}x" if peers and ours else ""
+
+
+def render(root: Path, results_directory: Path) -> list[Path]:
+    """Write every page of `root` whose tables change; gives their paths."""
+    changed = []
+    for page in pages(root):
+        text = page.read_text(encoding="utf-8")
+        new = rendered(text, results_directory, page.name)
+        if new != text:
+            page.write_text(new, encoding="utf-8")
+            changed.append(page)
+    return changed
+
+
+def differing(root: Path, results_directory: Path) -> list[Path]:
+    """Pages of `root` whose tables are not what their result files say."""
+    return [
+        page
+        for page in pages(root)
+        if rendered(text := page.read_text(encoding="utf-8"), results_directory, page.name) != text
+    ]

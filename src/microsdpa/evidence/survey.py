@@ -1,0 +1,102 @@
+"""What is here and what is supported: the facts behind `microsdpa info` and `microsdpa compile`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from microsdpa.errors import CompileError
+from microsdpa.evidence import environment
+from microsdpa.jit import compile_kernel
+from microsdpa.jit.cache import default_directory
+from microsdpa.jit.inspect import count_instructions, find_nvdisasm, tensor_instructions
+from microsdpa.problem import capability_of
+from microsdpa.runtime import launcher
+from microsdpa.specs import FAMILIES, KernelSpec, catalogue
+
+TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
+
+
+def info() -> dict[str, object]:
+    """The environment, the cache's place, and for every kernel whether it runs here and why not."""
+    facts = environment.describe()
+    reason = launcher.device_error()
+    target = facts["target"]
+    if reason is None and isinstance(target, str) and capability_of(target) < (8, 0):
+        reason = f"{target} is older than sm_80"
+    return facts | {
+        "cache": str(default_directory()),
+        "nvdisasm": find_nvdisasm() or "missing: pip install nvidia-cuda-nvdisasm",
+        "kernels": {family.name: reason or f"supported on {target}" for family in FAMILIES},
+        "cpu_tensors": "torch's own attention, under impl='auto'",
+    }
+
+
+@dataclass(frozen=True)
+class CompileRow:
+    """One compiled kernel; `failure` is empty when it compiled inside its resource promise."""
+
+    kernel: str
+    configuration: str
+    target: str
+    registers: int | None
+    shared_bytes: int | None
+    spill_bytes: int | None
+    tensor_instructions: str
+    seconds: float
+    cached: bool
+    signature: str
+    failure: str
+
+
+def compile_row(spec: KernelSpec, target: str) -> CompileRow:
+    """Compile one kernel, or find it, and read what it uses."""
+    configuration = ", ".join(f"{name}={value}" for name, value in spec.template_args)
+    try:
+        kernel = compile_kernel(spec, target)
+    except CompileError as error:
+        return CompileRow(
+            spec.name,
+            configuration,
+            target,
+            None,
+            None,
+            None,
+            "",
+            0.0,
+            False,
+            "",
+            f"{error.summary} ({error.source})",
+        )
+    if find_nvdisasm() is None:
+        tensor = "not counted: nvdisasm is missing"
+    else:
+        counts = tensor_instructions(count_instructions(kernel.cubin))
+        tensor = " ".join(f"{opcode}:{count}" for opcode, count in counts.items()) or "none"
+    resources = kernel.resources
+    return CompileRow(
+        kernel=spec.name,
+        configuration=configuration,
+        target=target,
+        registers=resources.registers,
+        shared_bytes=resources.shared_bytes + spec.shared_bytes,
+        spill_bytes=resources.spill_store_bytes + resources.spill_load_bytes,
+        tensor_instructions=tensor,
+        seconds=kernel.compile_seconds,
+        cached=kernel.cached,
+        signature=kernel.signature,
+        failure="",
+    )
+
+
+def compile_all(targets: list[str], advance: Callable[[str], None] = lambda message: None) -> list[CompileRow]:
+    """Compile every configuration of every family for `targets`; `advance` is told of each."""
+    jobs = [(spec, target) for target in targets for spec in catalogue(target)]
+    rows = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # NVRTC compiles without holding the GIL
+        for row in pool.map(lambda job: compile_row(*job), jobs):
+            rows.append(row)
+            advance(f"{row.kernel} {row.target}")
+    return rows

@@ -1,0 +1,103 @@
+"""Verification: every case through one implementation, against the FP64 oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+import microsdpa
+from microsdpa import reference
+from microsdpa.evidence import compare, results
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.jit.signature import code_signature
+from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, target_of
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Outcome of one case: `failure` is empty when it passed."""
+
+    case: Case
+    errors: compare.Errors
+    tolerance: compare.Tolerance
+    failure: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the case passed."""
+        return not self.failure
+
+
+def check(case: Case, device: str, impl: str) -> CaseResult:
+    """Run one case twice, once into a poisoned output; compare output and LSE with the oracle, and the runs bitwise."""
+    query, key, value = make(case, device)
+    expected, expected_lse = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
+    eager, eager_lse = reference.eager(query, key, value, causal=case.causal, scale=case.scale)
+    allowed = compare.tolerance(eager, expected, query.dtype)
+    allowed_lse = compare.tolerance(eager_lse, expected_lse, torch.float32)
+
+    def run(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        gqa = case.kv_heads != case.heads
+        result = microsdpa.sdpa(
+            query,
+            key,
+            value,
+            causal=case.causal,
+            scale=case.scale,
+            enable_gqa=gqa,
+            return_lse=True,
+            out=out,
+            impl=impl,
+        )
+        assert isinstance(result, tuple)
+        return result
+
+    out, lse = run(None)
+    again, lse_again = run(torch.full_like(query, torch.nan))
+
+    errors, lse_errors = compare.measure(out, expected), compare.measure(lse, expected_lse)
+    failure = ""
+    if not allowed.admits(errors):
+        failure = f"output differs from the oracle: {errors}, allowed {allowed}"
+    elif not allowed_lse.admits(lse_errors):
+        failure = f"LSE differs from the oracle: {lse_errors}, allowed {allowed_lse}"
+    elif not torch.equal(out, again) or not torch.equal(lse, lse_again):
+        failure = "a second run, into a poisoned output, gave other bits"
+    return CaseResult(case, errors, allowed, failure)
+
+
+def as_row(result: CaseResult, impl: str, device: str) -> results.Row:
+    """The row of a result file."""
+    case = result.case
+    identity: dict[str, object] = {"impl": "torch", "version": torch.__version__}
+    if device == "cuda":
+        query, key, value = make(case, device)
+        gqa = case.kv_heads != case.heads
+        found = microsdpa.explain(query, key, value, causal=case.causal, scale=case.scale, enable_gqa=gqa, impl=impl)
+        assert found.spec is not None
+        identity = {
+            "impl": "microsdpa",
+            "version": microsdpa.__version__,
+            "kernel": found.spec.name,
+            "signature": found.signature,
+            "code_signature": code_signature(found.spec, target_of(torch.cuda.get_device_capability())),
+            "requested": impl,
+            "alignment": ELEMENT_BYTES[case.dtype] if case.layout == "unaligned" else VECTOR_BYTES,
+        }
+    return results.row(
+        case,
+        mode="verify",
+        error=compare.as_record(result.errors, result.tolerance),
+        status="ok" if result.passed else "wrong",
+        reason=result.failure,
+        case=str(case),
+        **identity,
+    )
+
+
+def verify(cases: Iterable[Case], device: str, impl: str) -> Iterator[CaseResult]:
+    """Check each case in turn."""
+    for case in cases:
+        yield check(case, device, impl)

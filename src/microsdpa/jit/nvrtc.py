@@ -1,0 +1,115 @@
+"""NVRTC through cuda-core: from CUDA C++ to a cubin, with the compiler and headers of the PyPI wheels."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import io
+import time
+from dataclasses import dataclass
+
+from microsdpa.errors import CompileError
+from microsdpa.problem import capability_of
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of one kernel: its bytes, the kernel's symbol, the compiler's log and the seconds it took."""
+
+    code: bytes
+    symbol: str
+    log: str
+    seconds: float
+
+
+@functools.cache
+def include_directory() -> str:
+    """Directory of the CUDA headers that kernels include.
+
+    Raises:
+        CompileError: there is none.
+    """
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    directory = find_nvidia_header_directory("cudart")
+    if directory is None:
+        raise CompileError(
+            "no CUDA headers found: install them with 'pip install nvidia-cuda-runtime'", log="", source=None
+        )
+    return str(directory)
+
+
+@functools.cache
+def version() -> str:
+    """Version of NVRTC, such as "13.0 (nvidia-cuda-nvrtc 13.0.88)".
+
+    Raises:
+        CompileError: NVRTC cannot be loaded.
+    """
+    from cuda.bindings import nvrtc
+
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise CompileError(
+            "NVRTC cannot be loaded: install it with 'pip install nvidia-cuda-nvrtc'",
+            log=str(error),
+            source=None,
+        ) from error
+    try:
+        return f"{major}.{minor} (nvidia-cuda-nvrtc {importlib.metadata.version('nvidia-cuda-nvrtc')})"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{major}.{minor}"
+
+
+@functools.cache
+def supported_capabilities() -> tuple[tuple[int, int], ...]:
+    """Compute capabilities that this NVRTC generates code for."""
+    from cuda.bindings import nvrtc
+
+    version()
+    _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    return tuple((number // 10, number % 10) for number in numbers)
+
+
+def compile_cubin(text: str, name: str, expression: str, target: str, flags: tuple[str, ...]) -> Cubin:
+    """Compile the kernel that `expression` instantiates in the expanded source `text`.
+
+    Raises:
+        CompileError: NVRTC does not know the target, or refuses the source; its log is in the error.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    if capability_of(target) not in supported_capabilities():
+        known = ", ".join(f"sm_{major}{minor}" for major, minor in supported_capabilities())
+        raise CompileError(
+            f"{name}: NVRTC {version()} generates no code for {target} (it does for {known}); "
+            "install a newer nvidia-cuda-nvrtc",
+            log="",
+            source=None,
+        )
+    log = io.StringIO()
+    start = time.perf_counter()
+    try:
+        options = ProgramOptions(
+            name=name,
+            arch=target,
+            std=next((f.removeprefix("-std=") for f in flags if f.startswith("-std=")), None),
+            lineinfo="-lineinfo" in flags,
+            include_path=[include_directory()],
+            ptxas_options=["-v"],
+        )
+        code = Program(text, "c++", options).compile("cubin", name_expressions=(expression,), logs=log)
+    except RuntimeError as error:
+        raise CompileError(f"{name}: NVRTC failed for {target}", log=str(error), source=None) from error
+    except Exception as error:
+        if type(error).__name__ != "NVRTCError":
+            raise
+        raise CompileError(f"{name}: NVRTC refused {expression} for {target}", log=str(error), source=None) from None
+    symbol = code.symbol_mapping[expression]
+    return Cubin(
+        code=bytes(code.code),
+        symbol=symbol.decode() if isinstance(symbol, bytes) else symbol,
+        log=log.getvalue(),
+        seconds=time.perf_counter() - start,
+    )

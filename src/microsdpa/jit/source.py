@@ -1,0 +1,68 @@
+"""Kernel sources: one self-contained text per kernel, with the project's headers expanded in place."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+
+CUDA_DIR = Path(__file__).resolve().parent.parent / "cuda"
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"(?P<local>[^"]+)"|<(?P<system>[^>]+)>)', re.MULTILINE)
+_PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
+
+
+def expand(source: str, root: Path = CUDA_DIR) -> str:
+    """The text of `source` (a path below `root`) with every `#include "..."` expanded once, transitively.
+
+    #line directives keep the compiler's messages, and profilers, pointing at the original files.
+
+    Raises:
+        FileNotFoundError: an included file does not exist; the message names the file that includes it.
+    """
+    return _expand(root / source, root, set())
+
+
+def _expand(path: Path, root: Path, seen: set[Path]) -> str:
+    seen.add(path)
+    lines = [f'#line 1 "{path.relative_to(root)}"']
+    text = _PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8"))
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = _INCLUDE.match(line)
+        if not match or not match["local"]:
+            lines.append(line)
+            continue
+        header = (path.parent / match["local"]).resolve()
+        if not header.is_file():
+            raise FileNotFoundError(f"{path.relative_to(root)}:{number}: no file {match['local']!r}")
+        if header not in seen:
+            lines += [_expand(header, root, seen), f'#line {number + 1} "{path.relative_to(root)}"']
+        else:
+            lines.append("")
+    return "\n".join(lines)
+
+
+@functools.lru_cache(maxsize=64)
+def _headers_below(header: str, directory: str) -> tuple[tuple[str, str], ...]:
+    """(name, SHA-256) of a toolkit header and of all that it includes and that exists in `directory`."""
+    found: dict[str, str] = {}
+    waiting = [header]
+    while waiting:
+        name = waiting.pop()
+        path = Path(directory) / name
+        if name in found or not path.is_file():
+            continue
+        data = path.read_bytes()
+        found[name] = hashlib.sha256(data).hexdigest()
+        for match in _INCLUDE.finditer(data.decode("utf-8", errors="replace")):
+            waiting.append(match["local"] or match["system"])
+    return tuple(sorted(found.items()))
+
+
+def toolkit_headers(expanded: str, directory: str) -> tuple[tuple[str, str], ...]:
+    """(name, SHA-256) of every CUDA toolkit header that an expanded source includes, transitively."""
+    found: dict[str, str] = {}
+    for match in _INCLUDE.finditer(expanded):
+        found.update(_headers_below(match["system"], directory))
+    return tuple(sorted(found.items()))

@@ -1,0 +1,92 @@
+// The CUDA driver API, loaded at run time: this library builds, and loads, on a machine without CUDA.
+#pragma once
+
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace microsdpa {
+
+class Driver {
+ public:
+  // Null when the machine has no driver.
+  static const Driver* get() {
+    static const Driver driver;
+    return driver.library_ ? &driver : nullptr;
+  }
+
+  // Throws with the driver's own words when `result` is an error.
+  void check(CUresult result, const char* call) const {
+    if (result == CUDA_SUCCESS) return;
+    const char* words = nullptr;
+    error_string(result, &words);
+    throw std::runtime_error(std::string(call) + " failed with error " + std::to_string(result) + ": " +
+                             (words ? words : "unknown error"));
+  }
+
+  decltype(&cuInit) init;
+  decltype(&cuDriverGetVersion) driver_version;
+  decltype(&cuGetErrorString) error_string;
+  decltype(&cuDevicePrimaryCtxRetain) primary_context_retain;
+  decltype(&cuCtxGetCurrent) context_get;
+  decltype(&cuCtxPushCurrent) context_push;
+  decltype(&cuCtxPopCurrent) context_pop;
+  decltype(&cuThreadExchangeStreamCaptureMode) exchange_capture_mode;
+  decltype(&cuModuleLoadData) module_load;
+  decltype(&cuModuleGetFunction) module_function;
+  decltype(&cuFuncSetAttribute) function_set_attribute;
+  decltype(&cuLaunchKernelEx) launch;
+
+ private:
+  Driver() {
+    library_ = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!library_) return;
+    load(init, "cuInit");
+    load(driver_version, "cuDriverGetVersion");
+    load(error_string, "cuGetErrorString");
+    load(primary_context_retain, "cuDevicePrimaryCtxRetain");
+    load(context_get, "cuCtxGetCurrent");
+    load(context_push, "cuCtxPushCurrent_v2");
+    load(context_pop, "cuCtxPopCurrent_v2");
+    load(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+    load(module_load, "cuModuleLoadData");
+    load(module_function, "cuModuleGetFunction");
+    load(function_set_attribute, "cuFuncSetAttribute");
+    load(launch, "cuLaunchKernelEx");
+    if (missing_ || init(0) != CUDA_SUCCESS) library_ = nullptr;
+  }
+
+  template <typename Function>
+  void load(Function& function, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(library_, name));
+    missing_ = missing_ || !function;
+  }
+
+  void* library_ = nullptr;
+  bool missing_ = false;
+};
+
+// Makes `context` current for the life of the object; costs one query when it already is.
+class ScopedContext {
+ public:
+  ScopedContext(const Driver& driver, CUcontext context) : driver_(driver) {
+    CUcontext current = nullptr;
+    driver.check(driver.context_get(&current), "cuCtxGetCurrent");
+    pushed_ = current != context;
+    if (pushed_) driver.check(driver.context_push(context), "cuCtxPushCurrent");
+  }
+  ~ScopedContext() {
+    CUcontext popped;
+    if (pushed_) driver_.context_pop(&popped);
+  }
+  ScopedContext(const ScopedContext&) = delete;
+  ScopedContext& operator=(const ScopedContext&) = delete;
+
+ private:
+  const Driver& driver_;
+  bool pushed_ = false;
+};
+
+}  // namespace microsdpa

@@ -1,0 +1,101 @@
+"""Python side of the host launcher (launcher.cc): loads the library, registers plans for validated calls."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import tvm_ffi
+
+from microsdpa import runtime
+from microsdpa.jit import CompiledKernel, compile_kernel
+from microsdpa.problem import Problem
+from microsdpa.specs import KernelSpec
+
+LIBRARY = "libmicrosdpa_launcher.so"
+MIN_DRIVER = 13000
+"""Oldest CUDA version of a driver that loads what NVRTC 13 makes: R580."""
+
+
+def _load_library() -> Any:
+    # An editable install keeps compiled files apart from the sources: the package's path names both places.
+    for directory in runtime.__path__:
+        path = Path(directory) / LIBRARY
+        if path.is_file():
+            return tvm_ffi.load_module(str(path))
+    raise ImportError(
+        f"{LIBRARY} is not beside {__file__}: install the package (pip install .) rather than putting src/ on the path"
+    )
+
+
+_library = _load_library()
+
+launch = _library.sdpa
+"""launch(query, key, value, out | None, lse | None, options, scale | None): the hot path.
+
+Gives None when no plan is registered for the call, True when it wrote to `out`, else the output that it allocated.
+"""
+
+
+def driver_version() -> int:
+    """CUDA version of the driver, as 1000 * major + 10 * minor; 0 when the machine has none."""
+    return int(_library.driver_version())
+
+
+def device_error() -> str | None:
+    """Why this machine cannot launch a kernel, or None when it can."""
+    version = driver_version()
+    if version == 0:
+        return "no CUDA driver was found (libcuda.so.1)"
+    if version < MIN_DRIVER:
+        return (
+            f"the driver supports CUDA {version // 1000}.{version % 1000 // 10}; kernels are compiled by NVRTC 13, "
+            "which needs driver R580 (CUDA 13.0) or newer"
+        )
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device (a CPU build of torch, or no GPU)"
+    return None
+
+
+_loaded: dict[tuple[str, int], tuple[int, int]] = {}
+_lock = threading.Lock()
+
+
+def alignment(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None) -> int:
+    """16 when 16-byte accesses reach every row of the CUDA tensors, else 0; -1 when `out` overlaps an input."""
+    return int(_library.alignment(query, key, value, out))
+
+
+def _load(kernel: CompiledKernel, device: int) -> tuple[int, int]:
+    """(function, context) of a kernel on a device; loaded once per process."""
+    with _lock:
+        handles = _loaded.get((kernel.signature, device))
+        if handles is None:
+            function, context = _library.load_kernel(device, kernel.cubin, kernel.symbol, kernel.spec.shared_bytes)
+            handles = _loaded[kernel.signature, device] = int(function), int(context)
+        return handles
+
+
+def prepare(
+    problem: Problem,
+    spec: KernelSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    options: int,
+) -> CompiledKernel:
+    """Compile and load `spec`, and register the plan that `launch` finds for these validated arguments.
+
+    Raises:
+        CompileError: the kernel does not compile.
+        RuntimeError: the driver refuses to load it.
+    """
+    kernel = compile_kernel(spec, problem.target)
+    function, context = _load(kernel, query.device.index)
+    diagonal = problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0
+    launch_shape = tvm_ffi.Shape([function, context, *spec.grid(problem), spec.threads, spec.shared_bytes, diagonal])
+    _library.register_plan(query, key, value, out, options, launch_shape)
+    return kernel

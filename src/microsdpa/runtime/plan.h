@@ -1,0 +1,86 @@
+// Plans: what one exact call (shapes, strides, types, device, options) launches, and the table of them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "../cuda/core/params.cuh"
+
+namespace microsdpa {
+
+// Shape and strides of one [B, H, S, D] tensor, and its type and device.
+struct TensorKey {
+  std::int64_t shape[4];
+  std::int64_t strides[4];
+  std::uint64_t dtype_and_device;
+};
+
+// Everything a plan may depend on. Compared as bytes: no padding, every field always written.
+struct PlanKey {
+  TensorKey query, key, value, out;
+  std::int64_t options;    // the caller's code for causal, enable_gqa and impl
+  std::int64_t alignment;  // 16 when every row of every tensor starts on 16 bytes, else 0
+};
+static_assert(sizeof(PlanKey) == 4 * 72 + 16, "PlanKey must have no padding");
+
+struct PlanKeyHash {
+  std::size_t operator()(const PlanKey& key) const {
+    std::uint64_t words[sizeof(PlanKey) / 8], hash = 0;
+    std::memcpy(words, &key, sizeof(key));
+    for (std::uint64_t word : words) hash = (hash ^ word) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
+    return hash;
+  }
+};
+
+struct PlanKeyEqual {
+  bool operator()(const PlanKey& a, const PlanKey& b) const { return !std::memcmp(&a, &b, sizeof(a)); }
+};
+
+struct Plan {
+  CUcontext context;
+  CUfunction function;
+  unsigned grid[3];
+  unsigned threads;
+  unsigned shared_bytes;
+  AttentionParams params;  // all but the pointers and the scale
+};
+
+// Readers share the lock, so concurrent callers do not wait for one another.
+class PlanTable {
+ public:
+  std::shared_ptr<const Plan> find(const PlanKey& key) const {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    auto entry = plans_.find(key);
+    return entry == plans_.end() ? nullptr : entry->second;
+  }
+
+  // Bounded: a program that never repeats a shape must not grow for ever. Plans are cheap to make again.
+  void insert(const PlanKey& key, const Plan& plan) {
+    std::unique_lock<std::shared_mutex> lock(mutex_);
+    if (plans_.size() >= MAX_PLANS) plans_.clear();
+    plans_[key] = std::make_shared<const Plan>(plan);
+  }
+
+  std::int64_t size() const {
+    std::shared_lock<std::shared_mutex> lock(mutex_);
+    return static_cast<std::int64_t>(plans_.size());
+  }
+
+  void clear() {
+    std::unique_lock<std::shared_mutex> lock(mutex_);
+    plans_.clear();
+  }
+
+ private:
+  static constexpr std::size_t MAX_PLANS = 8192;
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<PlanKey, std::shared_ptr<const Plan>, PlanKeyHash, PlanKeyEqual> plans_;
+};
+
+}  // namespace microsdpa

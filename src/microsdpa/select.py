@@ -1,0 +1,44 @@
+"""Selection: from a problem to the kernel that computes it, with the reason of every rejection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.problem import Problem
+from microsdpa.specs import FAMILIES, Family, KernelSpec, Rejection, family_named
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen specification, and why every family tried before it was rejected."""
+
+    spec: KernelSpec
+    rejections: tuple[tuple[str, Rejection], ...]
+
+
+def candidates(impl: str) -> tuple[Family, ...]:
+    """Families that `impl` admits: all of them for "auto", exactly one for a kernel's name, none otherwise."""
+    if impl == "auto":
+        return FAMILIES
+    family = family_named(impl)
+    return (family,) if family else ()
+
+
+def select(problem: Problem, impl: str = "auto") -> Selection:
+    """Choose the kernel for `problem` among the families that `impl` admits.
+
+    Pure: the answer depends on the arguments alone.
+
+    Raises:
+        UnsupportedProblem: every family rejected the problem; the reasons are in the message.
+    """
+    rejections: list[tuple[str, Rejection]] = []
+    for family in candidates(impl):
+        result = family.specify(problem)
+        if isinstance(result, KernelSpec):
+            return Selection(result, tuple(rejections))
+        rejections.append((family.name, result))
+    reasons = "; ".join(f"{name}: {rejection.reason}" for name, rejection in rejections)
+    nearest = rejections[0][1].nearest if rejections else "impl='auto'"
+    raise UnsupportedProblem(reasons or f"no kernel is called {impl!r}", nearest=nearest)

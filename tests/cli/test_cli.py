@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from microsdpa import cli
+from microsdpa.evidence import repro
+from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.results import read
+from microsdpa.runtime import launcher
+from microsdpa.specs import catalogue
+
+ROOT = Path(__file__).parents[2]
+NO_GPU = launcher.device_error()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments)
+
+
+@pytest.fixture
+def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repro, "verify_cases", lambda: [Case(1, 2, 9, 12, 32), Case(1, 1, 7, 3, 64, seed=1)])
+
+
+@pytest.fixture
+def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = lambda target: catalogue(target)[:2]  # noqa: E731
+    monkeypatch.setattr("microsdpa.evidence.survey.catalogue", few)
+    monkeypatch.setattr("microsdpa.evidence.repro.catalogue", few)
+
+
+def test_info_as_text_and_json() -> None:
+    text = run("info")
+    assert text.exit_code == 0
+    assert "nvrtc\t" in text.stdout
+    data = json.loads(run("info", "--json").stdout)["data"]
+    assert data["torch"]
+    assert "ladder/01_scalar" in data["kernels"]
+    if NO_GPU:
+        assert data["kernels"]["ladder/01_scalar"] == NO_GPU
+
+
+@pytest.mark.usefixtures("few_kernels")
+def test_compile_prints_a_table_and_takes_targets_both_ways() -> None:
+    result = run("compile", "--arch", "sm_89", "sm_90a", "--json")
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)["data"]
+    assert [row["target"] for row in rows] == ["sm_89", "sm_89", "sm_90a", "sm_90a"]
+    for row in rows:
+        assert row["registers"] > 16
+        assert row["spill_bytes"] == 0
+        assert row["tensor_instructions"] == "none"
+        assert row["failure"] == ""
+
+
+def test_compile_refuses_an_unknown_target() -> None:
+    result = run("compile", "--arch", "ada")
+    assert result.exit_code == cli.EXIT_USAGE
+    assert "expected a name such as 'sm_89'" in result.output
+
+
+@pytest.mark.usefixtures("few_kernels")
+def test_compile_fails_when_a_kernel_does_not_compile() -> None:
+    result = run("compile", "--arch", "sm_81")
+    assert result.exit_code == cli.EXIT_FAILED
+    assert "compile: failed: 0 of 2" in result.stdout
+    assert "generates no code for sm_81" in result.stdout
+
+
+def test_compile_fails_for_a_target_that_no_kernel_supports() -> None:
+    result = run("compile", "--arch", "sm_75")
+    assert result.exit_code == cli.EXIT_FAILED
+    assert "no kernel supports sm_75" in result.stdout
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_verify_checks_cases_and_writes_a_result_file(tmp_path: Path) -> None:
+    result = run("verify", "--output", str(tmp_path))
+    assert result.exit_code == 0
+    assert "2 of 2 cases passed" in result.stdout
+    if NO_GPU:
+        assert f"ladder/01_scalar not run: {NO_GPU}" in result.stdout
+    files = list(tmp_path.rglob("verify.json"))
+    assert [row["status"] for row in read(files[0])["rows"]] == ["ok", "ok"]
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_verify_fails_when_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = repro.verify
+
+    def wrong(*arguments: Any) -> Any:
+        for outcome in right(*arguments):
+            object.__setattr__(outcome, "failure", "made to fail")
+            yield outcome
+
+    monkeypatch.setattr(repro, "verify", wrong)
+    result = run("verify")
+    assert result.exit_code == cli.EXIT_FAILED
+    assert "made to fail" in result.stdout
+
+
+@pytest.mark.skipif(NO_GPU is None, reason="this machine has a GPU")
+@pytest.mark.parametrize("command", [["bench"], ["verify", "--impl", "ladder/01_scalar"]])
+def test_what_cannot_run_here_says_why_and_exits_3(command: list[str]) -> None:
+    result = run(*command)
+    assert result.exit_code == cli.EXIT_CANNOT_RUN
+    assert "not run" in result.stdout
+    assert str(NO_GPU) in result.stdout
+
+
+def test_bench_refuses_unknown_modes() -> None:
+    result = run("bench", "--modes", "graph,fast")
+    assert result.exit_code == cli.EXIT_USAGE
+    assert "expected some of graph, cold, eager, host, got fast" in result.output
+
+
+def test_an_error_of_the_library_is_a_message_and_exit_code_2() -> None:
+    command = [sys.executable, "-m", "microsdpa", "bench", "--suite", "nope"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == cli.EXIT_USAGE
+    assert result.stderr.startswith("InvalidArgument: suite: expected one of mission, got 'nope'")
+    assert result.stdout == ""
+
+
+@pytest.mark.usefixtures("few_cases", "few_kernels")
+def test_repro_writes_a_report_and_names_what_did_not_run(tmp_path: Path) -> None:
+    result = run("repro", "--report", str(tmp_path))
+    assert result.exit_code == 0
+    steps = {step["name"]: step for step in json.loads((tmp_path / "report.json").read_text())}
+    assert list(steps) == ["info", "compile", "verify", "bench"]
+    page = (tmp_path / "index.html").read_text()
+    assert "http" not in page.replace("https://json-schema.org", "")  # self-contained
+    for step in steps.values():
+        assert step["status"] in ("passed", "not run")
+        assert step["summary"].split(";")[0].split("'")[0] in page.replace("&#39;", "'")
+    if NO_GPU:
+        assert steps["bench"]["status"] == "not run"
+        assert NO_GPU in steps["bench"]["summary"]
+
+
+@pytest.mark.usefixtures("few_cases", "few_kernels")
+def test_repro_fails_when_a_step_breaks_and_still_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("the driver went away")
+
+    monkeypatch.setattr(repro, "verify", broken)
+    result = run("repro", "--report", str(tmp_path))
+    assert result.exit_code == cli.EXIT_FAILED
+    assert "RuntimeError: the driver went away" in (tmp_path / "index.html").read_text()
+
+
+def test_evidence_check_passes_on_this_checkout() -> None:
+    result = run("evidence", "check", "--root", str(ROOT))
+    assert result.exit_code == 0, result.output
+
+
+def test_evidence_check_fails_on_a_table_that_was_edited(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    edited = (ROOT / "README.md").read_text().replace("<!-- microsdpa:end -->", "edited\n<!-- microsdpa:end -->", 1)
+    (tmp_path / "README.md").write_text(edited)
+    committed = str(ROOT / "benchmarks/results")
+    result = run("evidence", "check", "--root", str(tmp_path), "--results", committed)
+    assert result.exit_code == cli.EXIT_FAILED
+    assert "microsdpa evidence render" in result.output
+    assert run("evidence", "render", "--root", str(tmp_path), "--results", committed).exit_code == 0
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
+def test_the_version_and_help() -> None:
+    assert run("--version").stdout.strip() == "0.1.0"
+    assert "Exit codes: 0" in run("--help").stdout
+
+
+def test_missing_command_line_packages_are_named() -> None:
+    code = "import sys; sys.modules['typer'] = None; from microsdpa.__main__ import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "pip install 'microsdpa[cli]'" in result.stderr

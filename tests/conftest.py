@@ -1,0 +1,21 @@
+"""Shared fixtures: a cache of the run's own, and the skip of GPU tests where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+from microsdpa.runtime import launcher
+
+# One cache for the whole run and its subprocesses, and never the user's.
+os.environ["MICROSDPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="microsdpa-tests-")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = launcher.device_error()
+    if reason:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))

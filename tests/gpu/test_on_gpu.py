@@ -1,0 +1,188 @@
+"""What only a GPU can show: correctness of every kernel, streams, devices, graphs, threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa import reference
+from microsdpa.evidence import compare
+from microsdpa.evidence.cases import verify_cases
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.verify import check
+from microsdpa.runtime import launcher
+from microsdpa.specs import FAMILIES
+
+pytestmark = pytest.mark.gpu
+
+MISSION = Case(1, 8, 512, 512, 64)
+
+
+@pytest.mark.parametrize("impl", [family.name for family in FAMILIES])
+@pytest.mark.parametrize("case", verify_cases(), ids=str)
+def test_every_kernel_on_every_case(case: Case, impl: str) -> None:
+    assert check(case, "cuda", impl).failure == ""
+
+
+def close(out: torch.Tensor, tensors: tuple[torch.Tensor, ...], **options: str) -> bool:
+    expected, _ = reference.oracle(*tensors, **options)  # type: ignore[arg-type]
+    allowed = compare.tolerance(reference.eager(*tensors, **options)[0], expected, out.dtype)  # type: ignore[arg-type]
+    return allowed.admits(compare.measure(out, expected))
+
+
+def test_a_capture_may_be_the_first_call() -> None:
+    tensors = make(Case(1, 3, 70, 90, 64, seed=11), "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = microsdpa.sdpa(*tensors, is_causal=True)
+    graph.replay()
+    assert close(out, tensors, causal="upper_left")
+    for tensor, fresh in zip(tensors, make(Case(1, 3, 70, 90, 64, seed=12), "cuda"), strict=True):
+        tensor.copy_(fresh)
+    graph.replay()
+    assert close(out, tensors, causal="upper_left")
+
+
+def test_replays_are_bitwise_equal() -> None:
+    tensors = make(MISSION, "cuda")
+    out = torch.empty_like(tensors[0])
+    graph = torch.cuda.CUDAGraph()
+    microsdpa.sdpa(*tensors, out=out)
+    with torch.cuda.graph(graph):
+        microsdpa.sdpa(*tensors, out=out)
+    graph.replay()
+    first = out.clone()
+    for _ in range(200):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, first)
+
+
+def test_the_current_stream_is_used() -> None:
+    tensors = make(Case(1, 8, 512, 512, 64), "cuda")
+    microsdpa.sdpa(*tensors)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        out = microsdpa.sdpa(*tensors)
+        done = torch.cuda.Event()
+        done.record()
+    torch.cuda.current_stream().synchronize()
+    assert not done.query()  # the kernel waits behind the sleep of its own stream
+    side.synchronize()
+    assert close(out, tensors)
+
+
+def test_a_call_does_not_synchronise() -> None:
+    tensors = make(MISSION, "cuda")
+    microsdpa.sdpa(*tensors)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(100_000_000)
+        microsdpa.sdpa(*tensors)
+        done = torch.cuda.Event()
+        done.record()
+        assert not done.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_threads_get_right_answers() -> None:
+    cases = [Case(1, 2, 50 + 10 * i, 64, 64, seed=i) for i in range(8)]
+    wrong: list[Case] = []
+
+    def work(case: Case) -> None:
+        tensors = make(case, "cuda")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = [microsdpa.sdpa(*tensors) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        if not all(torch.equal(out, outs[0]) for out in outs) or not close(outs[0], tensors):
+            wrong.append(case)
+
+    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_every_device_of_the_process() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, this machine has {torch.cuda.device_count()}")
+    torch.cuda.set_device(0)
+    for device in ("cuda:1", "cuda:0"):
+        tensors = make(Case(1, 2, 70, 90, 64), device)
+        assert close(microsdpa.sdpa(*tensors), tensors)
+    assert torch.cuda.current_device() == 0
+
+
+def test_the_output_has_the_memory_order_of_the_query() -> None:
+    for layout in ("bhsd", "bshd"):
+        tensors = make(Case(2, 3, 16, 16, 64, layout=layout), "cuda")  # type: ignore[arg-type]
+        assert microsdpa.sdpa(*tensors).stride() == tensors[0].stride()
+
+
+def test_no_input_is_written_and_nothing_beyond_the_output() -> None:
+    tensors = make(Case(2, 3, 33, 65, 64), "cuda")
+    copies = [tensor.clone() for tensor in tensors]
+    wide = torch.full((2, 3, 35, 64), 7.0, dtype=torch.float16, device="cuda")
+    microsdpa.sdpa(*tensors, out=wide[:, :, 1:-1])
+    assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+    assert (wide[:, :, 0] == 7).all()
+    assert (wide[:, :, -1] == 7).all()
+
+
+def test_a_plan_does_not_admit_what_validation_refuses() -> None:
+    q, k, v = make(MISSION, "cuda")
+    out = microsdpa.sdpa(q, k, v)
+    assert isinstance(out, torch.Tensor)
+    with pytest.raises(microsdpa.InvalidArgument, match="out"):
+        microsdpa.sdpa(q, k, v, out=q)
+    with pytest.raises(microsdpa.InvalidArgument, match="scale"):
+        microsdpa.sdpa(q, k, v, scale=float("nan"))
+    with pytest.raises(microsdpa.InvalidArgument, match="value"):
+        microsdpa.sdpa(q, k, v.cpu())
+    with pytest.raises(microsdpa.UnsupportedProblem, match="query requires grad"):
+        microsdpa.sdpa(q.clone().requires_grad_(), k, v)
+
+
+def test_unsupported_head_dims_name_the_nearest() -> None:
+    q, k, v = make(Case(1, 2, 16, 16, 80), "cuda")
+    with pytest.raises(microsdpa.UnsupportedProblem, match="nearest supported: head_dim 64"):
+        microsdpa.sdpa(q, k, v)
+
+
+def test_non_finite_inputs_reach_the_output_where_the_oracle_has_them() -> None:
+    q, k, v = make(Case(1, 2, 40, 70, 64), "cuda")
+    q[0, 0, 3, 5] = torch.nan
+    v[0, 1, 60, 7] = torch.inf
+    out = microsdpa.sdpa(q, k, v)
+    expected, _ = reference.oracle(q, k, v)
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isinf(), expected.isinf())
+
+
+def test_explain_names_the_kernel_and_whether_it_is_compiled() -> None:
+    tensors = make(Case(1, 2, 16, 16, 128, dtype="bfloat16"), "cuda")
+    microsdpa.sdpa(*tensors)
+    found = microsdpa.explain(*tensors)
+    assert found.runs == "ladder/01_scalar"
+    assert found.compiled
+    assert found.signature is not None
+    assert found.signature in str(found)
+
+
+def test_plans_are_reused() -> None:
+    tensors = make(Case(1, 2, 21, 16, 64), "cuda")
+    microsdpa.sdpa(*tensors)
+    before = launcher._library.plan_count()
+    for _ in range(10):
+        microsdpa.sdpa(*tensors)
+    assert launcher._library.plan_count() == before

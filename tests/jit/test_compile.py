@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from microsdpa.errors import CompileError
+from microsdpa.jit import compile_kernel, is_compiled, nvrtc
+from microsdpa.jit.inspect import (
+    Resources,
+    count_instructions,
+    disassemble,
+    resources_from_log,
+    tensor_instructions,
+)
+from microsdpa.jit.source import CUDA_DIR
+from microsdpa.specs import KernelSpec, catalogue
+
+TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
+MAX_REGISTERS = 128
+MAX_SHARED_BYTES = 48 * 1024
+JOBS = [(spec, target) for target in TARGETS for spec in catalogue(target)]
+
+
+def test_every_kernel_compiles_for_every_target_within_its_budget() -> None:
+    """No spills, no local memory, and what fits at least four CTAs of 128 threads in every chip's registers."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        kernels = list(pool.map(lambda job: compile_kernel(*job), JOBS))
+    assert len(kernels) == 96
+    for kernel in kernels:
+        assert not kernel.resources.uses_local_memory
+        assert 16 < kernel.resources.registers <= MAX_REGISTERS
+        assert 0 < kernel.resources.shared_bytes <= MAX_SHARED_BYTES
+        assert kernel.cubin[:4] == b"\x7fELF"
+        assert "scalar_attention" in kernel.symbol
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sass_is_counted_and_rung_01_has_no_tensor_instruction(target: str) -> None:
+    counts = count_instructions(compile_kernel(catalogue(target)[0], target).cubin)
+    assert counts["FFMA"] >= 100
+    assert counts["MUFU"] >= 4
+    assert counts["BAR"] >= 2
+    assert counts["LDS"] >= 8
+    assert counts["STL"] == counts["LDL"] == 0
+    assert tensor_instructions(counts) == {}
+
+
+def test_counts_agree_with_the_disassembly(spec: KernelSpec) -> None:
+    cubin = compile_kernel(spec, "sm_89").cubin
+    text = disassemble(cubin)
+    counts = count_instructions(cubin)
+    assert counts["FFMA"] == len(re.findall(r"\bFFMA\b", text))
+    assert counts.total() == text.count(";\n")  # one semicolon an instruction
+
+
+def test_tensor_instructions_are_found_where_there_are_some(tmp_path: Path) -> None:
+    source = """
+        extern "C" __global__ void probe(float* out, const unsigned* in) {
+          float d[4] = {};
+          asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
+                       "{%0,%1,%2,%3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                       : "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3]), "r"(in[4]), "r"(in[5]));
+          out[threadIdx.x] = d[0] + d[1] + d[2] + d[3];
+        }
+        template <int> __global__ void unused();
+    """
+    cubin = nvrtc.compile_cubin(source, "probe.cu", "probe", "sm_89", ("-std=c++17",))
+    assert tensor_instructions(count_instructions(cubin.code)) == {"HMMA": 1}
+
+
+def test_a_kernel_that_spills_is_refused_unless_its_spec_says_why(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spilled = Resources(255, 0, 64, 32, 32)
+    monkeypatch.setattr("microsdpa.jit.build.resources_from_log", lambda log: spilled)
+    with pytest.raises(CompileError, match="64 bytes of stack, 32 of spill stores") as caught:
+        compile_kernel(spec, "sm_89", tmp_path / "a")
+    assert caught.value.source is not None
+    assert "scalar_attention" in Path(caught.value.source).read_text()
+    excused = dataclasses.replace(spec, local_memory="a test")
+    assert compile_kernel(excused, "sm_89", tmp_path / "b").resources == spilled
+
+
+def test_a_compile_error_holds_the_log_and_the_source(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken.cu").write_text("__global__ void broken() { int x = undeclared; }\n")
+    monkeypatch.setattr("microsdpa.jit.signature.expand", lambda source: expand_from(tmp_path, source))
+    monkeypatch.setattr("microsdpa.jit.build.expand", lambda source: expand_from(tmp_path, source))
+    broken = dataclasses.replace(spec, source="broken.cu", template="broken", template_args=(("N", "1"),))
+    with pytest.raises(CompileError, match="NVRTC refused broken<1> for sm_89") as caught:
+        compile_kernel(broken, "sm_89", tmp_path / "cache")
+    assert '"undeclared" is undefined' in caught.value.log
+    assert "broken.cu(1)" in caught.value.log  # the original file and line, not the expanded ones
+    assert caught.value.source is not None
+    assert "undeclared" in Path(caught.value.source).read_text()
+
+
+def expand_from(root: Path, source: str) -> str:
+    from microsdpa.jit import source as sources
+
+    return sources.expand(source, root)
+
+
+def test_a_target_that_nvrtc_does_not_know_is_named(spec: KernelSpec, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"generates no code for sm_70 \(it does for .*sm_89"):
+        compile_kernel(spec, "sm_70", tmp_path)
+
+
+def test_a_log_without_figures_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a 'ptxas -v' log"):
+        resources_from_log("nothing")
+
+
+def test_resources_are_read_from_the_log() -> None:
+    log = (
+        "ptxas         .     8 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads\n"
+        "ptxas info    : Used 61 registers, used 1 barriers, 20736 bytes smem, 400 bytes cmem[0]"
+    )
+    assert resources_from_log(log) == Resources(61, 20736, 8, 16, 24)
+
+
+def test_is_compiled_sees_memory_and_disk(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MICROSDPA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("microsdpa.jit.build._memory", {})
+    assert not is_compiled(spec, "sm_80")
+    compile_kernel(spec, "sm_80", tmp_path)
+    assert is_compiled(spec, "sm_80")
+
+
+def test_the_sources_ship_with_the_package() -> None:
+    assert (CUDA_DIR / "ladder/01_scalar.cu").is_file()

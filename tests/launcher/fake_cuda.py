@@ -1,0 +1,129 @@
+"""Tensors that say they are on a CUDA device, and the stub driver's records, for stubbed_launcher.py."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import tvm_ffi
+from tvm_ffi import libinfo
+
+KDL_CUDA, KDL_FLOAT, KDL_BFLOAT = 2, 2, 4
+
+
+class Params(ctypes.Structure):
+    """AttentionParams of cuda/core/params.cuh."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse")]
+        + [(f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value", "out")]
+        + [(name, ctypes.c_int32) for name in ("heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")]
+        + [("scale_log2", ctypes.c_float)]
+    )
+
+
+class Record(ctypes.Structure):
+    """StubRecord of stub_driver.cc."""
+
+    _fields_ = [
+        ("launches", ctypes.c_int64),
+        ("pushes", ctypes.c_int64),
+        ("pops", ctypes.c_int64),
+        ("grid", ctypes.c_int64 * 3),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("threads", "shared_bytes", "stream", "function", "context", "capture_mode", "depth")
+        ),
+        ("params", Params),
+    ]
+
+
+stub = ctypes.CDLL("libcuda.so.1")
+record = Record.in_dll(stub, "stub_record")
+
+
+def set_integer(name: str, value: int) -> None:
+    ctypes.c_int.in_dll(stub, name).value = value
+
+
+def set_context(context: int) -> None:
+    stub.stub_set_context(ctypes.c_int64(context))
+
+
+def install_allocator() -> None:
+    library = ctypes.CDLL(libinfo.find_libtvm_ffi())
+    allocate = ctypes.cast(stub.stub_allocate, ctypes.c_void_p)
+    assert library.TVMFFIEnvSetDLPackManagedTensorAllocator(allocate, 1, None) == 0
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = [("tensor", _DLTensor), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+class FakeCuda:
+    """A [B, H, S, D] tensor at `address` that claims to be on a CUDA device; nothing reads its memory."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        address: int,
+        strides: Sequence[int] | None = None,
+        code: int = KDL_FLOAT,
+        device: int = 0,
+    ) -> None:
+        if strides is None:
+            strides = [1] * len(shape)
+            for i in reversed(range(len(shape) - 1)):
+                strides[i] = strides[i + 1] * shape[i + 1]
+        self.shape = (ctypes.c_int64 * len(shape))(*shape)
+        self.strides = (ctypes.c_int64 * len(shape))(*strides)
+        self.managed = _DLManagedTensor(
+            _DLTensor(
+                address,
+                KDL_CUDA,
+                device,
+                len(shape),
+                code,
+                16,
+                1,
+                ctypes.addressof(self.shape),
+                ctypes.addressof(self.strides),
+                0,
+            ),
+            None,
+            None,
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return KDL_CUDA, self.managed.tensor.device_id
+
+    def __dlpack__(self, **_: object) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.managed), b"dltensor", None)
+
+
+_alive: list[FakeCuda] = []
+
+
+def tensor(shape: Sequence[int], address: int, **options: Any) -> Any:
+    """A tvm_ffi tensor over a FakeCuda, which is kept alive for the rest of the process."""
+    fake = FakeCuda(shape, address, **options)
+    _alive.append(fake)
+    return tvm_ffi.from_dlpack(fake)

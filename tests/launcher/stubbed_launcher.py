@@ -1,0 +1,252 @@
+"""The launcher's hot path against the stub driver; test_launcher.py runs this file in a process of its own."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from fake_cuda import KDL_BFLOAT, install_allocator, record, set_context, set_integer, tensor
+
+from microsdpa.runtime import launcher
+
+SHAPE = (2, 4, 16, 32)
+KV = (2, 2, 24, 32)
+PRIMARY = 0x1000
+LAUNCH_FAILED = 719
+library = launcher._library
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    library.clear_plans()
+    set_context(0)
+    set_integer("stub_error", 0)
+    record.pushes = record.pops = 0
+    yield
+    assert record.pushes == record.pops
+
+
+def call(**changes: Any) -> list[Any]:
+    """Arguments of launch(): aligned, contiguous, apart from one another."""
+    arguments = {
+        "query": tensor(SHAPE, 0x100000),
+        "key": tensor(KV, 0x200000),
+        "value": tensor(KV, 0x300000),
+        "out": tensor(SHAPE, 0x400000),
+        "lse": None,
+        "options": 5,
+        "scale": None,
+    }
+    return list((arguments | changes).values())
+
+
+def register(arguments: list[Any], launch: tuple[int, ...] = (0x3000, PRIMARY, 7, 1, 1, 128, 4096, 3)) -> None:
+    query, key, value, out, _, options, _ = arguments
+    library.register_plan(query, key, value, out, options, tvm_ffi.Shape(launch))
+
+
+def test_a_call_without_a_plan_misses_and_with_one_launches() -> None:
+    arguments = call()
+    assert launcher.launch(*arguments) is None
+    register(arguments)
+    before = record.launches
+    assert launcher.launch(*arguments) is True
+    assert record.launches == before + 1
+
+
+def test_the_kernel_gets_pointers_strides_sizes_and_scale() -> None:
+    strided = tensor(KV, 0x200000, strides=(24 * 2 * 32, 32, 64, 1))
+    arguments = call(key=strided, lse=tensor((2, 4, 16), 0x500000))
+    register(arguments)
+    assert launcher.launch(*arguments)
+    p = record.params
+    assert (p.query, p.key, p.value, p.out, p.lse) == (0x100000, 0x200000, 0x300000, 0x400000, 0x500000)
+    assert list(p.query_strides) == list(p.out_strides) == [4 * 16 * 32, 16 * 32, 32]
+    assert list(p.key_strides) == [24 * 2 * 32, 32, 64]
+    assert list(p.value_strides) == [2 * 24 * 32, 24 * 32, 32]
+    assert (p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.diagonal) == (4, 2, 16, 24, 3)
+    assert p.scale_log2 == pytest.approx(32**-0.5 * math.log2(math.e), rel=1e-7)
+
+
+@pytest.mark.parametrize("scale", [0.25, 3, -1.0, 0.0])
+def test_an_explicit_scale_is_used(scale: float) -> None:
+    arguments = call(scale=scale)
+    register(arguments)
+    assert launcher.launch(*arguments)
+    assert record.params.scale_log2 == pytest.approx(scale * math.log2(math.e), rel=1e-7)
+
+
+def test_the_lse_of_one_call_does_not_leak_into_the_next() -> None:
+    with_lse, without = call(lse=tensor((2, 4, 16), 0x500000)), call()
+    register(without)
+    assert launcher.launch(*with_lse)
+    assert record.params.lse == 0x500000
+    assert launcher.launch(*without)
+    assert record.params.lse is None
+
+
+def test_the_launch_is_the_plans_on_the_current_stream() -> None:
+    arguments = call()
+    register(arguments)
+    with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), 0xABC):
+        launcher.launch(*arguments)
+    assert (list(record.grid), record.threads, record.shared_bytes) == ([7, 1, 1], 128, 4096)
+    assert (record.function, record.stream) == (0x3000, 0xABC)
+
+
+@pytest.mark.parametrize(("current", "pushes"), [(0, 1), (PRIMARY, 0), (PRIMARY + 1, 1)])
+def test_the_tensors_device_is_current_during_the_launch_only(current: int, pushes: int) -> None:
+    arguments = call()
+    register(arguments)
+    set_context(current)
+    launcher.launch(*arguments)
+    assert record.context == PRIMARY
+    assert record.pushes == record.pops == pushes
+
+
+MISSES = {
+    "shape": {"query": tensor((2, 4, 17, 32), 0x100000), "out": tensor((2, 4, 17, 32), 0x400000)},
+    "strides": {"value": tensor(KV, 0x300000, strides=(24 * 2 * 32, 32, 64, 1))},
+    "dtype": {"key": tensor(KV, 0x200000, code=KDL_BFLOAT)},
+    "device": {"value": tensor(KV, 0x300000, device=1)},
+    "options": {"options": 6},
+    "misaligned": {"query": tensor(SHAPE, 0x100002)},
+    "misaligned out": {"out": tensor(SHAPE, 0x400008)},
+    "no out of that layout": {"out": tensor(SHAPE, 0x400000, strides=(4 * 16 * 32, 32, 128, 1))},
+    "rank": {"query": tensor((4, 16, 32), 0x100000)},
+    "CPU tensor": {"key": torch.zeros(KV, dtype=torch.float16)},
+    "NaN scale": {"scale": math.nan},
+    "infinite scale": {"scale": math.inf},
+    "out is query": {"out": tensor(SHAPE, 0x100000)},
+    "out ends inside key": {"out": tensor(SHAPE, 0x200000 - 16)},
+    "out starts inside value": {"out": tensor(SHAPE, 0x300000 + 2 * 2 * 24 * 32 * 2 - 16)},
+}
+
+
+@pytest.mark.parametrize("change", MISSES.values(), ids=MISSES.keys())
+def test_a_call_that_differs_from_what_was_validated_misses(change: dict[str, Any]) -> None:
+    register(call())
+    assert launcher.launch(*call()) is True
+    assert launcher.launch(*call(**change)) is None
+
+
+def test_out_just_behind_an_input_is_no_overlap() -> None:
+    arguments = call(out=tensor(SHAPE, 0x300000 + 2 * 2 * 24 * 32 * 2))
+    register(arguments)
+    assert launcher.launch(*arguments) is True
+
+
+def test_alignment_looks_at_addresses_and_strides() -> None:
+    def alignment(**changes: Any) -> int:
+        return int(library.alignment(*call(**changes)[:4]))
+
+    assert alignment() == 16
+    assert alignment(out=None) == 16
+    assert alignment(key=tensor(KV, 0x200002)) == 0
+    assert alignment(key=tensor(KV, 0x200000, strides=(24 * 2 * 36, 24 * 36, 36, 1))) == 0
+    assert alignment(key=tensor((2, 1, 24, 32), 0x200000, strides=(24 * 32, 3, 32, 1))) == 16  # one head: no stride
+    assert alignment(out=tensor(SHAPE, 0x100000)) == -1
+
+
+@pytest.mark.parametrize(
+    "strides", [(4 * 16 * 32, 16 * 32, 32, 1), (16 * 4 * 32, 32, 4 * 32, 1), (32, 2 * 16 * 32, 2 * 32, 1)]
+)
+def test_an_allocated_output_has_the_memory_order_of_the_query(strides: tuple[int, ...]) -> None:
+    install_allocator()
+    arguments = call(out=None, query=tensor(SHAPE, 0x100000, strides=strides))
+    register(arguments)
+    out = launcher.launch(*arguments)
+    assert tuple(out.shape) == SHAPE
+    assert tuple(out.strides) == strides
+    assert list(record.params.out_strides) == list(strides[:3])
+    assert record.params.out % 256 == 0
+    assert record.params.out != 0
+
+
+def test_a_padded_query_gets_a_dense_output_of_its_order() -> None:
+    install_allocator()
+    arguments = call(out=None, query=tensor(SHAPE, 0x100000, strides=(16 * 4 * 96, 96, 4 * 96, 1)))
+    register(arguments)
+    assert tuple(launcher.launch(*arguments).strides) == (16 * 4 * 32, 32, 4 * 32, 1)
+
+
+def test_a_failed_launch_raises_the_drivers_words_and_restores_the_context() -> None:
+    arguments = call()
+    register(arguments)
+    set_integer("stub_error", LAUNCH_FAILED)
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with error 719: the stub was told to fail"):
+        launcher.launch(*arguments)
+
+
+def test_loading_restores_context_and_capture_mode() -> None:
+    record.capture_mode = 0
+    assert list(library.load_kernel(1, b"cubin", "kernel", 1024)) == [0x3000, PRIMARY + 1]
+    assert record.capture_mode == 0
+
+
+@pytest.mark.parametrize(("cubin", "symbol"), [(b"nonsense", "kernel"), (b"cubin", "absent")])
+def test_a_kernel_that_does_not_load_raises_and_restores(cubin: bytes, symbol: str) -> None:
+    record.capture_mode = 0
+    with pytest.raises(RuntimeError, match="loading the kernel failed"):
+        library.load_kernel(0, cubin, symbol, 0)
+    assert record.capture_mode == 0
+
+
+def test_more_than_48_kb_of_shared_memory_is_asked_for() -> None:
+    record.shared_bytes = 0
+    library.load_kernel(0, b"cubin", "kernel", 100_000)
+    assert record.shared_bytes == 100_000
+
+
+def test_the_plan_table_is_bounded() -> None:
+    for options in range(9000):
+        register(call(options=options))
+    assert 0 < library.plan_count() <= 8192
+    assert launcher.launch(*call(options=8999)) is True
+
+
+def test_threads_launch_while_plans_come_and_go() -> None:
+    arguments = [call(options=options) for options in range(4)]
+    for each in arguments:
+        register(each)
+    failures: list[object] = []
+
+    def work(own: list[Any]) -> None:
+        for _ in range(2000):
+            result = launcher.launch(*own)
+            if result is not True:
+                failures.append(result)
+
+    def churn() -> None:
+        for options in range(100, 2100):
+            register(call(options=options))
+
+    threads = [threading.Thread(target=work, args=(each,)) for each in arguments] + [threading.Thread(target=churn)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize(("version", "reason"), [(12040, "supports CUDA 12.4"), (13000, "torch sees no CUDA device")])
+def test_the_driver_says_its_version(version: int, reason: str) -> None:
+    set_integer("stub_version", version)
+    assert launcher.driver_version() == version
+    assert reason in (launcher.device_error() or "")
+    set_integer("stub_version", 13000)
+
+
+def test_a_plan_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 8 integers, got 2"):
+        register(call(), (1, 2))
+
+
+def test_a_plan_of_tensors_that_cannot_launch_is_refused() -> None:
+    with pytest.raises(ValueError, match="CUDA tensors that do not overlap"):
+        register(call(query=tensor((4, 16, 32), 0x100000)))

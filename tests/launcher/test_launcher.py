@@ -1,0 +1,55 @@
+"""The launcher on this machine, and its hot path against a stub of the CUDA driver, which needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tvm_ffi import libinfo
+
+from microsdpa.jit import nvrtc
+from microsdpa.runtime import launcher
+
+HERE = Path(__file__).parent
+
+
+def test_cpu_tensors_miss() -> None:
+    q = torch.zeros(1, 2, 3, 32, dtype=torch.float16)
+    assert launcher.launch(q, q, q, None, None, 0, None) is None
+
+
+def test_the_driver_version_is_a_number() -> None:
+    version = launcher.driver_version()
+    assert version == 0 or version >= 11000
+
+
+def test_the_hot_path_with_a_stub_driver(tmp_path: Path) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to build the stub driver with")
+    includes = [nvrtc.include_directory(), libinfo.find_dlpack_include_path()]
+    subprocess.run(
+        [
+            *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"),
+            *(option for directory in includes for option in ("-isystem", directory)),
+            *(str(HERE / "stub_driver.cc"), "-o", str(tmp_path / "libcuda.so.1")),
+        ],
+        check=True,
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "stubbed_launcher.py")],
+        env=os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"},
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(run.stdout[-8000:], run.stderr[-2000:])
+    assert run.returncode == 0
+    assert " passed" in run.stdout
+    assert "skipped" not in run.stdout

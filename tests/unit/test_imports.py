@@ -1,0 +1,100 @@
+"""The import direction of the house, and what importing the package must not do."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import microsdpa
+
+SOURCE = Path(__file__).parents[2] / "src/microsdpa"
+
+# cli -> evidence -> api -> {select, runtime}; runtime -> jit -> specs; select -> specs -> problem.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "problem": set(),
+    "reference": set(),
+    "specs": {"problem"},
+    "select": {"errors", "problem", "specs"},
+    "jit": {"errors", "problem", "specs"},
+    "runtime": {"errors", "jit", "problem", "specs"},
+    "torch_cpu": {"problem"},
+    "arguments": {"errors", "problem", "specs"},
+    "api": {"arguments", "errors", "jit", "problem", "runtime", "select", "specs", "torch_cpu"},
+    "": {"api", "errors"},
+    "evidence": {"", "api", "errors", "jit", "problem", "reference", "runtime", "select", "specs"},
+    "console": set(),
+    "cli": {"", "console", "errors", "evidence", "problem"},
+    "__main__": {"cli"},
+}
+
+
+def room(path: Path) -> str:
+    """The top-level room of a module: "jit" for jit/cache.py, "" for the package itself."""
+    top = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    return "" if top == "__init__" else top
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "microsdpa":
+                inner = parts[1] if len(parts) > 1 else ""
+                exists = (SOURCE / inner).is_dir() or (SOURCE / f"{inner}.py").is_file()
+                rooms.add(inner if exists else "")
+    return rooms - {room(path)}
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_one_way(path: Path) -> None:
+    assert imported_rooms(path) <= ALLOWED[room(path)]
+
+
+def test_the_checker_sees_imports() -> None:
+    assert "runtime" in imported_rooms(SOURCE / "api.py")
+    assert "" in imported_rooms(SOURCE / "evidence/verify.py")
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "cuda").rglob("*.cu*")), ids=lambda p: p.name)
+def test_cuda_includes_go_one_way(path: Path) -> None:
+    order = {"prelude.cuh": 0, "ptx": 1, "core": 2, "ladder": 3, "ampere": 3, "hopper": 3}
+    mine = path.relative_to(SOURCE / "cuda").parts[0]
+    text = path.read_text()
+    for include in re.findall(r'#include "([^"]+)"', text):
+        target = (path.parent / include).resolve().relative_to(SOURCE / "cuda").parts[0]
+        assert target == mine or order[target] < order[mine], f"{path.name} includes {include}"
+    if mine != "ptx":
+        assert "asm" not in re.findall(r"\basm\b", text), "inline assembly lives in cuda/ptx"
+
+
+def test_importing_initialises_no_cuda_and_creates_no_file(tmp_path: Path) -> None:
+    code = (
+        "import microsdpa, torch, sys; assert not torch.cuda.is_initialized(); "
+        "assert 'microsdpa.evidence' not in sys.modules and 'cuda.core' not in sys.modules"
+    )
+    environment = os.environ | {
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "MICROSDPA_CACHE_DIR": str(tmp_path / "kernels"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_is_the_projects() -> None:
+    pyproject = (SOURCE.parents[1] / "pyproject.toml").read_text()
+    assert f'version = "{microsdpa.__version__}"' in pyproject

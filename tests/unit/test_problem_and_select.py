@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.problem import Problem, capability_of, target_of
+from microsdpa.select import select
+from microsdpa.specs import FAMILIES, catalogue, family_named
+
+MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("capability", "target"), [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((12, 0), "sm_120")]
+)
+def test_target_and_capability_are_inverse(capability: tuple[int, int], target: str) -> None:
+    assert target_of(capability) == target
+    assert capability_of(target) == capability
+
+
+@pytest.mark.parametrize("target", ["", "sm_", "89", "sm_x", "compute_89"])
+def test_capability_of_refuses_other_names(target: str) -> None:
+    with pytest.raises(ValueError, match="expected a name such as"):
+        capability_of(target)
+
+
+def test_flops_and_bytes_of_the_mission() -> None:
+    assert MISSION.flops == 4 * 8 * 512 * 512 * 64
+    assert dataclasses.replace(MISSION, causal="upper_left").flops == MISSION.flops // 2
+    assert MISSION.tensor_bytes == 4 * 8 * 512 * 64 * 2
+
+
+def test_auto_takes_the_first_family_that_accepts() -> None:
+    selection = select(MISSION)
+    assert selection.spec.name == FAMILIES[0].name
+    assert selection.rejections == ()
+
+
+def test_a_kernel_is_found_by_full_and_short_name() -> None:
+    assert select(MISSION, "ladder/01") == select(MISSION, "ladder/01_scalar")
+    assert family_named("ladder/0") is None
+
+
+@pytest.mark.parametrize(("head_dim", "nearest"), [(16, 32), (48, 64), (80, 64), (96, 128), (256, 128)])
+def test_an_unsupported_head_dim_names_the_nearest(head_dim: int, nearest: int) -> None:
+    with pytest.raises(UnsupportedProblem, match=f"head_dim {head_dim}") as caught:
+        select(dataclasses.replace(MISSION, head_dim=head_dim))
+    assert caught.value.nearest == f"head_dim {nearest}"
+
+
+def test_a_gpu_older_than_sm_80_is_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="sm_75 is older than sm_80"):
+        select(dataclasses.replace(MISSION, target="sm_75"))
+
+
+def test_more_tiles_than_a_launch_takes_are_refused() -> None:
+    with pytest.raises(UnsupportedProblem, match="exceed the 2147483647 CTAs"):
+        select(dataclasses.replace(MISSION, batch=2**20, heads=2**10, heads_kv=1, seqlen_q=64))
+
+
+def test_the_grid_covers_every_query_once() -> None:
+    spec = select(dataclasses.replace(MISSION, seqlen_q=33, batch=70_000)).spec
+    assert spec.grid(dataclasses.replace(MISSION, seqlen_q=33, batch=70_000)) == (3 * 70_000 * 8, 1, 1)
+
+
+def test_unaligned_tensors_get_element_loads() -> None:
+    aligned, unaligned = (select(dataclasses.replace(MISSION, alignment=a)).spec for a in (16, 2))
+    assert dict(aligned.template_args)["LOAD_BYTES"] == "16"
+    assert dict(unaligned.template_args)["LOAD_BYTES"] == "2"
+
+
+def test_the_catalogue_has_no_kernel_twice_and_every_family() -> None:
+    specs = catalogue("sm_89")
+    assert len(set(specs)) == len(specs) == 24
+    assert {spec.name for spec in specs} == {family.name for family in FAMILIES}

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from microsdpa.evidence import environment, render, results
+from microsdpa.evidence.inputs import Case
+from microsdpa.jit.signature import code_signature
+from microsdpa.problem import Problem
+from microsdpa.select import select
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+MISSION = Case(1, 8, 512, 512, 64)
+ERROR = {"max_abs": 1e-4, "rmse": 1e-5, "rel_l1": 1e-4, "cosine": 1.0, "tolerance": {"max_abs": 2e-4}}
+
+
+def spec_signature() -> str:
+    return code_signature(select(Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")).spec, "sm_90a")
+
+
+def timed(impl: str, median: float, **fields: object) -> results.Row:
+    return results.row(
+        MISSION,
+        **(
+            {"impl": impl, "median_us": median, "min_us": median - 0.5, "samples_us": [median], "error": ERROR} | fields
+        ),
+    )
+
+
+@pytest.fixture
+def result() -> results.Result:
+    ours = {"kernel": "ladder/01_scalar", "code_signature": spec_signature(), "requested": "auto", "variant": ""}
+    rows = [
+        timed("microsdpa", 40.0, **ours),
+        timed("torch FLASH", 10.0),
+        results.row(MISSION, impl="torch CUDNN", status="unavailable", reason="no kernel"),
+    ]
+    made = results.make("mission", "microsdpa bench", rows)
+    made["environment"] = made["environment"] | {"gpu": "NVIDIA H200", "target": "sm_90a"}
+    return made | {"checksum": results.checksum(made)}
+
+
+def test_a_result_survives_the_disk(result: results.Result, tmp_path: Path) -> None:
+    path = results.write(result, tmp_path)
+    assert path == tmp_path / "h200" / "mission.json"
+    assert results.read(path) == json.loads(json.dumps(result))
+
+
+def test_this_machines_result_is_valid(tmp_path: Path) -> None:
+    made = results.make("verify", "microsdpa verify", [])
+    assert results.read(results.write(made, tmp_path))["environment"]["torch"]
+
+
+def test_an_edited_file_is_refused(result: results.Result, tmp_path: Path) -> None:
+    path = results.write(result, tmp_path)
+    path.write_text(path.read_text().replace("40.0", "4.0"))
+    with pytest.raises(results.ResultFileError, match="checksum does not match"):
+        results.read(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("schema",), 2, "expected schema version 1, got 2"),
+        (("suite",), "Mission Suite", "suite: 'Mission Suite' does not match"),
+        (("environment", "gpu"), 7, "environment/gpu: 7 is not of type"),
+        (("rows", 0, "median_us"), -1.0, "rows/0/median_us"),
+        (("rows", 0, "median_us"), None, "rows/0/median_us: None is not of type 'number'"),
+        (("rows", 0, "samples_us"), [], "rows/0/samples_us"),
+        (("rows", 0, "mode"), "fast", "rows/0/mode: 'fast' is not one of"),
+        (("rows", 2, "reason"), "", "rows/2/reason"),
+        (("rows", 0, "shape", "d"), 0, "rows/0/shape/d"),
+    ],
+)
+def test_the_schema_refuses(result: results.Result, place: tuple[Any, ...], value: object, message: str) -> None:
+    broken: Any = copy.deepcopy(result)
+    target = broken
+    for key in place[:-1]:
+        target = target[key]
+    target[place[-1]] = value
+    broken["checksum"] = results.checksum(broken)
+    with pytest.raises(results.ResultFileError, match=message):
+        results.validate(broken, "test")
+
+
+@pytest.mark.parametrize("name", ["absent.json", "text.json", "list.json"])
+def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "text.json").write_text("not json")
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(results.ResultFileError, match=name):
+        results.read(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_committed_result_files_are_valid(path: Path) -> None:
+    result = results.read(path)
+    assert results.path_below(RESULTS, result) == path
+    assert result["rows"]
+    assert not result["commit"].endswith("-dirty")
+
+
+def test_there_are_committed_results_of_the_h200() -> None:
+    assert {p.stem for p in (RESULTS / "h200").glob("*.json")} >= {"mission", "verify"}
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L4", "l4"), (None, "cpu")],
+)
+def test_gpu_slugs(name: str | None, slug: str) -> None:
+    assert environment.gpu_slug(name) == slug
+
+
+PAGE = "before\n<!-- microsdpa:table gpu=h200 suite=mission mode=graph -->\nold\n<!-- microsdpa:end -->\nafter\n"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, result: results.Result) -> Path:
+    results.write(result, tmp_path / "results")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(PAGE)
+    (tmp_path / "docs/page.md").write_text("no table\n")
+    return tmp_path
+
+
+def test_render_writes_tables_between_the_markers(checkout: Path) -> None:
+    assert render.differing(checkout, checkout / "results") == [checkout / "README.md"]
+    assert render.render(checkout, checkout / "results") == [checkout / "README.md"]
+    text = (checkout / "README.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- microsdpa:end -->\nafter\n")
+    assert "old" not in text
+    assert "| (1, 8, 512, 512, 64), float16 | 40.00 | 10.00 | unavailable | 0.25x |" in text
+    assert "- torch CUDNN: no kernel" in text
+    assert render.differing(checkout, checkout / "results") == []
+
+
+def test_a_changed_result_file_is_noticed(checkout: Path, result: results.Result) -> None:
+    render.render(checkout, checkout / "results")
+    result["rows"][1]["median_us"] = 11.0
+    results.write(result | {"checksum": results.checksum(result)}, checkout / "results")
+    assert render.differing(checkout, checkout / "results") == [checkout / "README.md"]
+
+
+def test_a_row_whose_kernel_changed_is_marked_stale(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    render.render(checkout, checkout / "results")
+    monkeypatch.setattr(render, "code_signature", lambda spec, target: "changed")
+    assert render.differing(checkout, checkout / "results") == [checkout / "README.md"]
+    render.render(checkout, checkout / "results")
+    assert "40.00 (stale)" in (checkout / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("<!-- microsdpa:table gpu=h200 suite=absent mode=graph -->\n<!-- microsdpa:end -->\n", "no result file"),
+        ("<!-- microsdpa:table gpu=h200 -->\n<!-- microsdpa:end -->\n", "needs gpu= and suite="),
+        ("<!-- microsdpa:table gpu=h200 suite=mission -->\n<!-- microsdpa:end -->\n", "needs mode="),
+        ("<!-- microsdpa:table gpu=h200 suite=mission mode=eager -->\n<!-- microsdpa:end -->\n", "no rows of mode"),
+        ("<!-- microsdpa:table gpu=h200 suite=mission mode=graph -->\n", "closed by microsdpa:end"),
+    ],
+)
+def test_a_wrong_marker_is_an_error(checkout: Path, marker: str, message: str) -> None:
+    with pytest.raises(render.RenderError, match=message):
+        render.rendered(marker, checkout / "results", "page")
+
+
+def test_the_host_mode_quotes_its_best_sample() -> None:
+    assert render.quoted_us(timed("microsdpa", 5.0, mode="host")) == 4.5
+    assert render.quoted_us(timed("microsdpa", 5.0, mode="eager")) == 5.0
