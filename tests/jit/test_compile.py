@@ -3,6 +3,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import subprocess
+import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -110,6 +113,27 @@ def expand_from(root: Path, source: str) -> str:
 def test_a_target_that_nvrtc_does_not_know_is_named(spec: KernelSpec, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"generates no code for sm_70 \(it does for .*sm_89"):
         compile_kernel(spec, "sm_70", tmp_path)
+
+
+def test_many_threads_may_be_the_first_to_compile(tmp_path: Path) -> None:
+    """cuda.core cannot be imported concurrently; the first calls of a threaded server must not break on it."""
+    code = textwrap.dedent("""
+        import sys, threading
+        from pathlib import Path
+        from microsdpa.jit import compile_kernel
+        from microsdpa.specs import catalogue
+        sys.setswitchinterval(1e-6)
+        specs, done = catalogue("sm_89")[:8], []
+        start = threading.Barrier(len(specs))
+        def work(spec):
+            start.wait()
+            done.append(compile_kernel(spec, "sm_89", Path(sys.argv[1])))
+        threads = [threading.Thread(target=work, args=(spec,)) for spec in specs]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert len({kernel.signature for kernel in done}) == len(specs)
+    """)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=240)
 
 
 def test_a_log_without_figures_is_refused() -> None:

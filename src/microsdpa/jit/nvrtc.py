@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import io
+import threading
 import time
 from dataclasses import dataclass
 
 from microsdpa.errors import CompileError
 from microsdpa.problem import capability_of
+
+_import_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,8 @@ def compile_cubin(text: str, name: str, expression: str, target: str, flags: tup
     Raises:
         CompileError: NVRTC does not know the target, or refuses the source; its log is in the error.
     """
-    from cuda.core import Program, ProgramOptions
+    with _import_lock:  # cuda.core cannot be imported by two threads at once
+        from cuda.core import Program, ProgramOptions
 
     if capability_of(target) not in supported_capabilities():
         known = ", ".join(f"sm_{major}{minor}" for major, minor in supported_capabilities())
