@@ -2,16 +2,18 @@
 #include <cuda.h>
 #include <dlpack/dlpack.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <vector>
 
 #include "../../src/microsdpa/cuda/core/params.cuh"
 
 namespace {
 thread_local std::vector<CUcontext> contexts;
+std::mutex record_mutex;
+using Lock = std::lock_guard<std::mutex>;
 std::uintptr_t as_number(void* p) { return reinterpret_cast<std::uintptr_t>(p); }
 }  // namespace
 
@@ -23,7 +25,7 @@ struct StubRecord {
 };
 
 StubRecord stub_record;
-std::atomic<int> stub_launches{0};
+int stub_launches = 0;
 int stub_error = 0;
 int stub_version = 13000;
 
@@ -43,11 +45,13 @@ CUresult cuCtxGetCurrent(CUcontext* context) {
 }
 CUresult cuCtxPushCurrent_v2(CUcontext context) {
   contexts.push_back(context);
+  Lock lock(record_mutex);
   return ++stub_record.pushes, CUDA_SUCCESS;
 }
 CUresult cuCtxPopCurrent_v2(CUcontext* context) {
   *context = contexts.back();
   contexts.pop_back();
+  Lock lock(record_mutex);
   return ++stub_record.pops, CUDA_SUCCESS;
 }
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode* mode) {
@@ -69,6 +73,7 @@ CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int bytes) {
   return stub_record.shared_bytes = bytes, CUDA_SUCCESS;
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
+  Lock lock(record_mutex);
   ++stub_launches;
   if (stub_error) return static_cast<CUresult>(stub_error);
   StubRecord& r = stub_record;
