@@ -106,6 +106,16 @@ def test_importing_initialises_no_cuda_and_creates_no_file(tmp_path: Path) -> No
     assert files_created_by(code, tmp_path / "ours") == files_created_by("import torch", tmp_path / "torch")
 
 
+def test_importing_asks_for_gpus_only_through_nvml(tmp_path: Path) -> None:
+    """torch.cuda.is_available() initialises the driver, which poisons forks, unless this variable is set."""
+    code = (
+        "import os, torch; asked = []; name = 'PYTORCH_NVML_BASED_CUDA_CHECK'; "
+        "torch.cuda.is_available = lambda: bool(asked.append(os.environ.get(name))); "
+        "import microsdpa; assert asked and set(asked) == {'1'}, asked; assert name not in os.environ"
+    )
+    files_created_by(code, tmp_path / "home")
+
+
 def test_the_version_is_the_projects() -> None:
     pyproject = (SOURCE.parents[1] / "pyproject.toml").read_text()
     assert f'version = "{microsdpa.__version__}"' in pyproject

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tvm_ffi
 
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.problem import Problem
+from microsdpa.runtime.ffi import tvm_ffi
 from microsdpa.specs import KernelSpec
 
 LIBRARY = "libmicrosdpa_launcher.so"
