@@ -11,12 +11,15 @@ from microsdpa import arguments, torch_cpu
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
-from microsdpa.problem import ELEMENT_BYTES, Causal, Problem, target_of
+from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem, target_of
 from microsdpa.runtime import launcher
 from microsdpa.select import select
 from microsdpa.specs import FAMILIES, KernelSpec
 
 _launch = launcher.launch
+
+EMULATED_TARGET = "sm_89"
+"""GPU that impl="emulate" chooses kernels for."""
 
 
 def _option_codes() -> dict[tuple[object, ...], int]:
@@ -71,6 +74,8 @@ def sdpa(
         out: [B, H, S_q, D] tensor to write to; it must not overlap an input. Else an output is allocated in the
             memory order of query.
         impl: "auto", or the name of one kernel, such as "ladder/01_scalar", which is then never replaced by another.
+            "emulate", or "emulate:" and a kernel's name, runs the kernel on CPU tensors in the emulator, slowly and
+            with every access checked.
 
     Returns:
         The output, or (output, LSE) with return_lse.
@@ -122,6 +127,9 @@ def _first_call(
         lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
         return (result, lse) if return_lse else result
 
+    if _emulated(impl):
+        result, emulated_lse = _emulate(query, key, value, alignment, scale, return_lse, out, impl)
+        return result if emulated_lse is None else (result, emulated_lse)
     if query.device.type == "cpu":
         if impl != "auto":
             raise UnsupportedProblem(
@@ -142,6 +150,44 @@ def _first_call(
         raise RuntimeError("the plan that was just registered is not found: please report this as a bug")
     result = result if out is None else out
     return result if gpu_lse is None else (result, gpu_lse)
+
+
+def _emulated(impl: str) -> bool:
+    return impl.split(":")[0] == "emulate"
+
+
+def _emulate(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: Causal | None,
+    scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a kernel in the emulator."""
+    from microsdpa.emulate import run  # not imported with the package: few programs need it
+
+    problem = _emulated_problem(query, key, value, out, causal)
+    spec = select(problem, impl.partition(":")[2] or "auto").spec
+    out = torch.empty_like(query) if out is None else out
+    lse = torch.empty(query.shape[:3], dtype=torch.float32) if return_lse else None
+    run.attention(spec, problem, query, key, value, out, lse, scale)
+    return out, lse
+
+
+def _emulated_problem(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None, causal: Causal | None
+) -> Problem:
+    if query.device.type != "cpu":
+        raise UnsupportedProblem(
+            f"impl 'emulate' runs on CPU tensors and query is on {query.device}", nearest="query.cpu(), or impl='auto'"
+        )
+    tensors = [tensor for tensor in (query, key, value, out) if tensor is not None]
+    return _problem_of(
+        query, key, causal, VECTOR_BYTES if all(map(arguments.is_aligned, tensors)) else 0, EMULATED_TARGET
+    )
 
 
 def _validate(
@@ -183,6 +229,11 @@ def _problem(
     """
     if reason := launcher.device_error():
         raise UnsupportedProblem(reason, nearest="CPU tensors with impl='auto'")
+    alignment = launcher.alignment(query, key, value, out)
+    return _problem_of(query, key, causal, alignment, target_of(torch.cuda.get_device_capability(query.device)))
+
+
+def _problem_of(query: torch.Tensor, key: torch.Tensor, causal: Causal | None, alignment: int, target: str) -> Problem:
     dtype = arguments.DTYPES[query.dtype]
     return Problem(
         batch=query.shape[0],
@@ -193,8 +244,8 @@ def _problem(
         head_dim=query.shape[3],
         dtype=dtype,
         causal=causal,
-        alignment=launcher.alignment(query, key, value, out) or ELEMENT_BYTES[dtype],
-        target=target_of(torch.cuda.get_device_capability(query.device)),
+        alignment=alignment or ELEMENT_BYTES[dtype],
+        target=target,
     )
 
 
@@ -206,8 +257,8 @@ class Explanation:
         runs: the kernel's name, or "torch" for torch's own attention.
         reason: why.
         spec: the kernel's configuration; None for torch.
-        signature: the compiled kernel's identity; None for torch.
-        compiled: whether the kernel is in memory or in the cache; None for torch.
+        signature: the compiled kernel's identity; None for torch and in the emulator.
+        compiled: whether the kernel is in memory or in the cache; None where there is no signature.
         rejected: (kernel, reason) of every candidate tried before.
     """
 
@@ -222,10 +273,9 @@ class Explanation:
         """A few lines for a person."""
         lines = [f"runs       {self.runs}", f"because    {self.reason}"]
         if self.spec:
-            lines += [
-                f"kernel     {self.spec.expression}",
-                f"signature  {self.signature} ({'compiled' if self.compiled else 'not compiled yet'})",
-            ]
+            lines.append(f"kernel     {self.spec.expression}")
+        if self.signature:
+            lines.append(f"signature  {self.signature} ({'compiled' if self.compiled else 'not compiled yet'})")
         lines += [f"rejected   {name}: {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
 
@@ -250,9 +300,13 @@ def explain(
         return Explanation(
             "torch", "there is nothing to compute: the output is empty, or zeros where there are no keys"
         )
+    if _emulated(impl):
+        problem = _emulated_problem(query, key, value, None, alignment)
+        spec = select(problem, impl.partition(":")[2] or "auto").spec
+        return Explanation(f"emulate:{spec.name}", "impl asks for the emulator, on the CPU", spec)
     if query.device.type == "cpu":
         if impl != "auto":
-            raise UnsupportedProblem(f"impl {impl!r} runs on CUDA tensors", nearest="impl='auto'")
+            raise UnsupportedProblem(f"impl {impl!r} runs on CUDA tensors", nearest="impl='auto' or 'emulate'")
         return Explanation("torch", "the tensors are on the CPU, where impl='auto' uses torch's own attention")
     problem = _problem(query, key, value, None, alignment)
     selection = select(problem, impl)

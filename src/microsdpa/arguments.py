@@ -7,7 +7,7 @@ import math
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import Causal, DType
+from microsdpa.problem import VECTOR_BYTES, Causal, DType
 from microsdpa.specs import FAMILIES, family_named
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -15,12 +15,15 @@ MAX_SEQLEN = 2**30
 
 
 def check_impl(impl: object) -> str:
-    """`impl` when it names the automatic choice or a kernel."""
-    if not isinstance(impl, str) or (impl != "auto" and family_named(impl) is None):
+    """`impl` when it names the automatic choice or a kernel, on a GPU or in the emulator."""
+    kernel = impl if isinstance(impl, str) else ""
+    if kernel.split(":")[0] == "emulate":
+        kernel = kernel.partition(":")[2] or "auto"
+    if not isinstance(impl, str) or (kernel != "auto" and family_named(kernel) is None):
         known = ", ".join(repr(family.name) for family in FAMILIES)
         raise InvalidArgument(
             "impl",
-            expected=f"'auto' or one of {known}",
+            expected=f"'auto', 'emulate', or one of {known}, which may follow 'emulate:'",
             got=repr(impl),
             hint="use impl='auto' to let microsdpa choose",
         )
@@ -244,6 +247,12 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
             return True
         reach = stride * (size - 1) + reach
     return False
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether every row of a tensor starts on 16 bytes."""
+    steps = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
+    return tensor.data_ptr() % VECTOR_BYTES == 0 and all(s * tensor.element_size() % VECTOR_BYTES == 0 for s in steps)
 
 
 def memory_ranges_meet(a: torch.Tensor, b: torch.Tensor) -> bool:

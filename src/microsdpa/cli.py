@@ -5,17 +5,21 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
 from microsdpa import __version__
+from microsdpa.arguments import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
+from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import repro as reproduction
 from microsdpa.evidence import suites
+from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.repro import Step
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.evidence.timing import MODES
@@ -32,6 +36,21 @@ app = typer.Typer(
 )
 evidence = typer.Typer(help="Tables in README and docs, from result files.", no_args_is_help=True)
 app.add_typer(evidence, name="evidence")
+
+
+class Dtype(str, Enum):
+    """Types of the tensors."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class Alignment(str, Enum):
+    """Causal alignments."""
+
+    upper_left = "upper_left"
+    lower_right = "lower_right"
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 Impl = Annotated[str, typer.Option(help="'auto' or the name of a kernel, such as ladder/01_scalar.")]
@@ -100,6 +119,14 @@ def verify(impl: Impl = "auto", output: Output = None, as_json: Json = False) ->
 
 
 @app.command()
+def probe(output: Output = None, as_json: Json = False) -> None:
+    """Compare the emulator with this machine's GPU, instruction by instruction."""
+    with progress() as bars:
+        step = reproduction.probe_step(bars, output, _command())
+    _finish([step], as_json)
+
+
+@app.command()
 def bench(
     suite: Annotated[str, typer.Option(help="Suite of cases.")] = "mission",
     modes: Annotated[str, typer.Option(help="Comma-separated modes of the protocol.")] = ",".join(MODES),
@@ -122,12 +149,43 @@ def repro(
     report: Annotated[Path, typer.Option(help="Directory to write the report to.")] = Path("report"),
     as_json: Json = False,
 ) -> None:
-    """All of it in order: info, compile, verify, bench; writes index.html and report.json."""
+    """All of it in order: info, compile, verify, probe, bench; writes index.html and report.json."""
     with progress() as bars:
         steps = reproduction.run(report, bars)
     if not as_json:
         print(f"report: {report / 'index.html'}")
     _finish(steps, as_json, tables=False)
+
+
+@app.command()
+def emulate(
+    kernel: Annotated[str, typer.Argument(help="Kernel, such as ladder/01_scalar, or auto.")],
+    shape: Annotated[str, typer.Option(help="B,H,S_q,S_k,D or B,H,H_kv,S_q,S_k,D.")] = "1,8,512,512,64",
+    dtype: Annotated[Dtype, typer.Option(help="Type of the tensors.")] = Dtype.float16,
+    causal: Annotated[Alignment | None, typer.Option(help="Causal alignment.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs and of the order of threads.")] = 0,
+    early: Annotated[bool, typer.Option(help="Asynchronous copies arrive early, not late.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a kernel on the CPU with every access checked: counters, bank conflicts, error."""
+    numbers = shape.split(",")
+    if len(numbers) not in (5, 6) or not all(number.strip().isdecimal() and int(number) for number in numbers):
+        raise typer.BadParameter(f"shape: expected B,H,S_q,S_k,D or B,H,H_kv,S_q,S_k,D, got {shape!r}")
+    batch, heads, *heads_kv, seqlen_q, seqlen_k, head_dim = map(int, numbers)
+    case = Case(
+        batch,
+        heads,
+        seqlen_q,
+        seqlen_k,
+        head_dim,
+        heads_kv=heads_kv[0] if heads_kv else 0,
+        dtype=dtype.value,
+        causal=causal.value if causal else None,
+        seed=seed,
+    )
+    if heads % case.kv_heads:
+        raise typer.BadParameter(f"shape: H_kv must divide H, got {shape!r}")
+    _finish([reproduction.emulate_step(case, check_kernel(kernel), Schedule(seed, late=not early))], as_json)
 
 
 Root = Annotated[Path, typer.Option(help="Checkout of the project.", exists=True, file_okay=False)]

@@ -86,7 +86,7 @@ def test_verify_checks_cases_and_writes_a_result_file(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "2 of 2 cases passed" in result.stdout
     if NO_GPU:
-        assert f"ladder/01_scalar not run: {NO_GPU}" in result.stdout
+        assert f"by ladder/01_scalar in the emulator, on the CPU (not on a GPU: {NO_GPU})" in result.stdout
     files = list(tmp_path.rglob("verify.json"))
     assert [row["status"] for row in read(files[0])["rows"]] == ["ok", "ok"]
 
@@ -107,12 +107,48 @@ def test_verify_fails_when_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(NO_GPU is None, reason="this machine has a GPU")
-@pytest.mark.parametrize("command", [["bench"], ["verify", "--impl", "ladder/01_scalar"]])
+@pytest.mark.parametrize("command", [["bench"], ["probe"]])
 def test_what_cannot_run_here_says_why_and_exits_3(command: list[str]) -> None:
     result = run(*command)
     assert result.exit_code == cli.EXIT_CANNOT_RUN
     assert "not run" in result.stdout
     assert str(NO_GPU) in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["ladder/01_scalar"], ["auto", "--causal", "lower_right", "--early"]])
+def test_emulate_prints_counters_and_the_error(arguments: list[str]) -> None:
+    result = run("emulate", *arguments, "--shape", "1,4,2,20,33,64", "--dtype", "bfloat16", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)["data"]
+    assert data["counters"]["block_barriers"] > 0
+    assert data["error"]["max_abs"] <= data["error"]["tolerance"]["max_abs"]
+    assert all(site["conflicts"] == 0 for site in data["bank_sites"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ladder/01_scalar", "--shape", "1,2,3"], "expected B,H,S_q,S_k,D"),
+        (["ladder/01_scalar", "--shape", "1,2,0,4,32"], "expected B,H,S_q,S_k,D"),
+        (["ladder/01_scalar", "--shape", "1,4,3,8,8,32"], "H_kv must divide H"),
+        (["ladder/01_scalar", "--dtype", "float64"], "float64"),
+    ],
+)
+def test_emulate_refuses_bad_arguments(arguments: list[str], message: str) -> None:
+    result = run("emulate", *arguments)
+    assert result.exit_code == cli.EXIT_USAGE
+    assert message in result.output
+
+
+def test_emulate_names_unknown_kernels_and_refused_shapes() -> None:
+    for arguments, message in (
+        (["nope"], "impl: expected 'auto', 'emulate', or one of"),
+        (["ladder/01_scalar", "--shape", "1,2,8,8,48"], "nearest supported: head_dim 64"),
+    ):
+        command = [sys.executable, "-m", "microsdpa", "emulate", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == cli.EXIT_USAGE
+        assert message in result.stderr
 
 
 def test_bench_refuses_unknown_modes() -> None:
@@ -134,7 +170,7 @@ def test_repro_writes_a_report_and_names_what_did_not_run(tmp_path: Path) -> Non
     result = run("repro", "--report", str(tmp_path))
     assert result.exit_code == 0
     steps = {step["name"]: step for step in json.loads((tmp_path / "report.json").read_text())}
-    assert list(steps) == ["info", "compile", "verify", "bench"]
+    assert list(steps) == ["info", "compile", "verify", "probe", "bench"]
     page = (tmp_path / "index.html").read_text()
     assert "http" not in page.replace("https://json-schema.org", "")  # self-contained
     for step in steps.values():

@@ -60,6 +60,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     result = results.read(path)
     if options["suite"] == "verify":
         return verify_table(result)
+    if options["suite"] == "instructions":
+        return instructions_table(result)
     if "mode" not in options:
         raise RenderError(f"{name}: a table of timings needs mode=, got {options}")
     return timing_table(result, options["mode"])
@@ -153,6 +155,15 @@ def verify_table(result: results.Result) -> str:
 def quoted_us(row: results.Row) -> float:
     """The figure that the protocol quotes: the best sample of the host mode, the median of every other."""
     return float(row["min_us"] if row["mode"] == "host" else row["median_us"])
+
+
+def instructions_table(result: results.Result) -> str:
+    """One line per instruction: how far the emulator is from the GPU."""
+    lines = [["instruction", "words compared", "largest distance", "allowed"], ["---"] + ["---:"] * 3]
+    for row in result["rows"]:
+        distance = f"{row['distance']:.3g} {row['unit']}" if row["status"] == "ok" else "wrong"
+        lines.append([row["kernel"], f"{row['compared_words']:,}", distance, f"{row['allowed']:g}"])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}"
 
 
 def _case_name(row: results.Row) -> str:

@@ -1,4 +1,4 @@
-"""`microsdpa repro`: info, compile, verify and bench in order, and a report of all that ran and of what could not."""
+"""`microsdpa repro`: info, compile, verify, probe, bench, and a report of all that ran and of what could not."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
+import torch
 
+from microsdpa import reference
+from microsdpa.api import EMULATED_TARGET
+from microsdpa.emulate.run import Schedule
+from microsdpa.emulate.run import attention as run_kernel
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import bench, results, survey
+from microsdpa.evidence import bench, compare, probes, results, survey
 from microsdpa.evidence.cases import verify_cases
 from microsdpa.evidence.implementations import microsdpa_implementations, torch_peers
+from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.render import quoted_us
 from microsdpa.evidence.suites import load
 from microsdpa.evidence.timing import MODES
 from microsdpa.evidence.verify import as_row, verify
+from microsdpa.problem import Problem, target_of
 from microsdpa.runtime import launcher
-from microsdpa.specs import FAMILIES, catalogue
+from microsdpa.select import select
+from microsdpa.specs import catalogue
 
 Status = Literal["passed", "failed", "not run"]
 Progress = Callable[[str, int], Callable[[str], None]]
@@ -92,11 +100,11 @@ def compile_step(progress: Progress = _no_progress, targets: list[str] | None = 
 def verify_step(
     progress: Progress = _no_progress, impl: str = "auto", output: Path | None = None, command: str = COMMAND
 ) -> Step:
-    """Every verify case, on the GPU when there is one, else by torch's attention on the CPU."""
+    """Every verify case, on the GPU when there is one, else by the same kernels in the emulator."""
     reason = launcher.device_error()
-    device = "cpu" if reason else "cuda"
-    if reason and impl != "auto":
-        return Step("verify", "not run", f"{impl} was not run: {reason}")
+    device = "cpu" if reason or impl.startswith("emulate") else "cuda"
+    if device == "cpu" and not impl.startswith("emulate"):
+        impl = "emulate" if impl == "auto" else f"emulate:{impl}"
     cases = verify_cases()
     advance = progress("verify", len(cases))
     outcomes = []
@@ -109,14 +117,84 @@ def verify_step(
     table += [
         [str(o.case), f"{o.errors.max_abs:.2e}", f"{o.tolerance.max_abs:.2e}", o.failure or "passed"] for o in outcomes
     ]
-    what = "torch's attention on the CPU" if reason else ", ".join(sorted({str(row["kernel"]) for row in rows}))
-    summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} cases passed by {what}"
-    if reason:
-        summary += f"; {', '.join(family.name for family in FAMILIES)} not run: {reason}"
+    where = "on the GPU" if device == "cuda" else "in the emulator, on the CPU"
+    kernels = ", ".join(sorted({str(row["kernel"]) for row in rows}))
+    summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} cases passed by {kernels} {where}"
+    if reason and device == "cpu":
+        summary += f" (not on a GPU: {reason})"
     result = results.make("verify", command, rows)
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
     return Step("verify", "failed" if failed else "passed", summary, table, result)
+
+
+def emulate_step(case: Case, impl: str, schedule: Schedule) -> Step:
+    """One case in the emulator: its counters, bank conflicts by source line, and the error against the oracle."""
+    query, key, value = make(case)
+    problem = Problem(
+        batch=case.batch,
+        heads=case.heads,
+        heads_kv=case.kv_heads,
+        seqlen_q=case.seqlen_q,
+        seqlen_k=case.seqlen_k,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
+        causal=case.causal,
+        target=EMULATED_TARGET,
+    )
+    spec = select(problem, impl).spec
+    out = torch.full_like(query, torch.nan)
+    start = time.perf_counter()
+    report = run_kernel(spec, problem, query, key, value, out, None, case.scale, schedule=schedule, count_banks=True)
+    seconds = time.perf_counter() - start
+    expected, _ = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
+    eager, _ = reference.eager(query, key, value, causal=case.causal, scale=case.scale)
+    allowed = compare.tolerance(eager, expected, query.dtype)
+    errors = compare.measure(out, expected)
+    table = [["counter", "value"]]
+    table += [[name.replace("_", " "), f"{value:,}"] for name, value in report.counters.items()]
+    table += [
+        [f"bank conflicts at {site.place}", f"{site.conflicts:,} of {site.wavefronts:,} wavefronts"]
+        for site in report.bank_sites
+    ]
+    passed = allowed.admits(errors)
+    data = {
+        "kernel": spec.name,
+        "case": str(case),
+        "counters": report.counters,
+        "bank_sites": [asdict(site) | {"conflicts": site.conflicts} for site in report.bank_sites],
+        "error": compare.as_record(errors, allowed),
+    }
+    summary = (
+        f"{spec.name} on {case}: max abs error {errors.max_abs:.2e} (tolerance {allowed.max_abs:.2e}), "
+        f"{report.bank_conflicts} bank conflicts, {seconds:.2f} s"
+    )
+    return Step("emulate", "passed" if passed else "failed", summary, table, data)
+
+
+def probe_step(progress: Progress = _no_progress, output: Path | None = None, command: str = COMMAND) -> Step:
+    """Every instruction that the emulator models, against this machine's GPU."""
+    if reason := launcher.device_error():
+        return Step("probe", "not run", f"the emulator is compared with a GPU: {reason}")
+    target = target_of(torch.cuda.get_device_capability())
+    rows = probes.compare_all(target, progress("probe", len(probes.PROBES)))
+    failed = [row for row in rows if row["status"] != "ok"]
+    table = [["instruction", "words", "distance", "allowed", "outcome"]]
+    table += [
+        [
+            row["kernel"],
+            str(row["compared_words"]),
+            f"{row['distance']} {row['unit']}",
+            str(row["allowed"]),
+            row["reason"] or "passed",
+        ]
+        for row in rows
+    ]
+    summary = f"{len(rows) - len(failed)} of {len(rows)} instructions agree with the emulator on {target}"
+    result = results.make("instructions", command, rows)
+    if output is not None:
+        summary += f"; wrote {results.write(result, output)}"
+    return Step("probe", "failed" if failed else "passed", summary, table, result)
 
 
 def bench_step(
@@ -165,13 +243,14 @@ def run(directory: Path, progress: Progress = _no_progress) -> list[Step]:
         ("info", lambda: info_step(progress)),
         ("compile", lambda: compile_step(progress)),
         ("verify", lambda: verify_step(progress, output=output)),
+        ("probe", lambda: probe_step(progress, output=output)),
         ("bench", lambda: bench_step(progress, output=output)),
     ]
     steps = []
-    for name, make in plan:
+    for name, take in plan:
         start = time.perf_counter()
         try:
-            step = make()
+            step = take()
         except (MicrosdpaError, RuntimeError) as error:
             step = Step(name, "failed", f"{type(error).__name__}: {error}")
         step.seconds = time.perf_counter() - start

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from microsdpa.emulate.build import compiler
 from microsdpa.errors import CompileError
 from microsdpa.evidence import environment
 from microsdpa.jit import compile_kernel
@@ -30,8 +31,16 @@ def info() -> dict[str, object]:
         "cache": str(default_directory()),
         "nvdisasm": find_nvdisasm() or "missing: pip install nvidia-cuda-nvdisasm",
         "kernels": {family.name: reason or f"supported on {target}" for family in FAMILIES},
-        "cpu_tensors": "torch's own attention, under impl='auto'",
+        "cpu_tensors": "torch's own attention under impl='auto'; the kernels themselves under impl='emulate'",
+        "emulator": _emulator(),
     }
+
+
+def _emulator() -> str:
+    try:
+        return f"built with {compiler()}"
+    except CompileError as error:
+        return error.summary
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +92,7 @@ def _build(spec: KernelSpec, target: str) -> cache.Entry:
                 source=None,
             )
     except CompileError as error:
-        raise CompileError(error.summary, log=error.log, source=_keep(text)) from None
+        raise CompileError(error.summary, log=error.log, source=cache.keep_failed_source(text)) from None
     return cache.Entry(
         cubin=cubin.code,
         source=text,
@@ -108,15 +107,3 @@ def _build(spec: KernelSpec, target: str) -> cache.Entry:
             "compile_seconds": cubin.seconds,
         },
     )
-
-
-def _keep(text: str) -> str | None:
-    """Write a source that failed where its author can read it; None when no place takes it."""
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="microsdpa-failed-", suffix=".cu", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
-        return file.name
-    except OSError:
-        return None

@@ -1,6 +1,6 @@
 """The on-disk cache of compiled kernels: entries appear whole or not at all, and are checked when read.
 
-An entry is a directory named by its signature: kernel.cubin, source.cu (expanded) and metadata.json. It is written in a
+An entry is a directory named by its signature: the binary, source.cu (expanded) and metadata.json. It is written in a
 staging directory beside it, flushed to disk and renamed into place. A cache that cannot be written costs a compile in
 each process and a warning, never an error.
 """
@@ -47,8 +47,9 @@ def default_directory() -> Path:
 class KernelCache:
     """Compiled kernels below `directory`, shared by concurrent processes."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, binary: str = "kernel.cubin") -> None:
         self.directory = directory
+        self.binary = binary
 
     def path(self, signature: str) -> Path:
         """Directory of the entry with this signature, whether it exists or not."""
@@ -108,7 +109,7 @@ class KernelCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             staging = tempfile.mkdtemp(prefix="staging-", dir=path.parent)
-            _write(Path(staging, "kernel.cubin"), entry.cubin)
+            _write(Path(staging, self.binary), entry.cubin)
             _write(Path(staging, "source.cu"), entry.source.encode())
             _write(Path(staging, "metadata.json"), json.dumps(metadata, indent=1).encode())
             _sync_directory(Path(staging))
@@ -122,12 +123,12 @@ class KernelCache:
 
     def _read(self, path: Path, signature: str) -> Entry:
         metadata = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
-        cubin = (path / "kernel.cubin").read_bytes()
+        cubin = (path / self.binary).read_bytes()
         source = (path / "source.cu").read_text(encoding="utf-8")
         if metadata["signature"] != signature:
             raise ValueError("it belongs to another signature")
         if metadata["cubin_sha256"] != hashlib.sha256(cubin).hexdigest():
-            raise ValueError("kernel.cubin is not what was written")
+            raise ValueError(f"{self.binary} is not what was written")
         if metadata["source_sha256"] != hashlib.sha256(source.encode()).hexdigest():
             raise ValueError("source.cu is not what was written")
         return Entry(cubin, source, metadata)
@@ -154,3 +155,15 @@ def _sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def keep_failed_source(text: str) -> str | None:
+    """Write a source that did not compile where its author can read it; gives its path, None when no place takes it."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="microsdpa-failed-", suffix=".cu", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+        return file.name
+    except OSError:
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import posixpath
 import re
 from pathlib import Path
 
@@ -13,31 +14,34 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"(?P<local>[^"]+)"|<(?P<sy
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
 
 
-def expand(source: str, root: Path = CUDA_DIR) -> str:
+def expand(source: str, root: Path = CUDA_DIR, overrides: Path | None = None) -> str:
     """The text of `source` (a path below `root`) with every `#include "..."` expanded once, transitively.
+
+    A header ptx/NAME is taken from `overrides`, when given: other bodies for the instructions of the same name.
 
     #line directives keep the compiler's messages, and profilers, pointing at the original files.
 
     Raises:
         FileNotFoundError: an included file does not exist; the message names the file that includes it.
     """
-    return _expand(root / source, root, set())
+    return _expand(source, root, overrides, set())
 
 
-def _expand(path: Path, root: Path, seen: set[Path]) -> str:
-    seen.add(path)
-    lines = [f'#line 1 "{path.relative_to(root)}"']
-    text = _PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8"))
+def _expand(name: str, root: Path, overrides: Path | None, seen: set[str]) -> str:
+    seen.add(name)
+    place = overrides if overrides and name.startswith("ptx/") else root
+    lines = [f'#line 1 "{name}"']
+    text = _PRAGMA_ONCE.sub("", (place / name).read_text(encoding="utf-8"))
     for number, line in enumerate(text.splitlines(), start=1):
         match = _INCLUDE.match(line)
         if not match or not match["local"]:
             lines.append(line)
             continue
-        header = (path.parent / match["local"]).resolve()
-        if not header.is_file():
-            raise FileNotFoundError(f"{path.relative_to(root)}:{number}: no file {match['local']!r}")
+        header = posixpath.normpath(posixpath.join(posixpath.dirname(name), match["local"]))
+        if not ((overrides if overrides and header.startswith("ptx/") else root) / header).is_file():
+            raise FileNotFoundError(f"{name}:{number}: no file {match['local']!r}")
         if header not in seen:
-            lines += [_expand(header, root, seen), f'#line {number + 1} "{path.relative_to(root)}"']
+            lines += [_expand(header, root, overrides, seen), f'#line {number + 1} "{name}"']
         else:
             lines.append("")
     return "\n".join(lines)

@@ -68,7 +68,7 @@ def alignment(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: 
     return int(_library.alignment(query, key, value, out))
 
 
-def _load(kernel: CompiledKernel, device: int) -> tuple[int, int]:
+def load_kernel(kernel: CompiledKernel, device: int) -> tuple[int, int]:
     """(function, context) of a kernel on a device; loaded once per process."""
     with _lock:
         handles = _loaded.get((kernel.signature, device))
@@ -94,7 +94,7 @@ def prepare(
         RuntimeError: the driver refuses to load it.
     """
     kernel = compile_kernel(spec, problem.target)
-    function, context = _load(kernel, query.device.index)
+    function, context = load_kernel(kernel, query.device.index)
     diagonal = problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0
     launch_shape = tvm_ffi.Shape([function, context, *spec.grid(problem), spec.threads, spec.shared_bytes, diagonal])
     _library.register_plan(query, key, value, out, options, launch_shape)

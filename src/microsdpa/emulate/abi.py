@@ -1,0 +1,90 @@
+"""The structs of runtime/launch.h and cuda/core/params.cuh, as ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+
+MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 8, 16, 128, 4096
+
+
+class Params(ctypes.Structure):
+    """AttentionParams of cuda/core/params.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value", "out")),
+        *((name, ctypes.c_int32) for name in ("heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")),
+        ("scale_log2", ctypes.c_float),
+    )
+
+
+class Buffer(ctypes.Structure):
+    """A tensor's memory, as the kernel may use it."""
+
+    _fields_ = (
+        ("name", ctypes.c_char * 16),
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("writable", ctypes.c_int32),
+        ("padding", ctypes.c_int32),
+    )
+
+
+class Launch(ctypes.Structure):
+    """One launch of a kernel library."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("entry", "anchor", "image", "params", "params_bytes")),
+        ("grid", ctypes.c_int64 * 3),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("threads", "dynamic_shared_bytes", "buffer_count", "workers", "late", "count_banks")
+        ),
+        ("seed", ctypes.c_uint64),
+        ("guard_count", ctypes.c_int64),
+        ("guards", ctypes.c_uint64 * MAX_GUARDS),
+        ("buffers", Buffer * MAX_BUFFERS),
+    )
+
+
+class SiteCounters(ctypes.Structure):
+    """Shared-memory accesses of one place in the code."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("place", "requests", "wavefronts", "ideal"))
+
+
+COUNTERS = (
+    "global_read_bytes",
+    "global_write_bytes",
+    "shared_read_bytes",
+    "shared_write_bytes",
+    "async_copy_bytes",
+    "block_barriers",
+    "named_barriers",
+    "warp_barriers",
+    "warp_shuffles",
+    "tensor_instructions",
+    "tensor_flops",
+    "exp2_operations",
+    "bank_requests",
+    "bank_wavefronts",
+    "bank_ideal",
+)
+
+
+class Counters(ctypes.Structure):
+    """What a launch did, summed over its blocks."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in COUNTERS)
+
+
+class Outcome(ctypes.Structure):
+    """How a launch ended."""
+
+    _fields_ = (
+        ("failed", ctypes.c_int32),
+        ("site_count", ctypes.c_int32),
+        ("counters", Counters),
+        ("sites", SiteCounters * MAX_SITES),
+        ("message", ctypes.c_char * MESSAGE_BYTES),
+    )

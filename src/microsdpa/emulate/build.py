@@ -1,0 +1,225 @@
+"""Building for the CPU: the runtime once, and every kernel as a library, with the host's C++ compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from cuda.pathfinder import find_nvidia_header_directory
+
+from microsdpa.errors import CompileError
+from microsdpa.jit import cache
+from microsdpa.jit.source import CUDA_DIR, expand
+from microsdpa.specs import KernelSpec
+
+HERE = Path(__file__).resolve().parent
+RUNTIME_SOURCES = ("fiber.cc", "memory.cc", "processor.cc", "runtime.cc")
+RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
+# -fsanitize=thread makes the compiler call the emulator before every access to memory (its own runtime is not linked);
+# without scalar replacement and vectorisation an access of the source stays one access of its width.
+KERNEL_FLAGS = (
+    *("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-w"),
+    *("-fsanitize=thread", "-fno-tree-sra", "-fno-tree-vectorize", "--param=tsan-instrument-func-entry-exit=0"),
+)
+
+_ENTRY = """
+#line 1 "entry"
+extern "C" __attribute__((visibility("default"))) void microsdpa_entry(const void* params) {{
+  {expression}(*static_cast<const {params}*>(params));
+}}
+static thread_local char microsdpa_anchor_byte;
+extern "C" __attribute__((visibility("default"))) void* microsdpa_anchor() {{ return &microsdpa_anchor_byte; }}
+"""
+
+
+@functools.cache
+def compiler() -> str:
+    """Path of the C++ compiler, g++ first.
+
+    Raises:
+        CompileError: there is none.
+    """
+    for name in ("g++", "c++"):
+        if path := shutil.which(name):
+            return path
+    raise CompileError(
+        "the emulator needs a C++ compiler: install g++ (Debian and Ubuntu: apt install g++)", log="", source=None
+    )
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
+@functools.cache
+def _include_flags() -> tuple[str, ...]:
+    toolkit = find_nvidia_header_directory("cudart")
+    if toolkit is None or not (Path(toolkit) / "crt/host_defines.h").is_file():
+        raise CompileError("the emulator needs CUDA's headers: pip install 'microsdpa[emulate]'", log="", source=None)
+    return (f"-I{HERE / 'include'}", "-isystem", str(toolkit), "-isystem", f"{toolkit}/cccl")
+
+
+def expanded(source: str, root: Path = CUDA_DIR) -> str:
+    """A kernel's source with its headers, where the emulator's bodies of cuda/ptx replace those for a GPU."""
+    return expand(source, root, overrides=HERE)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A kernel that is loaded into this process.
+
+    Attributes:
+        path: of the shared library, for its line table.
+        image: address that it is loaded at.
+        guards: offsets, in its thread-local segment, of the compiler's flags for arrays of class type.
+    """
+
+    name: str
+    path: Path
+    image: int
+    entry: int
+    anchor: int
+    guards: tuple[int, ...]
+
+
+_loaded: dict[str, Library] = {}
+_lock = threading.Lock()
+
+
+def _store() -> cache.KernelCache:
+    return cache.KernelCache(cache.default_directory() / "emulate", "kernel.so")
+
+
+def _digest(parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _headers() -> str:
+    return _digest([p.read_text() for p in sorted((HERE / "include").iterdir())])
+
+
+def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "microsdpa::AttentionParams") -> Library:
+    """Build and load the kernel of `spec`; built libraries are cached.
+
+    Raises:
+        CompileError: there is no compiler, or it refuses the kernel, for example because it uses an instruction that
+            the emulator lacks; the compiler names it.
+    """
+    text = expanded(spec.source, root) + _ENTRY.format(expression=spec.expression, params=params)
+    toolkit = metadata.version("nvidia-cuda-runtime")
+    key = _digest([cache_version(), text, _headers(), KERNEL_FLAGS, _compiler_version(), toolkit])
+    with _lock:
+        if key not in _loaded:
+            _runtime()
+            path = _materialize(key, lambda directory: _compile_kernel(spec.name, text, directory), text, spec.name)
+            _loaded[key] = _open(spec.name, path)
+        return _loaded[key]
+
+
+def cache_version() -> int:
+    """Changes when libraries built before cannot be used any more."""
+    return 1
+
+
+def _open(name: str, path: Path) -> Library:
+    library = ctypes.CDLL(str(path))
+
+    def address(symbol: str) -> int:
+        return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0
+
+    entry = address("microsdpa_entry")
+    return Library(name, path, _image(entry), entry, address("microsdpa_anchor"), _guards(path))
+
+
+def _guards(path: Path) -> tuple[int, ...]:
+    symbols = subprocess.run(["nm", "--defined-only", str(path)], capture_output=True, text=True, check=True).stdout
+    return tuple(int(line.split()[0], 16) for line in symbols.splitlines() if line.split()[-1].startswith("_ZGV"))
+
+
+def _image(address: int) -> int:
+    """Load address of the library that holds `address`."""
+
+    class DlInfo(ctypes.Structure):
+        _fields_ = (
+            ("file", ctypes.c_char_p),
+            ("base", ctypes.c_void_p),
+            ("symbol", ctypes.c_char_p),
+            ("symbol_address", ctypes.c_void_p),
+        )
+
+    info = DlInfo()
+    if not ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(info)):
+        raise OSError(f"dladdr does not know {address:#x}")
+    return info.base or 0
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    files = [*sorted((HERE / "runtime").iterdir()), HERE / "include/emulator.h"]
+    key = _digest([cache_version(), [f.read_text() for f in files], RUNTIME_FLAGS, _compiler_version()])
+
+    def build(directory: Path) -> Path:
+        library = directory / "runtime.so"
+        sources = [str(HERE / "runtime" / name) for name in RUNTIME_SOURCES]
+        _run([compiler(), *RUNTIME_FLAGS, *sources, "-o", str(library)], "the emulator's runtime", None)
+        return library
+
+    return ctypes.CDLL(str(_materialize(key, build, "", "runtime")), mode=ctypes.RTLD_GLOBAL)
+
+
+def runtime() -> ctypes.CDLL:
+    """The emulator's runtime, loaded for kernels to link against."""
+    with _lock:
+        return _runtime()
+
+
+def _compile_kernel(name: str, text: str, directory: Path) -> Path:
+    source, unit, library = (directory / file for file in ("kernel.cc", "kernel.o", "kernel.so"))
+    source.write_text(text, encoding="utf-8")
+    command = [compiler(), *KERNEL_FLAGS, *_include_flags(), "-include", "device.h"]
+    _run([*command, "-c", str(source), "-o", str(unit)], f"{name} for the emulator", text)
+    _run([compiler(), "-shared", str(unit), "-o", str(library)], f"{name} for the emulator", text)
+    return library
+
+
+def _run(command: Iterable[str], what: str, source: str | None) -> None:
+    run = subprocess.run(list(command), capture_output=True, text=True, check=False)
+    if run.returncode != 0:
+        kept = cache.keep_failed_source(source) if source else None
+        raise CompileError(f"{compiler()} refused {what}", log=run.stderr, source=kept)
+
+
+def _materialize(key: str, build: object, source: str, name: str) -> Path:
+    """Path of a built library: in the cache, or where the cache cannot be written in a directory of this process."""
+    assert callable(build)
+
+    def make() -> cache.Entry:
+        with tempfile.TemporaryDirectory() as directory:
+            return cache.Entry(build(Path(directory)).read_bytes(), source, {"kernel": name})
+
+    store = _store()
+    entry, _ = store.get_or_build(key, make)
+    path = store.path(key) / store.binary
+    if path.is_file():
+        return path
+    directory = Path(_process_directory().name) / key
+    directory.mkdir(exist_ok=True)
+    path = directory / store.binary
+    path.write_bytes(entry.cubin)
+    return path
+
+
+@functools.cache
+def _process_directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="microsdpa-emulate-")

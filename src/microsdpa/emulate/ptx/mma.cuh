@@ -1,0 +1,96 @@
+// mma.sync for the emulator; cuda/ptx/mma.cuh gives shapes and fragments.
+//
+// Products are exact and sums are FP64, rounded to FP32 once per instruction: the hardware's sums have fewer bits.
+#pragma once
+
+#include "../prelude.cuh"
+
+namespace microsdpa {
+
+namespace emulated {
+
+template <typename Sum>
+struct MmaLane {
+  Sum d[4];
+  uint32 a[4], b[2];
+};
+
+template <typename T>
+inline double decode(uint32 bits);
+template <>
+inline double decode<__half>(uint32 bits) {
+  return __half2float(emulator::bit_cast<__half>(static_cast<unsigned short>(bits)));
+}
+template <>
+inline double decode<__nv_bfloat16>(uint32 bits) {
+  return __bfloat162float(emulator::bit_cast<__nv_bfloat16>(static_cast<unsigned short>(bits)));
+}
+template <>
+inline double decode<__nv_fp8_e4m3>(uint32 bits) {
+  const auto half = __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(bits), __NV_E4M3);
+  return __half2float(emulator::bit_cast<__half>(half.x));
+}
+template <>
+inline double decode<signed char>(uint32 bits) {
+  return static_cast<signed char>(bits);
+}
+
+// One instruction: A is 16 x K, B is K x 8, with the elements of T packed into registers.
+template <typename T, typename Sum>
+inline void mma(const char* name, Sum (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2], emulator::Place place) {
+  constexpr int PER = 4 / sizeof(T);  // elements in a register
+  constexpr int K = 8 * PER;
+  using Lane = MmaLane<Sum>;
+  Lane mine{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  emulator::warp_collective(
+      name, 0xffffffffu, &mine,
+      [](void* const(&lanes)[32], const void*) {
+        double A[16][K], B[K][8];
+        for (int lane = 0; lane < 32; ++lane) {
+          const Lane& l = *static_cast<const Lane*>(lanes[lane]);
+          const int group = lane / 4, t = lane % 4;
+          for (int r = 0; r < 4; ++r) {
+            for (int e = 0; e < PER; ++e) {
+              const uint32 bits = l.a[r] >> (8 * sizeof(T) * e);
+              A[group + 8 * (r % 2)][PER * t + e + 4 * PER * (r / 2)] = decode<T>(bits);
+            }
+          }
+          for (int r = 0; r < 2; ++r) {
+            for (int e = 0; e < PER; ++e)
+              B[PER * t + e + 4 * PER * r][group] = decode<T>(l.b[r] >> (8 * sizeof(T) * e));
+          }
+        }
+        emulator::count_tensor(2 * 16 * 8 * K);
+        for (int lane = 0; lane < 32; ++lane) {
+          Lane& l = *static_cast<Lane*>(lanes[lane]);
+          for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+            double sum = l.d[i];
+            for (int k = 0; k < K; ++k) sum += A[row][k] * B[k][column];
+            l.d[i] = static_cast<Sum>(sum);
+          }
+        }
+      },
+      nullptr, place);
+  for (int i = 0; i < 4; ++i) d[i] = mine.d[i];
+}
+
+}  // namespace emulated
+
+template <typename T>
+inline void mma_m16n8k16(float (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2],
+                         emulator::Place place = emulator::Place::here()) {
+  emulated::mma<T>("mma.m16n8k16", d, a, b, place);
+}
+
+inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2],
+                              emulator::Place place = emulator::Place::here()) {
+  emulated::mma<__nv_fp8_e4m3>("mma.m16n8k32.e4m3", d, a, b, place);
+}
+
+inline void mma_m16n8k32_s8(int32 (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2],
+                            emulator::Place place = emulator::Place::here()) {
+  emulated::mma<signed char>("mma.m16n8k32.s8", d, a, b, place);
+}
+
+}  // namespace microsdpa

@@ -1,0 +1,271 @@
+"""Running kernels on the CPU: the grid on several cores, errors with their place in the source, and counters."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from microsdpa.emulate import abi, build
+from microsdpa.errors import MicrosdpaError
+from microsdpa.jit.source import CUDA_DIR
+from microsdpa.problem import Problem
+from microsdpa.specs import KernelSpec
+
+_PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
+
+
+class EmulationError(MicrosdpaError, RuntimeError):
+    """The emulator found a kernel doing what a GPU does not promise to get right.
+
+    Attributes:
+        kernel: its name.
+        problem: what it did, with block, warp, lane and source line.
+    """
+
+    def __init__(self, kernel: str, problem: str) -> None:
+        self.kernel, self.problem = kernel, problem
+        super().__init__(f"{kernel}: {problem}")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One of the orders in which a GPU may run a kernel.
+
+    Attributes:
+        seed: of the order of threads between synchronisation points.
+        late: whether asynchronous copies arrive as late as their completion mechanism allows, or as early.
+    """
+
+    seed: int = 0
+    late: bool = True
+
+
+_schedule: ContextVar[Schedule] = ContextVar("schedule", default=Schedule())  # noqa: B039 (frozen)
+
+
+@contextmanager
+def scheduled(schedule: Schedule) -> Iterator[None]:
+    """Run the block's launches in this order."""
+    token = _schedule.set(schedule)
+    try:
+        yield
+    finally:
+        _schedule.reset(token)
+
+
+@dataclass(frozen=True)
+class BankSite:
+    """Shared-memory accesses of one line: warp-wide requests, the passes they take and the fewest possible."""
+
+    place: str
+    requests: int
+    wavefronts: int
+    ideal: int
+
+    @property
+    def conflicts(self) -> int:
+        """Passes lost to bank conflicts."""
+        return self.wavefronts - self.ideal
+
+
+@dataclass(frozen=True)
+class Report:
+    """Counters of one launch; the bank sites are empty unless they were asked for."""
+
+    counters: dict[str, int]
+    bank_sites: tuple[BankSite, ...] = field(default=())
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Passes lost to bank conflicts, over all sites."""
+        return self.counters["bank_wavefronts"] - self.counters["bank_ideal"]
+
+
+def launch(
+    library: build.Library,
+    make_params: Callable[[dict[str, int]], ctypes.Structure],
+    buffers: dict[str, tuple[torch.Tensor, bool]],
+    *,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int = 0,
+    schedule: Schedule | None = None,
+    count_banks: bool = False,
+    workers: int | None = None,
+) -> Report:
+    """Run a loaded kernel over a grid.
+
+    `buffers` names the tensors whose memory the kernel may touch, and whether it may write there; any other access to
+    global memory is an error. The kernel works on copies that lie far apart, so that an access past the end of one is
+    never inside another; `make_params` gets their addresses and gives the kernel's parameter.
+
+    Raises:
+        EmulationError: the kernel did something illegal or racy.
+    """
+    schedule = schedule or _schedule.get()
+    copies = _Copies({name: tensor for name, (tensor, _) in buffers.items()})
+    params = make_params(copies.addresses)
+    request = abi.Launch(
+        entry=library.entry,
+        anchor=library.anchor,
+        image=library.image,
+        params=ctypes.addressof(params),
+        params_bytes=ctypes.sizeof(params),
+        grid=grid,
+        threads=threads,
+        dynamic_shared_bytes=shared_bytes,
+        buffer_count=len(buffers),
+        workers=min(workers or os.cpu_count() or 1, math.prod(grid)),
+        late=schedule.late,
+        count_banks=count_banks,
+        seed=schedule.seed,
+        guard_count=len(library.guards),
+        guards=library.guards,
+    )
+    for slot, (name, (tensor, writable)) in zip(request.buffers, buffers.items(), strict=False):
+        slot.name, slot.address, slot.bytes = name.encode(), copies.addresses[name], _extent(tensor)
+        slot.writable = writable
+    outcome = abi.Outcome()
+    build.runtime().microsdpa_emulate(ctypes.byref(request), ctypes.byref(outcome))
+    if outcome.failed:
+        message = outcome.message.decode(errors="replace")
+        places = resolve(library, [int(place, 16) for place in _PLACE.findall(message)])
+        raise EmulationError(library.name, _PLACE.sub(lambda m: places[int(m[1], 16)], message))
+    for name, (tensor, writable) in buffers.items():
+        if writable:
+            copies.copy_back(name, tensor)
+    sites = list(outcome.sites[: outcome.site_count])
+    names = resolve(library, [site.place for site in sites])
+    return Report(
+        counters={name: getattr(outcome.counters, name) for name in abi.COUNTERS},
+        bank_sites=_merge([BankSite(names[s.place], s.requests, s.wavefronts, s.ideal) for s in sites]),
+    )
+
+
+class _Copies:
+    """Copies of tensors with their strides and alignment, far apart in one allocation."""
+
+    GAP, ALIGNMENT = 2**20, 256
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        room = 2 * self.GAP + self.ALIGNMENT
+        self._memory = torch.empty(sum(_extent(t) + room for t in tensors.values()), dtype=torch.uint8)
+        self._views: dict[str, torch.Tensor] = {}
+        start = self._memory.data_ptr() + self.GAP
+        for name, tensor in tensors.items():
+            start += -start % self.ALIGNMENT + tensor.data_ptr() % self.ALIGNMENT
+            first = start - self._memory.data_ptr()
+            flat = self._memory[first : first + _extent(tensor)].view(tensor.dtype)
+            flat.copy_(_flat(tensor))
+            self._views[name] = flat
+            start += _extent(tensor) + self.GAP
+        self.addresses = {name: view.data_ptr() for name, view in self._views.items()}
+
+    def copy_back(self, name: str, tensor: torch.Tensor) -> None:
+        """Bring what the kernel wrote back into the tensor."""
+        _flat(tensor).copy_(self._views[name])
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All memory from a tensor's first element to its last, gaps between rows included."""
+    return tensor.as_strided((_extent(tensor) // tensor.element_size(),), (1,), tensor.storage_offset())
+
+
+def _merge(sites: list[BankSite]) -> tuple[BankSite, ...]:
+    """Sites of one line in one: an unrolled or inlined access has many places in the machine code."""
+    merged: dict[str, list[int]] = {}
+    for site in sites:
+        sums = merged.setdefault(site.place, [0, 0, 0])
+        for i, value in enumerate((site.requests, site.wavefronts, site.ideal)):
+            sums[i] += value
+    return tuple(BankSite(place, *sums) for place, sums in sorted(merged.items()))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to past the last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
+    """Source lines of places in a kernel library; where a call was inlined, the line in the kernel as well."""
+    if not places:
+        return {}
+    command = ["addr2line", "-a", "-i", "-e", str(library.path), *(hex(place) for place in places)]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return {place: f"{library.name}+{place:#x}" for place in places}
+    lines: dict[int, list[str]] = {}
+    current: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("0x"):
+            current = lines.setdefault(int(line, 16), [])
+        else:
+            # addr2line completes the relative names of #line directives with the build directory.
+            short = re.sub(r"^.*?((?:core|ptx|ladder|ampere|hopper|include)/|(?=[^/]*$))", r"\1", line.split(" (")[0])
+            if short not in current and not short.startswith("entry:"):
+                current.append(short)
+    return {place: " < ".join(lines.get(place, ["?"])[:3]) for place in places}
+
+
+def attention(
+    spec: KernelSpec,
+    problem: Problem,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float | None,
+    *,
+    schedule: Schedule | None = None,
+    count_banks: bool = False,
+    root: Path = CUDA_DIR,
+) -> Report:
+    """Run the attention kernel of `spec` on CPU tensors, which must have been validated for `problem`.
+
+    `root` is the tree that the kernel's source is taken from.
+    """
+    factor = problem.head_dim**-0.5 if scale is None else scale
+    tensors = {"query": query, "key": key, "value": value, "out": out}
+    buffers = {name: (tensor, name == "out") for name, tensor in tensors.items()}
+    if lse is not None:
+        buffers["lse"] = (lse, True)
+
+    def params(addresses: dict[str, int]) -> abi.Params:
+        filled = abi.Params(
+            **addresses,
+            heads=problem.heads,
+            heads_kv=problem.heads_kv,
+            seqlen_q=problem.seqlen_q,
+            seqlen_k=problem.seqlen_k,
+            diagonal=problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0,
+            scale_log2=factor * math.log2(math.e),
+        )
+        for name, tensor in tensors.items():
+            setattr(filled, f"{name}_strides", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
+        return filled
+
+    return launch(
+        build.load(spec, root),
+        params,
+        buffers,
+        grid=spec.grid(problem),
+        threads=spec.threads,
+        shared_bytes=spec.shared_bytes,
+        schedule=schedule,
+        count_banks=count_banks,
+    )

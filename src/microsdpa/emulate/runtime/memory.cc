@@ -1,0 +1,280 @@
+// Memory: bounds, alignment, poison, races, asynchronous copies and bank conflicts.
+#include <dlfcn.h>
+#include <link.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+#include "processor.h"
+
+namespace microsdpa::emulator {
+
+namespace {
+
+struct ThreadStorage {
+  std::uintptr_t image;
+  std::size_t bytes;
+};
+
+// Size of the thread-local segment of the library that is loaded at `image`.
+std::size_t thread_local_bytes(std::uintptr_t image) {
+  ThreadStorage found{image, 0};
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* data) {
+        auto& wanted = *static_cast<ThreadStorage*>(data);
+        if (info->dlpi_addr != wanted.image) return 0;
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          if (info->dlpi_phdr[i].p_type == PT_TLS) wanted.bytes = info->dlpi_phdr[i].p_memsz;
+        }
+        return 1;
+      },
+      &found);
+  return found.bytes;
+}
+
+// This OS thread's thread-local segment of that library.
+void* thread_local_data(std::uintptr_t image) {
+  std::pair<std::uintptr_t, void*> found{image, nullptr};
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* data) {
+        auto& wanted = *static_cast<std::pair<std::uintptr_t, void*>*>(data);
+        if (info->dlpi_addr != wanted.first) return 0;
+        wanted.second = info->dlpi_tls_data;
+        return 1;
+      },
+      &found);
+  return found.second;
+}
+
+}  // namespace
+
+// `__shared__` variables are the only thread-local variables of a kernel library: its segment is the shared memory.
+void Processor::locate_shared() {
+  reinterpret_cast<void* (*)()>(job_.launch.anchor)();  // makes the loader allocate this OS thread's segment
+  static_begin_ = reinterpret_cast<std::uintptr_t>(thread_local_data(job_.launch.image));
+  static_bytes_ = static_begin_ ? thread_local_bytes(job_.launch.image) : 0;
+  dynamic_bytes_ = static_cast<std::size_t>(job_.launch.dynamic_shared_bytes);
+  if (dynamic_bytes_) {
+    constexpr std::size_t ALIGNMENT = 1024;
+    dynamic_.reset(new (std::align_val_t{ALIGNMENT}) std::byte[dynamic_bytes_]);
+    dynamic_begin_ = reinterpret_cast<std::uintptr_t>(dynamic_.get());
+  }
+}
+
+void Processor::access(const void* pointer, std::size_t bytes, bool write, bool aligned, std::uint64_t pc) {
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  const auto stack = reinterpret_cast<std::uintptr_t>(stacks_.at(self_->id));
+  if (address - stack < STACK_BYTES) return;  // a local variable
+  const std::uint64_t place = pc - job_.launch.image;
+  if (aligned && bytes <= 16 && address % bytes) {
+    fail_at(place, "misaligned %s of %zu bytes at address %#zx", write ? "write" : "read", bytes,
+            static_cast<std::size_t>(address));
+  }
+  if (address - static_begin_ < static_bytes_) {
+    if (address + bytes > static_begin_ + static_bytes_) fail_at(place, "access past the end of shared memory");
+    const std::uint64_t *guards = job_.launch.guards, *end = guards + job_.launch.guard_count;
+    if (std::find(guards, end, address - static_begin_) != end) return;
+    shared_access(address - static_begin_, bytes, write, place);
+  } else if (address - dynamic_begin_ < dynamic_bytes_) {
+    if (address + bytes > dynamic_begin_ + dynamic_bytes_) {
+      fail_at(place, "access past the end of the %zu bytes of dynamic shared memory", dynamic_bytes_);
+    }
+    shared_access(static_bytes_ + (address - dynamic_begin_), bytes, write, place);
+  } else {
+    check_global(address, bytes, write, place);
+    (write ? counters.global_write_bytes : counters.global_read_bytes) += bytes;
+  }
+}
+
+void Processor::check_global(std::uintptr_t address, std::size_t bytes, bool write, std::uint64_t place) {
+  const Launch& launch = job_.launch;
+  const Buffer* nearest = nullptr;
+  std::uintptr_t distance = ~std::uintptr_t(0);
+  for (int i = 0; i < launch.buffer_count; ++i) {
+    const Buffer& buffer = launch.buffers[i];
+    if (address >= buffer.address && address + bytes <= buffer.address + buffer.bytes) {
+      if (write && !buffer.writable) fail_at(place, "write to %s, which is an input", buffer.name);
+      return;
+    }
+    const std::uintptr_t gap =
+        address < buffer.address ? buffer.address - address : address + bytes - buffer.address - buffer.bytes;
+    if (gap < distance) distance = gap, nearest = &buffer;
+  }
+  if (!write && address - launch.params < launch.params_bytes) return;
+  Dl_info info;  // constants of the kernel library
+  if (!write && dladdr(reinterpret_cast<void*>(address), &info) &&
+      reinterpret_cast<std::uintptr_t>(info.dli_fbase) == launch.image) {
+    return;
+  }
+  const char* kind = write ? "write" : "read";
+  if (!nearest) fail_at(place, "%s of %zu bytes outside every buffer", kind, bytes);
+  const long long offset = static_cast<long long>(address) - static_cast<long long>(nearest->address);
+  fail_at(place, "%s of %zu bytes outside every buffer: at byte %lld of %s, which has %llu", kind, bytes, offset,
+          nearest->name, static_cast<unsigned long long>(nearest->bytes));
+}
+
+void Processor::shared_access(std::size_t offset, std::size_t bytes, bool write, std::uint64_t place) {
+  (write ? counters.shared_write_bytes : counters.shared_read_bytes) += bytes;
+  if (const std::uint32_t number = shadow_.in_flight(offset, bytes)) {
+    const AsyncCopy& copy = copies_[number - 1];
+    fail_at(place, "%s of shared memory that cp.async of thread %d at {0x%llx} has in flight: a wait is missing",
+            write ? "write" : "read", copy.thread, static_cast<unsigned long long>(copy.place));
+  }
+  if (!write) {
+    if (const long byte = shadow_.first_unwritten(offset, bytes); byte >= 0) {
+      fail_at(place, "read of shared memory that nothing has written: byte %ld", byte);
+    }
+  }
+  const Conflict conflict = write ? shadow_.write(offset, bytes, self_->id, self_->clock, place)
+                                  : shadow_.read(offset, bytes, self_->id, self_->clock, place);
+  if (conflict.found) {
+    fail_at(place,
+            "race: this %s byte %zu of shared memory that thread %d %s at {0x%llx} with no barrier between the two",
+            write ? "writes" : "reads", offset, conflict.thread, conflict.kind,
+            static_cast<unsigned long long>(conflict.place));
+  }
+  if (job_.launch.count_banks) log_bank(offset, bytes, write, place);
+}
+
+// The copy's bytes arrive now, whenever "now" is in the schedule.
+void Processor::deliver(const AsyncCopy& copy) {
+  auto* target = copy.offset < static_bytes_ ? reinterpret_cast<std::byte*>(static_begin_ + copy.offset)
+                                             : dynamic_.get() + (copy.offset - static_bytes_);
+  if (copy.valid_bytes) std::memcpy(target, copy.source, static_cast<std::size_t>(copy.valid_bytes));
+  std::memset(target + copy.valid_bytes, 0, static_cast<std::size_t>(copy.bytes - copy.valid_bytes));
+}
+
+void Processor::async_copy(void* shared, const void* global, int bytes, int valid_bytes, std::uint64_t pc,
+                           Place issued) {
+  if (bytes != 4 && bytes != 8 && bytes != 16) fail(issued, "cp.async: expected 4, 8 or 16 bytes, got %d", bytes);
+  if (valid_bytes < 0 || valid_bytes > bytes) fail(issued, "cp.async: %d valid bytes of %d", valid_bytes, bytes);
+  const auto target = reinterpret_cast<std::uintptr_t>(shared), source = reinterpret_cast<std::uintptr_t>(global);
+  const std::uint64_t place = pc - job_.launch.image;
+  if (target % bytes || source % bytes) fail_at(place, "misaligned cp.async of %d bytes", bytes);
+  if (valid_bytes) check_global(source, static_cast<std::size_t>(valid_bytes), false, place);
+  std::size_t offset;
+  if (target - static_begin_ < static_bytes_ && target + bytes <= static_begin_ + static_bytes_) {
+    offset = target - static_begin_;
+  } else if (target - dynamic_begin_ < dynamic_bytes_ && target + bytes <= dynamic_begin_ + dynamic_bytes_) {
+    offset = static_bytes_ + (target - dynamic_begin_);
+  } else {
+    fail_at(place, "cp.async to an address outside shared memory");
+  }
+  counters.async_copy_bytes += static_cast<std::uint64_t>(valid_bytes);
+  counters.global_read_bytes += static_cast<std::uint64_t>(valid_bytes);
+  shared_access(offset, static_cast<std::size_t>(bytes), true, place);  // who still reads or writes there is in a race
+  const auto number = static_cast<std::uint32_t>(copies_.size() + 1);
+  copies_.push_back({number, offset, global, bytes, valid_bytes, place, self_->id, issued});
+  shadow_.set_in_flight(offset, static_cast<std::size_t>(bytes), number);
+  if (job_.launch.late) {
+    auto* poisoned = reinterpret_cast<void*>(target);
+    std::memset(poisoned, 0xff, static_cast<std::size_t>(bytes));
+  } else {
+    deliver(copies_.back());
+  }
+  self_->open_group.push_back(number);
+}
+
+void Processor::async_commit() {
+  self_->groups.push_back(std::move(self_->open_group));
+  self_->open_group.clear();
+}
+
+void Processor::async_wait(std::size_t pending_groups) {
+  auto& groups = self_->groups;
+  while (groups.size() > pending_groups) {
+    for (const std::uint32_t number : groups.front()) {
+      const AsyncCopy& copy = copies_[number - 1];
+      const auto bytes = static_cast<std::size_t>(copy.bytes);
+      if (job_.launch.late) deliver(copy);
+      shadow_.set_in_flight(copy.offset, bytes, 0);
+      // From here the data are as if this thread had written them: others need a barrier to see them.
+      shadow_.write(copy.offset, bytes, self_->id, self_->clock, copy.place);
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+void Processor::log_bank(std::size_t offset, std::size_t bytes, bool write, std::uint64_t place) {
+  self_->bank_log.push_back({place, static_cast<std::uint32_t>(offset), static_cast<std::uint16_t>(bytes), write});
+}
+
+// Groups what the lanes of a warp accessed since they last met: the k-th access of a place by each lane is one request.
+void Processor::flush_banks(int warp) {
+  const int first = warp * 32, last = std::min(first + 32, static_cast<int>(threads_.size()));
+  std::map<std::uint64_t, std::vector<const BankAccess*>> occurrences[32];
+  std::map<std::uint64_t, std::size_t> longest;
+  for (int id = first; id < last; ++id) {
+    for (const BankAccess& access : threads_[id].bank_log) {
+      auto& list = occurrences[id - first][access.place];
+      list.push_back(&access);
+      auto& length = longest[access.place];
+      length = std::max(length, list.size());
+    }
+  }
+  for (const auto& [place, length] : longest) {
+    for (std::size_t k = 0; k < length; ++k) {
+      const BankAccess* lanes[32] = {};
+      for (int lane = 0; lane < last - first; ++lane) {
+        auto found = occurrences[lane].find(place);
+        if (found != occurrences[lane].end() && k < found->second.size()) lanes[lane] = found->second[k];
+      }
+      count_group(place, lanes);
+    }
+  }
+  for (int id = first; id < last; ++id) threads_[id].bank_log.clear();
+}
+
+// 32 banks of 4 bytes. Accesses of 8 and 16 bytes are served 16 and 8 lanes at a time; lanes that want the same word
+// share.
+void Processor::count_group(std::uint64_t place, const BankAccess* const (&lanes)[32]) {
+  std::size_t widest = 4;
+  for (const BankAccess* access : lanes) {
+    if (access) widest = std::max<std::size_t>(widest, access->bytes);
+  }
+  const int step = widest > 8 ? 8 : widest > 4 ? 16 : 32;
+  std::uint64_t wavefronts = 0, ideal = 0;
+  for (int begin = 0; begin < 32; begin += step) {
+    std::vector<std::uint32_t> words[32];
+    for (int lane = begin; lane < begin + step; ++lane) {
+      if (!lanes[lane]) continue;
+      for (std::uint32_t w = lanes[lane]->offset / 4; w <= (lanes[lane]->offset + lanes[lane]->bytes - 1u) / 4; ++w) {
+        auto& bank = words[w % 32];
+        if (std::find(bank.begin(), bank.end(), w) == bank.end()) bank.push_back(w);
+      }
+    }
+    std::size_t most = 0, total = 0;
+    for (const auto& bank : words) most = std::max(most, bank.size()), total += bank.size();
+    wavefronts += most;
+    ideal += (total + 31) / 32;
+  }
+  auto site = std::find_if(sites_.begin(), sites_.end(), [&](const Site& s) { return s.place == place; });
+  if (site == sites_.end()) site = sites_.insert(sites_.end(), {place, 0, 0, 0});
+  ++site->requests, site->wavefronts += wavefronts, site->ideal += ideal;
+}
+
+// Adds this processor's counters to the launch's.
+void Processor::finish_memory() {
+  const std::lock_guard<std::mutex> lock(job_.mutex);
+  Outcome& outcome = job_.outcome;
+  for (const Site& site : sites_) {
+    counters.bank_requests += site.requests;
+    counters.bank_wavefronts += site.wavefronts;
+    counters.bank_ideal += site.ideal;
+    SiteCounters* end = outcome.sites + outcome.site_count;
+    SiteCounters* known =
+        std::find_if(outcome.sites, end, [&](const SiteCounters& s) { return s.place == site.place; });
+    if (known == end) {
+      if (outcome.site_count == MAX_SITES) continue;
+      ++outcome.site_count;
+      *known = {site.place, 0, 0, 0};
+    }
+    known->requests += site.requests, known->wavefronts += site.wavefronts, known->ideal += site.ideal;
+  }
+  auto* sums = reinterpret_cast<std::uint64_t*>(&outcome.counters);
+  const auto* mine = reinterpret_cast<const std::uint64_t*>(&counters);
+  for (std::size_t i = 0; i < sizeof(Counters) / sizeof(std::uint64_t); ++i) sums[i] += mine[i];
+}
+
+}  // namespace microsdpa::emulator

@@ -1,0 +1,108 @@
+"""Running test kernels in the emulator, from the project's sources or from mutated copies of them."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from microsdpa.emulate import build
+from microsdpa.emulate.run import Report, Schedule, launch
+from microsdpa.jit.source import CUDA_DIR
+from microsdpa.specs import KernelSpec
+
+KERNELS = Path(__file__).parent / "kernels"
+
+
+def tree(directory: Path, edits: Mapping[str, tuple[str, str]] | None = None) -> Path:
+    """A copy of the CUDA sources and of the test kernels (below test/), with one replacement in each edited file."""
+    root = directory / "cuda"
+    shutil.copytree(CUDA_DIR, root)
+    shutil.copytree(KERNELS, root / "test")
+    for name, (old, new) in (edits or {}).items():
+        text = (root / name).read_text()
+        assert text.count(old) == 1, f"{name}: {text.count(old)} places read {old!r}"
+        (root / name).write_text(text.replace(old, new))
+    return root
+
+
+def kernel(text: str, directory: Path, threads: int = 32) -> build.Library:
+    """A kernel given as text: `__global__ void kernel<0>(const Params params)` in namespace test."""
+    root = tree(directory)
+    (root / "test/inline.cu").write_text(PRELUDE + text)
+    spec = KernelSpec("test/inline", "test/inline.cu", "test::kernel", (("UNUSED", "0"),), threads, 1)
+    return build.load(spec, root, "test::Params")
+
+
+PRELUDE = """
+#include "../core/softmax.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/cp_async.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/mma.cuh"
+namespace test {
+using namespace microsdpa;
+struct Params { const float* in; float* out; };
+#line 1 "inline.cu"
+"""
+
+
+class InlineParams(ctypes.Structure):
+    _fields_ = (("input", ctypes.c_void_p), ("out", ctypes.c_void_p))
+
+
+def run_inline(
+    text: str,
+    directory: Path,
+    threads: int = 32,
+    schedule: Schedule | None = None,
+    blocks: int = 1,
+    banks: bool = False,
+) -> tuple[torch.Tensor, Report]:
+    """Run a kernel given as text on 1024 input floats (0, 1, 2, ...) and 1024 output floats (NaN)."""
+    library = kernel(text, directory, threads)
+    source, out = torch.arange(1024, dtype=torch.float32), torch.full((1024,), torch.nan)
+    report = launch(
+        library,
+        lambda at: InlineParams(at["in"], at["out"]),
+        {"in": (source, False), "out": (out, True)},
+        grid=(blocks, 1, 1),
+        threads=threads,
+        schedule=schedule,
+        count_banks=banks,
+    )
+    return out, report
+
+
+class RowSumsParams(ctypes.Structure):
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("keys", ctypes.c_int32),
+    )
+
+
+def row_sums(root: Path, keys: int, schedule: Schedule, banks: bool = False) -> tuple[bool, Report]:
+    """Run kernels/row_sums.cu of a source tree; gives whether the answer is right."""
+    generator = torch.Generator().manual_seed(keys)
+    query, key = (torch.randn(rows, 64, generator=generator).half() for rows in (64, keys))
+    out = torch.full((2, 64), torch.nan)
+    spec = KernelSpec("test/row_sums", "test/row_sums.cu", "test::row_sums", (("UNUSED", "0"),), 128, 64)
+    report = launch(
+        build.load(spec, root, "test::Params"),
+        lambda at: RowSumsParams(at["query"], at["key"], at["out"], keys),
+        {"query": (query, False), "key": (key, False), "out": (out, True)},
+        grid=(1, 1, 1),
+        threads=128,
+        schedule=schedule,
+        count_banks=banks,
+    )
+    scores = query.double() @ key.double().mT
+    largest = scores.max(dim=1).values
+    sums = (scores - largest[:, None]).exp2().sum(dim=1)
+    expected = torch.stack([largest, sums])
+    return bool(torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-3)), report

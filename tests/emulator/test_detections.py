@@ -1,0 +1,211 @@
+"""What the emulator refuses, each in a kernel of a few lines, with the message and the line that it names."""
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness import kernel, run_inline
+
+from microsdpa.emulate import build
+from microsdpa.emulate.run import EmulationError, Schedule
+from microsdpa.errors import CompileError
+from microsdpa.specs import catalogue
+
+KERNEL = "inline float sum(float4 v) { return v.x + v.y + v.z + v.w; } template <int UNUSED>\n__global__ void kernel(const __grid_constant__ Params p) {\n%s\n}\n}\n"
+SHARED = "  __shared__ float s[64];\n"
+
+REFUSED = {
+    "read past a buffer": (
+        "p.out[threadIdx.x] = p.in[993 + threadIdx.x];",
+        r"inline.cu:3: read of 4 bytes outside every buffer: at byte \d+ of in",
+    ),
+    "write past a buffer": (
+        "p.out[1000 + threadIdx.x] = 0.0f;",
+        r"write of 4 bytes outside every buffer: at byte \d+ of out",
+    ),
+    "write to an input": ("const_cast<float*>(p.in)[threadIdx.x] = 0.0f;", "write to in, which is an input"),
+    "null pointer": ("const float* volatile null = nullptr;\n  p.out[0] = *null;", "outside every buffer"),
+    "misaligned read": (
+        "p.out[threadIdx.x] = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(p.in) + 2);",
+        "misaligned read of 4 bytes",
+    ),
+    "shared memory past its end": (
+        SHARED + "volatile int at = 4096;\n  s[at + threadIdx.x] = 1.0f;",
+        "inline.cu:5: .*outside every buffer",
+    ),
+    "unwritten shared memory": (
+        SHARED + "p.out[threadIdx.x] = s[threadIdx.x];",
+        "inline.cu:4: read of shared memory that nothing has written: byte",
+    ),
+    "race of a write and a read": (
+        SHARED + "s[threadIdx.x] = 1.0f;\n  p.out[threadIdx.x] = s[threadIdx.x ^ 1];",
+        r"inline.cu:5: (race: this reads byte .* that thread \d+ wrote at inline.cu:4|read of shared memory that nothing)",
+    ),
+    "race of a read and a write": (
+        SHARED
+        + "s[threadIdx.x] = 1.0f;\n  __syncwarp();\n  p.out[threadIdx.x] = s[threadIdx.x ^ 1];\n  s[threadIdx.x] = 2.0f;",
+        r"race: this (writes byte .* read at inline.cu:6|reads byte .* wrote at inline.cu:7)",
+    ),
+    "race of two writes": (SHARED + "s[0] = threadIdx.x;", r"race: this writes byte 0 .* wrote at inline.cu:4"),
+    "shuffles do not order memory": (
+        SHARED
+        + "s[threadIdx.x] = 1.0f;\n  __shfl_sync(0xffffffffu, 1.0f, 0);\n  p.out[threadIdx.x] = s[threadIdx.x ^ 1];",
+        "race: this reads",
+    ),
+    "cp.async without a wait": (
+        SHARED
+        + "cp_async<4>(&s[threadIdx.x], p.in + threadIdx.x);\n  cp_async_commit();\n  p.out[threadIdx.x] = s[threadIdx.x];",
+        r"inline.cu:6: read of shared memory that cp.async of thread \d+ at .*inline.cu:4 has in flight: a wait is missing",
+    ),
+    "cp.async read by another thread without a barrier": (
+        SHARED
+        + "cp_async<4>(&s[threadIdx.x], p.in + threadIdx.x);\n  cp_async_commit();\n  cp_async_wait<0>();\n  p.out[threadIdx.x] = s[threadIdx.x ^ 1];",
+        "race: this reads|in flight|nothing has written",
+    ),
+    "cp.async to what is still read": (
+        SHARED + "s[threadIdx.x] = 1.0f;\n  __syncwarp();\n  p.out[threadIdx.x] = s[threadIdx.x ^ 1];\n"
+        "  cp_async<4>(&s[threadIdx.x], p.in);\n  cp_async_commit();\n  cp_async_wait<0>();",
+        "race: this (writes|reads)|in flight",
+    ),
+    "cp.async past a buffer": (
+        SHARED + "cp_async<4>(&s[threadIdx.x], p.in + 1000 + threadIdx.x);",
+        "outside every buffer: at byte .* of in",
+    ),
+    "misaligned cp.async": (
+        SHARED + "cp_async<16>(&s[threadIdx.x], p.in + threadIdx.x);",
+        "misaligned cp.async of 16 bytes",
+    ),
+    "cp.async to global memory": ("cp_async<4>(p.out, p.in);", "cp.async to an address outside shared memory"),
+    "misaligned ldmatrix row": (
+        SHARED + "s[threadIdx.x] = 0.0f;\n  __syncwarp();\n  uint32 f[1];\n  ldmatrix<1>(f, &s[threadIdx.x + 1]);",
+        "misaligned read of 16 bytes",
+    ),
+    "deadlock": (
+        "if (threadIdx.x < 16) __syncwarp(0xffffu); else __shfl_sync(0xffffffffu, 1.0f, 0);",
+        "divergent warp|deadlock",
+    ),
+    "deadlock at a named barrier": (
+        "if (threadIdx.x < 32) named_barrier_sync(1, 64);",
+        "deadlock; threads 0-31 wait for a named barrier at inline.cu:3",
+    ),
+    "divergent __syncthreads": (
+        "if (threadIdx.x < 32) __syncthreads();\n  else __syncthreads();",
+        r"divergent __syncthreads: thread \d+ waits at inline.cu",
+    ),
+    "barrier with other counts": (
+        "named_barrier_sync(1, threadIdx.x < 32 ? 64 : 32);",
+        "barrier 1: .. threads expected here, but .. by thread|deadlock; threads 0-31 wait",
+    ),
+    "barrier of a broken warp": ("named_barrier_sync(1, 40);", "expected a multiple of 32 threads"),
+    "barrier number": ("named_barrier_sync(16, 32);", "expected a number from 0 to 15"),
+    "mask without the caller": ("if (threadIdx.x % 32 == 3) __syncwarp(1u);", "does not name the calling lane"),
+    "mask with a lane that has returned": ("if (threadIdx.x % 32 == 5) return;\n  __syncwarp();", "lane"),
+    "different collectives in one warp": (
+        "if (threadIdx.x % 2) __ballot_sync(0xffffffffu, 1); else __any_sync(0xffffffffu, 1);",
+        "divergent warp: this lane is at __",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_in_every_schedule(tmp_path: Path, name: str) -> None:
+    body, message = REFUSED[name]
+    for index, schedule in enumerate(Schedule(seed, late) for seed in range(3) for late in (True, False)):
+        with pytest.raises(EmulationError) as caught:
+            run_inline(KERNEL % f"  {body}" if "\n" not in body else KERNEL % body, tmp_path / str(index), 64, schedule)
+        assert re.search(message, caught.value.problem), caught.value.problem
+        assert caught.value.problem.startswith("block 0")
+
+
+ALLOWED = {
+    "a barrier": (SHARED + "s[threadIdx.x] = p.in[threadIdx.x];\n  __syncthreads();\n  p.out[threadIdx.x] = s[63 - threadIdx.x];", lambda i: 63 - i),
+    "a warp barrier": (SHARED + "s[threadIdx.x] = p.in[threadIdx.x];\n  __syncwarp();\n  p.out[threadIdx.x] = s[threadIdx.x ^ 31];", lambda i: i ^ 31),
+    "threads that return before a barrier": ("if (threadIdx.x >= 32) return;\n  __syncthreads();\n  p.out[threadIdx.x] = p.in[threadIdx.x];", lambda i: i),
+    "half a warp": ("if (threadIdx.x % 32 < 16) p.out[threadIdx.x] = __shfl_xor_sync(0xffffu, p.in[threadIdx.x], 1);", lambda i: i ^ 1),
+    "two halves of a word": (
+        "__shared__ __half h[64];\n  h[threadIdx.x] = __float2half(p.in[threadIdx.x]);\n  p.out[threadIdx.x] = __half2float(h[threadIdx.x]);",
+        lambda i: i,
+    ),
+    "a named barrier between producers and consumers": (
+        SHARED + "if (threadIdx.x < 32) { s[threadIdx.x] = p.in[threadIdx.x]; named_barrier_arrive(1, 64); return; }\n"
+        "  named_barrier_sync(1, 64);\n  p.out[threadIdx.x - 32] = s[threadIdx.x - 32];",
+        lambda i: i,
+    ),
+    "a reduction": ("const float x = warp_sum(p.in[threadIdx.x]);\n  p.out[threadIdx.x] = x;", lambda i: 496 if i < 32 else 1520),
+    "reading what another read": (
+        SHARED + "s[threadIdx.x] = p.in[threadIdx.x];\n  __syncthreads();\n  p.out[threadIdx.x] = s[0] + s[1] + s[threadIdx.x];",
+        lambda i: 1 + i,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_right_passes_in_every_schedule(tmp_path: Path, name: str) -> None:
+    body, expected = ALLOWED[name]
+    for index, schedule in enumerate(Schedule(seed, late) for seed in range(3) for late in (True, False)):
+        out, _ = run_inline(KERNEL % body, tmp_path / str(index), 64, schedule)
+        written = ~out.isnan()
+        assert written.any()
+        assert torch.equal(out[written], torch.tensor([float(expected(i)) for i in range(1024)])[written])
+
+
+BANKS = {
+    "consecutive words": ("s[threadIdx.x]", 0),
+    "one word for all": ("s[5]", 0),
+    "every second word": ("s[threadIdx.x * 2]", 1),
+    "a column of 32": ("s[threadIdx.x * 32]", 31),
+    "a padded column": ("s[threadIdx.x * 33]", 0),
+    "16 bytes a lane": ("sum(reinterpret_cast<const float4*>(s)[threadIdx.x])", 0),
+    "16 bytes, rows of 64 bytes": ("sum(reinterpret_cast<const float4*>(s)[threadIdx.x * 4])", 12),
+}
+
+
+@pytest.mark.parametrize("name", BANKS)
+def test_bank_conflicts_are_counted(tmp_path: Path, name: str) -> None:
+    access, conflicts = BANKS[name]
+    body = (
+        "  __shared__ __align__(16) float s[2048];\n  for (int i = 0; i < 64; ++i) s[i * 32 + threadIdx.x] = p.in[i];\n"
+        f"  __syncthreads();\n  p.out[threadIdx.x] = {access};"
+    )
+    _, report = run_inline(KERNEL % body, tmp_path, 32, banks=True)
+    by_line = {site.place: site for site in report.bank_sites}
+    assert by_line["inline.cu:4"].conflicts == 0
+    assert by_line["inline.cu:6"].conflicts == conflicts
+    assert report.bank_conflicts == conflicts
+
+
+def test_an_instruction_that_is_not_emulated_fails_to_build_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="refused test/inline") as caught:
+        kernel(KERNEL % "  p.out[0] = __nanosleep(100);", tmp_path)
+    assert "__nanosleep" in caught.value.log
+    assert "inline.cu:3" in caught.value.log
+    assert caught.value.source is not None
+    assert "__nanosleep" in Path(caught.value.source).read_text()
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    build.compiler.cache_clear()
+    try:
+        with pytest.raises(CompileError, match="needs a C\\+\\+ compiler: install g\\+\\+"):
+            build.compiler()
+    finally:
+        build.compiler.cache_clear()
+
+
+def test_an_unwritable_cache_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MICROSDPA_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot be written"):
+        out, _ = run_inline(KERNEL % "  p.out[threadIdx.x] = 7.0f;", tmp_path / "tree")
+    assert (out[:32] == 7).all()
+
+
+def test_kernels_are_cached(tmp_path: Path) -> None:
+    spec = catalogue("sm_89")[0]
+    assert build.load(spec) is build.load(spec)
