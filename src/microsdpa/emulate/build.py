@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -64,10 +65,17 @@ def _compiler_version() -> str:
 
 @functools.cache
 def _include_flags() -> tuple[str, ...]:
+    # The headers come from three packages, which need not be installed in one place.
+    found = importlib.util.find_spec("nvidia.cu13")
+    wheels = [Path(place) / "include" for place in (found.submodule_search_locations or [])] if found else []
     toolkit = find_nvidia_header_directory("cudart")
-    if toolkit is None or not (Path(toolkit) / "crt/host_defines.h").is_file():
-        raise CompileError("the emulator needs CUDA's headers: pip install 'microsdpa[emulate]'", log="", source=None)
-    return (f"-I{HERE / 'include'}", "-isystem", str(toolkit), "-isystem", f"{toolkit}/cccl")
+    places = [place for base in (*wheels, *([Path(toolkit)] if toolkit else [])) for place in (base, base / "cccl")]
+    for needed in ("cuda_fp16.h", "crt/host_defines.h", "nv/target"):
+        if not any((place / needed).is_file() for place in places):
+            raise CompileError(
+                f"the emulator needs CUDA's header {needed}: pip install 'microsdpa[emulate]'", log="", source=None
+            )
+    return (f"-I{HERE / 'include'}", *(flag for place in places for flag in ("-isystem", str(place))))
 
 
 def expanded(source: str, root: Path = CUDA_DIR) -> str:
