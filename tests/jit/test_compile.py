@@ -17,6 +17,7 @@ from microsdpa.jit.inspect import (
     Resources,
     count_instructions,
     disassemble,
+    resources_from_cubin,
     resources_from_log,
     tensor_instructions,
 )
@@ -40,6 +41,7 @@ def test_every_kernel_compiles_for_every_target_within_its_budget() -> None:
         assert 0 < kernel.resources.shared_bytes <= MAX_SHARED_BYTES
         assert kernel.cubin[:4] == b"\x7fELF"
         assert "scalar_attention" in kernel.symbol
+        assert resources_from_cubin(kernel.cubin, kernel.target) == kernel.resources
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -139,6 +141,20 @@ def test_many_threads_may_be_the_first_to_compile(tmp_path: Path) -> None:
 def test_a_log_without_figures_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a 'ptxas -v' log"):
         resources_from_log("nothing")
+
+
+@pytest.mark.parametrize("data", [b"", b"text", b"\x7fELF\x01"])
+def test_other_bytes_than_a_cubin_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="cubin: expected"):
+        resources_from_cubin(data, "sm_89")
+
+
+def test_a_log_without_figures_is_made_up_for_by_the_cubin(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = compile_kernel(spec, "sm_89", tmp_path / "a").resources
+    monkeypatch.setattr("microsdpa.jit.build.resources_from_log", lambda log: resources_from_log("a warning"))
+    assert compile_kernel(spec, "sm_89", tmp_path / "b").resources == whole
 
 
 def test_resources_are_read_from_the_log() -> None:

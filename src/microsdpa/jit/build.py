@@ -8,7 +8,7 @@ from pathlib import Path
 
 from microsdpa.errors import CompileError
 from microsdpa.jit import cache, nvrtc
-from microsdpa.jit.inspect import Resources, resources_from_log
+from microsdpa.jit.inspect import Resources, resources_from_cubin, resources_from_log
 from microsdpa.jit.signature import code_signature, signature
 from microsdpa.jit.source import expand
 from microsdpa.specs import KernelSpec
@@ -82,7 +82,10 @@ def _build(spec: KernelSpec, target: str) -> cache.Entry:
     text = expand(spec.source)
     try:
         cubin = nvrtc.compile_cubin(text, spec.source, spec.expression, target, spec.flags)
-        resources = resources_from_log(cubin.log)
+        try:
+            resources = resources_from_log(cubin.log)
+        except ValueError:  # some versions of cuda-core hand over the warnings only, when there are warnings
+            resources = resources_from_cubin(cubin.code, target)
         if resources.uses_local_memory and not spec.local_memory:
             raise CompileError(
                 f"{spec.name} for {target} uses local memory ({resources.stack_bytes} bytes of stack, "

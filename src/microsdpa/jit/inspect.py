@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from microsdpa.errors import CompileError
+from microsdpa.problem import capability_of
 
 TENSOR_OPCODES = frozenset({"HMMA", "QMMA", "IMMA", "DMMA", "OMMA", "HGMMA", "QGMMA", "IGMMA", "UTCHMMA", "UTCQMMA"})
 
+_FRAME_SIZE, _REGISTER_COUNT = 0x11, 0x2F  # attributes of .nv.info
+_RESERVED_SHARED_BYTES = 1024  # of the system, in every block from sm_90 on
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -51,6 +56,51 @@ def resources_from_log(log: str) -> Resources:
         raise ValueError(f"expected a 'ptxas -v' log of one kernel, got {log[:200]!r}")
     frame, stores, loads = map(int, stack.groups())
     return Resources(int(used[1]), int(shared[1]) if shared else 0, frame, stores, loads)
+
+
+def resources_from_cubin(cubin: bytes, target: str) -> Resources:
+    """Read the same from the cubin of one kernel; what it spills is not recorded there, only the stack that it takes.
+
+    Raises:
+        ValueError: the bytes are no cubin of one kernel.
+    """
+    registers = stack = shared = None
+    for name, data, size in _sections(cubin):
+        if name == ".nv.info":
+            for attribute, values in _attributes(data):
+                if attribute == _REGISTER_COUNT:
+                    registers = values[1]
+                elif attribute == _FRAME_SIZE:
+                    stack = max(stack or 0, values[1])
+        elif name.startswith(".nv.shared.") and not name.startswith(".nv.shared.reserved"):
+            shared = size - (_RESERVED_SHARED_BYTES if capability_of(target) >= (9, 0) else 0)
+    if registers is None or stack is None:
+        raise ValueError("cubin: expected the machine code of one kernel, got an object without its figures")
+    return Resources(registers, shared or 0, stack, 0, 0)
+
+
+def _sections(elf: bytes) -> Iterator[tuple[str, bytes, int]]:
+    """(name, contents, size) of the sections of a 64-bit ELF file."""
+    if elf[:5] != b"\x7fELF\x02":
+        raise ValueError("cubin: expected a 64-bit ELF file")
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    entry_size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * entry_size) for i in range(count)]
+    names = headers[names_index][4]
+    for name, kind, _, _, offset, size, *_ in headers:
+        start = names + name
+        yield elf[start : elf.index(b"\0", start)].decode(), b"" if kind == 8 else elf[offset : offset + size], size
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(attribute, 32-bit values) of a .nv.info section; attributes without a payload are passed over."""
+    offset = 0
+    while offset < len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, offset)
+        offset += 4
+        if form == 4:
+            yield attribute, struct.unpack_from(f"<{size // 4}I", info, offset)
+            offset += size
 
 
 def find_nvdisasm() -> str | None:

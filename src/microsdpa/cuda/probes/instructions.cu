@@ -17,8 +17,6 @@ struct ProbeParams {
   uint32* out;       // [blocks * threads, OUT]
 };
 
-constexpr uint32 ALL_LANES = 0xffffffffu;
-
 template <int IN>
 __device__ __forceinline__ const uint32* input_of(const ProbeParams& params) {
   return params.in + (blockIdx.x * blockDim.x + threadIdx.x) * IN;
@@ -155,24 +153,24 @@ __global__ void probe_shuffle(const __grid_constant__ ProbeParams params) {
   const uint32* in = input_of<IN>(params);
   uint32* out = output_of<OUT>(params);
   const uint32 value = in[0];
-  out[0] = __shfl_sync(ALL_LANES, value, static_cast<int>(in[1] % 32));
-  out[1] = __shfl_sync(ALL_LANES, value, static_cast<int>(in[1] % 32), 8);
-  out[2] = __shfl_xor_sync(ALL_LANES, value, 5);
-  out[3] = __shfl_xor_sync(ALL_LANES, value, 12, 8);
-  out[4] = __shfl_up_sync(ALL_LANES, value, 3u);
-  out[5] = __shfl_up_sync(ALL_LANES, value, 3u, 16);
-  out[6] = __shfl_down_sync(ALL_LANES, value, 3u);
-  out[7] = __shfl_down_sync(ALL_LANES, value, 3u, 16);
+  out[0] = __shfl_sync(0xffffffffu, value, static_cast<int>(in[1] % 32));
+  out[1] = __shfl_sync(0xffffffffu, value, static_cast<int>(in[1] % 32), 8);
+  out[2] = __shfl_xor_sync(0xffffffffu, value, 5);
+  out[3] = __shfl_xor_sync(0xffffffffu, value, 12, 8);
+  out[4] = __shfl_up_sync(0xffffffffu, value, 3u);
+  out[5] = __shfl_up_sync(0xffffffffu, value, 3u, 16);
+  out[6] = __shfl_down_sync(0xffffffffu, value, 3u);
+  out[7] = __shfl_down_sync(0xffffffffu, value, 3u, 16);
 }
 
 template <int IN, int OUT>
 __global__ void probe_vote(const __grid_constant__ ProbeParams params) {
   const int predicate = static_cast<int>(input_of<IN>(params)[0] % 3);
   uint32* out = output_of<OUT>(params);
-  out[0] = __ballot_sync(ALL_LANES, predicate);
-  out[1] = static_cast<uint32>(__any_sync(ALL_LANES, predicate == 5));
-  out[2] = static_cast<uint32>(__all_sync(ALL_LANES, predicate < 3));
-  out[3] = static_cast<uint32>(__any_sync(ALL_LANES, predicate) << 1 | __all_sync(ALL_LANES, predicate));
+  out[0] = __ballot_sync(0xffffffffu, predicate);
+  out[1] = static_cast<uint32>(__any_sync(0xffffffffu, predicate == 5));
+  out[2] = static_cast<uint32>(__all_sync(0xffffffffu, predicate < 3));
+  out[3] = static_cast<uint32>(__any_sync(0xffffffffu, predicate) << 1 | __all_sync(0xffffffffu, predicate));
 }
 
 // Two warps: the first fills shared memory and arrives, the second waits and reads.
