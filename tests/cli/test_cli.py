@@ -27,6 +27,7 @@ def run(*arguments: str) -> Result:
 @pytest.fixture
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repro, "verify_cases", lambda: [Case(1, 2, 9, 12, 32), Case(1, 1, 7, 3, 64, seed=1)])
+    monkeypatch.setattr(repro, "needs_gpu", lambda case: "")
 
 
 @pytest.fixture

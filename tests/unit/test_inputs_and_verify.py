@@ -7,7 +7,7 @@ import torch
 
 import microsdpa
 from microsdpa.evidence import verify
-from microsdpa.evidence.cases import verify_cases
+from microsdpa.evidence.cases import needs_gpu, verify_cases
 from microsdpa.evidence.inputs import Case, make
 
 
@@ -57,6 +57,12 @@ def test_the_cases_cover_what_verify_promises() -> None:
     assert any(c.batch * c.heads > 65_535 for c in cases)
     assert any(c.scale == 100.0 for c in cases)
     assert any(c.causal == "lower_right" and c.seqlen_q > c.seqlen_k for c in cases)
+
+
+def test_few_cases_need_a_gpu_and_say_why() -> None:
+    reasons = {str(case): needs_gpu(case) for case in verify_cases()}
+    assert sum(map(bool, reasons.values())) == 2
+    assert all("65,535 heads" in why for why in reasons.values() if why)
 
 
 def test_verify_passes_here() -> None:

@@ -11,7 +11,15 @@ LAYOUTS: tuple[Layout, ...] = ("bshd", "unaligned")
 KINDS: tuple[Kind, ...] = ("mean", "outliers")
 NOTE_SHAPES = ((1, 2, 64, 64), (1, 4, 128, 64), (1, 8, 512, 64), (2, 2, 64, 64))
 LENGTHS = (1, 7, 63, 65, 127, 513, 1000)
+MAX_GRID_Y = 65_535
 CROSS_LENGTHS = ((1, 777), (7, 512), (333, 65), (512, 1), (129, 1000))
+
+
+def needs_gpu(case: Case) -> str:
+    """Why a case says nothing in the emulator; empty when it does."""
+    if case.batch * case.heads > MAX_GRID_Y:
+        return f"more than {MAX_GRID_Y:,} heads try the limits of a GPU's grid, which the emulator has not"
+    return ""
 
 
 def verify_cases() -> list[Case]:

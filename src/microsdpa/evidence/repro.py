@@ -19,7 +19,7 @@ from microsdpa.emulate.run import Schedule
 from microsdpa.emulate.run import attention as run_kernel
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import bench, compare, probes, results, survey
-from microsdpa.evidence.cases import verify_cases
+from microsdpa.evidence.cases import needs_gpu, verify_cases
 from microsdpa.evidence.implementations import microsdpa_implementations, torch_peers
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.render import quoted_us
@@ -106,6 +106,8 @@ def verify_step(
     if device == "cpu" and not impl.startswith("emulate"):
         impl = "emulate" if impl == "auto" else f"emulate:{impl}"
     cases = verify_cases()
+    left_out = {case: why for case in cases if device == "cpu" and (why := needs_gpu(case))}
+    cases = [case for case in cases if case not in left_out]
     advance = progress("verify", len(cases))
     outcomes = []
     for outcome in verify(cases, device, impl):
@@ -117,11 +119,14 @@ def verify_step(
     table += [
         [str(o.case), f"{o.errors.max_abs:.2e}", f"{o.tolerance.max_abs:.2e}", o.failure or "passed"] for o in outcomes
     ]
+    table += [[str(case), "", "", f"not run: {why}"] for case, why in left_out.items()]
     where = "on the GPU" if device == "cuda" else "in the emulator, on the CPU"
     kernels = ", ".join(sorted({str(row["kernel"]) for row in rows}))
     summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} cases passed by {kernels} {where}"
     if reason and device == "cpu":
         summary += f" (not on a GPU: {reason})"
+    if left_out:
+        summary += f"; {len(left_out)} not run: {'; '.join(sorted(set(left_out.values())))}"
     result = results.make("verify", command, rows)
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"

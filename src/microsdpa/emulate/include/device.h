@@ -108,7 +108,8 @@ inline void __syncwarp(unsigned mask = 0xffffffffu,
   microsdpa::emulator::warp_barrier(mask, place);
 }
 
-// Segments of `width` lanes; a source outside the segment leaves the lane its own value (wrapped for __shfl_sync).
+// Segments of `width` lanes: __shfl_sync wraps its source into the segment; the others leave a lane its own value when
+// the source is outside, but __shfl_xor_sync does reach into earlier segments.
 template <typename T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32,
                      microsdpa::emulator::Place place = microsdpa::emulator::Place::here()) {
@@ -120,7 +121,7 @@ template <typename T>
 inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32,
                          microsdpa::emulator::Place place = microsdpa::emulator::Place::here()) {
   const int own = microsdpa::emulator::lane(), other = own ^ lane_mask;
-  return microsdpa::emulator::shuffle("__shfl_xor_sync", mask, value, other / width == own / width ? other : own,
+  return microsdpa::emulator::shuffle("__shfl_xor_sync", mask, value, other / width <= own / width ? other : own,
                                       place);
 }
 
