@@ -134,7 +134,7 @@ def _first_call(
         if impl != "auto":
             raise UnsupportedProblem(
                 f"impl {impl!r} runs on CUDA tensors and query is on the CPU",
-                nearest="CUDA tensors, or impl='auto', which uses torch's own attention on the CPU",
+                nearest=f"CUDA tensors; on the CPU impl='auto', which is torch's own, or impl='emulate:{impl}'",
             )
         result, cpu_lse = torch_cpu.attend(query, key, value, alignment, scale, return_lse)
         result = result if out is None else out.copy_(result)
@@ -306,7 +306,9 @@ def explain(
         return Explanation(f"emulate:{spec.name}", "impl asks for the emulator, on the CPU", spec)
     if query.device.type == "cpu":
         if impl != "auto":
-            raise UnsupportedProblem(f"impl {impl!r} runs on CUDA tensors", nearest="impl='auto' or 'emulate'")
+            raise UnsupportedProblem(
+                f"impl {impl!r} runs on CUDA tensors", nearest=f"impl='auto' or impl='emulate:{impl}'"
+            )
         return Explanation("torch", "the tensors are on the CPU, where impl='auto' uses torch's own attention")
     problem = _problem(query, key, value, None, alignment)
     selection = select(problem, impl)

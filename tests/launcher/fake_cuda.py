@@ -9,18 +9,9 @@ from typing import Any
 import tvm_ffi
 from tvm_ffi import libinfo
 
+from microsdpa.emulate.abi import Params
+
 KDL_CUDA, KDL_FLOAT, KDL_BFLOAT = 2, 2, 4
-
-
-class Params(ctypes.Structure):
-    """AttentionParams of cuda/core/params.cuh."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse")]
-        + [(f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value", "out")]
-        + [(name, ctypes.c_int32) for name in ("heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")]
-        + [("scale_log2", ctypes.c_float)]
-    )
 
 
 class Record(ctypes.Structure):

@@ -104,7 +104,7 @@ def test_committed_result_files_are_valid(path: Path) -> None:
 
 
 def test_there_are_committed_results_of_the_h200() -> None:
-    assert {p.stem for p in (RESULTS / "h200").glob("*.json")} >= {"mission", "verify"}
+    assert {p.stem for p in (RESULTS / "h200").glob("*.json")} >= {"instructions", "mission", "verify"}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,14 @@ def test_a_row_whose_kernel_changed_is_marked_stale(checkout: Path, monkeypatch:
     assert render.differing(checkout, checkout / "results") == [checkout / "README.md"]
     render.render(checkout, checkout / "results")
     assert "40.00 (stale)" in (checkout / "README.md").read_text()
+
+
+def test_instructions_are_stale_when_the_emulator_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = results.read(RESULTS / "h200/instructions.json")
+    assert render.STALE not in render.instructions_table(recorded)
+    monkeypatch.setattr("microsdpa.emulate.build.source_signature", lambda spec: "changed")
+    table = render.instructions_table(recorded)
+    assert table.count(f"({render.STALE})") == len(recorded["rows"]) > 20
 
 
 @pytest.mark.parametrize(

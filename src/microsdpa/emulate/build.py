@@ -117,6 +117,16 @@ def _headers() -> str:
     return _digest([p.read_text() for p in sorted((HERE / "include").iterdir())])
 
 
+def _runtime_sources() -> str:
+    files = [*sorted((HERE / "runtime").iterdir()), HERE / "include/emulator.h"]
+    return _digest([file.read_text() for file in files])
+
+
+def source_signature(spec: KernelSpec) -> str:
+    """Identity of what the emulator runs for `spec`: the kernel, the instructions' bodies and the runtime."""
+    return _digest([spec.expression, expanded(spec.source), _headers(), _runtime_sources()])
+
+
 def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "microsdpa::AttentionParams") -> Library:
     """Build and load the kernel of `spec`; built libraries are cached.
 
@@ -174,8 +184,7 @@ def _image(address: int) -> int:
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    files = [*sorted((HERE / "runtime").iterdir()), HERE / "include/emulator.h"]
-    key = _digest([cache_version(), [f.read_text() for f in files], RUNTIME_FLAGS, _compiler_version()])
+    key = _digest([cache_version(), _runtime_sources(), RUNTIME_FLAGS, _compiler_version()])
 
     def build(directory: Path) -> Path:
         library = directory / "runtime.so"

@@ -266,6 +266,15 @@ def distance(probe: Probe, words: Words, emulated: Words, measured: Words) -> fl
     return float(gap.max()) if gap.numel() else 0.0
 
 
+def is_stale(row: results.Row, target: str) -> bool:
+    """Whether the probe, or the emulator, is no longer what a row was recorded with."""
+    probe = next((probe for probe in PROBES if probe.spec.name == row["kernel"]), None)
+    if probe is None:
+        return True
+    current = code_signature(probe.spec, target), build.source_signature(probe.spec)
+    return bool(current != (row["code_signature"], row["emulator_signature"]))
+
+
 def compare_all(target: str, advance: Callable[[str], None] = lambda message: None) -> list[results.Row]:
     """Rows of every probe that `target` has: the emulator's distance from the GPU, and whether it is allowed."""
     rows = []
@@ -284,6 +293,7 @@ def compare_all(target: str, advance: Callable[[str], None] = lambda message: No
                 version=microsdpa.__version__,
                 kernel=probe.spec.name,
                 code_signature=code_signature(probe.spec, target),
+                emulator_signature=build.source_signature(probe.spec),
                 op="instruction",
                 dtype=probe.view,
                 mode="verify",

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import results
+from microsdpa.evidence import probes, results
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import Problem
 from microsdpa.select import select
@@ -160,8 +160,11 @@ def quoted_us(row: results.Row) -> float:
 def instructions_table(result: results.Result) -> str:
     """One line per instruction: how far the emulator is from the GPU."""
     lines = [["instruction", "words compared", "largest distance", "allowed"], ["---"] + ["---:"] * 3]
+    target = result["environment"].get("target") or ""
     for row in result["rows"]:
         distance = f"{row['distance']:.3g} {row['unit']}" if row["status"] == "ok" else "wrong"
+        if probes.is_stale(row, target):
+            distance += f" ({STALE})"
         lines.append([row["kernel"], f"{row['compared_words']:,}", distance, f"{row['allowed']:g}"])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}"
 
