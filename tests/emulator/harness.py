@@ -43,6 +43,7 @@ PRELUDE = """
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
+#include <mma.h>
 namespace test {
 using namespace microsdpa;
 struct Params { const float* in; float* out; };

@@ -85,6 +85,16 @@ REFUSED = {
         SHARED + "s[threadIdx.x] = 0.0f;\n  __syncwarp();\n  uint32 f[1];\n  ldmatrix<1>(f, &s[threadIdx.x + 1]);",
         "misaligned read of 16 bytes",
     ),
+    "wmma tile that starts off 32 bytes": (
+        "  nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> f;\n"
+        "  nvcuda::wmma::load_matrix_sync(f, p.in + 4, 16, nvcuda::wmma::mem_row_major);",
+        "inline.cu:4: wmma: the tile does not start on 32 bytes",
+    ),
+    "wmma rows at an odd distance": (
+        "  nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> f;\n"
+        "  nvcuda::wmma::load_matrix_sync(f, p.in, 18, nvcuda::wmma::mem_row_major);",
+        "inline.cu:4: wmma: the leading dimension is no multiple of 16 bytes",
+    ),
     "deadlock": (
         "if (threadIdx.x < 16) __syncwarp(0xffffu); else __shfl_sync(0xffffffffu, 1.0f, 0);",
         "divergent warp|deadlock",

@@ -113,6 +113,19 @@ def test_mma_is_a_matrix_product() -> None:
             torch.testing.assert_close(got, d + a @ b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_wmma_is_a_matrix_product(dtype: torch.dtype, layout: str) -> None:
+    name = f"wmma_{'f16' if dtype == torch.float16 else 'bf16'}_{layout}"
+    probe = next(p for p in PROBES if p.name == name)
+    words = inputs(probe).view(-1, 512)
+    out = run_emulated(probe, words.view(-1, 16)).view(-1, 256).view(torch.float32).view(-1, 16, 16)
+    a, b = words[:, :256].contiguous().view(dtype).double().view(-1, 2, 16, 16).unbind(1)
+    c = words[:, 256:].contiguous().view(torch.float32).double().view(-1, 16, 16).mT  # loaded column-major
+    product = a @ b.mT if layout == "row" else a.mT @ b
+    torch.testing.assert_close(out.double(), (product + c) / 2, rtol=1e-6, atol=1e-6)
+
+
 def test_cuda_tensors_and_autograd_are_refused() -> None:
     query, key, value = make(Case(1, 1, 8, 8, 32))
     with pytest.raises(microsdpa.UnsupportedProblem, match="requires grad"):

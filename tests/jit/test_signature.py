@@ -41,12 +41,12 @@ def test_toolkit_headers_are_hashed_transitively(tree: Path, tmp_path: Path) -> 
     toolkit.mkdir()
     (toolkit / "toolkit.h").write_text("#include <inner.h>\n")
     (toolkit / "inner.h").write_text("int inner;\n")
-    found = dict(toolkit_headers(expand("kernel.cu", tree), str(toolkit)))
+    found = dict(toolkit_headers(expand("kernel.cu", tree), (str(toolkit),)))
     assert set(found) == {"toolkit.h", "inner.h"}
 
 
 def test_real_kernels_depend_on_the_toolkits_headers(spec: KernelSpec) -> None:
-    names = {name for name, _ in toolkit_headers(expand(spec.source), nvrtc.include_directory())}
+    names = {name for name, _ in toolkit_headers(expand(spec.source), nvrtc.include_directories())}
     assert {"cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h"} <= names
 
 

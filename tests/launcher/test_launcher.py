@@ -32,7 +32,7 @@ def test_the_hot_path_with_a_stub_driver(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler to build the stub driver with")
-    includes = [nvrtc.include_directory(), libinfo.find_dlpack_include_path()]
+    includes = [*nvrtc.include_directories(), libinfo.find_dlpack_include_path()]
     subprocess.run(
         [
             *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -16,10 +15,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from cuda.pathfinder import find_nvidia_header_directory
-
 from microsdpa.errors import CompileError
-from microsdpa.jit import cache
+from microsdpa.jit import cache, nvrtc
 from microsdpa.jit.source import CUDA_DIR, expand
 from microsdpa.specs import KernelSpec
 
@@ -65,11 +62,7 @@ def _compiler_version() -> str:
 
 @functools.cache
 def _include_flags() -> tuple[str, ...]:
-    # The headers come from three packages, which need not be installed in one place.
-    found = importlib.util.find_spec("nvidia.cu13")
-    wheels = [Path(place) / "include" for place in (found.submodule_search_locations or [])] if found else []
-    toolkit = find_nvidia_header_directory("cudart")
-    places = [place for base in (*wheels, *([Path(toolkit)] if toolkit else [])) for place in (base, base / "cccl")]
+    places = [place for base in nvrtc.include_directories() for place in (Path(base), Path(base) / "cccl")]
     for needed in ("cuda_fp16.h", "crt/host_defines.h", "nv/target"):
         if not any((place / needed).is_file() for place in places):
             raise CompileError(

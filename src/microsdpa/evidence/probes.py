@@ -22,7 +22,7 @@ from microsdpa.runtime.launcher import load_kernel
 from microsdpa.specs import KernelSpec
 
 BLOCKS = 64
-SOURCE = "probes/instructions.cu"
+INSTRUCTIONS, WMMA = "probes/instructions.cu", "probes/wmma.cu"
 
 Words = torch.Tensor
 """int32 tensor: the bits of 32-bit words."""
@@ -58,6 +58,7 @@ class Probe:
     target: str = "sm_80"
     threads: int = 32
     scale: Callable[[Words], torch.Tensor] | None = None
+    source: str = INSTRUCTIONS
 
     @property
     def spec(self) -> KernelSpec:
@@ -65,7 +66,7 @@ class Probe:
         counts = (("IN", str(self.words_in)), ("OUT", str(self.words_out)))
         further = tuple((f"ARGUMENT_{i}", value) for i, value in enumerate(self.arguments))
         return KernelSpec(
-            f"probe/{self.name}", SOURCE, f"microsdpa::probe_{self.template}", counts + further, self.threads, 1
+            f"probe/{self.name}", self.source, f"microsdpa::probe_{self.template}", counts + further, self.threads, 1
         )
 
 
@@ -142,6 +143,28 @@ def _mma_magnitude(dtype: torch.dtype) -> Callable[[Words], torch.Tensor]:
     return scale
 
 
+def _wmma(dtype: torch.dtype) -> Callable[[int, torch.Generator], Words]:
+    """Operands of one product per warp: A and B in 8 words of each lane, C in 8."""
+
+    def make(threads: int, generator: torch.Generator) -> Words:
+        warps = threads // 32
+        operands = _bits(torch.randn(warps, 512, generator=generator).to(dtype))
+        c = _bits(torch.randn(warps, 256, generator=generator))
+        return torch.cat([operands, c], dim=1).view(threads, 16)
+
+    return make
+
+
+def _wmma_magnitude(dtype: torch.dtype) -> Callable[[Words], torch.Tensor]:
+    def scale(words: Words) -> torch.Tensor:
+        warps = words.contiguous().view(-1, 512)
+        operands = warps[:, :256].contiguous().view(dtype).double().abs()
+        largest = operands[:, :256].amax(dim=1) * operands[:, 256:].amax(dim=1)
+        return largest.repeat_interleave(32)[:, None].expand(-1, 8) / 2  # the probe halves its result
+
+    return scale
+
+
 def _rows(threads: int, generator: torch.Generator) -> Words:
     return torch.cat(
         [_random_bits(4)(threads, generator), torch.randint(0, 2**30, (threads, 1), generator=generator)], 1
@@ -185,6 +208,22 @@ PROBES = (
         2.0,
         "sm_89",
         scale=_mma_magnitude(torch.float8_e4m3fn),
+    ),
+    *(
+        Probe(
+            f"wmma_{name}_{layout}",
+            "wmma",
+            16,
+            8,
+            _wmma(dtype),
+            (cpp, f"nvcuda::wmma::{layout}_major", f"nvcuda::wmma::{other}_major"),
+            "float32",
+            2.0,
+            scale=_wmma_magnitude(dtype),
+            source=WMMA,
+        )
+        for name, cpp, dtype in (("f16", "__half", torch.float16), ("bf16", "__nv_bfloat16", torch.bfloat16))
+        for layout, other in (("row", "col"), ("col", "row"))
     ),
     Probe("mma_s8", "mma_s8", 10, 4, _mma(torch.int8)),
     *(

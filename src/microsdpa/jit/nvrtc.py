@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 import io
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from microsdpa.errors import CompileError
 from microsdpa.problem import capability_of
@@ -26,20 +28,24 @@ class Cubin:
 
 
 @functools.cache
-def include_directory() -> str:
-    """Directory of the CUDA headers that kernels include.
+def include_directories() -> tuple[str, ...]:
+    """Directories of the CUDA headers: those of the wheels, which need not lie in one place, then a toolkit's.
 
     Raises:
         CompileError: there is none.
     """
     from cuda.pathfinder import find_nvidia_header_directory
 
-    directory = find_nvidia_header_directory("cudart")
-    if directory is None:
+    found = importlib.util.find_spec("nvidia.cu13") if importlib.util.find_spec("nvidia") else None
+    places = [Path(place) / "include" for place in (found.submodule_search_locations or [])] if found else []
+    if toolkit := find_nvidia_header_directory("cudart"):
+        places.append(Path(toolkit))
+    existing = dict.fromkeys(str(place) for place in places if place.is_dir())
+    if not any((Path(place) / "cuda_fp16.h").is_file() for place in existing):
         raise CompileError(
             "no CUDA headers found: install them with 'pip install nvidia-cuda-runtime'", log="", source=None
         )
-    return str(directory)
+    return tuple(existing)
 
 
 @functools.cache
@@ -100,7 +106,7 @@ def compile_cubin(text: str, name: str, expression: str, target: str, flags: tup
             arch=target,
             std=next((f.removeprefix("-std=") for f in flags if f.startswith("-std=")), None),
             lineinfo="-lineinfo" in flags,
-            include_path=[include_directory()],
+            include_path=list(include_directories()),
             ptxas_options=["-v"],
         )
         code = Program(text, "c++", options).compile("cubin", name_expressions=(expression,), logs=log)

@@ -40,6 +40,6 @@ def signature(spec: KernelSpec, target: str) -> str:
             "format": CACHE_FORMAT,
             "code": code_signature(spec, target),
             "nvrtc": nvrtc.version(),
-            "headers": toolkit_headers(expand(spec.source), nvrtc.include_directory()),
+            "headers": toolkit_headers(expand(spec.source), nvrtc.include_directories()),
         }
     )

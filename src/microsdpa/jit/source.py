@@ -48,14 +48,14 @@ def _expand(name: str, root: Path, overrides: Path | None, seen: set[str]) -> st
 
 
 @functools.lru_cache(maxsize=64)
-def _headers_below(header: str, directory: str) -> tuple[tuple[str, str], ...]:
-    """(name, SHA-256) of a toolkit header and of all that it includes and that exists in `directory`."""
+def _headers_below(header: str, directories: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """(name, SHA-256) of a toolkit header and of all that it includes, from the first directory that has each."""
     found: dict[str, str] = {}
     waiting = [header]
     while waiting:
         name = waiting.pop()
-        path = Path(directory) / name
-        if name in found or not path.is_file():
+        path = next((p for p in (Path(d) / name for d in directories) if p.is_file()), None)
+        if name in found or path is None:
             continue
         data = path.read_bytes()
         found[name] = hashlib.sha256(data).hexdigest()
@@ -64,9 +64,9 @@ def _headers_below(header: str, directory: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(found.items()))
 
 
-def toolkit_headers(expanded: str, directory: str) -> tuple[tuple[str, str], ...]:
+def toolkit_headers(expanded: str, directories: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """(name, SHA-256) of every CUDA toolkit header that an expanded source includes, transitively."""
     found: dict[str, str] = {}
     for match in _INCLUDE.finditer(expanded):
-        found.update(_headers_below(match["system"], directory))
+        found.update(_headers_below(match["system"], directories))
     return tuple(sorted(found.items()))
