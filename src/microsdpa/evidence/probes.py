@@ -42,9 +42,9 @@ class Probe:
         words_in, words_out: 32-bit words that every thread reads and writes.
         make: inputs, [threads, words_in].
         view: how output words are compared: "bits", or as "float32" or "float16" numbers.
-        ulp: the distance allowed, in units in the last place of `scale`'s magnitude; 0 for bitwise.
+        ulp: the distance allowed, in units in the last place of the result or of `scale`; 0 for bitwise.
         target: the oldest target that has the instruction.
-        scale: magnitude that an ulp is taken of, [threads, words_out]; None for the result's own.
+        scale: for sums, the magnitudes that were added up, [threads, words_out].
     """
 
     name: str
@@ -130,15 +130,28 @@ def _mma(dtype: torch.dtype) -> Callable[[int, torch.Generator], Words]:
 
 
 def _mma_magnitude(dtype: torch.dtype) -> Callable[[Words], torch.Tensor]:
-    """Sum of the magnitudes that each element of D adds up: what a sum's rounding errors are relative to."""
+    """Sum of the magnitudes that each element of D adds up, |A| |B| + |D|: what its rounding errors are relative to."""
+    per_word = 4 // dtype.itemsize
+    depth = 8 * per_word
 
     def scale(words: Words) -> torch.Tensor:
-        operands = words[:, :6].contiguous().view(dtype).double().abs().view(-1, 32, 6, 4 // dtype.itemsize)
-        d = words[:, 6:].contiguous().view(torch.float32).double().abs()
-        largest_a = operands[:, :, :4].amax(dim=(1, 2, 3))
-        largest_b = operands[:, :, 4:].amax(dim=(1, 2, 3))
-        terms = (largest_a * largest_b).repeat_interleave(32)[:, None]
-        return torch.maximum(d, terms.expand_as(d))
+        warps = words.view(-1, 32, 10)
+        elements = warps[:, :, :6].contiguous().view(dtype).double().abs()
+        start = warps[:, :, 6:].contiguous().view(torch.float32).double().abs()
+        a = torch.zeros(len(warps), 16, depth, dtype=torch.float64)
+        b = torch.zeros(len(warps), depth, 8, dtype=torch.float64)
+        for lane in range(32):  # the fragments of cuda/ptx/mma.cuh
+            group, t = divmod(lane, 4)
+            for i in range(4):
+                row, column = group + 8 * (i % 2), per_word * t + 4 * per_word * (i // 2)
+                a[:, row, column : column + per_word] = elements[:, lane, per_word * i : per_word * (i + 1)]
+            for i in range(2):
+                row = per_word * t + 4 * per_word * i
+                b[:, row : row + per_word, group] = elements[:, lane, per_word * (4 + i) : per_word * (5 + i)]
+        products = a @ b
+        lanes = torch.arange(32)[:, None]
+        i = torch.arange(4)
+        return (products[:, lanes // 4 + 8 * (i // 2), 2 * (lanes % 4) + i % 2] + start).view(-1, 4)
 
     return scale
 
@@ -155,12 +168,15 @@ def _wmma(dtype: torch.dtype) -> Callable[[int, torch.Generator], Words]:
     return make
 
 
-def _wmma_magnitude(dtype: torch.dtype) -> Callable[[Words], torch.Tensor]:
+def _wmma_magnitude(dtype: torch.dtype, layout: str) -> Callable[[Words], torch.Tensor]:
+    """The same for wmma; the probe halves its result."""
+
     def scale(words: Words) -> torch.Tensor:
-        warps = words.contiguous().view(-1, 512)
-        operands = warps[:, :256].contiguous().view(dtype).double().abs()
-        largest = operands[:, :256].amax(dim=1) * operands[:, 256:].amax(dim=1)
-        return largest.repeat_interleave(32)[:, None].expand(-1, 8) / 2  # the probe halves its result
+        warps = words.view(-1, 512)
+        a, b = warps[:, :256].contiguous().view(dtype).double().abs().view(-1, 2, 16, 16).unbind(1)
+        c = warps[:, 256:].contiguous().view(torch.float32).double().abs().view(-1, 16, 16).mT
+        products = a @ b.mT if layout == "row" else a.mT @ b
+        return ((products + c) / 2).reshape(-1, 8)
 
     return scale
 
@@ -184,7 +200,7 @@ PROBES = (
     Probe("cvt_f16_from_e4m3", "halves_from_e4m3", 1, 1, _random_bits(1), view="float16", target="sm_89"),
     Probe("cvt_f16_bf16_from_f32", "round", 1, 2, _random_bits(1), view="float32"),
     Probe(
-        "mma_f16", "mma", 10, 4, _mma(torch.float16), ("__half",), "float32", 2.0, scale=_mma_magnitude(torch.float16)
+        "mma_f16", "mma", 10, 4, _mma(torch.float16), ("__half",), "float32", 1.0, scale=_mma_magnitude(torch.float16)
     ),
     Probe(
         "mma_bf16",
@@ -194,7 +210,7 @@ PROBES = (
         _mma(torch.bfloat16),
         ("__nv_bfloat16",),
         "float32",
-        2.0,
+        1.0,
         scale=_mma_magnitude(torch.bfloat16),
     ),
     Probe(
@@ -205,7 +221,7 @@ PROBES = (
         _mma(torch.float8_e4m3fn),
         (),
         "float32",
-        2.0,
+        1.0,
         "sm_89",
         scale=_mma_magnitude(torch.float8_e4m3fn),
     ),
@@ -218,8 +234,8 @@ PROBES = (
             _wmma(dtype),
             (cpp, f"nvcuda::wmma::{layout}_major", f"nvcuda::wmma::{other}_major"),
             "float32",
-            2.0,
-            scale=_wmma_magnitude(dtype),
+            1.0,
+            scale=_wmma_magnitude(dtype, layout),
             source=WMMA,
         )
         for name, cpp, dtype in (("f16", "__half", torch.float16), ("bf16", "__nv_bfloat16", torch.bfloat16))
@@ -298,9 +314,12 @@ def distance(probe: Probe, words: Words, emulated: Words, measured: Words) -> fl
     if not torch.equal(a.isnan(), b.isnan()) or not torch.equal(a.isinf(), b.isinf()):
         return math.inf
     finite = a.isfinite() & b.isfinite()
-    magnitude = torch.maximum(a.abs(), b.abs()) if probe.scale is None else probe.scale(words)
     info = torch.finfo(dtype)
-    last_place = magnitude.clamp(min=info.tiny).log2().floor().exp2() * info.eps
+    if probe.scale is None:
+        magnitude = torch.maximum(a.abs(), b.abs()).clamp(min=info.tiny).log2().floor().exp2()
+    else:
+        magnitude = probe.scale(words)
+    last_place = magnitude * info.eps
     gap = ((a - b).abs() / last_place)[finite]
     return float(gap.max()) if gap.numel() else 0.0
 
@@ -324,7 +343,7 @@ def compare_all(target: str, advance: Callable[[str], None] = lambda message: No
         late, early = (run_emulated(probe, words, Schedule(1, late)) for late in (True, False))
         found = distance(probe, words, late, run_on_gpu(probe, words, target))
         passed = found <= probe.ulp and torch.equal(late, early)
-        unit = "words differ" if probe.view == "bits" else "ulp"
+        unit = "words differ" if probe.view == "bits" else "ulp of the summed magnitudes" if probe.scale else "ulp"
         rows.append(
             results.row(
                 Case(BLOCKS, 1, probe.threads, 1, probe.words_out),
