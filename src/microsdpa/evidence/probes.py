@@ -150,8 +150,8 @@ def _mma_magnitude(dtype: torch.dtype) -> Callable[[Words], torch.Tensor]:
                 b[:, row : row + per_word, group] = elements[:, lane, per_word * (4 + i) : per_word * (5 + i)]
         products = a @ b
         lanes = torch.arange(32)[:, None]
-        i = torch.arange(4)
-        return (products[:, lanes // 4 + 8 * (i // 2), 2 * (lanes % 4) + i % 2] + start).view(-1, 4)
+        part = torch.arange(4)
+        return (products[:, lanes // 4 + 8 * (part // 2), 2 * (lanes % 4) + part % 2] + start).view(-1, 4)
 
     return scale
 
