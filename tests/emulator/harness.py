@@ -37,10 +37,14 @@ def kernel(text: str, directory: Path, threads: int = 32) -> build.Library:
     return build.load(spec, root, "test::Params")
 
 
+SHARED_BYTES = 256
+"""Dynamic shared memory of every inline kernel."""
+
 PRELUDE = """
 #include "../core/softmax.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/cp_async.cuh"
+#include "../ptx/dynamic_shared.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include <mma.h>
@@ -72,6 +76,7 @@ def run_inline(
         {"in": (source, False), "out": (out, True)},
         grid=(blocks, 1, 1),
         threads=threads,
+        shared_bytes=SHARED_BYTES,
         schedule=schedule,
         count_banks=banks,
     )

@@ -95,6 +95,18 @@ REFUSED = {
         "  nvcuda::wmma::load_matrix_sync(f, p.in, 18, nvcuda::wmma::mem_row_major);",
         "inline.cu:4: wmma: the leading dimension is no multiple of 16 bytes",
     ),
+    "more dynamic shared memory than the launch asked for": (
+        "  struct Tile { float x[65]; };\n  dynamic_shared<Tile>().x[threadIdx.x] = 1.0f;",
+        "inline.cu:4: 260 bytes of dynamic shared memory, launched with 256",
+    ),
+    "dynamic shared memory past its end": (
+        "  struct Tile { float x[64]; };\n  volatile int at = 60;\n  dynamic_shared<Tile>().x[at + threadIdx.x] = 1.0f;",
+        "inline.cu:5: .*outside every buffer",
+    ),
+    "race in dynamic shared memory": (
+        "  struct Tile { float x[64]; };\n  dynamic_shared<Tile>().x[0] = 1.0f;",
+        "inline.cu:4: race: this writes byte",
+    ),
     "deadlock": (
         "if (threadIdx.x < 16) __syncwarp(0xffffu); else __shfl_sync(0xffffffffu, 1.0f, 0);",
         "divergent warp|deadlock",
@@ -145,6 +157,11 @@ ALLOWED = {
         SHARED + "if (threadIdx.x < 32) { s[threadIdx.x] = p.in[threadIdx.x]; named_barrier_arrive(1, 64); return; }\n"
         "  named_barrier_sync(1, 64);\n  p.out[threadIdx.x - 32] = s[threadIdx.x - 32];",
         lambda i: i,
+    ),
+    "dynamic shared memory": (
+        "  struct Tile { float x[64]; };\n  Tile& t = dynamic_shared<Tile>();\n  t.x[threadIdx.x] = p.in[threadIdx.x];\n"
+        "  __syncthreads();\n  p.out[threadIdx.x] = t.x[63 - threadIdx.x];",
+        lambda i: 63 - i,
     ),
     "a reduction": ("const float x = warp_sum(p.in[threadIdx.x]);\n  p.out[threadIdx.x] = x;", lambda i: 496 if i < 32 else 1520),
     "reading what another read": (

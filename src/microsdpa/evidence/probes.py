@@ -59,6 +59,7 @@ class Probe:
     threads: int = 32
     scale: Callable[[Words], torch.Tensor] | None = None
     source: str = INSTRUCTIONS
+    shared_bytes: int = 0
 
     @property
     def spec(self) -> KernelSpec:
@@ -66,7 +67,13 @@ class Probe:
         counts = (("IN", str(self.words_in)), ("OUT", str(self.words_out)))
         further = tuple((f"ARGUMENT_{i}", value) for i, value in enumerate(self.arguments))
         return KernelSpec(
-            f"probe/{self.name}", self.source, f"microsdpa::probe_{self.template}", counts + further, self.threads, 1
+            name=f"probe/{self.name}",
+            source=self.source,
+            template=f"microsdpa::probe_{self.template}",
+            template_args=counts + further,
+            threads=self.threads,
+            block_m=1,
+            shared_bytes=self.shared_bytes,
         )
 
 
@@ -256,6 +263,7 @@ PROBES = (
     ),
     *(Probe(f"cp_async_{size}", "cp_async", 8, 4, _aligned_rows, (str(size),)) for size in (4, 8, 16)),
     Probe("cp_async_groups", "cp_async_groups", 2, 2, _random_bits(2)),
+    Probe("dynamic_shared", "dynamic_shared", 1, 1, _random_bits(1), shared_bytes=128),
     Probe("shfl", "shuffle", 2, 8, _random_bits(2)),
     Probe("vote", "vote", 1, 4, _random_bits(1)),
     Probe("named_barrier", "named_barrier", 1, 1, _random_bits(1), threads=64),
@@ -277,6 +285,7 @@ def run_emulated(probe: Probe, words: Words, schedule: Schedule | None = None) -
         {"in": (words, False), "out": (out, True)},
         grid=(BLOCKS, 1, 1),
         threads=probe.threads,
+        shared_bytes=probe.shared_bytes,
         schedule=schedule,
     )
     return out
@@ -295,7 +304,7 @@ def run_on_gpu(probe: Probe, words: Words, target: str) -> Words:
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
     stream = torch.cuda.current_stream().cuda_stream
     (error,) = driver.cuLaunchKernel(
-        function, BLOCKS, 1, 1, probe.threads, 1, 1, 0, stream, ctypes.addressof(arguments), 0
+        function, BLOCKS, 1, 1, probe.threads, 1, 1, probe.shared_bytes, stream, ctypes.addressof(arguments), 0
     )
     if error != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"{probe.name}: cuLaunchKernel failed with {error}")

@@ -6,6 +6,7 @@
 #include "../ptx/barrier.cuh"
 #include "../ptx/convert.cuh"
 #include "../ptx/cp_async.cuh"
+#include "../ptx/dynamic_shared.cuh"
 #include "../ptx/ex2.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
@@ -130,6 +131,18 @@ __global__ void probe_cp_async(const __grid_constant__ ProbeParams params) {
   const Words row = rows[threadIdx.x];
 #pragma unroll
   for (int i = 0; i < 4; ++i) output_of<OUT>(params)[i] = row.word[i];
+}
+
+struct DynamicWords {
+  uint32 word[32];
+};
+
+template <int IN, int OUT>
+__global__ void probe_dynamic_shared(const __grid_constant__ ProbeParams params) {
+  DynamicWords& shared = dynamic_shared<DynamicWords>();
+  shared.word[threadIdx.x] = input_of<IN>(params)[0];
+  __syncthreads();
+  output_of<OUT>(params)[0] = shared.word[31 - threadIdx.x];
 }
 
 // Two groups, read one after the other; the second through a barrier by the neighbour.

@@ -54,11 +54,12 @@ void Processor::locate_shared() {
   reinterpret_cast<void* (*)()>(job_.launch.anchor)();  // makes the loader allocate this OS thread's segment
   static_begin_ = reinterpret_cast<std::uintptr_t>(thread_local_data(job_.launch.image));
   static_bytes_ = static_begin_ ? thread_local_bytes(job_.launch.image) : 0;
+  constexpr std::size_t ALIGNMENT = 1024;
   dynamic_bytes_ = static_cast<std::size_t>(job_.launch.dynamic_shared_bytes);
+  dynamic_offset_ = (static_bytes_ + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   if (dynamic_bytes_) {
-    constexpr std::size_t ALIGNMENT = 1024;
-    dynamic_.reset(new (std::align_val_t{ALIGNMENT}) std::byte[dynamic_bytes_]);
-    dynamic_begin_ = reinterpret_cast<std::uintptr_t>(dynamic_.get());
+    dynamic_.reset(new std::byte[dynamic_bytes_ + ALIGNMENT]);
+    dynamic_begin_ = (reinterpret_cast<std::uintptr_t>(dynamic_.get()) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   }
 }
 
@@ -80,7 +81,7 @@ void Processor::access(const void* pointer, std::size_t bytes, bool write, bool 
     if (address + bytes > dynamic_begin_ + dynamic_bytes_) {
       fail_at(place, "access past the end of the %zu bytes of dynamic shared memory", dynamic_bytes_);
     }
-    shared_access(static_bytes_ + (address - dynamic_begin_), bytes, write, place);
+    shared_access(dynamic_offset_ + (address - dynamic_begin_), bytes, write, place);
   } else {
     check_global(address, bytes, write, place);
     (write ? counters.global_write_bytes : counters.global_read_bytes) += bytes;
@@ -139,8 +140,8 @@ void Processor::shared_access(std::size_t offset, std::size_t bytes, bool write,
 
 // The copy's bytes arrive now, whenever "now" is in the schedule.
 void Processor::deliver(const AsyncCopy& copy) {
-  auto* target = copy.offset < static_bytes_ ? reinterpret_cast<std::byte*>(static_begin_ + copy.offset)
-                                             : dynamic_.get() + (copy.offset - static_bytes_);
+  auto* target = copy.offset < dynamic_offset_ ? reinterpret_cast<std::byte*>(static_begin_ + copy.offset)
+                                               : dynamic_shared() + (copy.offset - dynamic_offset_);
   if (copy.valid_bytes) std::memcpy(target, copy.source, static_cast<std::size_t>(copy.valid_bytes));
   std::memset(target + copy.valid_bytes, 0, static_cast<std::size_t>(copy.bytes - copy.valid_bytes));
 }
@@ -157,7 +158,7 @@ void Processor::async_copy(void* shared, const void* global, int bytes, int vali
   if (target - static_begin_ < static_bytes_ && target + bytes <= static_begin_ + static_bytes_) {
     offset = target - static_begin_;
   } else if (target - dynamic_begin_ < dynamic_bytes_ && target + bytes <= dynamic_begin_ + dynamic_bytes_) {
-    offset = static_bytes_ + (target - dynamic_begin_);
+    offset = dynamic_offset_ + (target - dynamic_begin_);
   } else {
     fail_at(place, "cp.async to an address outside shared memory");
   }

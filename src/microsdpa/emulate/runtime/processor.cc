@@ -61,10 +61,10 @@ void Processor::run_block(std::int64_t block) {
   for (Barrier& barrier : named_) barrier = {};
   for (Warp& warp : warps_) warp = {};
   copies_.clear();
-  shadow_.reset(static_bytes_ + dynamic_bytes_, launch.threads);
+  shadow_.reset(dynamic_offset_ + dynamic_bytes_, launch.threads);
   // 0xff is NaN in every floating-point type.
   if (static_bytes_) std::memset(reinterpret_cast<void*>(static_begin_), 0xff, static_bytes_);
-  if (dynamic_bytes_) std::memset(dynamic_.get(), 0xff, dynamic_bytes_);
+  if (dynamic_bytes_) std::memset(dynamic_shared(), 0xff, dynamic_bytes_);
 
   const auto grid_x = static_cast<unsigned>(launch.grid[0]), grid_y = static_cast<unsigned>(launch.grid[1]);
   for (int id = 0; id < launch.threads; ++id) {

@@ -91,7 +91,7 @@ class Processor {
   void async_copy(void* shared, const void* global, int bytes, int valid_bytes, std::uint64_t pc, Place place);
   void async_commit();
   void async_wait(std::size_t pending_groups);
-  std::byte* dynamic_shared() { return dynamic_.get(); }
+  std::byte* dynamic_shared() { return reinterpret_cast<std::byte*>(dynamic_begin_); }
   void finish_memory();
 
   // Synchronisation (processor.cc).
@@ -146,9 +146,10 @@ class Processor {
   std::vector<int> at_block_barrier_;
   Barrier named_[NAMED_BARRIERS];
 
-  std::unique_ptr<std::byte[]> dynamic_;
+  std::unique_ptr<std::byte[]> dynamic_;  // holds the aligned memory
   std::uintptr_t static_begin_ = 0, dynamic_begin_ = 0;
   std::size_t static_bytes_ = 0, dynamic_bytes_ = 0;
+  std::size_t dynamic_offset_ = 0;  // of dynamic shared memory in the shadow, behind the static
   Shadow shadow_;
   std::vector<AsyncCopy> copies_;
   struct Site {
