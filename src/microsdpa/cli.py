@@ -58,7 +58,14 @@ Output = Annotated[Path | None, typer.Option(help="Directory of result files to 
 
 
 def _command() -> str:
-    return shlex.join(["microsdpa", *sys.argv[1:]])
+    """The command line for a result file, without the directory that it writes to: that is a machine's own."""
+    kept: list[str] = []
+    for argument in sys.argv[1:]:
+        if kept and kept[-1] == "--output":
+            kept.pop()
+        elif not argument.startswith("--output="):
+            kept.append(argument)
+    return shlex.join(["microsdpa", *kept])
 
 
 def _finish(steps: list[Step], as_json: bool, tables: bool = True) -> NoReturn:

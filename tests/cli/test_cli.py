@@ -92,6 +92,14 @@ def test_verify_checks_cases_and_writes_a_result_file(tmp_path: Path) -> None:
     assert [row["status"] for row in read(files[0])["rows"]] == ["ok", "ok"]
 
 
+@pytest.mark.parametrize("output", [["--output", "/some/where"], ["--output=/some/where"]])
+def test_a_recorded_command_names_no_directory_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, output: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["microsdpa", "verify", *output, "--impl", "ladder/01"])
+    assert cli._command() == "microsdpa verify --impl ladder/01"
+
+
 @pytest.mark.usefixtures("few_cases")
 def test_verify_fails_when_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     right = repro.verify
