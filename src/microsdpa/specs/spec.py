@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from microsdpa.problem import Problem
 
@@ -20,6 +21,26 @@ class Rejection:
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """A bulk-copy descriptor (CUtensorMap) that the kernel gets for one tensor, after its parameters.
+
+    The tensor is seen as [D, S, H, B], innermost first; a box is `columns` elements of `rows` rows of one head.
+    Elements outside the tensor read as zeros and are not written.
+
+    Attributes:
+        tensor: "query", "key", "value" or "out".
+        rows: rows of a box.
+        columns: elements of a row of the box; columns * element size is at most `swizzle` bytes when there is one.
+        swizzle: bytes of the shared-memory pattern: 0 (none), 32, 64 or 128.
+    """
+
+    tensor: Literal["query", "key", "value", "out"]
+    rows: int
+    columns: int
+    swizzle: int = 128
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """A kernel template and the arguments that make it one kernel.
 
@@ -32,6 +53,14 @@ class KernelSpec:
         block_m: query rows that a CTA computes.
         shared_bytes: dynamic shared memory, in bytes (static shared memory is the compiler's to report).
         local_memory: why this kernel may spill or use local memory; empty means that it may not.
+        cluster: CTAs along x that form a thread block cluster (sm_90 and newer); 1 for none.
+        split: CTAs that share a query tile, each with a part of the keys.
+        max_ctas: CTAs of a persistent kernel's launch at most; 0 for one a tile.
+        tensor_maps: descriptors that follow AttentionParams as the kernel's parameters, in this order.
+        programmatic: launched so that it may begin before the kernel ahead of it in the stream has ended
+            (programmatic dependent launch); the kernel waits itself before it touches global memory.
+        workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
+        then: kernel launched after this one with the same parameters.
     """
 
     name: str
@@ -42,6 +71,13 @@ class KernelSpec:
     block_m: int
     shared_bytes: int = 0
     local_memory: str = ""
+    cluster: int = 1
+    split: int = 1
+    max_ctas: int = 0
+    tensor_maps: tuple[TensorMap, ...] = ()
+    programmatic: bool = False
+    workspace_row_bytes: int = 0
+    then: KernelSpec | None = None
     flags: tuple[str, ...] = field(default=("-std=c++17", "-lineinfo"))
 
     @property
@@ -50,6 +86,11 @@ class KernelSpec:
         return f"{self.template}<{', '.join(value for _, value in self.template_args)}>"
 
     def grid(self, problem: Problem) -> Grid:
-        """CTAs of the launch: query tiles times batch times heads, along x because only x goes past 65,535."""
+        """CTAs of the launch, along x, which alone goes past 65,535: parts times query tiles times batch times heads."""
         tiles = -(-problem.seqlen_q // self.block_m)
-        return tiles * problem.batch * problem.heads, 1, 1
+        ctas = self.split * tiles * problem.batch * problem.heads
+        return min(ctas, self.max_ctas) if self.max_ctas else ctas, 1, 1
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        """Scratch memory of one call."""
+        return self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q
