@@ -14,19 +14,31 @@ from microsdpa.emulate.abi import Params
 KDL_CUDA, KDL_FLOAT, KDL_BFLOAT = 2, 2, 4
 
 
+HISTORY = 8
+
+
+class Launch(ctypes.Structure):
+    """StubLaunch of stub_driver.cc."""
+
+    _fields_ = [
+        ("grid", ctypes.c_int64 * 3),
+        *((name, ctypes.c_int64) for name in ("threads", "shared_bytes", "stream", "function", "context", "depth")),
+        ("cluster", ctypes.c_int64 * 3),
+        ("programmatic", ctypes.c_int64),
+        ("attributes", ctypes.c_int64),
+        ("params", Params),
+    ]
+
+
 class Record(ctypes.Structure):
     """StubRecord of stub_driver.cc."""
 
     _fields_ = [
-        ("launches", ctypes.c_int64),
-        ("pushes", ctypes.c_int64),
-        ("pops", ctypes.c_int64),
-        ("grid", ctypes.c_int64 * 3),
         *(
             (name, ctypes.c_int64)
-            for name in ("threads", "shared_bytes", "stream", "function", "context", "capture_mode", "depth")
+            for name in ("launches", "pushes", "pops", "capture_mode", "max_shared_bytes", "large_clusters")
         ),
-        ("params", Params),
+        ("history", Launch * HISTORY),
     ]
 
 
@@ -34,8 +46,18 @@ stub = ctypes.CDLL("libcuda.so.1")
 record = Record.in_dll(stub, "stub_record")
 
 
+def last(back: int = 0) -> Launch:
+    """The latest launch, or one `back` launches before it."""
+    launch: Launch = record.history[(record.launches - 1 - back) % HISTORY]
+    return launch
+
+
 def set_integer(name: str, value: int) -> None:
     ctypes.c_int.in_dll(stub, name).value = value
+
+
+def integer(name: str) -> int:
+    return ctypes.c_int.in_dll(stub, name).value
 
 
 def set_context(context: int) -> None:

@@ -19,14 +19,22 @@ std::uintptr_t as_number(void* p) { return reinterpret_cast<std::uintptr_t>(p); 
 
 extern "C" {
 
-struct StubRecord {
-  std::int64_t launches, pushes, pops, grid[3], threads, shared_bytes, stream, function, context, capture_mode, depth;
+constexpr int HISTORY = 8;
+
+struct StubLaunch {
+  std::int64_t grid[3], threads, shared_bytes, stream, function, context, depth, cluster[3], programmatic, attributes;
   microsdpa::AttentionParams params;
 };
 
+struct StubRecord {
+  std::int64_t launches, pushes, pops, capture_mode, max_shared_bytes, large_clusters;
+  StubLaunch history[HISTORY];  // launch number i, from 0, is entry i % HISTORY
+};
+
 StubRecord stub_record;
-int stub_launches = 0;
 int stub_error = 0;
+int stub_live_bytes = 0;  // allocated and not given back
+int stub_last_bytes = 0;  // of the latest allocation
 int stub_version = 13000;
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
@@ -69,15 +77,16 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
   *function = reinterpret_cast<CUfunction>(std::uintptr_t(0x3000));
   return CUDA_SUCCESS;
 }
-CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int bytes) {
-  return stub_record.shared_bytes = bytes, CUDA_SUCCESS;
+CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute attribute, int value) {
+  if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) stub_record.max_shared_bytes = value;
+  if (attribute == CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED) stub_record.large_clusters = value;
+  return CUDA_SUCCESS;
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
   Lock lock(record_mutex);
-  ++stub_launches;
   if (stub_error) return static_cast<CUresult>(stub_error);
-  StubRecord& r = stub_record;
-  r.launches = stub_launches;
+  StubLaunch& r = stub_record.history[stub_record.launches++ % HISTORY];
+  r = {};
   r.grid[0] = config->gridDimX, r.grid[1] = config->gridDimY, r.grid[2] = config->gridDimZ;
   r.threads = config->blockDimX;
   r.shared_bytes = config->sharedMemBytes;
@@ -85,6 +94,15 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
   r.function = as_number(function);
   r.context = as_number(contexts.empty() ? nullptr : contexts.back());
   r.depth = static_cast<std::int64_t>(contexts.size());
+  for (r.attributes = 0; r.attributes < config->numAttrs; ++r.attributes) {
+    const CUlaunchAttribute& attribute = config->attrs[r.attributes];
+    if (attribute.id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+      const auto& cluster = attribute.value.clusterDim;
+      r.cluster[0] = cluster.x, r.cluster[1] = cluster.y, r.cluster[2] = cluster.z;
+    } else if (attribute.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+      r.programmatic = attribute.value.programmaticStreamSerializationAllowed;
+    }
+  }
   std::memcpy(&r.params, arguments[0], sizeof(r.params));
   return CUDA_SUCCESS;
 }
@@ -100,6 +118,7 @@ int stub_allocate(DLTensor* prototype, DLManagedTensorVersioned** out, void*,
   auto* tensor = new DLManagedTensorVersioned{};
   tensor->version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
   tensor->deleter = [](DLManagedTensorVersioned* self) {
+    stub_live_bytes -= static_cast<int>(reinterpret_cast<std::intptr_t>(self->manager_ctx));
     std::free(self->dl_tensor.data);
     delete[] self->dl_tensor.shape;
     delete self;
@@ -114,6 +133,8 @@ int stub_allocate(DLTensor* prototype, DLManagedTensorVersioned** out, void*,
     t.strides[i] = i + 1 == prototype->ndim ? 1 : t.strides[i + 1] * t.shape[i + 1];
     bytes *= t.shape[i];
   }
+  stub_live_bytes += stub_last_bytes = static_cast<int>(bytes);
+  tensor->manager_ctx = reinterpret_cast<void*>(bytes);
   t.data = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   t.byte_offset = 0;
   *out = tensor;

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import tvm_ffi
-from fake_cuda import KDL_BFLOAT, install_allocator, record, set_context, set_integer, tensor
+from fake_cuda import KDL_BFLOAT, install_allocator, integer, last, record, set_context, set_integer, tensor
 
 from microsdpa.runtime import launcher
 
@@ -45,9 +45,22 @@ def call(**changes: Any) -> list[Any]:
     return list((arguments | changes).values())
 
 
-def register(arguments: list[Any], launch: tuple[int, ...] = (0x3000, PRIMARY, 7, 1, 1, 128, 4096, 3)) -> None:
+def kernel(function: int = 0x3000, grid: tuple[int, ...] = (7, 1, 1), **fields: int) -> Any:
+    """One kernel of a plan."""
+    rest = {"threads": 128, "shared_bytes": 4096, "cluster": 1, "programmatic": 0} | fields
+    return tvm_ffi.Shape([function, *grid, *rest.values()])
+
+
+def register(arguments: list[Any], kernels: list[Any] | None = None, workspace_bytes: int = 0) -> None:
     query, key, value, out, _, options, _ = arguments
-    library.register_plan(query, key, value, out, options, tvm_ffi.Shape(launch))
+    library.register_plan(query, key, value, out, options, PRIMARY, kernels or [kernel()], workspace_bytes, 3)
+
+
+@pytest.fixture
+def _programmatic() -> Iterator[None]:
+    launcher.set_programmatic(True)
+    yield
+    launcher.set_programmatic(True)
 
 
 def test_a_call_without_a_plan_misses_and_with_one_launches() -> None:
@@ -64,7 +77,7 @@ def test_the_kernel_gets_pointers_strides_sizes_and_scale() -> None:
     arguments = call(key=strided, lse=tensor((2, 4, 16), 0x500000))
     register(arguments)
     assert launcher.launch(*arguments)
-    p = record.params
+    p = last().params
     assert (p.query, p.key, p.value, p.out, p.lse) == (0x100000, 0x200000, 0x300000, 0x400000, 0x500000)
     assert list(p.query_strides) == list(p.out_strides) == [4 * 16 * 32, 16 * 32, 32]
     assert list(p.key_strides) == [24 * 2 * 32, 32, 64]
@@ -78,16 +91,16 @@ def test_an_explicit_scale_is_used(scale: float) -> None:
     arguments = call(scale=scale)
     register(arguments)
     assert launcher.launch(*arguments)
-    assert record.params.scale_log2 == pytest.approx(scale * math.log2(math.e), rel=1e-7)
+    assert last().params.scale_log2 == pytest.approx(scale * math.log2(math.e), rel=1e-7)
 
 
 def test_the_lse_of_one_call_does_not_leak_into_the_next() -> None:
     with_lse, without = call(lse=tensor((2, 4, 16), 0x500000)), call()
     register(without)
     assert launcher.launch(*with_lse)
-    assert record.params.lse == 0x500000
+    assert last().params.lse == 0x500000
     assert launcher.launch(*without)
-    assert record.params.lse is None
+    assert last().params.lse is None
 
 
 def test_the_launch_is_the_plans_on_the_current_stream() -> None:
@@ -95,8 +108,77 @@ def test_the_launch_is_the_plans_on_the_current_stream() -> None:
     register(arguments)
     with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), 0xABC):
         launcher.launch(*arguments)
-    assert (list(record.grid), record.threads, record.shared_bytes) == ([7, 1, 1], 128, 4096)
-    assert (record.function, record.stream) == (0x3000, 0xABC)
+    assert (list(last().grid), last().threads, last().shared_bytes) == ([7, 1, 1], 128, 4096)
+    assert (last().function, last().stream) == (0x3000, 0xABC)
+
+
+@pytest.mark.usefixtures("_programmatic")
+@pytest.mark.parametrize("cluster", [1, 2, 16])
+@pytest.mark.parametrize("programmatic", [0, 1])
+def test_a_launch_has_the_attributes_of_its_kernel_and_no_others(cluster: int, programmatic: int) -> None:
+    arguments = call()
+    register(arguments, [kernel(cluster=cluster, programmatic=programmatic)])
+    launcher.launch(*arguments)
+    assert list(last().cluster) == ([cluster, 1, 1] if cluster > 1 else [0, 0, 0])
+    assert last().programmatic == programmatic
+    assert last().attributes == (cluster > 1) + programmatic
+
+
+@pytest.mark.usefixtures("_programmatic")
+def test_programmatic_launch_can_be_switched_off_for_the_process() -> None:
+    arguments = call()
+    register(arguments, [kernel(cluster=2, programmatic=1)])
+    assert launcher.set_programmatic(False) is True
+    launcher.launch(*arguments)
+    assert (last().programmatic, last().attributes) == (0, 1)
+    assert launcher.set_programmatic(True) is False
+    launcher.launch(*arguments)
+    assert (last().programmatic, last().attributes) == (1, 2)
+
+
+@pytest.mark.usefixtures("_programmatic")
+def test_kernels_are_launched_in_order_with_the_same_parameters() -> None:
+    arguments = call()
+    first = kernel(0x3000, (8, 1, 1), cluster=2)
+    then = kernel(0x4000, (5, 1, 1), threads=64, shared_bytes=0, programmatic=1)
+    register(arguments, [first, then])
+    before = record.launches
+    assert launcher.launch(*arguments) is True
+    assert record.launches == before + 2
+    assert (last(1).function, list(last(1).grid), last(1).threads, last(1).shared_bytes) == (
+        0x3000,
+        [8, 1, 1],
+        128,
+        4096,
+    )
+    assert (last().function, list(last().grid), last().threads, last().shared_bytes) == (0x4000, [5, 1, 1], 64, 0)
+    assert (last(1).programmatic, last().programmatic) == (0, 1)
+    assert bytes(last(1).params) == bytes(last().params)
+
+
+def test_a_workspace_is_allocated_for_each_call_and_given_back() -> None:
+    install_allocator()
+    arguments = call()
+    register(arguments, [kernel(), kernel(0x4000)], workspace_bytes=1234)
+    live = integer("stub_live_bytes")
+    launcher.launch(*arguments)
+    assert last().params.workspace == last(1).params.workspace != 0
+    assert integer("stub_last_bytes") == 1234
+    assert integer("stub_live_bytes") == live
+    register(arguments)
+    launcher.launch(*arguments)
+    assert last().params.workspace is None
+
+
+def test_a_failed_launch_gives_the_workspace_back() -> None:
+    install_allocator()
+    arguments = call()
+    register(arguments, workspace_bytes=1234)
+    live = integer("stub_live_bytes")
+    set_integer("stub_error", LAUNCH_FAILED)
+    with pytest.raises(RuntimeError, match="719"):
+        launcher.launch(*arguments)
+    assert integer("stub_live_bytes") == live
 
 
 @pytest.mark.parametrize(("current", "pushes"), [(0, 1), (PRIMARY, 0), (PRIMARY + 1, 1)])
@@ -105,7 +187,7 @@ def test_the_tensors_device_is_current_during_the_launch_only(current: int, push
     register(arguments)
     set_context(current)
     launcher.launch(*arguments)
-    assert record.context == PRIMARY
+    assert last().context == PRIMARY
     assert record.pushes == record.pops == pushes
 
 
@@ -163,9 +245,9 @@ def test_an_allocated_output_has_the_memory_order_of_the_query(strides: tuple[in
     out = launcher.launch(*arguments)
     assert tuple(out.shape) == SHAPE
     assert tuple(out.strides) == strides
-    assert list(record.params.out_strides) == list(strides[:3])
-    assert record.params.out % 256 == 0
-    assert record.params.out != 0
+    assert list(last().params.out_strides) == list(strides[:3])
+    assert last().params.out % 256 == 0
+    assert last().params.out != 0
 
 
 def test_a_padded_query_gets_a_dense_output_of_its_order() -> None:
@@ -185,7 +267,7 @@ def test_a_failed_launch_raises_the_drivers_words_and_restores_the_context() -> 
 
 def test_loading_restores_context_and_capture_mode() -> None:
     record.capture_mode = 0
-    assert list(library.load_kernel(1, b"cubin", "kernel", 1024)) == [0x3000, PRIMARY + 1]
+    assert list(library.load_kernel(1, b"cubin", "kernel", 1024, 1)) == [0x3000, PRIMARY + 1]
     assert record.capture_mode == 0
 
 
@@ -193,14 +275,21 @@ def test_loading_restores_context_and_capture_mode() -> None:
 def test_a_kernel_that_does_not_load_raises_and_restores(cubin: bytes, symbol: str) -> None:
     record.capture_mode = 0
     with pytest.raises(RuntimeError, match="loading the kernel failed"):
-        library.load_kernel(0, cubin, symbol, 0)
+        library.load_kernel(0, cubin, symbol, 0, 1)
     assert record.capture_mode == 0
 
 
 def test_more_than_48_kb_of_shared_memory_is_asked_for() -> None:
-    record.shared_bytes = 0
-    library.load_kernel(0, b"cubin", "kernel", 100_000)
-    assert record.shared_bytes == 100_000
+    record.max_shared_bytes = 0
+    library.load_kernel(0, b"cubin", "kernel", 100_000, 1)
+    assert record.max_shared_bytes == 100_000
+
+
+@pytest.mark.parametrize(("cluster", "asked"), [(1, 0), (8, 0), (16, 1)])
+def test_a_cluster_that_not_every_gpu_runs_is_asked_for(cluster: int, asked: int) -> None:
+    record.large_clusters = 0
+    library.load_kernel(0, b"cubin", "kernel", 0, cluster)
+    assert record.large_clusters == asked
 
 
 def test_the_plan_table_is_bounded() -> None:
@@ -243,8 +332,8 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
 
 
 def test_a_plan_of_the_wrong_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected 8 integers, got 2"):
-        register(call(), (1, 2))
+    with pytest.raises(ValueError, match="expected 8 integers each, got 2"):
+        register(call(), [tvm_ffi.Shape([1, 2])])
 
 
 def test_a_plan_of_tensors_that_cannot_launch_is_refused() -> None:

@@ -28,6 +28,15 @@ def test_the_driver_version_is_a_number() -> None:
     assert version == 0 or version >= 11000
 
 
+@pytest.mark.parametrize(("value", "enabled"), [(None, True), ("1", True), ("0", False)])
+def test_the_environment_decides_about_programmatic_launch(value: str | None, enabled: bool) -> None:
+    environment = {name: text for name, text in os.environ.items() if name != "MICROSDPA_PDL"}
+    if value is not None:
+        environment["MICROSDPA_PDL"] = value
+    code = f"from microsdpa.runtime import launcher; assert launcher.set_programmatic(True) is {enabled}"
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
 def test_the_hot_path_with_a_stub_driver(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:

@@ -235,15 +235,18 @@ def attention(
     count_banks: bool = False,
     root: Path = CUDA_DIR,
 ) -> Report:
-    """Run the attention kernel of `spec` on CPU tensors, which must have been validated for `problem`.
+    """Run the kernels of `spec` on CPU tensors, which must have been validated for `problem`.
 
-    `root` is the tree that the kernel's source is taken from.
+    `root` is the tree that the kernels' sources are taken from. The report is of all kernels together.
     """
     factor = problem.head_dim**-0.5 if scale is None else scale
     tensors = {"query": query, "key": key, "value": value, "out": out}
     buffers = {name: (tensor, name == "out") for name, tensor in tensors.items()}
     if lse is not None:
         buffers["lse"] = (lse, True)
+    if workspace_bytes := max(stage.workspace_bytes(problem) for stage in spec.stages):
+        # All bits set are NaN in every type: what is read before it is written shows in the output.
+        buffers["workspace"] = (torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8), True)
 
     def params(addresses: dict[str, int]) -> abi.Params:
         filled = abi.Params(
@@ -259,13 +262,20 @@ def attention(
             setattr(filled, f"{name}_strides", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
         return filled
 
-    return launch(
-        build.load(spec, root),
-        params,
-        buffers,
-        grid=spec.grid(problem),
-        threads=spec.threads,
-        shared_bytes=spec.shared_bytes,
-        schedule=schedule,
-        count_banks=count_banks,
+    reports = [
+        launch(
+            build.load(stage, root),
+            params,
+            buffers,
+            grid=stage.grid(problem),
+            threads=stage.threads,
+            shared_bytes=stage.shared_bytes,
+            schedule=schedule,
+            count_banks=count_banks,
+        )
+        for stage in spec.stages
+    ]
+    return Report(
+        counters={name: sum(report.counters[name] for report in reports) for name in abi.COUNTERS},
+        bank_sites=_merge([site for report in reports for site in report.bank_sites]),
     )

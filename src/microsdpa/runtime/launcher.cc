@@ -4,6 +4,7 @@
 // Nothing here validates an argument in words. A plan is registered only for arguments that Python has
 // validated, and its key holds all that the validation looked at; any other call misses, and Python then says
 // what is wrong.
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
@@ -96,15 +97,23 @@ TensorKey allocated_like(const TensorKey& query) {
   return out;
 }
 
-ffi::Tensor allocate(const TensorKey& out, const DLTensor& like) {
-  std::int64_t elements = out.shape[0] * out.shape[1] * out.shape[2] * out.shape[3];
+// Memory from the framework's allocator, on the device and for the current stream of `like`. It may be given
+// back as soon as the kernels that use it are launched: whoever gets it next is behind them in the stream.
+ffi::Tensor allocate_flat(std::int64_t elements, DLDataType dtype, const DLTensor& like) {
   DLTensor prototype = like;
+  prototype.dtype = dtype;
   prototype.shape = &elements;
   prototype.ndim = 1;
   TVMFFIObjectHandle handle;
   TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvTensorAlloc(&prototype, &handle));
-  ffi::Tensor flat(ffi::details::ObjectUnsafe::ObjectPtrFromOwned<ffi::TensorObj>(static_cast<TVMFFIObject*>(handle)));
-  return flat.as_strided(ffi::ShapeView(out.shape, 4), ffi::ShapeView(out.strides, 4));
+  return ffi::Tensor(
+      ffi::details::ObjectUnsafe::ObjectPtrFromOwned<ffi::TensorObj>(static_cast<TVMFFIObject*>(handle)));
+}
+
+ffi::Tensor allocate_output(const TensorKey& out, const DLTensor& like) {
+  const std::int64_t elements = out.shape[0] * out.shape[1] * out.shape[2] * out.shape[3];
+  return allocate_flat(elements, like.dtype, like)
+      .as_strided(ffi::ShapeView(out.shape, 4), ffi::ShapeView(out.strides, 4));
 }
 
 // One past the last byte that the tensor reaches.
@@ -169,7 +178,7 @@ ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
 
   Optional<ffi::Tensor> allocated;
   if (!call.out) {
-    allocated = allocate(call.plan_key.out, *call.query);
+    allocated = allocate_output(call.plan_key.out, *call.query);
     call.out = allocated.value().GetDLTensorPtr();
   }
   AttentionParams params = plan->params;
@@ -180,17 +189,18 @@ ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
   const DLTensor* lse_tensor = optional_tensor(lse);
   params.lse = lse_tensor ? reinterpret_cast<float*>(address(*lse_tensor)) : nullptr;
   params.scale_log2 = static_cast<float>(factor * LOG2_E);
+  Optional<ffi::Tensor> workspace;
+  if (plan->workspace_bytes) {
+    workspace = allocate_flat(plan->workspace_bytes, DLDataType{kDLUInt, 8, 1}, *call.query);
+    params.workspace = workspace.value().data_ptr();
+  }
 
   const DLDevice device = call.query->device;
-  CUlaunchConfig config{};
-  config.gridDimX = plan->grid[0], config.gridDimY = plan->grid[1], config.gridDimZ = plan->grid[2];
-  config.blockDimX = plan->threads, config.blockDimY = 1, config.blockDimZ = 1;
-  config.sharedMemBytes = plan->shared_bytes;
-  config.hStream = static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  auto* stream = static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
   void* arguments[] = {&params};
   guarded([&] {
     ScopedContext current(driver(), plan->context);
-    driver().check(driver().launch(&config, plan->function, arguments, nullptr), "cuLaunchKernelEx");
+    for (const KernelLaunch& kernel : plan->kernels) kernel.issue(driver(), stream, arguments);
   });
   if (allocated.has_value()) return allocated.value();
   return true;
@@ -198,21 +208,35 @@ ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
 
 Strides outer_strides(const TensorKey& key) { return {key.strides[0], key.strides[1], key.strides[2]}; }
 
-// Registers the plan of a validated call. `launch` is {function, context, grid x, y, z, threads, shared
-// bytes, diagonal}; the tensors and options are the arguments that sdpa() will be called with.
+// Integers of a kernel in register_plan().
+enum KernelField { FUNCTION, GRID_X, GRID_Y, GRID_Z, THREADS, SHARED_BYTES, CLUSTER, PROGRAMMATIC, KERNEL_FIELDS };
+
+KernelLaunch kernel_launch(const ffi::Shape& fields) {
+  TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS, ValueError)
+      << "kernels: expected " << int(KERNEL_FIELDS) << " integers each, got " << fields.size();
+  KernelLaunch kernel{};
+  kernel.function = reinterpret_cast<CUfunction>(fields[FUNCTION]);
+  for (int i = 0; i < 3; ++i) kernel.grid[i] = static_cast<unsigned>(fields[GRID_X + i]);
+  kernel.threads = static_cast<unsigned>(fields[THREADS]);
+  kernel.shared_bytes = static_cast<unsigned>(fields[SHARED_BYTES]);
+  kernel.cluster = static_cast<unsigned>(fields[CLUSTER]);
+  kernel.programmatic = fields[PROGRAMMATIC] != 0;
+  return kernel;
+}
+
+// Registers the plan of a validated call. The tensors and options are the arguments that sdpa() will be called
+// with; `kernels` are launched in their order, each given by its KernelFields.
 void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
-                   ffi::Shape launch) {
+                   std::int64_t context, ffi::Array<ffi::Shape> kernels, std::int64_t workspace_bytes,
+                   std::int64_t diagonal) {
   Call call;
-  TVM_FFI_CHECK(launch.size() == 8, ValueError) << "launch: expected 8 integers, got " << launch.size();
   TVM_FFI_CHECK(parse(query, key, value, optional_tensor(out), options, call), ValueError)
       << "expected [B, H, S, D] CUDA tensors that do not overlap";
   const PlanKey& k = call.plan_key;
   Plan plan{};
-  plan.function = reinterpret_cast<CUfunction>(launch[0]);
-  plan.context = reinterpret_cast<CUcontext>(launch[1]);
-  for (int i = 0; i < 3; ++i) plan.grid[i] = static_cast<unsigned>(launch[2 + i]);
-  plan.threads = static_cast<unsigned>(launch[5]);
-  plan.shared_bytes = static_cast<unsigned>(launch[6]);
+  plan.context = reinterpret_cast<CUcontext>(context);
+  for (const ffi::Shape& fields : kernels) plan.kernels.push_back(kernel_launch(fields));
+  plan.workspace_bytes = workspace_bytes;
   plan.params.query_strides = outer_strides(k.query);
   plan.params.key_strides = outer_strides(k.key);
   plan.params.value_strides = outer_strides(k.value);
@@ -221,7 +245,7 @@ void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView
   plan.params.heads_kv = static_cast<int32>(k.key.shape[1]);
   plan.params.seqlen_q = static_cast<int32>(k.query.shape[2]);
   plan.params.seqlen_k = static_cast<int32>(k.key.shape[2]);
-  plan.params.diagonal = static_cast<int32>(launch[7]);
+  plan.params.diagonal = static_cast<int32>(diagonal);
   plans().insert(k, plan);
 }
 
@@ -232,9 +256,13 @@ std::int64_t alignment(DLTensor* query, DLTensor* key, DLTensor* value, ffi::Any
   return parse(query, key, value, optional_tensor(out), 0, call) ? call.plan_key.alignment : -1;
 }
 
+// Clusters of more CTAs run on some GPUs only, and a kernel must ask for them.
+constexpr std::int64_t PORTABLE_CLUSTER = 8;
+
 // Loads a cubin into the primary context of a device; gives {function, context}. Safe while a stream is
 // captured.
-ffi::Shape load_kernel(std::int64_t device, ffi::Bytes cubin, ffi::String symbol, std::int64_t shared_bytes) {
+ffi::Shape load_kernel(std::int64_t device, ffi::Bytes cubin, ffi::String symbol, std::int64_t shared_bytes,
+                       std::int64_t cluster) {
   return guarded([&] {
     const Driver& d = driver();
     CUcontext context;
@@ -250,6 +278,9 @@ ffi::Shape load_kernel(std::int64_t device, ffi::Bytes cubin, ffi::String symbol
       result = d.function_set_attribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                         static_cast<int>(shared_bytes));
     }
+    if (result == CUDA_SUCCESS && cluster > PORTABLE_CLUSTER) {
+      result = d.function_set_attribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
+    }
     d.check(d.exchange_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
     d.check(result, "loading the kernel");
     return ffi::Shape{reinterpret_cast<std::int64_t>(function), reinterpret_cast<std::int64_t>(context)};
@@ -264,6 +295,9 @@ std::int64_t driver_version() {
   return version;
 }
 
+// Lets kernels begin before the one ahead of them has ended, or not; gives what held before.
+bool set_programmatic(bool enabled) { return programmatic_enabled.exchange(enabled); }
+
 std::int64_t plan_count() { return plans().size(); }
 
 void clear_plans() { plans().clear(); }
@@ -275,6 +309,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_plan, register_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(alignment, alignment);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_kernel, load_kernel);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(driver_version, driver_version);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_programmatic, set_programmatic);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_count, plan_count);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(clear_plans, clear_plans);
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,18 @@ def driver_version() -> int:
     return int(_library.driver_version())
 
 
+def set_programmatic(enabled: bool) -> bool:
+    """Let kernels that support it begin before the kernel ahead of them has ended (programmatic dependent launch).
+
+    It holds for all launches of the process from now on; captured graphs keep what they were captured with. At first it
+    is on, unless the environment has MICROSDPA_PDL=0. Gives what held before.
+    """
+    return bool(_library.set_programmatic(enabled))
+
+
+set_programmatic(os.environ.get("MICROSDPA_PDL", "1") != "0")
+
+
 def device_error() -> str | None:
     """Why this machine cannot launch a kernel, or None when it can."""
     version = driver_version()
@@ -73,7 +86,9 @@ def load_kernel(kernel: CompiledKernel, device: int) -> tuple[int, int]:
     with _lock:
         handles = _loaded.get((kernel.signature, device))
         if handles is None:
-            function, context = _library.load_kernel(device, kernel.cubin, kernel.symbol, kernel.spec.shared_bytes)
+            function, context = _library.load_kernel(
+                device, kernel.cubin, kernel.symbol, kernel.spec.shared_bytes, kernel.spec.cluster
+            )
             handles = _loaded[kernel.signature, device] = int(function), int(context)
         return handles
 
@@ -86,16 +101,20 @@ def prepare(
     value: torch.Tensor,
     out: torch.Tensor | None,
     options: int,
-) -> CompiledKernel:
-    """Compile and load `spec`, and register the plan that `launch` finds for these validated arguments.
+) -> None:
+    """Compile and load the kernels of `spec`, and register the plan that `launch` finds for these validated arguments.
 
     Raises:
         CompileError: the kernel does not compile.
         RuntimeError: the driver refuses to load it.
     """
-    kernel = compile_kernel(spec, problem.target)
-    function, context = load_kernel(kernel, query.device.index)
+    kernels = []
+    for stage in spec.stages:
+        function, context = load_kernel(compile_kernel(stage, problem.target), query.device.index)
+        grid = stage.grid(problem)
+        kernels.append(
+            tvm_ffi.Shape([function, *grid, stage.threads, stage.shared_bytes, stage.cluster, int(stage.programmatic)])
+        )
+    workspace_bytes = max(stage.workspace_bytes(problem) for stage in spec.stages)
     diagonal = problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0
-    launch_shape = tvm_ffi.Shape([function, context, *spec.grid(problem), spec.threads, spec.shared_bytes, diagonal])
-    _library.register_plan(query, key, value, out, options, launch_shape)
-    return kernel
+    _library.register_plan(query, key, value, out, options, context, kernels, workspace_bytes, diagonal)

@@ -9,8 +9,10 @@
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
+#include <vector>
 
 #include "../cuda/core/params.cuh"
+#include "kernel_launch.h"
 
 namespace microsdpa {
 
@@ -44,11 +46,9 @@ struct PlanKeyEqual {
 
 struct Plan {
   CUcontext context;
-  CUfunction function;
-  unsigned grid[3];
-  unsigned threads;
-  unsigned shared_bytes;
-  AttentionParams params;  // all but the pointers and the scale
+  std::vector<KernelLaunch> kernels;  // launched one after another with the same parameters
+  std::int64_t workspace_bytes;       // scratch memory of one call
+  AttentionParams params;             // all but the pointers and the scale
 };
 
 // Readers share the lock, so concurrent callers do not wait for one another.

@@ -85,8 +85,13 @@ class KernelSpec:
         """The C++ name of the instantiated kernel, as NVRTC's name expressions want it."""
         return f"{self.template}<{', '.join(value for _, value in self.template_args)}>"
 
+    @property
+    def stages(self) -> tuple[KernelSpec, ...]:
+        """The kernels of one call in the order of their launch: this one, and those after it."""
+        return (self, *(self.then.stages if self.then else ()))
+
     def grid(self, problem: Problem) -> Grid:
-        """CTAs of the launch, along x, which alone goes past 65,535: parts times query tiles times batch times heads."""
+        """CTAs along x, which alone goes past 65,535: parts times query tiles times heads times batch."""
         tiles = -(-problem.seqlen_q // self.block_m)
         ctas = self.split * tiles * problem.batch * problem.heads
         return min(ctas, self.max_ctas) if self.max_ctas else ctas, 1, 1

@@ -18,6 +18,7 @@ struct AttentionParams {
   const void* value;  // [B, H_kv, S_k, D]
   void* out;          // [B, H, S_q, D]
   float* lse;         // [B, H, S_q], contiguous; null when not wanted
+  void* workspace;    // scratch memory of this call, workspace_row_bytes of the specification for each row of Q
   Strides query_strides;
   Strides key_strides;
   Strides value_strides;
