@@ -185,9 +185,8 @@ def _emulated_problem(
             f"impl 'emulate' runs on CPU tensors and query is on {query.device}", nearest="query.cpu(), or impl='auto'"
         )
     tensors = [tensor for tensor in (query, key, value, out) if tensor is not None]
-    return _problem_of(
-        query, key, causal, VECTOR_BYTES if all(map(arguments.is_aligned, tensors)) else 0, EMULATED_TARGET
-    )
+    alignment = VECTOR_BYTES if all(map(arguments.is_aligned, tensors)) else 0
+    return _problem_of(query, key, value, out, causal, alignment, EMULATED_TARGET)
 
 
 def _validate(
@@ -230,10 +229,19 @@ def _problem(
     if reason := launcher.device_error():
         raise UnsupportedProblem(reason, nearest="CPU tensors with impl='auto'")
     alignment = launcher.alignment(query, key, value, out)
-    return _problem_of(query, key, causal, alignment, target_of(torch.cuda.get_device_capability(query.device)))
+    target = target_of(torch.cuda.get_device_capability(query.device))
+    return _problem_of(query, key, value, out, causal, alignment, target)
 
 
-def _problem_of(query: torch.Tensor, key: torch.Tensor, causal: Causal | None, alignment: int, target: str) -> Problem:
+def _problem_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    causal: Causal | None,
+    alignment: int,
+    target: str,
+) -> Problem:
     dtype = arguments.DTYPES[query.dtype]
     return Problem(
         batch=query.shape[0],
@@ -245,6 +253,7 @@ def _problem_of(query: torch.Tensor, key: torch.Tensor, causal: Causal | None, a
         dtype=dtype,
         causal=causal,
         alignment=alignment or ELEMENT_BYTES[dtype],
+        bulk=all(arguments.is_bulk_addressable(t) for t in (query, key, value, out) if t is not None),
         target=target,
     )
 

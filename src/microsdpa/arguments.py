@@ -12,6 +12,8 @@ from microsdpa.specs import FAMILIES, family_named
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MAX_SEQLEN = 2**30
+TENSOR_MAP_STRIDE_LIMIT = 2**40
+"""Bytes that every stride of a tensor map is below."""
 
 
 def check_impl(impl: object) -> str:
@@ -253,6 +255,12 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether every row of a tensor starts on 16 bytes."""
     steps = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
     return tensor.data_ptr() % VECTOR_BYTES == 0 and all(s * tensor.element_size() % VECTOR_BYTES == 0 for s in steps)
+
+
+def is_bulk_addressable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor map can describe the tensor's strides, their alignment aside."""
+    steps = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
+    return all(0 < step * tensor.element_size() < TENSOR_MAP_STRIDE_LIMIT for step in steps)
 
 
 def memory_ranges_meet(a: torch.Tensor, b: torch.Tensor) -> bool:

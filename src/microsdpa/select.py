@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import Problem
+from microsdpa.problem import VECTOR_BYTES, Problem
 from microsdpa.specs import FAMILIES, Family, KernelSpec, Rejection, family_named
 
 
@@ -25,6 +25,23 @@ def candidates(impl: str) -> tuple[Family, ...]:
     return (family,) if family else ()
 
 
+def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
+    """Why the tensor maps of `spec` cannot describe the problem's tensors; None when they can."""
+    if not any(stage.tensor_maps for stage in spec.stages):
+        return None
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            "a row of a tensor does not start on 16 bytes, as bulk copies need",
+            "tensors whose address and outer strides are multiples of 16 bytes, such as .contiguous() gives",
+        )
+    if not problem.bulk:
+        return Rejection(
+            "a tensor is expanded (stride 0) or has a stride of 2**40 bytes or more, which bulk copies cannot address",
+            "tensors with memory of their own for every element, such as .contiguous() gives",
+        )
+    return None
+
+
 def select(problem: Problem, impl: str = "auto") -> Selection:
     """Choose the kernel for `problem` among the families that `impl` admits.
 
@@ -37,7 +54,10 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
     for family in candidates(impl):
         result = family.specify(problem)
         if isinstance(result, KernelSpec):
-            return Selection(result, tuple(rejections))
+            refusal = _refuse_layout(problem, result)
+            if refusal is None:
+                return Selection(result, tuple(rejections))
+            result = refusal
         rejections.append((family.name, result))
     reasons = "; ".join(f"{name}: {rejection.reason}" for name, rejection in rejections)
     nearest = rejections[0][1].nearest if rejections else "impl='auto'"

@@ -14,7 +14,7 @@ from microsdpa.emulate.abi import Params
 KDL_CUDA, KDL_FLOAT, KDL_BFLOAT = 2, 2, 4
 
 
-HISTORY = 8
+HISTORY, MAX_MAPS = 8, 8
 
 
 class Launch(ctypes.Structure):
@@ -26,6 +26,7 @@ class Launch(ctypes.Structure):
         ("cluster", ctypes.c_int64 * 3),
         ("programmatic", ctypes.c_int64),
         ("attributes", ctypes.c_int64),
+        ("tensor_maps", ctypes.c_uint64 * 16 * MAX_MAPS),
         ("params", Params),
     ]
 
@@ -36,7 +37,16 @@ class Record(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_int64)
-            for name in ("launches", "pushes", "pops", "capture_mode", "max_shared_bytes", "large_clusters")
+            for name in (
+                "launches",
+                "pushes",
+                "pops",
+                "capture_mode",
+                "max_shared_bytes",
+                "large_clusters",
+                "encoded",
+                "moved",
+            )
         ),
         ("history", Launch * HISTORY),
     ]
@@ -99,6 +109,7 @@ class FakeCuda:
         strides: Sequence[int] | None = None,
         code: int = KDL_FLOAT,
         device: int = 0,
+        bits: int = 16,
     ) -> None:
         if strides is None:
             strides = [1] * len(shape)
@@ -113,7 +124,7 @@ class FakeCuda:
                 device,
                 len(shape),
                 code,
-                16,
+                bits,
                 1,
                 ctypes.addressof(self.shape),
                 ctypes.addressof(self.strides),

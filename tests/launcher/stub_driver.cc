@@ -19,20 +19,22 @@ std::uintptr_t as_number(void* p) { return reinterpret_cast<std::uintptr_t>(p); 
 
 extern "C" {
 
-constexpr int HISTORY = 8;
+constexpr int HISTORY = 8, MAX_MAPS = 8;
 
 struct StubLaunch {
   std::int64_t grid[3], threads, shared_bytes, stream, function, context, depth, cluster[3], programmatic, attributes;
+  unsigned long long tensor_maps[MAX_MAPS][16];  // the first `stub_tensor_maps` arguments after the parameters
   microsdpa::AttentionParams params;
 };
 
 struct StubRecord {
-  std::int64_t launches, pushes, pops, capture_mode, max_shared_bytes, large_clusters;
+  std::int64_t launches, pushes, pops, capture_mode, max_shared_bytes, large_clusters, encoded, moved;
   StubLaunch history[HISTORY];  // launch number i, from 0, is entry i % HISTORY
 };
 
 StubRecord stub_record;
 int stub_error = 0;
+int stub_tensor_maps = 0;
 int stub_live_bytes = 0;  // allocated and not given back
 int stub_last_bytes = 0;  // of the latest allocation
 int stub_version = 13000;
@@ -104,6 +106,35 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     }
   }
   std::memcpy(&r.params, arguments[0], sizeof(r.params));
+  for (int i = 0; i < stub_tensor_maps; ++i) {
+    std::memcpy(r.tensor_maps[i], arguments[1 + i], sizeof(r.tensor_maps[i]));
+  }
+  return CUDA_SUCCESS;
+}
+
+// The "encoded" map is what it was made from: address, codes, sizes, strides, box, element strides.
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
+                                const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                                const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  Lock lock(record_mutex);
+  ++stub_record.encoded;
+  for (cuuint32_t i = 0; i + 1 < rank; ++i) {
+    if (strides[i] % 16 || strides[i] >= 1ull << 40) return CUDA_ERROR_INVALID_VALUE;
+  }
+  cuuint64_t* out = map->opaque;
+  *out++ = as_number(address);
+  for (int code : {int(type), int(rank), int(interleave), int(swizzle), int(promotion), int(fill)}) *out++ = code;
+  for (cuuint32_t i = 0; i < rank; ++i) *out++ = sizes[i];
+  for (cuuint32_t i = 0; i + 1 < rank; ++i) *out++ = strides[i];
+  *out++ = box[0] | cuuint64_t(box[1]) << 16 | cuuint64_t(box[2]) << 32 | cuuint64_t(box[3]) << 48;
+  *out++ = steps[0] | cuuint64_t(steps[1]) << 16 | cuuint64_t(steps[2]) << 32 | cuuint64_t(steps[3]) << 48;
+  return CUDA_SUCCESS;
+}
+CUresult cuTensorMapReplaceAddress(CUtensorMap* map, void* address) {
+  Lock lock(record_mutex);
+  ++stub_record.moved;
+  map->opaque[0] = as_number(address);
   return CUDA_SUCCESS;
 }
 

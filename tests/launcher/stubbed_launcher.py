@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -45,10 +46,10 @@ def call(**changes: Any) -> list[Any]:
     return list((arguments | changes).values())
 
 
-def kernel(function: int = 0x3000, grid: tuple[int, ...] = (7, 1, 1), **fields: int) -> Any:
-    """One kernel of a plan."""
+def kernel(function: int = 0x3000, grid: tuple[int, ...] = (7, 1, 1), maps: tuple[int, ...] = (), **fields: int) -> Any:
+    """One kernel of a plan; `maps` are (operand, rows, columns, swizzle) of each of its tensor maps."""
     rest = {"threads": 128, "shared_bytes": 4096, "cluster": 1, "programmatic": 0} | fields
-    return tvm_ffi.Shape([function, *grid, *rest.values()])
+    return tvm_ffi.Shape([function, *grid, *rest.values(), *maps])
 
 
 def register(arguments: list[Any], kernels: list[Any] | None = None, workspace_bytes: int = 0) -> None:
@@ -156,6 +157,125 @@ def test_kernels_are_launched_in_order_with_the_same_parameters() -> None:
     assert bytes(last(1).params) == bytes(last().params)
 
 
+@dataclass(frozen=True)
+class Map:
+    """What the stub was asked to encode."""
+
+    address: int
+    dtype: int
+    rank: int
+    interleave: int
+    swizzle: int
+    promotion: int
+    fill: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @staticmethod
+    def of(words: Any) -> Map:
+        """Read the words that the stub wrote."""
+        box, steps = (tuple(word >> shift & 0xFFFF for shift in (0, 16, 32, 48)) for word in words[14:16])
+        return Map(*words[:7], tuple(words[7:11]), tuple(words[11:14]), box, steps)
+
+
+FLOAT16, BFLOAT16, UINT8 = 6, 9, 0
+PROMOTION_256B = 3
+ALL_MAPS = (0, 64, 32, 64, 1, 80, 32, 128, 2, 16, 16, 32, 3, 8, 32, 0)
+
+
+def maps_of_last(count: int = 4) -> list[Map]:
+    return [Map.of(list(words)) for words in last().tensor_maps[:count]]
+
+
+@pytest.fixture
+def _four_maps() -> Iterator[None]:
+    set_integer("stub_tensor_maps", 4)
+    yield
+    set_integer("stub_tensor_maps", 0)
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_tensor_maps_describe_the_tensors_innermost_first() -> None:
+    bshd = (24 * 2 * 32, 32, 2 * 32, 1)
+    arguments = call(key=tensor(KV, 0x200000, strides=bshd))
+    register(arguments, [kernel(maps=ALL_MAPS)])
+    assert launcher.launch(*arguments)
+    query, key, value, out = maps_of_last()
+    common = {"dtype": FLOAT16, "rank": 4, "interleave": 0, "promotion": PROMOTION_256B, "fill": 0}
+    ones = (1, 1, 1, 1)
+    dense_q, dense_kv = (64, 16 * 64, 4 * 16 * 64), (64, 24 * 64, 2 * 24 * 64)
+    q_sizes, kv_sizes = (32, 16, 4, 2), (32, 24, 2, 2)
+    box = {"box": (32, 64, 1, 1), "steps": ones}
+    assert query == Map(0x100000, swizzle=2, sizes=q_sizes, strides=dense_q, **common, **box)
+    box["box"] = (32, 80, 1, 1)
+    assert key == Map(0x200000, swizzle=3, sizes=kv_sizes, strides=(2 * 64, 64, 24 * 2 * 64), **common, **box)
+    box["box"] = (16, 16, 1, 1)
+    assert value == Map(0x300000, swizzle=1, sizes=kv_sizes, strides=dense_kv, **common, **box)
+    box["box"] = (32, 8, 1, 1)
+    assert out == Map(0x400000, swizzle=0, sizes=q_sizes, strides=dense_q, **common, **box)
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_tensor_maps_are_encoded_once_and_follow_the_addresses() -> None:
+    arguments = call()
+    before = record.encoded, record.moved
+    register(arguments, [kernel(maps=ALL_MAPS)])
+    for _ in range(3):
+        launcher.launch(*arguments)
+    assert (record.encoded - before[0], record.moved - before[1]) == (4, 0)
+    moved = call(key=tensor(KV, 0x600000), out=tensor(SHAPE, 0x700000))
+    launcher.launch(*moved)
+    assert [each.address for each in maps_of_last()] == [0x100000, 0x600000, 0x300000, 0x700000]
+    launcher.launch(*arguments)
+    assert [each.address for each in maps_of_last()] == [0x100000, 0x200000, 0x300000, 0x400000]
+    assert (record.encoded - before[0], record.moved - before[1]) == (4, 2)
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_the_map_of_an_allocated_output_has_its_address() -> None:
+    install_allocator()
+    arguments = call(out=None)
+    register(arguments, [kernel(maps=ALL_MAPS)])
+    launcher.launch(*arguments)
+    assert maps_of_last()[3].address == last().params.out != 0
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_each_kernel_of_a_plan_has_its_own_maps() -> None:
+    arguments = call()
+    register(arguments, [kernel(maps=ALL_MAPS), kernel(0x4000, maps=ALL_MAPS[12:] * 4)])
+    launcher.launch(*arguments)
+    assert {each.address for each in maps_of_last()} == {0x400000}
+    assert Map.of(list(last(1).tensor_maps[0])).address == 0x100000
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_the_stride_of_a_dimension_of_size_one_is_made_legal() -> None:
+    odd = tensor((2, 1, 24, 32), 0x200000, strides=(24 * 32, 3, 32, 1))
+    arguments = call(key=odd, value=odd)
+    register(arguments, [kernel(maps=ALL_MAPS)])
+    launcher.launch(*arguments)
+    assert maps_of_last()[1].strides == (64, 64, 24 * 64)
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_tensor_maps_know_the_element_type() -> None:
+    arguments = call(query=tensor(SHAPE, 0x100000, code=KDL_BFLOAT), key=tensor(KV, 0x200000, bits=8))
+    register(arguments, [kernel(maps=ALL_MAPS)])
+    launcher.launch(*arguments)
+    query, key, value, _ = maps_of_last()
+    assert (query.dtype, key.dtype, value.dtype) == (BFLOAT16, UINT8, FLOAT16)
+    assert key.strides == (32, 24 * 32, 2 * 24 * 32)
+
+
+def test_strides_that_no_tensor_map_takes_are_the_drivers_error() -> None:
+    with pytest.raises(RuntimeError, match="cuTensorMapEncodeTiled failed with error 1"):
+        register(call(key=tensor(KV, 0x200000, strides=(24 * 2 * 36, 24 * 36, 36, 1))), [kernel(maps=ALL_MAPS)])
+    assert library.plan_count() == 0
+
+
 def test_a_workspace_is_allocated_for_each_call_and_given_back() -> None:
     install_allocator()
     arguments = call()
@@ -186,6 +306,7 @@ def test_the_tensors_device_is_current_during_the_launch_only(current: int, push
     arguments = call()
     register(arguments)
     set_context(current)
+    record.pushes = record.pops = 0
     launcher.launch(*arguments)
     assert last().context == PRIMARY
     assert record.pushes == record.pops == pushes
@@ -332,8 +453,16 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
 
 
 def test_a_plan_of_the_wrong_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected 8 integers each, got 2"):
+    with pytest.raises(ValueError, match="expected 8 integers each and 4 for each of at most 8 tensor maps, got 2"):
         register(call(), [tvm_ffi.Shape([1, 2])])
+    for maps in ((0, 64, 64), (0, 64, 64, 128) * 9):
+        with pytest.raises(ValueError, match=f"got {8 + len(maps)}"):
+            register(call(), [kernel(maps=maps)])
+    with pytest.raises(ValueError, match="expected an operand below 4, got 4"):
+        register(call(), [kernel(maps=(4, 64, 64, 128))])
+    with pytest.raises(RuntimeError, match="swizzle of 0, 32, 64 or 128 bytes, got 16"):
+        register(call(), [kernel(maps=(0, 64, 64, 16))])
+    assert library.plan_count() == 0
 
 
 def test_a_plan_of_tensors_that_cannot_launch_is_refused() -> None:

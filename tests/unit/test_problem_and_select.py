@@ -3,11 +3,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
+from microsdpa.arguments import is_bulk_addressable
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.problem import Problem, capability_of, target_of
 from microsdpa.select import select
-from microsdpa.specs import FAMILIES, catalogue, family_named
+from microsdpa.specs import FAMILIES, Family, KernelSpec, TensorMap, catalogue, family_named
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 
@@ -50,6 +52,24 @@ def test_an_unsupported_head_dim_names_the_nearest(head_dim: int, nearest: int) 
     assert caught.value.nearest == f"head_dim {nearest}"
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"alignment": 2}, "does not start on 16 bytes"), ({"bulk": False}, "is expanded")]
+)
+def test_tensor_maps_need_a_layout_that_bulk_copies_address(
+    change: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = KernelSpec("test/plain", "test/plain.cu", "plain", (), threads=128, block_m=64)
+    mapped = dataclasses.replace(plain, name="test/mapped", tensor_maps=(TensorMap("query", 64, 64),))
+    split = dataclasses.replace(plain, name="test/split", then=mapped)
+    families = tuple(Family(spec.name, "", lambda _, spec=spec: spec) for spec in (mapped, split, plain))  # type: ignore[misc]
+    monkeypatch.setattr("microsdpa.select.FAMILIES", families)
+    assert select(MISSION).spec is mapped
+    selection = select(dataclasses.replace(MISSION, **change))  # type: ignore[arg-type]
+    assert selection.spec is plain
+    assert [name for name, _ in selection.rejections] == ["test/mapped", "test/split"]
+    assert all(reason in rejection.reason for _, rejection in selection.rejections)
+
+
 def test_a_gpu_older_than_sm_80_is_refused() -> None:
     with pytest.raises(UnsupportedProblem, match="sm_75 is older than sm_80"):
         select(dataclasses.replace(MISSION, target="sm_75"))
@@ -75,3 +95,14 @@ def test_the_catalogue_has_no_kernel_twice_and_every_family() -> None:
     specs = catalogue("sm_89")
     assert len(set(specs)) == len(specs) == 24
     assert {spec.name for spec in specs} == {family.name for family in FAMILIES}
+
+
+def test_bulk_copies_address_tensors_whose_dimensions_move() -> None:
+    dense = torch.empty(2, 1, 3, 32, dtype=torch.float16)
+    assert is_bulk_addressable(dense)
+    assert is_bulk_addressable(dense.transpose(1, 2))
+    assert is_bulk_addressable(dense[:1].expand(1, 1, 3, 32))
+    assert not is_bulk_addressable(dense.expand(2, 4, 3, 32))
+    far = torch.empty(1, device="meta", dtype=torch.float16)
+    for stride, fits in ((2**39 - 8, True), (2**39, False)):
+        assert is_bulk_addressable(far.as_strided((2, 1, 1, 1), (stride, 0, 0, 1))) is fits

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from microsdpa.evidence import environment, render, results
+from microsdpa.evidence import environment, probes, render, results
 from microsdpa.evidence.inputs import Case
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import Problem
@@ -156,6 +156,10 @@ def test_a_row_whose_kernel_changed_is_marked_stale(checkout: Path, monkeypatch:
 
 def test_instructions_are_stale_when_the_emulator_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = results.read(RESULTS / "h200/instructions.json")
+    monkeypatch.setattr(probes, "code_signature", lambda spec, target: "code")
+    monkeypatch.setattr("microsdpa.emulate.build.source_signature", lambda spec: "emulator")
+    for row in recorded["rows"]:
+        row["code_signature"], row["emulator_signature"] = "code", "emulator"
     assert render.STALE not in render.instructions_table(recorded)
     monkeypatch.setattr("microsdpa.emulate.build.source_signature", lambda spec: "changed")
     table = render.instructions_table(recorded)

@@ -38,6 +38,8 @@ class Driver {
   decltype(&cuModuleGetFunction) module_function;
   decltype(&cuFuncSetAttribute) function_set_attribute;
   decltype(&cuLaunchKernelEx) launch;
+  decltype(&cuTensorMapEncodeTiled) tensor_map_encode;
+  decltype(&cuTensorMapReplaceAddress) tensor_map_replace_address;
 
  private:
   Driver() {
@@ -55,6 +57,8 @@ class Driver {
     load(module_function, "cuModuleGetFunction");
     load(function_set_attribute, "cuFuncSetAttribute");
     load(launch, "cuLaunchKernelEx");
+    load(tensor_map_encode, "cuTensorMapEncodeTiled");
+    load(tensor_map_replace_address, "cuTensorMapReplaceAddress");
     if (missing_ || init(0) != CUDA_SUCCESS) library_ = nullptr;
   }
 

@@ -1,10 +1,13 @@
-// One kernel of a plan and its launch attributes.
+// One kernel of a plan, its launch attributes and its arguments.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
+#include "../cuda/core/params.cuh"
 #include "driver.h"
+#include "tensor_map.h"
 
 namespace microsdpa {
 
@@ -18,8 +21,26 @@ struct KernelLaunch {
   unsigned shared_bytes;
   unsigned cluster;   // CTAs of a cluster, along x
   bool programmatic;  // it waits itself for the kernel ahead of it (programmatic dependent launch)
+  std::vector<EncodedTensorMap> tensor_maps;  // at most MAX_TENSOR_MAPS, arguments after the parameters
 
-  void issue(const Driver& driver, CUstream stream, void** arguments) const {
+  static constexpr std::size_t MAX_TENSOR_MAPS = 8;
+
+  // `addresses` are the operands' addresses in this call. Nothing that is shared between calls is written.
+  void issue(const Driver& driver, CUstream stream, AttentionParams& params,
+             const std::uintptr_t (&addresses)[OPERANDS]) const {
+    void* arguments[1 + MAX_TENSOR_MAPS] = {&params};
+    CUtensorMap moved[MAX_TENSOR_MAPS];
+    for (std::size_t i = 0; i < tensor_maps.size(); ++i) {
+      const EncodedTensorMap& encoded = tensor_maps[i];
+      const std::uintptr_t address = addresses[encoded.operand];
+      arguments[1 + i] = const_cast<CUtensorMap*>(&encoded.map);
+      if (address != encoded.address) {
+        moved[i] = encoded.map;
+        driver.check(driver.tensor_map_replace_address(&moved[i], reinterpret_cast<void*>(address)),
+                     "cuTensorMapReplaceAddress");
+        arguments[1 + i] = &moved[i];
+      }
+    }
     CUlaunchAttribute attributes[2];
     CUlaunchConfig config{};
     config.gridDimX = grid[0], config.gridDimY = grid[1], config.gridDimZ = grid[2];

@@ -51,16 +51,11 @@ std::uintptr_t address(const DLTensor& tensor) {
   return reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
 }
 
-std::uint64_t pack(const DLDataType& dtype, const DLDevice& device) {
-  return std::uint64_t(dtype.code) | std::uint64_t(dtype.bits) << 8 | std::uint64_t(dtype.lanes) << 16 |
-         std::uint64_t(device.device_type) << 32 | std::uint64_t(device.device_id) << 40;
-}
-
 TensorKey describe(const DLTensor& tensor) {
   TensorKey key;
   std::copy_n(tensor.shape, 4, key.shape);
   std::copy_n(tensor.strides, 4, key.strides);
-  key.dtype_and_device = pack(tensor.dtype, tensor.device);
+  key.dtype_and_device = TensorKey::pack(tensor.dtype, tensor.device);
   return key;
 }
 
@@ -125,6 +120,7 @@ std::uintptr_t end_address(std::uintptr_t base, const TensorKey& key, std::uint6
 
 struct Call {
   const DLTensor *query, *key, *value, *out;  // out is null when it is to be allocated
+  std::uintptr_t addresses[OPERANDS];
   PlanKey plan_key;
 };
 
@@ -149,6 +145,7 @@ bool parse(const DLTensor* query, const DLTensor* key, const DLTensor* value, co
   const std::uint64_t bytes = call.query->dtype.bits / 8;
   const std::uintptr_t q = address(*call.query), kk = address(*call.key), v = address(*call.value);
   const std::uintptr_t o = call.out ? address(*call.out) : 0;
+  call.addresses[QUERY] = q, call.addresses[KEY] = kk, call.addresses[VALUE] = v, call.addresses[OUT] = o;
   const std::uint64_t bits = alignment_bits(q, k.query, bytes) | alignment_bits(kk, k.key, bytes) |
                              alignment_bits(v, k.value, bytes) | alignment_bits(o, k.out, bytes);
   k.alignment = bits % 16 == 0 ? 16 : 0;
@@ -180,12 +177,13 @@ ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
   if (!call.out) {
     allocated = allocate_output(call.plan_key.out, *call.query);
     call.out = allocated.value().GetDLTensorPtr();
+    call.addresses[OUT] = address(*call.out);
   }
   AttentionParams params = plan->params;
-  params.query = reinterpret_cast<const void*>(address(*call.query));
-  params.key = reinterpret_cast<const void*>(address(*call.key));
-  params.value = reinterpret_cast<const void*>(address(*call.value));
-  params.out = reinterpret_cast<void*>(address(*call.out));
+  params.query = reinterpret_cast<const void*>(call.addresses[QUERY]);
+  params.key = reinterpret_cast<const void*>(call.addresses[KEY]);
+  params.value = reinterpret_cast<const void*>(call.addresses[VALUE]);
+  params.out = reinterpret_cast<void*>(call.addresses[OUT]);
   const DLTensor* lse_tensor = optional_tensor(lse);
   params.lse = lse_tensor ? reinterpret_cast<float*>(address(*lse_tensor)) : nullptr;
   params.scale_log2 = static_cast<float>(factor * LOG2_E);
@@ -197,10 +195,9 @@ ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
 
   const DLDevice device = call.query->device;
   auto* stream = static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
-  void* arguments[] = {&params};
   guarded([&] {
     ScopedContext current(driver(), plan->context);
-    for (const KernelLaunch& kernel : plan->kernels) kernel.issue(driver(), stream, arguments);
+    for (const KernelLaunch& kernel : plan->kernels) kernel.issue(driver(), stream, params, call.addresses);
   });
   if (allocated.has_value()) return allocated.value();
   return true;
@@ -208,12 +205,16 @@ ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
 
 Strides outer_strides(const TensorKey& key) { return {key.strides[0], key.strides[1], key.strides[2]}; }
 
-// Integers of a kernel in register_plan().
+// Integers of a kernel in register_plan(), and then of each of its tensor maps.
 enum KernelField { FUNCTION, GRID_X, GRID_Y, GRID_Z, THREADS, SHARED_BYTES, CLUSTER, PROGRAMMATIC, KERNEL_FIELDS };
+enum TensorMapField { OPERAND, ROWS, COLUMNS, SWIZZLE, TENSOR_MAP_FIELDS };
 
-KernelLaunch kernel_launch(const ffi::Shape& fields) {
-  TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS, ValueError)
-      << "kernels: expected " << int(KERNEL_FIELDS) << " integers each, got " << fields.size();
+KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
+  const std::size_t maps = fields.size() < KERNEL_FIELDS ? 0 : (fields.size() - KERNEL_FIELDS) / TENSOR_MAP_FIELDS;
+  TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS + maps * TENSOR_MAP_FIELDS && maps <= KernelLaunch::MAX_TENSOR_MAPS,
+                ValueError)
+      << "kernels: expected " << int(KERNEL_FIELDS) << " integers each and " << int(TENSOR_MAP_FIELDS)
+      << " for each of at most " << KernelLaunch::MAX_TENSOR_MAPS << " tensor maps, got " << fields.size();
   KernelLaunch kernel{};
   kernel.function = reinterpret_cast<CUfunction>(fields[FUNCTION]);
   for (int i = 0; i < 3; ++i) kernel.grid[i] = static_cast<unsigned>(fields[GRID_X + i]);
@@ -221,11 +222,23 @@ KernelLaunch kernel_launch(const ffi::Shape& fields) {
   kernel.shared_bytes = static_cast<unsigned>(fields[SHARED_BYTES]);
   kernel.cluster = static_cast<unsigned>(fields[CLUSTER]);
   kernel.programmatic = fields[PROGRAMMATIC] != 0;
+  for (std::size_t i = 0; i < maps; ++i) {
+    const std::int64_t* field = fields.data() + KERNEL_FIELDS + i * TENSOR_MAP_FIELDS;
+    TVM_FFI_CHECK(field[OPERAND] >= 0 && field[OPERAND] < OPERANDS, ValueError)
+        << "kernels: expected an operand below " << int(OPERANDS) << ", got " << field[OPERAND];
+    const TensorMapSpec spec{static_cast<Operand>(field[OPERAND]), static_cast<unsigned>(field[ROWS]),
+                             static_cast<unsigned>(field[COLUMNS]), static_cast<unsigned>(field[SWIZZLE])};
+    // An output that each call allocates has no address yet: the query's stands in until then.
+    const std::uintptr_t address = call.addresses[spec.operand];
+    const TensorKey* keys[] = {&call.plan_key.query, &call.plan_key.key, &call.plan_key.value, &call.plan_key.out};
+    kernel.tensor_maps.push_back(
+        encode_tensor_map(driver(), spec, *keys[spec.operand], address ? address : call.addresses[QUERY]));
+  }
   return kernel;
 }
 
 // Registers the plan of a validated call. The tensors and options are the arguments that sdpa() will be called
-// with; `kernels` are launched in their order, each given by its KernelFields.
+// with; `kernels` are launched in their order, each given by its KernelFields and TensorMapFields.
 void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
                    std::int64_t context, ffi::Array<ffi::Shape> kernels, std::int64_t workspace_bytes,
                    std::int64_t diagonal) {
@@ -235,7 +248,10 @@ void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView
   const PlanKey& k = call.plan_key;
   Plan plan{};
   plan.context = reinterpret_cast<CUcontext>(context);
-  for (const ffi::Shape& fields : kernels) plan.kernels.push_back(kernel_launch(fields));
+  guarded([&] {
+    ScopedContext current(driver(), plan.context);
+    for (const ffi::Shape& fields : kernels) plan.kernels.push_back(kernel_launch(fields, call));
+  });
   plan.workspace_bytes = workspace_bytes;
   plan.params.query_strides = outer_strides(k.query);
   plan.params.key_strides = outer_strides(k.key);

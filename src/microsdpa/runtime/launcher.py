@@ -93,6 +93,9 @@ def load_kernel(kernel: CompiledKernel, device: int) -> tuple[int, int]:
         return handles
 
 
+_OPERANDS = ("query", "key", "value", "out")
+
+
 def prepare(
     problem: Problem,
     spec: KernelSpec,
@@ -111,10 +114,10 @@ def prepare(
     kernels = []
     for stage in spec.stages:
         function, context = load_kernel(compile_kernel(stage, problem.target), query.device.index)
-        grid = stage.grid(problem)
-        kernels.append(
-            tvm_ffi.Shape([function, *grid, stage.threads, stage.shared_bytes, stage.cluster, int(stage.programmatic)])
-        )
+        fields = [stage.threads, stage.shared_bytes, stage.cluster, int(stage.programmatic)]
+        for m in stage.tensor_maps:
+            fields += [_OPERANDS.index(m.tensor), m.rows, m.columns, m.swizzle]
+        kernels.append(tvm_ffi.Shape([function, *stage.grid(problem), *fields]))
     workspace_bytes = max(stage.workspace_bytes(problem) for stage in spec.stages)
     diagonal = problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0
     _library.register_plan(query, key, value, out, options, context, kernels, workspace_bytes, diagonal)

@@ -13,15 +13,9 @@
 
 #include "../cuda/core/params.cuh"
 #include "kernel_launch.h"
+#include "tensor_key.h"
 
 namespace microsdpa {
-
-// Shape and strides of one [B, H, S, D] tensor, and its type and device.
-struct TensorKey {
-  std::int64_t shape[4];
-  std::int64_t strides[4];
-  std::uint64_t dtype_and_device;
-};
 
 // Everything a plan may depend on. Compared as bytes: no padding, every field always written.
 struct PlanKey {

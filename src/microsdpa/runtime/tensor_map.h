@@ -1,0 +1,73 @@
+// Tensor maps: descriptors of [B, H, S, D] tensors for the copy engine, seen as [D, S, H, B], innermost first.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "../cuda/prelude.cuh"
+#include "driver.h"
+#include "tensor_key.h"
+
+namespace microsdpa {
+
+static_assert(sizeof(TensorMap) == sizeof(CUtensorMap), "kernels see the driver's descriptor");
+
+// What a kernel's specification says of one tensor map.
+struct TensorMapSpec {
+  Operand operand;
+  unsigned rows, columns, swizzle;
+};
+
+// A tensor map as it was encoded for the first call of a plan.
+struct EncodedTensorMap {
+  CUtensorMap map;
+  std::uintptr_t address;
+  Operand operand;
+};
+
+inline CUtensorMapDataType tensor_map_type(const TensorKey& tensor) {
+  const DLDataType type = tensor.dtype();
+  if (type.bits == 8) return CU_TENSOR_MAP_DATA_TYPE_UINT8;  // bytes are moved, whatever they stand for
+  if (type.bits == 16)
+    return type.code == kDLBfloat ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  throw std::runtime_error("tensor map: expected elements of 8 or 16 bits, got " + std::to_string(type.bits));
+}
+
+inline CUtensorMapSwizzle tensor_map_swizzle(unsigned bytes) {
+  switch (bytes) {
+    case 0:
+      return CU_TENSOR_MAP_SWIZZLE_NONE;
+    case 32:
+      return CU_TENSOR_MAP_SWIZZLE_32B;
+    case 64:
+      return CU_TENSOR_MAP_SWIZZLE_64B;
+    case 128:
+      return CU_TENSOR_MAP_SWIZZLE_128B;
+  }
+  throw std::runtime_error("tensor map: expected a swizzle of 0, 32, 64 or 128 bytes, got " + std::to_string(bytes));
+}
+
+// The tensor's layout must be one that bulk copies address: Problem.bulk and an alignment of 16.
+inline EncodedTensorMap encode_tensor_map(const Driver& driver, const TensorMapSpec& spec, const TensorKey& tensor,
+                                          std::uintptr_t address) {
+  constexpr cuuint32_t RANK = 4;
+  const cuuint64_t bytes = tensor.dtype().bits / 8;
+  cuuint64_t sizes[RANK], strides[RANK - 1];
+  for (int i = 0; i < 4; ++i) sizes[i] = static_cast<cuuint64_t>(tensor.shape[3 - i]);
+  for (int i = 0; i < 3; ++i) {
+    // The stride of a dimension of size one says nothing and may be any number; the driver wants a multiple of 16.
+    const bool used = sizes[i + 1] > 1;
+    strides[i] = used ? static_cast<cuuint64_t>(tensor.strides[2 - i]) * bytes : (sizes[0] * bytes + 15) / 16 * 16;
+  }
+  const cuuint32_t box[RANK] = {spec.columns, spec.rows, 1, 1}, steps[RANK] = {1, 1, 1, 1};
+  EncodedTensorMap encoded{{}, address, spec.operand};
+  driver.check(
+      driver.tensor_map_encode(&encoded.map, tensor_map_type(tensor), RANK, reinterpret_cast<void*>(address), sizes,
+                               strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, tensor_map_swizzle(spec.swizzle),
+                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+      "cuTensorMapEncodeTiled");
+  return encoded;
+}
+
+}  // namespace microsdpa
