@@ -103,9 +103,10 @@ def info(as_json: Json = False) -> None:
 def compile_(
     arch: Annotated[list[str] | None, typer.Option(help="Targets, such as sm_89; may be repeated.")] = None,
     extra: Annotated[list[str] | None, typer.Argument(help="Further targets.", metavar="[TARGET]...")] = None,
+    every: Annotated[bool, typer.Option("--every", help="Every configuration, not a few of each kernel.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compile every kernel, with or without a GPU: registers, shared memory, spills, tensor instructions."""
+    """Compile the kernels, with or without a GPU: registers, shared memory, spills, tensor instructions."""
     targets = [*(arch or []), *(extra or [])] or list(TARGETS)
     for target in targets:
         try:
@@ -113,7 +114,7 @@ def compile_(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     with progress() as bars:
-        step = reproduction.compile_step(bars, targets)
+        step = reproduction.compile_step(bars, targets, every=every)
     _finish([step], as_json)
 
 

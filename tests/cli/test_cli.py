@@ -32,7 +32,7 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = lambda target: catalogue(target)[:2]  # noqa: E731
+    few = lambda target, every=False: catalogue(target)[:2]  # noqa: E731
     monkeypatch.setattr("microsdpa.evidence.survey.catalogue", few)
     monkeypatch.setattr("microsdpa.evidence.repro.catalogue", few)
 

@@ -15,7 +15,6 @@ from microsdpa.evidence.probes import PROBES, Probe, inputs, run_emulated
 from microsdpa.evidence.verify import check
 from microsdpa.problem import Problem
 from microsdpa.select import select
-from microsdpa.specs import FAMILIES
 
 SHAPES = [(1, 2, 37, 45), (2, 1, 5, 70), (1, 1, 33, 9)]
 CASES = [
@@ -27,10 +26,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_kernel_is_right_in_two_schedules(family: str, case: Case) -> None:
-    assert check(case, "cpu", f"emulate:{family}").failure == ""
+def test_the_scalar_kernel_is_right_in_two_schedules(case: Case) -> None:
+    assert check(case, "cpu", "emulate:ladder/01").failure == ""
 
 
 def test_grouped_heads_and_views() -> None:

@@ -54,7 +54,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("causal", {"causal": "bottom"}, "causal", "expected None, 'upper_left' or 'lower_right', got 'bottom'"),
     ("causal clash", {"is_causal": True, "causal": "lower_right"}, "causal", "pass causal='lower_right' alone"),
     ("enable_gqa", {"enable_gqa": 2}, "enable_gqa", "expected a bool"),
-    ("impl", {"impl": "fast"}, "impl", "'emulate', or one of 'ladder/01_scalar'.* got 'fast'"),
+    ("impl", {"impl": "fast"}, "impl", "'emulate', or one of .*'ladder/01_scalar'.* got 'fast'"),
     ("emulated impl", {"impl": "emulate:fast"}, "impl", "got 'emulate:fast'"),
     ("impl type", {"impl": ["auto"]}, "impl", "expected 'auto'"),
     ("out type", {"out": "x"}, "out", "expected a torch.Tensor or None, got str"),

@@ -72,11 +72,11 @@ def info_step(progress: Progress = _no_progress) -> Step:
     return Step("info", "passed", f"{facts['gpu'] or 'no GPU'}, NVRTC {facts['nvrtc']}", rows, facts)
 
 
-def compile_step(progress: Progress = _no_progress, targets: list[str] | None = None) -> Step:
-    """Every kernel for every target; the gate is that each compiles and none uses local memory."""
+def compile_step(progress: Progress = _no_progress, targets: list[str] | None = None, *, every: bool = False) -> Step:
+    """Every kernel, in some or in every configuration, for every target; each must compile, none use local memory."""
     targets = targets or list(survey.TARGETS)
-    total = sum(len(catalogue(target)) for target in targets)
-    rows = survey.compile_all(targets, progress("compile", total))
+    total = sum(len(catalogue(target, every=every)) for target in targets)
+    rows = survey.compile_all(targets, progress("compile", total), every=every)
     failed = [row for row in rows if row.failure]
     bare = [target for target in targets if not catalogue(target)]
     table = [["kernel", "configuration", "target", "registers", "shared B", "spill B", "tensor instr.", "seconds"]]

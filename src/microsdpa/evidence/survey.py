@@ -100,9 +100,11 @@ def compile_row(spec: KernelSpec, target: str) -> CompileRow:
     )
 
 
-def compile_all(targets: list[str], advance: Callable[[str], None] = lambda message: None) -> list[CompileRow]:
-    """Compile every configuration of every family for `targets`; `advance` is told of each."""
-    jobs = [(spec, target) for target in targets for spec in catalogue(target)]
+def compile_all(
+    targets: list[str], advance: Callable[[str], None] = lambda message: None, *, every: bool = False
+) -> list[CompileRow]:
+    """Compile the catalogue's configurations, or `every` one, for `targets`; `advance` is told of each."""
+    jobs = [(spec, target) for target in targets for spec in catalogue(target, every=every)]
     rows = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # NVRTC compiles without holding the GIL
         for row in pool.map(lambda job: compile_row(*job), jobs):

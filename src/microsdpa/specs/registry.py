@@ -27,6 +27,8 @@ class Family:
 
 FAMILIES: tuple[Family, ...] = (
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
+    Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
+    Family("ladder/03_cp_async", "and asynchronous copies of K and V, double-buffered", ladder.cp_async),
 )
 
 
@@ -35,16 +37,34 @@ def family_named(name: str) -> Family | None:
     return next((f for f in FAMILIES if name in (f.name, f.short_name)), None)
 
 
-def catalogue(target: str) -> list[KernelSpec]:
-    """Every configuration that the families make for `target`, over dtypes, head dimensions, masks and alignments."""
+def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
+    """Configurations that the families make for `target`.
+
+    By default a few of each family, among which are every head dimension, dtype, mask and alignment; with `every`, all
+    combinations of them.
+    """
     specs: dict[KernelSpec, None] = {}
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
     masks: tuple[Causal | None, ...] = (None, "upper_left")
-    for family, dtype, head_dim, causal in product(FAMILIES, dtypes, range(16, 257, 16), masks):
-        for alignment in (VECTOR_BYTES, ELEMENT_BYTES[dtype]):
-            result = family.specify(
-                Problem(1, 8, 8, 512, 512, head_dim, dtype, causal=causal, alignment=alignment, target=target)
-            )
-            if isinstance(result, KernelSpec):
-                specs |= dict.fromkeys(result.stages)
+    variants = list(product(dtypes, masks, (False, True)))  # the last: rows that are aligned to elements only
+    opposites = [(5, 2), (0, 7), (6, 1), (3, 4)]  # two variants that have nothing in common, four times
+    for family in FAMILIES:
+        found = 0
+        for head_dim in range(16, 257, 16):
+            results = [
+                family.specify(
+                    Problem(
+                        *(1, 8, 8, 512, 512, head_dim, dtype),
+                        causal=causal,
+                        alignment=ELEMENT_BYTES[dtype] if unaligned else VECTOR_BYTES,
+                        target=target,
+                    )
+                )
+                for dtype, causal, unaligned in variants
+            ]
+            chosen = range(len(variants)) if every else opposites[found % len(opposites)]
+            for i in chosen:
+                if isinstance(result := results[i], KernelSpec):
+                    specs |= dict.fromkeys(result.stages)
+            found += any(isinstance(result, KernelSpec) for result in results)
     return list(specs)
