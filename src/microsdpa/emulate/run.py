@@ -215,7 +215,9 @@ def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
             current = lines.setdefault(int(line, 16), [])
         else:
             # addr2line completes the relative names of #line directives with the build directory.
-            short = re.sub(r"^.*?((?:core|ptx|ladder|ampere|hopper|include)/|(?=[^/]*$))", r"\1", line.split(" (")[0])
+            short = re.sub(
+                r"^.*?((?:core|ptx|ladder|ampere|hopper|include)/(?=[^/]*$)|(?=[^/]*$))", r"\1", line.split(" (")[0]
+            )
             if short not in current and not short.startswith("entry:"):
                 current.append(short)
     return {place: " < ".join(lines.get(place, ["?"])[:3]) for place in places}
