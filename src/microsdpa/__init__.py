@@ -5,6 +5,7 @@ Importing it initialises no CUDA and creates no file.
 
 from microsdpa.api import Explanation, explain, sdpa
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
+from microsdpa.prepared import Plan, plan
 
 __version__ = "0.1.0"
 
@@ -13,8 +14,10 @@ __all__ = [
     "Explanation",
     "InvalidArgument",
     "MicrosdpaError",
+    "Plan",
     "UnsupportedProblem",
     "__version__",
     "explain",
+    "plan",
     "sdpa",
 ]

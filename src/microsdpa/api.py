@@ -17,6 +17,7 @@ from microsdpa.select import select
 from microsdpa.specs import FAMILIES, KernelSpec
 
 _launch = launcher.launch
+_allocate_lse = launcher.allocate_lse
 
 EMULATED_TARGET = "sm_89"
 """GPU that impl="emulate" chooses kernels for."""
@@ -40,7 +41,7 @@ def _option_codes() -> dict[tuple[object, ...], int]:
     }
 
 
-_OPTIONS = _option_codes()
+OPTIONS = _option_codes()
 
 
 def sdpa(
@@ -86,11 +87,11 @@ def sdpa(
         CompileError: the kernel does not compile on this machine.
     """
     try:
-        options = _OPTIONS[is_causal, causal, enable_gqa, impl]
+        options = OPTIONS[is_causal, causal, enable_gqa, impl]
         if not torch.is_grad_enabled() or not (
             query.requires_grad or key.requires_grad or value.requires_grad or (out is not None and out.requires_grad)
         ):
-            lse = query.new_empty(query.shape[:3], dtype=torch.float32) if return_lse else None
+            lse = _allocate_lse(query) if return_lse else None
             result = _launch(query, key, value, out, lse, options, scale)
             if result is not None:
                 if out is not None:
@@ -114,45 +115,80 @@ def _first_call(
     impl: str,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Validate a call that has no plan, make the plan, and launch; also all calls that no kernel is needed for."""
+    alignment, scale = validate_call(query, key, value, is_causal, causal, scale, enable_gqa, out, impl)
+    if is_empty(query, key):
+        result = torch.zeros_like(query) if out is None else out.zero_()
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+        return (result, lse) if return_lse else result
+
+    if emulated(impl):
+        result, emulated_lse = _emulate(query, key, value, alignment, scale, return_lse, out, impl)
+        return result if emulated_lse is None else (result, emulated_lse)
+    if query.device.type == "cpu":
+        _check_cpu_impl(impl)
+        result, cpu_lse = torch_cpu.attend(query, key, value, alignment, scale, return_lse)
+        result = result if out is None else out.copy_(result)
+        return result if cpu_lse is None else (result, cpu_lse)
+
+    options = OPTIONS[is_causal, causal, enable_gqa, impl]
+    register(query, key, value, out, alignment, impl, options)
+    gpu_lse = _allocate_lse(query) if return_lse else None
+    result = launcher.prepared_call(query, key, value, out, options, scale)(query, key, value, out, gpu_lse)
+    result = result if out is None else out
+    return result if gpu_lse is None else (result, gpu_lse)
+
+
+def validate_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    causal: Causal | None,
+    scale: float | None,
+    enable_gqa: bool,
+    out: torch.Tensor | None,
+    impl: str,
+) -> tuple[Causal | None, float | None]:
+    """Check all arguments; gives the causal alignment and the scale."""
     alignment = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl)
-    scale = arguments.check_scale(scale)
     arguments.check_grad(query, key, value)
     if out is not None:
         inputs = (query, key, value)
         meets = isinstance(out, torch.Tensor) and any(arguments.memory_ranges_meet(out, t) for t in inputs)
         arguments.check_out(out, query, meets)
+    return alignment, arguments.check_scale(scale)
 
-    if query.numel() == 0 or key.shape[2] == 0:
-        result = torch.zeros_like(query) if out is None else out.zero_()
-        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-        return (result, lse) if return_lse else result
 
-    if _emulated(impl):
-        result, emulated_lse = _emulate(query, key, value, alignment, scale, return_lse, out, impl)
-        return result if emulated_lse is None else (result, emulated_lse)
-    if query.device.type == "cpu":
-        if impl != "auto":
-            raise UnsupportedProblem(
-                f"impl {impl!r} runs on CUDA tensors and query is on the CPU",
-                nearest=f"CUDA tensors; on the CPU impl='auto', which is torch's own, or impl='emulate:{impl}'",
-            )
-        result, cpu_lse = torch_cpu.attend(query, key, value, alignment, scale, return_lse)
-        result = result if out is None else out.copy_(result)
-        return result if cpu_lse is None else (result, cpu_lse)
+def is_empty(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether there is nothing to compute."""
+    return query.numel() == 0 or key.shape[2] == 0
 
+
+def _check_cpu_impl(impl: str) -> None:
+    """Refuse to replace a kernel that was asked for by name."""
+    if impl != "auto":
+        raise UnsupportedProblem(
+            f"impl {impl!r} runs on CUDA tensors and query is on the CPU",
+            nearest=f"CUDA tensors; on the CPU impl='auto', which is torch's own, or impl='emulate:{impl}'",
+        )
+
+
+def register(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    alignment: Causal | None,
+    impl: str,
+    options: int,
+) -> None:
+    """Compile the kernel for validated CUDA tensors and register the plan of the call."""
     problem = _problem(query, key, value, out, alignment)
-    spec = select(problem, impl).spec
-    options = _OPTIONS[is_causal, causal, enable_gqa, impl]
-    launcher.prepare(problem, spec, query, key, value, out, options)
-    gpu_lse = query.new_empty(query.shape[:3], dtype=torch.float32) if return_lse else None
-    result = _launch(query, key, value, out, gpu_lse, options, scale)
-    if result is None:
-        raise RuntimeError("the plan that was just registered is not found: please report this as a bug")
-    result = result if out is None else out
-    return result if gpu_lse is None else (result, gpu_lse)
+    launcher.prepare(problem, select(problem, impl).spec, query, key, value, out, options)
 
 
-def _emulated(impl: str) -> bool:
+def emulated(impl: str) -> bool:
+    """Whether `impl` asks for the emulator."""
     return impl.split(":")[0] == "emulate"
 
 
@@ -305,21 +341,30 @@ def explain(
     Arguments and errors are those of sdpa.
     """
     alignment = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl)
-    if query.numel() == 0 or key.shape[2] == 0:
+    return explanation(query, key, value, None, alignment, impl)
+
+
+def explanation(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    alignment: Causal | None,
+    impl: str,
+) -> Explanation:
+    """What runs for validated arguments."""
+    if is_empty(query, key):
         return Explanation(
             "torch", "there is nothing to compute: the output is empty, or zeros where there are no keys"
         )
-    if _emulated(impl):
-        problem = _emulated_problem(query, key, value, None, alignment)
+    if emulated(impl):
+        problem = _emulated_problem(query, key, value, out, alignment)
         spec = select(problem, impl.partition(":")[2] or "auto").spec
         return Explanation(f"emulate:{spec.name}", "impl asks for the emulator, on the CPU", spec)
     if query.device.type == "cpu":
-        if impl != "auto":
-            raise UnsupportedProblem(
-                f"impl {impl!r} runs on CUDA tensors", nearest=f"impl='auto' or impl='emulate:{impl}'"
-            )
+        _check_cpu_impl(impl)
         return Explanation("torch", "the tensors are on the CPU, where impl='auto' uses torch's own attention")
-    problem = _problem(query, key, value, None, alignment)
+    problem = _problem(query, key, value, out, alignment)
     selection = select(problem, impl)
     return Explanation(
         runs=selection.spec.name,

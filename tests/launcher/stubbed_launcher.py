@@ -13,6 +13,9 @@ import torch
 import tvm_ffi
 from fake_cuda import KDL_BFLOAT, install_allocator, integer, last, record, set_context, set_integer, tensor
 
+from microsdpa import api
+from microsdpa.api import Explanation
+from microsdpa.prepared import Plan
 from microsdpa.runtime import launcher
 
 SHAPE = (2, 4, 16, 32)
@@ -411,6 +414,97 @@ def test_a_cluster_that_not_every_gpu_runs_is_asked_for(cluster: int, asked: int
     record.large_clusters = 0
     library.load_kernel(0, b"cubin", "kernel", 0, cluster)
     assert record.large_clusters == asked
+
+
+def prepared(arguments: list[Any]) -> Any:
+    query, key, value, out, _, options, scale = arguments
+    return library.prepared_call(query, key, value, out, options, scale)
+
+
+def test_a_prepared_call_launches_its_plan_without_the_table() -> None:
+    arguments = call(scale=0.5)
+    assert prepared(arguments) is None
+    assert prepared(call(scale=math.nan)) is None
+    register(arguments, [kernel(0x3000), kernel(0x4000)])
+    launch = prepared(arguments)
+    library.clear_plans()
+    lse = tensor((2, 4, 16), 0x500000)
+    other = call(query=tensor(SHAPE, 0x800000))
+    assert launch(*other[:4], lse) is True
+    assert (last(1).function, last().function) == (0x3000, 0x4000)
+    assert (last().params.query, last().params.lse) == (0x800000, 0x500000)
+    assert last().params.scale_log2 == pytest.approx(0.5 * math.log2(math.e), rel=1e-7)
+
+
+@pytest.mark.parametrize("change", MISSES.values(), ids=MISSES.keys())
+def test_a_prepared_call_refuses_what_it_was_not_prepared_for(change: dict[str, Any]) -> None:
+    register(call())
+    launch = prepared(call())
+    before = record.launches
+    if change.keys() <= {"query", "key", "value", "out"}:
+        assert launch(*call(**change)[:4], None) is None
+        assert record.launches == before
+
+
+def test_a_prepared_call_admits_tensors_of_better_alignment() -> None:
+    misaligned = call(query=tensor(SHAPE, 0x100002))
+    register(misaligned)
+    assert prepared(misaligned)(*call()[:4], None) is True
+
+
+def test_a_prepared_call_allocates_when_no_output_is_given() -> None:
+    install_allocator()
+    register(call())
+    launch = prepared(call())
+    out = launch(*call(out=None)[:4], None)
+    assert tuple(out.shape) == SHAPE
+    assert last().params.out not in (None, 0x400000)
+    strided = call(out=tensor(SHAPE, 0x400000, strides=(4 * 16 * 32, 32, 128, 1)))
+    register(strided)
+    assert prepared(strided)(*call(out=None)[:4], None) is None
+
+
+def test_a_plan_object_reaches_the_prepared_call() -> None:
+    arguments = call()
+    register(arguments)
+    options: dict[str, Any] = {}
+    explanation = Explanation("stub", "a test")
+    plan = Plan(prepared(arguments), {}, True, options, False, explanation)
+    with torch.no_grad():  # the stub's tensors are not torch's
+        assert plan(*arguments[:3], out=arguments[3]) is arguments[3]
+    assert last().params.out == 0x400000
+
+
+def test_a_plan_object_reports_a_failed_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call falls through to sdpa, which launches again and raises what the driver says."""
+    arguments = call()
+    register(arguments)
+    plan = Plan(prepared(arguments), {}, True, {"impl": "auto"}, False, Explanation("stub", "a test"))
+    monkeypatch.setattr(Plan, "_check", lambda *_: None)
+    monkeypatch.setattr(api, "sdpa", lambda *tensors, **options: (tensors, options))
+    set_integer("stub_error", LAUNCH_FAILED)
+    with torch.no_grad():
+        tensors, options = plan(*arguments[:3], out=arguments[3])
+    assert tensors == tuple(arguments[:3])
+    assert options == {"out": arguments[3], "return_lse": False, "impl": "auto"}
+
+
+def test_the_lse_is_allocated_in_fp32_without_the_last_dimension() -> None:
+    install_allocator()
+    lse = launcher.allocate_lse(call()[0])
+    assert (tuple(lse.shape), str(lse.dtype)) == ((2, 4, 16), "float32")
+    assert integer("stub_last_bytes") == 2 * 4 * 16 * 4
+    with pytest.raises(ValueError, match="expected 4 dimensions, got 3"):
+        launcher.allocate_lse(tensor((4, 16, 32), 0x100000))
+
+
+def test_strides_of_dimensions_of_size_one_make_no_other_plan() -> None:
+    def one_row(*strides: int) -> list[Any]:
+        shape = (1, 4, 1, 32)
+        return call(query=tensor(shape, 0x100000, strides=strides), out=tensor(shape, 0x400000))
+
+    register(one_row(128, 32, 32, 1))
+    assert launcher.launch(*one_row(7, 32, 3, 1)) is True
 
 
 def test_the_plan_table_is_bounded() -> None:

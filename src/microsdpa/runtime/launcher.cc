@@ -12,9 +12,9 @@
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
-#include <algorithm>
 #include <cmath>
 
+#include "call.h"
 #include "driver.h"
 #include "plan.h"
 
@@ -47,121 +47,70 @@ auto guarded(Body body) {
   }
 }
 
-std::uintptr_t address(const DLTensor& tensor) {
-  return reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
-}
-
-TensorKey describe(const DLTensor& tensor) {
-  TensorKey key;
-  std::copy_n(tensor.shape, 4, key.shape);
-  std::copy_n(tensor.strides, 4, key.strides);
-  key.dtype_and_device = TensorKey::pack(tensor.dtype, tensor.device);
-  return key;
-}
-
-// Bits that must be zero for every row to start on 16 bytes: base address and outer strides, in bytes.
-std::uint64_t alignment_bits(std::uintptr_t base, const TensorKey& key, std::uint64_t element_bytes) {
-  std::uint64_t bits = base;
-  for (int i = 0; i < 3; ++i) {
-    if (key.shape[i] > 1) bits |= std::uint64_t(key.strides[i]) * element_bytes;
-  }
-  return bits;
-}
-
-// The output that the library allocates has the memory order of the query, as torch's does: of the outer
-// dimensions, the one with the larger stride is outermost. Gives the order, outermost first.
-void memory_order(const TensorKey& query, int (&order)[3]) {
-  order[0] = 0, order[1] = 1, order[2] = 2;
-  auto outer = [&](int a, int b) { return query.strides[a] > query.strides[b]; };
-  // Three elements, stable: dimensions of equal stride keep their place.
-  if (outer(order[1], order[0])) std::swap(order[0], order[1]);
-  if (outer(order[2], order[1])) std::swap(order[1], order[2]);
-  if (outer(order[1], order[0])) std::swap(order[0], order[1]);
-}
-
-TensorKey allocated_like(const TensorKey& query) {
-  TensorKey out = query;
-  int order[3];
-  memory_order(query, order);
-  std::int64_t stride = query.shape[3];
-  for (int i = 2; i >= 0; --i) {
-    out.strides[order[i]] = stride;
-    stride *= query.shape[order[i]];
-  }
-  out.strides[3] = 1;
-  return out;
-}
-
 // Memory from the framework's allocator, on the device and for the current stream of `like`. It may be given
 // back as soon as the kernels that use it are launched: whoever gets it next is behind them in the stream.
-ffi::Tensor allocate_flat(std::int64_t elements, DLDataType dtype, const DLTensor& like) {
+ffi::Tensor allocate(const std::int64_t* shape, int rank, DLDataType dtype, const DLTensor& like) {
   DLTensor prototype = like;
   prototype.dtype = dtype;
-  prototype.shape = &elements;
-  prototype.ndim = 1;
+  prototype.shape = const_cast<std::int64_t*>(shape);
+  prototype.ndim = rank;
   TVMFFIObjectHandle handle;
   TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvTensorAlloc(&prototype, &handle));
   return ffi::Tensor(
       ffi::details::ObjectUnsafe::ObjectPtrFromOwned<ffi::TensorObj>(static_cast<TVMFFIObject*>(handle)));
 }
 
-ffi::Tensor allocate_output(const TensorKey& out, const DLTensor& like) {
-  const std::int64_t elements = out.shape[0] * out.shape[1] * out.shape[2] * out.shape[3];
-  return allocate_flat(elements, like.dtype, like)
-      .as_strided(ffi::ShapeView(out.shape, 4), ffi::ShapeView(out.strides, 4));
+ffi::Tensor allocate_output(const DLTensor& query) {
+  std::int64_t strides[4];
+  if (output_strides(query, strides)) return allocate(query.shape, 4, query.dtype, query);
+  const std::int64_t elements = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[3];
+  return allocate(&elements, 1, query.dtype, query)
+      .as_strided(ffi::ShapeView(query.shape, 4), ffi::ShapeView(strides, 4));
 }
 
-// One past the last byte that the tensor reaches.
-std::uintptr_t end_address(std::uintptr_t base, const TensorKey& key, std::uint64_t element_bytes) {
-  std::int64_t last = 0;
-  for (int i = 0; i < 4; ++i) last += (key.shape[i] - 1) * key.strides[i];
-  return base + (last + 1) * element_bytes;
+// Memory for the LSE of a query: [B, H, S_q] in FP32.
+ffi::Tensor allocate_lse(DLTensor* query) {
+  TVM_FFI_CHECK(query->ndim == 4, ValueError) << "query: expected 4 dimensions, got " << query->ndim;
+  return allocate(query->shape, 3, DLDataType{kDLFloat, 32, 1}, *query);
 }
-
-struct Call {
-  const DLTensor *query, *key, *value, *out;  // out is null when it is to be allocated
-  std::uintptr_t addresses[OPERANDS];
-  PlanKey plan_key;
-};
 
 // A tensor, or null for None.
 const DLTensor* optional_tensor(ffi::AnyView argument) {
   return argument.type_index() == ffi::TypeIndex::kTVMFFINone ? nullptr : argument.cast<DLTensor*>();
 }
 
-// False when no plan can exist for the call: Python's validation then finds the reason.
-bool parse(const DLTensor* query, const DLTensor* key, const DLTensor* value, const DLTensor* out, std::int64_t options,
-           Call& call) {
-  call.query = query, call.key = key, call.value = value, call.out = out;
-  for (const DLTensor* tensor : {call.query, call.key, call.value, call.out}) {
-    if (tensor && (tensor->ndim != 4 || !tensor->strides || tensor->device.device_type != kDLCUDA)) return false;
-  }
-  PlanKey& k = call.plan_key;
-  k.query = describe(*call.query);
-  k.key = describe(*call.key);
-  k.value = describe(*call.value);
-  k.out = call.out ? describe(*call.out) : allocated_like(k.query);
-  k.options = options;
-  const std::uint64_t bytes = call.query->dtype.bits / 8;
-  const std::uintptr_t q = address(*call.query), kk = address(*call.key), v = address(*call.value);
-  const std::uintptr_t o = call.out ? address(*call.out) : 0;
-  call.addresses[QUERY] = q, call.addresses[KEY] = kk, call.addresses[VALUE] = v, call.addresses[OUT] = o;
-  const std::uint64_t bits = alignment_bits(q, k.query, bytes) | alignment_bits(kk, k.key, bytes) |
-                             alignment_bits(v, k.value, bytes) | alignment_bits(o, k.out, bytes);
-  k.alignment = bits % 16 == 0 ? 16 : 0;
-  if (call.out) {
-    // An output that overlaps an input would be read after it is written.
-    const std::uintptr_t o_end = end_address(o, k.out, bytes);
-    if ((o < end_address(q, k.query, bytes) && q < o_end) || (o < end_address(kk, k.key, bytes) && kk < o_end) ||
-        (o < end_address(v, k.value, bytes) && v < o_end)) {
-      return false;
-    }
-  }
-  return true;
-}
-
 double softmax_scale(const Optional<double>& scale, std::int64_t head_dim) {
   return scale.has_value() ? scale.value() : 1.0 / std::sqrt(static_cast<double>(head_dim));
+}
+
+// Launches the plan of a call. Gives True when `out` was given, else the output.
+ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView lse, double scale) {
+  Optional<ffi::Tensor> allocated, workspace;
+  if (!call.out) {
+    allocated = allocate_output(*call.query);
+    call.addresses[OUT] = address(*allocated.value().GetDLTensorPtr());
+  }
+  AttentionParams params = plan.params;
+  params.query = reinterpret_cast<const void*>(call.addresses[QUERY]);
+  params.key = reinterpret_cast<const void*>(call.addresses[KEY]);
+  params.value = reinterpret_cast<const void*>(call.addresses[VALUE]);
+  params.out = reinterpret_cast<void*>(call.addresses[OUT]);
+  const DLTensor* lse_tensor = optional_tensor(lse);
+  params.lse = lse_tensor ? reinterpret_cast<float*>(address(*lse_tensor)) : nullptr;
+  params.scale_log2 = static_cast<float>(scale * LOG2_E);
+  if (plan.workspace_bytes) {
+    workspace = allocate(&plan.workspace_bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
+    params.workspace = workspace.value().data_ptr();
+  }
+
+  const DLDevice device = call.query->device;
+  auto* stream = static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  guarded([&] {
+    ScopedContext current(driver(), plan.context);
+    for (const KernelLaunch& kernel : plan.kernels) kernel.issue(driver(), stream, params, call.addresses);
+  });
+  if (allocated.has_value()) return allocated.value();
+  return true;
 }
 
 // The hot path. Gives None when there is no plan, True when `out` was given, else the output.
@@ -172,35 +121,26 @@ ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
   std::shared_ptr<const Plan> plan = plans().find(call.plan_key);
   const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
   if (!plan || !std::isfinite(factor)) return nullptr;
+  return execute(*plan, call, lse, factor);
+}
 
-  Optional<ffi::Tensor> allocated;
-  if (!call.out) {
-    allocated = allocate_output(call.plan_key.out, *call.query);
-    call.out = allocated.value().GetDLTensorPtr();
-    call.addresses[OUT] = address(*call.out);
-  }
-  AttentionParams params = plan->params;
-  params.query = reinterpret_cast<const void*>(call.addresses[QUERY]);
-  params.key = reinterpret_cast<const void*>(call.addresses[KEY]);
-  params.value = reinterpret_cast<const void*>(call.addresses[VALUE]);
-  params.out = reinterpret_cast<void*>(call.addresses[OUT]);
-  const DLTensor* lse_tensor = optional_tensor(lse);
-  params.lse = lse_tensor ? reinterpret_cast<float*>(address(*lse_tensor)) : nullptr;
-  params.scale_log2 = static_cast<float>(factor * LOG2_E);
-  Optional<ffi::Tensor> workspace;
-  if (plan->workspace_bytes) {
-    workspace = allocate_flat(plan->workspace_bytes, DLDataType{kDLUInt, 8, 1}, *call.query);
-    params.workspace = workspace.value().data_ptr();
-  }
-
-  const DLDevice device = call.query->device;
-  auto* stream = static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
-  guarded([&] {
-    ScopedContext current(driver(), plan->context);
-    for (const KernelLaunch& kernel : plan->kernels) kernel.issue(driver(), stream, params, call.addresses);
+// A function of (query, key, value, out or None, lse or None) that launches the plan of these arguments without looking
+// it up: it gives what sdpa() does, and None for tensors that differ from these in more than their addresses. None when
+// there is no plan.
+ffi::Any prepared_call(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+                       Optional<double> scale) {
+  Call first;
+  if (!parse(query, key, value, optional_tensor(out), options, first)) return nullptr;
+  std::shared_ptr<const Plan> plan = plans().find(first.plan_key);
+  const double factor = softmax_scale(scale, first.plan_key.query.shape[3]);
+  if (!plan || !std::isfinite(factor)) return nullptr;
+  return ffi::Function::FromTyped([plan, expected = first.plan_key, factor](DLTensor* query, DLTensor* key,
+                                                                            DLTensor* value, ffi::AnyView out,
+                                                                            ffi::AnyView lse) -> ffi::Any {
+    Call call;
+    const bool parsed = parse(query, key, value, optional_tensor(out), expected.options, call);
+    return parsed && expected.admits(call.plan_key) ? execute(*plan, call, lse, factor) : ffi::Any(nullptr);
   });
-  if (allocated.has_value()) return allocated.value();
-  return true;
 }
 
 Strides outer_strides(const TensorKey& key) { return {key.strides[0], key.strides[1], key.strides[2]}; }
@@ -321,6 +261,8 @@ void clear_plans() { plans().clear(); }
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa, sdpa);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_call, prepared_call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(allocate_lse, allocate_lse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_plan, register_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(alignment, alignment);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_kernel, load_kernel);

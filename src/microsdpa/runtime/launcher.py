@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,31 @@ launch = _library.sdpa
 
 Gives None when no plan is registered for the call, True when it wrote to `out`, else the output that it allocated.
 """
+
+
+allocate_lse = _library.allocate_lse
+"""allocate_lse(query): memory for the LSE of a query [B, H, S_q, D]: [B, H, S_q] in FP32, on the query's device."""
+
+
+def prepared_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    options: int,
+    scale: float | None,
+) -> Callable[..., Any]:
+    """`launch` for the plan of these arguments alone: a function of (query, key, value, out | None, lse | None).
+
+    It gives None for tensors that differ from these in more than their addresses.
+
+    Raises:
+        RuntimeError: no plan is registered for the arguments.
+    """
+    call: Callable[..., Any] | None = _library.prepared_call(query, key, value, out, options, scale)
+    if call is None:
+        raise RuntimeError("the plan that was just registered is not found: please report this as a bug")
+    return call
 
 
 def driver_version() -> int:

@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -22,6 +23,11 @@ struct PlanKey {
   TensorKey query, key, value, out;
   std::int64_t options;    // the caller's code for causal, enable_gqa and impl
   std::int64_t alignment;  // 16 when every row of every tensor starts on 16 bytes, else 0
+
+  // Whether the kernels chosen for this call compute `call` too: only its alignment may differ, for the better.
+  bool admits(const PlanKey& call) const {
+    return call.alignment >= alignment && !std::memcmp(this, &call, offsetof(PlanKey, alignment));
+  }
 };
 static_assert(sizeof(PlanKey) == 4 * 72 + 16, "PlanKey must have no padding");
 

@@ -1,0 +1,161 @@
+"""plan(): a call prepared once for tensors of one description, the shortest way from Python to the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from microsdpa import api, arguments
+from microsdpa.errors import InvalidArgument
+from microsdpa.problem import VECTOR_BYTES, Causal
+from microsdpa.runtime import launcher
+
+_allocate_lse = launcher.allocate_lse
+_is_grad_enabled = torch.is_grad_enabled
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a plan fixes of one tensor. The stride of a dimension of size one says nothing and is kept as 0."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a tensor."""
+        shape = tuple(tensor.shape)
+        strides = (stride if size > 1 else 0 for size, stride in zip(shape, tensor.stride(), strict=True))
+        return cls(shape, tuple(strides), tensor.dtype, tensor.device)
+
+
+class Plan:
+    """An attention call that is prepared for tensors of one description; plan() makes it.
+
+    Calling it with (query, key, value, out=None) is sdpa with the options of the plan, without the work that depends on
+    shapes and options alone. The tensors must have the shapes, strides, dtypes and device that the plan was made for,
+    and be as aligned; their memory may be any other. Without `out` an output is allocated, as sdpa does. A plan may be
+    called by several threads, on any stream, and within a capture.
+
+    Attributes:
+        explanation: which kernel runs, and why.
+    """
+
+    __slots__ = ("_aligned", "_call", "_layouts", "_options", "_return_lse", "explanation")
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        layouts: dict[str, Layout],
+        aligned: bool,
+        options: dict[str, Any],
+        return_lse: bool,
+        explanation: api.Explanation,
+    ) -> None:
+        self._call, self._layouts, self._aligned = call, layouts, aligned
+        self._options, self._return_lse = options, return_lse
+        self.explanation = explanation
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention of these tensors: the output, or (output, LSE) for a plan with return_lse.
+
+        Raises:
+            InvalidArgument: a tensor is not what the plan was made for.
+            UnsupportedProblem: an input requires grad.
+        """
+        try:
+            if not _is_grad_enabled() or not (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+            ):
+                lse = _allocate_lse(query) if self._return_lse else None
+                result = self._call(query, key, value, out, lse)
+                if result is not None:
+                    if out is not None:
+                        result = out
+                    return result if lse is None else (result, lse)
+        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
+            pass  # the checks below say which argument is wrong; a launch that failed otherwise fails in sdpa again
+        for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
+            self._check(name, tensor)
+        return api.sdpa(query, key, value, out=out, return_lse=self._return_lse, **self._options)
+
+    def __repr__(self) -> str:
+        """What runs, and for which tensors."""
+        shapes = ", ".join(f"{name} {list(layout.shape)}" for name, layout in self._layouts.items())
+        return f"<microsdpa.Plan: {self.explanation.runs} for {shapes}>"
+
+    def _check(self, name: str, tensor: object) -> None:
+        """Refuse a tensor that is not what the plan was made for."""
+        hint = "pass tensors like those that the plan was made with, or make another plan"
+        expected = self._layouts[name]
+        if name == "out" and tensor is None:
+            if expected != _output_layout(self._layouts["query"]):
+                given = f"a tensor with strides {expected.strides}, as the plan was made with"
+                raise InvalidArgument(name, expected=given, got="None", hint=hint)
+            return
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(name, expected="a torch.Tensor", got=type(tensor).__name__, hint=hint)
+        if tensor.layout != torch.strided:
+            raise InvalidArgument(name, expected="a dense tensor", got=str(tensor.layout), hint=hint)
+        found = Layout.of(tensor)
+        for what in ("shape", "dtype", "device", "strides"):
+            want, got = getattr(expected, what), getattr(found, what)
+            if want != got:
+                raise InvalidArgument(name, expected=f"{what} {want}, as the plan has", got=str(got), hint=hint)
+        if self._aligned and not arguments.is_aligned(tensor):
+            want = f"an address that is a multiple of {VECTOR_BYTES} bytes, as the plan has"
+            raise InvalidArgument(name, expected=want, got=hex(tensor.data_ptr()), hint=hint)
+
+
+def _output_layout(query: Layout) -> Layout:
+    """Layout of the output that is allocated for a query."""
+    like = torch.empty_strided(query.shape, query.strides, dtype=query.dtype, device="meta")
+    found = Layout.of(torch.empty_like(like))
+    return Layout(found.shape, found.strides, query.dtype, query.device)
+
+
+def _no_call(*_: object) -> None:
+    """The prepared call of a plan that launches nothing on a GPU: always a miss."""
+
+
+def plan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    causal: Causal | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> Plan:
+    """Prepare attention for tensors like these: choose, compile and load the kernel, but compute nothing.
+
+    Arguments and errors are those of sdpa. The values in the tensors do not matter, and they are not kept. With `out`,
+    the plan's calls must be given an output of its layout; without, they may be given one of the layout that sdpa
+    allocates, as torch.empty_like(query) has for a dense query.
+    """
+    options = {"is_causal": is_causal, "causal": causal, "scale": scale, "enable_gqa": enable_gqa, "impl": impl}
+    alignment, scale = api.validate_call(query, key, value, is_causal, causal, scale, enable_gqa, out, impl)
+    call, aligned = _no_call, False
+    if query.device.type == "cuda" and not api.is_empty(query, key) and not api.emulated(impl):
+        code = api.OPTIONS[is_causal, causal, enable_gqa, impl]
+        api.register(query, key, value, out, alignment, impl, code)
+        call = launcher.prepared_call(query, key, value, out, code, scale)
+        aligned = launcher.alignment(query, key, value, out) == VECTOR_BYTES
+    layouts = {name: Layout.of(tensor) for name, tensor in (("query", query), ("key", key), ("value", value))}
+    layouts["out"] = _output_layout(layouts["query"]) if out is None else Layout.of(out)
+    explanation = api.explanation(query, key, value, out, alignment, impl)
+    return Plan(call, layouts, aligned, options, return_lse, explanation)

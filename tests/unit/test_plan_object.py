@@ -1,0 +1,115 @@
+"""Prepared calls on CPU tensors; tests/launcher has their launches, tests/gpu the real ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa.evidence.inputs import Case, make
+
+CASE = Case(2, 4, 12, 20, 32)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True},
+    {"causal": "lower_right", "scale": 0.5},
+    {"return_lse": True},
+    {"impl": "emulate"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_plan_computes_what_sdpa_does(options: dict[str, Any]) -> None:
+    plan = microsdpa.plan(*make(CASE), **options)
+    tensors = make(Case(2, 4, 12, 20, 32, seed=7))
+    expected = microsdpa.sdpa(*tensors, **options)
+    found = plan(*tensors)
+    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_grouped_heads_and_a_given_output() -> None:
+    q, k, v = make(Case(1, 4, 12, 20, 32, heads_kv=2))
+    plan = microsdpa.plan(q, k, v, enable_gqa=True)
+    out = torch.empty_like(q)
+    assert plan(q, k, v, out=out) is out
+    assert torch.equal(out, microsdpa.sdpa(q, k, v, enable_gqa=True))
+
+
+def test_nothing_to_compute() -> None:
+    q, kv = torch.empty(1, 2, 3, 32).half(), torch.empty(1, 2, 0, 32).half()
+    assert not microsdpa.plan(q, kv, kv)(q, kv, kv).any()
+
+
+def test_a_plan_says_what_runs() -> None:
+    plan = microsdpa.plan(*make(CASE), impl="emulate")
+    assert plan.explanation.runs.startswith("emulate:")
+    assert repr(plan).startswith("<microsdpa.Plan: emulate:")
+    assert "query [2, 4, 12, 32], key [2, 4, 20, 32]" in repr(plan)
+
+
+def wrong(**changes: Any) -> dict[str, Any]:
+    q, k, v = make(CASE)
+    return {"query": q, "key": k, "value": v, "out": torch.empty_like(q)} | changes
+
+
+WRONG = [
+    (
+        "query",
+        wrong(query=torch.zeros(2, 4, 13, 32).half()),
+        r"shape \(2, 4, 12, 32\), as the plan has, got",
+    ),
+    ("key", wrong(key=torch.zeros(2, 4, 20, 32).bfloat16()), "dtype torch.float16"),
+    ("value", wrong(value=torch.zeros(2, 20, 4, 32).half().transpose(1, 2)), r"strides \(2560, 640, 32, 1\)"),
+    ("value", wrong(value=torch.zeros(2, 4, 20, 32, device="meta").half()), "device cpu"),
+    ("key", wrong(key=None), "a torch.Tensor, got NoneType"),
+    ("key", wrong(key=torch.zeros(2, 4, 20, 32).half().to_sparse()), "a dense tensor"),
+    ("out", wrong(out=torch.zeros(2, 12, 4, 32).half().transpose(1, 2)), r"strides \(1536, 384, 32, 1\)"),
+    ("out", wrong(out=[]), "a torch.Tensor, got list"),
+]
+
+
+@pytest.mark.parametrize(("argument", "tensors", "words"), WRONG)
+def test_tensors_of_another_layout_are_refused(argument: str, tensors: dict[str, Any], words: str) -> None:
+    plan = microsdpa.plan(*make(CASE))
+    with pytest.raises(microsdpa.InvalidArgument, match=words) as caught:
+        plan(**tensors)
+    assert caught.value.argument == argument
+    assert "make another plan" in caught.value.hint
+
+
+def test_a_plan_does_not_admit_what_sdpa_refuses() -> None:
+    q, k, v = make(CASE)
+    plan = microsdpa.plan(q, k, v)
+    with pytest.raises(microsdpa.InvalidArgument, match="memory that no input uses"):
+        plan(q, k, v, out=q)
+    with pytest.raises(microsdpa.UnsupportedProblem, match="requires grad"):
+        plan(q.requires_grad_(), k, v)
+
+
+def test_arguments_are_checked_when_the_plan_is_made() -> None:
+    q, k, v = make(CASE)
+    with pytest.raises(microsdpa.InvalidArgument, match="impl"):
+        microsdpa.plan(q, k, v, impl="fastest")
+    with pytest.raises(microsdpa.InvalidArgument, match="out"):
+        microsdpa.plan(q, k, v, out=q)
+    with pytest.raises(microsdpa.UnsupportedProblem, match="runs on CUDA tensors"):
+        microsdpa.plan(q, k, v, impl="ladder/01_scalar")
+
+
+def test_a_plan_for_an_output_of_its_own_layout_wants_it() -> None:
+    q, k, v = make(CASE)
+    out = torch.empty(2, 12, 4, 32).half().transpose(1, 2)
+    plan = microsdpa.plan(q, k, v, out=out)
+    assert torch.equal(plan(q, k, v, out=out), microsdpa.sdpa(q, k, v))
+    with pytest.raises(microsdpa.InvalidArgument, match=r"strides \(1536, 32, 128, 1\), as the plan was made with"):
+        plan(q, k, v)
+
+
+def test_the_stride_of_a_dimension_of_size_one_does_not_matter() -> None:
+    q, k, v = make(Case(1, 4, 1, 20, 32))
+    plan = microsdpa.plan(q, k, v)
+    other = q.as_strided(q.shape, (7, 32, 5, 1))
+    assert torch.equal(plan(other, k, v), plan(q, k, v))
