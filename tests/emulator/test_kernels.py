@@ -52,7 +52,16 @@ def test_counters_are_exact() -> None:
     out = torch.empty_like(query)
     reports = [
         run.attention(
-            select(problem).spec, problem, query, key, value, out, None, None, schedule=Schedule(seed), count_banks=True
+            select(problem, "ladder/01").spec,
+            problem,
+            query,
+            key,
+            value,
+            out,
+            None,
+            None,
+            schedule=Schedule(seed),
+            count_banks=True,
         )
         for seed in (0, 1)
     ]
@@ -129,10 +138,10 @@ def test_cuda_tensors_and_autograd_are_refused() -> None:
     with pytest.raises(microsdpa.UnsupportedProblem, match="requires grad"):
         microsdpa.sdpa(query.requires_grad_(), key, value, impl="emulate")
     with pytest.raises(microsdpa.UnsupportedProblem, match="nearest supported: head_dim 32"):
-        microsdpa.sdpa(*make(Case(1, 1, 8, 8, 16)), impl="emulate")
+        microsdpa.sdpa(*make(Case(1, 1, 8, 8, 16)), impl="emulate:ladder/01")
 
 
 def test_explain_says_that_the_emulator_runs() -> None:
     found = microsdpa.explain(*make(Case(1, 1, 8, 8, 32)), impl="emulate")
-    assert found.runs == "emulate:ladder/01_scalar"
-    assert "scalar_attention<__half, 32" in str(found)
+    assert found.runs == "emulate:ampere/fwd_mma"
+    assert "attention_forward<__half, 32" in str(found)

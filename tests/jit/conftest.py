@@ -9,4 +9,4 @@ from microsdpa.specs import KernelSpec
 
 @pytest.fixture
 def spec() -> KernelSpec:
-    return select(Problem(1, 8, 8, 512, 512, 32, "float16", target="sm_89")).spec
+    return select(Problem(1, 8, 8, 512, 512, 32, "float16", target="sm_89"), "ladder/01").spec

@@ -48,7 +48,7 @@ def test_a_kernel_is_found_by_full_and_short_name() -> None:
 @pytest.mark.parametrize(("head_dim", "nearest"), [(16, 32), (48, 64), (80, 64), (96, 128), (256, 128)])
 def test_an_unsupported_head_dim_names_the_nearest(head_dim: int, nearest: int) -> None:
     with pytest.raises(UnsupportedProblem, match=f"head_dim {head_dim}") as caught:
-        select(dataclasses.replace(MISSION, head_dim=head_dim))
+        select(dataclasses.replace(MISSION, head_dim=head_dim), "ladder/01")
     assert caught.value.nearest == f"head_dim {nearest}"
 
 
@@ -70,6 +70,21 @@ def test_tensor_maps_need_a_layout_that_bulk_copies_address(
     assert all(reason in rejection.reason for _, rejection in selection.rejections)
 
 
+@pytest.mark.parametrize(("head_dim", "nearest"), [(8, 16), (72, 64), (100, 96), (264, 256), (512, 256)])
+def test_the_production_kernel_takes_multiples_of_16(head_dim: int, nearest: int) -> None:
+    with pytest.raises(UnsupportedProblem, match=f"head_dim {head_dim} is not a multiple of 16") as caught:
+        select(dataclasses.replace(MISSION, head_dim=head_dim), "ampere/fwd_mma")
+    assert caught.value.nearest == f"head_dim {nearest}"
+
+
+def test_unaligned_tensors_fall_to_the_scalar_kernel() -> None:
+    selection = select(dataclasses.replace(MISSION, alignment=2))
+    assert selection.spec.name == "ladder/01_scalar"
+    name, rejection = selection.rejections[-1]
+    assert name == "ampere/fwd_mma"
+    assert rejection.nearest == "tensors whose rows start on 16 bytes"
+
+
 def test_a_gpu_older_than_sm_80_is_refused() -> None:
     with pytest.raises(UnsupportedProblem, match="sm_75 is older than sm_80"):
         select(dataclasses.replace(MISSION, target="sm_75"))
@@ -81,12 +96,12 @@ def test_more_tiles_than_a_launch_takes_are_refused() -> None:
 
 
 def test_the_grid_covers_every_query_once() -> None:
-    spec = select(dataclasses.replace(MISSION, seqlen_q=33, batch=70_000)).spec
+    spec = select(dataclasses.replace(MISSION, seqlen_q=33, batch=70_000), "ladder/01").spec
     assert spec.grid(dataclasses.replace(MISSION, seqlen_q=33, batch=70_000)) == (3 * 70_000 * 8, 1, 1)
 
 
 def test_unaligned_tensors_get_element_loads() -> None:
-    aligned, unaligned = (select(dataclasses.replace(MISSION, alignment=a)).spec for a in (16, 2))
+    aligned, unaligned = (select(dataclasses.replace(MISSION, alignment=a), "ladder/01").spec for a in (16, 2))
     assert dict(aligned.template_args)["LOAD_BYTES"] == "16"
     assert dict(unaligned.template_args)["LOAD_BYTES"] == "2"
 

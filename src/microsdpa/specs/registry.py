@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, Problem
-from microsdpa.specs import ladder
+from microsdpa.specs import ampere, ladder
 from microsdpa.specs.spec import KernelSpec, Rejection
 
 
@@ -26,6 +26,9 @@ class Family:
 
 
 FAMILIES: tuple[Family, ...] = (
+    Family(
+        "ampere/fwd_mma", "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer", ampere.forward
+    ),
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
     Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
     Family("ladder/03_cp_async", "and asynchronous copies of K and V, double-buffered", ladder.cp_async),

@@ -55,6 +55,7 @@ class KernelSpec:
         local_memory: why this kernel may spill or use local memory; empty means that it may not.
         cluster: CTAs along x that form a thread block cluster (sm_90 and newer); 1 for none.
         split: CTAs that share a query tile, each with a part of the keys.
+        pack: query heads of one key head whose rows are tiled together.
         max_ctas: CTAs of a persistent kernel's launch at most; 0 for one a tile.
         tensor_maps: descriptors that follow AttentionParams as the kernel's parameters, in this order.
         programmatic: launched so that it may begin before the kernel ahead of it in the stream has ended
@@ -73,6 +74,7 @@ class KernelSpec:
     local_memory: str = ""
     cluster: int = 1
     split: int = 1
+    pack: int = 1
     max_ctas: int = 0
     tensor_maps: tuple[TensorMap, ...] = ()
     programmatic: bool = False
@@ -92,8 +94,8 @@ class KernelSpec:
 
     def grid(self, problem: Problem) -> Grid:
         """CTAs along x, which alone goes past 65,535: parts times query tiles times heads times batch."""
-        tiles = -(-problem.seqlen_q // self.block_m)
-        ctas = self.split * tiles * problem.batch * problem.heads
+        tiles = -(-problem.seqlen_q * self.pack // self.block_m)
+        ctas = self.split * tiles * problem.batch * problem.heads // self.pack
         return min(ctas, self.max_ctas) if self.max_ctas else ctas, 1, 1
 
     def workspace_bytes(self, problem: Problem) -> int:

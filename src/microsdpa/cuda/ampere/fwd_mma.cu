@@ -1,0 +1,306 @@
+// Exact attention on mma.sync: the production kernel of sm_80, sm_86, sm_89 and sm_120, and of Hopper's odd cases.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M rows of one key head per CTA. A row is a
+// query of one head or, PACK > 1, one of the PACK query heads that share the key head: row r is query r / PACK of head
+// r % PACK. A CTA has WARPS_N groups of WARPS_M warps; warps of a group share keys, groups share queries.
+// Tiles:    Q [BLOCK_M, HEAD_DIM]; each warp owns 16 ROW_TILES of its rows, as accumulators in registers. Each group
+//           has its own ring of STAGES tiles of K and V [BLOCK_N, HEAD_DIM] and takes every WARPS_N-th key tile.
+// Pipeline: 1. cp.async fills the ring, STAGES - 1 tiles ahead (RESIDENT: all tiles at once, each waited for alone)
+//           2. S = Q K^T by ldmatrix and mma     3. masks on the tiles that need one, online softmax in registers
+//           4. O += P V, P straight from S's registers
+//           The groups' parts are merged through shared memory at the end; SPLIT > 1 leaves each CTA's part in the
+//           workspace, for fwd_merge.
+// Bound by: the tensor cores and, at D = 64, as much by exp2; ldmatrix takes 60 to 80% of shared memory's bandwidth
+//           with 32 rows a warp. Small problems are bound by latency: launch, one trip to L2, one tile, one store.
+#include "../core/epilogue.cuh"
+#include "../core/merge.cuh"
+#include "../core/online_softmax.cuh"
+#include "../core/params.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/dynamic_shared.cuh"
+
+namespace microsdpa {
+
+template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int STAGES_>
+struct Tiles {
+  using T = ELEMENT;
+  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_;
+  static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
+  static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS_M;
+  static constexpr int GROUP_THREADS = 32 * WARPS_M, THREADS = GROUP_THREADS * WARPS_N;
+  using QueryTile = SwizzledTile<T, BLOCK_M, HEAD_DIM>;
+  using KeyTile = SwizzledTile<T, BLOCK_N, HEAD_DIM>;
+};
+
+template <typename Tiles>
+struct Streaming {
+  typename Tiles::QueryTile query;
+  struct {
+    typename Tiles::KeyTile key[Tiles::STAGES];
+    typename Tiles::KeyTile value[Tiles::STAGES];
+  } ring[Tiles::WARPS_N];
+};
+
+// The groups' results, over the tiles that nobody needs any more.
+template <typename Tiles>
+struct Merging {
+  // 8 floats of padding: four rows of a quad's eight floats are what half a warp stores at once.
+  static constexpr int PITCH = Tiles::HEAD_DIM + 8;
+  alignas(16) float part[Tiles::WARPS_N][Tiles::BLOCK_M * PITCH];
+  RowStats stats[Tiles::WARPS_N][Tiles::BLOCK_M];
+};
+
+template <typename Tiles, bool MERGES>
+union Shared {
+  Streaming<Tiles> streaming;
+};
+
+template <typename Tiles>
+union Shared<Tiles, true> {
+  Streaming<Tiles> streaming;
+  Merging<Tiles> merging;
+};
+
+// Which part of the problem a CTA computes. Rows are those of one key head, PACK to a query.
+template <int PACK, int SPLIT>
+struct Work {
+  int part;       // of the keys
+  int first_row;  // of BLOCK_M
+  int rows;       // of the key head
+  int head;       // the first of the PACK query heads
+  int64 batch;
+
+  // CTAs that run side by side have tiles of different heads; under a causal mask the longest tiles come first.
+  template <int BLOCK_M>
+  __device__ __forceinline__ static Work of_block(const AttentionParams& params) {
+    const int heads = params.heads / PACK;
+    const int rows = params.seqlen_q * PACK;
+    const int tiles = (rows + BLOCK_M - 1) / BLOCK_M;
+    const unsigned index = blockIdx.x / SPLIT;
+    const unsigned columns = gridDim.x / SPLIT / tiles;  // batch * heads
+    const unsigned column = index % columns;
+    return {static_cast<int>(blockIdx.x % SPLIT), static_cast<int>(tiles - 1 - index / columns) * BLOCK_M, rows,
+            static_cast<int>(column % heads) * PACK, column / heads};
+  }
+
+  template <typename Pointer>
+  __device__ __forceinline__ Pointer row(Pointer base, const Strides& strides, int r) const {
+    return base + batch * strides.batch + (head + r % PACK) * strides.head + r / PACK * strides.row;
+  }
+  // Of [B, H, S_q] rows.
+  __device__ __forceinline__ int64 flat_row(const AttentionParams& params, int r) const {
+    return (batch * params.heads + head + r % PACK) * params.seqlen_q + r / PACK;
+  }
+};
+
+template <int THREADS, int GROUPS>
+__device__ __forceinline__ void group_sync(int group) {
+  if constexpr (GROUPS == 1) {
+    __syncthreads();
+  } else if constexpr (THREADS == 32) {
+    __syncwarp();
+  } else {
+    named_barrier_sync(1 + group, THREADS);
+  }
+}
+
+// Waits until at most `pending` groups of copies are in flight; `pending`, up to MOST, is known after unrolling.
+template <int MOST>
+__device__ __forceinline__ void wait_until_pending(int pending) {
+  if constexpr (MOST > 0) {
+    if (pending < MOST) return wait_until_pending<MOST - 1>(pending);
+  }
+  cp_async_wait<MOST>();
+}
+
+template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, bool RESIDENT,
+          bool KEEP_QUERY, int CTAS, bool CAUSAL, int PACK, int SPLIT>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
+    attention_forward(const __grid_constant__ AttentionParams params) {
+  using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
+  constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS;
+  constexpr bool MERGES = WARPS_N > 1 || SPLIT > 1;
+  auto& shared = dynamic_shared<Shared<C, MERGES>>();
+  auto& query_tile = shared.streaming.query;
+
+  const auto work = Work<PACK, SPLIT>::template of_block<BLOCK_M>(params);
+  const int group = WARPS_N == 1 ? 0 : threadIdx.x / C::GROUP_THREADS;
+  const unsigned thread = threadIdx.x % C::GROUP_THREADS;
+  const int warp_row = thread / 32 * WARP_ROWS;
+  auto& ring = shared.streaming.ring[group];
+
+  const int head_kv = work.head / (params.heads / params.heads_kv);
+  const T* query = static_cast<const T*>(params.query);
+  const T* key =
+      static_cast<const T*>(params.key) + work.batch * params.key_strides.batch + head_kv * params.key_strides.head;
+  const T* value = static_cast<const T*>(params.value) + work.batch * params.value_strides.batch +
+                   head_kv * params.value_strides.head;
+
+  // Keys past the last one that the last row sees are never loaded.
+  int keys = params.seqlen_k;
+  if (CAUSAL) {
+    const int last_row = min(work.first_row + BLOCK_M, work.rows) - 1;
+    keys = max(0, min(keys, last_row / PACK + params.diagonal + 1));
+  }
+  const int key_tiles = (keys + BLOCK_N - 1) / BLOCK_N;
+  const int per_part = SPLIT == 1 ? key_tiles : (key_tiles + SPLIT - 1) / SPLIT;
+  const int first_tile = work.part * per_part + group;
+  const int last_tile = min(key_tiles, (work.part + 1) * per_part);
+  const int count = (last_tile - first_tile + WARPS_N - 1) / WARPS_N;  // tiles of this group; negative is none
+
+  const auto load_key = [&](int i) {
+    const int first = (first_tile + i * WARPS_N) * BLOCK_N;
+    ring.key[i % STAGES].template copy_async<C::GROUP_THREADS>(key + first * params.key_strides.row,
+                                                               params.key_strides.row, params.seqlen_k - first, thread);
+  };
+  const auto load_value = [&](int i) {
+    const int first = (first_tile + i * WARPS_N) * BLOCK_N;
+    ring.value[i % STAGES].template copy_async<C::GROUP_THREADS>(
+        value + first * params.value_strides.row, params.value_strides.row, params.seqlen_k - first, thread);
+  };
+
+  C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
+    const bool valid = work.first_row + static_cast<int>(r) < work.rows;
+    const T* source = work.row(query, params.query_strides, valid ? work.first_row + r : 0) + column;
+    cp_async<16>(query_tile.at(r, column), source, valid ? 16 : 0);
+  });
+  cp_async_commit();
+  constexpr int AHEAD = RESIDENT ? STAGES : STAGES - 1;
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) {
+    if (i < count) load_key(i);
+    if (RESIDENT) cp_async_commit();
+    if (i < count) load_value(i);
+    cp_async_commit();
+  }
+  cp_async_wait<RESIDENT ? 2 * AHEAD : AHEAD>();
+  __syncthreads();
+
+  // A negative scale is a positive one of -Q; scale 0 must not meet a masked score of -inf.
+  const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);
+  if (params.scale_log2 < 0.0f) {
+    C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
+      auto& chunk = *reinterpret_cast<Vector<uint32, 4>*>(query_tile.at(r, column));
+      Vector<uint32, 4> negated = chunk;
+#pragma unroll
+      for (int w = 0; w < 4; ++w) negated.data[w] ^= 0x80008000u;
+      chunk = negated;
+    });
+    __syncthreads();
+  }
+  const QueryOperand<typename C::QueryTile, ROW_TILES, HEAD_DIM, KEEP_QUERY> fragments(query_tile, warp_row);
+
+  OnlineSoftmax<ROW_TILES> softmax;
+  float o[ROW_TILES][HEAD_DIM / 8][4] = {};
+
+  // Query rows of the warp, from its first to its last, see the keys before these.
+  const int warp_first = work.first_row + warp_row;
+  const int seen_first = CAUSAL ? warp_first / PACK + params.diagonal + 1 : params.seqlen_k;
+  const int seen_last = CAUSAL ? (warp_first + WARP_ROWS - 1) / PACK + params.diagonal + 1 : params.seqlen_k;
+
+  const auto score = [&](float (&s)[ROW_TILES][BLOCK_N / 8][4], int i, int first_key) {
+    multiply_query_key<T, ROW_TILES, HEAD_DIM, BLOCK_N>(s, fragments, ring.key[i % STAGES], 0);
+    if (first_key + BLOCK_N > min(seen_first, params.seqlen_k)) {
+#pragma unroll
+      for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int r = warp_first + 16 * t + 8 * half + lane_index() / 4;
+          const int seen = CAUSAL ? min(params.seqlen_k, r / PACK + params.diagonal + 1) : params.seqlen_k;
+          mask_row<BLOCK_N>(s[t], half, seen - first_key);
+        }
+      }
+    }
+    softmax.template update<BLOCK_N, HEAD_DIM>(s, o, scale);
+  };
+
+  if constexpr (RESIDENT) {
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+      if (i >= count) break;
+      const int first_key = (first_tile + i * WARPS_N) * BLOCK_N;
+      const bool visible = first_key < seen_last;
+      float s[ROW_TILES][BLOCK_N / 8][4];
+      wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i) + 1);
+      group_sync<C::GROUP_THREADS, WARPS_N>(group);
+      if (visible) score(s, i, first_key);
+      wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i));
+      group_sync<C::GROUP_THREADS, WARPS_N>(group);
+      if (visible) multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, s, ring.value[i], 0);
+    }
+  } else {
+    for (int i = 0; i < count; ++i) {
+      cp_async_wait<STAGES - 2>();
+      group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads tile i - 1 any more
+      if (i + STAGES - 1 < count) {
+        load_key(i + STAGES - 1);
+        load_value(i + STAGES - 1);
+      }
+      cp_async_commit();
+      const int first_key = (first_tile + i * WARPS_N) * BLOCK_N;
+      if (first_key >= seen_last) continue;
+      float s[ROW_TILES][BLOCK_N / 8][4];
+      score(s, i, first_key);
+      multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, s, ring.value[i % STAGES], 0);
+    }
+  }
+
+  T* out = static_cast<T*>(params.out);
+  if constexpr (!MERGES) {
+    float scales[ROW_TILES][2];
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = softmax.total(t, half);
+        scales[t][half] = normalizer(sum);
+        const int r = warp_first + 16 * t + 8 * half + lane_index() / 4;
+        if (params.lse != nullptr && lane_index() % 4 == 0 && r < work.rows) {
+          params.lse[work.flat_row(params, r)] = log_sum_exp(softmax.reference[t][half], sum);
+        }
+      }
+    }
+    __syncwarp();  // of the query tile the warp reads and writes its own rows only
+    store_rows<T, ROW_TILES, HEAD_DIM>(query_tile, warp_row, o, scales, [&](unsigned r) -> T* {
+      return warp_first + static_cast<int>(r) < work.rows ? work.row(out, params.out_strides, warp_first + r) : nullptr;
+    });
+  } else {
+    auto& merging = shared.merging;
+    constexpr int PITCH = Merging<C>::PITCH;
+    __syncthreads();  // all groups are done with their tiles
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = warp_row + 16 * t + 8 * half + lane_index() / 4;
+        const float sum = softmax.total(t, half);
+        if (lane_index() % 4 == 0) merging.stats[group][r] = {softmax.reference[t][half], sum};
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; ++n) {
+          const Vector<float, 2> pair = {{o[t][n][2 * half], o[t][n][2 * half + 1]}};
+          *reinterpret_cast<Vector<float, 2>*>(&merging.part[group][r * PITCH + 8 * n + lane_index() % 4 * 2]) = pair;
+        }
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += C::THREADS) {
+      const int r = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
+      if (work.first_row + r >= work.rows) break;
+      RowStats stats;
+      const Values4 values = merge_parts<WARPS_N>(
+          stats, [&](int part) { return merging.stats[part][r]; },
+          [&](int part) { return *reinterpret_cast<const Values4*>(&merging.part[part][r * PITCH + column]); });
+      const int64 flat = work.flat_row(params, work.first_row + r);
+      if constexpr (SPLIT == 1) {
+        const float inverse = normalizer(stats.sum);
+        const Vector<uint32, 2> packed = {pack<T>(values.data[0] * inverse, values.data[1] * inverse),
+                                          pack<T>(values.data[2] * inverse, values.data[3] * inverse)};
+        *reinterpret_cast<Vector<uint32, 2>*>(work.row(out, params.out_strides, work.first_row + r) + column) = packed;
+        if (params.lse != nullptr && column == 0) params.lse[flat] = log_sum_exp(stats.reference, stats.sum);
+      }
+    }
+  }
+}
+
+}  // namespace microsdpa

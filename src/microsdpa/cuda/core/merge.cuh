@@ -1,0 +1,46 @@
+// Merging attention over parts of the keys: each part has, of a row, an unnormalised O, a reference and a sum.
+#pragma once
+
+#include "../ptx/ex2.cuh"
+#include "softmax.cuh"
+
+namespace microsdpa {
+
+// What one part knows of a row, in base 2: its probabilities are relative to `reference`, `sum` is their sum.
+struct alignas(8) RowStats {
+  float reference;  // -inf when the part has no visible key
+  float sum;
+};
+
+struct alignas(16) Values4 {
+  float data[4];
+};
+
+// Gives four columns of the row's O, and its statistics, relative to the largest reference. The parts are added in
+// their order, so the result does not depend on which was ready first.
+//   stats(part) gives RowStats, values(part) the part's Values4
+template <int PARTS, typename Stats, typename Values>
+__device__ __forceinline__ Values4 merge_parts(RowStats& merged, Stats stats, Values values) {
+  float weight[PARTS];
+  float largest = negative_infinity();
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) largest = fmaxf(largest, stats(part).reference);
+  const float reference = largest == negative_infinity() ? 0.0f : largest;
+  merged = {largest, 0.0f};
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    const RowStats mine = stats(part);
+    weight[part] = ex2_approx(mine.reference - reference);
+    merged.sum += weight[part] * mine.sum;
+  }
+  Values4 total{};
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    const Values4 mine = values(part);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) total.data[c] += weight[part] * mine.data[c];
+  }
+  return total;
+}
+
+}  // namespace microsdpa

@@ -1,0 +1,116 @@
+// Online softmax on mma accumulators: the rows of a warp's score tile, each spread over the four lanes of a quad.
+#pragma once
+
+#include "../ptx/ex2.cuh"
+#include "softmax.cuh"
+
+namespace microsdpa {
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
+  return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(FULL_WARP, x, 1);
+  return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+
+// Scores of keys from `visible` on become -inf; `visible` counts from the accumulator's first key, for one row half.
+template <int KEYS>
+__device__ __forceinline__ void mask_row(float (&s)[KEYS / 8][4], int half, int visible) {
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (8 * n + column + e >= visible) s[n][2 * half + e] = negative_infinity();
+    }
+  }
+}
+
+// State of a warp's rows: those that this lane holds a part of.
+//
+// Probabilities are 2^(scale * score - reference). The reference is a score that the row has seen, not always the
+// largest: it follows the maximum only when that has moved by more than 2^SLACK, so that the accumulator is rarely
+// rescaled. The result is the same for any reference; probabilities up to 2^SLACK keep every bit of precision.
+template <int ROW_TILES>
+struct OnlineSoftmax {
+  static constexpr float SLACK = 8.0f;
+
+  float reference[ROW_TILES][2];  // base 2, scaled; -inf before the first visible key
+  float sum[ROW_TILES][2];        // this lane's part of l
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) reference[i][half] = negative_infinity(), sum[i][half] = 0.0f;
+    }
+  }
+
+  // Turns scores into probabilities, and rescales the output accumulator when a reference moves; scale > 0.
+  template <int KEYS, int COLUMNS>
+  __device__ __forceinline__ void update(float (&s)[ROW_TILES][KEYS / 8][4], float (&o)[ROW_TILES][COLUMNS / 8][4],
+                                         float scale) {
+    float largest[ROW_TILES][2];
+    bool moved = false;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float m = fmaxf(s[i][0][2 * half], s[i][0][2 * half + 1]);
+#pragma unroll
+        for (int n = 1; n < KEYS / 8; ++n) m = fmaxf(m, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
+        largest[i][half] = quad_max(m) * scale;
+        moved |= largest[i][half] > reference[i][half] + SLACK;
+      }
+    }
+    if (__any_sync(FULL_WARP, moved)) {
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float next = fmaxf(reference[i][half], largest[i][half]);
+          // A row that has seen no key has reference -inf, and -inf - (-inf) would be NaN.
+          const float factor = next == negative_infinity() ? 1.0f : ex2_approx(reference[i][half] - next);
+          reference[i][half] = next;
+          sum[i][half] *= factor;
+#pragma unroll
+          for (int n = 0; n < COLUMNS / 8; ++n) {
+            o[i][n][2 * half] *= factor;
+            o[i][n][2 * half + 1] *= factor;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float subtract = reference[i][half] == negative_infinity() ? 0.0f : reference[i][half];
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            s[i][n][e] = ex2_approx(fmaf(s[i][n][e], scale, -subtract));
+            sum[i][half] += s[i][n][e];
+          }
+        }
+      }
+    }
+  }
+
+  // l of a row, in all lanes of its quad.
+  __device__ __forceinline__ float total(int i, int half) const { return quad_sum(sum[i][half]); }
+};
+
+// What P V is divided by: a row without keys gives zeros.
+__device__ __forceinline__ float normalizer(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+
+// Natural logarithm of the sum of exp(score), from a row's reference and sum: -inf for a row without keys.
+__device__ __forceinline__ float log_sum_exp(float reference, float sum) {
+  return sum == 0.0f ? negative_infinity() : (reference + log2f(sum)) * LN_2;
+}
+
+}  // namespace microsdpa
