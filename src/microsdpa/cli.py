@@ -136,19 +136,19 @@ def probe(output: Output = None, as_json: Json = False) -> None:
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Option(help="Suite of cases.")] = "mission",
-    modes: Annotated[str, typer.Option(help="Comma-separated modes of the protocol.")] = ",".join(MODES),
+    suite: Annotated[str, typer.Option(help=f"Suite of cases: {', '.join(suites.names())}.")] = "mission",
+    modes: Annotated[str | None, typer.Option(help=f"Some of {', '.join(MODES)}; else what the suite says.")] = None,
+    peers: Annotated[str, typer.Option(help="all, none, or a comma-separated list, such as torch-flash.")] = "all",
     impl: Impl = "auto",
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Time a suite against torch's backends; every output is compared with the oracle first."""
-    chosen = modes.split(",")
-    if unknown := [mode for mode in chosen if mode not in MODES]:
+    """Time a suite against its peers; every output is compared with the oracle first."""
+    chosen = modes.split(",") if modes else None
+    if unknown := [mode for mode in chosen or [] if mode not in MODES]:
         raise typer.BadParameter(f"modes: expected some of {', '.join(MODES)}, got {', '.join(unknown)}")
-    suites.load(suite)
     with progress() as bars:
-        step = reproduction.bench_step(bars, suite, chosen, impl, output, _command())
+        step = reproduction.bench_step(bars, suite, chosen, check_kernel(impl), peers, output, _command())
     _finish([step], as_json)
 
 

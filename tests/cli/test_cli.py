@@ -164,14 +164,16 @@ def test_emulate_names_unknown_kernels_and_refused_shapes() -> None:
 def test_bench_refuses_unknown_modes() -> None:
     result = run("bench", "--modes", "graph,fast")
     assert result.exit_code == cli.EXIT_USAGE
-    assert "expected some of graph, cold, eager, host, got fast" in result.output
+    assert "expected some of graph, graph_nopdl, cold, eager, host, got fast" in result.output
 
 
 def test_an_error_of_the_library_is_a_message_and_exit_code_2() -> None:
     command = [sys.executable, "-m", "microsdpa", "bench", "--suite", "nope"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == cli.EXIT_USAGE
-    assert result.stderr.startswith("InvalidArgument: suite: expected one of mission, got 'nope'")
+    assert result.stderr.startswith(
+        "InvalidArgument: suite: expected one of ampere, decode, fp8, mission, prefill, real, small, got 'nope'"
+    )
     assert result.stdout == ""
 
 

@@ -2,122 +2,245 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from microsdpa import reference
 from microsdpa.api import explain
-from microsdpa.evidence import compare, results, timing
-from microsdpa.evidence.implementations import Implementation
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.evidence import environment, graphs, results, roofline, statistics, timing
+from microsdpa.evidence.devices import DEVICES
+from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.suites import Suite
+from microsdpa.evidence.peers import Call, Implementation
+from microsdpa.evidence.peers.implementation import first_line
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import ELEMENT_BYTES, target_of
+from microsdpa.problem import target_of
 
-Advance = Callable[[str], None]
+EMPTY_KERNEL = "empty kernel"
+LEAST_SHARE_OF_FLOOR = 0.95
+"""A call that took less than this share of its floor did not do the work."""
+LEAST_SHARE_OF_EMPTY = 0.5
+"""Overlapped launches can be cheaper than separate ones, but no kernel is half of an empty one."""
 
 
-def run(
-    suite: Suite,
-    implementations: Iterable[Implementation],
-    modes: Iterable[str],
-    impl: str = "auto",
-    advance: Advance = lambda message: None,
-) -> list[results.Row]:
-    """Rows of every implementation, case and mode, on the current CUDA device.
+@dataclass
+class _Ready:
+    """An implementation whose output is right for the case at hand."""
 
-    `impl` is what microsdpa is asked for; `advance` is told what was just finished.
+    implementation: Implementation
+    fields: dict[str, object]
+    error: dict[str, object]
+
+
+@dataclass
+class CaseBench:
+    """The measurement of one case by all implementations, in this process, on the current CUDA device.
+
+    Attributes:
+        seed: of the random order of turns.
+        device: where the tensors live.
+        excluded: reason by implementation, for those that must not be tried again.
+        announce: told which implementation is about to run, so that a death of the process can be laid at its door.
+        rows: what was found, so far.
     """
-    rows: list[results.Row] = []
-    modes = list(modes)
-    implementations = list(implementations)
-    for case in suite.cases:
-        bench = _CaseBench(case, impl)
+
+    case: Case
+    seed: int = 0
+    device: str = "cuda"
+    excluded: dict[str, str] = field(default_factory=dict)
+    announce: Callable[[str], None] = lambda name: None
+    rows: list[results.Row] = field(default_factory=list)
+
+    def run(self, implementations: Iterable[Implementation], modes: Sequence[str]) -> list[results.Row]:
+        """Rows of every implementation and mode; a refusal, a failure or a wrong answer is a row too."""
+        self.input_sets = [make(self.case, self.device)]
+        self.tensors = self.input_sets[0]
+        self.expectation = Expectation(self.case, self.tensors)
+        ready = {}
         for implementation in implementations:
-            rows += bench.run(implementation, modes)
-            advance(f"{case} {implementation.name}")
-        del bench
-        torch.cuda.empty_cache()
-    return rows
+            checked = self._check(implementation, modes)
+            if checked is not None:
+                ready[title(implementation)] = checked
+        for mode in modes:
+            self._time(mode, ready)
+        return self.rows
 
-
-class _CaseBench:
-    """One case: its inputs, what the oracle says of them, and the measurements."""
-
-    def __init__(self, case: Case, impl: str) -> None:
-        self.case = case
-        self.impl = impl
-        self.tensors = make(case, "cuda")
-        self.expected, _ = reference.oracle(*self.tensors, causal=case.causal, scale=case.scale)
-        eager, _ = reference.eager(*self.tensors, causal=case.causal, scale=case.scale)
-        self.allowed = compare.tolerance(eager, self.expected, self.tensors[0].dtype)
-        query_elements = case.batch * case.heads * case.seqlen_q * case.head_dim
-        key_elements = case.batch * case.kv_heads * case.seqlen_k * case.head_dim
-        self.tensor_bytes = 2 * (query_elements + key_elements) * ELEMENT_BYTES[case.dtype]
-        flops = 4 * query_elements * case.seqlen_k
-        self.flops = flops // 2 if case.causal else flops
-
-    def run(self, implementation: Implementation, modes: list[str]) -> list[results.Row]:
-        """Rows of one implementation, one per mode; a refusal, a failure or a wrong answer is a row too."""
-        fields = self._identity(implementation)
-        if reason := implementation.refuses(self.case):
-            return [self._row(mode, fields, status="unavailable", reason=reason) for mode in modes]
-        try:
-            with torch.no_grad(), implementation.context():
-                out = torch.full_like(self.tensors[0], torch.nan)
-                errors = compare.measure(implementation.run(self.case, self.tensors, out), self.expected)
-                record = compare.as_record(errors, self.allowed)
-                if not self.allowed.admits(errors):
-                    reason = f"differs from the oracle by {errors.max_abs:.3g} at {list(errors.worst)}"
-                    return [self._row(m, fields, error=record, status="wrong", reason=reason) for m in modes]
-                return [self._timed(implementation, mode, fields, record) for mode in modes]
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            return [self._row(mode, fields, status="unavailable", reason=reason) for mode in modes]
-
-    def _timed(
-        self, implementation: Implementation, mode: str, fields: dict[str, object], record: dict[str, object]
-    ) -> results.Row:
-        sets = timing.cold_sets(self.tensor_bytes, self.tensors[0].device) if mode == "cold" else 1
-        inputs = [self.tensors] + [make(self.case, "cuda", salt) for salt in range(1, sets)]
-        outs = [torch.empty_like(query) for query, _, _ in inputs]
-        call = implementation.run
-        timed = timing.measure(mode, lambda i: call(self.case, inputs[i], outs[i]), sets)
-        return self._row(
-            mode,
-            fields,
-            error=record,
-            median_us=timed.median_us,
-            min_us=timed.min_us,
-            samples_us=[round(sample, 4) for sample in timed.samples_us],
-            tflops=self.flops / timed.median_us / 1e6 if mode in ("graph", "cold") else None,
-        )
-
-    def _row(self, mode: str, fields: dict[str, object], **measured: object) -> results.Row:
-        return results.row(self.case, **(fields | {"mode": mode} | measured))
-
-    def _identity(self, implementation: Implementation) -> dict[str, object]:
+    def _check(self, implementation: Implementation, modes: Sequence[str]) -> _Ready | None:
+        """The implementation with its error, or None after rows that say why it is not timed."""
         fields: dict[str, object] = {
             "impl": implementation.name,
             "version": implementation.version,
             "variant": implementation.variant,
+            "op": implementation.op,
+            "dtype": implementation.arithmetic or self.case.dtype,
         }
-        if implementation.name != "microsdpa":
-            return fields
-        case = self.case
-        found = explain(
-            *self.tensors,
-            causal=case.causal,
-            scale=case.scale,
-            enable_gqa=case.kv_heads != case.heads,
-            impl=self.impl,
+        modes = _modes_of(implementation, modes)
+        reason = self.excluded.get(title(implementation)) or implementation.absence or implementation.refuses(self.case)
+        if reason:
+            self._refuse(modes, fields, "unavailable", reason)
+            return None
+        self.announce(title(implementation))
+        try:
+            fields |= self._identity(implementation)
+            with torch.no_grad(), implementation.context():
+                out = torch.full_like(self.tensors[0], torch.nan)
+                call = implementation.bind(self.case, self.tensors, out)  # it owns memory: alive until compared
+                output = implementation.decode(call())
+                error, wrong = self.expectation.check(output, implementation.arithmetic)
+        except Exception as failure:  # a peer's own
+            self._refuse(modes, fields, _status_of(implementation, failure), _reason_of(failure))
+            return None
+        if wrong:
+            self._refuse(modes, fields | {"error": error}, "wrong", wrong)
+            return None
+        return _Ready(implementation, fields, error)
+
+    def _time(self, mode: str, ready: dict[str, _Ready]) -> None:
+        runners: dict[str, timing.Runner] = {}
+        taking_part = {name: one for name, one in ready.items() if mode in _modes_of(one.implementation, [mode])}
+        for name, one in taking_part.items():
+            self.announce(name)
+            try:
+                with torch.no_grad(), one.implementation.context():
+                    runners[name] = _prepare(mode, self._calls(one.implementation, mode))
+            except Exception as failure:
+                self._refuse([mode], one.fields, _status_of(one.implementation, failure), _reason_of(failure))
+        if mode in timing.ON_DEVICE:
+            runners[EMPTY_KERNEL] = timing.prepare("graph", [graphs.empty_kernel()])
+
+        def around(name: str, turn: Callable[[], list[float]]) -> list[float]:
+            if name == EMPTY_KERNEL:
+                return turn()
+            self.announce(name)
+            with torch.no_grad(), taking_part[name].implementation.context():
+                return turn()
+
+        measured = timing.interleave(runners, self.seed, around)
+        state = _state_under_load(runners)
+        for name, samples in measured.items():
+            if name == EMPTY_KERNEL:
+                empty: dict[str, object] = {"impl": EMPTY_KERNEL, "op": "empty", "version": "", "kernel": None}
+                self._record(mode, empty, samples, state)
+                continue
+            one = taking_part[name]
+            if reason := self._impossible(one.implementation, runners[name], samples, measured.get(EMPTY_KERNEL)):
+                self._refuse([mode], one.fields, "wrong", reason)
+            else:
+                nodes = _nodes_per_call(runners[name])
+                self._record(mode, one.fields | {"error": one.error, "nodes": nodes}, samples, state)
+
+    def _calls(self, implementation: Implementation, mode: str) -> list[Call]:
+        sets = 1
+        if mode == "cold":
+            cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+            sets = timing.cold_sets(roofline.tensor_bytes(self.case, implementation.arithmetic), cache)
+        while len(self.input_sets) < sets:
+            self.input_sets.append(make(self.case, self.device, salt=len(self.input_sets)))
+        return [
+            implementation.bind(self.case, tensors, torch.empty_like(tensors[0])) for tensors in self.input_sets[:sets]
+        ]
+
+    def _impossible(
+        self, implementation: Implementation, runner: timing.Runner, samples: list[float], empty: list[float] | None
+    ) -> str:
+        """Why a device time cannot be that of the work; empty when it can."""
+        if not isinstance(runner, timing.GraphRunner):
+            return ""
+        if runner.graph.nodes == 0:
+            return "the graph captured nothing: its kernels run on a stream of their own"
+        found = statistics.median(samples).value
+        bounds = [(LEAST_SHARE_OF_EMPTY * statistics.median(empty).value, "half of an empty kernel")] if empty else []
+        device = DEVICES.get(environment.gpu_slug(environment.gpu_name()))
+        limit = roofline.floor(self.case, device, implementation.arithmetic) if device else None
+        if limit is not None:
+            bounds.append((LEAST_SHARE_OF_FLOOR * limit.warm_us, f"the roofline floor of {limit.warm_us:.3f} us"))
+        return "; ".join(
+            f"{found:.3f} us a call in a graph is below {what}: the graph does not hold the work"
+            for bound, what in bounds
+            if found < bound
         )
+
+    def _record(self, mode: str, fields: dict[str, object], samples: list[float], state: dict[str, object]) -> None:
+        interval = statistics.median(samples)
+        on_device = mode in timing.ON_DEVICE and fields["op"] != "empty"
+        self.rows.append(
+            self._row(
+                mode,
+                fields,
+                median_us=interval.value,
+                min_us=min(samples),
+                samples_us=[round(sample, 4) for sample in samples],
+                interval_us=[round(interval.low, 4), round(interval.high, 4)],
+                tflops=roofline.flops(self.case) / interval.value / 1e6 if on_device else None,
+                **state,
+            )
+        )
+
+    def _refuse(self, modes: Sequence[str], fields: dict[str, object], status: str, reason: str) -> None:
+        self.rows += [self._row(mode, fields, status=status, reason=reason) for mode in modes]
+
+    def _row(self, mode: str, fields: dict[str, object], **measured: object) -> results.Row:
+        common: dict[str, object] = {"mode": mode, "inputs": self.case.dtype, "kind": self.case.kind}
+        return results.row(self.case, **(common | {"order_seed": self.seed} | fields | measured))
+
+    def _identity(self, implementation: Implementation) -> dict[str, object]:
+        """Which kernel of ours answers."""
+        impl = getattr(implementation, "impl", None)
+        if impl is None:
+            return {}
+        case = self.case
+        gqa = case.kv_heads != case.heads
+        found = explain(*self.tensors, causal=case.causal, scale=case.scale, enable_gqa=gqa, impl=impl)
         assert found.spec is not None
         target = target_of(torch.cuda.get_device_capability())
-        return fields | {
+        return {
             "kernel": found.spec.name,
             "signature": found.signature,
             "code_signature": code_signature(found.spec, target),
-            "requested": self.impl,
+            "requested": impl,
         }
+
+
+def title(implementation: Implementation) -> str:
+    """Name and variant."""
+    return " ".join(filter(None, (implementation.name, implementation.variant)))
+
+
+def _modes_of(implementation: Implementation, modes: Sequence[str]) -> list[str]:
+    """On the device all variants of a call do the same; only the host can tell them apart."""
+    return [mode for mode in modes if not implementation.variant or mode not in timing.ON_DEVICE]
+
+
+def _prepare(mode: str, calls: Sequence[Call]) -> timing.Runner:
+    with graphs.programmatic_launches(mode != "graph_nopdl"):
+        return timing.prepare(mode, calls)
+
+
+def _nodes_per_call(runner: timing.Runner) -> float | None:
+    return runner.graph.nodes / runner.calls if isinstance(runner, timing.GraphRunner) else None
+
+
+def _state_under_load(runners: dict[str, timing.Runner]) -> dict[str, object]:
+    """Clocks and power while the first graph runs; nothing in the modes that have none."""
+    runner = next((r for r in runners.values() if isinstance(r, timing.GraphRunner)), None)
+    return {} if runner is None else environment.gpu_state(runner.turn)
+
+
+def _reason_of(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {first_line(failure)}"
+
+
+def _status_of(implementation: Implementation, failure: Exception) -> str:
+    """A peer that fails is not there; this library may refuse a problem, but any other failure is a defect.
+
+    Raises:
+        SystemExit: the failure has broken the device's context, so nothing more can be measured in this process.
+    """
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        raise SystemExit(f"{implementation.name}: {_reason_of(failure)}") from failure
+    refused = implementation.name != "microsdpa" or isinstance(failure, UnsupportedProblem)
+    return "unavailable" if refused else "wrong"

@@ -10,7 +10,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+UNIT_ROUNDOFF = {
+    torch.float16: 2.0**-11,
+    torch.bfloat16: 2.0**-8,
+    torch.float32: 2.0**-24,
+    torch.float8_e4m3fn: 2.0**-4,
+}
 
 
 @dataclass(frozen=True)

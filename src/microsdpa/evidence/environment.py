@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,6 +47,11 @@ def gpu_slug(name: str | None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", "".join(words).lower()).strip("-")
 
 
+def gpu_name() -> str | None:
+    """Name of the current GPU; None where there is none."""
+    return None if launcher.device_error() else torch.cuda.get_device_name(torch.cuda.current_device())
+
+
 def describe() -> dict[str, object]:
     """The `environment` object of a result file; GPU fields are null on a machine without one."""
     version = launcher.driver_version()
@@ -83,6 +89,31 @@ def describe() -> dict[str, object]:
             driver, clock, power = (field.strip() for field in fields.split(","))
             described |= {"driver": driver, "sm_clock_mhz": _number(clock), "power_cap_w": _number(power)}
     return described
+
+
+STATE = {
+    "sm_clock_mhz": "clocks.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "temperature_c": "temperature.gpu",
+}
+"""Fields of a measured row, and what nvidia-smi calls them."""
+
+
+def gpu_state(work: Callable[[], object]) -> dict[str, object]:
+    """Clocks, power and temperature of the current GPU while `work` is done over and over; empty without nvidia-smi."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    query = f"--query-gpu={','.join(STATE.values())}"
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return {}
+    with asked:
+        while asked.poll() is None:
+            work()
+        answer = asked.stdout.read() if asked.stdout else ""
+    return dict(zip(STATE, map(_number, answer.split(",")), strict=False)) if asked.returncode == 0 else {}
 
 
 def _number(text: str) -> float | None:

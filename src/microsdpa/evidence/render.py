@@ -13,13 +13,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import probes, results
+from microsdpa.evidence import probes, results, statistics
+from microsdpa.evidence.peers import PEERS, slug
+from microsdpa.evidence.timing import ON_DEVICE
+from microsdpa.evidence.worker import ALONE
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import Problem
 from microsdpa.select import select
 
 MARKER = re.compile(
-    r"(?P<head><!-- microsdpa:table (?P<options>[^>]*?) -->\n)(?P<body>.*?)(?P<tail><!-- microsdpa:end -->)",
+    r"(?P<head><!-- microsdpa:(?P<what>table|peers) ?(?P<options>[^>]*?) ?-->\n)"
+    r"(?P<body>.*?)(?P<tail><!-- microsdpa:end -->)",
     re.DOTALL,
 )
 STALE = "stale"
@@ -42,10 +46,12 @@ def rendered(text: str, results_directory: Path, name: str) -> str:
     """
 
     def replace(match: re.Match[str]) -> str:
+        if match["what"] == "peers":
+            return match["head"] + peers_table() + match["tail"]
         options = dict(option.split("=", 1) for option in match["options"].split() if "=" in option)
         return match["head"] + _table(options, results_directory, name) + match["tail"]
 
-    opened, matched = text.count("<!-- microsdpa:table "), len(MARKER.findall(text))
+    opened, matched = len(re.findall("<!-- microsdpa:(?!end)", text)), len(MARKER.findall(text))
     if opened != matched:
         raise RenderError(f"{name}: {opened} table markers, but {matched} of them are closed by microsdpa:end")
     return MARKER.sub(replace, text)
@@ -65,6 +71,13 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     if "mode" not in options:
         raise RenderError(f"{name}: a table of timings needs mode=, got {options}")
     return timing_table(result, options["mode"])
+
+
+def peers_table() -> str:
+    """One line a peer: how it is called and where it comes from."""
+    lines = [["peer", "on the command line", "called as", "install"], ["---"] * 4]
+    lines += [[p.name, f"`{slug(p.name)}`", p.configuration, f"`{p.package}`" if p.package else "torch"] for p in PEERS]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def provenance(result: results.Result) -> str:
@@ -99,16 +112,17 @@ def is_stale(row: results.Row, target: str) -> bool:
 
 def timing_table(result: results.Result, mode: str) -> str:
     """Microseconds: one line per case, one column per implementation, and the ratio to the best peer."""
-    rows = [row for row in result["rows"] if row["mode"] == mode]
+    rows = [row for row in result["rows"] if row["mode"] == mode and row["op"] != "empty"]
     if not rows:
         raise RenderError(f"suite {result['suite']} has no rows of mode {mode!r}")
-    columns = list(dict.fromkeys((row["impl"], row.get("variant", "")) for row in rows))
-    if mode in ("graph", "cold"):
+    columns = list(dict.fromkeys(_column(row) for row in rows))
+    columns = [c for c in columns if any(row["status"] != "unavailable" for row in rows if _column(row) == c)]
+    if mode in ON_DEVICE:
         # On the device both variants do the same; only the host can tell them apart.
-        columns = [c for c in columns if c[1] == ""]
+        columns = [c for c in columns if c[1] != "out="]
     cases: dict[str, list[results.Row]] = {}
     for row in rows:
-        cases.setdefault(_case_name(row), []).append(row)
+        cases.setdefault(case_name(row), []).append(row)
     head = [
         "(B, H, S_q, S_k, D), dtype, mask",
         *(" ".join(filter(None, c)) for c in columns),
@@ -116,13 +130,27 @@ def timing_table(result: results.Result, mode: str) -> str:
     ]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for name, members in cases.items():
-        by_column = {(row["impl"], row.get("variant", "")): row for row in members}
+        by_column = {_column(row): row for row in members}
         target = result["environment"].get("target") or ""
         lines.append([name, *(_cell(by_column.get(c), target) for c in columns), _ratio(members)])
-    notes = sorted({f"{row['impl']}: {row['reason']}" for row in rows if row["status"] != "ok"})
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "".join(
-        f"\n{line}" for line in [provenance(result), *(f"- {note}\n" for note in notes)]
-    )
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}{_notes(rows)}"
+
+
+def _notes(rows: list[results.Row]) -> str:
+    """One line for every reason why a cell has no number, with the number of cases that it holds for."""
+    counts: dict[tuple[str, str], int] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            key = row["impl"], row["reason"]
+            counts[key] = counts.get(key, 0) + 1
+    lines = [
+        f"- {impl}: {reason}{f' ({count} cases)' if count > 1 else ''}\n" for (impl, reason), count in counts.items()
+    ]
+    return "".join(["\n", *sorted(lines)]) if lines else ""
+
+
+def _column(row: results.Row) -> tuple[str, str]:
+    return row["impl"], row.get("variant", "")
 
 
 def verify_table(result: results.Result) -> str:
@@ -169,12 +197,14 @@ def instructions_table(result: results.Result) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}"
 
 
-def _case_name(row: results.Row) -> str:
+def case_name(row: results.Row) -> str:
+    """Shape, type of the inputs, and mask: what a row of a table is called."""
     s = row["shape"]
     heads = str(s["h"]) if s["h"] == s["h_kv"] else f"{s['h']}:{s['h_kv']}"
     alignment = "" if s["s_q"] == s["s_k"] else f" {row['mask']}"
     mask = "" if row["mask"] == "none" else f", causal{alignment}"
-    return f"({s['b']}, {heads}, {s['s_q']}, {s['s_k']}, {s['d']}), {row['dtype']}{mask}"
+    kind = "" if row.get("kind", "normal") == "normal" else f", {row['kind']}"
+    return f"({s['b']}, {heads}, {s['s_q']}, {s['s_k']}, {s['d']}), {row.get('inputs', row['dtype'])}{mask}{kind}"
 
 
 def _cell(row: results.Row | None, target: str) -> str:
@@ -188,9 +218,13 @@ def _cell(row: results.Row | None, target: str) -> str:
 
 def _ratio(rows: Iterable[results.Row]) -> str:
     timed = [row for row in rows if row["status"] == "ok"]
-    peers = [quoted_us(row) for row in timed if row["impl"] != "microsdpa"]
-    ours = [quoted_us(row) for row in timed if row["impl"] == "microsdpa"]
-    return f"{min(peers) / ours[0]:.2f}x" if peers and ours else ""
+    peers = [row for row in timed if row["impl"] != "microsdpa"]
+    ours = [row for row in timed if row["impl"] == "microsdpa" and row.get("variant", "") != ALONE]
+    if not peers or not ours:
+        return ""
+    best = min(peers, key=quoted_us)
+    tie = statistics.compare(ours[0]["samples_us"], best["samples_us"]) == "tie"
+    return f"{quoted_us(best) / quoted_us(ours[0]):.2f}x{' (tie)' if tie else ''}"
 
 
 def render(root: Path, results_directory: Path) -> list[Path]:

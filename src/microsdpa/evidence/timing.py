@@ -2,107 +2,159 @@
 
 from __future__ import annotations
 
-import statistics
+import functools
+import itertools
+import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-GRAPH_CALLS, GRAPH_REPLAYS = 20, 30
-EAGER_CALLS, EAGER_REPEATS = 200, 7
-HOST_CALLS, HOST_REPEATS, HOST_CALLS_IN_FLIGHT = 5000, 5, 200
-WARM_UP_SECONDS = 0.05
+from microsdpa.evidence.graphs import CapturedGraph
+from microsdpa.evidence.peers import Call
 
-MODES = ("graph", "cold", "eager", "host")
+MODES = ("graph", "graph_nopdl", "cold", "eager", "host")
+DEFAULT_MODES = ("graph", "cold", "eager", "host")
+ON_DEVICE = ("graph", "graph_nopdl", "cold")
+"""Modes that time the device alone."""
 
-Call = Callable[[int], object]
-"""A timed call; the argument selects one of the input sets."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Latency of one call in one mode, in microseconds."""
-
-    mode: str
-    samples_us: tuple[float, ...]
-
-    @property
-    def median_us(self) -> float:
-        """Median of the samples."""
-        return statistics.median(self.samples_us)
-
-    @property
-    def min_us(self) -> float:
-        """The fastest sample."""
-        return min(self.samples_us)
+GRAPH_CALLS, GRAPH_SAMPLES_PER_TURN, GRAPH_TURNS, GRAPH_MIN_TURNS, GRAPH_BUDGET_US = 20, 5, 6, 3, 1.5e6
+EAGER_CALLS, EAGER_TURNS = 200, 7
+HOST_CALLS, HOST_TURNS, HOST_CALLS_IN_FLIGHT = 5000, 5, 200
+STEADY_BLOCK_US, STEADY_TOLERANCE, STEADY_BLOCKS, MAX_WARM_UP_SECONDS = 10_000, 0.01, 3, 1.0
 
 
-def cold_sets(tensor_bytes: int, device: torch.device) -> int:
-    """Input sets whose total exceeds twice the L2 cache."""
-    return 2 * torch.cuda.get_device_properties(device).L2_cache_size // tensor_bytes + 1
+class Runner:
+    """Something that gives samples, in microseconds a call, a few at a time so that several can take turns."""
+
+    turns: int
+
+    def turn(self) -> list[float]:
+        """The samples of one turn."""
+        raise NotImplementedError
 
 
-def measure(mode: str, call: Call, sets: int = 1) -> Timing:
-    """Time `call` in one of MODES; "cold" rotates through `sets` input sets.
+class GraphRunner(Runner):
+    """Back-to-back calls in one CUDA graph; a sample is a replay, which starts while the device is still busy."""
 
-    Raises:
-        ValueError: the mode is unknown.
-    """
-    if mode == "graph":
-        return Timing(mode, _graph(call, GRAPH_CALLS, 1))
-    if mode == "cold":
-        return Timing(mode, _graph(call, max(GRAPH_CALLS, sets), sets))
-    if mode == "eager":
-        return Timing(mode, _eager(call))
-    if mode == "host":
-        return Timing(mode, _host(call))
-    raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+    def __init__(self, calls: Sequence[Call]) -> None:
+        count = max(GRAPH_CALLS, len(calls))
+        self.graph = CapturedGraph([calls[i % len(calls)] for i in range(count)])
+        self.calls = count
+        replay_us = self._warm_up()
+        # Long replays take fewer turns, but never fewer than 15 samples.
+        turns = int(GRAPH_BUDGET_US / (replay_us * (GRAPH_SAMPLES_PER_TURN + 1)))
+        self.turns = min(GRAPH_TURNS, max(GRAPH_MIN_TURNS, turns))
 
+    def _warm_up(self) -> float:
+        """Replay until successive blocks of time agree, so that the clock is steady; gives microseconds a replay."""
+        replays, previous, agreeing = 1, 0.0, 0
+        deadline = time.perf_counter() + MAX_WARM_UP_SECONDS
+        while True:
+            each = _elapsed_us(functools.partial(self._replay, replays)) / replays
+            if replays * each < STEADY_BLOCK_US:
+                replays = min(10_000, max(replays + 1, round(STEADY_BLOCK_US / each)))
+            else:
+                agreeing = agreeing + 1 if abs(each - previous) <= STEADY_TOLERANCE * each else 1
+                previous = each
+            if agreeing >= STEADY_BLOCKS or time.perf_counter() > deadline:
+                return each
 
-def _graph(call: Call, calls: int, sets: int) -> tuple[float, ...]:
-    """`calls` back-to-back calls in one CUDA graph; one sample per replay."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
-        for i in range(max(3, sets)):
-            call(i % sets)
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(i % sets)
-    deadline = time.perf_counter() + WARM_UP_SECONDS
-    while time.perf_counter() < deadline:
-        graph.replay()
+    def _replay(self, times: int) -> None:
+        for _ in range(times):
+            self.graph.replay()
+
+    def turn(self) -> list[float]:
+        """One replay that is not timed, then some that are, with no gap between them."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(GRAPH_SAMPLES_PER_TURN + 1)]  # type: ignore[no-untyped-call]
+        self.graph.replay()
+        marks[0].record()
+        for mark in marks[1:]:
+            self.graph.replay()
+            mark.record()
         torch.cuda.synchronize()
-    return tuple(_elapsed_us(graph.replay) / calls for _ in range(GRAPH_REPLAYS))
+        return [float(start.elapsed_time(end)) * 1e3 / self.calls for start, end in itertools.pairwise(marks)]
 
 
-def _eager(call: Call) -> tuple[float, ...]:
-    def burst() -> None:
+class EagerRunner(Runner):
+    """Plain calls between two events."""
+
+    turns = EAGER_TURNS
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._burst()
+
+    def _burst(self) -> None:
         for _ in range(EAGER_CALLS):
-            call(0)
+            self.call()
 
-    burst()
-    return tuple(_elapsed_us(burst) / EAGER_CALLS for _ in range(EAGER_REPEATS))
+    def turn(self) -> list[float]:
+        """One burst."""
+        return [_elapsed_us(self._burst) / EAGER_CALLS]
 
 
-def _host(call: Call) -> tuple[float, ...]:
+class HostRunner(Runner):
     """CPU time to issue a call. The device drains, unmeasured, between short runs: a full launch queue would block."""
-    for _ in range(HOST_CALLS_IN_FLIGHT):
-        call(0)
-    samples = []
-    for _ in range(HOST_REPEATS):
+
+    turns = HOST_TURNS
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        for _ in range(HOST_CALLS_IN_FLIGHT):
+            call()
+
+    def turn(self) -> list[float]:
+        """HOST_CALLS calls."""
         total = 0.0
         for _ in range(HOST_CALLS // HOST_CALLS_IN_FLIGHT):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(HOST_CALLS_IN_FLIGHT):
-                call(0)
+                self.call()
             total += time.perf_counter() - start
-        samples.append(total / HOST_CALLS * 1e6)
-    torch.cuda.synchronize()
-    return tuple(samples)
+        torch.cuda.synchronize()
+        return [total / HOST_CALLS * 1e6]
+
+
+def prepare(mode: str, calls: Sequence[Call]) -> Runner:
+    """A warm runner for a mode; "cold" rotates through `calls`, one for each input set, the others use the first.
+
+    Raises:
+        ValueError: the mode is unknown.
+    """
+    if mode in ("graph", "graph_nopdl"):
+        return GraphRunner(calls[:1])
+    if mode == "cold":
+        return GraphRunner(calls)
+    if mode == "eager":
+        return EagerRunner(calls[0])
+    if mode == "host":
+        return HostRunner(calls[0])
+    raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {mode!r}")
+
+
+def interleave(
+    runners: Mapping[str, Runner], seed: int, around: Callable[[str, Callable[[], list[float]]], list[float]]
+) -> dict[str, list[float]]:
+    """Samples of every runner: in each round those with turns left take one, in a random order.
+
+    `around(name, turn)` runs a turn and gives its samples: the caller's chance to enter a context. A runner that fails
+    raises through it.
+    """
+    order = random.Random(seed)
+    samples: dict[str, list[float]] = {name: [] for name in runners}
+    for round_ in range(max((runner.turns for runner in runners.values()), default=0)):
+        names = [name for name, runner in runners.items() if round_ < runner.turns]
+        order.shuffle(names)
+        for name in names:
+            samples[name] += around(name, runners[name].turn)
+    return samples
+
+
+def cold_sets(tensor_bytes: int, cache_bytes: int) -> int:
+    """Input sets whose total exceeds twice a cache."""
+    return 2 * cache_bytes // tensor_bytes + 1
 
 
 def _elapsed_us(run: Callable[[], object]) -> float:

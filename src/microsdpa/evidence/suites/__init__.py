@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any
 
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence.inputs import Case
@@ -12,11 +13,25 @@ from microsdpa.evidence.inputs import Case
 
 @dataclass(frozen=True)
 class Suite:
-    """A named list of cases."""
+    """A named list of cases.
+
+    Attributes:
+        processes: "case" measures each case in a process of its own, "suite" all of them in one.
+        alone: whether this library is measured a second time, in a process without peers: a process that has loaded
+            some ten kernels launches every later one more slowly.
+        modes: what `microsdpa bench` measures unless it is told otherwise.
+        eight_bit: whether 8-bit implementations take part.
+        labels: what a case is, such as the model that it is from.
+    """
 
     name: str
     title: str
     cases: tuple[Case, ...]
+    processes: str = "suite"
+    modes: tuple[str, ...] = ("graph",)
+    eight_bit: bool = False
+    alone: bool = False
+    labels: dict[Case, str] = field(default_factory=dict, hash=False)
 
 
 def names() -> list[str]:
@@ -34,4 +49,42 @@ def load(name: str) -> Suite:
     if name not in names():
         raise InvalidArgument("suite", expected=f"one of {', '.join(names())}", got=repr(name), hint="name a suite")
     data = json.loads(resources.files(__name__).joinpath(f"{name}.json").read_text(encoding="utf-8"))
-    return Suite(name, data["title"], tuple(Case(**case) for case in data["cases"]))
+    return _parse(name, data)
+
+
+def _parse(name: str, data: dict[str, Any]) -> Suite:
+    cases, labels = [], {}
+    for fields in data["cases"] + _token_table(data.get("tokens")):
+        label = fields.pop("label", "")
+        case = Case(**fields)
+        cases.append(case)
+        labels[case] = label
+    return Suite(
+        name,
+        data["title"],
+        tuple(dict.fromkeys(cases)),
+        processes=data.get("processes", "suite"),
+        modes=tuple(data.get("modes", ("graph",))),
+        eight_bit=data.get("eight_bit", False),
+        alone=data.get("alone", False),
+        labels={case: label for case, label in labels.items() if label},
+    )
+
+
+def _token_table(table: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The FlashAttention papers' protocol: a fixed number of tokens and hidden size, over S, D and the mask."""
+    if table is None:
+        return []
+    return [
+        {
+            "batch": table["total"] // seqlen,
+            "heads": table["hidden"] // head_dim,
+            "seqlen_q": seqlen,
+            "seqlen_k": seqlen,
+            "head_dim": head_dim,
+            "causal": causal,
+        }
+        for head_dim in table["head_dims"]
+        for causal in (None, "upper_left")
+        for seqlen in table["seqlens"]
+    ]

@@ -1,0 +1,84 @@
+"""What samples allow to be said: medians and ratios with bootstrap intervals, and when two times are a tie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+SEED = 20_251_120
+
+Verdict = Literal["faster", "slower", "tie"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the bounds of its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the two intervals share a point."""
+        return self.low <= other.high and other.low <= self.high
+
+    def __str__(self) -> str:
+        """Such as "9.27 [9.25, 9.31]"."""
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def _check(samples: Sequence[float]) -> torch.Tensor:
+    if not samples or any(not math.isfinite(sample) or sample <= 0 for sample in samples):
+        raise ValueError(f"samples: expected positive finite numbers, got {list(samples)[:5]}")
+    return torch.tensor(samples, dtype=torch.float64)
+
+
+def _median(rows: torch.Tensor) -> torch.Tensor:
+    """Median along the last dimension; of an even count the mean of the middle two."""
+    ordered = rows.sort(dim=-1).values
+    count = rows.shape[-1]
+    return (ordered[..., (count - 1) // 2] + ordered[..., count // 2]) / 2
+
+
+def _resampled_medians(samples: Sequence[float], salt: int) -> torch.Tensor:
+    values = _check(samples)
+    generator = torch.Generator().manual_seed(SEED + salt)
+    picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
+    return _median(values[picks])
+
+
+def _percentiles(estimates: torch.Tensor) -> tuple[float, float]:
+    tail = (1 - CONFIDENCE) / 2
+    low, high = estimates.quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def median(samples: Sequence[float]) -> Interval:
+    """Median with its percentile-bootstrap interval. The same samples give the same interval.
+
+    Raises:
+        ValueError: there are no samples, or one is no positive finite number.
+    """
+    low, high = _percentiles(_resampled_medians(samples, 0))
+    return Interval(float(_median(_check(samples))), low, high)
+
+
+def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
+    """Ratio of the medians with its interval; the two sides are resampled independently."""
+    estimates = _resampled_medians(numerator, 1) / _resampled_medians(denominator, 2)
+    low, high = _percentiles(estimates)
+    return Interval(float(_median(_check(numerator)) / _median(_check(denominator))), low, high)
+
+
+def compare(ours: Sequence[float], theirs: Sequence[float]) -> Verdict:
+    """Whether `ours` are faster, slower, or, when the intervals of the medians overlap, a tie."""
+    mine, other = median(ours), median(theirs)
+    if mine.overlaps(other):
+        return "tie"
+    return "faster" if mine.value < other.value else "slower"

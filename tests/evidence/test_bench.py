@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from microsdpa import reference
+from microsdpa.errors import InvalidArgument
+from microsdpa.evidence import bench, environment, graphs, results, suites, timing, worker
+from microsdpa.evidence.bench import CaseBench
+from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.peers import Call, Implementation, Tensors
+from microsdpa.evidence.suites import Suite
+from microsdpa.runtime import launcher
+
+CASE = Case(1, 8, 512, 512, 64)  # its floor on an H200 is 0.54 us
+
+
+class Fake(Implementation):
+    """Right by default; `times` are what it is said to take, `nodes` what its graph caught."""
+
+    def __init__(self, name: str, times: Sequence[float] = (9.0,), nodes: int = 20, scale: float | None = None) -> None:
+        self.name = name  # type: ignore[misc]
+        self.times, self.nodes, self.scale = times, nodes, scale
+
+    def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
+        class Bound:
+            times, nodes = self.times, self.nodes
+
+            def __call__(inner) -> torch.Tensor:
+                return reference.oracle(*tensors, scale=self.scale)[0].half()
+
+        return Bound()
+
+
+class Failing(Fake):
+    def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
+        raise ValueError("no kernel\nfor this")
+
+
+class Absent(Fake):
+    def unavailable(self) -> str:
+        return "not installed: pip install absent"
+
+
+class FakeGraphRunner(timing.GraphRunner):
+    def __init__(self, call: Any) -> None:
+        self.calls, self.turns, self.times = 20, 3, call.times
+        self.graph = type("Graph", (), {"nodes": call.nodes})()
+
+    def turn(self) -> list[float]:
+        return list(self.times)
+
+
+class FakeRunner(timing.Runner):
+    turns = 2
+
+    def turn(self) -> list[float]:
+        return [5.0, 6.0]
+
+
+@pytest.fixture
+def on_a_pretended_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    empty = type("Empty", (), {"times": (0.6,), "nodes": 20})()
+    monkeypatch.setattr(graphs, "empty_kernel", lambda: empty)
+    monkeypatch.setattr(graphs, "programmatic_launches", lambda enabled: torch.no_grad())
+    monkeypatch.setattr(environment, "gpu_state", lambda work: {"sm_clock_mhz": 1980.0})
+    monkeypatch.setattr(environment, "gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(
+        timing, "prepare", lambda mode, calls: FakeGraphRunner(calls[0]) if mode == "graph" else FakeRunner()
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return
+
+
+def rows_of(*implementations: Implementation, modes: Sequence[str] = ("graph",)) -> dict[str, results.Row]:
+    rows = CaseBench(CASE, device="cpu").run(implementations, modes)
+    result = results.make("mission", "microsdpa bench", rows)
+    results.validate(json.loads(json.dumps(result)), "test")
+    return {row["impl"]: row for row in rows}
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+def test_a_right_peer_is_timed_with_its_interval_and_the_state_of_the_gpu() -> None:
+    rows = rows_of(Fake("right", times=(9.0, 9.1, 9.2)))
+    row = rows["right"]
+    assert row["status"] == "ok"
+    assert row["median_us"] == 9.1
+    assert row["interval_us"][0] <= 9.1 <= row["interval_us"][1]
+    assert len(row["samples_us"]) == 9
+    assert row["sm_clock_mhz"] == 1980.0
+    assert row["nodes"] == 1.0
+    assert row["tflops"] == pytest.approx(536.870912 / 9.1, rel=1e-3)
+    assert rows[bench.EMPTY_KERNEL]["median_us"] == 0.6
+    assert rows[bench.EMPTY_KERNEL]["op"] == "empty"
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+@pytest.mark.parametrize(
+    ("peer", "status", "reason"),
+    [
+        (Fake("wrong", scale=0.2), "wrong", "differs from the oracle by"),
+        (Fake("other stream", nodes=0), "wrong", "the graph captured nothing"),
+        (Fake("too fast", times=(0.4,)), "wrong", "below the roofline floor of 0.543 us"),
+        (Fake("nothing", times=(0.1,)), "wrong", "below half of an empty kernel"),
+        (Failing("failing"), "unavailable", "ValueError: no kernel"),
+        (Absent("absent"), "unavailable", "pip install absent"),
+    ],
+)
+def test_a_peer_that_cannot_be_believed_is_never_timed(peer: Implementation, status: str, reason: str) -> None:
+    row = rows_of(peer)[peer.name]
+    assert row["status"] == status
+    assert reason in row["reason"]
+    assert row["median_us"] is None
+    assert row["samples_us"] == []
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+def test_a_failure_of_ours_is_a_defect_and_not_an_absence() -> None:
+    assert rows_of(Failing("microsdpa"))["microsdpa"]["status"] == "wrong"
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+def test_an_excluded_peer_keeps_its_reason() -> None:
+    excluded = {"right": "the process died of signal 11 while it ran"}
+    rows = CaseBench(CASE, device="cpu", excluded=excluded).run([Fake("right")], ["graph"])
+    assert rows[0]["reason"] == excluded["right"]
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+def test_a_variant_is_timed_on_the_host_only() -> None:
+    variant = Fake("right")
+    variant.variant = "out="
+    rows = CaseBench(CASE, device="cpu").run([Fake("right"), variant], ["graph", "host"])
+    assert sorted((row["mode"], row.get("variant", "")) for row in rows if row["impl"] == "right") == [
+        ("graph", ""),
+        ("host", ""),
+        ("host", "out="),
+    ]
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+def test_a_broken_context_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(SystemExit, match="failing: ValueError: no kernel"):
+        CaseBench(CASE, device="cpu").run([Failing("failing")], ["graph"])
+
+
+def test_turns_are_interleaved_in_an_order_that_the_seed_decides() -> None:
+    class Counting(timing.Runner):
+        def __init__(self, turns: int) -> None:
+            self.turns = turns
+
+        def turn(self) -> list[float]:
+            return [1.0]
+
+    def order(seed: int) -> list[str]:
+        seen: list[str] = []
+
+        def around(name: str, turn: Any) -> list[float]:
+            seen.append(name)
+            return list(turn())
+
+        samples = timing.interleave({name: Counting(3) for name in "abcd"} | {"e": Counting(1)}, seed, around)
+        assert [len(s) for s in samples.values()] == [3, 3, 3, 3, 1]
+        return seen
+
+    first = order(0)
+    assert first == order(0)
+    assert first != order(1)
+    assert [sorted(first[5:9]), sorted(first[9:])] == [list("abcd")] * 2  # a round holds each once
+    assert first[5:9] != first[9:]
+
+
+def test_unknown_modes_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of graph, graph_nopdl, cold, eager, host, got 'warm'"):
+        timing.prepare("warm", [])
+    assert timing.cold_sets(2 * 2**20, 50 * 2**20) * 2 > 100
+
+
+SUITE = Suite("mission", "two", (CASE, Case(1, 2, 64, 64, 64)), labels={CASE: "the mission"})
+
+
+@pytest.mark.parametrize(("processes", "jobs"), [("case", [["0"], ["1"]]), ("suite", [["0", "1"]])])
+def test_a_suite_says_how_many_processes_measure_it(
+    monkeypatch: pytest.MonkeyPatch, processes: str, jobs: list[list[str]]
+) -> None:
+    seen: list[list[str]] = []
+
+    def measure(job: dict[str, Any], finished: Any) -> Any:
+        seen.append(list(job["cases"]))
+        return {int(i): [{"impl": "microsdpa"}] for i in job["cases"]}, "", "ended with 0"
+
+    monkeypatch.setattr(worker, "_measure", measure)
+    rows = worker.run(Suite(**(vars(SUITE) | {"processes": processes})), ["graph"], "auto", "none")
+    assert seen == jobs
+    assert [row["process"] for row in rows] == ([0, 1] if processes == "case" else [0, 0])
+    assert [row["label"] for row in rows] == ["the mission", ""]
+
+
+def test_a_death_is_laid_at_the_door_of_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[dict[str, Any]] = []
+
+    def measure(job: dict[str, Any], finished: Any) -> Any:
+        jobs.append(json.loads(json.dumps(job)))
+        if "1" in job["cases"] and not job["excluded"]:
+            return {0: [{"impl": "a"}]}, "peer", "died of signal 11"
+        return {int(i): [{"impl": "b"}] for i in job["cases"]}, "", "ended with 0"
+
+    monkeypatch.setattr(worker, "_measure", measure)
+    rows = worker.run(SUITE, ["graph"], "auto", "all")
+    assert [row["impl"] for row in rows] == ["a", "b"]
+    assert jobs[1]["excluded"] == {"peer": f"the process died of signal 11 while it ran {SUITE.cases[1]}"}
+    assert list(jobs[1]["cases"]) == ["1"]
+
+
+def test_ours_is_measured_alone_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[dict[str, Any]] = []
+
+    def measure(job: dict[str, Any], finished: Any) -> Any:
+        jobs.append(job)
+        return {int(i): [{"impl": "microsdpa", "variant": ""}] for i in job["cases"]}, "", "ended with 0"
+
+    monkeypatch.setattr(worker, "_measure", measure)
+    rows = worker.run(Suite(**(vars(SUITE) | {"alone": True})), ["graph", "host"], "auto", "all")
+    assert [(job["peers"], job["modes"]) for job in jobs] == [("all", ["graph", "host"]), ("none", ["graph"])]
+    assert [(row["variant"], row["process"]) for row in rows] == [("", 0), ("", 0), ("alone", 1), ("alone", 1)]
+
+
+def test_a_process_that_keeps_dying_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_measure", lambda job, finished: ({}, "", "ended with 1 (no CUDA)"))
+    with pytest.raises(RuntimeError, match=r"the measuring process ended with 1 \(no CUDA\)"):
+        worker.run(SUITE, ["graph"], "auto", "all")
+
+
+@pytest.mark.skipif(launcher.device_error() is None, reason="this machine has a GPU")
+def test_the_process_reports_its_last_words() -> None:
+    with pytest.raises(RuntimeError, match="the measuring process ended with 1"):
+        worker.run(SUITE, ["graph"], "auto", "none")
+
+
+def test_suites_are_data() -> None:
+    assert suites.names() == ["ampere", "decode", "fp8", "mission", "prefill", "real", "small"]
+    prefill = suites.load("prefill")
+    assert len(prefill.cases) == 3 * 2 * 6
+    for case in prefill.cases:
+        assert case.batch * case.seqlen_q == 16384
+        assert case.heads * case.head_dim == 2048
+    assert all(1 <= c.batch <= 4 and 8 <= c.heads <= 32 and c.seqlen_k <= 1024 for c in suites.load("small").cases)
+    assert set(suites.load("real").labels) == set(suites.load("real").cases)
+    assert suites.load("fp8").eight_bit
+    ampere = suites.load("ampere").cases
+    assert set(ampere) > {c for c in prefill.cases if c.head_dim in (64, 128)}
+    assert {Case(1, 2, 64, 64, 64), Case(1, 4, 128, 128, 64), CASE} <= set(ampere)
+    for name in suites.names():
+        assert set(suites.load(name).modes) <= set(timing.MODES)
+        assert suites.load(name).processes in ("case", "suite")
+    with pytest.raises(InvalidArgument, match="expected one of ampere, decode"):
+        suites.load("nope")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "nope"], "expected one of ampere, decode"),
+        (["--peers", "torch-fast"], "some of torch, torch-flash"),
+    ],
+)
+def test_bench_names_what_it_knows(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "microsdpa", "bench", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
