@@ -260,7 +260,7 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 def is_bulk_addressable(tensor: torch.Tensor) -> bool:
     """Whether a tensor map can describe the tensor's strides, their alignment aside."""
     steps = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
-    return all(0 < step * tensor.element_size() < TENSOR_MAP_STRIDE_LIMIT for step in steps)
+    return all(step * tensor.element_size() < TENSOR_MAP_STRIDE_LIMIT for step in steps)
 
 
 def memory_ranges_meet(a: torch.Tensor, b: torch.Tensor) -> bool:

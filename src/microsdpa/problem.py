@@ -25,8 +25,7 @@ class Problem:
             j <= i + seqlen_k - seqlen_q.
         alignment: bytes that divide every base pointer and every row, head and batch stride: 16, or else the
             size of one element.
-        bulk: whether tensor maps can describe every tensor: no dimension repeats its elements (an expanded tensor, of
-            stride zero) and no stride reaches 2**40 bytes.
+        bulk: whether tensor maps can describe every tensor: no stride reaches 2**40 bytes.
         target: compilation target of the device, such as "sm_90a".
     """
 

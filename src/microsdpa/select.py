@@ -36,8 +36,8 @@ def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
         )
     if not problem.bulk:
         return Rejection(
-            "a tensor is expanded (stride 0) or has a stride of 2**40 bytes or more, which bulk copies cannot address",
-            "tensors with memory of their own for every element, such as .contiguous() gives",
+            "a stride of a tensor is 2**40 bytes or more, which bulk copies cannot address",
+            "tensors whose strides are smaller, such as .contiguous() gives",
         )
     return None
 

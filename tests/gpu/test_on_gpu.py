@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
@@ -186,3 +187,61 @@ def test_plans_are_reused() -> None:
     for _ in range(10):
         microsdpa.sdpa(*tensors)
     assert launcher._library.plan_count() == before
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "unaligned"])
+def test_a_plan_object_computes_what_sdpa_does(layout: str) -> None:
+    case = Case(2, 4, 70, 90, 64, heads_kv=2, causal="lower_right", layout=layout)  # type: ignore[arg-type]
+    options = {"causal": "lower_right", "enable_gqa": True, "scale": 0.2}
+    plan = microsdpa.plan(*make(case, "cuda"), **options, return_lse=True)  # type: ignore[arg-type]
+    for seed in range(3):
+        tensors = make(dataclasses.replace(case, seed=seed), "cuda")
+        expected, expected_lse = microsdpa.sdpa(*tensors, **options, return_lse=True)  # type: ignore[arg-type]
+        given = torch.empty_like(expected)
+        for out in (None, given):
+            found, lse = plan(*tensors, out=out)
+            assert torch.equal(found, expected)
+            assert torch.equal(lse, expected_lse)
+            assert out is None or found is out
+    assert plan.explanation.compiled
+
+
+def test_a_plan_object_is_captured_and_used_by_threads() -> None:
+    tensors = make(MISSION, "cuda")
+    plan = microsdpa.plan(*tensors)
+    expected = microsdpa.sdpa(*tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = plan(*tensors)
+    graph.replay()
+    assert torch.equal(captured, expected)
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = [plan(*tensors) for _ in range(50)]
+            torch.cuda.current_stream().synchronize()
+        if not all(torch.equal(out, expected) for out in outs):
+            wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_plan_object_refuses_other_tensors() -> None:
+    q, k, v = make(MISSION, "cuda")
+    plan = microsdpa.plan(q, k, v)
+    with pytest.raises(microsdpa.InvalidArgument, match="an address that is a multiple of 16 bytes"):
+        plan(torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape), k, v)
+    with pytest.raises(microsdpa.InvalidArgument, match="device cuda:0, as the plan has, got cpu"):
+        plan(q, k, v.cpu())
+    with pytest.raises(microsdpa.InvalidArgument, match="shape"):
+        plan(q[:, :4], k, v)
+    with pytest.raises(microsdpa.InvalidArgument, match="memory that no input uses"):
+        plan(q, k, v, out=q)
+    with pytest.raises(microsdpa.UnsupportedProblem, match="query requires grad"):
+        plan(q.clone().requires_grad_(), k, v)

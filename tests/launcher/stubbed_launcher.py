@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from fake_cuda import KDL_BFLOAT, install_allocator, integer, last, record, set_
 
 from microsdpa import api
 from microsdpa.api import Explanation
-from microsdpa.prepared import Plan
+from microsdpa.prepared import Expected, make_plan
+from microsdpa.problem import Problem
 from microsdpa.runtime import launcher
+from microsdpa.specs import KernelSpec, TensorMap
 
 SHAPE = (2, 4, 16, 32)
 KV = (2, 2, 24, 32)
@@ -416,6 +419,36 @@ def test_a_cluster_that_not_every_gpu_runs_is_asked_for(cluster: int, asked: int
     assert record.large_clusters == asked
 
 
+@pytest.mark.usefixtures("_four_maps", "_programmatic")
+def test_a_specification_becomes_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_kernel(spec: KernelSpec, target: str) -> SimpleNamespace:
+        assert target == "sm_90a"
+        return SimpleNamespace(spec=spec, signature=spec.name, cubin=b"cubin", symbol="kernel")
+
+    monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
+    install_allocator()
+    maps = tuple(TensorMap(name, 64, 32, 64) for name in ("value", "out", "key", "query"))
+    then = KernelSpec(
+        "test/then", "", "", (), threads=64, block_m=4, tensor_maps=maps, programmatic=True, workspace_row_bytes=24
+    )
+    spec = KernelSpec(
+        "test/first", "", "", (), 256, 8, shared_bytes=100, cluster=2, split=2, tensor_maps=maps[:1] * 4, then=then
+    )
+    problem = Problem(2, 4, 2, 16, 24, 32, "float16", causal="lower_right", target="sm_90a")
+    arguments = call()
+    launcher.prepare(problem, spec, *arguments[:4], options=5)
+    launcher.launch(*arguments)
+    first, second = last(1), last()
+    assert (list(first.grid), first.threads, first.shared_bytes) == ([2 * 2 * 8, 1, 1], 256, 100)
+    assert (list(first.cluster), first.programmatic) == ([2, 1, 1], 0)
+    assert (list(second.grid), second.threads, second.programmatic) == ([4 * 8, 1, 1], 64, 1)
+    assert [words[0] for words in first.tensor_maps[:4]] == [0x300000] * 4
+    assert [words[0] for words in second.tensor_maps[:4]] == [0x300000, 0x400000, 0x200000, 0x100000]
+    assert maps_of_last()[0].box == (32, 64, 1, 1)
+    assert integer("stub_last_bytes") == 24 * 2 * 4 * 16
+    assert second.params.diagonal == 24 - 16
+
+
 def prepared(arguments: list[Any]) -> Any:
     query, key, value, out, _, options, scale = arguments
     return library.prepared_call(query, key, value, out, options, scale)
@@ -467,9 +500,7 @@ def test_a_prepared_call_allocates_when_no_output_is_given() -> None:
 def test_a_plan_object_reaches_the_prepared_call() -> None:
     arguments = call()
     register(arguments)
-    options: dict[str, Any] = {}
-    explanation = Explanation("stub", "a test")
-    plan = Plan(prepared(arguments), {}, True, options, False, explanation)
+    plan = make_plan(prepared(arguments), Expected({}, True, {"return_lse": False}), Explanation("stub", "a test"))
     with torch.no_grad():  # the stub's tensors are not torch's
         assert plan(*arguments[:3], out=arguments[3]) is arguments[3]
     assert last().params.out == 0x400000
@@ -479,8 +510,9 @@ def test_a_plan_object_reports_a_failed_launch(monkeypatch: pytest.MonkeyPatch) 
     """The call falls through to sdpa, which launches again and raises what the driver says."""
     arguments = call()
     register(arguments)
-    plan = Plan(prepared(arguments), {}, True, {"impl": "auto"}, False, Explanation("stub", "a test"))
-    monkeypatch.setattr(Plan, "_check", lambda *_: None)
+    expected = Expected({}, True, {"return_lse": False, "impl": "auto"})
+    plan = make_plan(prepared(arguments), expected, Explanation("stub", "a test"))
+    monkeypatch.setattr(Expected, "check", lambda *_: None)
     monkeypatch.setattr(api, "sdpa", lambda *tensors, **options: (tensors, options))
     set_integer("stub_error", LAUNCH_FAILED)
     with torch.no_grad():
