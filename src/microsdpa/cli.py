@@ -16,14 +16,20 @@ from microsdpa.arguments import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
+from microsdpa.evidence import ceilings, suites
+from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import repro as reproduction
-from microsdpa.evidence import suites
+from microsdpa.evidence.devices import DEVICES, named
 from microsdpa.evidence.inputs import Case
-from microsdpa.evidence.repro import Step
+from microsdpa.evidence.results import read
+from microsdpa.evidence.roofline_page import default_device
+from microsdpa.evidence.roofline_page import step as roofline_step
+from microsdpa.evidence.step import Step
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.evidence.timing import MODES
 from microsdpa.problem import capability_of
+from microsdpa.runtime import launcher
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CANNOT_RUN = 1, 2, 3
 
@@ -55,6 +61,11 @@ class Alignment(str, Enum):
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 Impl = Annotated[str, typer.Option(help="'auto' or the name of a kernel, such as ladder/01_scalar.")]
 Output = Annotated[Path | None, typer.Option(help="Directory of result files to write <gpu>/<suite>.json to.")]
+Shape = Annotated[str, typer.Option(help="B,H,S_q,S_k,D or B,H,H_kv,S_q,S_k,D.")]
+TensorDtype = Annotated[Dtype, typer.Option("--dtype", help="Type of the tensors.")]
+Causal = Annotated[Alignment | None, typer.Option(help="Causal alignment.")]
+ResultsBelow = Annotated[Path, typer.Option("--results", help="Directory of result files.")]
+COMMITTED = Path("benchmarks/results")
 
 
 def _command() -> str:
@@ -74,6 +85,9 @@ def _finish(steps: list[Step], as_json: bool, tables: bool = True) -> NoReturn:
     for step in [] if as_json else steps:
         if tables and step.table:
             print_table(step.table)
+        for title, table in step.sections if tables else []:
+            print(f"\n{title}")
+            print_table(table)
         print_status(step.name, step.status, step.summary)
     if any(step.status == "failed" for step in steps):
         raise typer.Exit(EXIT_FAILED)
@@ -153,6 +167,41 @@ def bench(
 
 
 @app.command()
+def regress(
+    baseline: Annotated[Path, typer.Argument(help="Result file to compare with.", dir_okay=False)],
+    candidate: Annotated[Path | None, typer.Argument(help="Result file; else the baseline's suite is run now.")] = None,
+    threshold: Annotated[float, typer.Option(help="Slowdown that is tolerated, as a fraction.")] = 0.05,
+    as_json: Json = False,
+) -> None:
+    """Compare two result files of a suite, and fail on a slowdown that is confirmed and above the threshold."""
+    old = read(baseline)
+    if candidate is not None:
+        _finish([regression.step(old, read(candidate), threshold)], as_json)
+    with progress() as bars:
+        run = reproduction.bench_step(bars, old["suite"], sorted({row["mode"] for row in old["rows"]}))
+    if run.status == "not run":
+        _finish([run], as_json)
+    _finish([run, regression.step(old, run.data, threshold)], as_json)
+
+
+@app.command()
+def roofline(
+    device: Annotated[str | None, typer.Option(help=f"One of {', '.join(DEVICES)}; else the GPU here, or l4.")] = None,
+    measured: Annotated[bool, typer.Option("--measured", help="Measure the ceilings of the GPU here.")] = False,
+    shape: Shape = "1,8,512,512,64",
+    dtype: TensorDtype = Dtype.float16,
+    causal: Causal = None,
+    results: ResultsBelow = COMMITTED,
+    as_json: Json = False,
+) -> None:
+    """Floors of a shape on a device, what they are bound by, and where measured kernels stand."""
+    if measured and (reason := launcher.device_error()):
+        _finish([Step("roofline", "not run", f"ceilings are measured on a GPU: {reason}")], as_json)
+    chosen = ceilings.measure() if measured else named(device or default_device())
+    _finish([roofline_step(_case(shape, dtype, causal), chosen, results)], as_json)
+
+
+@app.command()
 def repro(
     report: Annotated[Path, typer.Option(help="Directory to write the report to.")] = Path("report"),
     as_json: Json = False,
@@ -165,17 +214,8 @@ def repro(
     _finish(steps, as_json, tables=False)
 
 
-@app.command()
-def emulate(
-    kernel: Annotated[str, typer.Argument(help="Kernel, such as ladder/01_scalar, or auto.")],
-    shape: Annotated[str, typer.Option(help="B,H,S_q,S_k,D or B,H,H_kv,S_q,S_k,D.")] = "1,8,512,512,64",
-    dtype: Annotated[Dtype, typer.Option(help="Type of the tensors.")] = Dtype.float16,
-    causal: Annotated[Alignment | None, typer.Option(help="Causal alignment.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs and of the order of threads.")] = 0,
-    early: Annotated[bool, typer.Option(help="Asynchronous copies arrive early, not late.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Run a kernel on the CPU with every access checked: counters, bank conflicts, error."""
+def _case(shape: str, dtype: Dtype, causal: Alignment | None, seed: int = 0) -> Case:
+    """The case of the options --shape, --dtype and --causal."""
     numbers = shape.split(",")
     if len(numbers) not in (5, 6) or not all(number.strip().isdecimal() and int(number) for number in numbers):
         raise typer.BadParameter(f"shape: expected B,H,S_q,S_k,D or B,H,H_kv,S_q,S_k,D, got {shape!r}")
@@ -193,6 +233,21 @@ def emulate(
     )
     if heads % case.kv_heads:
         raise typer.BadParameter(f"shape: H_kv must divide H, got {shape!r}")
+    return case
+
+
+@app.command()
+def emulate(
+    kernel: Annotated[str, typer.Argument(help="Kernel, such as ladder/01_scalar, or auto.")],
+    shape: Shape = "1,8,512,512,64",
+    dtype: TensorDtype = Dtype.float16,
+    causal: Causal = None,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs and of the order of threads.")] = 0,
+    early: Annotated[bool, typer.Option(help="Asynchronous copies arrive early, not late.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a kernel on the CPU with every access checked: counters, bank conflicts, error."""
+    case = _case(shape, dtype, causal, seed)
     _finish([reproduction.emulate_step(case, check_kernel(kernel), Schedule(seed, late=not early))], as_json)
 
 

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+from microsdpa import cli
 from microsdpa.errors import InvalidArgument
-from microsdpa.evidence import roofline
+from microsdpa.evidence import results, roofline, roofline_page
 from microsdpa.evidence.devices import DEVICES, EXP2_PER_CLOCK, named
 from microsdpa.evidence.inputs import Case
 
@@ -60,3 +64,47 @@ def test_what_a_tensor_core_does_not_have_has_no_floor() -> None:
 def test_an_unknown_device_names_the_known() -> None:
     with pytest.raises(InvalidArgument, match="one of h200, h100, a100, l4, rtx4090, got 't4'"):
         named("t4")
+
+
+def test_the_page_of_a_device_that_was_never_measured_says_so(tmp_path: Path) -> None:
+    step = roofline_page.step(MISSION, named("l4"), tmp_path)
+    assert "no l4 was measured" in step.summary
+    sections = dict(step.sections)
+    targets = {line[0]: line for line in sections["What the notes' targets need"]}
+    assert targets["5"][1:3] == ["89% of the peak", "impossible: the floor is 7.0"]
+    kernels = {line[0]: line for line in sections["Kernels, compiled for this device"]}
+    assert int(kernels["ladder/01_scalar"][1]) > 16
+    assert all(line[2] == "not measured" for line in list(sections.values())[2][1:])
+    assert "Measured" not in sections
+    assert step.data["floors"]["float16"]["warm_us"] == pytest.approx(4.437, abs=0.001)
+
+
+def test_measured_rows_stand_beside_their_floor_and_rungs_beside_their_prediction(tmp_path: Path) -> None:
+    def row(kernel: str, median: float, **fields: object) -> results.Row:
+        ours = {"impl": "microsdpa", "kernel": kernel, "median_us": median, "min_us": median, "samples_us": [median]}
+        return results.row(MISSION, **(ours | fields))
+
+    rows = [row("ladder/02_wmma", 12.0), row("ladder/03_cp_async", 8.0), row("", 2.0, impl="empty kernel", op="empty")]
+    for suite, found in (("ladder", rows), ("mission", [*rows, row("ladder/03_cp_async", 9.0)])):
+        made = results.make(suite, "microsdpa bench", found)
+        made["environment"] = made["environment"] | {"gpu": "NVIDIA H200"}
+        results.write(made | {"checksum": results.checksum(made)}, tmp_path)
+    step = roofline_page.step(MISSION, named("h200"), tmp_path)
+    measured = dict(step.sections)["Measured"]
+    assert [line[0] for line in measured[1:]] == ["microsdpa ladder/03_cp_async", "microsdpa ladder/02_wmma"]
+    assert measured[1][3:] == ["8.00", "0.543", "7%"]
+    gains = {
+        line[0]: line[2]
+        for line in dict(step.sections)["Techniques: what the notes predict, and what their rungs gained"]
+    }
+    assert gains["cp.async double buffering"] == "1.50x (ladder/03_cp_async over ladder/02_wmma)"
+
+
+def test_the_command(tmp_path: Path) -> None:
+    shape = ["--shape", "1,32,8,4096,4096,128", "--causal", "upper_left", "--results", str(tmp_path)]
+    result = CliRunner().invoke(cli.app, ["roofline", "--device", "a100", *shape])
+    assert result.exit_code == 0, result.output
+    assert "no tensor-core instruction on a100" in result.stdout
+    assert "targets" not in result.stdout
+    unknown = CliRunner().invoke(cli.app, ["roofline", "--device", "t4"])
+    assert isinstance(unknown.exception, InvalidArgument)

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "": {"api", "errors", "prepared"},
     "evidence": {"", "api", "emulate", "errors", "jit", "problem", "reference", "runtime", "select", "specs"},
     "console": set(),
-    "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem"},
+    "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime"},
     "__main__": {"cli"},
 }
 

@@ -116,6 +116,13 @@ def gpu_state(work: Callable[[], object]) -> dict[str, object]:
     return dict(zip(STATE, map(_number, answer.split(",")), strict=False)) if asked.returncode == 0 else {}
 
 
+def max_sm_clock_mhz() -> float | None:
+    """The highest SM clock of the current GPU; None without nvidia-smi."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    answer = _run("nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits")
+    return _number(answer) if answer else None
+
+
 def _number(text: str) -> float | None:
     try:
         return float(text)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
 
 import jinja2
 import torch
@@ -23,6 +22,7 @@ from microsdpa.evidence.cases import needs_gpu, verify_cases
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import choose
 from microsdpa.evidence.render import case_name, quoted_us
+from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
 from microsdpa.evidence.verify import as_row, verify
 from microsdpa.problem import Problem, target_of
@@ -30,36 +30,10 @@ from microsdpa.runtime import launcher
 from microsdpa.select import select
 from microsdpa.specs import catalogue
 
-Status = Literal["passed", "failed", "not run"]
-Progress = Callable[[str, int], Callable[[str], None]]
-"""progress(title, total) gives a function that is told of each finished item."""
-
 COMMAND = "microsdpa repro"
 
 
-@dataclass
-class Step:
-    """One step of the reproduction.
-
-    Attributes:
-        summary: one line for a person: the outcome, or the reason why it did not run.
-        table: a header line and rows, as text.
-        data: everything, for report.json.
-    """
-
-    name: str
-    status: Status
-    summary: str
-    table: list[list[str]] = field(default_factory=list)
-    data: Any = None
-    seconds: float = 0.0
-
-
-def _no_progress(title: str, total: int) -> Callable[[str], None]:
-    return lambda message: None
-
-
-def info_step(progress: Progress = _no_progress) -> Step:
+def info_step(progress: Progress = no_progress) -> Step:
     """What is here."""
     facts = survey.info()
     rows = [["fact", "value"]]
@@ -68,10 +42,10 @@ def info_step(progress: Progress = _no_progress) -> Step:
             rows += [[f"{name}: {key}", str(entry)] for key, entry in value.items()]
         else:
             rows.append([name, "none" if value is None else str(value)])
-    return Step("info", "passed", f"{facts['gpu'] or 'no GPU'}, NVRTC {facts['nvrtc']}", rows, facts)
+    return Step("info", "passed", f"{facts['gpu'] or 'no GPU'}, NVRTC {facts['nvrtc']}", rows, data=facts)
 
 
-def compile_step(progress: Progress = _no_progress, targets: list[str] | None = None, *, every: bool = False) -> Step:
+def compile_step(progress: Progress = no_progress, targets: list[str] | None = None, *, every: bool = False) -> Step:
     """Every kernel, in some or in every configuration, for every target; each must compile, none use local memory."""
     targets = targets or list(survey.TARGETS)
     total = sum(len(catalogue(target, every=every)) for target in targets)
@@ -93,11 +67,11 @@ def compile_step(progress: Progress = _no_progress, targets: list[str] | None = 
     summary = f"{len(rows) - len(failed)} of {len(rows)} kernels compiled for {', '.join(targets)} without spills"
     if bare:
         summary += f"; no kernel supports {', '.join(bare)}"
-    return Step("compile", "failed" if failed or bare else "passed", summary, table, [asdict(row) for row in rows])
+    return Step("compile", "failed" if failed or bare else "passed", summary, table, data=[asdict(row) for row in rows])
 
 
 def verify_step(
-    progress: Progress = _no_progress, impl: str = "auto", output: Path | None = None, command: str = COMMAND
+    progress: Progress = no_progress, impl: str = "auto", output: Path | None = None, command: str = COMMAND
 ) -> Step:
     """Every verify case, on the GPU when there is one, else by the same kernels in the emulator."""
     reason = launcher.device_error()
@@ -129,7 +103,7 @@ def verify_step(
     result = results.make("verify", command, rows)
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
-    return Step("verify", "failed" if failed else "passed", summary, table, result)
+    return Step("verify", "failed" if failed else "passed", summary, table, data=result)
 
 
 def emulate_step(case: Case, impl: str, schedule: Schedule) -> Step:
@@ -173,10 +147,10 @@ def emulate_step(case: Case, impl: str, schedule: Schedule) -> Step:
         f"{spec.name} on {case}: max abs error {errors.max_abs:.2e} (tolerance {allowed.max_abs:.2e}), "
         f"{report.bank_conflicts} bank conflicts, {seconds:.2f} s"
     )
-    return Step("emulate", "passed" if passed else "failed", summary, table, data)
+    return Step("emulate", "passed" if passed else "failed", summary, table, data=data)
 
 
-def probe_step(progress: Progress = _no_progress, output: Path | None = None, command: str = COMMAND) -> Step:
+def probe_step(progress: Progress = no_progress, output: Path | None = None, command: str = COMMAND) -> Step:
     """Every instruction that the emulator models, against this machine's GPU."""
     if reason := launcher.device_error():
         return Step("probe", "not run", f"the emulator is compared with a GPU: {reason}")
@@ -198,11 +172,11 @@ def probe_step(progress: Progress = _no_progress, output: Path | None = None, co
     result = results.make("instructions", command, rows)
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
-    return Step("probe", "failed" if failed else "passed", summary, table, result)
+    return Step("probe", "failed" if failed else "passed", summary, table, data=result)
 
 
 def bench_step(
-    progress: Progress = _no_progress,
+    progress: Progress = no_progress,
     suite: str = "mission",
     modes: list[str] | None = None,
     impl: str = "auto",
@@ -240,10 +214,10 @@ def bench_step(
         summary += f", {len(refused)} cases refused by microsdpa"
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
-    return Step("bench", "failed" if wrong else "passed", summary, table, result)
+    return Step("bench", "failed" if wrong else "passed", summary, table, data=result)
 
 
-def run(directory: Path, progress: Progress = _no_progress) -> list[Step]:
+def run(directory: Path, progress: Progress = no_progress) -> list[Step]:
     """All steps in order; writes index.html, report.json and the result files below `directory`."""
     output = directory / "results"
     plan: list[tuple[str, Callable[[], Step]]] = [
