@@ -371,6 +371,6 @@ def explanation(
         reason="impl names it" if impl != "auto" else "it is the first kernel that computes this problem",
         spec=selection.spec,
         signature=signature(selection.spec, problem.target),
-        compiled=is_compiled(selection.spec, problem.target),
+        compiled=all(is_compiled(stage, problem.target) for stage in selection.spec.stages),
         rejected=tuple((name, rejection.reason) for name, rejection in selection.rejections),
     )

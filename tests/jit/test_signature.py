@@ -8,7 +8,7 @@ import pytest
 from microsdpa.jit import nvrtc
 from microsdpa.jit.signature import code_signature, signature
 from microsdpa.jit.source import expand, toolkit_headers
-from microsdpa.specs import KernelSpec
+from microsdpa.specs import KernelSpec, TensorMap
 
 
 @pytest.fixture
@@ -56,10 +56,16 @@ def test_every_part_of_a_configuration_changes_the_signature(spec: KernelSpec) -
         {"template": "microsdpa::other"},
         {"template_args": (*spec.template_args[:-1], ("LOAD_BYTES", "2"))},
         {"flags": ("-std=c++17",)},
+        {"cluster": 2},
+        {"programmatic": True},
+        {"tensor_maps": (TensorMap("key", 64, 64),)},
+        {"tensor_maps": (TensorMap("key", 64, 64, 0),)},
+        {"then": spec},
+        {"then": dataclasses.replace(spec, split=2)},
     ]
     variants = [spec, *(dataclasses.replace(spec, **change) for change in changes)]  # type: ignore[arg-type]
     for make in (code_signature, signature):
-        assert len({make(variant, target) for variant in variants for target in ("sm_80", "sm_89")}) == 10
+        assert len({make(variant, target) for variant in variants for target in ("sm_80", "sm_89")}) == 22
 
 
 def test_a_changed_header_changes_both_signatures(

@@ -9,6 +9,7 @@ import torch
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.peers import Microsdpa
 
 CASE = Case(2, 4, 12, 20, 32)
 OPTIONS: list[dict[str, Any]] = [
@@ -111,3 +112,16 @@ def test_the_stride_of_a_dimension_of_size_one_does_not_matter() -> None:
     plan = microsdpa.plan(q, k, v)
     other = q.as_strided(q.shape, (7, 32, 5, 1))
     assert torch.equal(plan(other, k, v), plan(q, k, v))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("write_out", [False, True])
+def test_benchmarks_call_the_library_in_four_ways(write_out: bool, prepared: bool) -> None:
+    case = Case(1, 4, 12, 20, 32, heads_kv=2, causal="lower_right", scale=0.3)
+    tensors = make(case)
+    out = torch.empty_like(tensors[0])
+    ours = Microsdpa("auto", write_out, prepared)
+    result = ours.decode(ours.bind(case, tensors, out)())
+    assert torch.equal(result, microsdpa.sdpa(*tensors, causal="lower_right", scale=0.3, enable_gqa=True))
+    assert (result is out) is write_out
+    assert ours.variant == {(0, 0): "", (1, 0): "out=", (0, 1): "plan", (1, 1): "plan out="}[write_out, prepared]

@@ -118,8 +118,8 @@ def timing_table(result: results.Result, mode: str) -> str:
     columns = list(dict.fromkeys(_column(row) for row in rows))
     columns = [c for c in columns if any(row["status"] != "unavailable" for row in rows if _column(row) == c)]
     if mode in ON_DEVICE:
-        # On the device both variants do the same; only the host can tell them apart.
-        columns = [c for c in columns if c[1] != "out="]
+        # On the device all ways to call it do the same; only the host can tell them apart.
+        columns = [c for c in columns if c[1] not in ("out=", "plan", "plan out=")]
     cases: dict[str, list[results.Row]] = {}
     for row in rows:
         cases.setdefault(case_name(row), []).append(row)

@@ -129,8 +129,7 @@ def main() -> None:
         report.flush()
 
     implementations = [
-        Microsdpa(job["impl"]),
-        Microsdpa(job["impl"], write_out=True),
+        *(Microsdpa(job["impl"], write_out, prepared) for prepared in (False, True) for write_out in (False, True)),
         *choose(job["peers"], job["eight_bit"]),
     ]
     for index, fields in job["cases"].items():

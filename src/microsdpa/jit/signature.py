@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 
@@ -16,8 +17,20 @@ def _digest(parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+_LAUNCH_FIELDS = ("shared_bytes", "cluster", "split", "max_ctas", "tensor_maps", "programmatic", "workspace_row_bytes")
+
+
+def _launch(spec: KernelSpec) -> dict[str, object]:
+    """How the kernel is launched, where its specification departs from the plain way."""
+    plain = {field.name: field.default for field in dataclasses.fields(KernelSpec)}
+    found: dict[str, object] = {
+        name: repr(getattr(spec, name)) for name in _LAUNCH_FIELDS if getattr(spec, name) != plain[name]
+    }
+    return {"launch": found} if found else {}
+
+
 def code_signature(spec: KernelSpec, target: str) -> str:
-    """Identity of what this project decides: source, headers, template arguments, flags, target.
+    """Identity of what this project decides: source, headers, template arguments, flags, target, launch, what follows.
 
     It does not depend on the compiler found on a machine, so a measurement taken elsewhere can be told from a stale
     one.
@@ -29,6 +42,8 @@ def code_signature(spec: KernelSpec, target: str) -> str:
             "flags": spec.flags,
             "target": target,
             "source": expand(spec.source),
+            **_launch(spec),
+            **({"then": code_signature(spec.then, target)} if spec.then else {}),
         }
     )
 

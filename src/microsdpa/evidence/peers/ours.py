@@ -1,4 +1,4 @@
-"""This library: allocating its output, as its peers do, and writing to a given one."""
+"""This library: allocating its output, as its peers do, and writing to a given one; plain and prepared calls."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from microsdpa.evidence.peers.implementation import Call, Implementation, Tensor
 
 
 class Microsdpa(Implementation):
-    """microsdpa.sdpa with one `impl`."""
+    """microsdpa.sdpa, or a microsdpa.plan, with one `impl`."""
 
     name = "microsdpa"
 
-    def __init__(self, impl: str = "auto", write_out: bool = False) -> None:
+    def __init__(self, impl: str = "auto", write_out: bool = False, prepared: bool = False) -> None:
         self.impl = impl
         self.write_out = write_out
-        self.variant = "out=" if write_out else ""
+        self.prepared = prepared
+        self.variant = " ".join(["plan"] * prepared + ["out="] * write_out)
 
     @property
     def version(self) -> str:
@@ -32,6 +33,11 @@ class Microsdpa(Implementation):
             options = {"causal": case.causal, "scale": case.scale, "enable_gqa": case.kv_heads != case.heads}
         if self.impl != "auto":
             options["impl"] = self.impl
+        if self.prepared:
+            plan = microsdpa.plan(query, key, value, **options)  # type: ignore[arg-type]
+            if self.write_out:
+                return lambda: plan(query, key, value, out=out)
+            return lambda: plan(query, key, value)
         if self.write_out:
             options["out"] = out
         sdpa = microsdpa.sdpa
