@@ -18,6 +18,25 @@ class Params(ctypes.Structure):
     )
 
 
+VIEW_ALIGNMENT = 128
+"""Bytes that the tensor views, which follow the parameters, start on."""
+
+
+class TensorView(ctypes.Structure):
+    """A tensor as bulk copies see it, in the place of a CUtensorMap."""
+
+    MAGIC = 0x6D736470612E746D
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("sizes", ctypes.c_int64 * 4),
+        ("strides", ctypes.c_int64 * 3),
+        *((name, ctypes.c_int64) for name in ("box_columns", "box_rows", "swizzle", "element_bytes")),
+        ("magic", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64 * 3),
+    )
+
+
 class Buffer(ctypes.Structure):
     """A tensor's memory, as the kernel may use it."""
 
@@ -38,7 +57,7 @@ class Launch(ctypes.Structure):
         ("grid", ctypes.c_int64 * 3),
         *(
             (name, ctypes.c_int32)
-            for name in ("threads", "dynamic_shared_bytes", "buffer_count", "workers", "late", "count_banks")
+            for name in ("threads", "dynamic_shared_bytes", "buffer_count", "workers", "late", "count_banks", "cluster", "programmatic")
         ),
         ("seed", ctypes.c_uint64),
         ("guard_count", ctypes.c_int64),
@@ -66,6 +85,10 @@ COUNTERS = (
     "tensor_instructions",
     "tensor_flops",
     "exp2_operations",
+    "bulk_copy_bytes",
+    "peer_bytes",
+    "mbarrier_phases",
+    "cluster_barriers",
     "bank_requests",
     "bank_wavefronts",
     "bank_ideal",

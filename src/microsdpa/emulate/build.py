@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from microsdpa.emulate import abi
 from microsdpa.errors import CompileError
 from microsdpa.jit import cache, nvrtc
 from microsdpa.jit.source import CUDA_DIR, expand
 from microsdpa.specs import KernelSpec
 
 HERE = Path(__file__).resolve().parent
-RUNTIME_SOURCES = ("fiber.cc", "memory.cc", "processor.cc", "runtime.cc")
+RUNTIME_SOURCES = ("fiber.cc", "memory.cc", "bulk.cc", "cluster.cc", "wgmma.cc", "processor.cc", "runtime.cc")
 RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
 # -fsanitize=thread makes the compiler call the emulator before every access to memory (its own runtime is not linked);
 # without scalar replacement and vectorisation an access of the source stays one access of its width.
@@ -33,7 +34,7 @@ KERNEL_FLAGS = (
 _ENTRY = """
 #line 1 "entry"
 extern "C" __attribute__((visibility("default"))) void microsdpa_entry(const void* params) {{
-  {expression}(*static_cast<const {params}*>(params));
+  {expression}(*static_cast<const {params}*>(params){maps});
 }}
 static thread_local char microsdpa_anchor_byte;
 extern "C" __attribute__((visibility("default"))) void* microsdpa_anchor() {{ return &microsdpa_anchor_byte; }}
@@ -127,7 +128,10 @@ def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "microsdpa::Atte
         CompileError: there is no compiler, or it refuses the kernel, for example because it uses an instruction that
             the emulator lacks; the compiler names it.
     """
-    text = expanded(spec.source, root) + _ENTRY.format(expression=spec.expression, params=params)
+    views = f"(static_cast<const microsdpa::TensorMap*>(params) + (sizeof({params}) + {abi.VIEW_ALIGNMENT - 1}) / "
+    views += f"{abi.VIEW_ALIGNMENT} * {abi.VIEW_ALIGNMENT} / sizeof(microsdpa::TensorMap))"
+    maps = "".join(f", {views}[{index}]" for index in range(len(spec.tensor_maps)))
+    text = expanded(spec.source, root) + _ENTRY.format(expression=spec.expression, params=params, maps=maps)
     toolkit = metadata.version("nvidia-cuda-runtime")
     key = _digest([cache_version(), text, _headers(), KERNEL_FLAGS, _compiler_version(), toolkit])
     with _lock:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from microsdpa.errors import MicrosdpaError
 from microsdpa.jit.source import CUDA_DIR
 from microsdpa.problem import Problem
 from microsdpa.specs import KernelSpec
+from microsdpa.specs.spec import TensorMap
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
 
@@ -99,6 +100,9 @@ def launch(
     grid: tuple[int, int, int],
     threads: int,
     shared_bytes: int = 0,
+    cluster: int = 1,
+    programmatic: bool = False,
+    tensor_maps: Sequence[tuple[str, TensorMap]] = (),
     schedule: Schedule | None = None,
     count_banks: bool = False,
     workers: int | None = None,
@@ -107,27 +111,33 @@ def launch(
 
     `buffers` names the tensors whose memory the kernel may touch, and whether it may write there; any other access to
     global memory is an error. The kernel works on copies that lie far apart, so that an access past the end of one is
-    never inside another; `make_params` gets their addresses and gives the kernel's parameter.
+    never inside another; `make_params` gets their addresses and gives the kernel's parameter. `tensor_maps` gives, for
+    each bulk-copy descriptor that the kernel takes after it, the buffer's name, a [B, H, S, D] tensor, and the box.
 
     Raises:
         EmulationError: the kernel did something illegal or racy.
     """
     schedule = schedule or _schedule.get()
     copies = _Copies({name: tensor for name, (tensor, _) in buffers.items()})
-    params = make_params(copies.addresses)
+    if grid[0] % cluster:
+        raise ValueError(f"grid: expected a multiple of the cluster's {cluster} CTAs along x, got {grid[0]}")
+    views = [_view(map_, buffers[name][0], copies.addresses[name]) for name, map_ in tensor_maps]
+    params = _packed(make_params(copies.addresses), views)
     request = abi.Launch(
         entry=library.entry,
         anchor=library.anchor,
         image=library.image,
-        params=ctypes.addressof(params),
-        params_bytes=ctypes.sizeof(params),
+        params=params.data_ptr(),
+        params_bytes=params.numel(),
         grid=grid,
         threads=threads,
         dynamic_shared_bytes=shared_bytes,
         buffer_count=len(buffers),
-        workers=min(workers or os.cpu_count() or 1, math.prod(grid)),
+        workers=min(workers or os.cpu_count() or 1, math.prod(grid) // cluster),
         late=schedule.late,
         count_banks=count_banks,
+        cluster=cluster,
+        programmatic=programmatic,
         seed=schedule.seed,
         guard_count=len(library.guards),
         guards=library.guards,
@@ -150,6 +160,33 @@ def launch(
         counters={name: getattr(outcome.counters, name) for name in abi.COUNTERS},
         bank_sites=_merge([BankSite(names[s.place], s.requests, s.wavefronts, s.ideal) for s in sites]),
     )
+
+
+def _view(box: TensorMap, tensor: torch.Tensor, address: int) -> abi.TensorView:
+    """What the emulator's bulk copies take for a CUtensorMap."""
+    size = tensor.element_size()
+    batch, heads, rows, columns = tensor.shape
+    return abi.TensorView(
+        address=address,
+        sizes=(columns, rows, heads, batch),
+        strides=tuple(tensor.stride(dim) * size for dim in (2, 1, 0)),
+        box_columns=box.columns,
+        box_rows=box.rows,
+        swizzle=box.swizzle,
+        element_bytes=size,
+        magic=abi.TensorView.MAGIC,
+    )
+
+
+def _packed(params: ctypes.Structure, views: Sequence[abi.TensorView]) -> torch.Tensor:
+    """The kernel's parameters, and behind them the views, in aligned memory."""
+    alignment = abi.VIEW_ALIGNMENT
+    first = -(-ctypes.sizeof(params) // alignment) * alignment
+    memory = torch.zeros(first + len(views) * ctypes.sizeof(abi.TensorView) + alignment, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % alignment :]
+    for offset, part in ((0, params), *((first + i * ctypes.sizeof(view), view) for i, view in enumerate(views))):
+        ctypes.memmove(memory.data_ptr() + offset, ctypes.addressof(part), ctypes.sizeof(part))
+    return memory
 
 
 class _Copies:
@@ -272,6 +309,9 @@ def attention(
             grid=stage.grid(problem),
             threads=stage.threads,
             shared_bytes=stage.shared_bytes,
+            cluster=stage.cluster,
+            programmatic=stage.programmatic,
+            tensor_maps=[(box.tensor, box) for box in stage.tensor_maps],
             schedule=schedule,
             count_banks=count_banks,
         )

@@ -41,6 +41,54 @@ void async_wait(int pending_groups, Place place);
 
 std::byte* dynamic_shared(std::size_t bytes, Place place);
 
+// Position in the CTA's shared memory; the same in every CTA of a cluster. In another CTA's, with its rank.
+std::uint32_t shared_address(const void* shared, Place place);
+std::uint32_t peer_address(const void* shared, int rank, Place place);
+
+// Barriers in shared memory, at a position, which may be another CTA's for arrivals.
+void mbarrier_init(std::uint32_t barrier, int arrivals, Place place);
+void mbarrier_init_fence();
+void mbarrier_arrive(std::uint32_t barrier, int expected_bytes, Place place);
+bool mbarrier_test(std::uint32_t barrier, int parity, Place place);
+void mbarrier_wait(std::uint32_t barrier, int parity, bool cluster_scope, Place place);
+
+// Bulk copies. `ctas` 0: to the calling CTA alone.
+struct BoxOrigin {
+  int column, row, head, batch;
+};
+void bulk_load(std::uint32_t shared, const void* map, std::uint32_t barrier, BoxOrigin origin, unsigned ctas,
+               Place place);
+void bulk_store(const void* map, std::uint32_t shared, BoxOrigin origin, Place place);
+void bulk_commit();
+void bulk_wait_read(int pending_groups);
+void bulk_to_peer(std::uint32_t target, std::uint32_t shared, int bytes, std::uint32_t barrier, Place place);
+void store_async(std::uint32_t target, const void* data, int bytes, std::uint32_t barrier, Place place);
+void peer_access(std::uint32_t target, void* data, int bytes, bool write, Place place);
+void fence_proxy_async();
+
+// Clusters, and what warps are given.
+int cluster_rank();
+void cluster_arrive(bool release, Place place);
+void cluster_wait(Place place);
+bool elect_one(Place place);
+void set_registers(int registers, bool up, Place place);
+void grid_dependency_wait();
+
+// wgmma: D[64, n] = A B (+ D) by the four warps of a warpgroup, by the descriptors of the PTX ISA.
+enum class Element : int { F16, BF16, E4M3, S8 };
+struct Wgmma {
+  Element element;
+  int n;
+  bool accumulate, a_along_m, b_along_n;
+  const std::uint32_t* a;  // registers, or null
+  std::uint64_t a_descriptor, b_descriptor;
+  void* d;
+};
+void wgmma(const Wgmma& operation, Place place);
+void wgmma_fence(Place place);
+void wgmma_commit(Place place);
+void wgmma_wait(int pending_groups, Place place);
+
 void count_shuffle();
 void count_tensor(int flops);
 void count_exp2(int operations);

@@ -19,6 +19,18 @@ struct Buffer {
   std::int32_t padding;
 };
 
+// A tensor as bulk copies see it, in the place of a CUtensorMap: [D, S, H, B], innermost first.
+struct TensorView {
+  std::uint64_t address;
+  std::int64_t sizes[4];    // in elements
+  std::int64_t strides[3];  // of S, H and B, in bytes
+  std::int64_t box_columns, box_rows, swizzle, element_bytes;
+  std::uint64_t magic;
+  std::uint64_t unused[3];
+};
+constexpr std::uint64_t TENSOR_VIEW_MAGIC = 0x6d736470612e746dull;
+static_assert(sizeof(TensorView) == 128, "as large as a CUtensorMap");
+
 struct Launch {
   std::uint64_t entry;   // void (*)(const void* params): runs one thread of the kernel
   std::uint64_t anchor;  // void* (*)(): an address inside the kernel's static shared memory, of the calling OS thread
@@ -29,9 +41,11 @@ struct Launch {
   std::int32_t threads;
   std::int32_t dynamic_shared_bytes;
   std::int32_t buffer_count;
-  std::int32_t workers;      // OS threads
-  std::int32_t late;         // asynchronous copies arrive as late as allowed (1) or as early (0)
-  std::int32_t count_banks;  // count shared-memory bank conflicts
+  std::int32_t workers;       // OS threads
+  std::int32_t late;          // asynchronous copies arrive as late as allowed (1) or as early (0)
+  std::int32_t count_banks;   // count shared-memory bank conflicts
+  std::int32_t cluster;       // CTAs of a cluster, along x
+  std::int32_t programmatic;  // begins before the kernel ahead of it has ended
   std::uint64_t seed;
   std::int64_t guard_count;
   std::uint64_t
@@ -54,6 +68,8 @@ struct Counters {
   std::uint64_t block_barriers, named_barriers, warp_barriers, warp_shuffles;
   std::uint64_t tensor_instructions, tensor_flops;
   std::uint64_t exp2_operations;
+  std::uint64_t bulk_copy_bytes, peer_bytes;
+  std::uint64_t mbarrier_phases, cluster_barriers;
   std::uint64_t bank_requests, bank_wavefronts, bank_ideal;
 };
 

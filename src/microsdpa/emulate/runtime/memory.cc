@@ -3,6 +3,7 @@
 #include <link.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <map>
 
@@ -57,8 +58,10 @@ void Processor::locate_shared() {
   constexpr std::size_t ALIGNMENT = 1024;
   dynamic_bytes_ = static_cast<std::size_t>(job_.launch.dynamic_shared_bytes);
   dynamic_offset_ = (static_bytes_ + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  dynamic_stride_ = (dynamic_bytes_ + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  cta_bytes_ = dynamic_offset_ + dynamic_stride_;
   if (dynamic_bytes_) {
-    dynamic_.reset(new std::byte[dynamic_bytes_ + ALIGNMENT]);
+    dynamic_.reset(new std::byte[dynamic_stride_ * ctas_.size() + ALIGNMENT]);
     dynamic_begin_ = (reinterpret_cast<std::uintptr_t>(dynamic_.get()) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   }
 }
@@ -76,72 +79,124 @@ void Processor::access(const void* pointer, std::size_t bytes, bool write, bool 
     if (address + bytes > static_begin_ + static_bytes_) fail_at(place, "access past the end of shared memory");
     const std::uint64_t *guards = job_.launch.guards, *end = guards + job_.launch.guard_count;
     if (std::find(guards, end, address - static_begin_) != end) return;
+    if (ctas_.size() > 1) {
+      fail_at(place, "static shared memory in a cluster, where the emulator has dynamic shared memory alone");
+    }
     shared_access(address - static_begin_, bytes, write, place);
-  } else if (address - dynamic_begin_ < dynamic_bytes_) {
-    if (address + bytes > dynamic_begin_ + dynamic_bytes_) {
+  } else if (address - dynamic_begin_ < dynamic_stride_ * ctas_.size()) {
+    const std::size_t offset = address - dynamic_begin_ - self_->cta * dynamic_stride_;
+    if (offset >= dynamic_stride_) fail_at(place, "access to another CTA's shared memory by an address of this one's");
+    if (offset + bytes > dynamic_bytes_) {
       fail_at(place, "access past the end of the %zu bytes of dynamic shared memory", dynamic_bytes_);
     }
-    shared_access(dynamic_offset_ + (address - dynamic_begin_), bytes, write, place);
+    shared_access(self_->cta * cta_bytes_ + dynamic_offset_ + offset, bytes, write, place);
   } else {
     check_global(address, bytes, write, place);
     (write ? counters.global_write_bytes : counters.global_read_bytes) += bytes;
   }
 }
 
-void Processor::check_global(std::uintptr_t address, std::size_t bytes, bool write, std::uint64_t place) {
+std::byte* Processor::memory_at(std::size_t offset) {
+  const std::size_t cta = offset / cta_bytes_, within = offset % cta_bytes_;
+  return within < dynamic_offset_ ? reinterpret_cast<std::byte*>(static_begin_ + within)
+                                  : dynamic_shared(static_cast<int>(cta)) + (within - dynamic_offset_);
+}
+
+std::uint32_t Processor::shared_address(const void* shared, Place place) {
+  const auto address = reinterpret_cast<std::uintptr_t>(shared);
+  if (address - static_begin_ < static_bytes_) return static_cast<std::uint32_t>(address - static_begin_);
+  const std::size_t offset = address - dynamic_begin_ - self_->cta * dynamic_stride_;
+  if (offset >= dynamic_stride_) fail(place, "an address outside this CTA's shared memory");
+  return static_cast<std::uint32_t>(dynamic_offset_ + offset);
+}
+
+// What is wrong with an access to global memory, or nothing.
+std::string Processor::global_fault(std::uintptr_t address, std::size_t bytes, bool write) {
   const Launch& launch = job_.launch;
   const Buffer* nearest = nullptr;
   std::uintptr_t distance = ~std::uintptr_t(0);
   for (int i = 0; i < launch.buffer_count; ++i) {
     const Buffer& buffer = launch.buffers[i];
     if (address >= buffer.address && address + bytes <= buffer.address + buffer.bytes) {
-      if (write && !buffer.writable) fail_at(place, "write to %s, which is an input", buffer.name);
-      return;
+      if (write && !buffer.writable) return std::string("write to ") + buffer.name + ", which is an input";
+      if (launch.programmatic && !self_->known.clock[grid_agent()]) {
+        return std::string(write ? "write to " : "read of ") + buffer.name +
+               " before griddepcontrol.wait: the kernel ahead may still use it";
+      }
+      return "";
     }
     const std::uintptr_t gap =
         address < buffer.address ? buffer.address - address : address + bytes - buffer.address - buffer.bytes;
     if (gap < distance) distance = gap, nearest = &buffer;
   }
-  if (!write && address - launch.params < launch.params_bytes) return;
+  if (!write && address - launch.params < launch.params_bytes) return "";
   Dl_info info;  // constants of the kernel library
   if (!write && dladdr(reinterpret_cast<void*>(address), &info) &&
       reinterpret_cast<std::uintptr_t>(info.dli_fbase) == launch.image) {
-    return;
+    return "";
   }
-  const char* kind = write ? "write" : "read";
-  if (!nearest) fail_at(place, "%s of %zu bytes outside every buffer", kind, bytes);
+  std::string text =
+      std::string(write ? "write" : "read") + " of " + std::to_string(bytes) + " bytes outside every buffer";
+  if (!nearest) return text;
   const long long offset = static_cast<long long>(address) - static_cast<long long>(nearest->address);
-  fail_at(place, "%s of %zu bytes outside every buffer: at byte %lld of %s, which has %llu", kind, bytes, offset,
-          nearest->name, static_cast<unsigned long long>(nearest->bytes));
+  return text + ": at byte " + std::to_string(offset) + " of " + nearest->name + ", which has " +
+         std::to_string(nearest->bytes);
+}
+
+void Processor::check_global(std::uintptr_t address, std::size_t bytes, bool write, std::uint64_t place) {
+  if (const std::string fault = global_fault(address, bytes, write); !fault.empty())
+    fail_at(place, "%s", fault.c_str());
+}
+
+std::uint32_t Processor::take_flight(const char* operation, Place place, std::uint64_t pc) {
+  flights_.push_back({operation, self_->id, pc, place});
+  return static_cast<std::uint32_t>(flights_.size());
+}
+
+// What is wrong with an access to shared memory by the running thread, or nothing.
+std::string Processor::shared_fault(std::size_t offset, std::size_t bytes, bool write) {
+  const auto in_flight = [&](std::uint32_t number, const char* what) {
+    const Flight& flight = flights_[number - 1];
+    char where[64];
+    if (flight.place) {
+      std::snprintf(where, sizeof(where), "{0x%llx}", static_cast<unsigned long long>(flight.place));
+    } else {
+      std::snprintf(where, sizeof(where), "line %d", flight.issued.line);
+    }
+    return std::string(write ? "write" : "read") + " of shared memory that " + flight.operation + " of " +
+           who(flight.thread) + " at " + where + " " + what + ": a wait is missing";
+  };
+  if (const std::uint32_t number = shadow_.arriving(offset, bytes)) return in_flight(number, "has in flight");
+  if (write) {
+    if (const std::uint32_t number = shadow_.leaving(offset, bytes)) return in_flight(number, "still reads");
+  } else if (const long byte = shadow_.first_unwritten(offset, bytes); byte >= 0) {
+    return "read of shared memory that nothing has written: byte " +
+           std::to_string(static_cast<std::size_t>(byte) % cta_bytes_);
+  }
+  const Conflict conflict = write ? shadow_.check_write(offset, bytes, self_->id, self_->known)
+                                  : shadow_.check_read(offset, bytes, self_->id, self_->known);
+  if (!conflict.found) return "";
+  char where[32];
+  std::snprintf(where, sizeof(where), "{0x%llx}", static_cast<unsigned long long>(conflict.place));
+  return std::string("race: this ") + (write ? "writes" : "reads") + " byte " + std::to_string(offset % cta_bytes_) +
+         " of shared memory that " + who(conflict.thread) + " " + conflict.kind +
+         (conflict.place ? std::string(" at ") + where : "") + " with no barrier between the two";
 }
 
 void Processor::shared_access(std::size_t offset, std::size_t bytes, bool write, std::uint64_t place) {
   (write ? counters.shared_write_bytes : counters.shared_read_bytes) += bytes;
-  if (const std::uint32_t number = shadow_.in_flight(offset, bytes)) {
-    const AsyncCopy& copy = copies_[number - 1];
-    fail_at(place, "%s of shared memory that cp.async of thread %d at {0x%llx} has in flight: a wait is missing",
-            write ? "write" : "read", copy.thread, static_cast<unsigned long long>(copy.place));
+  if (const std::string fault = shared_fault(offset, bytes, write); !fault.empty()) fail_at(place, "%s", fault.c_str());
+  if (write) {
+    shadow_.mark_write(offset, bytes, epoch_of(self_->known.clock[self_->id], self_->id), place);
+  } else {
+    shadow_.mark_read(offset, bytes, self_->id, self_->known, place);
   }
-  if (!write) {
-    if (const long byte = shadow_.first_unwritten(offset, bytes); byte >= 0) {
-      fail_at(place, "read of shared memory that nothing has written: byte %ld", byte);
-    }
-  }
-  const Conflict conflict = write ? shadow_.write(offset, bytes, self_->id, self_->clock, place)
-                                  : shadow_.read(offset, bytes, self_->id, self_->clock, place);
-  if (conflict.found) {
-    fail_at(place,
-            "race: this %s byte %zu of shared memory that thread %d %s at {0x%llx} with no barrier between the two",
-            write ? "writes" : "reads", offset, conflict.thread, conflict.kind,
-            static_cast<unsigned long long>(conflict.place));
-  }
-  if (job_.launch.count_banks) log_bank(offset, bytes, write, place);
+  if (job_.launch.count_banks) log_bank(offset % cta_bytes_, bytes, write, place);
 }
 
 // The copy's bytes arrive now, whenever "now" is in the schedule.
 void Processor::deliver(const AsyncCopy& copy) {
-  auto* target = copy.offset < dynamic_offset_ ? reinterpret_cast<std::byte*>(static_begin_ + copy.offset)
-                                               : dynamic_shared() + (copy.offset - dynamic_offset_);
+  std::byte* target = memory_at(copy.offset);
   if (copy.valid_bytes) std::memcpy(target, copy.source, static_cast<std::size_t>(copy.valid_bytes));
   std::memset(target + copy.valid_bytes, 0, static_cast<std::size_t>(copy.bytes - copy.valid_bytes));
 }
@@ -154,27 +209,27 @@ void Processor::async_copy(void* shared, const void* global, int bytes, int vali
   const std::uint64_t place = pc - job_.launch.image;
   if (target % bytes || source % bytes) fail_at(place, "misaligned cp.async of %d bytes", bytes);
   if (valid_bytes) check_global(source, static_cast<std::size_t>(valid_bytes), false, place);
+  const std::uintptr_t dynamic_begin = dynamic_begin_ + self_->cta * dynamic_stride_;
   std::size_t offset;
   if (target - static_begin_ < static_bytes_ && target + bytes <= static_begin_ + static_bytes_) {
     offset = target - static_begin_;
-  } else if (target - dynamic_begin_ < dynamic_bytes_ && target + bytes <= dynamic_begin_ + dynamic_bytes_) {
-    offset = dynamic_offset_ + (target - dynamic_begin_);
+  } else if (target - dynamic_begin < dynamic_bytes_ && target + bytes <= dynamic_begin + dynamic_bytes_) {
+    offset = self_->cta * cta_bytes_ + dynamic_offset_ + (target - dynamic_begin);
   } else {
     fail_at(place, "cp.async to an address outside shared memory");
   }
   counters.async_copy_bytes += static_cast<std::uint64_t>(valid_bytes);
   counters.global_read_bytes += static_cast<std::uint64_t>(valid_bytes);
   shared_access(offset, static_cast<std::size_t>(bytes), true, place);  // who still reads or writes there is in a race
-  const auto number = static_cast<std::uint32_t>(copies_.size() + 1);
-  copies_.push_back({number, offset, global, bytes, valid_bytes, place, self_->id, issued});
-  shadow_.set_in_flight(offset, static_cast<std::size_t>(bytes), number);
+  copies_.push_back({take_flight("cp.async", issued, place), offset, global, bytes, valid_bytes, place});
+  shadow_.set_arriving(offset, static_cast<std::size_t>(bytes), copies_.back().number);
   if (job_.launch.late) {
     auto* poisoned = reinterpret_cast<void*>(target);
     std::memset(poisoned, 0xff, static_cast<std::size_t>(bytes));
   } else {
     deliver(copies_.back());
   }
-  self_->open_group.push_back(number);
+  self_->open_group.push_back(static_cast<std::uint32_t>(copies_.size() - 1));
 }
 
 void Processor::async_commit() {
@@ -186,12 +241,12 @@ void Processor::async_wait(std::size_t pending_groups) {
   auto& groups = self_->groups;
   while (groups.size() > pending_groups) {
     for (const std::uint32_t number : groups.front()) {
-      const AsyncCopy& copy = copies_[number - 1];
+      const AsyncCopy& copy = copies_[number];
       const auto bytes = static_cast<std::size_t>(copy.bytes);
       if (job_.launch.late) deliver(copy);
-      shadow_.set_in_flight(copy.offset, bytes, 0);
+      shadow_.set_arriving(copy.offset, bytes, 0);
       // From here the data are as if this thread had written them: others need a barrier to see them.
-      shadow_.write(copy.offset, bytes, self_->id, self_->clock, copy.place);
+      shadow_.mark_write(copy.offset, bytes, epoch_of(self_->known.clock[self_->id], self_->id), copy.place);
     }
     groups.erase(groups.begin());
   }
@@ -203,7 +258,8 @@ void Processor::log_bank(std::size_t offset, std::size_t bytes, bool write, std:
 
 // Groups what the lanes of a warp accessed since they last met: the k-th access of a place by each lane is one request.
 void Processor::flush_banks(int warp) {
-  const int first = warp * 32, last = std::min(first + 32, static_cast<int>(threads_.size()));
+  const int first = first_thread(warp);
+  const int last = std::min(first + 32, (threads_[first].cta + 1) * job_.launch.threads);
   std::map<std::uint64_t, std::vector<const BankAccess*>> occurrences[32];
   std::map<std::uint64_t, std::size_t> longest;
   for (int id = first; id < last; ++id) {

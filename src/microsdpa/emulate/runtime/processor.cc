@@ -1,6 +1,7 @@
 // Scheduling and synchronisation of the threads of a block.
 #include "processor.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -40,44 +41,81 @@ bool same(Place a, Place b) { return a.line == b.line && same(a.file, b.file); }
 thread_local Processor* Processor::current_ = nullptr;
 
 Processor::Processor(Job& job)
-    : job_(job), stacks_(job.launch.threads), threads_(job.launch.threads), warps_((job.launch.threads + 31) / 32) {
+    : job_(job),
+      stacks_(job.launch.threads * job.launch.cluster),
+      threads_(job.launch.threads * job.launch.cluster),
+      warps_((job.launch.threads + 31) / 32 * job.launch.cluster),
+      ctas_(job.launch.cluster),
+      agents_(static_cast<int>(threads_.size() + ctas_.size() + warps_.size()) + 1) {
   locate_shared();
 }
 
 void Processor::run() {
   const std::int64_t blocks = job_.launch.grid[0] * job_.launch.grid[1] * job_.launch.grid[2];
-  for (std::int64_t block; !job_.stop && (block = job_.next_block++) < blocks;) run_block(block);
+  const std::int64_t clusters = blocks / job_.launch.cluster;
+  for (std::int64_t cluster; !job_.stop && (cluster = job_.next_cluster++) < clusters;) run_cluster(cluster);
   finish_memory();
 }
 
-void Processor::run_block(std::int64_t block) {
+int Processor::first_thread(int warp) const {
+  const int warps = static_cast<int>(warps_.size() / ctas_.size());
+  return warp / warps * job_.launch.threads + warp % warps * 32;
+}
+
+void Processor::run_cluster(std::int64_t cluster) {
   const Launch& launch = job_.launch;
-  block_ = block;
-  random_state_ = launch.seed * 0x9e3779b97f4a7c15u + static_cast<std::uint64_t>(block) * 0xbf58476d1ce4e5b9u + 1;
+  cluster_ = cluster;
+  random_state_ = launch.seed * 0x9e3779b97f4a7c15u + static_cast<std::uint64_t>(cluster) * 0xbf58476d1ce4e5b9u + 1;
   run_ahead_ = random() % 2;  // one warp as far as it gets, or all of them mixed
   chosen_warp_ = -1;
-  live_ = launch.threads;
-  at_block_barrier_.clear();
-  for (Barrier& barrier : named_) barrier = {};
-  for (Warp& warp : warps_) warp = {};
+  live_ = threads();
+  const int registers = std::min(65536 / launch.threads / 8 * 8, 248);
+  for (Cta& cta : ctas_) {
+    cta = {};
+    cta.live = launch.threads;
+    cta.registers_left = 65536 - registers * launch.threads;
+    cta.issued.resize(static_cast<std::size_t>(launch.threads + 127) / 128);
+  }
+  for (Warp& warp : warps_) {
+    warp = {};
+    warp.registers = registers;
+  }
+  ready_warps_.clear();
   copies_.clear();
-  shadow_.reset(dynamic_offset_ + dynamic_bytes_, launch.threads);
+  flights_.clear();
+  mbarriers_.clear();
+  agent_clocks_.assign(agents_, 0);
+  cluster_arrived_ = 0, cluster_phase_ = 0;
+  cluster_known_.reset(agents_);
+  at_cluster_barrier_.clear();
+  shadow_.reset(cta_bytes_ * ctas_.size());
   // 0xff is NaN in every floating-point type.
   if (static_bytes_) std::memset(reinterpret_cast<void*>(static_begin_), 0xff, static_bytes_);
-  if (dynamic_bytes_) std::memset(dynamic_shared(), 0xff, dynamic_bytes_);
+  for (int cta = 0; dynamic_bytes_ && cta < launch.cluster; ++cta)
+    std::memset(dynamic_shared(cta), 0xff, dynamic_bytes_);
 
   const auto grid_x = static_cast<unsigned>(launch.grid[0]), grid_y = static_cast<unsigned>(launch.grid[1]);
-  for (int id = 0; id < launch.threads; ++id) {
+  const int warps = static_cast<int>(warps_.size() / ctas_.size());
+  for (int id = 0; id < threads(); ++id) {
     Thread& thread = threads_[id];
-    thread.id = id, thread.lane = id % 32, thread.warp = id / 32;
+    const int in_cta = id % launch.threads;
+    thread.id = id, thread.lane = in_cta % 32, thread.cta = id / launch.threads;
+    thread.warp = thread.cta * warps + in_cta / 32;
     thread.finished = false;
+    thread.waits_on = NOWHERE;
+    const std::int64_t block = cluster * launch.cluster + thread.cta;
     thread.block = {static_cast<unsigned>(block % grid_x), static_cast<unsigned>(block / grid_x % grid_y),
                     static_cast<unsigned>(block / grid_x / grid_y)};
-    thread.clock.assign(launch.threads, 0);
-    thread.clock[id] = 1;
+    thread.known.reset(agents_);
+    thread.known.clock[id] = 1;
     thread.groups.clear();
     thread.open_group.clear();
+    thread.store_groups.clear();
+    thread.open_stores.clear();
     thread.bank_log.clear();
+    thread.cluster_arrivals = 0, thread.cluster_waits = 0;
+    thread.wgmma_fenced = false;
+    thread.failed_tests = 0;
     thread.context.start(stacks_.at(id), thread_main);
     warps_[thread.warp].live |= 1u << thread.lane;
     make_ready(id);
@@ -87,7 +125,7 @@ void Processor::run_block(std::int64_t block) {
 
 void Processor::schedule() {
   while (!aborted_ && live_ > 0) {
-    if (!ready_warps_) {
+    if (ready_warps_.empty()) {
       report_deadlock();
       break;
     }
@@ -95,19 +133,24 @@ void Processor::schedule() {
     Context::switch_to(scheduler_, self_->context);
   }
   self_ = nullptr;
-  ready_warps_ = 0;
 }
 
 // A ready thread, in an order that the seed decides.
 Thread& Processor::pick() {
-  if (!run_ahead_ || chosen_warp_ < 0 || !(ready_warps_ >> chosen_warp_ & 1)) {
-    chosen_warp_ = set_bit(ready_warps_, static_cast<int>(random() % 32));
+  if (!run_ahead_ || chosen_warp_ < 0 || warps_[chosen_warp_].position < 0) {
+    chosen_warp_ = ready_warps_[random() % ready_warps_.size()];
   }
   Warp& warp = warps_[chosen_warp_];
   const int lane = set_bit(warp.ready, static_cast<int>(random() % 32));
   warp.ready &= ~(1u << lane);
-  if (!warp.ready) ready_warps_ &= ~(1u << chosen_warp_);
-  return threads_[chosen_warp_ * 32 + lane];
+  if (!warp.ready) {
+    const int last = ready_warps_.back();
+    ready_warps_[warp.position] = last;
+    warps_[last].position = warp.position;
+    ready_warps_.pop_back();
+    warp.position = -1;
+  }
+  return threads_[first_thread(chosen_warp_) + lane];
 }
 
 void Processor::thread_main() {
@@ -119,12 +162,19 @@ void Processor::thread_main() {
 
 void Processor::thread_exit() {
   Thread& thread = *self_;
+  const auto unfinished = [&](const char* operation) {
+    fail({"the end of the kernel", 0}, "this thread has returned with %s in flight: a wait is missing", operation);
+  };
   if (!thread.open_group.empty() || !thread.groups.empty()) {
-    // The hardware lets copies finish after the thread; a kernel that relies on it has forgotten a wait.
-    async_wait(0);
+    if (std::any_of(thread.groups.begin(), thread.groups.end(), [](const auto& group) { return !group.empty(); }) ||
+        !thread.open_group.empty()) {
+      unfinished("cp.async");
+    }
   }
-  thread.finished = true;
+  if (!thread.open_stores.empty() || !thread.store_groups.empty()) unfinished("a bulk store");
   Warp& warp = warps_[thread.warp];
+  if (!warp.open_mmas.empty() || !warp.mma_groups.empty()) unfinished("wgmma");
+  thread.finished = true;
   warp.live &= ~(1u << thread.lane);
   for (const Collective& open : warp.open) {
     if (open.mask >> thread.lane & 1) {
@@ -132,16 +182,42 @@ void Processor::thread_exit() {
     }
   }
   if (!warp.live && job_.launch.count_banks) flush_banks(thread.warp);
-  --live_;
-  if (live_ > 0 && static_cast<int>(at_block_barrier_.size()) == live_) release_block_barrier();
+  Cta& block = cta();
+  --block.live, --live_;
+  if (block.live > 0 && static_cast<int>(block.at_barrier.size()) == block.live) release_block_barrier(block);
+  if (live_ > 0 && cluster_arrived_ == live_ && !at_cluster_barrier_.empty()) release_cluster_barrier();
+  if (block.live == 0) {
+    for (const auto& [offset, barrier] : mbarriers_) {
+      if (static_cast<int>(offset / cta_bytes_) == thread.cta && (barrier.bytes != 0 || !barrier.deliveries.empty())) {
+        fail({"the end of the kernel", 0}, "the CTA has ended while bytes are on their way to the mbarrier at byte %zu",
+             offset % cta_bytes_);
+      }
+    }
+    for (const auto& issued : block.issued) {
+      const std::size_t group = static_cast<std::size_t>(&issued - block.issued.data());
+      const std::size_t first = static_cast<std::size_t>(thread.cta) * (warps_.size() / ctas_.size()) + 4 * group;
+      for (std::size_t w = first; w < std::min(first + 4, warps_.size()) && !issued.empty(); ++w) {
+        if (warps_[w].mmas_issued != issued.size()) {
+          fail(issued.back().place, "divergent warpgroup: warp %zu took part in %zu wgmmas of %zu", w % 4,
+               warps_[w].mmas_issued, issued.size());
+        }
+      }
+    }
+  }
   Context::switch_to(thread.context, scheduler_);
   __builtin_unreachable();
 }
 
 void Processor::make_ready(int thread) {
   threads_[thread].waits_for = nullptr;
-  warps_[thread / 32].ready |= 1u << (thread % 32);
-  ready_warps_ |= 1u << (thread / 32);
+  threads_[thread].waits_on = NOWHERE;
+  const int number = threads_[thread].warp;
+  Warp& warp = warps_[number];
+  warp.ready |= 1u << threads_[thread].lane;
+  if (warp.position < 0) {
+    warp.position = static_cast<int>(ready_warps_.size());
+    ready_warps_.push_back(number);
+  }
 }
 
 void Processor::wait(const char* what, Place place) {
@@ -151,42 +227,49 @@ void Processor::wait(const char* what, Place place) {
   Context::switch_to(thread.context, scheduler_);
 }
 
+// Begins a new epoch of a thread: what it does from now on is not known to those who learned from it so far.
+void Processor::advance(int thread) {
+  if (++threads_[thread].known.clock[thread] >= MAX_CLOCK) {
+    fail({"the emulator", 0}, "more than %u synchronisations of one thread", MAX_CLOCK);
+  }
+}
+
 // What each of `threads` did before happens before what any of them does from now on.
 void Processor::join(const std::vector<int>& threads) {
-  VectorClock all = threads_[threads[0]].clock;
+  Knowledge all = threads_[threads[0]].known;
+  for (int id : threads) all.learn(threads_[id].known);
   for (int id : threads) {
-    const VectorClock& one = threads_[id].clock;
-    for (std::size_t i = 0; i < all.size(); ++i) all[i] = std::max(all[i], one[i]);
-  }
-  for (int id : threads) {
-    threads_[id].clock = all;
-    ++threads_[id].clock[id];
+    threads_[id].known = all;
+    advance(id);
   }
 }
 
 void Processor::block_barrier(Place place) {
-  for (int id : at_block_barrier_) {
+  Cta& block = cta();
+  for (int id : block.at_barrier) {
     if (!same(threads_[id].waits_at, place)) {
-      fail(place, "divergent __syncthreads: thread %d waits at %s", id, name(threads_[id].waits_at).c_str());
+      fail(place, "divergent __syncthreads: thread %d waits at %s", id % job_.launch.threads,
+           name(threads_[id].waits_at).c_str());
     }
   }
-  at_block_barrier_.push_back(self_->id);
+  block.at_barrier.push_back(self_->id);
   self_->waits_for = "__syncthreads";
   self_->waits_at = place;
-  if (static_cast<int>(at_block_barrier_.size()) == live_) {
-    release_block_barrier();  // this thread is ready again too, and waits its turn
+  if (static_cast<int>(block.at_barrier.size()) == block.live) {
+    release_block_barrier(block);  // this thread is ready again too, and waits its turn
   }
   Context::switch_to(self_->context, scheduler_);
 }
 
-void Processor::release_block_barrier() {
+void Processor::release_block_barrier(Cta& block) {
   ++counters.block_barriers;
-  join(at_block_barrier_);
+  join(block.at_barrier);
   if (job_.launch.count_banks) {
-    for (std::size_t warp = 0; warp < warps_.size(); ++warp) flush_banks(static_cast<int>(warp));
+    const int first = threads_[block.at_barrier[0]].cta * static_cast<int>(warps_.size() / ctas_.size());
+    for (int warp = first; warp < first + static_cast<int>(warps_.size() / ctas_.size()); ++warp) flush_banks(warp);
   }
-  for (int id : at_block_barrier_) make_ready(id);
-  at_block_barrier_.clear();
+  for (int id : block.at_barrier) make_ready(id);
+  block.at_barrier.clear();
 }
 
 void Processor::named_barrier(int id, int threads, bool wait_for_it, Place place) {
@@ -195,11 +278,11 @@ void Processor::named_barrier(int id, int threads, bool wait_for_it, Place place
     fail(place, "barrier %d: expected a multiple of 32 threads, at most the block's %d, got %d", id,
          job_.launch.threads, threads);
   }
-  Barrier& barrier = named_[id];
+  Barrier& barrier = cta().named[id];
   if (barrier.arrived.empty()) barrier.expected = threads;
   if (barrier.expected != threads) {
     fail(place, "barrier %d: %d threads expected here, but %d by thread %d", id, threads, barrier.expected,
-         barrier.arrived[0]);
+         barrier.arrived[0] % job_.launch.threads);
   }
   barrier.arrived.push_back(self_->id);
   if (wait_for_it) {
@@ -210,18 +293,13 @@ void Processor::named_barrier(int id, int threads, bool wait_for_it, Place place
   if (static_cast<int>(barrier.arrived.size()) == threads) {
     ++counters.named_barriers;
     // Those that only arrived publish what they did; those that wait learn of it.
-    VectorClock all(threads_.size(), 0);
-    for (int other : barrier.arrived) {
-      const VectorClock& one = threads_[other].clock;
-      for (std::size_t i = 0; i < all.size(); ++i) all[i] = std::max(all[i], one[i]);
-    }
+    Knowledge all = threads_[barrier.arrived[0]].known;
+    for (int other : barrier.arrived) all.learn(threads_[other].known);
     for (int other : barrier.waiting) {
-      for (std::size_t i = 0; i < all.size(); ++i) {
-        threads_[other].clock[i] = std::max(threads_[other].clock[i], all[i]);
-      }
+      threads_[other].known.learn(all);
       make_ready(other);
     }
-    for (int other : barrier.arrived) ++threads_[other].clock[other];
+    for (int other : barrier.arrived) advance(other);
     barrier = {};
   }
   if (wait_for_it) Context::switch_to(self_->context, scheduler_);
@@ -231,15 +309,15 @@ void Processor::warp_barrier(std::uint32_t mask, Place place) {
   struct Context {
     Processor* processor;
     std::uint32_t mask;
-    int warp;
-  } uniform{this, mask, self_->warp};
+    int first;
+  } uniform{this, mask, first_thread(self_->warp)};
   warp_collective(
       "__syncwarp", mask, self_,
       [](void* const(&)[32], const void* context) {
         const auto& c = *static_cast<const Context*>(context);
         std::vector<int> participants;
         for (int lane = 0; lane < 32; ++lane) {
-          if (c.mask >> lane & 1) participants.push_back(c.warp * 32 + lane);
+          if (c.mask >> lane & 1) participants.push_back(c.first + lane);
         }
         c.processor->join(participants);
         ++c.processor->counters.warp_barriers;
@@ -281,7 +359,7 @@ void Processor::warp_collective(const char* operation, std::uint32_t mask, void*
   in_runtime = false;
   if (mask == 0xffffffffu && job_.launch.count_banks) flush_banks(thread.warp);
   for (int lane = 0; lane < 32; ++lane) {
-    if (lane != thread.lane && (mask >> lane & 1)) make_ready(thread.warp * 32 + lane);
+    if (lane != thread.lane && (mask >> lane & 1)) make_ready(first_thread(thread.warp) + lane);
   }
 }
 
@@ -297,7 +375,8 @@ void Processor::report_deadlock() {
   const std::lock_guard<std::mutex> lock(job_.mutex);
   if (!job_.stop.exchange(true)) {
     job_.outcome.failed = 1;
-    std::snprintf(job_.outcome.message, MESSAGE_BYTES, "block %lld: %s", static_cast<long long>(block_), text.c_str());
+    std::snprintf(job_.outcome.message, MESSAGE_BYTES, "%s %lld: %s", ctas_.size() > 1 ? "cluster" : "block",
+                  static_cast<long long>(cluster_), text.c_str());
   }
   aborted_ = true;
 }
@@ -325,13 +404,25 @@ void Processor::abort(const std::string& where, const char* format, std::va_list
     if (!job_.stop.exchange(true)) {
       job_.outcome.failed = 1;
       std::snprintf(job_.outcome.message, MESSAGE_BYTES, "block %lld, warp %d, lane %d, %s: %s",
-                    static_cast<long long>(block_), self_->warp, self_->lane, where.c_str(), text);
+                    static_cast<long long>(cluster_ * job_.launch.cluster + self_->cta),
+                    self_->id % job_.launch.threads / 32, self_->lane, where.c_str(), text);
     }
   }
   aborted_ = true;
   // The block's fibers are never resumed; their stacks hold nothing that needs to be destroyed.
   Context::switch_to(self_->context, scheduler_);
   __builtin_unreachable();
+}
+
+// A thread or an agent, for a person.
+std::string Processor::who(int thread) const {
+  const int threads = job_.launch.threads;
+  if (thread >= this->threads()) {
+    return thread < tensor_agent(0) ? "a bulk copy" : "wgmma";
+  }
+  std::string text = "thread " + std::to_string(thread % threads);
+  if (ctas_.size() > 1 && thread / threads != self_->cta) text += " of CTA " + std::to_string(thread / threads);
+  return text;
 }
 
 std::uint64_t Processor::random() {  // xorshift64

@@ -7,7 +7,10 @@
 
 namespace microsdpa::emulator {
 
-EXPORTED Coordinates thread_index() { return {static_cast<unsigned>(Processor::current()->self().id), 0, 0}; }
+EXPORTED Coordinates thread_index() {
+  Processor& processor = *Processor::current();
+  return {static_cast<unsigned>(processor.self().id % processor.job().launch.threads), 0, 0};
+}
 
 EXPORTED Coordinates block_index() { return Processor::current()->self().block; }
 
@@ -48,6 +51,85 @@ EXPORTED std::byte* dynamic_shared(std::size_t bytes, Place place) {
   if (bytes > available)
     processor.fail(place, "%zu bytes of dynamic shared memory, launched with %zu", bytes, available);
   return processor.dynamic_shared();
+}
+
+EXPORTED std::uint32_t shared_address(const void* shared, Place place) {
+  return Processor::current()->shared_address(shared, place);
+}
+
+EXPORTED std::uint32_t peer_address(const void* shared, int rank, Place place) {
+  return Processor::current()->peer_address(shared, rank, place);
+}
+
+EXPORTED void mbarrier_init(std::uint32_t barrier, int arrivals, Place place) {
+  Processor::current()->mbarrier_init(barrier, arrivals, place);
+}
+
+EXPORTED void mbarrier_init_fence() { Processor::current()->mbarrier_init_fence(); }
+
+EXPORTED void mbarrier_arrive(std::uint32_t barrier, int expected_bytes, Place place) {
+  Processor::current()->mbarrier_arrive(barrier, expected_bytes, place);
+}
+
+EXPORTED bool mbarrier_test(std::uint32_t barrier, int parity, Place place) {
+  return Processor::current()->mbarrier_test(barrier, parity, place);
+}
+
+EXPORTED void mbarrier_wait(std::uint32_t barrier, int parity, bool cluster_scope, Place place) {
+  Processor::current()->mbarrier_wait(barrier, parity, cluster_scope, place);
+}
+
+EXPORTED void bulk_load(std::uint32_t shared, const void* map, std::uint32_t barrier, BoxOrigin origin, unsigned ctas,
+                        Place place) {
+  Processor::current()->bulk_load(shared, map, barrier, origin, ctas, place);
+}
+
+EXPORTED void bulk_store(const void* map, std::uint32_t shared, BoxOrigin origin, Place place) {
+  Processor::current()->bulk_store(map, shared, origin, place);
+}
+
+EXPORTED void bulk_commit() { Processor::current()->bulk_commit(); }
+
+EXPORTED void bulk_wait_read(int pending_groups) {
+  Processor::current()->bulk_wait_read(static_cast<std::size_t>(pending_groups));
+}
+
+EXPORTED void bulk_to_peer(std::uint32_t target, std::uint32_t shared, int bytes, std::uint32_t barrier, Place place) {
+  Processor::current()->bulk_to_peer(target, shared, bytes, barrier, place);
+}
+
+EXPORTED void store_async(std::uint32_t target, const void* data, int bytes, std::uint32_t barrier, Place place) {
+  Processor::current()->store_async(target, data, bytes, barrier, place);
+}
+
+EXPORTED void peer_access(std::uint32_t target, void* data, int bytes, bool write, Place place) {
+  Processor::current()->peer_access(target, data, bytes, write, place);
+}
+
+EXPORTED void fence_proxy_async() { Processor::current()->fence_proxy_async(); }
+
+EXPORTED int cluster_rank() { return Processor::current()->self().cta; }
+
+EXPORTED void cluster_arrive(bool release, Place place) { Processor::current()->cluster_arrive(release, place); }
+
+EXPORTED void cluster_wait(Place place) { Processor::current()->cluster_wait(place); }
+
+EXPORTED bool elect_one(Place place) { return Processor::current()->elect_one(place); }
+
+EXPORTED void set_registers(int registers, bool up, Place place) {
+  Processor::current()->set_registers(registers, up, place);
+}
+
+EXPORTED void grid_dependency_wait() { Processor::current()->grid_dependency_wait(); }
+
+EXPORTED void wgmma(const Wgmma& operation, Place place) { Processor::current()->wgmma(operation, place); }
+
+EXPORTED void wgmma_fence(Place place) { Processor::current()->wgmma_fence(place); }
+
+EXPORTED void wgmma_commit(Place place) { Processor::current()->wgmma_commit(place); }
+
+EXPORTED void wgmma_wait(int pending_groups, Place place) {
+  Processor::current()->wgmma_wait(static_cast<std::size_t>(pending_groups), place);
 }
 
 EXPORTED void count_shuffle() { ++Processor::current()->counters.warp_shuffles; }

@@ -1,8 +1,9 @@
-// Shadow of a block's shared memory: what was written, what is still in flight, and who must have synchronised with
-// whom.
+// Shadow of shared memory, of a cluster's CTAs one behind the other: what was written, what is still in flight, and who
+// must have synchronised with whom.
 //
 // Races are found by happens-before, not by luck of the schedule: every thread carries a vector clock, every two bytes
-// carry the epoch of their last write and of their reads since (FastTrack: Flanagan and Freund, PLDI 2009).
+// carry the epoch of their last write and of their reads since (FastTrack: Flanagan and Freund, PLDI 2009). Units that
+// work beside the threads (bulk copies, a warp's tensor cores) are agents: they have epochs, as threads do.
 #pragma once
 
 #include <algorithm>
@@ -11,20 +12,40 @@
 
 namespace microsdpa::emulator {
 
-using Epoch = std::uint32_t;  // clock << 11 | thread
-constexpr int THREAD_BITS = 11;
-constexpr Epoch SHARED_READ = 0x80000000u;  // the reads of several threads: the low bits number a row of clocks
+using Epoch = std::uint32_t;  // clock << 13 | thread or agent
+constexpr int THREAD_BITS = 13;
+constexpr std::uint32_t MAX_CLOCK = (1u << (31 - THREAD_BITS)) - 1;
+constexpr Epoch SHARED_READ = 0x80000000u;  // the reads of several threads: the low bits number a list of epochs
 
 inline Epoch epoch_of(std::uint32_t clock, int thread) { return clock << THREAD_BITS | static_cast<Epoch>(thread); }
 inline int thread_of(Epoch epoch) { return static_cast<int>(epoch & ((1u << THREAD_BITS) - 1)); }
 inline std::uint32_t clock_of(Epoch epoch) { return epoch >> THREAD_BITS; }
 
-// What a thread knows: the latest clock of every thread that happened before its present.
 using VectorClock = std::vector<std::uint32_t>;
+
+// What a thread knows: the latest clock of every thread that happened before its present, and how much of that has
+// passed a proxy fence on its way here, so that asynchronous units see it as well.
+struct Knowledge {
+  VectorClock clock, fenced;
+
+  void reset(int size) {
+    clock.assign(size, 0);
+    fenced.assign(size, 0);
+  }
+  void learn(const Knowledge& other) {
+    if (other.clock.empty()) return;
+    for (std::size_t i = 0; i < clock.size(); ++i) {
+      clock[i] = std::max(clock[i], other.clock[i]);
+      fenced[i] = std::max(fenced[i], other.fenced[i]);
+    }
+  }
+  bool knows(Epoch epoch) const { return epoch == 0 || clock_of(epoch) <= clock[thread_of(epoch)]; }
+  bool fenced_off(Epoch epoch) const { return clock_of(epoch) <= fenced[thread_of(epoch)]; }
+};
 
 struct Conflict {
   bool found = false;
-  int thread = 0;           // the other thread
+  int thread = 0;           // the other thread or agent
   std::uint64_t place = 0;  // where it accessed
   const char* kind = "";    // what it did
 };
@@ -33,17 +54,19 @@ class Shadow {
  public:
   static constexpr int GRANULE = 2;  // bytes: two threads may write the two halves of a word
 
-  void reset(std::size_t bytes, int threads) {
+  void reset(std::size_t bytes) {
     const std::size_t granules = (bytes + GRANULE - 1) / GRANULE;
-    threads_ = threads;
     write_.assign(granules, 0);
     read_.assign(granules, 0);
     write_place_.resize(granules);
     read_place_.resize(granules);
     written_.assign(bytes, 0);
-    in_flight_.assign(granules, 0);
-    rows_.clear();
-    free_rows_.clear();
+    arriving_.assign(granules, 0);
+    leaving_.assign(granules, 0);
+    leaving_count_.assign(granules, 0);
+    for (std::size_t list = 0; list < lists_.size(); ++list) lists_[list].clear();
+    free_lists_.clear();
+    for (std::size_t list = 0; list < lists_.size(); ++list) free_lists_.push_back(static_cast<std::uint32_t>(list));
   }
 
   // First byte of [offset, offset + bytes) that nothing wrote since the block began, or -1.
@@ -54,86 +77,133 @@ class Shadow {
     return -1;
   }
 
-  // Number of the asynchronous copy that a range awaits, or 0.
-  std::uint32_t in_flight(std::size_t offset, std::size_t bytes) const {
+  // Number of the asynchronous operation whose data a range awaits, or 0.
+  std::uint32_t arriving(std::size_t offset, std::size_t bytes) const { return first_in(arriving_, offset, bytes); }
+
+  void set_arriving(std::size_t offset, std::size_t bytes, std::uint32_t operation) {
+    for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) arriving_[g] = operation;
+  }
+
+  // Number of an asynchronous operation that still has to read some of a range, or 0.
+  std::uint32_t leaving(std::size_t offset, std::size_t bytes) const { return first_in(leaving_, offset, bytes); }
+
+  void begin_leaving(std::size_t offset, std::size_t bytes, std::uint32_t operation) {
     for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
-      if (in_flight_[g]) return in_flight_[g];
+      leaving_[g] = operation;
+      ++leaving_count_[g];
     }
-    return 0;
   }
 
-  void set_in_flight(std::size_t offset, std::size_t bytes, std::uint32_t copy) {
-    for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) in_flight_[g] = copy;
-  }
-
-  Conflict read(std::size_t offset, std::size_t bytes, int thread, const VectorClock& now, std::uint64_t place) {
-    const Epoch mine = epoch_of(now[thread], thread);
+  void end_leaving(std::size_t offset, std::size_t bytes) {
     for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
-      if (!known(write_[g], thread, now)) return {true, thread_of(write_[g]), write_place_[g], "wrote"};
+      if (--leaving_count_[g] == 0) leaving_[g] = 0;
+    }
+  }
+
+  // A write among [offset, offset + bytes) by a thread below `threads` that no proxy fence lies behind, for whoever has
+  // this knowledge.
+  Conflict unfenced(std::size_t offset, std::size_t bytes, int threads, const Knowledge& known) const {
+    for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
+      const Epoch last = write_[g];
+      if (last && thread_of(last) < threads && !known.fenced_off(last)) {
+        return {true, thread_of(last), write_place_[g], "wrote"};
+      }
+    }
+    return {};
+  }
+
+  // Whether a read by someone with this knowledge follows every write of the range.
+  Conflict check_read(std::size_t offset, std::size_t bytes, int reader, const Knowledge& known) const {
+    for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
+      if (thread_of(write_[g]) != reader && !known.knows(write_[g])) {
+        return {true, thread_of(write_[g]), write_place_[g], "wrote"};
+      }
+    }
+    return {};
+  }
+
+  // Records a read by a thread or agent at its present epoch.
+  void mark_read(std::size_t offset, std::size_t bytes, int reader, const Knowledge& known, std::uint64_t place) {
+    const Epoch mine = epoch_of(known.clock[reader], reader);
+    for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
       Epoch& reads = read_[g];
       read_place_[g] = place;
       if (reads == mine) continue;
       if (reads & SHARED_READ) {
-        rows_[reads & ~SHARED_READ][thread] = now[thread];
-      } else if (known(reads, thread, now)) {
+        std::vector<Epoch>& list = lists_[reads & ~SHARED_READ];
+        bool found = false;
+        for (Epoch& one : list) {
+          if (thread_of(one) == reader) {
+            one = mine;
+            found = true;
+            break;
+          }
+        }
+        if (!found) list.push_back(mine);
+      } else if (thread_of(reads) == reader || known.knows(reads)) {
         reads = mine;
       } else {
-        const std::uint32_t row = take_row();
-        rows_[row][thread_of(reads)] = clock_of(reads);
-        rows_[row][thread] = now[thread];
-        reads = SHARED_READ | row;
+        const std::uint32_t number = take_list();
+        lists_[number] = {reads, mine};
+        reads = SHARED_READ | number;
+      }
+    }
+  }
+
+  // Whether a write by someone with this knowledge follows every access of the range.
+  Conflict check_write(std::size_t offset, std::size_t bytes, int writer, const Knowledge& known) const {
+    for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
+      if (thread_of(write_[g]) != writer && !known.knows(write_[g])) {
+        return {true, thread_of(write_[g]), write_place_[g], "wrote"};
+      }
+      const Epoch reads = read_[g];
+      if (reads & SHARED_READ) {
+        for (const Epoch one : lists_[reads & ~SHARED_READ]) {
+          if (thread_of(one) != writer && !known.knows(one)) return {true, thread_of(one), read_place_[g], "read"};
+        }
+      } else if (reads && thread_of(reads) != writer && !known.knows(reads)) {
+        return {true, thread_of(reads), read_place_[g], "read"};
       }
     }
     return {};
   }
 
-  Conflict write(std::size_t offset, std::size_t bytes, int thread, const VectorClock& now, std::uint64_t place) {
-    const Epoch mine = epoch_of(now[thread], thread);
+  // Records a write by a thread or agent; all earlier reads are known to it.
+  void mark_write(std::size_t offset, std::size_t bytes, Epoch epoch, std::uint64_t place) {
     for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
-      if (!known(write_[g], thread, now)) return {true, thread_of(write_[g]), write_place_[g], "wrote"};
-      if (const Epoch reads = read_[g]) {
-        if (reads & SHARED_READ) {
-          const std::uint32_t row = reads & ~SHARED_READ;
-          for (int other = 0; other < threads_; ++other) {
-            if (other != thread && rows_[row][other] > now[other]) return {true, other, read_place_[g], "read"};
-          }
-          free_rows_.push_back(row);
-        } else if (!known(reads, thread, now)) {
-          return {true, thread_of(reads), read_place_[g], "read"};
-        }
-        read_[g] = 0;
-      }
-      write_[g] = mine;
+      if (read_[g] & SHARED_READ) free_lists_.push_back(read_[g] & ~SHARED_READ);
+      read_[g] = 0;
+      write_[g] = epoch;
       write_place_[g] = place;
     }
-    for (std::size_t i = offset; i < offset + bytes; ++i) written_[i] = 1;
-    return {};
+    std::fill(written_.begin() + static_cast<long>(offset), written_.begin() + static_cast<long>(offset + bytes), 1);
   }
 
  private:
-  // Whether an epoch of another thread happened before what `thread` does now.
-  static bool known(Epoch epoch, int thread, const VectorClock& now) {
-    return epoch == 0 || thread_of(epoch) == thread || clock_of(epoch) <= now[thread_of(epoch)];
-  }
-
-  std::uint32_t take_row() {
-    if (free_rows_.empty()) {
-      rows_.emplace_back(threads_, 0u);
-      return static_cast<std::uint32_t>(rows_.size() - 1);
+  static std::uint32_t first_in(const std::vector<std::uint32_t>& numbers, std::size_t offset, std::size_t bytes) {
+    for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
+      if (numbers[g]) return numbers[g];
     }
-    const std::uint32_t row = free_rows_.back();
-    free_rows_.pop_back();
-    std::fill(rows_[row].begin(), rows_[row].end(), 0u);
-    return row;
+    return 0;
   }
 
-  int threads_ = 0;
+  std::uint32_t take_list() {
+    if (free_lists_.empty()) {
+      lists_.emplace_back();
+      return static_cast<std::uint32_t>(lists_.size() - 1);
+    }
+    const std::uint32_t number = free_lists_.back();
+    free_lists_.pop_back();
+    return number;
+  }
+
   std::vector<Epoch> write_, read_;
   std::vector<std::uint64_t> write_place_, read_place_;
   std::vector<std::uint8_t> written_;
-  std::vector<std::uint32_t> in_flight_;
-  std::vector<std::vector<std::uint32_t>> rows_;
-  std::vector<std::uint32_t> free_rows_;
+  std::vector<std::uint32_t> arriving_, leaving_;
+  std::vector<std::uint16_t> leaving_count_;
+  std::vector<std::vector<Epoch>> lists_;
+  std::vector<std::uint32_t> free_lists_;
 };
 
 }  // namespace microsdpa::emulator

@@ -1,0 +1,423 @@
+// mbarriers, bulk copies and the async proxy.
+//
+// A bulk copy's bytes arrive when a thread waits for the phase that they count towards and nothing else is missing from
+// it (late), or at once (early). Who has not waited for the phase does not know of them, and is in a race.
+#include <algorithm>
+#include <cstring>
+
+#include "processor.h"
+
+namespace microsdpa::emulator {
+
+namespace {
+
+constexpr int RANK_SHIFT = 24;  // an address in a cluster: the CTA's rank above the position in its shared memory
+constexpr int MAX_FAILED_TESTS = 1 << 20;
+
+}  // namespace
+
+std::size_t Processor::cluster_offset(std::uint32_t address, std::size_t bytes, const char* operation, Place place) {
+  const std::size_t rank = address >> RANK_SHIFT, within = address & ((1u << RANK_SHIFT) - 1);
+  const std::size_t cta = rank ? rank - 1 : static_cast<std::size_t>(self_->cta);
+  if (cta >= ctas_.size()) fail(place, "%s: CTA %zu of a cluster of %zu", operation, cta, ctas_.size());
+  if (within + bytes > dynamic_offset_ + dynamic_bytes_) {
+    fail(place, "%s: bytes %zu to %zu of %zu of shared memory", operation, within, within + bytes,
+         dynamic_offset_ + dynamic_bytes_);
+  }
+  if (ctas_[cta].live == 0) fail(place, "%s: CTA %zu of the cluster has ended", operation, cta);
+  return cta * cta_bytes_ + within;
+}
+
+std::uint32_t Processor::peer_address(const void* shared, int rank, Place place) {
+  if (rank < 0 || rank >= static_cast<int>(ctas_.size())) {
+    fail(place, "mapa: CTA %d of a cluster of %zu", rank, ctas_.size());
+  }
+  return static_cast<std::uint32_t>(rank + 1) << RANK_SHIFT | shared_address(shared, place);
+}
+
+void Processor::mbarrier_init(std::uint32_t address, int arrivals, Place place) {
+  if (arrivals <= 0 || arrivals >= 1 << 20)
+    fail(place, "mbarrier.init: expected 1 to %d arrivals, got %d", (1 << 20) - 1, arrivals);
+  if (address % 8) fail(place, "mbarrier.init: expected an address aligned to 8 bytes, got %u", address);
+  const std::size_t offset = cluster_offset(address, 8, "mbarrier.init", place);
+  if (const std::string fault = shared_fault(offset, 8, true); !fault.empty()) fail(place, "%s", fault.c_str());
+  const Epoch now = epoch_of(self_->known.clock[self_->id], self_->id);
+  shadow_.mark_write(offset, 8, now, 0);
+  Mbarrier& barrier = mbarriers_[offset] = {};
+  barrier.expected = barrier.pending = arrivals;
+  barrier.initialised = now;
+  barrier.initialiser = self_->id;
+  barrier.arriving.reset(agents_);
+  barrier.completed.reset(agents_);
+}
+
+void Processor::mbarrier_init_fence() {
+  for (auto& [offset, barrier] : mbarriers_) {
+    if (barrier.initialiser != self_->id || barrier.published) continue;
+    barrier.published = true;
+    barrier.published_in = self_->cluster_arrivals;
+  }
+}
+
+// The barrier, if the running thread can know that it is set up. `copy`: a bulk copy will count on it.
+Mbarrier& Processor::mbarrier_at(std::size_t offset, const char* operation, bool copy, Place place) {
+  auto found = mbarriers_.find(offset);
+  if (found == mbarriers_.end()) {
+    fail(place, "%s: no mbarrier was initialised at byte %zu", operation, offset % cta_bytes_);
+  }
+  Mbarrier& barrier = found->second;
+  const bool synchronised = barrier.initialiser == self_->id || self_->known.knows(barrier.initialised);
+  const bool through_cluster = barrier.published && self_->cluster_waits > barrier.published_in;
+  if (!synchronised && !through_cluster) {
+    fail(place, "race: %s on an mbarrier that %s initialises with no barrier between the two", operation,
+         who(barrier.initialiser).c_str());
+  }
+  const bool remote = static_cast<int>(offset / cta_bytes_) != self_->cta;
+  if ((copy || remote) && !barrier.published && !self_->known.fenced_off(barrier.initialised)) {
+    fail(place, "%s on an mbarrier whose initialisation no fence has published: mbarrier_init_fence is missing",
+         operation);
+  }
+  return barrier;
+}
+
+void Processor::mbarrier_arrive(std::uint32_t address, int expected_bytes, Place place) {
+  const std::size_t offset = cluster_offset(address, 8, "mbarrier.arrive", place);
+  Mbarrier& barrier = mbarrier_at(offset, "mbarrier.arrive", false, place);
+  if (expected_bytes < 0 || expected_bytes >= 1 << 20) {
+    fail(place, "mbarrier.arrive.expect_tx: expected 0 to %d bytes, got %d", (1 << 20) - 1, expected_bytes);
+  }
+  if (barrier.pending == 0) {
+    fail(place, "mbarrier at byte %zu: more than the %d arrivals that a phase expects", offset % cta_bytes_,
+         barrier.expected);
+  }
+  barrier.bytes += expected_bytes;
+  --barrier.pending;
+  barrier.arriving.learn(self_->known);
+  advance(self_->id);
+  if (static_cast<int>(offset / cta_bytes_) != self_->cta) barrier.peer = true;
+  complete_if_due(barrier, offset);
+  deliver_due(barrier, offset);
+}
+
+void Processor::complete_if_due(Mbarrier& barrier, std::size_t offset) {
+  if (barrier.pending || barrier.bytes) return;
+  ++counters.mbarrier_phases;
+  barrier.completed.learn(barrier.arriving);
+  barrier.arriving.reset(agents_);
+  barrier.peer_completed = barrier.peer;
+  barrier.peer = false;
+  barrier.pending = barrier.expected;
+  ++barrier.phase;
+  for (Thread& thread : threads_) {
+    if (thread.waits_for && thread.waits_on == offset) make_ready(thread.id);
+  }
+}
+
+// In the late schedule: what the phase still awaits arrives once a thread waits for it and all arrivals are in.
+void Processor::deliver_due(Mbarrier& barrier, std::size_t offset) {
+  if (barrier.pending || barrier.deliveries.empty()) return;
+  const bool awaited = std::any_of(threads_.begin(), threads_.end(),
+                                   [&](const Thread& thread) { return thread.waits_for && thread.waits_on == offset; });
+  if (!awaited) return;
+  while (!barrier.deliveries.empty() && barrier.bytes > 0) {
+    const Delivery delivery = std::move(barrier.deliveries.front());
+    barrier.deliveries.pop_front();
+    arrive_bytes(barrier, delivery, offset);
+  }
+}
+
+// The bytes are there now, and count.
+void Processor::arrive_bytes(Mbarrier& barrier, const Delivery& delivery, std::size_t offset) {
+  const int agent = copy_agent(static_cast<int>(offset / cta_bytes_));
+  const std::uint32_t clock = ++agent_clocks_[agent];
+  std::size_t source = delivery.source;
+  if (delivery.source_bytes) shadow_.end_leaving(delivery.source, delivery.source_bytes);
+  for (const Piece& piece : delivery.pieces) {
+    const std::byte* data = delivery.source_bytes ? memory_at(source) : piece.data.data();
+    std::memcpy(memory_at(piece.offset), data, piece.data.size());
+    source += piece.data.size();
+    shadow_.set_arriving(piece.offset, piece.data.size(), 0);
+    shadow_.mark_write(piece.offset, piece.data.size(), epoch_of(clock, agent), 0);
+  }
+  if (delivery.source_bytes) {
+    Knowledge copier;
+    copier.reset(agents_);
+    copier.clock[agent] = clock;
+    shadow_.mark_read(delivery.source, delivery.source_bytes, agent, copier, 0);
+  }
+  barrier.arriving.clock[agent] = clock;
+  barrier.arriving.fenced[agent] = clock;
+  barrier.peer = barrier.peer || delivery.peer;
+  barrier.bytes -= delivery.bytes;
+  complete_if_due(barrier, offset);
+}
+
+// Takes in a delivery for the barrier at an offset: for later, or now.
+void Processor::send(std::size_t offset, Delivery delivery, Place place) {
+  Mbarrier& barrier = mbarrier_at(offset, "a bulk copy", true, place);
+  for (const Piece& piece : delivery.pieces) {
+    check_async_target(piece.offset, piece.data.size(), flights_[delivery.number - 1].operation,
+                       !delivery.peer || delivery.source_bytes, place);
+    shadow_.set_arriving(piece.offset, piece.data.size(), delivery.number);
+    if (job_.launch.late) std::memset(memory_at(piece.offset), 0xff, piece.data.size());
+  }
+  if (delivery.source_bytes) shadow_.begin_leaving(delivery.source, delivery.source_bytes, delivery.number);
+  if (job_.launch.late) {
+    barrier.deliveries.push_back(std::move(delivery));
+    deliver_due(barrier, offset);
+  } else {
+    arrive_bytes(barrier, delivery, offset);
+  }
+}
+
+bool Processor::phase_done(std::uint32_t address, int parity, bool cluster_scope, Place place) {
+  const std::size_t offset = cluster_offset(address, 8, "mbarrier.try_wait", place);
+  Mbarrier& barrier = mbarrier_at(offset, "mbarrier.try_wait", false, place);
+  if (parity != 0 && parity != 1) fail(place, "mbarrier.try_wait: expected parity 0 or 1, got %d", parity);
+  if (static_cast<int>(barrier.phase & 1) == parity) return false;
+  if (barrier.peer_completed && !cluster_scope) {
+    fail(place, "mbarrier.try_wait: other CTAs' threads took part in the phase: wait with cluster scope");
+  }
+  self_->known.learn(barrier.completed);
+  return true;
+}
+
+bool Processor::mbarrier_test(std::uint32_t address, int parity, Place place) {
+  if (phase_done(address, parity, false, place)) {
+    self_->failed_tests = 0;
+    return true;
+  }
+  if (++self_->failed_tests > MAX_FAILED_TESTS) {
+    fail(place, "mbarrier.try_wait: no success in %d tests: deadlock", MAX_FAILED_TESTS);
+  }
+  // A test counts as a wait: it may be the only one that there will ever be.
+  const std::size_t offset = cluster_offset(address, 8, "mbarrier.try_wait", place);
+  self_->waits_for = "an mbarrier";
+  self_->waits_on = offset;
+  deliver_due(mbarriers_[offset], offset);
+  make_ready(self_->id);
+  Context::switch_to(self_->context, scheduler_);
+  return phase_done(address, parity, false, place);
+}
+
+void Processor::mbarrier_wait(std::uint32_t address, int parity, bool cluster_scope, Place place) {
+  while (!phase_done(address, parity, cluster_scope, place)) {
+    const std::size_t offset = cluster_offset(address, 8, "mbarrier.try_wait", place);
+    self_->waits_for = "an mbarrier";
+    self_->waits_at = place;
+    self_->waits_on = offset;
+    deliver_due(mbarriers_[offset], offset);  // this may make the thread ready again; it waits its turn
+    Context::switch_to(self_->context, scheduler_);
+  }
+}
+
+const TensorView& Processor::tensor_view(const void* map, Place place) {
+  const auto& view = *static_cast<const TensorView*>(map);
+  if (view.magic != TENSOR_VIEW_MAGIC) fail(place, "bulk copy: not a tensor map that the launch was given");
+  return view;
+}
+
+// That nobody uses the range any more, and that what threads wrote there is behind a proxy fence when a bulk copy
+// comes.
+void Processor::check_async_target(std::size_t offset, std::size_t bytes, const char* operation, bool async_proxy,
+                                   Place place) {
+  if (const std::string fault = shared_fault(offset, bytes, true); !fault.empty()) {
+    fail(place, "%s: %s", operation, fault.c_str());
+  }
+  if (!async_proxy) return;
+  if (const Conflict conflict = shadow_.unfenced(offset, bytes, threads(), self_->known); conflict.found) {
+    fail(place, "%s to byte %zu, which %s wrote, with no fence.proxy.async between the two", operation,
+         offset % cta_bytes_, who(conflict.thread).c_str());
+  }
+}
+
+// What is wrong with an asynchronous unit's read for someone with this knowledge, or nothing.
+std::string Processor::async_read_fault(std::size_t offset, std::size_t bytes, const Knowledge& known,
+                                        const char* operation) {
+  const std::string at =
+      std::string(operation) + " of byte " + std::to_string(offset % cta_bytes_) + " of shared memory";
+  if (const std::uint32_t number = shadow_.arriving(offset, bytes)) {
+    const Flight& flight = flights_[number - 1];
+    return at + " that " + flight.operation + " of " + who(flight.thread) + " at line " +
+           std::to_string(flight.issued.line) + " has in flight: a wait is missing";
+  }
+  if (shadow_.first_unwritten(offset, bytes) >= 0) return at + " that nothing has written";
+  if (const Conflict c = shadow_.check_read(offset, bytes, -1, known); c.found) {
+    return "race: " + at + " that " + who(c.thread) + " wrote with no barrier between the two";
+  }
+  if (const Conflict c = shadow_.unfenced(offset, bytes, threads(), known); c.found) {
+    return at + " that " + who(c.thread) + " wrote, with no fence.proxy.async between the two";
+  }
+  return "";
+}
+
+void Processor::bulk_load(std::uint32_t shared, const void* map, std::uint32_t barrier, BoxOrigin origin, unsigned ctas,
+                          Place place) {
+  const TensorView& view = tensor_view(map, place);
+  const auto pitch = static_cast<std::size_t>(view.box_columns * view.element_bytes);
+  const auto bytes = pitch * static_cast<std::size_t>(view.box_rows);
+  const std::size_t alignment = view.swizzle ? 8 * static_cast<std::size_t>(view.swizzle) : 128;
+  if (shared % alignment) {
+    fail(place, "bulk tensor copy: expected shared memory aligned to %zu bytes, got byte %u", alignment, shared);
+  }
+  if (view.swizzle && pitch != static_cast<std::size_t>(view.swizzle)) {
+    fail(place, "bulk tensor copy: rows of %zu bytes, where the swizzle repeats after %d", pitch,
+         static_cast<int>(view.swizzle));
+  }
+  if (ctas >> ctas_.size()) fail(place, "bulk tensor copy: multicast mask %#x in a cluster of %zu", ctas, ctas_.size());
+  // 16 bytes at a time: positions in the box, swizzled by the address that they go to.
+  std::vector<std::pair<std::size_t, std::vector<std::byte>>> chunks;
+  std::uint64_t valid = 0;
+  for (std::size_t at = 0; at < bytes; at += 16) {
+    std::vector<std::byte> data(16, std::byte{0});
+    const std::int64_t row = origin.row + static_cast<std::int64_t>(at / pitch);
+    for (std::size_t byte = 0; byte < 16; byte += static_cast<std::size_t>(view.element_bytes)) {
+      const std::int64_t column = origin.column + static_cast<std::int64_t>((at % pitch + byte) / view.element_bytes);
+      const bool inside = column >= 0 && column < view.sizes[0] && row >= 0 && row < view.sizes[1] &&
+                          origin.head >= 0 && origin.head < view.sizes[2] && origin.batch >= 0 &&
+                          origin.batch < view.sizes[3];
+      if (!inside) continue;
+      const std::uintptr_t address =
+          view.address + static_cast<std::uintptr_t>(column * view.element_bytes + row * view.strides[0] +
+                                                     origin.head * view.strides[1] + origin.batch * view.strides[2]);
+      if (const std::string fault = global_fault(address, static_cast<std::size_t>(view.element_bytes), false);
+          !fault.empty()) {
+        fail(place, "bulk tensor copy: %s", fault.c_str());
+      }
+      std::memcpy(data.data() + byte, reinterpret_cast<const void*>(address),
+                  static_cast<std::size_t>(view.element_bytes));
+      valid += static_cast<std::uint64_t>(view.element_bytes);
+    }
+    std::size_t target = shared + at;
+    if (view.swizzle) target ^= (target >> 7 & (static_cast<std::size_t>(view.swizzle) / 16 - 1)) << 4;
+    chunks.emplace_back(target, std::move(data));
+  }
+  counters.global_read_bytes += valid;
+  const unsigned receivers = ctas ? ctas : 1u << self_->cta;
+  for (unsigned rank = 0; rank < ctas_.size(); ++rank) {
+    if (!(receivers >> rank & 1)) continue;
+    const std::uint32_t peer = (rank + 1) << RANK_SHIFT;
+    Delivery delivery;
+    delivery.number = take_flight("a bulk tensor copy", place);
+    delivery.bytes = static_cast<int>(bytes);
+    for (const auto& [target, data] : chunks) {
+      delivery.pieces.push_back(
+          {cluster_offset(peer | static_cast<std::uint32_t>(target), 16, "a bulk tensor copy", place), data});
+    }
+    counters.bulk_copy_bytes += bytes;
+    send(cluster_offset(peer | barrier, 8, "a bulk tensor copy", place), std::move(delivery), place);
+  }
+}
+
+void Processor::bulk_to_peer(std::uint32_t target, std::uint32_t shared, int bytes, std::uint32_t barrier,
+                             Place place) {
+  if (bytes <= 0 || bytes % 16 || shared % 16 || target % 16) {
+    fail(place, "bulk copy: expected a multiple of 16 bytes on addresses aligned to 16, got %d bytes", bytes);
+  }
+  if (target >> RANK_SHIFT != barrier >> RANK_SHIFT) {
+    fail(place, "bulk copy: target and mbarrier must lie in one CTA's shared memory");
+  }
+  const auto size = static_cast<std::size_t>(bytes);
+  const std::size_t source = cluster_offset(shared, size, "a bulk copy", place);
+  if (const std::string fault = async_read_fault(source, size, self_->known, "bulk copy"); !fault.empty()) {
+    fail(place, "%s", fault.c_str());
+  }
+  Delivery delivery;
+  delivery.number = take_flight("a bulk copy", place);
+  delivery.pieces.push_back({cluster_offset(target, size, "a bulk copy", place), std::vector<std::byte>(size)});
+  delivery.source = source, delivery.source_bytes = size, delivery.bytes = bytes, delivery.peer = true;
+  counters.peer_bytes += size;
+  send(cluster_offset(barrier, 8, "a bulk copy", place), std::move(delivery), place);
+}
+
+void Processor::store_async(std::uint32_t target, const void* data, int bytes, std::uint32_t barrier, Place place) {
+  if (target % static_cast<unsigned>(bytes)) fail(place, "st.async: misaligned store of %d bytes", bytes);
+  if (target >> RANK_SHIFT != barrier >> RANK_SHIFT) {
+    fail(place, "st.async: target and mbarrier must lie in one CTA's shared memory");
+  }
+  const auto* first = static_cast<const std::byte*>(data);
+  Delivery delivery;
+  delivery.number = take_flight("st.async", place);
+  delivery.pieces.push_back({cluster_offset(target, static_cast<std::size_t>(bytes), "st.async", place),
+                             std::vector<std::byte>(first, first + bytes)});
+  delivery.bytes = bytes, delivery.peer = true;
+  counters.peer_bytes += static_cast<std::uint64_t>(bytes);
+  send(cluster_offset(barrier, 8, "st.async", place), std::move(delivery), place);
+}
+
+void Processor::bulk_store(const void* map, std::uint32_t shared, BoxOrigin origin, Place place) {
+  const TensorView& view = tensor_view(map, place);
+  const auto pitch = static_cast<std::size_t>(view.box_columns * view.element_bytes);
+  const auto bytes = pitch * static_cast<std::size_t>(view.box_rows);
+  const std::size_t alignment = view.swizzle ? 8 * static_cast<std::size_t>(view.swizzle) : 128;
+  if (shared % alignment) {
+    fail(place, "bulk tensor store: expected shared memory aligned to %zu bytes, got byte %u", alignment, shared);
+  }
+  BulkStore store;
+  store.number = take_flight("a bulk tensor store", place);
+  store.target_bytes = static_cast<int>(view.element_bytes);
+  for (std::size_t at = 0; at < bytes; at += static_cast<std::size_t>(view.element_bytes)) {
+    std::size_t from = shared + at;
+    if (view.swizzle) from ^= (from >> 7 & (static_cast<std::size_t>(view.swizzle) / 16 - 1)) << 4;
+    const std::size_t offset = cluster_offset(
+        static_cast<std::uint32_t>(from), static_cast<std::size_t>(view.element_bytes), "a bulk tensor store", place);
+    const std::int64_t row = origin.row + static_cast<std::int64_t>(at / pitch);
+    const std::int64_t column = origin.column + static_cast<std::int64_t>(at % pitch) / view.element_bytes;
+    const bool inside = column >= 0 && column < view.sizes[0] && row >= 0 && row < view.sizes[1] && origin.head >= 0 &&
+                        origin.head < view.sizes[2] && origin.batch >= 0 && origin.batch < view.sizes[3];
+    if (!inside) continue;
+    if (const std::string fault =
+            async_read_fault(offset, static_cast<std::size_t>(view.element_bytes), self_->known, "bulk tensor store");
+        !fault.empty()) {
+      fail(place, "%s", fault.c_str());
+    }
+    const std::uintptr_t address =
+        view.address + static_cast<std::uintptr_t>(column * view.element_bytes + row * view.strides[0] +
+                                                   origin.head * view.strides[1] + origin.batch * view.strides[2]);
+    if (const std::string fault = global_fault(address, static_cast<std::size_t>(view.element_bytes), true);
+        !fault.empty()) {
+      fail(place, "bulk tensor store: %s", fault.c_str());
+    }
+    shadow_.begin_leaving(offset, static_cast<std::size_t>(view.element_bytes), store.number);
+    store.targets.emplace_back(address, offset);
+    counters.global_write_bytes += static_cast<std::uint64_t>(view.element_bytes);
+  }
+  counters.bulk_copy_bytes += bytes;
+  if (!job_.launch.late) {
+    for (const auto& [address, offset] : store.targets) {
+      std::memcpy(reinterpret_cast<void*>(address), memory_at(offset), static_cast<std::size_t>(store.target_bytes));
+    }
+  }
+  self_->open_stores.push_back(std::move(store));
+}
+
+void Processor::bulk_commit() {
+  self_->store_groups.push_back(std::move(self_->open_stores));
+  self_->open_stores.clear();
+}
+
+void Processor::bulk_wait_read(std::size_t pending_groups) {
+  auto& groups = self_->store_groups;
+  while (groups.size() > pending_groups) {
+    for (const BulkStore& store : groups.front()) finish_store(store);
+    groups.erase(groups.begin());
+  }
+}
+
+void Processor::finish_store(const BulkStore& store) {
+  const auto bytes = static_cast<std::size_t>(store.target_bytes);
+  for (const auto& [address, offset] : store.targets) {
+    if (job_.launch.late) std::memcpy(reinterpret_cast<void*>(address), memory_at(offset), bytes);
+    shadow_.end_leaving(offset, bytes);
+    // From here the reads are as if this thread had made them: who writes next needs a barrier with it.
+    shadow_.mark_read(offset, bytes, self_->id, self_->known, 0);
+  }
+}
+
+void Processor::fence_proxy_async() {
+  Knowledge& known = self_->known;
+  for (std::size_t i = 0; i < known.clock.size(); ++i) known.fenced[i] = std::max(known.fenced[i], known.clock[i]);
+  advance(self_->id);
+}
+
+}  // namespace microsdpa::emulator
