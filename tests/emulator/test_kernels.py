@@ -11,7 +11,8 @@ import microsdpa
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.probes import PROBES, Probe, inputs, run_emulated
+from microsdpa.evidence.probe_list import PROBES, Probe
+from microsdpa.evidence.probes import inputs, run_emulated
 from microsdpa.evidence.verify import check
 from microsdpa.problem import Problem
 from microsdpa.select import select

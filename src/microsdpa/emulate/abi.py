@@ -57,7 +57,16 @@ class Launch(ctypes.Structure):
         ("grid", ctypes.c_int64 * 3),
         *(
             (name, ctypes.c_int32)
-            for name in ("threads", "dynamic_shared_bytes", "buffer_count", "workers", "late", "count_banks", "cluster", "programmatic")
+            for name in (
+                "threads",
+                "dynamic_shared_bytes",
+                "buffer_count",
+                "workers",
+                "late",
+                "count_banks",
+                "cluster",
+                "programmatic",
+            )
         ),
         ("seed", ctypes.c_uint64),
         ("guard_count", ctypes.c_int64),

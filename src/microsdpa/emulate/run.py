@@ -19,8 +19,7 @@ from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit.source import CUDA_DIR
 from microsdpa.problem import Problem
-from microsdpa.specs import KernelSpec
-from microsdpa.specs.spec import TensorMap
+from microsdpa.specs import KernelSpec, TensorMap
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,259 +15,18 @@ from microsdpa.emulate.run import Schedule
 from microsdpa.emulate.run import launch as emulate
 from microsdpa.evidence import results
 from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.probe_list import BLOCKS, PROBES, Probe, Words
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import capability_of
 from microsdpa.runtime.launcher import load_kernel
-from microsdpa.specs import KernelSpec
-
-BLOCKS = 64
-INSTRUCTIONS, WMMA = "probes/instructions.cu", "probes/wmma.cu"
-
-Words = torch.Tensor
-"""int32 tensor: the bits of 32-bit words."""
+from microsdpa.specs import TensorMap
 
 
 class ProbeParams(ctypes.Structure):
     """ProbeParams of cuda/probes/instructions.cu."""
 
     _fields_ = (("input", ctypes.c_void_p), ("out", ctypes.c_void_p))
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One instruction's kernel.
-
-    Attributes:
-        words_in, words_out: 32-bit words that every thread reads and writes.
-        make: inputs, [threads, words_in].
-        view: how output words are compared: "bits", or as "float32" or "float16" numbers.
-        ulp: the distance allowed, in units in the last place of the result or of `scale`; 0 for bitwise.
-        target: the oldest target that has the instruction.
-        scale: for sums, the magnitudes that were added up, [threads, words_out].
-    """
-
-    name: str
-    template: str
-    words_in: int
-    words_out: int
-    make: Callable[[int, torch.Generator], Words]
-    arguments: tuple[str, ...] = ()
-    view: str = "bits"
-    ulp: float = 0.0
-    target: str = "sm_80"
-    threads: int = 32
-    scale: Callable[[Words], torch.Tensor] | None = None
-    source: str = INSTRUCTIONS
-    shared_bytes: int = 0
-
-    @property
-    def spec(self) -> KernelSpec:
-        """The probe as a kernel."""
-        counts = (("IN", str(self.words_in)), ("OUT", str(self.words_out)))
-        further = tuple((f"ARGUMENT_{i}", value) for i, value in enumerate(self.arguments))
-        return KernelSpec(
-            name=f"probe/{self.name}",
-            source=self.source,
-            template=f"microsdpa::probe_{self.template}",
-            template_args=counts + further,
-            threads=self.threads,
-            block_m=1,
-            shared_bytes=self.shared_bytes,
-        )
-
-
-def _bits(x: torch.Tensor) -> Words:
-    return x.contiguous().view(torch.int32)
-
-
-def _random_bits(words: int) -> Callable[[int, torch.Generator], Words]:
-    def make(threads: int, generator: torch.Generator) -> Words:
-        return torch.randint(-(2**31), 2**31, (threads, words), generator=generator, dtype=torch.int64).to(torch.int32)
-
-    return make
-
-
-def _floats(low: float, high: float, words: int) -> Callable[[int, torch.Generator], Words]:
-    """Uniform floats, with every special value among the first."""
-    special = [
-        0.0,
-        -0.0,
-        math.inf,
-        -math.inf,
-        math.nan,
-        1e-40,
-        -1e-40,
-        448.0,
-        464.0,
-        480.0,
-        -1e9,
-        0.001953125,
-        2.0**-10,
-    ]
-
-    def make(threads: int, generator: torch.Generator) -> Words:
-        x = torch.rand(threads * words, generator=generator) * (high - low) + low
-        x[: len(special)] = torch.tensor(special)
-        return _bits(x.view(threads, words))
-
-    return make
-
-
-def _half_pairs(threads: int, generator: torch.Generator) -> Words:
-    x = (torch.rand(threads, 2, generator=generator) * 40 - 25).half()
-    x[:4] = torch.tensor([[0.0, -0.0], [math.inf, -math.inf], [math.nan, 1.0], [-24.5, 16.0]]).half()
-    return _bits(x)
-
-
-def _mma(dtype: torch.dtype) -> Callable[[int, torch.Generator], Words]:
-    """Operands of one mma per warp: A in 4 words, B in 2, D in 4 floats."""
-
-    def make(threads: int, generator: torch.Generator) -> Words:
-        per_word = 4 // dtype.itemsize
-        if dtype == torch.int8:
-            operands = torch.randint(-128, 128, (threads, 6 * per_word), generator=generator).to(dtype)
-            d = torch.randint(-(2**20), 2**20, (threads, 4), generator=generator).to(torch.int32)
-        else:
-            operands = torch.randn(threads, 6 * per_word, generator=generator).to(dtype)
-            d = _bits(torch.randn(threads, 4, generator=generator))
-        return torch.cat([_bits(operands), d], dim=1)
-
-    return make
-
-
-def _mma_magnitude(dtype: torch.dtype) -> Callable[[Words], torch.Tensor]:
-    """Sum of the magnitudes that each element of D adds up, |A| |B| + |D|: what its rounding errors are relative to."""
-    per_word = 4 // dtype.itemsize
-    depth = 8 * per_word
-
-    def scale(words: Words) -> torch.Tensor:
-        warps = words.view(-1, 32, 10)
-        elements = warps[:, :, :6].contiguous().view(dtype).double().abs()
-        start = warps[:, :, 6:].contiguous().view(torch.float32).double().abs()
-        a = torch.zeros(len(warps), 16, depth, dtype=torch.float64)
-        b = torch.zeros(len(warps), depth, 8, dtype=torch.float64)
-        for lane in range(32):  # the fragments of cuda/ptx/mma.cuh
-            group, t = divmod(lane, 4)
-            for i in range(4):
-                row, column = group + 8 * (i % 2), per_word * t + 4 * per_word * (i // 2)
-                a[:, row, column : column + per_word] = elements[:, lane, per_word * i : per_word * (i + 1)]
-            for i in range(2):
-                row = per_word * t + 4 * per_word * i
-                b[:, row : row + per_word, group] = elements[:, lane, per_word * (4 + i) : per_word * (5 + i)]
-        products = a @ b
-        lanes = torch.arange(32)[:, None]
-        part = torch.arange(4)
-        return (products[:, lanes // 4 + 8 * (part // 2), 2 * (lanes % 4) + part % 2] + start).view(-1, 4)
-
-    return scale
-
-
-def _wmma(dtype: torch.dtype) -> Callable[[int, torch.Generator], Words]:
-    """Operands of one product per warp: A and B in 8 words of each lane, C in 8."""
-
-    def make(threads: int, generator: torch.Generator) -> Words:
-        warps = threads // 32
-        operands = _bits(torch.randn(warps, 512, generator=generator).to(dtype))
-        c = _bits(torch.randn(warps, 256, generator=generator))
-        return torch.cat([operands, c], dim=1).view(threads, 16)
-
-    return make
-
-
-def _wmma_magnitude(dtype: torch.dtype, layout: str) -> Callable[[Words], torch.Tensor]:
-    """The same for wmma; the probe halves its result."""
-
-    def scale(words: Words) -> torch.Tensor:
-        warps = words.view(-1, 512)
-        a, b = warps[:, :256].contiguous().view(dtype).double().abs().view(-1, 2, 16, 16).unbind(1)
-        c = warps[:, 256:].contiguous().view(torch.float32).double().abs().view(-1, 16, 16).mT
-        products = a @ b.mT if layout == "row" else a.mT @ b
-        return ((products + c) / 2).reshape(-1, 8)
-
-    return scale
-
-
-def _rows(threads: int, generator: torch.Generator) -> Words:
-    return torch.cat(
-        [_random_bits(4)(threads, generator), torch.randint(0, 2**30, (threads, 1), generator=generator)], 1
-    ).to(torch.int32)
-
-
-def _aligned_rows(threads: int, generator: torch.Generator) -> Words:
-    """Rows of eight words, so that a row's first four can be copied 16 bytes at a time."""
-    return torch.cat([_rows(threads, generator), _random_bits(3)(threads, generator)], dim=1)
-
-
-PROBES = (
-    Probe("ex2", "ex2", 1, 1, _floats(-140.0, 128.0, 1), view="float32", ulp=2.0),
-    Probe("ex2_f16x2", "ex2_f16x2", 1, 1, _half_pairs, view="float16", ulp=1.0),
-    Probe("cvt_e4m3_from_f32", "e4m3_from_floats", 2, 1, _floats(-600.0, 600.0, 2), target="sm_89"),
-    Probe("cvt_e4m3_from_small_f32", "e4m3_from_floats", 2, 1, _floats(-0.1, 0.1, 2), target="sm_89"),
-    Probe("cvt_f16_from_e4m3", "halves_from_e4m3", 1, 1, _random_bits(1), view="float16", target="sm_89"),
-    Probe("cvt_f16_bf16_from_f32", "round", 1, 2, _random_bits(1), view="float32"),
-    Probe(
-        "mma_f16", "mma", 10, 4, _mma(torch.float16), ("__half",), "float32", 1.0, scale=_mma_magnitude(torch.float16)
-    ),
-    Probe(
-        "mma_bf16",
-        "mma",
-        10,
-        4,
-        _mma(torch.bfloat16),
-        ("__nv_bfloat16",),
-        "float32",
-        1.0,
-        scale=_mma_magnitude(torch.bfloat16),
-    ),
-    Probe(
-        "mma_e4m3",
-        "mma_e4m3",
-        10,
-        4,
-        _mma(torch.float8_e4m3fn),
-        (),
-        "float32",
-        1.0,
-        "sm_89",
-        scale=_mma_magnitude(torch.float8_e4m3fn),
-    ),
-    *(
-        Probe(
-            f"wmma_{name}_{layout}",
-            "wmma",
-            16,
-            8,
-            _wmma(dtype),
-            (cpp, f"nvcuda::wmma::{layout}_major", f"nvcuda::wmma::{other}_major"),
-            "float32",
-            1.0,
-            scale=_wmma_magnitude(dtype, layout),
-            source=WMMA,
-        )
-        for name, cpp, dtype in (("f16", "__half", torch.float16), ("bf16", "__nv_bfloat16", torch.bfloat16))
-        for layout, other in (("row", "col"), ("col", "row"))
-    ),
-    Probe("mma_s8", "mma_s8", 10, 4, _mma(torch.int8)),
-    *(
-        Probe(
-            f"ldmatrix_x{count}{'_trans' if trans else ''}",
-            "ldmatrix",
-            5,
-            count,
-            _rows,
-            ("true" if trans else "false",),
-        )
-        for count in (1, 2, 4)
-        for trans in (False, True)
-    ),
-    *(Probe(f"cp_async_{size}", "cp_async", 8, 4, _aligned_rows, (str(size),)) for size in (4, 8, 16)),
-    Probe("cp_async_groups", "cp_async_groups", 2, 2, _random_bits(2)),
-    Probe("dynamic_shared", "dynamic_shared", 1, 1, _random_bits(1), shared_bytes=128),
-    Probe("shfl", "shuffle", 2, 8, _random_bits(2)),
-    Probe("vote", "vote", 1, 4, _random_bits(1)),
-    Probe("named_barrier", "named_barrier", 1, 1, _random_bits(1), threads=64),
-)
 
 
 def inputs(probe: Probe) -> Words:
@@ -281,11 +40,13 @@ def run_emulated(probe: Probe, words: Words, schedule: Schedule | None = None) -
     out = torch.full((len(words), probe.words_out), -1, dtype=torch.int32)
     emulate(
         build.load(probe.spec, params="microsdpa::ProbeParams"),
-        lambda at: ProbeParams(at["in"], at["out"]),
-        {"in": (words, False), "out": (out, True)},
+        lambda at: ProbeParams(at["query"], at["out"]),
+        {"query": (probe.seen(words), False), "out": (probe.seen(out), True)},
         grid=(BLOCKS, 1, 1),
         threads=probe.threads,
         shared_bytes=probe.shared_bytes,
+        cluster=probe.cluster,
+        tensor_maps=[(box.tensor, box) for box in probe.tensor_maps],
         schedule=schedule,
     )
     return out
@@ -301,14 +62,46 @@ def run_on_gpu(probe: Probe, words: Words, target: str) -> Words:
     on_gpu = words.cuda()
     out = torch.full((len(words), probe.words_out), -1, dtype=torch.int32, device="cuda")
     params = ProbeParams(on_gpu.data_ptr(), out.data_ptr())
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-    stream = torch.cuda.current_stream().cuda_stream
-    (error,) = driver.cuLaunchKernel(
-        function, BLOCKS, 1, 1, probe.threads, 1, 1, probe.shared_bytes, stream, ctypes.addressof(arguments), 0
+    maps = [_tensor_map(box, probe.seen(on_gpu if box.tensor == "query" else out)) for box in probe.tensor_maps]
+    pointers = [ctypes.addressof(params), *(box.getPtr() for box in maps)]
+    arguments = (ctypes.c_void_p * len(pointers))(*pointers)
+    cluster = driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = probe.cluster, 1, 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = BLOCKS, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = probe.threads, 1, 1
+    config.sharedMemBytes, config.hStream = probe.shared_bytes, torch.cuda.current_stream().cuda_stream
+    if probe.cluster > 1:
+        config.attrs, config.numAttrs = [cluster], 1
+    (error,) = driver.cuLaunchKernelEx(config, function, ctypes.addressof(arguments), 0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{probe.name}: cuLaunchKernelEx failed with {error}")
+    return out.cpu()
+
+
+def _tensor_map(box: TensorMap, tensor: torch.Tensor) -> Any:
+    """The driver's descriptor of a [B, H, S, D] tensor of 16-bit elements."""
+    from cuda.bindings import driver
+
+    swizzle = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}[box.swizzle]
+    size = tensor.element_size()
+    error, encoded = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        4,
+        tensor.data_ptr(),
+        [driver.cuuint64_t(n) for n in reversed(tensor.shape)],
+        [driver.cuuint64_t(size * tensor.stride(dim)) for dim in (2, 1, 0)],
+        [driver.cuuint32_t(n) for n in (box.columns, box.rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}"),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{probe.name}: cuLaunchKernel failed with {error}")
-    return out.cpu()
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed with {error}")
+    return encoded
 
 
 def distance(probe: Probe, words: Words, emulated: Words, measured: Words) -> float:

@@ -21,6 +21,7 @@ from microsdpa.evidence import compare, probes, results, survey, worker
 from microsdpa.evidence.cases import needs_gpu, verify_cases
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import choose
+from microsdpa.evidence.probe_list import PROBES
 from microsdpa.evidence.render import case_name, quoted_us
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
@@ -155,7 +156,7 @@ def probe_step(progress: Progress = no_progress, output: Path | None = None, com
     if reason := launcher.device_error():
         return Step("probe", "not run", f"the emulator is compared with a GPU: {reason}")
     target = target_of(torch.cuda.get_device_capability())
-    rows = probes.compare_all(target, progress("probe", len(probes.PROBES)))
+    rows = probes.compare_all(target, progress("probe", len(PROBES)))
     failed = [row for row in rows if row["status"] != "ok"]
     table = [["instruction", "words", "distance", "allowed", "outcome"]]
     table += [

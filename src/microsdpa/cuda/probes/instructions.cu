@@ -10,23 +10,9 @@
 #include "../ptx/ex2.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
+#include "probe.cuh"
 
 namespace microsdpa {
-
-struct ProbeParams {
-  const uint32* in;  // [blocks * threads, IN]
-  uint32* out;       // [blocks * threads, OUT]
-};
-
-template <int IN>
-__device__ __forceinline__ const uint32* input_of(const ProbeParams& params) {
-  return params.in + (blockIdx.x * blockDim.x + threadIdx.x) * IN;
-}
-
-template <int OUT>
-__device__ __forceinline__ uint32* output_of(const ProbeParams& params) {
-  return params.out + (blockIdx.x * blockDim.x + threadIdx.x) * OUT;
-}
 
 template <int IN, int OUT>
 __global__ void probe_ex2(const __grid_constant__ ProbeParams params) {

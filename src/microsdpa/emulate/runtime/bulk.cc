@@ -196,6 +196,7 @@ bool Processor::mbarrier_test(std::uint32_t address, int parity, Place place) {
   self_->waits_on = offset;
   deliver_due(mbarriers_[offset], offset);
   make_ready(self_->id);
+  chosen_warp_ = -1;  // others must get their turn even when a warp runs ahead
   Context::switch_to(self_->context, scheduler_);
   return phase_done(address, parity, false, place);
 }

@@ -78,9 +78,7 @@ void Processor::set_registers(int registers, bool up, Place place) {
   Warp& own = warp();
   Cta& block = cta();
   const int change = (registers - own.registers) * 32;
-  if (up ? change < 0 : change > 0) {
-    fail(place, "%s: %d registers, where the warp has %d", operation, registers, own.registers);
-  }
+  if (!up && change > 0) fail(place, "%s: %d registers, where the warp has %d", operation, registers, own.registers);
   while (up && change > block.registers_left) {
     block.waiting_for_registers.push_back(thread.id);
     wait("setmaxnreg.inc", place);

@@ -162,18 +162,24 @@ void Processor::thread_main() {
 
 void Processor::thread_exit() {
   Thread& thread = *self_;
-  const auto unfinished = [&](const char* operation) {
-    fail({"the end of the kernel", 0}, "this thread has returned with %s in flight: a wait is missing", operation);
+  // The hardware lets such operations finish after the thread; a kernel that relies on it has forgotten a wait.
+  const auto unfinished = [&](std::uint32_t number) {
+    const Flight& flight = flights_[number - 1];
+    fail(flight.issued, "%s is in flight when its thread returns from the kernel: a wait is missing", flight.operation);
   };
-  if (!thread.open_group.empty() || !thread.groups.empty()) {
-    if (std::any_of(thread.groups.begin(), thread.groups.end(), [](const auto& group) { return !group.empty(); }) ||
-        !thread.open_group.empty()) {
-      unfinished("cp.async");
-    }
+  thread.groups.push_back(std::move(thread.open_group));
+  for (const auto& group : thread.groups) {
+    if (!group.empty()) unfinished(copies_[group[0]].number);
   }
-  if (!thread.open_stores.empty() || !thread.store_groups.empty()) unfinished("a bulk store");
+  thread.store_groups.push_back(std::move(thread.open_stores));
+  for (const auto& group : thread.store_groups) {
+    if (!group.empty()) unfinished(group[0].number);
+  }
   Warp& warp = warps_[thread.warp];
-  if (!warp.open_mmas.empty() || !warp.mma_groups.empty()) unfinished("wgmma");
+  warp.mma_groups.push_back(std::move(warp.open_mmas));
+  for (const auto& group : warp.mma_groups) {
+    if (!group.empty()) unfinished(group[0].number);
+  }
   thread.finished = true;
   warp.live &= ~(1u << thread.lane);
   for (const Collective& open : warp.open) {
