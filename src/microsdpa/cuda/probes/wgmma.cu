@@ -9,7 +9,7 @@
 
 namespace microsdpa {
 
-constexpr int bytes_of(Swizzle swizzle) {
+__device__ constexpr int bytes_of(Swizzle swizzle) {
   return swizzle == Swizzle::BYTES_128  ? 128
          : swizzle == Swizzle::BYTES_64 ? 64
          : swizzle == Swizzle::BYTES_32 ? 32
