@@ -12,7 +12,7 @@ import torch
 from microsdpa.emulate import build
 from microsdpa.emulate.run import Report, Schedule, launch
 from microsdpa.jit.source import CUDA_DIR
-from microsdpa.specs import KernelSpec
+from microsdpa.specs import KernelSpec, TensorMap
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -112,3 +112,41 @@ def row_sums(root: Path, keys: int, schedule: Schedule, banks: bool = False) -> 
     sums = (scores - largest[:, None]).exp2().sum(dim=1)
     expected = torch.stack([largest, sums])
     return bool(torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-3)), report
+
+
+class ProductParams(ctypes.Structure):
+    _fields_ = (("out", ctypes.c_void_p), ("keys", ctypes.c_int32))
+
+
+PRODUCT_MAPS = tuple(TensorMap(name, 64, 64, 128) for name in ("query", "key", "value"))  # type: ignore[arg-type]
+
+
+def hopper_product(root: Path, keys: int, schedule: Schedule) -> tuple[bool, Report]:
+    """Run kernels/hopper_product.cu of a source tree; gives whether the answer is right."""
+    generator = torch.Generator().manual_seed(keys)
+    query, key, value = (torch.randn(1, 1, rows, 64, generator=generator).half() / 8 for rows in (64, keys, keys))
+    out = torch.full((64, 64), torch.nan)
+    spec = KernelSpec(
+        "test/hopper_product",
+        "test/hopper_product.cu",
+        "test::product",
+        (("UNUSED", "0"),),
+        160,
+        64,
+        tensor_maps=PRODUCT_MAPS,
+    )
+    report = launch(
+        build.load(spec, root, "test::Params"),
+        lambda at: ProductParams(at["out"], keys),
+        {"query": (query, False), "key": (key, False), "value": (value, False), "out": (out, True)},
+        grid=(2, 1, 1),
+        threads=160,
+        shared_bytes=66 * 1024,
+        cluster=2,
+        programmatic=True,
+        tensor_maps=[(box.tensor, box) for box in PRODUCT_MAPS],
+        schedule=schedule,
+    )
+    scores = (query[0, 0].double() @ key[0, 0].double().mT).half().double()
+    expected = scores @ value[0, 0].double()
+    return bool(torch.allclose(out.double(), expected, rtol=2e-3, atol=2e-3)), report

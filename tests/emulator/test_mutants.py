@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from harness import row_sums, tree
+from harness import hopper_product, row_sums, tree
+from mutants import HOPPER, MUTANTS, ROW_SUMS, SCALAR, WRONG, Mutant
 
 from microsdpa import reference
 from microsdpa.emulate import run
@@ -19,128 +19,6 @@ from microsdpa.problem import Problem
 from microsdpa.select import select
 
 SCHEDULES = [Schedule(seed, late) for seed in range(5) for late in (True, False)]
-WRONG = "wrong answer"
-
-ROW_SUMS, SCALAR, SOFTMAX, TILE = "test/row_sums.cu", "ladder/01_scalar.cu", "core/softmax.cuh", "core/tile.cuh"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A replacement in one file, and what the emulator must say: a part of its error, or WRONG."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    caught_by: str
-
-
-MUTANTS = [
-    Mutant(
-        "wait removed",
-        ROW_SUMS,
-        "    microsdpa::cp_async_wait<1>();\n",
-        "",
-        "in flight: a wait is missing|nothing has written|race",
-    ),
-    Mutant(
-        "wait that lets one more group be in flight", ROW_SUMS, "cp_async_wait<1>", "cp_async_wait<2>", "in flight|race"
-    ),
-    Mutant(
-        "commit removed",
-        ROW_SUMS,
-        "    }\n    microsdpa::cp_async_commit();\n",
-        "    }\n",
-        "in flight: a wait is missing",
-    ),
-    Mutant(
-        "barrier after the wait removed",
-        ROW_SUMS,
-        "    microsdpa::cp_async_wait<1>();\n    __syncthreads();\n",
-        "    microsdpa::cp_async_wait<1>();\n",
-        "in flight|race|nothing has written",
-    ),
-    Mutant(
-        "barrier before the next copy removed",
-        ROW_SUMS,
-        "    __syncthreads();  // the next tile's copy overwrites what slower warps still read\n",
-        "",
-        "race: this writes .* read at",
-    ),
-    Mutant(
-        "stale stage read", ROW_SUMS, "shared.key[tile % 2]", "shared.key[(tile + 1) % 2]", "in flight|race|nothing"
-    ),
-    Mutant(
-        "copy into the stage in use", ROW_SUMS, "shared.key[(tile + 1) % 2],", "shared.key[tile % 2],", "in flight|race"
-    ),
-    Mutant(
-        "swizzle mismatch",
-        ROW_SUMS,
-        "keys + swizzled(n * 8 + lane % 8, step * 2 + lane / 8 % 2)",
-        "keys + (n * 8 + lane % 8) * DIM + (step * 2 + lane / 8 % 2) * 8",
-        WRONG,
-    ),
-    Mutant("unmasked tail", ROW_SUMS, "if (key >= params.keys) score", "if (false) score", WRONG),
-    Mutant("tail read past the end", ROW_SUMS, "row < valid_rows;", "true;", "outside every buffer: at byte .* of key"),
-    Mutant(
-        "reduction over mixed rows",
-        ROW_SUMS,
-        "x + __shfl_xor_sync(0xffffffffu, x, 2)",
-        "x + __shfl_xor_sync(0xffffffffu, x, 4)",
-        WRONG,
-    ),
-    Mutant("maximum not shared", ROW_SUMS, "return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));", "return x;", WRONG),
-    Mutant("no rescaling", ROW_SUMS, "sum[half] * microsdpa::ex2_approx(maximum[half] - largest)", "sum[half]", WRONG),
-    Mutant(
-        "lanes disagree on a shuffle",
-        ROW_SUMS,
-        "float quad_sum(float x) {\n",
-        "float quad_sum(float x) {\n  if (threadIdx.x % 32 == 7) x += __shfl_xor_sync(0xffffffffu, x, 1);\n",
-        "divergent warp",
-    ),
-    Mutant(
-        "misaligned row",
-        ROW_SUMS,
-        "row * DIM + (chunk ^ (row % 8)) * 8; }",
-        "row * DIM + (chunk ^ (row % 8)) * 8 + 4; }",
-        "misaligned",
-    ),
-    Mutant(
-        "scalar: barrier after the copy removed",
-        SCALAR,
-        "    __syncthreads();\n\n    float score[ROWS];",
-        "    float score[ROWS];",
-        "nothing has written|race: this reads",
-    ),
-    Mutant(
-        "scalar: barrier before the next copy removed",
-        SCALAR,
-        "    __syncthreads();  // the next copy overwrites what slower warps still read\n",
-        "",
-        "race: this",
-    ),
-    Mutant("scalar: unmasked tail", SCALAR, "lane < valid_keys && ", "", WRONG),
-    Mutant(
-        "scalar: causal mask off by one", SCALAR, "first_key + lane <= first_row", "first_key + lane < first_row", WRONG
-    ),
-    Mutant("scalar: mixed rows", SCALAR, "state[r].update(", "state[0].update(", WRONG),
-    Mutant(
-        "scalar: phantom keys score 0",
-        SCALAR,
-        "params.scale_log2 : negative_infinity()",
-        "params.scale_log2 : 0.0f",
-        WRONG,
-    ),
-    Mutant("scalar: store past the last row", SCALAR, "if (row >= params.seqlen_q) break;", "", "outside every buffer"),
-    Mutant("scalar: load past the last key", TILE, "if (row < valid_rows) load", "load", "outside every buffer"),
-    Mutant(
-        "scalar: reduction stops early",
-        SOFTMAX,
-        "x += __shfl_xor_sync(FULL_WARP, x, offset);",
-        "if (offset > 1) x += __shfl_xor_sync(FULL_WARP, x, offset);",
-        WRONG,
-    ),
-]
 
 
 def scalar_is_right(root: Path, schedule: Schedule) -> bool:
@@ -160,13 +38,18 @@ def scalar_is_right(root: Path, schedule: Schedule) -> bool:
 def verdict(root: Path, file: str, schedule: Schedule) -> str:
     """What the emulator says of a source tree: an error, WRONG, or nothing."""
     try:
-        right = row_sums(root, 75, schedule)[0] if file == ROW_SUMS else scalar_is_right(root, schedule)
+        if file == ROW_SUMS:
+            right = row_sums(root, 75, schedule)[0]
+        elif file == HOPPER:
+            right = hopper_product(root, 300, schedule)[0]
+        else:
+            right = scalar_is_right(root, schedule)
     except EmulationError as error:
         return error.problem
     return "" if right else WRONG
 
 
-@pytest.mark.parametrize("file", [ROW_SUMS, SCALAR])
+@pytest.mark.parametrize("file", [ROW_SUMS, SCALAR, HOPPER])
 def test_the_unbroken_kernels_pass_in_every_schedule(tmp_path: Path, file: str) -> None:
     root = tree(tmp_path)
     assert [verdict(root, file, schedule) for schedule in SCHEDULES] == [""] * len(SCHEDULES)

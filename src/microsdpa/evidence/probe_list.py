@@ -254,8 +254,8 @@ def _wgmma_probes() -> list[Probe]:
                 "true" if registers else "false",
             ),
             "bits" if dtype == torch.int8 else "float32",
-            # The FP8 accumulator keeps about 14 bits, which the emulator does not model: 2^10 of FP32's last places.
-            {torch.int8: 0.0, torch.float8_e4m3fn: 1024.0}.get(dtype, 1.0),
+            # The FP8 accumulator keeps about 14 bits, which the emulator does not model: 2^11 of FP32's last places.
+            {torch.int8: 0.0, torch.float8_e4m3fn: 2048.0}.get(dtype, 1.0),
             "sm_90a",
             128,
             None if dtype == torch.int8 else _wgmma_magnitude(dtype, n),
@@ -279,10 +279,13 @@ def _tma_probes() -> list[Probe]:
         name = f"{swizzle}_{place}"
         common = {"target": "sm_90a", "threads": 128, "source": HOPPER, "shared_bytes": shared}
         make = _random_bits(16)
-        probes += [
-            Probe(f"tma_load_{name}", "tma_load", 16, box // 512, make, arguments, tensor_maps=(load,), **common),  # type: ignore[arg-type]
-            Probe(f"tma_store_{name}", "tma_store", 16, 16, make, arguments, tensor_maps=(store,), **common),  # type: ignore[arg-type]
-        ]
+        probes.append(
+            Probe(f"tma_load_{name}", "tma_load", 16, box // 512, make, arguments, tensor_maps=(load,), **common)  # type: ignore[arg-type]
+        )
+        if row >= 0:  # an H200 takes a store to a negative row for an illegal instruction
+            probes.append(
+                Probe(f"tma_store_{name}", "tma_store", 16, 16, make, arguments, tensor_maps=(store,), **common)  # type: ignore[arg-type]
+            )
     pair = TensorMap("query", 32, 64, 128)
     return [
         *probes,

@@ -43,7 +43,15 @@ void Processor::mbarrier_init(std::uint32_t address, int arrivals, Place place) 
   if (const std::string fault = shared_fault(offset, 8, true); !fault.empty()) fail(place, "%s", fault.c_str());
   const Epoch now = epoch_of(self_->known.clock[self_->id], self_->id);
   shadow_.mark_write(offset, 8, now, 0);
+  const auto used = std::count_if(mbarriers_.begin(), mbarriers_.end(), [&](const auto& other) {
+    return other.first / cta_bytes_ == offset / cta_bytes_ && other.first != offset;
+  });
+  if (used >= COPY_AGENTS)
+    fail(place, "more than %d mbarriers in a CTA, which is all that the emulator has", COPY_AGENTS);
+  const bool again = mbarriers_.count(offset);
+  const int agent = again ? mbarriers_[offset].agent : threads() + self_->cta * COPY_AGENTS + static_cast<int>(used);
   Mbarrier& barrier = mbarriers_[offset] = {};
+  barrier.agent = agent;
   barrier.expected = barrier.pending = arrivals;
   barrier.initialised = now;
   barrier.initialiser = self_->id;
@@ -128,7 +136,7 @@ void Processor::deliver_due(Mbarrier& barrier, std::size_t offset) {
 
 // The bytes are there now, and count.
 void Processor::arrive_bytes(Mbarrier& barrier, const Delivery& delivery, std::size_t offset) {
-  const int agent = copy_agent(static_cast<int>(offset / cta_bytes_));
+  const int agent = barrier.agent;
   const std::uint32_t clock = ++agent_clocks_[agent];
   std::size_t source = delivery.source;
   if (delivery.source_bytes) shadow_.end_leaving(delivery.source, delivery.source_bytes);
@@ -353,6 +361,9 @@ void Processor::bulk_store(const void* map, std::uint32_t shared, BoxOrigin orig
   const std::size_t alignment = view.swizzle ? 8 * static_cast<std::size_t>(view.swizzle) : 128;
   if (shared % alignment) {
     fail(place, "bulk tensor store: expected shared memory aligned to %zu bytes, got byte %u", alignment, shared);
+  }
+  if (origin.column < 0 || origin.row < 0 || origin.head < 0 || origin.batch < 0) {
+    fail(place, "bulk tensor store: negative coordinates are an illegal instruction");
   }
   BulkStore store;
   store.number = take_flight("a bulk tensor store", place);

@@ -46,7 +46,7 @@ Processor::Processor(Job& job)
       threads_(job.launch.threads * job.launch.cluster),
       warps_((job.launch.threads + 31) / 32 * job.launch.cluster),
       ctas_(job.launch.cluster),
-      agents_(static_cast<int>(threads_.size() + ctas_.size() + warps_.size()) + 1) {
+      agents_(static_cast<int>(threads_.size() + ctas_.size() * COPY_AGENTS + warps_.size()) + 1) {
   locate_shared();
 }
 

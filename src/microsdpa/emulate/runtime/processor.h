@@ -20,6 +20,7 @@ namespace microsdpa::emulator {
 
 constexpr int MAX_THREADS = 1024;
 constexpr int NAMED_BARRIERS = 16;
+constexpr int COPY_AGENTS = 32;  // of a CTA
 constexpr std::size_t NOWHERE = ~std::size_t(0);
 
 // An asynchronous operation, for the message about who touches its data too early.
@@ -60,7 +61,7 @@ struct Mbarrier {
   bool peer = false, peer_completed = false;
   std::deque<Delivery> deliveries;
   Epoch initialised = 0;
-  int initialiser = 0;
+  int agent = 0, initialiser = 0;
   bool published = false;
   std::uint32_t published_in = 0;  // cluster barrier phase that carries the publication
 };
@@ -240,11 +241,10 @@ class Processor {
   std::uint64_t random();
   std::string who(int thread) const;
 
-  // Threads are numbered through the cluster; agents follow: a copy engine for each CTA, tensor cores for each warp,
-  // and at last the grids ahead in the stream.
+  // Threads are numbered through the cluster; agents follow: what arrives at each of a CTA's mbarriers, the tensor
+  // cores of each warp, and at last the grids ahead in the stream.
   int threads() const { return static_cast<int>(threads_.size()); }
-  int copy_agent(int cta) const { return threads() + cta; }
-  int tensor_agent(int warp) const { return threads() + static_cast<int>(ctas_.size()) + warp; }
+  int tensor_agent(int warp) const { return threads() + static_cast<int>(ctas_.size()) * COPY_AGENTS + warp; }
   int grid_agent() const { return agents_ - 1; }
   Cta& cta() { return ctas_[static_cast<std::size_t>(self_->cta)]; }
   Warp& warp() { return warps_[static_cast<std::size_t>(self_->warp)]; }

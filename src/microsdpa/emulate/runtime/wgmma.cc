@@ -177,7 +177,7 @@ void Processor::issue_mma(void* const (&lanes)[32], Place place) {
     sums.values.resize(32 * registers);
     for (int lane = 0; lane < 32; ++lane) {
       std::memcpy(&sums.values[lane * registers], mma.d[lane], 4 * registers);
-      if (job_.launch.late) std::fill_n(static_cast<std::uint32_t*>(mma.d[lane]), registers, POISON);
+      std::fill_n(static_cast<std::uint32_t*>(mma.d[lane]), registers, POISON);
     }
   }
   if (!job_.launch.late) run_mma(mma);
@@ -241,9 +241,6 @@ void Processor::run_mma(WarpMma& mma) {
       }
     }
   }
-  if (job_.launch.late) return;
-  for (int lane = 0; lane < 32; ++lane)
-    std::memcpy(mma.d[lane], &sums.values[static_cast<std::size_t>(lane) * n / 2], 2 * n);
 }
 
 void Processor::wgmma_commit(Place place) {
@@ -297,7 +294,7 @@ void Processor::finish_mmas(std::size_t pending_groups) {
       auto sums = own.accumulators.find(mma.d[0]);
       if (--sums->second.operations) continue;
       const auto registers = static_cast<std::size_t>(mma.operation.n) / 2;
-      for (int lane = 0; job_.launch.late && lane < 32; ++lane) {
+      for (int lane = 0; lane < 32; ++lane) {
         auto* d = static_cast<std::uint32_t*>(mma.d[lane]);
         if (std::any_of(d, d + registers, [](std::uint32_t bits) { return bits != POISON; })) {
           fail(mma.place, "accumulators of lane %d were written while this wgmma was in flight", lane);
