@@ -14,13 +14,10 @@ from microsdpa.jit.signature import signature
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem, target_of
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import FAMILIES, KernelSpec
+from microsdpa.specs import FAMILIES, KernelSpec, emulated_target
 
 _launch = launcher.launch
 _allocate_lse = launcher.allocate_lse
-
-EMULATED_TARGET = "sm_89"
-"""GPU that impl="emulate" chooses kernels for."""
 
 
 def _option_codes() -> dict[tuple[object, ...], int]:
@@ -205,8 +202,9 @@ def _emulate(
     """Run a kernel in the emulator."""
     from microsdpa.emulate import run  # not imported with the package: few programs need it
 
-    problem = _emulated_problem(query, key, value, out, causal)
-    spec = select(problem, impl.partition(":")[2] or "auto").spec
+    kernel = impl.partition(":")[2] or "auto"
+    problem = _emulated_problem(query, key, value, out, causal, kernel)
+    spec = select(problem, kernel).spec
     out = torch.empty_like(query) if out is None else out
     lse = torch.empty(query.shape[:3], dtype=torch.float32) if return_lse else None
     run.attention(spec, problem, query, key, value, out, lse, scale)
@@ -214,7 +212,12 @@ def _emulate(
 
 
 def _emulated_problem(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None, causal: Causal | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    causal: Causal | None,
+    kernel: str,
 ) -> Problem:
     if query.device.type != "cpu":
         raise UnsupportedProblem(
@@ -222,7 +225,7 @@ def _emulated_problem(
         )
     tensors = [tensor for tensor in (query, key, value, out) if tensor is not None]
     alignment = VECTOR_BYTES if all(map(arguments.is_aligned, tensors)) else 0
-    return _problem_of(query, key, value, out, causal, alignment, EMULATED_TARGET)
+    return _problem_of(query, key, value, out, causal, alignment, emulated_target(kernel))
 
 
 def _validate(
@@ -358,8 +361,9 @@ def explanation(
             "torch", "there is nothing to compute: the output is empty, or zeros where there are no keys"
         )
     if emulated(impl):
-        problem = _emulated_problem(query, key, value, out, alignment)
-        spec = select(problem, impl.partition(":")[2] or "auto").spec
+        kernel = impl.partition(":")[2] or "auto"
+        problem = _emulated_problem(query, key, value, out, alignment, kernel)
+        spec = select(problem, kernel).spec
         return Explanation(f"emulate:{spec.name}", "impl asks for the emulator, on the CPU", spec)
     if query.device.type == "cpu":
         _check_cpu_impl(impl)

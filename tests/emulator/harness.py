@@ -43,10 +43,14 @@ SHARED_BYTES = 256
 PRELUDE = """
 #include "../core/softmax.cuh"
 #include "../ptx/barrier.cuh"
+#include "../ptx/cluster.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/ldmatrix.cuh"
+#include "../ptx/mbarrier.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/warp_role.cuh"
+#include "../ptx/wgmma.cuh"
 #include <mma.h>
 namespace test {
 using namespace microsdpa;

@@ -108,6 +108,51 @@ REFUSED = {
         "  struct Tile { float x[64]; };\n  dynamic_shared<Tile>().x[0] = 1.0f;",
         "inline.cu:4: race: this writes byte",
     ),
+    "mbarrier that nothing initialised": (
+        "struct S { Mbarrier b; };\n  mbarrier_arrive(dynamic_shared<S>().b);",
+        "inline.cu:4: mbarrier.arrive: no mbarrier was initialised at byte",
+    ),
+    "mbarrier that no thread arrives at": (
+        "struct S { Mbarrier b; };\n  S& s = dynamic_shared<S>();\n  if (threadIdx.x == 0) mbarrier_init(s.b, 1);\n"
+        "  __syncthreads();\n  mbarrier_wait(s.b, 0);",
+        "deadlock; threads 0-63 wait for an mbarrier at inline.cu:7",
+    ),
+    "one arrival too many": (
+        "struct S { Mbarrier b; };\n  S& s = dynamic_shared<S>();\n  if (threadIdx.x == 0) {\n    mbarrier_init(s.b, 1);\n"
+        "    mbarrier_arrive_expect(s.b, 16);\n    mbarrier_arrive(s.b);\n  }",
+        "inline.cu:8: mbarrier at byte .*: more than the 1 arrivals that a phase expects",
+    ),
+    "data that an mbarrier does not bring": (
+        "struct S { Mbarrier b; short x[64]; };\n  S& s = dynamic_shared<S>();\n  if (threadIdx.x == 0) mbarrier_init(s.b, 1);\n"
+        "  __syncthreads();\n  if (threadIdx.x == 5) mbarrier_arrive(s.b);\n  s.x[threadIdx.x] = 1;\n"
+        "  mbarrier_wait(s.b, 0);\n  p.out[threadIdx.x] = s.x[63 - threadIdx.x];",
+        "inline.cu:10: (race: this reads byte|read of shared memory that nothing)",
+    ),
+    "more registers than there are": (
+        "claim_registers<256>();\n  claim_registers<264>();",
+        "expected a multiple of 8 from 24 to 256, got 264",
+    ),
+    "registers that go up by going down": (
+        "release_registers<40>();\n  release_registers<48>();",
+        "setmaxnreg.dec: 48 registers, where the warp has 40",
+    ),
+    "peer outside the cluster": (
+        "struct S { float x; };\n  store_peer(peer_address(&dynamic_shared<S>().x, 1), 1.0f);",
+        "inline.cu:4: mapa: CTA 1 of a cluster of 1",
+    ),
+    "wait at the cluster's barrier without arrival": (
+        "cluster_wait();",
+        "barrier.cluster.wait: this thread has not arrived",
+    ),
+    "wgmma with a descriptor past shared memory": (
+        "float d[16];\n  wgmma_fence();\n  const uint64 t = matrix_descriptor(&dynamic_shared<float>(), 128, 256, Swizzle::NONE);\n"
+        "  wgmma<__half, 32>(d, t, t, false);",
+        "inline.cu:6: wgmma: bytes .* of .* of shared memory",
+    ),
+    "wgmma with an illegal descriptor": (
+        "float d[16];\n  wgmma_fence();\n  wgmma<__half, 32>(d, 1ull << 60, 0, false);",
+        "inline.cu:5: wgmma: illegal matrix descriptor",
+    ),
     "deadlock": (
         "if (threadIdx.x < 16) __syncwarp(0xffffu); else __shfl_sync(0xffffffffu, 1.0f, 0);",
         "divergent warp|deadlock",

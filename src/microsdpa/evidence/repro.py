@@ -13,7 +13,6 @@ import jinja2
 import torch
 
 from microsdpa import reference
-from microsdpa.api import EMULATED_TARGET
 from microsdpa.emulate.run import Schedule
 from microsdpa.emulate.run import attention as run_kernel
 from microsdpa.errors import MicrosdpaError
@@ -29,7 +28,7 @@ from microsdpa.evidence.verify import as_row, verify
 from microsdpa.problem import Problem, target_of
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import catalogue
+from microsdpa.specs import catalogue, emulated_target
 
 COMMAND = "microsdpa repro"
 
@@ -119,7 +118,7 @@ def emulate_step(case: Case, impl: str, schedule: Schedule) -> Step:
         head_dim=case.head_dim,
         dtype=case.dtype,
         causal=case.causal,
-        target=EMULATED_TARGET,
+        target=emulated_target(impl),
     )
     spec = select(problem, impl).spec
     out = torch.full_like(query, torch.nan)

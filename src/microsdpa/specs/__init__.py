@@ -1,6 +1,16 @@
 """Kernel specifications: what is compiled, and how it is launched, for a given problem."""
 
-from microsdpa.specs.registry import FAMILIES, Family, catalogue, family_named
+from microsdpa.specs.registry import FAMILIES, Family, catalogue, emulated_target, family_named
 from microsdpa.specs.spec import Grid, KernelSpec, Rejection, TensorMap
 
-__all__ = ["FAMILIES", "Family", "Grid", "KernelSpec", "Rejection", "TensorMap", "catalogue", "family_named"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Grid",
+    "KernelSpec",
+    "Rejection",
+    "TensorMap",
+    "catalogue",
+    "emulated_target",
+    "family_named",
+]

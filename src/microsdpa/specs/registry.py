@@ -10,14 +10,23 @@ from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, Proble
 from microsdpa.specs import ampere, ladder
 from microsdpa.specs.spec import KernelSpec, Rejection
 
+EMULATED_TARGET = "sm_89"
+"""GPU that the emulator chooses kernels for, unless a kernel that needs another one is named."""
+
 
 @dataclass(frozen=True)
 class Family:
-    """Kernels of one design: `specify` gives the configuration for a problem, or says why there is none."""
+    """Kernels of one design.
+
+    Attributes:
+        specify: gives the configuration for a problem, or says why there is none.
+        emulated_target: the GPU that the emulator takes when the family is named.
+    """
 
     name: str
     summary: str
     specify: Callable[[Problem], KernelSpec | Rejection]
+    emulated_target: str = EMULATED_TARGET
 
     @property
     def short_name(self) -> str:
@@ -38,6 +47,12 @@ FAMILIES: tuple[Family, ...] = (
 def family_named(name: str) -> Family | None:
     """The family called `name`, by its full or its short name; None when there is none."""
     return next((f for f in FAMILIES if name in (f.name, f.short_name)), None)
+
+
+def emulated_target(impl: str) -> str:
+    """The GPU that the emulator takes for "auto" or a kernel's name."""
+    family = family_named(impl)
+    return family.emulated_target if family else EMULATED_TARGET
 
 
 def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
