@@ -16,7 +16,7 @@ from microsdpa.arguments import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import ceilings, suites
+from microsdpa.evidence import ceilings, profile, suites
 from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import repro as reproduction
@@ -182,6 +182,20 @@ def regress(
     if run.status == "not run":
         _finish([run], as_json)
     _finish([run, regression.step(old, run.data, threshold)], as_json)
+
+
+@app.command("profile")
+def profile_(
+    kernel: Annotated[str, typer.Argument(help="Kernel, such as ladder/01_scalar, or auto.")],
+    shape: Shape = "1,8,512,512,64",
+    dtype: TensorDtype = Dtype.float16,
+    causal: Causal = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Run one call under Nsight Compute; print its metrics against the gates, and store them with the signature."""
+    case = _case(shape, dtype, causal)
+    _finish([profile.step(case, check_kernel(kernel), output, _command())], as_json)
 
 
 @app.command()

@@ -53,6 +53,7 @@ class KernelSpec:
         block_m: query rows that a CTA computes.
         shared_bytes: dynamic shared memory, in bytes (static shared memory is the compiler's to report).
         local_memory: why this kernel may spill or use local memory; empty means that it may not.
+        low_occupancy: why this kernel may keep less than a quarter of an SM's warps busy; empty means that it may not.
         cluster: CTAs along x that form a thread block cluster (sm_90 and newer); 1 for none.
         split: CTAs that share a query tile, each with a part of the keys.
         pack: query heads of one key head whose rows are tiled together.
@@ -72,6 +73,7 @@ class KernelSpec:
     block_m: int
     shared_bytes: int = 0
     local_memory: str = ""
+    low_occupancy: str = ""
     cluster: int = 1
     split: int = 1
     pack: int = 1
