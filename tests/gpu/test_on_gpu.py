@@ -154,7 +154,7 @@ def test_a_plan_does_not_admit_what_validation_refuses() -> None:
 
 
 def test_unsupported_head_dims_name_the_nearest() -> None:
-    q, k, v = make(Case(1, 2, 16, 16, 80), "cuda")
+    q, k, v = make(Case(1, 2, 16, 16, 72), "cuda")
     with pytest.raises(microsdpa.UnsupportedProblem, match="nearest supported: head_dim 64"):
         microsdpa.sdpa(q, k, v)
 

@@ -60,7 +60,8 @@ class KernelSpec:
         max_ctas: CTAs of a persistent kernel's launch at most; 0 for one a tile.
         tensor_maps: descriptors that follow AttentionParams as the kernel's parameters, in this order.
         programmatic: launched so that it may begin before the kernel ahead of it in the stream has ended
-            (programmatic dependent launch); the kernel waits itself before it touches global memory.
+            (programmatic dependent launch). The kernel waits itself before it touches global memory, and at least one
+            of its threads waits in every launch: the next kernel relies on this one to end after the one ahead of it.
         workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
         then: kernel launched after this one with the same parameters.
     """
