@@ -46,6 +46,7 @@ class Record(ctypes.Structure):
                 "large_clusters",
                 "encoded",
                 "moved",
+                "torn",
             )
         ),
         ("history", Launch * HISTORY),

@@ -28,7 +28,7 @@ struct StubLaunch {
 };
 
 struct StubRecord {
-  std::int64_t launches, pushes, pops, capture_mode, max_shared_bytes, large_clusters, encoded, moved;
+  std::int64_t launches, pushes, pops, capture_mode, max_shared_bytes, large_clusters, encoded, moved, torn;
   StubLaunch history[HISTORY];  // launch number i, from 0, is entry i % HISTORY
 };
 
@@ -106,8 +106,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     }
   }
   std::memcpy(&r.params, arguments[0], sizeof(r.params));
+  const void* operands[] = {r.params.query, r.params.key, r.params.value, r.params.out};
   for (int i = 0; i < stub_tensor_maps; ++i) {
     std::memcpy(r.tensor_maps[i], arguments[1 + i], sizeof(r.tensor_maps[i]));
+    if (i < 4) stub_record.torn += r.tensor_maps[i][0] != as_number(const_cast<void*>(operands[i]));
   }
   return CUDA_SUCCESS;
 }

@@ -23,6 +23,7 @@ from microsdpa.specs import KernelSpec, TensorMap
 
 SHAPE = (2, 4, 16, 32)
 KV = (2, 2, 24, 32)
+ADDRESSES = (0x100000, 0x200000, 0x300000, 0x400000)
 PRIMARY = 0x1000
 LAUNCH_FAILED = 719
 library = launcher._library
@@ -41,10 +42,10 @@ def _clean() -> Iterator[None]:
 def call(**changes: Any) -> list[Any]:
     """Arguments of launch(): aligned, contiguous, apart from one another."""
     arguments = {
-        "query": tensor(SHAPE, 0x100000),
-        "key": tensor(KV, 0x200000),
-        "value": tensor(KV, 0x300000),
-        "out": tensor(SHAPE, 0x400000),
+        "query": tensor(SHAPE, ADDRESSES[0]),
+        "key": tensor(KV, ADDRESSES[1]),
+        "value": tensor(KV, ADDRESSES[2]),
+        "out": tensor(SHAPE, ADDRESSES[3]),
         "lse": None,
         "options": 5,
         "scale": None,
@@ -420,7 +421,8 @@ def test_a_cluster_that_not_every_gpu_runs_is_asked_for(cluster: int, asked: int
 
 
 @pytest.mark.usefixtures("_four_maps", "_programmatic")
-def test_a_specification_becomes_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_kernel(spec: KernelSpec, target: str) -> SimpleNamespace:
         assert target == "sm_90a"
         return SimpleNamespace(spec=spec, signature=spec.name, cubin=b"cubin", symbol="kernel")
@@ -435,10 +437,14 @@ def test_a_specification_becomes_a_plan(monkeypatch: pytest.MonkeyPatch) -> None
         "test/first", "", "", (), 256, 8, shared_bytes=100, cluster=2, split=2, tensor_maps=maps[:1] * 4, then=then
     )
     problem = Problem(2, 4, 2, 16, 24, 32, "float16", causal="lower_right", target="sm_90a")
-    arguments = call()
-    launcher.prepare(problem, spec, *arguments[:4], options=5)
-    launcher.launch(*arguments)
+    shapes = (SHAPE, KV, KV, SHAPE)
+    tensors = [tensor(shape, at, device=device) for shape, at in zip(shapes, ADDRESSES, strict=True)]
+    launcher.prepare(problem, spec, *tensors, options=5)
+    with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", device), 0xABC):
+        launcher.launch(*tensors, None, 5, None)
     first, second = last(1), last()
+    assert first.context == second.context == PRIMARY + device
+    assert first.stream == second.stream == 0xABC
     assert (list(first.grid), first.threads, first.shared_bytes) == ([2 * 2 * 8, 1, 1], 256, 100)
     assert (list(first.cluster), first.programmatic) == ([2, 1, 1], 0)
     assert (list(second.grid), second.threads, second.programmatic) == ([4 * 8, 1, 1], 64, 1)
@@ -568,6 +574,31 @@ def test_threads_launch_while_plans_come_and_go() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_threads_share_a_plan_and_none_sees_the_addresses_of_another() -> None:
+    """The stub counts maps whose address is not that of the launch's parameters (`torn`)."""
+    first = call()
+    register(first, [kernel(maps=(0, 64, 32, 64, 1, 64, 32, 64, 2, 64, 32, 64, 3, 64, 32, 64))])
+    launch = prepared(first)
+    before, failures = record.torn, []
+
+    def work(offset: int) -> None:
+        own = [
+            tensor(shape, address + offset) for shape, address in zip((SHAPE, KV, KV, SHAPE), ADDRESSES, strict=True)
+        ]
+        for _ in range(1000):
+            if launch(*own, None) is not True or launcher.launch(*own, None, 5, None) is not True:
+                failures.append(offset)
+
+    threads = [threading.Thread(target=work, args=(0x10000000 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert record.torn == before
 
 
 @pytest.mark.parametrize(("version", "reason"), [(12040, "supports CUDA 12.4"), (13000, "torch sees no CUDA device")])
