@@ -90,7 +90,7 @@ def test_the_kernel_gets_pointers_strides_sizes_and_scale() -> None:
     assert list(p.query_strides) == list(p.out_strides) == [4 * 16 * 32, 16 * 32, 32]
     assert list(p.key_strides) == [24 * 2 * 32, 32, 64]
     assert list(p.value_strides) == [2 * 24 * 32, 24 * 32, 32]
-    assert (p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.diagonal) == (4, 2, 16, 24, 3)
+    assert (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.diagonal) == (2, 4, 2, 16, 24, 3)
     assert p.scale_log2 == pytest.approx(32**-0.5 * math.log2(math.e), rel=1e-7)
 
 

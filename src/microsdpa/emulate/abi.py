@@ -13,7 +13,7 @@ class Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse", "workspace")),
         *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value", "out")),
-        *((name, ctypes.c_int32) for name in ("heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")),
+        *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")),
         ("scale_log2", ctypes.c_float),
     )
 

@@ -289,6 +289,7 @@ def attention(
     def params(addresses: dict[str, int]) -> abi.Params:
         filled = abi.Params(
             **addresses,
+            batch=problem.batch,
             heads=problem.heads,
             heads_kv=problem.heads_kv,
             seqlen_q=problem.seqlen_q,

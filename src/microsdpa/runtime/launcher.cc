@@ -197,6 +197,7 @@ void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView
   plan.params.key_strides = outer_strides(k.key);
   plan.params.value_strides = outer_strides(k.value);
   plan.params.out_strides = outer_strides(k.out);
+  plan.params.batch = static_cast<int32>(k.query.shape[0]);
   plan.params.heads = static_cast<int32>(k.query.shape[1]);
   plan.params.heads_kv = static_cast<int32>(k.key.shape[1]);
   plan.params.seqlen_q = static_cast<int32>(k.query.shape[2]);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
@@ -48,6 +50,105 @@ def _through_wmma(problem: Problem, rung: str, stages: int) -> KernelSpec | Reje
         shared_bytes=(block_m + 2 * stages * block_n) * pitch + warps * scratch,
     )
     return _rejection(problem, spec) or spec
+
+
+def mma_sync(problem: Problem) -> KernelSpec | Rejection:
+    """Rung 04: mma.sync on swizzled shared memory, S and P in registers."""
+    return _through_mma_sync(problem, "04_mma_sync")
+
+
+def warp_roles(problem: Problem) -> KernelSpec | Rejection:
+    """Rung 05: rung 04 with two warps that only copy, beside four that only compute."""
+    return _through_mma_sync(problem, "05_warp_roles", producers=2)
+
+
+def persistent(problem: Problem) -> KernelSpec | Rejection:
+    """Rung 06: rung 05 with no more CTAs than the chip holds at a time, each of which takes tile after tile."""
+    return _through_mma_sync(problem, "06_persistent", producers=2, stays=True)
+
+
+MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 58, "sm_90a": 132, "sm_120": 170}
+"""SMs of the A100, A40, L4, H200 and RTX 5090: of others with the same target only the number of CTAs is less good."""
+
+
+def _through_mma_sync(
+    problem: Problem, rung: str, producers: int = 0, *, stays: bool = False
+) -> KernelSpec | Rejection:
+    block_m, block_n, stages = 64, 32 if problem.head_dim > 64 else 64, 2
+    warps = block_m // 16 + producers
+    shared_bytes = (block_m + 2 * stages * block_n) * _row_bytes(problem)
+    ctas_of_sm = {"CTAS": 2} if stays else {}
+    spec = KernelSpec(
+        name=f"ladder/{rung}",
+        source=f"ladder/{rung}.cu",
+        template=f"microsdpa::{rung[3:]}_attention",
+        template_args=_template_args(problem, BLOCK_M=block_m, BLOCK_N=block_n, **ctas_of_sm),
+        threads=32 * warps,
+        block_m=block_m,
+        shared_bytes=shared_bytes,
+    )
+    max_ctas = ctas_of_sm.get("CTAS", 0) * MULTIPROCESSORS.get(problem.target, 132)
+    return _rejection(problem, spec) or replace(spec, max_ctas=max_ctas)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of rung 07: keys of a tile, warps and their rows, groups that divide the keys, places of K and V."""
+
+    block_n: int
+    row_tiles: int
+    row_warps: int
+    key_groups: int
+    stages: int
+    ctas: int
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a CTA."""
+        return 16 * self.row_tiles * self.row_warps
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: the tiles, or what the groups merge, whichever is larger."""
+        streaming = 2 * head_dim * (self.block_m + 2 * self.key_groups * self.stages * self.block_n)
+        merging = self.key_groups * self.block_m * (4 * (head_dim + 8) + 8)
+        return max(streaming, -(-merging // 128) * 128)
+
+
+def tuned(problem: Problem) -> KernelSpec | Rejection:
+    """Rung 07: rung 04 with tiles chosen for the problem, and the keys divided among groups of warps."""
+    tiles = tuned_tiles(problem)
+    spec = KernelSpec(
+        name="ladder/07_tuned",
+        source="ladder/07_tuned.cu",
+        template="microsdpa::tuned_attention",
+        template_args=_template_args(
+            problem,
+            BLOCK_N=tiles.block_n,
+            ROW_TILES=tiles.row_tiles,
+            ROW_WARPS=tiles.row_warps,
+            KEY_GROUPS=tiles.key_groups,
+            STAGES=tiles.stages,
+            CTAS=tiles.ctas,
+        ),
+        threads=32 * tiles.row_warps * tiles.key_groups,
+        block_m=tiles.block_m,
+        shared_bytes=tiles.shared_bytes(problem.head_dim),
+    )
+    return _rejection(problem, spec) or spec
+
+
+def tuned_tiles(problem: Problem) -> Tiles:
+    """Tiles of rung 07 for a problem: few queries a CTA and the keys divided where the chip would be left empty."""
+    sms = MULTIPROCESSORS.get(problem.target, 132)
+    heads = problem.batch * problem.heads
+    small_shared = capability_of(problem.target) not in ((8, 0), (9, 0), (10, 0))
+    if heads * -(-problem.seqlen_q // 64) >= sms:
+        return Tiles(
+            block_n=32 if problem.head_dim > 64 else 64, row_tiles=1, row_warps=4, key_groups=1, stages=2, ctas=2
+        )
+    if problem.head_dim > 64:
+        return Tiles(block_n=32, row_tiles=1, row_warps=2, key_groups=2 if small_shared else 4, stages=2, ctas=1)
+    return Tiles(block_n=32 if small_shared else 64, row_tiles=1, row_warps=2, key_groups=4, stages=2, ctas=1)
 
 
 def _row_bytes(problem: Problem) -> int:

@@ -41,6 +41,10 @@ FAMILIES: tuple[Family, ...] = (
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
     Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
     Family("ladder/03_cp_async", "and asynchronous copies of K and V, double-buffered", ladder.cp_async),
+    Family("ladder/04_mma_sync", "mma.sync on swizzled shared memory, P in registers", ladder.mma_sync),
+    Family("ladder/05_warp_roles", "and warps that only copy beside warps that only compute", ladder.warp_roles),
+    Family("ladder/06_persistent", "and CTAs that take one tile after the other", ladder.persistent),
+    Family("ladder/07_tuned", "rung 04 with tiles for the problem and the keys divided among warps", ladder.tuned),
 )
 
 

@@ -28,15 +28,10 @@ struct Head {
   }
 };
 
-// Keys up to the last one that any of `rows` queries from `first_row` on sees: later ones are never loaded.
+// Keys up to the last one that any of `rows` queries from `first_row` on sees: later ones are never loaded. Negative is none.
 template <bool CAUSAL>
 __device__ __forceinline__ int keys_seen(const AttentionParams& params, int first_row, int rows) {
   return CAUSAL ? min(params.seqlen_k, first_row + rows + params.diagonal) : params.seqlen_k;
-}
-
-template <bool CAUSAL>
-__device__ __forceinline__ bool sees(const AttentionParams& params, int row, int key) {
-  return key < params.seqlen_k && (!CAUSAL || key <= row + params.diagonal);
 }
 
 }  // namespace microsdpa

@@ -23,6 +23,7 @@ struct AttentionParams {
   Strides key_strides;
   Strides value_strides;
   Strides out_strides;
+  int32 batch;
   int32 heads;
   int32 heads_kv;
   int32 seqlen_q;

@@ -61,6 +61,7 @@ struct WmmaRows {
     using Probabilities = Vector<T, 8>;
     const int lane_row = threadIdx.x % WMMA;
     const int first = threadIdx.x % 32 / WMMA * HALF_KEYS;
+    const int visible = keys_seen<CAUSAL>(params, row, 1) - first_key - first;
     float score[HALF_KEYS];
     float largest = state.max;
 #pragma unroll
@@ -68,8 +69,7 @@ struct WmmaRows {
       const Scores s = *reinterpret_cast<const Scores*>(scratch.scores + lane_row * SCORE_PITCH + first + n);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const bool visible = sees<CAUSAL>(params, row, first_key + first + n + i);
-        score[n + i] = visible ? s.data[i] * params.scale_log2 : negative_infinity();
+        score[n + i] = n + i < visible ? s.data[i] * params.scale_log2 : negative_infinity();
         largest = fmaxf(largest, score[n + i]);
       }
     }

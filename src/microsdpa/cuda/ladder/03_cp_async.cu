@@ -17,35 +17,19 @@ constexpr int STAGES = 2;
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N>
 struct SharedStorage {
-  // 16 bytes of padding: eight rows of a fragment then lie in different banks.
-  static constexpr int PITCH = HEAD_DIM + 16 / sizeof(T);
-  using Rows = WmmaRows<T, HEAD_DIM, BLOCK_N, PITCH>;
-  alignas(32) T query[BLOCK_M * PITCH];
-  alignas(32) T key[STAGES][BLOCK_N * PITCH];
-  alignas(32) T value[STAGES][BLOCK_N * PITCH];
+  using KeyTile = PaddedTile<T, BLOCK_N, HEAD_DIM>;
+  using Rows = WmmaRows<T, HEAD_DIM, BLOCK_N, KeyTile::PITCH>;
+  PaddedTile<T, BLOCK_M, HEAD_DIM> query;
+  KeyTile key[STAGES];
+  KeyTile value[STAGES];
   typename Rows::Scratch scratch[BLOCK_M / WMMA];
 };
-
-// Starts the copies of K and V of the tile at `first_key`, as one group.
-template <int THREADS, int BLOCK_N, int HEAD_DIM, int LOAD_BYTES, typename Shared, typename T>
-__device__ __forceinline__ void start_keys(Shared& shared, const Head<T>& head, const AttentionParams& params,
-                                           int first_key, int stage) {
-  constexpr int PITCH = Shared::PITCH;
-  const int valid_keys = params.seqlen_k - first_key;
-  start_tile<BLOCK_N, HEAD_DIM, PITCH, THREADS, LOAD_BYTES>(shared.key[stage],
-                                                            head.key + first_key * params.key_strides.row,
-                                                            params.key_strides.row, valid_keys, threadIdx.x);
-  start_tile<BLOCK_N, HEAD_DIM, PITCH, THREADS, LOAD_BYTES>(shared.value[stage],
-                                                            head.value + first_key * params.value_strides.row,
-                                                            params.value_strides.row, valid_keys, threadIdx.x);
-}
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, bool CAUSAL, int LOAD_BYTES>
 __global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1)
     cp_async_attention(const __grid_constant__ AttentionParams params) {
   constexpr int THREADS = BLOCK_M / WMMA * 32;
   using Shared = SharedStorage<T, HEAD_DIM, BLOCK_M, BLOCK_N>;
-  constexpr int PITCH = Shared::PITCH;
   Shared& shared = dynamic_shared<Shared>();
 
   const int q_tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
@@ -55,24 +39,33 @@ __global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1)
   const int row = first_row + warp * WMMA + threadIdx.x % WMMA;
   typename Shared::Rows::Scratch& scratch = shared.scratch[warp];
 
-  start_tile<BLOCK_M, HEAD_DIM, PITCH, THREADS, LOAD_BYTES>(
-      shared.query, head.query + first_row * params.query_strides.row, params.query_strides.row,
-      params.seqlen_q - first_row, threadIdx.x);
+  // The copies of K and V of one tile, as one group.
+  const auto start_keys = [&](int first_key, int stage) {
+    const int64 key_stride = params.key_strides.row, value_stride = params.value_strides.row;
+    const int valid_keys = params.seqlen_k - first_key;
+    start_rows<BLOCK_N, HEAD_DIM, THREADS, LOAD_BYTES>(shared.key[stage], 0, head.key + first_key * key_stride,
+                                                       key_stride, valid_keys, threadIdx.x);
+    start_rows<BLOCK_N, HEAD_DIM, THREADS, LOAD_BYTES>(shared.value[stage], 0, head.value + first_key * value_stride,
+                                                       value_stride, valid_keys, threadIdx.x);
+  };
+
+  start_rows<BLOCK_M, HEAD_DIM, THREADS, LOAD_BYTES>(shared.query, 0, head.query + first_row * params.query_strides.row,
+                                                     params.query_strides.row, params.seqlen_q - first_row,
+                                                     threadIdx.x);
 
   typename Shared::Rows rows;
   const int keys = keys_seen<CAUSAL>(params, first_row, BLOCK_M);
-  if (keys > 0) start_keys<THREADS, BLOCK_N, HEAD_DIM, LOAD_BYTES>(shared, head, params, 0, 0);
+  if (keys > 0) start_keys(0, 0);
   cp_async_commit();
   for (int first_key = 0, stage = 0; first_key < keys; first_key += BLOCK_N, stage ^= 1) {
-    const int next_key = first_key + BLOCK_N;
-    if (next_key < keys) start_keys<THREADS, BLOCK_N, HEAD_DIM, LOAD_BYTES>(shared, head, params, next_key, stage ^ 1);
+    if (first_key + BLOCK_N < keys) start_keys(first_key + BLOCK_N, stage ^ 1);
     cp_async_commit();   // an empty group after the last tile, so that the wait means the same for every tile
     cp_async_wait<1>();  // all but the newest group: this tile has arrived
     __syncthreads();
 
-    rows.score(scratch, shared.query + warp * WMMA * PITCH, shared.key[stage]);
+    rows.score(scratch, shared.query.at(warp * WMMA, 0), shared.key[stage].data);
     rows.template softmax<CAUSAL>(scratch, params, row, first_key);
-    rows.accumulate(scratch, shared.value[stage]);
+    rows.accumulate(scratch, shared.value[stage].data);
     __syncthreads();  // the next copy overwrites what slower warps still read
   }
   rows.template store<LOAD_BYTES>(head, params, row);

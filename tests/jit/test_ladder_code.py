@@ -1,0 +1,62 @@
+"""What the ladder promises of its machine code, on every target and without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from microsdpa.jit import CompiledKernel, compile_kernel
+from microsdpa.jit.inspect import count_instructions, tensor_instructions
+from microsdpa.jit.occupancy import Occupancy, occupancy
+from microsdpa.problem import Problem
+from microsdpa.select import select
+from microsdpa.specs import FAMILIES
+
+TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
+RUNGS = [family.short_name for family in FAMILIES if family.name.startswith("ladder/")]
+# CTAs that one SM holds of each rung at the mission shape, at least: on sm_80, sm_89, sm_90a and sm_120.
+CTAS = {
+    "ladder/01": (5, 5, 5, 5),
+    "ladder/02": (3, 1, 3, 1),
+    "ladder/03": (2, 1, 3, 1),
+    "ladder/04": (3, 2, 3, 2),
+    "ladder/05": (2, 2, 2, 2),
+    "ladder/06": (2, 2, 2, 2),
+    "ladder/07": (1, 2, 1, 1),
+}
+
+
+def compiled(rung: str, target: str, head_dim: int = 64) -> CompiledKernel:
+    problem = Problem(1, 8, 8, 512, 512, head_dim, "float16", target=target)
+    return compile_kernel(select(problem, rung).spec, target)
+
+
+def held(kernel: CompiledKernel) -> Occupancy:
+    spec, resources = kernel.spec, kernel.resources
+    return occupancy(kernel.target, spec.threads, resources.registers, resources.shared_bytes + spec.shared_bytes)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_tensor_cores_from_rung_02_on_and_no_local_memory(rung: str, target: str) -> None:
+    kernel = compiled(rung, target)
+    counts = count_instructions(kernel.cubin)
+    assert counts["STL"] == counts["LDL"] == 0
+    tensor = tensor_instructions(counts)
+    assert set(tensor) == (set() if rung == "ladder/01" else {"HMMA"})
+    if rung >= "ladder/03":
+        assert counts["LDGSTS"] > 0
+    if rung >= "ladder/04":
+        assert counts["LDSM"] > 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_sm_holds_what_the_design_counts_on(target: str) -> None:
+    for rung in RUNGS:
+        assert held(compiled(rung, target)).ctas >= CTAS[rung][TARGETS.index(target)], rung
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_a_persistent_launch_has_no_more_ctas_than_the_chip_holds(target: str, head_dim: int) -> None:
+    kernel = compiled("ladder/06", target, head_dim)
+    assert held(kernel).ctas >= int(dict(kernel.spec.template_args)["CTAS"])
