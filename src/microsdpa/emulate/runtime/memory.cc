@@ -185,7 +185,9 @@ std::string Processor::shared_fault(std::size_t offset, std::size_t bytes, bool 
 
 void Processor::shared_access(std::size_t offset, std::size_t bytes, bool write, std::uint64_t place) {
   (write ? counters.shared_write_bytes : counters.shared_read_bytes) += bytes;
-  if (const std::string fault = shared_fault(offset, bytes, write); !fault.empty()) fail_at(place, "%s", fault.c_str());
+  if (!shadow_.is_clear(offset, bytes, write, self_->id, self_->known)) {
+    fail_at(place, "%s", shared_fault(offset, bytes, write).c_str());
+  }
   if (write) {
     shadow_.mark_write(offset, bytes, epoch_of(self_->known.clock[self_->id], self_->id), place);
   } else {

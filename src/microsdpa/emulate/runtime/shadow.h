@@ -100,6 +100,25 @@ class Shadow {
     }
   }
 
+  // Whether nothing stands against an access: nothing in flight, nothing unwritten, no conflict.
+  bool is_clear(std::size_t offset, std::size_t bytes, bool write, int thread, const Knowledge& known) const {
+    for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
+      if (arriving_[g] | (write ? leaving_[g] : 0)) return false;
+      const Epoch last = write_[g], reads = read_[g];
+      if (thread_of(last) != thread && !known.knows(last)) return false;
+      if (!write) {
+        if (last == 0) return false;
+      } else if (reads & SHARED_READ) {
+        for (const Epoch one : lists_[reads & ~SHARED_READ]) {
+          if (one && thread_of(one) != thread && !known.knows(one)) return false;
+        }
+      } else if (reads && thread_of(reads) != thread && !known.knows(reads)) {
+        return false;
+      }
+    }
+    return write || first_unwritten(offset, bytes) < 0;
+  }
+
   // A write among [offset, offset + bytes) by a thread below `threads` that no proxy fence lies behind, for whoever has
   // this knowledge.
   Conflict unfenced(std::size_t offset, std::size_t bytes, int threads, const Knowledge& known) const {
@@ -130,21 +149,14 @@ class Shadow {
       read_place_[g] = place;
       if (reads == mine) continue;
       if (reads & SHARED_READ) {
-        std::vector<Epoch>& list = lists_[reads & ~SHARED_READ];
-        bool found = false;
-        for (Epoch& one : list) {
-          if (thread_of(one) == reader) {
-            one = mine;
-            found = true;
-            break;
-          }
-        }
-        if (!found) list.push_back(mine);
+        put(lists_[reads & ~SHARED_READ], mine);
       } else if (thread_of(reads) == reader || known.knows(reads)) {
         reads = mine;
       } else {
         const std::uint32_t number = take_list();
-        lists_[number] = {reads, mine};
+        lists_[number].assign(4, 0);
+        put(lists_[number], reads);
+        put(lists_[number], mine);
         reads = SHARED_READ | number;
       }
     }
@@ -159,7 +171,8 @@ class Shadow {
       const Epoch reads = read_[g];
       if (reads & SHARED_READ) {
         for (const Epoch one : lists_[reads & ~SHARED_READ]) {
-          if (thread_of(one) != writer && !known.knows(one)) return {true, thread_of(one), read_place_[g], "read"};
+          if (one && thread_of(one) != writer && !known.knows(one))
+            return {true, thread_of(one), read_place_[g], "read"};
         }
       } else if (reads && thread_of(reads) != writer && !known.knows(reads)) {
         return {true, thread_of(reads), read_place_[g], "read"};
@@ -180,6 +193,25 @@ class Shadow {
   }
 
  private:
+  // Sets a reader's epoch in a list where each reader has a place of its own, by its number; the list grows until no
+  // two readers meet.
+  static void put(std::vector<Epoch>& list, Epoch epoch) {
+    for (;;) {
+      const auto thread = static_cast<std::size_t>(thread_of(epoch));
+      // Lanes of one warp that read the same bytes, and the same lane of several warps, stay apart.
+      Epoch& slot = list[(thread ^ thread / 32) & (list.size() - 1)];
+      if (slot == 0 || thread_of(slot) == thread_of(epoch)) {
+        slot = epoch;
+        return;
+      }
+      const std::vector<Epoch> old = std::move(list);
+      list.assign(2 * old.size(), 0);
+      for (const Epoch one : old) {
+        if (one) put(list, one);
+      }
+    }
+  }
+
   static std::uint32_t first_in(const std::vector<std::uint32_t>& numbers, std::size_t offset, std::size_t bytes) {
     for (std::size_t g = offset / GRANULE; g <= (offset + bytes - 1) / GRANULE; ++g) {
       if (numbers[g]) return numbers[g];
