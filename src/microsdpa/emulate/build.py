@@ -22,7 +22,7 @@ from microsdpa.jit.source import CUDA_DIR, expand
 from microsdpa.specs import KernelSpec
 
 HERE = Path(__file__).resolve().parent
-RUNTIME_SOURCES = ("fiber.cc", "memory.cc", "bulk.cc", "cluster.cc", "wgmma.cc", "processor.cc", "runtime.cc")
+RUNTIME_SOURCES = tuple(sorted(path.name for path in (HERE / "runtime").glob("*.cc")))
 RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
 # -fsanitize=thread makes the compiler call the emulator before every access to memory (its own runtime is not linked);
 # without scalar replacement and vectorisation an access of the source stays one access of its width.

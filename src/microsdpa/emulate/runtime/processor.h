@@ -155,6 +155,8 @@ struct Cta {
   std::vector<int> waiting_for_registers;  // threads
 };
 
+inline std::string name(Place place) { return std::string(place.file) + ":" + std::to_string(place.line); }
+
 // State that all processors of a launch share.
 struct Job {
   const Launch& launch;
@@ -183,14 +185,14 @@ class Processor {
   std::uint32_t shared_address(const void* shared, Place place);
   void finish_memory();
 
-  // Synchronisation (processor.cc).
+  // Synchronisation (barriers.cc).
   void block_barrier(Place place);
   void named_barrier(int id, int threads, bool wait, Place place);
   void warp_barrier(std::uint32_t mask, Place place);
   void warp_collective(const char* operation, std::uint32_t mask, void* mine, Apply apply, const void* uniform,
                        Place place);
 
-  // Asynchronous barriers and bulk copies (bulk.cc).
+  // Asynchronous barriers and bulk copies (mbarrier.cc, bulk.cc).
   void mbarrier_init(std::uint32_t barrier, int arrivals, Place place);
   void mbarrier_init_fence();
   void mbarrier_arrive(std::uint32_t barrier, int expected_bytes, Place place);
