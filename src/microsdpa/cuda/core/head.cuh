@@ -28,7 +28,8 @@ struct Head {
   }
 };
 
-// Keys up to the last one that any of `rows` queries from `first_row` on sees: later ones are never loaded. Negative is none.
+// Keys up to the last one that any of `rows` queries from `first_row` on sees: later ones are never loaded. Negative
+// means none.
 template <bool CAUSAL>
 __device__ __forceinline__ int keys_seen(const AttentionParams& params, int first_row, int rows) {
   return CAUSAL ? min(params.seqlen_k, first_row + rows + params.diagonal) : params.seqlen_k;
