@@ -51,7 +51,7 @@ REFUSED = {
         + "s[threadIdx.x] = 1.0f;\n  __syncwarp();\n  p.out[threadIdx.x] = s[threadIdx.x ^ 1];\n  s[threadIdx.x] = 2.0f;",
         r"race: this (writes byte .* read at inline.cu:6|reads byte .* wrote at inline.cu:7)",
     ),
-    "race of two writes": (SHARED + "s[0] = threadIdx.x;", r"race: this writes byte 0 .* wrote at inline.cu:4"),
+    "race of two writes": (SHARED + "s[0] = threadIdx.x;", r"race: this writes byte .* wrote at inline.cu:4"),
     "shuffles do not order memory": (
         SHARED
         + "s[threadIdx.x] = 1.0f;\n  __shfl_sync(0xffffffffu, 1.0f, 0);\n  p.out[threadIdx.x] = s[threadIdx.x ^ 1];",
@@ -263,10 +263,12 @@ def test_an_instruction_that_is_not_emulated_fails_to_build_with_its_name(tmp_pa
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    build.compiler.cache_clear()
     try:
-        with pytest.raises(CompileError, match="needs a C\\+\\+ compiler: install g\\+\\+"):
-            build.compiler()
+        for named, found in ((None, "finds neither"), ("icpc", "CXX=icpc, which is not a program on the path")):
+            monkeypatch.setenv("CXX", named) if named else monkeypatch.delenv("CXX", raising=False)
+            build.compiler.cache_clear()
+            with pytest.raises(CompileError, match=rf"needs a C\+\+ compiler, .*{found}.*: install g\+\+"):
+                build.compiler()
     finally:
         build.compiler.cache_clear()
 

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -25,10 +26,12 @@ HERE = Path(__file__).resolve().parent
 RUNTIME_SOURCES = tuple(sorted(path.name for path in (HERE / "runtime").glob("*.cc")))
 RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
 # -fsanitize=thread makes the compiler call the emulator before every access to memory (its own runtime is not linked);
-# without scalar replacement and vectorisation an access of the source stays one access of its width.
-KERNEL_FLAGS = (
-    *("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-w"),
-    *("-fsanitize=thread", "-fno-tree-sra", "-fno-tree-vectorize", "--param=tsan-instrument-func-entry-exit=0"),
+# without vectorisation, and in GCC without scalar replacement, an access of the source stays one access of its width.
+KERNEL_FLAGS = ("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-w", "-fsanitize=thread")
+GCC_FLAGS = ("-fno-tree-sra", "-fno-tree-vectorize", "--param=tsan-instrument-func-entry-exit=0")
+CLANG_FLAGS = (
+    *("-fno-vectorize", "-fno-slp-vectorize", "-fno-sanitize=undefined"),
+    *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
 )
 
 _ENTRY = """
@@ -43,22 +46,30 @@ extern "C" __attribute__((visibility("default"))) void* microsdpa_anchor() {{ re
 
 @functools.cache
 def compiler() -> str:
-    """Path of the C++ compiler, g++ first.
+    """Path of the C++ compiler: what the environment variable CXX names, g++ or clang++.
 
     Raises:
         CompileError: there is none.
     """
-    for name in ("g++", "c++"):
+    named = os.environ.get("CXX")
+    for name in (named,) if named else ("g++", "clang++", "c++"):
         if path := shutil.which(name):
             return path
+    missing = f"CXX={named}, which is not a program on the path" if named else "and finds neither g++ nor clang++"
     raise CompileError(
-        "the emulator needs a C++ compiler: install g++ (Debian and Ubuntu: apt install g++)", log="", source=None
+        f"the emulator needs a C++ compiler, {missing}: install g++ (Debian and Ubuntu: apt install g++)",
+        log="",
+        source=None,
     )
 
 
 @functools.cache
 def _compiler_version() -> str:
     return subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+
+
+def _kernel_flags() -> tuple[str, ...]:
+    return KERNEL_FLAGS + (CLANG_FLAGS if "clang" in _compiler_version() else GCC_FLAGS)
 
 
 @functools.cache
@@ -133,7 +144,7 @@ def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "microsdpa::Atte
     maps = "".join(f", {views}[{index}]" for index in range(len(spec.tensor_maps)))
     text = expanded(spec.source, root) + _ENTRY.format(expression=spec.expression, params=params, maps=maps)
     toolkit = metadata.version("nvidia-cuda-runtime")
-    key = _digest([cache_version(), text, _headers(), KERNEL_FLAGS, _compiler_version(), toolkit])
+    key = _digest([cache_version(), text, _headers(), _kernel_flags(), _compiler_version(), toolkit])
     with _lock:
         if key not in _loaded:
             _runtime()
@@ -201,7 +212,7 @@ def runtime() -> ctypes.CDLL:
 def _compile_kernel(name: str, text: str, directory: Path) -> Path:
     source, unit, library = (directory / file for file in ("kernel.cc", "kernel.o", "kernel.so"))
     source.write_text(text, encoding="utf-8")
-    command = [compiler(), *KERNEL_FLAGS, *_include_flags(), "-include", "device.h"]
+    command = [compiler(), *_kernel_flags(), *_include_flags(), "-include", "device.h"]
     _run([*command, "-c", str(source), "-o", str(unit)], f"{name} for the emulator", text)
     _run([compiler(), "-shared", str(unit), "-o", str(library)], f"{name} for the emulator", text)
     return library

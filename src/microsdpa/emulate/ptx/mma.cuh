@@ -38,8 +38,8 @@ inline double decode<signed char>(uint32 bits) {
 // One instruction: A is 16 x K, B is K x 8, with the elements of T packed into registers.
 template <typename T, typename Sum>
 inline void mma(const char* name, Sum (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2], emulator::Place place) {
-  constexpr int PER = 4 / sizeof(T);  // elements in a register
-  constexpr int K = 8 * PER;
+  static constexpr int PER = 4 / sizeof(T);  // elements in a register
+  static constexpr int K = 8 * PER;
   using Lane = MmaLane<Sum>;
   Lane mine{{d[0], d[1], d[2], d[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
   emulator::warp_collective(

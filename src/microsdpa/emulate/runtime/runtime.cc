@@ -1,4 +1,5 @@
 // The runtime's exported functions: what Python calls, what device code calls, and what the compiler inserts.
+#include <cstring>
 #include <thread>
 
 #include "processor.h"
@@ -168,6 +169,8 @@ inline void accessed(const void* address, std::size_t bytes, bool write, bool al
   processor->access(address, bytes, write, aligned, reinterpret_cast<std::uint64_t>(caller) - 1);
 }
 
+constexpr bool is_vector(std::size_t bytes) { return bytes == 4 || bytes == 8 || bytes == 16; }
+
 }  // namespace
 
 }  // namespace microsdpa::emulator
@@ -203,6 +206,27 @@ EXPORTED void __tsan_read_range(void* address, std::size_t bytes) {
 }
 EXPORTED void __tsan_write_range(void* address, std::size_t bytes) {
   microsdpa::emulator::accessed(address, bytes, true, false, __builtin_return_address(0));
+}
+// What clang puts in the place of the copies and fills that it makes of assignments: those of a vector's size are taken
+// for one.
+EXPORTED void* __tsan_memcpy(void* target, const void* source, std::size_t bytes) {
+  microsdpa::emulator::accessed(source, bytes, false, microsdpa::emulator::is_vector(bytes),
+                                __builtin_return_address(0));
+  microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes),
+                                __builtin_return_address(0));
+  return std::memcpy(target, source, bytes);
+}
+EXPORTED void* __tsan_memmove(void* target, const void* source, std::size_t bytes) {
+  microsdpa::emulator::accessed(source, bytes, false, microsdpa::emulator::is_vector(bytes),
+                                __builtin_return_address(0));
+  microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes),
+                                __builtin_return_address(0));
+  return std::memmove(target, source, bytes);
+}
+EXPORTED void* __tsan_memset(void* target, int value, std::size_t bytes) {
+  microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes),
+                                __builtin_return_address(0));
+  return std::memset(target, value, bytes);
 }
 EXPORTED void __tsan_init() {}
 EXPORTED void __tsan_func_entry(void*) {}
