@@ -19,9 +19,11 @@ from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import ceilings, profile, suites
 from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
+from microsdpa.evidence import report as report_page
 from microsdpa.evidence import repro as reproduction
 from microsdpa.evidence.devices import DEVICES, named
 from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.results import read
 from microsdpa.evidence.roofline_page import default_device
 from microsdpa.evidence.roofline_page import step as roofline_step
@@ -65,7 +67,8 @@ Shape = Annotated[str, typer.Option(help="B,H,S_q,S_k,D or B,H,H_kv,S_q,S_k,D.")
 TensorDtype = Annotated[Dtype, typer.Option("--dtype", help="Type of the tensors.")]
 Causal = Annotated[Alignment | None, typer.Option(help="Causal alignment.")]
 ResultsBelow = Annotated[Path, typer.Option("--results", help="Directory of result files.")]
-COMMITTED = Path("benchmarks/results")
+ReportDirectory = Annotated[Path, typer.Option("--report", help="Directory to write the report to.")]
+COMMITTED = reproduction.COMMITTED
 
 
 def _command() -> str:
@@ -215,14 +218,30 @@ def roofline(
     _finish([roofline_step(_case(shape, dtype, causal), chosen, results)], as_json)
 
 
+@app.command("report")
+def report_(
+    results: ResultsBelow = COMMITTED,
+    gpu: Annotated[str, typer.Option(help="Folder of --results.")] = reproduction.COMMITTED_GPU,
+    report: ReportDirectory = Path("report"),
+) -> None:
+    """Draw the report from result files."""
+    found = plot_files.load(results / gpu)
+    if not found:
+        there = ", ".join(sorted(path.name for path in results.glob("*") if path.is_dir())) or "none"
+        raise typer.BadParameter(f"gpu: expected a folder of {results} with result files ({there}), got {gpu!r}")
+    page = report_page.write(report, [], found, f"From the result files of {results / gpu}.")
+    print(f"report: {page}")
+
+
 @app.command()
 def repro(
-    report: Annotated[Path, typer.Option(help="Directory to write the report to.")] = Path("report"),
+    report: ReportDirectory = Path("report"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Take steps again that passed before.")] = False,
     as_json: Json = False,
 ) -> None:
-    """All of it in order: info, compile, verify, probe, bench; writes index.html and report.json."""
+    """All of it in order, ending in the report; goes on where an interrupted run stopped."""
     with progress() as bars:
-        steps = reproduction.run(report, bars)
+        steps = reproduction.run(report, bars, fresh)
     if not as_json:
         print(f"report: {report / 'index.html'}")
     _finish(steps, as_json, tables=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from microsdpa.evidence import environment, probes, render, results
+from microsdpa.evidence import environment, probes, render, results, wording
 from microsdpa.evidence.inputs import Case
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import Problem
@@ -182,5 +182,5 @@ def test_a_wrong_marker_is_an_error(checkout: Path, marker: str, message: str) -
 
 
 def test_the_host_mode_quotes_its_best_sample() -> None:
-    assert render.quoted_us(timed("microsdpa", 5.0, mode="host")) == 4.5
-    assert render.quoted_us(timed("microsdpa", 5.0, mode="eager")) == 5.0
+    assert wording.quoted_us(timed("microsdpa", 5.0, mode="host")) == 4.5
+    assert wording.quoted_us(timed("microsdpa", 5.0, mode="eager")) == 5.0

@@ -14,11 +14,11 @@ from microsdpa.evidence.devices import DEVICES
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import Call, Implementation
-from microsdpa.evidence.peers.implementation import first_line
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import target_of
 
 EMPTY_KERNEL = "empty kernel"
+MAX_REASON = 240
 LEAST_SHARE_OF_FLOOR = 0.95
 """A call that took less than this share of its floor did not do the work."""
 LEAST_SHARE_OF_EMPTY = 0.5
@@ -225,11 +225,13 @@ def _nodes_per_call(runner: timing.Runner) -> float | None:
 def _state_under_load(runners: dict[str, timing.Runner]) -> dict[str, object]:
     """Clocks and power while the first graph runs; nothing in the modes that have none."""
     runner = next((r for r in runners.values() if isinstance(r, timing.GraphRunner)), None)
-    return {} if runner is None else environment.gpu_state(runner.turn)
+    return {} if runner is None else environment.gpu_state(runner.keep_busy)
 
 
 def _reason_of(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {first_line(failure)}"
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    text = " ".join([type(failure).__name__ + ":", *lines])
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
 
 
 def _status_of(implementation: Implementation, failure: Exception) -> str:

@@ -6,15 +6,21 @@ import os
 import platform
 import re
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import microsdpa
+from microsdpa.evidence import nvml
 from microsdpa.jit import nvrtc
 from microsdpa.problem import target_of
 from microsdpa.runtime import launcher
+
+SETTLING_SECONDS = 0.03
+"""How long work runs before the state of the GPU is read."""
 
 
 def _run(*command: str) -> str | None:
@@ -91,29 +97,22 @@ def describe() -> dict[str, object]:
     return described
 
 
-STATE = {
-    "sm_clock_mhz": "clocks.sm",
-    "memory_clock_mhz": "clocks.mem",
-    "power_w": "power.draw",
-    "temperature_c": "temperature.gpu",
-}
-"""Fields of a measured row, and what nvidia-smi calls them."""
-
-
 def gpu_state(work: Callable[[], object]) -> dict[str, object]:
-    """Clocks, power and temperature of the current GPU while `work` is done over and over; empty without nvidia-smi."""
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-    query = f"--query-gpu={','.join(STATE.values())}"
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits"]
-    try:
-        asked = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
-        return {}
-    with asked:
-        while asked.poll() is None:
+    """Clocks, power and temperature of the current GPU while `work` runs; empty where they cannot be read."""
+    device = torch.cuda.current_device()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+    def busy() -> None:
+        with torch.cuda.device(device):  # a thread begins on the first device
             work()
-        answer = asked.stdout.read() if asked.stdout else ""
-    return dict(zip(STATE, map(_number, answer.split(",")), strict=False)) if asked.returncode == 0 else {}
+
+    worker = threading.Thread(target=busy)
+    worker.start()
+    try:
+        time.sleep(SETTLING_SECONDS)
+        return dict(nvml.state(uuid))
+    finally:
+        worker.join()
 
 
 def max_sm_clock_mhz() -> float | None:

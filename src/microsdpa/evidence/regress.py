@@ -8,8 +8,8 @@ from typing import Literal
 
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import results, statistics
-from microsdpa.evidence.render import case_name
 from microsdpa.evidence.step import Step
+from microsdpa.evidence.wording import case_name
 
 Outcome = Literal["slower", "faster", "tie", "within threshold", "lost", "gained", "not measured"]
 KEY = ("impl", "variant", "op", "dtype", "mask", "mode", "kind", "inputs")

@@ -4,6 +4,8 @@ A marker pair looks like this, and what stands between the two is replaced:
 
     <!-- microsdpa:table gpu=h200 suite=mission mode=graph -->
     <!-- microsdpa:end -->
+
+`microsdpa:plot gpu=h200 name=latency` shows a plot, and `microsdpa:peers` the table of peers.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ from pathlib import Path
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import probes, results, statistics
 from microsdpa.evidence.peers import PEERS, slug
+from microsdpa.evidence.plots import Plot
+from microsdpa.evidence.plots import files as plot_files
+from microsdpa.evidence.plots.charts import DRAWINGS
 from microsdpa.evidence.timing import ON_DEVICE
+from microsdpa.evidence.wording import case_name, provenance, quoted_us
 from microsdpa.evidence.worker import ALONE
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import Problem
 from microsdpa.select import select
 
 MARKER = re.compile(
-    r"(?P<head><!-- microsdpa:(?P<what>table|peers) ?(?P<options>[^>]*?) ?-->\n)"
+    r"(?P<head><!-- microsdpa:(?P<what>table|peers|plot) ?(?P<options>[^>]*?) ?-->\n)"
     r"(?P<body>.*?)(?P<tail><!-- microsdpa:end -->)",
     re.DOTALL,
 )
@@ -48,13 +54,34 @@ def rendered(text: str, results_directory: Path, name: str) -> str:
     def replace(match: re.Match[str]) -> str:
         if match["what"] == "peers":
             return match["head"] + peers_table() + match["tail"]
-        options = dict(option.split("=", 1) for option in match["options"].split() if "=" in option)
+        if match["what"] == "plot":
+            gpu, plot = _plot(_options(match), results_directory, name)
+            return match["head"] + plot_files.reference(name, gpu, plot) + match["tail"]
+        options = _options(match)
         return match["head"] + _table(options, results_directory, name) + match["tail"]
 
     opened, matched = len(re.findall("<!-- microsdpa:(?!end)", text)), len(MARKER.findall(text))
     if opened != matched:
         raise RenderError(f"{name}: {opened} table markers, but {matched} of them are closed by microsdpa:end")
     return MARKER.sub(replace, text)
+
+
+def _options(match: re.Match[str]) -> dict[str, str]:
+    return dict(option.split("=", 1) for option in match["options"].split() if "=" in option)
+
+
+def _plot(options: dict[str, str], directory: Path, name: str) -> tuple[str, Plot]:
+    """The GPU and the plot that a marker names."""
+    if not {"gpu", "name"} <= set(options):
+        raise RenderError(f"{name}: a plot marker needs gpu= and name=, got {options}")
+    draw = DRAWINGS.get(options["name"])
+    if draw is None:
+        raise RenderError(f"{name}: expected a plot called {', '.join(DRAWINGS)}, got {options['name']!r}")
+    return options["gpu"], draw(plot_files.load(directory / options["gpu"]))
+
+
+def _plots_shown(text: str, directory: Path, name: str) -> list[tuple[str, Plot]]:
+    return [_plot(_options(m), directory, name) for m in MARKER.finditer(text) if m["what"] == "plot"]
 
 
 def _table(options: dict[str, str], directory: Path, name: str) -> str:
@@ -80,14 +107,6 @@ def peers_table() -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def provenance(result: results.Result) -> str:
-    """One line: where, when and with what a result was taken."""
-    e = result["environment"]
-    gpu = f"{e['gpu']}, driver {e['driver']}, CUDA {e['cuda']}" if e["gpu"] else "no GPU"
-    software = f"torch {e['torch']}, commit {result['commit'][:10]}, {result['created'][:10]}"
-    return f"*{gpu}, {software}: `{result['command']}`*\n"
-
-
 def is_stale(row: results.Row, target: str) -> bool:
     """Whether the library would now run other code for a row than what was measured."""
     shape = row["shape"]
@@ -111,7 +130,19 @@ def is_stale(row: results.Row, target: str) -> bool:
 
 
 def timing_table(result: results.Result, mode: str) -> str:
-    """Microseconds: one line per case, one column per implementation, and the ratio to the best peer."""
+    """The lines of `timing_lines` in Markdown, with where they are from and why cells are missing."""
+    lines = timing_lines(result, mode)
+    lines.insert(1, ["---"] + ["---:"] * (len(lines[0]) - 1))
+    rows = [row for row in result["rows"] if row["mode"] == mode and row["op"] != "empty"]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}{_notes(rows)}"
+
+
+def timing_lines(result: results.Result, mode: str) -> list[list[str]]:
+    """Microseconds: a header, then one line per case, one column per implementation, and the ratio to the best peer.
+
+    Raises:
+        RenderError: the result has no rows of the mode.
+    """
     rows = [row for row in result["rows"] if row["mode"] == mode and row["op"] != "empty"]
     if not rows:
         raise RenderError(f"suite {result['suite']} has no rows of mode {mode!r}")
@@ -128,12 +159,12 @@ def timing_table(result: results.Result, mode: str) -> str:
         *(" ".join(filter(None, c)) for c in columns),
         "best peer / microsdpa",
     ]
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    lines = [head]
     for name, members in cases.items():
         by_column = {_column(row): row for row in members}
         target = result["environment"].get("target") or ""
         lines.append([name, *(_cell(by_column.get(c), target) for c in columns), _ratio(members)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}{_notes(rows)}"
+    return lines
 
 
 def _notes(rows: list[results.Row]) -> str:
@@ -180,11 +211,6 @@ def verify_table(result: results.Result) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}"
 
 
-def quoted_us(row: results.Row) -> float:
-    """The figure that the protocol quotes: the best sample of the host mode, the median of every other."""
-    return float(row["min_us"] if row["mode"] == "host" else row["median_us"])
-
-
 def instructions_table(result: results.Result) -> str:
     """One line per instruction: how far the emulator is from the GPU."""
     lines = [["instruction", "words compared", "largest distance", "allowed"], ["---"] + ["---:"] * 3]
@@ -195,16 +221,6 @@ def instructions_table(result: results.Result) -> str:
             distance += f" ({STALE})"
         lines.append([row["kernel"], f"{row['compared_words']:,}", distance, f"{row['allowed']:g}"])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}"
-
-
-def case_name(row: results.Row) -> str:
-    """Shape, type of the inputs, and mask: what a row of a table is called."""
-    s = row["shape"]
-    heads = str(s["h"]) if s["h"] == s["h_kv"] else f"{s['h']}:{s['h_kv']}"
-    alignment = "" if s["s_q"] == s["s_k"] else f" {row['mask']}"
-    mask = "" if row["mask"] == "none" else f", causal{alignment}"
-    kind = "" if row.get("kind", "normal") == "normal" else f", {row['kind']}"
-    return f"({s['b']}, {heads}, {s['s_q']}, {s['s_k']}, {s['d']}), {row.get('inputs', row['dtype'])}{mask}{kind}"
 
 
 def _cell(row: results.Row | None, target: str) -> str:
@@ -228,21 +244,31 @@ def _ratio(rows: Iterable[results.Row]) -> str:
 
 
 def render(root: Path, results_directory: Path) -> list[Path]:
-    """Write every page of `root` whose tables change; gives their paths."""
+    """Write every page of `root` whose tables change, and every plot whose data did; gives their paths."""
     changed = []
     for page in pages(root):
+        name = str(page.relative_to(root))
         text = page.read_text(encoding="utf-8")
-        new = rendered(text, results_directory, page.name)
+        new = rendered(text, results_directory, name)
         if new != text:
             page.write_text(new, encoding="utf-8")
             changed.append(page)
+        for gpu, plot in _plots_shown(new, results_directory, name):
+            if not plot_files.is_current(root, gpu, plot):
+                plot_files.write(root, gpu, plot)
+                changed.append(root / plot_files.path_of(gpu, plot))
     return changed
 
 
 def differing(root: Path, results_directory: Path) -> list[Path]:
-    """Pages of `root` whose tables are not what their result files say."""
-    return [
-        page
-        for page in pages(root)
-        if rendered(text := page.read_text(encoding="utf-8"), results_directory, page.name) != text
-    ]
+    """Pages of `root` whose tables are not what their result files say, and plots that were drawn from other data."""
+    found = []
+    for page in pages(root):
+        name = str(page.relative_to(root))
+        text = page.read_text(encoding="utf-8")
+        if rendered(text, results_directory, name) != text:
+            found.append(page)
+        for gpu, plot in _plots_shown(text, results_directory, name):
+            if not plot_files.is_current(root, gpu, plot):
+                found.append(root / plot_files.path_of(gpu, plot))
+    return found

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 
-import jinja2
 import torch
 
 from microsdpa import reference
 from microsdpa.emulate.run import Schedule
 from microsdpa.emulate.run import attention as run_kernel
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import compare, probes, results, survey, worker
+from microsdpa.evidence import compare, environment, probes, report, results, resume, roofline_page, survey, worker
 from microsdpa.evidence.cases import needs_gpu, verify_cases
+from microsdpa.evidence.devices import named
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import choose
+from microsdpa.evidence.plots import files as plot_files
+from microsdpa.evidence.plots.charts import Results
 from microsdpa.evidence.probe_list import PROBES
-from microsdpa.evidence.render import case_name, quoted_us
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
 from microsdpa.evidence.verify import as_row, verify
+from microsdpa.evidence.wording import case_name, quoted_us
 from microsdpa.problem import Problem, target_of
 from microsdpa.runtime import launcher
 from microsdpa.select import select
 from microsdpa.specs import catalogue, emulated_target
 
 COMMAND = "microsdpa repro"
+SUITES = ("mission", "small", "decode", "fp8", "real", "prefill")
+COMMITTED, COMMITTED_GPU = Path("benchmarks/results"), "h200"
 
 
 def info_step(progress: Progress = no_progress) -> Step:
@@ -217,33 +220,49 @@ def bench_step(
     return Step("bench", "failed" if wrong else "passed", summary, table, data=result)
 
 
-def run(directory: Path, progress: Progress = no_progress) -> list[Step]:
-    """All steps in order; writes index.html, report.json and the result files below `directory`."""
+def run(directory: Path, progress: Progress = no_progress, fresh: bool = False) -> list[Step]:
+    """All steps in order; writes the report, result files and the finished steps below `directory`.
+
+    A step that passed before, with the same code on the same machine, is not taken again unless `fresh`.
+    """
     output = directory / "results"
-    plan: list[tuple[str, Callable[[], Step]]] = [
-        ("info", lambda: info_step(progress)),
-        ("compile", lambda: compile_step(progress)),
-        ("verify", lambda: verify_step(progress, output=output)),
-        ("probe", lambda: probe_step(progress, output=output)),
-        ("bench", lambda: bench_step(progress, output=output)),
-    ]
+    plan: dict[str, Callable[[], Step]] = {
+        "info": lambda: info_step(progress),
+        "compile": lambda: compile_step(progress),
+        "verify": lambda: verify_step(progress, output=output),
+        "probe": lambda: probe_step(progress, output=output),
+        "roofline": lambda: roofline_page.step(roofline_page.MISSION, named("l4"), output),
+    }
+    suites = ("mission",) if launcher.device_error() else SUITES
+    for suite in suites:
+        plan["bench" if suite == "mission" else f"bench {suite}"] = functools.partial(
+            bench_step, progress, suite, output=output
+        )
+    finished = resume.Finished(directory / "steps", fresh)
+    advance = progress("repro", len(plan))
     steps = []
-    for name, take in plan:
-        start = time.perf_counter()
-        try:
-            step = take()
-        except (MicrosdpaError, RuntimeError) as error:
-            step = Step(name, "failed", f"{type(error).__name__}: {error}")
-        step.seconds = time.perf_counter() - start
+    for name, take in plan.items():
+        step = finished.find(name)
+        if step is None:
+            start = time.perf_counter()
+            try:
+                step = take()
+            except (MicrosdpaError, RuntimeError) as error:
+                step = Step(name, "failed", f"{type(error).__name__}: {error}")
+            step.name, step.seconds = name, time.perf_counter() - start
+            finished.keep(step)
         steps.append(step)
-    write_report(steps, directory)
+        advance(f"{name}: {step.status}")
+    report.write(directory, steps, *_results_to_show(output))
     return steps
 
 
-def write_report(steps: list[Step], directory: Path) -> None:
-    """index.html, one self-contained page, and report.json, everything."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "report.json").write_text(json.dumps([asdict(step) for step in steps], indent=1) + "\n")
-    source = resources.files("microsdpa.evidence").joinpath("report.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    (directory / "index.html").write_text(environment.from_string(source).render(steps=steps), encoding="utf-8")
+def _results_to_show(output: Path) -> tuple[Results, str]:
+    """What this run measured; else what the checkout has, for want of a GPU; and a line that says which."""
+    own = environment.gpu_name()
+    if own:
+        return plot_files.load(output / environment.gpu_slug(own)), f"Measured in this run, on {own}."
+    committed = plot_files.load(COMMITTED / COMMITTED_GPU)
+    if committed:
+        return committed, f"No GPU here: these are the committed results of {COMMITTED / COMMITTED_GPU}."
+    return {}, "No GPU here, and no committed results where this was run."

@@ -9,10 +9,10 @@ from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import environment, results
 from microsdpa.evidence.devices import EXP2_PER_CLOCK, Device
 from microsdpa.evidence.inputs import Case
-from microsdpa.evidence.render import quoted_us
 from microsdpa.evidence.roofline import ELEMENT_BYTES, Floor, floor, flops, tensor_bytes, visible_scores
 from microsdpa.evidence.step import Step
 from microsdpa.evidence.timing import ON_DEVICE
+from microsdpa.evidence.wording import quoted_us
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.occupancy import occupancy
 from microsdpa.problem import Problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,12 @@ DEFAULT_MODES = ("graph", "cold", "eager", "host")
 ON_DEVICE = ("graph", "graph_nopdl", "cold")
 """Modes that time the device alone."""
 
-GRAPH_CALLS, GRAPH_SAMPLES_PER_TURN, GRAPH_TURNS, GRAPH_MIN_TURNS, GRAPH_BUDGET_US = 20, 5, 6, 3, 1.5e6
+GRAPH_CALLS, GRAPH_LEAST_US, GRAPH_LONG_US, GRAPH_SAMPLES_PER_TURN = 20, 200.0, 5000.0, 5
+GRAPH_TURNS, GRAPH_MIN_TURNS, GRAPH_BUDGET_US = 6, 3, 1.0e6
+BUSY_SECONDS = 0.1
 EAGER_CALLS, EAGER_TURNS = 200, 7
 HOST_CALLS, HOST_TURNS, HOST_CALLS_IN_FLIGHT = 5000, 5, 200
-STEADY_BLOCK_US, STEADY_TOLERANCE, STEADY_BLOCKS, MAX_WARM_UP_SECONDS = 10_000, 0.01, 3, 1.0
+STEADY_BLOCK_US, STEADY_TOLERANCE, STEADY_BLOCKS, MAX_WARM_UP_SECONDS = 10_000, 0.01, 3, 0.4
 
 
 class Runner:
@@ -38,13 +41,23 @@ class GraphRunner(Runner):
     """Back-to-back calls in one CUDA graph; a sample is a replay, which starts while the device is still busy."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        count = max(GRAPH_CALLS, len(calls))
-        self.graph = CapturedGraph([calls[i % len(calls)] for i in range(count)])
-        self.calls = count
+        self.calls = max(GRAPH_CALLS, len(calls))
+        self.graph = self._captured(calls)
+        self._replay(1)
+        each = _elapsed_us(functools.partial(self._replay, 1))
+        if each < GRAPH_LEAST_US:
+            # Submitting a shorter graph would take longer than running it.
+            rounds = math.ceil(self.calls / len(calls) * GRAPH_LEAST_US / each)
+            self.calls = rounds * len(calls)
+            self.graph = self._captured(calls)
         replay_us = self._warm_up()
+        self.leads = int(replay_us < GRAPH_LONG_US)
         # Long replays take fewer turns, but never fewer than 15 samples.
-        turns = int(GRAPH_BUDGET_US / (replay_us * (GRAPH_SAMPLES_PER_TURN + 1)))
+        turns = int(GRAPH_BUDGET_US / (replay_us * GRAPH_SAMPLES_PER_TURN))
         self.turns = min(GRAPH_TURNS, max(GRAPH_MIN_TURNS, turns))
+
+    def _captured(self, calls: Sequence[Call]) -> CapturedGraph:
+        return CapturedGraph([calls[i % len(calls)] for i in range(self.calls)])
 
     def _warm_up(self) -> float:
         """Replay until successive blocks of time agree, so that the clock is steady; gives microseconds a replay."""
@@ -64,10 +77,17 @@ class GraphRunner(Runner):
         for _ in range(times):
             self.graph.replay()
 
+    def keep_busy(self) -> None:
+        """Replay for a tenth of a second."""
+        deadline = time.perf_counter() + BUSY_SECONDS
+        while time.perf_counter() < deadline:
+            self.graph.replay()
+            torch.cuda.synchronize()
+
     def turn(self) -> list[float]:
-        """One replay that is not timed, then some that are, with no gap between them."""
+        """One replay that is not timed, unless replays are long, then some that are, with no gap between them."""
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(GRAPH_SAMPLES_PER_TURN + 1)]  # type: ignore[no-untyped-call]
-        self.graph.replay()
+        self._replay(self.leads)
         marks[0].record()
         for mark in marks[1:]:
             self.graph.replay()

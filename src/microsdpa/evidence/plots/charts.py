@@ -1,0 +1,297 @@
+"""The six plots of the report, each from the result files that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from microsdpa.evidence import roofline
+from microsdpa.evidence.devices import DEVICES, Device
+from microsdpa.evidence.environment import gpu_slug
+from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.plots.figure import OURS, Plot, finish, new_figure, series_colours
+from microsdpa.evidence.results import Result, Row
+from microsdpa.evidence.wording import provenance, quoted_us
+from microsdpa.problem import DType
+
+Results = dict[str, Result]
+"""Result files of one GPU by suite."""
+
+MISSION = {"b": 1, "h": 8, "h_kv": 8, "s_q": 512, "s_k": 512, "d": 64}
+NOT_DRAWN = ("out=", "plan", "plan out=", "alone")
+"""Variants that differ on the host only, or that were measured without the peers."""
+
+
+Bar = tuple[str, float, tuple[float, float] | None, str]
+"""(name, value, interval, note behind the value)"""
+
+
+def _rows(result: Result | None, mode: str = "graph", **wanted: Any) -> list[Row]:
+    """Rows that were timed, of one mode, whose fields are as wanted."""
+    if result is None:
+        return []
+    return [
+        row
+        for row in result["rows"]
+        if row["status"] == "ok"
+        and row["mode"] == mode
+        and row["op"] != "empty"
+        and row.get("variant", "") not in (() if mode == "host" else NOT_DRAWN)
+        and all(row.get(name) == value for name, value in wanted.items())
+    ]
+
+
+def _name(row: Row) -> str:
+    return " ".join(filter(None, (row["impl"], row.get("variant", ""))))
+
+
+def _source(result: Result) -> str:
+    return provenance(result).strip("*\n")
+
+
+def _missing(name: str, title: str, suite: str) -> Plot:
+    return Plot(name, title, "", missing=f"no data: there is no result file of the suite {suite} with timed rows")
+
+
+def _case(row: Row) -> Case:
+    s = row["shape"]
+    causal = None if row["mask"] == "none" else row["mask"]
+    dtype: DType = "bfloat16" if "bfloat16" in (row.get("inputs"), row["dtype"]) else "float16"
+    return Case(s["b"], s["h"], s["s_q"], s["s_k"], s["d"], heads_kv=s["h_kv"], dtype=dtype, causal=causal)
+
+
+def _device(result: Result) -> Device | None:
+    return DEVICES.get(gpu_slug(result["environment"]["gpu"]))
+
+
+def _bars(axis: Any, entries: Sequence[Bar], unit: str) -> None:
+    """Horizontal bars, the first on top, each with its number and, when given, its interval."""
+    colours = series_colours([name for name, *_ in entries])
+    longest = max(value for _, value, _, _ in entries)
+    for position, (name, value, interval, note) in enumerate(entries):
+        ours = name.startswith("microsdpa") or name.startswith("ladder/") or "/" in name
+        axis.barh(position, value, color=OURS if ours else colours[name], height=0.7)
+        if interval:
+            low, high = interval
+            axis.errorbar(
+                value,
+                position,
+                xerr=[[max(0.0, value - low)], [max(0.0, high - value)]],
+                color="#808080",
+                capsize=2,
+                lw=1,
+            )
+        axis.annotate(f"{value:.2f}{note}", (value, position), xytext=(6, 0), textcoords="offset points", va="center")
+    axis.set_yticks(range(len(entries)), [name for name, *_ in entries])
+    axis.invert_yaxis()
+    axis.set_xlim(0, longest * 1.22)
+    axis.set_xlabel(unit)
+    axis.grid(axis="x")
+    axis.set_axisbelow(True)
+    axis.tick_params(length=0)
+
+
+def latency(results: Results) -> Plot:
+    """Microseconds a call at the mission shape, in a graph."""
+    name, title = "latency", "Latency at the mission shape: B=1, H=8, S=512, D=64, FP16"
+    result = results.get("mission")
+    rows = sorted(_rows(result, shape=MISSION, mask="none", dtype="float16"), key=quoted_us)
+    if not rows or result is None:
+        return _missing(name, title, "mission")
+    entries = [(_name(r), quoted_us(r), tuple(r["interval_us"]) if r.get("interval_us") else None, "") for r in rows]
+    figure, axes = new_figure(7.2, 0.36 * len(entries) + 0.9)
+    _bars(axes[0, 0], entries, "microseconds a call in a CUDA graph, with 95% intervals")
+    return finish(figure, name, title, f"Lower is better. {_source(result)}", entries)
+
+
+def ladder(results: Results) -> Plot:
+    """Every rung of the ladder at the mission shape."""
+    name, title = "ladder", "The ladder at the mission shape: each rung adds one idea"
+    result = results.get("ladder")
+    ours = [row for row in _rows(result, shape=MISSION, mask="none", dtype="float16") if row["kernel"]]
+    best = {row["kernel"]: quoted_us(row) for row in sorted(ours, key=quoted_us, reverse=True)}
+    rungs = sorted(kernel for kernel in best if kernel.startswith("ladder/"))
+    others = sorted((kernel for kernel in best if not kernel.startswith("ladder/")), key=lambda k: -best[k])
+    if not rungs or result is None:
+        return _missing(name, title, "ladder")
+    entries: list[Bar] = []
+    before = None
+    for kernel in [*rungs, *others]:
+        gain = f"  ({before / best[kernel]:.2f}x)" if before else ""
+        entries.append((kernel, best[kernel], None, gain))
+        before = best[kernel]
+    figure, axes = new_figure(7.2, 0.36 * len(entries) + 0.9)
+    _bars(axes[0, 0], entries, "microseconds a call in a graph (gain over the bar above)")
+    return finish(figure, name, title, f"Lower is better. {_source(result)}", entries)
+
+
+def throughput(results: Results) -> Plot:
+    """TFLOP/s against S, for every D and mask."""
+    name, title = "throughput", "Throughput at 16k tokens, hidden size 2048, FP16"
+    suite = "prefill" if _rows(results.get("prefill")) else "ampere"
+    result = results.get(suite)
+    rows = [r for r in _rows(result, dtype="float16") if r["shape"]["b"] * r["shape"]["s_q"] == 16384]
+    if not rows or result is None:
+        return _missing(name, title, "prefill")
+    dims = sorted({row["shape"]["d"] for row in rows})
+    masks = sorted({row["mask"] for row in rows}, key=lambda mask: mask != "none")
+    names = sorted({_name(row) for row in rows}, key=lambda n: (not n.startswith("microsdpa"), n))
+    colours = series_colours(names)
+    device = _device(result)
+    peak = device.peak("float16") if device else None
+    figure, axes = new_figure(3.6 * len(dims), 3.0 * len(masks) + 0.6, len(masks), len(dims))
+    for i, mask in enumerate(masks):
+        for j, dim in enumerate(dims):
+            _throughput_panel(
+                axes[i, j], [r for r in rows if (r["mask"], r["shape"]["d"]) == (mask, dim)], names, colours
+            )
+            axes[i, j].set_title(f"D = {dim}, {'causal' if mask != 'none' else 'no mask'}")
+            highest = max(row["tflops"] for row in rows)
+            axes[i, j].set_ylim(0, max(highest, peak or 0) * 1.06)
+            if peak:
+                axes[i, j].axhline(peak, ls="--", lw=1, color="#808080")
+    axes[0, 0].set_ylabel("TFLOP/s")
+    handles = {h.get_label(): h for axis in axes.flat for h in axis.get_lines() if not h.get_label().startswith("_")}
+    figure.legend(
+        [handles[n] for n in names if n in handles],
+        [n for n in names if n in handles],
+        loc="outside lower center",
+        ncols=min(5, len(names)),
+    )
+    ceiling = f" Dashed: {device.name.upper()}'s published dense peak, {peak:g} TFLOP/s." if device and peak else ""
+    data = [[_name(r), r["shape"], r["mask"], r["tflops"]] for r in rows]
+    return finish(figure, name, title, f"Higher is better.{ceiling} {_source(result)}", data)
+
+
+def _throughput_panel(axis: Any, rows: list[Row], names: list[str], colours: dict[str, str]) -> None:
+    for name in reversed(names):
+        points = sorted((row["shape"]["s_q"], row["tflops"]) for row in rows if _name(row) == name)
+        ours = name.startswith("microsdpa")
+        if points:
+            axis.plot(
+                *zip(*points, strict=True), "o-", ms=3.5, lw=2.4 if ours else 1.2, color=colours[name], label=name
+            )
+    lengths = sorted({row["shape"]["s_q"] for row in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{s // 1024}k" if s >= 1024 else str(s) for s in lengths])
+    axis.set_xlabel("S")
+    axis.grid()
+
+
+def accuracy(results: Results) -> Plot:
+    """Error against time of every implementation of the 8-bit suite, at the mission shape, for each kind of input."""
+    name, title = "accuracy", "Accuracy against speed: 8-bit and 16-bit at the mission shape"
+    result = results.get("fp8")
+    rows = [r for r in _rows(result, shape=MISSION, mask="none") if r["error"] and r["error"]["rel_l1"]]
+    if not rows or result is None:
+        return _missing(name, title, "fp8")
+    kinds = [k for k in ("normal", "mean", "outliers") if any(row.get("kind", "normal") == k for row in rows)]
+    names = sorted({_name(row) for row in rows}, key=lambda n: (not n.startswith("microsdpa"), n))
+    colours = series_colours(names)
+    figure, axes = new_figure(3.6 * len(kinds), 3.8, 1, len(kinds))
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        for row in (row for row in rows if row.get("kind", "normal") == kind):
+            eight = row["dtype"] not in ("float16", "bfloat16")
+            axis.scatter(
+                quoted_us(row),
+                row["error"]["rel_l1"],
+                marker="D" if eight else "o",
+                s=42,
+                color=colours[_name(row)],
+                label=f"{_name(row)}{' (8-bit)' if eight else ''}",
+            )
+        axis.set(xscale="log", yscale="log", title=f"inputs: {kind}", xlabel="microseconds a call")
+        _plain_ticks(axis, [quoted_us(row) for row in rows])
+        axis.grid()
+    axes[0, 0].set_ylabel("relative L1 error against FP64")
+    handles = {h.get_label(): h for axis in axes.flat for h in axis.collections}
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4)
+    data = [[_name(r), r.get("kind"), r["dtype"], quoted_us(r), r["error"]["rel_l1"]] for r in rows]
+    return finish(figure, name, title, f"Lower left is better. {_source(result)}", data)
+
+
+def _plain_ticks(axis: Any, values: list[float]) -> None:
+    """A logarithmic axis with 1, 2, 5, 10, ... written out."""
+    from matplotlib.ticker import NullLocator
+
+    ticks = [step * 10.0**power for power in range(-1, 6) for step in (1, 2, 5)]
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xlim(min(values) * 0.8, max(values) * 1.25)
+
+
+def roofline_plot(results: Results) -> Plot:
+    """TFLOP/s of this library and of the best peer against arithmetic intensity, below the device's roof."""
+    name, title = "roofline", "Roofline: every measured case, this library and its best peer"
+    used = [results[suite] for suite in ("mission", "small", "prefill", "decode", "real") if _rows(results.get(suite))]
+    device = next((d for d in map(_device, used) if d), None)
+    peak = device.peak("float16") if device else None
+    if device is None or peak is None:
+        return _missing(name, title, "mission, small, prefill, decode or real, on a GPU whose ceilings are known,")
+    ours, peers = _intensities(used)
+    figure, axes = new_figure(7.2, 4.2)
+    axis = axes[0, 0]
+    knee = peak * 1e3 / device.dram_gb_s
+    span = [x for x, _ in [*ours, *peers]] + [knee]
+    left, right = min(span) / 2, max(span) * 2
+    axis.plot([left, knee, right], [left * device.dram_gb_s / 1e3, peak, peak], color="#808080", lw=1.5)
+    axis.annotate(f"{peak:g} TFLOP/s FP16", (right, peak), xytext=(-4, 4), textcoords="offset points", ha="right")
+    axis.annotate(
+        f"{device.dram_gb_s / 1e3:g} TB/s",
+        (left, left * device.dram_gb_s / 1e3),
+        xytext=(6, 10),
+        textcoords="offset points",
+    )
+    for points, colour, label, size in ((peers, "#4c8dd6", "best peer", 26), (ours, OURS, "microsdpa", 30)):
+        if points:
+            axis.scatter(*zip(*points, strict=True), s=size, color=colour, label=label, alpha=0.85)
+    axis.set(
+        xscale="log", yscale="log", xlim=(left, right), xlabel="FLOP for each byte of Q, K, V and O", ylabel="TFLOP/s"
+    )
+    axis.grid()
+    axis.legend(loc="lower right")
+    caption = f"Inputs warm in L2, so points may lie above the slope of the memory. {_source(used[0])}"
+    return finish(figure, name, title, caption, [ours, peers, device.name])
+
+
+def _intensities(used: list[Result]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    ours: list[tuple[float, float]] = []
+    best: dict[Case, tuple[float, float]] = {}
+    for result in used:
+        for row in _rows(result):
+            case = _case(row)
+            point = roofline.flops(case) / roofline.tensor_bytes(case), row["tflops"]
+            if row["impl"] == "microsdpa":
+                ours.append(point)
+            elif row["tflops"] > best.get(case, (0.0, 0.0))[1]:
+                best[case] = point
+    return sorted(ours), sorted(best.values())
+
+
+def host_overhead(results: Results) -> Plot:
+    """CPU time to issue a call."""
+    name, title = "host", "Host overhead: CPU time to issue one call at the mission shape"
+    result = results.get("mission")
+    rows = sorted(_rows(result, "host", shape=MISSION, mask="none", dtype="float16"), key=quoted_us)
+    if not rows or result is None:
+        return _missing(name, title, "mission, in the mode host,")
+    entries: list[Bar] = [(_name(row), quoted_us(row), None, "") for row in rows]
+    figure, axes = new_figure(7.2, 0.36 * len(entries) + 0.9)
+    _bars(axes[0, 0], entries, "microseconds of CPU time a call")
+    return finish(figure, name, title, f"Lower is better. {_source(result)}", entries)
+
+
+DRAWINGS: dict[str, Callable[[Results], Plot]] = {
+    "latency": latency,
+    "ladder": ladder,
+    "throughput": throughput,
+    "accuracy": accuracy,
+    "roofline": roofline_plot,
+    "host": host_overhead,
+}
+"""Every plot by name, in the order of the report."""
+
+
+def all_plots(results: Results) -> list[Plot]:
+    """Every plot, in the order of the report."""
+    return [draw(results) for draw in DRAWINGS.values()]

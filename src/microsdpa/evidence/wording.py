@@ -1,0 +1,28 @@
+"""How results are put into words: where they are from, what a row is called, which figure is quoted."""
+
+from __future__ import annotations
+
+from microsdpa.evidence import results
+
+
+def provenance(result: results.Result) -> str:
+    """One line: where, when and with what a result was taken."""
+    e = result["environment"]
+    gpu = f"{e['gpu']}, driver {e['driver']}, CUDA {e['cuda']}" if e["gpu"] else "no GPU"
+    software = f"torch {e['torch']}, commit {result['commit'][:10]}, {result['created'][:10]}"
+    return f"*{gpu}, {software}: `{result['command']}`*\n"
+
+
+def quoted_us(row: results.Row) -> float:
+    """The figure that the protocol quotes: the best sample of the host mode, the median of every other."""
+    return float(row["min_us"] if row["mode"] == "host" else row["median_us"])
+
+
+def case_name(row: results.Row) -> str:
+    """Shape, type of the inputs, and mask: what a row of a table is called."""
+    s = row["shape"]
+    heads = str(s["h"]) if s["h"] == s["h_kv"] else f"{s['h']}:{s['h_kv']}"
+    alignment = "" if s["s_q"] == s["s_k"] else f" {row['mask']}"
+    mask = "" if row["mask"] == "none" else f", causal{alignment}"
+    kind = "" if row.get("kind", "normal") == "normal" else f", {row['kind']}"
+    return f"({s['b']}, {heads}, {s['s_q']}, {s['s_k']}, {s['d']}), {row.get('inputs', row['dtype'])}{mask}{kind}"
