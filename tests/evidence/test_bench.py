@@ -195,11 +195,12 @@ def test_a_suite_says_how_many_processes_measure_it(
 ) -> None:
     seen: list[list[str]] = []
 
-    def measure(job: dict[str, Any], finished: Any) -> Any:
+    def measure(job: dict[str, Any], finished: Any, worker: Any) -> Any:
         seen.append(list(job["cases"]))
         return {int(i): [{"impl": "microsdpa"}] for i in job["cases"]}, "", "ended with 0"
 
     monkeypatch.setattr(worker, "_measure", measure)
+    monkeypatch.setattr(worker, "start_together", lambda jobs: [])
     rows = worker.run(Suite(**(vars(SUITE) | {"processes": processes})), ["graph"], "auto", "none")
     assert seen == jobs
     assert [row["process"] for row in rows] == ([0, 1] if processes == "case" else [0, 0])
@@ -209,13 +210,14 @@ def test_a_suite_says_how_many_processes_measure_it(
 def test_a_death_is_laid_at_the_door_of_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[dict[str, Any]] = []
 
-    def measure(job: dict[str, Any], finished: Any) -> Any:
+    def measure(job: dict[str, Any], finished: Any, worker: Any) -> Any:
         jobs.append(json.loads(json.dumps(job)))
         if "1" in job["cases"] and not job["excluded"]:
             return {0: [{"impl": "a"}]}, "peer", "died of signal 11"
         return {int(i): [{"impl": "b"}] for i in job["cases"]}, "", "ended with 0"
 
     monkeypatch.setattr(worker, "_measure", measure)
+    monkeypatch.setattr(worker, "start_together", lambda jobs: [])
     rows = worker.run(SUITE, ["graph"], "auto", "all")
     assert [row["impl"] for row in rows] == ["a", "b"]
     assert jobs[1]["excluded"] == {"peer": f"the process died of signal 11 while it ran {SUITE.cases[1]}"}
@@ -225,18 +227,20 @@ def test_a_death_is_laid_at_the_door_of_what_ran(monkeypatch: pytest.MonkeyPatch
 def test_ours_is_measured_alone_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[dict[str, Any]] = []
 
-    def measure(job: dict[str, Any], finished: Any) -> Any:
+    def measure(job: dict[str, Any], finished: Any, worker: Any) -> Any:
         jobs.append(job)
         return {int(i): [{"impl": "microsdpa", "variant": ""}] for i in job["cases"]}, "", "ended with 0"
 
     monkeypatch.setattr(worker, "_measure", measure)
+    monkeypatch.setattr(worker, "start_together", lambda jobs: [])
     rows = worker.run(Suite(**(vars(SUITE) | {"alone": True})), ["graph", "host"], "auto", "all")
     assert [(job["peers"], job["modes"]) for job in jobs] == [("all", ["graph", "host"]), ("none", ["graph"])]
     assert [(row["variant"], row["process"]) for row in rows] == [("", 0), ("", 0), ("alone", 1), ("alone", 1)]
 
 
 def test_a_process_that_keeps_dying_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_measure", lambda job, finished: ({}, "", "ended with 1 (no CUDA)"))
+    monkeypatch.setattr(worker, "start_together", lambda jobs: [])
+    monkeypatch.setattr(worker, "_measure", lambda job, finished, worker: ({}, "", "ended with 1 (no CUDA)"))
     with pytest.raises(RuntimeError, match=r"the measuring process ended with 1 \(no CUDA\)"):
         worker.run(SUITE, ["graph"], "auto", "all")
 

@@ -1,7 +1,7 @@
-"""The process in which cases are measured: `python -m microsdpa.evidence.worker FD`, its job as JSON on standard input.
+"""Measuring a suite in processes of its own, so that a peer that crashes takes nothing else with it.
 
-What it finds goes to the file descriptor FD, one JSON object a line: {"running": implementation}, {"case": index,
-"rows": [...]}. Standard output belongs to the peers, some of which write to it.
+The processes of a suite start together and import what they need; then they measure one after another, while nothing
+else runs.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from microsdpa.evidence import results
-from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.suites import Suite
 from microsdpa.evidence.timing import ON_DEVICE
 
 Advance = Callable[[str], None]
+Outcome = tuple[dict[int, list[results.Row]], str, str]
+"""Rows by case, the implementation that ran last, how the process ended."""
 
 OWN_PROCESS = "case"
 ALONE = "alone"
 """Variant of the rows that were measured in a process without peers."""
+MAX_WAITING = 16
+"""Processes that wait for their turn at a time."""
 
 
 def run(
@@ -32,29 +36,40 @@ def run(
     """Measure a suite, in one process or in one a case, as the suite says; `advance` is told of every finished case."""
     indices = list(range(len(suite.cases)))
     groups = [[index] for index in indices] if suite.processes == OWN_PROCESS else [indices]
-    passes = [(peers, list(modes), "")]
-    if suite.alone and peers != "none":
-        passes.append(("none", [mode for mode in modes if mode in ON_DEVICE], ALONE))
+    jobs: list[tuple[list[int], dict[str, Any], str]] = []
+    for names, chosen, variant in (
+        (peers, list(modes), ""),
+        ("none", [mode for mode in modes if mode in ON_DEVICE], ALONE),
+    ):
+        if variant and (not suite.alone or peers == "none" or not chosen):
+            continue
+        job = {"modes": chosen, "impl": impl, "peers": names, "eight_bit": suite.eight_bit}
+        jobs += [(group, job, variant) for group in groups]
     rows: list[results.Row] = []
-    for names, chosen, variant in passes:
-        for group in groups if chosen else []:
-            job = {"modes": chosen, "impl": impl, "peers": names, "eight_bit": suite.eight_bit}
-            found = _measure_group(suite, group, job, (lambda message: None) if variant else advance)
-            process = len({row["process"] for row in rows})
+    waiting = start_together([job for _, job, _ in jobs[:MAX_WAITING]])
+    try:
+        for process, (group, job, variant) in enumerate(jobs):
+            found = _measure_group(suite, group, job, (lambda message: None) if variant else advance, waiting)
             rows += [row | {"process": process} | ({"variant": variant} if variant else {}) for row in found]
+    finally:
+        for worker in waiting:
+            worker.abandon()
     return rows
 
 
-def _measure_group(suite: Suite, group: list[int], job: dict[str, Any], advance: Advance) -> list[results.Row]:
+def _measure_group(
+    suite: Suite, group: list[int], job: dict[str, Any], advance: Advance, waiting: list[Worker]
+) -> list[results.Row]:
     """The cases of one process. When it dies it is started again, without the implementation that was running."""
     rows: list[results.Row] = []
     excluded: dict[str, str] = {}
     pending = list(group)
+    worker = waiting.pop(0) if waiting else None
     while pending:
         cases = {str(index): asdict(suite.cases[index]) for index in pending}
-        done, running, ending = _measure(
-            job | {"cases": cases, "excluded": excluded}, lambda index: advance(str(suite.cases[index]))
-        )
+        todo = job | {"cases": cases, "excluded": excluded}
+        done, running, ending = _measure(todo, lambda index: advance(str(suite.cases[index])), worker)
+        worker = None
         for index, found in done.items():
             rows += [row | {"label": suite.labels.get(suite.cases[index], "")} for row in found]
         pending = [index for index in pending if index not in done]
@@ -65,40 +80,76 @@ def _measure_group(suite: Suite, group: list[int], job: dict[str, Any], advance:
     return rows
 
 
-def _measure(job: dict[str, Any], finished: Callable[[int], None]) -> tuple[dict[int, list[results.Row]], str, str]:
-    """(rows by case, the implementation that ran last, how the process ended) of one process."""
-    reader, writer = os.pipe()
-    command = [sys.executable, "-m", __name__, str(writer)]
-    done: dict[int, list[results.Row]] = {}
-    running = ""
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=[writer], text=True
-    ) as process:
+def _measure(job: dict[str, Any], finished: Callable[[int], None], worker: Worker | None) -> Outcome:
+    """One process from its job to its end."""
+    return (worker or Worker(job["peers"], job["eight_bit"])).measure(job, finished)
+
+
+def start_together(jobs: Sequence[dict[str, Any]]) -> list[Worker]:
+    """Processes for these jobs, all of them ready."""
+    workers = [Worker(job["peers"], job["eight_bit"]) for job in jobs]
+    for worker in workers:
+        worker.wait_until_ready()
+    return workers
+
+
+class Worker:
+    """A process of `microsdpa.evidence.measuring`."""
+
+    def __init__(self, peers: str, eight_bit: bool) -> None:
+        reader, writer = os.pipe()
+        command = [sys.executable, "-m", "microsdpa.evidence.measuring", str(writer), peers, str(eight_bit)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, pass_fds=[writer], text=True
+        )
         os.close(writer)
-        assert process.stdin is not None
-        assert process.stderr is not None
-        log = _Tail(process.stderr)
-        process.stdin.write(json.dumps(job))
-        process.stdin.close()
-        with os.fdopen(reader, encoding="utf-8") as lines:
-            for line in lines:
-                message = json.loads(line)
-                running = message.get("running", running)
-                if "case" in message:
-                    done[message["case"]] = message["rows"]
-                    finished(message["case"])
-        process.wait()
-        last = log.last_line()
-    ending = f"died of signal {-process.returncode}" if process.returncode < 0 else f"ended with {process.returncode}"
-    return done, running, f"{ending} ({last})" if last else ending
+        self._lines = os.fdopen(reader, encoding="utf-8")
+        assert self._process.stderr is not None
+        self._log = _Tail(self._process.stderr)
+
+    def wait_until_ready(self) -> None:
+        """Until its imports are done, or it has ended."""
+        self._lines.readline()
+
+    def measure(self, job: dict[str, Any], finished: Callable[[int], None]) -> Outcome:
+        """Do the job; `finished` is told of every case."""
+        done: dict[int, list[results.Row]] = {}
+        running = ""
+        self._give(json.dumps(job))
+        for line in self._lines:
+            message = json.loads(line)
+            running = message.get("running", running)
+            if "case" in message:
+                done[message["case"]] = message["rows"]
+                finished(message["case"])
+        code, last = self._end()
+        ending = f"died of signal {-code}" if code < 0 else f"ended with {code}"
+        return done, running, f"{ending} ({last})" if last else ending
+
+    def abandon(self) -> None:
+        """End a process that got no job."""
+        self._process.terminate()
+        self._end()
+
+    def _give(self, text: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(text)
+            self._process.stdin.close()
+        except BrokenPipeError:  # it has ended; how, is told below
+            pass
+
+    def _end(self) -> tuple[int, str]:
+        code = self._process.wait()
+        self._lines.close()
+        return code, self._log.last_line()
 
 
 class _Tail:
     """Reads a stream to its end beside the main thread, and keeps the last line."""
 
     def __init__(self, stream: Any) -> None:
-        import threading
-
         self._last = ""
         self._stream = stream
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -112,34 +163,3 @@ class _Tail:
         """The last line that is not empty, once the stream has ended."""
         self._thread.join()
         return self._last
-
-
-def main() -> None:
-    """Measure the job's cases, one after another."""
-    import torch
-
-    from microsdpa.evidence.bench import CaseBench
-    from microsdpa.evidence.peers import Microsdpa, choose
-
-    job = json.load(sys.stdin)
-    report = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
-
-    def tell(message: dict[str, object]) -> None:
-        report.write(json.dumps(message) + "\n")
-        report.flush()
-
-    implementations = [
-        *(Microsdpa(job["impl"], write_out, prepared) for prepared in (False, True) for write_out in (False, True)),
-        *choose(job["peers"], job["eight_bit"]),
-    ]
-    for index, fields in job["cases"].items():
-        bench = CaseBench(
-            Case(**fields), seed=int(index), excluded=job["excluded"], announce=lambda name: tell({"running": name})
-        )
-        tell({"case": int(index), "rows": bench.run(implementations, job["modes"])})
-        del bench
-        torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    main()
