@@ -1,8 +1,8 @@
 """The process in which cases are measured: `python -m microsdpa.evidence.measuring FD PEERS EIGHT_BIT`.
 
-It imports its peers, says that it is ready, and waits for its job: JSON on standard input. What it finds goes to the
-file descriptor FD, one JSON object a line: {"ready": true}, {"running": implementation}, {"case": index, "rows": [...]}.
-Standard output belongs to the peers, some of which write to it.
+It imports its peers, says that it is ready, and waits for its job: JSON on standard input. What it finds goes to
+the file descriptor FD, one JSON object a line: {"ready": true}, {"running": implementation}, {"case": index,
+"rows": [...]}. Standard output belongs to the peers, some of which write to it.
 """
 
 from __future__ import annotations
