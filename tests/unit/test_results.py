@@ -139,6 +139,13 @@ def test_render_writes_tables_between_the_markers(checkout: Path) -> None:
     assert render.differing(checkout, checkout / "results") == []
 
 
+def test_a_table_can_be_in_tflops_and_compares_like_with_like(result: results.Result) -> None:
+    result["rows"][0]["tflops"], result["rows"][1]["tflops"] = 13.4, 53.7
+    eight_bit = timed("cuDNN FP8", 5.0, dtype="e4m3", inputs="float16", tflops=107.4)
+    lines = render.timing_lines(result | {"rows": [*result["rows"], eight_bit]}, "graph", "tflops")
+    assert lines[1][1:] == ["13", "54", "107", "0.25x"]
+
+
 def test_a_changed_result_file_is_noticed(checkout: Path, result: results.Result) -> None:
     render.render(checkout, checkout / "results")
     result["rows"][1]["median_us"] = 11.0
@@ -172,6 +179,10 @@ def test_instructions_are_stale_when_the_emulator_changes(monkeypatch: pytest.Mo
         ("<!-- microsdpa:table gpu=h200 suite=absent mode=graph -->\n<!-- microsdpa:end -->\n", "no result file"),
         ("<!-- microsdpa:table gpu=h200 -->\n<!-- microsdpa:end -->\n", "needs gpu= and suite="),
         ("<!-- microsdpa:table gpu=h200 suite=mission -->\n<!-- microsdpa:end -->\n", "needs mode="),
+        (
+            "<!-- microsdpa:table gpu=h200 suite=mission mode=graph unit=s -->\n<!-- microsdpa:end -->\n",
+            "unit: expected",
+        ),
         ("<!-- microsdpa:table gpu=h200 suite=mission mode=eager -->\n<!-- microsdpa:end -->\n", "no rows of mode"),
         ("<!-- microsdpa:table gpu=h200 suite=mission mode=graph -->\n", "closed by microsdpa:end"),
     ],

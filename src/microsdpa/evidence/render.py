@@ -33,6 +33,7 @@ MARKER = re.compile(
     re.DOTALL,
 )
 STALE = "stale"
+UNITS = ("us", "tflops")
 
 
 class RenderError(MicrosdpaError, ValueError):
@@ -97,7 +98,10 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return instructions_table(result)
     if "mode" not in options:
         raise RenderError(f"{name}: a table of timings needs mode=, got {options}")
-    return timing_table(result, options["mode"])
+    unit = options.get("unit", "us")
+    if unit not in UNITS:
+        raise RenderError(f"{name}: unit: expected one of {', '.join(UNITS)}, got {unit!r}")
+    return timing_table(result, options["mode"], unit)
 
 
 def peers_table() -> str:
@@ -129,16 +133,16 @@ def is_stale(row: results.Row, target: str) -> bool:
     return bool(code_signature(spec, target) != row["code_signature"])
 
 
-def timing_table(result: results.Result, mode: str) -> str:
+def timing_table(result: results.Result, mode: str, unit: str = "us") -> str:
     """The lines of `timing_lines` in Markdown, with where they are from and why cells are missing."""
-    lines = timing_lines(result, mode)
+    lines = timing_lines(result, mode, unit)
     lines.insert(1, ["---"] + ["---:"] * (len(lines[0]) - 1))
     rows = [row for row in result["rows"] if row["mode"] == mode and row["op"] != "empty"]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}{_notes(rows)}"
 
 
-def timing_lines(result: results.Result, mode: str) -> list[list[str]]:
-    """Microseconds: a header, then one line per case, one column per implementation, and the ratio to the best peer.
+def timing_lines(result: results.Result, mode: str, unit: str = "us") -> list[list[str]]:
+    """Microseconds, or TFLOP/s: a header, then a line a case, a column an implementation, the ratio to the best peer.
 
     Raises:
         RenderError: the result has no rows of the mode.
@@ -163,7 +167,7 @@ def timing_lines(result: results.Result, mode: str) -> list[list[str]]:
     for name, members in cases.items():
         by_column = {_column(row): row for row in members}
         target = result["environment"].get("target") or ""
-        lines.append([name, *(_cell(by_column.get(c), target) for c in columns), _ratio(members)])
+        lines.append([name, *(_cell(by_column.get(c), target, unit) for c in columns), _ratio(members)])
     return lines
 
 
@@ -223,20 +227,22 @@ def instructions_table(result: results.Result) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}"
 
 
-def _cell(row: results.Row | None, target: str) -> str:
+def _cell(row: results.Row | None, target: str, unit: str) -> str:
     if row is None:
         return ""
     if row["status"] != "ok":
         return str(row["status"])
     stale = f" ({STALE})" if row.get("code_signature") and is_stale(row, target) else ""
-    return f"{quoted_us(row):.2f}{stale}"
+    number = f"{row['tflops']:.0f}" if unit == "tflops" and row["tflops"] else f"{quoted_us(row):.2f}"
+    return f"{number}{stale}"
 
 
 def _ratio(rows: Iterable[results.Row]) -> str:
     timed = [row for row in rows if row["status"] == "ok"]
-    peers = [row for row in timed if row["impl"] != "microsdpa"]
     ours = [row for row in timed if row["impl"] == "microsdpa" and row.get("variant", "") != ALONE]
-    if not peers or not ours:
+    # 8 bits against 16 would be no comparison of implementations.
+    peers = [row for row in timed if row["impl"] != "microsdpa" and ours and row["dtype"] == ours[0]["dtype"]]
+    if not peers:
         return ""
     best = min(peers, key=quoted_us)
     tie = statistics.compare(ours[0]["samples_us"], best["samples_us"]) == "tie"
