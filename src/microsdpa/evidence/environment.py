@@ -35,9 +35,9 @@ def commit() -> str:
 
     Outside a checkout MICROSDPA_COMMIT, when set, says it; else "unknown".
     """
-    here = str(Path(__file__).parent)
-    top = _run("git", "-C", here, "rev-parse", "--show-toplevel")
-    if top and (Path(top) / "src/microsdpa/__init__.py").is_file():
+    package = Path(__file__).resolve().parents[1]
+    top = _run("git", "-C", str(package), "rev-parse", "--show-toplevel")
+    if top and Path(top).resolve() / "src/microsdpa" == package:
         head = _run("git", "-C", top, "rev-parse", "HEAD")
         if head:
             dirty = _run("git", "-C", top, "status", "--porcelain", "--untracked-files=no")
