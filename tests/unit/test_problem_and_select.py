@@ -7,7 +7,7 @@ import torch
 
 from microsdpa.arguments import is_bulk_addressable
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import Problem, capability_of, target_of
+from microsdpa.problem import Problem, capability_of, target_of, virtual
 from microsdpa.select import select
 from microsdpa.specs import FAMILIES, Family, KernelSpec, TensorMap, catalogue, family_named
 
@@ -22,7 +22,7 @@ def test_target_and_capability_are_inverse(capability: tuple[int, int], target: 
     assert capability_of(target) == capability
 
 
-@pytest.mark.parametrize("target", ["", "sm_", "89", "sm_x", "compute_89"])
+@pytest.mark.parametrize("target", ["", "sm_", "89", "sm_x", "lto_89"])
 def test_capability_of_refuses_other_names(target: str) -> None:
     with pytest.raises(ValueError, match="expected a name such as"):
         capability_of(target)
@@ -132,3 +132,10 @@ def test_bulk_copies_address_all_but_very_large_strides() -> None:
     far = torch.empty(1, device="meta", dtype=torch.float16)
     for stride, fits in ((2**39 - 8, True), (2**39, False)):
         assert is_bulk_addressable(far.as_strided((2, 1, 1, 1), (stride, 0, 0, 1))) is fits
+
+
+def test_a_virtual_target_has_the_capability_of_its_real_one() -> None:
+    assert virtual("sm_89") == "compute_89"
+    assert capability_of("compute_89") == capability_of("sm_89") == (8, 9)
+    with pytest.raises(ValueError, match="whose PTX runs on later GPUs"):
+        virtual("sm_90a")
