@@ -6,6 +6,7 @@ Importing it initialises no CUDA and creates no file.
 from microsdpa.api import Explanation, explain, sdpa
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.prepared import Plan, plan
+from microsdpa.quantize import Quantized, quantize
 
 __version__ = "0.1.0"
 
@@ -15,9 +16,11 @@ __all__ = [
     "InvalidArgument",
     "MicrosdpaError",
     "Plan",
+    "Quantized",
     "UnsupportedProblem",
     "__version__",
     "explain",
     "plan",
+    "quantize",
     "sdpa",
 ]

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from microsdpa import arguments, torch_cpu
+from microsdpa import arguments, eight_bit, torch_cpu
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
@@ -15,6 +15,7 @@ from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
 from microsdpa.runtime import launcher
 from microsdpa.select import select
 from microsdpa.specs import FAMILIES, KernelSpec, emulated_target
+from microsdpa.specs.eight_bit import Operands
 
 _launch = launcher.launch
 _allocate_lse = launcher.allocate_lse
@@ -53,6 +54,10 @@ def sdpa(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     impl: str = "auto",
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact, forward only.
 
@@ -74,6 +79,13 @@ def sdpa(
         impl: "auto", or the name of one kernel, such as "ladder/01_scalar", which is then never replaced by another.
             "emulate", or "emulate:" and a kernel's name, runs the kernel on CPU tensors in the emulator, slowly and
             with every access checked.
+        precision: None, or what the tensors are quantised to first, in one launch: "fp8" (E4M3), "int8_fp8" (Q and K in
+            INT8, P and V in E4M3) or "int8_fp16" (Q and K in INT8). docs/numerics.md has the errors of each.
+        q_scale: with 8-bit tensors (float8_e4m3fn, or int8 with a value of float8_e4m3fn, float16 or bfloat16): a
+            number or an FP32 tensor, a scalar, [B, H], [B, H_kv] or [B, H, blocks of S_q]; value = code * scale. The
+            output is then float16, or what `out` is, or of the value's type where that has 16 bits.
+        k_scale: the same for key: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
+        v_scale: for an 8-bit value: a scalar, [B, H_kv] or, for every channel, [B, H_kv, D].
 
     Returns:
         The output, or (output, LSE) with return_lse.
@@ -83,6 +95,21 @@ def sdpa(
         UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
         CompileError: the kernel does not compile on this machine.
     """
+    if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
+        return eight_bit.attend(
+            query,
+            key,
+            value,
+            precision=precision,
+            scales=(q_scale, k_scale, v_scale),
+            is_causal=is_causal,
+            causal=causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            return_lse=return_lse,
+            out=out,
+            impl=impl,
+        )
     try:
         options = OPTIONS[is_causal, causal, enable_gqa, impl]
         if not torch.is_grad_enabled() or not (

@@ -86,7 +86,16 @@ def check_tensors(query: object, key: object, value: object, enable_gqa: object)
     assert isinstance(key, torch.Tensor)
     assert isinstance(value, torch.Tensor)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(name, tensor)
+        if tensor.dtype not in DTYPES:
+            codes = tensor.dtype in (torch.float8_e4m3fn, torch.int8)
+            raise InvalidArgument(
+                name,
+                expected="torch.float16 or torch.bfloat16",
+                got=str(tensor.dtype),
+                hint="pass q_scale, k_scale and v_scale with 8-bit codes"
+                if codes
+                else "convert it, for example with .to(torch.bfloat16)",
+            )
         if tensor.dtype != query.dtype:
             raise InvalidArgument(
                 name,
@@ -94,6 +103,13 @@ def check_tensors(query: object, key: object, value: object, enable_gqa: object)
                 got=str(tensor.dtype),
                 hint="use one dtype for all",
             )
+    check_layouts(query, key, value, enable_gqa)
+
+
+def check_layouts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: object) -> None:
+    """Devices, shapes and strides of the inputs, whatever their dtypes."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check_tensor(name, tensor)
         if tensor.device != query.device:
             raise InvalidArgument(
                 name,
@@ -115,13 +131,6 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
             expected="4 dimensions, [B, H, S, D]",
             got=f"{tensor.dim()} dimensions, {list(tensor.shape)}",
             hint="reshape it, or add dimensions with unsqueeze",
-        )
-    if tensor.dtype not in DTYPES:
-        raise InvalidArgument(
-            name,
-            expected="torch.float16 or torch.bfloat16",
-            got=str(tensor.dtype),
-            hint="convert it, for example with .to(torch.bfloat16)",
         )
     if tensor.stride(3) != 1 and tensor.shape[3] > 1:
         raise InvalidArgument(

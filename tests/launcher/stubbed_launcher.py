@@ -625,3 +625,20 @@ def test_a_plan_of_the_wrong_length_is_refused() -> None:
 def test_a_plan_of_tensors_that_cannot_launch_is_refused() -> None:
     with pytest.raises(ValueError, match="CUDA tensors that do not overlap"):
         register(call(query=tensor((4, 16, 32), 0x100000)))
+
+
+def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
+    params = bytes(range(1, 201)) + bytes(200)
+    library.launch_one(1, PRIMARY, kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000), params)
+    found = last()
+    assert list(found.grid) == [5, 1, 1]
+    assert (found.threads, found.shared_bytes, found.context) == (128, 70_000, PRIMARY)
+    assert found.programmatic == 1
+    assert list(found.cluster) == [2, 1, 1]
+    given = bytes(found.params)
+    assert given == params[: len(given)]
+    with pytest.raises(ValueError, match="fields: expected 8 integers, got 7"):
+        library.launch_one(0, PRIMARY, tvm_ffi.Shape([1] * 7), params)
+    set_integer("stub_error", LAUNCH_FAILED)
+    with pytest.raises(RuntimeError, match="the stub was told to fail"):
+        library.launch_one(0, PRIMARY, kernel(), params)

@@ -27,10 +27,30 @@ ALLOWED: dict[str, set[str]] = {
     "torch_cpu": {"problem"},
     "arguments": {"errors", "problem", "specs"},
     "emulate": {"errors", "jit", "problem", "specs"},
-    "api": {"arguments", "emulate", "errors", "jit", "problem", "runtime", "select", "specs", "torch_cpu"},
+    "api": {"arguments", "eight_bit", "emulate", "errors", "jit", "problem", "runtime", "select", "specs", "torch_cpu"},
+    "quantize": {"errors"},
+    "eight_bit_arguments": {"arguments", "errors", "specs"},
+    "eight_bit": {
+        *("arguments", "eight_bit_arguments", "emulate", "errors", "problem", "quantize", "runtime", "specs"),
+    },
     "prepared": {"", "api", "arguments", "errors", "problem", "runtime"},
-    "": {"api", "errors", "prepared"},
-    "evidence": {"", "api", "emulate", "errors", "jit", "problem", "reference", "runtime", "select", "specs"},
+    "": {"api", "errors", "prepared", "quantize"},
+    "evidence": {
+        *(
+            "",
+            "api",
+            "eight_bit",
+            "emulate",
+            "errors",
+            "jit",
+            "problem",
+            "quantize",
+            "reference",
+            "runtime",
+            "select",
+            "specs",
+        )
+    },
     "console": set(),
     "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime"},
     "__main__": {"cli"},
@@ -72,7 +92,7 @@ def test_the_checker_sees_imports() -> None:
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "cuda").rglob("*.cu*")), ids=lambda p: p.name)
 def test_cuda_includes_go_one_way(path: Path) -> None:
-    order = {"prelude.cuh": 0, "ptx": 1, "core": 2, "ladder": 3, "probes": 3, "ampere": 3, "hopper": 3}
+    order = {"prelude.cuh": 0, "ptx": 1, "core": 2, "ladder": 3, "probes": 3, "quantize": 3, "ampere": 3, "hopper": 3}
     mine = path.relative_to(SOURCE / "cuda").parts[0]
     text = path.read_text()
     for include in re.findall(r'#include "([^"]+)"', text):

@@ -10,6 +10,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.problem import Problem, capability_of, target_of, virtual
 from microsdpa.select import select
 from microsdpa.specs import FAMILIES, Family, KernelSpec, TensorMap, catalogue, family_named
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 
@@ -110,7 +111,9 @@ def test_unaligned_tensors_get_element_loads() -> None:
 def test_the_catalogue_has_no_kernel_twice_and_every_family() -> None:
     specs = catalogue("sm_89")
     assert len(set(specs)) == len(specs)
-    assert {spec.name for spec in specs} == {family.name for family in FAMILIES}
+    assert {spec.name for spec in specs} == {family.name for family in (*FAMILIES, *EIGHT_BIT_FAMILIES)} | {
+        "quantize/fused"
+    }
     every = catalogue("sm_89", every=True)
     assert len(set(every)) == len(every)
     assert set(specs) < set(every)

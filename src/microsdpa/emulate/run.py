@@ -7,7 +7,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -120,6 +120,8 @@ def launch(
     copies = _Copies({name: tensor for name, (tensor, _) in buffers.items()})
     if grid[0] % cluster:
         raise ValueError(f"grid: expected a multiple of the cluster's {cluster} CTAs along x, got {grid[0]}")
+    if len(buffers) > abi.MAX_BUFFERS:
+        raise ValueError(f"buffers: expected at most {abi.MAX_BUFFERS}, got {len(buffers)}")
     views = [_view(map_, buffers[name][0], copies.addresses[name]) for name, map_ in tensor_maps]
     params = _packed(make_params(copies.addresses), views)
     request = abi.Launch(
@@ -320,4 +322,29 @@ def attention(
     return Report(
         counters={name: sum(report.counters[name] for report in reports) for name in abi.COUNTERS},
         bank_sites=_merge([site for report in reports for site in report.bank_sites]),
+    )
+
+
+def one_kernel(
+    spec: KernelSpec,
+    grid: tuple[int, int, int],
+    fill: Callable[[dict[str, int]], ctypes.Structure],
+    inputs: Mapping[str, torch.Tensor],
+    outputs: Mapping[str, torch.Tensor],
+    *,
+    schedule: Schedule | None = None,
+    count_banks: bool = False,
+) -> Report:
+    """Run one kernel on CPU tensors; `fill` makes its parameter of the tensors' addresses, by name."""
+    buffers = {name: (tensor, False) for name, tensor in inputs.items()}
+    buffers |= {name: (tensor, True) for name, tensor in outputs.items()}
+    return launch(
+        build.load(spec, params=spec.params),
+        fill,
+        buffers,
+        grid=grid,
+        threads=spec.threads,
+        shared_bytes=spec.shared_bytes,
+        schedule=schedule,
+        count_banks=count_banks,
     )

@@ -25,10 +25,10 @@ struct KernelLaunch {
 
   static constexpr std::size_t MAX_TENSOR_MAPS = 8;
 
-  // `addresses` are the operands' addresses in this call. Nothing that is shared between calls is written.
-  void issue(const Driver& driver, CUstream stream, AttentionParams& params,
-             const std::uintptr_t (&addresses)[OPERANDS]) const {
-    void* arguments[1 + MAX_TENSOR_MAPS] = {&params};
+  // `params` is the kernel's first argument. `addresses` are the operands' addresses in this call. Nothing that is
+  // shared between calls is written.
+  void issue(const Driver& driver, CUstream stream, void* params, const std::uintptr_t (&addresses)[OPERANDS]) const {
+    void* arguments[1 + MAX_TENSOR_MAPS] = {params};
     CUtensorMap moved[MAX_TENSOR_MAPS];
     for (std::size_t i = 0; i < tensor_maps.size(); ++i) {
       const EncodedTensorMap& encoded = tensor_maps[i];

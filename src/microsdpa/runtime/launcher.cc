@@ -107,7 +107,7 @@ ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView lse, double scale) {
   auto* stream = static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
   guarded([&] {
     ScopedContext current(driver(), plan.context);
-    for (const KernelLaunch& kernel : plan.kernels) kernel.issue(driver(), stream, params, call.addresses);
+    for (const KernelLaunch& kernel : plan.kernels) kernel.issue(driver(), stream, &params, call.addresses);
   });
   if (allocated.has_value()) return allocated.value();
   return true;
@@ -149,12 +149,7 @@ Strides outer_strides(const TensorKey& key) { return {key.strides[0], key.stride
 enum KernelField { FUNCTION, GRID_X, GRID_Y, GRID_Z, THREADS, SHARED_BYTES, CLUSTER, PROGRAMMATIC, KERNEL_FIELDS };
 enum TensorMapField { OPERAND, ROWS, COLUMNS, SWIZZLE, TENSOR_MAP_FIELDS };
 
-KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
-  const std::size_t maps = fields.size() < KERNEL_FIELDS ? 0 : (fields.size() - KERNEL_FIELDS) / TENSOR_MAP_FIELDS;
-  TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS + maps * TENSOR_MAP_FIELDS && maps <= KernelLaunch::MAX_TENSOR_MAPS,
-                ValueError)
-      << "kernels: expected " << int(KERNEL_FIELDS) << " integers each and " << int(TENSOR_MAP_FIELDS)
-      << " for each of at most " << KernelLaunch::MAX_TENSOR_MAPS << " tensor maps, got " << fields.size();
+KernelLaunch without_tensor_maps(const ffi::Shape& fields) {
   KernelLaunch kernel{};
   kernel.function = reinterpret_cast<CUfunction>(fields[FUNCTION]);
   for (int i = 0; i < 3; ++i) kernel.grid[i] = static_cast<unsigned>(fields[GRID_X + i]);
@@ -162,6 +157,16 @@ KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
   kernel.shared_bytes = static_cast<unsigned>(fields[SHARED_BYTES]);
   kernel.cluster = static_cast<unsigned>(fields[CLUSTER]);
   kernel.programmatic = fields[PROGRAMMATIC] != 0;
+  return kernel;
+}
+
+KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
+  const std::size_t maps = fields.size() < KERNEL_FIELDS ? 0 : (fields.size() - KERNEL_FIELDS) / TENSOR_MAP_FIELDS;
+  TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS + maps * TENSOR_MAP_FIELDS && maps <= KernelLaunch::MAX_TENSOR_MAPS,
+                ValueError)
+      << "kernels: expected " << int(KERNEL_FIELDS) << " integers each and " << int(TENSOR_MAP_FIELDS)
+      << " for each of at most " << KernelLaunch::MAX_TENSOR_MAPS << " tensor maps, got " << fields.size();
+  KernelLaunch kernel = without_tensor_maps(fields);
   for (std::size_t i = 0; i < maps; ++i) {
     const std::int64_t* field = fields.data() + KERNEL_FIELDS + i * TENSOR_MAP_FIELDS;
     TVM_FFI_CHECK(field[OPERAND] >= 0 && field[OPERAND] < OPERANDS, ValueError)
@@ -175,6 +180,17 @@ KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
         encode_tensor_map(driver(), spec, *keys[spec.operand], address ? address : call.addresses[QUERY]));
   }
   return kernel;
+}
+
+// Launches one kernel, given by its KernelFields, on the current stream of a device; `params` is its only argument.
+void launch_one(std::int64_t device, std::int64_t context, ffi::Shape fields, ffi::Bytes params) {
+  TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS, ValueError)
+      << "fields: expected " << int(KERNEL_FIELDS) << " integers, got " << fields.size();
+  auto* stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, static_cast<std::int32_t>(device)));
+  guarded([&] {
+    ScopedContext current(driver(), reinterpret_cast<CUcontext>(context));
+    without_tensor_maps(fields).issue(driver(), stream, const_cast<char*>(params.data()), {});
+  });
 }
 
 // Registers the plan of a validated call. The tensors and options are the arguments that sdpa() will be called
@@ -264,6 +280,7 @@ void clear_plans() { plans().clear(); }
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa, sdpa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_call, prepared_call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(allocate_lse, allocate_lse);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_plan, register_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(alignment, alignment);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_kernel, load_kernel);

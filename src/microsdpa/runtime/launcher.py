@@ -14,7 +14,7 @@ from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.problem import Problem, target_of, virtual
 from microsdpa.runtime.ffi import tvm_ffi
-from microsdpa.specs import KernelSpec
+from microsdpa.specs import Grid, KernelSpec
 
 LIBRARY = "libmicrosdpa_launcher.so"
 MIN_DRIVER = 13000
@@ -171,3 +171,17 @@ def prepare(
     workspace_bytes = max(stage.workspace_bytes(problem) for stage in spec.stages)
     diagonal = problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0
     _library.register_plan(query, key, value, out, options, context, kernels, workspace_bytes, diagonal)
+
+
+def launch_one(spec: KernelSpec, target: str, grid: Grid, params: bytes, device: int) -> None:
+    """Launch one kernel, compiled and loaded before if need be, with a parameter that the caller has filled.
+
+    It runs on the current stream of the device; the tensors that it uses may be given back at once.
+
+    Raises:
+        CompileError: the kernel does not compile.
+        RuntimeError: the driver refuses to load or to launch it.
+    """
+    function, context = load_kernel(compile_kernel(spec, target), device)
+    fields = [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
+    _library.launch_one(device, context, tvm_ffi.Shape(fields), params)

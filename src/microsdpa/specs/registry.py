@@ -8,6 +8,8 @@ from itertools import product
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, Problem
 from microsdpa.specs import ampere, ladder
+from microsdpa.specs.eight_bit import eight_bit_catalogue
+from microsdpa.specs.quantize import quantize_catalogue
 from microsdpa.specs.spec import KernelSpec, Rejection
 
 EMULATED_TARGET = "sm_89"
@@ -63,7 +65,7 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
     """Configurations that the families make for `target`.
 
     By default a few of each family, among which are every head dimension, dtype, mask and alignment; with `every`, all
-    combinations of them.
+    combinations of them. The kernels for 8-bit operands come last, by default those for one head dimension.
     """
     specs: dict[KernelSpec, None] = {}
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
@@ -89,4 +91,8 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 if isinstance(result := results[i], KernelSpec):
                     specs |= dict.fromkeys(result.stages)
             found += any(isinstance(result, KernelSpec) for result in results)
-    return list(specs)
+    eight_bit = [*eight_bit_catalogue(target), *quantize_catalogue(target)]
+    if not every:
+        eight_bit = [s for s in eight_bit if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]
+        eight_bit = [s for s in eight_bit if ("CAUSAL", "false") not in s.template_args]
+    return [*specs, *eight_bit]

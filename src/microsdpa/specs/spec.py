@@ -64,6 +64,7 @@ class KernelSpec:
             of its threads waits in every launch: the next kernel relies on this one to end after the one ahead of it.
         workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
         then: kernel launched after this one with the same parameters.
+        params: C++ type of the kernel's first parameter.
     """
 
     name: str
@@ -83,6 +84,7 @@ class KernelSpec:
     programmatic: bool = False
     workspace_row_bytes: int = 0
     then: KernelSpec | None = None
+    params: str = "microsdpa::AttentionParams"
     flags: tuple[str, ...] = field(default=("-std=c++17", "-lineinfo"))
 
     @property

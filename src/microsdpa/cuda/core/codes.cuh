@@ -1,0 +1,61 @@
+// Encoders of the 8-bit formats; quantize.py has the same arithmetic, and every code agrees.
+#pragma once
+
+#include "../ptx/convert.cuh"
+#include "element.cuh"
+
+namespace microsdpa {
+
+namespace code {
+
+// E4M3: round to nearest even, saturated at 448.
+struct E4m3 {
+  static constexpr float LARGEST = 448.0f;
+  static __device__ __forceinline__ unsigned char encode(float x) {
+    // NaN has one code here, whatever its sign.
+    return x == x ? e4m3x2_from_floats(x, 0.0f) & 0xff : 0x7f;
+  }
+  static __device__ __forceinline__ float decode(unsigned char code) {
+    const uint32 halves = halves_from_e4m3x2(code);
+    return __low2float(*reinterpret_cast<const __half2*>(&halves));
+  }
+};
+
+// -127 to 127, symmetric; NaN becomes 0.
+struct Int8 {
+  static constexpr float LARGEST = 127.0f;
+  static __device__ __forceinline__ unsigned char encode(float x) {
+    return x == x ? static_cast<unsigned char>(static_cast<int32>(fminf(fmaxf(rintf(x), -127.0f), 127.0f))) : 0;
+  }
+};
+
+// A linear code of [-448, 448] in 0 to 255; NaN becomes 0.
+struct SimulatedU8 {
+  static constexpr float LARGEST = 448.0f;
+  static __device__ __forceinline__ unsigned char encode(float x) {
+    const float clamped = fminf(fmaxf(x, -448.0f), 448.0f) + 448.0f;
+    return x == x ? static_cast<unsigned char>(rintf(clamped * (255.0f / 896.0f))) : 0;
+  }
+};
+
+// The values are left as they are.
+struct None {
+  static constexpr float LARGEST = 0.0f;
+};
+
+}  // namespace code
+
+// What values are divided by, of the largest magnitude among them: never zero.
+template <typename Code>
+__device__ __forceinline__ float scale_of(float largest) {
+  const float scale = largest / Code::LARGEST;
+  return scale == 0.0f ? 1.0f : scale;
+}
+
+// Largest of |x| and `largest`; NaN and infinities do not count.
+__device__ __forceinline__ float larger_magnitude(float largest, float x) {
+  const float magnitude = fabsf(x);
+  return magnitude < __uint_as_float(0x7f800000u) ? fmaxf(largest, magnitude) : largest;
+}
+
+}  // namespace microsdpa

@@ -1,0 +1,199 @@
+"""Validation of what sdpa is given for 8-bit attention: codes, scales and precision."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import get_args
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from microsdpa import arguments
+from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, Operands, eight_bit_family_named
+
+CODE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+_OPERANDS: dict[tuple[torch.dtype, ...], Operands] = {
+    (torch.float8_e4m3fn,) * 3: "fp8",
+    (torch.int8, torch.int8, torch.float8_e4m3fn): "int8_fp8",
+    (torch.int8, torch.int8, torch.float16): "int8_fp16",
+    (torch.int8, torch.int8, torch.bfloat16): "int8_fp16",
+}
+_KNOWN = "three float8_e4m3fn tensors, or int8 query and key with a float8_e4m3fn, float16 or bfloat16 value"
+
+
+def check_impl(impl: object) -> tuple[str, bool]:
+    """(the kernel's name or "auto", whether it runs in the emulator)."""
+    emulated = isinstance(impl, str) and impl.split(":")[0] == "emulate"
+    kernel = impl if isinstance(impl, str) else ""
+    if emulated:
+        kernel = kernel.partition(":")[2] or "auto"
+    if kernel != "auto" and eight_bit_family_named(kernel) is None:
+        known = ", ".join(repr(family.name) for family in EIGHT_BIT_FAMILIES)
+        raise InvalidArgument(
+            "impl",
+            expected=f"for 8-bit operands 'auto', 'emulate', or one of {known}, which may follow 'emulate:'",
+            got=repr(impl),
+            hint="use impl='auto'",
+        )
+    return kernel, emulated
+
+
+def check_precision(precision: object, scales: tuple[object, object, object]) -> Operands:
+    """The operands that `precision` asks for."""
+    if precision not in get_args(Operands):
+        known = ", ".join(map(repr, get_args(Operands)))
+        raise InvalidArgument(
+            "precision", expected=f"None or one of {known}", got=repr(precision), hint="None keeps the tensors' type"
+        )
+    if any(scale is not None for scale in scales):
+        raise InvalidArgument(
+            "precision",
+            expected="no scales beside it: it quantises float16 or bfloat16 tensors itself",
+            got="q_scale, k_scale or v_scale",
+            hint="pass codes with scales, or tensors with a precision",
+        )
+    return precision  # type: ignore[return-value]
+
+
+def check_codes(
+    query: object, key: object, value: object, enable_gqa: object, out: object
+) -> tuple[Operands, torch.dtype]:
+    """Operands and output type of a call with codes."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidArgument(
+                name, expected="a torch.Tensor", got=type(tensor).__name__, hint="pass codes, as quantize() gives"
+            )
+    assert isinstance(query, torch.Tensor)
+    assert isinstance(key, torch.Tensor)
+    assert isinstance(value, torch.Tensor)
+    dtypes = query.dtype, key.dtype, value.dtype
+    if dtypes not in _OPERANDS:
+        raise InvalidArgument(
+            "query, key, value",
+            expected=f"with scales: {_KNOWN}",
+            got=", ".join(map(str, dtypes)),
+            hint="quantize() all of them to one type, or pass precision= instead of scales",
+        )
+    operands = _OPERANDS[dtypes]
+    arguments.check_layouts(query, key, value, enable_gqa)
+    if operands == "int8_fp16":
+        return operands, value.dtype
+    wanted = out.dtype if isinstance(out, torch.Tensor) and out.dtype in arguments.DTYPES else torch.float16
+    return operands, wanted
+
+
+def check_place(query: torch.Tensor, emulated: bool) -> None:
+    """Refuse devices that no 8-bit kernel runs on."""
+    if emulated and query.device.type != "cpu":
+        raise UnsupportedProblem(
+            f"impl 'emulate' runs on CPU tensors and query is on {query.device}", nearest="query.cpu(), or impl='auto'"
+        )
+    if not emulated and query.device.type != "cuda":
+        raise UnsupportedProblem(
+            f"8-bit attention runs on CUDA tensors and query is on {query.device}",
+            nearest="CUDA tensors, or impl='emulate' for CPU tensors",
+        )
+
+
+def check_aligned(tensors: dict[str, torch.Tensor]) -> None:
+    """Refuse rows that do not start on 16 bytes."""
+    for name, tensor in tensors.items():
+        if not arguments.is_aligned(tensor):
+            raise UnsupportedProblem(
+                f"rows of {name} do not start on 16 bytes, as 8-bit attention needs", nearest=f"{name}.contiguous()"
+            )
+
+
+def check_scales(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scales: tuple[object, object, object]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The three scales as FP32 tensors on query's device, of checked shape and value."""
+    q_scale, k_scale, v_scale = scales
+    heads, heads_kv = query.shape[1], key.shape[1]
+    checked_q = _rows("q_scale", q_scale, query)
+    if checked_q.dim() == 2 and checked_q.shape[1] == heads_kv != heads:
+        checked_q = checked_q.repeat_interleave(heads // heads_kv, dim=1)
+    elif checked_q.dim() >= 2 and checked_q.shape[1] != heads:
+        _refuse_shape("q_scale", checked_q, query, ("blocks of S_q",))
+    checked_k = _rows("k_scale", k_scale, key)
+    if value.dtype not in CODE_DTYPES:
+        if v_scale is not None:
+            raise InvalidArgument(
+                "v_scale", expected=f"None beside a {value.dtype} value", got="a scale", hint="leave it out"
+            )
+        return checked_q, checked_k, None
+    checked_v = _tensor("v_scale", v_scale, value)
+    shapes = ((), tuple(value.shape[:2]), (*value.shape[:2], value.shape[3]))
+    if tuple(checked_v.shape) not in shapes:
+        _refuse_shape("v_scale", checked_v, value, ("D",))
+    return checked_q, checked_k, checked_v
+
+
+def block_of(seqlen: int, blocks: int) -> int:
+    """Rows of a block, a power of two, when `seqlen` rows make `blocks` of them; 0 when none does."""
+    block = 1
+    while -(-seqlen // block) > blocks:
+        block *= 2
+    return block if -(-seqlen // block) == blocks else 0
+
+
+def _rows(name: str, scale: object, tensor: torch.Tensor) -> torch.Tensor:
+    checked = _tensor(name, scale, tensor)
+    shape, batch, seqlen = tuple(checked.shape), tensor.shape[0], tensor.shape[2]
+    if shape == ():
+        return checked
+    heads_fit = shape[1:2] == (tensor.shape[1],) or name == "q_scale"  # whose heads are looked at by the caller
+    if (
+        len(shape) not in (2, 3)
+        or shape[0] != batch
+        or not heads_fit
+        or (len(shape) == 3 and not block_of(seqlen, shape[2]))
+    ):
+        _refuse_shape(name, checked, tensor, ("blocks of S",))
+    return checked
+
+
+def _refuse_shape(name: str, scale: torch.Tensor, tensor: torch.Tensor, last: tuple[str, ...]) -> None:
+    batch, heads = tensor.shape[:2]
+    raise InvalidArgument(
+        name,
+        expected=f"a scalar, [{batch}, {heads}] or [{batch}, {heads}, {last[0]}], where blocks are powers of two",
+        got=f"shape {list(scale.shape)}",
+        hint="use the scale that quantize() gives with the codes",
+    )
+
+
+_positive: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+
+
+def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
+    if scale is None:
+        raise InvalidArgument(
+            name, expected="a scale for 8-bit codes", got="None", hint="pass the scale that quantize() gives with them"
+        )
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        scale = torch.full((), float(scale), device=codes.device)
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != codes.device:
+        got = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else type(scale).__name__
+        raise InvalidArgument(
+            name, expected=f"a number, or a float32 tensor on {codes.device}", got=got, hint="convert or move it"
+        )
+    _check_positive(name, scale)
+    return scale
+
+
+def _check_positive(name: str, scale: torch.Tensor) -> None:
+    """Refuse scales that are not positive and finite. A CUDA device is waited for once for every tensor and change of
+    it, and never while a graph is captured."""
+    if _positive.get(scale) == scale._version or (scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    good = (scale > 0) & scale.isfinite()
+    if not bool(good.all()):
+        worst = scale[~good].flatten()[0].item()
+        raise InvalidArgument(
+            name, expected="positive finite scales", got=str(worst), hint="use the scale that quantize() gives"
+        )
+    _positive[scale] = scale._version

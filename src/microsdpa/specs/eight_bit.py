@@ -1,0 +1,183 @@
+"""Specifications of the attention kernels with 8-bit operands (cuda/ladder/ from rung 10 on)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, get_args
+
+from microsdpa.problem import Causal, DType, Problem, capability_of
+from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
+
+Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
+"""What Q and K, and then V and P, are: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
+
+OPERANDS: tuple[Operands, ...] = get_args(Operands)
+CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+HEAD_DIMS = (32, 64, 128)
+PARAMS = "microsdpa::EightBitParams"
+MIN_CAPABILITY = (8, 9)
+"""E4M3 products need Ada; INT8 alone would not, but V and P of int8_fp8 do, and the modes share their kernels."""
+
+
+@dataclass(frozen=True)
+class EightBitProblem(Problem):
+    """One call of attention with 8-bit operands; `dtype` is the output's.
+
+    Attributes:
+        operands: types of Q, K, V and P.
+        query_terms: codes of Q whose sum it is, side by side in its rows.
+    """
+
+    operands: Operands = "fp8"
+    query_terms: int = 1
+
+
+def scalar(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 10: E4M3 dequantised on load, FP32 arithmetic on the CUDA cores."""
+    block_m, warps = 16, 4
+    spec = _spec("10_fp8_scalar", problem, {"BLOCK_M": block_m, "WARPS": warps}, 32 * warps, block_m, 0)
+    return _only_plain_fp8(problem) or _rejection(problem, spec) or spec
+
+
+def mma(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 11: Q K^T by 8-bit mma.sync, P and V in FP16."""
+    return _synchronous(problem, "11_fp8_mma")
+
+
+def probability(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 12: P V by 8-bit mma.sync too."""
+    return _synchronous(problem, "12_fp8_probability")
+
+
+def _synchronous(problem: EightBitProblem, rung: str) -> KernelSpec | Rejection:
+    block_m, block_n = 64, 64 if problem.head_dim <= 64 else 32
+    shared_bytes = (block_m + 2 * block_n) * problem.head_dim + 4 * block_n
+    spec = _spec(rung, problem, {"BLOCK_M": block_m, "BLOCK_N": block_n}, 2 * block_m, block_m, shared_bytes)
+    return _only_plain_fp8(problem) or _rejection(problem, spec) or spec
+
+
+def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 13: rung 12 with asynchronous copies, double-buffered; INT8 as well, and V and P of 16 bits."""
+    block_m, block_n, stages = 64, 64 if problem.head_dim <= 64 else 32, 2
+    value_bytes = 2 if problem.operands == "int8_fp16" else 1
+    per_key = (1 + value_bytes) * problem.head_dim + 4
+    types = {
+        "FORMAT": "microsdpa::E4m3" if problem.operands == "fp8" else "microsdpa::Int8",
+        "VALUE": CPP_TYPE[problem.dtype] if problem.operands == "int8_fp16" else "microsdpa::E4m3",
+    }
+    spec = KernelSpec(
+        name="ladder/13_8bit_cp_async",
+        source="ladder/13_8bit_cp_async.cu",
+        template="microsdpa::eight_bit_cp_async_attention",
+        template_args=(
+            ("T", CPP_TYPE[problem.dtype]),
+            *types.items(),
+            ("HEAD_DIM", str(problem.head_dim)),
+            ("TERMS", str(problem.query_terms)),
+            ("BLOCK_M", str(block_m)),
+            ("BLOCK_N", str(block_n)),
+            ("CAUSAL", "true" if problem.causal else "false"),
+        ),
+        threads=2 * block_m,
+        block_m=block_m,
+        shared_bytes=block_m * problem.query_terms * problem.head_dim + stages * block_n * per_key,
+        params=PARAMS,
+    )
+    return _rejection(problem, spec) or spec
+
+
+def _spec(
+    rung: str, problem: EightBitProblem, tiles: dict[str, int], threads: int, block_m: int, shared_bytes: int
+) -> KernelSpec:
+    return KernelSpec(
+        name=f"ladder/{rung}",
+        source=f"ladder/{rung}.cu",
+        template=f"microsdpa::{rung[3:]}_attention",
+        template_args=(
+            ("T", CPP_TYPE[problem.dtype]),
+            ("HEAD_DIM", str(problem.head_dim)),
+            *((name, str(value)) for name, value in tiles.items()),
+            ("CAUSAL", "true" if problem.causal else "false"),
+        ),
+        threads=threads,
+        block_m=block_m,
+        shared_bytes=shared_bytes,
+        params=PARAMS,
+    )
+
+
+def _only_plain_fp8(problem: EightBitProblem) -> Rejection | None:
+    if problem.operands != "fp8" or problem.query_terms != 1:
+        return Rejection(
+            "this rung takes Q, K and V of one E4M3 code an element", "E4M3 tensors with scales, or ladder/13"
+        )
+    return None
+
+
+def _rejection(problem: EightBitProblem, spec: KernelSpec) -> Rejection | None:
+    if problem.head_dim not in HEAD_DIMS:
+        nearest = min(HEAD_DIMS, key=lambda d: (abs(d - problem.head_dim), -d))
+        known = ", ".join(map(str, HEAD_DIMS))
+        return Rejection(
+            f"head_dim {problem.head_dim} with 8-bit operands is not one of {known}", f"head_dim {nearest}"
+        )
+    if capability_of(problem.target) < MIN_CAPABILITY:
+        return Rejection(
+            f"{problem.target} has no 8-bit floating-point products (sm_89 and newer have)",
+            "float16 or bfloat16 tensors without precision=",
+        )
+    if spec.grid(problem)[0] > MAX_GRID_X:
+        return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
+    return None
+
+
+@dataclass(frozen=True)
+class EightBitFamily:
+    """Kernels of one design with 8-bit operands."""
+
+    name: str
+    summary: str
+    specify: Callable[[EightBitProblem], KernelSpec | Rejection]
+
+    @property
+    def short_name(self) -> str:
+        """The name up to the rung's number."""
+        return self.name.split("_")[0]
+
+
+EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
+    EightBitFamily("ladder/13_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),
+    EightBitFamily("ladder/10_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", scalar),
+    EightBitFamily("ladder/11_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", mma),
+    EightBitFamily("ladder/12_fp8_probability", "P V by 8-bit mma.sync too", probability),
+)
+"""In the order in which impl="auto" tries them."""
+
+
+def eight_bit_family_named(name: str) -> EightBitFamily | None:
+    """The family called `name`, by its full or its short name; None when there is none."""
+    return next((f for f in EIGHT_BIT_FAMILIES if name in (f.name, f.short_name)), None)
+
+
+def eight_bit_catalogue(target: str) -> list[KernelSpec]:
+    """Every configuration that the 8-bit families make for `target`."""
+    specs: dict[KernelSpec, None] = {}
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16")
+    masks: tuple[Causal | None, ...] = (None, "upper_left")
+    for family, head_dim, dtype, causal, operands, terms in product(
+        EIGHT_BIT_FAMILIES, HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2)
+    ):
+        if terms == 2 and operands != "fp8":
+            continue
+        problem = EightBitProblem(
+            *(1, 8, 8, 512, 512, head_dim, dtype),
+            causal=causal,
+            target=target,
+            operands=operands,
+            query_terms=terms,
+        )
+        if isinstance(result := family.specify(problem), KernelSpec):
+            specs[result] = None
+    return list(specs)

@@ -1,0 +1,56 @@
+"""The parameters of the 8-bit kernels, as ctypes: EightBitParams and QuantizeParams of cuda/core/."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class ByteStrides(ctypes.Structure):
+    """Distances in bytes from one batch entry, head and row to the next."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("batch", "head", "row"))
+
+
+class RowScales(ctypes.Structure):
+    """Scales for blocks of 2**shift rows."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch", ctypes.c_int64),
+        ("head", ctypes.c_int64),
+        ("shift", ctypes.c_int32),
+        ("step", ctypes.c_int32),
+    )
+
+
+class ChannelScales(ctypes.Structure):
+    """Scales for channels."""
+
+    _fields_ = (("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "channel")))
+
+
+class EightBitParams(ctypes.Structure):
+    """EightBitParams of cuda/core/eight_bit_params.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse")),
+        *((f"{name}_strides", ByteStrides) for name in ("query", "key", "value", "out")),
+        ("query_scale", RowScales),
+        ("key_scale", RowScales),
+        ("value_scale", ChannelScales),
+        *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")),
+        ("scale_log2", ctypes.c_float),
+    )
+
+
+class QuantizeParams(ctypes.Structure):
+    """QuantizeParams of cuda/quantize/fused.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value")),
+        *((f"{name}_codes", ctypes.c_void_p) for name in ("query", "key", "value")),
+        *((name, ctypes.c_void_p) for name in ("query_scale", "key_scale", "value_scale", "key_mean")),
+        *((f"{name}_strides", ByteStrides) for name in ("query", "key", "value")),
+        *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k")),
+        ("root", ctypes.c_float),
+    )

@@ -1,0 +1,91 @@
+"""Specification of the kernel that quantises Q, K and V in one launch (cuda/quantize/)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from microsdpa.problem import DType, capability_of
+from microsdpa.specs.eight_bit import CPP_TYPE, HEAD_DIMS, MIN_CAPABILITY, Operands
+from microsdpa.specs.spec import Grid, KernelSpec
+
+GROUPS, CHUNK = 32, 8
+"""Rows that a CTA has at a time, and channels of a thread."""
+
+CodeName = Literal["e4m3", "int8", "sim_u8"]
+CPP_CODE: dict[str, str] = {"e4m3": "E4m3", "int8": "Int8", "sim_u8": "SimulatedU8"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How Q, K and V are quantised.
+
+    Attributes:
+        code: of Q and K.
+        value: of V; None leaves V as it is.
+        query_terms: codes of Q, side by side; the second is what the first lacks. E4M3 alone has two.
+        block: rows of Q and K that share a scale, a power of two.
+        smooth: whether K's mean is taken off.
+        hadamard: whether Q and K are rotated.
+    """
+
+    code: CodeName = "e4m3"
+    value: CodeName | None = "e4m3"
+    query_terms: int = 1
+    block: int = 1
+    smooth: bool = True
+    hadamard: bool = True
+
+
+RECIPES: dict[Operands, Recipe] = {
+    "fp8": Recipe("e4m3", "e4m3", query_terms=2),
+    "int8_fp8": Recipe("int8", "e4m3"),
+    "int8_fp16": Recipe("int8", None),
+}
+"""What sdpa(precision=) does; docs/numerics.md says why."""
+
+
+def fused(recipe: Recipe, dtype: DType, head_dim: int) -> KernelSpec:
+    """The quantising kernel."""
+    boolean = {True: "true", False: "false"}
+    arguments = {
+        "T": CPP_TYPE[dtype],
+        "HEAD_DIM": str(head_dim),
+        "CODE": f"microsdpa::code::{CPP_CODE[recipe.code]}",
+        "VALUE": f"microsdpa::code::{CPP_CODE[recipe.value] if recipe.value else 'None'}",
+        "TERMS": str(recipe.query_terms),
+        "BLOCK": str(recipe.block),
+        "SMOOTH": boolean[recipe.smooth],
+        "HADAMARD": boolean[recipe.hadamard],
+    }
+    return KernelSpec(
+        name="quantize/fused",
+        source="quantize/fused.cu",
+        template="microsdpa::quantize_query_key_value",
+        template_args=tuple(arguments.items()),
+        threads=GROUPS * head_dim // CHUNK,
+        block_m=rows_of_cta(recipe),
+        params="microsdpa::QuantizeParams",
+    )
+
+
+def rows_of_cta(recipe: Recipe) -> int:
+    """Rows of Q, and without smoothing of K, that a CTA takes: whole blocks."""
+    return max(2 * GROUPS, recipe.block)
+
+
+def fused_grid(recipe: Recipe, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Grid:
+    """CTAs for Q, then K, then V."""
+    rows = rows_of_cta(recipe)
+    key_tiles = 1 if recipe.smooth else -(-seqlen_k // rows)
+    value_tiles = 1 if recipe.value else 0
+    return batch * (heads * -(-seqlen_q // rows) + heads_kv * (key_tiles + value_tiles)), 1, 1
+
+
+def quantize_catalogue(target: str) -> list[KernelSpec]:
+    """The configurations that sdpa(precision=) uses on `target`."""
+    if capability_of(target) < MIN_CAPABILITY:
+        return []
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16")
+    return [fused(recipe, dtype, d) for recipe, dtype, d in product(RECIPES.values(), dtypes, HEAD_DIMS)]

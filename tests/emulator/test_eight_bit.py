@@ -1,0 +1,197 @@
+"""Attention with 8-bit operands in the emulator: against the oracle on what codes stand for, and on the originals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa import Quantized, reference
+from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.evidence import compare
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS
+
+RUNGS = sorted(family.short_name for family in EIGHT_BIT_FAMILIES)
+CASES = [
+    Case(1, 2, 37, 45, 64),
+    Case(1, 1, 70, 133, 32, causal="upper_left"),
+    Case(1, 4, 70, 150, 64, heads_kv=2, causal="lower_right", layout="bshd"),
+    Case(1, 1, 133, 70, 128, dtype="bfloat16", causal="lower_right"),
+]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def codes_of(tensors: Tensors, block: int = 16) -> tuple[Quantized, Quantized, Quantized]:
+    query, key, value = tensors
+    return (
+        microsdpa.quantize(query, "e4m3", "head"),
+        microsdpa.quantize(key, "e4m3", "block", block=block),
+        microsdpa.quantize(value, "e4m3", "channel"),
+    )
+
+
+def attend(q: Quantized, k: Quantized, v: Quantized, impl: str, **options: object) -> Tensors:
+    return microsdpa.sdpa(  # type: ignore[return-value, call-overload]
+        *(x.codes for x in (q, k, v)),
+        q_scale=q.scale,
+        k_scale=k.scale,
+        v_scale=v.scale,
+        enable_gqa=True,
+        return_lse=True,
+        impl=f"emulate:{impl}",
+        **options,
+    )
+
+
+def probability_bound(tensors: list[torch.Tensor], causal: str | None) -> torch.Tensor:
+    """What rounding P to E4M3 can move each output by.
+
+    A probability p of largest 256 moves by at most p / 16, or by 2^-10 where it is subnormal: relative to l >= 1, half
+    a step of 2^-9 / 256. Later maxima make both smaller.
+    """
+    query, key, value = tensors
+    magnitude, _ = reference.oracle(query, key, value.abs(), causal=causal)
+    everything = value.abs().sum(dim=2, keepdim=True).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return magnitude * 2**-4 + everything * 2**-18
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_rung_against_what_the_codes_stand_for(rung: str, case: Case) -> None:
+    tensors = make(case)
+    q, k, v = codes_of(tensors)
+    plain = [x.dequantize() for x in (q, k, v)]
+    expected, expected_lse = reference.oracle(*plain, causal=case.causal)
+    out = torch.empty_like(tensors[0])
+    result, lse = attend(q, k, v, rung, causal=case.causal, out=out)[:2]
+    assert result is out
+    errors = compare.measure(out, expected)
+    rounding = compare.UNIT_ROUNDOFF[out.dtype] * expected.abs()
+    if rung in ("ladder/10", "ladder/11"):
+        assert errors.max_abs <= 5e-3 + float(rounding.max())
+        assert errors.rel_l1 <= 5e-4 + compare.UNIT_ROUNDOFF[out.dtype]
+    else:
+        bound = probability_bound(plain, case.causal) + rounding + 1e-4
+        assert ((out.double() - expected).abs() <= bound).all()
+        assert errors.rel_l1 <= 0.026
+    assert compare.measure(lse, expected_lse).max_abs <= 1e-5
+    with scheduled(Schedule(seed=3, late=False)):
+        again, lse_again = attend(q, k, v, rung, causal=case.causal, out=torch.full_like(out, torch.nan))[:2]
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("precision", OPERANDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_precision_against_the_original_tensors(precision: str, case: Case) -> None:
+    tensors = make(case)
+    expected, expected_lse = reference.oracle(*tensors, causal=case.causal)
+    out, lse = microsdpa.sdpa(
+        *tensors,
+        precision=precision,  # type: ignore[arg-type]
+        causal=case.causal,
+        enable_gqa=True,
+        return_lse=True,
+        impl="emulate",
+    )
+    assert out.dtype == tensors[0].dtype
+    errors = compare.measure(out, expected)
+    assert errors.rel_l1 <= {"fp8": 0.05, "int8_fp8": 0.04, "int8_fp16": 0.012}[precision]
+    assert compare.measure(lse, expected_lse).max_abs <= 0.1
+
+
+SCALES: dict[str, Callable[[torch.Tensor], Quantized]] = {
+    "tensor": lambda x: microsdpa.quantize(x, "int8", "tensor"),
+    "head": lambda x: microsdpa.quantize(x, "int8", "head"),
+    "block": lambda x: microsdpa.quantize(x, "int8", "block", block=32),
+    "row": lambda x: microsdpa.quantize(x, "int8", "block", block=1),
+}
+
+
+@pytest.mark.parametrize("granularity", SCALES)
+def test_scales_of_every_shape(granularity: str) -> None:
+    query, key, value = make(Case(2, 4, 40, 100, 64, heads_kv=2))
+    make_codes = SCALES[granularity]
+    q, k = make_codes(query * torch.arange(1, 41)[:, None] / 20), make_codes(key)
+    for v in (microsdpa.quantize(value, "e4m3", "tensor"), microsdpa.quantize(value, "e4m3", "head")):
+        expected, _ = reference.oracle(*(x.dequantize() for x in (q, k, v)))
+        assert compare.measure(attend(q, k, v, "auto")[0], expected).rel_l1 <= 0.026
+
+
+def test_scales_that_are_numbers_or_of_the_key_heads() -> None:
+    query, key, value = make(Case(1, 4, 40, 70, 64, heads_kv=2))
+    q, k = microsdpa.quantize(query, "int8"), microsdpa.quantize(key, "int8")
+    expected, _ = reference.oracle(q.dequantize(), k.dequantize(), value)
+    for q_scale in (float(q.scale), q.scale.expand(1, 2)):
+        out = microsdpa.sdpa(
+            q.codes, k.codes, value, q_scale=q_scale, k_scale=float(k.scale), enable_gqa=True, impl="emulate"
+        )
+        assert isinstance(out, torch.Tensor)
+        assert compare.measure(out, expected).max_abs <= 5e-3
+
+
+@pytest.mark.parametrize("kind", ["peaked", "flat", "sink", "rising"])
+def test_probabilities_do_not_saturate(kind: str) -> None:
+    """Rows that see one key, all keys alike, one key above many small ones, and ever larger scores."""
+    g = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, s, 64, generator=g).half() for s in (32, 400, 400))
+    if kind == "peaked":
+        query, key = query * 8, key * 8
+    elif kind == "flat":
+        query = query * 0
+    else:
+        query = query.abs()
+        key = key * 0.1
+        if kind == "sink":
+            key[:, :, 0] = 1.0
+        else:
+            key += torch.linspace(0, 1.5, 400)[:, None].half()
+    value = value + 1  # a saturated or lost probability shows as a factor
+    q, k, v = codes_of((query, key, value), block=1)
+    plain = [x.dequantize() for x in (q, k, v)]
+    expected, expected_lse = reference.oracle(*plain)
+    for rung in ("ladder/12", "ladder/13"):
+        out, lse = attend(q, k, v, rung)[:2]
+        bound = probability_bound(plain, None) + 2**-11 * expected.abs() + 1e-4
+        assert ((out.double() - expected).abs() <= bound).all()
+        assert compare.measure(out, expected).rel_l1 <= 0.026
+        assert compare.measure(lse, expected_lse).max_abs <= 1e-4
+
+
+def test_rows_without_keys_and_empty_calls() -> None:
+    query, key, value = make(Case(1, 1, 70, 3, 32))
+    out, lse = microsdpa.sdpa(
+        query, key, value, precision="int8_fp8", causal="lower_right", return_lse=True, impl="emulate"
+    )
+    assert (out[:, :, :67] == 0).all()
+    assert (lse[:, :, :67] == -torch.inf).all()
+    assert out[:, :, 67:].isfinite().all()
+    none = microsdpa.sdpa(query, key[:, :, :0], value[:, :, :0], precision="fp8", impl="emulate")
+    assert isinstance(none, torch.Tensor)
+    assert (none == 0).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 100.0])
+def test_odd_softmax_scales(scale: float) -> None:
+    q, k, v = codes_of(make(Case(1, 1, 40, 70, 32)))
+    plain = [x.dequantize() for x in (q, k, v)]
+    expected, _ = reference.oracle(*plain, scale=scale)
+    for rung in RUNGS:
+        assert compare.measure(attend(q, k, v, rung, scale=scale)[0], expected).rel_l1 <= 0.026
+
+
+def test_errors_do_not_grow_with_length() -> None:
+    """Relative error at 512 and at 8192 keys: the sum of a tile of keys is added to the output in FP32."""
+    found = {}
+    for seqlen in (512, 8192):
+        tensors = make(Case(1, 1, 16, seqlen, 64))
+        expected, _ = reference.oracle(*tensors)
+        for precision in OPERANDS:
+            out = microsdpa.sdpa(*tensors, precision=precision, impl="emulate")
+            assert isinstance(out, torch.Tensor)
+            found[precision, seqlen] = compare.measure(out, expected).rel_l1
+    for precision in OPERANDS:
+        assert found[precision, 8192] <= 1.15 * found[precision, 512], found

@@ -1,0 +1,65 @@
+"""What the 8-bit kernels promise of their machine code, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from microsdpa.jit import CompiledKernel, compile_kernel
+from microsdpa.jit.inspect import count_instructions, tensor_instructions
+from microsdpa.jit.occupancy import occupancy
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem, Operands
+from microsdpa.specs.quantize import RECIPES, fused
+from microsdpa.specs.spec import KernelSpec
+
+TARGETS = ("sm_89", "sm_90a")
+# Operands, codes of a query, and the tensor instructions on Ada and on Hopper, which has no mma.sync of E4M3 and turns
+# it into FP16.
+CONFIGURATIONS: list[tuple[str, Operands, int, set[str], set[str]]] = [
+    ("ladder/10", "fp8", 1, set(), set()),
+    ("ladder/11", "fp8", 1, {"QMMA", "HMMA"}, {"HMMA"}),
+    ("ladder/12", "fp8", 1, {"QMMA"}, {"HMMA"}),
+    ("ladder/13", "fp8", 1, {"QMMA"}, {"HMMA"}),
+    ("ladder/13", "fp8", 2, {"QMMA"}, {"HMMA"}),
+    ("ladder/13", "int8_fp8", 1, {"QMMA", "IMMA"}, {"HMMA", "IMMA"}),
+    ("ladder/13", "int8_fp16", 1, {"HMMA", "IMMA"}, {"HMMA", "IMMA"}),
+]
+
+
+def compiled(rung: str, operands: Operands, terms: int, target: str) -> CompiledKernel:
+    family = next(f for f in EIGHT_BIT_FAMILIES if f.short_name == rung)
+    spec = family.specify(
+        EightBitProblem(1, 8, 8, 512, 512, 64, "float16", target=target, operands=operands, query_terms=terms)
+    )
+    assert isinstance(spec, KernelSpec)
+    return compile_kernel(spec, target)
+
+
+@pytest.mark.parametrize(("rung", "operands", "terms", "ada", "hopper"), CONFIGURATIONS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_8_bit_tensor_cores_and_no_local_memory(
+    target: str, rung: str, operands: Operands, terms: int, ada: set[str], hopper: set[str]
+) -> None:
+    kernel = compiled(rung, operands, terms, target)
+    counts = count_instructions(kernel.cubin)
+    assert counts["STL"] == counts["LDL"] == 0
+    assert kernel.resources.spill_store_bytes == kernel.resources.stack_bytes == 0
+    assert set(tensor_instructions(counts)) == (hopper if target == "sm_90a" else ada)
+    assert (counts["LDGSTS"] > 0) == (rung == "ladder/13")
+    assert (counts["LDSM"] > 0) == (rung != "ladder/10")
+
+
+@pytest.mark.parametrize(("rung", "operands", "terms", "ada", "hopper"), CONFIGURATIONS)
+def test_an_sm_of_ada_holds_two_ctas_at_the_mission_shape(
+    rung: str, operands: Operands, terms: int, ada: set[str], hopper: set[str]
+) -> None:
+    kernel = compiled(rung, operands, terms, "sm_89")
+    spec, resources = kernel.spec, kernel.resources
+    shared = resources.shared_bytes + spec.shared_bytes
+    assert occupancy("sm_89", spec.threads, resources.registers, shared).ctas >= 2
+
+
+@pytest.mark.parametrize("operands", RECIPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_quantiser_does_not_spill(operands: Operands, head_dim: int) -> None:
+    kernel = compile_kernel(fused(RECIPES[operands], "float16", head_dim), "sm_89")
+    assert kernel.resources.spill_store_bytes == kernel.resources.stack_bytes == 0

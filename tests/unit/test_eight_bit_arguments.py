@@ -1,0 +1,124 @@
+"""What sdpa refuses of 8-bit calls, in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa.errors import InvalidArgument, UnsupportedProblem
+
+E4M3 = torch.float8_e4m3fn
+
+
+def codes(dtype: torch.dtype = E4M3, heads: int = 2, seqlen: int = 8, head_dim: int = 32) -> torch.Tensor:
+    return torch.zeros(1, heads, seqlen, head_dim, dtype=torch.uint8).view(dtype)
+
+
+def half(head_dim: int = 32) -> torch.Tensor:
+    return torch.zeros(1, 2, 8, head_dim, dtype=torch.float16)
+
+
+def call(**changes: Any) -> object:
+    arguments: dict[str, Any] = {
+        "query": codes(),
+        "key": codes(),
+        "value": codes(),
+        "q_scale": 1.0,
+        "k_scale": torch.ones(1, 2),
+        "v_scale": torch.ones(1, 2, 32),
+        "impl": "emulate",
+    } | changes
+    return microsdpa.sdpa(**arguments)
+
+
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (None, "a scale for 8-bit codes, got None"),
+        (0.0, "positive finite scales, got 0.0"),
+        (-1.0, "positive finite scales, got -1.0"),
+        (torch.tensor([[1.0, torch.nan]]), "positive finite scales, got nan"),
+        (torch.tensor([[torch.inf, 1.0]]), "positive finite scales, got inf"),
+        (torch.ones(1, 3), "expected a scalar, .1, 2. or .1, 2, .*got shape .1, 3."),
+        (torch.ones(2), "expected a scalar, .*got shape .2."),
+        (torch.ones(1, 2, 3), "got shape .1, 2, 3."),
+        (torch.ones(1, 2, dtype=torch.float64), "a number, or a float32 tensor on cpu, got torch.float64 on cpu"),
+        ("big", "got str"),
+    ],
+)
+def test_bad_scales(name: str, scale: object, words: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name}: .*{words}"):
+        call(**{name: scale})
+
+
+def test_a_scale_that_becomes_bad_is_seen() -> None:
+    scale = torch.ones(1, 2)
+    call(k_scale=scale)
+    scale[0, 1] = 0
+    with pytest.raises(InvalidArgument, match="k_scale: expected positive finite scales"):
+        call(k_scale=scale)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(E4M3, torch.int8, E4M3), (torch.int8, torch.int8, torch.int8), (torch.uint8, torch.uint8, torch.uint8)]
+)
+def test_mixed_and_unknown_codes(dtypes: tuple[torch.dtype, ...]) -> None:
+    with pytest.raises(InvalidArgument, match="three float8_e4m3fn tensors, or int8 query and key with"):
+        call(**dict(zip(("query", "key", "value"), map(codes, dtypes), strict=True)))
+
+
+def test_codes_without_scales() -> None:
+    with pytest.raises(InvalidArgument, match="pass q_scale, k_scale and v_scale with 8-bit codes"):
+        microsdpa.sdpa(codes(), codes(), codes())
+
+
+def test_a_value_scale_for_a_value_without_codes() -> None:
+    with pytest.raises(InvalidArgument, match=r"v_scale: expected None beside a torch.float16 value"):
+        call(query=codes(torch.int8), key=codes(torch.int8), value=half())
+
+
+@pytest.mark.parametrize("head_dim", [48, 80])
+def test_a_head_dimension_that_8_bits_do_not_have(head_dim: int) -> None:
+    with pytest.raises(
+        UnsupportedProblem, match=rf"head_dim {head_dim} with 8-bit operands .* nearest supported: head_dim"
+    ):
+        microsdpa.sdpa(half(head_dim), half(head_dim), half(head_dim), precision="fp8", impl="emulate")
+
+
+def test_precision_and_where_it_runs() -> None:
+    with pytest.raises(InvalidArgument, match="precision: expected None or one of 'fp8', 'int8_fp8', 'int8_fp16'"):
+        microsdpa.sdpa(half(), half(), half(), precision="fp4")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="precision: expected no scales beside it"):
+        microsdpa.sdpa(half(), half(), half(), precision="fp8", q_scale=1.0)
+    with pytest.raises(UnsupportedProblem, match=r"runs on CUDA tensors .* impl='emulate'"):
+        microsdpa.sdpa(half(), half(), half(), precision="fp8")
+    with pytest.raises(InvalidArgument, match="for 8-bit operands 'auto', 'emulate', or one of 'ladder/13"):
+        microsdpa.sdpa(half(), half(), half(), precision="fp8", impl="ladder/01")
+    with pytest.raises(UnsupportedProblem, match="this rung takes Q, K and V of one E4M3 code an element"):
+        microsdpa.sdpa(half(), half(), half(), precision="int8_fp8", impl="emulate:ladder/12")
+    with pytest.raises(UnsupportedProblem, match="requires grad"):
+        microsdpa.sdpa(half().requires_grad_(), half(), half(), precision="fp8", impl="emulate")
+
+
+def test_rows_off_16_bytes_and_outputs() -> None:
+    wide = torch.zeros(1, 2, 8, 40, dtype=torch.float16)[..., 1:33]
+    with pytest.raises(UnsupportedProblem, match=r"rows of key do not start on 16 bytes.*key.contiguous\(\)"):
+        microsdpa.sdpa(half(), wide, half(), precision="fp8", impl="emulate")
+    with pytest.raises(InvalidArgument, match=r"out: expected dtype torch\.float16, as query has"):
+        call(out=torch.zeros(1, 2, 8, 32))
+    with pytest.raises(InvalidArgument, match="out: expected shape"):
+        call(out=half(64))
+    out = torch.zeros(1, 2, 8, 32, dtype=torch.bfloat16)
+    assert call(out=out) is out
+
+
+def test_targets_without_8_bit_products() -> None:
+    from microsdpa.eight_bit import choose
+    from microsdpa.specs.eight_bit import EightBitProblem
+
+    with pytest.raises(UnsupportedProblem, match="sm_86 has no 8-bit floating-point products"):
+        choose(EightBitProblem(1, 1, 1, 8, 8, 32, "float16", target="sm_86"), "auto")

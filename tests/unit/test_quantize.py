@@ -1,0 +1,146 @@
+"""The quantisers: every code, every FP16 value, every granularity; what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa.errors import InvalidArgument
+from microsdpa.quantize import CODE_DTYPE, LARGEST, Code, Granularity, decode, encode, mean_of_rows, residual, rotate
+
+CODES: tuple[Code, ...] = ("e4m3", "int8", "sim_u8")
+GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "channel", "block")
+
+
+def all_codes(code: Code) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(CODE_DTYPE[code])
+
+
+def every_half() -> torch.Tensor:
+    return torch.arange(-32768, 32768, dtype=torch.int16).view(torch.float16)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_all_256_codes_come_back(code: Code) -> None:
+    codes = all_codes(code)
+    back = encode(decode(codes, code), code)
+    expected = codes.view(torch.uint8).clone()
+    if code == "e4m3":
+        expected[0xFF] = 0x7F  # NaN has one code
+    if code == "int8":
+        expected[0x80] = 0x81  # -128 is never made, and is read as what it says: it saturates
+    assert torch.equal(back.view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_half_goes_to_its_nearest_code(code: Code) -> None:
+    """Against a search of all codes: nearest, ties to the even code, saturated at both ends."""
+    y = every_half()
+    y = y[y.isfinite()].float()
+    values = decode(all_codes(code), code)
+    usable = values.isfinite() & (values.abs() <= LARGEST[code] + 1e-3)
+    values, _ = values[usable].sort()
+    found = decode(encode(y, code), code)
+    nearest = (y.clamp(-LARGEST[code], LARGEST[code])[:, None] - values).abs().amin(dim=1)
+    distance = (y.clamp(-LARGEST[code], LARGEST[code]) - found).abs()
+    # The linear code's steps are no FP32 numbers: two neighbours may be equally near but for a rounding.
+    torch.testing.assert_close(distance, nearest, rtol=0, atol=2e-4 if code == "sim_u8" else 0)
+    if code == "int8":
+        assert torch.equal(found, y.round().clamp(-127, 127))
+    if code == "e4m3":
+        assert torch.equal(encode(-y, code).float(), -found)
+        ties = torch.tensor([17.0, 19.0, 2.0**-10, 3 * 2.0**-10, 465.0, 1e6])
+        assert encode(ties, code).float().tolist() == [16.0, 20.0, 0.0, 2.0**-8, 448.0, 448.0]
+    assert found[y.argsort()].diff().min() >= 0
+
+
+def test_nonfinite_values_when_they_are_allowed() -> None:
+    x = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf], dtype=torch.float16).repeat(8).view(1, 1, 8, 4)
+    for code, nan in (("e4m3", torch.nan), ("int8", 0.0), ("sim_u8", -448.0 * 1 / 448)):
+        with pytest.raises(InvalidArgument, match="allow_nonfinite=True"):
+            microsdpa.quantize(x, code)  # type: ignore[arg-type]
+        found = microsdpa.quantize(x, code, allow_nonfinite=True)  # type: ignore[arg-type]
+        assert found.scale == torch.tensor(1.0) / LARGEST[code]  # neither NaN nor infinity counts
+        expected = torch.tensor([1.0, nan, 1.0, -1.0])
+        torch.testing.assert_close(found.dequantize()[0, 0, 0], expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_zeros_have_scale_one(code: Code, granularity: Granularity) -> None:
+    found = microsdpa.quantize(torch.zeros(2, 3, 70, 32), code, granularity)
+    assert (found.scale == 1).all()
+    assert found.dequantize().abs().max() <= (448 / 255 if code == "sim_u8" else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_scales_have_their_shapes_and_bound_the_error(granularity: Granularity, dtype: torch.dtype) -> None:
+    x = (torch.randn(2, 3, 70, 32, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    shapes = {"tensor": (), "head": (2, 3), "channel": (2, 3, 32), "block": (2, 3, 5)}
+    for code in CODES:
+        found = microsdpa.quantize(x, code, granularity, block=16)
+        assert found.scale.shape == shapes[granularity]
+        assert found.codes.dtype == CODE_DTYPE[code]
+        error = (found.dequantize() - x.float()).abs()
+        step = {
+            "e4m3": x.float().abs() * 2**-4 + 1e-4,
+            "int8": 0.51 * found.scale.max(),
+            "sim_u8": 1.76 * found.scale.max(),
+        }
+        assert (error <= step[code] * 1.01).all()
+
+
+def test_a_row_of_its_own_scale() -> None:
+    x = torch.randn(1, 2, 5, 32) * torch.tensor([1e-3, 1.0, 1e3, 0.0, 7.0])[:, None]
+    found = microsdpa.quantize(x, "int8", "block", block=1)
+    assert found.scale.shape == (1, 2, 5)
+    assert torch.equal(found.codes.abs().amax(dim=-1)[0, 0], torch.tensor([127, 127, 127, 0, 127], dtype=torch.int8))
+
+
+def test_smoothing_and_rotation_leave_attention_as_it_is() -> None:
+    g = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 2, 50, 64, generator=g) + 3 for _ in range(2))
+    mean = mean_of_rows(key)
+    torch.testing.assert_close(mean, key.mean(dim=2))
+    torch.testing.assert_close(rotate(rotate(query)), query)
+    scores, changed = query @ key.mT, rotate(query) @ rotate(key - mean[:, :, None]).mT
+    torch.testing.assert_close(scores.softmax(-1), changed.softmax(-1), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        scores.logsumexp(-1), changed.logsumexp(-1) + (query @ mean[..., None]).squeeze(-1), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_smoothing_and_rotation_are_undone() -> None:
+    x = torch.randn(1, 2, 90, 64, generator=torch.Generator().manual_seed(0)) + 10
+    plain = microsdpa.quantize(x, "int8", "block", block=1)
+    better = microsdpa.quantize(x, "int8", "block", block=1, smooth=True, hadamard=True)
+    assert better.mean is not None
+    assert (better.dequantize() - x).square().mean() < 0.2 * (plain.dequantize() - x).square().mean()
+
+
+def test_a_second_code_has_what_the_first_lacks() -> None:
+    y = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 100
+    first = encode(y, "e4m3")
+    both = decode(first, "e4m3") + decode(residual(y, first, "e4m3"), "e4m3")
+    assert (both - y).square().mean() < (decode(first, "e4m3") - y).square().mean() / 400
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"code": "fp4"}, "code: expected one of 'e4m3'"),
+        ({"granularity": "token"}, "granularity: expected one of 'tensor'"),
+        ({"block": 48}, "block: expected a power of two, got 48"),
+        ({"block": 0}, "block: expected a power of two, got 0"),
+        ({"x": torch.zeros(2, 3)}, "x: expected a tensor .B, H, S, D. with elements, got shape"),
+        ({"x": torch.zeros(1, 1, 0, 4)}, "with elements"),
+        ({"x": torch.zeros(1, 1, 2, 4, dtype=torch.float64)}, "float16, bfloat16 or float32, got torch.float64"),
+        ({"x": torch.zeros(1, 1, 2, 48), "hadamard": True}, "D, a power of two, with it, got D = 48"),
+        ({"x": [1.0]}, "got list"),
+    ],
+)
+def test_what_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        microsdpa.quantize(**({"x": torch.zeros(1, 1, 2, 32)} | change))  # type: ignore[arg-type]
