@@ -7,6 +7,11 @@
 
 namespace microsdpa {
 
+template <typename A, typename B>
+constexpr bool same_type = false;
+template <typename A>
+constexpr bool same_type<A, A> = true;
+
 // Of a warp's 16 rows, this lane holds parts of two: row lane / 4 and that + 8.
 //   Format: of the codes of Q and K, E4m3 or Int8   TERMS: codes of Q that are added up
 //   Value: of V: E4m3, __half or __nv_bfloat16      Probability: what P is rounded to: E4m3, or a 16-bit type

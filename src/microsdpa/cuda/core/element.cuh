@@ -23,11 +23,6 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-template <typename A, typename B>
-constexpr bool same_type = false;
-template <typename A>
-constexpr bool same_type<A, A> = true;
-
 // N consecutive elements that move as one load or store.
 template <typename T, int N>
 struct alignas(N * sizeof(T)) Vector {
