@@ -16,7 +16,7 @@ from microsdpa.arguments import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import ceilings, profile, suites
+from microsdpa.evidence import accuracy, ceilings, profile, suites
 from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import report as report_page
@@ -151,6 +151,18 @@ def verify(
             raise typer.BadParameter(f"ptx: {error}") from None
     with progress() as bars:
         step = reproduction.verify_step(bars, impl, output, _command(), ptx=ptx)
+    _finish([step], as_json)
+
+
+@app.command("accuracy")
+def accuracy_(
+    seeds: Annotated[int, typer.Option(min=1, help="Sets of inputs of every kind.")] = accuracy.SEEDS,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Errors of 8-bit attention against the FP64 oracle, on the GPU or in the emulator, against their gates."""
+    with progress() as bars:
+        step = accuracy.step(bars, seeds, output, _command())
     _finish([step], as_json)
 
 

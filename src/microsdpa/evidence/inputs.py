@@ -9,7 +9,7 @@ import torch
 
 from microsdpa.problem import Causal, DType
 
-Kind = Literal["normal", "mean", "outliers"]
+Kind = Literal["normal", "mean", "outliers", "key_bias"]
 Layout = Literal["bhsd", "bshd", "unaligned"]
 
 TORCH_DTYPE: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -20,7 +20,8 @@ class Case:
     """One attention call to be checked or timed.
 
     Attributes:
-        kind: "normal" is N(0, 1); "mean" adds 0.5; "outliers" adds N(0, 100) to one element in a thousand.
+        kind: "normal" is N(0, 1); "mean" adds 0.5; "outliers" adds N(0, 100) to one element in a thousand;
+            "key_bias" adds 4 N(0, 1) to every channel of every head of K.
         layout: "bshd" makes [B, H, S, D] views of [B, S, H, D] memory; "unaligned" rows start off 16-byte boundaries.
     """
 
@@ -71,7 +72,10 @@ def make(case: Case, device: str = "cpu", salt: int = 0) -> tuple[torch.Tensor, 
         return _laid_out(x.to(TORCH_DTYPE[case.dtype]).to(device), case.layout)
 
     query = tensor(case.heads, case.seqlen_q)
-    return query, tensor(case.kv_heads, case.seqlen_k), tensor(case.kv_heads, case.seqlen_k)
+    key, value = tensor(case.kv_heads, case.seqlen_k), tensor(case.kv_heads, case.seqlen_k)
+    if case.kind == "key_bias":
+        key += (4 * torch.randn(case.batch, case.kv_heads, 1, case.head_dim, generator=generator)).to(key)
+    return query, key, value
 
 
 def _laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:

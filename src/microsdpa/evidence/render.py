@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import ladder_table, probes, results, statistics
+from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics
 from microsdpa.evidence.peers import PEERS, slug
 from microsdpa.evidence.plots import Plot
 from microsdpa.evidence.plots import files as plot_files
@@ -96,6 +96,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     result = results.read(path)
     if options["suite"].startswith("verify"):
         return verify_table(result)
+    if options["suite"] == "accuracy":
+        return accuracy.markdown(result, options)
     if options["suite"] == "instructions":
         return instructions_table(result)
     if options["suite"] == "ladder":

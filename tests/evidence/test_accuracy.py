@@ -1,0 +1,76 @@
+"""The accuracy of 8-bit attention: its gates, at the mission shape in the emulator, and the tables of its results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from microsdpa.evidence import accuracy, render, results
+from microsdpa.evidence.compare import Errors
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.specs.eight_bit import OPERANDS
+
+
+def test_the_gates_hold_for_the_mission_shape_with_outliers() -> None:
+    """The hardest kind for one set of inputs; `microsdpa accuracy` takes every kind and more sets."""
+    measured = [accuracy.measure(p, Case(1, 8, 512, 512, 64, kind="outliers"), "cpu") for p in OPERANDS]
+    assert accuracy.failures(measured) == []
+
+
+def made(rmse: float = 0.001, rel_l1: float = 0.01) -> list[accuracy.Measured]:
+    """Measurements of every case, of which int8_fp16's are a third of the others'."""
+    return [
+        accuracy.Measured(p, case, Errors(0.1, rmse / share, rel_l1 / share, 1.0, ()))
+        for case in accuracy.cases(2)
+        for p, share in zip(OPERANDS, (1, 1, 3.1), strict=True)
+    ]
+
+
+def test_gates() -> None:
+    assert accuracy.failures(made()) == []
+    assert len(accuracy.failures(made(rmse=0.02))) == 6
+    assert len(accuracy.failures(made(rmse=float("nan")))) == 9
+    worse = [m for m in made() if m.precision != "int8_fp16"]
+    worse += [accuracy.Measured("int8_fp16", m.case, m.errors) for m in worse if m.precision == "fp8"]
+    assert {text.split(":")[0] for text in accuracy.failures(worse)} == {f"int8_fp16, {k}" for k in accuracy.KINDS}
+
+
+def test_growth_with_length_is_a_failure() -> None:
+    grown = [
+        accuracy.Measured(m.precision, m.case, Errors(0.1, 0.001, 0.02, 1.0, ()))
+        if m.case.seqlen_k == accuracy.LENGTHS[-1] and m.precision == "fp8"
+        else m
+        for m in made()
+    ]
+    assert accuracy.failures(grown) == ["fp8: relative error grows from 0.01 to 0.02"]
+
+
+def test_tables_come_from_the_result_file_and_say_what_is_stale(tmp_path: Path) -> None:
+    rows = [accuracy.as_row(m, "sm_89") for m in made()]
+    for row in rows:
+        if row["dtype"] == "fp8":
+            row["code_signature"] = "of other code"
+    results.write(results.make("accuracy", "microsdpa accuracy", rows), tmp_path)
+    marker = "<!-- microsdpa:table gpu=cpu suite=accuracy{} -->\n<!-- microsdpa:end -->"
+    kinds = render.rendered(marker.format(""), tmp_path, "page")
+    assert '| `precision="fp8"` (stale) | 0.00100 / 0.0100, 0.00100 |' in kinds
+    assert '| `precision="int8_fp16"` | 0.00032 / 0.0032, 0.00032 |' in kinds
+    lengths = render.rendered(marker.format(" by=length"), tmp_path, "page")
+    assert "512 keys | 2,048 keys" in lengths
+    assert '| `precision="int8_fp8"` | 0.0100 | 0.0100 |' in lengths
+
+
+def test_a_key_bias_is_the_same_for_all_keys() -> None:
+    plain, biased = (make(Case(1, 2, 30, 400, 64, kind=kind)) for kind in ("normal", "key_bias"))  # type: ignore[arg-type]
+    difference = (biased[1] - plain[1]).float()
+    assert difference.std(dim=2).max() < 0.01
+    assert 3 < difference.mean(dim=2).std() < 5
+    assert (biased[2] == plain[2]).all()
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_cases_are_of_every_kind_and_length(seeds: int) -> None:
+    found = accuracy.cases(seeds)
+    assert len(found) == len(accuracy.KINDS) * seeds + len(accuracy.LENGTHS)
+    assert len(set(found)) == len(found)
