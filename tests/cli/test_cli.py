@@ -57,8 +57,11 @@ def test_compile_prints_a_table_and_takes_targets_both_ways() -> None:
     for row in rows:
         assert row["registers"] > 16
         assert row["spill_bytes"] == 0
-        assert row["kernel"] == "ampere/fwd_mma"
-        assert row["tensor_instructions"].startswith("HMMA:")
+        kernel, instruction = (
+            ("ampere/fwd_mma", "HMMA:") if row["target"] == "sm_89" else ("hopper/fwd_latency", "HGMMA:")
+        )
+        assert row["kernel"] == kernel
+        assert row["tensor_instructions"].startswith(instruction)
         assert row["failure"] == ""
 
 
@@ -103,14 +106,14 @@ def test_a_recorded_command_names_no_directory_of_the_machine(
 
 @pytest.mark.usefixtures("few_cases")
 def test_verify_fails_when_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = repro.verify
+    right = repro.check
 
     def wrong(*arguments: Any) -> Any:
-        for outcome in right(*arguments):
-            object.__setattr__(outcome, "failure", "made to fail")
-            yield outcome
+        outcome = right(*arguments)
+        object.__setattr__(outcome, "failure", "made to fail")
+        return outcome
 
-    monkeypatch.setattr(repro, "verify", wrong)
+    monkeypatch.setattr(repro, "check", wrong)
     result = run("verify")
     assert result.exit_code == cli.EXIT_FAILED
     assert "made to fail" in result.stdout
@@ -199,7 +202,7 @@ def test_repro_fails_when_a_step_breaks_and_still_reports(tmp_path: Path, monkey
     def broken(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("the driver went away")
 
-    monkeypatch.setattr(repro, "verify", broken)
+    monkeypatch.setattr(repro, "check", broken)
     result = run("repro", "--report", str(tmp_path))
     assert result.exit_code == cli.EXIT_FAILED
     assert "RuntimeError: the driver went away" in (tmp_path / "index.html").read_text()

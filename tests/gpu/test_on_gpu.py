@@ -10,6 +10,7 @@ import torch
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import verify_cases
 from microsdpa.evidence.inputs import Case, make
@@ -25,7 +26,10 @@ MISSION = Case(1, 8, 512, 512, 64)
 @pytest.mark.parametrize("impl", [family.name for family in FAMILIES])
 @pytest.mark.parametrize("case", verify_cases(), ids=str)
 def test_every_kernel_on_every_case(case: Case, impl: str) -> None:
-    assert check(case, "cuda", impl).failure == ""
+    try:
+        assert check(case, "cuda", impl).failure == ""
+    except UnsupportedProblem as refusal:
+        pytest.skip(str(refusal))
 
 
 def close(out: torch.Tensor, tensors: tuple[torch.Tensor, ...], **options: str) -> bool:

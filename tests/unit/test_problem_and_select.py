@@ -109,12 +109,12 @@ def test_unaligned_tensors_get_element_loads() -> None:
 
 
 def test_the_catalogue_has_no_kernel_twice_and_every_family() -> None:
-    specs = catalogue("sm_89")
+    specs = catalogue("sm_90a")
     assert len(set(specs)) == len(specs)
     assert {spec.name for spec in specs} == {family.name for family in (*FAMILIES, *EIGHT_BIT_FAMILIES)} | {
         "quantize/fused"
     }
-    every = catalogue("sm_89", every=True)
+    every = catalogue("sm_90a", every=True)
     assert len(set(every)) == len(every)
     assert set(specs) < set(every)
     for family in FAMILIES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -103,9 +102,3 @@ def as_row(result: CaseResult, impl: str, device: str) -> results.Row:
         case=str(case),
         **identity,
     )
-
-
-def verify(cases: Iterable[Case], device: str, impl: str) -> Iterator[CaseResult]:
-    """Check each case in turn."""
-    for case in cases:
-        yield check(case, device, impl)

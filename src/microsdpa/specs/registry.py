@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, Problem
-from microsdpa.specs import ampere, ladder
+from microsdpa.specs import ampere, hopper, ladder
 from microsdpa.specs.eight_bit import eight_bit_catalogue
 from microsdpa.specs.quantize import quantize_catalogue
 from microsdpa.specs.spec import KernelSpec, Rejection
@@ -37,6 +37,12 @@ class Family:
 
 
 FAMILIES: tuple[Family, ...] = (
+    Family(
+        "hopper/fwd_latency",
+        "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
+        hopper.latency,
+        emulated_target="sm_90a",
+    ),
     Family(
         "ampere/fwd_mma", "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer", ampere.forward
     ),
@@ -88,7 +94,9 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
             ]
             chosen = range(len(variants)) if every else opposites[found % len(opposites)]
             for i in chosen:
-                if isinstance(result := results[i], KernelSpec):
+                # A family that refuses unaligned rows is shown with aligned ones.
+                result = results[i] if isinstance(results[i], KernelSpec) else results[i - i % 2]
+                if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)
             found += any(isinstance(result, KernelSpec) for result in results)
     eight_bit = [*eight_bit_catalogue(target), *quantize_catalogue(target)]

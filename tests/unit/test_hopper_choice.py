@@ -1,0 +1,62 @@
+"""Which configuration of hopper/fwd_latency a problem gets, and which problems it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from microsdpa.problem import Problem
+from microsdpa.select import select
+from microsdpa.specs import KernelSpec, Rejection, hopper
+from microsdpa.specs.chip import chip_of
+
+MISSION = Problem(1, 8, 8, 512, 512, 64, "float16")
+
+
+def specify(**changes: object) -> KernelSpec:
+    spec = hopper.latency(dataclasses.replace(MISSION, **changes))
+    assert isinstance(spec, KernelSpec)
+    return spec
+
+
+def test_a_pair_of_ctas_shares_a_query_tile_while_all_fit_the_chip() -> None:
+    assert select(MISSION).spec.name == "hopper/fwd_latency"
+    spec = specify()
+    assert spec.cluster == 2
+    assert spec.grid(MISSION) == (16, 8, 1)
+    assert specify(heads=16, heads_kv=16).cluster == 1
+
+
+def test_keys_that_one_cta_computes_in_one_round_are_not_split() -> None:
+    assert [specify(seqlen_k=keys).cluster for keys in (1, 64, 128, 129, 4096)] == [1, 1, 1, 2, 2]
+
+
+def test_shared_memory_fits_the_chip_and_keeps_ctas_apart() -> None:
+    chip = chip_of("sm_90a")
+    for head_dim in hopper.HEAD_DIMS:
+        for keys in range(1, 4097, 63):
+            for cluster in (1, 2):
+                problem = dataclasses.replace(MISSION, seqlen_k=keys, head_dim=head_dim)
+                choice = hopper.configuration(problem, cluster)
+                spec = hopper.specification(problem, choice)
+                assert choice.shared_bytes(head_dim) <= spec.shared_bytes <= chip.shared_per_cta
+                assert 2 * spec.shared_bytes > chip.shared_per_sm - 2048
+                assert choice.rounds in (0, hopper.key_rounds(problem, cluster))
+                assert choice.rounds <= choice.stages
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"target": "sm_89"}, "sm_89 has no wgmma"),
+        ({"head_dim": 96}, "head_dim 96 is not 64 or 128"),
+        ({"alignment": 2}, "not aligned to 16 bytes"),
+        ({"batch": 66_000}, "exceed the 65535 CTAs"),
+    ],
+)
+def test_refusals_say_why(changes: dict[str, object], reason: str) -> None:
+    found = hopper.latency(dataclasses.replace(MISSION, **changes))
+    assert isinstance(found, Rejection)
+    assert reason in found.reason
+    assert found.nearest
