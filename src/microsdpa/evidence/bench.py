@@ -229,9 +229,10 @@ def _state_under_load(runners: dict[str, timing.Runner]) -> dict[str, object]:
 
 
 def _reason_of(failure: Exception) -> str:
+    """Type, first and last line: what was asked for tends to stand in the first, and why not in the last."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
-    text = " ".join([type(failure).__name__ + ":", *lines])
-    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
+    text = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+    return f"{type(failure).__name__}: {text}"[:MAX_REASON]
 
 
 def _status_of(implementation: Implementation, failure: Exception) -> str:

@@ -34,6 +34,7 @@ MARKER = re.compile(
 )
 STALE = "stale"
 UNITS = ("us", "tflops")
+NOTE_LENGTH = 85
 
 
 class RenderError(MicrosdpaError, ValueError):
@@ -107,7 +108,7 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     unit = options.get("unit", "us")
     if unit not in UNITS:
         raise RenderError(f"{name}: unit: expected one of {', '.join(UNITS)}, got {unit!r}")
-    return timing_table(result, options["mode"], unit)
+    return timing_table(result, options["mode"], unit, notes=options.get("notes") != "no")
 
 
 def peers_table() -> str:
@@ -144,12 +145,15 @@ def _stale_kernels(result: results.Result) -> set[str]:
     return {row["kernel"] for row in result["rows"] if row.get("code_signature") and is_stale(row, target)}
 
 
-def timing_table(result: results.Result, mode: str, unit: str = "us") -> str:
+def timing_table(result: results.Result, mode: str, unit: str = "us", notes: bool = True) -> str:
     """The lines of `timing_lines` in Markdown, with where they are from and why cells are missing."""
     lines = timing_lines(result, mode, unit)
     lines.insert(1, ["---"] + ["---:"] * (len(lines[0]) - 1))
     rows = [row for row in result["rows"] if row["mode"] == mode and row["op"] != "empty"]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + f"\n{provenance(result)}{_notes(rows)}"
+    return (
+        "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        + f"\n{provenance(result)}{_notes(rows) if notes else ''}"
+    )
 
 
 def timing_lines(result: results.Result, mode: str, unit: str = "us") -> list[list[str]]:
@@ -187,7 +191,8 @@ def _notes(rows: list[results.Row]) -> str:
     counts: dict[tuple[str, str], int] = {}
     for row in rows:
         if row["status"] != "ok":
-            key = row["impl"], row["reason"]
+            reason = row["reason"]
+            key = row["impl"], reason if len(reason) <= NOTE_LENGTH else f"{reason[:NOTE_LENGTH]}..."
             counts[key] = counts.get(key, 0) + 1
     lines = [
         f"- {impl}: {reason}{f' ({count} cases)' if count > 1 else ''}\n" for (impl, reason), count in counts.items()
