@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,23 +13,27 @@ from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.problem import Problem
-from microsdpa.specs.ampere import Tiling, specification
+from microsdpa.specs import ampere_tiles
+from microsdpa.specs.ampere import specification
+from microsdpa.specs.ampere_tiles import Tiling
 
 RUNS = [
-    (Case(1, 2, 100, 130, 64), Tiling(64, 1, 4), 1),
-    (Case(1, 1, 100, 130, 64, causal="upper_left"), Tiling(64, 2, 2, stages=3), 1),
-    (Case(1, 1, 70, 200, 64, causal="lower_right"), Tiling(64, 2, 1, 4, 1, resident=True), 1),
-    (Case(1, 1, 70, 500, 64), Tiling(64, 2, 2, 4, 2, resident=True), 1),
-    (Case(1, 1, 70, 300, 128, dtype="bfloat16"), Tiling(32, 2, 4, keep_query=False), 1),
-    (Case(1, 1, 20, 90, 96), Tiling(32, 1, 1, 4, 2), 1),
+    (Case(1, 1, 140, 200, 64, causal="upper_left"), ampere_tiles.NARROW, 1),
+    (Case(1, 1, 60, 530, 64), ampere_tiles.WIDE, 1),
+    (Case(1, 1, 70, 300, 64, causal="lower_right"), ampere_tiles.PAIRED, 1),
+    (Case(1, 1, 40, 500, 64), ampere_tiles.TINY_512, 1),
+    (Case(1, 1, 40, 64, 32, causal="upper_left"), ampere_tiles.TINY_64, 1),
+    (Case(1, 1, 40, 120, 128, dtype="bfloat16"), ampere_tiles.TINY_128, 1),
+    (Case(1, 1, 100, 200, 128, dtype="bfloat16", causal="upper_left"), ampere_tiles.WIDE_128, 1),
     (Case(1, 1, 40, 100, 48), Tiling(32, 1, 2), 1),
-    (Case(1, 1, 40, 70, 256), Tiling(32, 1, 4, keep_query=False), 1),
-    (Case(1, 8, 5, 100, 64, heads_kv=2, causal="lower_right"), Tiling(32, 1, 1, 4, 2), 4),
-    (Case(1, 2, 100, 40, 64, causal="lower_right"), Tiling(32, 2, 1, 2, 1, resident=True), 1),
-    (Case(1, 1, 50, 70, 64, scale=-0.3), Tiling(64, 1, 2), 1),
+    (Case(1, 1, 40, 70, 256), ampere_tiles.LARGE_HEADS, 1),
+    (Case(1, 8, 5, 100, 64, heads_kv=2, causal="lower_right"), ampere_tiles.DECODE, 4),
+    (Case(1, 2, 5, 700, 64), replace(ampere_tiles.DECODE, split=4), 1),
+    (Case(2, 4, 3, 500, 128, heads_kv=2, causal="lower_right"), replace(ampere_tiles.DECODE_LEAN, split=2), 2),
+    (Case(1, 1, 50, 170, 64, scale=-0.3), Tiling(64, 1, 2), 1),
     (Case(1, 1, 50, 70, 64, scale=0.0, causal="upper_left"), Tiling(64, 1, 2), 1),
-    (Case(1, 1, 50, 70, 64, kind="outliers"), Tiling(64, 1, 2), 1),
-    (Case(1, 1, 50, 70, 64, scale=100.0), Tiling(64, 1, 2), 1),
+    (Case(1, 1, 50, 270, 64, kind="outliers"), Tiling(64, 1, 2), 1),
+    (Case(1, 1, 50, 270, 64, scale=100.0), Tiling(64, 1, 2), 1),
 ]
 
 
@@ -37,7 +43,7 @@ def test_a_tiling_is_right_without_bank_conflicts(case: Case, tiling: Tiling, pa
     problem = Problem(
         *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
         causal=case.causal,
-        target="sm_89",
+        target="sm_80",
     )
     outs = []
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
@@ -55,3 +61,18 @@ def test_a_tiling_is_right_without_bank_conflicts(case: Case, tiling: Tiling, pa
     for got, exact, plain in zip(outs[0], expected, eager, strict=True):
         allowed = compare.tolerance(plain, exact, got.dtype)
         assert allowed.admits(compare.measure(got, exact))
+
+
+def test_a_probability_that_grows_too_large_is_taken_back() -> None:
+    """Scores of later keys exceed the first ones by far more than FP16 holds: the reference has to move."""
+    query = torch.ones(1, 1, 16, 64).half()
+    key, value = torch.zeros(1, 1, 300, 64).half(), torch.randn(1, 1, 300, 64).half()
+    key[:, :, 150] = 1.0
+    key[:, :, 290] = 4.0
+    problem = Problem(1, 1, 1, 16, 300, 64, "float16", target="sm_80")
+    out, lse = torch.empty_like(query), torch.empty(1, 1, 16)
+    spec = specification(problem, Tiling(64, 1, 1))
+    run.attention(spec, problem, query, key, value, out, lse, None)
+    expected, expected_lse = reference.oracle(query, key, value)
+    torch.testing.assert_close(out.double(), expected.double(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-5, atol=1e-5)

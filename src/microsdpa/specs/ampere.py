@@ -2,64 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
+from microsdpa.specs.ampere_tiles import Tiling, choose, packed_heads
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 HEAD_DIMS = range(16, 257, 16)
-ELEMENT = 2
-"""Bytes of an element."""
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """A configuration of ampere/fwd_mma.cu, apart from what the problem itself decides.
-
-    Attributes:
-        block_n: keys of a tile.
-        row_tiles: 16-row tiles of queries that a warp owns.
-        warps_m: warps that share keys, each with its own rows.
-        warps_n: groups of such warps, each with its own keys.
-        stages: tiles of K and V in shared memory, of each group.
-        resident: all of a group's keys are loaded at once; they must fit its `stages` tiles.
-        keep_query: Q's fragments stay in registers.
-        ctas: CTAs that an SM shall hold at once, which bounds the registers.
-        split: CTAs among which the keys are divided.
-    """
-
-    block_n: int
-    row_tiles: int
-    warps_m: int
-    warps_n: int = 1
-    stages: int = 2
-    resident: bool = False
-    keep_query: bool = True
-    ctas: int = 1
-    split: int = 1
-
-    @property
-    def block_m(self) -> int:
-        """Rows of a CTA."""
-        return 16 * self.row_tiles * self.warps_m
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return 32 * self.warps_m * self.warps_n
-
-    def shared_bytes(self, head_dim: int) -> int:
-        """Dynamic shared memory: the query tile and the rings, or the groups' results that replace them."""
-        ring = 2 * self.stages * self.block_n * head_dim * ELEMENT
-        streaming = self.block_m * head_dim * ELEMENT + self.warps_n * ring
-        merging = self.warps_n * self.block_m * (4 * (head_dim + 8) + 8)
-        return streaming if self.warps_n == self.split == 1 else -(-max(streaming, merging) // 128) * 128
 
 
 def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec:
     """The kernel of one tiling for a problem."""
     boolean = {True: "true", False: "false"}
+    programmatic = capability_of(problem.target) >= (9, 0)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
@@ -69,11 +23,13 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
         "WARPS_N": tiling.warps_n,
         "STAGES": tiling.stages,
         "RESIDENT": boolean[tiling.resident],
-        "KEEP_QUERY": boolean[tiling.keep_query],
+        "KEPT": min(tiling.kept, problem.head_dim // 16),
+        "STEP": tiling.step or tiling.block_n,
         "CTAS": tiling.ctas,
         "CAUSAL": boolean[problem.causal is not None],
         "PACK": pack,
         "SPLIT": tiling.split,
+        "PROGRAMMATIC": boolean[programmatic],
     }
     return KernelSpec(
         name="ampere/fwd_mma",
@@ -85,6 +41,27 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
         shared_bytes=tiling.shared_bytes(problem.head_dim),
         split=tiling.split,
         pack=pack,
+        programmatic=programmatic,
+        workspace_row_bytes=tiling.split * (4 * problem.head_dim + 8) if tiling.split > 1 else 0,
+        then=_merge(problem, tiling.split, programmatic) if tiling.split > 1 else None,
+    )
+
+
+def _merge(problem: Problem, split: int, programmatic: bool) -> KernelSpec:
+    """The kernel that adds up the parts of a split problem."""
+    block_m = max(1, 512 // problem.head_dim)  # 128 threads with four columns each
+    arguments = (CPP_TYPE[problem.dtype], problem.head_dim, block_m, split, "true" if programmatic else "false")
+    return KernelSpec(
+        name="ampere/fwd_mma",
+        source="ampere/fwd_merge.cu",
+        template="microsdpa::attention_merge",
+        template_args=tuple(
+            zip(("T", "HEAD_DIM", "BLOCK_M", "SPLIT", "PROGRAMMATIC"), map(str, arguments), strict=True)
+        ),
+        threads=block_m * problem.head_dim // 4,
+        block_m=block_m,
+        programmatic=programmatic,
+        workspace_row_bytes=split * (4 * problem.head_dim + 8),
     )
 
 
@@ -99,8 +76,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    small = problem.head_dim <= 128
-    spec = specification(problem, Tiling(block_n=64 if small else 32, row_tiles=1, warps_m=4, keep_query=small))
+    spec = specification(problem, choose(problem), packed_heads(problem))
     if spec.grid(problem)[0] > MAX_GRID_X:
         return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
     return spec

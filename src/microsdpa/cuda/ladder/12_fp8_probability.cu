@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(BLOCK_M / WARP_ROWS * 32, 1)
   copy_rows<THREADS>(shared.query, head.query<Unit>(params, first_row), params.query_strides.row_in<Unit>(),
                      params.seqlen_q - first_row);
   __syncthreads();
-  const QueryOperand<decltype(shared.query), 1, HEAD_DIM / 2, true> query(shared.query, warp_first - first_row);
+  const QueryOperand<decltype(shared.query), 1, HEAD_DIM / 2, HEAD_DIM / 32> query(shared.query,
+                                                                                   warp_first - first_row);
   EightBitRows<E4m3, E4m3, E4m3, HEAD_DIM, 1, BLOCK_N> rows(params, head, warp_first);
 
   const int keys = keys_seen<CAUSAL>(params, first_row, BLOCK_M);

@@ -1,0 +1,194 @@
+"""Tilings of ampere/fwd_mma: which there are, which are legal for a problem, and which is chosen.
+
+On the H200 the choice is measured (MEASURED, docs/tuning-log.md). For every other chip it is derived: the cheapest
+legal candidate by `cost`, a model in clocks of an SM that was not fitted to any measurement of those chips.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from microsdpa.problem import Problem, capability_of
+from microsdpa.specs.chip import Chip, chip_of
+
+ELEMENT = 2
+"""Bytes of an element."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A configuration of ampere/fwd_mma.cu, apart from what the problem itself decides.
+
+    Attributes:
+        block_n: keys of a tile.
+        row_tiles: 16-row tiles of queries that a warp owns.
+        warps_m: warps that share keys, each with its own rows.
+        warps_n: groups of such warps, each with its own keys.
+        stages: tiles of K and V in shared memory, of each group.
+        resident: all of a group's keys are loaded at once; they must fit its `stages` tiles.
+        kept: blocks of 16 columns of Q that stay in registers; at most all.
+        step: keys whose scores are in registers at a time; 0 for block_n.
+        ctas: CTAs that an SM shall hold at once, which bounds the registers.
+        split: CTAs among which the keys are divided.
+    """
+
+    block_n: int
+    row_tiles: int
+    warps_m: int
+    warps_n: int = 1
+    stages: int = 2
+    resident: bool = False
+    kept: int = 16
+    step: int = 0
+    ctas: int = 1
+    split: int = 1
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a CTA."""
+        return 16 * self.row_tiles * self.warps_m
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps_m * self.warps_n
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: the query tile and the rings, or the groups' results that replace them."""
+        ring = 2 * self.stages * self.block_n * head_dim * ELEMENT
+        streaming = self.block_m * head_dim * ELEMENT + self.warps_n * ring
+        merging = self.warps_n * self.block_m * (4 * (head_dim + 8) + 8)
+        return streaming if self.warps_n == self.split == 1 else ceil(max(streaming, merging) / 128) * 128
+
+
+WIDE = Tiling(256, 2, 8, step=64)
+NARROW = Tiling(64, 2, 4, stages=3, ctas=2)
+PAIRED = Tiling(64, 2, 2, 2)
+WIDE_128 = Tiling(96, 2, 8, kept=0, step=32)
+NARROW_128 = Tiling(32, 2, 4, stages=3, kept=0, ctas=2)
+SMALL = Tiling(64, 1, 4)
+LARGE_HEADS = Tiling(32, 1, 4, kept=0)
+TINY_64, TINY_128, TINY_512 = (
+    Tiling(16, 1, 1, 4, 1, resident=True),
+    Tiling(32, 1, 1, 4, 1, resident=True),
+    Tiling(64, 1, 2, 4, 2, resident=True),
+)
+DECODE, DECODE_LEAN = Tiling(32, 1, 1, 4), Tiling(16, 1, 1, 4)
+SPLITS = (2, 4, 8, 16)
+
+
+def candidates(problem: Problem) -> list[Tiling]:
+    """Tilings that compile without spills for the head dimension."""
+    if problem.head_dim > 128:
+        return [LARGE_HEADS]
+    decode = [replace(tiling, split=split) for tiling in (DECODE, DECODE_LEAN) for split in (1, *SPLITS)]
+    if problem.head_dim > 64:
+        return [WIDE_128, NARROW_128, SMALL, TINY_64, TINY_128, *decode]
+    return [WIDE, NARROW, PAIRED, SMALL, TINY_64, TINY_128, TINY_512, *decode]
+
+
+def illegal(problem: Problem, tiling: Tiling) -> str:
+    """Why a tiling cannot compute a problem on its chip; empty when it can."""
+    chip = chip_of(problem.target)
+    if (needed := tiling.shared_bytes(problem.head_dim)) > chip.shared_per_cta:
+        return f"{needed} bytes of shared memory exceed the {chip.shared_per_cta} of a CTA"
+    if tiling.resident and problem.seqlen_k > tiling.block_n * tiling.stages * tiling.warps_n:
+        return f"{problem.seqlen_k} keys do not fit at once"
+    if (tiling.warps_n > 1 or tiling.split > 1) and problem.head_dim % 32:
+        return "parts of the keys are merged in rows of 32 columns"
+    return ""
+
+
+def packed_heads(problem: Problem) -> int:
+    """Query heads of one key head whose rows share tiles: all, where one head's rows would not fill a tile of 16."""
+    return problem.heads // problem.heads_kv if problem.seqlen_q < 16 else 1
+
+
+def ctas_of(problem: Problem, tiling: Tiling) -> int:
+    """CTAs of the launch."""
+    pack = packed_heads(problem)
+    tiles = ceil(problem.seqlen_q * pack / tiling.block_m)
+    return tiling.split * tiles * problem.batch * problem.heads // pack
+
+
+def cost(problem: Problem, tiling: Tiling) -> float:
+    """Clocks that the launch is expected to take.
+
+    An SM works at half of the peak rate of mma.sync; a warp's tile takes at least its instructions; a CTA has a fixed
+    latency (launch, Q and the first K from L2, the store), and merging parts another.
+    """
+    chip = chip_of(problem.target)
+    at_once = _resident_ctas(problem, tiling, chip)
+    keys = problem.seqlen_k / tiling.split
+    if problem.causal is not None:
+        keys = keys * 5 / 8  # the average, and the tiles on the diagonal
+    tiles = ceil(keys / (tiling.block_n * tiling.warps_n))
+    products = 4 * 16 * tiling.row_tiles * tiling.block_n * problem.head_dim * tiles  # of one warp
+    warps = tiling.warps_m * tiling.warps_n
+    throughput = 2 * at_once * warps * products / chip.mma_flops
+    latency = 4 * products / chip.mma_flops + 300 * tiles
+    fixed = 2000 + (600 if tiling.warps_n > 1 else 0)
+    waves = ceil(ctas_of(problem, tiling) / (chip.sms * at_once))
+    return waves * (max(throughput, latency) + fixed) + (4000 if tiling.split > 1 else 0)
+
+
+def _resident_ctas(problem: Problem, tiling: Tiling, chip: Chip) -> int:
+    """CTAs that an SM holds at once."""
+    by_shared = chip.shared_per_sm // (tiling.shared_bytes(problem.head_dim) + 1024)
+    return max(1, min(by_shared, tiling.ctas if tiling.ctas > 1 else 1, chip.threads_per_sm // tiling.threads))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A choice that was measured on the H200, for launches that fill it.
+
+    Attributes:
+        head_dim: 64 for all up to it, 128 for those above.
+        causal: whether the mask is causal.
+        from_keys: from this many keys on, until the next entry.
+    """
+
+    head_dim: int
+    causal: bool
+    from_keys: int
+    tiling: Tiling
+
+
+MEASURED: tuple[Measured, ...] = (
+    Measured(64, False, 0, NARROW),
+    Measured(64, False, 1024, WIDE),
+    Measured(64, True, 0, NARROW),
+    Measured(64, True, 8192, WIDE),
+    Measured(128, False, 0, NARROW_128),
+    Measured(128, False, 1024, WIDE_128),
+    Measured(128, True, 0, NARROW_128),
+    Measured(128, True, 4096, WIDE_128),
+)
+
+
+def measured(problem: Problem) -> Tiling | None:
+    """The measured choice; None for another chip, and for launches that were not measured."""
+    if capability_of(problem.target) != (9, 0) or problem.head_dim > 128:
+        return None
+    for tiling in (TINY_64, TINY_128, TINY_512, PAIRED):
+        one_wave = ctas_of(problem, tiling) <= chip_of(problem.target).sms * (2 if tiling is PAIRED else 1)
+        if one_wave and problem.seqlen_q >= 16 and tiling in candidates(problem) and not illegal(problem, tiling):
+            return tiling if tiling is not PAIRED or problem.seqlen_k <= 2048 else None
+    entries = [
+        entry.tiling
+        for entry in MEASURED
+        if entry.head_dim == (64 if problem.head_dim <= 64 else 128)
+        and entry.causal == (problem.causal is not None)
+        and entry.from_keys <= problem.seqlen_k
+    ]
+    full = problem.seqlen_q >= 128 and ctas_of(problem, entries[-1]) >= chip_of(problem.target).sms
+    return entries[-1] if full else None
+
+
+def choose(problem: Problem) -> Tiling:
+    """The tiling for a problem: the measured one, or the legal candidate of the lowest cost."""
+    if tiling := measured(problem):
+        return tiling
+    legal = [tiling for tiling in candidates(problem) if not illegal(problem, tiling)]
+    return min(legal, key=lambda tiling: cost(problem, tiling))

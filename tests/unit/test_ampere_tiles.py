@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from microsdpa.problem import Problem
+from microsdpa.select import select
+from microsdpa.specs import ampere_tiles as tiles
+from microsdpa.specs.chip import CHIPS, chip_of
+
+MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
+PROBLEMS = [
+    replace(MISSION, batch=b, heads=h, heads_kv=k, seqlen_q=q, seqlen_k=s, head_dim=d, causal=causal)  # type: ignore[arg-type]
+    for b, h, k, q, s in ((1, 2, 2, 64, 64), (1, 8, 8, 512, 512), (1, 32, 8, 1, 8192), (4, 32, 32, 4096, 4096))
+    for d in (16, 48, 64, 80, 128, 176, 256)
+    for causal in (None, "upper_left")
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_choice_is_legal(target: str) -> None:
+    for problem in PROBLEMS:
+        here = replace(problem, target=target)
+        tiling = tiles.choose(here)
+        assert tiling in tiles.candidates(here)
+        assert tiles.illegal(here, tiling) == ""
+        spec = select(here, "ampere/fwd_mma").spec
+        assert spec.shared_bytes <= chip_of(target).shared_per_cta
+        assert spec.grid(here)[0] == tiles.ctas_of(here, tiling)
+
+
+@pytest.mark.parametrize(
+    ("change", "tiling"),
+    [
+        ({}, tiles.TINY_512),
+        ({"heads": 2, "heads_kv": 2, "seqlen_q": 64, "seqlen_k": 64}, tiles.TINY_64),
+        ({"heads": 4, "heads_kv": 4, "seqlen_q": 128, "seqlen_k": 128}, tiles.TINY_128),
+        ({"batch": 32, "heads": 32, "heads_kv": 32}, tiles.NARROW),
+        ({"heads": 32, "heads_kv": 32, "seqlen_q": 16384, "seqlen_k": 16384}, tiles.WIDE),
+        ({"heads": 16, "heads_kv": 16, "seqlen_q": 16384, "seqlen_k": 16384, "head_dim": 128}, tiles.WIDE_128),
+    ],
+)
+def test_measured_choices(change: dict[str, int], tiling: tiles.Tiling) -> None:
+    assert tiles.measured(replace(MISSION, **change)) == tiling  # type: ignore[arg-type]
+
+
+def test_other_chips_have_no_measured_choices() -> None:
+    for target in ("sm_80", "sm_89", "sm_120"):
+        assert tiles.measured(replace(MISSION, target=target)) is None
+
+
+def test_illegal_tilings_say_why() -> None:
+    assert "99" in tiles.illegal(replace(MISSION, target="sm_89"), tiles.TINY_512).replace("101376", "99")
+    assert "513 keys do not fit" in tiles.illegal(replace(MISSION, seqlen_k=513), tiles.TINY_512)
+    assert "rows of 32 columns" in tiles.illegal(replace(MISSION, head_dim=48), tiles.DECODE)
+
+
+def test_long_keys_are_split_among_ctas_where_few_queries_leave_the_chip_empty() -> None:
+    problem = replace(MISSION, heads=32, heads_kv=8, seqlen_q=1, seqlen_k=8192, head_dim=128)
+    spec = select(problem, "ampere/fwd_mma").spec
+    assert spec.split > 1
+    assert spec.pack == 4
+    assert [stage.source for stage in spec.stages] == ["ampere/fwd_mma.cu", "ampere/fwd_merge.cu"]
+    assert spec.workspace_bytes(problem) == spec.split * 32 * (128 * 4 + 8)
+    assert tiles.choose(replace(problem, seqlen_k=256)).split == 1
+
+
+def test_a_chip_that_is_not_known_is_taken_for_an_older_one() -> None:
+    assert chip_of("sm_87") is CHIPS[8, 6]
+    assert chip_of("sm_100a") is CHIPS[9, 0]
