@@ -7,7 +7,7 @@ import pytest
 
 from microsdpa.jit import nvrtc
 from microsdpa.jit.signature import code_signature, signature
-from microsdpa.jit.source import expand, toolkit_headers
+from microsdpa.jit.source import expand, tokens, toolkit_headers
 from microsdpa.specs import KernelSpec, TensorMap
 
 
@@ -85,3 +85,11 @@ def test_the_compiler_changes_only_the_cubins_signature(spec: KernelSpec, monkey
     after = code_signature(spec, "sm_89"), signature(spec, "sm_89")
     assert before[0] == after[0]
     assert before[1] != after[1]
+
+
+def test_comments_and_layout_do_not_change_what_is_measured(tree: Path) -> None:
+    source = '#define A(x) \\\n  x + 1  // c\nfloat(&p)[4] = "a // b"; /* z */ int y;\n'
+    same = '#line 7 "f"\n#define A(x) x+1\n\nfloat (&p)[4]="a // b";\nint y;'
+    assert tokens(source) == tokens(same) == '# define A ( x ) x + 1\nfloat ( & p ) [ 4 ] = "a // b" ; int y ;'
+    assert tokens("a + +b") != tokens("a ++b")
+    assert tokens("#if A\nint x;\n#endif") != tokens("#if A int x;\n#endif")

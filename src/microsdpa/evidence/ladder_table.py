@@ -83,6 +83,8 @@ def markdown(result: Result, options: dict[str, str], stale: set[str]) -> str:
     `stale` names the kernels that have changed since they were measured.
     """
     lines = shapes(result) if options.get("table") == "shapes" else mission(result)
+    if not any(row["kernel"].startswith("ladder/") for row in _ours(result["rows"])):
+        return NOT_RECORDED  # the suite was run with another kernel
     if rung := options.get("rung"):
         at = next(i for i, line in enumerate(lines) if line[0].startswith(f"ladder/{rung}_"))
         lines = [lines[0], *lines[max(1, at - 1) : at + 1]]

@@ -101,7 +101,7 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return accuracy.markdown(result, options)
     if options["suite"] == "instructions":
         return instructions_table(result)
-    if options["suite"] == "ladder":
+    if options["suite"] == "ladder" and "mode" not in options:
         return ladder_table.markdown(result, options, _stale_kernels(result)) + f"\n{provenance(result)}"
     if "mode" not in options:
         raise RenderError(f"{name}: a table of timings needs mode=, got {options}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 
 from microsdpa.jit import nvrtc
-from microsdpa.jit.source import expand, toolkit_headers
+from microsdpa.jit.source import expand, tokens, toolkit_headers
 from microsdpa.specs import KernelSpec
 
 CACHE_FORMAT = 1
@@ -29,31 +30,38 @@ def _launch(spec: KernelSpec) -> dict[str, object]:
     return {"launch": found} if found else {}
 
 
-def code_signature(spec: KernelSpec, target: str) -> str:
-    """Identity of what this project decides: source, headers, template arguments, flags, target, launch, what follows.
-
-    It does not depend on the compiler found on a machine, so a measurement taken elsewhere can be told from a stale
-    one.
-    """
+def _code(spec: KernelSpec, target: str, text: Callable[[str], str]) -> str:
     return _digest(
         {
             "name": spec.name,
             "expression": spec.expression,
             "flags": spec.flags,
             "target": target,
-            "source": expand(spec.source),
+            "source": text(expand(spec.source)),
             **_launch(spec),
-            **({"then": code_signature(spec.then, target)} if spec.then else {}),
+            **({"then": _code(spec.then, target, text)} if spec.then else {}),
         }
     )
 
 
+def code_signature(spec: KernelSpec, target: str) -> str:
+    """Identity of what this project decides: source, headers, template arguments, flags, target, launch, what follows.
+
+    It does not depend on the compiler found on a machine, so a measurement taken elsewhere can be told from a stale
+    one; nor on comments and layout, which change no instruction.
+    """
+    return _code(spec, target, tokens)
+
+
 def signature(spec: KernelSpec, target: str) -> str:
-    """Identity of the cubin: the code's, NVRTC's version, the toolkit headers' contents and the cache's format."""
+    """Identity of the cubin: the code's, NVRTC's version, the toolkit headers' contents and the cache's format.
+
+    Comments count: the cubin's line table points at the source's lines.
+    """
     return _digest(
         {
             "format": CACHE_FORMAT,
-            "code": code_signature(spec, target),
+            "code": _code(spec, target, str),
             "nvrtc": nvrtc.version(),
             "headers": toolkit_headers(expand(spec.source), nvrtc.include_directories()),
         }

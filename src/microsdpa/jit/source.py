@@ -47,6 +47,31 @@ def _expand(name: str, root: Path, overrides: Path | None, seen: set[str]) -> st
     return "\n".join(lines)
 
 
+_TOKEN = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[\w.]+|\s+|(?:[-+*/%&|^=!<>]=|\+\+|--|&&|\|\||<<|->|::)|.""",
+    re.DOTALL,
+)
+
+
+def tokens(expanded: str) -> str:
+    """What the compiler makes of a source: its tokens, one space apart, without comments, layout and #line directives.
+
+    Preprocessor directives keep lines of their own.
+    """
+    lines: list[list[str]] = [[]]
+    for match in _TOKEN.finditer(expanded.replace("\\\n", " ")):
+        token = match[0]
+        in_directive = lines[-1][:1] == ["#"]
+        if token.startswith(("//", "/*")) or token.isspace():
+            if in_directive and "\n" in token:
+                lines.append([])
+            continue
+        if token == "#" and not in_directive:
+            lines.append([])
+        lines[-1].append(token)
+    return "\n".join(" ".join(line) for line in lines if line and line[:2] != ["#", "line"])
+
+
 @functools.lru_cache(maxsize=64)
 def _headers_below(header: str, directories: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """(name, SHA-256) of a toolkit header and of all that it includes, from the first directory that has each."""
