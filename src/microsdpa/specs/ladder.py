@@ -77,7 +77,7 @@ def _through_mma_sync(
     block_m, block_n, stages = 64, 32 if problem.head_dim > 64 else 64, 2
     warps = block_m // 16 + producers
     shared_bytes = (block_m + 2 * stages * block_n) * _row_bytes(problem)
-    ctas_of_sm = {"CTAS": 2} if stays else {}
+    ctas_of_sm = {"CTAS": 1 if problem.head_dim > 64 else 2} if stays else {}  # two at D = 128 would spill
     spec = KernelSpec(
         name=f"ladder/{rung}",
         source=f"ladder/{rung}.cu",
