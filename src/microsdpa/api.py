@@ -11,7 +11,7 @@ from microsdpa import arguments, torch_cpu
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
-from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem, target_of
+from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
 from microsdpa.runtime import launcher
 from microsdpa.select import select
 from microsdpa.specs import FAMILIES, KernelSpec, emulated_target
@@ -268,7 +268,7 @@ def _problem(
     if reason := launcher.device_error():
         raise UnsupportedProblem(reason, nearest="CPU tensors with impl='auto'")
     alignment = launcher.alignment(query, key, value, out)
-    target = target_of(torch.cuda.get_device_capability(query.device))
+    target = launcher.target_of_device(query.device)
     return _problem_of(query, key, value, out, causal, alignment, target)
 
 

@@ -23,6 +23,7 @@ from microsdpa.evidence import report as report_page
 from microsdpa.evidence import repro as reproduction
 from microsdpa.evidence.devices import DEVICES, named
 from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.ladder import step as ladder_step
 from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.results import read
 from microsdpa.evidence.roofline_page import default_device
@@ -30,7 +31,7 @@ from microsdpa.evidence.roofline_page import step as roofline_step
 from microsdpa.evidence.step import Step
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.evidence.timing import MODES
-from microsdpa.problem import capability_of
+from microsdpa.problem import capability_of, virtual
 from microsdpa.runtime import launcher
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CANNOT_RUN = 1, 2, 3
@@ -136,10 +137,20 @@ def compile_(
 
 
 @app.command()
-def verify(impl: Impl = "auto", output: Output = None, as_json: Json = False) -> None:
+def verify(
+    impl: Impl = "auto",
+    output: Output = None,
+    ptx: Annotated[str | None, typer.Option(help="Run the PTX of another target's kernels, such as sm_89.")] = None,
+    as_json: Json = False,
+) -> None:
     """Check every case against the FP64 oracle."""
+    if ptx is not None:
+        try:
+            virtual(ptx)
+        except ValueError as error:
+            raise typer.BadParameter(f"ptx: {error}") from None
     with progress() as bars:
-        step = reproduction.verify_step(bars, impl, output, _command())
+        step = reproduction.verify_step(bars, impl, output, _command(), ptx=ptx)
     _finish([step], as_json)
 
 
@@ -199,6 +210,14 @@ def profile_(
     """Run one call under Nsight Compute; print its metrics against the gates, and store them with the signature."""
     case = _case(shape, dtype, causal)
     _finish([profile.step(case, check_kernel(kernel), output, _command())], as_json)
+
+
+@app.command()
+def ladder(output: Output = None, as_json: Json = False) -> None:
+    """Every rung of the ladder: times beside torch's, and registers, shared memory, occupancy, conflicts, error."""
+    with progress() as bars:
+        step = ladder_step(bars, output, _command())
+    _finish([step], as_json)
 
 
 @app.command()

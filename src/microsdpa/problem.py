@@ -54,6 +54,21 @@ class Problem:
         return self.batch * rows * self.head_dim * ELEMENT_BYTES[self.dtype]
 
 
+VIRTUAL = "compute_"
+"""How targets begin that name PTX, which a driver compiles for the GPU at hand, and not machine code."""
+
+
+def virtual(target: str) -> str:
+    """The PTX of a target: "sm_89" gives "compute_89".
+
+    Raises:
+        ValueError: the target has features of its own, as sm_90a does: its PTX runs nowhere else.
+    """
+    if not target.removeprefix("sm_").isdecimal():
+        raise ValueError(f"target: expected one whose PTX runs on later GPUs, such as 'sm_89', got {target!r}")
+    return target.replace("sm_", VIRTUAL)
+
+
 def target_of(capability: tuple[int, int]) -> str:
     """Compilation target of a compute capability: (9, 0) gives "sm_90a", since wgmma needs the "a" features."""
     major, minor = capability
@@ -61,12 +76,12 @@ def target_of(capability: tuple[int, int]) -> str:
 
 
 def capability_of(target: str) -> tuple[int, int]:
-    """Compute capability of a target: "sm_90a" gives (9, 0).
+    """Compute capability of a target: "sm_90a" gives (9, 0), and "compute_89", its PTX, (8, 9).
 
     Raises:
-        ValueError: `target` is not of the form sm_NN or sm_NNa.
+        ValueError: `target` is not of the form sm_NN, sm_NNa or compute_NN.
     """
-    digits = target.removeprefix("sm_").rstrip("af")
-    if not target.startswith("sm_") or not digits.isdecimal() or len(digits) < 2:
+    digits = target.removeprefix(VIRTUAL).removeprefix("sm_").rstrip("af")
+    if not target.startswith(("sm_", VIRTUAL)) or not digits.isdecimal() or len(digits) < 2:
         raise ValueError(f"target: expected a name such as 'sm_89' or 'sm_90a', got {target!r}")
     return int(digits[:-1]), int(digits[-1])

@@ -172,7 +172,7 @@ def test_an_error_of_the_library_is_a_message_and_exit_code_2() -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == cli.EXIT_USAGE
     assert result.stderr.startswith(
-        "InvalidArgument: suite: expected one of ampere, decode, fp8, mission, prefill, real, small, got 'nope'"
+        "InvalidArgument: suite: expected one of ampere, decode, fp8, ladder, mission, prefill, real, small, got 'nope'"
     )
     assert result.stdout == ""
 
@@ -232,3 +232,13 @@ def test_missing_command_line_packages_are_named() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert "pip install 'microsdpa[cli]'" in result.stderr
+
+
+def test_verify_of_another_targets_ptx_needs_a_gpu_and_a_target_that_has_one() -> None:
+    wrong = run("verify", "--ptx", "sm_90a")
+    assert wrong.exit_code == cli.EXIT_USAGE
+    assert "such as 'sm_89'" in wrong.output
+    if NO_GPU:
+        result = run("verify", "--ptx", "sm_89")
+        assert result.exit_code == cli.EXIT_CANNOT_RUN
+        assert "PTX is compiled by the driver of a GPU" in result.stdout

@@ -177,3 +177,17 @@ def test_is_compiled_sees_memory_and_disk(spec: KernelSpec, monkeypatch: pytest.
 
 def test_the_sources_ship_with_the_package() -> None:
     assert (CUDA_DIR / "ladder/01_scalar.cu").is_file()
+
+
+def test_a_virtual_target_gives_ptx_that_a_driver_can_take(spec: KernelSpec, tmp_path: Path) -> None:
+    kernel = compile_kernel(spec, "compute_89", tmp_path)
+    text = kernel.cubin.decode()
+    assert ".target sm_89" in text
+    assert kernel.symbol in text
+    assert text.endswith("\0")
+    assert kernel.resources == compile_kernel(spec, "sm_89").resources
+    assert kernel.signature != compile_kernel(spec, "sm_89").signature
+    broken = dataclasses.replace(spec, template_args=(*spec.template_args[:-1], ("LOAD_BYTES", "none")))
+    with pytest.raises(CompileError, match=r"refused .* for compute_89") as caught:
+        compile_kernel(broken, "compute_89", tmp_path)
+    assert "none" in caught.value.log

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import probes, results, statistics
+from microsdpa.evidence import ladder_table, probes, results, statistics
 from microsdpa.evidence.peers import PEERS, slug
 from microsdpa.evidence.plots import Plot
 from microsdpa.evidence.plots import files as plot_files
@@ -89,13 +89,17 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     if not {"gpu", "suite"} <= set(options):
         raise RenderError(f"{name}: a table marker needs gpu= and suite=, got {options}")
     path = directory / options["gpu"] / f"{options['suite']}.json"
+    if options["suite"] == "ladder" and not path.is_file():
+        return ladder_table.NOT_RECORDED
     if not path.is_file():
         raise RenderError(f"{name}: no result file {path}; record it with 'microsdpa bench' or 'microsdpa verify'")
     result = results.read(path)
-    if options["suite"] == "verify":
+    if options["suite"].startswith("verify"):
         return verify_table(result)
     if options["suite"] == "instructions":
         return instructions_table(result)
+    if options["suite"] == "ladder":
+        return ladder_table.markdown(result, options, _stale_kernels(result)) + f"\n{provenance(result)}"
     if "mode" not in options:
         raise RenderError(f"{name}: a table of timings needs mode=, got {options}")
     unit = options.get("unit", "us")
@@ -131,6 +135,11 @@ def is_stale(row: results.Row, target: str) -> bool:
     except MicrosdpaError:
         return True
     return bool(code_signature(spec, target) != row["code_signature"])
+
+
+def _stale_kernels(result: results.Result) -> set[str]:
+    target = result["environment"].get("target") or ""
+    return {row["kernel"] for row in result["rows"] if row.get("code_signature") and is_stale(row, target)}
 
 
 def timing_table(result: results.Result, mode: str, unit: str = "us") -> str:
@@ -200,7 +209,7 @@ def verify_table(result: results.Result) -> str:
     target = result["environment"].get("target") or ""
     for (kernel, dtype), members in groups.items():
         passed = [row for row in members if row["status"] == "ok"]
-        stale = any(row["code_signature"] and is_stale(row, target) for row in members)
+        stale = any(row["code_signature"] and is_stale(row, row.get("target") or target) for row in members)
         worst = max((row["error"]["max_abs"] for row in passed), default=float("nan"))
         use = max(
             (

@@ -74,10 +74,21 @@ def compile_step(progress: Progress = no_progress, targets: list[str] | None = N
 
 
 def verify_step(
-    progress: Progress = no_progress, impl: str = "auto", output: Path | None = None, command: str = COMMAND
+    progress: Progress = no_progress,
+    impl: str = "auto",
+    output: Path | None = None,
+    command: str = COMMAND,
+    *,
+    ptx: str | None = None,
 ) -> Step:
-    """Every verify case, on the GPU when there is one, else by the same kernels in the emulator."""
+    """Every verify case, on the GPU when there is one, else by the same kernels in the emulator.
+
+    With `ptx`, a target such as "sm_89", the GPU runs what its driver makes of that target's PTX.
+    """
     reason = launcher.device_error()
+    if ptx and reason:
+        return Step("verify", "not run", f"PTX is compiled by the driver of a GPU: {reason}")
+    launcher.use_ptx_of(ptx)
     device = "cpu" if reason or impl.startswith("emulate") else "cuda"
     if device == "cpu" and not impl.startswith("emulate"):
         impl = "emulate" if impl == "auto" else f"emulate:{impl}"
@@ -96,14 +107,20 @@ def verify_step(
         [str(o.case), f"{o.errors.max_abs:.2e}", f"{o.tolerance.max_abs:.2e}", o.failure or "passed"] for o in outcomes
     ]
     table += [[str(case), "", "", f"not run: {why}"] for case, why in left_out.items()]
-    where = "on the GPU" if device == "cuda" else "in the emulator, on the CPU"
+    where = (
+        f"from the PTX of {ptx} on the GPU"
+        if ptx
+        else "on the GPU"
+        if device == "cuda"
+        else "in the emulator, on the CPU"
+    )
     kernels = ", ".join(sorted({str(row["kernel"]) for row in rows}))
     summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} cases passed by {kernels} {where}"
     if reason and device == "cpu":
         summary += f" (not on a GPU: {reason})"
     if left_out:
         summary += f"; {len(left_out)} not run: {'; '.join(sorted(set(left_out.values())))}"
-    result = results.make("verify", command, rows)
+    result = results.make(f"verify_ptx_{ptx}" if ptx else "verify", command, rows)
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
     return Step("verify", "failed" if failed else "passed", summary, table, data=result)

@@ -13,7 +13,8 @@ from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare, results
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, target_of
+from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES
+from microsdpa.runtime import launcher
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,14 @@ def as_row(result: CaseResult, impl: str, device: str) -> results.Row:
     gqa = case.kv_heads != case.heads
     found = microsdpa.explain(query, key, value, causal=case.causal, scale=case.scale, enable_gqa=gqa, impl=impl)
     if found.spec is not None:
-        capability = torch.cuda.get_device_capability() if device == "cuda" else None
+        target = launcher.target_of_device() if device == "cuda" else None
         identity = {
             "impl": "microsdpa",
             "version": microsdpa.__version__,
             "kernel": found.spec.name,
             "signature": found.signature,
-            "code_signature": code_signature(found.spec, target_of(capability)) if capability else None,
+            "code_signature": code_signature(found.spec, target) if target else None,
+            "target": target,
             "requested": impl,
             "alignment": ELEMENT_BYTES[case.dtype] if case.layout == "unaligned" else VECTOR_BYTES,
         }

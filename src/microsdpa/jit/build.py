@@ -11,6 +11,7 @@ from microsdpa.jit import cache, nvrtc
 from microsdpa.jit.inspect import Resources, resources_from_cubin, resources_from_log
 from microsdpa.jit.signature import code_signature, signature
 from microsdpa.jit.source import expand
+from microsdpa.problem import VIRTUAL
 from microsdpa.specs import KernelSpec
 
 
@@ -41,7 +42,7 @@ _building: dict[str, threading.Lock] = {}
 
 
 def compile_kernel(spec: KernelSpec, target: str, directory: Path | None = None) -> CompiledKernel:
-    """The compiled kernel of `spec` for `target`, such as "sm_89".
+    """The compiled kernel of `spec` for `target`: machine code for "sm_89", PTX for "compute_89".
 
     `directory` overrides the cache's place, and then the kernels held in memory are not consulted. Needs no GPU.
 
@@ -83,7 +84,10 @@ def _build(spec: KernelSpec, target: str) -> cache.Entry:
     try:
         cubin = nvrtc.compile_cubin(text, spec.source, spec.expression, target, spec.flags)
         try:
-            resources = resources_from_log(cubin.log)
+            if target.startswith(VIRTUAL):  # what ptxas makes of it here; the driver's compiler is another
+                resources = compile_kernel(spec, target.replace(VIRTUAL, "sm_")).resources
+            else:
+                resources = resources_from_log(cubin.log)
         except ValueError:  # some versions of cuda-core hand over the warnings only, when there are warnings
             resources = resources_from_cubin(cubin.code, target)
         if resources.uses_local_memory and not spec.local_memory:

@@ -10,16 +10,17 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from microsdpa.errors import CompileError
-from microsdpa.problem import capability_of
+from microsdpa.problem import VIRTUAL, capability_of
 
 _import_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of one kernel: its bytes, the kernel's symbol, the compiler's log and the seconds it took."""
+    """Machine code of one kernel, or its PTX: bytes, the kernel's symbol, the compiler's log, the seconds it took."""
 
     code: bytes
     symbol: str
@@ -82,7 +83,7 @@ def supported_capabilities() -> tuple[tuple[int, int], ...]:
 
 
 def compile_cubin(text: str, name: str, expression: str, target: str, flags: tuple[str, ...]) -> Cubin:
-    """Compile the kernel that `expression` instantiates in the expanded source `text`.
+    """Compile the kernel that `expression` instantiates in the expanded source `text`; to PTX for a virtual target.
 
     Raises:
         CompileError: NVRTC does not know the target, or refuses the source; its log is in the error.
@@ -98,6 +99,8 @@ def compile_cubin(text: str, name: str, expression: str, target: str, flags: tup
             log="",
             source=None,
         )
+    if target.startswith(VIRTUAL):
+        return _compile_ptx(text, name, expression, target, flags)
     log = io.StringIO()
     start = time.perf_counter()
     try:
@@ -123,3 +126,30 @@ def compile_cubin(text: str, name: str, expression: str, target: str, flags: tup
         log=log.getvalue(),
         seconds=time.perf_counter() - start,
     )
+
+
+def _compile_ptx(text: str, name: str, expression: str, target: str, flags: tuple[str, ...]) -> Cubin:
+    """The same to PTX, which cuda-core makes on machines with a driver only. Ends with the zero that drivers want."""
+    from cuda.bindings import nvrtc
+
+    def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
+        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{name}: NVRTC failed for {target}: {result[0].name}", log="", source=None)
+        return result[1:]
+
+    start = time.perf_counter()
+    (program,) = check(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
+    try:
+        check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
+        options = [f"--gpu-architecture={target}", *flags, *(f"--include-path={d}" for d in include_directories())]
+        (failed,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))[0]
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        if failed != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{name}: NVRTC refused {expression} for {target}", log=log.decode(), source=None)
+        code = b" " * check(nvrtc.nvrtcGetPTXSize(program))[0]
+        check(nvrtc.nvrtcGetPTX(program, code))
+        (symbol,) = check(nvrtc.nvrtcGetLoweredName(program, expression.encode()))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return Cubin(code, symbol.decode(), log.rstrip(b"\0").decode(), time.perf_counter() - start)

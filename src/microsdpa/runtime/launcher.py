@@ -12,7 +12,7 @@ import torch
 
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
-from microsdpa.problem import Problem
+from microsdpa.problem import Problem, target_of, virtual
 from microsdpa.runtime.ffi import tvm_ffi
 from microsdpa.specs import KernelSpec
 
@@ -83,6 +83,29 @@ def set_programmatic(enabled: bool) -> bool:
 set_programmatic(os.environ.get("MICROSDPA_PDL", "1") != "0")
 
 
+_ptx_of: str | None = None
+
+
+def use_ptx_of(target: str | None) -> None:
+    """Run the PTX of another target's kernels, such as "sm_89", which the driver compiles for the device at hand.
+
+    For checking kernels of GPUs that are not there. It holds for calls of the process that have no plan yet; None goes
+    back to the device's own kernels.
+
+    Raises:
+        ValueError: PTX of `target` runs on no other GPU.
+    """
+    global _ptx_of
+    if target is not None:
+        virtual(target)
+    _ptx_of = target
+
+
+def target_of_device(device: torch.device | int | None = None) -> str:
+    """What kernels are chosen and compiled for on a CUDA device."""
+    return _ptx_of or target_of(torch.cuda.get_device_capability(device))
+
+
 def device_error() -> str | None:
     """Why this machine cannot launch a kernel, or None when it can."""
     version = driver_version()
@@ -138,8 +161,9 @@ def prepare(
         RuntimeError: the driver refuses to load it.
     """
     kernels = []
+    compiled_for = virtual(problem.target) if _ptx_of else problem.target
     for stage in spec.stages:
-        function, context = load_kernel(compile_kernel(stage, problem.target), query.device.index)
+        function, context = load_kernel(compile_kernel(stage, compiled_for), query.device.index)
         fields = [stage.threads, stage.shared_bytes, stage.cluster, int(stage.programmatic)]
         for m in stage.tensor_maps:
             fields += [_OPERANDS.index(m.tensor), m.rows, m.columns, m.swizzle]

@@ -77,7 +77,7 @@ def _through_mma_sync(
     block_m, block_n, stages = 64, 32 if problem.head_dim > 64 else 64, 2
     warps = block_m // 16 + producers
     shared_bytes = (block_m + 2 * stages * block_n) * _row_bytes(problem)
-    ctas_of_sm = {"CTAS": 2} if stays else {}
+    ctas_of_sm = {"CTAS": 1 if problem.head_dim > 64 else 2} if stays else {}  # two at D = 128 would spill
     spec = KernelSpec(
         name=f"ladder/{rung}",
         source=f"ladder/{rung}.cu",
@@ -142,13 +142,17 @@ def tuned_tiles(problem: Problem) -> Tiles:
     sms = MULTIPROCESSORS.get(problem.target, 132)
     heads = problem.batch * problem.heads
     small_shared = capability_of(problem.target) not in ((8, 0), (9, 0), (10, 0))
-    if heads * -(-problem.seqlen_q // 64) >= sms:
+    # Where two CTAs fit an SM and tiles are few, some SMs get twice the work of others: smaller tiles are more even.
+    enough = 2 * sms if small_shared and problem.head_dim <= 64 else sms
+    if heads * -(-problem.seqlen_q // 64) >= enough:
         return Tiles(
             block_n=32 if problem.head_dim > 64 else 64, row_tiles=1, row_warps=4, key_groups=1, stages=2, ctas=2
         )
     if problem.head_dim > 64:
         return Tiles(block_n=32, row_tiles=1, row_warps=2, key_groups=2 if small_shared else 4, stages=2, ctas=1)
-    return Tiles(block_n=32 if small_shared else 64, row_tiles=1, row_warps=2, key_groups=4, stages=2, ctas=1)
+    if small_shared:
+        return Tiles(block_n=32, row_tiles=1, row_warps=2, key_groups=2, stages=2, ctas=2)
+    return Tiles(block_n=64, row_tiles=1, row_warps=2, key_groups=4, stages=2, ctas=1)
 
 
 def _row_bytes(problem: Problem) -> int:

@@ -1,0 +1,117 @@
+"""Tables of the ladder, from its result file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from microsdpa.evidence import environment, roofline
+from microsdpa.evidence.devices import DEVICES, Device
+from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.results import Result, Row
+
+HEAD = [
+    *("rung", "us", "rung before / this", "best torch / this", "TFLOP/s", "share of the floor"),
+    *("registers", "shared KB", "CTAs an SM", "occupancy", "spilled B", "bank conflicts", "tensor instr.", "max error"),
+]
+NOT_RECORDED = "*Not recorded yet: `microsdpa ladder --output benchmarks/results`, on a GPU, writes the result file.*\n"
+
+
+def columns(rows: list[Row], device: Device | None, best_us: float | None = None) -> list[list[str]]:
+    """A header and one line a rung; cells of what a row does not have stay empty."""
+    lines = [HEAD]
+    before: float | None = None
+    for row in rows:
+        us = row.get("median_us")
+        timed = ["" for _ in range(5)]
+        if us is not None:
+            limit = roofline.floor(_case(row), device) if device else None
+            timed = [
+                f"{us:.2f}",
+                f"{before / us:.2f}x" if before else "",
+                f"{best_us / us:.2f}x" if best_us else "",
+                f"{row['tflops']:.1f}",
+                f"{limit.warm_us / us:.0%}" if limit else "",
+            ]
+        elif row.get("status", "ok") != "ok":
+            timed[0] = row["status"]
+        before = us or before
+        lines.append([row["kernel"], *timed, *_figures(row)])
+    return lines
+
+
+def _figures(row: Row) -> list[str]:
+    found: dict[str, Any] = row.get("figures") or {}
+    if not found:
+        return [""] * 8
+    conflicts = found["bank_conflicts"]
+    error = row["error"]["max_abs"] if row.get("error") else found["emulated_error"]
+    return [
+        str(found["registers"]),
+        f"{found['shared_bytes'] / 1024:.1f}",
+        f"{found['ctas']} ({found['limit']})",
+        f"{found['occupancy']:.0%}",
+        str(found["spill_bytes"]),
+        "wmma: not modelled" if conflicts is None else f"{conflicts} of {found['bank_wavefronts']:,}",
+        found["tensor_instructions"],
+        f"{error:.1e}",
+    ]
+
+
+def mission(result: Result) -> list[list[str]]:
+    """The rungs at the first shape of the file."""
+    first = [row for row in result["rows"] if _key(row) == _key(result["rows"][0])]
+    device = DEVICES.get(environment.gpu_slug(result["environment"]["gpu"]))
+    return columns(_ours(first), device, _best_torch(first))
+
+
+def shapes(result: Result) -> list[list[str]]:
+    """Microseconds of every rung, and of torch's backends, at every shape: one line a shape."""
+    kernels = [row["kernel"] for row in _ours(result["rows"])]
+    peers = [row["impl"] for row in result["rows"] if row["impl"] != "microsdpa"]
+    names = [*dict.fromkeys(kernels), *dict.fromkeys(peers)]
+    lines = [["(B, H, S_q, S_k, D)", *names]]
+    for key in dict.fromkeys(_key(row) for row in result["rows"]):
+        by_name = {row["kernel"] or row["impl"]: row for row in result["rows"] if _key(row) == key}
+        cells = [by_name.get(name) for name in names]
+        lines.append([key, *(_us(cell) for cell in cells)])
+    return lines
+
+
+def markdown(result: Result, options: dict[str, str], stale: set[str]) -> str:
+    """The table that a marker asks for: all rungs, rung=NN with the one before it, or table=shapes.
+
+    `stale` names the kernels that have changed since they were measured.
+    """
+    lines = shapes(result) if options.get("table") == "shapes" else mission(result)
+    if rung := options.get("rung"):
+        at = next(i for i, line in enumerate(lines) if line[0].startswith(f"ladder/{rung}_"))
+        lines = [lines[0], *lines[max(1, at - 1) : at + 1]]
+    renamed = [[f"{cell} (stale)" if cell in stale else cell for cell in line] for line in lines]
+    ruled = [renamed[0], ["---"] + ["---:"] * (len(renamed[0]) - 1), *renamed[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in ruled)
+
+
+def _ours(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["impl"] == "microsdpa"]
+
+
+def _best_torch(rows: list[Row]) -> float | None:
+    peers = [row["median_us"] for row in rows if row["impl"] != "microsdpa" and row["median_us"] is not None]
+    return min(peers, default=None)
+
+
+def _us(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['median_us']:.2f}" if row["median_us"] is not None else str(row["status"])
+
+
+def _key(row: Row) -> str:
+    s = row["shape"]
+    return f"({s['b']}, {s['h']}, {s['s_q']}, {s['s_k']}, {s['d']}){'' if row['mask'] == 'none' else ', causal'}"
+
+
+def _case(row: Row) -> Case:
+    s = row["shape"]
+    mask = None if row["mask"] == "none" else row["mask"]
+    return Case(s["b"], s["h"], s["s_q"], s["s_k"], s["d"], heads_kv=s["h_kv"], dtype=row["dtype"], causal=mask)

@@ -1,0 +1,78 @@
+"""`microsdpa ladder`: its figures without a GPU, and its tables from a result file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from microsdpa.evidence import compare, ladder, ladder_table, render, results
+from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.roofline_page import ladder_times
+from microsdpa.evidence.suites import load
+from microsdpa.runtime import launcher
+
+MISSION = load("ladder").cases[0]
+FIGURES = ladder.Figures(128, 40 * 1024, 0, 3, 0.1875, "registers", "HMMA 64", 0, 3008, 1e-4)
+
+ERROR = compare.as_record(compare.Errors(2e-4, 1e-5, 1e-4, 1.0, (0, 0, 0, 0)), compare.Tolerance(1e-3, 1e-3, 1e-3))
+
+
+def result() -> results.Result:
+    rows = []
+    for case in (MISSION, Case(1, 2, 64, 64, 64, causal="upper_left")):
+        for kernel, us in (("ladder/01_scalar", 50.0), ("ladder/02_wmma", 20.0)):
+            row = results.row(
+                case, kernel=kernel, median_us=us, min_us=us, samples_us=[us], tflops=1.0, requested=kernel, version="1"
+            )
+            row |= {"error": ERROR, "code_signature": "of another day", "signature": "s"}
+            rows.append(row | ({"figures": asdict(FIGURES)} if case == MISSION else {}))
+        rows.append(results.row(case, impl="torch FLASH", median_us=10.0, min_us=10.0, samples_us=[10.0], version="2"))
+        rows.append(results.row(case, impl="torch MATH", status="unavailable", reason="no", version="2"))
+    made = results.make("ladder", "microsdpa ladder", rows)
+    made["environment"] |= {"gpu": "NVIDIA H200", "target": "sm_90a", "driver": "1", "cuda": "13.0"}
+    return made | {"checksum": results.checksum(made)}
+
+
+def test_the_table_has_ratios_to_the_rung_before_and_to_the_best_of_torch() -> None:
+    head, first, second = ladder_table.mission(result())
+    assert first[:4] == ["ladder/01_scalar", "50.00", "", "0.20x"]
+    assert second[:4] == ["ladder/02_wmma", "20.00", "2.50x", "0.50x"]
+    assert second[5] == "3%"  # of the H200's 0.54 us for 537 MFLOP
+    assert second[6:] == ["128", "40.0", "3 (registers)", "19%", "0", "0 of 3,008", "HMMA 64", "2.0e-04"]
+    assert len(head) == len(first) == len(second)
+
+
+def test_the_other_shapes_have_a_line_each() -> None:
+    lines = ladder_table.shapes(result())
+    assert lines[0] == ["(B, H, S_q, S_k, D)", "ladder/01_scalar", "ladder/02_wmma", "torch FLASH", "torch MATH"]
+    assert lines[2] == ["(1, 2, 64, 64, 64), causal", "50.00", "20.00", "10.00", "unavailable"]
+
+
+def test_markers_give_all_rungs_one_rung_or_the_shapes(tmp_path: Path) -> None:
+    marker = "<!-- microsdpa:table gpu=h200 suite=ladder{} -->\n<!-- microsdpa:end -->\n"
+    assert "Not recorded yet" in render.rendered(marker.format(""), tmp_path, "page")
+    results.write(result(), tmp_path)
+    whole, one, shapes = (
+        render.rendered(marker.format(option), tmp_path, "page") for option in ("", " rung=02", " table=shapes")
+    )
+    assert whole.count("| ladder/") == 2
+    assert "| ladder/02_wmma (stale) | 20.00 |" in one
+    assert "(1, 2, 64, 64, 64), causal" in shapes
+    assert "`microsdpa ladder`" in whole
+    assert ladder_times(tmp_path / "h200" / "ladder.json") == {"ladder/01_scalar": 50.0, "ladder/02_wmma": 20.0}
+
+
+@pytest.mark.skipif(launcher.device_error() is None, reason="this machine has a GPU")
+def test_without_a_gpu_the_compiled_and_emulated_columns_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "rungs", lambda: ["ladder/02_wmma", "ladder/04_mma_sync"])
+    step = ladder.step()
+    assert step.status == "passed"
+    assert "times need a GPU" in step.summary
+    wmma, mma_sync = step.table[1:]
+    assert wmma[1:6] == mma_sync[1:6] == [""] * 5
+    assert "not modelled" in wmma[11]
+    assert mma_sync[11].startswith("0 of ")
+    assert mma_sync[12] == "HMMA 64"
+    assert float(mma_sync[13]) < 1e-3
