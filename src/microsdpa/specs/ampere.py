@@ -62,6 +62,7 @@ class Tiling:
 def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec:
     """The kernel of one tiling for a problem."""
     boolean = {True: "true", False: "false"}
+    programmatic = capability_of(problem.target) >= (9, 0)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
@@ -77,6 +78,7 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
         "CAUSAL": boolean[problem.causal is not None],
         "PACK": pack,
         "SPLIT": tiling.split,
+        "PROGRAMMATIC": boolean[programmatic],
     }
     return KernelSpec(
         name="ampere/fwd_mma",
@@ -88,6 +90,27 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
         shared_bytes=tiling.shared_bytes(problem.head_dim),
         split=tiling.split,
         pack=pack,
+        programmatic=programmatic,
+        workspace_row_bytes=tiling.split * (4 * problem.head_dim + 8) if tiling.split > 1 else 0,
+        then=_merge(problem, tiling.split, programmatic) if tiling.split > 1 else None,
+    )
+
+
+def _merge(problem: Problem, split: int, programmatic: bool) -> KernelSpec:
+    """The kernel that adds up the parts of a split problem."""
+    block_m = max(1, 512 // problem.head_dim)  # 128 threads with four columns each
+    arguments = (CPP_TYPE[problem.dtype], problem.head_dim, block_m, split, "true" if programmatic else "false")
+    return KernelSpec(
+        name="ampere/fwd_mma",
+        source="ampere/fwd_merge.cu",
+        template="microsdpa::attention_merge",
+        template_args=tuple(
+            zip(("T", "HEAD_DIM", "BLOCK_M", "SPLIT", "PROGRAMMATIC"), map(str, arguments), strict=True)
+        ),
+        threads=block_m * problem.head_dim // 4,
+        block_m=block_m,
+        programmatic=programmatic,
+        workspace_row_bytes=split * (4 * problem.head_dim + 8),
     )
 
 

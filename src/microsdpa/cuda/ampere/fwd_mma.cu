@@ -18,6 +18,7 @@
 #include "../core/params.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
+#include "../ptx/grid_dependency.cuh"
 
 namespace microsdpa {
 
@@ -114,7 +115,7 @@ __device__ __forceinline__ void wait_until_pending(int pending) {
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, bool RESIDENT,
-          int KEPT, int STEP, int CTAS, bool CAUSAL, int PACK, int SPLIT>
+          int KEPT, int STEP, int CTAS, bool CAUSAL, int PACK, int SPLIT, bool PROGRAMMATIC>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
     attention_forward(const __grid_constant__ AttentionParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
@@ -159,6 +160,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
         value + first * params.value_strides.row, params.value_strides.row, params.seqlen_k - first, thread);
   };
 
+  if (PROGRAMMATIC) grid_dependency_wait();
   C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
     const bool valid = work.first_row + static_cast<int>(r) < work.rows;
     const T* source = work.row(query, params.query_strides, valid ? work.first_row + r : 0) + column;
@@ -173,6 +175,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
     if (i < count) load_value(i);
     cp_async_commit();
   }
+  if (PROGRAMMATIC) grid_dependency_launch();
   cp_async_wait<RESIDENT ? 2 * AHEAD : AHEAD>();
   __syncthreads();
 
@@ -322,6 +325,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
                                           pack<T>(values.data[2] * inverse, values.data[3] * inverse)};
         *reinterpret_cast<Vector<uint32, 2>*>(work.row(out, params.out_strides, work.first_row + r) + column) = packed;
         if (params.lse != nullptr && column == 0) params.lse[flat] = log_sum_exp(stats.reference, stats.sum);
+      } else {
+        const PartialResults<HEAD_DIM, SPLIT> partial(params);
+        *partial.values(work.part, flat, column) = values;
+        if (column == 0) *partial.stats(work.part, flat) = stats;
       }
     }
   }
