@@ -24,7 +24,8 @@ class Tiling:
         warps_n: groups of such warps, each with its own keys.
         stages: tiles of K and V in shared memory, of each group.
         resident: all of a group's keys are loaded at once; they must fit its `stages` tiles.
-        keep_query: Q's fragments stay in registers.
+        kept: blocks of 16 columns of Q that stay in registers; at most all.
+        step: keys whose scores are in registers at a time; 0 for block_n.
         ctas: CTAs that an SM shall hold at once, which bounds the registers.
         split: CTAs among which the keys are divided.
     """
@@ -35,7 +36,8 @@ class Tiling:
     warps_n: int = 1
     stages: int = 2
     resident: bool = False
-    keep_query: bool = True
+    kept: int = 16
+    step: int = 0
     ctas: int = 1
     split: int = 1
 
@@ -60,6 +62,7 @@ class Tiling:
 def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec:
     """The kernel of one tiling for a problem."""
     boolean = {True: "true", False: "false"}
+    programmatic = capability_of(problem.target) >= (9, 0)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
@@ -69,11 +72,13 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
         "WARPS_N": tiling.warps_n,
         "STAGES": tiling.stages,
         "RESIDENT": boolean[tiling.resident],
-        "KEEP_QUERY": boolean[tiling.keep_query],
+        "KEPT": min(tiling.kept, problem.head_dim // 16),
+        "STEP": tiling.step or tiling.block_n,
         "CTAS": tiling.ctas,
         "CAUSAL": boolean[problem.causal is not None],
         "PACK": pack,
         "SPLIT": tiling.split,
+        "PROGRAMMATIC": boolean[programmatic],
     }
     return KernelSpec(
         name="ampere/fwd_mma",
@@ -85,6 +90,27 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
         shared_bytes=tiling.shared_bytes(problem.head_dim),
         split=tiling.split,
         pack=pack,
+        programmatic=programmatic,
+        workspace_row_bytes=tiling.split * (4 * problem.head_dim + 8) if tiling.split > 1 else 0,
+        then=_merge(problem, tiling.split, programmatic) if tiling.split > 1 else None,
+    )
+
+
+def _merge(problem: Problem, split: int, programmatic: bool) -> KernelSpec:
+    """The kernel that adds up the parts of a split problem."""
+    block_m = max(1, 512 // problem.head_dim)  # 128 threads with four columns each
+    arguments = (CPP_TYPE[problem.dtype], problem.head_dim, block_m, split, "true" if programmatic else "false")
+    return KernelSpec(
+        name="ampere/fwd_mma",
+        source="ampere/fwd_merge.cu",
+        template="microsdpa::attention_merge",
+        template_args=tuple(
+            zip(("T", "HEAD_DIM", "BLOCK_M", "SPLIT", "PROGRAMMATIC"), map(str, arguments), strict=True)
+        ),
+        threads=block_m * problem.head_dim // 4,
+        block_m=block_m,
+        programmatic=programmatic,
+        workspace_row_bytes=split * (4 * problem.head_dim + 8),
     )
 
 
@@ -100,7 +126,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
     small = problem.head_dim <= 128
-    spec = specification(problem, Tiling(block_n=64 if small else 32, row_tiles=1, warps_m=4, keep_query=small))
+    spec = specification(problem, Tiling(block_n=64 if small else 32, row_tiles=1, warps_m=4, kept=16 if small else 0))
     if spec.grid(problem)[0] > MAX_GRID_X:
         return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
     return spec

@@ -18,6 +18,7 @@
 #include "../core/params.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
+#include "../ptx/grid_dependency.cuh"
 
 namespace microsdpa {
 
@@ -114,7 +115,7 @@ __device__ __forceinline__ void wait_until_pending(int pending) {
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, bool RESIDENT,
-          bool KEEP_QUERY, int CTAS, bool CAUSAL, int PACK, int SPLIT>
+          int KEPT, int STEP, int CTAS, bool CAUSAL, int PACK, int SPLIT, bool PROGRAMMATIC>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
     attention_forward(const __grid_constant__ AttentionParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
@@ -159,6 +160,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
         value + first * params.value_strides.row, params.value_strides.row, params.seqlen_k - first, thread);
   };
 
+  if (PROGRAMMATIC) grid_dependency_wait();
   C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
     const bool valid = work.first_row + static_cast<int>(r) < work.rows;
     const T* source = work.row(query, params.query_strides, valid ? work.first_row + r : 0) + column;
@@ -173,6 +175,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
     if (i < count) load_value(i);
     cp_async_commit();
   }
+  if (PROGRAMMATIC) grid_dependency_launch();
   cp_async_wait<RESIDENT ? 2 * AHEAD : AHEAD>();
   __syncthreads();
 
@@ -188,7 +191,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
     });
     __syncthreads();
   }
-  const QueryOperand<typename C::QueryTile, ROW_TILES, HEAD_DIM, KEEP_QUERY> fragments(query_tile, warp_row);
+  const QueryOperand<typename C::QueryTile, ROW_TILES, HEAD_DIM, KEPT> fragments(query_tile, warp_row);
 
   OnlineSoftmax<ROW_TILES> softmax;
   float o[ROW_TILES][HEAD_DIM / 8][4] = {};
@@ -198,35 +201,57 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
   const int seen_first = CAUSAL ? warp_first / PACK + params.diagonal + 1 : params.seqlen_k;
   const int seen_last = CAUSAL ? (warp_first + WARP_ROWS - 1) / PACK + params.diagonal + 1 : params.seqlen_k;
 
-  const auto score = [&](float (&s)[ROW_TILES][BLOCK_N / 8][4], int i, int first_key) {
-    multiply_query_key<T, ROW_TILES, HEAD_DIM, BLOCK_N>(s, fragments, ring.key[i % STAGES], 0);
-    if (first_key + BLOCK_N > min(seen_first, params.seqlen_k)) {
+  // STEP keys of tile i, from row `first` of it on: scores to packed probabilities. References are maxima only of what
+  // was seen when they were set; the maximum is looked for again where scores are masked or a probability grows large.
+  using Packed = uint32[ROW_TILES][STEP / 16][4];
+  const auto probabilities = [&](Packed& p, int i, int first, bool start) {
+    const int first_key = (first_tile + i * WARPS_N) * BLOCK_N + first;
+    const bool masked = first_key + STEP > min(seen_first, params.seqlen_k);
+    float s[ROW_TILES][STEP / 8][4];
+    const auto& key_tile = ring.key[i % STAGES];
+    if (!masked && (RESIDENT || !start)) {
+      multiply_query_key<T, ROW_TILES, HEAD_DIM, STEP>(s, fragments, key_tile, first);
+      if (start) softmax.template begin<STEP>(s, scale);
+      const bool done = softmax.template try_update<STEP>(s, scale);
+      pack_probabilities<T, ROW_TILES, STEP>(p, s);
+      if (done) return;
+    }
+    multiply_query_key<T, ROW_TILES, HEAD_DIM, STEP>(s, fragments, key_tile, first);
+    if (masked) {
 #pragma unroll
       for (int t = 0; t < ROW_TILES; ++t) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int r = warp_first + 16 * t + 8 * half + lane_index() / 4;
           const int seen = CAUSAL ? min(params.seqlen_k, r / PACK + params.diagonal + 1) : params.seqlen_k;
-          mask_row<BLOCK_N>(s[t], half, seen - first_key);
+          mask_row<STEP>(s[t], half, seen - first_key);
         }
       }
     }
-    softmax.template update<BLOCK_N, HEAD_DIM>(s, o, scale);
+    softmax.template update<STEP, HEAD_DIM>(s, o, scale);
+    pack_probabilities<T, ROW_TILES, STEP>(p, s);
   };
 
   if constexpr (RESIDENT) {
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
       if (i >= count) break;
-      const int first_key = (first_tile + i * WARPS_N) * BLOCK_N;
-      const bool visible = first_key < seen_last;
-      float s[ROW_TILES][BLOCK_N / 8][4];
+      const bool visible = (first_tile + i * WARPS_N) * BLOCK_N < seen_last;
+      Packed p[BLOCK_N / STEP];
       wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i) + 1);
       group_sync<C::GROUP_THREADS, WARPS_N>(group);
-      if (visible) score(s, i, first_key);
+      if (visible) {
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / STEP; ++step) probabilities(p[step], i, step * STEP, i + step == 0);
+      }
       wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i));
       group_sync<C::GROUP_THREADS, WARPS_N>(group);
-      if (visible) multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, s, ring.value[i], 0);
+      if (visible) {
+#pragma unroll
+        for (int step = 0; step < BLOCK_N / STEP; ++step) {
+          multiply_probability_value<T, ROW_TILES, HEAD_DIM, STEP>(o, p[step], ring.value[i], step * STEP);
+        }
+      }
     }
   } else {
     for (int i = 0; i < count; ++i) {
@@ -237,11 +262,13 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
         load_value(i + STAGES - 1);
       }
       cp_async_commit();
-      const int first_key = (first_tile + i * WARPS_N) * BLOCK_N;
-      if (first_key >= seen_last) continue;
-      float s[ROW_TILES][BLOCK_N / 8][4];
-      score(s, i, first_key);
-      multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, s, ring.value[i % STAGES], 0);
+      if ((first_tile + i * WARPS_N) * BLOCK_N >= seen_last) continue;
+#pragma unroll
+      for (int step = 0; step < BLOCK_N / STEP; ++step) {
+        Packed p;
+        probabilities(p, i, step * STEP, i == 0 && step == 0);
+        multiply_probability_value<T, ROW_TILES, HEAD_DIM, STEP>(o, p, ring.value[i % STAGES], step * STEP);
+      }
     }
   }
 
@@ -298,6 +325,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
                                           pack<T>(values.data[2] * inverse, values.data[3] * inverse)};
         *reinterpret_cast<Vector<uint32, 2>*>(work.row(out, params.out_strides, work.first_row + r) + column) = packed;
         if (params.lse != nullptr && column == 0) params.lse[flat] = log_sum_exp(stats.reference, stats.sum);
+      } else {
+        const PartialResults<HEAD_DIM, SPLIT> partial(params);
+        *partial.values(work.part, flat, column) = values;
+        if (column == 0) *partial.stats(work.part, flat) = stats;
       }
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../ptx/ex2.cuh"
+#include "params.cuh"
 #include "softmax.cuh"
 
 namespace microsdpa {
@@ -14,6 +15,24 @@ struct alignas(8) RowStats {
 
 struct alignas(16) Values4 {
   float data[4];
+};
+
+// What the CTAs of a split problem leave in the workspace: for each part O [B, H, S_q, HEAD_DIM], then for each part the
+// rows' statistics.
+template <int HEAD_DIM, int PARTS>
+struct PartialResults {
+  float* workspace;
+  int64 rows;
+
+  __device__ __forceinline__ explicit PartialResults(const AttentionParams& params)
+      : workspace(static_cast<float*>(params.workspace)),
+        rows(static_cast<int64>(params.batch) * params.heads * params.seqlen_q) {}
+  __device__ __forceinline__ Values4* values(int part, int64 row, int column) const {
+    return reinterpret_cast<Values4*>(workspace + (part * rows + row) * HEAD_DIM + column);
+  }
+  __device__ __forceinline__ RowStats* stats(int part, int64 row) const {
+    return reinterpret_cast<RowStats*>(workspace + PARTS * rows * HEAD_DIM) + part * rows + row;
+  }
 };
 
 // Gives four columns of the row's O, and its statistics, relative to the largest reference. The parts are added in

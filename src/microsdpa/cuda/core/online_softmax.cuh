@@ -37,6 +37,7 @@ __device__ __forceinline__ void mask_row(float (&s)[KEYS / 8][4], int half, int 
 template <int ROW_TILES>
 struct OnlineSoftmax {
   static constexpr float SLACK = 8.0f;
+  static constexpr float LIMIT = 16384.0f;  // of a lane's sum over some keys: FP16 holds probabilities up to 65504
 
   float reference[ROW_TILES][2];  // base 2, scaled; -inf before the first visible key
   float sum[ROW_TILES][2];        // this lane's part of l
@@ -47,6 +48,43 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) reference[i][half] = negative_infinity(), sum[i][half] = 0.0f;
     }
+  }
+
+  // Takes the largest of the first 16 scores as a row's reference.
+  template <int KEYS>
+  __device__ __forceinline__ void begin(const float (&s)[ROW_TILES][KEYS / 8][4], float scale) {
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float m = fmaxf(fmaxf(s[i][0][2 * half], s[i][0][2 * half + 1]),
+                              fmaxf(s[i][1][2 * half], s[i][1][2 * half + 1]));
+        reference[i][half] = quad_max(m) * scale;
+      }
+    }
+  }
+
+  // Turns scores into probabilities relative to the references as they are, without looking for the maximum. Gives
+  // false, for the whole warp, when one may be too large for FP16: `update` then has to be called with the scores. The
+  // references must be scores that their rows have seen, so that no row's probabilities all vanish.
+  template <int KEYS>
+  __device__ __forceinline__ bool try_update(float (&s)[ROW_TILES][KEYS / 8][4], float scale) {
+    float added[ROW_TILES][2];
+    bool small = true;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) added[i][half] = exponentiate<KEYS>(s[i], half, scale, reference[i][half]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) small &= added[i][half] <= LIMIT;
+    }
+    if (!__all_sync(FULL_WARP, small)) return false;
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum[i][half] += added[i][half];
+    }
+    return true;
   }
 
   // Turns scores into probabilities, and rescales the output accumulator when a reference moves; scale > 0.
@@ -89,16 +127,24 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float subtract = reference[i][half] == negative_infinity() ? 0.0f : reference[i][half];
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            s[i][n][e] = ex2_approx(fmaf(s[i][n][e], scale, -subtract));
-            sum[i][half] += s[i][n][e];
-          }
-        }
+        sum[i][half] += exponentiate<KEYS>(s[i], half, scale, subtract);
       }
     }
+  }
+
+  // Probabilities of this lane's scores of one row; gives their sum.
+  template <int KEYS>
+  __device__ __forceinline__ static float exponentiate(float (&s)[KEYS / 8][4], int half, float scale, float subtract) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        s[n][e] = ex2_approx(fmaf(s[n][e], scale, -subtract));
+        sum += s[n][e];
+      }
+    }
+    return sum;
   }
 
   // l of a row, in all lanes of its quad.

@@ -21,12 +21,17 @@ struct SwizzledTile {
 
   alignas(128) T data[ROWS * COLUMNS];
 
+  // The chunk at (row + first_row, column); first_row is a multiple of 8. In a loop `row` and `column` are the lane's, and
+  // what depends on the iteration alone, first_row and the panel, is a constant in the address of a load.
   __device__ __forceinline__ static unsigned index(unsigned row, unsigned column) {
-    const unsigned chunk = (column % PANEL / CHUNK) ^ (row * CHUNKS / 8 % CHUNKS);
-    return column / PANEL * (ROWS * PANEL) + row * PANEL + chunk * CHUNK + column % CHUNK;
+    return row * PANEL + ((column % PANEL) ^ (row * CHUNKS / 8 % CHUNKS * CHUNK));
   }
-  __device__ __forceinline__ T* at(unsigned row, unsigned column) { return data + index(row, column); }
-  __device__ __forceinline__ const T* at(unsigned row, unsigned column) const { return data + index(row, column); }
+  __device__ __forceinline__ T* at(unsigned row, unsigned column, unsigned first_row = 0) {
+    return data + index(row, column) + (column / PANEL * ROWS + first_row) * PANEL;
+  }
+  __device__ __forceinline__ const T* at(unsigned row, unsigned column, unsigned first_row = 0) const {
+    return data + index(row, column) + (column / PANEL * ROWS + first_row) * PANEL;
+  }
 
   // Calls visit(row, column) for the chunks that this one of THREADS threads has to move. Eight consecutive threads
   // have eight consecutive chunks of a panel: whole 128-byte lines of shared memory.
@@ -50,6 +55,12 @@ struct SwizzledTile {
   //   global: [valid_rows, COLUMNS], row_stride elements apart, 16-byte aligned
   template <int THREADS>
   __device__ __forceinline__ void copy_async(const T* global, int64 row_stride, int valid_rows, unsigned thread) {
+    if (valid_rows >= ROWS) {
+      for_each_chunk<THREADS>(thread, [&](unsigned row, unsigned column) {
+        cp_async<16>(at(row, column), global + row * row_stride + column);
+      });
+      return;
+    }
     for_each_chunk<THREADS>(thread, [&](unsigned row, unsigned column) {
       const bool valid = static_cast<int>(row) < valid_rows;
       // An invalid row's address is never read, and still has to be one that exists.

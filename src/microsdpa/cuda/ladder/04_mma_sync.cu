@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(BLOCK_M / WARP_ROWS * 32, 1)
     cp_async_wait<1>();  // all but the newest group: this tile has arrived
     __syncthreads();
 
-    const QueryOperand<decltype(shared.query), 1, HEAD_DIM, false> query(shared.query, warp_row);
+    const QueryOperand<decltype(shared.query), 1, HEAD_DIM, 0> query(shared.query, warp_row);
     rows.template attend<CAUSAL>(query, shared.key[stage], shared.value[stage], params, row, first_key);
     __syncthreads();  // the next copy overwrites what slower warps still read
   }

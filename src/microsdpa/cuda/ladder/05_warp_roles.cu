@@ -59,7 +59,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Head<T>& head, con
   cp_async_wait<0>();
   __syncwarp();
 
-  const QueryOperand<decltype(shared.query), 1, HEAD_DIM, false> query(shared.query, warp_row);
+  const QueryOperand<decltype(shared.query), 1, HEAD_DIM, 0> query(shared.query, warp_row);
   MmaRows<T, HEAD_DIM, BLOCK_N> rows;
   for (int tile = 0; tile < tiles; ++tile) {
     const int stage = tile % STAGES;

@@ -93,7 +93,7 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>
 
   // The softmax wants a positive scale: a negative one is a positive one of -Q, and 0 must not meet a score of -inf.
   const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);
-  QueryOperand<decltype(shared.query), ROW_TILES, HEAD_DIM, true> query(shared.query, warp_row);
+  QueryOperand<decltype(shared.query), ROW_TILES, HEAD_DIM, HEAD_DIM / 16> query(shared.query, warp_row);
   if (params.scale_log2 < 0.0f) {
 #pragma unroll
     for (auto& tile : query.kept) {
