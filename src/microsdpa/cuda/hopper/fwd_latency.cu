@@ -1,0 +1,436 @@
+// One attention call in the time that a memory round trip takes: small problems, wgmma and TMA, no second launch.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M = 64 queries of one head per cluster. The
+// keys are dealt in tiles of BLOCK_N = 64, tile t to warpgroup t % (2 CLUSTER) of the cluster, so that a whole chip
+// takes part in a problem of few queries. Roles: one thread of warp 0 issues every copy, all warps compute; a
+// warpgroup's rows meet its own keys, and the parts are merged at the end (latency_merge.cuh).
+// Pipeline: 1. all copies are issued, in the order in which they are needed   2. S of tile t + 1 while the exponentials
+//           of tile t run, t + 1's maxima in their shadow   3. P V in steps of 16 keys, as their P is ready   4. O's
+//           columns change warpgroups, half its rows change CTAs; 16-byte stores
+// Bound by: latencies one after another. Launch and first bytes take longer than the arithmetic, of which the
+// exponentials (16 a clock) and the products take the same; docs/hopper-latency.md has the time line.
+#include "../core/head.cuh"
+#include "../core/mma_tile.cuh"
+#include "../core/online_softmax.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/grid_dependency.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warp_role.cuh"
+#include "../ptx/wgmma.cuh"
+#include "latency_merge.cuh"
+#include "latency_shared.cuh"
+
+namespace microsdpa {
+
+// The part of the problem that a CTA computes.
+struct Work {
+  int rank;       // CTA of the cluster
+  int head;       // of Q and O
+  int head_kv;    // of K and V
+  int batch;      //
+  int first_row;  // of the query tile
+  int rounds;     // tiles of each warpgroup
+
+  // Keys from here on are tile `round` of a warpgroup.
+  template <int CLUSTER>
+  __device__ __forceinline__ int first_key(int round, int warpgroup) const {
+    return BLOCK_N * (round * WARPGROUPS * CLUSTER + WARPGROUPS * rank + warpgroup);
+  }
+};
+
+// Grid: CLUSTER * heads, query tiles, batch. ROUNDS: as many for every CTA, or 0 for what the keys that it sees ask for.
+template <int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS>
+__device__ __forceinline__ Work work_of_cta(const AttentionParams& params) {
+  Work work;
+  work.rank = CLUSTER == 1 ? 0 : static_cast<int>(blockIdx.x % CLUSTER);
+  work.head = static_cast<int>(blockIdx.x / CLUSTER);
+  work.head_kv = work.head / GROUP;
+  work.batch = static_cast<int>(blockIdx.z);
+  // Tiles that see the most keys first: they take longest.
+  work.first_row = BLOCK_M * static_cast<int>(CAUSAL ? gridDim.y - 1 - blockIdx.y : blockIdx.y);
+  work.rounds = ROUNDS;
+  if (ROUNDS == 0) {
+    constexpr int KEYS_A_ROUND = BLOCK_N * WARPGROUPS * CLUSTER;
+    work.rounds = max(1, (keys_seen<CAUSAL>(params, work.first_row, BLOCK_M) + KEYS_A_ROUND - 1) / KEYS_A_ROUND);
+  }
+  return work;
+}
+
+template <typename T, int HEAD_DIM>
+constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
+
+// Copies 64 rows of one head. Rows past the tensor become zeros.
+template <typename T, int HEAD_DIM>
+__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& loaded, int row, int head,
+                                          int batch) {
+  mbarrier_arrive_expect(loaded, TILE_BYTES<T, HEAD_DIM>);
+#pragma unroll
+  for (int panel = 0; panel < HEAD_DIM / PANEL; ++panel) {
+    tma_load(shared + panel * BLOCK_N * PANEL, map, loaded, panel * PANEL, row, head, batch);
+  }
+}
+
+// Sets the barriers up, and issues the copies that shared memory has room for, in the order in which they are needed:
+// issue and arrival are in order, and the first tile of keys decides when the first product begins. One thread.
+template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
+__device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
+                                      const TensorMap& query, const TensorMap& key, const TensorMap& value) {
+  prefetch_tensor_map(query);
+  prefetch_tensor_map(key);
+  prefetch_tensor_map(value);
+  mbarrier_init(shared.query_loaded, 1);
+#pragma unroll
+  for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(shared.key_loaded[warpgroup][stage], 1);
+      mbarrier_init(shared.value_loaded[warpgroup][stage], 1);
+    }
+    if (CLUSTER == 2) mbarrier_init(shared.peer_output_arrived[warpgroup], 1);
+  }
+  if (CLUSTER == 2) mbarrier_init(shared.peer_state_arrived, 1);
+  mbarrier_init_fence();
+
+  // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+  grid_dependency_wait();
+  load_tile<T, HEAD_DIM>(shared.query, query, shared.query_loaded, work.first_row, work.head, work.batch);
+#pragma unroll
+  for (int round = 0; round <= STAGES; ++round) {
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+      if (round < STAGES && (ROUNDS >= STAGES || round < work.rounds)) {
+        load_tile<T, HEAD_DIM>(shared.key[warpgroup][round], key, shared.key_loaded[warpgroup][round],
+                               work.first_key<CLUSTER>(round, warpgroup), work.head_kv, work.batch);
+      }
+    }
+    // V one round later than K: the product with it comes after the exponentials.
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+      if (round > 0 && (ROUNDS >= STAGES || round <= work.rounds)) {
+        load_tile<T, HEAD_DIM>(shared.value[warpgroup][round - 1], value, shared.value_loaded[warpgroup][round - 1],
+                               work.first_key<CLUSTER>(round - 1, warpgroup), work.head_kv, work.batch);
+      }
+    }
+  }
+  if (CLUSTER == 2) {
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+      mbarrier_arrive_expect(shared.peer_output_arrived[warpgroup], sizeof(shared.from_peer[warpgroup]));
+    }
+    mbarrier_arrive_expect(shared.peer_state_arrived, sizeof(shared.peer_state));
+  }
+}
+
+// A warpgroup's way through its keys.
+template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
+struct Consumer {
+  using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
+  static constexpr int STEPS = BLOCK_N / 16;          // of P V, 16 keys each
+  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
+
+  Shared& shared;
+  const AttentionParams& params;
+  const TensorMap& key_map;
+  const TensorMap& value_map;
+  const Work& work;
+  const int warpgroup;
+  const Fragment<CLUSTER> fragment;
+  const float scale;  // > 0, base 2
+
+  uint32 query[HEAD_DIM / 16][4];
+  float o[HEAD_DIM / 2];
+  float reference[2];  // base 2; a score that the row has seen: the largest so far
+  float sum[2];        // this thread's part of l
+
+  // Q's fragments. A negative scale is a positive one of -Q.
+  __device__ __forceinline__ void load_query() {
+    const int lane = fragment.lane();
+    const int row = fragment.tile_row(lane / 8 % 2, lane % 8);
+    mbarrier_wait(shared.query_loaded, 0);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
+      ldmatrix(query[step], shared.query + step / 4 * BLOCK_M * PANEL + row * PANEL + chunk * 8);
+    }
+    if (params.scale_log2 < 0.0f) {
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 16; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) query[step][i] ^= 0x80008000u;
+      }
+    }
+  }
+
+  // Starts S of a round.
+  __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2], int round) {
+    const int stage = round % STAGES;
+    const uint64 key = matrix_descriptor(shared.key[warpgroup][stage], 16, 8 * PANEL * sizeof(T), Swizzle::BYTES_128);
+    mbarrier_wait(shared.key_loaded[warpgroup][stage], round / STAGES % 2);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const int offset = step / 4 * BLOCK_N * PANEL + step % 4 * 16;
+      wgmma<T, BLOCK_N>(s, query[step], advance(key, offset * sizeof(T)), step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Adds P V of 16-key steps FIRST to LAST - 1.
+  template <int FIRST, int LAST>
+  __device__ __forceinline__ void accumulate(const uint32 (&p)[STEPS][4], int round) {
+    const int stage = round % STAGES;
+    const uint64 value = matrix_descriptor(shared.value[warpgroup][stage], BLOCK_N * PANEL * sizeof(T),
+                                           8 * PANEL * sizeof(T), Swizzle::BYTES_128);
+    mbarrier_wait(shared.value_loaded[warpgroup][stage], round / STAGES % 2);
+    wgmma_fence();
+#pragma unroll
+    for (int step = FIRST; step < LAST; ++step) {
+      wgmma<T, HEAD_DIM, Major::MN>(o, p[step], advance(value, 16 * PANEL * step * sizeof(T)), round > 0 || step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Keys that a row does not see get -inf.
+  __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) const {
+    if constexpr (MASKED) {
+      const int first_key = work.first_key<CLUSTER>(round, warpgroup);
+      const int keys = params.seqlen_k - first_key;
+      const int first_visible = CAUSAL ? work.first_row + params.diagonal - first_key + 1 : BLOCK_N;
+      if (min(keys, first_visible) >= BLOCK_N) return;
+      const int column = 2 * fragment.quad_lane();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int visible = CAUSAL ? min(keys, first_visible + fragment.tile_row(half)) : keys;
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            if (8 * n + column + e >= visible) s[4 * n + 2 * half + e] = negative_infinity();
+          }
+        }
+      }
+    }
+  }
+
+  // The largest scores of the thread's rows, scaled, or what they were before.
+  __device__ __forceinline__ void maxima(const float (&s)[BLOCK_N / 2], float (&largest)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float even = s[2 * half], odd = s[2 * half + 1];
+#pragma unroll
+      for (int n = 1; n < BLOCK_N / 8; ++n) {
+        even = fmaxf(even, s[4 * n + 2 * half]);
+        odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
+      }
+      largest[half] = fmaxf(largest[half], quad_max(fmaxf(even, odd)) * scale);
+    }
+  }
+
+  // The warpgroups' last tiles share a reference: their O can then be added as they are.
+  __device__ __forceinline__ void publish_maxima(const float (&largest)[2]) {
+    if (fragment.quad_lane() == 0) {
+      shared.maximum[warpgroup][0][fragment.row_of_half()] = largest[0];
+      shared.maximum[warpgroup][1][fragment.row_of_half()] = largest[1];
+    }
+    named_barrier_arrive(warpgroup == 0 ? MAXIMA_OF_FIRST : MAXIMA_OF_SECOND, THREADS);
+  }
+  __device__ __forceinline__ void agree_on_maxima(float (&largest)[2]) {
+    named_barrier_sync(warpgroup == 0 ? MAXIMA_OF_SECOND : MAXIMA_OF_FIRST, THREADS);
+    largest[0] = fmaxf(largest[0], shared.maximum[1 - warpgroup][0][fragment.row_of_half()]);
+    largest[1] = fmaxf(largest[1], shared.maximum[1 - warpgroup][1][fragment.row_of_half()]);
+  }
+
+  // P of 16-key steps FIRST to LAST - 1, as A's fragments.
+  template <int FIRST, int LAST>
+  __device__ __forceinline__ void exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+    const float subtract[2] = {MASKED ? finite(reference[0]) : reference[0],
+                               MASKED ? finite(reference[1]) : reference[1]};
+#pragma unroll
+    for (int i = QUARTER * FIRST; i < QUARTER * LAST; i += 2) {
+      const int half = i / 2 % 2;
+      s[i] = ex2_approx(fmaf(s[i], scale, -subtract[half]));
+      s[i + 1] = ex2_approx(fmaf(s[i + 1], scale, -subtract[half]));
+      sum[half] += s[i] + s[i + 1];
+      p[i / QUARTER][i / 2 % 4] = pack<T>(s[i], s[i + 1]);
+    }
+  }
+
+  // Moves to new references; O follows when the products that add to it have ended.
+  __device__ __forceinline__ void move_reference(const float (&largest)[2], float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factor[half] = ex2_approx(reference[half] - (MASKED ? finite(largest[half]) : largest[half]));
+      sum[half] *= factor[half];
+      reference[half] = largest[half];
+    }
+  }
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // The tile of `round` is read: its place in the ring takes the tile that is STAGES rounds ahead.
+  __device__ __forceinline__ void refill(int round) {
+    if (ROUNDS > 0 || round + STAGES >= work.rounds) return;
+    named_barrier_sync(warpgroup == 0 ? TILE_READ_BY_FIRST : TILE_READ_BY_SECOND, WARPGROUP_THREADS);
+    if (fragment.warp() == 0 && elect_one()) {
+      const int stage = round % STAGES;
+      const int first_key = work.first_key<CLUSTER>(round + STAGES, warpgroup);
+      load_tile<T, HEAD_DIM>(shared.key[warpgroup][stage], key_map, shared.key_loaded[warpgroup][stage], first_key,
+                             work.head_kv, work.batch);
+      load_tile<T, HEAD_DIM>(shared.value[warpgroup][stage], value_map, shared.value_loaded[warpgroup][stage],
+                             first_key, work.head_kv, work.batch);
+    }
+  }
+
+  // One round, of which S and the maxima are known; gives those of the next one, and starts S of the one after it.
+  // What is not touched while it is in flight decides the order: P V of the round before, and the next S, end here.
+  __device__ __forceinline__ void advance_round(float (&s)[BLOCK_N / 2], float (&next)[BLOCK_N / 2],
+                                                uint32 (&p)[STEPS][4], float (&factor)[2], int round) {
+    exponentials<0, 2>(s, p);
+    wgmma_fence_registers(p[0]);
+    wgmma_fence_registers(p[1]);
+    wgmma_wait<0>();
+    wgmma_fence_registers(next);
+    wgmma_fence_registers(o);
+    if (round > 0) {
+      rescale(factor);
+      refill(round - 1);
+    }
+    accumulate<0, 2>(p, round);
+    mask(next, round + 1);
+    float largest[2] = {reference[0], reference[1]};
+    maxima(next, largest);
+    const bool last = round + 2 == work.rounds;
+    if (last) publish_maxima(largest);
+    exponentials<2, 4>(s, p);
+    accumulate<2, 4>(p, round);
+    if (!last) score(s, round + 2);
+    if (last) agree_on_maxima(largest);
+    move_reference(largest, factor);
+  }
+
+  __device__ __forceinline__ void last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4], const float (&factor)[2],
+                                             int round) {
+    exponentials<0, 2>(s, p);
+    if (round > 0) {
+      wgmma_wait<0>();
+      wgmma_fence_registers(o);
+      rescale(factor);
+    }
+    accumulate<0, 2>(p, round);
+    exponentials<2, 3>(s, p);
+    accumulate<2, 3>(p, round);
+    exponentials<3, 4>(s, p);
+    accumulate<3, 4>(p, round);
+  }
+
+  __device__ __forceinline__ void run() {
+    load_query();
+    float s[2][BLOCK_N / 2];
+    uint32 p[2][STEPS][4];
+    float factor[2];
+    sum[0] = sum[1] = 0.0f;
+    reference[0] = reference[1] = negative_infinity();
+    score(s[0], 0);
+    if (work.rounds > 1) {
+      score(s[1], 1);
+      wgmma_wait<1>();
+    } else {
+      wgmma_wait<0>();
+    }
+    wgmma_fence_registers(s[0]);
+    mask(s[0], 0);
+    maxima(s[0], reference);
+    if (work.rounds == 1) {
+      publish_maxima(reference);
+      agree_on_maxima(reference);
+    }
+    // Two rounds a turn, so that which registers hold a tile is known when compiling.
+    int round = 0;
+    if constexpr (ROUNDS > 0) {
+#pragma unroll
+      for (; round + 1 < ROUNDS; ++round) advance_round(s[round % 2], s[1 - round % 2], p[round % 2], factor, round);
+      last_round(s[round % 2], p[round % 2], factor, round);
+    } else {
+      while (true) {
+        if (round + 1 == work.rounds) break;
+        advance_round(s[0], s[1], p[0], factor, round++);
+        if (round + 1 == work.rounds) break;
+        advance_round(s[1], s[0], p[1], factor, round++);
+      }
+      if (round % 2 == 0) {
+        last_round(s[0], p[0], factor, round);
+      } else {
+        last_round(s[1], p[1], factor, round);
+      }
+    }
+  }
+
+  // The rows' state goes ahead of O, which is still being summed up.
+  __device__ __forceinline__ void publish_sums() {
+    sum[0] = quad_sum(sum[0]);
+    sum[1] = quad_sum(sum[1]);
+    const int row = fragment.row_of_half();
+    if (fragment.quad_lane() == 0) {
+      shared.sum[warpgroup][0][row] = sum[0];
+      shared.sum[warpgroup][1][row] = sum[1];
+      if constexpr (CLUSTER == 2) {
+        store_async(peer_address(&shared.peer_state[warpgroup][row], 1 - fragment.rank), reference[1], sum[1],
+                    peer_address(&shared.peer_state_arrived, 1 - fragment.rank));
+      }
+    }
+    __syncwarp();
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+  }
+};
+
+// ROUNDS: tiles of each warpgroup when known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key
+// head. MASKED: there may be tiles with keys that a row does not see.
+template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL, bool MASKED>
+__global__ void __launch_bounds__(THREADS, 1)
+    latency_attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
+                      const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+  static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
+  static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "whole panels, of which each warpgroup finishes whole quadruples");
+  static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
+  auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, STAGES>>();
+  // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
+  grid_dependency_launch();
+  const Work work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS>(params);
+  if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
+  __syncwarp();
+  if constexpr (CLUSTER == 2) {
+    cluster_arrive<false>();  // the barriers are fenced already; a release would cost a device-wide memory barrier
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
+  const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
+  Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED> consumer{
+      shared, params, key, value, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}, scale};
+  consumer.run();
+  consumer.publish_sums();
+
+  const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
+  T* out = static_cast<T*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
+           work.first_row * params.out_strides.row;
+  float* lse = params.lse == nullptr ? nullptr : params.lse + head * params.seqlen_q + work.first_row;
+  const int valid_rows = params.seqlen_q - work.first_row;
+  // Two copies of the merge, so that no register is chosen at run time.
+  if (warpgroup == 0) {
+    finish<T, 0, CLUSTER, HEAD_DIM>(shared, consumer.fragment, consumer.o, consumer.reference, consumer.sum, out,
+                                    params.out_strides.row, lse, valid_rows);
+  } else {
+    finish<T, 1, CLUSTER, HEAD_DIM>(shared, consumer.fragment, consumer.o, consumer.reference, consumer.sum, out,
+                                    params.out_strides.row, lse, valid_rows);
+  }
+}
+
+}  // namespace microsdpa

@@ -1,0 +1,127 @@
+// From four unfinished outputs to one: hopper/fwd_latency.cu's warpgroups and CTAs hold O and l of different keys.
+//
+// Each warpgroup finishes one half of the columns; of two CTAs each finishes half of the rows. One exchange through
+// shared memory inside the CTA, then one of a quarter of O between CTAs: the bytes that cross are what costs.
+#pragma once
+
+#include "../core/head.cuh"
+#include "../core/mma_tile.cuh"
+#include "../core/online_softmax.cuh"
+#include "../ptx/cluster.cuh"
+#include "latency_shared.cuh"
+
+namespace microsdpa {
+
+// What -inf, the reference of a row without keys, is replaced by: -inf - (-inf) would be NaN.
+__device__ __forceinline__ float finite(float reference) {
+  return reference == negative_infinity() ? 0.0f : reference;
+}
+
+// Transposes the 4 x 4 words of a quad: lane i gets word i of lanes 0 to 3.
+__device__ __forceinline__ void transpose_quad(uint32 (&word)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  uint32 a = __shfl_xor_sync(FULL_WARP, odd ? word[0] : word[1], 1);
+  uint32 b = __shfl_xor_sync(FULL_WARP, odd ? word[2] : word[3], 1);
+  (odd ? word[0] : word[1]) = a;
+  (odd ? word[2] : word[3]) = b;
+  a = __shfl_xor_sync(FULL_WARP, upper ? word[0] : word[2], 2);
+  b = __shfl_xor_sync(FULL_WARP, upper ? word[1] : word[3], 2);
+  (upper ? word[0] : word[2]) = a;
+  (upper ? word[1] : word[3]) = b;
+}
+
+// Four consecutive floats of half `half` among a thread's accumulators, from column block `first` on: two pairs.
+template <int N>
+__device__ __forceinline__ Quadruple quadruple(const float (&o)[N], int half, int pair) {
+  const int i = 8 * pair + 2 * half;
+  return {o[i], o[i + 1], o[i + 4], o[i + 5]};
+}
+
+// Finishes this warpgroup's columns of the CTA's rows and writes them, and gives the peer what it finishes.
+//   o: [64, HEAD_DIM] accumulator of this warpgroup's keys, reference and sum: its rows' state, sum over the quad
+template <typename T, int WARPGROUP, int CLUSTER, int HEAD_DIM, typename Shared>
+__device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& fragment, const float (&o)[HEAD_DIM / 2],
+                                       const float (&reference)[2], const float (&sum)[2], T* out, int64 row_stride,
+                                       float* lse, int valid_rows) {
+  constexpr int OTHER = 1 - WARPGROUP;
+  constexpr int QUADRUPLES = Shared::QUADRUPLES;
+  constexpr int OWN_ROWS = CLUSTER == 2 ? 1 : 2;  // halves that this CTA finishes
+  const int thread = fragment.thread;
+  const int row = fragment.row_of_half();
+
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < QUADRUPLES; ++i) {
+      shared.from_neighbour[OTHER][half][i][thread] = quadruple(o, half, QUADRUPLES * OTHER + i);
+    }
+  }
+  __syncthreads();
+
+  if constexpr (CLUSTER == 2) {
+    const ClusterAddress arrived = peer_address(&shared.peer_output_arrived[WARPGROUP], 1 - fragment.rank);
+#pragma unroll
+    for (int i = 0; i < QUADRUPLES; ++i) {
+      const Quadruple mine = quadruple(o, 1, QUADRUPLES * WARPGROUP + i);
+      const Quadruple theirs = shared.from_neighbour[WARPGROUP][1][i][thread];
+      store_async(peer_address(&shared.from_peer[WARPGROUP][i][thread], 1 - fragment.rank),
+                  mine.data[0] + theirs.data[0], mine.data[1] + theirs.data[1], mine.data[2] + theirs.data[2],
+                  mine.data[3] + theirs.data[3], arrived);
+    }
+  }
+
+#pragma unroll
+  for (int half = 0; half < OWN_ROWS; ++half) {
+    float total = sum[half] + shared.sum[OTHER][half][row];
+    float common = reference[half];
+    float weight = 1.0f, peer_weight = 0.0f;
+    if constexpr (CLUSTER == 2) {
+      mbarrier_wait_cluster(shared.peer_state_arrived, 0);
+      const Vector<float, 2> first = shared.peer_state[0][row], second = shared.peer_state[1][row];
+      common = fmaxf(reference[half], first.data[0]);
+      weight = ex2_approx(reference[half] - finite(common));
+      peer_weight = ex2_approx(first.data[0] - finite(common));
+      total = fmaf(total, weight, (first.data[1] + second.data[1]) * peer_weight);
+    }
+    const float inverse = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+    weight *= inverse;
+    peer_weight *= inverse;
+
+    Quadruple result[QUADRUPLES];
+#pragma unroll
+    for (int i = 0; i < QUADRUPLES; ++i) {
+      const Quadruple mine = quadruple(o, half, QUADRUPLES * WARPGROUP + i);
+      const Quadruple theirs = shared.from_neighbour[WARPGROUP][half][i][thread];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) result[i].data[e] = (mine.data[e] + theirs.data[e]) * weight;
+    }
+    if constexpr (CLUSTER == 2) {
+      mbarrier_wait_cluster(shared.peer_output_arrived[WARPGROUP], 0);
+#pragma unroll
+      for (int i = 0; i < QUADRUPLES; ++i) {
+        const Quadruple received = shared.from_peer[WARPGROUP][i][thread];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) result[i].data[e] = fmaf(received.data[e], peer_weight, result[i].data[e]);
+      }
+    }
+
+    const int tile_row = fragment.tile_row(half);
+    const bool valid = tile_row < valid_rows;
+#pragma unroll
+    for (int i = 0; i < QUADRUPLES; i += 2) {
+      uint32 words[4] = {pack<T>(result[i].data[0], result[i].data[1]), pack<T>(result[i].data[2], result[i].data[3]),
+                         pack<T>(result[i + 1].data[0], result[i + 1].data[1]),
+                         pack<T>(result[i + 1].data[2], result[i + 1].data[3])};
+      transpose_quad(words);  // a thread's pairs of columns become 16 consecutive bytes
+      if (valid) {
+        T* column = out + tile_row * row_stride + HEAD_DIM / 2 * WARPGROUP + 16 * i + 8 * fragment.quad_lane();
+        *reinterpret_cast<Vector<uint32, 4>*>(column) = {words[0], words[1], words[2], words[3]};
+      }
+    }
+    if (WARPGROUP == 0 && lse != nullptr && valid && fragment.quad_lane() == 0) {
+      lse[tile_row] = log_sum_exp(common, total);
+    }
+  }
+}
+
+}  // namespace microsdpa
