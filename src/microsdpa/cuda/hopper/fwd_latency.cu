@@ -41,7 +41,8 @@ struct Work {
   }
 };
 
-// Grid: CLUSTER * heads, query tiles, batch. ROUNDS: as many for every CTA, or 0 for what the keys that it sees ask for.
+// Grid: CLUSTER * heads, query tiles, batch. ROUNDS: as many for every CTA, or 0 for what the keys that it sees ask
+// for.
 template <int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS>
 __device__ __forceinline__ Work work_of_cta(const AttentionParams& params) {
   Work work;
@@ -91,27 +92,31 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
     }
     if (CLUSTER == 2) mbarrier_init(shared.peer_output_arrived[warpgroup], 1);
   }
-  if (CLUSTER == 2) mbarrier_init(shared.peer_state_arrived, 1);
+  if (CLUSTER == 2) mbarrier_init(shared.peer_part_arrived, 1);
   mbarrier_init_fence();
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
   load_tile<T, HEAD_DIM>(shared.query, query, shared.query_loaded, work.first_row, work.head, work.batch);
+  // A warpgroup needs K 0, K 1, V 0, K 2, V 1, ... The second one starts two tiles later than the first: they then use
+  // the tensor cores and the exponential unit in turn.
+  constexpr int COPIES = 2 * STAGES, LAG = 2;
 #pragma unroll
-  for (int round = 0; round <= STAGES; ++round) {
+  for (int turn = 0; turn < COPIES + LAG; ++turn) {
 #pragma unroll
-    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
-      if (round < STAGES && (ROUNDS >= STAGES || round < work.rounds)) {
-        load_tile<T, HEAD_DIM>(shared.key[warpgroup][round], key, shared.key_loaded[warpgroup][round],
-                               work.first_key<CLUSTER>(round, warpgroup), work.head_kv, work.batch);
-      }
-    }
-    // V one round later than K: the product with it comes after the exponentials.
-#pragma unroll
-    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
-      if (round > 0 && (ROUNDS >= STAGES || round <= work.rounds)) {
-        load_tile<T, HEAD_DIM>(shared.value[warpgroup][round - 1], value, shared.value_loaded[warpgroup][round - 1],
-                               work.first_key<CLUSTER>(round - 1, warpgroup), work.head_kv, work.batch);
+    for (int warpgroup = WARPGROUPS - 1; warpgroup >= 0; --warpgroup) {
+      const int copy = turn - LAG * warpgroup;
+      if (copy < 0 || copy >= COPIES) continue;
+      const bool is_key = copy == 0 || (copy % 2 == 1 && copy < COPIES - 1);
+      const int round = is_key ? (copy + 1) / 2 : (copy - 1) / 2;
+      if (ROUNDS < STAGES && round >= work.rounds) continue;
+      const int first_key = work.first_key<CLUSTER>(round, warpgroup);
+      if (is_key) {
+        load_tile<T, HEAD_DIM>(shared.key[warpgroup][round], key, shared.key_loaded[warpgroup][round], first_key,
+                               work.head_kv, work.batch);
+      } else {
+        load_tile<T, HEAD_DIM>(shared.value[warpgroup][round], value, shared.value_loaded[warpgroup][round], first_key,
+                               work.head_kv, work.batch);
       }
     }
   }
@@ -120,7 +125,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
     for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
       mbarrier_arrive_expect(shared.peer_output_arrived[warpgroup], sizeof(shared.from_peer[warpgroup]));
     }
-    mbarrier_arrive_expect(shared.peer_state_arrived, sizeof(shared.peer_state));
+    mbarrier_arrive_expect(shared.peer_part_arrived, sizeof(shared.peer_part));
   }
 }
 
@@ -128,7 +133,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
 struct Consumer {
   using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
-  static constexpr int STEPS = BLOCK_N / 16;          // of P V, 16 keys each
+  static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
   static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
 
   Shared& shared;
@@ -229,20 +234,6 @@ struct Consumer {
     }
   }
 
-  // The warpgroups' last tiles share a reference: their O can then be added as they are.
-  __device__ __forceinline__ void publish_maxima(const float (&largest)[2]) {
-    if (fragment.quad_lane() == 0) {
-      shared.maximum[warpgroup][0][fragment.row_of_half()] = largest[0];
-      shared.maximum[warpgroup][1][fragment.row_of_half()] = largest[1];
-    }
-    named_barrier_arrive(warpgroup == 0 ? MAXIMA_OF_FIRST : MAXIMA_OF_SECOND, THREADS);
-  }
-  __device__ __forceinline__ void agree_on_maxima(float (&largest)[2]) {
-    named_barrier_sync(warpgroup == 0 ? MAXIMA_OF_SECOND : MAXIMA_OF_FIRST, THREADS);
-    largest[0] = fmaxf(largest[0], shared.maximum[1 - warpgroup][0][fragment.row_of_half()]);
-    largest[1] = fmaxf(largest[1], shared.maximum[1 - warpgroup][1][fragment.row_of_half()]);
-  }
-
   // P of 16-key steps FIRST to LAST - 1, as A's fragments.
   template <int FIRST, int LAST>
   __device__ __forceinline__ void exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
@@ -272,18 +263,22 @@ struct Consumer {
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // The tile of `round` is read: its place in the ring takes the tile that is STAGES rounds ahead.
-  __device__ __forceinline__ void refill(int round) {
-    if (ROUNDS > 0 || round + STAGES >= work.rounds) return;
+  // S of `key_round` and P V of `value_round` have ended: their places in the rings take the tiles STAGES rounds ahead.
+  __device__ __forceinline__ void refill(int key_round, int value_round) {
+    if (ROUNDS > 0 || min(key_round, value_round) + STAGES >= work.rounds) return;
     named_barrier_sync(warpgroup == 0 ? TILE_READ_BY_FIRST : TILE_READ_BY_SECOND, WARPGROUP_THREADS);
     if (fragment.warp() == 0 && elect_one()) {
-      const int stage = round % STAGES;
-      const int first_key = work.first_key<CLUSTER>(round + STAGES, warpgroup);
-      load_tile<T, HEAD_DIM>(shared.key[warpgroup][stage], key_map, shared.key_loaded[warpgroup][stage], first_key,
-                             work.head_kv, work.batch);
-      load_tile<T, HEAD_DIM>(shared.value[warpgroup][stage], value_map, shared.value_loaded[warpgroup][stage],
-                             first_key, work.head_kv, work.batch);
+      refill_place(shared.key[warpgroup], key_map, shared.key_loaded[warpgroup], key_round);
+      refill_place(shared.value[warpgroup], value_map, shared.value_loaded[warpgroup], value_round);
     }
+    __syncwarp();
+  }
+  template <typename Ring, typename Barriers>
+  __device__ __forceinline__ void refill_place(Ring& ring, const TensorMap& map, Barriers& loaded, int round) {
+    if (round < 0 || round + STAGES >= work.rounds) return;
+    const int stage = round % STAGES;
+    load_tile<T, HEAD_DIM>(ring[stage], map, loaded[stage], work.first_key<CLUSTER>(round + STAGES, warpgroup),
+                           work.head_kv, work.batch);
   }
 
   // One round, of which S and the maxima are known; gives those of the next one, and starts S of the one after it.
@@ -296,20 +291,15 @@ struct Consumer {
     wgmma_wait<0>();
     wgmma_fence_registers(next);
     wgmma_fence_registers(o);
-    if (round > 0) {
-      rescale(factor);
-      refill(round - 1);
-    }
+    if (round > 0) rescale(factor);
+    refill(round + 1, round - 1);
     accumulate<0, 2>(p, round);
     mask(next, round + 1);
     float largest[2] = {reference[0], reference[1]};
     maxima(next, largest);
-    const bool last = round + 2 == work.rounds;
-    if (last) publish_maxima(largest);
     exponentials<2, 4>(s, p);
     accumulate<2, 4>(p, round);
-    if (!last) score(s, round + 2);
-    if (last) agree_on_maxima(largest);
+    if (round + 2 < work.rounds) score(s, round + 2);
     move_reference(largest, factor);
   }
 
@@ -322,70 +312,121 @@ struct Consumer {
       rescale(factor);
     }
     accumulate<0, 2>(p, round);
-    exponentials<2, 3>(s, p);
-    accumulate<2, 3>(p, round);
-    exponentials<3, 4>(s, p);
-    accumulate<3, 4>(p, round);
+    exponentials<2, 4>(s, p);
+    accumulate<2, 4>(p, round);
   }
 
-  __device__ __forceinline__ void run() {
-    load_query();
+  // Any number of rounds, with the running maximum of Milakov and Gimelshein as reference.
+  __device__ __forceinline__ void run_online() {
     float s[2][BLOCK_N / 2];
     uint32 p[2][STEPS][4];
     float factor[2];
     sum[0] = sum[1] = 0.0f;
     reference[0] = reference[1] = negative_infinity();
     score(s[0], 0);
-    if (work.rounds > 1) {
-      score(s[1], 1);
-      wgmma_wait<1>();
-    } else {
-      wgmma_wait<0>();
+    if (work.rounds > 1) score(s[1], 1);
+    wgmma_wait<0>();
+    wgmma_fence_registers(s[0]);
+    refill(0, -1);
+    mask(s[0], 0);
+    maxima(s[0], reference);
+    // Two rounds a turn, so that which registers hold a tile is known when compiling.
+    int round = 0;
+    while (true) {
+      if (round + 1 == work.rounds) {
+        last_round(s[0], p[0], factor, round);
+        break;
+      }
+      advance_round(s[0], s[1], p[0], factor, round++);
+      if (round + 1 == work.rounds) {
+        last_round(s[1], p[1], factor, round);
+        break;
+      }
+      advance_round(s[1], s[0], p[1], factor, round++);
     }
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+  }
+
+  // ROUNDS rounds with the first one's maximum as reference: O is never rescaled, and no later maximum is waited for.
+  // Right unless a score exceeds the reference by so much that P overflows, which the sums then show.
+  __device__ __forceinline__ void run_straight() {
+    float s[2][BLOCK_N / 2];
+    uint32 p[2][STEPS][4];
+    sum[0] = sum[1] = 0.0f;
+    reference[0] = reference[1] = negative_infinity();
+    score(s[0], 0);
+    if constexpr (ROUNDS > 1) score(s[1], 1);
+    wgmma_wait<(ROUNDS > 1)>();
     wgmma_fence_registers(s[0]);
     mask(s[0], 0);
     maxima(s[0], reference);
-    if (work.rounds == 1) {
-      publish_maxima(reference);
-      agree_on_maxima(reference);
-    }
-    // Two rounds a turn, so that which registers hold a tile is known when compiling.
-    int round = 0;
-    if constexpr (ROUNDS > 0) {
 #pragma unroll
-      for (; round + 1 < ROUNDS; ++round) advance_round(s[round % 2], s[1 - round % 2], p[round % 2], factor, round);
-      last_round(s[round % 2], p[round % 2], factor, round);
-    } else {
-      while (true) {
-        if (round + 1 == work.rounds) break;
-        advance_round(s[0], s[1], p[0], factor, round++);
-        if (round + 1 == work.rounds) break;
-        advance_round(s[1], s[0], p[1], factor, round++);
-      }
-      if (round % 2 == 0) {
-        last_round(s[0], p[0], factor, round);
+    for (int round = 0; round < ROUNDS; ++round) {
+      exponentials<0, 2>(s[round % 2], p[round % 2]);
+      if (round + 1 == ROUNDS) accumulate<0, 2>(p[round % 2], round);
+      exponentials<2, 4>(s[round % 2], p[round % 2]);
+      if (round + 1 == ROUNDS) {
+        accumulate<2, 4>(p[round % 2], round);
       } else {
-        last_round(s[1], p[1], factor, round);
+        accumulate<0, 4>(p[round % 2], round);
+        if (round + 2 < ROUNDS) {
+          score(s[round % 2], round + 2);
+          wgmma_wait<2>();
+        } else {
+          wgmma_wait<1>();
+        }
+        wgmma_fence_registers(s[1 - round % 2]);
+        mask(s[1 - round % 2], round + 1);
       }
     }
   }
 
-  // The rows' state goes ahead of O, which is still being summed up.
-  __device__ __forceinline__ void publish_sums() {
+  // Shows the other warpgroup this one's rows, and gives its rows' parts. O may still be in flight.
+  __device__ __forceinline__ void exchange_parts(RowPart (&theirs)[2]) {
     sum[0] = quad_sum(sum[0]);
     sum[1] = quad_sum(sum[1]);
     const int row = fragment.row_of_half();
     if (fragment.quad_lane() == 0) {
-      shared.sum[warpgroup][0][row] = sum[0];
-      shared.sum[warpgroup][1][row] = sum[1];
-      if constexpr (CLUSTER == 2) {
-        store_async(peer_address(&shared.peer_state[warpgroup][row], 1 - fragment.rank), reference[1], sum[1],
-                    peer_address(&shared.peer_state_arrived, 1 - fragment.rank));
+      shared.row_part[warpgroup][0][row] = {reference[0], sum[0]};
+      shared.row_part[warpgroup][1][row] = {reference[1], sum[1]};
+    }
+    if constexpr (ROUNDS > 1) {
+      const bool overflow = __any_sync(FULL_WARP, !(fmaxf(sum[0], sum[1]) < LARGEST_SUM<T>));
+      if (fragment.lane() == 0) shared.overflow[warpgroup].data[fragment.warp()] = overflow;
+    }
+    named_barrier_sync(STATES_PUBLISHED, THREADS);
+    theirs[0] = shared.row_part[1 - warpgroup][0][row];
+    theirs[1] = shared.row_part[1 - warpgroup][1][row];
+  }
+
+  __device__ __forceinline__ bool overflowed() const {
+    int any = 0;
+#pragma unroll
+    for (int i = 0; i < WARPGROUPS; ++i) {
+      const Vector<int32, 4> warps = shared.overflow[i];
+      any |= warps.data[0] | warps.data[1] | warps.data[2] | warps.data[3];
+    }
+    return any != 0;
+  }
+
+  // O, and the rows' state over the keys of both warpgroups.
+  __device__ __forceinline__ void run(RowPart (&theirs)[2]) {
+    load_query();
+    if constexpr (ROUNDS == 0) {
+      run_online();
+      exchange_parts(theirs);
+    } else {
+      run_straight();
+      exchange_parts(theirs);
+      wgmma_wait<0>();
+      wgmma_fence_registers(o);
+      if (ROUNDS > 1 && overflowed()) {  // both warpgroups: the same answer, at about twice the time
+        named_barrier_sync(STATES_PUBLISHED, THREADS);
+        run_online();
+        exchange_parts(theirs);
       }
     }
-    __syncwarp();
-    wgmma_wait<0>();
-    wgmma_fence_registers(o);
   }
 };
 
@@ -414,9 +455,19 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
   Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED> consumer{
-      shared, params, key, value, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}, scale};
-  consumer.run();
-  consumer.publish_sums();
+      shared, params, key, value, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)},
+      scale};
+  RowPart theirs[2];
+  consumer.run(theirs);
+  const MergedRow row[2] = {{{consumer.reference[0], consumer.sum[0]}, theirs[0]},
+                            {{consumer.reference[1], consumer.sum[1]}, theirs[1]}};
+  if constexpr (CLUSTER == 2) {  // ahead of O, which is yet to change warpgroups
+    if (warpgroup == 0 && consumer.fragment.quad_lane() == 0) {
+      store_async(peer_address(&shared.peer_part[consumer.fragment.row_of_half()], 1 - work.rank), row[1].reference,
+                  row[1].sum, peer_address(&shared.peer_part_arrived, 1 - work.rank));
+    }
+    __syncwarp();
+  }
 
   const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
   T* out = static_cast<T*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
@@ -425,11 +476,11 @@ __global__ void __launch_bounds__(THREADS, 1)
   const int valid_rows = params.seqlen_q - work.first_row;
   // Two copies of the merge, so that no register is chosen at run time.
   if (warpgroup == 0) {
-    finish<T, 0, CLUSTER, HEAD_DIM>(shared, consumer.fragment, consumer.o, consumer.reference, consumer.sum, out,
-                                    params.out_strides.row, lse, valid_rows);
+    finish<T, 0, CLUSTER, HEAD_DIM>(shared, consumer.fragment, consumer.o, row, out, params.out_strides.row, lse,
+                                    valid_rows);
   } else {
-    finish<T, 1, CLUSTER, HEAD_DIM>(shared, consumer.fragment, consumer.o, consumer.reference, consumer.sum, out,
-                                    params.out_strides.row, lse, valid_rows);
+    finish<T, 1, CLUSTER, HEAD_DIM>(shared, consumer.fragment, consumer.o, row, out, params.out_strides.row, lse,
+                                    valid_rows);
   }
 }
 

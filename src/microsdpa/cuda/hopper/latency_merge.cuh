@@ -13,9 +13,7 @@
 namespace microsdpa {
 
 // What -inf, the reference of a row without keys, is replaced by: -inf - (-inf) would be NaN.
-__device__ __forceinline__ float finite(float reference) {
-  return reference == negative_infinity() ? 0.0f : reference;
-}
+__device__ __forceinline__ float finite(float reference) { return reference == negative_infinity() ? 0.0f : reference; }
 
 // Transposes the 4 x 4 words of a quad: lane i gets word i of lanes 0 to 3.
 __device__ __forceinline__ void transpose_quad(uint32 (&word)[4]) {
@@ -37,17 +35,31 @@ __device__ __forceinline__ Quadruple quadruple(const float (&o)[N], int half, in
   return {o[i], o[i + 1], o[i + 4], o[i + 5]};
 }
 
+// Two parts of a row as one: the common reference, the sum, and what the parts' outputs are multiplied by.
+struct MergedRow {
+  float reference;
+  float sum;
+  float weight[2];
+
+  __device__ __forceinline__ MergedRow(RowPart first, RowPart second) {
+    reference = fmaxf(first.reference, second.reference);
+    weight[0] = ex2_approx(first.reference - finite(reference));
+    weight[1] = ex2_approx(second.reference - finite(reference));
+    sum = fmaf(first.sum, weight[0], second.sum * weight[1]);
+  }
+};
+
 // Finishes this warpgroup's columns of the CTA's rows and writes them, and gives the peer what it finishes.
-//   o: [64, HEAD_DIM] accumulator of this warpgroup's keys, reference and sum: its rows' state, sum over the quad
+//   o: [64, HEAD_DIM] accumulator of this warpgroup's keys; row: its rows, merged with the other warpgroup's (own
+//   first)
 template <typename T, int WARPGROUP, int CLUSTER, int HEAD_DIM, typename Shared>
-__device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& fragment, const float (&o)[HEAD_DIM / 2],
-                                       const float (&reference)[2], const float (&sum)[2], T* out, int64 row_stride,
-                                       float* lse, int valid_rows) {
+__device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& fragment,
+                                       const float (&o)[HEAD_DIM / 2], const MergedRow (&row)[2], T* out,
+                                       int64 row_stride, float* lse, int valid_rows) {
   constexpr int OTHER = 1 - WARPGROUP;
   constexpr int QUADRUPLES = Shared::QUADRUPLES;
   constexpr int OWN_ROWS = CLUSTER == 2 ? 1 : 2;  // halves that this CTA finishes
   const int thread = fragment.thread;
-  const int row = fragment.row_of_half();
 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -58,43 +70,44 @@ __device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& 
   }
   __syncthreads();
 
+  // This warpgroup's columns of one half of the rows, over both warpgroups' keys, times `factor`.
+  auto merged = [&](int half, int i, float factor) {
+    Quadruple sum = quadruple(o, half, QUADRUPLES * WARPGROUP + i);
+    const Quadruple theirs = shared.from_neighbour[WARPGROUP][half][i][thread];
+    const float weights[2] = {row[half].weight[0] * factor, row[half].weight[1] * factor};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum.data[e] = fmaf(theirs.data[e], weights[1], sum.data[e] * weights[0]);
+    return sum;
+  };
+
   if constexpr (CLUSTER == 2) {
     const ClusterAddress arrived = peer_address(&shared.peer_output_arrived[WARPGROUP], 1 - fragment.rank);
 #pragma unroll
     for (int i = 0; i < QUADRUPLES; ++i) {
-      const Quadruple mine = quadruple(o, 1, QUADRUPLES * WARPGROUP + i);
-      const Quadruple theirs = shared.from_neighbour[WARPGROUP][1][i][thread];
-      store_async(peer_address(&shared.from_peer[WARPGROUP][i][thread], 1 - fragment.rank),
-                  mine.data[0] + theirs.data[0], mine.data[1] + theirs.data[1], mine.data[2] + theirs.data[2],
-                  mine.data[3] + theirs.data[3], arrived);
+      const Quadruple given = merged(1, i, 1.0f);
+      store_async(peer_address(&shared.from_peer[WARPGROUP][i][thread], 1 - fragment.rank), given.data[0],
+                  given.data[1], given.data[2], given.data[3], arrived);
     }
   }
 
 #pragma unroll
   for (int half = 0; half < OWN_ROWS; ++half) {
-    float total = sum[half] + shared.sum[OTHER][half][row];
-    float common = reference[half];
+    RowPart part{row[half].reference, row[half].sum};
     float weight = 1.0f, peer_weight = 0.0f;
     if constexpr (CLUSTER == 2) {
-      mbarrier_wait_cluster(shared.peer_state_arrived, 0);
-      const Vector<float, 2> first = shared.peer_state[0][row], second = shared.peer_state[1][row];
-      common = fmaxf(reference[half], first.data[0]);
-      weight = ex2_approx(reference[half] - finite(common));
-      peer_weight = ex2_approx(first.data[0] - finite(common));
-      total = fmaf(total, weight, (first.data[1] + second.data[1]) * peer_weight);
+      mbarrier_wait_cluster(shared.peer_part_arrived, 0);
+      const MergedRow both(part, shared.peer_part[fragment.row_of_half()]);
+      part = {both.reference, both.sum};
+      weight = both.weight[0];
+      peer_weight = both.weight[1];
     }
-    const float inverse = total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+    const float inverse = normalizer(part.sum);
     weight *= inverse;
     peer_weight *= inverse;
 
     Quadruple result[QUADRUPLES];
 #pragma unroll
-    for (int i = 0; i < QUADRUPLES; ++i) {
-      const Quadruple mine = quadruple(o, half, QUADRUPLES * WARPGROUP + i);
-      const Quadruple theirs = shared.from_neighbour[WARPGROUP][half][i][thread];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) result[i].data[e] = (mine.data[e] + theirs.data[e]) * weight;
-    }
+    for (int i = 0; i < QUADRUPLES; ++i) result[i] = merged(half, i, weight);
     if constexpr (CLUSTER == 2) {
       mbarrier_wait_cluster(shared.peer_output_arrived[WARPGROUP], 0);
 #pragma unroll
@@ -119,7 +132,7 @@ __device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& 
       }
     }
     if (WARPGROUP == 0 && lse != nullptr && valid && fragment.quad_lane() == 0) {
-      lse[tile_row] = log_sum_exp(common, total);
+      lse[tile_row] = log_sum_exp(part.reference, part.sum);
     }
   }
 }

@@ -6,18 +6,30 @@
 
 namespace microsdpa {
 
-constexpr int BLOCK_M = 64;           // queries of a CTA: one wgmma's rows
-constexpr int BLOCK_N = 64;           // keys of a tile
-constexpr int PANEL = 64;             // columns of a box: 128 bytes, one repetition of the swizzle pattern
-constexpr int WARPGROUPS = 2;         // each with its own keys
+constexpr int BLOCK_M = 64;    // queries of a CTA: one wgmma's rows
+constexpr int BLOCK_N = 64;    // keys of a tile
+constexpr int PANEL = 64;      // columns of a box: 128 bytes, one repetition of the swizzle pattern
+constexpr int WARPGROUPS = 2;  // each with its own keys
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 
 // Barriers among warps; 0 is __syncthreads'.
-enum NamedBarrier : int { MAXIMA_OF_FIRST = 1, MAXIMA_OF_SECOND = 2, TILE_READ_BY_FIRST = 3, TILE_READ_BY_SECOND = 4 };
+enum NamedBarrier : int { STATES_PUBLISHED = 1, TILE_READ_BY_FIRST = 2, TILE_READ_BY_SECOND = 3 };
 
 // Four floats of each thread, stored so that a warp's accesses are consecutive.
 using Quadruple = Vector<float, 4>;
+
+// Sums of probabilities below this hold none that T cannot, and leave room for O in FP32.
+template <typename T>
+constexpr float LARGEST_SUM = 65504.0f;
+template <>
+constexpr float LARGEST_SUM<__nv_bfloat16> = 1e9f;
+
+// What is known of a row from a part of its keys: probabilities are 2^(score - reference), and add up to `sum`.
+struct alignas(8) RowPart {
+  float reference;
+  float sum;
+};
 
 template <typename T, int HEAD_DIM, int STAGES>
 struct SharedStorage {
@@ -30,14 +42,14 @@ struct SharedStorage {
   // Unfinished O, for the warpgroup that finishes it: from the other one, and from the other CTA.
   Quadruple from_neighbour[WARPGROUPS][2][QUADRUPLES][WARPGROUP_THREADS];
   Quadruple from_peer[WARPGROUPS][QUADRUPLES][WARPGROUP_THREADS];
-  Vector<float, 2> peer_state[WARPGROUPS][BLOCK_M / 2];  // reference and sum of its warpgroups' parts of our rows
-  float maximum[WARPGROUPS][2][BLOCK_M / 2];
-  float sum[WARPGROUPS][2][BLOCK_M / 2];
+  RowPart row_part[WARPGROUPS][2][BLOCK_M / 2];
+  RowPart peer_part[BLOCK_M / 2];         // of this CTA's rows
+  Vector<int32, 4> overflow[WARPGROUPS];  // of each warp: whether probabilities left the range of T
   Mbarrier query_loaded;
   Mbarrier key_loaded[WARPGROUPS][STAGES];
   Mbarrier value_loaded[WARPGROUPS][STAGES];
   Mbarrier peer_output_arrived[WARPGROUPS];
-  Mbarrier peer_state_arrived;
+  Mbarrier peer_part_arrived;
 };
 
 // What a thread of a warpgroup holds of a 64-row accumulator: two rows, and pairs of columns of every eight.
