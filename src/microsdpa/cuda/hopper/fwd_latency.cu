@@ -299,7 +299,8 @@ struct Consumer {
     maxima(next, largest);
     exponentials<2, 4>(s, p);
     accumulate<2, 4>(p, round);
-    if (round + 2 < work.rounds) score(s, round + 2);
+    // Past the last round its S is computed again and not used: a product started by condition would be serialised.
+    score(s, min(round + 2, work.rounds - 1));
     move_reference(largest, factor);
   }
 
@@ -324,7 +325,7 @@ struct Consumer {
     sum[0] = sum[1] = 0.0f;
     reference[0] = reference[1] = negative_infinity();
     score(s[0], 0);
-    if (work.rounds > 1) score(s[1], 1);
+    score(s[1], min(1, work.rounds - 1));
     wgmma_wait<0>();
     wgmma_fence_registers(s[0]);
     refill(0, -1);

@@ -16,16 +16,17 @@ namespace microsdpa {
 __device__ __forceinline__ float finite(float reference) { return reference == negative_infinity() ? 0.0f : reference; }
 
 // Transposes the 4 x 4 words of a quad: lane i gets word i of lanes 0 to 3.
-__device__ __forceinline__ void transpose_quad(uint32 (&word)[4]) {
+__device__ __forceinline__ uint4 transpose_quad(uint32 a, uint32 b, uint32 c, uint32 d) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  uint32 a = __shfl_xor_sync(FULL_WARP, odd ? word[0] : word[1], 1);
-  uint32 b = __shfl_xor_sync(FULL_WARP, odd ? word[2] : word[3], 1);
-  (odd ? word[0] : word[1]) = a;
-  (odd ? word[2] : word[3]) = b;
-  a = __shfl_xor_sync(FULL_WARP, upper ? word[0] : word[2], 2);
-  b = __shfl_xor_sync(FULL_WARP, upper ? word[1] : word[3], 2);
-  (upper ? word[0] : word[2]) = a;
-  (upper ? word[1] : word[3]) = b;
+  const uint32 ab = __shfl_xor_sync(FULL_WARP, odd ? a : b, 1);
+  const uint32 cd = __shfl_xor_sync(FULL_WARP, odd ? c : d, 1);
+  a = odd ? ab : a;
+  b = odd ? b : ab;
+  c = odd ? cd : c;
+  d = odd ? d : cd;
+  const uint32 ac = __shfl_xor_sync(FULL_WARP, upper ? a : c, 2);
+  const uint32 bd = __shfl_xor_sync(FULL_WARP, upper ? b : d, 2);
+  return upper ? make_uint4(ac, bd, c, d) : make_uint4(a, b, ac, bd);
 }
 
 // Four consecutive floats of half `half` among a thread's accumulators, from column block `first` on: two pairs.
@@ -120,19 +121,19 @@ __device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& 
 
     const int tile_row = fragment.tile_row(half);
     const bool valid = tile_row < valid_rows;
-#pragma unroll
-    for (int i = 0; i < QUADRUPLES; i += 2) {
-      uint32 words[4] = {pack<T>(result[i].data[0], result[i].data[1]), pack<T>(result[i].data[2], result[i].data[3]),
-                         pack<T>(result[i + 1].data[0], result[i + 1].data[1]),
-                         pack<T>(result[i + 1].data[2], result[i + 1].data[3])};
-      transpose_quad(words);  // a thread's pairs of columns become 16 consecutive bytes
-      if (valid) {
-        T* column = out + tile_row * row_stride + HEAD_DIM / 2 * WARPGROUP + 16 * i + 8 * fragment.quad_lane();
-        *reinterpret_cast<Vector<uint32, 4>*>(column) = {words[0], words[1], words[2], words[3]};
-      }
-    }
     if (WARPGROUP == 0 && lse != nullptr && valid && fragment.quad_lane() == 0) {
       lse[tile_row] = log_sum_exp(part.reference, part.sum);
+    }
+#pragma unroll
+    for (int i = 0; i < QUADRUPLES; i += 2) {
+      // A thread's pairs of columns become 16 consecutive bytes.
+      const uint4 chunk = transpose_quad(
+          pack<T>(result[i].data[0], result[i].data[1]), pack<T>(result[i].data[2], result[i].data[3]),
+          pack<T>(result[i + 1].data[0], result[i + 1].data[1]), pack<T>(result[i + 1].data[2], result[i + 1].data[3]));
+      if (valid) {
+        T* column = out + tile_row * row_stride + HEAD_DIM / 2 * WARPGROUP + 16 * i + 8 * fragment.quad_lane();
+        *reinterpret_cast<uint4*>(column) = chunk;
+      }
     }
   }
 }
