@@ -25,22 +25,6 @@
 
 namespace microsdpa {
 
-// The part of the problem that a CTA computes.
-struct Work {
-  int rank;       // CTA of the cluster
-  int head;       // of Q and O
-  int head_kv;    // of K and V
-  int batch;      //
-  int first_row;  // of the query tile
-  int rounds;     // tiles of each warpgroup
-
-  // Keys from here on are tile `round` of a warpgroup.
-  template <int CLUSTER>
-  __device__ __forceinline__ int first_key(int round, int warpgroup) const {
-    return BLOCK_N * (round * WARPGROUPS * CLUSTER + WARPGROUPS * rank + warpgroup);
-  }
-};
-
 // Grid: CLUSTER * heads, query tiles, batch. ROUNDS: as many for every CTA, or 0 for what the keys that it sees ask
 // for.
 template <int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS>
@@ -345,8 +329,6 @@ struct Consumer {
       }
       advance_round(s[1], s[0], p[1], factor, round++);
     }
-    wgmma_wait<0>();
-    wgmma_fence_registers(o);
   }
 
   // ROUNDS rounds with the first one's maximum as reference: O is never rescaled, and no later maximum is waited for.
@@ -383,8 +365,8 @@ struct Consumer {
     }
   }
 
-  // Shows the other warpgroup this one's rows, and gives its rows' parts. O may still be in flight.
-  __device__ __forceinline__ void exchange_parts(RowPart (&theirs)[2]) {
+  // Shows the other warpgroup this one's part of the rows and of O; all is there after a barrier.
+  __device__ __forceinline__ void publish() {
     sum[0] = quad_sum(sum[0]);
     sum[1] = quad_sum(sum[1]);
     const int row = fragment.row_of_half();
@@ -396,12 +378,17 @@ struct Consumer {
       const bool overflow = __any_sync(FULL_WARP, !(fmaxf(sum[0], sum[1]) < LARGEST_SUM<T>));
       if (fragment.lane() == 0) shared.overflow[warpgroup].data[fragment.warp()] = overflow;
     }
-    named_barrier_sync(STATES_PUBLISHED, THREADS);
-    theirs[0] = shared.row_part[1 - warpgroup][0][row];
-    theirs[1] = shared.row_part[1 - warpgroup][1][row];
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+    if (warpgroup == 0) {
+      give_columns<1, HEAD_DIM>(shared, fragment.thread, o);
+    } else {
+      give_columns<0, HEAD_DIM>(shared, fragment.thread, o);
+    }
   }
 
   __device__ __forceinline__ bool overflowed() const {
+    if (ROUNDS < 2) return false;
     int any = 0;
 #pragma unroll
     for (int i = 0; i < WARPGROUPS; ++i) {
@@ -411,22 +398,46 @@ struct Consumer {
     return any != 0;
   }
 
-  // O, and the rows' state over the keys of both warpgroups.
-  __device__ __forceinline__ void run(RowPart (&theirs)[2]) {
+  // O and the rows' state of this warpgroup's keys, and what the other one has published of its own.
+  __device__ __forceinline__ void run() {
     load_query();
     if constexpr (ROUNDS == 0) {
       run_online();
-      exchange_parts(theirs);
     } else {
       run_straight();
-      exchange_parts(theirs);
-      wgmma_wait<0>();
-      wgmma_fence_registers(o);
-      if (ROUNDS > 1 && overflowed()) {  // both warpgroups: the same answer, at about twice the time
-        named_barrier_sync(STATES_PUBLISHED, THREADS);
-        run_online();
-        exchange_parts(theirs);
+    }
+    publish();
+    __syncthreads();
+  }
+
+  // Again, in any range of scores: the right answer, at about twice the time.
+  __device__ __forceinline__ void run_again() {
+    __syncthreads();
+    run_online();
+    publish();
+    __syncthreads();
+  }
+
+  // The state of this thread's rows over the keys of both warpgroups.
+  __device__ __forceinline__ MergedRow merged_row(int half) const {
+    return {{reference[half], sum[half]}, shared.row_part[1 - warpgroup][half][fragment.row_of_half()]};
+  }
+
+  // Merges what the warpgroups and the CTAs have published, and writes it.
+  __device__ __forceinline__ void merge() const {
+    const MergedRow row[2] = {merged_row(0), merged_row(1)};
+    if constexpr (CLUSTER == 2) {  // ahead of O, which is yet to change warpgroups
+      if (warpgroup == 0 && fragment.quad_lane() == 0) {
+        store_async(peer_address(&shared.peer_part[fragment.row_of_half()], 1 - work.rank), row[1].reference,
+                    row[1].sum, peer_address(&shared.peer_part_arrived, 1 - work.rank));
       }
+      __syncwarp();
+    }
+    // Two copies, so that no register is chosen at run time.
+    if (warpgroup == 0) {
+      finish<T, 0, CLUSTER, HEAD_DIM>(shared, fragment, o, row, params, work);
+    } else {
+      finish<T, 1, CLUSTER, HEAD_DIM>(shared, fragment, o, row, params, work);
     }
   }
 };
@@ -458,31 +469,14 @@ __global__ void __launch_bounds__(THREADS, 1)
   Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED> consumer{
       shared, params, key, value, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)},
       scale};
-  RowPart theirs[2];
-  consumer.run(theirs);
-  const MergedRow row[2] = {{{consumer.reference[0], consumer.sum[0]}, theirs[0]},
-                            {{consumer.reference[1], consumer.sum[1]}, theirs[1]}};
-  if constexpr (CLUSTER == 2) {  // ahead of O, which is yet to change warpgroups
-    if (warpgroup == 0 && consumer.fragment.quad_lane() == 0) {
-      store_async(peer_address(&shared.peer_part[consumer.fragment.row_of_half()], 1 - work.rank), row[1].reference,
-                  row[1].sum, peer_address(&shared.peer_part_arrived, 1 - work.rank));
-    }
-    __syncwarp();
+  consumer.run();
+  // Both warpgroups see the same flags. The merge has a copy of its own here: the common path jumps over no code.
+  if (consumer.overflowed()) {
+    consumer.run_again();
+    consumer.merge();
+    return;
   }
-
-  const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
-  T* out = static_cast<T*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
-           work.first_row * params.out_strides.row;
-  float* lse = params.lse == nullptr ? nullptr : params.lse + head * params.seqlen_q + work.first_row;
-  const int valid_rows = params.seqlen_q - work.first_row;
-  // Two copies of the merge, so that no register is chosen at run time.
-  if (warpgroup == 0) {
-    finish<T, 0, CLUSTER, HEAD_DIM>(shared, consumer.fragment, consumer.o, row, out, params.out_strides.row, lse,
-                                    valid_rows);
-  } else {
-    finish<T, 1, CLUSTER, HEAD_DIM>(shared, consumer.fragment, consumer.o, row, out, params.out_strides.row, lse,
-                                    valid_rows);
-  }
+  consumer.merge();
 }
 
 }  // namespace microsdpa

@@ -50,18 +50,10 @@ struct MergedRow {
   }
 };
 
-// Finishes this warpgroup's columns of the CTA's rows and writes them, and gives the peer what it finishes.
-//   o: [64, HEAD_DIM] accumulator of this warpgroup's keys; row: its rows, merged with the other warpgroup's (own
-//   first)
-template <typename T, int WARPGROUP, int CLUSTER, int HEAD_DIM, typename Shared>
-__device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& fragment,
-                                       const float (&o)[HEAD_DIM / 2], const MergedRow (&row)[2], T* out,
-                                       int64 row_stride, float* lse, int valid_rows) {
-  constexpr int OTHER = 1 - WARPGROUP;
+// Gives the other warpgroup the columns of o that it finishes. They are there after a barrier.
+template <int OTHER, int HEAD_DIM, typename Shared>
+__device__ __forceinline__ void give_columns(Shared& shared, int thread, const float (&o)[HEAD_DIM / 2]) {
   constexpr int QUADRUPLES = Shared::QUADRUPLES;
-  constexpr int OWN_ROWS = CLUSTER == 2 ? 1 : 2;  // halves that this CTA finishes
-  const int thread = fragment.thread;
-
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -69,7 +61,18 @@ __device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& 
       shared.from_neighbour[OTHER][half][i][thread] = quadruple(o, half, QUADRUPLES * OTHER + i);
     }
   }
-  __syncthreads();
+}
+
+// Finishes this warpgroup's columns of the CTA's rows and writes them, and gives the peer what it finishes.
+//   o: [64, HEAD_DIM] accumulator of this warpgroup's keys; row: its rows, merged with the other warpgroup's (own
+//   first)
+template <typename T, int WARPGROUP, int CLUSTER, int HEAD_DIM, typename Shared>
+__device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& fragment,
+                                       const float (&o)[HEAD_DIM / 2], const MergedRow (&row)[2],
+                                       const AttentionParams& params, const Work& work) {
+  constexpr int QUADRUPLES = Shared::QUADRUPLES;
+  constexpr int OWN_ROWS = CLUSTER == 2 ? 1 : 2;  // halves that this CTA finishes
+  const int thread = fragment.thread;
 
   // This warpgroup's columns of one half of the rows, over both warpgroups' keys, times `factor`.
   auto merged = [&](int half, int i, float factor) {
@@ -90,6 +93,10 @@ __device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& 
                   given.data[1], given.data[2], given.data[3], arrived);
     }
   }
+
+  T* out = static_cast<T*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
+           work.first_row * params.out_strides.row + HEAD_DIM / 2 * WARPGROUP + 8 * fragment.quad_lane();
+  const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
 
 #pragma unroll
   for (int half = 0; half < OWN_ROWS; ++half) {
@@ -120,9 +127,9 @@ __device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& 
     }
 
     const int tile_row = fragment.tile_row(half);
-    const bool valid = tile_row < valid_rows;
-    if (WARPGROUP == 0 && lse != nullptr && valid && fragment.quad_lane() == 0) {
-      lse[tile_row] = log_sum_exp(part.reference, part.sum);
+    const bool valid = work.first_row + tile_row < params.seqlen_q;
+    if (WARPGROUP == 0 && params.lse != nullptr && valid && fragment.quad_lane() == 0) {
+      params.lse[head * params.seqlen_q + work.first_row + tile_row] = log_sum_exp(part.reference, part.sum);
     }
 #pragma unroll
     for (int i = 0; i < QUADRUPLES; i += 2) {
@@ -130,10 +137,7 @@ __device__ __forceinline__ void finish(Shared& shared, const Fragment<CLUSTER>& 
       const uint4 chunk = transpose_quad(
           pack<T>(result[i].data[0], result[i].data[1]), pack<T>(result[i].data[2], result[i].data[3]),
           pack<T>(result[i + 1].data[0], result[i + 1].data[1]), pack<T>(result[i + 1].data[2], result[i + 1].data[3]));
-      if (valid) {
-        T* column = out + tile_row * row_stride + HEAD_DIM / 2 * WARPGROUP + 16 * i + 8 * fragment.quad_lane();
-        *reinterpret_cast<uint4*>(column) = chunk;
-      }
+      if (valid) *reinterpret_cast<uint4*>(out + tile_row * params.out_strides.row + 16 * i) = chunk;
     }
   }
 }

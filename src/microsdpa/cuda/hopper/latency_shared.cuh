@@ -75,4 +75,20 @@ struct Fragment {
   __device__ __forceinline__ int tile_row(int half) const { return tile_row(half, lane() / 4); }
 };
 
+// The part of the problem that a CTA computes.
+struct Work {
+  int rank;       // CTA of the cluster
+  int head;       // of Q and O
+  int head_kv;    // of K and V
+  int batch;      //
+  int first_row;  // of the query tile
+  int rounds;     // tiles of each warpgroup
+
+  // Keys from here on are tile `round` of a warpgroup.
+  template <int CLUSTER>
+  __device__ __forceinline__ int first_key(int round, int warpgroup) const {
+    return BLOCK_N * (round * WARPGROUPS * CLUSTER + WARPGROUPS * rank + warpgroup);
+  }
+};
+
 }  // namespace microsdpa
