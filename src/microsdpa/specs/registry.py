@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, Problem
-from microsdpa.specs import ampere, ladder
+from microsdpa.specs import ampere, hopper, ladder
 from microsdpa.specs.spec import KernelSpec, Rejection
 
 EMULATED_TARGET = "sm_89"
@@ -35,6 +35,12 @@ class Family:
 
 
 FAMILIES: tuple[Family, ...] = (
+    Family(
+        "hopper/fwd_latency",
+        "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
+        hopper.latency,
+        emulated_target="sm_90a",
+    ),
     Family(
         "ampere/fwd_mma", "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer", ampere.forward
     ),

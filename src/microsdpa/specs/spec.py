@@ -56,6 +56,8 @@ class KernelSpec:
         low_occupancy: why this kernel may keep less than a quarter of an SM's warps busy; empty means that it may not.
         cluster: CTAs along x that form a thread block cluster (sm_90 and newer); 1 for none.
         split: CTAs that share a query tile, each with a part of the keys.
+        grid_order: how the launch numbers its CTAs: "x", all along x (parts, then query tiles, heads and batch), or "xyz",
+            parts and heads along x, query tiles along y and batch along z, which spares the kernel its divisions.
         pack: query heads of one key head whose rows are tiled together.
         max_ctas: CTAs of a persistent kernel's launch at most; 0 for one a tile.
         tensor_maps: descriptors that follow AttentionParams as the kernel's parameters, in this order.
@@ -77,6 +79,7 @@ class KernelSpec:
     low_occupancy: str = ""
     cluster: int = 1
     split: int = 1
+    grid_order: Literal["x", "xyz"] = "x"
     pack: int = 1
     max_ctas: int = 0
     tensor_maps: tuple[TensorMap, ...] = ()
@@ -98,6 +101,8 @@ class KernelSpec:
     def grid(self, problem: Problem) -> Grid:
         """CTAs along x, which alone goes past 65,535: parts times query tiles times heads times batch."""
         tiles = -(-problem.seqlen_q * self.pack // self.block_m)
+        if self.grid_order == "xyz":
+            return self.split * problem.heads // self.pack, tiles, problem.batch
         ctas = self.split * tiles * problem.batch * problem.heads // self.pack
         return min(ctas, self.max_ctas) if self.max_ctas else ctas, 1, 1
 

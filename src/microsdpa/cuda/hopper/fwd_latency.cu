@@ -1,0 +1,129 @@
+// One attention call in the time that a memory round trip takes: small problems, wgmma and TMA, no second launch.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M = 64 queries of one head per cluster. The
+// keys are dealt in tiles of BLOCK_N = 64, tile t to warpgroup t % (2 CLUSTER) of the cluster, so that a whole chip
+// takes part in a problem of few queries. Roles: one thread of warp 0 issues every copy, all warps compute; a
+// warpgroup's rows meet its own keys, and the parts are merged at the end (latency_merge.cuh).
+// Pipeline: 1. all copies are issued, in the order in which they are needed   2. S of tile t + 1 while the exponentials
+//           of tile t run, t + 1's maxima in their shadow   3. P V in steps of 16 keys, as their P is ready   4. O's
+//           columns change warpgroups, half its rows change CTAs; 16-byte stores
+// Bound by: latencies one after another. Launch and first bytes take longer than the arithmetic, of which the
+// exponentials (16 a clock) and the products take the same; docs/hopper-latency.md has the time line.
+#include "../core/head.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/grid_dependency.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warp_role.cuh"
+#include "latency_consumer.cuh"
+#include "latency_shared.cuh"
+
+namespace microsdpa {
+
+// Grid: CLUSTER * heads, query tiles, batch. ROUNDS: as many for every CTA, or 0 for what the keys that it sees ask
+// for.
+template <int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS>
+__device__ __forceinline__ Work work_of_cta(const AttentionParams& params) {
+  Work work;
+  work.rank = CLUSTER == 1 ? 0 : static_cast<int>(blockIdx.x % CLUSTER);
+  work.head = static_cast<int>(blockIdx.x / CLUSTER);
+  work.head_kv = work.head / GROUP;
+  work.batch = static_cast<int>(blockIdx.z);
+  // Tiles that see the most keys first: they take longest.
+  work.first_row = BLOCK_M * static_cast<int>(CAUSAL ? gridDim.y - 1 - blockIdx.y : blockIdx.y);
+  work.rounds = ROUNDS;
+  if (ROUNDS == 0) {
+    constexpr int KEYS_A_ROUND = BLOCK_N * WARPGROUPS * CLUSTER;
+    work.rounds = max(1, (keys_seen<CAUSAL>(params, work.first_row, BLOCK_M) + KEYS_A_ROUND - 1) / KEYS_A_ROUND);
+  }
+  return work;
+}
+
+// Sets the barriers up, and issues the copies that shared memory has room for, in the order in which they are needed:
+// issue and arrival are in order, and the first tile of keys decides when the first product begins. One thread.
+template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
+__device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
+                                      const TensorMap& query, const TensorMap& key, const TensorMap& value) {
+  prefetch_tensor_map(query);
+  prefetch_tensor_map(key);
+  prefetch_tensor_map(value);
+  mbarrier_init(shared.query_loaded, 1);
+#pragma unroll
+  for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(shared.key_loaded[warpgroup][stage], 1);
+      mbarrier_init(shared.value_loaded[warpgroup][stage], 1);
+    }
+    if (CLUSTER == 2) mbarrier_init(shared.peer_output_arrived[warpgroup], 1);
+  }
+  if (CLUSTER == 2) mbarrier_init(shared.peer_part_arrived, 1);
+  mbarrier_init_fence();
+
+  // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+  grid_dependency_wait();
+  load_tile<T, HEAD_DIM>(shared.query, query, shared.query_loaded, work.first_row, work.head, work.batch);
+  // A warpgroup needs K 0, K 1, V 0, K 2, V 1, ... The second one starts two tiles later than the first: they then use
+  // the tensor cores and the exponential unit in turn.
+  constexpr int COPIES = 2 * STAGES, LAG = 2;
+#pragma unroll
+  for (int turn = 0; turn < COPIES + LAG; ++turn) {
+#pragma unroll
+    for (int warpgroup = WARPGROUPS - 1; warpgroup >= 0; --warpgroup) {
+      const int copy = turn - LAG * warpgroup;
+      if (copy < 0 || copy >= COPIES) continue;
+      const bool is_key = copy == 0 || (copy % 2 == 1 && copy < COPIES - 1);
+      const int round = is_key ? (copy + 1) / 2 : (copy - 1) / 2;
+      if (ROUNDS < STAGES && round >= work.rounds) continue;
+      const int first_key = work.first_key<CLUSTER>(round, warpgroup);
+      if (is_key) {
+        load_tile<T, HEAD_DIM>(shared.key[warpgroup][round], key, shared.key_loaded[warpgroup][round], first_key,
+                               work.head_kv, work.batch);
+      } else {
+        load_tile<T, HEAD_DIM>(shared.value[warpgroup][round], value, shared.value_loaded[warpgroup][round], first_key,
+                               work.head_kv, work.batch);
+      }
+    }
+  }
+  if (CLUSTER == 2) {
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+      mbarrier_arrive_expect(shared.peer_output_arrived[warpgroup], sizeof(shared.from_peer[warpgroup]));
+    }
+    mbarrier_arrive_expect(shared.peer_part_arrived, sizeof(shared.peer_part));
+  }
+}
+
+// ROUNDS: tiles of each warpgroup when known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key
+// head. MASKED: there may be tiles with keys that a row does not see.
+template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL, bool MASKED>
+__global__ void __launch_bounds__(THREADS, 1)
+    latency_attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
+                      const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+  static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
+  static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "whole panels, of which each warpgroup finishes whole quadruples");
+  static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
+  auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, STAGES>>();
+  // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
+  grid_dependency_launch();
+  const Work work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS>(params);
+  if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
+  __syncwarp();
+  if constexpr (CLUSTER == 2) {
+    cluster_arrive<false>();  // the barriers are fenced already; a release would cost a device-wide memory barrier
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
+  const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
+  Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED> consumer{
+      shared, params, key, value, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)},
+      scale};
+  consumer.run();
+  if (consumer.overflowed()) consumer.run_again();  // both warpgroups see the same flags
+  consumer.merge();
+}
+
+}  // namespace microsdpa

@@ -1,0 +1,94 @@
+// Shared memory of hopper/fwd_latency.cu, and where an accumulator's elements lie in the query tile.
+#pragma once
+
+#include "../core/element.cuh"
+#include "../ptx/mbarrier.cuh"
+
+namespace microsdpa {
+
+constexpr int BLOCK_M = 64;    // queries of a CTA: one wgmma's rows
+constexpr int BLOCK_N = 64;    // keys of a tile
+constexpr int PANEL = 64;      // columns of a box: 128 bytes, one repetition of the swizzle pattern
+constexpr int WARPGROUPS = 2;  // each with its own keys
+constexpr int WARPGROUP_THREADS = 128;
+constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
+
+// Barriers among warps; 0 is __syncthreads'.
+enum NamedBarrier : int { STATES_PUBLISHED = 1, TILE_READ_BY_FIRST = 2, TILE_READ_BY_SECOND = 3 };
+
+// Four floats of each thread, stored so that a warp's accesses are consecutive.
+using Quadruple = Vector<float, 4>;
+
+// Sums of probabilities below this hold none that T cannot, and leave room for O in FP32.
+template <typename T>
+constexpr float LARGEST_SUM = 65504.0f;
+template <>
+constexpr float LARGEST_SUM<__nv_bfloat16> = 1e9f;
+
+// What is known of a row from a part of its keys: probabilities are 2^(score - reference), and add up to `sum`.
+struct alignas(8) RowPart {
+  float reference;
+  float sum;
+};
+
+template <typename T, int HEAD_DIM, int STAGES>
+struct SharedStorage {
+  // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows.
+  static constexpr int QUADRUPLES = HEAD_DIM / WARPGROUPS / 16;
+
+  alignas(1024) T query[BLOCK_M * HEAD_DIM];
+  alignas(1024) T key[WARPGROUPS][STAGES][BLOCK_N * HEAD_DIM];
+  alignas(1024) T value[WARPGROUPS][STAGES][BLOCK_N * HEAD_DIM];
+  // Unfinished O, for the warpgroup that finishes it: from the other one, and from the other CTA.
+  Quadruple from_neighbour[WARPGROUPS][2][QUADRUPLES][WARPGROUP_THREADS];
+  Quadruple from_peer[WARPGROUPS][QUADRUPLES][WARPGROUP_THREADS];
+  RowPart row_part[WARPGROUPS][2][BLOCK_M / 2];
+  RowPart peer_part[BLOCK_M / 2];         // of this CTA's rows
+  Vector<int32, 4> overflow[WARPGROUPS];  // of each warp: whether probabilities left the range of T
+  Mbarrier query_loaded;
+  Mbarrier key_loaded[WARPGROUPS][STAGES];
+  Mbarrier value_loaded[WARPGROUPS][STAGES];
+  Mbarrier peer_output_arrived[WARPGROUPS];
+  Mbarrier peer_part_arrived;
+};
+
+// What a thread of a warpgroup holds of a 64-row accumulator: two rows, and pairs of columns of every eight.
+//
+// wgmma gives warp w the rows 16 w to 16 w + 15, a thread one of the upper (half 0) and one of the lower eight. When
+// two CTAs share the tile, Q's rows are dealt so that half 0 of every thread is a row that its own CTA finishes.
+template <int CLUSTER>
+struct Fragment {
+  int rank;    // CTA of the cluster
+  int thread;  // of the warpgroup
+
+  __device__ __forceinline__ int warp() const { return thread / 32; }
+  __device__ __forceinline__ int lane() const { return thread % 32; }
+  __device__ __forceinline__ int quad_lane() const { return thread % 4; }
+
+  // Number, 0 to 31, of the thread's rows among those of one half.
+  __device__ __forceinline__ int row_of_half() const { return 8 * warp() + lane() / 4; }
+
+  // Row of the query tile in which row `row` of eight lies, of the warp's half.
+  __device__ __forceinline__ int tile_row(int half, int row) const {
+    return CLUSTER == 2 ? BLOCK_M / 2 * (half ^ rank) + 8 * warp() + row : 16 * warp() + 8 * half + row;
+  }
+  __device__ __forceinline__ int tile_row(int half) const { return tile_row(half, lane() / 4); }
+};
+
+// The part of the problem that a CTA computes.
+struct Work {
+  int rank;       // CTA of the cluster
+  int head;       // of Q and O
+  int head_kv;    // of K and V
+  int batch;      //
+  int first_row;  // of the query tile
+  int rounds;     // tiles of each warpgroup
+
+  // Keys from here on are tile `round` of a warpgroup.
+  template <int CLUSTER>
+  __device__ __forceinline__ int first_key(int round, int warpgroup) const {
+    return BLOCK_N * (round * WARPGROUPS * CLUSTER + WARPGROUPS * rank + warpgroup);
+  }
+};
+
+}  // namespace microsdpa

@@ -1,0 +1,118 @@
+"""Specifications of the Hopper kernels (cuda/hopper/), and the choice among their configurations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
+from microsdpa.specs.chip import chip_of
+from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
+
+CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+ELEMENT = 2
+"""Bytes of an element."""
+BLOCK_M = BLOCK_N = 64
+"""Queries of a CTA, and keys of a tile."""
+WARPGROUPS = 2
+HEAD_DIMS = (64, 128)
+MAX_GRID_YZ = 65_535
+
+
+@dataclass(frozen=True)
+class Latency:
+    """A configuration of hopper/fwd_latency.cu, apart from what the problem itself decides.
+
+    Attributes:
+        cluster: CTAs that share a query tile, each with a part of the keys.
+        stages: tiles of K and V that each warpgroup has room for.
+        rounds: tiles of each warpgroup, all resident; 0 for a ring of `stages`.
+    """
+
+    cluster: int
+    stages: int
+    rounds: int
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """SharedStorage's size (latency_shared.cuh)."""
+        quadruples = head_dim // WARPGROUPS // 16
+        tiles = (BLOCK_M + 2 * WARPGROUPS * self.stages * BLOCK_N) * head_dim * ELEMENT
+        merging = (WARPGROUPS * 2 + WARPGROUPS) * quadruples * 128 * 16 + (WARPGROUPS * 2 + 1) * (BLOCK_M // 2) * 8 + WARPGROUPS * 16
+        barriers = (1 + 2 * WARPGROUPS * self.stages + WARPGROUPS + 1) * 8
+        return -(-(tiles + merging + barriers) // 1024) * 1024
+
+
+def key_rounds(problem: Problem, cluster: int) -> int:
+    """Tiles of keys that each warpgroup of a cluster computes for the query tile that sees the most."""
+    return -(-problem.seqlen_k // (BLOCK_N * WARPGROUPS * cluster))
+
+
+def configuration(problem: Problem, cluster: int) -> Latency:
+    """The configuration with `cluster` CTAs a query tile: everything resident when it fits, else the deepest ring."""
+    chip = chip_of(problem.target)
+    deepest = max(s for s in range(1, 7) if Latency(cluster, s, 0).shared_bytes(problem.head_dim) <= chip.shared_per_cta)
+    rounds = key_rounds(problem, cluster)
+    # Unrolled rounds are code; past four of them the loop costs as little.
+    return Latency(cluster, rounds, rounds) if rounds <= min(deepest, 4) else Latency(cluster, deepest, 0)
+
+
+def specification(problem: Problem, choice: Latency) -> KernelSpec:
+    """The kernel of one configuration for a problem."""
+    boolean = {True: "true", False: "false"}
+    whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "CLUSTER": choice.cluster,
+        "STAGES": choice.stages,
+        "ROUNDS": choice.rounds,
+        "GROUP": problem.heads // problem.heads_kv,
+        "CAUSAL": boolean[problem.causal is not None],
+        "MASKED": boolean[problem.causal is not None or not whole],
+    }
+    # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
+    alone = chip_of(problem.target).shared_per_sm // 2
+    return KernelSpec(
+        name="hopper/fwd_latency",
+        source="hopper/fwd_latency.cu",
+        template="microsdpa::latency_attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=128 * WARPGROUPS,
+        block_m=BLOCK_M,
+        shared_bytes=max(choice.shared_bytes(problem.head_dim), alone),
+        cluster=choice.cluster,
+        split=choice.cluster,
+        grid_order="xyz",
+        tensor_maps=(
+            TensorMap("query", BLOCK_M, 64),
+            TensorMap("key", BLOCK_N, 64),
+            TensorMap("value", BLOCK_N, 64),
+        ),
+        programmatic=True,
+    )
+
+
+def latency(problem: Problem) -> KernelSpec | Rejection:
+    """The kernel for small problems."""
+    if capability_of(problem.target) != (9, 0):
+        return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if problem.head_dim not in HEAD_DIMS:
+        nearest = min(HEAD_DIMS, key=lambda d: abs(d - problem.head_dim))
+        return Rejection(f"head_dim {problem.head_dim} is not 64 or 128", f"head_dim {nearest}")
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    tiles = -(-problem.seqlen_q // BLOCK_M)
+    if max(tiles, problem.batch) > MAX_GRID_YZ:
+        return Rejection(
+            f"{tiles} query tiles of {problem.batch} batch entries exceed the {MAX_GRID_YZ} CTAs along y or z",
+            "a smaller batch or shorter sequences",
+        )
+    return specification(problem, configuration(problem, cluster_for(problem)))
+
+
+def cluster_for(problem: Problem) -> int:
+    """CTAs that share a query tile."""
+    ctas = problem.batch * problem.heads * -(-problem.seqlen_q // BLOCK_M)
+    fits = 2 * ctas <= chip_of(problem.target).sms
+    return 2 if fits and problem.seqlen_k > WARPGROUPS * BLOCK_N else 1
