@@ -3,8 +3,9 @@
 Importing it initialises no CUDA and creates no file.
 """
 
-from microsdpa.api import Explanation, explain, sdpa
+from microsdpa.api import explain, sdpa
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
+from microsdpa.explanation import Explanation
 from microsdpa.prepared import Plan, plan
 from microsdpa.quantize import Quantized, quantize
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 
 import torch
 
-from microsdpa import arguments, eight_bit, torch_cpu
+from microsdpa import arguments, eight_bit, problems, torch_cpu
+from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.explanation import Explanation
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
-from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
+from microsdpa.masks import Masks
+from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import FAMILIES, KernelSpec, emulated_target
+from microsdpa.specs import FAMILIES
 from microsdpa.specs.eight_bit import Operands
 
 _launch = launcher.launch
+_launch_masked = launcher.launch_masked
 _allocate_lse = launcher.allocate_lse
 
 
@@ -41,6 +44,10 @@ def _option_codes() -> dict[tuple[object, ...], int]:
 
 OPTIONS = _option_codes()
 
+GivenMasks = tuple[object, object, object, object, object]
+"""attn_mask, window, softcap, alibi_slopes and sinks, not validated yet."""
+NO_MASKS: GivenMasks = (None, None, None, None, None)
+
 
 def sdpa(
     query: torch.Tensor,
@@ -58,6 +65,11 @@ def sdpa(
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact, forward only.
 
@@ -86,6 +98,15 @@ def sdpa(
             output is then float16, or what `out` is, or of the value's type where that has 16 bits.
         k_scale: the same for key: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
         v_scale: for an 8-bit value: a scalar, [B, H_kv] or, for every channel, [B, H_kv, D].
+        attn_mask: broadcastable to [B, H, S_q, S_k]: bool, where False hides a key, or numbers in the inputs' type or
+            float32 that are added to the scores. With is_causal=True it is an error, as in torch; beside `causal` both
+            hold.
+        window: (left, right): query i sees keys p - left to p + right, where p is i, or i + S_k - S_q under
+            causal="lower_right"; -1 is no end.
+        softcap: scores x become softcap * tanh(x / softcap), before slopes and mask.
+        alibi_slopes: [H] or [B, H], float32: slope * |p - key| is subtracted from the scores.
+        sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax and has no
+            value. The LSE counts it.
 
     Returns:
         The output, or (output, LSE) with return_lse.
@@ -95,7 +116,27 @@ def sdpa(
         UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
         CompileError: the kernel does not compile on this machine.
     """
-    if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
+    if (attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None) and (
+        precision is None and q_scale is None and k_scale is None and v_scale is None
+    ):
+        try:
+            options = OPTIONS[is_causal, causal, enable_gqa, impl]
+            if not torch.is_grad_enabled() or not (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+            ):
+                lse = _allocate_lse(query) if return_lse else None
+                result = _launch(query, key, value, out, lse, options, scale)
+                if result is not None:
+                    if out is not None:
+                        result = out
+                    return result if lse is None else (result, lse)
+        except (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError):
+            pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
+    elif precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
+        mask_arguments.refuse(attn_mask, window, softcap, alibi_slopes, sinks)
         return eight_bit.attend(
             query,
             key,
@@ -110,20 +151,53 @@ def sdpa(
             out=out,
             impl=impl,
         )
+    else:
+        arrays = attn_mask, alibi_slopes, sinks
+        outcome = _masked_call(
+            query, key, value, is_causal, causal, scale, enable_gqa, return_lse, out, impl, *arrays, window, softcap
+        )
+        if outcome is not None:
+            return outcome
+    given = attn_mask, window, softcap, alibi_slopes, sinks
+    return _first_call(query, key, value, is_causal, causal, scale, enable_gqa, return_lse, out, impl, given)
+
+
+def _masked_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    causal: Causal | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    impl: str,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """Launch a call with masks that has a plan; None where the checks have to be made first."""
+    if is_causal and attn_mask is not None:
+        return None
     try:
-        options = OPTIONS[is_causal, causal, enable_gqa, impl]
-        if not torch.is_grad_enabled() or not (
-            query.requires_grad or key.requires_grad or value.requires_grad or (out is not None and out.requires_grad)
+        if torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (query, key, value, out, attn_mask, sinks) if tensor is not None
         ):
-            lse = _allocate_lse(query) if return_lse else None
-            result = _launch(query, key, value, out, lse, options, scale)
-            if result is not None:
-                if out is not None:
-                    result = out
-                return result if lse is None else (result, lse)
+            return None
+        options = OPTIONS[is_causal, causal, enable_gqa, impl]
+        left, right = window or (-1, -1)
+        lse = _allocate_lse(query) if return_lse else None
+        arrays = attn_mask, alibi_slopes, sinks
+        result = _launch_masked(query, key, value, out, lse, options, scale, *arrays, left, right, softcap)
     except (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError):
-        pass  # the checks below say which argument is wrong; a launch that failed for another reason fails there again
-    return _first_call(query, key, value, is_causal, causal, scale, enable_gqa, return_lse, out, impl)
+        return None
+    if result is None:
+        return None
+    result = result if out is None else out
+    return result if lse is None else (result, lse)
 
 
 def _first_call(
@@ -137,27 +211,33 @@ def _first_call(
     return_lse: bool,
     out: torch.Tensor | None,
     impl: str,
+    given: GivenMasks,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Validate a call that has no plan, make the plan, and launch; also all calls that no kernel is needed for."""
-    alignment, scale = validate_call(query, key, value, is_causal, causal, scale, enable_gqa, out, impl)
+    alignment, scale, masks = validate_call(query, key, value, is_causal, causal, scale, enable_gqa, out, impl, given)
     if is_empty(query, key):
         result = torch.zeros_like(query) if out is None else out.zero_()
         lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+        if masks.sinks is not None:
+            lse.copy_(masks.sinks[:, None].expand_as(lse))
         return (result, lse) if return_lse else result
 
     if emulated(impl):
-        result, emulated_lse = _emulate(query, key, value, alignment, scale, return_lse, out, impl)
+        result, emulated_lse = _emulate(query, key, value, alignment, scale, masks, return_lse, out, impl)
         return result if emulated_lse is None else (result, emulated_lse)
     if query.device.type == "cpu":
         _check_cpu_impl(impl)
-        result, cpu_lse = torch_cpu.attend(query, key, value, alignment, scale, return_lse)
+        result, cpu_lse = torch_cpu.attend(query, key, value, alignment, scale, masks, return_lse)
         result = result if out is None else out.copy_(result)
         return result if cpu_lse is None else (result, cpu_lse)
 
     options = OPTIONS[is_causal, causal, enable_gqa, impl]
-    register(query, key, value, out, alignment, impl, options)
+    register(query, key, value, out, alignment, masks, impl, options)
     gpu_lse = _allocate_lse(query) if return_lse else None
-    result = launcher.prepared_call(query, key, value, out, options, scale)(query, key, value, out, gpu_lse)
+    if masks.kind is None:
+        result = launcher.prepared_call(query, key, value, out, options, scale)(query, key, value, out, gpu_lse)
+    else:
+        result = launcher.masked_call(query, key, value, out, gpu_lse, options, scale, masks)
     result = result if out is None else out
     return result if gpu_lse is None else (result, gpu_lse)
 
@@ -172,15 +252,16 @@ def validate_call(
     enable_gqa: bool,
     out: torch.Tensor | None,
     impl: str,
-) -> tuple[Causal | None, float | None]:
-    """Check all arguments; gives the causal alignment and the scale."""
-    alignment = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl)
-    arguments.check_grad(query, key, value)
+    given: GivenMasks = NO_MASKS,
+) -> tuple[Causal | None, float | None, Masks]:
+    """Check all arguments; gives the causal alignment, the scale and the masks."""
+    alignment, masks = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl, given)
+    arguments.check_grad({"query": query, "key": key, "value": value, **masks.tensors})
     if out is not None:
-        inputs = (query, key, value)
+        inputs = (query, key, value, *masks.tensors.values())
         meets = isinstance(out, torch.Tensor) and any(arguments.memory_ranges_meet(out, t) for t in inputs)
         arguments.check_out(out, query, meets)
-    return alignment, arguments.check_scale(scale)
+    return alignment, arguments.check_scale(scale), masks
 
 
 def is_empty(query: torch.Tensor, key: torch.Tensor) -> bool:
@@ -203,12 +284,13 @@ def register(
     value: torch.Tensor,
     out: torch.Tensor | None,
     alignment: Causal | None,
+    masks: Masks,
     impl: str,
     options: int,
 ) -> None:
     """Compile the kernel for validated CUDA tensors and register the plan of the call."""
-    problem = _problem(query, key, value, out, alignment)
-    launcher.prepare(problem, select(problem, impl).spec, query, key, value, out, options)
+    problem = problems.of_cuda(query, key, value, out, alignment, masks)
+    launcher.prepare(problem, select(problem, impl).spec, query, key, value, out, options, masks)
 
 
 def emulated(impl: str) -> bool:
@@ -222,6 +304,7 @@ def _emulate(
     value: torch.Tensor,
     causal: Causal | None,
     scale: float | None,
+    masks: Masks,
     return_lse: bool,
     out: torch.Tensor | None,
     impl: str,
@@ -230,29 +313,12 @@ def _emulate(
     from microsdpa.emulate import run  # not imported with the package: few programs need it
 
     kernel = impl.partition(":")[2] or "auto"
-    problem = _emulated_problem(query, key, value, out, causal, kernel)
+    problem = problems.of_emulated(query, key, value, out, causal, masks, kernel)
     spec = select(problem, kernel).spec
     out = torch.empty_like(query) if out is None else out
     lse = torch.empty(query.shape[:3], dtype=torch.float32) if return_lse else None
-    run.attention(spec, problem, query, key, value, out, lse, scale)
+    run.attention(spec, problem, query, key, value, out, lse, scale, masks=masks)
     return out, lse
-
-
-def _emulated_problem(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor | None,
-    causal: Causal | None,
-    kernel: str,
-) -> Problem:
-    if query.device.type != "cpu":
-        raise UnsupportedProblem(
-            f"impl 'emulate' runs on CPU tensors and query is on {query.device}", nearest="query.cpu(), or impl='auto'"
-        )
-    tensors = [tensor for tensor in (query, key, value, out) if tensor is not None]
-    alignment = VECTOR_BYTES if all(map(arguments.is_aligned, tensors)) else 0
-    return _problem_of(query, key, value, out, causal, alignment, emulated_target(kernel))
 
 
 def _validate(
@@ -264,8 +330,9 @@ def _validate(
     scale: float | None,
     enable_gqa: bool,
     impl: str,
-) -> Causal | None:
-    """Check what the call and its explanation share; gives the causal alignment."""
+    given: GivenMasks,
+) -> tuple[Causal | None, Masks]:
+    """Check what the call and its explanation share; gives the causal alignment and the masks."""
     arguments.check_impl(impl)
     alignment = arguments.check_causal(is_causal, causal)
     arguments.check_scale(scale)
@@ -277,82 +344,7 @@ def _validate(
             got=str(query.device),
             hint="move it to CUDA",
         )
-    return alignment
-
-
-def _problem(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor | None,
-    causal: Causal | None,
-) -> Problem:
-    """The problem that validated CUDA tensors pose.
-
-    Raises:
-        UnsupportedProblem: the machine's driver or GPU cannot run a kernel.
-    """
-    if reason := launcher.device_error():
-        raise UnsupportedProblem(reason, nearest="CPU tensors with impl='auto'")
-    alignment = launcher.alignment(query, key, value, out)
-    target = launcher.target_of_device(query.device)
-    return _problem_of(query, key, value, out, causal, alignment, target)
-
-
-def _problem_of(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor | None,
-    causal: Causal | None,
-    alignment: int,
-    target: str,
-) -> Problem:
-    dtype = arguments.DTYPES[query.dtype]
-    return Problem(
-        batch=query.shape[0],
-        heads=query.shape[1],
-        heads_kv=key.shape[1],
-        seqlen_q=query.shape[2],
-        seqlen_k=key.shape[2],
-        head_dim=query.shape[3],
-        dtype=dtype,
-        causal=causal,
-        alignment=alignment or ELEMENT_BYTES[dtype],
-        bulk=all(arguments.is_bulk_addressable(t) for t in (query, key, value, out) if t is not None),
-        target=target,
-    )
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What sdpa would run for a call, and why.
-
-    Attributes:
-        runs: the kernel's name, or "torch" for torch's own attention.
-        reason: why.
-        spec: the kernel's configuration; None for torch.
-        signature: the compiled kernel's identity; None for torch and in the emulator.
-        compiled: whether the kernel is in memory or in the cache; None where there is no signature.
-        rejected: (kernel, reason) of every candidate tried before.
-    """
-
-    runs: str
-    reason: str
-    spec: KernelSpec | None = None
-    signature: str | None = None
-    compiled: bool | None = None
-    rejected: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        """A few lines for a person."""
-        lines = [f"runs       {self.runs}", f"because    {self.reason}"]
-        if self.spec:
-            lines.append(f"kernel     {self.spec.expression}")
-        if self.signature:
-            lines.append(f"signature  {self.signature} ({'compiled' if self.compiled else 'not compiled yet'})")
-        lines += [f"rejected   {name}: {reason}" for name, reason in self.rejected]
-        return "\n".join(lines)
+    return alignment, mask_arguments.check(query, key, is_causal, *given)
 
 
 def explain(
@@ -365,13 +357,19 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     impl: str = "auto",
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Explanation:
     """What sdpa would run for these arguments, without running or compiling it.
 
     Arguments and errors are those of sdpa.
     """
-    alignment = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl)
-    return explanation(query, key, value, None, alignment, impl)
+    given = attn_mask, window, softcap, alibi_slopes, sinks
+    alignment, masks = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl, given)
+    return explanation(query, key, value, None, alignment, masks, impl)
 
 
 def explanation(
@@ -380,6 +378,7 @@ def explanation(
     value: torch.Tensor,
     out: torch.Tensor | None,
     alignment: Causal | None,
+    masks: Masks,
     impl: str,
 ) -> Explanation:
     """What runs for validated arguments."""
@@ -389,13 +388,19 @@ def explanation(
         )
     if emulated(impl):
         kernel = impl.partition(":")[2] or "auto"
-        problem = _emulated_problem(query, key, value, out, alignment, kernel)
-        spec = select(problem, kernel).spec
-        return Explanation(f"emulate:{spec.name}", "impl asks for the emulator, on the CPU", spec)
+        problem = problems.of_emulated(query, key, value, out, alignment, masks, kernel)
+        selection = select(problem, kernel)
+        return Explanation(
+            f"emulate:{selection.spec.name}",
+            "impl asks for the emulator, on the CPU",
+            selection.spec,
+            rejected=selection.reasons,
+            faster=selection.wishes,
+        )
     if query.device.type == "cpu":
         _check_cpu_impl(impl)
         return Explanation("torch", "the tensors are on the CPU, where impl='auto' uses torch's own attention")
-    problem = _problem(query, key, value, out, alignment)
+    problem = problems.of_cuda(query, key, value, out, alignment, masks)
     selection = select(problem, impl)
     return Explanation(
         runs=selection.spec.name,
@@ -403,5 +408,6 @@ def explanation(
         spec=selection.spec,
         signature=signature(selection.spec, problem.target),
         compiled=all(is_compiled(stage, problem.target) for stage in selection.spec.stages),
-        rejected=tuple((name, rejection.reason) for name, rejection in selection.rejections),
+        rejected=selection.reasons,
+        faster=selection.wishes,
     )

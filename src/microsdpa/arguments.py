@@ -188,11 +188,11 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
         )
 
 
-def check_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def check_grad(tensors: dict[str, torch.Tensor]) -> None:
     """Refuse inputs whose gradient autograd would expect."""
     if not torch.is_grad_enabled():
         return
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    for name, tensor in tensors.items():
         if tensor.requires_grad:
             raise UnsupportedProblem(
                 f"{name} requires grad and microsdpa computes the forward pass only",

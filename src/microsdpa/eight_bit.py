@@ -86,7 +86,7 @@ def attend(
     else:
         operands, dtype = eight_bit_arguments.check_codes(query, key, value, enable_gqa, out)
         terms = 1
-    arguments.check_grad(query, key, value)
+    arguments.check_grad({"query": query, "key": key, "value": value})
     eight_bit_arguments.check_place(query, emulated)
     result = torch.empty(query.shape, dtype=dtype, device=query.device)
     if out is not None:

@@ -7,10 +7,41 @@ from typing import Literal
 
 DType = Literal["float16", "bfloat16"]
 Causal = Literal["upper_left", "lower_right"]
+MaskType = Literal["bool", "float16", "bfloat16", "float32"]
 
 ELEMENT_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2}
 VECTOR_BYTES = 16
 """Alignment, in bytes, at which every row of every tensor can be read with the widest loads."""
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What decides about the scores of a call beside a causal mask; sizes and values are not part of it.
+
+    Attributes:
+        tensor: element type of a mask tensor; "bool" hides, the others are added to the scores.
+        left: whether a window hides keys far before a query.
+        right: whether a window hides keys far after a query.
+        softcap: whether scores are soft-capped.
+        alibi: whether there are ALiBi slopes.
+        sinks: element type of the heads' sink logits.
+    """
+
+    tensor: MaskType | None = None
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: MaskType | None = None
+
+    def __str__(self) -> str:
+        """What there is, for a message."""
+        parts = [f"a {self.tensor} mask"] if self.tensor else []
+        parts += ["a window"] if self.left or self.right else []
+        parts += ["softcap"] if self.softcap else []
+        parts += ["ALiBi slopes"] if self.alibi else []
+        parts += ["sinks"] if self.sinks else []
+        return " and ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -23,6 +54,7 @@ class Problem:
     Attributes:
         causal: None; "upper_left" lets query i see keys j <= i; "lower_right" lets it see
             j <= i + seqlen_k - seqlen_q.
+        mask: what else decides about the scores; None for nothing.
         alignment: bytes that divide every base pointer and every row, head and batch stride: 16, or else the
             size of one element.
         bulk: whether tensor maps can describe every tensor: no stride reaches 2**40 bytes.
@@ -37,6 +69,7 @@ class Problem:
     head_dim: int
     dtype: DType
     causal: Causal | None = None
+    mask: MaskKind | None = None
     alignment: int = VECTOR_BYTES
     bulk: bool = True
     target: str = "sm_90a"

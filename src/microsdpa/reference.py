@@ -14,14 +14,24 @@ def oracle(
     *,
     causal: str | None = None,
     scale: float | None = None,
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in FP64: output [B, H, S_q, D] and LSE [B, H, S_q].
 
     query is [B, H, S_q, D]; key and value are [B, H_kv, S_k, D] and query head h reads key head h // (H / H_kv).
     causal is None, "upper_left" (query i sees keys j <= i) or "lower_right" (j <= i + S_k - S_q). A row that sees no
     key gives zeros and LSE -inf.
+
+    The score of query i and key j is x = scale * q k; with softcap, softcap * tanh(x / softcap); with alibi_slopes ([H]
+    or [B, H]) less slope * |p - j|, where p is i, or i + S_k - S_q under "lower_right"; plus attn_mask where it holds
+    numbers. A key is hidden where attn_mask is False or -inf, and outside window: p - left <= j <= p + right, where -1
+    is no end. sinks ([H]) are one more score of each row, without a value; LSE counts them.
     """
-    return _attention(query, key, value, causal, scale, torch.float64)
+    return _attention(query, key, value, causal, scale, torch.float64, attn_mask, window, softcap, alibi_slopes, sinks)
 
 
 def eager(
@@ -31,12 +41,17 @@ def eager(
     *,
     causal: str | None = None,
     scale: float | None = None,
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in the inputs' dtype: scores, probabilities and output are each rounded to it.
+    """The same in the inputs' dtype: products, final scores, probabilities and output are each rounded to it.
 
     Its error against `oracle` is what an ordinary implementation costs. LSE is taken in FP32 from the rounded scores.
     """
-    return _attention(query, key, value, causal, scale, query.dtype)
+    return _attention(query, key, value, causal, scale, query.dtype, attn_mask, window, softcap, alibi_slopes, sinks)
 
 
 def _attention(
@@ -46,29 +61,58 @@ def _attention(
     causal: str | None,
     scale: float | None,
     dtype: torch.dtype,
+    attn_mask: torch.Tensor | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k = key.shape[2]
     factor = head_dim**-0.5 if scale is None else scale
     device = query.device
     out = torch.zeros(batch * heads, seqlen_q, head_dim, dtype=dtype, device=device)
-    lse_dtype = torch.promote_types(dtype, torch.float32)
-    lse = torch.full((batch * heads, seqlen_q), -torch.inf, dtype=lse_dtype, device=device)
-    hidden = None
+    wide = torch.promote_types(dtype, torch.float32)
+    lse = torch.full((batch * heads, seqlen_q), -torch.inf, dtype=wide, device=device)
+    position = seqlen_k - seqlen_q if causal == "lower_right" else 0
+    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None] - position
+    left, right = window or (-1, -1)
+    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if causal is not None:
-        diagonal = seqlen_k - seqlen_q if causal == "lower_right" else 0
-        hidden = ~torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device).tril(diagonal)
+        hidden |= distance > 0
+    if left != -1:
+        hidden |= distance < -left
+    if right != -1:
+        hidden |= distance > right
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(batch, heads, seqlen_q, seqlen_k)
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.expand(batch, heads)
     heads_at_once = max(1, MAX_CHUNK_SCORES // max(1, seqlen_q * seqlen_k))
     for first in range(0, batch * heads, heads_at_once):
         index = torch.arange(first, min(first + heads_at_once, batch * heads), device=device)
         b, h = index // heads, index % heads
         h_kv = h // (heads // key.shape[1])
         scores = query[b, h].to(dtype) @ key[b, h_kv].to(dtype).mT * factor
-        if hidden is not None:
-            scores.masked_fill_(hidden, -torch.inf)
-        probabilities = scores.softmax(dim=-1)
-        if hidden is not None:
-            probabilities.masked_fill_(hidden, 0.0)
+        exact = scores.to(wide)
+        if softcap is not None:
+            exact = softcap * (exact / softcap).tanh()
+        if alibi_slopes is not None:
+            exact = exact - alibi_slopes[b, h].to(wide)[:, None, None] * distance.abs()
+        unseen = hidden.expand_as(exact)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            unseen = unseen | ~attn_mask[b, h]
+        elif attn_mask is not None:
+            bias = attn_mask[b, h].to(wide)
+            unseen = unseen | (bias == -torch.inf)
+            exact = exact + bias
+        # A finite score stays finite when it is rounded: what is lowest of all in one type is so in another.
+        limit = torch.finfo(dtype).max
+        scores = exact.where(exact.isinf(), exact.clamp(-limit, limit)).to(dtype).masked_fill(unseen, -torch.inf)
+        if sinks is not None:
+            column = sinks[h].to(dtype)[:, None, None].expand(-1, seqlen_q, 1)
+            scores = torch.cat([scores, column], dim=-1)
+        probabilities = scores.softmax(dim=-1)[..., :seqlen_k].masked_fill(unseen, 0.0)
         out[index] = probabilities @ value[b, h_kv].to(dtype)
-        lse[index] = scores.to(lse_dtype).logsumexp(dim=-1)
+        lse[index] = scores.to(wide).logsumexp(dim=-1)
     return out.view(batch, heads, seqlen_q, head_dim), lse.view(batch, heads, seqlen_q)

@@ -16,6 +16,16 @@ class Selection:
     spec: KernelSpec
     rejections: tuple[tuple[str, Rejection], ...]
 
+    @property
+    def reasons(self) -> tuple[tuple[str, str], ...]:
+        """(kernel, why it was rejected)."""
+        return tuple((name, rejection.reason) for name, rejection in self.rejections)
+
+    @property
+    def wishes(self) -> tuple[tuple[str, str], ...]:
+        """(kernel, the nearest problem that it would compute)."""
+        return tuple((name, rejection.nearest) for name, rejection in self.rejections)
+
 
 def candidates(impl: str) -> tuple[Family, ...]:
     """Families that `impl` admits: all of them for "auto", exactly one for a kernel's name, none otherwise."""
@@ -23,6 +33,13 @@ def candidates(impl: str) -> tuple[Family, ...]:
         return FAMILIES
     family = family_named(impl)
     return (family,) if family else ()
+
+
+def _refuse_mask(problem: Problem, family: Family) -> Rejection | None:
+    """Why a family cannot apply the problem's mask; None when it can."""
+    if problem.mask is None or family.masks:
+        return None
+    return Rejection(f"it knows the causal mask only, not {problem.mask}", f"a call without {problem.mask}")
 
 
 def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
@@ -52,7 +69,7 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
     """
     rejections: list[tuple[str, Rejection]] = []
     for family in candidates(impl):
-        result = family.specify(problem)
+        result = _refuse_mask(problem, family) or family.specify(problem)
         if isinstance(result, KernelSpec):
             refusal = _refuse_layout(problem, result)
             if refusal is None:

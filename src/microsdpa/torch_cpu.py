@@ -1,17 +1,12 @@
-"""CPU tensors: torch's own CPU attention, with this library's semantics for masked rows, alignment and LSE."""
+"""CPU tensors: torch's own CPU attention, with this library's semantics for masked rows, alignment, masks and LSE."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from microsdpa.masks import Masks
 from microsdpa.problem import Causal
-
-
-def visible_keys(seqlen_q: int, seqlen_k: int, causal: Causal) -> torch.Tensor:
-    """Boolean [S_q, S_k]: whether query i sees key j."""
-    diagonal = seqlen_k - seqlen_q if causal == "lower_right" else 0
-    return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool).tril(diagonal)
 
 
 def attend(
@@ -20,36 +15,95 @@ def attend(
     value: torch.Tensor,
     causal: Causal | None,
     scale: float | None,
+    masks: Masks,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output [B, H, S_q, D] and, on demand, LSE [B, H, S_q] in FP32.
 
-    query is [B, H, S_q, D]; key and value are [B, H_kv, S_k, D].
+    query is [B, H, S_q, D]; key and value are [B, H_kv, S_k, D]. What torch's attention has no argument for is computed
+    in FP32, a head at a time.
     """
-    mask = visible_keys(query.shape[2], key.shape[2], causal) if causal == "lower_right" else None
+    plain = masks.softcap is None and masks.alibi_slopes is None and masks.sinks is None
+    # torch wants a mask in the query's dtype, where the lowest float32 number is not as low.
+    plain &= masks.attn_mask is None or masks.attn_mask.dtype in (torch.bool, query.dtype)
+    if plain:
+        out = _through_torch(query, key, value, causal, scale, masks)
+        if not return_lse:
+            return out, None
+    else:
+        out = torch.empty_like(query)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32)
+    group = query.shape[1] // key.shape[1]
+    for head in range(query.shape[1]):
+        logits = scores(query[:, head], key[:, head // group], head, causal, scale, masks)
+        lse[:, head] = logits.logsumexp(dim=-1)
+        if not plain:
+            weights = (logits - lse[:, head, :, None]).exp().masked_fill(logits == -torch.inf, 0.0)
+            out[:, head] = (weights[..., : key.shape[2]] @ value[:, head // group].float()).to(query.dtype)
+    return out, lse if return_lse else None
+
+
+def scores(
+    query: torch.Tensor, key: torch.Tensor, head: int, causal: Causal | None, scale: float | None, masks: Masks
+) -> torch.Tensor:
+    """Logits of one head in FP32, [B, S_q, S_k], and a last column more for the sink; hidden ones are -inf.
+
+    query is [B, S_q, D], key is [B, S_k, D].
+    """
+    (batch, seqlen_q, head_dim), seqlen_k = query.shape, key.shape[1]
+    logits = query.float() @ key.float().mT * (head_dim**-0.5 if scale is None else scale)
+    if masks.softcap is not None:
+        logits = masks.softcap * (logits / masks.softcap).tanh()
+    if masks.alibi_slopes is not None:
+        position = masks.bounds(causal, seqlen_q, seqlen_k)[0]
+        distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - position
+        logits = logits - masks.alibi_slopes[..., head].expand(batch)[:, None, None] * distance.abs()
+    if masks.attn_mask is not None:
+        mask = _of_head(masks.attn_mask, head)
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.float()
+    visible = masks.visible(causal, seqlen_q, seqlen_k, query.device)
+    if visible is not None:
+        logits = logits.masked_fill(~visible, -torch.inf)
+    if masks.sinks is not None:
+        logits = torch.cat([logits, masks.sinks[head].float().expand(batch, seqlen_q, 1)], dim=-1)
+    return logits
+
+
+def _of_head(mask: torch.Tensor, head: int) -> torch.Tensor:
+    """The part of a mask that broadcasts to [B, H, S_q, S_k] which is one head's."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask[:, head if mask.shape[1] > 1 else 0]
+
+
+def _through_torch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: Causal | None,
+    scale: float | None,
+    masks: Masks,
+) -> torch.Tensor:
+    upper_left = causal == "upper_left" and masks.kind is None
+    mask = masks.attn_mask
+    if not upper_left:
+        visible = masks.visible(causal, query.shape[2], key.shape[2], query.device)
+        if visible is not None and mask is None:
+            mask = visible
+        elif visible is not None and mask is not None:
+            mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
     out = F.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
-        is_causal=causal == "upper_left",
+        is_causal=upper_left,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     if mask is not None:
         # Backends differ on rows without a key; here they are zeros.
-        out = out.masked_fill(~mask.any(dim=1)[:, None], 0.0)
-    return out, _log_sum_exp(query, key, causal, scale) if return_lse else None
-
-
-def _log_sum_exp(query: torch.Tensor, key: torch.Tensor, causal: Causal | None, scale: float | None) -> torch.Tensor:
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    group = query.shape[1] // key.shape[1]
-    lse = torch.empty(query.shape[:3], dtype=torch.float32)
-    hidden = None if causal is None else ~visible_keys(query.shape[2], key.shape[2], causal)
-    for head in range(query.shape[1]):  # one head at a time bounds the memory
-        scores = query[:, head].float() @ key[:, head // group].float().mT * factor
-        if hidden is not None:
-            scores.masked_fill_(hidden, -torch.inf)
-        lse[:, head] = scores.logsumexp(dim=-1)
-    return lse
+        seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+        out = out.masked_fill(~seen.any(dim=-1, keepdim=True), 0.0)
+    return out

@@ -32,6 +32,12 @@ def test_every_kernel_on_every_case(case: Case, impl: str) -> None:
         pytest.skip(str(refusal))
 
 
+@pytest.mark.parametrize("case", [case for case in verify_cases() if case.masks], ids=str)
+def test_masks_through_the_plan_table(case: Case) -> None:
+    """The automatic choice: the second call of a form launches without Python's checks."""
+    assert check(case, "cuda", "auto").failure == ""
+
+
 def close(out: torch.Tensor, tensors: tuple[torch.Tensor, ...], **options: str) -> bool:
     expected, _ = reference.oracle(*tensors, **options)  # type: ignore[arg-type]
     allowed = compare.tolerance(reference.eager(*tensors, **options)[0], expected, out.dtype)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import tvm_ffi
 from tvm_ffi import libinfo
 
-from microsdpa.emulate.abi import Params
+from microsdpa.emulate.abi import MaskedParams, Params
 
 KDL_CUDA, KDL_FLOAT, KDL_BFLOAT = 2, 2, 4
 
@@ -28,6 +28,7 @@ class Launch(ctypes.Structure):
         ("attributes", ctypes.c_int64),
         ("tensor_maps", ctypes.c_uint64 * 16 * MAX_MAPS),
         ("params", Params),
+        *MaskedParams._fields_[1:],
     ]
 
 

@@ -15,7 +15,7 @@ import tvm_ffi
 from fake_cuda import KDL_BFLOAT, install_allocator, integer, last, record, set_context, set_integer, tensor
 
 from microsdpa import api
-from microsdpa.api import Explanation
+from microsdpa.explanation import Explanation
 from microsdpa.prepared import Expected, make_plan
 from microsdpa.problem import Problem
 from microsdpa.runtime import launcher

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import torch
 import microsdpa
 from microsdpa.evidence import verify
 from microsdpa.evidence.cases import needs_gpu, verify_cases
-from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.inputs import Case, Masking, make
 
 
 def test_tensors_are_independent_and_reproducible() -> None:
@@ -48,7 +48,8 @@ def test_the_cases_cover_what_verify_promises() -> None:
         assert {(*shape, seed) for seed in (0, 1, 2)} <= notes
     assert {1, 7, 63, 65, 127, 513, 1000} <= {c.seqlen_q for c in cases if c.seqlen_q == c.seqlen_k}
     assert {c.seqlen_q > c.seqlen_k for c in cases if c.seqlen_q != c.seqlen_k} == {True, False}
-    assert {c.head_dim for c in cases} == {32, 64, 128}
+    assert {c.head_dim for c in cases} == {32, 40, 64, 128, 256}
+    assert {name for c in cases for name in c.masks} == set(get_args(Masking))
     assert {c.causal for c in cases} == {None, "upper_left", "lower_right"}
     assert {(c.heads, c.kv_heads) for c in cases} >= {(8, 2), (8, 1)}
     assert {c.layout for c in cases} == {"bhsd", "bshd", "unaligned"}

@@ -79,9 +79,9 @@ def test_the_production_kernel_takes_multiples_of_16(head_dim: int, nearest: int
     assert caught.value.nearest == f"head_dim {nearest}"
 
 
-def test_unaligned_tensors_fall_to_the_scalar_kernel() -> None:
+def test_unaligned_tensors_fall_to_the_general_kernel() -> None:
     selection = select(dataclasses.replace(MISSION, alignment=2))
-    assert selection.spec.name == "ladder/01_scalar"
+    assert selection.spec.name == "ampere/fwd_general"
     name, rejection = selection.rejections[-1]
     assert name == "ampere/fwd_mma"
     assert rejection.nearest == "tensors whose rows start on 16 bytes"

@@ -18,6 +18,22 @@ class Params(ctypes.Structure):
     )
 
 
+class MaskedParams(ctypes.Structure):
+    """MaskedParams of cuda/core/mask_params.cuh."""
+
+    _fields_ = (
+        ("call", Params),
+        *((name, ctypes.c_void_p) for name in ("mask", "slopes", "sinks")),
+        ("mask_strides", ctypes.c_int64 * 3),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("mask_column_stride", "slope_batch_stride", "slope_head_stride", "sink_head_stride")
+        ),
+        *((name, ctypes.c_int32) for name in ("position", "lowest")),
+        ("softcap_log2", ctypes.c_float),
+    )
+
+
 VIEW_ALIGNMENT = 128
 """Bytes that the tensor views, which follow the parameters, start on."""
 

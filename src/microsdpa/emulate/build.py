@@ -132,13 +132,14 @@ def source_signature(spec: KernelSpec) -> str:
     return _digest([spec.expression, expanded(spec.source), _headers(), _runtime_sources()])
 
 
-def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "microsdpa::AttentionParams") -> Library:
-    """Build and load the kernel of `spec`; built libraries are cached.
+def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "") -> Library:
+    """Build and load the kernel of `spec`; built libraries are cached. `params` is its parameter, if not spec.params.
 
     Raises:
         CompileError: there is no compiler, or it refuses the kernel, for example because it uses an instruction that
             the emulator lacks; the compiler names it.
     """
+    params = params or spec.params
     views = f"(static_cast<const microsdpa::TensorMap*>(params) + (sizeof({params}) + {abi.VIEW_ALIGNMENT - 1}) / "
     views += f"{abi.VIEW_ALIGNMENT} * {abi.VIEW_ALIGNMENT} / sizeof(microsdpa::TensorMap))"
     maps = "".join(f", {views}[{index}]" for index in range(len(spec.tensor_maps)))

@@ -18,6 +18,7 @@ import torch
 from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit.source import CUDA_DIR
+from microsdpa.masks import NONE, Masks
 from microsdpa.problem import Problem
 from microsdpa.specs import KernelSpec, TensorMap
 
@@ -272,6 +273,7 @@ def attention(
     scale: float | None,
     *,
     schedule: Schedule | None = None,
+    masks: Masks = NONE,
     count_banks: bool = False,
     root: Path = CUDA_DIR,
 ) -> Report:
@@ -288,20 +290,46 @@ def attention(
         # All bits set are NaN in every type: what is read before it is written shows in the output.
         buffers["workspace"] = (torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8), True)
 
-    def params(addresses: dict[str, int]) -> abi.Params:
+    slopes, sinks = masks.alibi_slopes, masks.sinks
+    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    mask_operands = {
+        "mask": None if masks.attn_mask is None else masks.attn_mask.expand(shape),
+        "slopes": None if slopes is None else slopes.expand(shape[:2]),
+        "sinks": sinks,
+    }
+    present = {name: tensor for name, tensor in mask_operands.items() if tensor is not None}
+    buffers |= {name: (tensor, False) for name, tensor in present.items()}
+    position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
+
+    def params(addresses: dict[str, int]) -> abi.MaskedParams:
+        """Kernels that take the first part alone see nothing of the rest."""
         filled = abi.Params(
-            **addresses,
+            **{name: address for name, address in addresses.items() if name not in present},
             batch=problem.batch,
             heads=problem.heads,
             heads_kv=problem.heads_kv,
             seqlen_q=problem.seqlen_q,
             seqlen_k=problem.seqlen_k,
-            diagonal=problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0,
+            diagonal=diagonal,
             scale_log2=factor * math.log2(math.e),
         )
         for name, tensor in tensors.items():
             setattr(filled, f"{name}_strides", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
-        return filled
+        everything = abi.MaskedParams(
+            call=filled,
+            **{name: addresses[name] for name in present},
+            position=position,
+            lowest=lowest,
+            softcap_log2=(masks.softcap or 0.0) * math.log2(math.e),
+        )
+        if "mask" in present:
+            *outer, everything.mask_column_stride = present["mask"].stride()
+            everything.mask_strides = (ctypes.c_int64 * 3)(*outer)
+        if "slopes" in present:
+            everything.slope_batch_stride, everything.slope_head_stride = present["slopes"].stride()
+        if "sinks" in present:
+            (everything.sink_head_stride,) = present["sinks"].stride()
+        return everything
 
     reports = [
         launch(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from microsdpa.evidence.inputs import Case, Kind, Layout
+from microsdpa.evidence.inputs import Case, Kind, Layout, Masking
 from microsdpa.problem import Causal, DType
 
 DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
@@ -12,6 +12,17 @@ KINDS: tuple[Kind, ...] = ("mean", "outliers")
 NOTE_SHAPES = ((1, 2, 64, 64), (1, 4, 128, 64), (1, 8, 512, 64), (2, 2, 64, 64))
 LENGTHS = (1, 7, 63, 65, 127, 513, 1000)
 MAX_GRID_Y = 65_535
+MASKINGS: tuple[tuple[Causal | None, tuple[Masking, ...]], ...] = (
+    (None, ("bool",)),
+    ("lower_right", ("padding",)),
+    (None, ("additive",)),
+    ("upper_left", ("float32",)),
+    (None, ("window",)),
+    ("lower_right", ("window", "sinks")),
+    ("upper_left", ("softcap",)),
+    ("lower_right", ("alibi",)),
+    ("lower_right", ("bool", "window", "softcap", "alibi", "sinks")),
+)
 CROSS_LENGTHS = ((1, 777), (7, 512), (333, 65), (512, 1), (129, 1000))
 
 
@@ -68,4 +79,16 @@ def verify_cases() -> list[Case]:
     cases += [Case(4096, 17, 5, 9, 32), Case(66_000, 1, 2, 3, 64, causal="lower_right")]
     # Rows without any key.
     cases += [Case(1, 2, 100, sk, 64, dtype=dtype, causal="lower_right") for sk in (1, 40) for dtype in DTYPES]
+    # Masks, alone and together, also with rows that see no key.
+    cases += [
+        Case(2, 4, 100, 130, 64, heads_kv=2, dtype=dtype, causal=causal, masks=masks)
+        for dtype in DTYPES
+        for causal, masks in MASKINGS
+    ]
+    cases += [
+        Case(1, 2, 70, 150, d, dtype=dtype, causal="lower_right", masks=("bool", "softcap"))
+        for d in (40, 128, 256)
+        for dtype in DTYPES
+    ]
+    cases.append(Case(2, 4, 77, 90, 64, heads_kv=2, layout="unaligned", masks=("additive", "window", "alibi", "sinks")))
     return list(dict.fromkeys(cases))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -11,6 +11,7 @@ from microsdpa.problem import Causal, DType
 
 Kind = Literal["normal", "mean", "outliers", "key_bias"]
 Layout = Literal["bhsd", "bshd", "unaligned"]
+Masking = Literal["bool", "padding", "additive", "float32", "window", "softcap", "alibi", "sinks"]
 
 TORCH_DTYPE: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -23,6 +24,7 @@ class Case:
         kind: "normal" is N(0, 1); "mean" adds 0.5; "outliers" adds N(0, 100) to one element in a thousand;
             "key_bias" adds 4 N(0, 1) to every channel of every head of K.
         layout: "bshd" makes [B, H, S, D] views of [B, S, H, D] memory; "unaligned" rows start off 16-byte boundaries.
+        masks: what make_masks gives beside the tensors.
     """
 
     batch: int
@@ -37,6 +39,7 @@ class Case:
     kind: Kind = "normal"
     layout: Layout = "bhsd"
     seed: int = 0
+    masks: tuple[Masking, ...] = ()
 
     @property
     def kv_heads(self) -> int:
@@ -50,6 +53,7 @@ class Case:
             parts.append(f"hkv{self.kv_heads}")
         parts.append(f"sq{self.seqlen_q} sk{self.seqlen_k} d{self.head_dim} {self.dtype}")
         parts += [str(p) for p in (self.causal, self.kind, self.layout) if p not in (None, "normal", "bhsd")]
+        parts += self.masks
         if self.scale is not None:
             parts.append(f"scale{self.scale:g}")
         return " ".join([*parts, f"seed{self.seed}"])
@@ -76,6 +80,40 @@ def make(case: Case, device: str = "cpu", salt: int = 0) -> tuple[torch.Tensor, 
     if case.kind == "key_bias":
         key += (4 * torch.randn(case.batch, case.kv_heads, 1, case.head_dim, generator=generator)).to(key)
     return query, key, value
+
+
+def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
+    """Further arguments of sdpa, and of the oracle, for the masks of a case: the same values on every device.
+
+    "bool" is [B, 1, S_q, S_k] and hides half the keys, all of them from some rows; "padding" is [B, 1, 1, S_k];
+    "additive" is [H, S_q, S_k] in the inputs' type, -inf in places; "float32" is [S_q, S_k].
+    """
+    generator = torch.Generator().manual_seed(7 + case.seed)
+    b, h, s_q, s_k = case.batch, case.heads, case.seqlen_q, case.seqlen_k
+    found: dict[str, Any] = {}
+    for name in case.masks:
+        if name == "bool":
+            mask = torch.rand(b, 1, s_q, s_k, generator=generator) < 0.5
+            mask[:, :, ::7] = False
+            found["attn_mask"] = mask.to(device)
+        elif name == "padding":
+            lengths = torch.randint(1, s_k + 1, (b,), generator=generator)
+            found["attn_mask"] = (torch.arange(s_k) < lengths[:, None])[:, None, None].to(device)
+        elif name in ("additive", "float32"):
+            shape = (h, s_q, s_k) if name == "additive" else (s_q, s_k)
+            bias = torch.randn(shape, generator=generator).where(
+                torch.rand(shape, generator=generator) < 0.8, -torch.inf
+            )
+            found["attn_mask"] = bias.to(TORCH_DTYPE[case.dtype] if name == "additive" else torch.float32).to(device)
+        elif name == "window":
+            found["window"] = (s_k // 3, s_k // 5)
+        elif name == "softcap":
+            found["softcap"] = 3.0
+        elif name == "alibi":
+            found["alibi_slopes"] = torch.rand(b, h, generator=generator).to(device)
+        else:
+            found["sinks"] = torch.randn(h, generator=generator).to(TORCH_DTYPE[case.dtype]).to(device)
+    return found
 
 
 def _laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:

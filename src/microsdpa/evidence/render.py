@@ -24,7 +24,7 @@ from microsdpa.evidence.timing import ON_DEVICE
 from microsdpa.evidence.wording import case_name, provenance, quoted_us
 from microsdpa.evidence.worker import ALONE
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import Problem
+from microsdpa.problem import MaskKind, Problem
 from microsdpa.select import select
 
 MARKER = re.compile(
@@ -130,6 +130,7 @@ def is_stale(row: results.Row, target: str) -> bool:
         head_dim=shape["d"],
         dtype=row["dtype"],
         causal=None if row["mask"] == "none" else row["mask"],
+        mask=MaskKind(**row["mask_kind"]) if row.get("mask_kind") else None,
         alignment=row.get("alignment", 16),
         target=target,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,9 @@ import microsdpa
 from microsdpa import reference
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare, results
-from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.jit.signature import code_signature
+from microsdpa.masks import Masks
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES
 from microsdpa.runtime import launcher
 
@@ -38,11 +40,13 @@ def check(case: Case, device: str, impl: str) -> CaseResult:
     (compute-sanitizer) sees little but the kernel.
     """
     tensors = make(case)
-    expected, expected_lse = reference.oracle(*tensors, causal=case.causal, scale=case.scale)
-    eager, eager_lse = reference.eager(*tensors, causal=case.causal, scale=case.scale)
+    masks = make_masks(case)
+    expected, expected_lse = reference.oracle(*tensors, causal=case.causal, scale=case.scale, **masks)
+    eager, eager_lse = reference.eager(*tensors, causal=case.causal, scale=case.scale, **masks)
     allowed = compare.tolerance(eager, expected, eager.dtype)
     allowed_lse = compare.tolerance(eager_lse, expected_lse, torch.float32)
     query, key, value = make(case, device)
+    masks = make_masks(case, device)
 
     def run(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         result = microsdpa.sdpa(
@@ -55,6 +59,7 @@ def check(case: Case, device: str, impl: str) -> CaseResult:
             return_lse=True,
             out=out,
             impl=impl,
+            **masks,
         )
         assert isinstance(result, tuple)
         return result[0].cpu(), result[1].cpu()
@@ -79,8 +84,10 @@ def as_row(result: CaseResult, impl: str, device: str) -> results.Row:
     case = result.case
     identity: dict[str, object] = {"impl": "torch", "version": torch.__version__}
     query, key, value = make(case, device)
-    gqa = case.kv_heads != case.heads
-    found = microsdpa.explain(query, key, value, causal=case.causal, scale=case.scale, enable_gqa=gqa, impl=impl)
+    masks = make_masks(case, device)
+    options: dict[str, object] = {"scale": case.scale, "enable_gqa": case.kv_heads != case.heads, "impl": impl}
+    found = microsdpa.explain(query, key, value, causal=case.causal, **options, **masks)  # type: ignore[arg-type]
+    kind = Masks(**masks).kind
     if found.spec is not None:
         target = launcher.target_of_device() if device == "cuda" else None
         identity = {
@@ -91,6 +98,7 @@ def as_row(result: CaseResult, impl: str, device: str) -> results.Row:
             "code_signature": code_signature(found.spec, target) if target else None,
             "target": target,
             "requested": impl,
+            **({"mask_kind": dataclasses.asdict(kind)} if kind else {}),
             "alignment": ELEMENT_BYTES[case.dtype] if case.layout == "unaligned" else VECTOR_BYTES,
         }
     return results.row(

@@ -16,6 +16,7 @@
 
 #include "call.h"
 #include "driver.h"
+#include "masked_call.h"
 #include "plan.h"
 
 namespace microsdpa {
@@ -26,8 +27,13 @@ using ffi::Optional;
 
 constexpr double LOG2_E = 1.44269504088896340736;
 
-PlanTable& plans() {
-  static PlanTable table;
+PlanTable<PlanKey>& plans() {
+  static PlanTable<PlanKey> table;
+  return table;
+}
+
+PlanTable<MaskedKey>& masked_plans() {
+  static PlanTable<MaskedKey> table;
   return table;
 }
 
@@ -83,14 +89,14 @@ double softmax_scale(const Optional<double>& scale, std::int64_t head_dim) {
   return scale.has_value() ? scale.value() : 1.0 / std::sqrt(static_cast<double>(head_dim));
 }
 
-// Launches the plan of a call. Gives True when `out` was given, else the output.
-ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView lse, double scale) {
+// Launches the plan of a call, whose parameters are filled into a copy of the plan's. Gives True when `out` was given,
+// else the output.
+ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView lse, double scale, AttentionParams& params) {
   Optional<ffi::Tensor> allocated, workspace;
   if (!call.out) {
     allocated = allocate_output(*call.query);
     call.addresses[OUT] = address(*allocated.value().GetDLTensorPtr());
   }
-  AttentionParams params = plan.params;
   params.query = reinterpret_cast<const void*>(call.addresses[QUERY]);
   params.key = reinterpret_cast<const void*>(call.addresses[KEY]);
   params.value = reinterpret_cast<const void*>(call.addresses[VALUE]);
@@ -121,7 +127,35 @@ ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
   std::shared_ptr<const Plan> plan = plans().find(call.plan_key);
   const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
   if (!plan || !std::isfinite(factor)) return nullptr;
-  return execute(*plan, call, lse, factor);
+  AttentionParams params = plan->params.call;
+  return execute(*plan, call, lse, factor, params);
+}
+
+MaskArguments mask_arguments(ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks, std::int64_t left,
+                             std::int64_t right, const Optional<double>& softcap) {
+  return {{optional_tensor(mask), optional_tensor(slopes), optional_tensor(sinks)}, left, right, softcap.has_value()};
+}
+
+// The same with masks.
+ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, ffi::AnyView lse,
+                     std::int64_t options, Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes,
+                     ffi::AnyView sinks, std::int64_t left, std::int64_t right, Optional<double> softcap) {
+  Call call;
+  MaskedKey masked_key;
+  const MaskArguments masks = mask_arguments(mask, slopes, sinks, left, right, softcap);
+  if (!parse(query, key, value, optional_tensor(out), options, call)) return nullptr;
+  if (!parse_masks(call, masks, masked_key)) return nullptr;
+  std::shared_ptr<const Plan> plan = masked_plans().find(masked_key);
+  const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
+  const double cap = softcap.has_value() ? softcap.value() : 1.0;
+  if (!plan || !std::isfinite(factor) || !std::isfinite(cap) || cap <= 0.0) return nullptr;
+  MaskedParams params = plan->params;
+  const DLTensor* const* tensors = masks.tensors;
+  if (tensors[MASK]) params.masks.mask = reinterpret_cast<const void*>(address(*tensors[MASK]));
+  if (tensors[SLOPES]) params.masks.slopes = reinterpret_cast<const float*>(address(*tensors[SLOPES]));
+  if (tensors[SINKS]) params.masks.sinks = reinterpret_cast<const void*>(address(*tensors[SINKS]));
+  params.masks.softcap_log2 = static_cast<float>(cap * LOG2_E);
+  return execute(*plan, call, lse, factor, params.call);
 }
 
 // A function of (query, key, value, out or None, lse or None) that launches the plan of these arguments without looking
@@ -139,7 +173,9 @@ ffi::Any prepared_call(DLTensor* query, DLTensor* key, DLTensor* value, ffi::Any
                                                                             ffi::AnyView lse) -> ffi::Any {
     Call call;
     const bool parsed = parse(query, key, value, optional_tensor(out), expected.options, call);
-    return parsed && expected.admits(call.plan_key) ? execute(*plan, call, lse, factor) : ffi::Any(nullptr);
+    if (!parsed || !expected.admits(call.plan_key)) return nullptr;
+    AttentionParams params = plan->params.call;
+    return execute(*plan, call, lse, factor, params);
   });
 }
 
@@ -193,14 +229,8 @@ void launch_one(std::int64_t device, std::int64_t context, ffi::Shape fields, ff
   });
 }
 
-// Registers the plan of a validated call. The tensors and options are the arguments that sdpa() will be called
-// with; `kernels` are launched in their order, each given by its KernelFields and TensorMapFields.
-void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
-                   std::int64_t context, ffi::Array<ffi::Shape> kernels, std::int64_t workspace_bytes,
-                   std::int64_t diagonal) {
-  Call call;
-  TVM_FFI_CHECK(parse(query, key, value, optional_tensor(out), options, call), ValueError)
-      << "expected [B, H, S, D] CUDA tensors that do not overlap";
+Plan make_plan(const Call& call, std::int64_t context, const ffi::Array<ffi::Shape>& kernels,
+               std::int64_t workspace_bytes, std::int64_t diagonal) {
   const PlanKey& k = call.plan_key;
   Plan plan{};
   plan.context = reinterpret_cast<CUcontext>(context);
@@ -209,17 +239,47 @@ void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView
     for (const ffi::Shape& fields : kernels) plan.kernels.push_back(kernel_launch(fields, call));
   });
   plan.workspace_bytes = workspace_bytes;
-  plan.params.query_strides = outer_strides(k.query);
-  plan.params.key_strides = outer_strides(k.key);
-  plan.params.value_strides = outer_strides(k.value);
-  plan.params.out_strides = outer_strides(k.out);
-  plan.params.batch = static_cast<int32>(k.query.shape[0]);
-  plan.params.heads = static_cast<int32>(k.query.shape[1]);
-  plan.params.heads_kv = static_cast<int32>(k.key.shape[1]);
-  plan.params.seqlen_q = static_cast<int32>(k.query.shape[2]);
-  plan.params.seqlen_k = static_cast<int32>(k.key.shape[2]);
-  plan.params.diagonal = static_cast<int32>(diagonal);
-  plans().insert(k, plan);
+  AttentionParams& params = plan.params.call;
+  params.query_strides = outer_strides(k.query);
+  params.key_strides = outer_strides(k.key);
+  params.value_strides = outer_strides(k.value);
+  params.out_strides = outer_strides(k.out);
+  params.batch = static_cast<int32>(k.query.shape[0]);
+  params.heads = static_cast<int32>(k.query.shape[1]);
+  params.heads_kv = static_cast<int32>(k.key.shape[1]);
+  params.seqlen_q = static_cast<int32>(k.query.shape[2]);
+  params.seqlen_k = static_cast<int32>(k.key.shape[2]);
+  params.diagonal = static_cast<int32>(diagonal);
+  return plan;
+}
+
+constexpr const char* BAD_CALL = "expected [B, H, S, D] CUDA tensors that do not overlap";
+
+// Registers the plan of a validated call. The tensors and options are the arguments that sdpa() will be called
+// with; `kernels` are launched in their order, each given by its KernelFields and TensorMapFields.
+void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+                   std::int64_t context, ffi::Array<ffi::Shape> kernels, std::int64_t workspace_bytes,
+                   std::int64_t diagonal) {
+  Call call;
+  TVM_FFI_CHECK(parse(query, key, value, optional_tensor(out), options, call), ValueError) << BAD_CALL;
+  plans().insert(call.plan_key, make_plan(call, context, kernels, workspace_bytes, diagonal));
+}
+
+// The same for sdpa_masked().
+void register_masked_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+                          std::int64_t context, ffi::Array<ffi::Shape> kernels, std::int64_t workspace_bytes,
+                          std::int64_t diagonal, ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks,
+                          std::int64_t left, std::int64_t right, Optional<double> softcap, std::int64_t position,
+                          std::int64_t lowest) {
+  Call call;
+  MaskedKey masked_key;
+  const MaskArguments masks = mask_arguments(mask, slopes, sinks, left, right, softcap);
+  TVM_FFI_CHECK(parse(query, key, value, optional_tensor(out), options, call) && parse_masks(call, masks, masked_key),
+                ValueError)
+      << BAD_CALL;
+  Plan plan = make_plan(call, context, kernels, workspace_bytes, diagonal);
+  plan.params.masks = mask_params(masked_key, position, lowest);
+  masked_plans().insert(masked_key, plan);
 }
 
 // 16 when the call's tensors allow 16-byte loads and stores of every row, else 0; -1 when `out` overlaps an
@@ -271,17 +331,19 @@ std::int64_t driver_version() {
 // Lets kernels begin before the one ahead of them has ended, or not; gives what held before.
 bool set_programmatic(bool enabled) { return programmatic_enabled.exchange(enabled); }
 
-std::int64_t plan_count() { return plans().size(); }
+std::int64_t plan_count() { return plans().size() + masked_plans().size(); }
 
-void clear_plans() { plans().clear(); }
+void clear_plans() { plans().clear(), masked_plans().clear(); }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa, sdpa);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa_masked, sdpa_masked);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_call, prepared_call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(allocate_lse, allocate_lse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_plan, register_plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_masked_plan, register_masked_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(alignment, alignment);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_kernel, load_kernel);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(driver_version, driver_version);

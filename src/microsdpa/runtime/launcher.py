@@ -12,6 +12,7 @@ import torch
 
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
+from microsdpa.masks import NONE, Masks
 from microsdpa.problem import Problem, target_of, virtual
 from microsdpa.runtime.ffi import tvm_ffi
 from microsdpa.specs import Grid, KernelSpec
@@ -40,6 +41,11 @@ launch = _library.sdpa
 Gives None when no plan is registered for the call, True when it wrote to `out`, else the output that it allocated.
 """
 
+launch_masked = _library.sdpa_masked
+"""launch with further arguments (attn_mask | None, alibi_slopes | None, sinks | None, left, right, softcap | None).
+
+left and right are the window's ends, -1 for none.
+"""
 
 allocate_lse = _library.allocate_lse
 """allocate_lse(query): memory for the LSE of a query [B, H, S_q, D]: [B, H, S_q] in FP32, on the query's device."""
@@ -64,6 +70,28 @@ def prepared_call(
     if call is None:
         raise RuntimeError("the plan that was just registered is not found: please report this as a bug")
     return call
+
+
+def masked_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    options: int,
+    scale: float | None,
+    masks: Masks,
+) -> Any:
+    """`launch_masked` for a call whose plan is registered.
+
+    Raises:
+        RuntimeError: no plan is registered for the arguments.
+    """
+    arrays = masks.attn_mask, masks.alibi_slopes, masks.sinks
+    result = launch_masked(query, key, value, out, lse, options, scale, *arrays, *masks.ends, masks.softcap)
+    if result is None:
+        raise RuntimeError("the plan that was just registered is not found: please report this as a bug")
+    return result
 
 
 def driver_version() -> int:
@@ -153,6 +181,7 @@ def prepare(
     value: torch.Tensor,
     out: torch.Tensor | None,
     options: int,
+    masks: Masks = NONE,
 ) -> None:
     """Compile and load the kernels of `spec`, and register the plan that `launch` finds for these validated arguments.
 
@@ -169,8 +198,14 @@ def prepare(
             fields += [_OPERANDS.index(m.tensor), m.rows, m.columns, m.swizzle]
         kernels.append(tvm_ffi.Shape([function, *stage.grid(problem), *fields]))
     workspace_bytes = max(stage.workspace_bytes(problem) for stage in spec.stages)
-    diagonal = problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0
-    _library.register_plan(query, key, value, out, options, context, kernels, workspace_bytes, diagonal)
+    position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
+    call = query, key, value, out, options
+    if problem.mask is None:
+        _library.register_plan(*call, context, kernels, workspace_bytes, diagonal)
+    else:
+        arrays = masks.attn_mask, masks.alibi_slopes, masks.sinks
+        wanted = *arrays, *masks.ends, masks.softcap
+        _library.register_masked_plan(*call, context, kernels, workspace_bytes, diagonal, *wanted, position, lowest)
 
 
 def launch_one(spec: KernelSpec, target: str, grid: Grid, params: bytes, device: int) -> None:

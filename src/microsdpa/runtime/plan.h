@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../cuda/core/params.cuh"
+#include "../cuda/core/mask_params.cuh"
 #include "kernel_launch.h"
 #include "tensor_key.h"
 
@@ -31,37 +31,40 @@ struct PlanKey {
 };
 static_assert(sizeof(PlanKey) == 4 * 72 + 16, "PlanKey must have no padding");
 
-struct PlanKeyHash {
-  std::size_t operator()(const PlanKey& key) const {
-    std::uint64_t words[sizeof(PlanKey) / 8], hash = 0;
+template <typename Key>
+struct HashOfBytes {
+  std::size_t operator()(const Key& key) const {
+    std::uint64_t words[sizeof(Key) / 8], hash = 0;
     std::memcpy(words, &key, sizeof(key));
     for (std::uint64_t word : words) hash = (hash ^ word) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
     return hash;
   }
 };
 
-struct PlanKeyEqual {
-  bool operator()(const PlanKey& a, const PlanKey& b) const { return !std::memcmp(&a, &b, sizeof(a)); }
+template <typename Key>
+struct EqualBytes {
+  bool operator()(const Key& a, const Key& b) const { return !std::memcmp(&a, &b, sizeof(a)); }
 };
 
 struct Plan {
   CUcontext context;
   std::vector<KernelLaunch> kernels;  // launched one after another with the same parameters
   std::int64_t workspace_bytes;       // scratch memory of one call
-  AttentionParams params;             // all but the pointers and the scale
+  MaskedParams params;                // all but the pointers, the scale and the soft cap
 };
 
-// Readers share the lock, so concurrent callers do not wait for one another.
+// Readers share the lock, so concurrent callers do not wait for one another. Keys are compared as bytes.
+template <typename Key>
 class PlanTable {
  public:
-  std::shared_ptr<const Plan> find(const PlanKey& key) const {
+  std::shared_ptr<const Plan> find(const Key& key) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     auto entry = plans_.find(key);
     return entry == plans_.end() ? nullptr : entry->second;
   }
 
   // Bounded: a program that never repeats a shape must not grow for ever. Plans are cheap to make again.
-  void insert(const PlanKey& key, const Plan& plan) {
+  void insert(const Key& key, const Plan& plan) {
     std::unique_lock<std::shared_mutex> lock(mutex_);
     if (plans_.size() >= MAX_PLANS) plans_.clear();
     plans_[key] = std::make_shared<const Plan>(plan);
@@ -80,7 +83,7 @@ class PlanTable {
  private:
   static constexpr std::size_t MAX_PLANS = 8192;
   mutable std::shared_mutex mutex_;
-  std::unordered_map<PlanKey, std::shared_ptr<const Plan>, PlanKeyHash, PlanKeyEqual> plans_;
+  std::unordered_map<Key, std::shared_ptr<const Plan>, HashOfBytes<Key>, EqualBytes<Key>> plans_;
 };
 
 }  // namespace microsdpa

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, Problem
-from microsdpa.specs import ampere, hopper, ladder
+from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, MaskKind, Problem
+from microsdpa.specs import ampere, general, hopper, ladder
 from microsdpa.specs.eight_bit import eight_bit_catalogue
 from microsdpa.specs.quantize import quantize_catalogue
 from microsdpa.specs.spec import KernelSpec, Rejection
@@ -23,12 +23,14 @@ class Family:
     Attributes:
         specify: gives the configuration for a problem, or says why there is none.
         emulated_target: the GPU that the emulator takes when the family is named.
+        masks: whether the family knows masks other than the causal one.
     """
 
     name: str
     summary: str
     specify: Callable[[Problem], KernelSpec | Rejection]
     emulated_target: str = EMULATED_TARGET
+    masks: bool = False
 
     @property
     def short_name(self) -> str:
@@ -45,6 +47,12 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "ampere/fwd_mma", "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer", ampere.forward
+    ),
+    Family(
+        "ampere/fwd_general",
+        "every mask, head dimension and layout, on mma.sync; sm_80 and newer",
+        general.forward,
+        masks=True,
     ),
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
     Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
@@ -67,11 +75,21 @@ def emulated_target(impl: str) -> str:
     return family.emulated_target if family else EMULATED_TARGET
 
 
+GENERAL_HEAD_DIMS = (40, 64, 128, 256)
+MASK_KINDS: tuple[MaskKind | None, ...] = (
+    None,
+    MaskKind("bool", left=True),
+    MaskKind("float32", True, True, True, True, "float32"),
+    MaskKind(right=True, softcap=True, sinks="float16"),
+)
+
+
 def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
     """Configurations that the families make for `target`.
 
     By default a few of each family, among which are every head dimension, dtype, mask and alignment; with `every`, all
-    combinations of them. The kernels for 8-bit operands come last, by default those for one head dimension.
+    combinations of them. A family that takes any head dimension is shown at a few. The kernels for 8-bit operands come
+    last, by default those for one head dimension.
     """
     specs: dict[KernelSpec, None] = {}
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
@@ -80,17 +98,19 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
     opposites = [(5, 2), (0, 7), (6, 1), (3, 4)]  # two variants that have nothing in common, four times
     for family in FAMILIES:
         found = 0
-        for head_dim in range(16, 257, 16):
+        kinds = MASK_KINDS if family.masks else (None,)
+        for head_dim in GENERAL_HEAD_DIMS if family.masks else range(16, 257, 16):
             results = [
                 family.specify(
                     Problem(
                         *(1, 8, 8, 512, 512, head_dim, dtype),
                         causal=causal,
+                        mask=kinds[(found + i) % len(kinds)],
                         alignment=ELEMENT_BYTES[dtype] if unaligned else VECTOR_BYTES,
                         target=target,
                     )
                 )
-                for dtype, causal, unaligned in variants
+                for i, (dtype, causal, unaligned) in enumerate(variants)
             ]
             chosen = range(len(variants)) if every else opposites[found % len(opposites)]
             for i in chosen:

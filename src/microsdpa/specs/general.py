@@ -1,0 +1,51 @@
+"""Specification of the kernel that computes every call (cuda/ampere/fwd_general.cu)."""
+
+from __future__ import annotations
+
+from microsdpa.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
+from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
+
+CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
+MAX_HEAD_DIM = 256
+WARPS = 4
+
+
+def forward(problem: Problem) -> KernelSpec | Rejection:
+    """The general kernel: any mask, any head dimension up to 256, any alignment."""
+    if problem.head_dim > MAX_HEAD_DIM:
+        return Rejection(f"head_dim {problem.head_dim} is over {MAX_HEAD_DIM}", f"head_dim {MAX_HEAD_DIM}")
+    if capability_of(problem.target) < (8, 0):
+        return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
+    columns, block_n = -(-problem.head_dim // 16) * 16, 64 if problem.head_dim <= 128 else 32
+    vectors = problem.alignment >= VECTOR_BYTES and problem.head_dim % 8 == 0
+    mask = problem.mask or MaskKind()
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_N": block_n,
+        "WARPS": WARPS,
+        "LOAD_BYTES": VECTOR_BYTES if vectors else 2,
+        "MASK": CPP_TYPE[mask.tensor],
+        "LEFT": _cpp(mask.left),
+        "RIGHT": _cpp(mask.right or problem.causal is not None),
+        "SOFTCAP": _cpp(mask.softcap),
+        "ALIBI": _cpp(mask.alibi),
+        "SINK": CPP_TYPE[mask.sinks],
+    }
+    spec = KernelSpec(
+        name="ampere/fwd_general",
+        source="ampere/fwd_general.cu",
+        template="microsdpa::general_attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=32 * WARPS,
+        block_m=16 * WARPS,
+        shared_bytes=2 * columns * (16 * WARPS + 4 * block_n),
+        params="microsdpa::MaskedParams",
+    )
+    if spec.grid(problem)[0] > MAX_GRID_X:
+        return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
+    return spec
+
+
+def _cpp(value: bool) -> str:
+    return "true" if value else "false"

@@ -1,0 +1,134 @@
+"""The general kernel in the emulator: every mask, alone and together, odd head dimensions and layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import microsdpa
+from microsdpa import reference
+from microsdpa.emulate import run
+from microsdpa.evidence import compare
+from microsdpa.evidence.cases import MASKINGS
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.verify import check
+from microsdpa.masks import Masks
+from microsdpa.problem import MaskKind, Problem
+from microsdpa.select import select
+
+GENERAL = "emulate:ampere/fwd_general"
+CASES = [
+    *(Case(2, 4, 40, 90, 32, heads_kv=2, causal=causal, masks=masks) for causal, masks in MASKINGS),
+    Case(2, 4, 40, 90, 64, heads_kv=2, dtype="bfloat16", masks=("bool", "window", "softcap", "alibi", "sinks")),
+    Case(1, 2, 40, 90, 64, layout="unaligned", causal="lower_right", masks=("additive", "sinks")),
+    Case(1, 1, 20, 70, 256, dtype="bfloat16", masks=("float32",)),
+    Case(1, 1, 20, 70, 192, layout="bshd", causal="upper_left", masks=("padding", "softcap")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_masks_are_right_in_two_schedules(case: Case) -> None:
+    assert check(case, "cpu", "emulate").failure == ""
+
+
+@pytest.mark.parametrize("head_dim", [1, 8, 40, 72, 80, 250])
+@pytest.mark.parametrize("layout", ["bhsd", "unaligned"])
+def test_any_head_dimension(head_dim: int, layout: str) -> None:
+    case = Case(1, 2, 20, 70, head_dim, causal="lower_right", layout=layout)  # type: ignore[arg-type]
+    assert check(case, "cpu", GENERAL).failure == ""
+
+
+def test_strides_of_every_dimension_are_followed() -> None:
+    query, key, value = make(Case(2, 2, 33, 70, 32))
+    mask = torch.rand(70, 33, 2, 2) < 0.6
+    whole, wide = mask.permute(3, 2, 1, 0), torch.rand(33, 140) < 0.6
+    for view in (whole, whole[:, :1], whole[..., :1], wide[:, ::2], mask[:, 0, 0, 0], torch.tensor(True)):
+        out = microsdpa.sdpa(query, key, value, attn_mask=view, impl="emulate")
+        same = microsdpa.sdpa(query, key, value, attn_mask=view.expand(2, 2, 33, 70).contiguous(), impl="emulate")
+        assert torch.equal(out, same)
+
+
+def test_a_mask_and_a_causal_alignment_hold_together() -> None:
+    query, key, value = make(Case(1, 2, 33, 70, 32))
+    mask = torch.rand(33, 70) < 0.6
+    both = microsdpa.sdpa(query, key, value, attn_mask=mask, causal="lower_right", impl="emulate")
+    one = microsdpa.sdpa(query, key, value, attn_mask=mask & torch.ones(33, 70).bool().tril(37), impl="emulate")
+    assert torch.equal(both, one)
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e30, -65504.0])
+def test_rows_of_the_lowest_number_are_averages(lowest: float) -> None:
+    """Some callers write the lowest finite number for -inf: a row of nothing else is their mean, not zeros."""
+    query, key, value = make(Case(1, 1, 16, 40, 32))
+    mask = torch.zeros(16, 40)
+    mask[3], mask[5, 20:], mask[7] = lowest, lowest, -torch.inf
+    out = microsdpa.sdpa(query, key, value, attn_mask=mask, impl="emulate")
+    expected, _ = reference.oracle(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
+    assert (out[0, 0, 7] == 0).all()
+
+
+def test_a_sink_alone_gives_zeros_and_its_logit() -> None:
+    query, key, value = make(Case(1, 2, 16, 40, 32))
+    sinks = torch.tensor([1.5, -torch.inf])
+    hidden = torch.zeros(16, 40, dtype=torch.bool)
+    out, lse = microsdpa.sdpa(query, key, value, attn_mask=hidden, sinks=sinks, return_lse=True, impl="emulate")
+    assert (out == 0).all()
+    torch.testing.assert_close(lse[0], sinks[:, None].expand(2, 16))
+
+
+def test_a_tile_that_a_mask_hides_costs_no_product() -> None:
+    query, key, value = make(Case(1, 1, 64, 256, 64))
+    products = []
+    for first_hidden in (256, 65, 64):
+        mask = torch.arange(256)[None] < first_hidden
+        problem = Problem(1, 1, 1, 64, 256, 64, "float16", mask=MaskKind("bool"), target="sm_89")
+        spec = select(problem).spec
+        out = torch.empty_like(query)
+        report = run.attention(spec, problem, query, key, value, out, None, None, masks=Masks(attn_mask=mask))
+        products.append(report.counters["tensor_instructions"])
+    assert products[0] == 2 * products[1] == 4 * products[2]
+
+
+def test_keys_outside_the_window_are_not_loaded() -> None:
+    query, key, value = make(Case(1, 1, 64, 1024, 64))
+    loaded = []
+    for window in ((-1, -1), (100, 0)):
+        masks = Masks(window=window)
+        problem = Problem(1, 1, 1, 64, 1024, 64, "float16", causal="lower_right", mask=masks.kind, target="sm_89")
+        spec = select(problem, "ampere/fwd_general").spec
+        report = run.attention(spec, problem, query, key, value, torch.empty_like(query), None, None, masks=masks)
+        loaded.append(report.counters["async_copy_bytes"])
+    assert loaded[1] < loaded[0] / 4
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_combination_of_arguments(data: st.DataObject) -> None:
+    """Shapes, layouts and masks at random; few compile-time variants, many of everything else."""
+    draw = data.draw
+    s_q, s_k = draw(st.integers(1, 80), label="S_q"), draw(st.integers(1, 140), label="S_k")
+    heads_kv, group, batch = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    case = Case(
+        *(batch, heads_kv * group, s_q, s_k, 32),
+        heads_kv=heads_kv,
+        causal=draw(st.sampled_from([None, "upper_left", "lower_right"])),
+        layout=draw(st.sampled_from(["bhsd", "bshd"])),
+        scale=draw(st.sampled_from([None, 0.0, -0.2, 1.0])),
+        seed=draw(st.integers(0, 1000)),
+    )
+    shape = [size if draw(st.booleans()) else 1 for size in (batch, case.heads, s_q, s_k)]
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(case.seed)) < draw(st.sampled_from([0.1, 0.9]))
+    leading = next((i for i, size in enumerate(shape) if size > 1), 4)
+    options: dict[str, object] = {"attn_mask": mask[(0,) * draw(st.integers(0, leading))]}
+    if draw(st.booleans()):
+        ends = st.integers(-1, 150)
+        options["window"] = (draw(ends), draw(ends))
+    query, key, value = make(case)
+    common = {"causal": case.causal, "scale": case.scale, **options}
+    out, lse = microsdpa.sdpa(query, key, value, enable_gqa=group > 1, return_lse=True, impl=GENERAL, **common)  # type: ignore[arg-type]
+    expected, eager = (f(query, key, value, **common) for f in (reference.oracle, reference.eager))  # type: ignore[operator]
+    for got, exact, plain in zip((out, lse), expected, eager, strict=True):
+        assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))

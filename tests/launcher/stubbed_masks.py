@@ -1,0 +1,161 @@
+"""Calls with masks against the stub driver; test_launcher.py runs this file in a process of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_cuda import last, record, set_integer, tensor
+from stubbed_launcher import PRIMARY, _clean, call, kernel
+
+from microsdpa import api
+from microsdpa.masks import Masks
+from microsdpa.problem import Problem
+from microsdpa.runtime import launcher
+
+__all__ = ["_clean"]
+KDL_BOOL = 6
+MASK, SLOPES, SINKS = 0x600000, 0x700000, 0x800000
+library = launcher._library
+
+
+@pytest.fixture(autouse=True)
+def _masked() -> Iterator[None]:
+    set_integer("stub_masked", 1)
+    yield
+    set_integer("stub_masked", 0)
+
+
+def mask(*shape: int, address: int = MASK, **options: Any) -> Any:
+    return tensor(shape, address, **({"code": KDL_BOOL, "bits": 8} | options))
+
+
+def masked(**changes: Any) -> list[Any]:
+    """Arguments of launch_masked()."""
+    names = "attn_mask", "alibi_slopes", "sinks", "left", "right", "softcap"
+    plain = {name: value for name, value in changes.items() if name not in names}
+    rest = {"attn_mask": None, "alibi_slopes": None, "sinks": None, "left": -1, "right": -1, "softcap": None}
+    return [*call(**plain), *(rest | {k: v for k, v in changes.items() if k in names}).values()]
+
+
+def register(arguments: list[Any]) -> None:
+    query, key, value, out, _, options, _, *masks = arguments
+    library.register_masked_plan(query, key, value, out, options, PRIMARY, [kernel()], 0, 3, *masks, 8, -5)
+
+
+def test_masks_of_any_rank_are_broadcast() -> None:
+    for shape, strides, expected in (
+        ((2, 4, 16, 24), None, [1536, 384, 24, 1]),
+        ((2, 1, 1, 24), None, [24, 0, 0, 1]),
+        ((4, 16, 1), None, [0, 16, 1, 0]),
+        ((16, 24), (48, 2), [0, 0, 48, 2]),
+        ((24,), None, [0, 0, 0, 1]),
+        ((), None, [0, 0, 0, 0]),
+    ):
+        arguments = masked(attn_mask=mask(*shape, strides=strides))
+        register(arguments)
+        assert launcher.launch_masked(*arguments) is True
+        assert [*last().mask_strides, last().mask_column_stride] == expected
+        assert last().mask == MASK
+
+
+def test_the_kernel_gets_the_masks_and_the_call() -> None:
+    slopes, sinks = mask(2, 4, address=SLOPES, code=2, bits=32), mask(4, address=SINKS, code=2, bits=16)
+    arguments = masked(alibi_slopes=slopes, sinks=sinks, left=5, right=7, softcap=2.5, scale=0.5)
+    register(arguments)
+    assert launcher.launch_masked(*arguments)
+    found = last()
+    assert (found.mask, found.slopes, found.sinks) == (None, SLOPES, SINKS)
+    assert (found.slope_batch_stride, found.slope_head_stride, found.sink_head_stride) == (4, 1, 1)
+    assert (found.position, found.lowest, found.params.diagonal) == (8, -5, 3)
+    assert found.softcap_log2 == pytest.approx(2.5 * math.log2(math.e), rel=1e-7)
+    assert found.params.scale_log2 == pytest.approx(0.5 * math.log2(math.e), rel=1e-7)
+    assert found.params.query == 0x100000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attn_mask": None},
+        {"attn_mask": mask(1, 24)},
+        {"attn_mask": mask(16, 24, strides=(48, 1))},
+        {"attn_mask": mask(16, 24, code=2, bits=16)},
+        {"attn_mask": mask(16, 24, device=1)},
+        {"left": 4},
+        {"right": 4},
+        {"softcap": None},
+        {"sinks": mask(4, address=SINKS, code=2, bits=16)},
+        {"softcap": 0.0},
+        {"softcap": math.nan},
+        {"softcap": -1.0},
+        {"attn_mask": mask(1, 1, 1, 16, 24)},
+        {"attn_mask": mask(16, 24, address=0x400000)},  # where the output is
+    ],
+)
+def test_a_call_with_other_masks_misses(changes: dict[str, Any]) -> None:
+    arguments = {"attn_mask": mask(16, 24), "softcap": 1.0}
+    register(masked(**arguments))
+    assert launcher.launch_masked(*masked(**arguments)) is True
+    assert launcher.launch_masked(*masked(**(arguments | changes))) is None
+    assert launcher.launch(*call()) is None
+
+
+def test_another_mask_of_the_same_form_and_another_cap_hit() -> None:
+    register(masked(attn_mask=mask(16, 24), softcap=1.0))
+    assert launcher.launch_masked(*masked(attn_mask=mask(16, 24, address=0x900000), softcap=3.0))
+    assert last().mask == 0x900000
+    assert last().softcap_log2 == pytest.approx(3.0 * math.log2(math.e), rel=1e-7)
+
+
+def test_plans_with_masks_are_counted_and_cleared() -> None:
+    register(masked(left=3))
+    assert library.plan_count() == 1
+    library.clear_plans()
+    assert launcher.launch_masked(*masked(left=3)) is None
+
+
+def test_a_plan_of_a_mask_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="CUDA tensors that do not overlap"):
+        register(masked(attn_mask=mask(1, 1, 1, 16, 24)))
+
+
+def test_prepare_registers_what_sdpa_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from microsdpa.specs import KernelSpec
+
+    spec = KernelSpec("test/masked", "", "", (), threads=64, block_m=16, params="microsdpa::MaskedParams")
+    monkeypatch.setattr(launcher, "compile_kernel", lambda stage, target: None)
+    monkeypatch.setattr(launcher, "load_kernel", lambda kernel, device: (0x5000, PRIMARY))
+    query, key, value, out, _, options, _ = call()
+    masks = Masks(window=(6, 2), softcap=2.0)
+    problem = Problem(2, 4, 2, 16, 24, 32, "float16", causal="lower_right", mask=masks.kind)
+    query_like = type("Query", (), {"device": type("Device", (), {"index": 0})})
+    monkeypatch.setattr(launcher, "_library", _Forward(query, query_like))
+    launcher.prepare(problem, spec, query_like, key, value, out, options, masks)  # type: ignore[arg-type]
+    assert launcher.launch_masked(query, key, value, out, None, options, None, None, None, None, 6, 2, 2.0) is True
+    assert (last().position, last().lowest, last().params.diagonal) == (8, 2, 8)
+    assert record.launches
+
+
+class _Forward:
+    """The library, which gets the tensor for what stands for it in Python."""
+
+    def __init__(self, query: Any, stands_for: Any) -> None:
+        self._query, self._stands_for = query, stands_for
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(library, name)
+        return lambda *a: function(*(self._query if x is self._stands_for else x for x in a))
+
+
+def test_sdpa_finds_a_plan_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the public call, with arguments that Python passes through."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(api, "_launch_masked", lambda *a: seen.append(a) or True)
+    q = type("Tensor", (), {"requires_grad": False})()
+    assert api.sdpa(q, q, q, window=(3, 4), out=q) is q
+    assert api.sdpa(q, q, q, causal="lower_right", attn_mask=q, softcap=2.0, out=q, scale=0.5) is q
+    options = api.OPTIONS[False, None, False, "auto"], api.OPTIONS[False, "lower_right", False, "auto"]
+    assert seen[0] == (q, q, q, q, None, options[0], None, None, None, None, 3, 4, None)
+    assert seen[1] == (q, q, q, q, None, options[1], 0.5, q, None, None, -1, -1, 2.0)
