@@ -22,6 +22,7 @@ Granularity = Literal["tensor", "head", "channel", "block"]
 
 LARGEST: dict[str, float] = {"e4m3": 448.0, "int8": 127.0, "sim_u8": 448.0}
 CODE_DTYPE: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "sim_u8": torch.uint8}
+RESIDUAL_STEPS: dict[str, float] = {"e4m3": 1.0, "int8": 256.0}
 SIM_U8_STEPS = torch.tensor(255.0 / 896.0)
 MEAN_GROUPS = 32
 """Rows of K's mean are added up in this many sums, as the CTA of the CUDA kernel does."""
@@ -122,8 +123,8 @@ def decode(codes: torch.Tensor, code: Code) -> torch.Tensor:
 
 
 def residual(y: torch.Tensor, codes: torch.Tensor, code: Code) -> torch.Tensor:
-    """Codes, of the same scale, of what `codes` lack of the FP32 values y."""
-    return encode(y - decode(codes, code), code)
+    """Codes of what `codes` lack of the FP32 values y; one of them counts 1 / RESIDUAL_STEPS[code]."""
+    return encode((y - decode(codes, code)) * RESIDUAL_STEPS[code], code)
 
 
 def scales(values: torch.Tensor, code: Code, granularity: Granularity, block: int) -> torch.Tensor:

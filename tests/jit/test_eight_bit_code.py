@@ -22,6 +22,7 @@ CONFIGURATIONS: list[tuple[str, Operands, int, set[str], set[str]]] = [
     ("ladder/13", "fp8", 2, {"QMMA"}, {"HMMA"}),
     ("ladder/13", "int8_fp8", 1, {"QMMA", "IMMA"}, {"HMMA", "IMMA"}),
     ("ladder/13", "int8_fp16", 1, {"HMMA", "IMMA"}, {"HMMA", "IMMA"}),
+    ("ladder/13", "int8_fp16", 2, {"HMMA", "IMMA"}, {"HMMA", "IMMA"}),
 ]
 
 

@@ -169,7 +169,7 @@ def eight_bit_catalogue(target: str) -> list[KernelSpec]:
     for family, head_dim, dtype, causal, operands, terms in product(
         EIGHT_BIT_FAMILIES, HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2)
     ):
-        if terms == 2 and operands != "fp8":
+        if terms == 2 and operands == "int8_fp8":
             continue
         problem = EightBitProblem(
             *(1, 8, 8, 512, 512, head_dim, dtype),

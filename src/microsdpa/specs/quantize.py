@@ -24,7 +24,7 @@ class Recipe:
     Attributes:
         code: of Q and K.
         value: of V; None leaves V as it is.
-        query_terms: codes of Q, side by side; the second is what the first lacks. E4M3 alone has two.
+        query_terms: codes of Q, side by side; the second is what the first lacks. Of "sim_u8" there is one.
         block: rows of Q and K that share a scale, a power of two.
         smooth: whether K's mean is taken off.
         hadamard: whether Q and K are rotated.
@@ -41,7 +41,7 @@ class Recipe:
 RECIPES: dict[Operands, Recipe] = {
     "fp8": Recipe("e4m3", "e4m3", query_terms=2),
     "int8_fp8": Recipe("int8", "e4m3"),
-    "int8_fp16": Recipe("int8", None),
+    "int8_fp16": Recipe("int8", None, query_terms=2),
 }
 """What sdpa(precision=) does; docs/numerics.md says why."""
 

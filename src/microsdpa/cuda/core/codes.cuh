@@ -1,4 +1,5 @@
-// Encoders of the 8-bit formats; quantize.py has the same arithmetic, and every code agrees.
+// Encoders of the 8-bit formats. A second code of a value counts in STEPS of the first. quantize.py has the same
+// arithmetic, and every code agrees.
 #pragma once
 
 #include "../ptx/convert.cuh"
@@ -11,6 +12,7 @@ namespace code {
 // E4M3: round to nearest even, saturated at 448.
 struct E4m3 {
   static constexpr float LARGEST = 448.0f;
+  static constexpr float STEPS = 1.0f;
   static __device__ __forceinline__ unsigned char encode(float x) {
     // NaN has one code here, whatever its sign.
     return x == x ? e4m3x2_from_floats(x, 0.0f) & 0xff : 0x7f;
@@ -24,9 +26,11 @@ struct E4m3 {
 // -127 to 127, symmetric; NaN becomes 0.
 struct Int8 {
   static constexpr float LARGEST = 127.0f;
+  static constexpr float STEPS = 256.0f;
   static __device__ __forceinline__ unsigned char encode(float x) {
     return x == x ? static_cast<unsigned char>(static_cast<int32>(fminf(fmaxf(rintf(x), -127.0f), 127.0f))) : 0;
   }
+  static __device__ __forceinline__ float decode(unsigned char code) { return static_cast<signed char>(code); }
 };
 
 // A linear code of [-448, 448] in 0 to 255; NaN becomes 0.

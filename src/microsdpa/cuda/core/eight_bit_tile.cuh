@@ -12,9 +12,11 @@ namespace microsdpa {
 
 using Unit = uint16;
 
-// Formats of codes: the sums that their products have, and their instruction.
+// Formats of codes: the sums that their products have, and their instruction. A second code of a value counts in STEPS
+// of the first.
 struct E4m3 {
   using Sum = float;
+  static constexpr int STEPS = 1;
   static __device__ __forceinline__ void multiply(float (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2]) {
     mma_m16n8k32_e4m3(d, a, b);
   }
@@ -22,6 +24,7 @@ struct E4m3 {
 
 struct Int8 {
   using Sum = int32;
+  static constexpr int STEPS = 256;
   static __device__ __forceinline__ void multiply(int32 (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2]) {
     mma_m16n8k32_s8(d, a, b);
   }
@@ -41,30 +44,37 @@ __device__ __forceinline__ void copy_rows(Tile& tile, const Unit* global, int64 
   });
 }
 
-// s = codes of Q times codes of K, for KEYS keys. A query may have TERMS codes, whose sum it is.
+// s = codes of Q times codes of K, for KEYS keys. A query may have two codes (TERMS).
 //   query: QueryOperand of [16, TERMS * HEAD_DIM] codes
 template <typename Format, int HEAD_DIM, int TERMS, int KEYS, typename Query, typename Tile>
 __device__ __forceinline__ void multiply_codes(float (&s)[KEYS / 8][4], const Query& query, const Tile& key) {
-  constexpr int STEPS = HEAD_DIM / 32;
+  constexpr int DEPTH = HEAD_DIM / 32;
+  constexpr int SUMS = Format::STEPS == 1 ? 1 : TERMS;  // codes of one step are added up together
 #pragma unroll
   for (int n = 0; n < KEYS / 16; ++n) {
-    typename Format::Sum sum[2][4] = {};
+    typename Format::Sum sum[SUMS][2][4] = {};
 #pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
+    for (int k = 0; k < DEPTH; ++k) {
       uint32 b[2][2];
       load_b_of_keys(b, key, 16 * n, 16 * k);
 #pragma unroll
       for (int term = 0; term < TERMS; ++term) {
         uint32 a[1][4];
-        query.get(a, term * STEPS + k);
-        Format::multiply(sum[0], a[0], b[0]);
-        Format::multiply(sum[1], a[0], b[1]);
+        query.get(a, term * DEPTH + k);
+        Format::multiply(sum[term % SUMS][0], a[0], b[0]);
+        Format::multiply(sum[term % SUMS][1], a[0], b[1]);
       }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[2 * n + half][e] = static_cast<float>(sum[half][e]);
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (SUMS == 1) {
+          s[2 * n + half][e] = static_cast<float>(sum[0][half][e]);
+        } else {  // below 2^30: exact
+          s[2 * n + half][e] = static_cast<float>(sum[0][half][e] * Format::STEPS + sum[1][half][e]) / Format::STEPS;
+        }
+      }
     }
   }
 }

@@ -2,7 +2,7 @@
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA. Q and K are
 // codes with scales, E4M3 or INT8; V is E4M3 codes with scales, and P is then rounded to E4M3, or V and P have 16 bits.
-// A query may be the sum of TERMS codes of one scale: the second is the rounding error of the first.
+// A query may have a second code (TERMS 2), for the rounding error of the first.
 // Tiles:    Q [BLOCK_M, TERMS * HEAD_DIM], two places for K and V [BLOCK_N, HEAD_DIM] and K's scales, XOR-swizzled.
 // Roles:    every warp copies; a warp owns 16 queries, of which four lanes share two rows.
 // Pipeline: 1. start copying tile i + 1 (cp.async)     2. wait for tile i, of which the copy was started a tile ago

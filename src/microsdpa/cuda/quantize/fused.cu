@@ -5,7 +5,7 @@
 //   values (where VALUE is a format): one for each head
 // Q and K have a scale for each BLOCK rows, or for each row where BLOCK is 1; V has one for each channel. K's mean over
 // its rows is taken off first; then Q and K are rotated, with HADAMARD, by a normalised Hadamard matrix. With TERMS 2 a
-// row of Q's codes is followed by the codes of what they lack, with the same scale.
+// row of Q's codes is followed by the codes of what they lack.
 // Bound by: one CTA reading a head twice, from L2 the second time, where there is a mean or a scale for a channel.
 #include "../core/codes.cuh"
 #include "../core/softmax.cuh"
@@ -170,7 +170,7 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
     for (int i = 0; i < CHUNK; ++i) {
       const float y = x[i] / scale;
       encoded[0].data[i] = Code::encode(y);
-      if constexpr (TERMS == 2) encoded[1].data[i] = Code::encode(y - Code::decode(encoded[0].data[i]));
+      if constexpr (TERMS == 2) encoded[1].data[i] = Code::encode((y - Code::decode(encoded[0].data[i])) * Code::STEPS);
     }
 #pragma unroll
     for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Codes*>(to + term * HEAD_DIM) = encoded[term];
