@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(THREADS, 1) fp8_product(const __grid_constant_
                  params.n - first_column);
     }
     __syncthreads();
-    const QueryOperand<CodeTile, 1, TILE / 2, true> operand(a_tile, warp_row);
+    const QueryOperand<CodeTile, 1, TILE / 2, TILE / 32> operand(a_tile, warp_row);
     if constexpr (SCORES) {
       float part[TILE / 8][4];
       multiply_codes<E4m3, TILE, 1, TILE>(part, operand, b_tile);
