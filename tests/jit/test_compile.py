@@ -33,7 +33,7 @@ def test_every_kernel_compiles_for_every_target_and_fits_its_chip() -> None:
     """No spills, no local memory, and at least one CTA fits an SM."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         kernels = list(pool.map(lambda job: compile_kernel(*job), JOBS))
-    assert {kernel.spec.name for kernel in kernels} == {family.name for family in FAMILIES}
+    assert {kernel.spec.name for kernel in kernels} >= {family.name for family in FAMILIES}
     for kernel in kernels:
         spec, resources = kernel.spec, kernel.resources
         assert not resources.uses_local_memory
