@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import re
@@ -301,8 +302,8 @@ def attention(
     buffers |= {name: (tensor, False) for name, tensor in present.items()}
     position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
 
-    def params(addresses: dict[str, int]) -> abi.MaskedParams:
-        """Kernels that take the first part alone see nothing of the rest."""
+    def params(addresses: dict[str, int], kind: str) -> ctypes.Structure:
+        """Parameters of the C++ type `kind`: the call's, and for kernels that take them the masks'."""
         filled = abi.Params(
             **{name: address for name, address in addresses.items() if name not in present},
             batch=problem.batch,
@@ -315,6 +316,8 @@ def attention(
         )
         for name, tensor in tensors.items():
             setattr(filled, f"{name}_strides", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
+        if kind == "microsdpa::AttentionParams":
+            return filled
         everything = abi.MaskedParams(
             call=filled,
             **{name: addresses[name] for name in present},
@@ -334,7 +337,7 @@ def attention(
     reports = [
         launch(
             build.load(stage, root),
-            params,
+            functools.partial(params, kind=stage.params),
             buffers,
             grid=stage.grid(problem),
             threads=stage.threads,
