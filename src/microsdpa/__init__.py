@@ -3,6 +3,7 @@
 Importing it initialises no CUDA and creates no file.
 """
 
+from microsdpa import torch_ops
 from microsdpa.api import explain, sdpa
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.explanation import Explanation
@@ -24,4 +25,5 @@ __all__ = [
     "plan",
     "quantize",
     "sdpa",
+    "torch_ops",
 ]

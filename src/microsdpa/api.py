@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import product
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from microsdpa import arguments, eight_bit, problems, torch_cpu
 from microsdpa import masks as mask_arguments
@@ -13,36 +14,20 @@ from microsdpa.explanation import Explanation
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
 from microsdpa.masks import Masks
+from microsdpa.options import OPTIONS, Further
 from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import FAMILIES
-from microsdpa.specs.eight_bit import Operands
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from microsdpa.specs.eight_bit import Operands
 
 _launch = launcher.launch
 _launch_masked = launcher.launch_masked
 _allocate_lse = launcher.allocate_lse
 
-
-def _option_codes() -> dict[tuple[object, ...], int]:
-    """A number for every valid combination of (is_causal, causal, enable_gqa, impl), the plans' key for them."""
-    impls = {"auto": 0}
-    for index, family in enumerate(FAMILIES, start=1):
-        impls |= {family.name: index, family.short_name: index}
-    alignments: dict[tuple[bool, str | None], int] = {
-        (False, None): 0,
-        (True, None): 1,
-        (True, "upper_left"): 1,
-        (False, "upper_left"): 1,
-        (False, "lower_right"): 2,
-    }
-    return {
-        (*causal, gqa, impl): causal_code | gqa << 2 | impl_code << 3
-        for (causal, causal_code), gqa, (impl, impl_code) in product(alignments.items(), (False, True), impls.items())
-    }
-
-
-OPTIONS = _option_codes()
 
 GivenMasks = tuple[object, object, object, object, object]
 """attn_mask, window, softcap, alibi_slopes and sinks, not validated yet."""
@@ -61,17 +46,9 @@ def sdpa(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     impl: str = "auto",
-    precision: Operands | None = None,
-    q_scale: torch.Tensor | float | None = None,
-    k_scale: torch.Tensor | float | None = None,
-    v_scale: torch.Tensor | float | None = None,
-    attn_mask: torch.Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    **further: Unpack[Further],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact, forward only.
+    """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact.
 
     Arithmetic and softmax are FP32; inputs and output are FP16 or BF16. Rows that see no key give zeros (LSE -inf).
     Calls are asynchronous on the current stream of the tensors' device and may be captured in a CUDA graph.
@@ -116,9 +93,7 @@ def sdpa(
         UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
         CompileError: the kernel does not compile on this machine.
     """
-    if (attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None) and (
-        precision is None and q_scale is None and k_scale is None and v_scale is None
-    ):
+    if not further and not is_dynamo_compiling():
         try:
             options = OPTIONS[is_causal, causal, enable_gqa, impl]
             if not torch.is_grad_enabled() or not (
@@ -135,8 +110,36 @@ def sdpa(
                     return result if lse is None else (result, lse)
         except (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError):
             pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
-    elif precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
-        mask_arguments.refuse(attn_mask, window, softcap, alibi_slopes, sinks)
+    common = query, key, value, is_causal, causal, scale, enable_gqa, return_lse, out, impl
+    return _further_call(*common, **further) if further else _first_call(*common)
+
+
+def _further_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    causal: Causal | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    impl: str,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A call with arguments that a plain one leaves out."""
+    given = attn_mask, window, softcap, alibi_slopes, sinks
+    if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
+        mask_arguments.refuse(*given)
         return eight_bit.attend(
             query,
             key,
@@ -151,15 +154,9 @@ def sdpa(
             out=out,
             impl=impl,
         )
-    else:
-        arrays = attn_mask, alibi_slopes, sinks
-        outcome = _masked_call(
-            query, key, value, is_causal, causal, scale, enable_gqa, return_lse, out, impl, *arrays, window, softcap
-        )
-        if outcome is not None:
-            return outcome
-    given = attn_mask, window, softcap, alibi_slopes, sinks
-    return _first_call(query, key, value, is_causal, causal, scale, enable_gqa, return_lse, out, impl, given)
+    common = query, key, value, is_causal, causal, scale, enable_gqa, return_lse, out, impl
+    outcome = None if is_dynamo_compiling() else _masked_call(*common, attn_mask, alibi_slopes, sinks, window, softcap)
+    return _first_call(*common, given) if outcome is None else outcome
 
 
 def _masked_call(
@@ -200,7 +197,7 @@ def _masked_call(
     return result if lse is None else (result, lse)
 
 
-def _first_call(
+def _traced(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -213,8 +210,41 @@ def _first_call(
     impl: str,
     given: GivenMasks,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The call as an operator in a graph; the operator checks its arguments when the graph runs."""
+    attn_mask, window, softcap, alibi_slopes, sinks = given
+    mask_arguments.refuse_both(is_causal, attn_mask)
+    alignment = arguments.check_causal(is_causal, causal)
+    ends = list(cast("tuple[int, int]", window or (-1, -1)))
+    operands = query, key, value, attn_mask, alibi_slopes, sinks
+    result, lse = torch.ops.microsdpa.attention(*operands, alignment, scale, enable_gqa, ends, softcap, impl)
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
+def _first_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    causal: Causal | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    impl: str,
+    given: GivenMasks = NO_MASKS,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Validate a call that has no plan, make the plan, and launch; also all calls that no kernel is needed for."""
+    if is_compiling():
+        return _traced(query, key, value, is_causal, causal, scale, enable_gqa, return_lse, out, impl, given)
     alignment, scale, masks = validate_call(query, key, value, is_causal, causal, scale, enable_gqa, out, impl, given)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *masks.tensors.values())):
+        if out is not None:
+            raise InvalidArgument(
+                "out", expected="None where an input requires grad", got="a tensor", hint="autograd needs a new output"
+            )
+        return _traced(query, key, value, is_causal, causal, scale, enable_gqa, return_lse, None, impl, given)
     if is_empty(query, key):
         result = torch.zeros_like(query) if out is None else out.zero_()
         lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
@@ -231,13 +261,13 @@ def _first_call(
         result = result if out is None else out.copy_(result)
         return result if cpu_lse is None else (result, cpu_lse)
 
-    options = OPTIONS[is_causal, causal, enable_gqa, impl]
-    register(query, key, value, out, alignment, masks, impl, options)
+    code = OPTIONS[is_causal, causal, enable_gqa, impl]
+    register(query, key, value, out, alignment, masks, impl, code)
     gpu_lse = _allocate_lse(query) if return_lse else None
     if masks.kind is None:
-        result = launcher.prepared_call(query, key, value, out, options, scale)(query, key, value, out, gpu_lse)
+        result = launcher.prepared_call(query, key, value, out, code, scale)(query, key, value, out, gpu_lse)
     else:
-        result = launcher.masked_call(query, key, value, out, gpu_lse, options, scale, masks)
+        result = launcher.masked_call(query, key, value, out, gpu_lse, code, scale, masks)
     result = result if out is None else out
     return result if gpu_lse is None else (result, gpu_lse)
 
@@ -256,7 +286,6 @@ def validate_call(
 ) -> tuple[Causal | None, float | None, Masks]:
     """Check all arguments; gives the causal alignment, the scale and the masks."""
     alignment, masks = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl, given)
-    arguments.check_grad({"query": query, "key": key, "value": value, **masks.tensors})
     if out is not None:
         inputs = (query, key, value, *masks.tensors.values())
         meets = isinstance(out, torch.Tensor) and any(arguments.memory_ranges_meet(out, t) for t in inputs)

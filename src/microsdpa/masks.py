@@ -103,6 +103,21 @@ def refuse(*given: object) -> None:
         )
 
 
+def refuse_both(is_causal: bool, attn_mask: object) -> None:
+    """Refuse is_causal=True beside a mask.
+
+    Raises:
+        InvalidArgument: there are both.
+    """
+    if is_causal and attn_mask is not None:
+        raise InvalidArgument(
+            "attn_mask",
+            expected="None beside is_causal=True, as torch does",
+            got="both",
+            hint="pass causal='upper_left' or causal='lower_right' beside attn_mask to have both applied",
+        )
+
+
 def check(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -119,14 +134,8 @@ def check(
         InvalidArgument: one of them cannot belong to the call.
     """
     (batch, heads, seqlen_q, _), seqlen_k = query.shape, key.shape[2]
+    refuse_both(is_causal, attn_mask)
     if attn_mask is not None:
-        if is_causal:
-            raise InvalidArgument(
-                "attn_mask",
-                expected="None beside is_causal=True, as torch does",
-                got="both",
-                hint="pass causal='upper_left' or causal='lower_right' beside attn_mask to have both applied",
-            )
         mask = _check_tensor("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
         _check_broadcast("attn_mask", mask, (batch, heads, seqlen_q, seqlen_k), "[B, H, S_q, S_k]")
     if alibi_slopes is not None:

@@ -11,6 +11,7 @@ import torch
 from microsdpa import api, arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.explanation import Explanation
+from microsdpa.options import OPTIONS
 from microsdpa.problem import VECTOR_BYTES, Causal
 from microsdpa.runtime import launcher
 
@@ -123,6 +124,7 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
             pass  # the checks below say which argument is wrong; a launch that failed otherwise fails in sdpa again
         for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
             expected.check(name, tensor)
+        arguments.check_grad({"query": query, "key": key, "value": value})
         return api.sdpa(query, key, value, out=out, **expected.options)
 
     prepared.__doc__ = Plan.__call__.__doc__
@@ -170,9 +172,10 @@ def plan(
         "impl": impl,
     }
     alignment, scale, masks = api.validate_call(query, key, value, is_causal, causal, scale, enable_gqa, out, impl)
+    arguments.check_grad({"query": query, "key": key, "value": value})
     launch, aligned = _no_launch, False
     if query.device.type == "cuda" and not api.is_empty(query, key) and not api.emulated(impl):
-        code = api.OPTIONS[is_causal, causal, enable_gqa, impl]
+        code = OPTIONS[is_causal, causal, enable_gqa, impl]
         api.register(query, key, value, out, alignment, masks, impl, code)
         launch = launcher.prepared_call(query, key, value, out, code, scale)
         aligned = launcher.alignment(query, key, value, out) == VECTOR_BYTES

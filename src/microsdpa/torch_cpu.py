@@ -50,14 +50,11 @@ def scores(
 
     query is [B, S_q, D], key is [B, S_k, D].
     """
-    (batch, seqlen_q, head_dim), seqlen_k = query.shape, key.shape[1]
-    logits = query.float() @ key.float().mT * (head_dim**-0.5 if scale is None else scale)
-    if masks.softcap is not None:
-        logits = masks.softcap * (logits / masks.softcap).tanh()
+    (batch, seqlen_q, _), seqlen_k = query.shape, key.shape[1]
+    logits = products(query, key, scale, masks)
     if masks.alibi_slopes is not None:
-        position = masks.bounds(causal, seqlen_q, seqlen_k)[0]
-        distance = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None] - position
-        logits = logits - masks.alibi_slopes[..., head].expand(batch)[:, None, None] * distance.abs()
+        away = distance(seqlen_q, seqlen_k, masks.bounds(causal, seqlen_q, seqlen_k)[0], query.device)
+        logits = logits - masks.alibi_slopes[..., head].expand(batch)[:, None, None] * away
     if masks.attn_mask is not None:
         mask = _of_head(masks.attn_mask, head)
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.float()
@@ -67,6 +64,18 @@ def scores(
     if masks.sinks is not None:
         logits = torch.cat([logits, masks.sinks[head].float().expand(batch, seqlen_q, 1)], dim=-1)
     return logits
+
+
+def products(query: torch.Tensor, key: torch.Tensor, scale: float | None, masks: Masks) -> torch.Tensor:
+    """Scaled products of one head in FP32, [B, S_q, S_k], soft-capped where the call asks for it."""
+    logits = query.float() @ key.float().mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    return logits if masks.softcap is None else masks.softcap * (logits / masks.softcap).tanh()
+
+
+def distance(seqlen_q: int, seqlen_k: int, position: int, device: torch.device) -> torch.Tensor:
+    """|i + position - j| of each query i and key j."""
+    away = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None] - position
+    return away.abs()
 
 
 def _of_head(mask: torch.Tensor, head: int) -> torch.Tensor:

@@ -86,15 +86,6 @@ def test_missing_stride_hint_names_the_remedy() -> None:
     assert ".contiguous()" in caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
-def test_an_input_that_requires_grad_is_refused_until_there_is_autograd(name: str) -> None:
-    tensors = {n: t(2, 4, 8, 32, requires_grad=n == name) for n in ("query", "key", "value")}
-    with pytest.raises(microsdpa.UnsupportedProblem, match=f"{name} requires grad"):
-        microsdpa.sdpa(**tensors)
-    with torch.no_grad():
-        assert microsdpa.sdpa(**tensors).shape == Q.shape
-
-
 @pytest.mark.parametrize(
     ("version", "torch_sees_gpu", "message"),
     [

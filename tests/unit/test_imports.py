@@ -29,18 +29,19 @@ ALLOWED: dict[str, set[str]] = {
     "arguments": {"errors", "problem", "specs"},
     "emulate": {"errors", "jit", "masks", "problem", "specs"},
     "explanation": {"specs"},
+    "options": {"specs"},
     "problems": {"arguments", "errors", "masks", "problem", "runtime", "specs"},
     "api": {
         *("arguments", "emulate", "errors", "explanation", "jit", "masks", "problem", "problems", "runtime", "select"),
-        *("eight_bit", "specs", "torch_cpu"),
+        *("eight_bit", "options", "specs", "torch_cpu"),
     },
     "quantize": {"errors"},
     "eight_bit_arguments": {"arguments", "errors", "specs"},
     "eight_bit": {
         *("arguments", "eight_bit_arguments", "emulate", "errors", "problem", "quantize", "runtime", "specs"),
     },
-    "prepared": {"", "api", "arguments", "errors", "explanation", "problem", "runtime"},
-    "": {"api", "errors", "explanation", "prepared", "quantize"},
+    "prepared": {"", "api", "arguments", "errors", "explanation", "options", "problem", "runtime"},
+    "": {"api", "errors", "explanation", "prepared", "quantize", "torch_ops"},
     "evidence": {
         *(
             "",
@@ -58,6 +59,7 @@ ALLOWED: dict[str, set[str]] = {
             "specs",
         )
     },
+    "torch_ops": {"", "api", "errors", "masks", "problem", "torch_cpu"},
     "console": set(),
     "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime"},
     "__main__": {"cli"},
