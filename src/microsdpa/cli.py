@@ -16,7 +16,7 @@ from microsdpa.arguments import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ceilings, profile, suites
+from microsdpa.evidence import accuracy, ceilings, profile, suites, verify_eight_bit
 from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import report as report_page
@@ -33,6 +33,7 @@ from microsdpa.evidence.survey import TARGETS
 from microsdpa.evidence.timing import MODES
 from microsdpa.problem import capability_of, virtual
 from microsdpa.runtime import launcher
+from microsdpa.specs.eight_bit import OPERANDS
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CANNOT_RUN = 1, 2, 3
 
@@ -141,9 +142,18 @@ def verify(
     impl: Impl = "auto",
     output: Output = None,
     ptx: Annotated[str | None, typer.Option(help="Run the PTX of another target's kernels, such as sm_89.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help=f"Check 8-bit operands instead: all, or one of {', '.join(OPERANDS)}.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check every case against the FP64 oracle."""
+    if precision is not None:
+        if precision not in ("all", *OPERANDS):
+            raise typer.BadParameter(f"precision: expected all or one of {', '.join(OPERANDS)}, got {precision!r}")
+        with progress() as bars:
+            step = verify_eight_bit.step(precision, bars)
+        _finish([step], as_json)
     if ptx is not None:
         try:
             virtual(ptx)

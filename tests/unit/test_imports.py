@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "torch_ops": {"", "api", "errors", "masks", "problem", "torch_cpu"},
     "console": set(),
-    "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime"},
+    "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime", "specs"},
     "__main__": {"cli"},
 }
 

@@ -1,0 +1,165 @@
+"""Verification of sdpa(precision=): its codes bit for bit, and its output against the oracle on what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import microsdpa
+from microsdpa import reference
+from microsdpa.eight_bit import Codes, quantize_query_key_value
+from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.evidence import compare
+from microsdpa.evidence.cases import NOTE_SHAPES
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.step import Progress, Step, no_progress
+from microsdpa.quantize import RESIDUAL_STEPS, decode, encode, expand_scale, mean_of_rows, residual, rotate, scales
+from microsdpa.runtime import launcher
+from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.specs.quantize import RECIPES, Recipe
+
+SUM_BITS = 13
+"""Bits of the summed magnitudes that an 8-bit floating-point product keeps at least."""
+LSE_TOLERANCE = 1e-4
+
+
+def cases() -> list[Case]:
+    """Shapes of the notes, lengths around a tile, both alignments, grouped heads, layouts, kinds and types."""
+    found = [Case(b, h, s, s, d) for b, h, s, d in NOTE_SHAPES]
+    found += [Case(1, 2, s, s + 7, 64, causal=causal) for s in (1, 63, 65, 130) for causal in (None, "upper_left")]
+    found += [Case(2, 4, 70, 133, d, heads_kv=2, causal="lower_right", layout="bshd") for d in (32, 64, 128)]
+    found += [Case(1, 2, 133, 70, d, dtype="bfloat16", causal="lower_right") for d in (32, 128)]
+    return found + [Case(1, 2, 100, 200, 64, kind=kind) for kind in ("outliers", "key_bias", "mean")]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case with one precision; `failure` is empty when it passed."""
+
+    case: Case
+    precision: Operands
+    errors: compare.Errors
+    failure: str
+
+
+def specified(tensors: Sequence[torch.Tensor], recipe: Recipe) -> tuple[Codes, tuple[torch.Tensor, ...]]:
+    """Codes as quantize.py makes them of Q, K and V, and the rotated Q, K and V in FP64 that they stand for."""
+    query, key, value = (tensor.float() for tensor in tensors)
+    mean = mean_of_rows(key) if recipe.smooth else None
+    if mean is not None:
+        key = key - mean[:, :, None]
+    if recipe.hadamard:
+        query, key = rotate(query), rotate(key)
+    found = []
+    for x in (query, key):
+        scale = scales(x, recipe.code, "block", recipe.block)
+        wide = expand_scale(scale, "block", recipe.block, x.shape)
+        found.append((x / wide, scale, wide, encode(x / wide, recipe.code)))
+    (y, q_scale, q_wide, q_codes), (_, k_scale, k_wide, k_codes) = found
+    plain_q = decode(q_codes, recipe.code).double()
+    if recipe.query_terms == 2:
+        rest = residual(y, q_codes, recipe.code)
+        plain_q += decode(rest, recipe.code).double() / RESIDUAL_STEPS[recipe.code]
+        q_codes = torch.cat((q_codes.view(torch.uint8), rest.view(torch.uint8)), dim=-1).view(q_codes.dtype)
+    plain_k = decode(k_codes, recipe.code).double() * k_wide
+    if recipe.value is None:
+        v_codes, v_scale, plain_v = tensors[2], None, value.double()
+    else:
+        v_scale = scales(value, recipe.value, "channel", 1)
+        v_codes = encode(value / v_scale[:, :, None], recipe.value)
+        plain_v = decode(v_codes, recipe.value).double() * v_scale[:, :, None]
+    codes = Codes(q_codes, k_codes, v_codes, q_scale, k_scale, v_scale, mean)
+    return codes, (plain_q * q_wide, plain_k, plain_v)
+
+
+def allowed(plain: tuple[torch.Tensor, ...], case: Case, precision: Operands, expected: torch.Tensor) -> torch.Tensor:
+    """What rounding P and the output, and dropping bits of 8-bit sums, can move each output by.
+
+    As E4M3 a probability of largest 256 moves by a sixteenth of itself at most, or by 2^-10 where it is subnormal; the
+    sum of all is at least 1.
+    """
+    query, key, value = plain
+    magnitude, _ = reference.oracle(query, key, value.abs(), causal=case.causal)
+    output = compare.UNIT_ROUNDOFF[torch.bfloat16 if case.dtype == "bfloat16" else torch.float16]
+    group = case.heads // case.kv_heads
+    if precision == "int8_fp16":
+        probability = output * magnitude
+    else:
+        everything = value.abs().sum(dim=2, keepdim=True).repeat_interleave(group, dim=1)
+        probability = magnitude * (2**-4 + 2**-SUM_BITS) + everything * 2**-18
+    if precision == "fp8":
+        largest = (query.norm(dim=-1).amax() * key.norm(dim=-1).amax()) * case.head_dim**-0.5
+        probability = probability + 2 * 2**-SUM_BITS * largest * magnitude
+    return probability + output * expected.abs() + 1e-4
+
+
+def check(case: Case, precision: Operands, device: str) -> Outcome:
+    """Quantise and attend twice, the second time into a poisoned output."""
+    tensors = make(case)
+    codes, plain = specified(tensors, RECIPES[precision])
+    expected, expected_lse = reference.oracle(*plain, causal=case.causal)
+    if codes.key_mean is not None:
+        mean = codes.key_mean.repeat_interleave(case.heads // case.kv_heads, dim=1).double()
+        expected_lse = expected_lse + (tensors[0].double() @ mean[..., None]).squeeze(-1) * case.head_dim**-0.5
+    query, key, value = make(case, device)
+    made = quantize_query_key_value(query, key, value, RECIPES[precision], device == "cpu")
+    for name, wanted in vars(codes).items():
+        got = getattr(made, name)
+        if wanted is not None and not torch.equal(got.cpu().contiguous().view(torch.uint8), _bytes(wanted)):
+            return Outcome(case, precision, compare.measure(expected, expected), f"{name} differs from quantize()")
+
+    def run(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        result = microsdpa.sdpa(
+            query,
+            key,
+            value,
+            precision=precision,
+            causal=case.causal,
+            enable_gqa=True,
+            return_lse=True,
+            out=out,
+            impl="auto" if device == "cuda" else "emulate",
+        )
+        assert isinstance(result, tuple)
+        return result[0].cpu(), result[1].cpu()
+
+    out, lse = run(None)
+    with scheduled(Schedule(seed=1, late=False)):
+        again, lse_again = run(torch.full_like(query, torch.nan))
+    errors, failure = compare.measure(out, expected), ""
+    lse_error = compare.measure(lse, expected_lse)
+    if not ((out.double() - expected).abs() <= allowed(plain, case, precision, expected)).all():
+        failure = f"output differs from the oracle on what the codes stand for: {errors}"
+    elif not lse_error.max_abs <= LSE_TOLERANCE * max(
+        1.0, float(expected_lse.where(expected_lse.isfinite(), 0).abs().max())
+    ):
+        failure = f"LSE differs from the oracle: {lse_error}"
+    elif not torch.equal(out, again) or not torch.equal(lse, lse_again):
+        failure = "a second run, into a poisoned output, gave other bits"
+    return Outcome(case, precision, errors, failure)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def step(precision: str, progress: Progress = no_progress) -> Step:
+    """Every case with one precision, or with "all" of them, on the GPU when there is one, else in the emulator."""
+    device = "cpu" if launcher.device_error() else "cuda"
+    chosen = [(case, p) for p in OPERANDS if precision in (p, "all") for case in cases()]
+    advance = progress("verify", len(chosen))
+    outcomes = []
+    for case, p in chosen:
+        outcomes.append(check(case, p, device))
+        advance(f"{p} {case}")
+    failed = [o for o in outcomes if o.failure]
+    table = [["precision", "case", "max abs error", "relative L1", "outcome"]]
+    table += [
+        [o.precision, str(o.case), f"{o.errors.max_abs:.2e}", f"{o.errors.rel_l1:.2e}", o.failure or "passed"]
+        for o in outcomes
+    ]
+    where = "on the GPU" if device == "cuda" else "in the emulator, on the CPU"
+    summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} cases with 8-bit operands passed {where}"
+    return Step("verify", "failed" if failed else "passed", summary, table)
