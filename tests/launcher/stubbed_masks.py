@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_cuda import last, record, set_integer, tensor
-from stubbed_launcher import PRIMARY, _clean, call, kernel
+from stub_harness import PRIMARY, _clean, call, kernel
 
 from microsdpa import api
 from microsdpa.masks import Masks

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from microsdpa.problem import Causal, DType
+from microsdpa.problem import Causal, DType, Problem
 
 Kind = Literal["normal", "mean", "outliers", "key_bias"]
 Layout = Literal["bhsd", "bshd", "unaligned"]
@@ -45,6 +45,20 @@ class Case:
     def kv_heads(self) -> int:
         """H_kv; `heads_kv` of 0 means as many as query heads."""
         return self.heads_kv or self.heads
+
+    def problem(self, target: str) -> Problem:
+        """The problem that the case poses on a target, with aligned tensors and no masks."""
+        return Problem(
+            batch=self.batch,
+            heads=self.heads,
+            heads_kv=self.kv_heads,
+            seqlen_q=self.seqlen_q,
+            seqlen_k=self.seqlen_k,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            causal=self.causal,
+            target=target,
+        )
 
     def __str__(self) -> str:
         """A name that tells one case from another in a table."""

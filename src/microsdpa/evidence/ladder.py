@@ -18,7 +18,7 @@ from microsdpa.evidence.suites import Suite, load
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, find_nvdisasm, tensor_instructions
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.problem import Problem, target_of
+from microsdpa.problem import target_of
 from microsdpa.runtime import launcher
 from microsdpa.select import select
 from microsdpa.specs import FAMILIES
@@ -60,24 +60,9 @@ def rungs() -> list[str]:
     return [family.name for family in FAMILIES if family.name.startswith("ladder/")]
 
 
-def problem_of(case: Case, target: str) -> Problem:
-    """A case on a target, with aligned tensors."""
-    return Problem(
-        batch=case.batch,
-        heads=case.heads,
-        heads_kv=case.kv_heads,
-        seqlen_q=case.seqlen_q,
-        seqlen_k=case.seqlen_k,
-        head_dim=case.head_dim,
-        dtype=case.dtype,
-        causal=case.causal,
-        target=target,
-    )
-
-
 def figures(rung: str, case: Case, target: str) -> Figures:
     """Compile a rung for a case and a target, and run it in the emulator on EMULATED."""
-    spec = select(problem_of(case, target), rung).spec
+    spec = select(case.problem(target), rung).spec
     kernel = compile_kernel(spec, target)
     shared = kernel.resources.shared_bytes + spec.shared_bytes
     held = occupancy(target, spec.threads, kernel.resources.registers, shared)
@@ -86,7 +71,7 @@ def figures(rung: str, case: Case, target: str) -> Figures:
 
     tensors = make(EMULATED)
     out = torch.full_like(tensors[0], torch.nan)
-    problem = problem_of(EMULATED, target)
+    problem = EMULATED.problem(target)
     emulated = select(problem, rung).spec
     report = emulator.attention(emulated, problem, *tensors, out, None, None, count_banks=True)
     opaque = any("mma.h" in site.place for site in report.bank_sites)

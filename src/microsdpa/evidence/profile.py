@@ -18,7 +18,7 @@ from microsdpa.evidence.step import Step
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.signature import code_signature, signature
-from microsdpa.problem import Problem, target_of
+from microsdpa.problem import target_of
 from microsdpa.runtime import launcher
 from microsdpa.select import select
 from microsdpa.specs import KernelSpec
@@ -104,17 +104,7 @@ def step(case: Case, impl: str, output: Path | None, command: str) -> Step:
     if reason := launcher.device_error():
         return Step("profile", "not run", f"Nsight Compute profiles on a GPU: {reason}")
     target = target_of(torch.cuda.get_device_capability())
-    problem = Problem(
-        batch=case.batch,
-        heads=case.heads,
-        heads_kv=case.kv_heads,
-        seqlen_q=case.seqlen_q,
-        seqlen_k=case.seqlen_k,
-        head_dim=case.head_dim,
-        dtype=case.dtype,
-        causal=case.causal,
-        target=target,
-    )
+    problem = case.problem(target)
     spec = select(problem, impl).spec
     job = json.dumps({"case": asdict(case), "impl": impl})
     launches = ncu.profile([sys.executable, "-m", "microsdpa.evidence.profiled"], target, job)

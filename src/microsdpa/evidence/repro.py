@@ -26,7 +26,7 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
 from microsdpa.evidence.verify import as_row, check
 from microsdpa.evidence.wording import case_name, quoted_us
-from microsdpa.problem import Problem, target_of
+from microsdpa.problem import target_of
 from microsdpa.runtime import launcher
 from microsdpa.select import select
 from microsdpa.specs import catalogue, emulated_target
@@ -134,17 +134,7 @@ def verify_step(
 def emulate_step(case: Case, impl: str, schedule: Schedule) -> Step:
     """One case in the emulator: its counters, bank conflicts by source line, and the error against the oracle."""
     query, key, value = make(case)
-    problem = Problem(
-        batch=case.batch,
-        heads=case.heads,
-        heads_kv=case.kv_heads,
-        seqlen_q=case.seqlen_q,
-        seqlen_k=case.seqlen_k,
-        head_dim=case.head_dim,
-        dtype=case.dtype,
-        causal=case.causal,
-        target=emulated_target(impl),
-    )
+    problem = case.problem(emulated_target(impl))
     spec = select(problem, impl).spec
     out = torch.full_like(query, torch.nan)
     start = time.perf_counter()

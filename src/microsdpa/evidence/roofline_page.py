@@ -15,7 +15,6 @@ from microsdpa.evidence.timing import ON_DEVICE
 from microsdpa.evidence.wording import quoted_us
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.problem import Problem
 from microsdpa.select import select
 from microsdpa.specs import FAMILIES
 
@@ -97,17 +96,7 @@ def _needs(limit_us: float, target_us: float) -> str:
 def _kernels(case: Case, device: Device) -> list[list[str]]:
     """Registers, shared memory and occupancy of every kernel that computes the case, compiled for the device."""
     lines = [["kernel", "registers", "shared B", "CTAs an SM", "occupancy", "limit", "waves"]]
-    problem = Problem(
-        batch=case.batch,
-        heads=case.heads,
-        heads_kv=case.kv_heads,
-        seqlen_q=case.seqlen_q,
-        seqlen_k=case.seqlen_k,
-        head_dim=case.head_dim,
-        dtype=case.dtype,
-        causal=case.causal,
-        target=device.target,
-    )
+    problem = case.problem(device.target)
     for family in FAMILIES:
         try:
             spec = select(problem, family.name).spec

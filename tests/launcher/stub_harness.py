@@ -1,0 +1,122 @@
+"""What the tests against the stub driver share: a call's arguments, the kernels of a plan, a clean state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from fake_cuda import KDL_BFLOAT, last, record, set_context, set_integer, tensor
+
+from microsdpa.runtime import launcher
+
+SHAPE = (2, 4, 16, 32)
+KV = (2, 2, 24, 32)
+ADDRESSES = (0x100000, 0x200000, 0x300000, 0x400000)
+PRIMARY = 0x1000
+LAUNCH_FAILED = 719
+library = launcher._library
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    library.clear_plans()
+    set_context(0)
+    set_integer("stub_error", 0)
+    record.pushes = record.pops = 0
+    yield
+    assert record.pushes == record.pops
+
+
+def call(**changes: Any) -> list[Any]:
+    """Arguments of launch(): aligned, contiguous, apart from one another."""
+    arguments = {
+        "query": tensor(SHAPE, ADDRESSES[0]),
+        "key": tensor(KV, ADDRESSES[1]),
+        "value": tensor(KV, ADDRESSES[2]),
+        "out": tensor(SHAPE, ADDRESSES[3]),
+        "lse": None,
+        "options": 5,
+        "scale": None,
+    }
+    return list((arguments | changes).values())
+
+
+def kernel(function: int = 0x3000, grid: tuple[int, ...] = (7, 1, 1), maps: tuple[int, ...] = (), **fields: int) -> Any:
+    """One kernel of a plan; `maps` are (operand, rows, columns, swizzle) of each of its tensor maps."""
+    rest = {"threads": 128, "shared_bytes": 4096, "cluster": 1, "programmatic": 0} | fields
+    return tvm_ffi.Shape([function, *grid, *rest.values(), *maps])
+
+
+def register(arguments: list[Any], kernels: list[Any] | None = None, workspace_bytes: int = 0) -> None:
+    query, key, value, out, _, options, _ = arguments
+    library.register_plan(query, key, value, out, options, PRIMARY, kernels or [kernel()], workspace_bytes, 3)
+
+
+@pytest.fixture
+def _programmatic() -> Iterator[None]:
+    launcher.set_programmatic(True)
+    yield
+    launcher.set_programmatic(True)
+
+
+@dataclass(frozen=True)
+class Map:
+    """What the stub was asked to encode."""
+
+    address: int
+    dtype: int
+    rank: int
+    interleave: int
+    swizzle: int
+    promotion: int
+    fill: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @staticmethod
+    def of(words: Any) -> Map:
+        """Read the words that the stub wrote."""
+        box, steps = (tuple(word >> shift & 0xFFFF for shift in (0, 16, 32, 48)) for word in words[14:16])
+        return Map(*words[:7], tuple(words[7:11]), tuple(words[11:14]), box, steps)
+
+
+FLOAT16, BFLOAT16, UINT8 = 6, 9, 0
+PROMOTION_256B = 3
+ALL_MAPS = (0, 64, 32, 64, 1, 80, 32, 128, 2, 16, 16, 32, 3, 8, 32, 0)
+
+
+def maps_of_last(count: int = 4) -> list[Map]:
+    return [Map.of(list(words)) for words in last().tensor_maps[:count]]
+
+
+@pytest.fixture
+def _four_maps() -> Iterator[None]:
+    set_integer("stub_tensor_maps", 4)
+    yield
+    set_integer("stub_tensor_maps", 0)
+
+
+MISSES = {
+    "shape": {"query": tensor((2, 4, 17, 32), 0x100000), "out": tensor((2, 4, 17, 32), 0x400000)},
+    "strides": {"value": tensor(KV, 0x300000, strides=(24 * 2 * 32, 32, 64, 1))},
+    "dtype": {"key": tensor(KV, 0x200000, code=KDL_BFLOAT)},
+    "device": {"value": tensor(KV, 0x300000, device=1)},
+    "options": {"options": 6},
+    "misaligned": {"query": tensor(SHAPE, 0x100002)},
+    "misaligned out": {"out": tensor(SHAPE, 0x400008)},
+    "no out of that layout": {"out": tensor(SHAPE, 0x400000, strides=(4 * 16 * 32, 32, 128, 1))},
+    "rank": {"query": tensor((4, 16, 32), 0x100000)},
+    "CPU tensor": {"key": torch.zeros(KV, dtype=torch.float16)},
+    "NaN scale": {"scale": math.nan},
+    "infinite scale": {"scale": math.inf},
+    "out is query": {"out": tensor(SHAPE, 0x100000)},
+    "out ends inside key": {"out": tensor(SHAPE, 0x200000 - 16)},
+    "out starts inside value": {"out": tensor(SHAPE, 0x300000 + 2 * 2 * 24 * 32 * 2 - 16)},
+}

@@ -1,0 +1,289 @@
+"""Prepared calls, threads and the plan table against the stub driver; test_launcher.py runs this in its own process."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from fake_cuda import install_allocator, integer, last, record, set_integer, tensor
+from stub_harness import (
+    ADDRESSES,
+    KV,
+    LAUNCH_FAILED,
+    MISSES,
+    PRIMARY,
+    SHAPE,
+    _clean,
+    _four_maps,
+    _programmatic,
+    call,
+    kernel,
+    library,
+    maps_of_last,
+    register,
+)
+
+from microsdpa import api
+from microsdpa.explanation import Explanation
+from microsdpa.prepared import Expected, make_plan
+from microsdpa.problem import Problem
+from microsdpa.runtime import launcher
+from microsdpa.specs import KernelSpec, TensorMap
+
+__all__ = ["_clean", "_four_maps", "_programmatic"]
+
+
+def test_loading_restores_context_and_capture_mode() -> None:
+    record.capture_mode = 0
+    assert list(library.load_kernel(1, b"cubin", "kernel", 1024, 1)) == [0x3000, PRIMARY + 1]
+    assert record.capture_mode == 0
+
+
+@pytest.mark.parametrize(("cubin", "symbol"), [(b"nonsense", "kernel"), (b"cubin", "absent")])
+def test_a_kernel_that_does_not_load_raises_and_restores(cubin: bytes, symbol: str) -> None:
+    record.capture_mode = 0
+    with pytest.raises(RuntimeError, match="loading the kernel failed"):
+        library.load_kernel(0, cubin, symbol, 0, 1)
+    assert record.capture_mode == 0
+
+
+def test_more_than_48_kb_of_shared_memory_is_asked_for() -> None:
+    record.max_shared_bytes = 0
+    library.load_kernel(0, b"cubin", "kernel", 100_000, 1)
+    assert record.max_shared_bytes == 100_000
+
+
+@pytest.mark.parametrize(("cluster", "asked"), [(1, 0), (8, 0), (16, 1)])
+def test_a_cluster_that_not_every_gpu_runs_is_asked_for(cluster: int, asked: int) -> None:
+    record.large_clusters = 0
+    library.load_kernel(0, b"cubin", "kernel", 0, cluster)
+    assert record.large_clusters == asked
+
+
+@pytest.mark.usefixtures("_four_maps", "_programmatic")
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_kernel(spec: KernelSpec, target: str) -> SimpleNamespace:
+        assert target == "sm_90a"
+        return SimpleNamespace(spec=spec, signature=spec.name, cubin=b"cubin", symbol="kernel")
+
+    monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
+    install_allocator()
+    maps = tuple(TensorMap(name, 64, 32, 64) for name in ("value", "out", "key", "query"))
+    then = KernelSpec(
+        "test/then", "", "", (), threads=64, block_m=4, tensor_maps=maps, programmatic=True, workspace_row_bytes=24
+    )
+    spec = KernelSpec(
+        "test/first", "", "", (), 256, 8, shared_bytes=100, cluster=2, split=2, tensor_maps=maps[:1] * 4, then=then
+    )
+    problem = Problem(2, 4, 2, 16, 24, 32, "float16", causal="lower_right", target="sm_90a")
+    shapes = (SHAPE, KV, KV, SHAPE)
+    tensors = [tensor(shape, at, device=device) for shape, at in zip(shapes, ADDRESSES, strict=True)]
+    launcher.prepare(problem, spec, *tensors, options=5)
+    with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", device), 0xABC):
+        launcher.launch(*tensors, None, 5, None)
+    first, second = last(1), last()
+    assert first.context == second.context == PRIMARY + device
+    assert first.stream == second.stream == 0xABC
+    assert (list(first.grid), first.threads, first.shared_bytes) == ([2 * 2 * 8, 1, 1], 256, 100)
+    assert (list(first.cluster), first.programmatic) == ([2, 1, 1], 0)
+    assert (list(second.grid), second.threads, second.programmatic) == ([4 * 8, 1, 1], 64, 1)
+    assert [words[0] for words in first.tensor_maps[:4]] == [0x300000] * 4
+    assert [words[0] for words in second.tensor_maps[:4]] == [0x300000, 0x400000, 0x200000, 0x100000]
+    assert maps_of_last()[0].box == (32, 64, 1, 1)
+    assert integer("stub_last_bytes") == 24 * 2 * 4 * 16
+    assert second.params.diagonal == 24 - 16
+
+
+def prepared(arguments: list[Any]) -> Any:
+    query, key, value, out, _, options, scale = arguments
+    return library.prepared_call(query, key, value, out, options, scale)
+
+
+def test_a_prepared_call_launches_its_plan_without_the_table() -> None:
+    arguments = call(scale=0.5)
+    assert prepared(arguments) is None
+    assert prepared(call(scale=math.nan)) is None
+    register(arguments, [kernel(0x3000), kernel(0x4000)])
+    launch = prepared(arguments)
+    library.clear_plans()
+    lse = tensor((2, 4, 16), 0x500000)
+    other = call(query=tensor(SHAPE, 0x800000))
+    assert launch(*other[:4], lse) is True
+    assert (last(1).function, last().function) == (0x3000, 0x4000)
+    assert (last().params.query, last().params.lse) == (0x800000, 0x500000)
+    assert last().params.scale_log2 == pytest.approx(0.5 * math.log2(math.e), rel=1e-7)
+
+
+@pytest.mark.parametrize("change", MISSES.values(), ids=MISSES.keys())
+def test_a_prepared_call_refuses_what_it_was_not_prepared_for(change: dict[str, Any]) -> None:
+    register(call())
+    launch = prepared(call())
+    before = record.launches
+    if change.keys() <= {"query", "key", "value", "out"}:
+        assert launch(*call(**change)[:4], None) is None
+        assert record.launches == before
+
+
+def test_a_prepared_call_admits_tensors_of_better_alignment() -> None:
+    misaligned = call(query=tensor(SHAPE, 0x100002))
+    register(misaligned)
+    assert prepared(misaligned)(*call()[:4], None) is True
+
+
+def test_a_prepared_call_allocates_when_no_output_is_given() -> None:
+    install_allocator()
+    register(call())
+    launch = prepared(call())
+    out = launch(*call(out=None)[:4], None)
+    assert tuple(out.shape) == SHAPE
+    assert last().params.out not in (None, 0x400000)
+    strided = call(out=tensor(SHAPE, 0x400000, strides=(4 * 16 * 32, 32, 128, 1)))
+    register(strided)
+    assert prepared(strided)(*call(out=None)[:4], None) is None
+
+
+def test_a_plan_object_reaches_the_prepared_call() -> None:
+    arguments = call()
+    register(arguments)
+    plan = make_plan(prepared(arguments), Expected({}, True, {"return_lse": False}), Explanation("stub", "a test"))
+    with torch.no_grad():  # the stub's tensors are not torch's
+        assert plan(*arguments[:3], out=arguments[3]) is arguments[3]
+    assert last().params.out == 0x400000
+
+
+def test_a_plan_object_reports_a_failed_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call falls through to sdpa, which launches again and raises what the driver says."""
+    arguments = call()
+    register(arguments)
+    expected = Expected({}, True, {"return_lse": False, "impl": "auto"})
+    plan = make_plan(prepared(arguments), expected, Explanation("stub", "a test"))
+    monkeypatch.setattr(Expected, "check", lambda *_: None)
+    monkeypatch.setattr(api, "sdpa", lambda *tensors, **options: (tensors, options))
+    set_integer("stub_error", LAUNCH_FAILED)
+    with torch.no_grad():
+        tensors, options = plan(*arguments[:3], out=arguments[3])
+    assert tensors == tuple(arguments[:3])
+    assert options == {"out": arguments[3], "return_lse": False, "impl": "auto"}
+
+
+def test_the_lse_is_allocated_in_fp32_without_the_last_dimension() -> None:
+    install_allocator()
+    lse = launcher.allocate_lse(call()[0])
+    assert (tuple(lse.shape), str(lse.dtype)) == ((2, 4, 16), "float32")
+    assert integer("stub_last_bytes") == 2 * 4 * 16 * 4
+    with pytest.raises(ValueError, match="expected 4 dimensions, got 3"):
+        launcher.allocate_lse(tensor((4, 16, 32), 0x100000))
+
+
+def test_strides_of_dimensions_of_size_one_make_no_other_plan() -> None:
+    def one_row(*strides: int) -> list[Any]:
+        shape = (1, 4, 1, 32)
+        return call(query=tensor(shape, 0x100000, strides=strides), out=tensor(shape, 0x400000))
+
+    register(one_row(128, 32, 32, 1))
+    assert launcher.launch(*one_row(7, 32, 3, 1)) is True
+
+
+def test_the_plan_table_is_bounded() -> None:
+    for options in range(9000):
+        register(call(options=options))
+    assert 0 < library.plan_count() <= 8192
+    assert launcher.launch(*call(options=8999)) is True
+
+
+def test_threads_launch_while_plans_come_and_go() -> None:
+    arguments = [call(options=options) for options in range(4)]
+    for each in arguments:
+        register(each)
+    failures: list[object] = []
+
+    def work(own: list[Any]) -> None:
+        for _ in range(2000):
+            result = launcher.launch(*own)
+            if result is not True:
+                failures.append(result)
+
+    def churn() -> None:
+        for options in range(100, 2100):
+            register(call(options=options))
+
+    threads = [threading.Thread(target=work, args=(each,)) for each in arguments] + [threading.Thread(target=churn)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_threads_share_a_plan_and_none_sees_the_addresses_of_another() -> None:
+    """The stub counts maps whose address is not that of the launch's parameters (`torn`)."""
+    first = call()
+    register(first, [kernel(maps=(0, 64, 32, 64, 1, 64, 32, 64, 2, 64, 32, 64, 3, 64, 32, 64))])
+    launch = prepared(first)
+    before, failures = record.torn, []
+
+    def work(offset: int) -> None:
+        own = [
+            tensor(shape, address + offset) for shape, address in zip((SHAPE, KV, KV, SHAPE), ADDRESSES, strict=True)
+        ]
+        for _ in range(1000):
+            if launch(*own, None) is not True or launcher.launch(*own, None, 5, None) is not True:
+                failures.append(offset)
+
+    threads = [threading.Thread(target=work, args=(0x10000000 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert record.torn == before
+
+
+@pytest.mark.parametrize(("version", "reason"), [(12040, "supports CUDA 12.4"), (13000, "torch sees no CUDA device")])
+def test_the_driver_says_its_version(version: int, reason: str) -> None:
+    set_integer("stub_version", version)
+    assert launcher.driver_version() == version
+    assert reason in (launcher.device_error() or "")
+    set_integer("stub_version", 13000)
+
+
+def test_a_plan_of_the_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 8 integers each and 4 for each of at most 8 tensor maps, got 2"):
+        register(call(), [tvm_ffi.Shape([1, 2])])
+    for maps in ((0, 64, 64), (0, 64, 64, 128) * 9):
+        with pytest.raises(ValueError, match=f"got {8 + len(maps)}"):
+            register(call(), [kernel(maps=maps)])
+    with pytest.raises(ValueError, match="expected an operand below 4, got 4"):
+        register(call(), [kernel(maps=(4, 64, 64, 128))])
+    with pytest.raises(RuntimeError, match="swizzle of 0, 32, 64 or 128 bytes, got 16"):
+        register(call(), [kernel(maps=(0, 64, 64, 16))])
+    assert library.plan_count() == 0
+
+
+def test_a_plan_of_tensors_that_cannot_launch_is_refused() -> None:
+    with pytest.raises(ValueError, match="CUDA tensors that do not overlap"):
+        register(call(query=tensor((4, 16, 32), 0x100000)))
+
+
+def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
+    params = bytes(range(1, 201)) + bytes(200)
+    library.launch_one(1, PRIMARY, kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000), params)
+    found = last()
+    assert list(found.grid) == [5, 1, 1]
+    assert (found.threads, found.shared_bytes, found.context) == (128, 70_000, PRIMARY)
+    assert found.programmatic == 1
+    assert list(found.cluster) == [2, 1, 1]
+    given = bytes(found.params)
+    assert given == params[: len(given)]
+    with pytest.raises(ValueError, match="fields: expected 8 integers, got 7"):
+        library.launch_one(0, PRIMARY, tvm_ffi.Shape([1] * 7), params)
+    set_integer("stub_error", LAUNCH_FAILED)
+    with pytest.raises(RuntimeError, match="the stub was told to fail"):
+        library.launch_one(0, PRIMARY, kernel(), params)
