@@ -9,10 +9,13 @@ import torch
 
 import microsdpa
 from microsdpa import Quantized, reference
+from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS
+from microsdpa.specs import KernelSpec
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
+from microsdpa.specs.quantize import RECIPES
 
 RUNGS = sorted(family.short_name for family in EIGHT_BIT_FAMILIES)
 CASES = [
@@ -195,3 +198,23 @@ def test_errors_do_not_grow_with_length() -> None:
             found[precision, seqlen] = compare.measure(out, expected).rel_l1
     for precision in OPERANDS:
         assert found[precision, 8192] <= 1.15 * found[precision, 512], found
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_no_bank_conflicts_and_every_product_on_tensor_cores(
+    operands: Operands, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: dict[str, run.Report] = {}
+    one_kernel = run.one_kernel
+
+    def counted(spec: KernelSpec, *arguments: object) -> run.Report:
+        reports[spec.name] = one_kernel(spec, *arguments, count_banks=True)  # type: ignore[arg-type]
+        return reports[spec.name]
+
+    monkeypatch.setattr(run, "one_kernel", counted)
+    microsdpa.sdpa(*make(Case(1, 1, 64, 128, head_dim)), precision=operands, impl="emulate")
+    found = reports["ladder/13_8bit_cp_async"]
+    assert found.bank_conflicts == 0, [site for site in found.bank_sites if site.conflicts]
+    products = RECIPES[operands].query_terms + 1  # Q K^T for each code of a query, and P V
+    assert found.counters["tensor_flops"] == products * 2 * 64 * 128 * head_dim
