@@ -5,6 +5,7 @@ Importing it initialises no CUDA and creates no file.
 
 from microsdpa import torch_ops
 from microsdpa.api import explain, sdpa
+from microsdpa.dropin import disable, enable, enabled, register
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.explanation import Explanation
 from microsdpa.prepared import Plan, plan
@@ -21,9 +22,13 @@ __all__ = [
     "Quantized",
     "UnsupportedProblem",
     "__version__",
+    "disable",
+    "enable",
+    "enabled",
     "explain",
     "plan",
     "quantize",
+    "register",
     "sdpa",
     "torch_ops",
 ]

@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from microsdpa.masks import Masks
 from microsdpa.problem import Causal
 
+torch_attention = F.scaled_dot_product_attention
+"""torch's own function: the name that it has there may come to mean microsdpa's."""
+
 
 def attend(
     query: torch.Tensor,
@@ -102,7 +105,7 @@ def _through_torch(
             mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
-    out = F.scaled_dot_product_attention(
+    out = torch_attention(
         query,
         key,
         value,

@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         *("arguments", "eight_bit_arguments", "emulate", "errors", "problem", "quantize", "runtime", "specs"),
     },
     "prepared": {"", "api", "arguments", "errors", "explanation", "options", "problem", "runtime"},
-    "": {"api", "errors", "explanation", "prepared", "quantize", "torch_ops"},
+    "": {"api", "errors", "explanation", "prepared", "quantize", "torch_ops", "dropin"},
     "evidence": {
         *(
             "",
@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         )
     },
     "torch_ops": {"", "api", "errors", "masks", "problem", "torch_cpu"},
+    "dropin": {"api", "arguments", "errors", "specs", "torch_cpu"},
     "console": set(),
     "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime", "specs"},
     "__main__": {"cli"},

@@ -1,0 +1,193 @@
+"""Plain F.scaled_dot_product_attention through microsdpa: by patching it, or under torch's flash backend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.compiler import is_dynamo_compiling
+
+from microsdpa import api, torch_cpu
+from microsdpa.arguments import DTYPES
+from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.specs.general import MAX_HEAD_DIM
+
+FLASH_IMPL = "microsdpa"
+_log = logging.getLogger("microsdpa")
+_logged: set[str] = set()
+_active: list[bool] = []  # `strict` of every enable() that has not been disabled; the last one holds
+
+
+def enable(*, strict: bool = False) -> None:
+    """Let torch.nn.functional.scaled_dot_product_attention run microsdpa until disable().
+
+    What microsdpa does not compute goes to torch's own function, with one logged line for each distinct reason; with
+    `strict` it raises UnsupportedProblem. Code that took the function's name before ("from ... import") keeps torch's.
+    """
+    _active.append(strict)
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def disable() -> None:
+    """Undo the latest enable().
+
+    Raises:
+        RuntimeError: it is not enabled.
+    """
+    if not _active:
+        raise RuntimeError("microsdpa.disable: expected microsdpa.enable() before, got none")
+    _active.pop()
+    if not _active:
+        F.scaled_dot_product_attention = torch_cpu.torch_attention
+
+
+@contextmanager
+def enabled(*, strict: bool = False) -> Iterator[None]:
+    """enable() for a block."""
+    enable(strict=strict)
+    try:
+        yield
+    finally:
+        disable()
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """torch's function of this name: the same arguments and meaning; rows that see no key give zeros.
+
+    Raises:
+        UnsupportedProblem: microsdpa does not compute the call, and was enabled with strict=True.
+    """
+    reason = why_not(query, key, value, attn_mask, dropout_p)
+    if not reason:
+        options: dict[str, Any] = {} if attn_mask is None else {"attn_mask": attn_mask}
+        if is_dynamo_compiling():
+            return _output(query, key, value, is_causal, scale, enable_gqa, options)
+        try:
+            return _output(query, key, value, is_causal, scale, enable_gqa, options)
+        except (InvalidArgument, UnsupportedProblem) as error:
+            reason = str(error)
+    if _active and _active[-1]:
+        raise UnsupportedProblem(reason, nearest="microsdpa.enable() without strict=True, which leaves it to torch")
+    if not is_dynamo_compiling() and reason not in _logged:
+        _logged.add(reason)
+        _log.warning("torch's own attention runs a call that microsdpa leaves to it: %s", reason)
+    return torch_cpu.torch_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _output(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    result = api.sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, **options)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def why_not(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
+) -> str:
+    """What of a call of torch's function microsdpa does not compute; empty for nothing that can be told at a glance."""
+    if dropout_p > 0.0:
+        return "dropout_p is over 0"
+    tensors = (query, key, value)
+    if any(t.is_nested for t in tensors) or any(t.layout != torch.strided for t in tensors):
+        return "an input is nested or sparse"
+    if any(t.dim() != 4 for t in tensors):
+        return f"query has {query.dim()} dimensions, key {key.dim()} and value {value.dim()}, and not 4"
+    if query.dtype not in DTYPES:
+        return f"the inputs are of {query.dtype}"
+    if value.shape[3] != query.shape[3]:
+        return "value has another head dimension than query"
+    if query.shape[3] > MAX_HEAD_DIM:
+        return f"the head dimension is over {MAX_HEAD_DIM}"
+    if any(t.stride(3) != 1 and t.shape[3] > 1 for t in tensors):
+        return "an input has no unit stride along its last dimension"
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype, torch.float32):
+        return f"the mask is of {attn_mask.dtype}"
+    return ""
+
+
+class _FlashHandle:
+    """Keeps the operators' overrides alive; torch calls remove() to restore its own."""
+
+    def __init__(self, library: torch.library.Library) -> None:
+        self._library: torch.library.Library | None = library
+
+    def remove(self) -> None:
+        """Give the operator back to torch."""
+        self._library = None
+
+
+def flash_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    """aten::_scaled_dot_product_flash_attention, whose causal mask is aligned lower right; its backward stays torch's.
+
+    Raises:
+        UnsupportedProblem: dropout, or a call that no kernel computes.
+    """
+    if dropout_p > 0.0 or return_debug_mask:
+        raise UnsupportedProblem("microsdpa has no dropout", nearest="dropout_p=0.0, or restore_flash_attention_impl()")
+    with torch.no_grad():
+        result, lse = api.sdpa(
+            query,
+            key,
+            value,
+            causal="lower_right" if is_causal else None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_lse=True,
+        )
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the dropout that there is not
+    nothing = torch.zeros((), dtype=torch.uint64, device=query.device)
+    debug = torch.empty(0, dtype=query.dtype, device=query.device)
+    return result, lse, None, None, query.shape[2], key.shape[2], state, nothing, debug
+
+
+def register() -> None:
+    """Make torch.nn.attention.activate_flash_attention_impl("microsdpa") work; nothing else changes until then.
+
+    torch.nn.attention.restore_flash_attention_impl() undoes the activation.
+
+    Raises:
+        RuntimeError: this torch has no registry of flash attention implementations; 2.11 and newer have.
+    """
+    attention = torch.nn.attention
+    if not hasattr(attention, "register_flash_attention_impl"):
+        raise RuntimeError(
+            f"microsdpa.register: expected torch 2.11 or newer, got {torch.__version__}; microsdpa.enable() works here"
+        )
+
+    def activate() -> _FlashHandle:
+        library = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
+        library.impl("_scaled_dot_product_flash_attention", flash_forward, "CUDA")  # type: ignore[no-untyped-call]
+        return _FlashHandle(library)
+
+    attention.register_flash_attention_impl(FLASH_IMPL, register_fn=activate)

@@ -1,0 +1,140 @@
+"""F.scaled_dot_product_attention with microsdpa enabled, against torch's math in FP64, and the flash registry."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn import attention
+
+import microsdpa
+from microsdpa import dropin, reference
+from microsdpa.evidence import compare
+from microsdpa.evidence.inputs import Case, make
+
+TORCHS_OWN = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    dropin._logged.clear()
+    yield
+    assert F.scaled_dot_product_attention is TORCHS_OWN
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 256])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("form", ["none", "causal", "bool", "float", "padding"])
+def test_the_answer_is_that_of_fp64(dtype: str, head_dim: int, heads_kv: int, form: str) -> None:
+    tensors = make(Case(2, 4, 20, 33, head_dim, heads_kv=heads_kv, dtype=dtype))  # type: ignore[arg-type]
+    mask = {
+        "bool": torch.rand(20, 33) < 0.7,
+        "float": torch.randn(2, 1, 20, 33).to(tensors[0].dtype),
+        "padding": torch.arange(33).expand(2, 1, 1, 33) < 20,
+    }.get(form)
+    with microsdpa.enabled(strict=True):
+        out = F.scaled_dot_product_attention(*tensors, mask, 0.0, form == "causal", scale=0.3, enable_gqa=True)
+    causal = "upper_left" if form == "causal" else None
+    expected, _ = reference.oracle(*tensors, causal=causal, scale=0.3, attn_mask=mask)
+    plain, _ = reference.eager(*tensors, causal=causal, scale=0.3, attn_mask=mask)
+    assert compare.tolerance(plain, expected, out.dtype).admits(compare.measure(out, expected))
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).half()
+
+
+FALLBACKS: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
+    ("torch.float32", (torch.randn(1, 2, 5, 8),) * 3, {}),
+    ("3 dimensions", (half(2, 5, 8),) * 3, {}),
+    ("dropout_p is over 0", (half(1, 2, 5, 8),) * 3, {"dropout_p": 0.5}),
+    ("another head dimension", (half(1, 2, 5, 8), half(1, 2, 5, 8), half(1, 2, 5, 16)), {}),
+    ("over 256", (half(1, 1, 5, 264),) * 3, {}),
+    ("no unit stride", (half(1, 2, 8, 5).mT,) * 3, {}),
+]
+
+
+@pytest.mark.parametrize(("reason", "tensors", "options"), FALLBACKS, ids=[f[0] for f in FALLBACKS])
+def test_what_it_does_not_do_is_torchs_with_one_line(
+    reason: str, tensors: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with microsdpa.enabled(), caplog.at_level(logging.WARNING, "microsdpa"):
+        for _ in range(2):
+            torch.manual_seed(0)
+            out = F.scaled_dot_product_attention(*tensors, **options)
+    torch.manual_seed(0)
+    assert torch.equal(out, TORCHS_OWN(*tensors, **options))
+    assert [reason in record.message for record in caplog.records] == [True]
+    with microsdpa.enabled(strict=True), pytest.raises(microsdpa.UnsupportedProblem, match=reason):
+        F.scaled_dot_product_attention(*tensors, **options)
+
+
+def test_what_torch_refuses_is_torchs_refusal() -> None:
+    tensors = make(Case(1, 2, 5, 5, 8))
+    mask = torch.ones(5, 4).bool()
+    with pytest.raises(RuntimeError) as theirs:
+        TORCHS_OWN(*tensors, mask)
+    with microsdpa.enabled(), pytest.raises(RuntimeError) as ours:
+        F.scaled_dot_product_attention(*tensors, mask)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_it_nests_and_is_undone() -> None:
+    tensors = (torch.randn(1, 2, 5, 8),) * 3
+    with microsdpa.enabled(strict=True):
+        with microsdpa.enabled():
+            F.scaled_dot_product_attention(*tensors)
+        with pytest.raises(microsdpa.UnsupportedProblem):
+            F.scaled_dot_product_attention(*tensors)
+    with pytest.raises(RuntimeError, match="got none"):
+        microsdpa.disable()
+
+
+def test_a_model_trains_and_compiles_through_it() -> None:
+    def model(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).square()
+
+    tensors = [t.requires_grad_() for t in make(Case(1, 2, 12, 12, 16))]
+    with microsdpa.enabled(strict=True):
+        plain = torch.autograd.grad(model(*tensors).sum(), tensors)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        traced = torch.autograd.grad(compiled(*tensors).sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(plain, traced, strict=True))
+
+
+def test_registering_changes_nothing_until_it_is_activated() -> None:
+    before = attention.current_flash_attention_impl()
+    microsdpa.register()
+    assert dropin.FLASH_IMPL in attention.list_flash_attention_impls()
+    assert attention.current_flash_attention_impl() == before
+
+
+def test_the_flash_operator_gives_what_torch_expects_of_it() -> None:
+    tensors = make(Case(1, 2, 12, 20, 16))
+    out, lse, _, _, max_q, max_k, *_ = dropin.flash_forward(*tensors, is_causal=True)
+    expected, expected_lse = microsdpa.sdpa(*tensors, causal="lower_right", return_lse=True)
+    assert (max_q, max_k) == (12, 20)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    with pytest.raises(microsdpa.UnsupportedProblem, match="no dropout"):
+        dropin.flash_forward(*tensors, dropout_p=0.1)
+
+
+@pytest.mark.gpu
+def test_the_flash_backend_runs_it() -> None:
+    tensors = [t.requires_grad_() for t in make(Case(1, 2, 64, 64, 64), "cuda")]
+    microsdpa.register()
+    attention.activate_flash_attention_impl(dropin.FLASH_IMPL)
+    try:
+        with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(*tensors)
+        with torch.no_grad():
+            assert torch.equal(out, microsdpa.sdpa(*tensors))
+        torch.autograd.grad(out.sum(), tensors)
+    finally:
+        attention.restore_flash_attention_impl()
