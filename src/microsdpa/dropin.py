@@ -81,12 +81,17 @@ def scaled_dot_product_attention(
             reason = str(error)
     if _active and _active[-1]:
         raise UnsupportedProblem(reason, nearest="microsdpa.enable() without strict=True, which leaves it to torch")
-    if not is_dynamo_compiling() and reason not in _logged:
-        _logged.add(reason)
-        _log.warning("torch's own attention runs a call that microsdpa leaves to it: %s", reason)
+    note_fallback(reason)
     return torch_cpu.torch_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def note_fallback(reason: str) -> None:
+    """Log that a call goes to torch's own attention, once for each reason."""
+    if not is_dynamo_compiling() and reason not in _logged:
+        _logged.add(reason)
+        _log.warning("torch's own attention runs a call that microsdpa leaves to it: %s", reason)
 
 
 def _output(

@@ -1,0 +1,1 @@
+"""Libraries that microsdpa registers itself with, on demand."""
