@@ -15,9 +15,9 @@ NAME = "microsdpa"
 def register(*, strict: bool = False, impl: str = "auto") -> None:
     """Make attn_implementation="microsdpa" work, for attention and masks both: a mask is never lost.
 
-    What microsdpa does not compute goes to transformers' own "sdpa", with one logged line for each distinct reason. With
-    `strict` it raises UnsupportedProblem instead, as it always does where there is a soft cap or sinks: "sdpa" would
-    leave them out. `impl` is that of microsdpa.sdpa.
+    What microsdpa does not compute goes to transformers' own "sdpa", with one logged line for each distinct reason.
+    With `strict` it raises UnsupportedProblem instead, as it always does where there is a soft cap or sinks: "sdpa"
+    would leave them out. `impl` is that of microsdpa.sdpa.
 
     Raises:
         ImportError: transformers is not installed.
