@@ -94,6 +94,15 @@ def test_instructions_do_not_depend_on_the_schedule(probe: Probe) -> None:
     assert torch.equal(first, run_emulated(probe, words, Schedule(1, late=False)))
 
 
+def test_permute_picks_bytes() -> None:
+    probe = next(p for p in PROBES if p.name == "permute")
+    words = inputs(probe)
+    pairs = words.contiguous().view(torch.uint8).view(-1, 8)  # bytes 0 to 3 of the low word, then those of the high one
+    picked = [(0, 2, 4, 6), (1, 3, 5, 7), (7, 7, 0, 0)]
+    expected = torch.cat([pairs[:, list(bytes_)] for bytes_ in picked], dim=1).contiguous().view(torch.int32)
+    assert torch.equal(run_emulated(probe, words), expected)
+
+
 def test_mma_is_a_matrix_product() -> None:
     """The fragments of every shape, against torch on the assembled matrices."""
     for name, dtype, per_word in (("mma_f16", torch.float16, 2), ("mma_s8", torch.int8, 4)):

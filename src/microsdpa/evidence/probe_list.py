@@ -372,6 +372,7 @@ PROBES = (
     Probe("cp_async_groups", "cp_async_groups", 2, 2, _random_bits(2)),
     Probe("dynamic_shared", "dynamic_shared", 1, 1, _random_bits(1), shared_bytes=128),
     Probe("shfl", "shuffle", 2, 8, _random_bits(2)),
+    Probe("permute", "permute", 2, 3, _random_bits(2), source="probes/permute.cu"),
     Probe("vote", "vote", 1, 4, _random_bits(1)),
     *_wgmma_probes(),
     *_tma_probes(),
