@@ -110,6 +110,8 @@ def sdpa(
                     return result if lse is None else (result, lse)
         except (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError):
             pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
+    if unknown := further.keys() - Further.__annotations__.keys():
+        raise TypeError(f"sdpa() got an unexpected keyword argument {min(unknown)!r}")
     common = query, key, value, is_causal, causal, scale, enable_gqa, return_lse, out, impl
     return _further_call(*common, **further) if further else _first_call(*common)
 

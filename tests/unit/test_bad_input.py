@@ -108,3 +108,9 @@ def test_a_machine_that_can_launch_has_no_reason(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launcher, "driver_version", lambda: 13000)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert launcher.device_error() is None
+
+
+def test_an_unknown_keyword_is_sdpas_error() -> None:
+    query = torch.zeros(1, 1, 8, 32, dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"^sdpa\(\) got an unexpected keyword argument 'dropout_p'"):
+        microsdpa.sdpa(query, query, query, dropout_p=0.1)  # type: ignore[call-arg]
