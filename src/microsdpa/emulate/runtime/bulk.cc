@@ -4,6 +4,7 @@
 // it (late), or at once (early). Who has not waited for the phase does not know of them, and is in a race.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "processor.h"
 
@@ -12,6 +13,29 @@ namespace microsdpa::emulator {
 namespace {
 
 constexpr int RANK_SHIFT = 24;  // an address in a cluster: the CTA's rank above the position in its shared memory
+
+// Where in global memory the element of a box lies that is `at` bytes into it, or nothing outside the tensor.
+std::optional<std::uintptr_t> element_address(const TensorView& view, BoxOrigin origin, std::size_t at) {
+  const auto pitch = static_cast<std::size_t>(view.box_columns * view.element_bytes);
+  const std::int64_t row = origin.row + static_cast<std::int64_t>(at / pitch);
+  const std::int64_t column = origin.column + static_cast<std::int64_t>(at % pitch) / view.element_bytes;
+  const std::int64_t position[] = {column, row, origin.head, origin.batch};
+  for (int axis = 0; axis < 4; ++axis) {
+    if (position[axis] < 0 || position[axis] >= view.sizes[axis]) return std::nullopt;
+  }
+  return view.address + static_cast<std::uintptr_t>(column * view.element_bytes + row * view.strides[0] +
+                                                    origin.head * view.strides[1] + origin.batch * view.strides[2]);
+}
+
+// Where in shared memory the 16 bytes of an unswizzled address lie.
+std::size_t swizzled(const TensorView& view, std::size_t address) {
+  if (!view.swizzle) return address;
+  return address ^ (address >> 7 & (static_cast<std::size_t>(view.swizzle) / 16 - 1)) << 4;
+}
+
+std::size_t box_alignment(const TensorView& view) {
+  return view.swizzle ? 8 * static_cast<std::size_t>(view.swizzle) : 128;
+}
 
 }  // namespace
 
@@ -123,7 +147,7 @@ void Processor::bulk_load(std::uint32_t shared, const void* map, std::uint32_t b
   const TensorView& view = tensor_view(map, place);
   const auto pitch = static_cast<std::size_t>(view.box_columns * view.element_bytes);
   const auto bytes = pitch * static_cast<std::size_t>(view.box_rows);
-  const std::size_t alignment = view.swizzle ? 8 * static_cast<std::size_t>(view.swizzle) : 128;
+  const std::size_t alignment = box_alignment(view);
   if (shared % alignment) {
     fail(place, "bulk tensor copy: expected shared memory aligned to %zu bytes, got byte %u", alignment, shared);
   }
@@ -137,27 +161,18 @@ void Processor::bulk_load(std::uint32_t shared, const void* map, std::uint32_t b
   std::uint64_t valid = 0;
   for (std::size_t at = 0; at < bytes; at += 16) {
     std::vector<std::byte> data(16, std::byte{0});
-    const std::int64_t row = origin.row + static_cast<std::int64_t>(at / pitch);
     for (std::size_t byte = 0; byte < 16; byte += static_cast<std::size_t>(view.element_bytes)) {
-      const std::int64_t column = origin.column + static_cast<std::int64_t>((at % pitch + byte) / view.element_bytes);
-      const bool inside = column >= 0 && column < view.sizes[0] && row >= 0 && row < view.sizes[1] &&
-                          origin.head >= 0 && origin.head < view.sizes[2] && origin.batch >= 0 &&
-                          origin.batch < view.sizes[3];
-      if (!inside) continue;
-      const std::uintptr_t address =
-          view.address + static_cast<std::uintptr_t>(column * view.element_bytes + row * view.strides[0] +
-                                                     origin.head * view.strides[1] + origin.batch * view.strides[2]);
-      if (const std::string fault = global_fault(address, static_cast<std::size_t>(view.element_bytes), false);
+      const auto address = element_address(view, origin, at + byte);
+      if (!address) continue;
+      if (const std::string fault = global_fault(*address, static_cast<std::size_t>(view.element_bytes), false);
           !fault.empty()) {
         fail(place, "bulk tensor copy: %s", fault.c_str());
       }
-      std::memcpy(data.data() + byte, reinterpret_cast<const void*>(address),
+      std::memcpy(data.data() + byte, reinterpret_cast<const void*>(*address),
                   static_cast<std::size_t>(view.element_bytes));
       valid += static_cast<std::uint64_t>(view.element_bytes);
     }
-    std::size_t target = shared + at;
-    if (view.swizzle) target ^= (target >> 7 & (static_cast<std::size_t>(view.swizzle) / 16 - 1)) << 4;
-    chunks.emplace_back(target, std::move(data));
+    chunks.emplace_back(swizzled(view, shared + at), std::move(data));
   }
   counters.global_read_bytes += valid;
   const unsigned receivers = ctas ? ctas : 1u << self_->cta;
@@ -216,7 +231,7 @@ void Processor::bulk_store(const void* map, std::uint32_t shared, BoxOrigin orig
   const TensorView& view = tensor_view(map, place);
   const auto pitch = static_cast<std::size_t>(view.box_columns * view.element_bytes);
   const auto bytes = pitch * static_cast<std::size_t>(view.box_rows);
-  const std::size_t alignment = view.swizzle ? 8 * static_cast<std::size_t>(view.swizzle) : 128;
+  const std::size_t alignment = box_alignment(view);
   if (shared % alignment) {
     fail(place, "bulk tensor store: expected shared memory aligned to %zu bytes, got byte %u", alignment, shared);
   }
@@ -227,29 +242,22 @@ void Processor::bulk_store(const void* map, std::uint32_t shared, BoxOrigin orig
   store.number = take_flight("a bulk tensor store", place);
   store.target_bytes = static_cast<int>(view.element_bytes);
   for (std::size_t at = 0; at < bytes; at += static_cast<std::size_t>(view.element_bytes)) {
-    std::size_t from = shared + at;
-    if (view.swizzle) from ^= (from >> 7 & (static_cast<std::size_t>(view.swizzle) / 16 - 1)) << 4;
-    const std::size_t offset = cluster_offset(
-        static_cast<std::uint32_t>(from), static_cast<std::size_t>(view.element_bytes), "a bulk tensor store", place);
-    const std::int64_t row = origin.row + static_cast<std::int64_t>(at / pitch);
-    const std::int64_t column = origin.column + static_cast<std::int64_t>(at % pitch) / view.element_bytes;
-    const bool inside = column >= 0 && column < view.sizes[0] && row >= 0 && row < view.sizes[1] && origin.head >= 0 &&
-                        origin.head < view.sizes[2] && origin.batch >= 0 && origin.batch < view.sizes[3];
-    if (!inside) continue;
+    const std::size_t offset =
+        cluster_offset(static_cast<std::uint32_t>(swizzled(view, shared + at)),
+                       static_cast<std::size_t>(view.element_bytes), "a bulk tensor store", place);
+    const auto address = element_address(view, origin, at);
+    if (!address) continue;
     if (const std::string fault =
             async_read_fault(offset, static_cast<std::size_t>(view.element_bytes), self_->known, "bulk tensor store");
         !fault.empty()) {
       fail(place, "%s", fault.c_str());
     }
-    const std::uintptr_t address =
-        view.address + static_cast<std::uintptr_t>(column * view.element_bytes + row * view.strides[0] +
-                                                   origin.head * view.strides[1] + origin.batch * view.strides[2]);
-    if (const std::string fault = global_fault(address, static_cast<std::size_t>(view.element_bytes), true);
+    if (const std::string fault = global_fault(*address, static_cast<std::size_t>(view.element_bytes), true);
         !fault.empty()) {
       fail(place, "bulk tensor store: %s", fault.c_str());
     }
     shadow_.begin_leaving(offset, static_cast<std::size_t>(view.element_bytes), store.number);
-    store.targets.emplace_back(address, offset);
+    store.targets.emplace_back(*address, offset);
     counters.global_write_bytes += static_cast<std::uint64_t>(view.element_bytes);
   }
   counters.bulk_copy_bytes += bytes;
