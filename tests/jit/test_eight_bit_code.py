@@ -7,7 +7,8 @@ import pytest
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem, Operands
+from microsdpa.problem import Causal
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, HEAD_DIMS, EightBitProblem, Operands
 from microsdpa.specs.quantize import RECIPES, fused
 from microsdpa.specs.spec import KernelSpec
 
@@ -26,13 +27,16 @@ CONFIGURATIONS: list[tuple[str, Operands, int, set[str], set[str]]] = [
 ]
 
 
-def compiled(rung: str, operands: Operands, terms: int, target: str) -> CompiledKernel:
+def compiled(
+    rung: str, operands: Operands, terms: int, target: str, head_dim: int = 64, causal: Causal | None = None
+) -> CompiledKernel:
     family = next(f for f in EIGHT_BIT_FAMILIES if f.short_name == rung)
-    spec = family.specify(
-        EightBitProblem(1, 8, 8, 512, 512, 64, "float16", target=target, operands=operands, query_terms=terms)
+    problem = EightBitProblem(
+        1, 8, 8, 512, 512, head_dim, "float16", causal, target=target, operands=operands, query_terms=terms
     )
+    spec = family.specify(problem)
     assert isinstance(spec, KernelSpec)
-    return compile_kernel(spec, target)
+    return compile_kernel(spec, target)  # which refuses what spills
 
 
 @pytest.mark.parametrize(("rung", "operands", "terms", "ada", "hopper"), CONFIGURATIONS)
@@ -47,6 +51,16 @@ def test_8_bit_tensor_cores_and_no_local_memory(
     assert set(tensor_instructions(counts)) == (hopper if target == "sm_90a" else ada)
     assert (counts["LDGSTS"] > 0) == (rung == "ladder/13")
     assert (counts["LDSM"] > 0) == (rung != "ladder/10")
+
+
+@pytest.mark.parametrize(("rung", "operands", "terms", "ada", "hopper"), CONFIGURATIONS)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("causal", [None, "lower_right"])
+def test_no_local_memory_at_the_largest_head_dim(
+    causal: Causal | None, target: str, rung: str, operands: Operands, terms: int, ada: set[str], hopper: set[str]
+) -> None:
+    kernel = compiled(rung, operands, terms, target, max(HEAD_DIMS), causal)
+    assert kernel.resources.spill_store_bytes == kernel.resources.stack_bytes == 0
 
 
 @pytest.mark.parametrize(("rung", "operands", "terms", "ada", "hopper"), CONFIGURATIONS)

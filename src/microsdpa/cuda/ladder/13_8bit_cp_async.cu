@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(BLOCK_M / WARP_ROWS * 32, 1)
   cp_async_commit();
   cp_async_wait<1>();
   __syncthreads();
-  const QueryOperand<decltype(shared.query), 1, TERMS * HEAD_DIM / 2, TERMS * HEAD_DIM / 32> query(
-      shared.query, warp_first - first_row);
+  constexpr int STEPS = TERMS * HEAD_DIM / 32, KEPT = STEPS > 4 ? 4 : STEPS;  // in registers; eight would spill
+  const QueryOperand<decltype(shared.query), 1, TERMS * HEAD_DIM / 2, KEPT> query(shared.query, warp_first - first_row);
   using Probability = Value;  // P and V are the operands of one product
   EightBitRows<Format, Value, Probability, HEAD_DIM, TERMS, BLOCK_N> rows(params, head, warp_first);
 
