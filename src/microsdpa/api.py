@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _launch = launcher.launch
 _launch_masked = launcher.launch_masked
 _allocate_lse = launcher.allocate_lse
+_is_grad_enabled = torch.is_grad_enabled
+_PLAIN = OPTIONS[False, None, False, "auto"]
 
 
 GivenMasks = tuple[object, object, object, object, object]
@@ -95,8 +97,10 @@ def sdpa(
     """
     if not further and not is_dynamo_compiling():
         try:
-            options = OPTIONS[is_causal, causal, enable_gqa, impl]
-            if not torch.is_grad_enabled() or not (
+            # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
+            plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
+            options = _PLAIN if plain else OPTIONS[is_causal, causal, enable_gqa, impl]
+            if not _is_grad_enabled() or not (
                 query.requires_grad
                 or key.requires_grad
                 or value.requires_grad
