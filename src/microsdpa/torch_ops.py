@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from microsdpa import api, torch_cpu
+from microsdpa.arguments import is_aligned
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.masks import Masks
 from microsdpa.problem import Causal
@@ -81,7 +82,7 @@ def attention_backward(
     FP32 from scores that are made again, one query head at a time.
     """
     masks = Masks(attn_mask, (window[0], window[1]), softcap, alibi_slopes, sinks)
-    if grad_lse is None and _flash_computes(query, key, causal, masks):
+    if grad_lse is None and _flash_computes(query, key, value, causal, masks):
         return _through_flash(grad_out, query, key, value, out, lse, causal, scale)
     return _through_math(grad_out, grad_lse, query, key, value, causal, scale, masks)  # type: ignore[arg-type]
 
@@ -105,13 +106,18 @@ def _differentiable(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor is not None and tensor.is_floating_point()]
 
 
-def _flash_computes(query: torch.Tensor, key: torch.Tensor, causal: str | None, masks: Masks) -> bool:
-    """Whether torch's flash backward has the gradient: its causal mask is aligned lower right."""
+def _flash_computes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: str | None, masks: Masks
+) -> bool:
+    """Whether torch's flash backward has the gradient: aligned lower right, and with loads of 16 bytes."""
+    if not query.is_cuda or masks.kind is not None or not query.numel() or not key.numel():
+        return False
     square = query.shape[2] == key.shape[2]
     aligned = causal != "upper_left" or square
     reaches = causal is None or query.shape[2] <= key.shape[2]
     heads = query.shape[1] == key.shape[1]
-    return query.is_cuda and masks.kind is None and aligned and reaches and heads and query.shape[3] % 8 == 0
+    loads = query.shape[3] % 8 == 0 and all(map(is_aligned, (query, key, value)))
+    return aligned and reaches and heads and loads
 
 
 def _through_flash(

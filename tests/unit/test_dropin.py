@@ -123,18 +123,3 @@ def test_the_flash_operator_gives_what_torch_expects_of_it() -> None:
     assert torch.equal(lse, expected_lse)
     with pytest.raises(microsdpa.UnsupportedProblem, match="no dropout"):
         dropin.flash_forward(*tensors, dropout_p=0.1)
-
-
-@pytest.mark.gpu
-def test_the_flash_backend_runs_it() -> None:
-    tensors = [t.requires_grad_() for t in make(Case(1, 2, 64, 64, 64), "cuda")]
-    microsdpa.register()
-    attention.activate_flash_attention_impl(dropin.FLASH_IMPL)
-    try:
-        with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
-            out = F.scaled_dot_product_attention(*tensors)
-        with torch.no_grad():
-            assert torch.equal(out, microsdpa.sdpa(*tensors))
-        torch.autograd.grad(out.sum(), tensors)
-    finally:
-        attention.restore_flash_attention_impl()

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
             "specs",
         )
     },
-    "torch_ops": {"", "api", "errors", "masks", "problem", "torch_cpu"},
+    "torch_ops": {"", "api", "arguments", "errors", "masks", "problem", "torch_cpu"},
     "dropin": {"api", "arguments", "errors", "specs", "torch_cpu"},
     "integrations": {"api", "dropin", "errors"},
     "console": set(),
