@@ -188,7 +188,9 @@ def probe(output: Output = None, as_json: Json = False) -> None:
 def bench(
     suite: Annotated[str, typer.Option(help=f"Suite of cases: {', '.join(suites.names())}.")] = "mission",
     modes: Annotated[str | None, typer.Option(help=f"Some of {', '.join(MODES)}; else what the suite says.")] = None,
-    peers: Annotated[str, typer.Option(help="all, none, or a comma-separated list, such as torch-flash.")] = "all",
+    peers: Annotated[
+        str | None, typer.Option(help="all, none, or a list, such as torch-flash,torch-cudnn; else the suite's own.")
+    ] = None,
     impl: Impl = "auto",
     output: Output = None,
     as_json: Json = False,

@@ -14,7 +14,7 @@ from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import bench, environment, graphs, results, suites, timing, worker
 from microsdpa.evidence.bench import CaseBench
 from microsdpa.evidence.inputs import Case
-from microsdpa.evidence.peers import Call, Implementation, Tensors
+from microsdpa.evidence.peers import Call, Implementation, Tensors, choose
 from microsdpa.evidence.suites import Suite
 from microsdpa.runtime import launcher
 
@@ -267,6 +267,9 @@ def test_suites_are_data() -> None:
     for name in suites.names():
         assert set(suites.load(name).modes) <= set(timing.MODES)
         assert suites.load(name).processes in ("case", "suite")
+        assert choose(suites.load(name).peers, suites.load(name).eight_bit)
+    assert suites.load("mission").peers == "all"
+    assert {peer.name for peer in choose(prefill.peers, False)} >= {"torch CUDNN", "torch MATH", "flash-attn 4"}
     with pytest.raises(InvalidArgument, match="expected one of ampere, decode"):
         suites.load("nope")
 

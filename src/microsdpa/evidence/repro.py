@@ -195,12 +195,13 @@ def bench_step(
     suite: str = "mission",
     modes: list[str] | None = None,
     impl: str = "auto",
-    peers: str = "all",
+    peers: str | None = None,
     output: Path | None = None,
     command: str = COMMAND,
 ) -> Step:
     """A suite, microsdpa against its peers; the gate is that microsdpa is right and fails at nothing it accepts."""
     loaded = load(suite)
+    peers = peers or loaded.peers
     choose(peers, loaded.eight_bit)
     if reason := launcher.device_error():
         return Step("bench", "not run", f"timings need a GPU: {reason}")

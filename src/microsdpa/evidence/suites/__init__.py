@@ -20,6 +20,8 @@ class Suite:
         alone: whether this library is measured a second time, in a process without peers: a process that has loaded
             some ten kernels launches every later one more slowly.
         modes: what `microsdpa bench` measures unless it is told otherwise.
+        peers: whom it is measured beside unless it is told otherwise, as `microsdpa bench --peers` takes them. Suites of
+            long calls leave out those that would be compiled again for every case.
         eight_bit: whether 8-bit implementations take part.
         labels: what a case is, such as the model that it is from.
     """
@@ -29,6 +31,7 @@ class Suite:
     cases: tuple[Case, ...]
     processes: str = "suite"
     modes: tuple[str, ...] = ("graph",)
+    peers: str = "all"
     eight_bit: bool = False
     alone: bool = False
     labels: dict[Case, str] = field(default_factory=dict, hash=False)
@@ -65,6 +68,7 @@ def _parse(name: str, data: dict[str, Any]) -> Suite:
         tuple(dict.fromkeys(cases)),
         processes=data.get("processes", "suite"),
         modes=tuple(data.get("modes", ("graph",))),
+        peers=",".join(data["peers"]) if "peers" in data else "all",
         eight_bit=data.get("eight_bit", False),
         alone=data.get("alone", False),
         labels={case: label for case, label in labels.items() if label},
