@@ -1,7 +1,7 @@
 """Occupancy: how many CTAs of a compiled kernel one SM holds at a time, and what keeps it from holding more.
 
-The rules and figures are those of the CUDA C++ Programming Guide, "Compute Capabilities" (technical specifications per
-compute capability), and of the CUDA Occupancy Calculator (allocation granularities).
+The limits are those of specs/chip.py; the rules, and the units in which things are given out, are those of the CUDA
+Occupancy Calculator.
 """
 
 from __future__ import annotations
@@ -9,35 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from microsdpa.problem import capability_of
+from microsdpa.specs.chip import MULTIPROCESSORS, REGISTERS_PER_SM, WARP
 
-WARP = 32
-REGISTERS = 65_536  # 32-bit, of an SM, in four equal parts
-PARTITIONS = 4
+PARTITIONS = 4  # of an SM, among which its registers are divided
 REGISTER_UNIT = 256  # registers are given to warps in multiples of this
 SHARED_UNIT = 128  # bytes
 RESERVED_SHARED = 1024  # bytes of every CTA, for the system
-
-
-@dataclass(frozen=True)
-class Multiprocessor:
-    """Limits of one SM: resident warps and CTAs, bytes of shared memory, and bytes that one CTA may ask for."""
-
-    warps: int
-    ctas: int
-    shared_bytes: int
-    shared_bytes_of_cta: int
-
-
-_KB = 1024
-MULTIPROCESSORS = {
-    (8, 0): Multiprocessor(64, 32, 164 * _KB, 163 * _KB),
-    (8, 6): Multiprocessor(48, 16, 100 * _KB, 99 * _KB),
-    (8, 7): Multiprocessor(48, 16, 164 * _KB, 163 * _KB),
-    (8, 9): Multiprocessor(48, 24, 100 * _KB, 99 * _KB),
-    (9, 0): Multiprocessor(64, 32, 228 * _KB, 227 * _KB),
-    (10, 0): Multiprocessor(64, 32, 228 * _KB, 227 * _KB),
-    (12, 0): Multiprocessor(48, 24, 100 * _KB, 99 * _KB),
-}
 
 
 @dataclass(frozen=True)
@@ -72,7 +49,7 @@ def occupancy(target: str, threads: int, registers: int, shared_bytes: int) -> O
     limits = {
         "warps": sm.warps // warps,
         "CTAs": sm.ctas,
-        "registers": REGISTERS // PARTITIONS // warp_registers * PARTITIONS // warps,
+        "registers": REGISTERS_PER_SM // PARTITIONS // warp_registers * PARTITIONS // warps,
         "shared memory": sm.shared_bytes // cta_shared if shared_bytes <= sm.shared_bytes_of_cta else 0,
     }
     limit = min(limits, key=lambda name: limits[name])

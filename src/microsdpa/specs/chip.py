@@ -1,4 +1,8 @@
-"""What kernel selection knows of the GPUs: one chip stands for each compilation target."""
+"""What is known of the GPUs: the limits of one SM by compute capability, and one chip for each compilation target.
+
+Limits are those of the CUDA C++ Programming Guide, "Compute Capabilities" (technical specifications); chips are from
+NVIDIA's data sheets.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +12,70 @@ from microsdpa.problem import capability_of
 
 
 @dataclass(frozen=True)
+class Multiprocessor:
+    """Limits of one SM: resident warps and CTAs, bytes of shared memory, and bytes that one CTA may ask for."""
+
+    warps: int
+    ctas: int
+    shared_bytes: int
+    shared_bytes_of_cta: int
+
+
+_KB = 1024
+WARP = 32
+REGISTERS_PER_SM = 65_536
+MULTIPROCESSORS = {
+    (8, 0): Multiprocessor(64, 32, 164 * _KB, 163 * _KB),
+    (8, 6): Multiprocessor(48, 16, 100 * _KB, 99 * _KB),
+    (8, 7): Multiprocessor(48, 16, 164 * _KB, 163 * _KB),
+    (8, 9): Multiprocessor(48, 24, 100 * _KB, 99 * _KB),
+    (9, 0): Multiprocessor(64, 32, 228 * _KB, 227 * _KB),
+    (10, 0): Multiprocessor(64, 32, 228 * _KB, 227 * _KB),
+    (12, 0): Multiprocessor(48, 24, 100 * _KB, 99 * _KB),
+}
+
+
+@dataclass(frozen=True)
 class Chip:
-    """Limits of a chip, from NVIDIA's CUDA programming guide (technical specifications) and data sheets.
+    """A chip that kernel selection reckons with.
 
     Attributes:
         name: the card that stands for the target.
         sms: streaming multiprocessors.
-        shared_per_cta: bytes of shared memory that one CTA may use.
-        shared_per_sm: bytes for all CTAs of an SM; each CTA takes 1 KB more than it uses.
-        threads_per_sm: resident threads of an SM.
+        sm: limits of each.
         mma_flops: FP16 floating-point operations of an SM in a clock by mma.sync with FP32 accumulation.
         clock_ghz: boost clock.
     """
 
     name: str
     sms: int
-    shared_per_cta: int
-    shared_per_sm: int
-    threads_per_sm: int
+    sm: Multiprocessor
     mma_flops: int
     clock_ghz: float
 
+    @property
+    def shared_per_cta(self) -> int:
+        """Bytes of shared memory that one CTA may use."""
+        return self.sm.shared_bytes_of_cta
+
+    @property
+    def shared_per_sm(self) -> int:
+        """Bytes for all CTAs of an SM; each CTA takes 1 KB more than it uses."""
+        return self.sm.shared_bytes
+
+    @property
+    def threads_per_sm(self) -> int:
+        """Resident threads of an SM."""
+        return WARP * self.sm.warps
+
 
 CHIPS: dict[tuple[int, int], Chip] = {
-    (8, 0): Chip("A100", 108, 163 * 1024, 164 * 1024, 2048, 2048, 1.41),
-    (8, 6): Chip("RTX 3090", 82, 99 * 1024, 100 * 1024, 1536, 512, 1.70),
-    (8, 9): Chip("L4", 58, 99 * 1024, 100 * 1024, 1536, 1024, 2.04),
-    (9, 0): Chip("H200", 132, 227 * 1024, 228 * 1024, 2048, 2500, 1.98),
-    (12, 0): Chip("RTX 5090", 170, 99 * 1024, 100 * 1024, 1536, 1024, 2.41),
+    (8, 0): Chip("A100", 108, MULTIPROCESSORS[8, 0], 2048, 1.41),
+    (8, 6): Chip("RTX 3090", 82, MULTIPROCESSORS[8, 6], 512, 1.70),
+    (8, 9): Chip("L4", 58, MULTIPROCESSORS[8, 9], 1024, 2.04),
+    (9, 0): Chip("H200", 132, MULTIPROCESSORS[9, 0], 2500, 1.98),
+    (12, 0): Chip("RTX 5090", 170, MULTIPROCESSORS[12, 0], 1024, 2.41),
 }
-REGISTERS_PER_SM = 65_536
 
 
 def chip_of(target: str) -> Chip:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
+from microsdpa.specs.chip import chip_of
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -67,10 +68,6 @@ def persistent(problem: Problem) -> KernelSpec | Rejection:
     return _through_mma_sync(problem, "06_persistent", producers=2, stays=True)
 
 
-MULTIPROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 58, "sm_90a": 132, "sm_120": 170}
-"""SMs of the A100, A40, L4, H200 and RTX 5090: of others with the same target only the number of CTAs is less good."""
-
-
 def _through_mma_sync(
     problem: Problem, rung: str, producers: int = 0, *, stays: bool = False
 ) -> KernelSpec | Rejection:
@@ -87,7 +84,7 @@ def _through_mma_sync(
         block_m=block_m,
         shared_bytes=shared_bytes,
     )
-    max_ctas = ctas_of_sm.get("CTAS", 0) * MULTIPROCESSORS.get(problem.target, 132)
+    max_ctas = ctas_of_sm.get("CTAS", 0) * chip_of(problem.target).sms
     return _rejection(problem, spec) or replace(spec, max_ctas=max_ctas)
 
 
@@ -139,7 +136,7 @@ def tuned(problem: Problem) -> KernelSpec | Rejection:
 
 def tuned_tiles(problem: Problem) -> Tiles:
     """Tiles of rung 07 for a problem: few queries a CTA and the keys divided where the chip would be left empty."""
-    sms = MULTIPROCESSORS.get(problem.target, 132)
+    sms = chip_of(problem.target).sms
     heads = problem.batch * problem.heads
     small_shared = capability_of(problem.target) not in ((8, 0), (9, 0), (10, 0))
     # Where two CTAs fit an SM and tiles are few, some SMs get twice the work of others: smaller tiles are more even.
