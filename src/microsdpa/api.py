@@ -10,7 +10,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from microsdpa import arguments, eight_bit, problems, torch_cpu
 from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.explanation import Explanation
+from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
 from microsdpa.masks import Masks
@@ -397,12 +397,21 @@ def explain(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
 ) -> Explanation:
     """What sdpa would run for these arguments, without running or compiling it.
 
     Arguments and errors are those of sdpa.
     """
     given = attn_mask, window, softcap, alibi_slopes, sinks
+    scales = q_scale, k_scale, v_scale
+    if precision is not None or any(scale is not None for scale in scales):
+        mask_arguments.refuse(*given)
+        common = is_causal, causal, scale, enable_gqa, None, impl
+        return eight_bit.explain(query, key, value, precision, scales, *common)
     alignment, masks = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl, given)
     return explanation(query, key, value, None, alignment, masks, impl)
 
@@ -418,9 +427,7 @@ def explanation(
 ) -> Explanation:
     """What runs for validated arguments."""
     if is_empty(query, key):
-        return Explanation(
-            "torch", "there is nothing to compute: the output is empty, or zeros where there are no keys"
-        )
+        return NOTHING_TO_COMPUTE
     if emulated(impl):
         kernel = impl.partition(":")[2] or "auto"
         problem = problems.of_emulated(query, key, value, out, alignment, masks, kernel)

@@ -1,63 +1,67 @@
 """Attention with 8-bit operands: sdpa(precision=), which quantises first, and sdpa of codes with their scales.
 
-Calls are made of one or two launches whose parameters Python fills: they are asynchronous and may be captured in a CUDA
-graph, as those of sdpa; on the host they take longer, because no plan is kept for them.
+A call is one launch, or two where it quantises and three where it also gives an LSE. Its first call makes a plan, by
+which all later ones are launched from C++, as those of sdpa are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from microsdpa import arguments, eight_bit_arguments
+from microsdpa.eight_bit_launches import (
+    Codes,
+    Place,
+    attending,
+    code_shapes,
+    in_one_tensor,
+    quantising,
+    quantize_query_key_value,
+    restoring,
+    run_attention,
+    run_restore_lse,
+)
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import Causal, target_of
-from microsdpa.quantize import CODE_DTYPE
+from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
+from microsdpa.jit import is_compiled
+from microsdpa.jit.signature import signature
+from microsdpa.options import EIGHT_BIT_OPTIONS
+from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec, emulated_target
-from microsdpa.specs.eight_bit import (
-    EIGHT_BIT_FAMILIES,
-    EightBitProblem,
-    eight_bit_family_named,
-)
-from microsdpa.specs.eight_bit_params import (
-    ByteStrides,
-    ChannelScales,
-    EightBitParams,
-    QuantizeParams,
-    RowScales,
-)
-from microsdpa.specs.quantize import RECIPES, Recipe, fused, fused_grid
-from microsdpa.specs.spec import Grid
+from microsdpa.select import Selection
+from microsdpa.specs import KernelSpec, Rejection, emulated_target
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem, eight_bit_family_named
+from microsdpa.specs.quantize import RECIPES, Recipe, fused
 
-ALL_ROWS = 31
-"""Shift that gives every row the first scale."""
+Scales = tuple[object, object, object]
+"""q_scale, k_scale and v_scale as they were given, not validated yet."""
+NO_SCALES: Scales = (None, None, None)
+
+_launch = launcher.launch_eight_bit
+_allocate_lse = launcher.allocate_lse
 
 
 @dataclass(frozen=True)
-class Codes:
-    """Quantised operands of one call.
+class Call:
+    """A validated call with 8-bit operands.
 
     Attributes:
-        query: [B, H, S_q, terms * D] codes; with two terms a row's second half is what its first half lacks.
-        key: [B, H_kv, S_k, D] codes.
-        value: [B, H_kv, S_k, D] codes, or the tensor itself where `value_scale` is None.
-        query_scale: a scalar, [B, H] or [B, H, blocks of S_q], in FP32.
-        key_scale: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
-        value_scale: a scalar, [B, H_kv] or [B, H_kv, D].
-        key_mean: [B, H_kv, D]: what was taken off K.
+        recipe: how it quantises; None for a call with codes.
+        scale: of the softmax.
+        emulated: whether it runs in the emulator.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    query_scale: torch.Tensor
-    key_scale: torch.Tensor
-    value_scale: torch.Tensor | None
-    key_mean: torch.Tensor | None = None
+    problem: EightBitProblem
+    recipe: Recipe | None
+    selection: Selection
+    scale: float
+    emulated: bool
 
 
 def attend(
@@ -66,7 +70,7 @@ def attend(
     value: torch.Tensor,
     *,
     precision: str | None,
-    scales: tuple[object, object, object],
+    scales: Scales,
     is_causal: bool,
     causal: Causal | None,
     scale: float | None,
@@ -76,29 +80,87 @@ def attend(
     impl: str,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """sdpa for a call that names a precision or gives scales."""
+    if not is_dynamo_compiling():
+        try:
+            options = EIGHT_BIT_OPTIONS[is_causal, causal, enable_gqa, impl, precision]
+            if precision is not None or eight_bit_arguments.known_positive(scales):
+                lse = _allocate_lse(query) if return_lse else None
+                graded = torch.is_grad_enabled() and (
+                    query.requires_grad
+                    or key.requires_grad
+                    or value.requires_grad
+                    or (out is not None and out.requires_grad)
+                )
+                result = None if graded else _launch(query, key, value, out, lse, options, scale, *scales)
+                if result is not None:
+                    if out is not None:
+                        result = out
+                    return result if lse is None else (result, lse)
+        except (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError):
+            pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
+
+    call = check(query, key, value, precision, scales, is_causal, causal, scale, enable_gqa, out, impl)
+    if call is None:
+        dtype = eight_bit_arguments.output_type(query, value, out)
+        result = torch.zeros(query.shape, dtype=dtype, device=query.device) if out is None else out.zero_()
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+        return (result, lse) if return_lse else result
+    if call.emulated:
+        result, emulated_lse = _emulate(call, query, key, value, scales, return_lse, out)
+        return result if emulated_lse is None else (result, emulated_lse)
+    checked = NO_SCALES if call.recipe else eight_bit_arguments.check_scales(query, key, value, scales)
+    lse = _allocate_lse(query) if return_lse else None
+    options = EIGHT_BIT_OPTIONS[is_causal, causal, enable_gqa, impl, precision]
+    given = query, key, value, out, lse, options, scale, *checked
+    result = _launch(*given)  # a plan may be there: scales can be numbers, or of the key's heads
+    if result is None:
+        register(call, query, key, value, out, options, scale, checked)
+        result = launcher.found(_launch(*given))
+    result = result if out is None else out
+    return result if lse is None else (result, lse)
+
+
+def check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    precision: str | None,
+    scales: Scales,
+    is_causal: bool,
+    causal: Causal | None,
+    scale: float | None,
+    enable_gqa: bool,
+    out: torch.Tensor | None,
+    impl: str,
+) -> Call | None:
+    """Check all arguments but the scales' values, and choose the kernel; None where there is nothing to compute.
+
+    Raises:
+        InvalidArgument: an argument that no call could accept.
+        UnsupportedProblem: no kernel computes the call.
+    """
     alignment = arguments.check_causal(is_causal, causal)
     scale = arguments.check_scale(scale)
     kernel, emulated = eight_bit_arguments.check_impl(impl)
+    recipe = None
     if precision is not None:
         operands = eight_bit_arguments.check_precision(precision, scales)
         arguments.check_tensors(query, key, value, enable_gqa)
-        dtype, terms = query.dtype, RECIPES[operands].query_terms
+        recipe = RECIPES[operands]
     else:
-        operands, dtype = eight_bit_arguments.check_codes(query, key, value, enable_gqa, out)
-        terms = 1
+        operands = eight_bit_arguments.check_codes(query, key, value, enable_gqa)
+    dtype = eight_bit_arguments.output_type(query, value, out)
     arguments.check_grad({"query": query, "key": key, "value": value})
     eight_bit_arguments.check_place(query, emulated)
-    result = torch.empty(query.shape, dtype=dtype, device=query.device)
+    tensors = {"query": query, "key": key, "value": value}
     if out is not None:
-        meets = any(arguments.memory_ranges_meet(out, t) for t in (query, key, value) if isinstance(out, torch.Tensor))
-        arguments.check_out(out, result, meets)
-        result = out
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device) if return_lse else None
+        inputs = (*tensors.values(), *(s for s in scales if isinstance(s, torch.Tensor)))
+        meets = isinstance(out, torch.Tensor) and any(arguments.memory_ranges_meet(out, t) for t in inputs)
+        arguments.check_out(out, torch.empty(query.shape, dtype=dtype, device=query.device), meets)
+        tensors["out"] = out
     if query.numel() == 0 or key.shape[2] == 0:
-        result.zero_()
-        return result if lse is None else (result, lse.fill_(-torch.inf))
-    eight_bit_arguments.check_aligned({"query": query, "key": key, "value": value, "out": result})
-
+        return None
+    eight_bit_arguments.check_aligned(tensors)
     problem = EightBitProblem(
         batch=query.shape[0],
         heads=query.shape[1],
@@ -110,158 +172,143 @@ def attend(
         causal=alignment,
         target=_target(query, emulated),
         operands=operands,
-        query_terms=terms,
+        query_terms=recipe.query_terms if recipe else 1,
     )
-    spec = choose(problem, kernel)
-    if precision is not None:
-        codes = quantize_query_key_value(query, key, value, RECIPES[operands], emulated)
-    else:
-        codes = Codes(query, key, value, *eight_bit_arguments.check_scales(query, key, value, scales))
-    factor = problem.head_dim**-0.5 if scale is None else scale
-    run_attention(spec, problem, codes, result, lse, factor, emulated)
-    if lse is not None and codes.key_mean is not None:
-        # Scores were those of K without its mean.
-        mean = codes.key_mean.repeat_interleave(problem.heads // problem.heads_kv, dim=1)
-        lse += factor * (query.float() @ mean[..., None]).squeeze(-1)
-    return result if lse is None else (result, lse)
+    factor = 1 / math.sqrt(problem.head_dim) if scale is None else scale
+    return Call(problem, recipe, choose(problem, kernel), factor, emulated)
 
 
-def choose(problem: EightBitProblem, kernel: str) -> KernelSpec:
+def choose(problem: EightBitProblem, kernel: str) -> Selection:
     """The kernel called `kernel`, or for "auto" the first that computes the problem.
 
     Raises:
         UnsupportedProblem: there is none.
     """
     named = eight_bit_family_named(kernel)
-    reasons = []
+    rejections: list[tuple[str, Rejection]] = []
     for family in EIGHT_BIT_FAMILIES if named is None else (named,):
         result = family.specify(problem)
         if isinstance(result, KernelSpec):
-            return result
-        reasons.append((family.name, result))
-    why = "; ".join(f"{name}: {rejection.reason}" for name, rejection in reasons)
-    raise UnsupportedProblem(why, nearest=reasons[0][1].nearest)
+            return Selection(result, tuple(rejections))
+        rejections.append((family.name, result))
+    why = "; ".join(f"{name}: {rejection.reason}" for name, rejection in rejections)
+    raise UnsupportedProblem(why, nearest=rejections[0][1].nearest)
 
 
-def quantize_query_key_value(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recipe: Recipe, emulated: bool
-) -> Codes:
-    """Quantise validated FP16 or BF16 tensors in one launch; quantize.py says what the codes are."""
-    batch, heads, seqlen_q, head_dim = query.shape
-    heads_kv, seqlen_k = key.shape[1], key.shape[2]
-    device = query.device
-
-    def codes(like: torch.Tensor, code: str, terms: int = 1) -> torch.Tensor:
-        return torch.empty((*like.shape[:3], terms * head_dim), dtype=CODE_DTYPE[code], device=device)
-
-    shapes = {
-        "query_scale": (batch, heads, -(-seqlen_q // recipe.block)),
-        "key_scale": (batch, heads_kv, -(-seqlen_k // recipe.block)),
-        "value_scale": (batch, heads_kv, head_dim) if recipe.value else None,
-        "key_mean": (batch, heads_kv, head_dim) if recipe.smooth else None,
-    }
-    sizes = [math.prod(shape) if shape else 0 for shape in shapes.values()]
-    floats = torch.empty(sum(sizes), dtype=torch.float32, device=device)
-    parts = {
-        name: part.view(shape) if shape else None
-        for (name, shape), part in zip(shapes.items(), torch.split(floats, sizes), strict=True)
-    }
-    value_codes = codes(value, recipe.value) if recipe.value else None
-    query_scale, key_scale = parts["query_scale"], parts["key_scale"]
-    assert query_scale is not None
-    assert key_scale is not None
-    result = Codes(
-        query=codes(query, recipe.code, recipe.query_terms),
-        key=codes(key, recipe.code),
-        value=value if value_codes is None else value_codes,
-        query_scale=query_scale,
-        key_scale=key_scale,
-        value_scale=parts["value_scale"],
-        key_mean=parts["key_mean"],
-    )
-    inputs = {"query": query, "key": key, "value": value}
-    outputs = {"query_codes": result.query, "key_codes": result.key, "floats": floats}
-    if value_codes is not None:
-        outputs["value_codes"] = value_codes
-
-    def fill(addresses: Mapping[str, int]) -> QuantizeParams:
-        floats_at = {
-            name: addresses["floats"] + 4 * int(part.storage_offset())
-            for name, part in parts.items()
-            if part is not None
-        }
-        return QuantizeParams(
-            **{name: address for name, address in addresses.items() if name != "floats"},
-            **floats_at,
-            query_strides=_byte_strides(query),
-            key_strides=_byte_strides(key),
-            value_strides=_byte_strides(value),
-            batch=batch,
-            heads=heads,
-            heads_kv=heads_kv,
-            seqlen_q=seqlen_q,
-            seqlen_k=seqlen_k,
-            root=head_dim**-0.5,
-        )
-
-    spec = fused(recipe, arguments.DTYPES[query.dtype], head_dim)
-    grid = fused_grid(recipe, batch, heads, heads_kv, seqlen_q, seqlen_k)
-    _launch(spec, grid, fill, inputs, outputs, emulated)
-    return result
+def _emulate(
+    call: Call,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scales: Scales,
+    return_lse: bool,
+    out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a call in the emulator."""
+    dtype = eight_bit_arguments.output_type(query, value, out)
+    out = torch.empty_like(query, dtype=dtype) if out is None else out
+    lse = torch.empty(query.shape[:3], dtype=torch.float32) if return_lse else None
+    if call.recipe is not None:
+        codes = quantize_query_key_value(query, key, value, call.recipe, emulated=True)
+    else:
+        codes = Codes(query, key, value, *eight_bit_arguments.check_scales(query, key, value, scales))
+    run_attention(call.selection.spec, call.problem, codes, out, lse, call.scale, True)
+    if lse is not None and codes.key_mean is not None:
+        run_restore_lse(call.problem, query, codes.key_mean, lse, call.scale, True)
+    return out, lse
 
 
-def run_attention(
-    spec: KernelSpec,
-    problem: EightBitProblem,
-    codes: Codes,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scale: float,
-    emulated: bool,
+def register(
+    call: Call,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    options: int,
+    scale: float | None,
+    scales: Scales,
 ) -> None:
-    """Run an attention kernel on quantised operands; `scale` is the softmax's."""
-    inputs = {"query": codes.query, "key": codes.key, "value": codes.value}
-    inputs |= {"query_scale": codes.query_scale, "key_scale": codes.key_scale}
-    if codes.value_scale is not None:
-        inputs["value_scale"] = codes.value_scale
-    outputs = {"out": out} if lse is None else {"out": out, "lse": lse}
-
-    def fill(addresses: Mapping[str, int]) -> EightBitParams:
-        params = EightBitParams(
-            **{name: addresses[name] for name in ("query", "key", "value")},
-            **{name: addresses[name] for name in outputs},
-            query_strides=_byte_strides(codes.query),
-            key_strides=_byte_strides(codes.key),
-            value_strides=_byte_strides(codes.value),
-            out_strides=_byte_strides(out),
-            query_scale=_row_scales(codes.query_scale, addresses["query_scale"], problem.seqlen_q),
-            key_scale=_row_scales(codes.key_scale, addresses["key_scale"], problem.seqlen_k),
-            batch=problem.batch,
-            heads=problem.heads,
-            heads_kv=problem.heads_kv,
-            seqlen_q=problem.seqlen_q,
-            seqlen_k=problem.seqlen_k,
-            diagonal=problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0,
-            scale_log2=scale * math.log2(math.e),
-        )
-        if codes.value_scale is not None:
-            strides = (*codes.value_scale.stride(), 0, 0, 0)[:3]
-            params.value_scale = ChannelScales(addresses["value_scale"], *strides)
-        return params
-
-    _launch(spec, spec.grid(problem), fill, inputs, outputs, emulated)
+    """Compile the kernels of a validated call on CUDA tensors and register its plan; `scale` is as it was given."""
+    tensors = {"query": query, "key": key, "value": value}
+    tensors["out"] = launcher.allocate_output(query, call.problem.dtype) if out is None else out
+    names = "query_scale", "key_scale", "value_scale"
+    tensors |= {name: s for name, s in zip(names, scales, strict=True) if isinstance(s, torch.Tensor)}
+    places = {name: Place.of(name, tensor) for name, tensor in tensors.items()}
+    places["lse"] = Place("lse", (), (), 4)
+    launches, workspace_bytes = [], 0
+    if call.recipe is None:
+        launches.append(attending(call.selection.spec, call.problem, places, call.scale))
+    else:
+        codes, workspace_bytes = in_one_tensor("workspace", code_shapes(call.recipe, query.shape, key.shape))
+        inputs = {name: places[name] for name in ("query", "key", "value")}
+        launches.append(quantising(call.recipe, call.problem.dtype, inputs | codes))
+        operands = {name: codes.get(f"{name}_codes", inputs[name]) for name in inputs}
+        operands |= {name: codes[name] for name in names if name in codes}
+        operands |= {name: places[name] for name in ("out", "lse")}
+        launches.append(attending(call.selection.spec, call.problem, operands, call.scale))
+        if call.recipe.smooth:
+            smoothed = {"query": inputs["query"], "key_mean": codes["key_mean"], "lse": places["lse"]}
+            launches.append(restoring(call.problem, smoothed, call.scale))
+    kernels = [
+        launcher.FilledKernel(launch.spec, launch.grid, bytes(launch.params), launch.pointers, index == 2)
+        for index, launch in enumerate(launches)
+    ]
+    given = query, key, value, out, options, scale, *scales
+    launcher.prepare_eight_bit(given, kernels, call.problem.target, workspace_bytes, call.problem.dtype)
 
 
-def _byte_strides(tensor: torch.Tensor) -> ByteStrides:
-    return ByteStrides(*(stride * tensor.element_size() for stride in tensor.stride()[:3]))
+def prepare(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    precision: str,
+    is_causal: bool,
+    causal: Causal | None,
+    scale: float | None,
+    enable_gqa: bool,
+    impl: str,
+) -> tuple[Callable[..., Any] | None, Explanation]:
+    """The launch of a plan for calls that quantise, and what it runs; None where nothing runs on a GPU."""
+    call = check(query, key, value, precision, NO_SCALES, is_causal, causal, scale, enable_gqa, out, impl)
+    if call is None or call.emulated:
+        return None, explanation(call, impl)
+    options = EIGHT_BIT_OPTIONS[is_causal, causal, enable_gqa, impl, precision]
+    register(call, query, key, value, out, options, scale, NO_SCALES)
+    return launcher.prepared_eight_bit_call(query, key, value, out, options, scale), explanation(call, impl)
 
 
-def _row_scales(scale: torch.Tensor, address: int, seqlen: int) -> RowScales:
-    batch, head = (*scale.stride(), 0, 0)[:2]
-    if scale.dim() < 3:
-        return RowScales(address, batch, head, ALL_ROWS, 0)
-    block = eight_bit_arguments.block_of(seqlen, scale.shape[2])
-    return RowScales(address, batch, head, block.bit_length() - 1, scale.stride(2))
+def explain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, precision: str | None, scales: Scales, *rest: Any
+) -> Explanation:
+    """What attend() would run; `rest` as check() takes them."""
+    call = check(query, key, value, precision, scales, *rest)
+    if precision is None:
+        eight_bit_arguments.check_scales(query, key, value, scales)
+    return explanation(call, rest[-1])
+
+
+def explanation(call: Call | None, impl: str) -> Explanation:
+    """What runs for a validated call."""
+    if call is None:
+        return NOTHING_TO_COMPUTE
+    spec, problem = call.selection.spec, call.problem
+    quantiser = fused(call.recipe, problem.dtype, problem.head_dim) if call.recipe else None
+    details: dict[str, Any] = {
+        "spec": spec,
+        "quantizer": quantiser,
+        "rejected": call.selection.reasons,
+        "faster": call.selection.wishes,
+    }
+    if call.emulated:
+        return Explanation(f"emulate:{spec.name}", "impl asks for the emulator, on the CPU", **details)
+    return Explanation(
+        runs=spec.name,
+        reason="impl names it" if impl != "auto" else "it is the first kernel that computes this problem",
+        signature=signature(spec, problem.target),
+        compiled=is_compiled(spec, problem.target),
+        **details,
+    )
 
 
 def _target(query: torch.Tensor, emulated: bool) -> str:
@@ -269,23 +316,4 @@ def _target(query: torch.Tensor, emulated: bool) -> str:
         return emulated_target("auto")
     if reason := launcher.device_error():
         raise UnsupportedProblem(reason, nearest="CPU tensors with impl='emulate'")
-    return target_of(torch.cuda.get_device_capability(query.device))
-
-
-def _launch(
-    spec: KernelSpec,
-    grid: Grid,
-    fill: Callable[[Mapping[str, int]], EightBitParams | QuantizeParams],
-    inputs: Mapping[str, torch.Tensor],
-    outputs: Mapping[str, torch.Tensor],
-    emulated: bool,
-) -> None:
-    """Run a kernel whose parameters `fill` makes of the tensors' addresses."""
-    if emulated:
-        from microsdpa.emulate import run  # not imported with the package: few programs need it
-
-        run.one_kernel(spec, grid, fill, inputs, outputs)
-        return
-    device = next(iter(outputs.values())).device
-    params = fill({name: tensor.data_ptr() for name, tensor in {**inputs, **outputs}.items()})
-    launcher.launch_one(spec, target_of(torch.cuda.get_device_capability(device)), grid, bytes(params), device.index)
+    return launcher.target_of_device(query.device)

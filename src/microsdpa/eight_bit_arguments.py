@@ -56,10 +56,8 @@ def check_precision(precision: object, scales: tuple[object, object, object]) ->
     return precision  # type: ignore[return-value]
 
 
-def check_codes(
-    query: object, key: object, value: object, enable_gqa: object, out: object
-) -> tuple[Operands, torch.dtype]:
-    """Operands and output type of a call with codes."""
+def check_codes(query: object, key: object, value: object, enable_gqa: object) -> Operands:
+    """Operands of a call with codes."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
@@ -77,12 +75,17 @@ def check_codes(
             got=", ".join(map(str, dtypes)),
             hint="quantize() all of them to one type, or pass precision= instead of scales",
         )
-    operands = _OPERANDS[dtypes]
     arguments.check_layouts(query, key, value, enable_gqa)
-    if operands == "int8_fp16":
-        return operands, value.dtype
-    wanted = out.dtype if isinstance(out, torch.Tensor) and out.dtype in arguments.DTYPES else torch.float16
-    return operands, wanted
+    return _OPERANDS[dtypes]
+
+
+def output_type(query: torch.Tensor, value: torch.Tensor, out: object) -> torch.dtype:
+    """Type of the output: the tensors', or for codes a 16-bit value's, `out`'s, or else float16."""
+    if query.dtype not in CODE_DTYPES:
+        return query.dtype
+    if value.dtype not in CODE_DTYPES:
+        return value.dtype
+    return out.dtype if isinstance(out, torch.Tensor) and out.dtype in arguments.DTYPES else torch.float16
 
 
 def check_place(query: torch.Tensor, emulated: bool) -> None:
@@ -175,7 +178,9 @@ def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
             name, expected="a scale for 8-bit codes", got="None", hint="pass the scale that quantize() gives with them"
         )
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        scale = torch.full((), float(scale), device=codes.device)
+        if not 0.0 < scale < torch.inf:
+            _refuse_value(name, scale)
+        return torch.full((), float(scale), device=codes.device)
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != codes.device:
         got = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else type(scale).__name__
         raise InvalidArgument(
@@ -192,8 +197,19 @@ def _check_positive(name: str, scale: torch.Tensor) -> None:
         return
     good = (scale > 0) & scale.isfinite()
     if not bool(good.all()):
-        worst = scale[~good].flatten()[0].item()
-        raise InvalidArgument(
-            name, expected="positive finite scales", got=str(worst), hint="use the scale that quantize() gives"
-        )
+        _refuse_value(name, scale[~good].flatten()[0].item())
     _positive[scale] = scale._version
+
+
+def _refuse_value(name: str, value: float) -> None:
+    raise InvalidArgument(
+        name, expected="positive finite scales", got=str(value), hint="use the scale that quantize() gives"
+    )
+
+
+def known_positive(scales: tuple[object, object, object]) -> bool:
+    """Whether the values of all tensors among the scales have been checked; numbers have not."""
+    return all(
+        scale is None or (isinstance(scale, torch.Tensor) and _positive.get(scale) == scale._version)
+        for scale in scales
+    )

@@ -20,6 +20,7 @@ class Explanation:
         rejected: (kernel, reason) of every candidate tried before.
         faster: (kernel, what the call would have to be) of the same candidates: those come first because they are
             faster where they run.
+        quantizer: the configuration of the kernel that quantises the tensors before; None where none does.
     """
 
     runs: str
@@ -29,10 +30,13 @@ class Explanation:
     compiled: bool | None = None
     rejected: tuple[tuple[str, str], ...] = ()
     faster: tuple[tuple[str, str], ...] = ()
+    quantizer: KernelSpec | None = None
 
     def __str__(self) -> str:
         """A few lines for a person."""
         lines = [f"runs       {self.runs}", f"because    {self.reason}"]
+        if self.quantizer:
+            lines.append(f"quantizes  {self.quantizer.expression}")
         if self.spec:
             lines.append(f"kernel     {self.spec.expression}")
         if self.signature:
@@ -40,3 +44,8 @@ class Explanation:
         lines += [f"rejected   {name}: {reason}" for name, reason in self.rejected]
         lines += [f"faster     {name}, for {nearest}" for name, nearest in self.faster]
         return "\n".join(lines)
+
+
+NOTHING_TO_COMPUTE = Explanation(
+    "torch", "there is nothing to compute: the output is empty, or zeros where there are no keys"
+)

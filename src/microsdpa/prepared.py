@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from microsdpa import api, arguments
+from microsdpa import api, arguments, eight_bit
 from microsdpa.errors import InvalidArgument
 from microsdpa.explanation import Explanation
 from microsdpa.options import OPTIONS
 from microsdpa.problem import VECTOR_BYTES, Causal
 from microsdpa.runtime import launcher
+
+if TYPE_CHECKING:
+    from microsdpa.specs.eight_bit import Operands
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,14 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
     return plan
 
 
+def _layouts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None
+) -> dict[str, Layout]:
+    """Layouts of a plan's tensors, `out` as it is or as it will be allocated."""
+    found = {name: Layout.of(tensor) for name, tensor in (("query", query), ("key", key), ("value", value))}
+    return found | {"out": _output_layout(found["query"]) if out is None else Layout.of(out)}
+
+
 def _output_layout(query: Layout) -> Layout:
     """Layout of the output that is allocated for a query."""
     like = torch.empty_strided(query.shape, query.strides, dtype=query.dtype, device="meta")
@@ -156,12 +167,13 @@ def plan(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     impl: str = "auto",
+    precision: Operands | None = None,
 ) -> Plan:
     """Prepare attention for tensors like these: choose, compile and load the kernel, but compute nothing.
 
     Arguments and errors are those of sdpa. The values in the tensors do not matter, and they are not kept. With `out`,
     the plan's calls must be given an output of its layout; without, they may be given one of the layout that sdpa
-    allocates, as torch.empty_like(query) has for a dense query.
+    allocates, as torch.empty_like(query) has for a dense query. With `precision` the calls quantise, as those of sdpa.
     """
     options = {
         "is_causal": is_causal,
@@ -171,6 +183,12 @@ def plan(
         "return_lse": return_lse,
         "impl": impl,
     }
+    if precision is not None:
+        options["precision"] = precision
+        common = is_causal, causal, scale, enable_gqa, impl
+        quantising, explanation = eight_bit.prepare(query, key, value, out, precision, *common)
+        expected = Expected(_layouts(query, key, value, out), quantising is not None, options)
+        return make_plan(quantising or _no_launch, expected, explanation)
     alignment, scale, masks = api.validate_call(query, key, value, is_causal, causal, scale, enable_gqa, out, impl)
     arguments.check_grad({"query": query, "key": key, "value": value})
     launch, aligned = _no_launch, False
@@ -179,7 +197,5 @@ def plan(
         api.register(query, key, value, out, alignment, masks, impl, code)
         launch = launcher.prepared_call(query, key, value, out, code, scale)
         aligned = launcher.alignment(query, key, value, out) == VECTOR_BYTES
-    layouts = {name: Layout.of(tensor) for name, tensor in (("query", query), ("key", key), ("value", value))}
-    layouts["out"] = _output_layout(layouts["query"]) if out is None else Layout.of(out)
     explanation = api.explanation(query, key, value, out, alignment, masks, impl)
-    return make_plan(launch, Expected(layouts, aligned, options), explanation)
+    return make_plan(launch, Expected(_layouts(query, key, value, out), aligned, options), explanation)

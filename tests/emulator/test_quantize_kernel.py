@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa.eight_bit import quantize_query_key_value
+from microsdpa.eight_bit_launches import quantize_query_key_value
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.quantize import expand_scale, residual, rotate
 from microsdpa.specs.quantize import RECIPES, Recipe

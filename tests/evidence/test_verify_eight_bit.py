@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from microsdpa import eight_bit
+from microsdpa import eight_bit, eight_bit_launches
 from microsdpa.evidence import verify_eight_bit
 from microsdpa.evidence.inputs import Case
 from microsdpa.specs.eight_bit import OPERANDS, Operands
@@ -27,9 +27,9 @@ def test_cases_pass_on_a_gpu(precision: Operands) -> None:
 
 
 def test_another_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantise = eight_bit.quantize_query_key_value
+    quantise = eight_bit_launches.quantize_query_key_value
 
-    def off_by_one(*arguments: object) -> eight_bit.Codes:
+    def off_by_one(*arguments: object) -> eight_bit_launches.Codes:
         codes = quantise(*arguments)  # type: ignore[arg-type]
         codes.key.view(torch.uint8)[0, 0, 0, 0] ^= 1
         return codes

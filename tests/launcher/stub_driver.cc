@@ -24,6 +24,7 @@ constexpr int HISTORY = 8, MAX_MAPS = 8;
 struct StubLaunch {
   std::int64_t grid[3], threads, shared_bytes, stream, function, context, depth, cluster[3], programmatic, attributes;
   unsigned long long tensor_maps[MAX_MAPS][16];  // the first `stub_tensor_maps` arguments after the parameters
+  unsigned char raw[512];                        // the first `stub_raw_bytes` of the parameter
   microsdpa::AttentionParams params;
   microsdpa::MaskParams masks;  // when `stub_masked`
 };
@@ -36,7 +37,8 @@ struct StubRecord {
 StubRecord stub_record;
 int stub_error = 0;
 int stub_tensor_maps = 0;
-int stub_masked = 0;      // whether kernels take MaskedParams
+int stub_masked = 0;  // whether kernels take MaskedParams
+int stub_raw_bytes = 0;
 int stub_live_bytes = 0;  // allocated and not given back
 int stub_last_bytes = 0;  // of the latest allocation
 int stub_version = 13000;
@@ -109,6 +111,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
   }
   std::memcpy(&r.params, arguments[0], sizeof(r.params));
   if (stub_masked) r.masks = static_cast<const microsdpa::MaskedParams*>(arguments[0])->masks;
+  std::memcpy(r.raw, arguments[0], stub_raw_bytes);
   const void* operands[] = {r.params.query, r.params.key, r.params.value, r.params.out};
   for (int i = 0; i < stub_tensor_maps; ++i) {
     std::memcpy(r.tensor_maps[i], arguments[1 + i], sizeof(r.tensor_maps[i]));

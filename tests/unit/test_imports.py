@@ -37,16 +37,32 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quantize": {"errors"},
     "eight_bit_arguments": {"arguments", "errors", "specs"},
-    "eight_bit": {
-        *("arguments", "eight_bit_arguments", "emulate", "errors", "problem", "quantize", "runtime", "specs"),
+    "eight_bit_launches": {
+        *("arguments", "eight_bit_arguments", "emulate", "problem", "quantize", "runtime", "specs"),
     },
-    "prepared": {"", "api", "arguments", "errors", "explanation", "options", "problem", "runtime"},
+    "eight_bit": {
+        *("arguments", "eight_bit_arguments", "eight_bit_launches", "errors", "explanation", "jit", "options"),
+        *("problem", "runtime", "select", "specs"),
+    },
+    "prepared": {
+        "",
+        "api",
+        "arguments",
+        "eight_bit",
+        "errors",
+        "explanation",
+        "options",
+        "problem",
+        "runtime",
+        "specs",
+    },
     "": {"api", "errors", "explanation", "prepared", "quantize", "torch_ops", "dropin"},
     "evidence": {
         *(
             "",
             "api",
             "eight_bit",
+            "eight_bit_launches",
             "emulate",
             "errors",
             "jit",

@@ -139,7 +139,7 @@ def signatures(precision: Operands, case: Case, target: str) -> dict[str, str]:
     )
     quantiser = fused(RECIPES[precision], case.dtype, case.head_dim)
     return {
-        "code_signature": code_signature(choose(problem, "auto"), target),
+        "code_signature": code_signature(choose(problem, "auto").spec, target),
         "quantiser_signature": code_signature(quantiser, target),
     }
 

@@ -9,7 +9,7 @@ import torch
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.eight_bit import Codes, quantize_query_key_value
+from microsdpa.eight_bit_launches import Codes, quantize_query_key_value
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import NOTE_SHAPES

@@ -50,17 +50,22 @@ inline bool output_strides(const DLTensor& query, std::int64_t (&strides)[4]) {
 }
 
 // Bits that must be zero for every row to start on 16 bytes: base address and outer strides, in bytes.
-inline std::uint64_t alignment_bits(std::uintptr_t base, const TensorKey& key, std::uint64_t element_bytes) {
+inline std::uint64_t alignment_bits(std::uintptr_t base, const TensorKey& key) {
   std::uint64_t bits = base;
-  for (int i = 0; i < 3; ++i) bits |= std::uint64_t(key.strides[i]) * element_bytes;
+  for (int i = 0; i < 3; ++i) bits |= std::uint64_t(key.strides[i]) * key.element_bytes();
   return bits;
 }
 
 // One past the last byte that the tensor reaches.
-inline std::uintptr_t end_address(std::uintptr_t base, const TensorKey& key, std::uint64_t element_bytes) {
+inline std::uintptr_t end_address(std::uintptr_t base, const TensorKey& key) {
   std::int64_t last = 0;
   for (int i = 0; i < 4; ++i) last += (key.shape[i] - 1) * key.strides[i];
-  return base + (last + 1) * element_bytes;
+  return base + (last + 1) * key.element_bytes();
+}
+
+// Whether the memory of two tensors meets.
+inline bool meets(std::uintptr_t a, const TensorKey& a_key, std::uintptr_t b, const TensorKey& b_key) {
+  return a < end_address(b, b_key) && b < end_address(a, a_key);
 }
 
 // False when no plan can exist for the call: Python's validation then finds the reason.
@@ -82,19 +87,13 @@ inline bool parse(const DLTensor* query, const DLTensor* key, const DLTensor* va
     k.out = describe(*query, strides);
   }
   k.options = options;
-  const std::uint64_t bytes = query->dtype.bits / 8;
   const std::uintptr_t q = address(*query), kk = address(*key), v = address(*value), o = out ? address(*out) : 0;
   call.addresses[QUERY] = q, call.addresses[KEY] = kk, call.addresses[VALUE] = v, call.addresses[OUT] = o;
-  const std::uint64_t bits = alignment_bits(q, k.query, bytes) | alignment_bits(kk, k.key, bytes) |
-                             alignment_bits(v, k.value, bytes) | alignment_bits(o, k.out, bytes);
+  const std::uint64_t bits =
+      alignment_bits(q, k.query) | alignment_bits(kk, k.key) | alignment_bits(v, k.value) | alignment_bits(o, k.out);
   k.alignment = bits % 16 == 0 ? 16 : 0;
-  if (!out) return true;
   // An output that overlaps an input would be read after it is written.
-  const std::uintptr_t o_end = end_address(o, k.out, bytes);
-  auto overlaps = [&](std::uintptr_t base, const TensorKey& tensor) {
-    return o < end_address(base, tensor, bytes) && base < o_end;
-  };
-  return !overlaps(q, k.query) && !overlaps(kk, k.key) && !overlaps(v, k.value);
+  return !out || !(meets(o, k.out, q, k.query) || meets(o, k.out, kk, k.key) || meets(o, k.out, v, k.value));
 }
 
 }  // namespace microsdpa

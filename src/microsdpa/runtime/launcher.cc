@@ -6,26 +6,15 @@
 // what is wrong.
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/shape.h>
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/function.h>
-#include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
-#include <cmath>
-
-#include "call.h"
-#include "driver.h"
+#include "eight_bit_call.h"
+#include "framework.h"
 #include "masked_call.h"
 #include "plan.h"
 
 namespace microsdpa {
 namespace {
-
-namespace ffi = tvm::ffi;
-using ffi::Optional;
-
-constexpr double LOG2_E = 1.44269504088896340736;
 
 PlanTable<PlanKey>& plans() {
   static PlanTable<PlanKey> table;
@@ -37,56 +26,10 @@ PlanTable<MaskedKey>& masked_plans() {
   return table;
 }
 
-const Driver& driver() {
-  const Driver* driver = Driver::get();
-  if (!driver) throw std::runtime_error("no CUDA driver: libcuda.so.1 cannot be loaded or initialised");
-  return *driver;
-}
-
-// Runs `body`, and hands a failure to Python as a RuntimeError with its words.
-template <typename Body>
-auto guarded(Body body) {
-  try {
-    return body();
-  } catch (const std::runtime_error& error) {
-    TVM_FFI_THROW(RuntimeError) << error.what();
-  }
-}
-
-// Memory from the framework's allocator, on the device and for the current stream of `like`. It may be given
-// back as soon as the kernels that use it are launched: whoever gets it next is behind them in the stream.
-ffi::Tensor allocate(const std::int64_t* shape, int rank, DLDataType dtype, const DLTensor& like) {
-  DLTensor prototype = like;
-  prototype.dtype = dtype;
-  prototype.shape = const_cast<std::int64_t*>(shape);
-  prototype.ndim = rank;
-  TVMFFIObjectHandle handle;
-  TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvTensorAlloc(&prototype, &handle));
-  return ffi::Tensor(
-      ffi::details::ObjectUnsafe::ObjectPtrFromOwned<ffi::TensorObj>(static_cast<TVMFFIObject*>(handle)));
-}
-
-ffi::Tensor allocate_output(const DLTensor& query) {
-  std::int64_t strides[4];
-  if (output_strides(query, strides)) return allocate(query.shape, 4, query.dtype, query);
-  const std::int64_t elements = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[3];
-  return allocate(&elements, 1, query.dtype, query)
-      .as_strided(ffi::ShapeView(query.shape, 4), ffi::ShapeView(strides, 4));
-}
-
 // Memory for the LSE of a query: [B, H, S_q] in FP32.
 ffi::Tensor allocate_lse(DLTensor* query) {
   TVM_FFI_CHECK(query->ndim == 4, ValueError) << "query: expected 4 dimensions, got " << query->ndim;
   return allocate(query->shape, 3, DLDataType{kDLFloat, 32, 1}, *query);
-}
-
-// A tensor, or null for None.
-const DLTensor* optional_tensor(ffi::AnyView argument) {
-  return argument.type_index() == ffi::TypeIndex::kTVMFFINone ? nullptr : argument.cast<DLTensor*>();
-}
-
-double softmax_scale(const Optional<double>& scale, std::int64_t head_dim) {
-  return scale.has_value() ? scale.value() : 1.0 / std::sqrt(static_cast<double>(head_dim));
 }
 
 // Launches the plan of a call, whose parameters are filled into a copy of the plan's. Gives True when `out` was given,
@@ -94,7 +37,7 @@ double softmax_scale(const Optional<double>& scale, std::int64_t head_dim) {
 ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView lse, double scale, AttentionParams& params) {
   Optional<ffi::Tensor> allocated, workspace;
   if (!call.out) {
-    allocated = allocate_output(*call.query);
+    allocated = allocate_output(*call.query, call.query->dtype);
     call.addresses[OUT] = address(*allocated.value().GetDLTensorPtr());
   }
   params.query = reinterpret_cast<const void*>(call.addresses[QUERY]);
@@ -109,8 +52,7 @@ ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView lse, double scale, A
     params.workspace = workspace.value().data_ptr();
   }
 
-  const DLDevice device = call.query->device;
-  auto* stream = static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+  const CUstream stream = current_stream(call.query->device);
   guarded([&] {
     ScopedContext current(driver(), plan.context);
     for (const KernelLaunch& kernel : plan.kernels) kernel.issue(driver(), stream, &params, call.addresses);
@@ -222,7 +164,7 @@ KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
 void launch_one(std::int64_t device, std::int64_t context, ffi::Shape fields, ffi::Bytes params) {
   TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS, ValueError)
       << "fields: expected " << int(KERNEL_FIELDS) << " integers, got " << fields.size();
-  auto* stream = static_cast<CUstream>(TVMFFIEnvGetStream(kDLCUDA, static_cast<std::int32_t>(device)));
+  const CUstream stream = current_stream({kDLCUDA, static_cast<std::int32_t>(device)});
   guarded([&] {
     ScopedContext current(driver(), reinterpret_cast<CUcontext>(context));
     without_tensor_maps(fields).issue(driver(), stream, const_cast<char*>(params.data()), {});
@@ -282,6 +224,53 @@ void register_masked_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::
   masked_plans().insert(masked_key, plan);
 }
 
+// Integers of a pointer in register_eight_bit_plan().
+enum PointerField { AT, POINTS_TO, OFFSET, POINTER_FIELDS };
+
+// The same for sdpa_eight_bit(). `kernels` are given by their KernelFields and whether only calls with an LSE launch
+// them; `params` are their parameters, and `pointers` where in these addresses belong. `out_code` is the type code of
+// the output that calls allocate, of 16 bits.
+void register_eight_bit_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+                             Optional<double> scale, ffi::AnyView query_scale, ffi::AnyView key_scale,
+                             ffi::AnyView value_scale, std::int64_t context, ffi::Array<ffi::Shape> kernels,
+                             ffi::Array<ffi::Bytes> params, ffi::Array<ffi::Shape> pointers,
+                             std::int64_t workspace_bytes, std::int64_t out_code) {
+  EightBitCall call;
+  const DLTensor* const scales[] = {optional_tensor(query_scale), optional_tensor(key_scale),
+                                    optional_tensor(value_scale)};
+  TVM_FFI_CHECK(call.parse(query, key, value, out, nullptr, options, scale, scales), ValueError) << BAD_CALL;
+  EightBitPlan plan{reinterpret_cast<CUcontext>(context), {}, workspace_bytes, {}};
+  plan.out = {static_cast<std::uint8_t>(out_code), 16, 1};
+  for (std::size_t i = 0; i < kernels.size(); ++i) {
+    const ffi::Shape fields = kernels[i], places = pointers[i];
+    const ffi::Bytes bytes = params[i];
+    TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS + 1 && bytes.size() <= FilledKernel::MAX_PARAMS &&
+                      places.size() % POINTER_FIELDS == 0,
+                  ValueError)
+        << "kernels: expected " << KERNEL_FIELDS + 1 << " integers each, parameters of at most "
+        << FilledKernel::MAX_PARAMS << " bytes and " << int(POINTER_FIELDS) << " integers a pointer, got "
+        << fields.size() << ", " << bytes.size() << " and " << places.size();
+    FilledKernel kernel{without_tensor_maps(fields), {bytes.data(), bytes.size()}, {}, fields[KERNEL_FIELDS] != 0};
+    for (const std::int64_t* p = places.data(); p < places.data() + places.size(); p += POINTER_FIELDS) {
+      TVM_FFI_CHECK(p[POINTS_TO] >= 0 && p[POINTS_TO] < EIGHT_BIT_OPERANDS && p[AT] >= 0 &&
+                        p[AT] + sizeof(std::uintptr_t) <= bytes.size(),
+                    ValueError)
+          << "pointers: expected an operand below " << int(EIGHT_BIT_OPERANDS) << " and a place in " << bytes.size()
+          << " bytes of parameters, got " << p[POINTS_TO] << " at " << p[AT];
+      kernel.pointers.push_back(
+          {static_cast<std::size_t>(p[AT]), static_cast<int>(p[POINTS_TO]), static_cast<std::uintptr_t>(p[OFFSET])});
+    }
+    plan.kernels.push_back(std::move(kernel));
+  }
+  eight_bit_plans().insert(call.key, plan);
+}
+
+// The output that sdpa_eight_bit() allocates for a query; `code` is its type code, of 16 bits.
+ffi::Tensor allocate_eight_bit_output(DLTensor* query, std::int64_t code) {
+  TVM_FFI_CHECK(query->ndim == 4, ValueError) << "query: expected 4 dimensions, got " << query->ndim;
+  return allocate_output(*query, {static_cast<std::uint8_t>(code), 16, 1});
+}
+
 // 16 when the call's tensors allow 16-byte loads and stores of every row, else 0; -1 when `out` overlaps an
 // input or a tensor is no 4-dimensional CUDA tensor.
 std::int64_t alignment(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out) {
@@ -331,19 +320,23 @@ std::int64_t driver_version() {
 // Lets kernels begin before the one ahead of them has ended, or not; gives what held before.
 bool set_programmatic(bool enabled) { return programmatic_enabled.exchange(enabled); }
 
-std::int64_t plan_count() { return plans().size() + masked_plans().size(); }
+std::int64_t plan_count() { return plans().size() + masked_plans().size() + eight_bit_plans().size(); }
 
-void clear_plans() { plans().clear(), masked_plans().clear(); }
+void clear_plans() { plans().clear(), masked_plans().clear(), eight_bit_plans().clear(); }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa, sdpa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa_masked, sdpa_masked);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_call, prepared_call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa_eight_bit, sdpa_eight_bit);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_eight_bit_call, prepared_eight_bit_call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(allocate_eight_bit_output, allocate_eight_bit_output);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(allocate_lse, allocate_lse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_plan, register_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_masked_plan, register_masked_plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_eight_bit_plan, register_eight_bit_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(alignment, alignment);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_kernel, load_kernel);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(driver_version, driver_version);

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.masks import NONE, Masks
-from microsdpa.problem import Problem, target_of, virtual
+from microsdpa.problem import DType, Problem, target_of, virtual
 from microsdpa.runtime.ffi import tvm_ffi
 from microsdpa.specs import Grid, KernelSpec
 
@@ -47,6 +48,12 @@ launch_masked = _library.sdpa_masked
 left and right are the window's ends, -1 for none.
 """
 
+launch_eight_bit = _library.sdpa_eight_bit
+"""launch of a call with 8-bit operands, with further arguments (query_scale, key_scale, value_scale).
+
+They are tensors, or None where there are no codes.
+"""
+
 allocate_lse = _library.allocate_lse
 """allocate_lse(query): memory for the LSE of a query [B, H, S_q, D]: [B, H, S_q] in FP32, on the query's device."""
 
@@ -66,10 +73,32 @@ def prepared_call(
     Raises:
         RuntimeError: no plan is registered for the arguments.
     """
-    call: Callable[..., Any] | None = _library.prepared_call(query, key, value, out, options, scale)
-    if call is None:
-        raise RuntimeError("the plan that was just registered is not found: please report this as a bug")
+    call: Callable[..., Any] = found(_library.prepared_call(query, key, value, out, options, scale))
     return call
+
+
+def prepared_eight_bit_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    options: int,
+    scale: float | None,
+) -> Callable[..., Any]:
+    """prepared_call for a call that quantises."""
+    call: Callable[..., Any] = found(_library.prepared_eight_bit_call(query, key, value, out, options, scale))
+    return call
+
+
+def found(result: Any) -> Any:
+    """What a launch gave after its plan was registered.
+
+    Raises:
+        RuntimeError: nothing: no plan was found.
+    """
+    if result is None:
+        raise RuntimeError("the plan that was just registered is not found: please report this as a bug")
+    return result
 
 
 def masked_call(
@@ -88,10 +117,7 @@ def masked_call(
         RuntimeError: no plan is registered for the arguments.
     """
     arrays = masks.attn_mask, masks.alibi_slopes, masks.sinks
-    result = launch_masked(query, key, value, out, lse, options, scale, *arrays, *masks.ends, masks.softcap)
-    if result is None:
-        raise RuntimeError("the plan that was just registered is not found: please report this as a bug")
-    return result
+    return found(launch_masked(query, key, value, out, lse, options, scale, *arrays, *masks.ends, masks.softcap))
 
 
 def driver_version() -> int:
@@ -132,6 +158,11 @@ def use_ptx_of(target: str | None) -> None:
 def target_of_device(device: torch.device | int | None = None) -> str:
     """What kernels are chosen and compiled for on a CUDA device."""
     return _ptx_of or target_of(torch.cuda.get_device_capability(device))
+
+
+def _compiled(spec: KernelSpec, target: str) -> CompiledKernel:
+    """A kernel for a target of target_of_device()."""
+    return compile_kernel(spec, virtual(target) if _ptx_of else target)
 
 
 def device_error() -> str | None:
@@ -190,9 +221,8 @@ def prepare(
         RuntimeError: the driver refuses to load it.
     """
     kernels = []
-    compiled_for = virtual(problem.target) if _ptx_of else problem.target
     for stage in spec.stages:
-        function, context = load_kernel(compile_kernel(stage, compiled_for), query.device.index)
+        function, context = load_kernel(_compiled(stage, problem.target), query.device.index)
         fields = [stage.threads, stage.shared_bytes, stage.cluster, int(stage.programmatic)]
         for m in stage.tensor_maps:
             fields += [_OPERANDS.index(m.tensor), m.rows, m.columns, m.swizzle]
@@ -208,6 +238,62 @@ def prepare(
         _library.register_masked_plan(*call, context, kernels, workspace_bytes, diagonal, *wanted, position, lowest)
 
 
+@dataclass(frozen=True)
+class FilledKernel:
+    """A kernel of a call with 8-bit operands.
+
+    Attributes:
+        params: its parameter, without addresses.
+        pointers: (bytes from the parameter's start, tensor, bytes from the tensor's start): where addresses belong. Of
+            a tensor that a call does not have, it is null.
+        only_with_lse: whether only calls with an LSE launch it.
+    """
+
+    spec: KernelSpec
+    grid: Grid
+    params: bytes
+    pointers: tuple[tuple[int, str, int], ...]
+    only_with_lse: bool = False
+
+
+_EIGHT_BIT_OPERANDS = (*_OPERANDS, "lse", "workspace", "query_scale", "key_scale", "value_scale")
+_TYPE_CODES: dict[DType, int] = {"float16": 2, "bfloat16": 4}
+"""DLPack's."""
+
+
+def allocate_output(query: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """The output that `launch_eight_bit` allocates for a query."""
+    out: torch.Tensor = _library.allocate_eight_bit_output(query, _TYPE_CODES[dtype])
+    return out
+
+
+def prepare_eight_bit(
+    call: Sequence[Any], kernels: Sequence[FilledKernel], target: str, workspace_bytes: int, dtype: DType
+) -> None:
+    """Compile and load kernels, and register the plan that `launch_eight_bit` finds for the arguments `call`.
+
+    `call` is (query, key, value, out, options, scale, query_scale, key_scale, value_scale); `dtype` is that of an
+    output that calls allocate.
+
+    Raises:
+        CompileError: a kernel does not compile.
+        RuntimeError: the driver refuses to load one.
+    """
+    fields, context = [], 0
+    for kernel in kernels:
+        spec = kernel.spec
+        function, context = load_kernel(_compiled(spec, target), call[0].device.index)
+        launch = [function, *kernel.grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
+        fields.append(tvm_ffi.Shape([*launch, int(kernel.only_with_lse)]))
+    pointers = [
+        [number for at, name, offset in kernel.pointers for number in (at, _EIGHT_BIT_OPERANDS.index(name), offset)]
+        for kernel in kernels
+    ]
+    params = [kernel.params for kernel in kernels]
+    shapes = [tvm_ffi.Shape(numbers) for numbers in pointers]
+    _library.register_eight_bit_plan(*call, context, fields, params, shapes, workspace_bytes, _TYPE_CODES[dtype])
+
+
 def launch_one(spec: KernelSpec, target: str, grid: Grid, params: bytes, device: int) -> None:
     """Launch one kernel, compiled and loaded before if need be, with a parameter that the caller has filled.
 
@@ -217,6 +303,6 @@ def launch_one(spec: KernelSpec, target: str, grid: Grid, params: bytes, device:
         CompileError: the kernel does not compile.
         RuntimeError: the driver refuses to load or to launch it.
     """
-    function, context = load_kernel(compile_kernel(spec, target), device)
+    function, context = load_kernel(_compiled(spec, target), device)
     fields = [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
     _library.launch_one(device, context, tvm_ffi.Shape(fields), params)

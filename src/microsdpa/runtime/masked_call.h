@@ -49,12 +49,7 @@ inline bool parse_masks(const Call& call, const MaskArguments& masks, MaskedKey&
     const DLTensor* tensor = masks.tensors[i];
     if (!tensor) continue;
     if (!describe_broadcast(*tensor, key.tensors[i])) return false;
-    if (!call.out) continue;
-    const std::uintptr_t mine = address(*tensor), out = address(*call.out);
-    if (out < end_address(mine, key.tensors[i], tensor->dtype.bits / 8) &&
-        mine < end_address(out, key.call.out, call.out->dtype.bits / 8)) {
-      return false;
-    }
+    if (call.out && meets(address(*call.out), key.call.out, address(*tensor), key.tensors[i])) return false;
   }
   return true;
 }

@@ -54,7 +54,7 @@ struct Plan {
 };
 
 // Readers share the lock, so concurrent callers do not wait for one another. Keys are compared as bytes.
-template <typename Key>
+template <typename Key, typename Plan = microsdpa::Plan>
 class PlanTable {
  public:
   std::shared_ptr<const Plan> find(const Key& key) const {

@@ -25,6 +25,8 @@ struct TensorKey {
     return {static_cast<std::uint8_t>(dtype_and_device), static_cast<std::uint8_t>(dtype_and_device >> 8),
             static_cast<std::uint16_t>(dtype_and_device >> 16)};
   }
+
+  std::uint64_t element_bytes() const { return (dtype_and_device >> 8 & 0xff) / 8; }
 };
 
 }  // namespace microsdpa

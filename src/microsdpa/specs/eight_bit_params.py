@@ -1,4 +1,4 @@
-"""The parameters of the 8-bit kernels, as ctypes: EightBitParams and QuantizeParams of cuda/core/."""
+"""The parameters of the 8-bit kernels, as ctypes: those of cuda/core/eight_bit_params.cuh and cuda/quantize/."""
 
 from __future__ import annotations
 
@@ -53,4 +53,15 @@ class QuantizeParams(ctypes.Structure):
         *((f"{name}_strides", ByteStrides) for name in ("query", "key", "value")),
         *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k")),
         ("root", ctypes.c_float),
+    )
+
+
+class RestoreLseParams(ctypes.Structure):
+    """RestoreLseParams of cuda/quantize/restore_lse.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key_mean", "lse")),
+        ("query_strides", ByteStrides),
+        *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q")),
+        ("scale", ctypes.c_float),
     )

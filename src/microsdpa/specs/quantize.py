@@ -1,4 +1,5 @@
-"""Specification of the kernel that quantises Q, K and V in one launch (cuda/quantize/)."""
+"""Specifications of the kernels around quantised attention (cuda/quantize/): the one that quantises Q, K and V, and the
+one that gives the LSE back what smoothing K took off it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from microsdpa.specs.spec import Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8
 """Rows that a CTA has at a time, and channels of a thread."""
+RESTORE_THREADS = 128
 
 CodeName = Literal["e4m3", "int8", "sim_u8"]
 CPP_CODE: dict[str, str] = {"e4m3": "E4m3", "int8": "Int8", "sim_u8": "SimulatedU8"}
@@ -83,9 +85,24 @@ def fused_grid(recipe: Recipe, batch: int, heads: int, heads_kv: int, seqlen_q: 
     return batch * (heads * -(-seqlen_q // rows) + heads_kv * (key_tiles + value_tiles)), 1, 1
 
 
+def restore_lse(dtype: DType, head_dim: int) -> KernelSpec:
+    """The kernel that adds scale * q . mean(K) to the LSE."""
+    arguments = {"T": CPP_TYPE[dtype], "HEAD_DIM": str(head_dim), "THREADS": str(RESTORE_THREADS)}
+    return KernelSpec(
+        name="quantize/restore_lse",
+        source="quantize/restore_lse.cu",
+        template="microsdpa::restore_lse",
+        template_args=tuple(arguments.items()),
+        threads=RESTORE_THREADS,
+        block_m=RESTORE_THREADS * CHUNK // head_dim,
+        params="microsdpa::RestoreLseParams",
+    )
+
+
 def quantize_catalogue(target: str) -> list[KernelSpec]:
     """The configurations that sdpa(precision=) uses on `target`."""
     if capability_of(target) < MIN_CAPABILITY:
         return []
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
-    return [fused(recipe, dtype, d) for recipe, dtype, d in product(RECIPES.values(), dtypes, HEAD_DIMS)]
+    quantisers = [fused(recipe, dtype, d) for recipe, dtype, d in product(RECIPES.values(), dtypes, HEAD_DIMS)]
+    return [*quantisers, *(restore_lse(dtype, d) for dtype, d in product(dtypes, HEAD_DIMS))]

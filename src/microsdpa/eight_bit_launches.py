@@ -1,0 +1,282 @@
+"""The kernels of a call with 8-bit operands: their parameters, in which only addresses are left open, and one-off runs.
+
+A parameter is made once for shapes and strides; a plan then puts the addresses of each call in, as the emulator does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from microsdpa import arguments, eight_bit_arguments
+from microsdpa.problem import DType
+from microsdpa.quantize import CODE_DTYPE
+from microsdpa.runtime import launcher
+from microsdpa.specs import KernelSpec
+from microsdpa.specs.eight_bit import EightBitProblem
+from microsdpa.specs.eight_bit_params import (
+    ByteStrides,
+    ChannelScales,
+    EightBitParams,
+    QuantizeParams,
+    RestoreLseParams,
+    RowScales,
+)
+from microsdpa.specs.quantize import Recipe, fused, fused_grid, restore_lse
+from microsdpa.specs.spec import Grid
+
+ALL_ROWS = 31
+"""Shift that gives every row the first scale."""
+SECTION_BYTES = 256
+"""Alignment of what lies in a workspace."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Quantised operands of one call.
+
+    Attributes:
+        query: [B, H, S_q, terms * D] codes; with two terms a row's second half is what its first half lacks.
+        key: [B, H_kv, S_k, D] codes.
+        value: [B, H_kv, S_k, D] codes, or the tensor itself where `value_scale` is None.
+        query_scale: a scalar, [B, H] or [B, H, blocks of S_q], in FP32.
+        key_scale: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
+        value_scale: a scalar, [B, H_kv] or [B, H_kv, D].
+        key_mean: [B, H_kv, D]: what was taken off K.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_scale: torch.Tensor
+    key_scale: torch.Tensor
+    value_scale: torch.Tensor | None
+    key_mean: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operand lies.
+
+    Attributes:
+        tensor: the tensor of the call that holds it, by name.
+        strides: in elements.
+        offset: bytes from the tensor's start.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_bytes: int
+    offset: int = 0
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Place:
+        """All of a tensor."""
+        return cls(name, tuple(tensor.shape), tensor.stride(), tensor.element_size())
+
+    @property
+    def byte_strides(self) -> ByteStrides:
+        """Of its first three dimensions."""
+        return ByteStrides(*(stride * self.element_bytes for stride in self.strides[:3]))
+
+
+Places = Mapping[str, Place]
+"""Where each operand of a kernel lies, by the name that the kernel has for it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid, and its parameter without addresses.
+
+    Attributes:
+        pointers: (bytes from the parameter's start, tensor, bytes from the tensor's start): where addresses belong.
+    """
+
+    spec: KernelSpec
+    grid: Grid
+    params: ctypes.Structure
+    pointers: tuple[tuple[int, str, int], ...]
+
+    def filled(self, addresses: Mapping[str, int]) -> ctypes.Structure:
+        """The parameter for tensors at these addresses; null where there is no such tensor."""
+        params = type(self.params).from_buffer_copy(self.params)
+        for at, tensor, offset in self.pointers:
+            address = addresses[tensor] + offset if tensor in addresses else 0
+            ctypes.c_uint64.from_buffer(params, at).value = address
+        return params
+
+
+def _pointers(params: type[ctypes.Structure], places: Places) -> tuple[tuple[int, str, int], ...]:
+    """Operands have pointers of their own name, or that name a struct which begins with one."""
+    return tuple((getattr(params, name).offset, place.tensor, place.offset) for name, place in places.items())
+
+
+def code_shapes(
+    recipe: Recipe, query: Sequence[int], key: Sequence[int]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of all that quantising [B, H, S_q, D] and [B, H_kv, S_k, D] gives."""
+    batch, heads, seqlen_q, head_dim = query
+    heads_kv, seqlen_k = key[1], key[2]
+    code, scale = CODE_DTYPE[recipe.code], torch.float32
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "query_codes": ((batch, heads, seqlen_q, recipe.query_terms * head_dim), code),
+        "key_codes": ((batch, heads_kv, seqlen_k, head_dim), code),
+        "query_scale": ((batch, heads, -(-seqlen_q // recipe.block)), scale),
+        "key_scale": ((batch, heads_kv, -(-seqlen_k // recipe.block)), scale),
+    }
+    if recipe.value:
+        shapes["value_codes"] = (batch, heads_kv, seqlen_k, head_dim), CODE_DTYPE[recipe.value]
+        shapes["value_scale"] = (batch, heads_kv, head_dim), scale
+    if recipe.smooth:
+        shapes["key_mean"] = (batch, heads_kv, head_dim), scale
+    return shapes
+
+
+def in_one_tensor(
+    name_of_all: str, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> tuple[dict[str, Place], int]:
+    """Places of dense arrays in one tensor, and its bytes."""
+    places, end = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        places[name] = Place(name_of_all, shape, strides, dtype.itemsize, end)
+        size = math.prod(shape) * dtype.itemsize
+        end += -(-size // SECTION_BYTES) * SECTION_BYTES
+    return places, end
+
+
+def quantising(recipe: Recipe, dtype: DType, places: Places) -> Launch:
+    """The launch that quantises; places of "query", "key" and "value", and of all that code_shapes() names."""
+    batch, heads, seqlen_q, head_dim = places["query"].shape
+    heads_kv, seqlen_k = places["key"].shape[1:3]
+    params = QuantizeParams(
+        **{f"{name}_strides": places[name].byte_strides for name in ("query", "key", "value")},
+        batch=batch,
+        heads=heads,
+        heads_kv=heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        root=head_dim**-0.5,
+    )
+    grid = fused_grid(recipe, batch, heads, heads_kv, seqlen_q, seqlen_k)
+    return Launch(fused(recipe, dtype, head_dim), grid, params, _pointers(QuantizeParams, places))
+
+
+def attending(spec: KernelSpec, problem: EightBitProblem, places: Places, scale: float) -> Launch:
+    """The launch of an attention kernel; places of its operands, and "lse"; `scale` is the softmax's."""
+    params = EightBitParams(
+        **{f"{name}_strides": places[name].byte_strides for name in ("query", "key", "value", "out")},
+        query_scale=_row_scales(places["query_scale"], problem.seqlen_q),
+        key_scale=_row_scales(places["key_scale"], problem.seqlen_k),
+        batch=problem.batch,
+        heads=problem.heads,
+        heads_kv=problem.heads_kv,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        diagonal=problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0,
+        scale_log2=scale * math.log2(math.e),
+    )
+    if "value_scale" in places:
+        params.value_scale = ChannelScales(0, *(*places["value_scale"].strides, 0, 0, 0)[:3])
+    return Launch(spec, spec.grid(problem), params, _pointers(EightBitParams, places))
+
+
+def restoring(problem: EightBitProblem, places: Places, scale: float) -> Launch:
+    """The launch that gives the LSE back what smoothing took; places of "query", "key_mean" and "lse"."""
+    spec = restore_lse(problem.dtype, problem.head_dim)
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    params = RestoreLseParams(
+        query_strides=places["query"].byte_strides,
+        batch=problem.batch,
+        heads=problem.heads,
+        heads_kv=problem.heads_kv,
+        seqlen_q=problem.seqlen_q,
+        scale=scale,
+    )
+    return Launch(spec, (-(-rows // spec.block_m), 1, 1), params, _pointers(RestoreLseParams, places))
+
+
+def _row_scales(place: Place, seqlen: int) -> RowScales:
+    batch, head = (*place.strides, 0, 0)[:2]
+    if len(place.shape) < 3:
+        return RowScales(0, batch, head, ALL_ROWS, 0)
+    block = eight_bit_arguments.block_of(seqlen, place.shape[2])
+    return RowScales(0, batch, head, block.bit_length() - 1, place.strides[2])
+
+
+def quantize_query_key_value(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recipe: Recipe, emulated: bool
+) -> Codes:
+    """Quantise validated FP16 or BF16 tensors in one launch; quantize.py says what the codes are."""
+    inputs = {"query": query, "key": key, "value": value}
+    shapes = code_shapes(recipe, query.shape, key.shape)
+    numbers, floats_bytes = in_one_tensor("floats", {n: s for n, s in shapes.items() if s[1] == torch.float32})
+    floats = torch.empty(floats_bytes // 4, dtype=torch.float32, device=query.device)
+    codes = {
+        name: torch.empty(shape, dtype=dtype, device=query.device)
+        for name, (shape, dtype) in shapes.items()
+        if name not in numbers
+    }
+    places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **codes}.items()} | numbers
+    run(quantising(recipe, arguments.DTYPES[query.dtype], places), inputs, codes | {"floats": floats}, emulated)
+    made = codes | {
+        name: floats.as_strided(place.shape, place.strides, place.offset // 4) for name, place in numbers.items()
+    }
+    return Codes(
+        query=made["query_codes"],
+        key=made["key_codes"],
+        value=made.get("value_codes", value),
+        query_scale=made["query_scale"],
+        key_scale=made["key_scale"],
+        value_scale=made.get("value_scale"),
+        key_mean=made.get("key_mean"),
+    )
+
+
+def run_attention(
+    spec: KernelSpec,
+    problem: EightBitProblem,
+    codes: Codes,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    emulated: bool,
+) -> None:
+    """Run an attention kernel on quantised operands; `scale` is the softmax's."""
+    inputs = {name: tensor for name, tensor in vars(codes).items() if tensor is not None and name != "key_mean"}
+    outputs = {"out": out} if lse is None else {"out": out, "lse": lse}
+    places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **outputs}.items()}
+    run(attending(spec, problem, places, scale), inputs, outputs, emulated)
+
+
+def run_restore_lse(
+    problem: EightBitProblem,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    emulated: bool,
+) -> None:
+    """Give an LSE back what smoothing K took off it."""
+    inputs, outputs = {"query": query, "key_mean": key_mean}, {"lse": lse}
+    places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **outputs}.items()}
+    run(restoring(problem, places, scale), inputs, outputs, emulated)
+
+
+def run(
+    launch: Launch, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor], emulated: bool
+) -> None:
+    """Run one launch on tensors by name."""
+    if emulated:
+        from microsdpa.emulate import run as emulator  # not imported with the package: few programs need it
+
+        emulator.one_kernel(launch.spec, launch.grid, launch.filled, inputs, outputs)
+        return
+    device = next(iter(outputs.values())).device
+    params = launch.filled({name: tensor.data_ptr() for name, tensor in {**inputs, **outputs}.items()})
+    launcher.launch_one(launch.spec, launcher.target_of_device(device), launch.grid, bytes(params), device.index)

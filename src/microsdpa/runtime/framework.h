@@ -1,0 +1,71 @@
+// What the launcher has from the framework that calls it (memory, streams, errors), and the driver.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+
+#include <cmath>
+#include <stdexcept>
+
+#include "call.h"
+#include "driver.h"
+
+namespace microsdpa {
+
+namespace ffi = tvm::ffi;
+using ffi::Optional;
+
+constexpr double LOG2_E = 1.44269504088896340736;
+
+inline const Driver& driver() {
+  const Driver* driver = Driver::get();
+  if (!driver) throw std::runtime_error("no CUDA driver: libcuda.so.1 cannot be loaded or initialised");
+  return *driver;
+}
+
+// Runs `body`, and hands a failure to Python as a RuntimeError with its words.
+template <typename Body>
+auto guarded(Body body) {
+  try {
+    return body();
+  } catch (const std::runtime_error& error) {
+    TVM_FFI_THROW(RuntimeError) << error.what();
+  }
+}
+
+// Memory from the framework's allocator, on the device and for the current stream of `like`. It may be given
+// back as soon as the kernels that use it are launched: whoever gets it next is behind them in the stream.
+inline ffi::Tensor allocate(const std::int64_t* shape, int rank, DLDataType dtype, const DLTensor& like) {
+  DLTensor prototype = like;
+  prototype.dtype = dtype;
+  prototype.shape = const_cast<std::int64_t*>(shape);
+  prototype.ndim = rank;
+  TVMFFIObjectHandle handle;
+  TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvTensorAlloc(&prototype, &handle));
+  return ffi::Tensor(
+      ffi::details::ObjectUnsafe::ObjectPtrFromOwned<ffi::TensorObj>(static_cast<TVMFFIObject*>(handle)));
+}
+
+inline ffi::Tensor allocate_output(const DLTensor& query, DLDataType dtype) {
+  std::int64_t strides[4];
+  if (output_strides(query, strides)) return allocate(query.shape, 4, dtype, query);
+  const std::int64_t elements = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[3];
+  return allocate(&elements, 1, dtype, query).as_strided(ffi::ShapeView(query.shape, 4), ffi::ShapeView(strides, 4));
+}
+
+inline CUstream current_stream(const DLDevice& device) {
+  return static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+}
+
+// A tensor, or null for None.
+inline const DLTensor* optional_tensor(ffi::AnyView argument) {
+  return argument.type_index() == ffi::TypeIndex::kTVMFFINone ? nullptr : argument.cast<DLTensor*>();
+}
+
+inline double softmax_scale(const Optional<double>& scale, std::int64_t head_dim) {
+  return scale.has_value() ? scale.value() : 1.0 / std::sqrt(static_cast<double>(head_dim));
+}
+
+}  // namespace microsdpa

@@ -1,0 +1,112 @@
+"""Calls with 8-bit operands on a GPU: plans, captures, codes with scales. Their accuracy: verify and accuracy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa import eight_bit, reference
+from microsdpa.evidence import compare
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.runtime import launcher
+from microsdpa.specs.eight_bit import OPERANDS, Operands
+
+pytestmark = pytest.mark.gpu
+CASE = Case(2, 4, 200, 300, 64, heads_kv=2, causal="lower_right")
+
+
+def attend(case: Case, precision: Operands, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+    result = microsdpa.sdpa(  # type: ignore[call-overload]
+        *make(case, "cuda"), causal=case.causal, enable_gqa=True, precision=precision, return_lse=True, **options
+    )
+    assert isinstance(result, tuple)
+    return result
+
+
+@pytest.mark.parametrize("precision", OPERANDS)
+def test_a_repeated_call_is_not_validated_again(precision: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, lse = attend(CASE, precision)
+    plans = launcher._library.plan_count()
+    monkeypatch.setattr(eight_bit, "check", lambda *_: pytest.fail("validated again"))
+    for _ in range(3):
+        again, lse_again = attend(CASE, precision)
+        assert torch.equal(first, again)
+        assert torch.equal(lse, lse_again)
+    assert launcher._library.plan_count() == plans
+    other, _ = attend(Case(2, 4, 200, 300, 64, heads_kv=2, causal="lower_right", seed=5), precision)
+    expected, _ = reference.oracle(
+        *make(Case(2, 4, 200, 300, 64, heads_kv=2, causal="lower_right", seed=5)), causal="lower_right"
+    )
+    assert compare.measure(other.cpu(), expected).rel_l1 <= 0.06
+
+
+@pytest.mark.parametrize("precision", OPERANDS)
+def test_a_capture_may_be_the_first_call_and_replays_see_new_values(precision: Operands) -> None:
+    launcher._library.clear_plans()
+    query, key, value = make(Case(1, 3, 130, 77, 128), "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = microsdpa.sdpa(query, key, value, precision=precision, return_lse=True)
+    fresh = make(Case(1, 3, 130, 77, 128, seed=3), "cuda")
+    for tensor, new in zip((query, key, value), fresh, strict=True):
+        tensor.copy_(new)
+    expected = microsdpa.sdpa(*fresh, precision=precision, return_lse=True)
+    for _ in range(2):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("precision", OPERANDS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_plan_object_computes_what_sdpa_does(layout: str, precision: Operands) -> None:
+    case = Case(2, 4, 100, 90, 32, dtype="bfloat16", layout=layout)  # type: ignore[arg-type]
+    plan = microsdpa.plan(*make(case, "cuda"), precision=precision)
+    tensors = make(Case(2, 4, 100, 90, 32, dtype="bfloat16", layout=layout, seed=9), "cuda")  # type: ignore[arg-type]
+    expected = microsdpa.sdpa(*tensors, precision=precision)
+    found, out = plan(*tensors), torch.empty_like(tensors[0])
+    assert torch.equal(found, expected)  # type: ignore[arg-type]
+    assert found.stride() == expected.stride() == torch.empty_like(tensors[0]).stride()  # type: ignore[union-attr]
+    assert plan(*tensors, out=out) is out
+    assert torch.equal(out, expected)  # type: ignore[arg-type]
+    assert plan.explanation.quantizer is not None
+
+
+def test_codes_are_checked_once_and_may_have_numbers_for_scales() -> None:
+    query, key, value = make(Case(1, 4, 64, 200, 64, heads_kv=2), "cuda")
+    q, k, v = (microsdpa.quantize(x, "e4m3", "head") for x in (query, key, value))
+    scales = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
+    first = microsdpa.sdpa(q.codes, k.codes, v.codes, enable_gqa=True, **scales)
+    plans = launcher._library.plan_count()
+    for _ in range(2):
+        assert torch.equal(microsdpa.sdpa(q.codes, k.codes, v.codes, enable_gqa=True, **scales), first)
+    assert launcher._library.plan_count() == plans
+    expected, _ = reference.oracle(*(x.dequantize().cpu() for x in (q, k, v)))
+    assert compare.measure(first.cpu(), expected).rel_l1 <= 0.026
+    numbers = microsdpa.sdpa(q.codes, k.codes, v.codes, enable_gqa=True, q_scale=0.01, k_scale=0.02, v_scale=0.5)
+    ones = torch.ones((), device="cuda")
+    same = microsdpa.sdpa(
+        *(q.codes, k.codes, v.codes), enable_gqa=True, q_scale=0.01 * ones, k_scale=0.02 * ones, v_scale=0.5 * ones
+    )
+    assert torch.equal(numbers, same)  # type: ignore[arg-type]
+    k.scale[0, 1] = -1
+    with pytest.raises(microsdpa.InvalidArgument, match="k_scale: expected positive finite scales, got -1"):
+        microsdpa.sdpa(q.codes, k.codes, v.codes, enable_gqa=True, **scales)
+
+
+def test_a_call_does_not_synchronise() -> None:
+    tensors = make(CASE, "cuda")
+    microsdpa.sdpa(*tensors, enable_gqa=True, precision="fp8")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        microsdpa.sdpa(*tensors, enable_gqa=True, precision="fp8", return_lse=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_explain_names_both_kernels() -> None:
+    tensors = make(CASE, "cuda")
+    microsdpa.sdpa(*tensors, enable_gqa=True, precision="int8_fp8")
+    found = microsdpa.explain(*tensors, enable_gqa=True, precision="int8_fp8")
+    assert found.compiled
+    assert "quantize_query_key_value" in str(found)

@@ -1,0 +1,291 @@
+"""Calls with 8-bit operands against the stub driver; test_launcher.py runs this file in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from fake_cuda import FakeCuda, install_allocator, integer, last, record, set_integer
+from stub_harness import ADDRESSES, KV, LAUNCH_FAILED, PRIMARY, SHAPE, _clean, library
+
+from microsdpa import api, eight_bit, eight_bit_arguments
+from microsdpa.eight_bit import NO_SCALES, Call
+from microsdpa.prepared import Expected, make_plan
+from microsdpa.runtime import launcher
+from microsdpa.specs import KernelSpec
+from microsdpa.specs.eight_bit import EightBitProblem, Operands
+from microsdpa.specs.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams
+from microsdpa.specs.quantize import RECIPES
+
+__all__ = ["_clean"]
+
+LSE = 0x500000
+KDL_INT, KDL_FLOAT, KDL_E4M3 = 0, 2, 10
+
+
+class Tensor(FakeCuda):
+    """A tensor that the launcher reads as one on a GPU, and Python as much of torch's as it looks at."""
+
+    requires_grad = False
+    device = SimpleNamespace(index=0)
+
+    def __init__(self, shape: tuple[int, ...], address: int, dtype: torch.dtype = torch.float16, **rest: Any) -> None:
+        codes = {torch.float16: KDL_FLOAT, torch.float32: KDL_FLOAT, torch.float8_e4m3fn: KDL_E4M3, torch.int8: KDL_INT}
+        super().__init__(shape, address, code=codes[dtype], bits=8 * dtype.itemsize, **rest)
+        self.dtype = dtype
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(self.strides)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+class Allocated:
+    """What allocate_output() gives, as torch shows it."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.shape, self._strides = tensor.shape, tensor.strides
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(self._strides)
+
+    def element_size(self) -> int:
+        return 2
+
+
+@pytest.fixture(autouse=True)
+def _eight_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def compile_kernel(spec: KernelSpec, target: str) -> SimpleNamespace:
+        assert target == "sm_89"
+        return SimpleNamespace(spec=spec, signature=spec.expression, cubin=b"cubin", symbol="kernel")
+
+    monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
+    allocate = launcher.allocate_output
+    monkeypatch.setattr(launcher, "allocate_output", lambda query, dtype: Allocated(allocate(query, dtype)))
+    install_allocator()
+    set_integer("stub_raw_bytes", 512)
+    yield
+    set_integer("stub_raw_bytes", 0)
+
+
+def tensors(dtype: torch.dtype = torch.float16, offset: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (Tensor(s, a + offset, dtype) for s, a in zip((SHAPE, KV, KV), ADDRESSES[:3], strict=True))
+    return q, k, v
+
+
+def validated(precision: Operands | None, scale: float = 0.5, operands: Operands = "fp8") -> Call:
+    """What check() gives for the shapes of the stub's tensors."""
+    recipe = RECIPES[precision] if precision else None
+    terms = recipe.query_terms if recipe else 1
+    problem = EightBitProblem(
+        *(2, 4, 2, 16, 24, 32, "float16"), target="sm_89", operands=precision or operands, query_terms=terms
+    )
+    return Call(problem, recipe, eight_bit.choose(problem, "auto"), scale, False)
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls that were validated in Python; the stub's tensors are no torch tensors, and pass."""
+    seen: list[Any] = []
+
+    def check(query: Any, key: Any, value: Any, precision: Any, scales: Any, *rest: Any) -> Call:
+        seen.append(rest)
+        return validated(precision, 32**-0.5 if rest[2] is None else rest[2])
+
+    monkeypatch.setattr(eight_bit, "check", check)
+    return seen
+
+
+def attend(*given: Any, precision: Operands | None = "fp8", scales: Any = NO_SCALES, **options: Any) -> Any:
+    rest = {"is_causal": False, "causal": None, "scale": None, "enable_gqa": True, "return_lse": False, "out": None}
+    with torch.no_grad():
+        return eight_bit.attend(*given, precision=precision, scales=scales, **(rest | {"impl": "auto"} | options))
+
+
+def params(kind: Any, back: int = 0) -> Any:
+    return kind.from_buffer_copy(bytes(last(back).raw))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8_fp8", "int8_fp16"])
+def test_a_repeated_call_is_validated_and_planned_once(precision: Operands, checks: list[Any]) -> None:
+    before = record.launches
+    for turn in range(3):
+        out = attend(*tensors(offset=0x100 * turn), precision=precision)
+        assert tuple(out.shape) == SHAPE
+        assert str(out.dtype) == "float16"
+        assert record.launches == before + 2 * (turn + 1)
+        quantise, attention = params(QuantizeParams, 1), params(EightBitParams)
+        assert [quantise.query, quantise.key, quantise.value] == [a + 0x100 * turn for a in ADDRESSES[:3]]
+        assert attention.out == out.data_ptr()
+    assert len(checks) == 1
+
+
+def test_the_kernels_share_one_workspace(checks: list[Any]) -> None:
+    attend(*tensors())
+    quantise, attention = params(QuantizeParams, 1), params(EightBitParams)
+    codes = quantise.query_codes, quantise.key_codes, quantise.value_codes
+    assert codes == (attention.query, attention.key, attention.value)
+    assert quantise.query_scale == attention.query_scale.data
+    assert quantise.key_scale == attention.key_scale.data
+    assert quantise.value_scale == attention.value_scale.data
+    places = sorted(
+        [
+            (quantise.query_codes, 2 * 4 * 16 * 64),  # two codes a query
+            (quantise.key_codes, 2 * 2 * 24 * 32),
+            (quantise.value_codes, 2 * 2 * 24 * 32),
+            (quantise.query_scale, 2 * 4 * 16 * 4),
+            (quantise.key_scale, 2 * 2 * 24 * 4),
+            (quantise.value_scale, 2 * 2 * 32 * 4),
+            (quantise.key_mean, 2 * 2 * 32 * 4),
+        ]
+    )
+    for (start, size), (following, _) in itertools.pairwise(places):
+        assert start % 16 == 0
+        assert start + size <= following
+    assert places[-1][0] + places[-1][1] <= places[0][0] + integer("stub_last_bytes")
+
+
+def test_an_lse_has_a_launch_of_its_own(checks: list[Any]) -> None:
+    before = record.launches
+    _, lse = attend(*tensors(), return_lse=True, scale=0.25)
+    assert record.launches == before + 3
+    restore, attention = params(RestoreLseParams), params(EightBitParams, 1)
+    assert restore.lse == attention.lse
+    assert restore.lse
+    assert tuple(lse.shape) == SHAPE[:3]
+    assert restore.query == ADDRESSES[0]
+    assert restore.key_mean == params(QuantizeParams, 2).key_mean
+    assert restore.scale == 0.25
+    assert attention.scale_log2 == pytest.approx(0.25 * math.log2(math.e), rel=1e-7)
+    attend(*tensors(), scale=0.25)
+    assert record.launches == before + 5
+    assert params(EightBitParams).lse is None
+    assert len(checks) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.3},
+        {"causal": "lower_right"},
+        {"precision": "int8_fp8"},
+        {"impl": "ladder/13"},
+        {"query": Tensor(SHAPE, ADDRESSES[0], strides=(16 * 4 * 32, 32, 4 * 32, 1))},
+        {"value": Tensor(KV, ADDRESSES[2], strides=(24 * 2 * 32, 32, 64, 1))},
+        {"out": Tensor(SHAPE, ADDRESSES[3], strides=(16 * 4 * 32, 32, 4 * 32, 1))},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_call_has_another_plan(change: dict[str, Any], checks: list[Any]) -> None:
+    attend(*tensors())
+    given = dict(zip(("query", "key", "value"), tensors(), strict=True))
+    changed = given | {name: tensor for name, tensor in change.items() if name in given}
+    rest = {name: option for name, option in change.items() if name not in given}
+    for _ in range(2):
+        attend(*changed.values(), **rest)
+    assert len(checks) == 2
+    attend(*tensors())
+    assert len(checks) == 2
+
+
+def test_an_explicit_default_scale_is_the_same_call(checks: list[Any]) -> None:
+    attend(*tensors())
+    attend(*tensors(), scale=1 / math.sqrt(32))
+    assert len(checks) == 1
+
+
+@pytest.mark.parametrize("wrong", ["misaligned", "overlapping out", "NaN scale", "grad"])
+def test_what_validation_must_see_goes_there(wrong: str, checks: list[Any]) -> None:
+    attend(*tensors())
+    q, k, v = tensors()
+    if wrong == "misaligned":
+        k = Tensor(KV, ADDRESSES[1] + 8)
+    q.requires_grad = wrong == "grad"
+    options: dict[str, Any] = {"out": Tensor(SHAPE, ADDRESSES[0] + 64)} if wrong == "overlapping out" else {}
+    options |= {"scale": math.nan} if wrong == "NaN scale" else {}
+
+    class SeenError(Exception):
+        pass
+
+    def check(*_: Any) -> Any:
+        raise SeenError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eight_bit, "check", check)
+        patch.setattr(torch, "is_grad_enabled", lambda: wrong == "grad")
+        with pytest.raises(SeenError):
+            attend(q, k, v, **options)
+
+
+def scales(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    found = zip(shapes, (0x600000, 0x700000, 0x800000), strict=True)
+    return tuple(Tensor(shape, address, torch.float32) for shape, address in found)
+
+
+def test_codes_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bit_arguments, "known_positive", lambda scales: True)
+    monkeypatch.setattr(eight_bit_arguments, "check_scales", lambda q, k, v, scales: scales)
+    monkeypatch.setattr(eight_bit.torch, "Tensor", Tensor)
+    codes = tensors(torch.float8_e4m3fn)
+    before = record.launches
+    for _ in range(2):
+        out = attend(*codes, precision=None, scales=scales((2, 4), (2, 2, 3), (2, 2, 32)))
+    assert str(out.dtype) == "float16"
+    assert record.launches == before + 2
+    assert len(checks) == 1
+    found = params(EightBitParams)
+    assert (found.query, found.query_scale.data, found.key_scale.data) == (ADDRESSES[0], 0x600000, 0x700000)
+    assert (found.query_scale.shift, found.key_scale.shift, found.key_scale.step) == (31, 3, 1)
+    assert (found.value_scale.data, found.value_scale.head, found.value_scale.channel) == (0x800000, 32, 1)
+    assert found.query_strides.row == 32
+    assert found.out_strides.row == 64
+    # One scale for each of two heads is not one for each of two blocks.
+    attend(*codes, precision=None, scales=scales((2, 4), (2, 2), (2, 2, 32)))
+    assert len(checks) == 2
+
+
+def test_a_plan_object_launches_without_the_table() -> None:
+    given = tensors()
+    options = api.OPTIONS[False, None, True, "auto"]  # any number
+    eight_bit.register(validated("fp8"), *given, None, options, 0.5, NO_SCALES)
+    launch = launcher.prepared_eight_bit_call(*given, None, options, 0.5)
+    library.clear_plans()
+    plan = make_plan(launch, Expected({}, True, {"return_lse": True}), SimpleNamespace())  # type: ignore[arg-type]
+    before = record.launches
+    with torch.no_grad():
+        out, lse = plan(*tensors(offset=0x1000))  # type: ignore[misc]
+    assert record.launches == before + 3
+    assert (tuple(out.shape), tuple(lse.shape)) == (SHAPE, SHAPE[:3])
+    assert params(QuantizeParams, 2).query == ADDRESSES[0] + 0x1000
+    assert last().context == PRIMARY
+    assert launch(*tensors(torch.int8), None, None) is None
+    with pytest.raises(RuntimeError, match="is not found"):
+        launcher.prepared_eight_bit_call(*given, None, options, 0.7)
+
+
+def test_a_failed_launch_is_told(checks: list[Any]) -> None:
+    attend(*tensors())
+    set_integer("stub_error", LAUNCH_FAILED)
+    with pytest.raises(RuntimeError, match="the stub was told to fail"):
+        attend(*tensors())
+
+
+def test_a_plan_that_cannot_be_is_refused() -> None:
+    call = *tensors(), None, 5, None, *NO_SCALES
+    fields = tvm_ffi.Shape([0x3000, 1, 1, 1, 128, 0, 1, 0, 0])
+    for kernel, size, pointer, words in (
+        (tvm_ffi.Shape([1, 2]), 64, [], "expected 9 integers each"),
+        (fields, 513, [], "parameters of at most 512 bytes"),
+        (fields, 64, [0, 1], "3 integers a pointer"),
+        (fields, 64, [57, 0, 0], "a place in 64 bytes of parameters"),
+        (fields, 64, [0, 9, 0], "an operand below 9"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            library.register_eight_bit_plan(*call, PRIMARY, [kernel], [bytes(size)], [tvm_ffi.Shape(pointer)], 0, 2)
