@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from microsdpa import api, torch_cpu
 from microsdpa.arguments import DTYPES
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.problem import Causal
 from microsdpa.specs.general import MAX_HEAD_DIM
 
 FLASH_IMPL = "microsdpa"
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("microsdpa")
 _logged: set[str] = set()
 _active: list[bool] = []  # `strict` of every enable() that has not been disabled; the last one holds
@@ -67,24 +72,48 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """torch's function of this name: the same arguments and meaning; rows that see no key give zeros.
 
+    A torch.nn.attention.bias.CausalBias for a mask becomes a causal alignment, and under autocast the inputs are cast
+    as torch casts them.
+
     Raises:
         UnsupportedProblem: microsdpa does not compute the call, and was enabled with strict=True.
     """
+    given = query, key, value, attn_mask
+    causal: Causal | None = None
+    if isinstance(attn_mask, CausalBias) and not is_causal:
+        # What torch makes of it: square ones are upper left, whatever the tensors' lengths.
+        square = attn_mask.seq_len_q == attn_mask.seq_len_kv
+        causal = "upper_left" if square or attn_mask.variant == CausalVariant.UPPER_LEFT else "lower_right"
+        attn_mask = None
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (_autocast(t, dtype) for t in (query, key, value))
+        attn_mask = None if attn_mask is None else _autocast(attn_mask, dtype)
     reason = why_not(query, key, value, attn_mask, dropout_p)
     if not reason:
-        options: dict[str, Any] = {} if attn_mask is None else {"attn_mask": attn_mask}
+        options: dict[str, Any] = {"causal": causal} if causal else {"is_causal": is_causal}
+        if attn_mask is not None:
+            options["attn_mask"] = attn_mask
         if is_dynamo_compiling():
-            return _output(query, key, value, is_causal, scale, enable_gqa, options)
+            return _output(query, key, value, scale, enable_gqa, options)
         try:
-            return _output(query, key, value, is_causal, scale, enable_gqa, options)
+            return _output(query, key, value, scale, enable_gqa, options)
         except (InvalidArgument, UnsupportedProblem) as error:
             reason = str(error)
     if _active and _active[-1]:
         raise UnsupportedProblem(reason, nearest="microsdpa.enable() without strict=True, which leaves it to torch")
     note_fallback(reason)
-    return torch_cpu.torch_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    function: Callable[..., torch.Tensor] = torch_cpu.torch_attention
+    if isinstance(given[3], CausalBias):
+        # A CausalBias only knows the function that torch.nn.functional has, which is this one.
+        function = CausalBias._dispatch
+    return function(*given, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor as autocast hands it to torch's function."""
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if eligible else tensor
 
 
 def note_fallback(reason: str) -> None:
@@ -98,12 +127,11 @@ def _output(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    result = api.sdpa(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, **options)
+    result = api.sdpa(query, key, value, scale=scale, enable_gqa=enable_gqa, **options)
     assert isinstance(result, torch.Tensor)
     return result
 
@@ -114,22 +142,29 @@ def why_not(
     """What of a call of torch's function microsdpa does not compute; empty for nothing that can be told at a glance."""
     if dropout_p > 0.0:
         return "dropout_p is over 0"
-    tensors = (query, key, value)
-    if any(t.is_nested for t in tensors) or any(t.layout != torch.strided for t in tensors):
-        return "an input is nested or sparse"
-    if any(t.dim() != 4 for t in tensors):
-        return f"query has {query.dim()} dimensions, key {key.dim()} and value {value.dim()}, and not 4"
+    if not is_dynamo_compiling() and (peek_interpreter_stack() is not None or forward_ad._current_level >= 0):
+        return "the call is inside a torch.func transform or takes forward-mode gradients"
+    for tensor in (query, key, value):
+        if type(tensor) not in PLAIN_TYPES:
+            return "an input is of a tensor type of its own, which torch dispatches"
+        if tensor.is_nested or tensor.layout != torch.strided:
+            return "an input is nested or sparse"
+        if tensor.dim() != 4:
+            return f"query has {query.dim()} dimensions, key {key.dim()} and value {value.dim()}, and not 4"
+        if tensor.stride(3) != 1 and tensor.size(3) > 1:
+            return "an input has no unit stride along its last dimension"
     if query.dtype not in DTYPES:
         return f"the inputs are of {query.dtype}"
-    if value.shape[3] != query.shape[3]:
+    head_dim = query.size(3)
+    if value.size(3) != head_dim:
         return "value has another head dimension than query"
-    if query.shape[3] > MAX_HEAD_DIM:
+    if head_dim > MAX_HEAD_DIM:
         return f"the head dimension is over {MAX_HEAD_DIM}"
-    if any(t.stride(3) != 1 and t.shape[3] > 1 for t in tensors):
-        return "an input has no unit stride along its last dimension"
-    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype, torch.float32):
-        return f"the mask is of {attn_mask.dtype}"
-    return ""
+    if attn_mask is None:
+        return ""
+    if type(attn_mask) not in PLAIN_TYPES:
+        return "the mask is of a tensor type of its own, which torch dispatches"
+    return "" if attn_mask.dtype in (torch.bool, query.dtype, torch.float32) else f"the mask is of {attn_mask.dtype}"
 
 
 class _FlashHandle:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn import attention
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import microsdpa
 from microsdpa import dropin, reference
@@ -82,6 +83,75 @@ def test_what_torch_refuses_is_torchs_refusal() -> None:
     with microsdpa.enabled(), pytest.raises(RuntimeError) as ours:
         F.scaled_dot_product_attention(*tensors, mask)
     assert str(ours.value) == str(theirs.value)
+
+
+VARIANTS = [(causal_upper_left, 20, 33), (causal_lower_right, 20, 33), (causal_lower_right, 20, 20)]
+
+
+@pytest.mark.parametrize(("variant", "seqlen_q", "seqlen_k"), VARIANTS)
+def test_a_causal_bias_is_an_alignment(variant: Any, seqlen_q: int, seqlen_k: int) -> None:
+    tensors, bias = make(Case(2, 2, seqlen_q, seqlen_k, 16)), variant(seqlen_q, seqlen_k)
+    alignment = "lower_right" if variant is causal_lower_right else "upper_left"
+    wide = [t.float() for t in tensors]
+    expected = TORCHS_OWN(*wide, bias)
+    with microsdpa.enabled():
+        assert torch.equal(F.scaled_dot_product_attention(*wide, bias), expected)  # which it leaves to torch
+        with pytest.raises(ValueError, match="should not be used with causal=True"):
+            F.scaled_dot_product_attention(*tensors, bias, is_causal=True)
+    with microsdpa.enabled(strict=True):
+        out = F.scaled_dot_product_attention(*tensors, bias)
+    assert torch.equal(out, microsdpa.sdpa(*tensors, causal=alignment))  # type: ignore[arg-type]
+    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.float16])
+def test_autocast_casts_as_it_does_for_torch(dtype: torch.dtype, given: torch.dtype) -> None:
+    tensors = [t.to(given) for t in make(Case(1, 2, 12, 20, 16))]
+    for mask in (None, torch.randn(12, 20)):
+        with torch.autocast("cpu", dtype):
+            expected = TORCHS_OWN(*tensors, mask)
+            with microsdpa.enabled(strict=True):
+                out = F.scaled_dot_product_attention(*tensors, mask)
+        assert out.dtype == expected.dtype == dtype
+        torch.testing.assert_close(out, expected)
+
+
+class OwnTensor(torch.Tensor):
+    """A tensor with a type of its own, which torch dispatches."""
+
+
+def test_tensor_types_and_transforms_are_left_to_torch() -> None:
+    tensors = make(Case(3, 2, 12, 20, 16))
+    expected = TORCHS_OWN(*tensors)
+    with microsdpa.enabled():
+        own = F.scaled_dot_product_attention(tensors[0].as_subclass(OwnTensor), *tensors[1:])
+        assert type(own) is OwnTensor
+        mapped = torch.vmap(F.scaled_dot_product_attention)(*tensors)
+        with attention.sdpa_kernel(attention.SDPBackend.MATH):  # the others have no forward-mode gradient
+            function = lambda query: F.scaled_dot_product_attention(query, *tensors[1:])  # noqa: E731
+            _, tangent = torch.func.jvp(function, tensors[:1], tensors[:1])
+    torch.testing.assert_close(mapped, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(own.as_subclass(torch.Tensor), expected)
+    assert tangent.abs().max() > 0
+    with microsdpa.enabled(strict=True):
+        with pytest.raises(microsdpa.UnsupportedProblem, match="tensor type of its own"):
+            F.scaled_dot_product_attention(tensors[0].as_subclass(OwnTensor), *tensors[1:])
+        with pytest.raises(microsdpa.UnsupportedProblem, match=r"torch\.func"):
+            torch.vmap(F.scaled_dot_product_attention)(*(t[:, None] for t in tensors))
+        parameters = [torch.nn.Parameter(t, requires_grad=False) for t in tensors]
+        torch.testing.assert_close(F.scaled_dot_product_attention(*parameters), expected)
+
+
+def test_nested_tensors_are_left_to_torch() -> None:
+    lengths = (5, 1, 9)
+    nested = [torch.nested.nested_tensor([torch.randn(2, n, 16) for n in lengths]) for _ in range(3)]
+    with microsdpa.enabled():
+        out = F.scaled_dot_product_attention(*nested)
+    for found, *parts in zip(out.unbind(), *(t.unbind() for t in nested), strict=True):
+        torch.testing.assert_close(found, TORCHS_OWN(*parts))
+    with microsdpa.enabled(strict=True), pytest.raises(microsdpa.UnsupportedProblem, match="nested"):
+        F.scaled_dot_product_attention(*nested)
 
 
 def test_it_nests_and_is_undone() -> None:

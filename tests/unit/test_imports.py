@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         )
     },
     "torch_ops": {"", "api", "arguments", "errors", "masks", "problem", "torch_cpu"},
-    "dropin": {"api", "arguments", "errors", "specs", "torch_cpu"},
+    "dropin": {"api", "arguments", "errors", "problem", "specs", "torch_cpu"},
     "integrations": {"api", "dropin", "errors"},
     "console": set(),
     "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime", "specs"},
