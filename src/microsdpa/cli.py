@@ -16,7 +16,7 @@ from microsdpa.arguments import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ceilings, profile, suites, verify_eight_bit
+from microsdpa.evidence import accuracy, ceilings, profile, suites, verify_eight_bit, verify_torch
 from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import report as report_page
@@ -145,9 +145,18 @@ def verify(
     precision: Annotated[
         str | None, typer.Option(help=f"Check 8-bit operands instead: all, or one of {', '.join(OPERANDS)}.")
     ] = None,
+    torch_cases: Annotated[
+        bool, typer.Option("--torch-cases", help="Run the calls of torch's own tests through F.sdpa instead.")
+    ] = False,
+    sample: Annotated[int | None, typer.Option(min=1, help="So many of torch's cases, at random; else all.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Check every case against the FP64 oracle."""
+    if torch_cases:
+        with progress() as bars:
+            step = verify_torch.step(bars, sample, seed, output, _command())
+        _finish([step], as_json)
     if precision is not None:
         if precision not in ("all", *OPERANDS):
             raise typer.BadParameter(f"precision: expected all or one of {', '.join(OPERANDS)}, got {precision!r}")

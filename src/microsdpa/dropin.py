@@ -15,7 +15,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from microsdpa import api, torch_cpu
-from microsdpa.arguments import DTYPES
+from microsdpa.arguments import DTYPES, check_impl
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.problem import Causal
 from microsdpa.specs.general import MAX_HEAD_DIM
@@ -24,16 +24,20 @@ FLASH_IMPL = "microsdpa"
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("microsdpa")
 _logged: set[str] = set()
-_active: list[bool] = []  # `strict` of every enable() that has not been disabled; the last one holds
+_active: list[tuple[bool, str]] = []  # (strict, impl) of every enable() that has not been disabled; the last one holds
 
 
-def enable(*, strict: bool = False) -> None:
+def enable(*, strict: bool = False, impl: str = "auto") -> None:
     """Let torch.nn.functional.scaled_dot_product_attention run microsdpa until disable().
 
     What microsdpa does not compute goes to torch's own function, with one logged line for each distinct reason; with
     `strict` it raises UnsupportedProblem. Code that took the function's name before ("from ... import") keeps torch's.
+    `impl` is that of microsdpa.sdpa.
+
+    Raises:
+        InvalidArgument: there is no such `impl`.
     """
-    _active.append(strict)
+    _active.append((strict, check_impl(impl)))
     F.scaled_dot_product_attention = scaled_dot_product_attention
 
 
@@ -51,9 +55,9 @@ def disable() -> None:
 
 
 @contextmanager
-def enabled(*, strict: bool = False) -> Iterator[None]:
+def enabled(*, strict: bool = False, impl: str = "auto") -> Iterator[None]:
     """enable() for a block."""
-    enable(strict=strict)
+    enable(strict=strict, impl=impl)
     try:
         yield
     finally:
@@ -78,6 +82,7 @@ def scaled_dot_product_attention(
     Raises:
         UnsupportedProblem: microsdpa does not compute the call, and was enabled with strict=True.
     """
+    strict, impl = _active[-1] if _active else (False, "auto")
     given = query, key, value, attn_mask
     causal: Causal | None = None
     if isinstance(attn_mask, CausalBias) and not is_causal:
@@ -92,6 +97,7 @@ def scaled_dot_product_attention(
     reason = why_not(query, key, value, attn_mask, dropout_p)
     if not reason:
         options: dict[str, Any] = {"causal": causal} if causal else {"is_causal": is_causal}
+        options["impl"] = impl
         if attn_mask is not None:
             options["attn_mask"] = attn_mask
         if is_dynamo_compiling():
@@ -100,7 +106,7 @@ def scaled_dot_product_attention(
             return _output(query, key, value, scale, enable_gqa, options)
         except (InvalidArgument, UnsupportedProblem) as error:
             reason = str(error)
-    if _active and _active[-1]:
+    if strict:
         raise UnsupportedProblem(reason, nearest="microsdpa.enable() without strict=True, which leaves it to torch")
     note_fallback(reason)
     function: Callable[..., torch.Tensor] = torch_cpu.torch_attention

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics
+from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics, verify_torch
 from microsdpa.evidence.peers import PEERS, slug
 from microsdpa.evidence.plots import Plot
 from microsdpa.evidence.plots import files as plot_files
@@ -92,9 +92,13 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     path = directory / options["gpu"] / f"{options['suite']}.json"
     if options["suite"] == "ladder" and not path.is_file():
         return ladder_table.NOT_RECORDED
+    if options["suite"] == "verify_torch" and not path.is_file():
+        return verify_torch.NOT_RECORDED
     if not path.is_file():
         raise RenderError(f"{name}: no result file {path}; record it with 'microsdpa bench' or 'microsdpa verify'")
     result = results.read(path)
+    if options["suite"] == "verify_torch":
+        return verify_torch.markdown(result, is_stale) + f"\n{provenance(result)}"
     if options["suite"].startswith("verify"):
         return verify_table(result)
     if options["suite"] == "accuracy":
