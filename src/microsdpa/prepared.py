@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 
 from microsdpa import api, arguments, eight_bit
+from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.explanation import Explanation
 from microsdpa.options import OPTIONS
@@ -17,6 +18,9 @@ from microsdpa.runtime import launcher
 
 if TYPE_CHECKING:
     from microsdpa.specs.eight_bit import Operands
+
+MASK_TENSORS = ("attn_mask", "alibi_slopes", "sinks")
+"""Those of the masks that every call of a plan is given anew."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,10 @@ class Plan(Protocol):
     """An attention call that is prepared for tensors of one description; plan() makes it.
 
     Calling it with (query, key, value, out=None) is sdpa with the options of the plan, without the work that depends on
-    shapes and options alone. The tensors must have the shapes, strides, dtypes and device that the plan was made for,
-    and be as aligned; their memory may be any other. Without `out` an output is allocated, as sdpa does. A plan may be
-    called by several threads, on any stream, and within a capture.
+    shapes and options alone. A plan that was made with attn_mask, alibi_slopes or sinks is given one in every call too,
+    by name; its window and soft cap are fixed. The tensors must have the shapes, strides, dtypes and device that the
+    plan was made for, and be as aligned; their memory may be any other. Without `out` an output is allocated, as sdpa
+    does. A plan may be called by several threads, on any stream, and within a capture.
 
     Attributes:
         explanation: which kernel runs, and why.
@@ -51,7 +56,13 @@ class Plan(Protocol):
     explanation: Explanation
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, out: torch.Tensor | None = None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        **masks: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of these tensors: the output, or (output, LSE) for a plan with return_lse.
 
@@ -66,8 +77,8 @@ class Expected:
     """What the calls of a plan must be given, and the options of sdpa that they stand for.
 
     Attributes:
-        layouts: of query, key, value and out.
-        aligned: whether the kernel needs rows that start on 16 bytes.
+        layouts: of query, key, value and out, and of the tensors among the masks.
+        aligned: whether the kernel needs rows of query, key, value and out that start on 16 bytes.
         options: keyword arguments of sdpa, `out` apart.
     """
 
@@ -82,6 +93,10 @@ class Expected:
             InvalidArgument: it is not.
         """
         hint = "pass tensors like those that the plan was made with, or make another plan"
+        if name not in self.layouts:
+            if tensor is not None:
+                raise InvalidArgument(name, expected="None, as the plan has", got=type(tensor).__name__, hint=hint)
+            return
         expected = self.layouts[name]
         if name == "out" and tensor is None:
             if expected != _output_layout(self.layouts["query"]):
@@ -97,7 +112,7 @@ class Expected:
             want, got = getattr(expected, what), getattr(found, what)
             if want != got:
                 raise InvalidArgument(name, expected=f"{what} {want}, as the plan has", got=str(got), hint=hint)
-        if self.aligned and not arguments.is_aligned(tensor):
+        if self.aligned and name not in MASK_TENSORS and not arguments.is_aligned(tensor):
             want = f"an address that is a multiple of {VECTOR_BYTES} bytes, as the plan has"
             raise InvalidArgument(name, expected=want, got=hex(tensor.data_ptr()), hint=hint)
 
@@ -129,6 +144,46 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
             expected.check(name, tensor)
         arguments.check_grad({"query": query, "key": key, "value": value})
         return api.sdpa(query, key, value, out=out, **expected.options)
+
+    prepared.__doc__ = Plan.__call__.__doc__
+    plan = cast(Plan, prepared)
+    plan.explanation = explanation
+    return plan
+
+
+def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation: Explanation) -> Plan:
+    """make_plan for a call with masks, whose tensors are given by name."""
+    return_lse = expected.options["return_lse"]
+    is_grad_enabled, allocate_lse = torch.is_grad_enabled, launcher.allocate_lse
+
+    def prepared(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        masks = attn_mask, alibi_slopes, sinks
+        try:
+            tensors = query, key, value, out, *masks
+            if not is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors if tensor is not None):
+                lse = allocate_lse(query) if return_lse else None
+                result = launch(query, key, value, out, lse, *masks)
+                if result is not None:
+                    if out is not None:
+                        result = out
+                    return result if lse is None else (result, lse)
+        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
+            pass  # as above
+        named: dict[str, Any] = dict(zip(MASK_TENSORS, masks, strict=True))
+        inputs = {"query": query, "key": key, "value": value, **named}
+        for name, tensor in {**inputs, "out": out}.items():
+            expected.check(name, tensor)
+        arguments.check_grad({name: tensor for name, tensor in inputs.items() if tensor is not None})
+        return api.sdpa(query, key, value, out=out, **named, **expected.options)
 
     prepared.__doc__ = Plan.__call__.__doc__
     plan = cast(Plan, prepared)
@@ -168,14 +223,21 @@ def plan(
     out: torch.Tensor | None = None,
     impl: str = "auto",
     precision: Operands | None = None,
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> Plan:
     """Prepare attention for tensors like these: choose, compile and load the kernel, but compute nothing.
 
     Arguments and errors are those of sdpa. The values in the tensors do not matter, and they are not kept. With `out`,
     the plan's calls must be given an output of its layout; without, they may be given one of the layout that sdpa
     allocates, as torch.empty_like(query) has for a dense query. With `precision` the calls quantise, as those of sdpa.
+    With attn_mask, alibi_slopes or sinks, every call is given its own of the same layout.
     """
-    options = {
+    given = attn_mask, window, softcap, alibi_slopes, sinks
+    options: dict[str, Any] = {
         "is_causal": is_causal,
         "causal": causal,
         "scale": scale,
@@ -184,18 +246,29 @@ def plan(
         "impl": impl,
     }
     if precision is not None:
+        mask_arguments.refuse(*given)
         options["precision"] = precision
         common = is_causal, causal, scale, enable_gqa, impl
         quantising, explanation = eight_bit.prepare(query, key, value, out, precision, *common)
         expected = Expected(_layouts(query, key, value, out), quantising is not None, options)
         return make_plan(quantising or _no_launch, expected, explanation)
-    alignment, scale, masks = api.validate_call(query, key, value, is_causal, causal, scale, enable_gqa, out, impl)
-    arguments.check_grad({"query": query, "key": key, "value": value})
+    alignment, scale, masks = api.validate_call(
+        query, key, value, is_causal, causal, scale, enable_gqa, out, impl, given
+    )
+    arguments.check_grad({"query": query, "key": key, "value": value, **masks.tensors})
     launch, aligned = _no_launch, False
     if query.device.type == "cuda" and not api.is_empty(query, key) and not api.emulated(impl):
         code = OPTIONS[is_causal, causal, enable_gqa, impl]
         api.register(query, key, value, out, alignment, masks, impl, code)
-        launch = launcher.prepared_call(query, key, value, out, code, scale)
+        if masks.kind is None:
+            launch = launcher.prepared_call(query, key, value, out, code, scale)
+        else:
+            launch = launcher.prepared_masked_call(query, key, value, out, code, scale, masks)
         aligned = launcher.alignment(query, key, value, out) == VECTOR_BYTES
     explanation = api.explanation(query, key, value, out, alignment, masks, impl)
-    return make_plan(launch, Expected(_layouts(query, key, value, out), aligned, options), explanation)
+    layouts = _layouts(query, key, value, out)
+    if masks.kind is None:
+        return make_plan(launch, Expected(layouts, aligned, options), explanation)
+    layouts |= {name: Layout.of(tensor) for name, tensor in masks.tensors.items()}
+    options |= {"window": window, "softcap": softcap}
+    return make_masked_plan(launch, Expected(layouts, aligned, options), explanation)

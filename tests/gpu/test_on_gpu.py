@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import microsdpa
 from microsdpa import reference
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
-from microsdpa.evidence.cases import verify_cases
-from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.cases import MASKINGS, verify_cases
+from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.evidence.verify import check
+from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
 from microsdpa.specs import FAMILIES
 
@@ -38,9 +40,9 @@ def test_masks_through_the_plan_table(case: Case) -> None:
     assert check(case, "cuda", "auto").failure == ""
 
 
-def close(out: torch.Tensor, tensors: tuple[torch.Tensor, ...], **options: str) -> bool:
-    expected, _ = reference.oracle(*tensors, **options)  # type: ignore[arg-type]
-    allowed = compare.tolerance(reference.eager(*tensors, **options)[0], expected, out.dtype)  # type: ignore[arg-type]
+def close(out: torch.Tensor, tensors: tuple[torch.Tensor, ...], **options: Any) -> bool:
+    expected, _ = reference.oracle(*tensors, **options)
+    allowed = compare.tolerance(reference.eager(*tensors, **options)[0], expected, out.dtype)
     return allowed.admits(compare.measure(out, expected))
 
 
@@ -216,6 +218,36 @@ def test_a_plan_object_computes_what_sdpa_does(layout: str) -> None:
             assert torch.equal(lse, expected_lse)
             assert out is None or found is out
     assert plan.explanation.compiled
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "unaligned"])
+@pytest.mark.parametrize(("causal", "masks"), MASKINGS)
+def test_a_plan_object_with_masks_computes_what_sdpa_does(causal: Causal | None, masks: Any, layout: Any) -> None:
+    case = Case(2, 4, 70, 90, 64, heads_kv=2, causal=causal, masks=masks, layout=layout)
+    options: dict[str, Any] = {"causal": causal, "enable_gqa": True, "return_lse": True}
+    plan = microsdpa.plan(*make(case, "cuda"), **options, **make_masks(case, "cuda"))
+    for seed in (1, 2):
+        other = dataclasses.replace(case, seed=seed)
+        tensors, given = make(other, "cuda"), make_masks(other, "cuda")
+        arrays = {name: mask for name, mask in given.items() if isinstance(mask, torch.Tensor)}
+        expected, expected_lse = microsdpa.sdpa(*tensors, **options, **given)
+        for out in (None, torch.empty_like(expected)):
+            found, lse = plan(*tensors, out=out, **arrays)
+            assert torch.equal(found, expected)
+            assert torch.equal(lse, expected_lse)
+        assert close(expected.cpu(), make(other), causal=causal, **make_masks(other))
+    assert plan.explanation.runs == "ampere/fwd_general"
+
+
+def test_a_plan_object_with_masks_is_captured() -> None:
+    tensors, mask = make(MISSION, "cuda"), torch.ones(512, 512, dtype=torch.bool, device="cuda")
+    plan = microsdpa.plan(*tensors, attn_mask=mask)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = plan(*tensors, attn_mask=mask)
+    mask.copy_(torch.rand(512, 512) < 0.5)
+    graph.replay()
+    assert torch.equal(captured, microsdpa.sdpa(*tensors, attn_mask=mask))
 
 
 def test_a_plan_object_is_captured_and_used_by_threads() -> None:

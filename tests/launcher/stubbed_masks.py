@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from fake_cuda import last, record, set_integer, tensor
 from stub_harness import PRIMARY, _clean, call, kernel
 
 from microsdpa import api
+from microsdpa.explanation import Explanation
 from microsdpa.masks import Masks
+from microsdpa.prepared import Expected, make_masked_plan
 from microsdpa.problem import Problem
 from microsdpa.runtime import launcher
 
@@ -159,3 +162,55 @@ def test_sdpa_finds_a_plan_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     options = api.OPTIONS[False, None, False, "auto"], api.OPTIONS[False, "lower_right", False, "auto"]
     assert seen[0] == (q, q, q, q, None, options[0], None, None, None, None, 3, 4, None)
     assert seen[1] == (q, q, q, q, None, options[1], 0.5, q, None, None, -1, -1, 2.0)
+
+
+def prepared(arguments: list[Any]) -> Any:
+    query, key, value, out, _, options, scale, *masks = arguments
+    return library.prepared_masked_call(query, key, value, out, options, scale, *masks)
+
+
+def test_a_prepared_call_with_masks_launches_its_plan_without_the_table() -> None:
+    arguments = masked(attn_mask=mask(16, 24), left=5, softcap=2.0, scale=0.5)
+    assert prepared(arguments) is None
+    register(arguments)
+    launch = prepared(arguments)
+    library.clear_plans()
+    lse = tensor((2, 4, 16), 0x500000)
+    other = call(query=tensor((2, 4, 16, 32), 0x900000))
+    assert launch(*other[:4], lse, mask(16, 24, address=0xA00000), None, None) is True
+    found = last()
+    assert (found.params.query, found.params.lse, found.mask) == (0x900000, 0x500000, 0xA00000)
+    assert (found.slopes, found.sinks, found.position, found.lowest) == (None, None, 8, -5)
+    assert found.softcap_log2 == pytest.approx(2.0 * math.log2(math.e), rel=1e-7)
+    assert found.params.scale_log2 == pytest.approx(0.5 * math.log2(math.e), rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (None, None, None),
+        (mask(1, 24), None, None),
+        (mask(16, 24, code=2, bits=16), None, None),
+        (mask(16, 24, strides=(48, 1)), None, None),
+        (mask(16, 24), mask(4, address=SLOPES, code=2, bits=32), None),
+        (mask(16, 24), None, mask(4, address=SINKS, code=2, bits=16)),
+        (mask(16, 24, address=0x400000), None, None),  # where the output is
+    ],
+)
+def test_a_prepared_call_refuses_other_masks(others: tuple[Any, ...]) -> None:
+    register(masked(attn_mask=mask(16, 24)))
+    launch = prepared(masked(attn_mask=mask(16, 24)))
+    before = record.launches
+    assert launch(*call()[:4], None, *others) is None
+    assert launch(*call(query=tensor((2, 4, 17, 32), 0x100000))[:4], None, mask(16, 24), None, None) is None
+    assert record.launches == before
+
+
+def test_a_plan_object_with_masks_reaches_the_prepared_call() -> None:
+    arguments = masked(attn_mask=mask(16, 24), right=3)
+    register(arguments)
+    expected = Expected({}, True, {"return_lse": False})
+    plan = make_masked_plan(prepared(arguments), expected, Explanation("stub", "a test"))
+    with torch.no_grad():  # the stub's tensors are not torch's
+        assert plan(*arguments[:3], out=arguments[3], attn_mask=mask(16, 24, address=0xB00000)) is arguments[3]
+    assert last().mask == 0xB00000

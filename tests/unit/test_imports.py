@@ -55,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
         "problem",
         "runtime",
         "specs",
+        "masks",
     },
     "": {"api", "errors", "explanation", "prepared", "quantize", "torch_ops", "dropin"},
     "evidence": {

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 import microsdpa
-from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.cases import MASKINGS
+from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.evidence.peers import Microsdpa
 
 CASE = Case(2, 4, 12, 20, 32)
@@ -47,6 +49,58 @@ def test_nothing_to_compute() -> None:
 def test_a_plan_says_what_runs() -> None:
     plan = microsdpa.plan(*make(CASE), impl="emulate")
     assert plan.explanation.runs.startswith("emulate:")
+
+
+@pytest.mark.parametrize("impl", ["auto", "emulate"])
+@pytest.mark.parametrize(("causal", "masks"), MASKINGS)
+def test_a_plan_with_masks_computes_what_sdpa_does(impl: str, causal: Any, masks: Any) -> None:
+    case = Case(2, 4, 12, 20, 32, causal=causal, masks=masks)
+    options = {"causal": causal, "return_lse": True, "impl": impl}
+    plan = microsdpa.plan(*make(case), **options, **make_masks(case))
+    other = dataclasses.replace(case, seed=5)
+    tensors, given = make(other), make_masks(other)
+    expected = microsdpa.sdpa(*tensors, **options, **given)
+    arrays = {name: mask for name, mask in given.items() if isinstance(mask, torch.Tensor)}
+    out = torch.empty_like(tensors[0])
+    found = plan(*tensors, out=out, **arrays)
+    assert found[0] is out
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert impl == "auto" or plan.explanation.runs == "emulate:ampere/fwd_general"
+
+
+WRONG_MASKS: list[tuple[str, dict[str, Any], str]] = [
+    ("attn_mask", {"attn_mask": None}, "a torch.Tensor, got NoneType"),
+    ("attn_mask", {"attn_mask": torch.ones(1, 20).bool()}, r"shape \(12, 20\), as the plan has"),
+    ("attn_mask", {"attn_mask": torch.ones(12, 20).half()}, "dtype torch.bool"),
+    ("attn_mask", {"attn_mask": torch.ones(20, 12).bool().T}, r"strides \(20, 1\)"),
+    ("sinks", {"sinks": torch.zeros(4).half()}, "None, as the plan has"),
+]
+
+
+@pytest.mark.parametrize(("argument", "masks", "words"), WRONG_MASKS)
+def test_masks_of_another_layout_are_refused(argument: str, masks: dict[str, Any], words: str) -> None:
+    tensors, mask = make(CASE), torch.ones(12, 20).bool()
+    plan = microsdpa.plan(*tensors, attn_mask=mask, window=(5, -1))
+    with pytest.raises(microsdpa.InvalidArgument, match=words) as caught:
+        plan(*tensors, **({"attn_mask": mask} | masks))
+    assert caught.value.argument == argument
+
+
+def test_masks_are_checked_when_the_plan_is_made() -> None:
+    tensors, mask = make(CASE), torch.ones(12, 20).half()
+    with pytest.raises(microsdpa.InvalidArgument, match="softcap"):
+        microsdpa.plan(*tensors, softcap=0.0)
+    with pytest.raises(microsdpa.InvalidArgument, match="beside is_causal=True"):
+        microsdpa.plan(*tensors, attn_mask=mask, is_causal=True)
+    with pytest.raises(microsdpa.UnsupportedProblem, match="attn_mask requires grad"):
+        microsdpa.plan(*tensors, attn_mask=mask.requires_grad_())
+    with pytest.raises(microsdpa.UnsupportedProblem, match="know the causal mask only"):
+        microsdpa.plan(*tensors, window=(3, 3), precision="fp8")
+    plan = microsdpa.plan(*tensors, attn_mask=mask.detach())
+    with pytest.raises(microsdpa.UnsupportedProblem, match="attn_mask requires grad"):
+        plan(*tensors, attn_mask=mask)
+    with pytest.raises(microsdpa.InvalidArgument, match="out"):
+        plan(*tensors, attn_mask=mask.detach(), out=tensors[0])
 
 
 def wrong(**changes: Any) -> dict[str, Any]:

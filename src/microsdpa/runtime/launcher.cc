@@ -78,6 +78,20 @@ MaskArguments mask_arguments(ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyVie
   return {{optional_tensor(mask), optional_tensor(slopes), optional_tensor(sinks)}, left, right, softcap.has_value()};
 }
 
+// execute() with masks; a soft cap of 1 stands for none.
+ffi::Any execute_masked(const Plan& plan, Call& call, ffi::AnyView lse, double scale, double softcap,
+                        const MaskArguments& masks) {
+  MaskedParams params = plan.params;
+  const DLTensor* const* tensors = masks.tensors;
+  if (tensors[MASK]) params.masks.mask = reinterpret_cast<const void*>(address(*tensors[MASK]));
+  if (tensors[SLOPES]) params.masks.slopes = reinterpret_cast<const float*>(address(*tensors[SLOPES]));
+  if (tensors[SINKS]) params.masks.sinks = reinterpret_cast<const void*>(address(*tensors[SINKS]));
+  params.masks.softcap_log2 = static_cast<float>(softcap * LOG2_E);
+  return execute(plan, call, lse, scale, params.call);
+}
+
+bool is_softcap(double cap) { return std::isfinite(cap) && cap > 0.0; }
+
 // The same with masks.
 ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, ffi::AnyView lse,
                      std::int64_t options, Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes,
@@ -90,14 +104,8 @@ ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyVi
   std::shared_ptr<const Plan> plan = masked_plans().find(masked_key);
   const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
   const double cap = softcap.has_value() ? softcap.value() : 1.0;
-  if (!plan || !std::isfinite(factor) || !std::isfinite(cap) || cap <= 0.0) return nullptr;
-  MaskedParams params = plan->params;
-  const DLTensor* const* tensors = masks.tensors;
-  if (tensors[MASK]) params.masks.mask = reinterpret_cast<const void*>(address(*tensors[MASK]));
-  if (tensors[SLOPES]) params.masks.slopes = reinterpret_cast<const float*>(address(*tensors[SLOPES]));
-  if (tensors[SINKS]) params.masks.sinks = reinterpret_cast<const void*>(address(*tensors[SINKS]));
-  params.masks.softcap_log2 = static_cast<float>(cap * LOG2_E);
-  return execute(*plan, call, lse, factor, params.call);
+  if (!plan || !std::isfinite(factor) || !is_softcap(cap)) return nullptr;
+  return execute_masked(*plan, call, lse, factor, cap, masks);
 }
 
 // A function of (query, key, value, out or None, lse or None) that launches the plan of these arguments without looking
@@ -119,6 +127,32 @@ ffi::Any prepared_call(DLTensor* query, DLTensor* key, DLTensor* value, ffi::Any
     AttentionParams params = plan->params.call;
     return execute(*plan, call, lse, factor, params);
   });
+}
+
+// The same with masks, whose tensors follow the LSE's; the window and the soft cap are the plan's.
+ffi::Any prepared_masked_call(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+                              Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks,
+                              std::int64_t left, std::int64_t right, Optional<double> softcap) {
+  Call first;
+  MaskedKey first_key;
+  if (!parse(query, key, value, optional_tensor(out), options, first)) return nullptr;
+  if (!parse_masks(first, mask_arguments(mask, slopes, sinks, left, right, softcap), first_key)) return nullptr;
+  std::shared_ptr<const Plan> plan = masked_plans().find(first_key);
+  const double factor = softmax_scale(scale, first.plan_key.query.shape[3]);
+  const double cap = softcap.has_value() ? softcap.value() : 1.0;
+  if (!plan || !std::isfinite(factor) || !is_softcap(cap)) return nullptr;
+  return ffi::Function::FromTyped(
+      [plan, expected = first_key, factor, cap](DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
+                                                ffi::AnyView lse, ffi::AnyView mask, ffi::AnyView slopes,
+                                                ffi::AnyView sinks) -> ffi::Any {
+        Call call;
+        MaskedKey masked_key;
+        MaskArguments masks = mask_arguments(mask, slopes, sinks, expected.left, expected.right, {});
+        masks.capped = expected.capped != 0;
+        const bool parsed = parse(query, key, value, optional_tensor(out), expected.call.options, call);
+        if (!parsed || !parse_masks(call, masks, masked_key) || !expected.admits(masked_key)) return nullptr;
+        return execute_masked(*plan, call, lse, factor, cap, masks);
+      });
 }
 
 Strides outer_strides(const TensorKey& key) { return {key.strides[0], key.strides[1], key.strides[2]}; }
@@ -329,6 +363,7 @@ void clear_plans() { plans().clear(), masked_plans().clear(), eight_bit_plans().
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa, sdpa);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa_masked, sdpa_masked);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_call, prepared_call);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_masked_call, prepared_masked_call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa_eight_bit, sdpa_eight_bit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_eight_bit_call, prepared_eight_bit_call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(allocate_eight_bit_output, allocate_eight_bit_output);

@@ -77,6 +77,26 @@ def prepared_call(
     return call
 
 
+def prepared_masked_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor | None,
+    options: int,
+    scale: float | None,
+    masks: Masks,
+) -> Callable[..., Any]:
+    """prepared_call with masks: a function of (query, key, value, out, lse, attn_mask, alibi_slopes, sinks).
+
+    The last five may be None; the window and the soft cap are those of `masks`.
+    """
+    arrays = masks.attn_mask, masks.alibi_slopes, masks.sinks
+    call: Callable[..., Any] = found(
+        _library.prepared_masked_call(query, key, value, out, options, scale, *arrays, *masks.ends, masks.softcap)
+    )
+    return call
+
+
 def prepared_eight_bit_call(
     query: torch.Tensor,
     key: torch.Tensor,

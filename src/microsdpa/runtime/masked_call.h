@@ -3,7 +3,9 @@
 
 #include <dlpack/dlpack.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "../cuda/core/mask_params.cuh"
 #include "call.h"
@@ -24,6 +26,12 @@ struct MaskedKey {
   PlanKey call;
   TensorKey tensors[MASK_OPERANDS];
   std::int64_t left, right, capped;
+
+  // As PlanKey's.
+  bool admits(const MaskedKey& other) const {
+    const std::size_t begin = offsetof(MaskedKey, tensors);
+    return call.admits(other.call) && !std::memcmp(tensors, other.tensors, sizeof(MaskedKey) - begin);
+  }
 };
 static_assert(sizeof(MaskedKey) == sizeof(PlanKey) + 3 * 72 + 24, "MaskedKey must have no padding");
 
