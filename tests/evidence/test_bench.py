@@ -11,12 +11,13 @@ import torch
 
 from microsdpa import reference
 from microsdpa.errors import InvalidArgument
-from microsdpa.evidence import bench, environment, graphs, results, suites, timing, worker
+from microsdpa.evidence import bench, environment, graphs, results, signatures, suites, timing, worker
 from microsdpa.evidence.bench import CaseBench
 from microsdpa.evidence.inputs import Case
-from microsdpa.evidence.peers import Call, Implementation, Tensors, choose
+from microsdpa.evidence.peers import Call, Implementation, Tensors, choose, ours
 from microsdpa.evidence.suites import Suite
 from microsdpa.runtime import launcher
+from microsdpa.specs.eight_bit import OPERANDS, Operands
 
 CASE = Case(1, 8, 512, 512, 64)  # its floor on an H200 is 0.54 us
 
@@ -135,7 +136,7 @@ def test_an_excluded_peer_keeps_its_reason() -> None:
 @pytest.mark.usefixtures("on_a_pretended_h200")
 def test_a_variant_is_timed_on_the_host_only() -> None:
     variant = Fake("right")
-    variant.variant = "out="
+    variant.variant, variant.where = "out=", "host"
     rows = CaseBench(CASE, device="cpu").run([Fake("right"), variant], ["graph", "host"])
     assert sorted((row["mode"], row.get("variant", "")) for row in rows if row["impl"] == "right") == [
         ("graph", ""),
@@ -224,6 +225,66 @@ def test_a_death_is_laid_at_the_door_of_what_ran(monkeypatch: pytest.MonkeyPatch
     assert list(jobs[1]["cases"]) == ["1"]
 
 
+def test_eight_bits_take_part_in_the_cases_that_a_suite_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[dict[str, Any]] = []
+
+    def measure(job: dict[str, Any], finished: Any, worker: Any) -> Any:
+        jobs.append(job)
+        return {int(i): [{"impl": "microsdpa"}] for i in job["cases"]}, "", "ended with 0"
+
+    monkeypatch.setattr(worker, "_measure", measure)
+    monkeypatch.setattr(worker, "start_together", lambda jobs: [])
+    suite = Suite(**(vars(SUITE) | {"alone": True, "processes": "case", "eight_bit": frozenset([SUITE.cases[1]])}))
+    worker.run(suite, ["graph"], "auto", "all")
+    assert [job["eight_bit"] for job in jobs] == [[], [1], [], []]
+
+
+SMALL = Case(1, 1, 40, 64, 32)
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+@pytest.mark.parametrize("precision", OPERANDS)
+def test_our_8_bit_calls_are_checked_timed_and_signed(precision: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Timed(timing.Runner):
+        turns = 2
+
+        def __init__(self, call: Call) -> None:
+            self.call = call
+
+        def turn(self) -> list[float]:
+            self.call()
+            return [7.0]
+
+    monkeypatch.setattr(timing, "prepare", lambda mode, calls: Timed(calls[0]) if callable(calls[0]) else FakeRunner())
+    implementations = [one for one in ours("auto") if getattr(one, "precision", None) == precision]
+    found = CaseBench(SMALL, device="cpu").run(implementations, ["graph", "host"])
+    rows = [row for row in found if row["op"] != "empty"]
+    named = [(row["mode"], row["variant"], row["op"]) for row in rows]
+    assert named == [
+        ("graph", precision, "quantize+sdpa"),
+        ("graph", f"{precision} codes", "sdpa"),
+        ("host", precision, "quantize+sdpa"),
+    ]
+    for row in rows:
+        assert (row["status"], row["reason"]) == ("ok", "")
+        assert row["dtype"] == {"fp8": "e4m3"}.get(precision, precision)
+        assert row["precision"] == precision
+        assert row["kernel"].startswith("ladder/1")
+        assert 0 < row["error"]["rel_l1"] < 0.06
+        assert ("quantiser_signature" in row) == (row["op"] == "quantize+sdpa")
+        assert not signatures.is_stale(row, "sm_89")
+        assert signatures.is_stale(row | {"code_signature": "of other code"}, "sm_89")
+    assert signatures.is_stale(rows[0] | {"quantiser_signature": "of other code"}, "sm_89")
+    results.validate(json.loads(json.dumps(results.make("fp8", "microsdpa bench", found))), "test")
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+def test_a_head_dimension_that_8_bits_lack_is_a_refusal() -> None:
+    rows = CaseBench(Case(1, 1, 8, 8, 48), device="cpu").run(ours("auto")[-1:], ["graph"])
+    assert rows[0]["status"] == "unavailable"
+    assert "head_dim 48 with 8-bit operands" in rows[0]["reason"]
+
+
 def test_ours_is_measured_alone_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[dict[str, Any]] = []
 
@@ -260,7 +321,9 @@ def test_suites_are_data() -> None:
         assert case.heads * case.head_dim == 2048
     assert all(1 <= c.batch <= 4 and 8 <= c.heads <= 32 and c.seqlen_k <= 1024 for c in suites.load("small").cases)
     assert set(suites.load("real").labels) == set(suites.load("real").cases)
-    assert suites.load("fp8").eight_bit
+    assert suites.load("fp8").eight_bit == set(suites.load("fp8").cases)
+    assert suites.load("mission").eight_bit == {CASE}
+    assert not suites.load("small").eight_bit
     ampere = suites.load("ampere").cases
     assert set(ampere) > {c for c in prefill.cases if c.head_dim in (64, 128)}
     assert {Case(1, 2, 64, 64, 64), Case(1, 4, 128, 128, 64), CASE} <= set(ampere)

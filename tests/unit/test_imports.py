@@ -66,6 +66,7 @@ ALLOWED: dict[str, set[str]] = {
             "eight_bit_launches",
             "emulate",
             "errors",
+            "explanation",
             "jit",
             "masks",
             "problem",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from microsdpa.evidence import environment, probes, render, results, wording
+from microsdpa.evidence import environment, probes, render, results, signatures, wording
 from microsdpa.evidence.inputs import Case
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import Problem
@@ -146,6 +146,23 @@ def test_a_table_can_be_in_tflops_and_compares_like_with_like(result: results.Re
     assert lines[1][1:] == ["13", "54", "107", "0.25x"]
 
 
+def test_our_8_bit_calls_are_compared_with_8_bit_peers_that_do_the_same(result: results.Result) -> None:
+    def eight(impl: str, us: float, **fields: Any) -> results.Row:
+        return timed(impl, us, **({"dtype": "e4m3", "inputs": "float16"} | fields))
+
+    rows = [
+        eight("microsdpa", 8.0, variant="fp8", op="quantize+sdpa", precision="fp8"),
+        eight("microsdpa", 9.0, variant="int8_fp8", op="quantize+sdpa", precision="int8_fp8", dtype="int8_fp8"),
+        eight("microsdpa", 6.0, variant="fp8 codes", precision="fp8"),
+        eight("cuDNN FP8", 9.0),
+        eight("SageAttention", 20.0, op="quantize+sdpa", dtype="int8"),
+    ]
+    head, line = render.timing_lines(result | {"rows": [*result["rows"], *rows]}, "graph")
+    assert head[-2:] == ["best peer / microsdpa", "8-bit: best peer / microsdpa"]
+    assert {"microsdpa fp8", "microsdpa fp8 codes", "cuDNN FP8"} < set(head)
+    assert line[-2:] == ["0.25x", "2.50x (SageAttention / fp8); 1.50x (cuDNN FP8 / fp8 codes)"]
+
+
 def test_a_changed_result_file_is_noticed(checkout: Path, result: results.Result) -> None:
     render.render(checkout, checkout / "results")
     result["rows"][1]["median_us"] = 11.0
@@ -155,7 +172,7 @@ def test_a_changed_result_file_is_noticed(checkout: Path, result: results.Result
 
 def test_a_row_whose_kernel_changed_is_marked_stale(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     render.render(checkout, checkout / "results")
-    monkeypatch.setattr(render, "code_signature", lambda spec, target: "changed")
+    monkeypatch.setattr(signatures, "code_signature", lambda spec, target: "changed")
     assert render.differing(checkout, checkout / "results") == [checkout / "README.md"]
     render.render(checkout, checkout / "results")
     assert "40.00 (stale)" in (checkout / "README.md").read_text()
@@ -190,6 +207,15 @@ def test_instructions_are_stale_when_the_emulator_changes(monkeypatch: pytest.Mo
 def test_a_wrong_marker_is_an_error(checkout: Path, marker: str, message: str) -> None:
     with pytest.raises(render.RenderError, match=message):
         render.rendered(marker, checkout / "results", "page")
+
+
+@pytest.mark.parametrize(
+    ("suite", "command"), [("fp8", "bench --suite fp8"), ("accuracy", "accuracy"), ("ladder", "ladder")]
+)
+def test_what_is_not_recorded_yet_says_by_what_it_is(checkout: Path, suite: str, command: str) -> None:
+    marker = f"<!-- microsdpa:table gpu=h200 suite={suite} mode=graph -->\n<!-- microsdpa:end -->\n"
+    text = render.rendered(marker, checkout / "results", "page")
+    assert f"*Not recorded yet: `microsdpa {command} --output benchmarks/results`" in text
 
 
 def test_the_host_mode_quotes_its_best_sample() -> None:

@@ -11,17 +11,14 @@ import torch
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.eight_bit import choose
-from microsdpa.evidence import compare, results
+from microsdpa.evidence import compare, results, signatures
 from microsdpa.evidence.inputs import Case, Kind, make
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.wording import provenance
-from microsdpa.jit.signature import code_signature
 from microsdpa.problem import target_of
 from microsdpa.runtime import launcher
 from microsdpa.specs import emulated_target
-from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem, Operands
-from microsdpa.specs.quantize import RECIPES, fused
+from microsdpa.specs.eight_bit import OPERANDS, Operands
 
 KINDS: tuple[Kind, ...] = ("normal", "outliers", "key_bias")
 SEEDS = 5
@@ -128,27 +125,11 @@ def step(progress: Progress = no_progress, seeds: int = SEEDS, output: Path | No
     return Step("accuracy", "failed" if wrong else "passed", summary, table, data=result)
 
 
-def signatures(precision: Operands, case: Case, target: str) -> dict[str, str]:
-    """Identities of the code of both kernels."""
-    problem = EightBitProblem(
-        *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
-        causal=case.causal,
-        target=target,
-        operands=precision,
-        query_terms=RECIPES[precision].query_terms,
-    )
-    quantiser = fused(RECIPES[precision], case.dtype, case.head_dim)
-    return {
-        "code_signature": code_signature(choose(problem, "auto").spec, target),
-        "quantiser_signature": code_signature(quantiser, target),
-    }
-
-
 def as_row(measured: Measured, target: str) -> results.Row:
     """The row of a result file."""
     case, errors = measured.case, measured.errors
     allowed = GATES.get((measured.precision, case.kind), (torch.inf, torch.inf))
-    return results.row(
+    row = results.row(
         case,
         version=microsdpa.__version__,
         op="quantize+sdpa",
@@ -159,16 +140,12 @@ def as_row(measured: Measured, target: str) -> results.Row:
         mode="verify",
         target=target,
         error=compare.as_record(errors, compare.Tolerance(torch.inf, *allowed)) | {"tolerance": {}},
-        **signatures(measured.precision, case, target),
     )
+    return row | signatures.of_precision(measured.precision, row["shape"], case.dtype, row["mask"], target)
 
 
-def is_stale(row: results.Row) -> bool:
-    """Whether the library would now run other code for a row than what was measured."""
-    s = row["shape"]
-    case = Case(s["b"], s["h"], s["s_q"], s["s_k"], s["d"], heads_kv=s["h_kv"], dtype=row["inputs"])
-    now = signatures(row["dtype"], case, row["target"])
-    return any(now[name] != row[name] for name in now)
+def _is_stale(row: results.Row) -> bool:
+    return signatures.is_stale(row | {"precision": row["dtype"]}, row["target"])
 
 
 def kinds_table(result: results.Result) -> str:
@@ -181,7 +158,7 @@ def kinds_table(result: results.Result) -> str:
             errors = [row["error"] for row in rows if row["dtype"] == precision and row["kind"] == kind]
             mean = [fmean(e[name] for e in errors) for name in ("rmse", "rel_l1")]
             cells.append(f"{mean[0]:.5f} / {mean[1]:.4f}, {max(e['rmse'] for e in errors):.5f}")
-        stale = any(is_stale(row) for row in rows if row["dtype"] == precision)
+        stale = any(_is_stale(row) for row in rows if row["dtype"] == precision)
         lines.append([f'`precision="{precision}"`{" (stale)" if stale else ""}', *cells])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

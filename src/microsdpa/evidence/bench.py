@@ -7,15 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from microsdpa.api import explain
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import environment, graphs, results, roofline, statistics, timing
 from microsdpa.evidence.devices import DEVICES
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import Call, Implementation
-from microsdpa.jit.signature import code_signature
-from microsdpa.problem import target_of
 
 EMPTY_KERNEL = "empty kernel"
 MAX_REASON = 240
@@ -83,7 +80,7 @@ class CaseBench:
             return None
         self.announce(title(implementation))
         try:
-            fields |= self._identity(implementation)
+            fields |= implementation.identity(self.case, self.tensors)
             with torch.no_grad(), implementation.context():
                 out = torch.full_like(self.tensors[0], torch.nan)
                 call = implementation.bind(self.case, self.tensors, out)  # it owns memory: alive until compared
@@ -185,23 +182,6 @@ class CaseBench:
         common: dict[str, object] = {"mode": mode, "inputs": self.case.dtype, "kind": self.case.kind}
         return results.row(self.case, **(common | {"order_seed": self.seed} | fields | measured))
 
-    def _identity(self, implementation: Implementation) -> dict[str, object]:
-        """Which kernel of ours answers."""
-        impl = getattr(implementation, "impl", None)
-        if impl is None:
-            return {}
-        case = self.case
-        gqa = case.kv_heads != case.heads
-        found = explain(*self.tensors, causal=case.causal, scale=case.scale, enable_gqa=gqa, impl=impl)
-        assert found.spec is not None
-        target = target_of(torch.cuda.get_device_capability())
-        return {
-            "kernel": found.spec.name,
-            "signature": found.signature,
-            "code_signature": code_signature(found.spec, target),
-            "requested": impl,
-        }
-
 
 def title(implementation: Implementation) -> str:
     """Name and variant."""
@@ -209,8 +189,9 @@ def title(implementation: Implementation) -> str:
 
 
 def _modes_of(implementation: Implementation, modes: Sequence[str]) -> list[str]:
-    """On the device all variants of a call do the same; only the host can tell them apart."""
-    return [mode for mode in modes if not implementation.variant or mode not in timing.ON_DEVICE]
+    """Those of `modes` that an implementation is measured in."""
+    where = {mode: "device" if mode in timing.ON_DEVICE else "host" for mode in modes}
+    return [mode for mode in modes if implementation.where in ("", where[mode])]
 
 
 def _prepare(mode: str, calls: Sequence[Call]) -> timing.Runner:

@@ -10,6 +10,10 @@ EXP2_PER_CLOCK = 16
 """MUFU results a clock and SM, compute capability 8.0 to 12.0: CUDA C++ Programming Guide, arithmetic instructions."""
 
 
+MIXED = {"bfloat16": ("float16", "float16"), "int8_fp8": ("int8", "e4m3"), "int8_fp16": ("int8", "float16")}
+"""What Q K^T, and what P V is computed in, where it is not the type's own name."""
+
+
 @dataclass(frozen=True)
 class Device:
     """Ceilings of a GPU.
@@ -31,8 +35,11 @@ class Device:
     sources: tuple[str, ...]
 
     def peak(self, arithmetic: str) -> float | None:
-        """TFLOP/s of a type; None when the tensor cores do not have it."""
-        return dict(self.tflops).get("float16" if arithmetic == "bfloat16" else arithmetic)
+        """TFLOP/s of a type, or of two halves of the work in two types; None when the tensor cores do not have it."""
+        first, second = (dict(self.tflops).get(name) for name in MIXED.get(arithmetic, (arithmetic, arithmetic)))
+        if first is None or second is None:
+            return None
+        return first if first == second else 2 / (1 / first + 1 / second)
 
 
 _HOPPER = Device(

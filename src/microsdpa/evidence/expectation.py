@@ -31,7 +31,7 @@ class Expectation:
             eager, _ = reference.eager(*tensors, causal=case.causal, scale=case.scale)
             return compare.tolerance(eager, self.output, tensors[0].dtype)
         eager = quantised.eager(*tensors, case.causal, case.scale, arithmetic)
-        dtype = torch.float8_e4m3fn if arithmetic == "e4m3" else torch.float16
+        dtype = torch.float8_e4m3fn if arithmetic == "e4m3" else tensors[0].dtype
         return compare.tolerance(eager, self.output, dtype)
 
     def check(self, actual: torch.Tensor, arithmetic: str) -> tuple[dict[str, object], str]:

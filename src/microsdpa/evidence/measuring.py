@@ -15,7 +15,7 @@ import torch
 
 from microsdpa.evidence.bench import CaseBench
 from microsdpa.evidence.inputs import Case
-from microsdpa.evidence.peers import Microsdpa, choose
+from microsdpa.evidence.peers import choose, ours
 
 
 def main() -> None:
@@ -31,13 +31,13 @@ def main() -> None:
         _ = peer.absence  # imports it
     tell({"ready": True})
     job = json.load(sys.stdin)
-    ways = ((write_out, prepared) for prepared in (False, True) for write_out in (False, True))
-    implementations = [*(Microsdpa(job["impl"], write_out, prepared) for write_out, prepared in ways), *peers]
+    implementations = [*ours(job["impl"]), *peers]
     for index, fields in job["cases"].items():
         bench = CaseBench(
             Case(**fields), seed=int(index), excluded=job["excluded"], announce=lambda name: tell({"running": name})
         )
-        tell({"case": int(index), "rows": bench.run(implementations, job["modes"])})
+        taking_part = [one for one in implementations if int(index) in job["eight_bit"] or not one.arithmetic]
+        tell({"case": int(index), "rows": bench.run(taking_part, job["modes"])})
         del bench
         torch.cuda.empty_cache()
 

@@ -15,17 +15,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics, verify_torch
+from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics, suites, verify_torch
 from microsdpa.evidence.peers import PEERS, slug
 from microsdpa.evidence.plots import Plot
 from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.plots.charts import DRAWINGS
+from microsdpa.evidence.signatures import is_stale
 from microsdpa.evidence.timing import ON_DEVICE
 from microsdpa.evidence.wording import case_name, provenance, quoted_us
 from microsdpa.evidence.worker import ALONE
-from microsdpa.jit.signature import code_signature
-from microsdpa.problem import MaskKind, Problem
-from microsdpa.select import select
 
 MARKER = re.compile(
     r"(?P<head><!-- microsdpa:(?P<what>table|peers|plot) ?(?P<options>[^>]*?) ?-->\n)"
@@ -33,7 +31,9 @@ MARKER = re.compile(
     re.DOTALL,
 )
 STALE = "stale"
+NOT_RECORDED = "*Not recorded yet: `microsdpa {} --output benchmarks/results`, on a GPU, writes the result file.*\n"
 UNITS = ("us", "tflops")
+SIXTEEN_BIT = ("float16", "bfloat16")
 NOTE_LENGTH = 85
 
 
@@ -94,6 +94,10 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return ladder_table.NOT_RECORDED
     if options["suite"] == "verify_torch" and not path.is_file():
         return verify_torch.NOT_RECORDED
+    if not path.is_file() and options["suite"] == "accuracy":
+        return NOT_RECORDED.format("accuracy")
+    if not path.is_file() and options["suite"] in suites.names():
+        return NOT_RECORDED.format(f"bench --suite {options['suite']}")
     if not path.is_file():
         raise RenderError(f"{name}: no result file {path}; record it with 'microsdpa bench' or 'microsdpa verify'")
     result = results.read(path)
@@ -120,29 +124,6 @@ def peers_table() -> str:
     lines = [["peer", "on the command line", "called as", "install"], ["---"] * 4]
     lines += [[p.name, f"`{slug(p.name)}`", p.configuration, f"`{p.package}`" if p.package else "torch"] for p in PEERS]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def is_stale(row: results.Row, target: str) -> bool:
-    """Whether the library would now run other code for a row than what was measured."""
-    shape = row["shape"]
-    problem = Problem(
-        batch=shape["b"],
-        heads=shape["h"],
-        heads_kv=shape["h_kv"],
-        seqlen_q=shape["s_q"],
-        seqlen_k=shape["s_k"],
-        head_dim=shape["d"],
-        dtype=row["dtype"],
-        causal=None if row["mask"] == "none" else row["mask"],
-        mask=MaskKind(**row["mask_kind"]) if row.get("mask_kind") else None,
-        alignment=row.get("alignment", 16),
-        target=target,
-    )
-    try:
-        spec = select(problem, row.get("requested") or "auto").spec
-    except MicrosdpaError:
-        return True
-    return bool(code_signature(spec, target) != row["code_signature"])
 
 
 def _stale_kernels(result: results.Result) -> set[str]:
@@ -182,12 +163,14 @@ def timing_lines(result: results.Result, mode: str, unit: str = "us") -> list[li
         "(B, H, S_q, S_k, D), dtype, mask",
         *(" ".join(filter(None, c)) for c in columns),
         "best peer / microsdpa",
+        *(["8-bit: best peer / microsdpa"] if any(row.get("precision") for row in rows) else []),
     ]
     lines = [head]
     for name, members in cases.items():
         by_column = {_column(row): row for row in members}
         target = result["environment"].get("target") or ""
-        lines.append([name, *(_cell(by_column.get(c), target, unit) for c in columns), _ratio(members)])
+        ratios = [_ratio(members), _eight_bit_ratios(members)][: len(head) - 1 - len(columns)]
+        lines.append([name, *(_cell(by_column.get(c), target, unit) for c in columns), *ratios])
     return lines
 
 
@@ -259,7 +242,7 @@ def _cell(row: results.Row | None, target: str, unit: str) -> str:
 
 
 def _ratio(rows: Iterable[results.Row]) -> str:
-    timed = [row for row in rows if row["status"] == "ok"]
+    timed = [row for row in rows if row["status"] == "ok" and not row.get("precision")]
     ours = [row for row in timed if row["impl"] == "microsdpa" and row.get("variant", "") != ALONE]
     # 8 bits against 16 would be no comparison of implementations.
     peers = [row for row in timed if row["impl"] != "microsdpa" and ours and row["dtype"] == ours[0]["dtype"]]
@@ -268,6 +251,19 @@ def _ratio(rows: Iterable[results.Row]) -> str:
     best = min(peers, key=quoted_us)
     tie = statistics.compare(ours[0]["samples_us"], best["samples_us"]) == "tie"
     return f"{quoted_us(best) / quoted_us(ours[0]):.2f}x{' (tie)' if tie else ''}"
+
+
+def _eight_bit_ratios(rows: Iterable[results.Row]) -> str:
+    """The fastest 8-bit peer over the fastest precision of ours: both on codes, and both quantising in the call."""
+    timed = [row for row in rows if row["status"] == "ok" and row["dtype"] not in SIXTEEN_BIT]
+    found = []
+    for op in dict.fromkeys(row["op"] for row in timed):
+        ours = [row for row in timed if row["op"] == op and row.get("precision")]
+        peers = [row for row in timed if row["op"] == op and row["impl"] != "microsdpa"]
+        if ours and peers:
+            mine, best = min(ours, key=quoted_us), min(peers, key=quoted_us)
+            found.append(f"{quoted_us(best) / quoted_us(mine):.2f}x ({best['impl']} / {mine['variant']})")
+    return "; ".join(found)
 
 
 def render(root: Path, results_directory: Path) -> list[Path]:

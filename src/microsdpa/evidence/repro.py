@@ -202,7 +202,7 @@ def bench_step(
     """A suite, microsdpa against its peers; the gate is that microsdpa is right and fails at nothing it accepts."""
     loaded = load(suite)
     peers = peers or loaded.peers
-    choose(peers, loaded.eight_bit)
+    choose(peers, bool(loaded.eight_bit))
     if reason := launcher.device_error():
         return Step("bench", "not run", f"timings need a GPU: {reason}")
     advance = progress(suite, len(loaded.cases))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from microsdpa.evidence.devices import EXP2_PER_CLOCK, Device
 from microsdpa.evidence.inputs import Case
 
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "e4m3": 1, "int8": 1}
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "e4m3": 1, "int8": 1, "int8_fp8": 1, "int8_fp16": 1}
+"""Of Q, K, V and O at least: with 8 bits V and O may have 16."""
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,11 @@ def run(
     ):
         if variant and (not suite.alone or peers == "none" or not chosen):
             continue
-        job = {"modes": chosen, "impl": impl, "peers": names, "eight_bit": suite.eight_bit}
-        jobs += [(group, job, variant) for group in groups]
+        for group in groups:
+            # Alone, 16-bit calls are measured: that they are not slowed down by their company is what it is for.
+            eight_bit = [] if variant else [index for index in group if suite.cases[index] in suite.eight_bit]
+            job = {"modes": chosen, "impl": impl, "peers": names, "eight_bit": eight_bit}
+            jobs.append((group, job, variant))
     rows: list[results.Row] = []
     waiting = start_together([job for _, job, _ in jobs[:MAX_WAITING]])
     try:
@@ -82,12 +85,12 @@ def _measure_group(
 
 def _measure(job: dict[str, Any], finished: Callable[[int], None], worker: Worker | None) -> Outcome:
     """One process from its job to its end."""
-    return (worker or Worker(job["peers"], job["eight_bit"])).measure(job, finished)
+    return (worker or Worker(job["peers"], bool(job["eight_bit"]))).measure(job, finished)
 
 
 def start_together(jobs: Sequence[dict[str, Any]]) -> list[Worker]:
     """Processes for these jobs, all of them ready."""
-    workers = [Worker(job["peers"], job["eight_bit"]) for job in jobs]
+    workers = [Worker(job["peers"], bool(job["eight_bit"])) for job in jobs]
     for worker in workers:
         worker.wait_until_ready()
     return workers

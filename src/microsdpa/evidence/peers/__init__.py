@@ -7,14 +7,24 @@ from microsdpa.evidence.peers.cudnn_fp8 import CudnnFp8
 from microsdpa.evidence.peers.flash_attn import FlashAttention2, FlashAttention3, FlashAttention3Fp8, FlashAttention4
 from microsdpa.evidence.peers.flash_infer import FlashInfer
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors
-from microsdpa.evidence.peers.ours import Microsdpa
+from microsdpa.evidence.peers.ours import Microsdpa, MicrosdpaEightBit, ours
 from microsdpa.evidence.peers.sage_attention import SageAttention
 from microsdpa.evidence.peers.torch_flex import TorchFlex
 from microsdpa.evidence.peers.torch_sdpa import TorchCudnn, TorchEfficient, TorchFlash, TorchMath, TorchSdpa
 from microsdpa.evidence.peers.triton_fused import TritonFused
 from microsdpa.evidence.peers.xformers_cutlass import Xformers
 
-__all__ = ["PEERS", "Call", "Implementation", "Microsdpa", "Tensors", "choose", "slug"]
+__all__ = [
+    "PEERS",
+    "Call",
+    "Implementation",
+    "Microsdpa",
+    "MicrosdpaEightBit",
+    "Tensors",
+    "choose",
+    "ours",
+    "slug",
+]
 
 PEERS: tuple[type[Implementation], ...] = (
     TorchSdpa,

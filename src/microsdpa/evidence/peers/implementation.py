@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -24,6 +24,8 @@ class Implementation:
     Attributes:
         name: "microsdpa", or the peer's name, as results and tables have it.
         variant: what is special about the call, such as writing to a given output; empty otherwise.
+        where: "host" for variants that do on the device what another does too, "device" for calls whose time on the
+            host is no user's; else empty.
         op: what one call does: "sdpa", or "quantize+sdpa" when it quantises its 16-bit inputs itself.
         arithmetic: type of the matrix products, "e4m3" for example; empty for that of the inputs.
         module: the module that the peer is imported from; empty when it comes with torch.
@@ -33,8 +35,9 @@ class Implementation:
 
     name: ClassVar[str]
     variant: str = ""
-    op: ClassVar[str] = "sdpa"
-    arithmetic: ClassVar[str] = ""
+    where: Literal["", "host", "device"] = ""
+    op: str = "sdpa"
+    arithmetic: str = ""
     module: ClassVar[str] = ""
     package: ClassVar[str] = ""
     configuration: ClassVar[str] = ""
@@ -72,6 +75,10 @@ class Implementation:
         What a user does once, such as building a graph or a view, happens here. `out` is for variants that write to it.
         """
         raise NotImplementedError
+
+    def identity(self, case: Case, tensors: Tensors) -> dict[str, object]:
+        """Further fields of the rows: which kernels of this library answer."""
+        return {}
 
     def decode(self, result: Any) -> torch.Tensor:
         """The output as [B, H, S_q, D] numbers, from what a bound call gave; it is not timed."""

@@ -46,13 +46,15 @@ def eager(
     """Attention by plain operations with 8-bit operands of both products and an 8-bit output: what 8 bits cost.
 
     query is [B, H, S_q, D], key and value [B, H_kv, S_k, D]. "e4m3" rounds Q, K, V, P and O to E4M3 with one scale a
-    tensor; "int8" rounds Q and K to 8-bit integers with one scale a tensor, and P, V and O to FP16.
+    tensor; "int8" rounds Q and K to 8-bit integers with one scale a tensor, and P, V and O to FP16; "int8_fp16" is the
+    same, and "int8_fp8" rounds P and V to E4M3.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k, group = key.shape[2], heads // key.shape[1]
     round_qk = _rounded_e4m3 if arithmetic == "e4m3" else _rounded_int8
     q, k = round_qk(query), round_qk(key)
-    v = _rounded_e4m3(value) if arithmetic == "e4m3" else value.float()
+    e4m3_values = arithmetic in ("e4m3", "int8_fp8")
+    v = _rounded_e4m3(value) if e4m3_values else value.float()
     factor = head_dim**-0.5 if scale is None else scale
     diagonal = seqlen_k - seqlen_q if causal == "lower_right" else 0
     out = torch.empty(batch, heads, seqlen_q, head_dim, device=query.device)
@@ -71,7 +73,7 @@ def eager(
                 total = exponentials.sum(dim=1, keepdim=True)
                 rounded = (
                     (exponentials * E4M3_MAX).to(torch.float8_e4m3fn).float() / E4M3_MAX
-                    if arithmetic == "e4m3"
+                    if e4m3_values
                     else exponentials.half().float()
                 )
                 out[b, h, first:last] = (rounded @ v[b, h // group] / total).nan_to_num(0.0)

@@ -18,6 +18,9 @@ Results = dict[str, Result]
 """Result files of one GPU by suite."""
 
 MISSION = {"b": 1, "h": 8, "h_kv": 8, "s_q": 512, "s_k": 512, "d": 64}
+SIXTEEN_BIT = ("float16", "bfloat16")
+MARKERS = {"fp8": "s", "int8_fp8": "^", "int8_fp16": "v"}
+"""Of this library's precisions, which have one colour."""
 NOT_DRAWN = ("out=", "plan", "plan out=", "alone")
 """Variants that differ on the host only, or that were measured without the peers."""
 
@@ -191,14 +194,16 @@ def accuracy(results: Results) -> Plot:
     figure, axes = new_figure(3.6 * len(kinds), 3.8, 1, len(kinds))
     for axis, kind in zip(axes[0], kinds, strict=True):
         for row in (row for row in rows if row.get("kind", "normal") == kind):
-            eight = row["dtype"] not in ("float16", "bfloat16")
+            eight = row["dtype"] not in SIXTEEN_BIT
+            precision = row.get("precision", "")
             axis.scatter(
                 quoted_us(row),
                 row["error"]["rel_l1"],
-                marker="D" if eight else "o",
+                marker=MARKERS.get(precision, "D" if eight else "o"),
                 s=42,
-                color=colours[_name(row)],
-                label=f"{_name(row)}{' (8-bit)' if eight else ''}",
+                edgecolors=colours[_name(row)],
+                facecolors="none" if precision and row["op"] == "sdpa" else colours[_name(row)],
+                label=f"{_name(row)}{' (8-bit)' if eight and not precision else ''}",
             )
         axis.set(xscale="log", yscale="log", title=f"inputs: {kind}", xlabel="microseconds a call")
         _plain_ticks(axis, [quoted_us(row) for row in rows])
@@ -207,7 +212,8 @@ def accuracy(results: Results) -> Plot:
     handles = {h.get_label(): h for axis in axes.flat for h in axis.collections}
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4)
     data = [[_name(r), r.get("kind"), r["dtype"], quoted_us(r), r["error"]["rel_l1"]] for r in rows]
-    return finish(figure, name, title, f"Lower left is better. {_source(result)}", data)
+    codes = " Open: attention alone, on codes made before." if any(r.get("precision") for r in rows) else ""
+    return finish(figure, name, title, f"Lower left is better.{codes} {_source(result)}", data)
 
 
 def _plain_ticks(axis: Any, values: list[float]) -> None:
@@ -259,6 +265,8 @@ def _intensities(used: list[Result]) -> tuple[list[tuple[float, float]], list[tu
     best: dict[Case, tuple[float, float]] = {}
     for result in used:
         for row in _rows(result):
+            if row["dtype"] not in SIXTEEN_BIT:
+                continue  # below another roof
             case = _case(row)
             point = roofline.flops(case) / roofline.tensor_bytes(case), row["tflops"]
             if row["impl"] == "microsdpa":

@@ -22,7 +22,7 @@ class Suite:
         modes: what `microsdpa bench` measures unless it is told otherwise.
         peers: whom it is measured beside unless it is told otherwise, as `microsdpa bench --peers` takes them. Suites
             of long calls leave out those that would be compiled again for every case.
-        eight_bit: whether 8-bit implementations take part.
+        eight_bit: the cases in which 8-bit implementations take part.
         labels: what a case is, such as the model that it is from.
     """
 
@@ -32,7 +32,7 @@ class Suite:
     processes: str = "suite"
     modes: tuple[str, ...] = ("graph",)
     peers: str = "all"
-    eight_bit: bool = False
+    eight_bit: frozenset[Case] = frozenset()
     alone: bool = False
     labels: dict[Case, str] = field(default_factory=dict, hash=False)
 
@@ -56,12 +56,14 @@ def load(name: str) -> Suite:
 
 
 def _parse(name: str, data: dict[str, Any]) -> Suite:
-    cases, labels = [], {}
+    cases, labels, eight_bit = [], {}, set()
     for fields in data["cases"] + _token_table(data.get("tokens")):
-        label = fields.pop("label", "")
+        label, chosen = fields.pop("label", ""), fields.pop("eight_bit", data.get("eight_bit", False))
         case = Case(**fields)
         cases.append(case)
         labels[case] = label
+        if chosen:
+            eight_bit.add(case)
     return Suite(
         name,
         data["title"],
@@ -69,7 +71,7 @@ def _parse(name: str, data: dict[str, Any]) -> Suite:
         processes=data.get("processes", "suite"),
         modes=tuple(data.get("modes", ("graph",))),
         peers=",".join(data["peers"]) if "peers" in data else "all",
-        eight_bit=data.get("eight_bit", False),
+        eight_bit=frozenset(eight_bit),
         alone=data.get("alone", False),
         labels={case: label for case, label in labels.items() if label},
     )
