@@ -3,7 +3,7 @@
 Importing it initialises no CUDA and creates no file.
 """
 
-from microsdpa import torch_ops
+from microsdpa import integrations, torch_ops
 from microsdpa.api import explain, sdpa
 from microsdpa.dropin import disable, enable, enabled, register
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
@@ -26,6 +26,7 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "integrations",
     "plan",
     "quantize",
     "register",

@@ -83,6 +83,27 @@ def scaled_dot_product_attention(
         UnsupportedProblem: microsdpa does not compute the call, and was enabled with strict=True.
     """
     strict, impl = _active[-1] if _active else (False, "auto")
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, strict=strict, impl=impl)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    *,
+    strict: bool,
+    impl: str,
+) -> torch.Tensor:
+    """A call of torch's function: by microsdpa, or else by torch's own, unless `strict`.
+
+    Raises:
+        UnsupportedProblem: microsdpa does not compute the call, and `strict`.
+    """
     given = query, key, value, attn_mask
     causal: Causal | None = None
     if isinstance(attn_mask, CausalBias) and not is_causal:
@@ -107,7 +128,7 @@ def scaled_dot_product_attention(
         except (InvalidArgument, UnsupportedProblem) as error:
             reason = str(error)
     if strict:
-        raise UnsupportedProblem(reason, nearest="microsdpa.enable() without strict=True, which leaves it to torch")
+        raise UnsupportedProblem(reason, nearest="strict=False, which leaves it to torch's own attention")
     note_fallback(reason)
     function: Callable[..., torch.Tensor] = torch_cpu.torch_attention
     if isinstance(given[3], CausalBias):

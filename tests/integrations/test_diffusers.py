@@ -1,0 +1,163 @@
+"""set_attention_backend("microsdpa") on small, randomly initialised diffusion transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa import dropin
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install '.[integrations]'")
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn  # noqa: E402
+
+from microsdpa.integrations.diffusers import NAME, register  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _native() -> Iterator[None]:
+    """set_attention_backend also sets what models use that have none of their own."""
+    with attention_backend("native"):
+        yield
+
+
+def random(seed: int = 1) -> Callable[..., torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator)
+
+
+def flux() -> tuple[Any, dict[str, Any]]:
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=[4, 4, 8],
+    )
+    normal = random()
+    return model, {
+        "hidden_states": normal(2, 16, 4),
+        "encoder_hidden_states": normal(2, 7, 32),
+        "pooled_projections": normal(2, 32),
+        "timestep": torch.tensor([0.3, 0.9]),
+        "img_ids": normal(16, 3),
+        "txt_ids": normal(7, 3),
+    }
+
+
+def wan() -> tuple[Any, dict[str, Any]]:
+    """A video model, with cross attention; its head dimension is no multiple of 16."""
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=2,
+        rope_max_seq_len=32,
+    )
+    normal = random()
+    inputs = {"hidden_states": normal(1, 4, 2, 8, 8), "encoder_hidden_states": normal(1, 7, 16)}
+    return model, inputs | {"timestep": torch.tensor([3])}
+
+
+def qwen() -> tuple[Any, dict[str, Any]]:
+    """Prompts of two lengths: the padding comes as a mask."""
+    model = diffusers.QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+    )
+    normal = random()
+    return model, {
+        "hidden_states": normal(2, 16, 16),
+        "encoder_hidden_states": normal(2, 7, 16),
+        "encoder_hidden_states_mask": torch.arange(7) < torch.tensor([[7], [3]]),
+        "timestep": torch.tensor([0.3, 0.9]),
+        "img_shapes": [[(1, 4, 4)]] * 2,
+    }
+
+
+def run(model: Any, inputs: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    cast = {n: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
+    with torch.no_grad():
+        return model.to(dtype)(**cast).sample.float()
+
+
+@pytest.mark.parametrize("impl", ["auto", "emulate"])
+@pytest.mark.parametrize("make", [flux, wan, qwen])
+def test_a_diffusion_transformer_computes_what_it_does_stock(
+    make: Callable[[], tuple[Any, dict[str, Any]]], impl: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against itself in FP32, the error is no more than twice that of the same type with diffusers' own backend."""
+    torch.manual_seed(0)
+    model, inputs = make()
+    exact = run(model.eval(), inputs, torch.float32)
+    stock = run(model, inputs, torch.bfloat16)
+    calls: list[bool] = []
+    sdpa = dropin.api.sdpa
+    monkeypatch.setattr(
+        dropin.api, "sdpa", lambda *a, **options: calls.append("attn_mask" in options) or sdpa(*a, **options)
+    )
+    register(strict=True, impl=impl)
+    model.set_attention_backend(NAME)
+    ours = run(model, inputs, torch.bfloat16)
+    assert (ours - exact).abs().max() <= 2 * (stock - exact).abs().max() + 1e-3 * exact.abs().max()
+    assert calls
+    assert all(calls) if make is qwen else not any(calls)
+
+
+def test_a_mask_of_keys_and_grouped_heads() -> None:
+    register(strict=True)
+    normal = random()
+    query, key, value = normal(2, 9, 4, 16).half(), normal(2, 5, 2, 16).half(), normal(2, 5, 2, 16).half()
+    mask = torch.arange(5) < torch.tensor([[5], [2]])
+    options = {"attn_mask": mask, "scale": 0.3, "enable_gqa": True}
+    with attention_backend(NAME):
+        ours = dispatch_attention_fn(query, key, value, **options)
+    stock = dispatch_attention_fn(query, key, value, **options, backend=AttentionBackendName.NATIVE)
+    assert ours.shape == (2, 9, 4, 16)
+    torch.testing.assert_close(ours, stock, rtol=2e-3, atol=2e-3)
+
+
+def test_what_it_does_not_do_is_native_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    model, inputs = flux()
+    register()
+    dropin._logged.clear()
+    stock = run(model.eval(), inputs, torch.float32)
+    model.set_attention_backend(NAME)
+    assert torch.equal(run(model, inputs, torch.float32), stock)
+    assert len([record for record in caplog.records if "torch.float32" in record.message]) == 1
+    register(strict=True)
+    with pytest.raises(microsdpa.UnsupportedProblem, match=r"torch\.float32"):
+        run(model, inputs, torch.float32)
+
+
+def test_the_name_is_one_of_diffusers() -> None:
+    register()
+    register()
+    name = AttentionBackendName(NAME)
+    assert name is AttentionBackendName["MICROSDPA"]
+    assert [each for each in AttentionBackendName if each.value == NAME] == [name]
+    half = torch.zeros(1, 2, 2, 16).half()
+    with pytest.raises(microsdpa.UnsupportedProblem, match="return_lse"):
+        dispatch_attention_fn(half, half, half, attention_kwargs={"return_lse": True}, backend=name)
+    with pytest.raises(microsdpa.UnsupportedProblem, match="context parallelism"):
+        dispatch_attention_fn(half, half, half, backend=name, parallel_config=object())
+    with pytest.raises(microsdpa.InvalidArgument, match="impl"):
+        register(impl="fastest")
