@@ -5,7 +5,8 @@ A marker pair looks like this, and what stands between the two is replaced:
     <!-- microsdpa:table gpu=h200 suite=mission mode=graph -->
     <!-- microsdpa:end -->
 
-`microsdpa:plot gpu=h200 name=latency` shows a plot, and `microsdpa:peers` the table of peers.
+`microsdpa:plot gpu=h200 name=latency` shows a plot, `microsdpa:peers` the table of peers, and `microsdpa:support` what
+the specifications support.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics, suites, verify_torch
+from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics, suites, support, verify_torch
 from microsdpa.evidence.peers import PEERS, slug
 from microsdpa.evidence.plots import Plot
 from microsdpa.evidence.plots import files as plot_files
@@ -26,7 +27,7 @@ from microsdpa.evidence.wording import case_name, provenance, quoted_us
 from microsdpa.evidence.worker import ALONE
 
 MARKER = re.compile(
-    r"(?P<head><!-- microsdpa:(?P<what>table|peers|plot) ?(?P<options>[^>]*?) ?-->\n)"
+    r"(?P<head><!-- microsdpa:(?P<what>table|peers|plot|support) ?(?P<options>[^>]*?) ?-->\n)"
     r"(?P<body>.*?)(?P<tail><!-- microsdpa:end -->)",
     re.DOTALL,
 )
@@ -56,6 +57,8 @@ def rendered(text: str, results_directory: Path, name: str) -> str:
     def replace(match: re.Match[str]) -> str:
         if match["what"] == "peers":
             return match["head"] + peers_table() + match["tail"]
+        if match["what"] == "support":
+            return match["head"] + support.markdown() + match["tail"]
         if match["what"] == "plot":
             gpu, plot = _plot(_options(match), results_directory, name)
             return match["head"] + plot_files.reference(name, gpu, plot) + match["tail"]

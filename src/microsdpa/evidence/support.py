@@ -1,0 +1,101 @@
+"""What is supported, asked of the specifications: GPU, type, head dimension, feature, and the kernel of impl="auto"."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.evidence.survey import TARGETS
+from microsdpa.problem import DType, MaskKind, Problem
+from microsdpa.select import select
+from microsdpa.specs import KernelSpec
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, EightBitProblem
+
+GPUS = {"sm_80": "A100", "sm_89": "L4, RTX 4090", "sm_90a": "H100, H200", "sm_120": "RTX 5090"}
+DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
+SIZES = ((1, 8, 1, 4096), (1, 8, 512, 512), (4, 32, 4096, 4096))
+"""(B, H, S_q, S_k) that are asked for: decoding, few queries, many."""
+LARGEST = 256
+STEP = 16
+FEATURES: dict[str, dict[str, Any]] = {
+    "no mask": {},
+    "causal, upper left": {"causal": "upper_left"},
+    "causal, lower right": {"causal": "lower_right"},
+    "grouped heads": {"heads_kv": 1},
+    "rows off 16 bytes": {"alignment": 2},
+    "bool `attn_mask`": {"mask": MaskKind("bool")},
+    "`attn_mask` of numbers": {"mask": MaskKind("float32")},
+    "`window`": {"mask": MaskKind(left=True, right=True)},
+    "`softcap`": {"mask": MaskKind(softcap=True)},
+    "`alibi_slopes`": {"mask": MaskKind(alibi=True)},
+    "`sinks`": {"mask": MaskKind(sinks="float32")},
+    "all of the masks, causal": {
+        "mask": MaskKind("bool", True, True, True, True, "float32"),
+        "causal": "lower_right",
+    },
+}
+
+
+def dimensions(found: Iterable[int]) -> str:
+    """Head dimensions in words where there are many: "1 to 256", "multiples of 16 to 256", "other multiples of ..."."""
+    dims = set(found)
+    multiples = set(range(STEP, LARGEST + 1, STEP))
+    if dims == set(range(1, LARGEST + 1)):
+        return f"1 to {LARGEST}"
+    if dims == set(range(1, LARGEST + 1)) - multiples:
+        return f"all others to {LARGEST}"
+    if dims <= multiples and len(dims) > len(multiples) // 2:
+        return f"{'' if dims == multiples else 'other '}multiples of {STEP} to {LARGEST}"
+    return ", ".join(map(str, sorted(dims)))
+
+
+def _kernel(problem: Problem) -> str | None:
+    """What impl="auto" runs; None when nothing does."""
+    if isinstance(problem, EightBitProblem):
+        specs = (family.specify(problem) for family in EIGHT_BIT_FAMILIES)
+        return next((spec.name for spec in specs if isinstance(spec, KernelSpec)), None)
+    try:
+        return select(problem).spec.name
+    except UnsupportedProblem:
+        return None
+
+
+def _cell(kind: type[Problem], dtype: DType, target: str, **feature: Any) -> str:
+    kernels: dict[str, set[int]] = {}
+    for batch, heads, seqlen_q, seqlen_k in SIZES:
+        for head_dim in range(1, LARGEST + 1):
+            sizes = {"batch": batch, "heads": heads, "heads_kv": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+            problem = kind(**(sizes | {"head_dim": head_dim, "dtype": dtype, "target": target} | feature))
+            if name := _kernel(problem):
+                kernels.setdefault(name, set()).add(head_dim)
+    order = sorted(kernels, key=lambda name: len(kernels[name]))  # "other" and "all others" come last
+    return "<br>".join(f"{name}: {dimensions(kernels[name])}" for name in order) or "no"
+
+
+@functools.cache
+def matrix() -> list[list[str]]:
+    """A header, then a line a feature and type, a column a GPU; cells have the kernels, each with head dimensions.
+
+    A kernel stands in a cell when impl="auto" takes it for one of SIZES.
+    """
+    lines = [["", "type", *(f"{GPUS[target]} ({target})" for target in TARGETS)]]
+    for label, feature in FEATURES.items():
+        by_type = {dtype: [_cell(Problem, dtype, target, **feature) for target in TARGETS] for dtype in DTYPES}
+        same = by_type[DTYPES[0]] == by_type[DTYPES[1]]
+        lines += [
+            [label, " and ".join(DTYPES) if same else dtype, *by_type[dtype]]
+            for dtype in (DTYPES[:1] if same else DTYPES)
+        ]
+    for operands in OPERANDS:
+        cells = [_cell(EightBitProblem, "float16", target, operands=operands) for target in TARGETS]
+        lines.append([f'`precision="{operands}"`', "quantised from either", *cells])
+    return lines
+
+
+def markdown() -> str:
+    """The matrix as a table."""
+    lines = matrix()
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

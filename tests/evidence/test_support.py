@@ -1,0 +1,69 @@
+"""The support matrix is asked of the specifications, and the page has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from microsdpa import select
+from microsdpa.evidence import render, support
+from microsdpa.evidence.survey import TARGETS
+from microsdpa.specs import FAMILIES, Rejection
+
+PAGE = Path(__file__).parents[2] / "docs/support.md"
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    yield
+    support.matrix.cache_clear()
+
+
+def test_the_page_is_in_step_with_the_specifications() -> None:
+    assert support.markdown() in PAGE.read_text(encoding="utf-8")
+
+
+def test_every_feature_has_a_kernel_for_every_head_dimension() -> None:
+    header, *lines = support.matrix()
+    assert len(header) == 2 + len(TARGETS)
+    for line in lines[: len(support.FEATURES)]:
+        for cell in line[2:]:
+            assert cell.endswith(("1 to 256", "all others to 256")), line
+    eight_bit = {line[0]: line[2:] for line in lines[-3:]}
+    assert [cells[0] for cells in eight_bit.values()] == ["no"] * 3
+    assert all(cell.endswith("32, 64, 128") for cells in eight_bit.values() for cell in cells[1:])
+
+
+def test_a_kernel_that_goes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = support.markdown()
+    gone = tuple(
+        dataclasses.replace(family, specify=lambda _: Rejection("gone", "another"))
+        if family.name == "ampere/fwd_general"
+        else family
+        for family in FAMILIES
+    )
+    monkeypatch.setattr(select, "FAMILIES", gone)
+    monkeypatch.setattr(support, "SIZES", support.SIZES[:1])
+    support.matrix.cache_clear()
+    after = support.markdown()
+    assert after != before
+    assert "| no | no | no | no |" in after
+    text = f"<!-- microsdpa:support -->\n{before}<!-- microsdpa:end -->\n"
+    assert render.rendered(text, PAGE, "page") != text
+
+
+@pytest.mark.parametrize(
+    ("dims", "words"),
+    [
+        (range(1, 257), "1 to 256"),
+        (range(16, 257, 16), "multiples of 16 to 256"),
+        (set(range(16, 257, 16)) - {64, 128}, "other multiples of 16 to 256"),
+        (set(range(1, 257)) - set(range(16, 257, 16)), "all others to 256"),
+        ([128, 64], "64, 128"),
+    ],
+)
+def test_head_dimensions_in_words(dims: list[int], words: str) -> None:
+    assert support.dimensions(dims) == words
