@@ -11,7 +11,7 @@ import torch
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.evidence import compare, results, signatures
+from microsdpa.evidence import compare, minilm, results, signatures
 from microsdpa.evidence.inputs import Case, Kind, make
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.wording import provenance
@@ -110,19 +110,24 @@ def step(progress: Progress = no_progress, seeds: int = SEEDS, output: Path | No
     device = "cpu" if launcher.device_error() else "cuda"
     target = target_of(torch.cuda.get_device_capability()) if device == "cuda" else emulated_target("auto")
     chosen = [(precision, case) for case in cases(seeds) for precision in OPERANDS]
-    advance = progress("accuracy", len(chosen))
+    absence = minilm.absence()
+    advance = progress("accuracy", len(chosen) + (0 if absence else len(OPERANDS) * len(minilm.TEXTS)))
     measured = []
     for precision, case in chosen:
         measured.append(measure(precision, case, device))
         advance(f"{precision} {case}")
-    wrong = failures(measured)
-    result = results.make("accuracy", command, [as_row(m, target) for m in measured])
+    real: minilm.Found = ([], []) if absence else minilm.measure(device, advance=advance)
+    wrong = failures(measured) + minilm.failures(real)
+    rows = [as_row(m, target) for m in measured] + minilm.as_rows(real, target)
+    result = results.make("accuracy", command, rows)
     where = "on the GPU" if device == "cuda" else "in the emulator, on the CPU"
     summary = "; ".join(wrong) or f"every gate holds for {', '.join(OPERANDS)} {where}"
+    summary += f"; {absence}" if absence else ""
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
-    table = [line.strip("| \n").split(" | ") for line in kinds_table(result).splitlines() if "---" not in line]
-    return Step("accuracy", "failed" if wrong else "passed", summary, table, data=result)
+    sections = [("By the number of keys", lengths_lines(result))]
+    sections += [] if absence else [(f"{minilm.NAME}, a real model on real text", minilm.table_lines(result))]
+    return Step("accuracy", "failed" if wrong else "passed", summary, kinds_lines(result), sections, data=result)
 
 
 def as_row(measured: Measured, target: str) -> results.Row:
@@ -148,10 +153,14 @@ def _is_stale(row: results.Row) -> bool:
     return signatures.is_stale(row | {"precision": row["dtype"]}, row["target"])
 
 
-def kinds_table(result: results.Result) -> str:
+def _synthetic(result: results.Result) -> list[results.Row]:
+    return [row for row in result["rows"] if not row.get("model")]
+
+
+def kinds_lines(result: results.Result) -> list[list[str]]:
     """Mean RMSE and relative L1 by precision and kind of input."""
-    rows = [row for row in result["rows"] if row["shape"]["s_q"] == MISSION_ROWS]
-    lines = [["precision", *(f"{kind}: RMSE / rel. L1, worst RMSE" for kind in KINDS)], ["---"] + ["---:"] * len(KINDS)]
+    rows = [row for row in _synthetic(result) if row["shape"]["s_q"] == MISSION_ROWS]
+    lines = [["precision", *(f"{kind}: RMSE / rel. L1, worst RMSE" for kind in KINDS)]]
     for precision in dict.fromkeys(row["dtype"] for row in rows):
         cells = []
         for kind in KINDS:
@@ -160,21 +169,29 @@ def kinds_table(result: results.Result) -> str:
             cells.append(f"{mean[0]:.5f} / {mean[1]:.4f}, {max(e['rmse'] for e in errors):.5f}")
         stale = any(_is_stale(row) for row in rows if row["dtype"] == precision)
         lines.append([f'`precision="{precision}"`{" (stale)" if stale else ""}', *cells])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return lines
 
 
-def lengths_table(result: results.Result) -> str:
+def lengths_lines(result: results.Result) -> list[list[str]]:
     """Relative L1 by precision and number of keys."""
-    rows = [row for row in result["rows"] if row["shape"]["s_q"] != MISSION_ROWS]
+    rows = [row for row in _synthetic(result) if row["shape"]["s_q"] != MISSION_ROWS]
     lengths = sorted({row["shape"]["s_k"] for row in rows})
-    lines = [["relative L1 with", *(f"{length:,} keys" for length in lengths)], ["---"] + ["---:"] * len(lengths)]
+    lines = [["relative L1 with", *(f"{length:,} keys" for length in lengths)]]
     for precision in dict.fromkeys(row["dtype"] for row in rows):
         found = {row["shape"]["s_k"]: row["error"]["rel_l1"] for row in rows if row["dtype"] == precision}
         lines.append([f'`precision="{precision}"`', *(f"{found[length]:.4f}" for length in lengths)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return lines
+
+
+TABLES = {"kind": kinds_lines, "length": lengths_lines, "model": minilm.table_lines}
 
 
 def markdown(result: results.Result, options: dict[str, str]) -> str:
-    """A table of a page: by kind, or with by=length by length."""
-    table = lengths_table(result) if options.get("by") == "length" else kinds_table(result)
-    return f"{table}\n{provenance(result)}"
+    """A table of a page: by=kind (also without by=), by=length or by=model."""
+    lines = TABLES[options.get("by", "kind")](result)
+    if len(lines) == 1:
+        return (
+            f"*Not in the result file: `{result['command']}` found {minilm.NAME} not installed ({minilm.INSTALL}).*\n"
+        )
+    ruled = [lines[0], ["---"] + ["---:"] * (len(lines[0]) - 1), *lines[1:]]
+    return "".join(f"| {' | '.join(line)} |\n" for line in ruled) + f"\n{provenance(result)}"
