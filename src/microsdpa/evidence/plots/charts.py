@@ -1,4 +1,4 @@
-"""The six plots of the report, each from the result files that it needs."""
+"""The plots of the report, each from the result files that it needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from microsdpa.evidence import roofline
 from microsdpa.evidence.devices import DEVICES, Device
 from microsdpa.evidence.environment import gpu_slug
 from microsdpa.evidence.inputs import Case
-from microsdpa.evidence.plots.figure import OURS, Plot, finish, new_figure, series_colours
+from microsdpa.evidence.plots.figure import OURS, PEER_COLOURS, Plot, finish, new_figure, series_colours
 from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.wording import provenance, quoted_us
 from microsdpa.problem import DType
@@ -216,6 +216,52 @@ def accuracy(results: Results) -> Plot:
     return finish(figure, name, title, f"Lower left is better.{codes} {_source(result)}", data)
 
 
+KIND_TITLES = {
+    "normal": "N(0, 1)",
+    "outliers": "with outliers",
+    "key_bias": "K with a bias a channel",
+    "model": "MiniLM's layers",
+}
+
+
+def errors(results: Results) -> Plot:
+    """Relative L1 of each precision on each kind of input, the mean over the sets, with the best and the worst."""
+    name, title = "errors", "Error of 8-bit attention by kind of input"
+    result = results.get("accuracy")
+    if result is None:
+        return Plot(name, title, "", missing="no data: there is no result file of microsdpa accuracy")
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in result["rows"]:
+        if row.get("layer") == 0 or (not row.get("model") and row["shape"]["s_q"] != MISSION["s_q"]):
+            continue
+        kind = "model" if row.get("model") else row["kind"]
+        found.setdefault((kind, row["dtype"]), []).append(row["error"]["rel_l1"])
+    kinds = [kind for kind in KIND_TITLES if any(key[0] == kind for key in found)]
+    precisions = list(dict.fromkeys(precision for _, precision in found))
+    figure, axes = new_figure(7.2, 3.4)
+    axis = axes[0, 0]
+    width = 0.8 / len(precisions)
+    for index, precision in enumerate(precisions):
+        places = [k + (index - (len(precisions) - 1) / 2) * width for k in range(len(kinds))]
+        values = [found[kind, precision] for kind in kinds]
+        means = [sum(v) / len(v) for v in values]
+        colour = (OURS, *PEER_COLOURS)[index]
+        axis.bar(places, means, 0.92 * width, color=colour, label=precision)
+        for place, mean, value in zip(places, means, values, strict=True):
+            axis.vlines(place, min(value), max(value), color="#808080", lw=1)
+            axis.annotate(
+                f"{mean:.4f}", (place, max(value)), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8
+            )
+    axis.set_xticks(range(len(kinds)), [KIND_TITLES[kind] for kind in kinds])
+    axis.set_ylabel("relative L1 error against FP64")
+    axis.grid(axis="y")
+    axis.set_axisbelow(True)
+    axis.tick_params(axis="x", length=0)
+    figure.legend(loc="outside lower center", ncols=len(precisions))
+    caption = f"Lower is better. Bars: mean; lines: best to worst set of inputs, or layer and text. {_source(result)}"
+    return finish(figure, name, title, caption, [[*key, values] for key, values in found.items()])
+
+
 def _plain_ticks(axis: Any, values: list[float]) -> None:
     """A logarithmic axis with 1, 2, 5, 10, ... written out."""
     from matplotlib.ticker import NullLocator
@@ -294,6 +340,7 @@ DRAWINGS: dict[str, Callable[[Results], Plot]] = {
     "ladder": ladder,
     "throughput": throughput,
     "accuracy": accuracy,
+    "errors": errors,
     "roofline": roofline_plot,
     "host": host_overhead,
 }
