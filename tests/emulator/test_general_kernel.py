@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import microsdpa
+from argument_space import Form, assert_right, calls, forms
 from microsdpa import reference
 from microsdpa.emulate import run
-from microsdpa.evidence import compare
 from microsdpa.evidence.cases import MASKINGS
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import check
@@ -104,31 +106,25 @@ def test_keys_outside_the_window_are_not_loaded() -> None:
     assert loaded[1] < loaded[0] / 4
 
 
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_any_combination_of_arguments(data: st.DataObject) -> None:
-    """Shapes, layouts and masks at random; few compile-time variants, many of everything else."""
-    draw = data.draw
-    s_q, s_k = draw(st.integers(1, 80), label="S_q"), draw(st.integers(1, 140), label="S_k")
-    heads_kv, group, batch = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    case = Case(
-        *(batch, heads_kv * group, s_q, s_k, 32),
-        heads_kv=heads_kv,
-        causal=draw(st.sampled_from([None, "upper_left", "lower_right"])),
-        layout=draw(st.sampled_from(["bhsd", "bshd"])),
-        scale=draw(st.sampled_from([None, 0.0, -0.2, 1.0])),
-        seed=draw(st.integers(0, 1000)),
-    )
-    shape = [size if draw(st.booleans()) else 1 for size in (batch, case.heads, s_q, s_k)]
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(case.seed)) < draw(st.sampled_from([0.1, 0.9]))
-    leading = next((i for i, size in enumerate(shape) if size > 1), 4)
-    options: dict[str, object] = {"attn_mask": mask[(0,) * draw(st.integers(0, leading))]}
-    if draw(st.booleans()):
-        ends = st.integers(-1, 150)
-        options["window"] = (draw(ends), draw(ends))
-    query, key, value = make(case)
-    common = {"causal": case.causal, "scale": case.scale, **options}
-    out, lse = microsdpa.sdpa(query, key, value, enable_gqa=group > 1, return_lse=True, impl=GENERAL, **common)  # type: ignore[arg-type]
-    expected, eager = (f(query, key, value, **common) for f in (reference.oracle, reference.eager))  # type: ignore[operator]
-    for got, exact, plain in zip((out, lse), expected, eager, strict=True):
-        assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))
+FORMS = [
+    Form(torch.float16, torch.bool),
+    Form(torch.float16, torch.float32, left=True, alibi=True),
+    Form(torch.bfloat16, torch.bfloat16, right=True, softcap=True, sinks=torch.float32),
+    Form(torch.float16, None, left=True, right=True, sinks=torch.float16),
+    Form(torch.bfloat16, torch.bool, True, True, True, True, torch.bfloat16),
+]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(call=calls(st.sampled_from(FORMS), st.just(32)))
+def test_any_call(call: dict[str, Any]) -> None:
+    """Few compile-time forms, which a GPU has all of; everything else at random."""
+    out, lse = microsdpa.sdpa(**call, return_lse=True, impl=GENERAL)
+    assert_right(out, lse, call)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(call=calls(forms(), st.integers(1, 300)))
+def test_any_call_on_the_cpu(call: dict[str, Any]) -> None:
+    """impl="auto" on CPU tensors is torch's own attention, with this library's arguments."""
+    assert_right(*microsdpa.sdpa(**call, return_lse=True), call)
