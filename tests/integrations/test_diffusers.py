@@ -93,16 +93,21 @@ def qwen() -> tuple[Any, dict[str, Any]]:
     }
 
 
-def run(model: Any, inputs: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    cast = {n: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in inputs.items()}
+def run(model: Any, inputs: dict[str, Any], dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    for name, x in there.items():
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            there[name] = x.to(dtype)
     with torch.no_grad():
-        return model.to(dtype)(**cast).sample.float()
+        return model.to(device, dtype)(**there).sample.float().cpu()
 
 
-@pytest.mark.parametrize("impl", ["auto", "emulate"])
+@pytest.mark.parametrize(
+    ("impl", "device"), [("auto", "cpu"), ("emulate", "cpu"), pytest.param("auto", "cuda", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("make", [flux, wan, qwen])
 def test_a_diffusion_transformer_computes_what_it_does_stock(
-    make: Callable[[], tuple[Any, dict[str, Any]]], impl: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], tuple[Any, dict[str, Any]]], impl: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against itself in FP32, the error is no more than twice that of the same type with diffusers' own backend."""
     torch.manual_seed(0)
@@ -116,7 +121,7 @@ def test_a_diffusion_transformer_computes_what_it_does_stock(
     )
     register(strict=True, impl=impl)
     model.set_attention_backend(NAME)
-    ours = run(model, inputs, torch.bfloat16)
+    ours = run(model, inputs, torch.bfloat16, device)
     assert (ours - exact).abs().max() <= 2 * (stock - exact).abs().max() + 1e-3 * exact.abs().max()
     assert calls
     assert all(calls) if make is qwen else not any(calls)

@@ -16,6 +16,7 @@ transformers = pytest.importorskip(
 )
 from microsdpa.integrations.transformers import NAME, register  # noqa: E402
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TEXTS = [
     "Attention weighs every key by how well it answers the query.",
     "The cat sat.",
@@ -37,18 +38,27 @@ def embeddings(model: Any, batch: Any) -> torch.Tensor:
     return torch.nn.functional.normalize((hidden * seen).sum(1) / seen.sum(1), dim=-1)
 
 
-@pytest.mark.parametrize(("impl", "texts"), [("auto", TEXTS), ("emulate", TEXTS[:2])])
-def test_the_embeddings_of_an_encoder_are_the_stock_ones(impl: str, texts: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("impl", "texts", "device"),
+    [
+        ("auto", TEXTS, "cpu"),
+        ("emulate", TEXTS[:2], "cpu"),
+        pytest.param("auto", TEXTS, "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_the_embeddings_of_an_encoder_are_the_stock_ones(impl: str, texts: list[str], device: str) -> None:
     """A padded batch, and the error no more than twice that of transformers' own attention in the same type."""
     register(strict=True, impl=impl)
     exact, tokenizer = encoder("eager", torch.float32)
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     assert not batch["attention_mask"].all()
     expected = embeddings(exact, batch)
-    stock, ours = (embeddings(encoder(name, torch.bfloat16)[0], batch) for name in ("sdpa", NAME))
+    stock = embeddings(encoder("sdpa", torch.bfloat16)[0], batch)
+    model = encoder(NAME, torch.bfloat16)[0].to(device)
+    ours = embeddings(model, batch.to(device)).cpu()
     allowed = 2 * (stock - expected).abs().max() + 1e-3
     assert (ours - expected).abs().max() <= allowed
-    alone = embeddings(encoder(NAME, torch.bfloat16)[0], tokenizer(texts[1:2], return_tensors="pt"))
+    alone = embeddings(model, tokenizer(texts[1:2], return_tensors="pt").to(device)).cpu()
     assert (alone - expected[1:2]).abs().max() <= allowed
 
 
@@ -62,17 +72,18 @@ def decoder(kind: str, implementation: str, dtype: torch.dtype) -> Any:
     return model
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
-def test_a_decoder_chooses_the_tokens_of_fp32(kind: str) -> None:
+def test_a_decoder_chooses_the_tokens_of_fp32(kind: str, device: str) -> None:
     """Sixty-four greedy steps with a cache and a left-padded batch: every token is the one that eager attention in FP32
     would choose after the same text, or as good as tied with it, within the rounding of float16 logits."""
     register(strict=True)
     prompt = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(prompt)
     mask[1, :4] = 0
-    tokens = decoder(kind, NAME, torch.float16).generate(
-        prompt, attention_mask=mask, max_new_tokens=64, min_new_tokens=64, do_sample=False
-    )
+    model = decoder(kind, NAME, torch.float16).to(device)
+    options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
+    tokens = model.generate(prompt.to(device), attention_mask=mask.to(device), **options).cpu()
     assert tokens.shape == (2, 73)
     whole = torch.cat([mask, torch.ones(2, 64, dtype=mask.dtype)], dim=1)
     with torch.no_grad():
