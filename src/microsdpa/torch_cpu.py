@@ -95,7 +95,8 @@ def _through_torch(
     scale: float | None,
     masks: Masks,
 ) -> torch.Tensor:
-    upper_left = causal == "upper_left" and masks.kind is None
+    # torch scales the -inf of a causal mask of its own: a scale of 0 or less makes NaN of it.
+    upper_left = causal == "upper_left" and masks.kind is None and (scale is None or scale > 0.0)
     mask = masks.attn_mask
     if not upper_left:
         visible = masks.visible(causal, query.shape[2], key.shape[2], query.device)

@@ -82,7 +82,7 @@ def attention_backward(
     FP32 from scores that are made again, one query head at a time.
     """
     masks = Masks(attn_mask, (window[0], window[1]), softcap, alibi_slopes, sinks)
-    if grad_lse is None and _flash_computes(query, key, value, causal, masks):
+    if grad_lse is None and _flash_computes(query, key, value, causal, scale, masks):
         return _through_flash(grad_out, query, key, value, out, lse, causal, scale)
     return _through_math(grad_out, grad_lse, query, key, value, causal, scale, masks)  # type: ignore[arg-type]
 
@@ -107,9 +107,17 @@ def _differentiable(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def _flash_computes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: str | None, masks: Masks
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: str | None,
+    scale: float | None,
+    masks: Masks,
 ) -> bool:
-    """Whether torch's flash backward has the gradient: aligned lower right, and with loads of 16 bytes."""
+    """Whether torch's flash backward has the gradient.
+
+    Its causal mask is aligned lower right, its loads have 16 bytes, and it scales the -inf of what is hidden.
+    """
     if not query.is_cuda or masks.kind is not None or not query.numel() or not key.numel():
         return False
     square = query.shape[2] == key.shape[2]
@@ -117,7 +125,7 @@ def _flash_computes(
     reaches = causal is None or query.shape[2] <= key.shape[2]
     heads = query.shape[1] == key.shape[1]
     loads = query.shape[3] % 8 == 0 and all(map(is_aligned, (query, key, value)))
-    return aligned and reaches and heads and loads
+    return aligned and reaches and heads and loads and (scale is None or scale > 0.0)
 
 
 def _through_flash(

@@ -106,6 +106,8 @@ MATH_CASES = [
     Case(1, 2, 100, 70, 64, causal="upper_left"),
     Case(1, 2, 70, 70, 36),
     Case(1, 2, 70, 70, 64, layout="unaligned"),
+    Case(1, 2, 70, 70, 64, causal="upper_left", scale=-0.2),
+    Case(1, 2, 70, 70, 64, causal="upper_left", scale=0.0),
     *(Case(2, 4, 50, 90, 64, causal=causal, masks=masks) for causal, masks in MASKINGS if "bool" not in masks),
 ]
 
@@ -114,7 +116,7 @@ MATH_CASES = [
 def test_other_gradients_are_computed_in_fp32(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch_ops, "_through_flash")
     weight = torch.randn(case.batch, case.heads, case.seqlen_q, case.head_dim).to(make(case)[0].dtype)
-    options: dict[str, Any] = {"causal": case.causal}
+    options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
     found = gradients(
         lambda *a: microsdpa.sdpa(*a, enable_gqa=True, **options, **make_masks(case, "cuda")),
         make(case, "cuda"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -64,3 +66,13 @@ def test_an_explicit_kernel_is_never_replaced() -> None:
     for call in (microsdpa.sdpa, microsdpa.explain):
         with pytest.raises(microsdpa.UnsupportedProblem, match="runs on CUDA tensors"):
             call(q, k, v, impl="ladder/01_scalar")
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2])
+@pytest.mark.parametrize("causal", ["upper_left", "lower_right", None])
+def test_a_scale_of_zero_or_less(causal: Any, scale: float) -> None:
+    """torch's own CPU attention has NaN for some of them."""
+    tensors = make(Case(1, 2, 20, 33, 16))
+    out = microsdpa.sdpa(*tensors, causal=causal, scale=scale)
+    expected, _ = reference.oracle(*tensors, causal=causal, scale=scale)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
