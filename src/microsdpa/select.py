@@ -71,7 +71,7 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
     for family in candidates(impl):
         result = _refuse_mask(problem, family) or family.specify(problem)
         if isinstance(result, KernelSpec):
-            refusal = _refuse_layout(problem, result)
+            refusal = _refuse_layout(problem, result) or (family.passed_over(problem) if impl == "auto" else None)
             if refusal is None:
                 return Selection(result, tuple(rejections))
             result = refusal

@@ -1,10 +1,11 @@
-"""Specifications of the Hopper kernels (cuda/hopper/), and the choice among their configurations."""
+"""Specifications of hopper/fwd_latency.cu, and the choice among its configurations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
+from microsdpa.specs import hopper_throughput
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
 
@@ -122,3 +123,12 @@ def cluster_for(problem: Problem) -> int:
     ctas = problem.batch * problem.heads * -(-problem.seqlen_q // BLOCK_M)
     fits = 2 * ctas <= chip_of(problem.target).sms
     return 2 if fits and problem.seqlen_k > WARPGROUPS * BLOCK_N else 1
+
+
+def too_large(problem: Problem) -> Rejection | None:
+    """Why impl="auto" passes over hopper/fwd_latency."""
+    if problem.head_dim not in hopper_throughput.CANDIDATES or not hopper_throughput.fills(problem):
+        return None
+    return Rejection(
+        "tiles of 128 queries fill the chip: hopper/fwd_throughput is faster", "fewer heads or shorter sequences"
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, MaskKind, Problem
-from microsdpa.specs import ampere, general, hopper, ladder
+from microsdpa.specs import ampere, general, hopper, hopper_throughput, ladder
 from microsdpa.specs.eight_bit import eight_bit_catalogue
 from microsdpa.specs.quantize import quantize_catalogue
 from microsdpa.specs.spec import KernelSpec, Rejection
@@ -24,6 +24,8 @@ class Family:
         specify: gives the configuration for a problem, or says why there is none.
         emulated_target: the GPU that the emulator takes when the family is named.
         masks: whether the family knows masks other than the causal one.
+        passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
+            does not.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Family:
     specify: Callable[[Problem], KernelSpec | Rejection]
     emulated_target: str = EMULATED_TARGET
     masks: bool = False
+    passed_over: Callable[[Problem], Rejection | None] = lambda _: None
 
     @property
     def short_name(self) -> str:
@@ -44,6 +47,14 @@ FAMILIES: tuple[Family, ...] = (
         "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
         hopper.latency,
         emulated_target="sm_90a",
+        passed_over=hopper.too_large,
+    ),
+    Family(
+        "hopper/fwd_throughput",
+        "problems that fill the chip: wgmma and TMA, specialised warps, CTAs that stay; sm_90a",
+        hopper_throughput.throughput,
+        emulated_target="sm_90a",
+        passed_over=hopper_throughput.too_small,
     ),
     Family(
         "ampere/fwd_mma", "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer", ampere.forward

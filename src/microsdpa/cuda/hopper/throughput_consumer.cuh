@@ -1,0 +1,372 @@
+// What a consumer warpgroup of hopper/fwd_throughput.cu does with its 64 rows of each query tile.
+#pragma once
+
+#include "../core/accumulator.cuh"
+#include "../core/mma_tile.cuh"
+#include "../core/online_softmax.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warp_role.cuh"
+#include "../ptx/wgmma.cuh"
+#include "throughput_shared.cuh"
+
+namespace microsdpa {
+
+// State of this thread's two rows. Probabilities are 2^(scaled score - reference).
+struct Rows {
+  float reference[2];  // -inf before the first visible key
+  float sum[2];        // this thread's part of l
+
+  __device__ __forceinline__ void reset() {
+    reference[0] = reference[1] = negative_infinity();
+    sum[0] = sum[1] = 0.0f;
+  }
+};
+
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
+struct Consumer {
+  using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
+  static constexpr int BLOCK_M = ROWS * CONSUMERS;
+  static constexpr int STEPS = BLOCK_N / 16;  // of P V, 16 keys each
+  static constexpr int BOX = PANEL<HEAD_DIM>;
+  static constexpr float LARGEST_SUM = 16384.0f;  // of a thread's part of a tile: FP16 holds probabilities up to 65504
+  // What a consumer skips, others compute: K and V of it must not fill the rings while they wait for each other.
+  static_assert(!CAUSAL || (BLOCK_M - ROWS + BLOCK_N - 1) / BLOCK_N < STAGES, "room for the tiles that are skipped");
+  using Scores = float[BLOCK_N / 2];
+  using Probabilities = uint32[STEPS][4];
+
+  Shared& shared;
+  const AttentionParams& params;
+  const int warpgroup;  // among the consumers
+  const int thread;     // of the warpgroup
+  const float scale;    // > 0, base 2
+
+  RingPlace<QUERY_STAGES> query_place;
+  RingPlace<STAGES> key_place, value_place;
+  float o[HEAD_DIM / 2];
+  Rows rows;
+
+  // The query tile that scores are computed of.
+  int works = 0;  // its number
+  int tile = 0;   // of keys
+  int tiles;      // that this warpgroup's rows see
+  int skipped;    // that others' rows see
+  int last_key;   // that the first row sees, by the causal mask
+
+  __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& params, int warpgroup)
+      : shared(shared),
+        params(params),
+        warpgroup(warpgroup),
+        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
+        scale(fmaxf(fabsf(params.scale_log2), 1e-30f)) {}  // 0 must not meet a masked score of -inf
+
+  __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
+
+  // This warp is done with a tile in shared memory.
+  __device__ __forceinline__ void release(Mbarrier& read) const {
+    __syncwarp();
+    if (elect_one()) mbarrier_arrive(read);
+  }
+  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity); }
+  __device__ __forceinline__ void end_key() {
+    release(shared.key_read[key_place.stage]);
+    key_place.advance();
+  }
+  __device__ __forceinline__ void wait_value() {
+    mbarrier_wait(shared.value_loaded[value_place.stage], value_place.parity);
+  }
+  __device__ __forceinline__ void end_value() {
+    release(shared.value_read[value_place.stage]);
+    value_place.advance();
+  }
+
+  // Consumers whose products are to be issued in turn, so that one has its exponentials while the other multiplies.
+  __device__ __forceinline__ void wait_turn() const {
+    if (OVERLAP) named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if (OVERLAP) named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+  }
+
+  // Waits for a query tile. False when there is none.
+  __device__ __forceinline__ bool begin_query() {
+    mbarrier_wait(shared.query_loaded[query_place.stage], query_place.parity);
+    const Work work = shared.work[works % WORKS];
+    if (work.tiles == 0) return false;
+    const int first_row = work.first_row + ROWS * warpgroup;
+    tile = 0;
+    tiles = CAUSAL ? key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS) : work.tiles;
+    skipped = work.tiles - tiles;
+    last_key = first_row + params.diagonal;
+    if (params.scale_log2 < 0.0f) negate_query();
+    return true;
+  }
+  // A negative scale is a positive one of -Q.
+  __device__ __forceinline__ void negate_query() {
+    auto* chunks = reinterpret_cast<uint4*>(shared.query[query_place.stage][warpgroup]);
+    for (int i = thread; i < ROWS * HEAD_DIM / 8; i += WARPGROUP_THREADS) {
+      const uint4 old = chunks[i];
+      chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
+    }
+    fence_proxy_async();
+    named_barrier_sync(QUERY_NEGATED + warpgroup, WARPGROUP_THREADS);
+  }
+  __device__ __forceinline__ void end_query() {
+    release(shared.query_read[query_place.stage]);
+    query_place.advance();
+  }
+
+  // Starts S of the tile of keys.
+  __device__ __forceinline__ void score(Scores& s) {
+    const uint64 query =
+        matrix_descriptor(shared.query[query_place.stage][warpgroup], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+    const uint64 key = matrix_descriptor(shared.key[key_place.stage], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const int panel = step / (BOX / 16), column = step % (BOX / 16) * 16;
+      wgmma<T, BLOCK_N>(s, advance(query, (panel * ROWS * BOX + column) * sizeof(T)),
+                        advance(key, (panel * BLOCK_N * BOX + column) * sizeof(T)), step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Starts O = P V, or adds to O.
+  __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
+    const uint64 value = matrix_descriptor(shared.value[value_place.stage], BLOCK_N * BOX * sizeof(T),
+                                           8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+    wgmma_fence_registers(o);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      wgmma<T, HEAD_DIM, Major::MN>(o, p[step], advance(value, 16 * BOX * step * sizeof(T)), add || step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Keys that a row does not see get -inf.
+  __device__ __forceinline__ void mask(Scores& s) const {
+    const int keys = params.seqlen_k - BLOCK_N * tile;
+    const int first_visible = CAUSAL ? last_key - BLOCK_N * tile + 1 : BLOCK_N;
+    if (min(keys, first_visible) >= BLOCK_N) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int visible = (CAUSAL ? min(keys, first_visible + tile_row(half)) : keys) - 2 * (thread % 4);
+#pragma unroll
+      for (int n = 0; n < BLOCK_N / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (8 * n + e >= visible) s[4 * n + 2 * half + e] = negative_infinity();
+        }
+      }
+    }
+  }
+
+  // Makes the largest scores the references. What was made with the ones before is to be multiplied by `factor`.
+  __device__ __forceinline__ void move_references(const Scores& s, float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float even = s[2 * half], odd = s[2 * half + 1];
+#pragma unroll
+      for (int n = 1; n < BLOCK_N / 8; ++n) {
+        even = fmaxf(even, s[4 * n + 2 * half]);
+        odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
+      }
+      const float next = fmaxf(rows.reference[half], quad_max(fmaxf(even, odd)) * scale);
+      factor[half] = ex2_approx(rows.reference[half] - finite(next));
+      rows.sum[half] *= factor[half];
+      rows.reference[half] = next;
+    }
+  }
+
+  // Probabilities relative to the references as they are, and their sums.
+  __device__ __forceinline__ void exponentials(const Scores& s, Probabilities& p, float (&added)[2]) const {
+    const float subtract[2] = {finite(rows.reference[0]), finite(rows.reference[1])};
+    float even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+      for (int i = 8 * step; i < 8 * step + 8; i += 2) {
+        const int half = i / 2 % 2;
+        const float x = ex2_approx(fmaf(s[i], scale, -subtract[half]));
+        const float y = ex2_approx(fmaf(s[i + 1], scale, -subtract[half]));
+        even[half] += x;
+        odd[half] += y;
+        p[step][i / 2 % 4] = pack<T>(x, y);
+      }
+      wgmma_fence_registers(p[step]);  // step by step: the compiler would compute all exponents first
+    }
+    added[0] = even[0] + odd[0];
+    added[1] = even[1] + odd[1];
+  }
+
+  // Turns the scores of a tile into probabilities. The maximum of a row's first tile is its reference; later maxima are
+  // not looked for as long as no sum comes near the end of FP16's range. Gives whether references have moved: O is then
+  // to be multiplied by `factor`.
+  __device__ __forceinline__ bool soften(const Scores& s, Probabilities& p, float (&factor)[2]) {
+    bool moved = tile == 0;
+    if (moved) rows.reset();
+    float added[2];
+    while (true) {
+      if (moved) move_references(s, factor);
+      exponentials(s, p, added);
+      const bool seen = fminf(rows.reference[0], rows.reference[1]) > negative_infinity();
+      const bool fits = seen && fmaxf(added[0], added[1]) <= LARGEST_SUM;
+      if (moved || __all_sync(FULL_WARP, fits)) break;
+      moved = true;
+    }
+    rows.sum[0] += added[0];
+    rows.sum[1] += added[1];
+    return moved;
+  }
+
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // Writes O and LSE of a finished query tile.
+  __device__ __forceinline__ void finish(const Work& work, const Rows& done) const {
+    const int first_row = work.first_row + ROWS * warpgroup;
+    T* out = static_cast<T*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
+             first_row * params.out_strides.row + 8 * (thread % 4);
+    const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(done.sum[half]);
+      const float inverse = normalizer(sum);
+      const int row = tile_row(half);
+      const bool valid = first_row + row < params.seqlen_q;
+      if (params.lse != nullptr && valid && thread % 4 == 0) {
+        params.lse[head * params.seqlen_q + first_row + row] = log_sum_exp(done.reference[half], sum);
+      }
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 32; ++i) {
+        uint32 word[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int at = 16 * i + 4 * j + 2 * half;
+          word[j] = pack<T>(o[at] * inverse, o[at + 1] * inverse);
+        }
+        // A thread's pairs of columns become 16 consecutive bytes.
+        const uint4 chunk = transpose_quad(word[0], word[1], word[2], word[3]);
+        if (valid) *reinterpret_cast<uint4*>(out + row * params.out_strides.row + 32 * i) = chunk;
+      }
+    }
+  }
+
+  // The query tile's tiles of V have all been read by this warpgroup, which skips those that are the others' alone.
+  __device__ __forceinline__ void end_values(int to_skip) {
+    for (int i = 0; CAUSAL && i < to_skip; ++i) {
+      wait_value();
+      end_value();
+    }
+  }
+
+  // The same for K: false when there is no further query tile.
+  __device__ __forceinline__ bool next_query() {
+    for (int i = 0; CAUSAL && i < skipped; ++i) {
+      wait_turn();
+      end_turn();
+      wait_key();
+      end_key();
+    }
+    ++works;
+    return begin_query();
+  }
+  __device__ __forceinline__ const Work& previous_work() const { return shared.work[(works - 1) % WORKS]; }
+
+  // From P of one tile to P of the next: O += P V, S, exponentials. False when there is no next one.
+  __device__ __forceinline__ bool step(const Probabilities& p, Probabilities& next_p) {
+    const bool first = tile == 0, last = tile + 1 == tiles;
+    const int to_skip = skipped;
+    ++tile;
+    if (last && !next_query()) return false;
+    wait_key();
+    wait_value();
+    wait_turn();
+    Scores s;
+    float factor[2];
+    if constexpr (OVERLAP) {
+      score(s);
+      accumulate(p, !first);
+      end_turn();
+      wgmma_wait<1>();
+      wgmma_fence_registers(s);
+      end_key();
+      if (tile + 1 == tiles) end_query();
+      const Rows done = rows;
+      mask(s);
+      const bool moved = soften(s, next_p, factor);
+      wgmma_wait<0>();
+      wgmma_fence_registers(o);
+      end_value();
+      if (last) {
+        end_values(to_skip);
+        finish(previous_work(), done);
+      } else if (moved) {
+        rescale(factor);
+      }
+    } else {
+      accumulate(p, !first);
+      score(s);
+      wgmma_wait<0>();
+      wgmma_fence_registers(s);
+      wgmma_fence_registers(o);
+      end_key();
+      end_value();
+      if (tile + 1 == tiles) end_query();
+      if (last) {
+        end_values(to_skip);
+        finish(previous_work(), rows);
+      }
+      mask(s);
+      if (soften(s, next_p, factor)) rescale(factor);
+    }
+    return true;
+  }
+
+  // P of the very first tile.
+  __device__ __forceinline__ bool begin(Probabilities& p) {
+    if (!begin_query()) return false;
+    if (warpgroup == CONSUMERS - 1) end_turn();
+    wait_key();
+    Scores s;
+    score(s);
+    wgmma_wait<0>();
+    wgmma_fence_registers(s);
+    end_key();
+    if (tiles == 1) end_query();
+    mask(s);
+    float factor[2];
+    soften(s, p, factor);
+    return true;
+  }
+
+  // P V of the very last tile; `tiles` is still its query tile's.
+  __device__ __forceinline__ void end(const Probabilities& p) {
+    wait_value();
+    accumulate(p, tiles > 1);
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+    finish(previous_work(), rows);
+    if (warpgroup == 0) wait_turn();  // nobody else takes the last one
+  }
+
+  __device__ __forceinline__ void run() {
+    Probabilities p[OVERLAP ? 2 : 1];
+    if (!begin(p[0])) return;
+    if constexpr (OVERLAP) {  // which registers hold P is known when compiling
+      while (true) {
+        if (!step(p[0], p[1])) return end(p[0]);
+        if (!step(p[1], p[0])) return end(p[1]);
+      }
+    } else {
+      while (step(p[0], p[0])) {
+      }
+      end(p[0]);
+    }
+  }
+};
+
+}  // namespace microsdpa

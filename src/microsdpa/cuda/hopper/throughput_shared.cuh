@@ -1,0 +1,115 @@
+// Shared memory of hopper/fwd_throughput.cu, and the order in which its CTAs take the query tiles.
+#pragma once
+
+#include "../core/head.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/wgmma.cuh"
+
+namespace microsdpa {
+
+constexpr int WARPGROUP_THREADS = 128;
+constexpr int ROWS = 64;  // queries of a warpgroup: one wgmma's rows
+
+// Columns of a box: one repetition of the swizzle pattern.
+template <int HEAD_DIM>
+constexpr int PANEL = HEAD_DIM % 64 == 0 ? 64 : 32;
+template <int HEAD_DIM>
+constexpr Swizzle PATTERN = HEAD_DIM % 64 == 0 ? Swizzle::BYTES_128 : Swizzle::BYTES_64;
+
+// Barriers among warps; 0 is __syncthreads'. From each on, one for every consumer warpgroup.
+enum NamedBarrier : int { TURN = 1, QUERY_NEGATED = 5 };
+
+// A query tile of one head.
+struct alignas(16) Work {
+  int batch;
+  int head;
+  int first_row;
+  int tiles;  // of keys that its rows see; 0: there is no more work
+};
+
+// Query tiles whose description is in shared memory at once: those of the ring, the one whose output is being written,
+// and one that not all consumers have come to.
+constexpr int WORKS = 4;
+
+// Tiles are cut into panels of PANEL columns, stored one after another.
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
+struct SharedStorage {
+  static_assert(QUERY_STAGES + 2 <= WORKS, "a query tile is described while consumers may ask");
+
+  alignas(1024) T query[QUERY_STAGES][CONSUMERS][ROWS * HEAD_DIM];
+  alignas(1024) T key[STAGES][BLOCK_N * HEAD_DIM];
+  alignas(1024) T value[STAGES][BLOCK_N * HEAD_DIM];
+  Work work[WORKS];
+  Mbarrier query_loaded[QUERY_STAGES];
+  Mbarrier query_read[QUERY_STAGES];
+  Mbarrier key_loaded[STAGES];
+  Mbarrier key_read[STAGES];
+  Mbarrier value_loaded[STAGES];
+  Mbarrier value_read[STAGES];
+};
+
+// A place in a ring of tiles, and the parity of the phase in which it is filled.
+template <int STAGES>
+struct RingPlace {
+  int stage = 0;
+  int parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+};
+
+// Tiles of keys that `rows` queries from `first_row` on see; at least one, so that rows without keys are written too.
+template <bool CAUSAL, int BLOCK_N>
+__device__ __forceinline__ int key_tiles(const AttentionParams& params, int first_row, int rows) {
+  return max(1, (keys_seen<CAUSAL>(params, first_row, rows) + BLOCK_N - 1) / BLOCK_N);
+}
+
+// Which query tiles a CTA computes, in rounds: in each, every CTA gets one.
+//
+// Without a mask the tiles of a head follow each other, so that CTAs that run at the same time read the same K and V.
+// Under a causal mask they are dealt in sections, of as many heads as leave their keys in L2: in each the longest tiles
+// come first. Every other round goes through the CTAs backwards, so that none always gets the longer tile.
+template <bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+struct Schedule {
+  static constexpr int SECTION_BYTES = 16 << 20;  // of K and V; an L2 has 50 MB, and keeps some lines twice
+
+  const AttentionParams& params;
+  int tiles;          // of a head
+  int heads;          // of all batch entries
+  int section_heads;  // the last section may have fewer
+  int rounds;         // of a section
+
+  __device__ __forceinline__ explicit Schedule(const AttentionParams& params)
+      : params(params),
+        tiles((params.seqlen_q + BLOCK_M - 1) / BLOCK_M),
+        heads(params.batch * params.heads),
+        section_heads(heads) {
+    if (CAUSAL) {
+      constexpr int ROW_BYTES = 2 * HEAD_DIM * 2;  // of K and V
+      const int key_heads = max(SECTION_BYTES / ROW_BYTES / params.seqlen_k, 1);
+      section_heads = min(heads, key_heads * (params.heads / params.heads_kv));
+    }
+    const int ctas = static_cast<int>(gridDim.x);
+    rounds = (section_heads * tiles + ctas - 1) / ctas;
+  }
+
+  __device__ __forceinline__ bool has(int round) const { return round / rounds * section_heads < heads; }
+
+  // The CTA's query tile of a round; one without tiles of keys when there is none.
+  __device__ __forceinline__ Work work(int round) const {
+    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    const int section = round / rounds;
+    const int first_head = section * section_heads;
+    const int in_section = min(section_heads, heads - first_head);
+    const int index = (round - section * rounds) * ctas + (CAUSAL && round % 2 == 1 ? ctas - 1 - cta : cta);
+    if (index >= in_section * tiles) return {0, 0, 0, 0};
+    const int head = first_head + (CAUSAL ? index % in_section : index / tiles);
+    const int tile = CAUSAL ? tiles - 1 - index / in_section : index % tiles;
+    const int first_row = tile * BLOCK_M;
+    return {head / params.heads, head % params.heads, first_row,
+            key_tiles<CAUSAL, BLOCK_N>(params, first_row, BLOCK_M)};
+  }
+};
+
+}  // namespace microsdpa

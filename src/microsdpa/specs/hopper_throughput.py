@@ -1,0 +1,183 @@
+"""Specifications of hopper/fwd_throughput.cu: its tiles, which are legal for a problem, and which is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
+from microsdpa.specs.chip import chip_of
+from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
+
+CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+ELEMENT = 2
+"""Bytes of an element."""
+ROWS = 64
+"""Queries of a consumer warpgroup."""
+WORKS = 4
+"""Descriptions of query tiles in shared memory, 16 bytes each."""
+DEEPEST = 6
+"""Tiles of K, and of V, at most: more would not be ahead of anything."""
+MAX_TILES = 2**29
+"""Query tiles that the kernel counts."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A configuration of hopper/fwd_throughput.cu, apart from what the problem itself decides.
+
+    Attributes:
+        consumers: warpgroups that compute, of 64 queries each.
+        block_n: keys of a tile.
+        overlap: whether a warpgroup's exponentials run beside its own P V, in turn with the other warpgroup's.
+        tile_clocks: clocks of an SM for a tile of keys, all warpgroups together, in long sequences (H200).
+        around_clocks: clocks more for each query tile (H200).
+    """
+
+    consumers: int
+    block_n: int
+    overlap: bool
+    tile_clocks: int
+    around_clocks: int
+
+    def __str__(self) -> str:
+        """For a table."""
+        return f"{self.block_m} x {self.block_n}{' overlapped' if self.overlap else ''}"
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a CTA."""
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the consumers, and a warpgroup of which one thread copies."""
+        return 128 * (self.consumers + 1)
+
+    def shared_bytes(self, head_dim: int, stages: int, query_stages: int) -> int:
+        """SharedStorage's size (throughput_shared.cuh)."""
+        tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * head_dim * ELEMENT
+        barriers = (2 * query_stages + 4 * stages) * 8
+        return ceil((tiles + 16 * WORKS + barriers) / 1024) * 1024
+
+    def rings(self, head_dim: int, shared_per_cta: int) -> tuple[int, int] | None:
+        """(tiles of K and of V, tiles of Q) that fit: two query tiles if two of the others fit as well."""
+        for query_stages in (2, 1):
+            for stages in range(DEEPEST, 1, -1):
+                if self.shared_bytes(head_dim, stages, query_stages) <= shared_per_cta:
+                    return stages, query_stages
+        return None
+
+
+CANDIDATES: dict[int, tuple[Tiles, ...]] = {
+    64: (Tiles(3, 128, False, 2650, 4000), Tiles(4, 64, False, 1870, 4200), Tiles(2, 128, True, 2210, 3500)),
+    96: (Tiles(2, 128, True, 2500, 4500),),
+    128: (Tiles(2, 128, True, 2710, 4900),),
+    192: (Tiles(2, 96, True, 2900, 7000),),
+    256: (Tiles(2, 64, True, 2560, 9000),),
+}
+"""Tiles that compile without spills, by head dimension."""
+
+
+def key_tiles(problem: Problem, tiles: Tiles) -> float:
+    """Tiles of keys of a query tile, in the mean."""
+    whole = ceil(problem.seqlen_k / tiles.block_n)
+    if problem.causal is None:
+        return whole
+    return (whole + ceil(tiles.block_m / tiles.block_n)) / 2
+
+
+def query_tiles(problem: Problem, tiles: Tiles) -> int:
+    """Query tiles of all heads."""
+    return problem.batch * problem.heads * ceil(problem.seqlen_q / tiles.block_m)
+
+
+def cost(problem: Problem, tiles: Tiles) -> float:
+    """Clocks that the launch is expected to take: rounds of query tiles, which causal ones share out evenly."""
+    rounds = query_tiles(problem, tiles) / chip_of(problem.target).sms
+    if problem.causal is None or rounds <= 1:
+        rounds = ceil(rounds)
+    return rounds * (key_tiles(problem, tiles) * tiles.tile_clocks + tiles.around_clocks)
+
+
+def choose(problem: Problem) -> Tiles:
+    """The tiles of the lowest cost."""
+    return min(CANDIDATES[problem.head_dim], key=lambda tiles: cost(problem, tiles))
+
+
+def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
+    """The kernel of one configuration for a problem.
+
+    Raises:
+        ValueError: the tiles do not fit the shared memory of the problem's GPU.
+    """
+    chip = chip_of(problem.target)
+    rings = tiles.rings(problem.head_dim, chip.shared_per_cta)
+    if rings is None:
+        raise ValueError(
+            f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {problem.head_dim}, got {tiles}"
+        )
+    stages, query_stages = rings
+    boolean = {True: "true", False: "false"}
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_N": tiles.block_n,
+        "CONSUMERS": tiles.consumers,
+        "STAGES": stages,
+        "QUERY_STAGES": query_stages,
+        "OVERLAP": boolean[tiles.overlap],
+        "CAUSAL": boolean[problem.causal is not None],
+    }
+    columns = 64 if problem.head_dim % 64 == 0 else 32
+    boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n))
+    return KernelSpec(
+        name="hopper/fwd_throughput",
+        source="hopper/fwd_throughput.cu",
+        template="microsdpa::throughput_attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=tiles.threads,
+        block_m=tiles.block_m,
+        shared_bytes=tiles.shared_bytes(problem.head_dim, stages, query_stages),
+        low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
+        max_ctas=chip.sms,
+        tensor_maps=tuple(
+            TensorMap(name, rows, columns, columns * ELEMENT_BYTES[problem.dtype])  # type: ignore[arg-type]
+            for name, rows in boxes
+        ),
+        programmatic=True,
+    )
+
+
+def throughput(problem: Problem) -> KernelSpec | Rejection:
+    """The kernel for problems that fill the chip."""
+    if capability_of(problem.target) != (9, 0):
+        return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if problem.head_dim not in CANDIDATES:
+        nearest = min(CANDIDATES, key=lambda d: abs(d - problem.head_dim))
+        known = ", ".join(str(d) for d in CANDIDATES)
+        return Rejection(f"head_dim {problem.head_dim} is none of {known}", f"head_dim {nearest}")
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    tiles = choose(problem)
+    if query_tiles(problem, tiles) > MAX_TILES:
+        return Rejection(f"{query_tiles(problem, tiles)} query tiles exceed {MAX_TILES}", "a smaller batch")
+    return specification(problem, tiles)
+
+
+def fills(problem: Problem) -> bool:
+    """Whether tiles of 128 queries keep most of the chip busy."""
+    tiles = problem.batch * problem.heads * ceil(problem.seqlen_q / 128)
+    return problem.seqlen_q >= 128 and 10 * tiles >= 9 * chip_of(problem.target).sms
+
+
+def too_small(problem: Problem) -> Rejection | None:
+    """Why impl="auto" passes over hopper/fwd_throughput."""
+    if fills(problem):
+        return None
+    return Rejection(
+        f"its query tiles do not fill the {chip_of(problem.target).sms} SMs, so that smaller ones are faster",
+        "more heads or longer sequences",
+    )

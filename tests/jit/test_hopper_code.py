@@ -1,0 +1,38 @@
+"""What ptxas makes of the Hopper kernels: wgmma in flight beside other work, registers handed over, nothing spilled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+
+from microsdpa.jit import compile_kernel
+from microsdpa.jit.inspect import count_instructions
+from microsdpa.problem import Causal, DType, Problem
+from microsdpa.specs.hopper_throughput import CANDIDATES, Tiles, specification
+
+LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
+CONFIGURATIONS = [
+    (head_dim, candidate, dtype, causal)
+    for head_dim, candidates in CANDIDATES.items()
+    for candidate in candidates
+    for dtype, causal in (("float16", None), ("bfloat16", "upper_left"))
+]
+
+
+@pytest.mark.parametrize(("head_dim", "candidate", "dtype", "causal"), CONFIGURATIONS, ids=str)
+def test_no_product_of_fwd_throughput_is_serialised(
+    head_dim: int, candidate: Tiles, dtype: str, causal: str | None
+) -> None:
+    problem = replace(LONG, head_dim=head_dim, dtype=cast("DType", dtype), causal=cast("Causal | None", causal))
+    kernel = compile_kernel(specification(problem, candidate), "sm_90a")
+    assert "C75" not in kernel.log  # "wgmma.mma_async instructions are serialized due to ..."
+    assert not kernel.resources.uses_local_memory
+    counts = count_instructions(kernel.cubin)
+    products = head_dim // 16 + candidate.block_n // 16  # of one tile: S, and P V
+    # The first tile's S, the last one's P V, and between them one tile, or two when P's registers alternate.
+    assert counts["HGMMA"] == products * (1 + 1 if not candidate.overlap else 1 + 2) + (
+        candidate.block_n // 16 if candidate.overlap else 0
+    )
+    assert counts["USETMAXREG"] == 2

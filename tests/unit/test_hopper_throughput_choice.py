@@ -1,0 +1,90 @@
+"""Which tiles hopper/fwd_throughput takes, when impl="auto" takes it, and which problems it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from microsdpa.problem import Problem
+from microsdpa.select import select
+from microsdpa.specs import KernelSpec, Rejection
+from microsdpa.specs import hopper_throughput as tiles
+from microsdpa.specs.chip import REGISTERS_PER_SM, chip_of
+
+LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
+
+
+def named(head_dim: int, block_m: int) -> tiles.Tiles:
+    return next(t for t in tiles.CANDIDATES[head_dim] if t.block_m == block_m)
+
+
+@pytest.mark.parametrize("head_dim", tiles.CANDIDATES)
+def test_every_candidate_fits_the_chip(head_dim: int) -> None:
+    chip = chip_of("sm_90a")
+    for candidate in tiles.CANDIDATES[head_dim]:
+        spec = tiles.specification(replace(LONG, head_dim=head_dim), candidate)
+        arguments = dict(spec.template_args)
+        assert chip.shared_per_cta // 2 < spec.shared_bytes <= chip.shared_per_cta  # one CTA an SM
+        assert int(arguments["STAGES"]) >= 2
+        assert spec.threads <= REGISTERS_PER_SM // 96
+        assert spec.block_m == 64 * int(arguments["CONSUMERS"])
+        # What a causal mask lets the first consumer skip stays in the rings.
+        assert (spec.block_m - 64 + candidate.block_n - 1) // candidate.block_n < int(arguments["STAGES"])
+
+
+def test_tiles_that_do_not_fit_are_an_error() -> None:
+    with pytest.raises(ValueError, match="expected some that fit 232448 bytes with head_dim 256"):
+        tiles.specification(replace(LONG, head_dim=256), named(64, 192))
+
+
+@pytest.mark.parametrize(
+    ("change", "block_m"),
+    [
+        ({"batch": 32, "seqlen_q": 512, "seqlen_k": 512}, 256),
+        ({"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384}, 192),
+        ({"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384, "causal": "upper_left"}, 192),
+        ({"batch": 32, "seqlen_q": 512, "seqlen_k": 512, "causal": "upper_left"}, 256),
+        ({"batch": 1, "heads": 16, "heads_kv": 16, "seqlen_q": 1024, "seqlen_k": 1024}, 128),
+    ],
+)
+def test_choices(change: dict[str, int], block_m: int) -> None:
+    problem = replace(LONG, **change)  # type: ignore[arg-type]
+    assert tiles.choose(problem) == named(64, block_m)
+
+
+def test_the_grid_is_the_chip() -> None:
+    assert select(LONG).spec.grid(LONG) == (chip_of("sm_90a").sms, 1, 1)
+
+
+@pytest.mark.parametrize("head_dim", tiles.CANDIDATES)
+def test_auto_takes_it_when_tiles_of_128_queries_fill_the_chip(head_dim: int) -> None:
+    problem = replace(LONG, head_dim=head_dim)
+    selection = select(problem)
+    assert selection.spec.name == "hopper/fwd_throughput"
+    if head_dim in (64, 128):
+        assert selection.reasons == (
+            ("hopper/fwd_latency", "tiles of 128 queries fill the chip: hopper/fwd_throughput is faster"),
+        )
+    small = replace(problem, batch=1, heads=8, heads_kv=8, seqlen_q=512, seqlen_k=512)
+    assert select(small).spec.name == ("hopper/fwd_latency" if head_dim in (64, 128) else "ampere/fwd_mma")
+    assert select(small, "hopper/fwd_throughput").spec.name == "hopper/fwd_throughput"
+    decoding = replace(problem, seqlen_q=1)
+    assert select(decoding).spec.name != "hopper/fwd_throughput"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"target": "sm_89"}, "sm_89 has no wgmma"),
+        ({"head_dim": 80}, "head_dim 80 is none of 64, 96, 128, 192, 256"),
+        ({"alignment": 2}, "not aligned to 16 bytes"),
+        ({"batch": 2**30}, "query tiles exceed 536870912"),
+    ],
+)
+def test_refusals_say_why(change: dict[str, object], reason: str) -> None:
+    found = tiles.throughput(replace(LONG, **change))  # type: ignore[arg-type]
+    assert isinstance(found, Rejection)
+    assert reason in found.reason
+    assert found.nearest
+    assert isinstance(tiles.throughput(LONG), KernelSpec)
