@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
+import torch
 import tvm_ffi
 from fake_cuda import install_allocator, last, record, set_context, set_integer, tensor
 from stub_harness import (
@@ -22,6 +24,7 @@ from stub_harness import (
     register,
 )
 
+from microsdpa import api
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean", "_programmatic"]
@@ -184,3 +187,25 @@ def test_a_failed_launch_raises_the_drivers_words_and_restores_the_context() -> 
     set_integer("stub_error", LAUNCH_FAILED)
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with error 719: the stub was told to fail"):
         launcher.launch(*arguments)
+
+
+def test_the_plain_call_does_no_more_than_launch() -> None:
+    """Masks, operators, 8-bit operands and drop-in use cost it nothing: two questions are asked before the launch."""
+    arguments = call(options=api.OPTIONS[False, None, False, "auto"])
+    register(arguments)
+    query, key, value, out, *_ = arguments
+    events: list[tuple[str, str]] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            events.append((event, frame.f_code.co_name if event == "call" else argument.__name__))
+
+    with torch.no_grad():  # the stub's tensors are not torch's
+        before = record.launches
+        sys.setprofile(note)
+        try:
+            api.sdpa(query, key, value, out=out)
+        finally:
+            sys.setprofile(None)
+    assert record.launches == before + 1
+    assert events[:-1] == [("call", "sdpa"), ("call", "is_dynamo_compiling"), ("c_call", "is_grad_enabled")]
