@@ -20,8 +20,8 @@ class Suite:
         alone: whether this library is measured a second time, in a process without peers: a process that has loaded
             some ten kernels launches every later one more slowly.
         modes: what `microsdpa bench` measures unless it is told otherwise.
-        peers: whom it is measured beside unless it is told otherwise, as `microsdpa bench --peers` takes them. Suites
-            of long calls leave out those that would be compiled again for every case.
+        peers: whom it is measured beside unless it is told otherwise, as `microsdpa bench --peers` takes them. Most
+            suites leave out those that would be compiled again for every case.
         eight_bit: the cases in which 8-bit implementations take part.
         labels: what a case is, such as the model that it is from.
     """
