@@ -18,13 +18,19 @@ from microsdpa.specs.ampere import specification
 from microsdpa.specs.ampere_tiles import Tiling
 
 RUNS = [
-    (Case(1, 1, 140, 200, 64, causal="upper_left"), ampere_tiles.NARROW, 1),
-    (Case(1, 1, 60, 530, 64), ampere_tiles.WIDE, 1),
+    (Case(1, 2, 140, 330, 64), ampere_tiles.STREAM, 1),
+    (Case(1, 1, 140, 200, 64, causal="lower_right"), ampere_tiles.STREAM, 1),
+    (Case(1, 1, 100, 270, 64, kind="outliers", scale=-0.3), ampere_tiles.STREAM, 1),
+    (Case(1, 2, 100, 270, 64, heads_kv=1, causal="upper_left", scale=100.0), ampere_tiles.STREAM, 1),
+    (Case(1, 1, 60, 20, 16, causal="upper_left"), ampere_tiles.STREAM, 1),
+    (Case(1, 1, 200, 100, 64, causal="lower_right"), ampere_tiles.STREAM_LEAN, 1),
     (Case(1, 1, 70, 300, 64, causal="lower_right"), ampere_tiles.PAIRED, 1),
     (Case(1, 1, 40, 500, 64), ampere_tiles.TINY_512, 1),
     (Case(1, 1, 40, 64, 32, causal="upper_left"), ampere_tiles.TINY_64, 1),
     (Case(1, 1, 40, 120, 128, dtype="bfloat16"), ampere_tiles.TINY_128, 1),
-    (Case(1, 1, 100, 200, 128, dtype="bfloat16", causal="upper_left"), ampere_tiles.WIDE_128, 1),
+    (Case(1, 1, 100, 200, 128, dtype="bfloat16", causal="upper_left"), ampere_tiles.STREAM_LARGE_STEP, 1),
+    (Case(1, 1, 60, 130, 80), ampere_tiles.STREAM_SMALL_STEP, 1),
+    (Case(1, 1, 130, 200, 96), ampere_tiles.STREAM_LEAN_128, 1),
     (Case(1, 1, 40, 100, 48), Tiling(32, 1, 2), 1),
     (Case(1, 1, 40, 70, 256), ampere_tiles.LARGE_HEADS, 1),
     (Case(1, 8, 5, 100, 64, heads_kv=2, causal="lower_right"), ampere_tiles.DECODE, 4),
@@ -63,7 +69,8 @@ def test_a_tiling_is_right_without_bank_conflicts(case: Case, tiling: Tiling, pa
         assert allowed.admits(compare.measure(got, exact))
 
 
-def test_a_probability_that_grows_too_large_is_taken_back() -> None:
+@pytest.mark.parametrize("tiling", [Tiling(64, 1, 1), ampere_tiles.STREAM], ids=str)
+def test_a_probability_that_grows_too_large_is_taken_back(tiling: Tiling) -> None:
     """Scores of later keys exceed the first ones by far more than FP16 holds: the reference has to move."""
     query = torch.ones(1, 1, 16, 64).half()
     key, value = torch.zeros(1, 1, 300, 64).half(), torch.randn(1, 1, 300, 64).half()
@@ -71,7 +78,7 @@ def test_a_probability_that_grows_too_large_is_taken_back() -> None:
     key[:, :, 290] = 4.0
     problem = Problem(1, 1, 1, 16, 300, 64, "float16", target="sm_80")
     out, lse = torch.empty_like(query), torch.empty(1, 1, 16)
-    spec = specification(problem, Tiling(64, 1, 1))
+    spec = specification(problem, tiling)
     run.attention(spec, problem, query, key, value, out, lse, None)
     expected, expected_lse = reference.oracle(query, key, value)
     torch.testing.assert_close(out.double(), expected.double(), rtol=1e-3, atol=1e-3)

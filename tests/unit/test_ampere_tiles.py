@@ -37,9 +37,10 @@ def test_every_choice_is_legal(target: str) -> None:
         ({}, tiles.TINY_512),
         ({"heads": 2, "heads_kv": 2, "seqlen_q": 64, "seqlen_k": 64}, tiles.TINY_64),
         ({"heads": 4, "heads_kv": 4, "seqlen_q": 128, "seqlen_k": 128}, tiles.TINY_128),
-        ({"batch": 32, "heads": 32, "heads_kv": 32}, tiles.NARROW),
-        ({"heads": 32, "heads_kv": 32, "seqlen_q": 16384, "seqlen_k": 16384}, tiles.WIDE),
-        ({"heads": 16, "heads_kv": 16, "seqlen_q": 16384, "seqlen_k": 16384, "head_dim": 128}, tiles.WIDE_128),
+        ({"batch": 32, "heads": 32, "heads_kv": 32}, tiles.STREAM),
+        ({"heads": 32, "heads_kv": 32, "seqlen_q": 16384, "seqlen_k": 16384}, tiles.STREAM),
+        ({"heads": 16, "heads_kv": 16, "seqlen_q": 16384, "seqlen_k": 16384, "head_dim": 128}, tiles.STREAM_LARGE_STEP),
+        ({"heads": 16, "heads_kv": 16, "seqlen_q": 16384, "seqlen_k": 16384, "head_dim": 96}, tiles.STREAM_SMALL_STEP),
     ],
 )
 def test_measured_choices(change: dict[str, int], tiling: tiles.Tiling) -> None:
@@ -54,6 +55,8 @@ def test_other_chips_have_no_measured_choices() -> None:
 def test_illegal_tilings_say_why() -> None:
     assert "99" in tiles.illegal(replace(MISSION, target="sm_89"), tiles.TINY_512).replace("101376", "99")
     assert "513 keys do not fit" in tiles.illegal(replace(MISSION, seqlen_k=513), tiles.TINY_512)
+    packed = replace(MISSION, heads=32, heads_kv=8, seqlen_q=1)
+    assert "heads are packed" in tiles.illegal(packed, tiles.STREAM)
     assert "rows of 32 columns" in tiles.illegal(replace(MISSION, head_dim=48), tiles.DECODE)
 
 

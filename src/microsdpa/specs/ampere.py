@@ -8,37 +8,38 @@ from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 HEAD_DIMS = range(16, 257, 16)
+STREAM_SPILLS = (
+    "all 255 registers are used: another compiler than the tested one may keep a value of the outer loop there"
+)
 
 
 def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec:
     """The kernel of one tiling for a problem."""
     boolean = {True: "true", False: "false"}
     programmatic = capability_of(problem.target) >= (9, 0)
-    arguments = {
+    arguments: dict[str, str | int] = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
         "BLOCK_N": tiling.block_n,
         "ROW_TILES": tiling.row_tiles,
-        "WARPS_M": tiling.warps_m,
-        "WARPS_N": tiling.warps_n,
-        "STAGES": tiling.stages,
-        "RESIDENT": boolean[tiling.resident],
-        "KEPT": min(tiling.kept, problem.head_dim // 16),
-        "STEP": tiling.step or tiling.block_n,
-        "CTAS": tiling.ctas,
-        "CAUSAL": boolean[problem.causal is not None],
-        "PACK": pack,
-        "SPLIT": tiling.split,
-        "PROGRAMMATIC": boolean[programmatic],
     }
+    kept, causal = min(tiling.kept, problem.head_dim // 16), boolean[problem.causal is not None]
+    if tiling.streaming:
+        arguments |= {"WARPS": tiling.warps_m, "KEPT": kept, "STEP": tiling.step, "CTAS": tiling.ctas, "CAUSAL": causal}
+    else:
+        arguments |= {"WARPS_M": tiling.warps_m, "WARPS_N": tiling.warps_n, "STAGES": tiling.stages}
+        arguments |= {"RESIDENT": boolean[tiling.resident], "KEPT": kept, "CAUSAL": causal}
+        arguments |= {"PACK": pack, "SPLIT": tiling.split}
+    arguments["PROGRAMMATIC"] = boolean[programmatic]
     return KernelSpec(
         name="ampere/fwd_mma",
-        source="ampere/fwd_mma.cu",
-        template="microsdpa::attention_forward",
+        source="ampere/fwd_stream.cu" if tiling.streaming else "ampere/fwd_mma.cu",
+        template="microsdpa::attention_stream" if tiling.streaming else "microsdpa::attention_forward",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiling.threads,
         block_m=tiling.block_m,
         shared_bytes=tiling.shared_bytes(problem.head_dim),
+        local_memory=STREAM_SPILLS if tiling.streaming and problem.head_dim > 64 else "",
         split=tiling.split,
         pack=pack,
         programmatic=programmatic,

@@ -1,6 +1,6 @@
 """Tilings of ampere/fwd_mma: which there are, which are legal for a problem, and which is chosen.
 
-On the H200 the choice is measured (MEASURED, docs/tuning-log.md). For every other chip it is derived: the cheapest
+On the H200 the choice is measured (`measured`, docs/tuning-log.md). For every other chip it is derived: the cheapest
 legal candidate by `cost`, a model in clocks of an SM that was not fitted to any measurement of those chips.
 """
 
@@ -18,18 +18,19 @@ ELEMENT = 2
 
 @dataclass(frozen=True)
 class Tiling:
-    """A configuration of ampere/fwd_mma.cu, apart from what the problem itself decides.
+    """A configuration of ampere/fwd_mma.cu or fwd_stream.cu, apart from what the problem itself decides.
 
     Attributes:
         block_n: keys of a tile.
         row_tiles: 16-row tiles of queries that a warp owns.
         warps_m: warps that share keys, each with its own rows.
         warps_n: groups of such warps, each with its own keys.
+        streaming: fwd_stream.cu, for problems that fill the chip, with one group and two stages.
         stages: tiles of K and V in shared memory, of each group.
         resident: all of a group's keys are loaded at once; they must fit its `stages` tiles.
         kept: blocks of 16 columns of Q that stay in registers; at most all.
-        step: keys whose scores are in registers at a time; 0 for block_n.
-        ctas: CTAs that an SM shall hold at once, which bounds the registers.
+        step: keys whose scores are in registers at a time; of a streaming tiling.
+        ctas: CTAs that an SM shall hold at once, which bounds the registers; of a streaming tiling.
         split: CTAs among which the keys are divided.
     """
 
@@ -43,6 +44,7 @@ class Tiling:
     step: int = 0
     ctas: int = 1
     split: int = 1
+    streaming: bool = False
 
     @property
     def block_m(self) -> int:
@@ -57,16 +59,19 @@ class Tiling:
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory: the query tile and the rings, or the groups' results that replace them."""
         ring = 2 * self.stages * self.block_n * head_dim * ELEMENT
-        streaming = self.block_m * head_dim * ELEMENT + self.warps_n * ring
+        tiles = self.block_m * head_dim * ELEMENT + self.warps_n * ring
+        if self.streaming:  # and five pointers, two numbers, a flag a warp, a sum for each of a thread's rows
+            return tiles + ceil((48 + 4 * self.warps_m + 8 * self.row_tiles * self.threads) / 128) * 128
         merging = self.warps_n * self.block_m * (4 * (head_dim + 8) + 8)
-        return streaming if self.warps_n == self.split == 1 else ceil(max(streaming, merging) / 128) * 128
+        return tiles if self.warps_n == self.split == 1 else ceil(max(tiles, merging) / 128) * 128
 
 
-WIDE = Tiling(256, 2, 8, step=64)
-NARROW = Tiling(64, 2, 4, stages=3, ctas=2)
+STREAM = Tiling(64, 2, 4, step=32, ctas=2, streaming=True)
+STREAM_LARGE_STEP = replace(STREAM, kept=0, step=64)
+STREAM_SMALL_STEP = replace(STREAM, kept=0, step=16)
+STREAM_LEAN = replace(STREAM, block_n=32)
+STREAM_LEAN_128 = replace(STREAM_LEAN, kept=0)
 PAIRED = Tiling(64, 2, 2, 2)
-WIDE_128 = Tiling(96, 2, 8, kept=0, step=32)
-NARROW_128 = Tiling(32, 2, 4, stages=3, kept=0, ctas=2)
 SMALL = Tiling(64, 1, 4)
 LARGE_HEADS = Tiling(32, 1, 4, kept=0)
 TINY_64, TINY_128, TINY_512 = (
@@ -84,8 +89,21 @@ def candidates(problem: Problem) -> list[Tiling]:
         return [LARGE_HEADS]
     decode = [replace(tiling, split=split) for tiling in (DECODE, DECODE_LEAN) for split in (1, *SPLITS)]
     if problem.head_dim > 64:
-        return [WIDE_128, NARROW_128, SMALL, TINY_64, TINY_128, *decode]
-    return [WIDE, NARROW, PAIRED, SMALL, TINY_64, TINY_128, TINY_512, *decode]
+        return [_streaming(problem), SMALL, TINY_64, TINY_128, *decode]
+    return [_streaming(problem), PAIRED, SMALL, TINY_64, TINY_128, TINY_512, *decode]
+
+
+def _streaming(problem: Problem) -> Tiling:
+    """The tiling of fwd_stream.cu: as many scores at once as the registers hold.
+
+    Tiles of 32 keys, which are copied in rows of a multiple of 32, let two CTAs share 100 KB at D = 64.
+    """
+    hopper = capability_of(problem.target) == (9, 0)
+    if problem.head_dim <= 64:
+        return STREAM if hopper or problem.head_dim % 32 else STREAM_LEAN
+    if problem.head_dim == 128 and hopper:
+        return STREAM_LARGE_STEP
+    return STREAM_LEAN_128 if problem.head_dim % 32 == 0 and not hopper else STREAM_SMALL_STEP
 
 
 def illegal(problem: Problem, tiling: Tiling) -> str:
@@ -95,6 +113,8 @@ def illegal(problem: Problem, tiling: Tiling) -> str:
         return f"{needed} bytes of shared memory exceed the {chip.shared_per_cta} of a CTA"
     if tiling.resident and problem.seqlen_k > tiling.block_n * tiling.stages * tiling.warps_n:
         return f"{problem.seqlen_k} keys do not fit at once"
+    if tiling.streaming and packed_heads(problem) > 1:
+        return "heads are packed, which fwd_stream does not do"
     if (tiling.warps_n > 1 or tiling.split > 1) and problem.head_dim % 32:
         return "parts of the keys are merged in rows of 32 columns"
     return ""
@@ -139,51 +159,17 @@ def _resident_ctas(problem: Problem, tiling: Tiling, chip: Chip) -> int:
     return max(1, min(by_shared, tiling.ctas if tiling.ctas > 1 else 1, chip.threads_per_sm // tiling.threads))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A choice that was measured on the H200, for launches that fill it.
-
-    Attributes:
-        head_dim: 64 for all up to it, 128 for those above.
-        causal: whether the mask is causal.
-        from_keys: from this many keys on, until the next entry.
-    """
-
-    head_dim: int
-    causal: bool
-    from_keys: int
-    tiling: Tiling
-
-
-MEASURED: tuple[Measured, ...] = (
-    Measured(64, False, 0, NARROW),
-    Measured(64, False, 1024, WIDE),
-    Measured(64, True, 0, NARROW),
-    Measured(64, True, 8192, WIDE),
-    Measured(128, False, 0, NARROW_128),
-    Measured(128, False, 1024, WIDE_128),
-    Measured(128, True, 0, NARROW_128),
-    Measured(128, True, 4096, WIDE_128),
-)
-
-
 def measured(problem: Problem) -> Tiling | None:
-    """The measured choice; None for another chip, and for launches that were not measured."""
+    """The choice that was measured on the H200; None for another chip, and for launches that were not measured."""
     if capability_of(problem.target) != (9, 0) or problem.head_dim > 128:
         return None
+    sms = chip_of(problem.target).sms
     for tiling in (TINY_64, TINY_128, TINY_512, PAIRED):
-        one_wave = ctas_of(problem, tiling) <= chip_of(problem.target).sms * (2 if tiling is PAIRED else 1)
+        one_wave = ctas_of(problem, tiling) <= sms * (2 if tiling is PAIRED else 1)
         if one_wave and problem.seqlen_q >= 16 and tiling in candidates(problem) and not illegal(problem, tiling):
             return tiling if tiling is not PAIRED or problem.seqlen_k <= 2048 else None
-    entries = [
-        entry.tiling
-        for entry in MEASURED
-        if entry.head_dim == (64 if problem.head_dim <= 64 else 128)
-        and entry.causal == (problem.causal is not None)
-        and entry.from_keys <= problem.seqlen_k
-    ]
-    full = problem.seqlen_q >= 128 and ctas_of(problem, entries[-1]) >= chip_of(problem.target).sms
-    return entries[-1] if full else None
+    streaming = _streaming(problem)
+    return streaming if problem.seqlen_q >= 128 and ctas_of(problem, streaming) >= sms else None
 
 
 def choose(problem: Problem) -> Tiling:

@@ -1,4 +1,5 @@
-// Exact attention on mma.sync: the production kernel of sm_80, sm_86, sm_89 and sm_120, and of Hopper's odd cases.
+// Exact attention on mma.sync for problems that do not fill the chip, few queries and large heads among them.
+// Those that do are fwd_stream.cu's.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M rows of one key head per CTA. A row is a
 // query of one head or, PACK > 1, one of the PACK query heads that share the key head: row r is query r / PACK of head
@@ -10,8 +11,7 @@
 //           4. O += P V, P straight from S's registers
 //           The groups' parts are merged through shared memory at the end; SPLIT > 1 leaves each CTA's part in the
 //           workspace, for fwd_merge.
-// Bound by: the tensor cores and, at D = 64, as much by exp2; ldmatrix takes 60 to 80% of shared memory's bandwidth
-//           with 32 rows a warp. Small problems are bound by latency: launch, one trip to L2, one tile, one store.
+// Bound by: latency: launch, one trip to L2, one tile, one store.
 #include "../core/epilogue.cuh"
 #include "../core/merge.cuh"
 #include "../core/online_softmax.cuh"
@@ -115,8 +115,8 @@ __device__ __forceinline__ void wait_until_pending(int pending) {
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, bool RESIDENT,
-          int KEPT, int STEP, int CTAS, bool CAUSAL, int PACK, int SPLIT, bool PROGRAMMATIC>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
+          int KEPT, bool CAUSAL, int PACK, int SPLIT, bool PROGRAMMATIC>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     attention_forward(const __grid_constant__ AttentionParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
   constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS;
@@ -201,22 +201,23 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
   const int seen_first = CAUSAL ? warp_first / PACK + params.diagonal + 1 : params.seqlen_k;
   const int seen_last = CAUSAL ? (warp_first + WARP_ROWS - 1) / PACK + params.diagonal + 1 : params.seqlen_k;
 
-  // STEP keys of tile i, from row `first` of it on: scores to packed probabilities. References are maxima only of what
+  // The keys of tile i: scores to packed probabilities. References are maxima only of what
   // was seen when they were set; the maximum is looked for again where scores are masked or a probability grows large.
-  using Packed = uint32[ROW_TILES][STEP / 16][4];
-  const auto probabilities = [&](Packed& p, int i, int first, bool start) {
-    const int first_key = (first_tile + i * WARPS_N) * BLOCK_N + first;
-    const bool masked = first_key + STEP > min(seen_first, params.seqlen_k);
-    float s[ROW_TILES][STEP / 8][4];
+  using Packed = uint32[ROW_TILES][BLOCK_N / 16][4];
+  const auto probabilities = [&](Packed& p, int i) {
+    const int first_key = (first_tile + i * WARPS_N) * BLOCK_N;
+    const bool start = i == 0;
+    const bool masked = first_key + BLOCK_N > min(seen_first, params.seqlen_k);
+    float s[ROW_TILES][BLOCK_N / 8][4];
     const auto& key_tile = ring.key[i % STAGES];
     if (!masked && (RESIDENT || !start)) {
-      multiply_query_key<T, ROW_TILES, HEAD_DIM, STEP>(s, fragments, key_tile, first);
-      if (start) softmax.template begin<STEP>(s, scale);
-      const bool done = softmax.template try_update<STEP>(s, scale);
-      pack_probabilities<T, ROW_TILES, STEP>(p, s);
+      multiply_query_key<T, ROW_TILES, HEAD_DIM, BLOCK_N>(s, fragments, key_tile, 0);
+      if (start) softmax.template begin<BLOCK_N>(s, scale);
+      const bool done = softmax.template try_update<BLOCK_N>(s, scale);
+      pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
       if (done) return;
     }
-    multiply_query_key<T, ROW_TILES, HEAD_DIM, STEP>(s, fragments, key_tile, first);
+    multiply_query_key<T, ROW_TILES, HEAD_DIM, BLOCK_N>(s, fragments, key_tile, 0);
     if (masked) {
 #pragma unroll
       for (int t = 0; t < ROW_TILES; ++t) {
@@ -224,12 +225,12 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
         for (int half = 0; half < 2; ++half) {
           const int r = warp_first + 16 * t + 8 * half + lane_index() / 4;
           const int seen = CAUSAL ? min(params.seqlen_k, r / PACK + params.diagonal + 1) : params.seqlen_k;
-          mask_row<STEP>(s[t], half, seen - first_key);
+          mask_row<BLOCK_N>(s[t], half, seen - first_key);
         }
       }
     }
-    softmax.template update<STEP, HEAD_DIM>(s, o, scale);
-    pack_probabilities<T, ROW_TILES, STEP>(p, s);
+    softmax.template update<BLOCK_N, HEAD_DIM>(s, o, scale);
+    pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
   };
 
   if constexpr (RESIDENT) {
@@ -237,21 +238,13 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
     for (int i = 0; i < STAGES; ++i) {
       if (i >= count) break;
       const bool visible = (first_tile + i * WARPS_N) * BLOCK_N < seen_last;
-      Packed p[BLOCK_N / STEP];
+      Packed p;
       wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i) + 1);
       group_sync<C::GROUP_THREADS, WARPS_N>(group);
-      if (visible) {
-#pragma unroll
-        for (int step = 0; step < BLOCK_N / STEP; ++step) probabilities(p[step], i, step * STEP, i + step == 0);
-      }
+      if (visible) probabilities(p, i);
       wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i));
       group_sync<C::GROUP_THREADS, WARPS_N>(group);
-      if (visible) {
-#pragma unroll
-        for (int step = 0; step < BLOCK_N / STEP; ++step) {
-          multiply_probability_value<T, ROW_TILES, HEAD_DIM, STEP>(o, p[step], ring.value[i], step * STEP);
-        }
-      }
+      if (visible) multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, p, ring.value[i], 0);
     }
   } else {
     for (int i = 0; i < count; ++i) {
@@ -263,12 +256,9 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, CTAS)
       }
       cp_async_commit();
       if ((first_tile + i * WARPS_N) * BLOCK_N >= seen_last) continue;
-#pragma unroll
-      for (int step = 0; step < BLOCK_N / STEP; ++step) {
-        Packed p;
-        probabilities(p, i, step * STEP, i == 0 && step == 0);
-        multiply_probability_value<T, ROW_TILES, HEAD_DIM, STEP>(o, p, ring.value[i % STAGES], step * STEP);
-      }
+      Packed p;
+      probabilities(p, i);
+      multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, p, ring.value[i % STAGES], 0);
     }
   }
 

@@ -1,0 +1,10 @@
+// opaque for the emulator; cuda/ptx/opaque.cuh says what it does.
+#pragma once
+
+#include "../prelude.cuh"
+
+namespace microsdpa {
+
+inline uint32 opaque(uint32 x) { return x; }
+
+}  // namespace microsdpa
