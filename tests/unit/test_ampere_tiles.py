@@ -52,6 +52,13 @@ def test_other_chips_have_no_measured_choices() -> None:
         assert tiles.measured(replace(MISSION, target=target)) is None
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_89", "sm_120"])
+def test_problems_that_fill_another_chip_stream_too(target: str) -> None:
+    filling = replace(MISSION, batch=4, heads=32, heads_kv=32, seqlen_q=4096, seqlen_k=4096, target=target)
+    assert tiles.choose(filling) == tiles.STREAM_LEAN
+    assert tiles.choose(replace(filling, head_dim=128, causal="upper_left")) == tiles.STREAM_LEAN_128
+
+
 def test_illegal_tilings_say_why() -> None:
     assert "99" in tiles.illegal(replace(MISSION, target="sm_89"), tiles.TINY_512).replace("101376", "99")
     assert "513 keys do not fit" in tiles.illegal(replace(MISSION, seqlen_k=513), tiles.TINY_512)

@@ -135,8 +135,9 @@ def ctas_of(problem: Problem, tiling: Tiling) -> int:
 def cost(problem: Problem, tiling: Tiling) -> float:
     """Clocks that the launch is expected to take.
 
-    An SM works at half of the peak rate of mma.sync; a warp's tile takes at least its instructions; a CTA has a fixed
-    latency (launch, Q and the first K from L2, the store), and merging parts another.
+    An SM works at half of the peak rate of mma.sync in fwd_stream and at a third in fwd_mma, as on the H200; a warp's
+    tile takes at least its instructions; a CTA has a fixed latency (launch, Q and the first K from L2, the store), and
+    merging parts another.
     """
     chip = chip_of(problem.target)
     at_once = _resident_ctas(problem, tiling, chip)
@@ -146,7 +147,7 @@ def cost(problem: Problem, tiling: Tiling) -> float:
     tiles = ceil(keys / (tiling.block_n * tiling.warps_n))
     products = 4 * 16 * tiling.row_tiles * tiling.block_n * problem.head_dim * tiles  # of one warp
     warps = tiling.warps_m * tiling.warps_n
-    throughput = 2 * at_once * warps * products / chip.mma_flops
+    throughput = (2 if tiling.streaming else 3) * at_once * warps * products / chip.mma_flops
     latency = 4 * products / chip.mma_flops + 300 * tiles
     fixed = 2000 + (600 if tiling.warps_n > 1 else 0)
     waves = ceil(ctas_of(problem, tiling) / (chip.sms * at_once))

@@ -1,0 +1,38 @@
+"""The machine code of ampere/fwd_stream, which no small problem of the catalogue selects: no spills, two CTAs an SM."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+from microsdpa.jit import compile_kernel
+from microsdpa.jit.inspect import count_instructions
+from microsdpa.jit.occupancy import occupancy
+from microsdpa.problem import Causal, Problem
+from microsdpa.select import select
+
+TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
+MASKS: tuple[Causal | None, ...] = (None, "upper_left")
+PROBLEMS = [
+    *(Problem(4, 32, 32, 4096, 4096, d, "float16", c, target=t) for t, d, c in product(TARGETS, (64, 128), MASKS)),
+    *(Problem(4, 32, 32, 4096, 4096, d, "bfloat16", c, target="sm_90a") for d, c in product((80, 96, 112), MASKS)),
+]
+BUDGET = {("sm_90a", 64): 2, ("sm_90a", 128): 2, ("sm_89", 64): 2, ("sm_89", 128): 1}
+"""CTAs that an SM has to hold, by target and head dimension."""
+
+
+def test_no_spills_and_as_many_ctas_as_designed() -> None:
+    specs = [select(problem, "ampere/fwd_mma").spec for problem in PROBLEMS]
+    assert {spec.source for spec in specs} == {"ampere/fwd_stream.cu"}
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        kernels = list(pool.map(lambda job: compile_kernel(job[0], job[1].target), zip(specs, PROBLEMS, strict=True)))
+    for kernel, problem in zip(kernels, PROBLEMS, strict=True):
+        resources, spec = kernel.resources, kernel.spec
+        assert not resources.uses_local_memory, problem
+        counts = count_instructions(kernel.cubin)
+        # Two copies of the products, for whole tiles and for others, and those of the first keys.
+        assert counts["HMMA"] >= 2 * 2 * spec.threads // 32 * problem.head_dim // 8
+        assert counts["LDGSTS"] >= 4
+        held = occupancy(kernel.target, spec.threads, resources.registers, resources.shared_bytes + spec.shared_bytes)
+        assert held.ctas >= BUDGET.get((problem.target, problem.head_dim), 1), problem
