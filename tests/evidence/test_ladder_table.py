@@ -64,6 +64,28 @@ def test_markers_give_all_rungs_one_rung_or_the_shapes(tmp_path: Path) -> None:
     assert ladder_times(tmp_path / "h200" / "ladder.json") == {"ladder/01_scalar": 50.0, "ladder/02_wmma": 20.0}
 
 
+def test_what_a_run_does_not_have_is_said_plainly(tmp_path: Path) -> None:
+    marker = "<!-- microsdpa:table gpu=h200 suite=ladder{} -->\n<!-- microsdpa:end -->\n"
+    made = result()
+    results.write(made, tmp_path)
+    assert "*Rung 05 is not in the recorded run.*" in render.rendered(marker.format(" rung=05"), tmp_path, "page")
+    other = made | {"rows": [row | {"kernel": row["kernel"] and "ampere/fwd_mma"} for row in made["rows"]]}
+    text = ladder_table.markdown(other, {}, set())
+    assert text == ladder_table.NOT_RECORDED
+    plot = "<!-- microsdpa:plot gpu=cpu name=ladder -->\n<!-- microsdpa:end -->\n"
+    assert "no result file of the suite ladder" in render.rendered(plot, tmp_path, "page")
+
+
+def test_a_table_shows_the_columns_of_the_peers_that_are_named(tmp_path: Path) -> None:
+    rows = [
+        results.row(MISSION, impl=impl, median_us=us, min_us=us, samples_us=[us], tflops=1.0, version="1")
+        for impl, us in (("microsdpa", 3.0), ("torch FLASH", 10.0), ("torch CUDNN", 9.0))
+    ]
+    head, line = render.timing_lines(result() | {"rows": rows}, "graph", peers=["torch-flash"])
+    assert head[1:] == ["microsdpa", "torch FLASH", "best peer / microsdpa"]
+    assert line[1:] == ["3.00", "10.00", "3.00x"]  # of the best of all peers
+
+
 @pytest.mark.skipif(launcher.device_error() is None, reason="this machine has a GPU")
 def test_without_a_gpu_the_compiled_and_emulated_columns_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "rungs", lambda: ["ladder/02_wmma", "ladder/04_mma_sync"])

@@ -8,6 +8,7 @@ from microsdpa.evidence import environment, roofline
 from microsdpa.evidence.devices import DEVICES, Device
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.results import Result, Row
+from microsdpa.evidence.wording import provenance
 
 HEAD = [
     *("rung", "us", "rung before / this", "best torch / this", "TFLOP/s", "share of the floor"),
@@ -78,19 +79,23 @@ def shapes(result: Result) -> list[list[str]]:
 
 
 def markdown(result: Result, options: dict[str, str], stale: set[str]) -> str:
-    """The table that a marker asks for: all rungs, rung=NN with the one before it, or table=shapes.
+    """The table that a marker asks for, and where it is from: all rungs, rung=NN with the one before it, table=shapes.
 
-    `stale` names the kernels that have changed since they were measured.
+    `stale` names the kernels that have changed since they were measured. A file without the rungs gives a line that
+    says so.
     """
     lines = shapes(result) if options.get("table") == "shapes" else mission(result)
-    if not any(row["kernel"].startswith("ladder/") for row in _ours(result["rows"])):
+    measured = [row["kernel"] for row in _ours(result["rows"]) if row["kernel"].startswith("ladder/")]
+    if not measured:
         return NOT_RECORDED  # the suite was run with another kernel
     if rung := options.get("rung"):
-        at = next(i for i, line in enumerate(lines) if line[0].startswith(f"ladder/{rung}_"))
+        at = next((i for i, line in enumerate(lines) if line[0].startswith(f"ladder/{rung}_")), None)
+        if at is None:
+            return f"*Rung {rung} is not in the recorded run.*\n"
         lines = [lines[0], *lines[max(1, at - 1) : at + 1]]
     renamed = [[f"{cell} (stale)" if cell in stale else cell for cell in line] for line in lines]
     ruled = [renamed[0], ["---"] + ["---:"] * (len(renamed[0]) - 1), *renamed[1:]]
-    return "".join(f"| {' | '.join(line)} |\n" for line in ruled)
+    return "".join(f"| {' | '.join(line)} |\n" for line in ruled) + f"\n{provenance(result)}"
 
 
 def _ours(rows: list[Row]) -> list[Row]:

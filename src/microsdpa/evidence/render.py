@@ -5,6 +5,7 @@ A marker pair looks like this, and what stands between the two is replaced:
     <!-- microsdpa:table gpu=h200 suite=mission mode=graph -->
     <!-- microsdpa:end -->
 
+`peers=torch-flash,...` shows the columns of these peers only, `unit=tflops` TFLOP/s, `notes=no` no reasons of failures.
 `microsdpa:plot gpu=h200 name=latency` shows a plot, `microsdpa:peers` the table of peers, and `microsdpa:support` what
 the specifications support.
 """
@@ -113,13 +114,14 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     if options["suite"] == "instructions":
         return instructions_table(result)
     if options["suite"] == "ladder" and "mode" not in options:
-        return ladder_table.markdown(result, options, _stale_kernels(result)) + f"\n{provenance(result)}"
+        return ladder_table.markdown(result, options, _stale_kernels(result))
     if "mode" not in options:
         raise RenderError(f"{name}: a table of timings needs mode=, got {options}")
     unit = options.get("unit", "us")
     if unit not in UNITS:
         raise RenderError(f"{name}: unit: expected one of {', '.join(UNITS)}, got {unit!r}")
-    return timing_table(result, options["mode"], unit, notes=options.get("notes") != "no")
+    peers = options["peers"].split(",") if "peers" in options else None
+    return timing_table(result, options["mode"], unit, notes=options.get("notes") != "no", peers=peers)
 
 
 def peers_table() -> str:
@@ -134,9 +136,11 @@ def _stale_kernels(result: results.Result) -> set[str]:
     return {row["kernel"] for row in result["rows"] if row.get("code_signature") and is_stale(row, target)}
 
 
-def timing_table(result: results.Result, mode: str, unit: str = "us", notes: bool = True) -> str:
+def timing_table(
+    result: results.Result, mode: str, unit: str = "us", notes: bool = True, peers: list[str] | None = None
+) -> str:
     """The lines of `timing_lines` in Markdown, with where they are from and why cells are missing."""
-    lines = timing_lines(result, mode, unit)
+    lines = timing_lines(result, mode, unit, peers)
     lines.insert(1, ["---"] + ["---:"] * (len(lines[0]) - 1))
     rows = [row for row in result["rows"] if row["mode"] == mode and row["op"] != "empty"]
     return (
@@ -145,8 +149,12 @@ def timing_table(result: results.Result, mode: str, unit: str = "us", notes: boo
     )
 
 
-def timing_lines(result: results.Result, mode: str, unit: str = "us") -> list[list[str]]:
+def timing_lines(
+    result: results.Result, mode: str, unit: str = "us", peers: list[str] | None = None
+) -> list[list[str]]:
     """Microseconds, or TFLOP/s: a header, then a line a case, a column an implementation, the ratio to the best peer.
+
+    `peers` are the slugs of those that get a column; the best peer is that of all of them.
 
     Raises:
         RenderError: the result has no rows of the mode.
@@ -159,6 +167,8 @@ def timing_lines(result: results.Result, mode: str, unit: str = "us") -> list[li
     if mode in ON_DEVICE:
         # On the device all ways to call it do the same; only the host can tell them apart.
         columns = [c for c in columns if c[1] not in ("out=", "plan", "plan out=")]
+    if peers is not None:
+        columns = [c for c in columns if c[0] == "microsdpa" or slug(c[0]) in peers]
     cases: dict[str, list[results.Row]] = {}
     for row in rows:
         cases.setdefault(case_name(row), []).append(row)
