@@ -24,6 +24,12 @@ CASES = [
     Case(1, 4, 70, 150, 64, heads_kv=2, causal="lower_right", layout="bshd"),
     Case(1, 1, 133, 70, 128, dtype="bfloat16", causal="lower_right"),
 ]
+MANY_HEADS = [
+    Case(2, 64, 5, 70, 32, heads_kv=8, causal="upper_left"),
+    Case(1, 120, 9, 130, 64, heads_kv=4, causal="lower_right"),
+    Case(4, 32, 20, 40, 128),
+]
+"""Rung 14 takes larger tiles where they fill the chip."""
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -85,6 +91,13 @@ def test_every_rung_against_what_the_codes_stand_for(rung: str, case: Case) -> N
         again, lse_again = attend(q, k, v, rung, causal=case.causal, out=torch.full_like(out, torch.nan))[:2]
     assert torch.equal(out, again)
     assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("case", MANY_HEADS, ids=str)
+def test_tiles_for_many_heads(case: Case) -> None:
+    test_every_rung_against_what_the_codes_stand_for("ladder/14", case)
+    for precision in OPERANDS:
+        test_every_precision_against_the_original_tensors(precision, case)
 
 
 @pytest.mark.parametrize("precision", OPERANDS)
@@ -156,7 +169,7 @@ def test_probabilities_do_not_saturate(kind: str) -> None:
     q, k, v = codes_of((query, key, value), block=1)
     plain = [x.dequantize() for x in (q, k, v)]
     expected, expected_lse = reference.oracle(*plain)
-    for rung in ("ladder/12", "ladder/13"):
+    for rung in ("ladder/12", "ladder/13", "ladder/14"):
         out, lse = attend(q, k, v, rung)[:2]
         bound = probability_bound(plain, None) + 2**-11 * expected.abs() + 1e-4
         assert ((out.double() - expected).abs() <= bound).all()
@@ -202,19 +215,23 @@ def test_errors_do_not_grow_with_length() -> None:
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize(("rung", "heads"), [("ladder/13", 1), ("ladder/14", 1), ("ladder/14", 120)])
 def test_no_bank_conflicts_and_every_product_on_tensor_cores(
-    operands: Operands, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    rung: str, heads: int, operands: Operands, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports: dict[str, run.Report] = {}
     one_kernel = run.one_kernel
 
     def counted(spec: KernelSpec, *arguments: object) -> run.Report:
-        reports[spec.name] = one_kernel(spec, *arguments, count_banks=True)  # type: ignore[arg-type]
-        return reports[spec.name]
+        reports[spec.name.split("_")[0]] = one_kernel(spec, *arguments, count_banks=True)  # type: ignore[arg-type]
+        return reports[spec.name.split("_")[0]]
 
     monkeypatch.setattr(run, "one_kernel", counted)
-    microsdpa.sdpa(*make(Case(1, 1, 64, 128, head_dim)), precision=operands, impl="emulate")
-    found = reports["ladder/13_8bit_cp_async"]
+    seqlen = 64 if heads == 1 else 16
+    tensors = make(Case(1, heads, seqlen, 128, head_dim, heads_kv=1))
+    microsdpa.sdpa(*tensors, precision=operands, enable_gqa=True, impl=f"emulate:{rung}")
+    found = reports[rung]
     assert found.bank_conflicts == 0, [site for site in found.bank_sites if site.conflicts]
     products = RECIPES[operands].query_terms + 1  # Q K^T for each code of a query, and P V
-    assert found.counters["tensor_flops"] == products * 2 * 64 * 128 * head_dim
+    rows = heads * (64 if rung == "ladder/13" or heads > 1 else seqlen)
+    assert found.counters["tensor_flops"] == products * 2 * rows * 128 * head_dim

@@ -24,6 +24,10 @@ CONFIGURATIONS: list[tuple[str, Operands, int, set[str], set[str]]] = [
     ("ladder/13", "int8_fp8", 1, {"QMMA", "IMMA"}, {"HMMA", "IMMA"}),
     ("ladder/13", "int8_fp16", 1, {"HMMA", "IMMA"}, {"HMMA", "IMMA"}),
     ("ladder/13", "int8_fp16", 2, {"HMMA", "IMMA"}, {"HMMA", "IMMA"}),
+    ("ladder/14", "fp8", 1, {"QMMA"}, {"HMMA"}),
+    ("ladder/14", "fp8", 2, {"QMMA"}, {"HMMA"}),
+    ("ladder/14", "int8_fp8", 1, {"QMMA", "IMMA"}, {"HMMA", "IMMA"}),
+    ("ladder/14", "int8_fp16", 2, {"HMMA", "IMMA"}, {"HMMA", "IMMA"}),
 ]
 
 
@@ -49,7 +53,7 @@ def test_8_bit_tensor_cores_and_no_local_memory(
     assert counts["STL"] == counts["LDL"] == 0
     assert kernel.resources.spill_store_bytes == kernel.resources.stack_bytes == 0
     assert set(tensor_instructions(counts)) == (hopper if target == "sm_90a" else ada)
-    assert (counts["LDGSTS"] > 0) == (rung == "ladder/13")
+    assert (counts["LDGSTS"] > 0) == (rung in ("ladder/13", "ladder/14"))
     assert (counts["LDSM"] > 0) == (rung != "ladder/10")
 
 

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Literal, get_args
 
 from microsdpa.problem import Causal, DType, Problem, capability_of
+from microsdpa.specs.chip import chip_of
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
 Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
@@ -63,17 +64,13 @@ def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
     block_m, block_n, stages = 64, 64 if problem.head_dim <= 64 else 32, 2
     value_bytes = 2 if problem.operands == "int8_fp16" else 1
     per_key = (1 + value_bytes) * problem.head_dim + 4
-    types = {
-        "FORMAT": "microsdpa::E4m3" if problem.operands == "fp8" else "microsdpa::Int8",
-        "VALUE": CPP_TYPE[problem.dtype] if problem.operands == "int8_fp16" else "microsdpa::E4m3",
-    }
     spec = KernelSpec(
         name="ladder/13_8bit_cp_async",
         source="ladder/13_8bit_cp_async.cu",
         template="microsdpa::eight_bit_cp_async_attention",
         template_args=(
             ("T", CPP_TYPE[problem.dtype]),
-            *types.items(),
+            *_types(problem),
             ("HEAD_DIM", str(problem.head_dim)),
             ("TERMS", str(problem.query_terms)),
             ("BLOCK_M", str(block_m)),
@@ -86,6 +83,64 @@ def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
         params=PARAMS,
     )
     return _rejection(problem, spec) or spec
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of rung 14: keys of a tile, warps of 16 queries, groups among which the keys are divided, CTAs an SM."""
+
+    block_n: int
+    row_warps: int
+    key_groups: int
+    ctas: int
+
+
+def tiles_of(problem: EightBitProblem) -> Tiles:
+    """Few queries a CTA and the keys divided where the chip would be left empty."""
+    block_n = 64 if problem.head_dim <= 64 else 32
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // 64)
+    if tiles >= 2 * chip_of(problem.target).sms:
+        return Tiles(block_n, row_warps=4, key_groups=1, ctas=2)
+    if problem.head_dim > 64 or capability_of(problem.target) not in ((9, 0), (10, 0)):
+        return Tiles(32, row_warps=2, key_groups=2, ctas=2)
+    return Tiles(32, row_warps=2, key_groups=4, ctas=1)  # one CTA an SM of a large chip: more warps at it
+
+
+def tuned(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 14: rung 13 with tiles for the problem, the keys divided among warps, and less arithmetic a score."""
+    tiles, stages = tiles_of(problem), 2
+    codes = problem.operands != "int8_fp16"
+    block_m = 16 * tiles.row_warps
+    per_key = (2 if codes else 3) * problem.head_dim + 4
+    streaming = block_m * problem.query_terms * problem.head_dim + tiles.key_groups * stages * tiles.block_n * per_key
+    merging = tiles.key_groups * block_m * (4 * (problem.head_dim + (16 if codes else 8)) + 8)
+    spec = KernelSpec(
+        name="ladder/14_8bit_tuned",
+        source="ladder/14_8bit_tuned.cu",
+        template="microsdpa::eight_bit_tuned_attention",
+        template_args=(
+            ("T", CPP_TYPE[problem.dtype]),
+            *_types(problem),
+            ("HEAD_DIM", str(problem.head_dim)),
+            ("TERMS", str(problem.query_terms)),
+            ("BLOCK_N", str(tiles.block_n)),
+            ("ROW_WARPS", str(tiles.row_warps)),
+            ("KEY_GROUPS", str(tiles.key_groups)),
+            ("STAGES", str(stages)),
+            ("CTAS", str(tiles.ctas)),
+            ("CAUSAL", "true" if problem.causal else "false"),
+        ),
+        threads=32 * tiles.row_warps * tiles.key_groups,
+        block_m=block_m,
+        shared_bytes=max(streaming, merging),
+        params=PARAMS,
+    )
+    return _rejection(problem, spec) or spec
+
+
+def _types(problem: EightBitProblem) -> tuple[tuple[str, str], ...]:
+    value = CPP_TYPE[problem.dtype] if problem.operands == "int8_fp16" else "microsdpa::E4m3"
+    return ("FORMAT", "microsdpa::E4m3" if problem.operands == "fp8" else "microsdpa::Int8"), ("VALUE", value)
 
 
 def _spec(
@@ -111,7 +166,7 @@ def _spec(
 def _only_plain_fp8(problem: EightBitProblem) -> Rejection | None:
     if problem.operands != "fp8" or problem.query_terms != 1:
         return Rejection(
-            "this rung takes Q, K and V of one E4M3 code an element", "E4M3 tensors with scales, or ladder/13"
+            "this rung takes Q, K and V of one E4M3 code an element", "E4M3 tensors with scales, or impl='auto'"
         )
     return None
 
@@ -148,6 +203,7 @@ class EightBitFamily:
 
 
 EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
+    EightBitFamily("ladder/14_8bit_tuned", "rung 13 with tiles for the problem, keys divided among warps", tuned),
     EightBitFamily("ladder/13_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),
     EightBitFamily("ladder/10_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", scalar),
     EightBitFamily("ladder/11_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", mma),
@@ -166,13 +222,14 @@ def eight_bit_catalogue(target: str) -> list[KernelSpec]:
     specs: dict[KernelSpec, None] = {}
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
     masks: tuple[Causal | None, ...] = (None, "upper_left")
-    for family, head_dim, dtype, causal, operands, terms in product(
-        EIGHT_BIT_FAMILIES, HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2)
+    heads = 8, 256  # few tiles of queries, and many
+    for family, head_dim, dtype, causal, operands, terms, h in product(
+        EIGHT_BIT_FAMILIES, HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
     ):
         if terms == 2 and operands == "int8_fp8":
             continue
         problem = EightBitProblem(
-            *(1, 8, 8, 512, 512, head_dim, dtype),
+            *(1, h, h, 512, 512, head_dim, dtype),
             causal=causal,
             target=target,
             operands=operands,
