@@ -26,7 +26,7 @@ from microsdpa.specs.eight_bit_params import (
     RestoreLseParams,
     RowScales,
 )
-from microsdpa.specs.quantize import Recipe, fused, fused_grid, restore_lse
+from microsdpa.specs.quantize import Recipe, fused, fused_grid, part_rows, restore_lse
 from microsdpa.specs.spec import Grid
 
 ALL_ROWS = 31
@@ -161,6 +161,7 @@ def quantising(recipe: Recipe, dtype: DType, places: Places) -> Launch:
         heads_kv=heads_kv,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
+        part_rows=part_rows(recipe, seqlen_k),
         root=head_dim**-0.5,
     )
     grid = fused_grid(recipe, batch, heads, heads_kv, seqlen_q, seqlen_k)

@@ -9,6 +9,7 @@ import microsdpa
 from microsdpa import eight_bit, reference
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.peers import MicrosdpaEightBit
 from microsdpa.runtime import launcher
 from microsdpa.specs.eight_bit import OPERANDS, Operands
 
@@ -55,6 +56,24 @@ def test_a_capture_may_be_the_first_call_and_replays_see_new_values(precision: O
     for _ in range(2):
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
+
+
+@pytest.mark.parametrize("precision", OPERANDS)
+def test_attention_on_codes_alone_is_captured(precision: Operands) -> None:
+    """What a benchmark times: a launch outside of any plan is on the current stream too."""
+    case = Case(1, 3, 130, 77, 64)
+    tensors = make(case, "cuda")
+    out = torch.zeros_like(tensors[0])
+    call = MicrosdpaEightBit(precision, codes=True).bind(case, tensors, out)
+    call()
+    expected = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+    assert torch.equal(out, microsdpa.sdpa(*tensors, precision=precision))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("precision", OPERANDS)

@@ -274,8 +274,9 @@ def test_a_plan_of_tensors_that_cannot_launch_is_refused() -> None:
 
 def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
     params = bytes(range(1, 201)) + bytes(200)
-    library.launch_one(1, PRIMARY, kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000), params)
+    library.launch_one(0xABC, PRIMARY, kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000), params)
     found = last()
+    assert found.stream == 0xABC
     assert list(found.grid) == [5, 1, 1]
     assert (found.threads, found.shared_bytes, found.context) == (128, 70_000, PRIMARY)
     assert found.programmatic == 1

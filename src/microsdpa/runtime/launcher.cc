@@ -194,14 +194,15 @@ KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
   return kernel;
 }
 
-// Launches one kernel, given by its KernelFields, on the current stream of a device; `params` is its only argument.
-void launch_one(std::int64_t device, std::int64_t context, ffi::Shape fields, ffi::Bytes params) {
+// Launches one kernel, given by its KernelFields, on a stream, which the caller names: the framework tells its current
+// one only to calls with tensors. `params` is the kernel's only argument.
+void launch_one(std::int64_t stream, std::int64_t context, ffi::Shape fields, ffi::Bytes params) {
   TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS, ValueError)
       << "fields: expected " << int(KERNEL_FIELDS) << " integers, got " << fields.size();
-  const CUstream stream = current_stream({kDLCUDA, static_cast<std::int32_t>(device)});
   guarded([&] {
     ScopedContext current(driver(), reinterpret_cast<CUcontext>(context));
-    without_tensor_maps(fields).issue(driver(), stream, const_cast<char*>(params.data()), {});
+    without_tensor_maps(fields).issue(driver(), reinterpret_cast<CUstream>(stream), const_cast<char*>(params.data()),
+                                      {});
   });
 }
 

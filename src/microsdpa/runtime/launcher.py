@@ -317,7 +317,7 @@ def prepare_eight_bit(
 def launch_one(spec: KernelSpec, target: str, grid: Grid, params: bytes, device: int) -> None:
     """Launch one kernel, compiled and loaded before if need be, with a parameter that the caller has filled.
 
-    It runs on the current stream of the device; the tensors that it uses may be given back at once.
+    It runs on torch's current stream of the device; the tensors that it uses may be given back at once.
 
     Raises:
         CompileError: the kernel does not compile.
@@ -325,4 +325,5 @@ def launch_one(spec: KernelSpec, target: str, grid: Grid, params: bytes, device:
     """
     function, context = load_kernel(_compiled(spec, target), device)
     fields = [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
-    _library.launch_one(device, context, tvm_ffi.Shape(fields), params)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    _library.launch_one(stream, context, tvm_ffi.Shape(fields), params)

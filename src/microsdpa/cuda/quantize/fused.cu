@@ -1,12 +1,14 @@
 // Quantises Q, K and V in one launch: codes, scales and, with SMOOTH, the mean that is taken off K.
 //
 // A CTA has 32 rows of HEAD_DIM / 8 threads; a thread has 8 channels of a row. Blocks of the grid, in this order:
-//   queries: one for each ROWS rows of a head   keys: one for each ROWS rows, or with SMOOTH one for each head
-//   values (where VALUE is a format): one for each head
+//   queries: one for each ROWS rows of a head   keys: one for each ROWS rows, or with SMOOTH for each part of a head
+//   values (where VALUE is a format): one for each part of a head
 // Q and K have a scale for each BLOCK rows, or for each row where BLOCK is 1; V has one for each channel. K's mean over
 // its rows is taken off first; then Q and K are rotated, with HADAMARD, by a normalised Hadamard matrix. With TERMS 2 a
 // row of Q's codes is followed by the codes of what they lack.
-// Bound by: one CTA reading a head twice, from L2 the second time, where there is a mean or a scale for a channel.
+// A part is a quarter of the rows: each of its CTAs reads the whole head for the mean, or for the channels' scales, and
+// then encodes its own rows. Rows are loaded AT_A_TIME, so that a thread waits for memory once for all of them.
+// Bound by: the latency of reading a head for the mean and the scales of channels.
 #include "../core/codes.cuh"
 #include "../core/softmax.cuh"
 
@@ -38,11 +40,13 @@ struct QuantizeParams {
   int32 heads_kv;
   int32 seqlen_q;
   int32 seqlen_k;
-  float root;  // 1 / sqrt(D)
+  int32 part_rows;  // of K where its mean is taken, and of V: rows of a CTA, a multiple of ROWS_OF_CTA
+  float root;       // 1 / sqrt(D)
 };
 
 constexpr int GROUPS = 32;  // rows that a CTA has in its hands at a time
 constexpr int CHUNK = 8;    // channels of a thread
+constexpr int AT_A_TIME = 4;
 
 template <int HEAD_DIM>
 struct SharedStorage {
@@ -114,11 +118,15 @@ template <int HEAD_DIM, typename T>
 __device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows) {
   const Place<HEAD_DIM> place;
   float sum[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += GROUPS) {
-    float x[CHUNK];
-    rows.load(x, row, place.chunk);
+  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
+    float x[AT_A_TIME][CHUNK];
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) sum[i] += x[i];
+    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) sum[i] += x[j][i];
+    }
   }
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = sum[i];
@@ -176,18 +184,24 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
     for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Codes*>(to + term * HEAD_DIM) = encoded[term];
   };
 
-  for (int block = first; block < last; block += BLOCK == 1 ? GROUPS : BLOCK) {
-    const int end = BLOCK == 1 ? min(block + GROUPS, last) : min(block + BLOCK, last);
-    float x[CHUNK];
+  constexpr int STEP = BLOCK == 1 ? AT_A_TIME * GROUPS : BLOCK;
+  for (int block = first; block < last; block += STEP) {
+    const int end = min(block + STEP, last);
     if constexpr (BLOCK == 1) {
-      load(x, block + place.row);
-      const float scale = scale_of<Code>(largest_of_row(x));
-      if (block + place.row < end) {
-        store(x, block + place.row, scale);
-        if (place.chunk == 0) scales[block + place.row] = scale;
+      float x[AT_A_TIME][CHUNK];
+#pragma unroll
+      for (int j = 0; j < AT_A_TIME; ++j) load(x[j], block + j * GROUPS + place.row);
+#pragma unroll
+      for (int j = 0; j < AT_A_TIME; ++j) {
+        const int row = block + j * GROUPS + place.row;
+        const float scale = scale_of<Code>(largest_of_row(x[j]));
+        if (row < end) {
+          store(x[j], row, scale);
+          if (place.chunk == 0) scales[row] = scale;
+        }
       }
     } else {
-      float largest = 0.0f;
+      float x[CHUNK], largest = 0.0f;
       for (int r = 0; r < end - block; r += GROUPS) {
         load(x, block + r + place.row);
         const float of_row = largest_of_row(x);
@@ -207,17 +221,21 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
   }
 }
 
-// Quantises a head of V, with a scale for each channel.
+// Quantises rows [first, last) of a head of V, with a scale for each channel of the head.
 template <typename Code, int HEAD_DIM, typename T>
-__device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows,
-                                                  unsigned char* codes, float* scales) {
+__device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first,
+                                                  int last, unsigned char* codes, float* scales) {
   const Place<HEAD_DIM> place;
   float largest[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += GROUPS) {
-    float x[CHUNK];
-    rows.load(x, row, place.chunk);
+  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
+    float x[AT_A_TIME][CHUNK];
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude(largest[i], x[i]);
+    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude(largest[i], x[j][i]);
+    }
   }
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = largest[i];
@@ -228,16 +246,21 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
     float m = 0.0f;
     for (int group = 0; group < GROUPS; ++group) m = fmaxf(m, shared.channels[group][place.chunk * CHUNK + i]);
     scale[i] = scale_of<Code>(m);
-    if (place.row == 0) scales[place.chunk * CHUNK + i] = scale[i];
+    if (first == 0 && place.row == 0) scales[place.chunk * CHUNK + i] = scale[i];
   }
-  for (int row = place.row; row < rows.count; row += GROUPS) {
-    float x[CHUNK];
-    rows.load(x, row, place.chunk);
-    Codes encoded;
+  for (int row = first + place.row; row < last; row += AT_A_TIME * GROUPS) {
+    float x[AT_A_TIME][CHUNK];
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Code::encode(x[i] / scale[i]);
-    unsigned char* to = codes + static_cast<int64>(row) * HEAD_DIM + place.chunk * CHUNK;
-    *reinterpret_cast<Codes*>(to) = encoded;
+    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) {
+      if (row + j * GROUPS >= last) break;
+      Codes encoded;
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Code::encode(x[j][i] / scale[i]);
+      unsigned char* to = codes + static_cast<int64>(row + j * GROUPS) * HEAD_DIM + place.chunk * CHUNK;
+      *reinterpret_cast<Codes*>(to) = encoded;
+    }
   }
 }
 
@@ -252,7 +275,8 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 1)
   static_assert(ROWS % BLOCK == 0, "CTAs take whole blocks");
   __shared__ SharedStorage<HEAD_DIM> shared;
   const int query_tiles = (params.seqlen_q + ROWS - 1) / ROWS;
-  const int key_tiles = SMOOTH ? 1 : (params.seqlen_k + ROWS - 1) / ROWS;
+  const int key_rows = SMOOTH ? params.part_rows : ROWS;
+  const int key_tiles = (params.seqlen_k + key_rows - 1) / key_rows;
   const int heads_kv = params.batch * params.heads_kv;
   int index = blockIdx.x;
 
@@ -267,22 +291,25 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 1)
   }
   index -= params.batch * params.heads * query_tiles;
   if (index < heads_kv * key_tiles) {
-    const int head = index / key_tiles, first = index % key_tiles * ROWS;
+    const int head = index / key_tiles, first = index % key_tiles * key_rows;
     const Rows<T> rows(params.key, params.key_strides, head, params.heads_kv, params.seqlen_k);
     if constexpr (SMOOTH) {
       mean_of_rows(shared, rows);
-      if (threadIdx.x < HEAD_DIM) params.key_mean[head * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
+      if (first == 0 && threadIdx.x < HEAD_DIM)
+        params.key_mean[head * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
     }
     quantize_rows<Code, HEAD_DIM, 1, BLOCK, SMOOTH, HADAMARD>(
-        shared, rows, first, SMOOTH ? params.seqlen_k : min(first + ROWS, params.seqlen_k),
+        shared, rows, first, min(first + key_rows, params.seqlen_k),
         params.key_codes + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
         params.key_scale + static_cast<int64>(head) * ((params.seqlen_k + BLOCK - 1) / BLOCK), params.root);
     return;
   }
   if constexpr (Value::LARGEST > 0.0f) {
-    const int head = index - heads_kv * key_tiles;
+    index -= heads_kv * key_tiles;
+    const int parts = (params.seqlen_k + params.part_rows - 1) / params.part_rows;
+    const int head = index / parts, first = index % parts * params.part_rows;
     const Rows<T> rows(params.value, params.value_strides, head, params.heads_kv, params.seqlen_k);
-    quantize_channels<Value, HEAD_DIM>(shared, rows,
+    quantize_channels<Value, HEAD_DIM>(shared, rows, first, min(first + params.part_rows, params.seqlen_k),
                                        params.value_codes + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
                                        params.value_scale + static_cast<int64>(head) * HEAD_DIM);
   }
