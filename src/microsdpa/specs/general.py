@@ -41,6 +41,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         block_m=16 * WARPS,
         shared_bytes=2 * columns * (16 * WARPS + 4 * block_n),
         params="microsdpa::MaskedParams",
+        local_memory="it computes what no other kernel does: refused, the call would have none",
     )
     if spec.grid(problem)[0] > MAX_GRID_X:
         return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")

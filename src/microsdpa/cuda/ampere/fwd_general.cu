@@ -155,9 +155,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) general_attention(const __grid_
           const int key = first_key + 8 * n + lane_index() % 4 * 2 + e % 2;
           x -= slope * fabsf(static_cast<float>(row + params.masks.position - key));
         }
-        if constexpr (Sight::ADDS) {
-          if (sight.sees(n, e)) x += sight.bias(n, e, first_key);
-        }
+        if constexpr (Sight::ADDS) x += sight.bias(n, e, first_key, call.seqlen_k - 1);
         if (!sight.sees(n, e)) x = negative_infinity();
       }
     }

@@ -38,7 +38,7 @@ struct Visibility {
 
   int low[2], high[2];      // the rows see keys low .. high - 1
   int warp_low, warp_high;  // keys that all rows of the warp see
-  const MASK* mask[2];      // the rows of the mask
+  const MASK* mask[2];      // the rows of the mask, or its last one
   int64 step;               // from one key's element to the next one's
   uint32 seen;              // bit 4 n + e is accumulator [n][e]'s
 
@@ -55,7 +55,7 @@ struct Visibility {
       high[half] = row < call.seqlen_q ? last_seen(params, row) : 0;
       if constexpr (READS) {
         mask[half] = static_cast<const MASK*>(masks.mask) + head / call.heads * masks.mask_strides.batch +
-                     head % call.heads * masks.mask_strides.head + row * masks.mask_strides.row;
+                     head % call.heads * masks.mask_strides.head + min(row, call.seqlen_q - 1) * masks.mask_strides.row;
       }
     }
   }
@@ -88,9 +88,10 @@ struct Visibility {
 
   __device__ __forceinline__ bool sees(int n, int e) const { return seen >> (4 * n + e) & 1; }
 
-  // What the mask adds to a score that is seen, in base 2; the element is in the L1 cache since look().
-  __device__ __forceinline__ float bias(int n, int e, int first_key) const {
-    return mask_bias(mask[e / 2][(first_key + 8 * n + lane_index() % 4 * 2 + e % 2) * step]);
+  // What the mask adds to a score, in base 2; the element is in the L1 cache since look(). Of a key that is not seen it
+  // is some number: a branch for each element would take more registers than there are.
+  __device__ __forceinline__ float bias(int n, int e, int first_key, int last_key) const {
+    return mask_bias(mask[e / 2][min(first_key + 8 * n + lane_index() % 4 * 2 + e % 2, last_key) * step]);
   }
 };
 

@@ -1,0 +1,28 @@
+"""What the general kernel compiles to: it must run for every call, and keep its registers with masks of numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from microsdpa.jit import compile_kernel
+from microsdpa.problem import MaskKind, Problem
+from microsdpa.select import select
+
+KINDS = [
+    MaskKind("float32", left=True, right=True),
+    MaskKind("float16", right=True, alibi=True, sinks="float32"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+def test_masks_of_numbers_do_not_spill(head_dim: int, kind: MaskKind) -> None:
+    problem = Problem(1, 2, 2, 60, 100, head_dim, "float16", mask=kind, target="sm_90a")
+    spec = select(problem).spec
+    assert spec.name == "ampere/fwd_general"
+    assert not compile_kernel(spec, problem.target).resources.uses_local_memory
+
+
+def test_it_is_never_refused_for_a_spill() -> None:
+    """NVRTC of another version, or a target that this was not compiled for, may want a register more."""
+    assert select(Problem(1, 2, 2, 60, 100, 256, "float16", mask=KINDS[0], target="sm_89")).spec.local_memory
