@@ -1,4 +1,4 @@
-"""The public calls, sdpa() and explain(). The hot path is the first lines of sdpa(); the rest runs once per shape."""
+"""The public call, sdpa(). The hot path is its first lines; the rest runs once per shape."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from microsdpa import arguments, eight_bit, problems, torch_cpu
 from microsdpa import masks as mask_arguments
-from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
-from microsdpa.jit import is_compiled
-from microsdpa.jit.signature import signature
+from microsdpa.errors import InvalidArgument
 from microsdpa.masks import Masks
 from microsdpa.options import OPTIONS, Further
 from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
 from microsdpa.select import select
+from microsdpa.validation import NO_MASKS, GivenMasks, check_cpu_impl, emulated, is_empty, validate_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,11 +27,6 @@ _launch_masked = launcher.launch_masked
 _allocate_lse = launcher.allocate_lse
 _is_grad_enabled = torch.is_grad_enabled
 _PLAIN = OPTIONS[False, None, False, "auto"]
-
-
-GivenMasks = tuple[object, object, object, object, object]
-"""attn_mask, window, softcap, alibi_slopes and sinks, not validated yet."""
-NO_MASKS: GivenMasks = (None, None, None, None, None)
 
 
 def sdpa(
@@ -262,7 +255,7 @@ def _first_call(
         result, emulated_lse = _emulate(query, key, value, alignment, scale, masks, return_lse, out, impl)
         return result if emulated_lse is None else (result, emulated_lse)
     if query.device.type == "cpu":
-        _check_cpu_impl(impl)
+        check_cpu_impl(impl)
         result, cpu_lse = torch_cpu.attend(query, key, value, alignment, scale, masks, return_lse)
         result = result if out is None else out.copy_(result)
         return result if cpu_lse is None else (result, cpu_lse)
@@ -278,41 +271,6 @@ def _first_call(
     return result if gpu_lse is None else (result, gpu_lse)
 
 
-def validate_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    causal: Causal | None,
-    scale: float | None,
-    enable_gqa: bool,
-    out: torch.Tensor | None,
-    impl: str,
-    given: GivenMasks = NO_MASKS,
-) -> tuple[Causal | None, float | None, Masks]:
-    """Check all arguments; gives the causal alignment, the scale and the masks."""
-    alignment, masks = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl, given)
-    if out is not None:
-        inputs = (query, key, value, *masks.tensors.values())
-        meets = isinstance(out, torch.Tensor) and any(arguments.memory_ranges_meet(out, t) for t in inputs)
-        arguments.check_out(out, query, meets)
-    return alignment, arguments.check_scale(scale), masks
-
-
-def is_empty(query: torch.Tensor, key: torch.Tensor) -> bool:
-    """Whether there is nothing to compute."""
-    return query.numel() == 0 or key.shape[2] == 0
-
-
-def _check_cpu_impl(impl: str) -> None:
-    """Refuse to replace a kernel that was asked for by name."""
-    if impl != "auto":
-        raise UnsupportedProblem(
-            f"impl {impl!r} runs on CUDA tensors and query is on the CPU",
-            nearest=f"CUDA tensors; on the CPU impl='auto', which is torch's own, or impl='emulate:{impl}'",
-        )
-
-
 def register(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -326,11 +284,6 @@ def register(
     """Compile the kernel for validated CUDA tensors and register the plan of the call."""
     problem = problems.of_cuda(query, key, value, out, alignment, masks)
     launcher.prepare(problem, select(problem, impl).spec, query, key, value, out, options, masks)
-
-
-def emulated(impl: str) -> bool:
-    """Whether `impl` asks for the emulator."""
-    return impl.split(":")[0] == "emulate"
 
 
 def _emulate(
@@ -354,102 +307,3 @@ def _emulate(
     lse = torch.empty(query.shape[:3], dtype=torch.float32) if return_lse else None
     run.attention(spec, problem, query, key, value, out, lse, scale, masks=masks)
     return out, lse
-
-
-def _validate(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    causal: Causal | None,
-    scale: float | None,
-    enable_gqa: bool,
-    impl: str,
-    given: GivenMasks,
-) -> tuple[Causal | None, Masks]:
-    """Check what the call and its explanation share; gives the causal alignment and the masks."""
-    arguments.check_impl(impl)
-    alignment = arguments.check_causal(is_causal, causal)
-    arguments.check_scale(scale)
-    arguments.check_tensors(query, key, value, enable_gqa)
-    if query.device.type not in ("cpu", "cuda"):
-        raise InvalidArgument(
-            "query",
-            expected="a tensor on a CUDA device or the CPU",
-            got=str(query.device),
-            hint="move it to CUDA",
-        )
-    return alignment, mask_arguments.check(query, key, is_causal, *given)
-
-
-def explain(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    is_causal: bool = False,
-    causal: Causal | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    impl: str = "auto",
-    attn_mask: torch.Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    precision: Operands | None = None,
-    q_scale: torch.Tensor | float | None = None,
-    k_scale: torch.Tensor | float | None = None,
-    v_scale: torch.Tensor | float | None = None,
-) -> Explanation:
-    """What sdpa would run for these arguments, without running or compiling it.
-
-    Arguments and errors are those of sdpa.
-    """
-    given = attn_mask, window, softcap, alibi_slopes, sinks
-    scales = q_scale, k_scale, v_scale
-    if precision is not None or any(scale is not None for scale in scales):
-        mask_arguments.refuse(*given)
-        common = is_causal, causal, scale, enable_gqa, None, impl
-        return eight_bit.explain(query, key, value, precision, scales, *common)
-    alignment, masks = _validate(query, key, value, is_causal, causal, scale, enable_gqa, impl, given)
-    return explanation(query, key, value, None, alignment, masks, impl)
-
-
-def explanation(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor | None,
-    alignment: Causal | None,
-    masks: Masks,
-    impl: str,
-) -> Explanation:
-    """What runs for validated arguments."""
-    if is_empty(query, key):
-        return NOTHING_TO_COMPUTE
-    if emulated(impl):
-        kernel = impl.partition(":")[2] or "auto"
-        problem = problems.of_emulated(query, key, value, out, alignment, masks, kernel)
-        selection = select(problem, kernel)
-        return Explanation(
-            f"emulate:{selection.spec.name}",
-            "impl asks for the emulator, on the CPU",
-            selection.spec,
-            rejected=selection.reasons,
-            faster=selection.wishes,
-        )
-    if query.device.type == "cpu":
-        _check_cpu_impl(impl)
-        return Explanation("torch", "the tensors are on the CPU, where impl='auto' uses torch's own attention")
-    problem = problems.of_cuda(query, key, value, out, alignment, masks)
-    selection = select(problem, impl)
-    return Explanation(
-        runs=selection.spec.name,
-        reason="impl names it" if impl != "auto" else "it is the first kernel that computes this problem",
-        spec=selection.spec,
-        signature=signature(selection.spec, problem.target),
-        compiled=all(is_compiled(stage, problem.target) for stage in selection.spec.stages),
-        rejected=selection.reasons,
-        faster=selection.wishes,
-    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from microsdpa import api, arguments, eight_bit
+from microsdpa import api, arguments, eight_bit, explaining, validation
 from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.explanation import Explanation
@@ -252,12 +252,12 @@ def plan(
         quantising, explanation = eight_bit.prepare(query, key, value, out, precision, *common)
         expected = Expected(_layouts(query, key, value, out), quantising is not None, options)
         return make_plan(quantising or _no_launch, expected, explanation)
-    alignment, scale, masks = api.validate_call(
+    alignment, scale, masks = validation.validate_call(
         query, key, value, is_causal, causal, scale, enable_gqa, out, impl, given
     )
     arguments.check_grad({"query": query, "key": key, "value": value, **masks.tensors})
     launch, aligned = _no_launch, False
-    if query.device.type == "cuda" and not api.is_empty(query, key) and not api.emulated(impl):
+    if query.device.type == "cuda" and not validation.is_empty(query, key) and not validation.emulated(impl):
         code = OPTIONS[is_causal, causal, enable_gqa, impl]
         api.register(query, key, value, out, alignment, masks, impl, code)
         if masks.kind is None:
@@ -265,7 +265,7 @@ def plan(
         else:
             launch = launcher.prepared_masked_call(query, key, value, out, code, scale, masks)
         aligned = launcher.alignment(query, key, value, out) == VECTOR_BYTES
-    explanation = api.explanation(query, key, value, out, alignment, masks, impl)
+    explanation = explaining.explanation(query, key, value, out, alignment, masks, impl)
     layouts = _layouts(query, key, value, out)
     if masks.kind is None:
         return make_plan(launch, Expected(layouts, aligned, options), explanation)

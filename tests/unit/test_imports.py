@@ -31,9 +31,13 @@ ALLOWED: dict[str, set[str]] = {
     "explanation": {"specs"},
     "options": {"specs"},
     "problems": {"arguments", "errors", "masks", "problem", "runtime", "specs"},
+    "validation": {"arguments", "errors", "masks", "problem"},
     "api": {
-        *("arguments", "emulate", "errors", "explanation", "jit", "masks", "problem", "problems", "runtime", "select"),
+        *("arguments", "emulate", "errors", "masks", "problem", "problems", "runtime", "select", "validation"),
         *("eight_bit", "options", "specs", "torch_cpu"),
+    },
+    "explaining": {
+        *("eight_bit", "explanation", "jit", "masks", "problem", "problems", "select", "specs", "validation"),
     },
     "quantize": {"errors"},
     "eight_bit_arguments": {"arguments", "errors", "specs"},
@@ -50,14 +54,16 @@ ALLOWED: dict[str, set[str]] = {
         "arguments",
         "eight_bit",
         "errors",
+        "explaining",
         "explanation",
         "options",
         "problem",
         "runtime",
         "specs",
         "masks",
+        "validation",
     },
-    "": {"api", "dropin", "errors", "explanation", "integrations", "prepared", "quantize", "torch_ops"},
+    "": {"api", "dropin", "errors", "explaining", "explanation", "integrations", "prepared", "quantize", "torch_ops"},
     "evidence": {
         *(
             "",
