@@ -21,6 +21,7 @@ CASES = [
     (Case(1, 2, 200, 500, 64, scale=20.0), 1),  # references move after the first tile
     (Case(1, 4, 520, 260, 64, heads_kv=2, causal="upper_left"), 1),  # tiles that some warpgroups skip
     (Case(1, 2, 300, 100, 64, causal="lower_right"), 1),  # rows without a key
+    (Case(1, 3, 300, 200, 64, scale=-0.2), 1),
     (Case(3, 3, 70, 30, 64, dtype="bfloat16"), 2),  # query tiles of one tile of keys
     (Case(1, 3, 200, 500, 64, scale=0.0, causal="upper_left"), 2),
     (Case(1, 3, 200, 300, 96, causal="upper_left"), 0),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from microsdpa.problem import Problem
+from microsdpa.problem import Causal, Problem
 from microsdpa.select import select
 from microsdpa.specs import KernelSpec, Rejection
 from microsdpa.specs import hopper_throughput as tiles
@@ -43,7 +43,8 @@ def test_tiles_that_do_not_fit_are_an_error() -> None:
     [
         ({"batch": 32, "seqlen_q": 512, "seqlen_k": 512}, 256),
         ({"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384}, 192),
-        ({"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384, "causal": "upper_left"}, 192),
+        ({"batch": 8, "seqlen_q": 2048, "seqlen_k": 2048}, 192),
+        ({"batch": 8, "seqlen_q": 2048, "seqlen_k": 2048, "causal": "upper_left"}, 256),
         ({"batch": 32, "seqlen_q": 512, "seqlen_k": 512, "causal": "upper_left"}, 256),
         ({"batch": 1, "heads": 16, "heads_kv": 16, "seqlen_q": 1024, "seqlen_k": 1024}, 128),
     ],
@@ -58,19 +59,31 @@ def test_the_grid_is_the_chip() -> None:
 
 
 @pytest.mark.parametrize("head_dim", tiles.CANDIDATES)
-def test_auto_takes_it_when_tiles_of_128_queries_fill_the_chip(head_dim: int) -> None:
+def test_auto_takes_it_where_it_is_faster(head_dim: int) -> None:
     problem = replace(LONG, head_dim=head_dim)
     selection = select(problem)
     assert selection.spec.name == "hopper/fwd_throughput"
     if head_dim in (64, 128):
         assert selection.reasons == (
-            ("hopper/fwd_latency", "tiles of 128 queries fill the chip: hopper/fwd_throughput is faster"),
+            ("hopper/fwd_latency", "its tiles of 64 queries are more than the SMs: hopper/fwd_throughput is faster"),
         )
     small = replace(problem, batch=1, heads=8, heads_kv=8, seqlen_q=512, seqlen_k=512)
-    assert select(small).spec.name == ("hopper/fwd_latency" if head_dim in (64, 128) else "ampere/fwd_mma")
+    assert select(small).spec.name == ("hopper/fwd_latency" if head_dim in (64, 128) else "hopper/fwd_throughput")
     assert select(small, "hopper/fwd_throughput").spec.name == "hopper/fwd_throughput"
     decoding = replace(problem, seqlen_q=1)
-    assert select(decoding).spec.name != "hopper/fwd_throughput"
+    assert select(decoding).spec.name == ("hopper/fwd_latency" if head_dim in (64, 128) else "ampere/fwd_mma")
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen", "head_dim", "causal"),
+    [(1, 16, 1024, 64, None), (2, 16, 512, 64, "upper_left"), (1, 32, 512, 128, None), (8, 16, 128, 64, None)],
+)
+def test_problems_of_two_rounds_of_small_tiles(
+    batch: int, heads: int, seqlen: int, head_dim: int, causal: Causal | None
+) -> None:
+    problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, "float16", causal=causal)
+    assert select(problem).spec.name == "hopper/fwd_throughput"
+    assert select(replace(problem, batch=1, heads=8, heads_kv=8)).spec.name == "hopper/fwd_latency"
 
 
 @pytest.mark.parametrize(

@@ -130,5 +130,6 @@ def too_large(problem: Problem) -> Rejection | None:
     if problem.head_dim not in hopper_throughput.CANDIDATES or not hopper_throughput.fills(problem):
         return None
     return Rejection(
-        "tiles of 128 queries fill the chip: hopper/fwd_throughput is faster", "fewer heads or shorter sequences"
+        "its tiles of 64 queries are more than the SMs: hopper/fwd_throughput is faster",
+        "fewer heads or shorter sequences",
     )

@@ -1,11 +1,13 @@
 // Attention calls that fill the chip: hundreds of TFLOP/s from tensor cores that seldom wait.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for tiles of BLOCK_M = 64 CONSUMERS queries of one
-// head. One CTA an SM stays and takes one tile after the other. Roles: one thread of the first warpgroup issues all
-// copies, each of the others, the consumers, computes 64 rows with K and V in tiles of BLOCK_N keys.
-// Pipeline: 1. TMA fills rings of Q, K and V tiles, across query tiles   2. a consumer starts P V of a tile and S of
-//           the next one, also of the next query tile's first   3. it turns the scores into probabilities while other
-//           consumers' products run, or its own P V   4. O of a finished query tile is written in between
+// head. One CTA an SM stays and takes one tile after the other. Roles: one warp of the first warpgroup issues the
+// loads, the others the stores; each of the other warpgroups, the consumers, computes 64 rows with BLOCK_N keys at a
+// time. Pipeline:
+//   1. TMA fills rings of Q, K and V tiles, across query tiles
+//   2. a consumer starts P V of a tile of keys and S of the next one, also of the next query tile's first
+//   3. it turns the scores into probabilities while other consumers' products run, or its own P V
+//   4. a finished O goes to shared memory, from where TMA stores it while the next products run
 // Bound by: the tensor cores and the power they take at D = 128 and more; at D = 64 the exponentials (16 a clock) take
 // as long as the products. docs/hopper-throughput.md has the measurements.
 #include "../ptx/dynamic_shared.cuh"
@@ -19,11 +21,13 @@ namespace microsdpa {
 
 // Registers of a thread, which the warpgroups share out anew once they know their roles.
 template <int CONSUMERS>
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 2   ? 240
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2   ? 232
                                    : CONSUMERS == 3 ? 160
                                                     : 112;
 template <int CONSUMERS>
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 3 ? 32 : 24;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+
+constexpr int STORERS = 3;  // warps of the first warpgroup, beside the one that loads
 
 // Copies TILE_ROWS rows of one head, from `row` on. Rows past the tensor become zeros.
 template <int TILE_ROWS, int HEAD_DIM, typename T>
@@ -91,12 +95,48 @@ __device__ __forceinline__ void produce(SharedStorage<T, HEAD_DIM, BLOCK_N, CONS
   mbarrier_arrive(shared.query_loaded[query_place.stage]);
 }
 
+// Copies what some of the consumers leave in shared memory to O: `first`, and every STORERS-th after it. One warp.
+template <bool CAUSAL, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
+__device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>& shared,
+                                      const AttentionParams& params, const TensorMap& out, int first) {
+  const Schedule<CAUSAL, ROWS * CONSUMERS, BLOCK_N, HEAD_DIM> schedule(params);
+  const bool elected = elect_one();
+  bool before = false;
+  for (int round = 0; schedule.has(round); ++round) {
+    const Work work = schedule.work(round);
+    if (work.tiles == 0) continue;
+    for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
+      for (int i = first; i < CONSUMERS; i += STORERS) {
+        if (before) {
+          if (elected) tma_store_wait_read<0>();
+          __syncwarp();
+          named_barrier_arrive(OUT_READ + i, OUT_THREADS);
+        }
+        named_barrier_sync(OUT_WRITTEN + i, OUT_THREADS);
+        const int first_row = work.first_row + ROWS * i;
+        if (elected && first_row < params.seqlen_q) {
+#pragma unroll
+          for (int panel = 0; panel < OUT_COLUMNS<HEAD_DIM> / PANEL<HEAD_DIM>; ++panel) {
+            tma_store(out, shared.out[i] + panel * ROWS * PANEL<HEAD_DIM>, column + panel * PANEL<HEAD_DIM>, first_row,
+                      work.head, work.batch);
+          }
+          tma_store_commit();
+        }
+        __syncwarp();
+      }
+      before = true;
+    }
+  }
+  if (elected) tma_store_wait_read<0>();
+}
+
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
-// beside its own P V and in turn with the other's; else beside the other consumers' products alone.
+// beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     throughput_attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
-                         const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+                         const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
+                         const __grid_constant__ TensorMap out) {
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
   auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
@@ -122,13 +162,16 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   if (warpgroup == 0) {
     release_registers<PRODUCER_REGISTERS<CONSUMERS>>();
-    if (threadIdx.x < 32 && elect_one()) {
+    const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    if (warp == 0 && elect_one()) {
       prefetch_tensor_map(query);
       prefetch_tensor_map(key);
       prefetch_tensor_map(value);
       // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
       grid_dependency_wait();
       produce<CAUSAL>(shared, params, query, key, value);
+    } else if (warp > 0) {
+      store<CAUSAL>(shared, params, out, warp - 1);
     }
   } else {
     claim_registers<CONSUMER_REGISTERS<CONSUMERS>>();

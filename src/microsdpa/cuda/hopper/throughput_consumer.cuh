@@ -5,6 +5,7 @@
 #include "../core/mma_tile.cuh"
 #include "../core/online_softmax.cuh"
 #include "../ptx/barrier.cuh"
+#include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warp_role.cuh"
 #include "../ptx/wgmma.cuh"
@@ -63,9 +64,9 @@ struct Consumer {
   __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
 
   // This warp is done with a tile in shared memory.
-  __device__ __forceinline__ void release(Mbarrier& read) const {
+  __device__ __forceinline__ void release(Mbarrier& done) const {
     __syncwarp();
-    if (elect_one()) mbarrier_arrive(read);
+    if (elect_one()) mbarrier_arrive(done);
   }
   __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity); }
   __device__ __forceinline__ void end_key() {
@@ -80,12 +81,10 @@ struct Consumer {
     value_place.advance();
   }
 
-  // Consumers whose products are to be issued in turn, so that one has its exponentials while the other multiplies.
-  __device__ __forceinline__ void wait_turn() const {
-    if (OVERLAP) named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS);
-  }
+  // Consumers start their products in turn, so that some have their exponentials while others multiply.
+  __device__ __forceinline__ void wait_turn() const { named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS); }
   __device__ __forceinline__ void end_turn() const {
-    if (OVERLAP) named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+    named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }
 
   // Waits for a query tile. False when there is none.
@@ -109,7 +108,7 @@ struct Consumer {
       chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
     }
     fence_proxy_async();
-    named_barrier_sync(QUERY_NEGATED + warpgroup, WARPGROUP_THREADS);
+    named_barrier_sync((QUERY_NEGATED + warpgroup) % BARRIERS, WARPGROUP_THREADS);
   }
   __device__ __forceinline__ void end_query() {
     release(shared.query_read[query_place.stage]);
@@ -226,32 +225,43 @@ struct Consumer {
   }
 
   // Writes O and LSE of a finished query tile.
-  __device__ __forceinline__ void finish(const Work& work, const Rows& done) const {
+  __device__ __forceinline__ void finish(const Work& work, const Rows& done) {
     const int first_row = work.first_row + ROWS * warpgroup;
-    T* out = static_cast<T*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
-             first_row * params.out_strides.row + 8 * (thread % 4);
-    const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
+    float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(done.sum[half]);
-      const float inverse = normalizer(sum);
-      const int row = tile_row(half);
-      const bool valid = first_row + row < params.seqlen_q;
-      if (params.lse != nullptr && valid && thread % 4 == 0) {
-        params.lse[head * params.seqlen_q + first_row + row] = log_sum_exp(done.reference[half], sum);
+      inverse[half] = normalizer(sum);
+      const int row = first_row + tile_row(half);
+      if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
+        const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.reference[half], sum);
       }
+    }
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 32; ++i) {
-        uint32 word[4];
+    for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
+      if (works > 1 || column > 0) named_barrier_sync(OUT_READ + warpgroup, OUT_THREADS);  // what was there is stored
+      put<OUT_COLUMNS<HEAD_DIM>>(shared.out[warpgroup], column, inverse);
+      fence_proxy_async();
+      named_barrier_arrive(OUT_WRITTEN + warpgroup, OUT_THREADS);
+    }
+  }
+
+  // O times `factor`, from `first` on, as the tile that a bulk copy takes.
+  template <int COLUMNS>
+  __device__ __forceinline__ void put(T* tile, int first, const float (&factor)[2]) const {
+    constexpr int CHUNKS = BOX / 8;  // of a row of a panel, 16 bytes each
+    const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int at = 16 * i + 4 * j + 2 * half;
-          word[j] = pack<T>(o[at] * inverse, o[at + 1] * inverse);
-        }
-        // A thread's pairs of columns become 16 consecutive bytes.
-        const uint4 chunk = transpose_quad(word[0], word[1], word[2], word[3]);
-        if (valid) *reinterpret_cast<uint4*>(out + row * params.out_strides.row + 32 * i) = chunk;
+    for (int block = 0; block < COLUMNS / 16; ++block) {
+      uint32 word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = (first + 16 * block) / 2 + 2 * i;
+        word[i] = pack<T>(o[at] * factor[i % 2], o[at + 1] * factor[i % 2]);
       }
+      const int chunk = (2 * block % CHUNKS + lane / 16) ^ (row * CHUNKS / 8 % CHUNKS);
+      stmatrix(tile + 16 * block / BOX * ROWS * BOX + row * BOX + 8 * chunk, word);
     }
   }
 
@@ -310,6 +320,8 @@ struct Consumer {
     } else {
       accumulate(p, !first);
       score(s);
+      wgmma_wait<1>();
+      end_turn();  // the next one's products follow S without a gap
       wgmma_wait<0>();
       wgmma_fence_registers(s);
       wgmma_fence_registers(o);
@@ -321,7 +333,7 @@ struct Consumer {
         finish(previous_work(), rows);
       }
       mask(s);
-      if (soften(s, next_p, factor)) rescale(factor);
+      if (soften(s, next_p, factor) && !last) rescale(factor);
     }
     return true;
   }

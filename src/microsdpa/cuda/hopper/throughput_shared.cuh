@@ -14,10 +14,13 @@ constexpr int ROWS = 64;  // queries of a warpgroup: one wgmma's rows
 template <int HEAD_DIM>
 constexpr int PANEL = HEAD_DIM % 64 == 0 ? 64 : 32;
 template <int HEAD_DIM>
-constexpr Swizzle PATTERN = HEAD_DIM % 64 == 0 ? Swizzle::BYTES_128 : Swizzle::BYTES_64;
+constexpr Swizzle PATTERN = PANEL<HEAD_DIM> == 64 ? Swizzle::BYTES_128 : Swizzle::BYTES_64;
 
-// Barriers among warps; 0 is __syncthreads'. From each on, one for every consumer warpgroup.
-enum NamedBarrier : int { TURN = 1, QUERY_NEGATED = 5 };
+// Barriers among warps: from each on, one for every consumer warpgroup. The last one's QUERY_NEGATED is barrier 0,
+// which
+// __syncthreads has used before the roles part.
+enum NamedBarrier : int { TURN = 1, OUT_WRITTEN = 5, OUT_READ = 9, QUERY_NEGATED = 13, BARRIERS = 16 };
+constexpr int OUT_THREADS = WARPGROUP_THREADS + 32;  // of a consumer, and the warp that stores for it
 
 // A query tile of one head.
 struct alignas(16) Work {
@@ -31,6 +34,12 @@ struct alignas(16) Work {
 // and one that not all consumers have come to.
 constexpr int WORKS = 4;
 
+// Columns of O that wait for a bulk copy at once: all, where shared memory has room for them.
+template <int HEAD_DIM>
+constexpr int OUT_COLUMNS = HEAD_DIM <= 128       ? HEAD_DIM
+                            : HEAD_DIM % 128 == 0 ? 128
+                                                  : 64;
+
 // Tiles are cut into panels of PANEL columns, stored one after another.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
 struct SharedStorage {
@@ -39,6 +48,7 @@ struct SharedStorage {
   alignas(1024) T query[QUERY_STAGES][CONSUMERS][ROWS * HEAD_DIM];
   alignas(1024) T key[STAGES][BLOCK_N * HEAD_DIM];
   alignas(1024) T value[STAGES][BLOCK_N * HEAD_DIM];
+  alignas(1024) T out[CONSUMERS][ROWS * OUT_COLUMNS<HEAD_DIM>];
   Work work[WORKS];
   Mbarrier query_loaded[QUERY_STAGES];
   Mbarrier query_read[QUERY_STAGES];
