@@ -157,17 +157,17 @@ def verify(
         with progress() as bars:
             step = verify_torch.step(bars, sample, seed, output, _command())
         _finish([step], as_json)
-    if precision is not None:
-        if precision not in ("all", *OPERANDS):
-            raise typer.BadParameter(f"precision: expected all or one of {', '.join(OPERANDS)}, got {precision!r}")
-        with progress() as bars:
-            step = verify_eight_bit.step(precision, bars)
-        _finish([step], as_json)
     if ptx is not None:
         try:
             virtual(ptx)
         except ValueError as error:
             raise typer.BadParameter(f"ptx: {error}") from None
+    if precision is not None:
+        if precision not in ("all", *OPERANDS):
+            raise typer.BadParameter(f"precision: expected all or one of {', '.join(OPERANDS)}, got {precision!r}")
+        with progress() as bars:
+            step = verify_eight_bit.step(precision, bars, impl, ptx)
+        _finish([step], as_json)
     with progress() as bars:
         step = reproduction.verify_step(bars, impl, output, _command(), ptx=ptx)
     _finish([step], as_json)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from microsdpa import eight_bit, eight_bit_launches
+from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import verify_eight_bit
 from microsdpa.evidence.inputs import Case
 from microsdpa.specs.eight_bit import OPERANDS, Operands
@@ -24,6 +25,16 @@ def test_cases_pass_in_the_emulator(precision: Operands) -> None:
 def test_cases_pass_on_a_gpu(precision: Operands) -> None:
     for case in verify_eight_bit.cases():
         assert verify_eight_bit.check(case, precision, "cuda").failure == ""
+
+
+def test_a_kernel_can_be_named_and_ptx_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_eight_bit, "cases", lambda: [Case(1, 1, 5, 9, 32)])
+    found = verify_eight_bit.step("int8_fp8", kernel="ladder/13")
+    assert found.summary.startswith("1 of 1 cases with 8-bit operands passed")
+    with pytest.raises(InvalidArgument, match="for 8-bit operands 'auto', 'emulate', or one of 'ladder/14"):
+        verify_eight_bit.step("fp8", kernel="ladder/07")
+    monkeypatch.setattr(verify_eight_bit.launcher, "device_error", lambda: "no GPU")
+    assert verify_eight_bit.step("fp8", ptx="sm_89").summary == "PTX needs a GPU to run on: no GPU"
 
 
 def test_another_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

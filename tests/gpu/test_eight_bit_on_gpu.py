@@ -11,7 +11,7 @@ from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import MicrosdpaEightBit
 from microsdpa.runtime import launcher
-from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
 
 pytestmark = pytest.mark.gpu
 CASE = Case(2, 4, 200, 300, 64, heads_kv=2, causal="lower_right")
@@ -89,6 +89,25 @@ def test_a_plan_object_computes_what_sdpa_does(layout: str, precision: Operands)
     assert plan(*tensors, out=out) is out
     assert torch.equal(out, expected)  # type: ignore[arg-type]
     assert plan.explanation.quantizer is not None
+
+
+@pytest.mark.parametrize("rung", sorted(family.name for family in EIGHT_BIT_FAMILIES))
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_every_rung_on_codes(rung: str, head_dim: int) -> None:
+    case = Case(2, 4, 130, 200, head_dim, heads_kv=2, causal="lower_right")
+    query, key, value = make(case)
+    made = (
+        microsdpa.quantize(query, "e4m3", "head"),
+        microsdpa.quantize(key, "e4m3", "block", block=16),
+        microsdpa.quantize(value, "e4m3", "channel"),
+    )
+    scales = {name: x.scale.cuda() for name, x in zip(("q_scale", "k_scale", "v_scale"), made, strict=True)}
+    out, lse = microsdpa.sdpa(
+        *(x.codes.cuda() for x in made), causal=case.causal, enable_gqa=True, return_lse=True, impl=rung, **scales
+    )
+    expected, expected_lse = reference.oracle(*(x.dequantize() for x in made), causal=case.causal)
+    assert compare.measure(out.cpu(), expected).rel_l1 <= (2e-3 if rung < "ladder/12" else 0.026)
+    assert compare.measure(lse.cpu(), expected_lse).max_abs <= 1e-3
 
 
 def test_codes_are_checked_once_and_may_have_numbers_for_scales() -> None:

@@ -69,6 +69,7 @@ ALLOWED: dict[str, set[str]] = {
             "",
             "api",
             "eight_bit",
+            "eight_bit_arguments",
             "eight_bit_launches",
             "emulate",
             "errors",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import microsdpa
-from microsdpa import reference
+from microsdpa import eight_bit_arguments, reference
 from microsdpa.eight_bit_launches import Codes, quantize_query_key_value
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
@@ -95,8 +95,8 @@ def allowed(plain: tuple[torch.Tensor, ...], case: Case, precision: Operands, ex
     return probability + output * expected.abs() + 1e-4
 
 
-def check(case: Case, precision: Operands, device: str) -> Outcome:
-    """Quantise and attend twice, the second time into a poisoned output."""
+def check(case: Case, precision: Operands, device: str, kernel: str = "auto") -> Outcome:
+    """Quantise and attend twice, the second time into a poisoned output, by the kernel of that name."""
     tensors = make(case)
     codes, plain = specified(tensors, RECIPES[precision])
     expected, expected_lse = reference.oracle(*plain, causal=case.causal)
@@ -120,7 +120,7 @@ def check(case: Case, precision: Operands, device: str) -> Outcome:
             enable_gqa=True,
             return_lse=True,
             out=out,
-            impl="auto" if device == "cuda" else "emulate",
+            impl=kernel if device == "cuda" else f"emulate:{kernel}",
         )
         assert isinstance(result, tuple)
         return result[0].cpu(), result[1].cpu()
@@ -145,14 +145,25 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def step(precision: str, progress: Progress = no_progress) -> Step:
-    """Every case with one precision, or with "all" of them, on the GPU when there is one, else in the emulator."""
-    device = "cpu" if launcher.device_error() else "cuda"
+def step(precision: str, progress: Progress = no_progress, kernel: str = "auto", ptx: str | None = None) -> Step:
+    """Every case with one precision, or with "all" of them, on the GPU when there is one, else in the emulator.
+
+    With `ptx`, a target such as "sm_89", the GPU runs what its driver makes of that target's PTX.
+
+    Raises:
+        InvalidArgument: no 8-bit kernel is called `kernel`.
+    """
+    eight_bit_arguments.check_impl(kernel)
+    reason = launcher.device_error()
+    if ptx and reason:
+        return Step("verify", "not run", f"PTX needs a GPU to run on: {reason}")
+    launcher.use_ptx_of(ptx)
+    device = "cpu" if reason else "cuda"
     chosen = [(case, p) for p in OPERANDS if precision in (p, "all") for case in cases()]
     advance = progress("verify", len(chosen))
     outcomes = []
     for case, p in chosen:
-        outcomes.append(check(case, p, device))
+        outcomes.append(check(case, p, device, kernel))
         advance(f"{p} {case}")
     failed = [o for o in outcomes if o.failure]
     table = [["precision", "case", "max abs error", "relative L1", "outcome"]]
@@ -160,6 +171,6 @@ def step(precision: str, progress: Progress = no_progress) -> Step:
         [o.precision, str(o.case), f"{o.errors.max_abs:.2e}", f"{o.errors.rel_l1:.2e}", o.failure or "passed"]
         for o in outcomes
     ]
-    where = "on the GPU" if device == "cuda" else "in the emulator, on the CPU"
+    where = "in the emulator, on the CPU" if reason else f"from the PTX of {ptx} on the GPU" if ptx else "on the GPU"
     summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} cases with 8-bit operands passed {where}"
     return Step("verify", "failed" if failed else "passed", summary, table)
