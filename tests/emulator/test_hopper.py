@@ -17,7 +17,8 @@ ONE_CTA, PAIR = 1, 2
 CASES = [
     (Case(1, 2, 64, 128, 64), ONE_CTA),  # one round
     (Case(1, 1, 64, 512, 64), PAIR),  # two rounds, the first one's maximum as reference
-    (Case(1, 1, 64, 512, 64, scale=20.0), PAIR),  # which overflows: again with the running maximum
+    (Case(1, 1, 64, 512, 64, scale=20.0), PAIR),  # which overflows: again with each row's maximum
+    (Case(1, 1, 64, 256, 64), PAIR),  # one round of a pair
     (Case(1, 1, 7, 200, 64, scale=-0.3, dtype="bfloat16"), ONE_CTA),
     (Case(1, 1, 70, 300, 64, scale=0.0, causal="upper_left"), PAIR),
     (Case(1, 4, 33, 300, 64, heads_kv=2, causal="lower_right"), PAIR),
@@ -49,4 +50,22 @@ def test_a_configuration_is_right_in_every_order(case: Case, cluster: int) -> No
     expected = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
     eager = reference.eager(query, key, value, causal=case.causal, scale=case.scale)
     for got, exact, plain in zip(outs[0], expected, eager, strict=True):
+        assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_rows_of_one_cta_may_overflow_alone(owner: int) -> None:
+    """The other CTA sends these rows again, and its own stay as they are."""
+    case = Case(1, 1, 64, 512, 64)
+    query, key, value = make(case)
+    query[:, :, 32 * owner : 32 * (owner + 1)] *= 60
+    problem = Problem(1, 1, 1, 64, 512, 64, case.dtype, target="sm_90a")
+    spec = specification(problem, configuration(problem, PAIR))
+    out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
+    report = run.attention(spec, problem, query, key, value, out, lse, None, schedule=Schedule(0, late=True))
+    straight = 2 * (2 * 4096 + 2 * 32 * 8)  # bytes that two CTAs send each other when nothing overflows
+    assert report.counters["peer_bytes"] == straight * 3 // 2
+    expected = reference.oracle(query, key, value)
+    eager = reference.eager(query, key, value)
+    for got, exact, plain in zip((out, lse), expected, eager, strict=True):
         assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))

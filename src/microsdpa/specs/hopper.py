@@ -38,11 +38,11 @@ class Latency:
         quadruples = head_dim // WARPGROUPS // 16
         tiles = (BLOCK_M + 2 * WARPGROUPS * self.stages * BLOCK_N) * head_dim * ELEMENT
         merging = (
-            (WARPGROUPS * 2 + WARPGROUPS) * quadruples * 128 * 16
-            + (WARPGROUPS * 2 + 1) * (BLOCK_M // 2) * 8
+            (WARPGROUPS * 2 + WARPGROUPS * 2) * quadruples * 128 * 16  # from the neighbour; from the peer, twice
+            + WARPGROUPS * 2 * (BLOCK_M // 2) * (8 + 2 * 4)  # the peer's rows; references and sums
             + WARPGROUPS * 16
         )
-        barriers = (1 + 2 * WARPGROUPS * self.stages + WARPGROUPS + 1) * 8
+        barriers = (1 + 2 * WARPGROUPS * self.stages + 2 * (WARPGROUPS + 1)) * 8
         return -(-(tiles + merging + barriers) // 1024) * 1024
 
 

@@ -5,8 +5,9 @@
 // takes part in a problem of few queries. Roles: one thread of warp 0 issues every copy, all warps compute; a
 // warpgroup's rows meet its own keys, and the parts are merged at the end (latency_merge.cuh).
 // Pipeline: 1. all copies are issued, in the order in which they are needed   2. S of tile t + 1 while the exponentials
-//           of tile t run, t + 1's maxima in their shadow   3. P V in steps of 16 keys, as their P is ready   4. O's
-//           columns change warpgroups, half its rows change CTAs; 16-byte stores
+//           of tile t run, relative to one reference a row   3. of the last tile the peer's rows first: their P V and
+//           their way to the peer beside the exponentials of the others   4. O's columns change warpgroups; 16-byte
+//           stores
 // Bound by: latencies one after another. Launch and first bytes take longer than the arithmetic, of which the
 // exponentials (16 a clock) and the products take the same; docs/hopper-latency.md has the time line.
 #include "../core/head.cuh"
@@ -16,6 +17,7 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/warp_role.cuh"
 #include "latency_consumer.cuh"
+#include "latency_online.cuh"
 #include "latency_shared.cuh"
 
 namespace microsdpa {
@@ -39,6 +41,21 @@ __device__ __forceinline__ Work work_of_cta(const AttentionParams& params) {
   return work;
 }
 
+// Barriers of what the peer sends, once or, after an overflow, twice.
+template <int CLUSTER, int ROUNDS, typename Shared>
+__device__ __forceinline__ void set_up_exchange(Shared& shared) {
+  if (CLUSTER == 1) return;
+#pragma unroll
+  for (int delivery = 0; delivery < (ROUNDS > 1 ? 2 : 1); ++delivery) {
+    PeerArrived& arrived = shared.peer_arrived[delivery];
+    mbarrier_init(arrived.row, 1);
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+      mbarrier_init(arrived.output[warpgroup], 1);
+    }
+  }
+}
+
 // Sets the barriers up, and issues the copies that shared memory has room for, in the order in which they are needed:
 // issue and arrival are in order, and the first tile of keys decides when the first product begins. One thread.
 template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
@@ -55,17 +72,15 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
       mbarrier_init(shared.key_loaded[warpgroup][stage], 1);
       mbarrier_init(shared.value_loaded[warpgroup][stage], 1);
     }
-    if (CLUSTER == 2) mbarrier_init(shared.peer_output_arrived[warpgroup], 1);
   }
-  if (CLUSTER == 2) mbarrier_init(shared.peer_part_arrived, 1);
   mbarrier_init_fence();
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
   load_tile<T, HEAD_DIM>(shared.query, query, shared.query_loaded, work.first_row, work.head, work.batch);
-  // A warpgroup needs K 0, K 1, V 0, K 2, V 1, ... The second one starts two tiles later than the first: they then use
-  // the tensor cores and the exponential unit in turn.
-  constexpr int COPIES = 2 * STAGES, LAG = 2;
+  // A warpgroup needs K 0, K 1, V 0, K 2, V 1, ... The second one starts a tile later than the first, which gives both
+  // their reference.
+  constexpr int COPIES = 2 * STAGES, LAG = 1;
 #pragma unroll
   for (int turn = 0; turn < COPIES + LAG; ++turn) {
 #pragma unroll
@@ -85,13 +100,9 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
       }
     }
   }
-  if (CLUSTER == 2) {
-#pragma unroll
-    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
-      mbarrier_arrive_expect(shared.peer_output_arrived[warpgroup], sizeof(shared.from_peer[warpgroup]));
-    }
-    mbarrier_arrive_expect(shared.peer_part_arrived, sizeof(shared.peer_part));
-  }
+  set_up_exchange<CLUSTER, ROUNDS>(shared);
+  mbarrier_init_fence();
+  if (CLUSTER == 2) expect_peer(shared, 0);
 }
 
 // ROUNDS: tiles of each warpgroup when known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key
@@ -109,21 +120,19 @@ __global__ void __launch_bounds__(THREADS, 1)
   const Work work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS>(params);
   if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
   __syncwarp();
-  if constexpr (CLUSTER == 2) {
-    cluster_arrive<false>();  // the barriers are fenced already; a release would cost a device-wide memory barrier
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  // The barriers are fenced already; a release would cost a device-wide memory barrier. The peer is waited for when
+  // there is something to send.
+  if constexpr (CLUSTER == 2) cluster_arrive<false>();
+  __syncthreads();
 
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
   Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED> consumer{
-      shared, params, key, value, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)},
+      {shared, params, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}},
+      key,
+      value,
       scale};
   consumer.run();
-  if (consumer.overflowed()) consumer.run_again();  // both warpgroups see the same flags
-  consumer.merge();
 }
 
 }  // namespace microsdpa

@@ -30,24 +30,22 @@ __device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarr
 
 // A warpgroup's way through its keys.
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-struct Consumer {
-  using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
+struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
+  using Base = Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS>;
+  using Base::fragment, Base::params, Base::reference, Base::shared, Base::sum, Base::warpgroup, Base::work;
   static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
   static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
+  static constexpr int QUADRUPLES = Base::QUADRUPLES;
+  // The last tile's probabilities are made for the peer's rows first.
+  static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
 
-  Shared& shared;
-  const AttentionParams& params;
   const TensorMap& key_map;
   const TensorMap& value_map;
-  const Work& work;
-  const int warpgroup;
-  const Fragment<CLUSTER> fragment;
   const float scale;  // > 0, base 2
 
   uint32 query[HEAD_DIM / 16][4];
   float o[HEAD_DIM / 2];
-  float reference[2];  // base 2; a score that the row has seen: the largest so far
-  float sum[2];        // this thread's part of l
+  float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Q's fragments. A negative scale is a positive one of -Q.
   __device__ __forceinline__ void load_query() {
@@ -82,17 +80,20 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // Adds P V of 16-key steps FIRST to LAST - 1.
-  template <int FIRST, int LAST>
-  __device__ __forceinline__ void accumulate(const uint32 (&p)[STEPS][4], int round) {
+  // Adds P V of 16-key steps FIRST to LAST - 1 to `output`, which begins with them unless `begun`. The first of several
+  // calls for a tile WAITs for it: a wait takes some 60 clocks, also when there is nothing to wait for.
+  template <int FIRST, int LAST, bool WAIT = FIRST == 0>
+  __device__ __forceinline__ void accumulate(float (&output)[HEAD_DIM / 2], const uint32 (&p)[STEPS][4], int round,
+                                             bool begun) {
     const int stage = round % STAGES;
     const uint64 value = matrix_descriptor(shared.value[warpgroup][stage], BLOCK_N * PANEL * sizeof(T),
                                            8 * PANEL * sizeof(T), Swizzle::BYTES_128);
-    mbarrier_wait(shared.value_loaded[warpgroup][stage], round / STAGES % 2);
+    if (WAIT) mbarrier_wait(shared.value_loaded[warpgroup][stage], round / STAGES % 2);
     wgmma_fence();
 #pragma unroll
     for (int step = FIRST; step < LAST; ++step) {
-      wgmma<T, HEAD_DIM, Major::MN>(o, p[step], advance(value, 16 * PANEL * step * sizeof(T)), round > 0 || step > 0);
+      const uint64 place = advance(value, 16 * PANEL * step * sizeof(T));
+      wgmma<T, HEAD_DIM, Major::MN>(output, p[step], place, begun || step > FIRST);
     }
     wgmma_commit();
   }
@@ -100,7 +101,7 @@ struct Consumer {
   // Keys that a row does not see get -inf.
   __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) const {
     if constexpr (MASKED) {
-      const int first_key = work.first_key<CLUSTER>(round, warpgroup);
+      const int first_key = work.template first_key<CLUSTER>(round, warpgroup);
       const int keys = params.seqlen_k - first_key;
       const int first_visible = CAUSAL ? work.first_row + params.diagonal - first_key + 1 : BLOCK_N;
       if (min(keys, first_visible) >= BLOCK_N) return;
@@ -119,13 +120,14 @@ struct Consumer {
     }
   }
 
-  // The largest scores of the thread's rows, scaled, or what they were before.
+  // The largest scores of the thread's rows among the first KEYS of a tile, scaled, or what they were before.
+  template <int KEYS = BLOCK_N>
   __device__ __forceinline__ void maxima(const float (&s)[BLOCK_N / 2], float (&largest)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float even = s[2 * half], odd = s[2 * half + 1];
 #pragma unroll
-      for (int n = 1; n < BLOCK_N / 8; ++n) {
+      for (int n = 1; n < KEYS / 8; ++n) {
         even = fmaxf(even, s[4 * n + 2 * half]);
         odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
       }
@@ -133,19 +135,39 @@ struct Consumer {
     }
   }
 
-  // P of 16-key steps FIRST to LAST - 1, as A's fragments.
-  template <int FIRST, int LAST>
-  __device__ __forceinline__ void exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
-    const float subtract[2] = {MASKED ? finite(reference[0]) : reference[0],
-                               MASKED ? finite(reference[1]) : reference[1]};
+  // P of 16-key steps FIRST to LAST - 1 of one half of the rows, as A's fragments.
+  template <int HALF, int FIRST, int LAST>
+  __device__ __forceinline__ void half_exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+    const float subtract = MASKED ? finite(reference[HALF]) : reference[HALF];
+    constexpr int PAIRS = QUARTER / 4 * (LAST - FIRST);
+    float sums[PAIRS];
 #pragma unroll
-    for (int i = QUARTER * FIRST; i < QUARTER * LAST; i += 2) {
-      const int half = i / 2 % 2;
-      s[i] = ex2_approx(fmaf(s[i], scale, -subtract[half]));
-      s[i + 1] = ex2_approx(fmaf(s[i + 1], scale, -subtract[half]));
-      sum[half] += s[i] + s[i + 1];
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      const int i = QUARTER * FIRST + 4 * pair + 2 * HALF;
+      s[i] = ex2_approx(fmaf(s[i], scale, -subtract));
+      s[i + 1] = ex2_approx(fmaf(s[i + 1], scale, -subtract));
+      sums[pair] = s[i] + s[i + 1];
       p[i / QUARTER][i / 2 % 4] = pack<T>(s[i], s[i + 1]);
     }
+    // A tree: additions that wait for one another would take as long as the exponentials.
+#pragma unroll
+    for (int width = PAIRS / 2; width > 0; width /= 2) {
+#pragma unroll
+      for (int pair = 0; pair < width; ++pair) sums[pair] += sums[pair + width];
+    }
+    sum[HALF] += sums[0];
+  }
+  template <int FIRST, int LAST>
+  __device__ __forceinline__ void exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+    half_exponentials<0, FIRST, LAST>(s, p);
+    half_exponentials<1, FIRST, LAST>(s, p);
+  }
+
+  // What the rows of the other half are multiplied with beside those of HALF.
+  template <int HALF>
+  __device__ __forceinline__ static void clear_other(uint32 (&p)[STEPS][4]) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) p[step][1 - HALF] = p[step][3 - HALF] = 0;
   }
 
   // Moves to new references; O follows when the products that add to it have ended.
@@ -162,198 +184,202 @@ struct Consumer {
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // S of `key_round` and P V of `value_round` have ended: their places in the rings take the tiles STAGES rounds ahead.
-  __device__ __forceinline__ void refill(int key_round, int value_round) {
-    if (ROUNDS > 0 || min(key_round, value_round) + STAGES >= work.rounds) return;
-    named_barrier_sync(warpgroup == 0 ? TILE_READ_BY_FIRST : TILE_READ_BY_SECOND, WARPGROUP_THREADS);
-    if (fragment.warp() == 0 && elect_one()) {
-      refill_place(shared.key[warpgroup], key_map, shared.key_loaded[warpgroup], key_round);
-      refill_place(shared.value[warpgroup], value_map, shared.value_loaded[warpgroup], value_round);
-    }
-    __syncwarp();
-  }
-  template <typename Ring, typename Barriers>
-  __device__ __forceinline__ void refill_place(Ring& ring, const TensorMap& map, Barriers& loaded, int round) {
-    if (round < 0 || round + STAGES >= work.rounds) return;
-    const int stage = round % STAGES;
-    load_tile<T, HEAD_DIM>(ring[stage], map, loaded[stage], work.first_key<CLUSTER>(round + STAGES, warpgroup),
-                           work.head_kv, work.batch);
-  }
-
-  // One round, of which S and the maxima are known; gives those of the next one, and starts S of the one after it.
-  // What is not touched while it is in flight decides the order: P V of the round before, and the next S, end here.
+  // Any number of rounds, with the running maximum as reference (latency_online.cuh).
+  __device__ __forceinline__ void run_online();
   __device__ __forceinline__ void advance_round(float (&s)[BLOCK_N / 2], float (&next)[BLOCK_N / 2],
-                                                uint32 (&p)[STEPS][4], float (&factor)[2], int round) {
-    exponentials<0, 2>(s, p);
-    wgmma_fence_registers(p[0]);
-    wgmma_fence_registers(p[1]);
-    wgmma_wait<0>();
-    wgmma_fence_registers(next);
-    wgmma_fence_registers(o);
-    if (round > 0) rescale(factor);
-    refill(round + 1, round - 1);
-    accumulate<0, 2>(p, round);
-    mask(next, round + 1);
-    float largest[2] = {reference[0], reference[1]};
-    maxima(next, largest);
-    exponentials<2, 4>(s, p);
-    accumulate<2, 4>(p, round);
-    // Past the last round its S is computed again and not used: a product started by condition would be serialised.
-    score(s, min(round + 2, work.rounds - 1));
-    move_reference(largest, factor);
-  }
-
+                                                uint32 (&p)[STEPS][4], float (&factor)[2], int round);
   __device__ __forceinline__ void last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4], const float (&factor)[2],
-                                             int round) {
-    exponentials<0, 2>(s, p);
-    if (round > 0) {
-      wgmma_wait<0>();
-      wgmma_fence_registers(o);
-      rescale(factor);
-    }
-    accumulate<0, 2>(p, round);
-    exponentials<2, 4>(s, p);
-    accumulate<2, 4>(p, round);
-  }
+                                             int round);
+  __device__ __forceinline__ void refill(int key_round, int value_round);
+  template <typename Ring, typename Barriers>
+  __device__ __forceinline__ void refill_place(Ring& ring, const TensorMap& map, Barriers& loaded, int round);
 
-  // Any number of rounds, with the running maximum of Milakov and Gimelshein as reference.
-  __device__ __forceinline__ void run_online() {
-    float s[2][BLOCK_N / 2];
-    uint32 p[2][STEPS][4];
-    float factor[2];
-    sum[0] = sum[1] = 0.0f;
-    reference[0] = reference[1] = negative_infinity();
-    score(s[0], 0);
-    score(s[1], min(1, work.rounds - 1));
-    wgmma_wait<0>();
-    wgmma_fence_registers(s[0]);
-    refill(0, -1);
-    mask(s[0], 0);
-    maxima(s[0], reference);
-    // Two rounds a turn, so that which registers hold a tile is known when compiling.
-    int round = 0;
-    while (true) {
-      if (round + 1 == work.rounds) {
-        last_round(s[0], p[0], factor, round);
-        break;
-      }
-      advance_round(s[0], s[1], p[0], factor, round++);
-      if (round + 1 == work.rounds) {
-        last_round(s[1], p[1], factor, round);
-        break;
-      }
-      advance_round(s[1], s[0], p[1], factor, round++);
-    }
-  }
-
-  // ROUNDS rounds with the first one's maximum as reference: O is never rescaled, and no later maximum is waited for.
+  // ROUNDS rounds with one reference a row, the same for both warpgroups: O is never rescaled, no later maximum is
+  // waited for, and the warpgroups' parts of O add up. The reference is the first tile's maximum, or KNOWN.
   // Right unless a score exceeds the reference by so much that P overflows, which the sums then show.
+  template <bool KNOWN>
   __device__ __forceinline__ void run_straight() {
     float s[2][BLOCK_N / 2];
     uint32 p[2][STEPS][4];
     sum[0] = sum[1] = 0.0f;
-    reference[0] = reference[1] = negative_infinity();
     score(s[0], 0);
-    if constexpr (ROUNDS > 1) score(s[1], 1);
-    wgmma_wait<(ROUNDS > 1)>();
+    wgmma_wait<0>();
     wgmma_fence_registers(s[0]);
     mask(s[0], 0);
-    maxima(s[0], reference);
+    if constexpr (!KNOWN) find_reference(s[0]);
+    if constexpr (ROUNDS > 1) score(s[1], 1);
+#pragma unroll
+    for (int round = 0; round + 1 < ROUNDS; ++round) {
+      float (&now)[BLOCK_N / 2] = s[round % 2];
+      float (&next)[BLOCK_N / 2] = s[1 - round % 2];
+      exponentials<0, 4>(now, p[round % 2]);
+      accumulate<0, 4>(o, p[round % 2], round, round > 0);
+      if (round + 2 < ROUNDS) {
+        score(now, round + 2);
+        wgmma_wait<2>();
+      } else {
+        wgmma_wait<1>();
+      }
+      wgmma_fence_registers(next);
+      mask(next, round + 1);
+    }
+    if constexpr (PEER_FIRST) {
+      last_round_peer_first<KNOWN>(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);
+    } else {
+      last_round(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);
+    }
+  }
+
+  // The reference of both warpgroups: the first one's, whose first tile comes first. A row that sees none of its keys
+  // sees none of this CTA's.
+  __device__ __forceinline__ void find_reference(const float (&s)[BLOCK_N / 2]) {
+    const int row = fragment.row_of_half();
+    if (warpgroup == 0) {
+      reference[0] = reference[1] = negative_infinity();
+      maxima<REFERENCE_KEYS>(s, reference);
+      if (fragment.quad_lane() == 0) {
+        shared.reference[0][0][row] = reference[0];
+        shared.reference[0][1][row] = reference[1];
+      }
+      named_barrier_arrive(REFERENCE_KNOWN, THREADS);
+    } else {
+      named_barrier_sync(REFERENCE_KNOWN, THREADS);
+      reference[0] = shared.reference[0][0][row];
+      reference[1] = shared.reference[0][1][row];
+    }
+  }
+
+  // The largest score of each row among this CTA's keys becomes its reference.
+  __device__ __forceinline__ void know_reference() {
+    float s[BLOCK_N / 2], own[2] = {negative_infinity(), negative_infinity()};
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
-      exponentials<0, 2>(s[round % 2], p[round % 2]);
-      if (round + 1 == ROUNDS) accumulate<0, 2>(p[round % 2], round);
-      exponentials<2, 4>(s[round % 2], p[round % 2]);
-      if (round + 1 == ROUNDS) {
-        accumulate<2, 4>(p[round % 2], round);
-      } else {
-        accumulate<0, 4>(p[round % 2], round);
-        if (round + 2 < ROUNDS) {
-          score(s[round % 2], round + 2);
-          wgmma_wait<2>();
-        } else {
-          wgmma_wait<1>();
-        }
-        wgmma_fence_registers(s[1 - round % 2]);
-        mask(s[1 - round % 2], round + 1);
-      }
+      score(s, round);
+      wgmma_wait<0>();
+      wgmma_fence_registers(s);
+      mask(s, round);
+      maxima(s, own);
     }
+    reference[0] = own[0];
+    reference[1] = own[1];
+    this->larger_references(reference);
   }
 
-  // Shows the other warpgroup this one's part of the rows and of O; all is there after a barrier.
-  __device__ __forceinline__ void publish() {
-    sum[0] = quad_sum(sum[0]);
-    sum[1] = quad_sum(sum[1]);
-    const int row = fragment.row_of_half();
-    if (fragment.quad_lane() == 0) {
-      shared.row_part[warpgroup][0][row] = {reference[0], sum[0]};
-      shared.row_part[warpgroup][1][row] = {reference[1], sum[1]};
-    }
-    if constexpr (ROUNDS > 1) {
-      const bool overflow = __any_sync(FULL_WARP, !(fmaxf(sum[0], sum[1]) < LARGEST_SUM<T>));
-      if (fragment.lane() == 0) shared.overflow[warpgroup].data[fragment.warp()] = overflow;
-    }
+  __device__ __forceinline__ void last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+    constexpr int ROUND = ROUNDS - 1;
+    exponentials<0, 2>(s, p);
+    accumulate<0, 2>(o, p, ROUND, ROUND > 0);
+    exponentials<2, 4>(s, p);
+    accumulate<2, 4>(o, p, ROUND, true);
+  }
+
+  // The last tile, when another CTA finishes half of the rows: those first, so that they travel while the exponentials
+  // of the others run. Zeros keep them company, and the others' products have sums of their own.
+  template <bool KNOWN>
+  __device__ __forceinline__ void last_round_peer_first(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+    constexpr int ROUND = ROUNDS - 1;
+    uint32 given[STEPS][4];
+    clear_other<1>(given);
+    half_exponentials<1, 0, 4>(s, given);
+    accumulate<0, 4>(o, given, ROUND, ROUND > 0);
+    clear_other<0>(p);
+    if (!KNOWN) cluster_wait();  // the peer's barriers are set up
+    half_exponentials<0, 0, 2>(s, p);
+    accumulate<0, 2, false>(rest, p, ROUND, false);
+    this->template send_sum<KNOWN>();
+    wgmma_wait<1>();
+    wgmma_fence_registers(o);
+    Columns<QUADRUPLES> columns;
+    this->template give<1>(o, columns);
+    this->arrive(PEER_COLUMNS_GIVEN);
+    this->template send_columns<KNOWN>(columns);
+    half_exponentials<0, 2, 4>(s, p);
+    accumulate<2, 4>(rest, p, ROUND, true);
+  }
+
+  // The warpgroups' references are their own: the larger ones become both's.
+  __device__ __forceinline__ void share_reference() {
+    float larger[2], factor[2];
+    this->larger_references(larger);
     wgmma_wait<0>();
     wgmma_fence_registers(o);
-    if (warpgroup == 0) {
-      give_columns<1, HEAD_DIM>(shared, fragment.thread, o);
-    } else {
-      give_columns<0, HEAD_DIM>(shared, fragment.thread, o);
-    }
+    move_reference(larger, factor);
+    rescale(factor);
   }
 
-  __device__ __forceinline__ bool overflowed() const {
-    if (ROUNDS < 2) return false;
-    int any = 0;
+  // From the products in flight to the output. Gives whether it is wrong, because probabilities have overflowed.
+  __device__ __forceinline__ bool merge() {
+    this->publish_sums();
+    this->await(SUMS_PUBLISHED);
+    const RowWeights own = this->weights(0), other = CLUSTER == 1 ? this->weights(1) : own;
+    const bool wrong = ROUNDS > 1 && this->overflowed();  // known ahead of the output, acted on behind it
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+    Columns<QUADRUPLES> columns[2];
+    if constexpr (PEER_FIRST) {
+      wgmma_fence_registers(rest);
+      if constexpr (ROUNDS > 1) {
 #pragma unroll
-    for (int i = 0; i < WARPGROUPS; ++i) {
-      const Vector<int32, 4> warps = shared.overflow[i];
-      any |= warps.data[0] | warps.data[1] | warps.data[2] | warps.data[3];
+        for (int i = 0; i < HEAD_DIM / 2; ++i) rest[i] += o[i];  // the peer's rows are not used any more
+      }
+      this->template give<0>(rest, columns[0]);
+    } else {
+      this->template give<0>(o, columns[0]);
     }
-    return any != 0;
+    if constexpr (CLUSTER == 1) this->template give<1>(o, columns[1]);
+    this->arrive(COLUMNS_GIVEN);
+    Columns<QUADRUPLES> peer;
+    if constexpr (CLUSTER == 2) this->receive(own, peer);
+    this->await(COLUMNS_GIVEN);
+    finish<0>(own, columns[0], peer);
+    if constexpr (CLUSTER == 1) finish<1>(other, columns[1], peer);
+    return wrong;
+  }
+  template <int HALF>
+  __device__ __forceinline__ void finish(const RowWeights& weights, Columns<QUADRUPLES>& columns,
+                                         const Columns<QUADRUPLES>& peer) const {
+    this->template take<HALF>(columns);
+#pragma unroll
+    for (int i = 0; i < QUADRUPLES; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = columns.part[i].data[e];
+        x = CLUSTER == 2 ? fmaf(x, weights.own, peer.part[i].data[e]) : x * weights.own;
+      }
+    }
+    this->store(HALF, weights, columns);
   }
 
-  // O and the rows' state of this warpgroup's keys, and what the other one has published of its own.
   __device__ __forceinline__ void run() {
+    this->find_place();
     load_query();
     if constexpr (ROUNDS == 0) {
       run_online();
+      share_reference();
+      if constexpr (CLUSTER == 2) {
+        Columns<QUADRUPLES> columns;
+        this->template give<1>(o, columns);
+        this->arrive(PEER_COLUMNS_GIVEN);
+        cluster_wait();
+        this->template send_columns<false>(columns);
+        this->template send_sum<false>();
+      }
+      merge();
     } else {
-      run_straight();
+      run_straight<false>();
+      // Behind the output, so that the common case need not jump over it.
+      if (merge()) run_again();
     }
-    publish();
-    __syncthreads();
   }
 
-  // Again, in any range of scores: the right answer, at about twice the time.
+  // Again, right for any scores: with each row's largest one as reference, at about twice the time.
   __device__ __forceinline__ void run_again() {
     __syncthreads();
-    run_online();
-    publish();
-    __syncthreads();
-  }
-
-  // The state of this thread's rows over the keys of both warpgroups.
-  __device__ __forceinline__ MergedRow merged_row(int half) const {
-    return {{reference[half], sum[half]}, shared.row_part[1 - warpgroup][half][fragment.row_of_half()]};
-  }
-
-  // Merges what the warpgroups and the CTAs have published, and writes it.
-  __device__ __forceinline__ void merge() const {
-    const MergedRow row[2] = {merged_row(0), merged_row(1)};
-    if constexpr (CLUSTER == 2) {  // ahead of O, which is yet to change warpgroups
-      if (warpgroup == 0 && fragment.quad_lane() == 0) {
-        store_async(peer_address(&shared.peer_part[fragment.row_of_half()], 1 - work.rank), row[1].reference,
-                    row[1].sum, peer_address(&shared.peer_part_arrived, 1 - work.rank));
-      }
-      __syncwarp();
-    }
-    // Two copies, so that no register is chosen at run time.
-    if (warpgroup == 0) {
-      finish<T, 0, CLUSTER, HEAD_DIM>(shared, fragment, o, row, params, work);
-    } else {
-      finish<T, 1, CLUSTER, HEAD_DIM>(shared, fragment, o, row, params, work);
-    }
+    this->deliver_again();
+    load_query();
+    know_reference();
+    run_straight<true>();
+    merge();
   }
 };
 

@@ -10,11 +10,21 @@ constexpr int BLOCK_M = 64;    // queries of a CTA: one wgmma's rows
 constexpr int BLOCK_N = 64;    // keys of a tile
 constexpr int PANEL = 64;      // columns of a box: 128 bytes, one repetition of the swizzle pattern
 constexpr int WARPGROUPS = 2;  // each with its own keys
+// Keys of the first tile of which the largest score is the reference. Of 64, a row's largest score would exceed it less
+// often by more than FP16 can hold, and the search would take 0.02 us longer.
+constexpr int REFERENCE_KEYS = 16;
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 
-// Barriers among warps; 0 is __syncthreads'.
-enum NamedBarrier : int { STATES_PUBLISHED = 1, TILE_READ_BY_FIRST = 2, TILE_READ_BY_SECOND = 3 };
+// Barriers among warps; 0 is __syncthreads'. The last three are events of the first warpgroup; the second one's follow.
+enum NamedBarrier : int {
+  REFERENCE_KNOWN = 1,
+  TILE_READ_BY_FIRST = 2,
+  TILE_READ_BY_SECOND = 3,
+  PEER_COLUMNS_GIVEN = 4,
+  SUMS_PUBLISHED = 6,
+  COLUMNS_GIVEN = 8
+};
 
 // Four floats of each thread, stored so that a warp's accesses are consecutive.
 using Quadruple = Vector<float, 4>;
@@ -31,6 +41,17 @@ struct alignas(8) RowPart {
   float sum;
 };
 
+// What the other CTA sends of the rows that this one finishes: O, not yet divided, as quadruples of each thread.
+template <int QUADRUPLES>
+struct PeerShare {
+  Quadruple output[WARPGROUPS][QUADRUPLES][WARPGROUP_THREADS];
+  RowPart row[WARPGROUPS][BLOCK_M / 2];  // of each warpgroup's keys
+};
+struct PeerArrived {
+  Mbarrier output[WARPGROUPS];
+  Mbarrier row;
+};
+
 template <typename T, int HEAD_DIM, int STAGES>
 struct SharedStorage {
   // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows.
@@ -39,17 +60,16 @@ struct SharedStorage {
   alignas(1024) T query[BLOCK_M * HEAD_DIM];
   alignas(1024) T key[WARPGROUPS][STAGES][BLOCK_N * HEAD_DIM];
   alignas(1024) T value[WARPGROUPS][STAGES][BLOCK_N * HEAD_DIM];
-  // Unfinished O, for the warpgroup that finishes it: from the other one, and from the other CTA.
+  // Columns of O that the other warpgroup gives to the one that finishes them.
   Quadruple from_neighbour[WARPGROUPS][2][QUADRUPLES][WARPGROUP_THREADS];
-  Quadruple from_peer[WARPGROUPS][QUADRUPLES][WARPGROUP_THREADS];
-  RowPart row_part[WARPGROUPS][2][BLOCK_M / 2];
-  RowPart peer_part[BLOCK_M / 2];         // of this CTA's rows
-  Vector<int32, 4> overflow[WARPGROUPS];  // of each warp: whether probabilities left the range of T
+  PeerShare<QUADRUPLES> from_peer[2];  // [1]: sent again, after an overflow
+  float reference[WARPGROUPS][2][BLOCK_M / 2];
+  float sum[WARPGROUPS][2][BLOCK_M / 2];
+  Vector<int32, 4> overflow[WARPGROUPS];  // of each warp: in which half of its rows probabilities left the range of T
   Mbarrier query_loaded;
   Mbarrier key_loaded[WARPGROUPS][STAGES];
   Mbarrier value_loaded[WARPGROUPS][STAGES];
-  Mbarrier peer_output_arrived[WARPGROUPS];
-  Mbarrier peer_part_arrived;
+  PeerArrived peer_arrived[2];
 };
 
 // What a thread of a warpgroup holds of a 64-row accumulator: two rows, and pairs of columns of every eight.
