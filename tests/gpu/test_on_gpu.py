@@ -59,19 +59,50 @@ def test_a_capture_may_be_the_first_call() -> None:
     assert close(out, tensors, causal="upper_left")
 
 
-def test_replays_are_bitwise_equal() -> None:
-    tensors = make(MISSION, "cuda")
-    out = torch.empty_like(tensors[0])
-    graph = torch.cuda.CUDAGraph()
-    microsdpa.sdpa(*tensors, out=out)
-    with torch.cuda.graph(graph):
-        microsdpa.sdpa(*tensors, out=out)
-    graph.replay()
-    first = out.clone()
-    for _ in range(200):
-        out.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(out, first)
+REPLAYS = 10_000
+CHAIN = (
+    MISSION,
+    Case(1, 8, 512, 512, 64, causal="upper_left"),
+    Case(1, 2, 64, 64, 64),
+    Case(2, 16, 512, 512, 64, causal="upper_left"),
+    Case(1, 4, 1, 700, 128, heads_kv=2),
+    Case(1, 32, 512, 512, 128, dtype="bfloat16"),
+    Case(1, 3, 130, 77, 96, causal="lower_right"),
+)
+
+
+@pytest.mark.parametrize("programmatic", [True, False])
+def test_replays_of_a_chain_beside_other_work_are_bitwise_equal(programmatic: bool) -> None:
+    """Kernels of several shapes follow one another, each overlapping the end of the one ahead, while products run."""
+    before = launcher.set_programmatic(programmatic)
+    try:
+        calls = []
+        for case in CHAIN:
+            query, key, value = make(case, "cuda")
+            options = {"causal": case.causal, "enable_gqa": case.kv_heads != case.heads}
+            first = microsdpa.sdpa(query, key, value, **options)  # type: ignore[arg-type]
+            assert isinstance(first, torch.Tensor)
+            assert close(first, (query, key, value), **({"causal": case.causal} if case.causal else {}))
+            calls.append((query, key, value, options, first, torch.empty_like(query)))
+        differ = torch.zeros((), dtype=torch.bool, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for *_, out in calls:
+                out.fill_(torch.nan)
+            for query, key, value, options, _, out in calls:
+                microsdpa.sdpa(query, key, value, out=out, **options)  # type: ignore[arg-type]
+            for *_, first, out in calls:
+                differ |= (out != first).any()
+        side, matrix = torch.cuda.Stream(), torch.randn(512, 512, dtype=torch.float16, device="cuda")
+        for replay in range(REPLAYS):
+            if replay % 10 == 0:
+                with torch.cuda.stream(side):
+                    torch.mm(matrix, matrix)
+            graph.replay()
+        torch.cuda.synchronize()
+        assert not differ.item()
+    finally:
+        launcher.set_programmatic(before)
 
 
 def test_the_current_stream_is_used() -> None:
