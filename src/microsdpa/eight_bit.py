@@ -147,8 +147,10 @@ def check(
         operands = eight_bit_arguments.check_precision(precision, scales)
         arguments.check_tensors(query, key, value, enable_gqa)
         recipe = RECIPES[operands]
+        key_block = recipe.block
     else:
         operands = eight_bit_arguments.check_codes(query, key, value, enable_gqa)
+        key_block = eight_bit_arguments.key_block(key, scales[1])
     dtype = eight_bit_arguments.output_type(query, value, out)
     arguments.check_grad({"query": query, "key": key, "value": value})
     eight_bit_arguments.check_place(query, emulated)
@@ -170,9 +172,10 @@ def check(
         head_dim=query.shape[3],
         dtype=arguments.DTYPES[dtype],
         causal=alignment,
-        target=_target(query, emulated),
+        target=_target(query, emulated, kernel),
         operands=operands,
         query_terms=recipe.query_terms if recipe else 1,
+        key_block=key_block,
     )
     factor = 1 / math.sqrt(problem.head_dim) if scale is None else scale
     return Call(problem, recipe, choose(problem, kernel), factor, emulated)
@@ -189,7 +192,10 @@ def choose(problem: EightBitProblem, kernel: str) -> Selection:
     for family in EIGHT_BIT_FAMILIES if named is None else (named,):
         result = family.specify(problem)
         if isinstance(result, KernelSpec):
-            return Selection(result, tuple(rejections))
+            refusal = family.passed_over(problem) if named is None else None
+            if refusal is None:
+                return Selection(result, tuple(rejections))
+            result = refusal
         rejections.append((family.name, result))
     why = "; ".join(f"{name}: {rejection.reason}" for name, rejection in rejections)
     raise UnsupportedProblem(why, nearest=rejections[0][1].nearest)
@@ -250,7 +256,9 @@ def register(
             smoothed = {"query": inputs["query"], "key_mean": codes["key_mean"], "lse": places["lse"]}
             launches.append(restoring(call.problem, smoothed, call.scale))
     kernels = [
-        launcher.FilledKernel(launch.spec, launch.grid, bytes(launch.params), launch.pointers, index == 2)
+        launcher.FilledKernel(
+            launch.spec, launch.grid, bytes(launch.params), launch.pointers, launch.tensor_maps, index == 2
+        )
         for index, launch in enumerate(launches)
     ]
     given = query, key, value, out, options, scale, *scales
@@ -311,9 +319,10 @@ def explanation(call: Call | None, impl: str) -> Explanation:
     )
 
 
-def _target(query: torch.Tensor, emulated: bool) -> str:
+def _target(query: torch.Tensor, emulated: bool, kernel: str) -> str:
     if emulated:
-        return emulated_target("auto")
+        family = eight_bit_family_named(kernel)
+        return family.emulated_target if family else emulated_target("auto")
     if reason := launcher.device_error():
         raise UnsupportedProblem(reason, nearest="CPU tensors with impl='emulate'")
     return launcher.target_of_device(query.device)

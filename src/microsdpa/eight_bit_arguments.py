@@ -143,6 +143,13 @@ def block_of(seqlen: int, blocks: int) -> int:
     return block if -(-seqlen // block) == blocks else 0
 
 
+def key_block(key: torch.Tensor, scale: object) -> int:
+    """Keys of a head that share one of K's scales, 0 when all do; 1 for what check_scales() is yet to refuse."""
+    if not isinstance(scale, torch.Tensor) or scale.dim() < 3:
+        return 0
+    return block_of(key.shape[2], scale.shape[2]) or 1
+
+
 def _rows(name: str, scale: object, tensor: torch.Tensor) -> torch.Tensor:
     checked = _tensor(name, scale, tensor)
     shape, batch, seqlen = tuple(checked.shape), tensor.shape[0], tensor.shape[2]

@@ -95,12 +95,14 @@ class Launch:
 
     Attributes:
         pointers: (bytes from the parameter's start, tensor, bytes from the tensor's start): where addresses belong.
+        tensor_maps: what the kernel's tensor maps describe.
     """
 
     spec: KernelSpec
     grid: Grid
     params: ctypes.Structure
     pointers: tuple[tuple[int, str, int], ...]
+    tensor_maps: tuple[launcher.Mapped, ...] = ()
 
     def filled(self, addresses: Mapping[str, int]) -> ctypes.Structure:
         """The parameter for tensors at these addresses; null where there is no such tensor."""
@@ -184,7 +186,9 @@ def attending(spec: KernelSpec, problem: EightBitProblem, places: Places, scale:
     )
     if "value_scale" in places:
         params.value_scale = ChannelScales(0, *(*places["value_scale"].strides, 0, 0, 0)[:3])
-    return Launch(spec, spec.grid(problem), params, _pointers(EightBitParams, places))
+    mapped = tuple(places[box.tensor] for box in spec.tensor_maps)
+    maps = tuple(launcher.Mapped(p.tensor, p.offset, p.shape, p.strides, p.element_bytes) for p in mapped)
+    return Launch(spec, spec.grid(problem), params, _pointers(EightBitParams, places), maps)
 
 
 def restoring(problem: EightBitProblem, places: Places, scale: float) -> Launch:
@@ -279,5 +283,7 @@ def run(
         emulator.one_kernel(launch.spec, launch.grid, launch.filled, inputs, outputs)
         return
     device = next(iter(outputs.values())).device
-    params = launch.filled({name: tensor.data_ptr() for name, tensor in {**inputs, **outputs}.items()})
-    launcher.launch_one(launch.spec, launcher.target_of_device(device), launch.grid, bytes(params), device.index)
+    addresses = {name: tensor.data_ptr() for name, tensor in {**inputs, **outputs}.items()}
+    params = bytes(launch.filled(addresses))
+    arrays = [(addresses[mapped.tensor], mapped) for mapped in launch.tensor_maps]
+    launcher.launch_one(launch.spec, launcher.target_of_device(device), launch.grid, params, device.index, arrays)

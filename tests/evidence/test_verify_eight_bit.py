@@ -31,7 +31,11 @@ def test_a_kernel_can_be_named_and_ptx_needs_a_gpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(verify_eight_bit, "cases", lambda: [Case(1, 1, 5, 9, 32)])
     found = verify_eight_bit.step("int8_fp8", kernel="ladder/13")
     assert found.summary.startswith("1 of 1 cases with 8-bit operands passed")
-    with pytest.raises(InvalidArgument, match="for 8-bit operands 'auto', 'emulate', or one of 'ladder/14"):
+    found = verify_eight_bit.step("fp8", kernel="hopper/fwd_throughput_fp8")
+    assert found.summary.endswith("hopper/fwd_throughput_fp8 does not compute the other 1")
+    with pytest.raises(
+        InvalidArgument, match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/fwd_throughput_fp8', 'ladder/14"
+    ):
         verify_eight_bit.step("fp8", kernel="ladder/07")
     monkeypatch.setattr(verify_eight_bit.launcher, "device_error", lambda: "no GPU")
     assert verify_eight_bit.step("fp8", ptx="sm_89").summary == "PTX needs a GPU to run on: no GPU"

@@ -12,13 +12,13 @@ import pytest
 import torch
 import tvm_ffi
 from fake_cuda import FakeCuda, install_allocator, integer, last, record, set_integer
-from stub_harness import ADDRESSES, KV, LAUNCH_FAILED, PRIMARY, SHAPE, _clean, library
+from stub_harness import ADDRESSES, KV, LAUNCH_FAILED, PRIMARY, SHAPE, Map, _clean, library
 
 from microsdpa import api, eight_bit, eight_bit_arguments
 from microsdpa.eight_bit import NO_SCALES, Call
 from microsdpa.prepared import Expected, make_plan
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec
+from microsdpa.specs import KernelSpec, TensorMap
 from microsdpa.specs.eight_bit import EightBitProblem, Operands
 from microsdpa.specs.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams
 from microsdpa.specs.quantize import RECIPES
@@ -268,6 +268,34 @@ def test_a_plan_object_launches_without_the_table() -> None:
     assert launch(*tensors(torch.int8), None, None) is None
     with pytest.raises(RuntimeError, match="is not found"):
         launcher.prepared_eight_bit_call(*given, None, options, 0.7)
+
+
+def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[Any]) -> None:
+    maps = (TensorMap("query", 64, 32, 32), TensorMap("value", 128, 32, 32))
+    spec = KernelSpec("test/maps", "", "", (), threads=128, block_m=64, tensor_maps=maps)
+    mapped = (
+        launcher.Mapped("query", 0, SHAPE, (4096, 2048, 32, 1), 1),
+        launcher.Mapped("workspace", 512, KV, (9008, 4096, 48, 1), 1),
+    )
+    call = *tensors(), None, 5, None, *NO_SCALES
+    launcher.prepare_eight_bit(
+        call,
+        [launcher.FilledKernel(spec, (1, 1, 1), bytes(64), ((8, "workspace", 0),), mapped)],
+        "sm_89",
+        4096,
+        "float16",
+    )
+    set_integer("stub_tensor_maps", 2)
+    try:
+        launcher.launch_eight_bit(*tensors(offset=0x1000), None, None, 5, None, *NO_SCALES)
+    finally:
+        set_integer("stub_tensor_maps", 0)
+    first, second = (Map.of(list(words)) for words in last().tensor_maps[:2])
+    assert first.address == ADDRESSES[0] + 0x1000
+    assert first.sizes == (SHAPE[3], SHAPE[2], SHAPE[1], SHAPE[0])
+    assert second.strides == (48, 4096, 9008)
+    assert second.address == int.from_bytes(bytes(last().params)[8:16], "little") + 512
+    assert (second.box[:2], second.swizzle) == ((32, 128), 1)
 
 
 def test_a_failed_launch_is_told(checks: list[Any]) -> None:

@@ -283,7 +283,7 @@ def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
     assert list(found.cluster) == [2, 1, 1]
     given = bytes(found.params)
     assert given == params[: len(given)]
-    with pytest.raises(ValueError, match="fields: expected 8 integers, got 7"):
+    with pytest.raises(ValueError, match="fields: expected 8 integers and 14 for each tensor map, got 7"):
         library.launch_one(0, PRIMARY, tvm_ffi.Shape([1] * 7), params)
     set_integer("stub_error", LAUNCH_FAILED)
     with pytest.raises(RuntimeError, match="the stub was told to fail"):

@@ -96,7 +96,9 @@ def test_precision_and_where_it_runs() -> None:
         microsdpa.sdpa(half(), half(), half(), precision="fp8", q_scale=1.0)
     with pytest.raises(UnsupportedProblem, match=r"runs on CUDA tensors .* impl='emulate'"):
         microsdpa.sdpa(half(), half(), half(), precision="fp8")
-    with pytest.raises(InvalidArgument, match="for 8-bit operands 'auto', 'emulate', or one of 'ladder/14"):
+    with pytest.raises(
+        InvalidArgument, match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/fwd_throughput_fp8', 'ladder/14"
+    ):
         microsdpa.sdpa(half(), half(), half(), precision="fp8", impl="ladder/01")
     with pytest.raises(UnsupportedProblem, match="this rung takes Q, K and V of one E4M3 code an element"):
         microsdpa.sdpa(half(), half(), half(), precision="int8_fp8", impl="emulate:ladder/12")

@@ -366,7 +366,10 @@ def one_kernel(
     schedule: Schedule | None = None,
     count_banks: bool = False,
 ) -> Report:
-    """Run one kernel on CPU tensors; `fill` makes its parameter of the tensors' addresses, by name."""
+    """Run one kernel on CPU tensors; `fill` makes its parameter of the tensors' addresses, by name.
+
+    The tensors that its bulk copies read are among `inputs`, under the names that its specification has for them.
+    """
     buffers = {name: (tensor, False) for name, tensor in inputs.items()}
     buffers |= {name: (tensor, True) for name, tensor in outputs.items()}
     return launch(
@@ -376,6 +379,8 @@ def one_kernel(
         grid=grid,
         threads=spec.threads,
         shared_bytes=spec.shared_bytes,
+        programmatic=spec.programmatic,
+        tensor_maps=[(box.tensor, box) for box in spec.tensor_maps],
         schedule=schedule,
         count_banks=count_banks,
     )

@@ -6,12 +6,12 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from microsdpa.eight_bit import choose
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.problem import DType, MaskKind, Problem
 from microsdpa.select import select
-from microsdpa.specs import KernelSpec
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, EightBitProblem
+from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem
 
 GPUS = {"sm_80": "A100", "sm_89": "L4, RTX 4090", "sm_90a": "H100, H200", "sm_120": "RTX 5090"}
 DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
@@ -54,8 +54,10 @@ def dimensions(found: Iterable[int]) -> str:
 def _kernel(problem: Problem) -> str | None:
     """What impl="auto" runs; None when nothing does."""
     if isinstance(problem, EightBitProblem):
-        specs = (family.specify(problem) for family in EIGHT_BIT_FAMILIES)
-        return next((spec.name for spec in specs if isinstance(spec, KernelSpec)), None)
+        try:
+            return choose(problem, "auto").spec.name
+        except UnsupportedProblem:
+            return None
     try:
         return select(problem).spec.name
     except UnsupportedProblem:

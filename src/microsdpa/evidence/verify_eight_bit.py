@@ -17,7 +17,8 @@ from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.quantize import RESIDUAL_STEPS, decode, encode, expand_scale, mean_of_rows, residual, rotate, scales
 from microsdpa.runtime import launcher
-from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.specs import KernelSpec
+from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem, Operands, eight_bit_family_named
 from microsdpa.specs.quantize import RECIPES, Recipe
 
 SUM_BITS = 13
@@ -145,6 +146,22 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
+def computed_by(kernel: str, case: Case, precision: Operands) -> bool:
+    """Whether the kernel of that name computes a case on the GPU that it is for; "auto" computes every one."""
+    family = eight_bit_family_named(kernel)
+    if family is None:
+        return True
+    problem = EightBitProblem(
+        *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
+        causal=case.causal,
+        target=family.emulated_target,
+        operands=precision,
+        query_terms=RECIPES[precision].query_terms,
+        key_block=RECIPES[precision].block,
+    )
+    return isinstance(family.specify(problem), KernelSpec)
+
+
 def step(precision: str, progress: Progress = no_progress, kernel: str = "auto", ptx: str | None = None) -> Step:
     """Every case with one precision, or with "all" of them, on the GPU when there is one, else in the emulator.
 
@@ -159,7 +176,8 @@ def step(precision: str, progress: Progress = no_progress, kernel: str = "auto",
         return Step("verify", "not run", f"PTX needs a GPU to run on: {reason}")
     launcher.use_ptx_of(ptx)
     device = "cpu" if reason else "cuda"
-    chosen = [(case, p) for p in OPERANDS if precision in (p, "all") for case in cases()]
+    everything = [(case, p) for p in OPERANDS if precision in (p, "all") for case in cases()]
+    chosen = [(case, p) for case, p in everything if computed_by(kernel, case, p)]
     advance = progress("verify", len(chosen))
     outcomes = []
     for case, p in chosen:
@@ -173,4 +191,6 @@ def step(precision: str, progress: Progress = no_progress, kernel: str = "auto",
     ]
     where = "in the emulator, on the CPU" if reason else f"from the PTX of {ptx} on the GPU" if ptx else "on the GPU"
     summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} cases with 8-bit operands passed {where}"
+    if len(chosen) < len(everything):
+        summary += f"; {kernel} does not compute the other {len(everything) - len(chosen)}"
     return Step("verify", "failed" if failed else "passed", summary, table)

@@ -74,7 +74,7 @@ struct FilledKernel {
       const std::uintptr_t base = addresses[pointer.operand], address = base ? base + pointer.offset : 0;
       std::memcpy(filled + pointer.at, &address, sizeof(address));
     }
-    launch.issue(driver, stream, filled, {});
+    launch.issue(driver, stream, filled, addresses);
   }
 };
 

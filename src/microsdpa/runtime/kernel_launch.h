@@ -25,14 +25,14 @@ struct KernelLaunch {
 
   static constexpr std::size_t MAX_TENSOR_MAPS = 8;
 
-  // `params` is the kernel's first argument. `addresses` are the operands' addresses in this call. Nothing that is
-  // shared between calls is written.
-  void issue(const Driver& driver, CUstream stream, void* params, const std::uintptr_t (&addresses)[OPERANDS]) const {
+  // `params` is the kernel's first argument. `addresses` are the operands' addresses in this call, of those at least
+  // that have tensor maps. Nothing that is shared between calls is written.
+  void issue(const Driver& driver, CUstream stream, void* params, const std::uintptr_t* addresses) const {
     void* arguments[1 + MAX_TENSOR_MAPS] = {params};
     CUtensorMap moved[MAX_TENSOR_MAPS];
     for (std::size_t i = 0; i < tensor_maps.size(); ++i) {
       const EncodedTensorMap& encoded = tensor_maps[i];
-      const std::uintptr_t address = addresses[encoded.operand];
+      const std::uintptr_t address = addresses[encoded.operand] + encoded.offset;
       arguments[1 + i] = const_cast<CUtensorMap*>(&encoded.map);
       if (address != encoded.address) {
         moved[i] = encoded.map;

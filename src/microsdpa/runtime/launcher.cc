@@ -8,6 +8,8 @@
 #include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
+
 #include "eight_bit_call.h"
 #include "framework.h"
 #include "masked_call.h"
@@ -183,8 +185,8 @@ KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
     const std::int64_t* field = fields.data() + KERNEL_FIELDS + i * TENSOR_MAP_FIELDS;
     TVM_FFI_CHECK(field[OPERAND] >= 0 && field[OPERAND] < OPERANDS, ValueError)
         << "kernels: expected an operand below " << int(OPERANDS) << ", got " << field[OPERAND];
-    const TensorMapSpec spec{static_cast<Operand>(field[OPERAND]), static_cast<unsigned>(field[ROWS]),
-                             static_cast<unsigned>(field[COLUMNS]), static_cast<unsigned>(field[SWIZZLE])};
+    const TensorMapSpec spec{static_cast<int>(field[OPERAND]), static_cast<unsigned>(field[ROWS]),
+                             static_cast<unsigned>(field[COLUMNS]), static_cast<unsigned>(field[SWIZZLE]), 0};
     // An output that each call allocates has no address yet: the query's stands in until then.
     const std::uintptr_t address = call.addresses[spec.operand];
     const TensorKey* keys[] = {&call.plan_key.query, &call.plan_key.key, &call.plan_key.value, &call.plan_key.out};
@@ -194,15 +196,47 @@ KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
   return kernel;
 }
 
-// Launches one kernel, given by its KernelFields, on a stream, which the caller names: the framework tells its current
-// one only to calls with tensors. `params` is the kernel's only argument.
+// Integers of a tensor map of a kernel with 8-bit operands: the operand that it describes a [B, H, S, D] array of, the
+// bytes from its start to the array, the array's shape, its strides in elements and their bytes, and the box.
+enum ArrayField {
+  OF,
+  STARTS_AT,
+  SHAPE,
+  STRIDES = SHAPE + 4,
+  BYTES = STRIDES + 4,
+  BOX_ROWS,
+  BOX_COLUMNS,
+  BOX_SWIZZLE,
+  ARRAY_FIELDS
+};
+
+// The tensor map of an array in memory that starts at `address`.
+EncodedTensorMap array_tensor_map(const std::int64_t* field, std::uintptr_t address) {
+  TensorKey array{};
+  std::copy_n(field + SHAPE, 4, array.shape);
+  std::copy_n(field + STRIDES, 4, array.strides);
+  array.dtype_and_device = TensorKey::pack({kDLUInt, static_cast<std::uint8_t>(8 * field[BYTES]), 1}, {});
+  const TensorMapSpec spec{static_cast<int>(field[OF]), static_cast<unsigned>(field[BOX_ROWS]),
+                           static_cast<unsigned>(field[BOX_COLUMNS]), static_cast<unsigned>(field[BOX_SWIZZLE]),
+                           static_cast<std::uintptr_t>(field[STARTS_AT])};
+  return encode_tensor_map(driver(), spec, array, address);
+}
+
+// Launches one kernel, given by its KernelFields and ArrayFields, where an array's start is its address, on a stream,
+// which the caller names: the framework tells its current one only to calls with tensors. `params` is the kernel's
+// first argument.
 void launch_one(std::int64_t stream, std::int64_t context, ffi::Shape fields, ffi::Bytes params) {
-  TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS, ValueError)
-      << "fields: expected " << int(KERNEL_FIELDS) << " integers, got " << fields.size();
+  TVM_FFI_CHECK(fields.size() >= KERNEL_FIELDS && (fields.size() - KERNEL_FIELDS) % ARRAY_FIELDS == 0, ValueError)
+      << "fields: expected " << int(KERNEL_FIELDS) << " integers and " << int(ARRAY_FIELDS)
+      << " for each tensor map, got " << fields.size();
   guarded([&] {
     ScopedContext current(driver(), reinterpret_cast<CUcontext>(context));
-    without_tensor_maps(fields).issue(driver(), reinterpret_cast<CUstream>(stream), const_cast<char*>(params.data()),
-                                      {});
+    KernelLaunch kernel = without_tensor_maps(fields);
+    for (std::size_t at = KERNEL_FIELDS; at < fields.size(); at += ARRAY_FIELDS) {
+      kernel.tensor_maps.push_back(array_tensor_map(fields.data() + at, 0));
+    }
+    const Addresses none{};
+    kernel.issue(driver(), reinterpret_cast<CUstream>(stream), const_cast<char*>(params.data()), none);
   });
 }
 
@@ -262,9 +296,9 @@ void register_masked_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::
 // Integers of a pointer in register_eight_bit_plan().
 enum PointerField { AT, POINTS_TO, OFFSET, POINTER_FIELDS };
 
-// The same for sdpa_eight_bit(). `kernels` are given by their KernelFields and whether only calls with an LSE launch
-// them; `params` are their parameters, and `pointers` where in these addresses belong. `out_code` is the type code of
-// the output that calls allocate, of 16 bits.
+// The same for sdpa_eight_bit(). `kernels` are given by their KernelFields, whether only calls with an LSE launch them,
+// and ArrayFields; `params` are their parameters, and `pointers` where in these addresses belong. `out_code` is the
+// type code of the output that calls allocate, of 16 bits.
 void register_eight_bit_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
                              Optional<double> scale, ffi::AnyView query_scale, ffi::AnyView key_scale,
                              ffi::AnyView value_scale, std::int64_t context, ffi::Array<ffi::Shape> kernels,
@@ -279,12 +313,15 @@ void register_eight_bit_plan(DLTensor* query, DLTensor* key, DLTensor* value, ff
   for (std::size_t i = 0; i < kernels.size(); ++i) {
     const ffi::Shape fields = kernels[i], places = pointers[i];
     const ffi::Bytes bytes = params[i];
-    TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS + 1 && bytes.size() <= FilledKernel::MAX_PARAMS &&
-                      places.size() % POINTER_FIELDS == 0,
+    constexpr std::size_t OWN = KERNEL_FIELDS + 1;
+    const std::size_t maps = fields.size() < OWN ? 0 : (fields.size() - OWN) / ARRAY_FIELDS;
+    TVM_FFI_CHECK(fields.size() == OWN + maps * ARRAY_FIELDS && maps <= KernelLaunch::MAX_TENSOR_MAPS &&
+                      bytes.size() <= FilledKernel::MAX_PARAMS && places.size() % POINTER_FIELDS == 0,
                   ValueError)
-        << "kernels: expected " << KERNEL_FIELDS + 1 << " integers each, parameters of at most "
-        << FilledKernel::MAX_PARAMS << " bytes and " << int(POINTER_FIELDS) << " integers a pointer, got "
-        << fields.size() << ", " << bytes.size() << " and " << places.size();
+        << "kernels: expected " << OWN << " integers each and " << int(ARRAY_FIELDS) << " for each of at most "
+        << KernelLaunch::MAX_TENSOR_MAPS << " tensor maps, parameters of at most " << FilledKernel::MAX_PARAMS
+        << " bytes and " << int(POINTER_FIELDS) << " integers a pointer, got " << fields.size() << ", " << bytes.size()
+        << " and " << places.size();
     FilledKernel kernel{without_tensor_maps(fields), {bytes.data(), bytes.size()}, {}, fields[KERNEL_FIELDS] != 0};
     for (const std::int64_t* p = places.data(); p < places.data() + places.size(); p += POINTER_FIELDS) {
       TVM_FFI_CHECK(p[POINTS_TO] >= 0 && p[POINTS_TO] < EIGHT_BIT_OPERANDS && p[AT] >= 0 &&
@@ -295,6 +332,17 @@ void register_eight_bit_plan(DLTensor* query, DLTensor* key, DLTensor* value, ff
       kernel.pointers.push_back(
           {static_cast<std::size_t>(p[AT]), static_cast<int>(p[POINTS_TO]), static_cast<std::uintptr_t>(p[OFFSET])});
     }
+    guarded([&] {
+      ScopedContext current(driver(), plan.context);
+      for (std::size_t map = 0; map < maps; ++map) {
+        const std::int64_t* array = fields.data() + OWN + map * ARRAY_FIELDS;
+        TVM_FFI_CHECK(array[OF] >= 0 && array[OF] < EIGHT_BIT_OPERANDS, ValueError)
+            << "kernels: expected an operand below " << int(EIGHT_BIT_OPERANDS) << ", got " << array[OF];
+        // Memory that each call allocates has no address yet: the query's stands in until then.
+        const std::uintptr_t address = call.addresses[array[OF]];
+        kernel.launch.tensor_maps.push_back(array_tensor_map(array, address ? address : call.addresses[QUERY]));
+      }
+    });
     plan.kernels.push_back(std::move(kernel));
   }
   eight_bit_plans().insert(call.key, plan);

@@ -259,6 +259,27 @@ def prepare(
 
 
 @dataclass(frozen=True)
+class Mapped:
+    """What a tensor map of a kernel with 8-bit operands describes: a [B, H, S, D] array in a tensor of the call.
+
+    Attributes:
+        offset: bytes from the tensor's start.
+        strides: in elements.
+    """
+
+    tensor: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_bytes: int
+
+    @property
+    def fields(self) -> tuple[int, ...]:
+        """What the library is told of the array."""
+        return *self.shape, *self.strides, self.element_bytes
+
+
+@dataclass(frozen=True)
 class FilledKernel:
     """A kernel of a call with 8-bit operands.
 
@@ -266,6 +287,7 @@ class FilledKernel:
         params: its parameter, without addresses.
         pointers: (bytes from the parameter's start, tensor, bytes from the tensor's start): where addresses belong. Of
             a tensor that a call does not have, it is null.
+        tensor_maps: what those of its specification describe.
         only_with_lse: whether only calls with an LSE launch it.
     """
 
@@ -273,6 +295,7 @@ class FilledKernel:
     grid: Grid
     params: bytes
     pointers: tuple[tuple[int, str, int], ...]
+    tensor_maps: tuple[Mapped, ...] = ()
     only_with_lse: bool = False
 
 
@@ -304,7 +327,10 @@ def prepare_eight_bit(
         spec = kernel.spec
         function, context = load_kernel(_compiled(spec, target), call[0].device.index)
         launch = [function, *kernel.grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
-        fields.append(tvm_ffi.Shape([*launch, int(kernel.only_with_lse)]))
+        launch.append(int(kernel.only_with_lse))
+        for box, m in zip(spec.tensor_maps, kernel.tensor_maps, strict=True):
+            launch += [_EIGHT_BIT_OPERANDS.index(m.tensor), m.offset, *m.fields, box.rows, box.columns, box.swizzle]
+        fields.append(tvm_ffi.Shape(launch))
     pointers = [
         [number for at, name, offset in kernel.pointers for number in (at, _EIGHT_BIT_OPERANDS.index(name), offset)]
         for kernel in kernels
@@ -314,8 +340,17 @@ def prepare_eight_bit(
     _library.register_eight_bit_plan(*call, context, fields, params, shapes, workspace_bytes, _TYPE_CODES[dtype])
 
 
-def launch_one(spec: KernelSpec, target: str, grid: Grid, params: bytes, device: int) -> None:
+def launch_one(
+    spec: KernelSpec,
+    target: str,
+    grid: Grid,
+    params: bytes,
+    device: int,
+    arrays: Sequence[tuple[int, Mapped]] = (),
+) -> None:
     """Launch one kernel, compiled and loaded before if need be, with a parameter that the caller has filled.
+
+    `arrays` are what its tensor maps describe, with the addresses of the tensors that they lie in.
 
     It runs on torch's current stream of the device; the tensors that it uses may be given back at once.
 
@@ -325,5 +360,7 @@ def launch_one(spec: KernelSpec, target: str, grid: Grid, params: bytes, device:
     """
     function, context = load_kernel(_compiled(spec, target), device)
     fields = [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
+    for box, (address, m) in zip(spec.tensor_maps, arrays, strict=True):
+        fields += [0, address + m.offset, *m.fields, box.rows, box.columns, box.swizzle]
     stream = torch.cuda.current_stream(device).cuda_stream
     _library.launch_one(stream, context, tvm_ffi.Shape(fields), params)

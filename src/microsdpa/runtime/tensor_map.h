@@ -13,17 +13,19 @@ namespace microsdpa {
 
 static_assert(sizeof(TensorMap) == sizeof(CUtensorMap), "kernels see the driver's descriptor");
 
-// What a kernel's specification says of one tensor map.
+// What a kernel's specification says of one tensor map, and where its tensor begins in the operand's memory.
 struct TensorMapSpec {
-  Operand operand;
+  int operand;
   unsigned rows, columns, swizzle;
+  std::uintptr_t offset;
 };
 
 // A tensor map as it was encoded for the first call of a plan.
 struct EncodedTensorMap {
   CUtensorMap map;
   std::uintptr_t address;
-  Operand operand;
+  int operand;
+  std::uintptr_t offset;
 };
 
 inline CUtensorMapDataType tensor_map_type(const TensorKey& tensor) {
@@ -48,7 +50,8 @@ inline CUtensorMapSwizzle tensor_map_swizzle(unsigned bytes) {
   throw std::runtime_error("tensor map: expected a swizzle of 0, 32, 64 or 128 bytes, got " + std::to_string(bytes));
 }
 
-// The tensor's layout must be one that bulk copies address: Problem.bulk and an alignment of 16.
+// The tensor's layout must be one that bulk copies address: Problem.bulk and an alignment of 16. `address` is the
+// operand's.
 inline EncodedTensorMap encode_tensor_map(const Driver& driver, const TensorMapSpec& spec, const TensorKey& tensor,
                                           std::uintptr_t address) {
   constexpr cuuint32_t RANK = 4;
@@ -61,7 +64,8 @@ inline EncodedTensorMap encode_tensor_map(const Driver& driver, const TensorMapS
     strides[i] = used ? static_cast<cuuint64_t>(tensor.strides[2 - i]) * bytes : (sizes[0] * bytes + 15) / 16 * 16;
   }
   const cuuint32_t box[RANK] = {spec.columns, spec.rows, 1, 1}, steps[RANK] = {1, 1, 1, 1};
-  EncodedTensorMap encoded{{}, address, spec.operand};
+  address += spec.offset;
+  EncodedTensorMap encoded{{}, address, spec.operand, spec.offset};
   driver.check(
       driver.tensor_map_encode(&encoded.map, tensor_map_type(tensor), RANK, reinterpret_cast<void*>(address), sizes,
                                strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, tensor_map_swizzle(spec.swizzle),

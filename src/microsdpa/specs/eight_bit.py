@@ -5,34 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, get_args
 
-from microsdpa.problem import Causal, DType, Problem, capability_of
+from microsdpa.problem import Causal, DType, capability_of
+from microsdpa.specs import hopper_fp8
 from microsdpa.specs.chip import chip_of
+from microsdpa.specs.eight_bit_problem import (
+    CPP_TYPE,
+    HEAD_DIMS,
+    MIN_CAPABILITY,
+    OPERANDS,
+    PARAMS,
+    EightBitProblem,
+    Operands,
+)
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
-Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
-"""What Q and K, and then V and P, are: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
-
-OPERANDS: tuple[Operands, ...] = get_args(Operands)
-CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
-HEAD_DIMS = (32, 64, 128)
-PARAMS = "microsdpa::EightBitParams"
-MIN_CAPABILITY = (8, 9)
-"""E4M3 products need Ada; INT8 alone would not, but V and P of int8_fp8 do, and the modes share their kernels."""
-
-
-@dataclass(frozen=True)
-class EightBitProblem(Problem):
-    """One call of attention with 8-bit operands; `dtype` is the output's.
-
-    Attributes:
-        operands: types of Q, K, V and P.
-        query_terms: codes of Q whose sum it is, side by side in its rows.
-    """
-
-    operands: Operands = "fp8"
-    query_terms: int = 1
+__all__ = [
+    "CPP_TYPE",
+    "EIGHT_BIT_FAMILIES",
+    "HEAD_DIMS",
+    "MIN_CAPABILITY",
+    "OPERANDS",
+    "EightBitFamily",
+    "EightBitProblem",
+    "Operands",
+    "eight_bit_catalogue",
+    "eight_bit_family_named",
+]
 
 
 def scalar(problem: EightBitProblem) -> KernelSpec | Rejection:
@@ -190,19 +189,34 @@ def _rejection(problem: EightBitProblem, spec: KernelSpec) -> Rejection | None:
 
 @dataclass(frozen=True)
 class EightBitFamily:
-    """Kernels of one design with 8-bit operands."""
+    """Kernels of one design with 8-bit operands.
+
+    Attributes:
+        emulated_target: the GPU that the emulator takes when the family is named.
+        passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
+            does not.
+    """
 
     name: str
     summary: str
     specify: Callable[[EightBitProblem], KernelSpec | Rejection]
+    emulated_target: str = "sm_89"
+    passed_over: Callable[[EightBitProblem], Rejection | None] = lambda _: None
 
     @property
     def short_name(self) -> str:
-        """The name up to the rung's number."""
-        return self.name.split("_")[0]
+        """The name, up to the number where it is a rung's."""
+        return self.name.split("_")[0] if self.name.startswith("ladder/") else self.name
 
 
 EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
+    EightBitFamily(
+        "hopper/fwd_throughput_fp8",
+        "E4M3 wgmma for both products, TMA, V transposed on its way; sm_90a",
+        hopper_fp8.throughput,
+        emulated_target="sm_90a",
+        passed_over=hopper_fp8.too_small,
+    ),
     EightBitFamily("ladder/14_8bit_tuned", "rung 13 with tiles for the problem, keys divided among warps", tuned),
     EightBitFamily("ladder/13_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),
     EightBitFamily("ladder/10_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", scalar),

@@ -1,0 +1,332 @@
+// What a consumer warpgroup of hopper/fwd_throughput_fp8.cu does with its 64 rows.
+#pragma once
+
+#include "../core/accumulator.cuh"
+#include "../core/element.cuh"
+#include "../core/online_softmax.cuh"
+#include "../ptx/barrier.cuh"
+#include "../ptx/convert_four.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warp_role.cuh"
+#include "fp8_shared.cuh"
+#include "fp8_transpose.cuh"
+
+namespace microsdpa {
+
+template <typename T, typename Shared, bool CAUSAL>
+struct Fp8Consumer {
+  using Element = __nv_fp8_e4m3;
+  static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
+  static constexpr int STEPS = BLOCK_N / 32;  // products of P V
+  // Probabilities are 2^(score - reference + BIAS): at most 256 as E4M3, which ends at 448.
+  static constexpr float BIAS = 8.0f;
+
+  Shared& shared;
+  const EightBitParams& params;
+  const int warpgroup;  // among the consumers
+  const int thread;     // of the warpgroup
+
+  float o[HEAD_DIM / 2];        // O of the tiles before, in FP32
+  float partial[HEAD_DIM / 2];  // P V of one tile: E4M3 products keep about 14 bits of their sums
+  uint32 p[STEPS][4];
+  float reference[2];   // of the two rows: base 2, scaled; -inf before the first visible key
+  float sum[2];         // this thread's part of l, times 2^BIAS
+  float factor[2];      // what scores of codes are multiplied by, base 2; > 0
+  float correction[2];  // what O is to be multiplied by when P V of the last probabilities is added
+  float inverse[2];     // of l, for the query tile that is complete but for P V of its last tile of keys
+  int first_row;        // of the warpgroup
+  int tile, tiles;      // of keys: that of the scores, and all of the query tile
+  int work, ended;      // number of the query tile, and of the one that `inverse` is of
+  RingPlace<Shared::QUERY_STAGES> query_place;
+  RingPlace<Shared::STAGES> key_place, value_place;
+
+  __device__ __forceinline__ Fp8Consumer(Shared& shared, const EightBitParams& params, int warpgroup)
+      : shared(shared), params(params), warpgroup(warpgroup), thread(threadIdx.x % WARPGROUP_THREADS), work(0) {}
+
+  __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
+
+  __device__ __forceinline__ void release(Mbarrier& read) const {
+    if (elect_one()) mbarrier_arrive(read);
+  }
+
+  // Waits for the next query tile; false when there is none.
+  __device__ __forceinline__ bool begin_query() {
+    mbarrier_wait(shared.query_loaded[query_place.stage], query_place.parity);
+    const Work& next = shared.work[work % WORKS];
+    const int head_kv = shared.head_kv[work % WORKS];
+    tile = 0, tiles = next.tiles;
+    if (tiles == 0) return false;
+    first_row = next.first_row + ROWS * warpgroup;
+    float all = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
+    if (!Shared::KEY_SCALES) all *= *params.key_scale.at(next.batch, head_kv, 0);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(first_row + tile_row(half), params.seqlen_q - 1);
+      factor[half] = all * *params.query_scale.at(next.batch, next.head, row);
+    }
+    if (params.scale_log2 < 0.0f) negate_query();
+    return true;
+  }
+
+  // A negative scale is a positive one of -Q.
+  __device__ __forceinline__ void negate_query() {
+    uint4* chunks = reinterpret_cast<uint4*>(shared.query[query_place.stage][warpgroup][0]);
+    for (int i = thread; i < Shared::TERMS * ROWS * HEAD_DIM / 16; i += WARPGROUP_THREADS) {
+      const uint4 old = chunks[i];
+      chunks[i] = make_uint4(old.x ^ 0x80808080u, old.y ^ 0x80808080u, old.z ^ 0x80808080u, old.w ^ 0x80808080u);
+    }
+    fence_proxy_async();
+    named_barrier_sync(QUERY_NEGATED + warpgroup, WARPGROUP_THREADS);
+  }
+
+  // Starts S of the next tile of keys, which has been waited for.
+  __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2]) {
+    const uint64 key = rows_descriptor<HEAD_DIM>(shared.key[key_place.stage]);
+    const uint64 query = rows_descriptor<HEAD_DIM>(shared.query[query_place.stage][warpgroup][0]);
+    wgmma_fence();
+#pragma unroll
+    for (int term = 0; term < Shared::TERMS; ++term) {
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 32; ++step) {
+        wgmma<Element, BLOCK_N>(s, advance(query, term * ROWS * HEAD_DIM + 32 * step), advance(key, 32 * step),
+                                term + step > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // Scores of the tile that was started last, complete: with their keys' scales, and -inf where a row does not see
+  // them.
+  __device__ __forceinline__ void take_scores(float (&s)[BLOCK_N / 2]) {
+    wgmma_fence_registers(s);
+    if constexpr (Shared::KEY_SCALES) {
+      scale_keys(s, shared.key_scale[key_place.stage]);
+      __syncwarp();
+    }
+    release(shared.key_read[key_place.stage]);
+    key_place.advance();
+    if (tile + 1 == tiles) {
+      __syncwarp();  // all lanes have also read the description of the tile that was stored last
+      release(shared.query_read[query_place.stage]);
+      query_place.advance();
+    }
+    mask(s);
+  }
+
+  __device__ __forceinline__ void scale_keys(float (&s)[BLOCK_N / 2], const float* scales) const {
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / 8; ++n) {
+      using Pair = Vector<float, 2>;
+      const Pair scale = *reinterpret_cast<const Pair*>(scales + 8 * n + 2 * (thread % 4));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[4 * n + e] *= scale.data[e % 2];
+    }
+  }
+
+  __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2]) const {
+    const int keys = params.seqlen_k - tile * BLOCK_N;
+    const int first_visible = CAUSAL ? first_row + params.diagonal - tile * BLOCK_N + 1 : BLOCK_N;
+    if (min(keys, first_visible) >= BLOCK_N) return;
+    const int column = 2 * (thread % 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int visible = (CAUSAL ? min(keys, first_visible + tile_row(half)) : keys) - column;
+#pragma unroll
+      for (int n = 0; n < BLOCK_N / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (8 * n + e >= visible) s[4 * n + 2 * half + e] = negative_infinity();
+        }
+      }
+    }
+  }
+
+  // Turns scores into probabilities, with the largest score so far as reference.
+  __device__ __forceinline__ void softmax(float (&s)[BLOCK_N / 2]) {
+    float subtract[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float even = s[2 * half], odd = s[2 * half + 1];
+#pragma unroll
+      for (int n = 1; n < BLOCK_N / 8; ++n) {
+        even = fmaxf(even, s[4 * n + 2 * half]);
+        odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
+      }
+      const float largest = fmaxf(reference[half], quad_max(fmaxf(even, odd)) * factor[half]);
+      correction[half] = ex2_approx(reference[half] - finite(largest));
+      sum[half] *= correction[half];
+      reference[half] = largest;
+      subtract[half] = finite(largest) - BIAS;
+    }
+    float odd[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; i += 2) {
+      const int half = i / 2 % 2;
+      s[i] = ex2_approx(fmaf(s[i], factor[half], -subtract[half]));
+      s[i + 1] = ex2_approx(fmaf(s[i + 1], factor[half], -subtract[half]));
+      sum[half] += s[i];
+      odd[half] += s[i + 1];
+    }
+    sum[0] += odd[0];
+    sum[1] += odd[1];
+    wgmma_fence_registers(s);
+  }
+
+  // Rounds probabilities to the left operand of P V, which nothing may be using.
+  __device__ __forceinline__ void round_probabilities(const float (&s)[BLOCK_N / 2]) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 16 * step + 8 * (i / 2) + 2 * (i % 2);
+        p[step][i] = e4m3x4_from_floats(s[at], s[at + 1], s[at + 4], s[at + 5]);
+      }
+      wgmma_fence_registers(p[step]);
+    }
+  }
+
+  // Waits for the next tile of V^T.
+  __device__ __forceinline__ void wait_value() {
+    mbarrier_wait(shared.transposed_written[value_place.stage], value_place.parity);
+    wgmma_fence_registers(partial);
+  }
+
+  // Starts P V of it.
+  __device__ __forceinline__ void multiply_value() {
+    constexpr int PANEL = Shared::KEY_PANEL;
+    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_place.stage]);
+    wgmma_fence_registers(partial);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int panel = 32 * step / PANEL, column = 32 * step % PANEL;
+      wgmma<Element, HEAD_DIM>(partial, p[step], advance(value, panel * HEAD_DIM * PANEL + column), step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Waits for the product.
+  __device__ __forceinline__ void end_value() {
+    wgmma_wait<0>();
+    wgmma_fence_registers(partial);
+    release(shared.transposed_read[value_place.stage]);
+    value_place.advance();
+  }
+
+  // Adds it to O.
+  __device__ __forceinline__ void promote(const float (&by)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = fmaf(o[i], by[i / 2 % 2], partial[i]);
+  }
+
+  // Begins the sums of a query tile.
+  __device__ __forceinline__ void clear_sums() {
+    reference[0] = reference[1] = negative_infinity();
+    sum[0] = sum[1] = 0.0f;
+  }
+
+  // Ends those of the query tile before, and writes its LSE.
+  __device__ __forceinline__ void end_sums() {
+    ended = work - 1;
+    const Work& of = shared.work[ended % WORKS];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float l = quad_sum(sum[half]);
+      inverse[half] = normalizer(l);
+      const int row = of.first_row + ROWS * warpgroup + tile_row(half);
+      if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
+        const int64 head = static_cast<int64>(of.batch) * params.heads + of.head;
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(reference[half] - BIAS, l);
+      }
+    }
+    clear_sums();
+  }
+
+  // Writes the rows of the query tile that ended last, and empties O. Four neighbouring channels are in one thread.
+  __device__ __forceinline__ void store() {
+    const Work& of = shared.work[ended % WORKS];
+    const ChannelScales& scale = params.value_scale;
+    const int channel = 4 * (thread % 4);
+    const float* scales = scale.data + of.batch * scale.batch + shared.head_kv[ended % WORKS] * scale.head;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = of.first_row + ROWS * warpgroup + tile_row(half);
+      if (row >= params.seqlen_q) continue;
+      T* out = const_cast<T*>(params.out_strides.at<T>(params.out, of.batch, of.head, row)) + channel;
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 16; ++i) {
+        Vector<T, 4> four;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float of_channel = inverse[half] * scales[(16 * i + channel + j) * scale.channel];
+          four.data[j] = from_float<T>(channel_of_quad(o, i, half, j) * of_channel);
+        }
+        *reinterpret_cast<Vector<T, 4>*>(out + 16 * i) = four;
+      }
+    }
+    clear(o);
+  }
+  __device__ __forceinline__ static void clear(float (&x)[HEAD_DIM / 2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) x[i] = 0.0f;
+  }
+
+  // Goes to the next tile of keys, if need be of the next query tile, and waits for it; false when there is none.
+  //   last: whether the tile before was the last of its query tile
+  __device__ __forceinline__ bool next_tile(bool& last) {
+    last = ++tile == tiles;
+    if (last) {
+      ++work;
+      if (!begin_query()) return false;
+    }
+    mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity);
+    return true;
+  }
+
+  __device__ __forceinline__ void run() {
+    float s[BLOCK_N / 2];
+    if (!begin_query()) return;
+    clear(o);
+    clear_sums();
+    mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity);
+    score(s);
+    wgmma_wait<0>();
+    take_scores(s);
+    softmax(s);
+
+    bool last;  // the probabilities' tile is the last of its query tile
+    bool more = next_tile(last);
+    round_probabilities(s);
+    bool complete = false;  // with `partial`, the O of a query tile is
+    float by[2] = {1.0f, 1.0f};
+    clear(partial);
+    while (more) {
+      // S of a tile, which may be another query's, and P V of the one before; meanwhile P V of the one before that
+      // becomes part of O, and then S becomes probabilities.
+      score(s);
+      wait_value();  // and then add: sums among the products would hold these up
+      promote(by);
+      if (complete) store();
+      multiply_value();
+      wgmma_wait<1>();
+      take_scores(s);
+      by[0] = correction[0], by[1] = correction[1];
+      complete = last;
+      if (complete) end_sums();
+      softmax(s);
+      more = next_tile(last);  // its branches keep the compiler from moving the wait ahead of the exponentials
+      end_value();
+      round_probabilities(s);
+    }
+    wait_value();
+    promote(by);
+    if (complete) store();
+    multiply_value();
+    end_value();
+    promote(correction);
+    end_sums();
+    store();
+  }
+};
+
+}  // namespace microsdpa

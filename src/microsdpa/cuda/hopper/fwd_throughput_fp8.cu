@@ -1,0 +1,200 @@
+// E4M3 attention for calls that fill the chip: both products on wgmma.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, of E4M3 codes with scales, for tiles of BLOCK_M = 64
+// CONSUMERS queries of one head. A query may have a second code (TERMS 2), for the rounding error of the first.
+// One CTA an SM stays and takes one tile after the other. Roles: in the first warpgroup one thread issues all copies,
+// two warps transpose V and one fetches the scales of keys; each other warpgroup, a consumer, computes 64 rows.
+// Pipeline: 1. TMA fills rings of Q, K and V tiles, across query tiles   2. V becomes V^T, its keys in the order in
+//           which probabilities lie in registers   3. a consumer starts S of the next tile, also of the next query
+//           tile, and P V of this one   4. meanwhile it adds P V of the tile before to O, in FP32, because E4M3
+//           products keep about 14 bits of their sums   5. and turns scores into probabilities, rounded to E4M3
+// Bound by: latency: of two warps in each quarter of an SM, one waits for its scores or shares the exponentials' unit.
+// docs/hopper-fp8.md has the measurements.
+#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/grid_dependency.cuh"
+#include "../ptx/mbarrier_asleep.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/warp_role.cuh"
+#include "fp8_consumer.cuh"
+#include "fp8_shared.cuh"
+#include "fp8_transpose.cuh"
+
+namespace microsdpa {
+
+// Issues every copy of the CTA, in the order in which the tiles are needed: S of a tile is computed ahead of P V of the
+// one before it. One thread.
+template <bool CAUSAL, typename Shared>
+__device__ __forceinline__ void produce(Shared& shared, const EightBitParams& params, const TensorMap& query,
+                                        const TensorMap& key, const TensorMap& value) {
+  constexpr int BLOCK_N = Shared::BLOCK_N, HEAD_DIM = Shared::HEAD_DIM;
+  RingPlace<Shared::QUERY_STAGES> query_place;
+  RingPlace<Shared::STAGES> key_place;
+  RingPlace<Shared::VALUE_STAGES> value_place;
+  int works = 0;
+
+  // Says what comes next, once there is room for its queries.
+  auto announce = [&](const Work& work, int head_kv) {
+    mbarrier_wait_asleep(shared.query_read[query_place.stage], query_place.parity ^ 1);
+    shared.work[works % WORKS] = work;
+    shared.head_kv[works++ % WORKS] = head_kv;
+  };
+  auto load_value = [&](const Work& work, int head_kv, int tile) {
+    Mbarrier& loaded = shared.value_loaded[value_place.stage];
+    mbarrier_wait_asleep(shared.value_read[value_place.stage], value_place.parity ^ 1);
+    mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM);
+    tma_load(shared.value[value_place.stage], value, loaded, 0, BLOCK_N * tile, head_kv, work.batch);
+    value_place.advance();
+  };
+
+  for_each_work<CAUSAL, Shared>(params, [&](const Work& work) {
+    const int head_kv = work.head / (params.heads / params.heads_kv);
+    announce(work, head_kv);
+    Mbarrier& query_loaded = shared.query_loaded[query_place.stage];
+    mbarrier_arrive_expect(query_loaded, Shared::BLOCK_M * Shared::TERMS * HEAD_DIM);
+#pragma unroll
+    for (int i = 0; i < Shared::CONSUMERS; ++i) {
+#pragma unroll
+      for (int term = 0; term < Shared::TERMS; ++term) {
+        tma_load(shared.query[query_place.stage][i][term], query, query_loaded, term * HEAD_DIM,
+                 work.first_row + ROWS * i, work.head, work.batch);
+      }
+    }
+    query_place.advance();
+    for (int tile = 0; tile < work.tiles; ++tile) {
+      Mbarrier& loaded = shared.key_loaded[key_place.stage];
+      mbarrier_wait_asleep(shared.key_read[key_place.stage], key_place.parity ^ 1);
+      mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM);
+      tma_load(shared.key[key_place.stage], key, loaded, 0, BLOCK_N * tile, head_kv, work.batch);
+      key_place.advance();
+      if (tile > 0) load_value(work, head_kv, tile - 1);
+    }
+    load_value(work, head_kv, work.tiles - 1);
+  });
+  mbarrier_wait_asleep(shared.value_read[value_place.stage], value_place.parity ^ 1);
+  shared.value_end[value_place.stage] = true;
+  mbarrier_arrive(shared.value_loaded[value_place.stage]);
+  announce({0, 0, 0, 0}, 0);
+  mbarrier_arrive(shared.query_loaded[query_place.stage]);
+}
+
+// Transposes every tile of V that is loaded. Each of TRANSPOSERS warps.
+template <int AT_A_TIME, typename Shared>
+__device__ __forceinline__ void transpose(Shared& shared, int warp) {
+  RingPlace<Shared::VALUE_STAGES> from;
+  RingPlace<Shared::STAGES> to;
+  while (true) {
+    mbarrier_wait(shared.value_loaded[from.stage], from.parity);
+    if (shared.value_end[from.stage]) return;
+    mbarrier_wait_asleep(shared.transposed_read[to.stage], to.parity ^ 1);
+    transpose_value<Shared::HEAD_DIM, Shared::BLOCK_N, Shared::KEY_PANEL, TRANSPOSERS, AT_A_TIME>(
+        shared.transposed[to.stage], shared.value[from.stage], warp);
+    fence_proxy_async();
+    __syncwarp();
+    if (elect_one()) {
+      mbarrier_arrive(shared.value_read[from.stage]);
+      mbarrier_arrive(shared.transposed_written[to.stage]);
+    }
+    from.advance();
+    to.advance();
+  }
+}
+
+// Fetches the scales of every tile of keys. One warp.
+template <bool CAUSAL, typename Shared>
+__device__ __forceinline__ void fetch_key_scales(Shared& shared, const EightBitParams& params) {
+  constexpr int OF_LANE = Shared::BLOCK_N / 32;
+  const int lane = threadIdx.x % 32;
+  RingPlace<Shared::STAGES> place;
+  for_each_work<CAUSAL, Shared>(params, [&](const Work& work) {
+    const int head_kv = work.head / (params.heads / params.heads_kv);
+    for (int tile = 0; tile < work.tiles; ++tile) {
+      float scale[OF_LANE];
+#pragma unroll
+      for (int i = 0; i < OF_LANE; ++i) {
+        const int key = min(Shared::BLOCK_N * tile + 32 * i + lane, params.seqlen_k - 1);  // later ones are masked
+        scale[i] = *params.key_scale.at(work.batch, head_kv, key);
+      }
+      mbarrier_wait_asleep(shared.key_read[place.stage], place.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < OF_LANE; ++i) shared.key_scale[place.stage][32 * i + lane] = scale[i];
+      __syncwarp();
+      if (elect_one()) mbarrier_arrive(shared.key_loaded[place.stage]);
+      place.advance();
+    }
+  });
+}
+
+// Sets up all barriers. One thread.
+template <typename Shared>
+__device__ __forceinline__ void initialize(Shared& shared) {
+  constexpr int READERS = 4 * Shared::CONSUMERS;  // warps
+#pragma unroll
+  for (int stage = 0; stage < Shared::QUERY_STAGES; ++stage) {
+    mbarrier_init(shared.query_loaded[stage], 1);
+    mbarrier_init(shared.query_read[stage], READERS);
+  }
+#pragma unroll
+  for (int stage = 0; stage < Shared::STAGES; ++stage) {
+    mbarrier_init(shared.key_loaded[stage], Shared::KEY_SCALES ? 2 : 1);
+    mbarrier_init(shared.key_read[stage], READERS);
+    mbarrier_init(shared.transposed_written[stage], TRANSPOSERS);
+    mbarrier_init(shared.transposed_read[stage], READERS);
+  }
+#pragma unroll
+  for (int stage = 0; stage < Shared::VALUE_STAGES; ++stage) {
+    shared.value_end[stage] = false;
+    mbarrier_init(shared.value_loaded[stage], 1);
+    mbarrier_init(shared.value_read[stage], TRANSPOSERS);
+  }
+  mbarrier_init_fence();
+}
+
+// STAGES: tiles of K and of V^T that there is room for; VALUE_STAGES: of V, waiting to be transposed. KEY_SCALES:
+// whether the keys of a head have different scales.
+template <typename T, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int VALUE_STAGES,
+          int QUERY_STAGES, bool KEY_SCALES, bool CAUSAL>
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
+    throughput_fp8_attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
+                             const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+  using Shared = Fp8Storage<HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES>;
+  // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
+  // most that all its threads can have, in eights.
+  constexpr bool WIDE = CONSUMERS == 2 && HEAD_DIM == 128, FULL = WIDE && (TERMS == 2 || KEY_SCALES);
+  constexpr int CONSUMER_REGISTERS = FULL ? 240 : WIDE ? 232 : CONSUMERS == 2 ? 216 : 160;
+  constexpr int PRODUCER_REGISTERS = FULL ? 24 : WIDE ? 40 : CONSUMERS == 2 ? 72 : 32;
+  constexpr int LAUNCHED = 65536 / ((1 + CONSUMERS) * WARPGROUP_THREADS) / 8 * 8;
+  static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (1 + CONSUMERS) * LAUNCHED,
+                "consumers would wait for registers for ever");
+  constexpr int AT_A_TIME = FULL ? 1 : 4;  // loads of a transposing warp: as many as fit
+
+  auto& shared = dynamic_shared<Shared>();
+  // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
+  grid_dependency_launch();
+  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) initialize(shared);
+  __syncthreads();
+  // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+  grid_dependency_wait();
+
+  if (warp < 4) {
+    release_registers<PRODUCER_REGISTERS>();
+    if (warp == 0) {
+      if (elect_one()) {
+        prefetch_tensor_map(query);
+        prefetch_tensor_map(key);
+        prefetch_tensor_map(value);
+        produce<CAUSAL>(shared, params, query, key, value);
+      }
+    } else if (warp <= TRANSPOSERS) {
+      transpose<AT_A_TIME>(shared, warp - 1);
+    } else if (KEY_SCALES) {
+      fetch_key_scales<CAUSAL>(shared, params);
+    }
+  } else {
+    claim_registers<CONSUMER_REGISTERS>();
+    Fp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+    consumer.run();
+  }
+}
+
+}  // namespace microsdpa

@@ -1,0 +1,112 @@
+"""Specification of the Hopper kernel on E4M3 operands (cuda/hopper/fwd_throughput_fp8.cu)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from microsdpa.problem import capability_of
+from microsdpa.specs.chip import chip_of
+from microsdpa.specs.eight_bit_problem import CPP_TYPE, PARAMS, EightBitProblem
+from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
+
+ROWS = 64
+"""Queries of a consumer warpgroup."""
+MAX_TILES = 2**29
+"""Query tiles that the kernel counts."""
+HEAD_DIMS = (64, 128)
+QUERY_STAGES = 2
+WORKS = 4
+"""Descriptions of query tiles in shared memory, 20 bytes each."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A configuration, apart from what the problem itself decides.
+
+    Attributes:
+        block_n: keys of a tile.
+        consumers: warpgroups that compute, with 64 queries each.
+        stages: tiles of K, and of V^T, that there is room for.
+        value_stages: tiles of V that wait for their transposition.
+    """
+
+    block_n: int
+    consumers: int
+    stages: int
+    value_stages: int = 2
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a CTA."""
+        return ROWS * self.consumers
+
+    def shared_bytes(self, head_dim: int, terms: int, key_scales: bool) -> int:
+        """Fp8Storage's size (fp8_shared.cuh)."""
+        tiles = QUERY_STAGES * terms * self.block_m + (2 * self.stages + self.value_stages) * self.block_n
+        scales = self.stages * 4 * (self.block_n if key_scales else 4)
+        barriers = WORKS * 20 + 4 * self.value_stages + (2 * QUERY_STAGES + 4 * self.stages + 2 * self.value_stages) * 8
+        return -(-(tiles * head_dim + scales + barriers) // 1024) * 1024
+
+
+def tiles_for(problem: EightBitProblem) -> Tiles:
+    """The configuration for a problem: as many keys a tile as registers hold."""
+    return Tiles(block_n=192 if problem.head_dim == 64 else 128, consumers=2, stages=3)
+
+
+def too_small(problem: EightBitProblem) -> Rejection | None:
+    """Why impl="auto" passes over the kernel: it was measured where it fills the chip."""
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // tiles_for(problem).block_m)
+    sms = chip_of(problem.target).sms
+    if tiles >= sms:
+        return None
+    return Rejection(f"its {tiles} query tiles do not fill the {sms} SMs", "more heads or longer sequences")
+
+
+def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
+    """The kernel of one configuration for a problem."""
+    boolean = {True: "true", False: "false"}
+    key_scales = problem.key_block != 0
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "TERMS": problem.query_terms,
+        "BLOCK_N": tiles.block_n,
+        "CONSUMERS": tiles.consumers,
+        "STAGES": tiles.stages,
+        "VALUE_STAGES": tiles.value_stages,
+        "QUERY_STAGES": QUERY_STAGES,
+        "KEY_SCALES": boolean[key_scales],
+        "CAUSAL": boolean[problem.causal is not None],
+    }
+    return KernelSpec(
+        name="hopper/fwd_throughput_fp8",
+        source="hopper/fwd_throughput_fp8.cu",
+        template="microsdpa::throughput_fp8_attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=128 * (1 + tiles.consumers),
+        block_m=tiles.block_m,
+        shared_bytes=tiles.shared_bytes(problem.head_dim, problem.query_terms, key_scales),
+        max_ctas=chip_of(problem.target).sms,
+        tensor_maps=(
+            TensorMap("query", ROWS, problem.head_dim, problem.head_dim),
+            TensorMap("key", tiles.block_n, problem.head_dim, problem.head_dim),
+            TensorMap("value", tiles.block_n, problem.head_dim, problem.head_dim),
+        ),
+        programmatic=True,
+        params=PARAMS,
+    )
+
+
+def throughput(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """The kernel for E4M3 operands."""
+    if problem.operands != "fp8":
+        return Rejection("Q, K and V are not all E4M3", "E4M3 tensors with scales, or precision='fp8'")
+    if problem.head_dim not in HEAD_DIMS:
+        nearest = min(HEAD_DIMS, key=lambda d: abs(d - problem.head_dim))
+        return Rejection(f"head_dim {problem.head_dim} is not 64 or 128", f"head_dim {nearest}")
+    if capability_of(problem.target) != (9, 0):
+        return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    tiles = tiles_for(problem)
+    if problem.batch * problem.heads * -(-problem.seqlen_q // tiles.block_m) > MAX_TILES:
+        return Rejection(f"more than {MAX_TILES} query tiles", "a smaller batch")
+    return specification(problem, tiles)

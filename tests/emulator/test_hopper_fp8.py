@@ -1,0 +1,106 @@
+"""hopper/fwd_throughput_fp8 in the emulator: right for every kind of scale, free of races and of bank conflicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from microsdpa import quantize, reference
+from microsdpa.eight_bit_launches import Place, attending
+from microsdpa.emulate import run
+from microsdpa.emulate.run import Schedule
+from microsdpa.evidence import compare
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.quantize import Granularity, Quantized
+from microsdpa.specs import KernelSpec
+from microsdpa.specs.eight_bit import EightBitProblem
+from microsdpa.specs.hopper_fp8 import Tiles, specification, throughput, too_small
+
+CTAS = 3
+"""Fewer than there are query tiles, so that each takes several."""
+
+# A case, the granularity of K's scales and the rows of their blocks.
+CASES: list[tuple[Case, Granularity, int]] = [
+    (Case(1, 3, 256, 384, 64), "tensor", 0),
+    (Case(2, 4, 170, 350, 64, heads_kv=2, causal="lower_right", layout="bshd"), "head", 0),
+    (Case(1, 7, 130, 100, 64, scale=20.0), "head", 0),  # query tiles of one tile of keys
+    (Case(1, 3, 300, 260, 64, scale=0.0, causal="upper_left"), "block", 256),
+    (Case(1, 3, 300, 60, 128), "head", 0),
+    (Case(1, 3, 300, 260, 128, causal="upper_left"), "block", 16),
+    (Case(1, 3, 130, 300, 128, scale=-0.3, kind="outliers"), "block", 1),
+    (Case(1, 3, 300, 170, 128, causal="lower_right", dtype="bfloat16"), "head", 0),  # rows without a key
+]
+
+
+def problem_of(case: Case, key_block: int) -> EightBitProblem:
+    return EightBitProblem(
+        *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
+        causal=case.causal,
+        target="sm_90a",
+        key_block=key_block,
+    )
+
+
+def attend(
+    spec: KernelSpec, problem: EightBitProblem, case: Case, codes: tuple[Quantized, Quantized, Quantized]
+) -> tuple[torch.Tensor, ...]:
+    """(output, LSE) of two schedules, the same bits in both."""
+    names = ("query", "key", "value")
+    inputs = {name: x.codes for name, x in zip(names, codes, strict=True)}
+    inputs |= {f"{name}_scale": x.scale for name, x in zip(names, codes, strict=True)}
+    query = make(case)[0]
+    found = []
+    for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
+        outputs = {"out": torch.full_like(query, torch.nan), "lse": torch.full(query.shape[:3], torch.nan)}
+        places = {name: Place.of(name, tensor) for name, tensor in (inputs | outputs).items()}
+        scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        launch = attending(spec, problem, places, scale)
+        report = run.one_kernel(
+            *(spec, launch.grid, launch.filled, inputs, outputs), schedule=schedule, count_banks=True
+        )
+        assert report.bank_conflicts == 0
+        found.append(tuple(outputs.values()))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    return found[0]
+
+
+def check(case: Case, granularity: Granularity, block: int, tiles: Tiles | None = None) -> None:
+    query, key, value = make(case)
+    codes = (
+        quantize(query, "e4m3", "block", block=32),
+        quantize(key, "e4m3", granularity, block=max(block, 1)),
+        quantize(value, "e4m3", "channel" if block else "head"),
+    )
+    problem = problem_of(case, block)
+    spec = throughput(problem) if tiles is None else specification(problem, tiles)
+    assert isinstance(spec, KernelSpec)
+    out, lse = attend(replace(spec, max_ctas=CTAS), problem, case, codes)
+    plain = [x.dequantize() for x in codes]
+    expected, expected_lse = reference.oracle(*plain, causal=case.causal, scale=case.scale)
+    magnitude, _ = reference.oracle(plain[0], plain[1], plain[2].abs(), causal=case.causal, scale=case.scale)
+    everything = plain[2].abs().sum(dim=2, keepdim=True).repeat_interleave(case.heads // case.kv_heads, dim=1)
+    # Half a step of E4M3 for every probability, of which the largest is 256.
+    bound = magnitude * 2**-4 + everything * 2**-18 + compare.UNIT_ROUNDOFF[out.dtype] * expected.abs() + 1e-4
+    assert ((out.double() - expected).abs() <= bound).all()
+    largest = float(expected_lse.where(expected_lse.isfinite(), 0.0).abs().max())
+    assert compare.measure(lse, expected_lse).max_abs <= 2e-6 * max(1.0, largest)
+
+
+@pytest.mark.parametrize(("case", "granularity", "block"), CASES, ids=str)
+def test_right_in_every_order(case: Case, granularity: Granularity, block: int) -> None:
+    check(case, granularity, block)
+
+
+@pytest.mark.parametrize("tiles", [Tiles(128, 2, 3), Tiles(96, 3, 4), Tiles(192, 2, 2, value_stages=1)], ids=str)
+def test_other_tiles(tiles: Tiles) -> None:
+    check(Case(1, 4, 300, 450, 64, heads_kv=2, causal="lower_right"), "head", 0, tiles)
+
+
+def test_auto_takes_it_where_it_fills_the_chip() -> None:
+    few, many = problem_of(Case(1, 8, 512, 512, 64), 1), problem_of(Case(32, 8, 512, 512, 64), 1)
+    assert too_small(many) is None
+    refused = too_small(few)
+    assert refused is not None
+    assert "32 query tiles do not fill the 132 SMs" in refused.reason
