@@ -18,6 +18,8 @@ CASES = [
     (Case(1, 2, 64, 128, 64), ONE_CTA),  # one round
     (Case(1, 1, 64, 512, 64), PAIR),  # two rounds, the first one's maximum as reference
     (Case(1, 1, 64, 512, 64, scale=20.0), PAIR),  # which overflows: again with each row's maximum
+    (Case(1, 3, 64, 64, 64, scale=-300.0), ONE_CTA),  # as do tiles that are the only ones
+    (Case(1, 3, 64, 256, 64, scale=8.0), PAIR),
     (Case(1, 1, 64, 256, 64), PAIR),  # one round of a pair
     (Case(1, 1, 7, 200, 64, scale=-0.3, dtype="bfloat16"), ONE_CTA),
     (Case(1, 1, 70, 300, 64, scale=0.0, causal="upper_left"), PAIR),

@@ -75,6 +75,8 @@ def verify_cases() -> list[Case]:
     # Distributions and logits that a careless softmax loses.
     cases += [Case(1, 4, 200, 300, 64, dtype=dtype, kind=kind) for kind in KINDS for dtype in DTYPES]
     cases += [Case(1, 4, 200, 300, d, dtype=dtype, scale=100.0) for d in (64, 128) for dtype in DTYPES]
+    cases += [Case(1, 3, 64, 64, 64, dtype=dtype, scale=-300.0) for dtype in DTYPES]
+    cases += [Case(1, 3, 64, keys, d, scale=8.0) for keys in (128, 256) for d in (64, 128)]
     # More heads than a grid has along y.
     cases += [Case(4096, 17, 5, 9, 32), Case(66_000, 1, 2, 3, 64, causal="lower_right")]
     # Rows without any key.

@@ -46,7 +46,7 @@ template <int CLUSTER, int ROUNDS, typename Shared>
 __device__ __forceinline__ void set_up_exchange(Shared& shared) {
   if (CLUSTER == 1) return;
 #pragma unroll
-  for (int delivery = 0; delivery < (ROUNDS > 1 ? 2 : 1); ++delivery) {
+  for (int delivery = 0; delivery < (ROUNDS > 0 ? 2 : 1); ++delivery) {
     PeerArrived& arrived = shared.peer_arrived[delivery];
     mbarrier_init(arrived.row, 1);
 #pragma unroll

@@ -312,7 +312,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     this->publish_sums();
     this->await(SUMS_PUBLISHED);
     const RowWeights own = this->weights(0), other = CLUSTER == 1 ? this->weights(1) : own;
-    const bool wrong = ROUNDS > 1 && this->overflowed();  // known ahead of the output, acted on behind it
+    const bool wrong = ROUNDS > 0 && this->overflowed();  // known ahead of the output, acted on behind it
     wgmma_wait<0>();
     wgmma_fence_registers(o);
     Columns<QUADRUPLES> columns[2];

@@ -135,8 +135,8 @@ struct Exchange {
   template <int HALF>
   __device__ __forceinline__ bool finish_sum() {
     sum[HALF] = quad_sum(sum[HALF]);
-    const bool wrong = ROUNDS > 1 && !(sum[HALF] < LARGEST_SUM<T>);
-    if (ROUNDS > 1 && __any_sync(FULL_WARP, wrong)) overflow |= 1 << HALF;
+    const bool wrong = ROUNDS > 0 && !(sum[HALF] < LARGEST_SUM<T>);
+    if (ROUNDS > 0 && __any_sync(FULL_WARP, wrong)) overflow |= 1 << HALF;
     return wrong;
   }
 
@@ -176,7 +176,7 @@ struct Exchange {
 #pragma unroll
       for (int half = 0; half < OWN_ROWS; ++half) shared.sum[warpgroup][half][fragment.row_of_half()] = sum[half];
     }
-    if (ROUNDS > 1 && fragment.lane() == 0) shared.overflow[warpgroup].data[fragment.warp()] = overflow;
+    if (ROUNDS > 0 && fragment.lane() == 0) shared.overflow[warpgroup].data[fragment.warp()] = overflow;
     arrive(SUMS_PUBLISHED);
   }
 
