@@ -99,8 +99,8 @@ def allowed(plain: tuple[torch.Tensor, ...], case: Case, precision: Operands, ex
 def lost_of_scores(plain: tuple[torch.Tensor, ...], case: Case) -> float:
     """How far the short sums of E4M3 products can move a score, and with it the LSE: two instructions' worth."""
     query, key, _ = plain
-    largest = float(query.norm(dim=-1).amax() * key.norm(dim=-1).amax()) / math.sqrt(case.head_dim)
-    return 2 * largest / 2**SUM_BITS
+    largest = float(query.norm(dim=-1).amax()) * float(key.norm(dim=-1).amax())
+    return 2 * largest / math.sqrt(case.head_dim) / 2.0**SUM_BITS
 
 
 def check(case: Case, precision: Operands, device: str, kernel: str = "auto") -> Outcome:
