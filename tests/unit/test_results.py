@@ -139,6 +139,17 @@ def test_render_writes_tables_between_the_markers(checkout: Path) -> None:
     assert render.differing(checkout, checkout / "results") == []
 
 
+def test_a_table_can_leave_out_8_bit_modes(tmp_path: Path, result: results.Result) -> None:
+    eight_bit = timed("cuDNN FP8", 5.0, dtype="e4m3", inputs="float16")
+    wider = result | {"rows": [*result["rows"], eight_bit]}
+    path = results.write(wider | {"checksum": results.checksum(wider)}, tmp_path)
+    marker = (
+        f"<!-- microsdpa:table gpu={path.parent.name} suite={path.stem} mode=graph{{}} -->\n<!-- microsdpa:end -->\n"
+    )
+    assert "cuDNN FP8" in render.rendered(marker.format(""), tmp_path, "page")
+    assert "cuDNN FP8" not in render.rendered(marker.format(" eight_bit=no"), tmp_path, "page")
+
+
 def test_a_table_can_be_in_tflops_and_compares_like_with_like(result: results.Result) -> None:
     result["rows"][0]["tflops"], result["rows"][1]["tflops"] = 13.4, 53.7
     eight_bit = timed("cuDNN FP8", 5.0, dtype="e4m3", inputs="float16", tflops=107.4)

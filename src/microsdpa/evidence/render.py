@@ -5,9 +5,9 @@ A marker pair looks like this, and what stands between the two is replaced:
     <!-- microsdpa:table gpu=h200 suite=mission mode=graph -->
     <!-- microsdpa:end -->
 
-`peers=torch-flash,...` shows the columns of these peers only, `unit=tflops` TFLOP/s, `notes=no` no reasons of failures.
-`microsdpa:plot gpu=h200 name=latency` shows a plot, `microsdpa:peers` the table of peers, and `microsdpa:support` what
-the specifications support.
+`peers=torch-flash,...` shows the columns of these peers only, `eight_bit=no` no 8-bit modes, `unit=tflops` TFLOP/s,
+`notes=no` no reasons of failures. `microsdpa:plot gpu=h200 name=latency` shows a plot, `microsdpa:peers` the table of
+peers, and `microsdpa:support` what the specifications support.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ MARKER = re.compile(
 STALE = "stale"
 NOT_RECORDED = "*Not recorded yet: `microsdpa {} --output benchmarks/results`, on a GPU, writes the result file.*\n"
 UNITS = ("us", "tflops")
+SIXTEEN_BITS = ("float16", "bfloat16")
 SIXTEEN_BIT = ("float16", "bfloat16")
 NOTE_LENGTH = 85
 
@@ -121,6 +122,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     if unit not in UNITS:
         raise RenderError(f"{name}: unit: expected one of {', '.join(UNITS)}, got {unit!r}")
     peers = options["peers"].split(",") if "peers" in options else None
+    if options.get("eight_bit") == "no":
+        result = result | {"rows": [row for row in result["rows"] if row["dtype"] in SIXTEEN_BITS]}
     return timing_table(result, options["mode"], unit, notes=options.get("notes") != "no", peers=peers)
 
 
