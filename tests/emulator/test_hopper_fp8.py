@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from microsdpa import quantize, reference
+from microsdpa.eight_bit import choose
 from microsdpa.eight_bit_launches import Place, attending
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
@@ -16,7 +17,7 @@ from microsdpa.evidence.inputs import Case, make
 from microsdpa.quantize import Granularity, Quantized
 from microsdpa.specs import KernelSpec
 from microsdpa.specs.eight_bit import EightBitProblem
-from microsdpa.specs.hopper_fp8 import Tiles, specification, throughput, too_small
+from microsdpa.specs.hopper_fp8 import Tiles, specification, throughput, unproven
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""
@@ -98,9 +99,9 @@ def test_other_tiles(tiles: Tiles) -> None:
     check(Case(1, 4, 300, 450, 64, heads_kv=2, causal="lower_right"), "head", 0, tiles)
 
 
-def test_auto_takes_it_where_it_fills_the_chip() -> None:
-    few, many = problem_of(Case(1, 8, 512, 512, 64), 1), problem_of(Case(32, 8, 512, 512, 64), 1)
-    assert too_small(many) is None
-    refused = too_small(few)
-    assert refused is not None
-    assert "32 query tiles do not fill the 132 SMs" in refused.reason
+def test_auto_passes_over_it_and_says_why() -> None:
+    problem = problem_of(Case(32, 8, 512, 512, 64), 1)
+    selection = choose(problem, "auto")
+    assert selection.spec.name == "ladder/14_8bit_tuned"
+    assert ("hopper/fwd_throughput_fp8", unproven(problem).reason) in selection.reasons
+    assert choose(problem, "hopper/fwd_throughput_fp8").spec.name == "hopper/fwd_throughput_fp8"

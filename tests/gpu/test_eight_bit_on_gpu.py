@@ -112,7 +112,7 @@ def test_every_rung_on_codes(rung: str, head_dim: int) -> None:
         pytest.skip(str(refusal))
     expected, expected_lse = reference.oracle(*(x.dequantize() for x in made), causal=case.causal)
     assert compare.measure(out.cpu(), expected).rel_l1 <= (2e-3 if rung in ROUNDING_P_TO_HALF else 0.026)
-    assert compare.measure(lse.cpu(), expected_lse).max_abs <= 2e-3  # sums of E4M3 keep 13 bits
+    assert compare.measure(lse.cpu(), expected_lse).max_abs <= 1e-3
 
 
 def test_codes_are_checked_once_and_may_have_numbers_for_scales() -> None:
