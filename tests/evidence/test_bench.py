@@ -14,6 +14,7 @@ from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import bench, environment, graphs, results, signatures, suites, timing, worker
 from microsdpa.evidence.bench import CaseBench
 from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.measuring import to_rehearse
 from microsdpa.evidence.peers import Call, Implementation, Tensors, choose, ours
 from microsdpa.evidence.suites import Suite
 from microsdpa.runtime import launcher
@@ -190,7 +191,10 @@ def test_unknown_modes_are_refused() -> None:
 SUITE = Suite("mission", "two", (CASE, Case(1, 2, 64, 64, 64)), labels={CASE: "the mission"})
 
 
-@pytest.mark.parametrize(("processes", "jobs"), [("case", [["0"], ["1"]]), ("suite", [["0", "1"]])])
+@pytest.mark.parametrize(
+    ("processes", "jobs"),
+    [("case", [["0"], ["1"]]), ("head_dim", [["0", "1"]]), ("suite", [["0", "1"]])],
+)
 def test_a_suite_says_how_many_processes_measure_it(
     monkeypatch: pytest.MonkeyPatch, processes: str, jobs: list[list[str]]
 ) -> None:
@@ -206,6 +210,41 @@ def test_a_suite_says_how_many_processes_measure_it(
     assert seen == jobs
     assert [row["process"] for row in rows] == ([0, 1] if processes == "case" else [0, 0])
     assert [row["label"] for row in rows] == ["the mission", ""]
+
+
+def test_a_head_dimension_can_have_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def measure(job: dict[str, Any], finished: Any, worker: Any) -> Any:
+        seen.append(list(job["cases"]))
+        return {int(i): [{"impl": "microsdpa"}] for i in job["cases"]}, "", "ended with 0"
+
+    monkeypatch.setattr(worker, "_measure", measure)
+    monkeypatch.setattr(worker, "start_together", lambda jobs: [])
+    cases = (Case(1, 1, 8, 8, 64), Case(1, 1, 8, 8, 128), Case(1, 1, 16, 16, 64))
+    worker.run(Suite("three", "three", cases, processes="head_dim"), ["graph"], "auto", "none")
+    assert seen == [["0", "2"], ["1"]]
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+def test_a_rehearsal_calls_everything_once_and_reports_nothing() -> None:
+    calls: list[str] = []
+
+    class Counting(Failing):
+        def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
+            calls.append(self.name)
+            return super().bind(case, tensors, out)
+
+    announced: list[str] = []
+    rehearsed = CaseBench(CASE, device="cpu", excluded={"left out": "it died"}, announce=announced.append)
+    rehearsed.rehearse([Counting("failing"), Counting("left out"), Fake("right")])
+    assert (calls, announced) == (["failing"], ["failing", "right"])
+    assert rehearsed.rows == []
+
+
+def test_what_compilers_tell_apart_is_rehearsed_in_its_cheapest_case() -> None:
+    cases = {0: Case(1, 1, 512, 512, 64), 3: Case(1, 1, 64, 64, 64), 4: Case(1, 1, 512, 512, 64, causal="upper_left")}
+    assert to_rehearse(cases) == [3, 4]
 
 
 def test_a_death_is_laid_at_the_door_of_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +368,7 @@ def test_suites_are_data() -> None:
     assert {Case(1, 2, 64, 64, 64), Case(1, 4, 128, 128, 64), CASE} <= set(ampere)
     for name in suites.names():
         assert set(suites.load(name).modes) <= set(timing.MODES)
-        assert suites.load(name).processes in ("case", "suite")
+        assert suites.load(name).processes in ("case", "head_dim", "suite")
         assert choose(suites.load(name).peers, suites.load(name).eight_bit)
     assert suites.load("mission").peers == "all"
     assert {peer.name for peer in choose(prefill.peers, False)} >= {"torch CUDNN", "torch MATH", "flash-attn 4"}

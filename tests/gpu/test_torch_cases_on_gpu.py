@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from microsdpa.evidence.survey import compile_ahead
 from microsdpa.evidence.torch_cases import corners, sample
-from microsdpa.evidence.verify_torch import OURS, check, compile_kernels
+from microsdpa.evidence.verify_torch import OURS, check
 from microsdpa.runtime import launcher
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +16,8 @@ CASES, SEED = 600, 0
 
 def test_a_sample_of_the_space() -> None:
     cases = sample(CASES, SEED)
-    assert compile_kernels(cases, launcher.target_of_device())
+    target = launcher.target_of_device()
+    assert compile_ahead(case.problem(target) for case in cases)
     outcomes = [check(str(case), case.call("cuda")) for case in cases]
     wrong = [f"{o.name}: by {o.by}: {o.failure}" for o in outcomes if o.failure or o.by != OURS]
     assert not wrong, f"{len(wrong)} of {len(cases)}:\n" + "\n".join(wrong[:20])

@@ -64,6 +64,23 @@ class CaseBench:
             self._time(mode, ready)
         return self.rows
 
+    def rehearse(self, implementations: Iterable[Implementation]) -> None:
+        """Call every implementation once, so that what it compiles is there; whatever it raises, `run` will report."""
+        self.tensors = make(self.case, self.device)
+        for implementation in implementations:
+            if self._absence(implementation):
+                continue
+            self.announce(title(implementation))
+            try:
+                with torch.no_grad(), implementation.context():
+                    implementation.bind(self.case, self.tensors, torch.empty_like(self.tensors[0]))()
+            except Exception as failure:
+                _status_of(implementation, failure)
+
+    def _absence(self, implementation: Implementation) -> str:
+        """Why an implementation takes no part; empty when it does."""
+        return self.excluded.get(title(implementation)) or implementation.absence or implementation.refuses(self.case)
+
     def _check(self, implementation: Implementation, modes: Sequence[str]) -> _Ready | None:
         """The implementation with its error, or None after rows that say why it is not timed."""
         fields: dict[str, object] = {
@@ -74,8 +91,7 @@ class CaseBench:
             "dtype": implementation.arithmetic or self.case.dtype,
         }
         modes = _modes_of(implementation, modes)
-        reason = self.excluded.get(title(implementation)) or implementation.absence or implementation.refuses(self.case)
-        if reason:
+        if reason := self._absence(implementation):
             self._refuse(modes, fields, "unavailable", reason)
             return None
         self.announce(title(implementation))

@@ -1,8 +1,9 @@
-"""The process in which cases are measured: `python -m microsdpa.evidence.measuring FD PEERS EIGHT_BIT`.
+"""The process in which cases are measured: `python -m microsdpa.evidence.measuring FD`.
 
-It imports its peers, says that it is ready, and waits for its job: JSON on standard input. What it finds goes to
-the file descriptor FD, one JSON object a line: {"ready": true}, {"running": implementation}, {"case": index,
-"rows": [...]}. Standard output belongs to the peers, some of which write to it.
+Its job is a line of JSON on standard input. It imports its peers and rehearses the cases, which compiles what peers
+compile; then it says that it is ready, and measures at the next line. What it finds goes to the file descriptor FD,
+one JSON object a line: {"running": implementation}, {"ready": true}, {"case": index, "rows": [...]}. Standard output
+belongs to the peers, some of which write to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from microsdpa.evidence.bench import CaseBench
 from microsdpa.evidence.inputs import Case
-from microsdpa.evidence.peers import choose, ours
+from microsdpa.evidence.peers import Implementation, choose, ours
 
 
 def main() -> None:
@@ -26,20 +27,41 @@ def main() -> None:
         report.write(json.dumps(message) + "\n")
         report.flush()
 
-    peers = choose(sys.argv[2], sys.argv[3] == "True")
-    for peer in peers:
-        _ = peer.absence  # imports it
-    tell({"ready": True})
-    job = json.load(sys.stdin)
-    implementations = [*ours(job["impl"]), *peers]
-    for index, fields in job["cases"].items():
+    job = json.loads(sys.stdin.readline())
+    cases = {int(index): Case(**fields) for index, fields in job["cases"].items()}
+    implementations = [*ours(job["impl"]), *choose(job["peers"], bool(job["eight_bit"]))]
+
+    def of(index: int) -> tuple[CaseBench, list[Implementation]]:
+        taking_part = [one for one in implementations if index in job["eight_bit"] or not one.arithmetic]
         bench = CaseBench(
-            Case(**fields), seed=int(index), excluded=job["excluded"], announce=lambda name: tell({"running": name})
+            cases[index], seed=index, excluded=job["excluded"], announce=lambda name: tell({"running": name})
         )
-        taking_part = [one for one in implementations if int(index) in job["eight_bit"] or not one.arithmetic]
-        tell({"case": int(index), "rows": bench.run(taking_part, job["modes"])})
+        return bench, taking_part
+
+    for index in to_rehearse(cases):
+        bench, taking_part = of(index)
+        bench.rehearse(taking_part)
         del bench
         torch.cuda.empty_cache()
+    tell({"ready": True})
+    if not sys.stdin.readline():  # nobody waits for it any longer
+        return
+    for index in cases:
+        bench, taking_part = of(index)
+        tell({"case": index, "rows": bench.run(taking_part, job["modes"])})
+        del bench
+        torch.cuda.empty_cache()
+
+
+def to_rehearse(cases: dict[int, Case]) -> list[int]:
+    """The cheapest case of each kind that compilers tell apart; what they make of the lengths is left to `run`."""
+    chosen: dict[tuple[object, ...], int] = {}
+    by_work = sorted(cases, key=lambda index: cases[index].batch * cases[index].seqlen_q * cases[index].seqlen_k)
+    for index in by_work:
+        case = cases[index]
+        kind = (case.dtype, case.head_dim, case.causal, case.heads // case.kv_heads, case.seqlen_q == 1, case.layout)
+        chosen.setdefault(kind, index)
+    return sorted(chosen.values())
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from microsdpa.evidence.plots.charts import Results
 from microsdpa.evidence.probe_list import PROBES
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
-from microsdpa.evidence.verify import as_row, check
+from microsdpa.evidence.verify import as_row, check, problem_of
 from microsdpa.evidence.wording import case_name, quoted_us
 from microsdpa.problem import target_of
 from microsdpa.runtime import launcher
@@ -96,6 +96,9 @@ def verify_step(
     left_out = {case: why for case in cases if device == "cpu" and (why := needs_gpu(case))}
     cases = [case for case in cases if case not in left_out]
     advance = progress("verify", len(cases))
+    if device == "cuda" and not ptx:
+        target = launcher.target_of_device()
+        survey.compile_ahead((problem_of(case, target) for case in cases), impl)
     outcomes = []
     for case in cases:
         try:
@@ -206,6 +209,8 @@ def bench_step(
     if reason := launcher.device_error():
         return Step("bench", "not run", f"timings need a GPU: {reason}")
     advance = progress(suite, len(loaded.cases))
+    target = launcher.target_of_device()
+    survey.compile_ahead((case.problem(target) for case in loaded.cases), impl)
     rows = worker.run(loaded, modes or list(loaded.modes), impl, peers, advance)
     result = results.make(loaded.name, command, rows)
     ours = [row for row in rows if row["impl"] == "microsdpa"]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from microsdpa.emulate.build import compiler
-from microsdpa.errors import CompileError
+from microsdpa.errors import CompileError, UnsupportedProblem
 from microsdpa.evidence import environment
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.cache import default_directory
 from microsdpa.jit.inspect import count_instructions, find_nvdisasm, tensor_instructions
-from microsdpa.problem import capability_of
+from microsdpa.problem import Problem, capability_of
 from microsdpa.runtime import launcher
+from microsdpa.select import select
 from microsdpa.specs import FAMILIES, KernelSpec, catalogue
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
@@ -111,3 +113,17 @@ def compile_all(
             rows.append(row)
             advance(f"{row.kernel} {row.target}")
     return rows
+
+
+def compile_ahead(problems: Iterable[Problem], impl: str = "auto") -> int:
+    """Compile what `problems` will run, in parallel, and give the number of kernels: one after another takes minutes.
+
+    Problems that `impl` does not compute are left to the caller, who reports them.
+    """
+    kernels: dict[tuple[KernelSpec, str], None] = {}
+    for problem in problems:
+        with contextlib.suppress(UnsupportedProblem):
+            kernels |= {(stage, problem.target): None for stage in select(problem, impl).spec.stages}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda kernel: compile_kernel(*kernel), kernels))
+    return len(kernels)

@@ -14,7 +14,7 @@ from microsdpa.evidence import compare, results
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.jit.signature import code_signature
 from microsdpa.masks import Masks
-from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES
+from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem
 from microsdpa.runtime import launcher
 
 
@@ -79,6 +79,15 @@ def check(case: Case, device: str, impl: str) -> CaseResult:
     return CaseResult(case, errors, allowed, failure)
 
 
+def problem_of(case: Case, target: str) -> Problem:
+    """The problem that the case poses, with its masks and the alignment of its tensors."""
+    return dataclasses.replace(case.problem(target), mask=Masks(**make_masks(case)).kind, alignment=_alignment(case))
+
+
+def _alignment(case: Case) -> int:
+    return ELEMENT_BYTES[case.dtype] if case.layout == "unaligned" else VECTOR_BYTES
+
+
 def as_row(result: CaseResult, impl: str, device: str) -> results.Row:
     """The row of a result file."""
     case = result.case
@@ -99,7 +108,7 @@ def as_row(result: CaseResult, impl: str, device: str) -> results.Row:
             "target": target,
             "requested": impl,
             **({"mask_kind": dataclasses.asdict(kind)} if kind else {}),
-            "alignment": ELEMENT_BYTES[case.dtype] if case.layout == "unaligned" else VECTOR_BYTES,
+            "alignment": _alignment(case),
         }
     return results.row(
         case,

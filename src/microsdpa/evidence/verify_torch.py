@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,10 @@ from torch.nn.attention.bias import CausalBias
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.evidence import compare, results
+from microsdpa.evidence import compare, results, survey
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.torch_cases import Call, TorchCase, all_cases, corners, sample
-from microsdpa.jit import compile_kernel
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import capability_of
 from microsdpa.runtime import launcher
@@ -132,14 +129,6 @@ def _eager(
     return reference.eager(query, key, value, causal=causal, scale=scale, attn_mask=mask)[0]
 
 
-def compile_kernels(cases: Iterable[TorchCase], target: str) -> int:
-    """Compile what cases run, in parallel, and give the number of kernels: one after another they take minutes."""
-    specs = {stage: None for case in cases for stage in select(case.problem(target)).spec.stages}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda spec: compile_kernel(spec, target), specs))
-    return len(specs)
-
-
 def _row(case: TorchCase, outcomes: list[tuple[TorchCase, Outcome]], spec: KernelSpec, target: str) -> results.Row:
     """One row for the cases of a family that one kernel ran; `case` is the one with the largest error."""
     failed = [outcome for _, outcome in outcomes if outcome.failure]
@@ -191,7 +180,7 @@ def step(
         target = launcher.target_of_device()
         if capability_of(target) < (8, 0):
             return Step("verify", "not run", f"kernels need sm_80 or newer, and this is {target}")
-        compile_kernels(cases, target)
+        survey.compile_ahead(case.problem(target) for case in cases)
     advance = progress("verify", len(cases) + len(corners(device)))
     outcomes: list[Outcome] = []
     groups: dict[tuple[str, str], list[tuple[TorchCase, Outcome]]] = {}

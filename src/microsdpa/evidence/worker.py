@@ -1,7 +1,7 @@
 """Measuring a suite in processes of its own, so that a peer that crashes takes nothing else with it.
 
-The processes of a suite start together and import what they need; then they measure one after another, while nothing
-else runs.
+The processes of a suite start together, import what they need and call everything once, so that what is compiled at the
+first call is there; then they measure one after another, while nothing else runs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Outcome = tuple[dict[int, list[results.Row]], str, str]
 """Rows by case, the implementation that ran last, how the process ended."""
 
 OWN_PROCESS = "case"
+OWN_HEAD_DIM = "head_dim"
 ALONE = "alone"
 """Variant of the rows that were measured in a process without peers."""
 MAX_WAITING = 16
@@ -33,9 +34,8 @@ MAX_WAITING = 16
 def run(
     suite: Suite, modes: Sequence[str], impl: str, peers: str, advance: Advance = lambda message: None
 ) -> list[results.Row]:
-    """Measure a suite, in one process or in one a case, as the suite says; `advance` is told of every finished case."""
-    indices = list(range(len(suite.cases)))
-    groups = [[index] for index in indices] if suite.processes == OWN_PROCESS else [indices]
+    """Measure a suite, in as many processes as the suite says; `advance` is told of every finished case."""
+    groups = _groups(suite)
     jobs: list[tuple[list[int], dict[str, Any], str]] = []
     for names, chosen, variant in (
         (peers, list(modes), ""),
@@ -46,8 +46,9 @@ def run(
         for group in groups:
             # Alone, 16-bit calls are measured: that they are not slowed down by their company is what it is for.
             eight_bit = [] if variant else [index for index in group if suite.cases[index] in suite.eight_bit]
-            job = {"modes": chosen, "impl": impl, "peers": names, "eight_bit": eight_bit}
-            jobs.append((group, job, variant))
+            cases = {str(index): asdict(suite.cases[index]) for index in group}
+            job = {"modes": chosen, "impl": impl, "peers": names, "eight_bit": eight_bit, "cases": cases}
+            jobs.append((group, job | {"excluded": {}}, variant))
     rows: list[results.Row] = []
     waiting = start_together([job for _, job, _ in jobs[:MAX_WAITING]])
     try:
@@ -60,6 +61,15 @@ def run(
     return rows
 
 
+def _groups(suite: Suite) -> list[list[int]]:
+    """The cases of each process."""
+    groups: dict[int, list[int]] = {}
+    for index, case in enumerate(suite.cases):
+        group = {OWN_PROCESS: index, OWN_HEAD_DIM: case.head_dim}.get(suite.processes, 0)
+        groups.setdefault(group, []).append(index)
+    return list(groups.values())
+
+
 def _measure_group(
     suite: Suite, group: list[int], job: dict[str, Any], advance: Advance, waiting: list[Worker]
 ) -> list[results.Row]:
@@ -70,7 +80,7 @@ def _measure_group(
     worker = waiting.pop(0) if waiting else None
     while pending:
         cases = {str(index): asdict(suite.cases[index]) for index in pending}
-        todo = job | {"cases": cases, "excluded": excluded}
+        todo = job | {"cases": cases, "excluded": dict(excluded)}
         done, running, ending = _measure(todo, lambda index: advance(str(suite.cases[index])), worker)
         worker = None
         for index, found in done.items():
@@ -84,24 +94,24 @@ def _measure_group(
 
 
 def _measure(job: dict[str, Any], finished: Callable[[int], None], worker: Worker | None) -> Outcome:
-    """One process from its job to its end."""
-    return (worker or Worker(job["peers"], bool(job["eight_bit"]))).measure(job, finished)
+    """One process from its job to its end; `worker` is the one that has been given the job already."""
+    return (worker or Worker(job)).measure(finished)
 
 
 def start_together(jobs: Sequence[dict[str, Any]]) -> list[Worker]:
     """Processes for these jobs, all of them ready."""
-    workers = [Worker(job["peers"], bool(job["eight_bit"])) for job in jobs]
+    workers = [Worker(job) for job in jobs]
     for worker in workers:
         worker.wait_until_ready()
     return workers
 
 
 class Worker:
-    """A process of `microsdpa.evidence.measuring`."""
+    """A process of `microsdpa.evidence.measuring`, with its job."""
 
-    def __init__(self, peers: str, eight_bit: bool) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
         reader, writer = os.pipe()
-        command = [sys.executable, "-m", "microsdpa.evidence.measuring", str(writer), peers, str(eight_bit)]
+        command = [sys.executable, "-m", "microsdpa.evidence.measuring", str(writer)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, pass_fds=[writer], text=True
@@ -110,36 +120,41 @@ class Worker:
         self._lines = os.fdopen(reader, encoding="utf-8")
         assert self._process.stderr is not None
         self._log = _Tail(self._process.stderr)
+        self._running = ""
+        self._give(json.dumps(job))
 
     def wait_until_ready(self) -> None:
-        """Until its imports are done, or it has ended."""
-        self._lines.readline()
-
-    def measure(self, job: dict[str, Any], finished: Callable[[int], None]) -> Outcome:
-        """Do the job; `finished` is told of every case."""
-        done: dict[int, list[results.Row]] = {}
-        running = ""
-        self._give(json.dumps(job))
+        """Until everything has been called once, or the process has ended."""
         for line in self._lines:
             message = json.loads(line)
-            running = message.get("running", running)
+            self._running = message.get("running", self._running)
+            if "ready" in message:
+                return
+
+    def measure(self, finished: Callable[[int], None]) -> Outcome:
+        """Do the job; `finished` is told of every case."""
+        done: dict[int, list[results.Row]] = {}
+        self._give("")
+        for line in self._lines:
+            message = json.loads(line)
+            self._running = message.get("running", self._running)
             if "case" in message:
                 done[message["case"]] = message["rows"]
                 finished(message["case"])
         code, last = self._end()
         ending = f"died of signal {-code}" if code < 0 else f"ended with {code}"
-        return done, running, f"{ending} ({last})" if last else ending
+        return done, self._running, f"{ending} ({last})" if last else ending
 
     def abandon(self) -> None:
-        """End a process that got no job."""
+        """End a process that is not waited for."""
         self._process.terminate()
         self._end()
 
-    def _give(self, text: str) -> None:
+    def _give(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(text)
-            self._process.stdin.close()
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
         except BrokenPipeError:  # it has ended; how, is told below
             pass
 

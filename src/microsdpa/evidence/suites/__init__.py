@@ -16,7 +16,8 @@ class Suite:
     """A named list of cases.
 
     Attributes:
-        processes: "case" measures each case in a process of its own, "suite" all of them in one.
+        processes: "case" measures each case in a process of its own, "head_dim" those of each head dimension, "suite"
+            all of them in one.
         alone: whether this library is measured a second time, in a process without peers: a process that has loaded
             some ten kernels launches every later one more slowly.
         modes: what `microsdpa bench` measures unless it is told otherwise.
