@@ -11,8 +11,8 @@ import microsdpa
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.probe_list import PROBES, Probe
-from microsdpa.evidence.probes import inputs, run_emulated
+from microsdpa.evidence.probe_list import PROBES, WIDTHS, Probe
+from microsdpa.evidence.probes import distance, inputs, run_emulated
 from microsdpa.evidence.verify import check
 from microsdpa.problem import Problem
 from microsdpa.select import select
@@ -91,7 +91,18 @@ def test_instructions_do_not_depend_on_the_schedule(probe: Probe) -> None:
     words = inputs(probe)
     first = run_emulated(probe, words, Schedule(0, late=True))
     assert not (first == -1).all()
-    assert torch.equal(first, run_emulated(probe, words, Schedule(1, late=False)))
+    second = run_emulated(probe, words, Schedule(1, late=False))
+    assert torch.equal(first, second)
+    assert distance(probe, words, first, second) == 0
+
+
+@pytest.mark.parametrize("name", ["wgmma_f16_widths_rm", "wgmma_s8_widths_kk"])
+def test_a_narrow_wgmma_is_the_widest_one_cut_off(name: str) -> None:
+    probe = next(p for p in PROBES if p.name == name)
+    out = run_emulated(probe, inputs(probe))
+    *narrow, whole = out.split([width // 2 for width in WIDTHS], dim=1)
+    for part in narrow:
+        assert torch.equal(part, whole[:, : part.shape[1]])
 
 
 def test_permute_picks_bytes() -> None:

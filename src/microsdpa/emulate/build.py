@@ -110,8 +110,8 @@ _loaded: dict[str, Library] = {}
 _lock = threading.Lock()
 
 
-def _store() -> cache.KernelCache:
-    return cache.KernelCache(cache.default_directory() / "emulate", "kernel.so")
+def _store(binary: str) -> cache.KernelCache:
+    return cache.KernelCache(cache.default_directory() / "emulate", binary)
 
 
 def _digest(parts: object) -> str:
@@ -144,14 +144,17 @@ def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "") -> Library:
     views += f"{abi.VIEW_ALIGNMENT} * {abi.VIEW_ALIGNMENT} / sizeof(microsdpa::TensorMap))"
     maps = "".join(f", {views}[{index}]" for index in range(len(spec.tensor_maps)))
     text = expanded(spec.source, root) + _ENTRY.format(expression=spec.expression, params=params, maps=maps)
-    toolkit = metadata.version("nvidia-cuda-runtime")
-    key = _digest([cache_version(), text, _headers(), _kernel_flags(), _compiler_version(), toolkit])
+    key = _digest([cache_version(), text, *_environment()])
     with _lock:
         if key not in _loaded:
             _runtime()
             path = _materialize(key, lambda directory: _compile_kernel(spec.name, text, directory), text, spec.name)
             _loaded[key] = _open(spec.name, path)
         return _loaded[key]
+
+
+def _environment() -> tuple[object, ...]:
+    return _headers(), _kernel_flags(), _compiler_version(), metadata.version("nvidia-cuda-runtime")
 
 
 def cache_version() -> int:
@@ -213,10 +216,33 @@ def runtime() -> ctypes.CDLL:
 def _compile_kernel(name: str, text: str, directory: Path) -> Path:
     source, unit, library = (directory / file for file in ("kernel.cc", "kernel.o", "kernel.so"))
     source.write_text(text, encoding="utf-8")
-    command = [compiler(), *_kernel_flags(), *_include_flags(), "-include", "device.h"]
+    precompiled = _precompiled()
+    first = () if precompiled is None else (f"-I{precompiled}",)
+    command = [compiler(), *_kernel_flags(), *first, *_include_flags(), "-include", "device.h"]
     _run([*command, "-c", str(source), "-o", str(unit)], f"{name} for the emulator", text)
     _run([compiler(), "-shared", str(unit), "-o", str(library)], f"{name} for the emulator", text)
     return library
+
+
+@functools.cache
+def _precompiled() -> Path | None:
+    """Directory of device.h as g++ has read it: CUDA's headers take it as long as the kernel. None where there is none.
+
+    A compiler that does not accept the file reads the header instead.
+    """
+    if "clang" in _compiler_version():
+        return None
+
+    def build(directory: Path) -> Path:
+        header = directory / "device.h.gch"
+        command = [compiler(), *_kernel_flags(), *_include_flags(), "-x", "c++-header", str(HERE / "include/device.h")]
+        _run([*command, "-o", str(header)], "the emulator's headers", None)
+        return header
+
+    try:
+        return _materialize(_digest([cache_version(), *_environment()]), build, "", "device.h", "device.h.gch").parent
+    except CompileError:
+        return None
 
 
 def _run(command: Iterable[str], what: str, source: str | None) -> None:
@@ -226,7 +252,7 @@ def _run(command: Iterable[str], what: str, source: str | None) -> None:
         raise CompileError(f"{compiler()} refused {what}", log=run.stderr, source=kept)
 
 
-def _materialize(key: str, build: object, source: str, name: str) -> Path:
+def _materialize(key: str, build: object, source: str, name: str, binary: str = "kernel.so") -> Path:
     """Path of a built library: in the cache, or where the cache cannot be written in a directory of this process."""
     assert callable(build)
 
@@ -234,7 +260,7 @@ def _materialize(key: str, build: object, source: str, name: str) -> Path:
         with tempfile.TemporaryDirectory() as directory:
             return cache.Entry(build(Path(directory)).read_bytes(), source, {"kernel": name})
 
-    store = _store()
+    store = _store(binary)
     entry, _ = store.get_or_build(key, make)
     path = store.path(key) / store.binary
     if path.is_file():

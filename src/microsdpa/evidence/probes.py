@@ -15,7 +15,8 @@ from microsdpa.emulate.run import Schedule
 from microsdpa.emulate.run import launch as emulate
 from microsdpa.evidence import results
 from microsdpa.evidence.inputs import Case
-from microsdpa.evidence.probe_list import BLOCKS, PROBES, Probe, Words
+from microsdpa.evidence.probe_list import PROBES, Probe
+from microsdpa.evidence.probe_operands import Words
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.signature import code_signature
 from microsdpa.problem import capability_of
@@ -32,7 +33,7 @@ class ProbeParams(ctypes.Structure):
 def inputs(probe: Probe) -> Words:
     """The probe's inputs, always the same."""
     generator = torch.Generator().manual_seed(len(probe.name))
-    return probe.make(BLOCKS * probe.threads, generator).contiguous()
+    return probe.make(probe.blocks * probe.threads, generator).contiguous()
 
 
 def run_emulated(probe: Probe, words: Words, schedule: Schedule | None = None) -> Words:
@@ -42,7 +43,7 @@ def run_emulated(probe: Probe, words: Words, schedule: Schedule | None = None) -
         build.load(probe.spec, params="microsdpa::ProbeParams"),
         lambda at: ProbeParams(at["query"], at["out"]),
         {"query": (probe.seen(words), False), "out": (probe.seen(out), True)},
-        grid=(BLOCKS, 1, 1),
+        grid=(probe.blocks, 1, 1),
         threads=probe.threads,
         shared_bytes=probe.shared_bytes,
         cluster=probe.cluster,
@@ -69,7 +70,7 @@ def run_on_gpu(probe: Probe, words: Words, target: str) -> Words:
     cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = probe.cluster, 1, 1
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = BLOCKS, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = probe.blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = probe.threads, 1, 1
     config.sharedMemBytes, config.hStream = probe.shared_bytes, torch.cuda.current_stream().cuda_stream
     if probe.cluster > 1:
@@ -148,7 +149,7 @@ def compare_all(target: str, advance: Callable[[str], None] = lambda message: No
         unit = "words differ" if probe.view == "bits" else "ulp of the summed magnitudes" if probe.scale else "ulp"
         rows.append(
             results.row(
-                Case(BLOCKS, 1, probe.threads, 1, probe.words_out),
+                Case(probe.blocks, 1, probe.threads, 1, probe.words_out),
                 impl="microsdpa",
                 version=microsdpa.__version__,
                 kernel=probe.spec.name,

@@ -3,6 +3,7 @@
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
 #include "../ptx/mbarrier.cuh"
+#include "../ptx/mbarrier_asleep.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warp_role.cuh"
@@ -130,8 +131,8 @@ struct PingPong {
   Mbarrier full, empty;
 };
 
-// Two warps pass words through one buffer, four times: phases and their parity.
-template <int IN, int OUT>
+// Two warps pass words through one buffer, four times: phases and their parity. ASLEEP: both wait so.
+template <int IN, int OUT, bool ASLEEP>
 __global__ void probe_mbarrier(const __grid_constant__ ProbeParams params) {
   PingPong& shared = dynamic_shared<PingPong>();
   if (threadIdx.x == 0) {
@@ -143,12 +144,14 @@ __global__ void probe_mbarrier(const __grid_constant__ ProbeParams params) {
   uint32* out = output_of<OUT>(params);
   for (int i = 0; i < OUT; ++i) {
     if (threadIdx.x < 32) {
-      if (i > 0) mbarrier_wait(shared.empty, (i - 1) & 1);
+      if (i > 0 && ASLEEP) mbarrier_wait_asleep(shared.empty, (i - 1) & 1);
+      if (i > 0 && !ASLEEP) mbarrier_wait(shared.empty, (i - 1) & 1);
       shared.word[lane] = input_of<IN>(params)[0] + i;
       mbarrier_arrive(shared.full);
       out[i] = i;
     } else {
-      while (!mbarrier_test(shared.full, i & 1)) {
+      if (ASLEEP) mbarrier_wait_asleep(shared.full, i & 1);
+      while (!ASLEEP && !mbarrier_test(shared.full, i & 1)) {
       }
       out[i] = shared.word[31 - lane];
       mbarrier_arrive(shared.empty);

@@ -5,11 +5,13 @@
 #include "../prelude.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/convert.cuh"
+#include "../ptx/convert_four.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/ex2.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/opaque.cuh"
 #include "probe.cuh"
 
 namespace microsdpa {
@@ -31,8 +33,26 @@ __global__ void probe_e4m3_from_floats(const __grid_constant__ ProbeParams param
 }
 
 template <int IN, int OUT>
+__global__ void probe_four_e4m3_from_floats(const __grid_constant__ ProbeParams params) {
+  const uint32* in = input_of<IN>(params);
+  output_of<OUT>(params)[0] = e4m3x4_from_floats(__uint_as_float(in[0]), __uint_as_float(in[1]), __uint_as_float(in[2]),
+                                                 __uint_as_float(in[3]));
+}
+
+template <int IN, int OUT>
 __global__ void probe_halves_from_e4m3(const __grid_constant__ ProbeParams params) {
   output_of<OUT>(params)[0] = halves_from_e4m3x2(input_of<IN>(params)[0] & 0xffffu);
+}
+
+// The value itself, and one computed from it in every turn of a loop.
+template <int IN, int OUT>
+__global__ void probe_opaque(const __grid_constant__ ProbeParams params) {
+  const uint32 x = input_of<IN>(params)[0];
+  uint32 sum = 0;
+#pragma unroll 1
+  for (uint32 i = 0; i < 4; ++i) sum = 3 * sum + (opaque(x) >> i);
+  output_of<OUT>(params)[0] = opaque(x);
+  output_of<OUT>(params)[1] = sum;
 }
 
 // FP32 to FP16 and BF16 and back.

@@ -1,6 +1,7 @@
 // Probes of wgmma: 64 x K times K x N by one warpgroup, K 32 bytes deep, for every layout of the tiles.
 //
-// A thread reads 4 words of A [64][32 bytes], N / 16 of B [N][32 bytes] and N / 2 accumulators, and writes N / 2.
+// A thread reads 4 words of A [64][32 bytes], N / 16 of B [N][32 bytes] and N / 2 accumulators, and writes N / 2. The
+// probes of widths do so for every N, with the first rows of a B of 256.
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
@@ -77,21 +78,17 @@ __device__ __forceinline__ int32 sum_of<int32>(uint32 bits) {
 __device__ __forceinline__ uint32 bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ uint32 bits_of(int32 x) { return static_cast<uint32>(x); }
 
-template <int IN, int OUT, typename T, typename Sum, int N, Swizzle SWIZZLE, Major A_MAJOR, Major B_MAJOR,
-          bool A_IN_REGISTERS>
-__global__ void __launch_bounds__(128, 1) probe_wgmma(const __grid_constant__ ProbeParams params) {
-  using LayoutA = Layout<SWIZZLE, A_MAJOR>;
-  using LayoutB = Layout<SWIZZLE, B_MAJOR>;
-  auto& tiles = dynamic_shared<WgmmaTiles<N>>();
-  const uint32* in = input_of<IN>(params);
+enum class Start { ADDED, ZERO };
+
+// D = A B + D, or A B, with the first N rows of B, from the accumulators at `in` to `out`.
+template <typename T, typename Sum, int N, typename LayoutA, typename LayoutB, Major A_MAJOR, Major B_MAJOR,
+          bool A_IN_REGISTERS, typename Tiles>
+__device__ __forceinline__ void multiply(const Tiles& tiles, const uint32* in, uint32* out,
+                                         Start start = Start::ADDED) {
   const int thread = threadIdx.x;
-  write_tile<LayoutA>(tiles.a, in, 4, thread);
-  write_tile<LayoutB>(tiles.b, in + 4, N / 16, thread);
-  fence_proxy_async();
-  __syncthreads();
   Sum d[N / 2];
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) d[i] = sum_of<Sum>(in[4 + N / 16 + i]);
+  for (int i = 0; i < N / 2; ++i) d[i] = sum_of<Sum>(in[i]);
   uint32 a[4];
   const int row = thread / 32 * 16 + thread % 32 / 4, byte = thread % 4 * 4;
 #pragma unroll
@@ -104,15 +101,49 @@ __global__ void __launch_bounds__(128, 1) probe_wgmma(const __grid_constant__ Pr
   wgmma_fence_registers(d);
   wgmma_fence();
   if constexpr (A_IN_REGISTERS) {
-    wgmma<T, N, B_MAJOR>(d, a, LayoutB::descriptor(tiles.b));
+    wgmma<T, N, B_MAJOR>(d, a, LayoutB::descriptor(tiles.b), start == Start::ADDED);
   } else {
-    wgmma<T, N, A_MAJOR, B_MAJOR>(d, LayoutA::descriptor(tiles.a), LayoutB::descriptor(tiles.b));
+    wgmma<T, N, A_MAJOR, B_MAJOR>(d, LayoutA::descriptor(tiles.a), LayoutB::descriptor(tiles.b), start == Start::ADDED);
   }
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_fence_registers(d);
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) output_of<OUT>(params)[i] = bits_of(d[i]);
+  for (int i = 0; i < N / 2; ++i) out[i] = bits_of(d[i]);
+}
+
+template <int IN, int OUT, typename T, typename Sum, int N, Swizzle SWIZZLE, Major A_MAJOR, Major B_MAJOR, Start START>
+__global__ void __launch_bounds__(128, 1) probe_wgmma(const __grid_constant__ ProbeParams params) {
+  using LayoutA = Layout<SWIZZLE, A_MAJOR>;
+  using LayoutB = Layout<SWIZZLE, B_MAJOR>;
+  auto& tiles = dynamic_shared<WgmmaTiles<N>>();
+  const uint32* in = input_of<IN>(params);
+  write_tile<LayoutA>(tiles.a, in, 4, threadIdx.x);
+  write_tile<LayoutB>(tiles.b, in + 4, N / 16, threadIdx.x);
+  fence_proxy_async();
+  __syncthreads();
+  multiply<T, Sum, N, LayoutA, LayoutB, A_MAJOR, B_MAJOR, false>(tiles, in + 4 + N / 16, output_of<OUT>(params), START);
+}
+
+// Every width there is: 32, 64, 96, 128, 192 and 256, one after another.
+template <int IN, int OUT, typename T, typename Sum, Major B_MAJOR, bool A_IN_REGISTERS>
+__global__ void __launch_bounds__(128, 1) probe_wgmma_widths(const __grid_constant__ ProbeParams params) {
+  using LayoutA = Layout<Swizzle::BYTES_128, Major::K>;
+  using LayoutB = Layout<Swizzle::BYTES_128, B_MAJOR>;
+  auto& tiles = dynamic_shared<WgmmaTiles<256>>();
+  const uint32* in = input_of<IN>(params);
+  write_tile<LayoutA>(tiles.a, in, 4, threadIdx.x);
+  write_tile<LayoutB>(tiles.b, in + 4, 16, threadIdx.x);
+  fence_proxy_async();
+  __syncthreads();
+  in += 20;
+  uint32* out = output_of<OUT>(params);
+  multiply<T, Sum, 32, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out);
+  multiply<T, Sum, 64, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 16);
+  multiply<T, Sum, 96, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 48);
+  multiply<T, Sum, 128, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 96);
+  multiply<T, Sum, 192, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 160);
+  multiply<T, Sum, 256, LayoutA, LayoutB, Major::K, B_MAJOR, A_IN_REGISTERS>(tiles, in, out + 256);
 }
 
 }  // namespace microsdpa
