@@ -17,7 +17,7 @@ from microsdpa.evidence.plots import all_plots, charts
 from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.step import Step
 
-PLOTS = ["latency", "ladder", "throughput", "accuracy", "errors", "roofline", "host"]
+PLOTS = ["latency", "ladder", "throughput", "ampere", "accuracy", "errors", "roofline", "host"]
 
 
 def row(case: Case, impl: str, us: float, mode: str = "graph", **fields: Any) -> results.Row:
@@ -46,7 +46,7 @@ def made(suite: str, rows: list[results.Row]) -> results.Result:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """Result files of every suite that a plot is drawn from."""
-    for suite in ("mission", "prefill", "fp8"):
+    for suite in ("mission", "prefill", "ampere", "fp8"):
         rows = []
         for case in suites.load(suite).cases[:8]:
             for mode in ("graph", "host") if suite == "mission" else ("graph",):
@@ -115,7 +115,7 @@ def test_the_page_needs_nothing_but_itself(directory: Path, tmp_path: Path) -> N
     assert "suite mission, mode host" in page
     everything = json.loads((tmp_path / "report/report.json").read_text())
     assert everything["steps"][0]["name"] == "verify"
-    assert set(everything["results"]) == {"mission", "prefill", "fp8", "ladder", "accuracy"}
+    assert set(everything["results"]) == {"mission", "prefill", "ampere", "fp8", "ladder", "accuracy"}
     assert sorted(path.stem for path in (tmp_path / "report/plots").iterdir()) == sorted(PLOTS)
 
 

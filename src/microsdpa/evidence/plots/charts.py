@@ -130,12 +130,19 @@ def ladder(results: Results) -> Plot:
 
 def throughput(results: Results) -> Plot:
     """TFLOP/s against S, for every D and mask."""
-    name, title = "throughput", "Throughput at 16k tokens, hidden size 2048, FP16"
-    suite = "prefill" if _rows(results.get("prefill")) else "ampere"
+    return _throughput(results, "prefill", "throughput", "Throughput at 16k tokens, hidden size 2048, FP16")
+
+
+def ampere(results: Results) -> Plot:
+    """The same of the mma.sync kernels, which are those of sm_80, sm_86, sm_89 and sm_120."""
+    return _throughput(results, "ampere", "ampere", "mma.sync kernels: 16k tokens, hidden size 2048, FP16")
+
+
+def _throughput(results: Results, suite: str, name: str, title: str) -> Plot:
     result = results.get(suite)
     rows = [r for r in _rows(result, dtype="float16") if r["shape"]["b"] * r["shape"]["s_q"] == 16384]
     if not rows or result is None:
-        return _missing(name, title, "prefill")
+        return _missing(name, title, suite)
     dims = sorted({row["shape"]["d"] for row in rows})
     masks = sorted({row["mask"] for row in rows}, key=lambda mask: mask != "none")
     names = sorted({_name(row) for row in rows}, key=lambda n: (not n.startswith("microsdpa"), n))
@@ -339,6 +346,7 @@ DRAWINGS: dict[str, Callable[[Results], Plot]] = {
     "latency": latency,
     "ladder": ladder,
     "throughput": throughput,
+    "ampere": ampere,
     "accuracy": accuracy,
     "errors": errors,
     "roofline": roofline_plot,
