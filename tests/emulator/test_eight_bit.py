@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs import KernelSpec, eight_bit
-from microsdpa.specs.chip import chip_of
+from microsdpa.specs import KernelSpec
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
 from microsdpa.specs.quantize import RECIPES
 
@@ -27,11 +25,11 @@ CASES = [
     Case(1, 1, 133, 70, 128, dtype="bfloat16", causal="lower_right"),
 ]
 MANY_HEADS = [
-    Case(2, 4, 5, 70, 32, heads_kv=2, causal="upper_left"),
-    Case(1, 6, 9, 130, 64, heads_kv=2, causal="lower_right"),
-    Case(2, 2, 20, 40, 128),
+    Case(2, 64, 5, 70, 32, heads_kv=8, causal="upper_left"),
+    Case(1, 120, 9, 130, 64, heads_kv=4, causal="lower_right"),
+    Case(4, 32, 20, 40, 128),
 ]
-"""Rung 14 takes larger tiles where they fill the chip, here one of two SMs."""
+"""Rung 14 takes larger tiles where they fill the chip, a CTA of rung 15 several of them."""
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -95,15 +93,10 @@ def test_every_rung_against_what_the_codes_stand_for(rung: str, case: Case) -> N
     assert torch.equal(lse, lse_again)
 
 
-@pytest.fixture
-def two_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit, "chip_of", lambda target: replace(chip_of(target), sms=2))
-
-
-@pytest.mark.usefixtures("two_sms")
 @pytest.mark.parametrize("case", MANY_HEADS, ids=str)
 def test_tiles_for_many_heads(case: Case) -> None:
-    test_every_rung_against_what_the_codes_stand_for("ladder/14", case)
+    for rung in ("ladder/14", "ladder/15"):
+        test_every_rung_against_what_the_codes_stand_for(rung, case)
     for precision in OPERANDS:
         test_every_precision_against_the_original_tensors(precision, case)
 
@@ -177,7 +170,7 @@ def test_probabilities_do_not_saturate(kind: str) -> None:
     q, k, v = codes_of((query, key, value), block=1)
     plain = [x.dequantize() for x in (q, k, v)]
     expected, expected_lse = reference.oracle(*plain)
-    for rung in ("ladder/12", "ladder/13", "ladder/14"):
+    for rung in ("ladder/12", "ladder/13", "ladder/14", "ladder/15"):
         out, lse = attend(q, k, v, rung)[:2]
         bound = probability_bound(plain, None) + 2**-11 * expected.abs() + 1e-4
         assert ((out.double() - expected).abs() <= bound).all()
@@ -223,8 +216,7 @@ def test_errors_do_not_grow_with_length() -> None:
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("operands", OPERANDS)
-@pytest.mark.parametrize(("rung", "heads"), [("ladder/13", 1), ("ladder/14", 1), ("ladder/14", 4)])
-@pytest.mark.usefixtures("two_sms")
+@pytest.mark.parametrize(("rung", "heads"), [("ladder/13", 1), ("ladder/14", 1), ("ladder/14", 120)])
 def test_no_bank_conflicts_and_every_product_on_tensor_cores(
     rung: str, heads: int, operands: Operands, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

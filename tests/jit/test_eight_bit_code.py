@@ -8,6 +8,7 @@ from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.occupancy import occupancy
 from microsdpa.problem import Causal
+from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, HEAD_DIMS, EightBitProblem, Operands
 from microsdpa.specs.quantize import RECIPES, fused
 from microsdpa.specs.spec import KernelSpec
@@ -28,6 +29,9 @@ CONFIGURATIONS: list[tuple[str, Operands, int, set[str], set[str]]] = [
     ("ladder/14", "fp8", 2, {"QMMA"}, {"HMMA"}),
     ("ladder/14", "int8_fp8", 1, {"QMMA", "IMMA"}, {"HMMA", "IMMA"}),
     ("ladder/14", "int8_fp16", 2, {"HMMA", "IMMA"}, {"HMMA", "IMMA"}),
+    ("ladder/15", "fp8", 1, {"QMMA"}, {"HMMA"}),
+    ("ladder/15", "int8_fp8", 1, {"QMMA", "IMMA"}, {"HMMA", "IMMA"}),
+    ("ladder/15", "int8_fp16", 1, {"HMMA", "IMMA"}, {"HMMA", "IMMA"}),
 ]
 
 
@@ -53,7 +57,7 @@ def test_8_bit_tensor_cores_and_no_local_memory(
     assert counts["STL"] == counts["LDL"] == 0
     assert kernel.resources.spill_store_bytes == kernel.resources.stack_bytes == 0
     assert set(tensor_instructions(counts)) == (hopper if target == "sm_90a" else ada)
-    assert (counts["LDGSTS"] > 0) == (rung in ("ladder/13", "ladder/14"))
+    assert (counts["LDGSTS"] > 0) == (rung >= "ladder/13")
     assert (counts["LDSM"] > 0) == (rung != "ladder/10")
 
 
@@ -75,6 +79,20 @@ def test_an_sm_of_ada_holds_two_ctas_at_the_mission_shape(
     spec, resources = kernel.spec, kernel.resources
     shared = resources.shared_bytes + spec.shared_bytes
     assert occupancy("sm_89", spec.threads, resources.registers, shared).ctas >= 2
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "sm_120"])
+@pytest.mark.parametrize("operands", RECIPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_persistent_launch_has_no_more_ctas_than_the_chip_holds(
+    head_dim: int, operands: Operands, target: str
+) -> None:
+    kernel = compiled("ladder/15", operands, 1, target, head_dim)
+    spec, resources = kernel.spec, kernel.resources
+    shared = resources.shared_bytes + spec.shared_bytes
+    held = occupancy(target, spec.threads, resources.registers, shared).ctas
+    assert held >= int(dict(spec.template_args)["CTAS"])
+    assert spec.max_ctas == int(dict(spec.template_args)["CTAS"]) * chip_of(target).sms
 
 
 @pytest.mark.parametrize("operands", RECIPES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from microsdpa.problem import Causal, DType, capability_of
@@ -80,6 +80,28 @@ def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
         block_m=block_m,
         shared_bytes=block_m * problem.query_terms * problem.head_dim + stages * block_n * per_key,
         params=PARAMS,
+    )
+    return _rejection(problem, spec) or spec
+
+
+def persistent(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 15: rung 13 with two warps that only copy, and no more CTAs than the chip holds at a time."""
+    plain = cp_async(problem)
+    if isinstance(plain, Rejection):
+        return plain
+    producers, ctas = 2, 1 if problem.head_dim > 64 else 2  # two at D = 128 would spill
+    if problem.query_terms != 1:
+        return Rejection("this rung takes a query of one code an element", "ladder/13, ladder/14 or impl='auto'")
+    arguments = {name: value for name, value in plain.template_args if name != "TERMS"}
+    causal = arguments.pop("CAUSAL")
+    spec = replace(
+        plain,
+        name="ladder/15_8bit_persistent",
+        source="ladder/15_8bit_persistent.cu",
+        template="microsdpa::eight_bit_persistent_attention",
+        template_args=(*arguments.items(), ("CTAS", str(ctas)), ("CAUSAL", causal)),
+        threads=plain.threads + 32 * producers,
+        max_ctas=ctas * chip_of(problem.target).sms,
     )
     return _rejection(problem, spec) or spec
 
@@ -222,6 +244,7 @@ EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
     EightBitFamily("ladder/10_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", scalar),
     EightBitFamily("ladder/11_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", mma),
     EightBitFamily("ladder/12_fp8_probability", "P V by 8-bit mma.sync too", probability),
+    EightBitFamily("ladder/15_8bit_persistent", "rung 13 with copying warps and persistent CTAs", persistent),
 )
 """In the order in which impl="auto" tries them."""
 

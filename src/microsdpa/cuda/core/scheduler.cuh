@@ -1,7 +1,7 @@
 // Which tile of queries a persistent CTA computes next.
 #pragma once
 
-#include "params.cuh"
+#include "../prelude.cuh"
 
 namespace microsdpa {
 
@@ -14,7 +14,8 @@ struct TileScheduler {
   int q_tiles;  // of a head
   int index;    // of the current tile
 
-  __device__ __forceinline__ explicit TileScheduler(const AttentionParams& params)
+  template <typename Params>
+  __device__ __forceinline__ explicit TileScheduler(const Params& params)
       : heads(params.batch * params.heads), q_tiles((params.seqlen_q + BLOCK_M - 1) / BLOCK_M), index(blockIdx.x) {}
 
   __device__ __forceinline__ bool valid() const { return index < heads * q_tiles; }
