@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from microsdpa.evidence import compare, ladder, ladder_table, render, results
-from microsdpa.evidence.inputs import Case
+from microsdpa.evidence import ada, compare, ladder, ladder_table, render, results, signatures
+from microsdpa.evidence.devices import named
+from microsdpa.evidence.expectation import Expectation
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, ours
 from microsdpa.evidence.roofline_page import ladder_times
 from microsdpa.evidence.suites import load
+from microsdpa.jit.signature import code_signature
 from microsdpa.runtime import launcher
 
 MISSION = load("ladder").cases[0]
@@ -40,8 +45,25 @@ def test_the_table_has_ratios_to_the_rung_before_and_to_the_best_of_torch() -> N
     assert first[:4] == ["ladder/01_scalar", "50.00", "", "0.20x"]
     assert second[:4] == ["ladder/02_wmma", "20.00", "2.50x", "0.50x"]
     assert second[5] == "3%"  # of the H200's 0.54 us for 537 MFLOP
-    assert second[6:] == ["128", "40.0", "3 (registers)", "19%", "0", "0 of 3,008", "HMMA 64", "2.0e-04"]
+    assert second[6:] == ["128", "40.0", "3 (registers)", "19%", "0", "0 of 3,008", "HMMA 64", "2.0e-04", ""]
     assert len(head) == len(first) == len(second)
+
+
+def test_rungs_with_8_bits_are_no_step_from_16_bits() -> None:
+    kernels = {"ladder/07_tuned": 6.0, "ladder/10_fp8_scalar": 60.0, "ladder/13_8bit_cp_async": 12.0}
+    kernels |= {"ladder/14_8bit_tuned": 8.0, "ladder/15_8bit_persistent": 10.0}
+    figures = asdict(replace(FIGURES, ada_tensor_instructions="QMMA 32", ada_least_us=4.02))
+    rows = [
+        results.row(MISSION, kernel=k, median_us=us, tflops=1.0, dtype="float16" if k < "ladder/1" else "e4m3")
+        | {"figures": figures, "error": ERROR}
+        for k, us in kernels.items()
+    ]
+    lines = {line[0]: line for line in ladder_table.columns(rows, named("h200"), best_us=9.0)}
+    assert [line[2] for line in lines.values()] == ["rung before / this", "", "", "5.00x", "1.50x", "1.20x"]
+    assert lines["ladder/07_tuned"][3] == "1.50x"
+    assert lines["ladder/14_8bit_tuned"][3] == ""  # 8 bits beside 16 would be no comparison of implementations
+    assert lines["ladder/14_8bit_tuned"][5] == "7%"  # of exp2's 0.54 us
+    assert lines["ladder/14_8bit_tuned"][12:] == ["HMMA 64 (sm_89: QMMA 32)", "2.0e-04", "4.0"]
 
 
 def test_the_other_shapes_have_a_line_each() -> None:
@@ -88,13 +110,55 @@ def test_a_table_shows_the_columns_of_the_peers_that_are_named(tmp_path: Path) -
 
 @pytest.mark.skipif(launcher.device_error() is None, reason="this machine has a GPU")
 def test_without_a_gpu_the_compiled_and_emulated_columns_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "rungs", lambda: ["ladder/02_wmma", "ladder/04_mma_sync"])
+    monkeypatch.setattr(
+        ladder, "rungs", lambda target: ["ladder/02_wmma", "ladder/04_mma_sync", "ladder/13_8bit_cp_async"]
+    )
     step = ladder.step()
     assert step.status == "passed"
     assert "times need a GPU" in step.summary
-    wmma, mma_sync = step.table[1:]
+    wmma, mma_sync, codes = step.table[1:]
     assert wmma[1:6] == mma_sync[1:6] == [""] * 5
     assert "not modelled" in wmma[11]
     assert mma_sync[11].startswith("0 of ")
     assert mma_sync[12] == "HMMA 64"
     assert float(mma_sync[13]) < 1e-3
+    assert (codes[12], mma_sync[14], codes[14]) == ("QMMA 32", "8.0", "4.0")
+    assert 1e-3 < float(codes[13]) < 2e-2
+
+
+@pytest.mark.parametrize("rung", [rung for rung in ladder.rungs() if rung > "ladder/1"])
+def test_rungs_with_8_bits_have_no_bank_conflicts_and_small_errors(rung: str) -> None:
+    report, error = ladder.emulated(rung, "sm_89")
+    assert report.bank_conflicts == 0, [site for site in report.bank_sites if site.conflicts]
+    assert error <= (5e-4 if rung in WIDE_PROBABILITIES else 1.5e-2)
+
+
+def test_a_rung_with_8_bits_is_checked_against_what_its_codes_stand_for() -> None:
+    case = Case(1, 2, 70, 130, 32, causal="upper_left")
+    tensors = make(case)
+    (rung,) = ours("ladder/11_fp8_mma")
+    plain = rung.stands_for(case, tensors)
+    assert plain is not None
+    assert all(0.01 < float((a - b).abs().max()) < 0.3 for a, b in zip(plain, tensors, strict=True))
+    out = rung.bind(case, tensors, torch.empty_like(tensors[0]))()
+    error, wrong = Expectation(case, plain).check(out, rung.rounding)
+    assert wrong == ""
+    assert float(str(error["max_abs"])) < 5e-3
+    assert "differs from the oracle" in Expectation(case, plain).check(1.02 * out, rung.rounding)[1]
+    row = results.row(case, dtype=rung.arithmetic, inputs=case.dtype)
+    row |= {"operands": "fp8", "requested": rung.name, "code_signature": "of other code"}
+    assert signatures.is_stale(row | {"requested": "ladder/11"}, "sm_90a")
+    spec, _ = ladder.specification("ladder/11_fp8_mma", case, "sm_90a")
+    current = {"requested": "ladder/11_fp8_mma", "code_signature": code_signature(spec, "sm_90a")}
+    assert not signatures.is_stale(row | current, "sm_90a")
+
+
+def test_an_l4_is_expected_by_arithmetic() -> None:
+    """64 tiles of 64 rows on 58 SMs: the busiest has 128 of 70.6 rows."""
+    spec, problem = ladder.specification("ladder/13_8bit_cp_async", MISSION, "sm_89")
+    found = ada.expectation("ladder/13_8bit_cp_async", spec, problem, MISSION)
+    assert ada.balance(spec, problem) == pytest.approx(4096 / 58 / 128)
+    assert found.least_us == pytest.approx(2.219 * 128 * 58 / 4096, rel=1e-3)
+    spec, problem = ladder.specification("ladder/01_scalar", MISSION, "sm_89")
+    found = ada.expectation("ladder/01_scalar", spec, problem, MISSION)
+    assert found == ada.Expectation("none", pytest.approx(537 / 30.28 * 80 * 58 / 4096, rel=1e-2))

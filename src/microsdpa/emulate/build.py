@@ -108,6 +108,7 @@ class Library:
 
 _loaded: dict[str, Library] = {}
 _lock = threading.Lock()
+_building: dict[str, threading.Lock] = {}
 
 
 def _store(binary: str) -> cache.KernelCache:
@@ -146,8 +147,11 @@ def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "") -> Library:
     text = expanded(spec.source, root) + _ENTRY.format(expression=spec.expression, params=params, maps=maps)
     key = _digest([cache_version(), text, *_environment()])
     with _lock:
+        _runtime()
+        _precompiled()
+        building = _building.setdefault(key, threading.Lock())
+    with building:  # threads that want the same kernel build it once, others build theirs beside it
         if key not in _loaded:
-            _runtime()
             path = _materialize(key, lambda directory: _compile_kernel(spec.name, text, directory), text, spec.name)
             _loaded[key] = _open(spec.name, path)
         return _loaded[key]

@@ -9,8 +9,15 @@ from microsdpa.errors import InvalidArgument
 EXP2_PER_CLOCK = 16
 """MUFU results a clock and SM, compute capability 8.0 to 12.0: CUDA C++ Programming Guide, arithmetic instructions."""
 
+FP32_LANES = {"sm_80": 64}
+"""FP32 multiply-adds a clock and SM where they are not 128; the same table."""
 
-MIXED = {"bfloat16": ("float16", "float16"), "int8_fp8": ("int8", "e4m3"), "int8_fp16": ("int8", "float16")}
+MIXED = {
+    "bfloat16": ("float16", "float16"),
+    "int8_fp8": ("int8", "e4m3"),
+    "int8_fp16": ("int8", "float16"),
+    "e4m3_fp16": ("e4m3", "float16"),
+}
 """What Q K^T, and what P V is computed in, where it is not the type's own name."""
 
 
@@ -35,7 +42,12 @@ class Device:
     sources: tuple[str, ...]
 
     def peak(self, arithmetic: str) -> float | None:
-        """TFLOP/s of a type, or of two halves of the work in two types; None when the tensor cores do not have it."""
+        """TFLOP/s of a type, or of two halves of the work in two types; None when the tensor cores do not have it.
+
+        That of "float32" is the CUDA cores'.
+        """
+        if arithmetic == "float32":
+            return 2 * FP32_LANES.get(self.target, 128) * self.multiprocessors * self.boost_mhz / 1e6
         first, second = (dict(self.tflops).get(name) for name in MIXED.get(arithmetic, (arithmetic, arithmetic)))
         if first is None or second is None:
             return None

@@ -6,7 +6,7 @@ import torch
 
 from microsdpa import reference
 from microsdpa.evidence import compare
-from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.inputs import TORCH_DTYPE, Case
 from microsdpa.evidence.peers import Tensors, quantised
 
 
@@ -20,7 +20,10 @@ class Expectation:
         self._allowed: dict[str, compare.Tolerance] = {}
 
     def tolerance(self, arithmetic: str) -> compare.Tolerance:
-        """Twice the error of plain operations in the same arithmetic, plus one rounding of the output."""
+        """Twice the error of plain operations in the same arithmetic, plus one rounding of the output.
+
+        As in quantised.eager, "codes, e4m3" rounds P alone.
+        """
         if arithmetic not in self._allowed:
             self._allowed[arithmetic] = self._derive(arithmetic)
         return self._allowed[arithmetic]
@@ -31,7 +34,7 @@ class Expectation:
             eager, _ = reference.eager(*tensors, causal=case.causal, scale=case.scale)
             return compare.tolerance(eager, self.output, tensors[0].dtype)
         eager = quantised.eager(*tensors, case.causal, case.scale, arithmetic)
-        dtype = torch.float8_e4m3fn if arithmetic == "e4m3" else tensors[0].dtype
+        dtype = torch.float8_e4m3fn if arithmetic == "e4m3" else TORCH_DTYPE[case.dtype]
         return compare.tolerance(eager, self.output, dtype)
 
     def check(self, actual: torch.Tensor, arithmetic: str) -> tuple[dict[str, object], str]:

@@ -13,37 +13,51 @@ from microsdpa.evidence.wording import provenance
 HEAD = [
     *("rung", "us", "rung before / this", "best torch / this", "TFLOP/s", "share of the floor"),
     *("registers", "shared KB", "CTAs an SM", "occupancy", "spilled B", "bank conflicts", "tensor instr.", "max error"),
+    "L4 by the roofline, not measured: us at least",
 ]
+BUILT_ON = {"ladder/10_fp8_scalar": "", "ladder/15_8bit_persistent": "ladder/13_8bit_cp_async"}
+"""The rung before, where it is not the one of the number before; the first with 8 bits has none."""
+EIGHT_BIT_NOTE = (
+    "\nRungs from 10 on take E4M3 codes with a scale a head; their errors are those against attention on what the codes"
+    " stand for, and the time of making codes is not in theirs. Hopper's `mma.sync` has no E4M3: the compiler turns"
+    " QMMA into conversions and HMMA there, so that these times say nothing of Ada.\n"
+)
+EIGHT_BITS = ("e4m3",)
 NOT_RECORDED = "*Not recorded yet: `microsdpa ladder --output benchmarks/results`, on a GPU, writes the result file.*\n"
 
 
 def columns(rows: list[Row], device: Device | None, best_us: float | None = None) -> list[list[str]]:
     """A header and one line a rung; cells of what a row does not have stay empty."""
     lines = [HEAD]
-    before: float | None = None
+    times = {row["kernel"]: row.get("median_us") for row in rows}
     for row in rows:
-        us = row.get("median_us")
+        us, before = row.get("median_us"), times.get(rung_before(row["kernel"], list(times)))
         timed = ["" for _ in range(5)]
         if us is not None:
-            limit = roofline.floor(_case(row), device) if device else None
+            limit = roofline.floor(_case(row), device, row["dtype"]) if device else None
             timed = [
                 f"{us:.2f}",
                 f"{before / us:.2f}x" if before else "",
-                f"{best_us / us:.2f}x" if best_us else "",
+                f"{best_us / us:.2f}x" if best_us and row["dtype"] not in EIGHT_BITS else "",
                 f"{row['tflops']:.1f}",
                 f"{limit.warm_us / us:.0%}" if limit else "",
             ]
         elif row.get("status", "ok") != "ok":
             timed[0] = row["status"]
-        before = us or before
         lines.append([row["kernel"], *timed, *_figures(row)])
     return lines
+
+
+def rung_before(rung: str, rungs: list[str]) -> str:
+    """The one of `rungs` that a rung adds an idea to; empty when there is none."""
+    at = rungs.index(rung)
+    return BUILT_ON.get(rung, rungs[at - 1] if at else "")
 
 
 def _figures(row: Row) -> list[str]:
     found: dict[str, Any] = row.get("figures") or {}
     if not found:
-        return [""] * 8
+        return [""] * 9
     conflicts = found["bank_conflicts"]
     error = row["error"]["max_abs"] if row.get("error") else found["emulated_error"]
     return [
@@ -53,9 +67,17 @@ def _figures(row: Row) -> list[str]:
         f"{found['occupancy']:.0%}",
         str(found["spill_bytes"]),
         "wmma: not modelled" if conflicts is None else f"{conflicts} of {found['bank_wavefronts']:,}",
-        found["tensor_instructions"],
+        _instructions(found),
         f"{error:.1e}",
+        f"{found['ada_least_us']:.1f}" if found.get("ada_least_us") else "",
     ]
+
+
+def _instructions(found: dict[str, Any]) -> str:
+    """Of the target, and those for sm_89 where they are others."""
+    here, ada = found["tensor_instructions"], found.get("ada_tensor_instructions") or ""
+    kinds = [{word for word in words.split() if word.isalpha()} for words in (here, ada)]
+    return here if not ada or kinds[0] == kinds[1] else f"{here} (sm_89: {ada})"
 
 
 def mission(result: Result) -> list[list[str]]:
@@ -92,10 +114,14 @@ def markdown(result: Result, options: dict[str, str], stale: set[str]) -> str:
         at = next((i for i, line in enumerate(lines) if line[0].startswith(f"ladder/{rung}_")), None)
         if at is None:
             return f"*Rung {rung} is not in the recorded run.*\n"
-        lines = [lines[0], *lines[max(1, at - 1) : at + 1]]
+        before = rung_before(lines[at][0], [line[0] for line in lines[1:]])
+        lines = [lines[0], *(line for line in lines[1:at] if line[0] == before), lines[at]]
     renamed = [[f"{cell} (stale)" if cell in stale else cell for cell in line] for line in lines]
     ruled = [renamed[0], ["---"] + ["---:"] * (len(renamed[0]) - 1), *renamed[1:]]
-    return "".join(f"| {' | '.join(line)} |\n" for line in ruled) + f"\n{provenance(result)}"
+    text = "".join(f"| {' | '.join(line)} |\n" for line in ruled)
+    has_eight_bits = any(row["dtype"] in EIGHT_BITS for row in _ours(result["rows"]))
+    note = EIGHT_BIT_NOTE if has_eight_bits and "rung" not in options else ""
+    return f"{text}{note}\n{provenance(result)}"
 
 
 def _ours(rows: list[Row]) -> list[Row]:
@@ -121,4 +147,4 @@ def _key(row: Row) -> str:
 def _case(row: Row) -> Case:
     s = row["shape"]
     mask = None if row["mask"] == "none" else row["mask"]
-    return Case(s["b"], s["h"], s["s_q"], s["s_k"], s["d"], heads_kv=s["h_kv"], dtype=row["dtype"], causal=mask)
+    return Case(s["b"], s["h"], s["s_q"], s["s_k"], s["d"], heads_kv=s["h_kv"], causal=mask)

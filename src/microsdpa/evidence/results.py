@@ -77,18 +77,11 @@ def read(path: Path) -> Result:
         ResultFileError: the file is no result of this schema version, or was changed after it was written.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        result = json.loads(text)
+        result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ResultFileError(f"{path}: expected a JSON result file; {error}") from error
-    _validate_text(text, str(path))
+    validate(result, str(path))
     return dict(result)
-
-
-@functools.lru_cache(maxsize=128)
-def _validate_text(text: str, name: str) -> None:
-    """Once for each text: a page may have many tables and plots of one file."""
-    validate(json.loads(text), name)
 
 
 def validate(result: object, name: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from microsdpa.evidence.devices import EXP2_PER_CLOCK, Device
 from microsdpa.evidence.inputs import Case
 
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "e4m3": 1, "int8": 1, "int8_fp8": 1, "int8_fp16": 1}
+ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "e4m3": 1, "int8": 1, "int8_fp8": 1, "int8_fp16": 1, "e4m3_fp16": 1}
 """Of Q, K, V and O at least: with 8 bits V and O may have 16."""
 
 
@@ -60,9 +60,9 @@ def flops(case: Case) -> int:
 
 
 def tensor_bytes(case: Case, arithmetic: str = "") -> int:
-    """Bytes of Q, K, V and O, each once; in 8 bits when the arithmetic is."""
+    """Bytes of Q, K, V and O, each once; in 8 bits when the arithmetic is, else as the case has them."""
     rows = 2 * case.heads * case.seqlen_q + 2 * case.kv_heads * case.seqlen_k
-    return case.batch * rows * case.head_dim * ELEMENT_BYTES[arithmetic or case.dtype]
+    return case.batch * rows * case.head_dim * ELEMENT_BYTES.get(arithmetic, ELEMENT_BYTES[case.dtype])
 
 
 def floor(case: Case, device: Device, arithmetic: str = "") -> Floor | None:

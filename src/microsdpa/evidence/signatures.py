@@ -58,6 +58,10 @@ def is_stale(row: Row, target: str) -> bool:
         if precision := row.get("precision"):
             now = of_precision(precision, row["shape"], row["inputs"], row["mask"], target)
             return any(row[name] != code for name, code in now.items() if name in row)
+        if operands := row.get("operands"):  # codes, as sdpa takes them
+            shared: dict[str, Any] = {"operands": operands, "key_block": 0, "target": target}
+            codes = EightBitProblem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
+            return bool(code_signature(choose(codes, row["requested"]).spec, target) != row["code_signature"])
         problem = Problem(
             **_sizes(row["shape"]),
             dtype=row["dtype"],

@@ -23,6 +23,9 @@ Advance = Callable[[str], None]
 Outcome = tuple[dict[int, list[results.Row]], str, str]
 """Rows by case, the implementation that ran last, how the process ended."""
 
+Job = tuple[list[int], dict[str, Any], str]
+"""Cases of a suite by index, what a process is told of them, and the variant of its rows."""
+
 OWN_PROCESS = "case"
 OWN_HEAD_DIM = "head_dim"
 ALONE = "alone"
@@ -32,11 +35,35 @@ MAX_WAITING = 16
 
 
 def run(
-    suite: Suite, modes: Sequence[str], impl: str, peers: str, advance: Advance = lambda message: None
+    suite: Suite,
+    modes: Sequence[str],
+    impl: str,
+    peers: str,
+    advance: Advance = lambda message: None,
+    waiting: list[Worker] | None = None,
 ) -> list[results.Row]:
-    """Measure a suite, in as many processes as the suite says; `advance` is told of every finished case."""
+    """Measure a suite, in as many processes as the suite says; `advance` is told of every finished case.
+
+    `waiting` are processes that have the first of its jobs() already.
+    """
+    todo = jobs(suite, modes, impl, peers)
+    rows: list[results.Row] = []
+    if waiting is None:
+        waiting = start_together([job for _, job, _ in todo[:MAX_WAITING]])
+    try:
+        for process, (group, job, variant) in enumerate(todo):
+            found = _measure_group(suite, group, job, (lambda message: None) if variant else advance, waiting)
+            rows += [row | {"process": process} | ({"variant": variant} if variant else {}) for row in found]
+    finally:
+        for worker in waiting:
+            worker.abandon()
+    return rows
+
+
+def jobs(suite: Suite, modes: Sequence[str], impl: str, peers: str) -> list[Job]:
+    """What each process of a suite has to do."""
     groups = _groups(suite)
-    jobs: list[tuple[list[int], dict[str, Any], str]] = []
+    found: list[Job] = []
     for names, chosen, variant in (
         (peers, list(modes), ""),
         ("none", [mode for mode in modes if mode in ON_DEVICE], ALONE),
@@ -48,17 +75,8 @@ def run(
             eight_bit = [] if variant else [index for index in group if suite.cases[index] in suite.eight_bit]
             cases = {str(index): asdict(suite.cases[index]) for index in group}
             job = {"modes": chosen, "impl": impl, "peers": names, "eight_bit": eight_bit, "cases": cases}
-            jobs.append((group, job | {"excluded": {}}, variant))
-    rows: list[results.Row] = []
-    waiting = start_together([job for _, job, _ in jobs[:MAX_WAITING]])
-    try:
-        for process, (group, job, variant) in enumerate(jobs):
-            found = _measure_group(suite, group, job, (lambda message: None) if variant else advance, waiting)
-            rows += [row | {"process": process} | ({"variant": variant} if variant else {}) for row in found]
-    finally:
-        for worker in waiting:
-            worker.abandon()
-    return rows
+            found.append((group, job | {"excluded": {}}, variant))
+    return found
 
 
 def _groups(suite: Suite) -> list[list[int]]:
@@ -146,9 +164,10 @@ class Worker:
         return done, self._running, f"{ending} ({last})" if last else ending
 
     def abandon(self) -> None:
-        """End a process that is not waited for."""
-        self._process.terminate()
-        self._end()
+        """End a process that is not waited for; one that has done its job has ended."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            self._end()
 
     def _give(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -28,6 +28,7 @@ class Implementation:
             host is no user's; else empty.
         op: what one call does: "sdpa", or "quantize+sdpa" when it quantises its 16-bit inputs itself.
         arithmetic: type of the matrix products, "e4m3" for example; empty for that of the inputs.
+        rounding: what its tolerance is derived from, as quantised.eager has it, where that is not its arithmetic.
         module: the module that the peer is imported from; empty when it comes with torch.
         package: what pip installs it as.
         configuration: one line for docs/measuring.md: how the peer is called.
@@ -38,6 +39,7 @@ class Implementation:
     where: Literal["", "host", "device"] = ""
     op: str = "sdpa"
     arithmetic: str = ""
+    rounding: str = ""
     module: ClassVar[str] = ""
     package: ClassVar[str] = ""
     configuration: ClassVar[str] = ""
@@ -64,6 +66,13 @@ class Implementation:
     def refuses(self, case: Case) -> str:
         """Why a case cannot be asked of it; empty when it can."""
         return ""
+
+    def stands_for(self, case: Case, tensors: Tensors) -> Tensors | None:
+        """The FP32 tensors that its operands stand for, where those are codes that the caller has; else None.
+
+        The output is then held against attention on these: what making the codes costs is no part of the call.
+        """
+        return None
 
     def context(self) -> contextlib.AbstractContextManager[object]:
         """Entered around every use of the bound calls."""

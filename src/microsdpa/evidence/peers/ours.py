@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import microsdpa
-from microsdpa import eight_bit
+from microsdpa import Quantized, eight_bit
 from microsdpa.eight_bit_launches import quantize_query_key_value, run_attention
 from microsdpa.evidence import signatures
 from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.peers import quantised
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain
-from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.specs.eight_bit import OPERANDS, Operands, eight_bit_family_named
 from microsdpa.specs.quantize import RECIPES
+
+WIDE_PROBABILITIES = ("ladder/10_fp8_scalar", "ladder/11_fp8_mma")
+"""Rungs on E4M3 codes that do not round P to E4M3, but to 16 bits or not at all."""
 
 
 def _options(case: Case) -> dict[str, Any]:
@@ -105,12 +110,80 @@ class MicrosdpaEightBit(Implementation):
         return attend
 
 
+@dataclass(frozen=True)
+class RungCodes:
+    """Q, K and V as a rung with 8-bit operands is measured with: E4M3, a scale a head."""
+
+    quantized: tuple[Quantized, Quantized, Quantized]
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> RungCodes:
+        """Codes of 16-bit tensors."""
+        query, key, value = (microsdpa.quantize(tensor, "e4m3", "head") for tensor in tensors)
+        return cls((query, key, value))
+
+    @property
+    def codes(self) -> Tensors:
+        """What sdpa takes."""
+        query, key, value = (one.codes for one in self.quantized)
+        return query, key, value
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """And its scales."""
+        return {f"{name}_scale": one.scale for name, one in zip("qkv", self.quantized, strict=True)}
+
+    def dequantized(self) -> Tensors:
+        """What the codes stand for, in FP32."""
+        query, key, value = (one.dequantize() for one in self.quantized)
+        return query, key, value
+
+
+class MicrosdpaRung(Implementation):
+    """microsdpa.sdpa on codes that were made before, by a rung of the ladder that takes such."""
+
+    name = "microsdpa"
+    arithmetic = "e4m3"
+
+    def __init__(self, impl: str) -> None:
+        self.impl = impl
+        self.rounding = f"{quantised.CODES}{'float16' if impl in WIDE_PROBABILITIES else 'e4m3'}"
+
+    @property
+    def version(self) -> str:
+        """Of this package."""
+        return microsdpa.__version__
+
+    def stands_for(self, case: Case, tensors: Tensors) -> Tensors | None:
+        """Its codes times their scales."""
+        return RungCodes.of(tensors).dequantized()
+
+    def identity(self, case: Case, tensors: Tensors) -> dict[str, object]:
+        """The kernel, and what its operands are."""
+        codes, options = self._call(case, tensors)
+        found = microsdpa.explain(*codes, **options)
+        return signatures.of_call(found, tensors[0]) | {"requested": self.impl, "operands": "fp8"}
+
+    def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
+        """The public call."""
+        codes, options = self._call(case, tensors)
+        sdpa = microsdpa.sdpa
+        return lambda: sdpa(*codes, out=out, **options)
+
+    def _call(self, case: Case, tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        made = RungCodes.of(tensors)
+        impl = self.impl if tensors[0].is_cuda else f"emulate:{self.impl}"
+        return made.codes, made.scales | _options(case) | {"impl": impl}
+
+
 def _impl(tensors: Tensors) -> str:
     return "auto" if tensors[0].is_cuda else "emulate"
 
 
 def ours(impl: str) -> list[Implementation]:
     """Every way to call this library that is measured; those with 8 bits have an `arithmetic`."""
+    if eight_bit_family_named(impl):
+        return [MicrosdpaRung(impl)]
     ways = [(write_out, prepared) for prepared in (False, True) for write_out in (False, True)]
     found: list[Implementation] = [Microsdpa(impl, write_out, prepared) for write_out, prepared in ways]
     return found + [MicrosdpaEightBit(precision, codes) for precision in OPERANDS for codes in (False, True)]

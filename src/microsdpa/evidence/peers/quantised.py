@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 E4M3_MAX = 448.0
+CODES = "codes, "
+"""Before the type that P is rounded to, in the name of an arithmetic whose Q, K and V are codes already."""
 SCORES_AT_ONCE = 2**27
 
 
@@ -47,14 +49,15 @@ def eager(
 
     query is [B, H, S_q, D], key and value [B, H_kv, S_k, D]. "e4m3" rounds Q, K, V, P and O to E4M3 with one scale a
     tensor; "int8" rounds Q and K to 8-bit integers with one scale a tensor, and P, V and O to FP16; "int8_fp16" is the
-    same, and "int8_fp8" rounds P and V to E4M3.
+    same, and "int8_fp8" rounds P and V to E4M3. "codes, e4m3" and "codes, float16" take Q, K and V as what codes stand
+    for: P alone is rounded, and O to FP16.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k, group = key.shape[2], heads // key.shape[1]
-    round_qk = _rounded_e4m3 if arithmetic == "e4m3" else _rounded_int8
+    are_codes, e4m3_probabilities = arithmetic.startswith(CODES), arithmetic.endswith(("e4m3", "fp8"))
+    round_qk = torch.Tensor.float if are_codes else _rounded_e4m3 if arithmetic == "e4m3" else _rounded_int8
     q, k = round_qk(query), round_qk(key)
-    e4m3_values = arithmetic in ("e4m3", "int8_fp8")
-    v = _rounded_e4m3(value) if e4m3_values else value.float()
+    v = _rounded_e4m3(value) if e4m3_probabilities and not are_codes else value.float()
     factor = head_dim**-0.5 if scale is None else scale
     diagonal = seqlen_k - seqlen_q if causal == "lower_right" else 0
     out = torch.empty(batch, heads, seqlen_q, head_dim, device=query.device)
@@ -73,7 +76,7 @@ def eager(
                 total = exponentials.sum(dim=1, keepdim=True)
                 rounded = (
                     (exponentials * E4M3_MAX).to(torch.float8_e4m3fn).float() / E4M3_MAX
-                    if e4m3_values
+                    if e4m3_probabilities
                     else exponentials.half().float()
                 )
                 out[b, h, first:last] = (rounded @ v[b, h // group] / total).nan_to_num(0.0)

@@ -9,6 +9,7 @@ from microsdpa.evidence import roofline
 from microsdpa.evidence.devices import DEVICES, Device
 from microsdpa.evidence.environment import gpu_slug
 from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.ladder_table import rung_before
 from microsdpa.evidence.plots.figure import OURS, PEER_COLOURS, Plot, finish, new_figure, series_colours
 from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.wording import provenance, quoted_us
@@ -111,20 +112,20 @@ def ladder(results: Results) -> Plot:
     """Every rung of the ladder at the mission shape."""
     name, title = "ladder", "The ladder at the mission shape: each rung adds one idea"
     result = results.get("ladder")
-    ours = [row for row in _rows(result, shape=MISSION, mask="none", dtype="float16") if row["kernel"]]
+    rows = _rows(result, shape=MISSION, mask="none", inputs="float16") or _rows(result, shape=MISSION, mask="none")
+    ours = [row for row in rows if row["kernel"]]
     best = {row["kernel"]: quoted_us(row) for row in sorted(ours, key=quoted_us, reverse=True)}
     rungs = sorted(kernel for kernel in best if kernel.startswith("ladder/"))
     others = sorted((kernel for kernel in best if not kernel.startswith("ladder/")), key=lambda k: -best[k])
     if not rungs or result is None:
         return _missing(name, title, "ladder")
     entries: list[Bar] = []
-    before = None
-    for kernel in [*rungs, *others]:
-        gain = f"  ({before / best[kernel]:.2f}x)" if before else ""
-        entries.append((kernel, best[kernel], None, gain))
-        before = best[kernel]
+    names = [*rungs, *others]
+    for kernel in names:
+        before = best.get(rung_before(kernel, names))
+        entries.append((kernel, best[kernel], None, f"  ({before / best[kernel]:.2f}x)" if before else ""))
     figure, axes = new_figure(7.2, 0.36 * len(entries) + 0.9)
-    _bars(axes[0, 0], entries, "microseconds a call in a graph (gain over the bar above)")
+    _bars(axes[0, 0], entries, "microseconds a call in a graph (gain over the rung before)")
     return finish(figure, name, title, f"Lower is better. {_source(result)}", entries)
 
 
