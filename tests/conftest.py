@@ -9,8 +9,9 @@ import pytest
 
 from microsdpa.runtime import launcher
 
-# One cache for the whole run and its subprocesses, and never the user's.
-os.environ["MICROSDPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="microsdpa-tests-")
+# One cache for the whole run, its workers and subprocesses, and never the user's.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["MICROSDPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="microsdpa-tests-")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs import KernelSpec
+from microsdpa.specs import KernelSpec, eight_bit
+from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
 from microsdpa.specs.quantize import RECIPES
 
@@ -25,11 +27,11 @@ CASES = [
     Case(1, 1, 133, 70, 128, dtype="bfloat16", causal="lower_right"),
 ]
 MANY_HEADS = [
-    Case(2, 64, 5, 70, 32, heads_kv=8, causal="upper_left"),
-    Case(1, 120, 9, 130, 64, heads_kv=4, causal="lower_right"),
-    Case(4, 32, 20, 40, 128),
+    Case(2, 4, 5, 70, 32, heads_kv=2, causal="upper_left"),
+    Case(1, 6, 9, 130, 64, heads_kv=2, causal="lower_right"),
+    Case(2, 2, 20, 40, 128),
 ]
-"""Rung 14 takes larger tiles where they fill the chip, a CTA of rung 15 several of them."""
+"""Rung 14 takes larger tiles where they fill the chip, here one of two SMs; a CTA of rung 15 takes several."""
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -93,6 +95,12 @@ def test_every_rung_against_what_the_codes_stand_for(rung: str, case: Case) -> N
     assert torch.equal(lse, lse_again)
 
 
+@pytest.fixture
+def two_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bit, "chip_of", lambda target: replace(chip_of(target), sms=2))
+
+
+@pytest.mark.usefixtures("two_sms")
 @pytest.mark.parametrize("case", MANY_HEADS, ids=str)
 def test_tiles_for_many_heads(case: Case) -> None:
     for rung in ("ladder/14", "ladder/15"):
@@ -216,7 +224,8 @@ def test_errors_do_not_grow_with_length() -> None:
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("operands", OPERANDS)
-@pytest.mark.parametrize(("rung", "heads"), [("ladder/13", 1), ("ladder/14", 1), ("ladder/14", 120)])
+@pytest.mark.parametrize(("rung", "heads"), [("ladder/13", 1), ("ladder/14", 1), ("ladder/14", 4)])
+@pytest.mark.usefixtures("two_sms")
 def test_no_bank_conflicts_and_every_product_on_tensor_cores(
     rung: str, heads: int, operands: Operands, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

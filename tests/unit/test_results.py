@@ -191,6 +191,8 @@ def test_a_row_whose_kernel_changed_is_marked_stale(checkout: Path, monkeypatch:
 
 def test_instructions_are_stale_when_the_emulator_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = results.read(RESULTS / "h200/instructions.json")
+    known = {probe.spec.name for probe in probes.PROBES}  # a row of a probe that is no more is stale in any case
+    recorded["rows"] = [row for row in recorded["rows"] if row["kernel"] in known]
     monkeypatch.setattr(probes, "code_signature", lambda spec, target: "code")
     monkeypatch.setattr("microsdpa.emulate.build.source_signature", lambda spec: "emulator")
     for row in recorded["rows"]:

@@ -77,11 +77,18 @@ def read(path: Path) -> Result:
         ResultFileError: the file is no result of this schema version, or was changed after it was written.
     """
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        result = json.loads(text)
     except (OSError, ValueError) as error:
         raise ResultFileError(f"{path}: expected a JSON result file; {error}") from error
-    validate(result, str(path))
+    _validate_text(text, str(path))
     return dict(result)
+
+
+@functools.lru_cache(maxsize=128)
+def _validate_text(text: str, name: str) -> None:
+    """Once for each text: a page may have many tables and plots of one file."""
+    validate(json.loads(text), name)
 
 
 def validate(result: object, name: str) -> None:

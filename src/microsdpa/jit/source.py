@@ -53,6 +53,7 @@ _TOKEN = re.compile(
 )
 
 
+@functools.lru_cache(maxsize=64)
 def tokens(expanded: str) -> str:
     """What the compiler makes of a source: its tokens, one space apart, without comments, layout and #line directives.
 
