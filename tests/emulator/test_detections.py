@@ -190,6 +190,18 @@ def test_it_is_refused_in_every_schedule(tmp_path: Path, name: str) -> None:
         assert caught.value.problem.startswith("block 0")
 
 
+@pytest.mark.parametrize(("released", "message"), [(24, ""), (32, r"deadlock.*setmaxnreg\.inc")])
+def test_registers_come_from_what_the_block_was_launched_with(tmp_path: Path, released: int, message: str) -> None:
+    """384 threads have 168 each, 64,512 in all: an H200 hangs where 65,536 are claimed."""
+    body = f"  if (threadIdx.x < 128) release_registers<{released}>(); else claim_registers<240>();"
+    said = ""
+    try:
+        run_inline(KERNEL % body, tmp_path, 384)
+    except EmulationError as error:
+        said = error.problem
+    assert re.search(message, said, re.DOTALL) if message else not said
+
+
 ALLOWED = {
     "a barrier": (SHARED + "s[threadIdx.x] = p.in[threadIdx.x];\n  __syncthreads();\n  p.out[threadIdx.x] = s[63 - threadIdx.x];", lambda i: 63 - i),
     "a warp barrier": (SHARED + "s[threadIdx.x] = p.in[threadIdx.x];\n  __syncwarp();\n  p.out[threadIdx.x] = s[threadIdx.x ^ 31];", lambda i: i ^ 31),

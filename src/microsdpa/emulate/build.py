@@ -148,7 +148,6 @@ def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "") -> Library:
     key = _digest([cache_version(), text, *_environment()])
     with _lock:
         _runtime()
-        _precompiled()
         building = _building.setdefault(key, threading.Lock())
     with building:  # threads that want the same kernel build it once, others build theirs beside it
         if key not in _loaded:
@@ -220,7 +219,8 @@ def runtime() -> ctypes.CDLL:
 def _compile_kernel(name: str, text: str, directory: Path) -> Path:
     source, unit, library = (directory / file for file in ("kernel.cc", "kernel.o", "kernel.so"))
     source.write_text(text, encoding="utf-8")
-    precompiled = _precompiled()
+    with _lock:
+        precompiled = _precompiled()
     first = () if precompiled is None else (f"-I{precompiled}",)
     command = [compiler(), *_kernel_flags(), *first, *_include_flags(), "-include", "device.h"]
     _run([*command, "-c", str(source), "-o", str(unit)], f"{name} for the emulator", text)
@@ -272,8 +272,9 @@ def _materialize(key: str, build: object, source: str, name: str, binary: str = 
     directory = Path(_process_directory().name) / key
     directory.mkdir(exist_ok=True)
     path = directory / store.binary
-    path.write_bytes(entry.cubin)
-    return path
+    staged = directory / f"{store.binary}-{threading.get_ident()}"
+    staged.write_bytes(entry.cubin)
+    return staged.replace(path)
 
 
 @functools.cache

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from microsdpa.problem import capability_of
 from microsdpa.runtime.launcher import load_kernel
 from microsdpa.specs import TensorMap
 
+PARAMS = "microsdpa::ProbeParams"
+
 
 class ProbeParams(ctypes.Structure):
     """ProbeParams of cuda/probes/instructions.cu."""
@@ -40,7 +44,7 @@ def run_emulated(probe: Probe, words: Words, schedule: Schedule | None = None) -
     """The probe's outputs in the emulator."""
     out = torch.full((len(words), probe.words_out), -1, dtype=torch.int32)
     emulate(
-        build.load(probe.spec, params="microsdpa::ProbeParams"),
+        build.load(probe.spec, params=PARAMS),
         lambda at: ProbeParams(at["query"], at["out"]),
         {"query": (probe.seen(words), False), "out": (probe.seen(out), True)},
         grid=(probe.blocks, 1, 1),
@@ -139,9 +143,11 @@ def is_stale(row: results.Row, target: str) -> bool:
 def compare_all(target: str, advance: Callable[[str], None] = lambda message: None) -> list[results.Row]:
     """Rows of every probe that `target` has: the emulator's distance from the GPU, and whether it is allowed."""
     rows = []
-    for probe in PROBES:
-        if capability_of(target) < capability_of(probe.target):
-            continue
+    chosen = [probe for probe in PROBES if capability_of(target) >= capability_of(probe.target)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # one after another they take a minute
+        list(pool.map(lambda probe: build.load(probe.spec, params=PARAMS), chosen))
+        list(pool.map(lambda probe: compile_kernel(probe.spec, target), chosen))
+    for probe in chosen:
         words = inputs(probe)
         late, early = (run_emulated(probe, words, Schedule(1, late)) for late in (True, False))
         found = distance(probe, words, late, run_on_gpu(probe, words, target))

@@ -63,11 +63,12 @@ void Processor::run_cluster(std::int64_t cluster) {
   run_ahead_ = random() % 2;  // one warp as far as it gets, or all of them mixed
   chosen_warp_ = -1;
   live_ = threads();
-  const int registers = std::min(65536 / launch.threads / 8 * 8, 248);
+  // What ptxas gives the threads of a kernel that moves registers between whole warpgroups: at most an equal share.
+  const int registers = std::min(65536 / ((launch.threads + 127) / 128 * 128) / 8 * 8, 256);
   for (Cta& cta : ctas_) {
     cta = {};
     cta.live = launch.threads;
-    cta.registers_left = 65536 - registers * launch.threads;
+    cta.registers_left = 0;  // what the shares leave over belongs to no one
     cta.issued.resize(static_cast<std::size_t>(launch.threads + 127) / 128);
   }
   for (Warp& warp : warps_) {
