@@ -24,7 +24,7 @@ def test_the_gates_hold_for_the_mission_shape_with_outliers() -> None:
     rows = [accuracy.as_row(one, "sm_89") for one in measured]
     head, *lines = accuracy.codes_lines(results.make("accuracy", "microsdpa accuracy", rows))
     assert [line[0] for line in lines] == [f'`precision="{p}"`' for p in OPERANDS]
-    assert lines[0][2].endswith("%")
+    assert lines[0][1].endswith("%")
     assert len(head) == len(lines[0])
 
 

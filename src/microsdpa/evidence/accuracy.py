@@ -264,10 +264,11 @@ def codes_lines(result: results.Result) -> list[list[str]]:
     rows = [row for row in _synthetic(result) if row["shape"]["s_q"] == MISSION_ROWS and row.get("on_codes")]
     if not rows:
         return [["precision"]]
-    lines = [["on what the codes stand for", *(f"{kind}: max abs / rel. L1, share of the bound" for kind in KINDS)]]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    lines = [["on what the codes stand for", *(f"{kind}: max abs / rel. L1, share of the bound" for kind in kinds)]]
     for precision in dict.fromkeys(row["dtype"] for row in rows):
         found = {row["kind"]: row["on_codes"] for row in rows if row["dtype"] == precision}
-        cells = [f"{found[k]['max_abs']:.4f} / {found[k]['rel_l1']:.4f}, {found[k]['share']:.0%}" for k in KINDS]
+        cells = [f"{found[k]['max_abs']:.4f} / {found[k]['rel_l1']:.4f}, {found[k]['share']:.0%}" for k in kinds]
         lines.append([f'`precision="{precision}"`', *cells])
     return lines
 
