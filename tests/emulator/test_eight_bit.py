@@ -35,6 +35,11 @@ MANY_HEADS = [
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def test_every_family_is_tested() -> None:
+    """Here, and hopper/fwd_throughput_fp8 in test_hopper_fp8.py."""
+    assert {f.short_name for f in EIGHT_BIT_FAMILIES} == {*RUNGS, "hopper/fwd_throughput_fp8"}
+
+
 def codes_of(tensors: Tensors, block: int = 16) -> tuple[Quantized, Quantized, Quantized]:
     query, key, value = tensors
     return (

@@ -16,6 +16,7 @@ from microsdpa.evidence.probes import distance, inputs, run_emulated
 from microsdpa.evidence.verify import check
 from microsdpa.problem import Problem
 from microsdpa.select import select
+from microsdpa.specs import FAMILIES
 
 SHAPES = [(1, 2, 37, 45), (2, 1, 5, 70), (1, 1, 33, 9)]
 CASES = [
@@ -30,6 +31,13 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_scalar_kernel_is_right_in_two_schedules(case: Case) -> None:
     assert check(case, "cpu", "emulate:ladder/01").failure == ""
+
+
+@pytest.mark.parametrize("family", [f.name for f in FAMILIES if not f.name.startswith("ladder/")])
+def test_every_production_kernel_is_right_in_two_schedules(family: str) -> None:
+    """Whatever is registered; test_ladder.py has the rungs, and test_eight_bit.py what has 8-bit operands."""
+    for case in (Case(1, 2, 37, 45, 64, causal="lower_right"), Case(1, 1, 70, 133, 128, dtype="bfloat16")):
+        assert check(case, "cpu", f"emulate:{family}").failure == ""
 
 
 def test_grouped_heads_and_views() -> None:
