@@ -16,7 +16,7 @@ from microsdpa.arguments import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ceilings, profile, suites, verify_eight_bit, verify_torch
+from microsdpa.evidence import accuracy, ceilings, profile, suites, verify_codes, verify_eight_bit, verify_torch
 from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import report as report_page
@@ -166,7 +166,8 @@ def verify(
         if precision not in ("all", *OPERANDS):
             raise typer.BadParameter(f"precision: expected all or one of {', '.join(OPERANDS)}, got {precision!r}")
         with progress() as bars:
-            step = verify_eight_bit.step(precision, bars, impl, ptx)
+            whole = precision == "all" and impl == "auto"
+            step = verify_eight_bit.step(precision, bars, impl, ptx, verify_codes.parts if whole else lambda _: [])
         _finish([step], as_json)
     with progress() as bars:
         step = reproduction.verify_step(bars, impl, output, _command(), ptx=ptx)

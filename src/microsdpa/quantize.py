@@ -137,7 +137,7 @@ def scales(values: torch.Tensor, code: Code, granularity: Granularity, block: in
         largest = padded.view(batch, heads, -1, block * values.shape[3]).amax(dim=3)
     else:
         largest = magnitude.amax(dim={"tensor": (0, 1, 2, 3), "head": (2, 3), "channel": (2,)}[granularity])
-    scale = largest / LARGEST[code]
+    scale = largest / largest.new_full((), LARGEST[code])  # by a number, torch multiplies with its inverse on CUDA
     return scale.where(scale != 0.0, 1.0)
 
 

@@ -318,6 +318,21 @@ def test_our_8_bit_calls_are_checked_timed_and_signed(precision: Operands, monke
 
 
 @pytest.mark.usefixtures("on_a_pretended_h200")
+@pytest.mark.parametrize("rung", ["ladder/11_fp8_mma", "ladder/15_8bit_persistent"])
+def test_a_rung_with_8_bits_is_timed_on_codes(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "prepare", lambda mode, calls: FakeRunner())
+    bench = CaseBench(SMALL, device="cpu")
+    bench.rehearse(ours(rung))
+    row, empty = bench.run(ours(rung), ["graph"])
+    assert (row["status"], row["reason"], empty["op"]) == ("ok", "", "empty")
+    assert (row["kernel"], row["requested"], row["dtype"], row["op"]) == (rung, rung, "e4m3", "sdpa")
+    assert row["operands"] == "fp8"
+    assert 0 < row["error"]["rel_l1"] < (0.03 if "15" in rung else 0.001)
+    assert not signatures.is_stale(row, "sm_89")
+    results.validate(json.loads(json.dumps(results.make("ladder", "microsdpa ladder", [row, empty]))), "test")
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
 def test_a_head_dimension_that_8_bits_lack_is_a_refusal() -> None:
     rows = CaseBench(Case(1, 1, 8, 8, 48), device="cpu").run(ours("auto")[-1:], ["graph"])
     assert rows[0]["status"] == "unavailable"

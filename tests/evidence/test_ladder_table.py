@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from microsdpa.evidence import ada, compare, ladder, ladder_table, render, results, signatures
+from microsdpa.evidence import ada, compare, ladder, ladder_table, render, results, signatures, worker
 from microsdpa.evidence.devices import named
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, ours
 from microsdpa.evidence.roofline_page import ladder_times
-from microsdpa.evidence.suites import load
+from microsdpa.evidence.suites import Suite, load
 from microsdpa.jit.signature import code_signature
 from microsdpa.runtime import launcher
 
@@ -106,6 +108,48 @@ def test_a_table_shows_the_columns_of_the_peers_that_are_named(tmp_path: Path) -
     head, line = render.timing_lines(result() | {"rows": rows}, "graph", peers=["torch-flash"])
     assert head[1:] == ["microsdpa", "torch FLASH", "best peer / microsdpa"]
     assert line[1:] == ["3.00", "10.00", "3.00x"]  # of the best of all peers
+
+
+def test_on_a_gpu_every_rung_has_a_process_and_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names, ended = ["ladder/04_mma_sync", "ladder/13_8bit_cp_async"], []
+
+    class Process:
+        def __init__(self, job: dict[str, Any]) -> None:
+            self.job = job
+            assert len(job["eight_bit"]) == (7 if job["impl"] == names[1] else 0)
+
+        def wait_until_ready(self) -> None:
+            assert self.job["modes"] == ["graph"]
+
+        def abandon(self) -> None:
+            ended.append(self.job["impl"])
+
+    def run(suite: Suite, modes: list[str], impl: str, peers: str, waiting: list[Any]) -> list[results.Row]:
+        assert waiting[0].job == worker.jobs(suite, modes, impl, peers)[0][1]
+        rows = []
+        for case in suite.cases:
+            dtype = "e4m3" if impl == names[1] else "float16"
+            fields = {"median_us": 9.0, "min_us": 9.0, "samples_us": [9.0], "tflops": 1.0, "version": "1"}
+            common = fields | {"error": ERROR, "inputs": "float16"}
+            rows += [results.row(case, **common, kernel=impl, dtype=dtype)]
+            rows += [results.row(case, **common, impl="torch FLASH"), results.row(case, **fields, op="empty")]
+        return rows
+
+    monkeypatch.setattr(ladder, "rungs", lambda target: names)
+    monkeypatch.setattr(ladder, "launcher", SimpleNamespace(device_error=lambda: None))
+    monkeypatch.setattr(ladder.torch.cuda, "get_device_capability", lambda: (8, 9))
+    monkeypatch.setattr(ladder.worker, "Worker", Process)
+    monkeypatch.setattr(ladder.worker, "run", run)
+    step = ladder.step(output=tmp_path)
+    assert step.status == "passed"
+    assert ended == [*names, "auto"]
+    (path,) = tmp_path.glob("*/ladder.json")
+    rows = results.read(path)["rows"]
+    assert [row["kernel"] for row in rows] == [names[0]] * 7 + [names[1]] * 7 + [None] * 7
+    assert [row["kernel"] for row in rows if "figures" in row] == [names[0]] * 2 + [names[1]] * 2  # causal, too
+    assert len(step.table) == 3
+    text = ladder_table.markdown(results.read(path), {}, set())
+    assert "QMMA into conversions and HMMA" in text
 
 
 @pytest.mark.skipif(launcher.device_error() is None, reason="this machine has a GPU")

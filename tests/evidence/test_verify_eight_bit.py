@@ -7,8 +7,9 @@ import torch
 
 from microsdpa import eight_bit, eight_bit_launches
 from microsdpa.errors import InvalidArgument
-from microsdpa.evidence import verify_eight_bit
+from microsdpa.evidence import verify_codes, verify_eight_bit
 from microsdpa.evidence.inputs import Case
+from microsdpa.quantize import encode
 from microsdpa.specs.eight_bit import OPERANDS, Operands
 
 CASES = [case for case in verify_eight_bit.cases() if case.seqlen_q * case.seqlen_k <= 10_000]
@@ -39,6 +40,35 @@ def test_a_kernel_can_be_named_and_ptx_needs_a_gpu(monkeypatch: pytest.MonkeyPat
         verify_eight_bit.step("fp8", kernel="ladder/07")
     monkeypatch.setattr(verify_eight_bit.launcher, "device_error", lambda: "no GPU")
     assert verify_eight_bit.step("fp8", ptx="sm_89").summary == "PTX needs a GPU to run on: no GPU"
+
+
+def test_parts_pass_in_the_emulator_and_what_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = verify_codes.parts("cpu")
+    names = [name for name, _ in parts]
+    assert len(names) == len(set(names))
+    assert {name.split()[0].split("_")[0].rstrip(",") for name in names} >= {"quantize", "FP8", "all", "ladder/15"}
+    quick = [(name, check) for name, check in parts if "ladder" not in name or ("ladder/15" in name and "d32" in name)]
+    monkeypatch.setattr(verify_eight_bit, "cases", lambda: [Case(1, 1, 5, 9, 32)])
+    step = verify_eight_bit.step("int8_fp8", parts=lambda device: quick)
+    assert step.status == "passed", step.sections
+    assert step.summary.endswith(f"; {len(quick)} of {len(quick)} quantisers, products and rungs on codes")
+
+    monkeypatch.setattr(verify_codes, "MOST_RAW", 1e-5)
+    scores = verify_codes.fp8_products.scores
+    monkeypatch.setattr(verify_codes.fp8_products, "scores", lambda *a: 1.01 * scores(*a))
+    monkeypatch.setattr(verify_codes, "encode", lambda y, code: encode(y + 9, code))
+    found = {name: check() for name, check in verify_codes.parts("cpu") if "Q K^T" in name or "all codes" in name}
+    assert all(found.values())
+    assert found["FP8 Q K^T 4 x 8 x 64 scaled by 1"].endswith("1e-05 allowed")
+    wrong = verify_eight_bit.step("int8_fp8", parts=lambda device: [("one", lambda: "off"), ("two", lambda: "")])
+    assert wrong.status == "failed"
+    assert wrong.sections[0][1][1:] == [["one", "off"], ["two", "passed"]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", verify_codes.parts("cuda"), ids=lambda part: part[0])
+def test_parts_pass_on_a_gpu(part: verify_codes.Part) -> None:
+    assert part[1]() == ""
 
 
 def test_another_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,10 +162,17 @@ def computed_by(kernel: str, case: Case, precision: Operands) -> bool:
     return isinstance(family.specify(problem), KernelSpec)
 
 
-def step(precision: str, progress: Progress = no_progress, kernel: str = "auto", ptx: str | None = None) -> Step:
+def step(
+    precision: str,
+    progress: Progress = no_progress,
+    kernel: str = "auto",
+    ptx: str | None = None,
+    parts: Callable[[str], list[tuple[str, Callable[[], str]]]] = lambda device: [],
+) -> Step:
     """Every case with one precision, or with "all" of them, on the GPU when there is one, else in the emulator.
 
-    With `ptx`, a target such as "sm_89", the GPU runs what its driver makes of that target's PTX.
+    With `ptx`, a target such as "sm_89", the GPU runs what its driver makes of that target's PTX. `parts` of all this
+    are checked first: names, and checks that say why one fails.
 
     Raises:
         InvalidArgument: no 8-bit kernel is called `kernel`.
@@ -178,7 +185,12 @@ def step(precision: str, progress: Progress = no_progress, kernel: str = "auto",
     device = "cpu" if reason else "cuda"
     everything = [(case, p) for p in OPERANDS if precision in (p, "all") for case in cases()]
     chosen = [(case, p) for case, p in everything if computed_by(kernel, case, p)]
-    advance = progress("verify", len(chosen))
+    beside = parts(device)
+    advance = progress("verify", len(chosen) + len(beside))
+    found = {}
+    for name, check_part in beside:
+        found[name] = check_part()
+        advance(name)
     outcomes = []
     for case, p in chosen:
         outcomes.append(check(case, p, device, kernel))
@@ -193,4 +205,10 @@ def step(precision: str, progress: Progress = no_progress, kernel: str = "auto",
     summary = f"{len(outcomes) - len(failed)} of {len(outcomes)} cases with 8-bit operands passed {where}"
     if len(chosen) < len(everything):
         summary += f"; {kernel} does not compute the other {len(everything) - len(chosen)}"
-    return Step("verify", "failed" if failed else "passed", summary, table)
+    if not beside:
+        return Step("verify", "failed" if failed else "passed", summary, table)
+    wrong = [name for name, why in found.items() if why]
+    summary += f"; {len(beside) - len(wrong)} of {len(beside)} quantisers, products and rungs on codes"
+    lines = [["part", "outcome"], *([name, why or "passed"] for name, why in found.items())]
+    sections = [("Quantisers, products and rungs on codes", lines)]
+    return Step("verify", "failed" if failed or wrong else "passed", summary, table, sections)
