@@ -71,3 +71,22 @@ def test_rows_of_one_cta_may_overflow_alone(owner: int) -> None:
     eager = reference.eager(query, key, value)
     for got, exact, plain in zip((out, lse), expected, eager, strict=True):
         assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))
+
+
+def test_a_hidden_key_may_be_no_number() -> None:
+    """S begins with the mask, to which the product of such a key would be added."""
+    case = Case(1, 1, 64, 256, 64, causal="upper_left")
+    query, key, value = make(case)
+    expected = reference.oracle(query, key, value, causal=case.causal)
+    eager = reference.eager(query, key, value, causal=case.causal)
+    key[:, :, 64:] = torch.nan  # keys that no query sees, of another tile
+    key[:, :, 63] = torch.inf  # and one that the last query sees
+    problem = Problem(1, 1, 1, 64, 256, 64, case.dtype, causal=case.causal, target="sm_90a")
+    spec = specification(problem, configuration(problem, PAIR))
+    out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
+    run.attention(spec, problem, query, key, value, out, lse, None, schedule=Schedule(0, late=True))
+    for got, exact, plain in zip((out, lse), expected, eager, strict=True):
+        seen = slice(0, 63)
+        assert compare.tolerance(plain[:, :, seen], exact[:, :, seen], got.dtype).admits(
+            compare.measure(got[:, :, seen], exact[:, :, seen])
+        )

@@ -10,6 +10,7 @@ import pytest
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions
 from microsdpa.problem import Causal, DType, Problem
+from microsdpa.specs import hopper
 from microsdpa.specs.hopper_throughput import CANDIDATES, Tiles, specification
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
@@ -36,3 +37,15 @@ def test_no_product_of_fwd_throughput_is_serialised(
         candidate.block_n // 16 if candidate.overlap else 0
     )
     assert counts["USETMAXREG"] == 2
+
+
+@pytest.mark.parametrize("causal", [None, "upper_left"])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 100), (64, 512), (64, 500), (128, 256)])
+def test_no_product_of_fwd_latency_on_resident_tiles_is_serialised_or_waited_for_early(
+    head_dim: int, keys: int, cluster: int, causal: str | None
+) -> None:
+    problem = Problem(1, 8, 8, 512, keys, head_dim, "float16", causal=cast("Causal | None", causal))
+    kernel = compile_kernel(hopper.specification(problem, hopper.configuration(problem, cluster)), "sm_90a")
+    assert "C75" not in kernel.log
+    assert not kernel.resources.uses_local_memory

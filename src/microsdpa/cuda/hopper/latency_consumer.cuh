@@ -9,6 +9,7 @@
 #include "../ptx/tma.cuh"
 #include "../ptx/warp_role.cuh"
 #include "../ptx/wgmma.cuh"
+#include "latency_mask.cuh"
 #include "latency_merge.cuh"
 #include "latency_shared.cuh"
 
@@ -38,6 +39,10 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
   static constexpr int QUADRUPLES = Base::QUADRUPLES;
   // The last tile's probabilities are made for the peer's rows first.
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
+  // S begins with the mask instead of 0, which is written while the first keys are on their way.
+  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2);
+  // The first tile's S comes in two halves; the reference is found in one while the other is computed.
+  static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD);
 
   const TensorMap& key_map;
   const TensorMap& value_map;
@@ -66,18 +71,23 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     }
   }
 
-  // Starts S of a round.
+  // Starts S of a round, added to what is there when it is BEGUN, in PARTS groups of consecutive keys.
+  template <bool BEGUN = false, int PARTS = 1>
   __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2], int round) {
+    constexpr int KEYS = BLOCK_N / PARTS;
     const int stage = round % STAGES;
     const uint64 key = matrix_descriptor(shared.key[warpgroup][stage], 16, 8 * PANEL * sizeof(T), Swizzle::BYTES_128);
     mbarrier_wait(shared.key_loaded[warpgroup][stage], round / STAGES % 2);
-    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < HEAD_DIM / 16; ++step) {
-      const int offset = step / 4 * BLOCK_N * PANEL + step % 4 * 16;
-      wgmma<T, BLOCK_N>(s, query[step], advance(key, offset * sizeof(T)), step > 0);
+    for (int part = 0; part < PARTS; ++part) {
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 16; ++step) {
+        const int offset = step / 4 * BLOCK_N * PANEL + step % 4 * 16 + part * KEYS * PANEL;
+        wgmma<T, KEYS>(part_of<PARTS>(s, part), query[step], advance(key, offset * sizeof(T)), BEGUN || step > 0);
+      }
+      wgmma_commit();
     }
-    wgmma_commit();
   }
 
   // Adds P V of 16-key steps FIRST to LAST - 1 to `output`, which begins with them unless `begun`. The first of several
@@ -98,26 +108,11 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     wgmma_commit();
   }
 
-  // Keys that a row does not see get -inf.
+  __device__ __forceinline__ TileMask<CLUSTER, CAUSAL> mask_of(int round) const {
+    return {params, fragment, work.first_row, work.template first_key<CLUSTER>(round, warpgroup)};
+  }
   __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) const {
-    if constexpr (MASKED) {
-      const int first_key = work.template first_key<CLUSTER>(round, warpgroup);
-      const int keys = params.seqlen_k - first_key;
-      const int first_visible = CAUSAL ? work.first_row + params.diagonal - first_key + 1 : BLOCK_N;
-      if (min(keys, first_visible) >= BLOCK_N) return;
-      const int column = 2 * fragment.quad_lane();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int visible = CAUSAL ? min(keys, first_visible + fragment.tile_row(half)) : keys;
-#pragma unroll
-        for (int n = 0; n < BLOCK_N / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            if (8 * n + column + e >= visible) s[4 * n + 2 * half + e] = negative_infinity();
-          }
-        }
-      }
-    }
+    if constexpr (MASKED) mask_of(round).apply(s);
   }
 
   // The largest scores of the thread's rows among the first KEYS of a tile, scaled, or what they were before.
@@ -202,12 +197,32 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     float s[2][BLOCK_N / 2];
     uint32 p[2][STEPS][4];
     sum[0] = sum[1] = 0.0f;
-    score(s[0], 0);
-    wgmma_wait<0>();
-    wgmma_fence_registers(s[0]);
-    mask(s[0], 0);
-    if constexpr (!KNOWN) find_reference(s[0]);
-    if constexpr (ROUNDS > 1) score(s[1], 1);
+    constexpr bool BEGUN = MASK_AHEAD && !KNOWN;
+    if constexpr (BEGUN) {
+#pragma unroll
+      for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
+    }
+    if constexpr (!KNOWN) load_query();
+    if constexpr (BEGUN) {
+      // Each of them in a register of its own, or ptxas would wait for the products.
+#pragma unroll
+      for (int round = 0; round < ROUNDS; ++round) wgmma_fence_registers(s[round]);
+    }
+    if constexpr (FIRST_IN_HALVES && !KNOWN) {
+      score<BEGUN, 2>(s[0], 0);
+      wgmma_wait<1>();
+      wgmma_fence_registers(part_of<2>(s[0], 0));
+      find_reference(s[0]);
+      wgmma_wait<0>();
+      wgmma_fence_registers(part_of<2>(s[0], 1));
+    } else {
+      score(s[0], 0);
+      wgmma_wait<0>();
+      wgmma_fence_registers(s[0]);
+      mask(s[0], 0);
+      if constexpr (!KNOWN) find_reference(s[0]);
+    }
+    if constexpr (ROUNDS > 1) score<BEGUN>(s[1], 1);
 #pragma unroll
     for (int round = 0; round + 1 < ROUNDS; ++round) {
       float (&now)[BLOCK_N / 2] = s[round % 2];
@@ -221,7 +236,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
         wgmma_wait<1>();
       }
       wgmma_fence_registers(next);
-      mask(next, round + 1);
+      if constexpr (!BEGUN) mask(next, round + 1);
     }
     if constexpr (PEER_FIRST) {
       last_round_peer_first<KNOWN>(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);
@@ -352,8 +367,8 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
 
   __device__ __forceinline__ void run() {
     this->find_place();
-    load_query();
     if constexpr (ROUNDS == 0) {
+      load_query();
       run_online();
       share_reference();
       if constexpr (CLUSTER == 2) {

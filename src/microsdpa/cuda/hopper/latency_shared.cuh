@@ -26,6 +26,14 @@ enum NamedBarrier : int {
   COLUMNS_GIVEN = 8
 };
 
+// The registers of one of the PARTS of a product's columns.
+template <int N>
+using Accumulators = float[N];
+template <int PARTS, int N>
+__device__ __forceinline__ Accumulators<N / PARTS>& part_of(float (&d)[N], int part) {
+  return *reinterpret_cast<Accumulators<N / PARTS>*>(&d[N / PARTS * part]);
+}
+
 // Four floats of each thread, stored so that a warp's accesses are consecutive.
 using Quadruple = Vector<float, 4>;
 
