@@ -167,6 +167,8 @@ def verify(
             raise typer.BadParameter(f"precision: expected all or one of {', '.join(OPERANDS)}, got {precision!r}")
         with progress() as bars:
             whole = precision == "all" and impl == "auto"
+            if whole and ptx is None and launcher.device_error() is None:
+                verify_codes.compile_ahead(launcher.target_of_device())
             step = verify_eight_bit.step(precision, bars, impl, ptx, verify_codes.parts if whole else lambda _: [])
         _finish([step], as_json)
     with progress() as bars:

@@ -42,6 +42,12 @@ def test_a_kernel_can_be_named_and_ptx_needs_a_gpu(monkeypatch: pytest.MonkeyPat
     assert verify_eight_bit.step("fp8", ptx="sm_89").summary == "PTX needs a GPU to run on: no GPU"
 
 
+def test_what_will_run_is_known_ahead() -> None:
+    names = {spec.name for spec in verify_codes.kernels("sm_90a")}
+    assert names >= {"ladder/10_fp8_scalar", "ladder/15_8bit_persistent", "quantize/fused", "quantize/restore_lse"}
+    assert names >= {"probe/fp8_gemm", "probe/fp8_scores"}
+
+
 def test_parts_pass_in_the_emulator_and_what_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = verify_codes.parts("cpu")
     names = [name for name, _ in parts]

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import get_args
 
 import torch
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.evidence import compare, fp8_products
+from microsdpa.eight_bit import choose
+from microsdpa.evidence import compare, fp8_products, verify_eight_bit
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make
 from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, RungCodes
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, SUM_BITS, allowed
+from microsdpa.jit import compile_kernel
 from microsdpa.quantize import CODE_DTYPE, Code, Granularity, decode, encode
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES
+from microsdpa.specs import KernelSpec
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, EightBitFamily, EightBitProblem
+from microsdpa.specs.quantize import RECIPES, fused, restore_lse
 
 Part = tuple[str, Callable[[], str]]
 """What is checked, and the check: why it failed, empty when it passed."""
@@ -36,9 +43,37 @@ MISSION = Case(1, 8, 512, 512, 64)
 def parts(device: str) -> list[Part]:
     """Every part, on the GPU or in the emulator, where the mission shape would take minutes."""
     cases = (*RUNG_CASES, MISSION) if device == "cuda" else RUNG_CASES
-    rungs = sorted(family.name for family in EIGHT_BIT_FAMILIES if family.name.startswith("ladder/"))
     found = [*_quantisers(device), *_products(device)]
-    return found + [(f"{rung}, codes, {case}", _rung(rung, case, device)) for rung in rungs for case in cases]
+    names = [family.name for family in rungs()]
+    return found + [(f"{rung}, codes, {case}", _rung(rung, case, device)) for rung in names for case in cases]
+
+
+def kernels(target: str) -> set[KernelSpec]:
+    """What `verify --precision all` runs on a target, cases of both parts."""
+    found = {fp8_products.specification(scores) for scores in (False, True)}
+    for case in (*RUNG_CASES, MISSION):
+        codes = EightBitProblem(**vars(case.problem(target)), key_block=0)
+        found |= {spec for rung in rungs() if isinstance(spec := rung.specify(codes), KernelSpec)}
+    for case, precision in product(verify_eight_bit.cases(), OPERANDS):
+        recipe = RECIPES[precision]
+        problem = EightBitProblem(
+            **vars(case.problem(target)), operands=precision, query_terms=recipe.query_terms, key_block=recipe.block
+        )
+        found |= {choose(problem, "auto").spec, fused(recipe, case.dtype, case.head_dim)}
+        found.add(restore_lse(case.dtype, case.head_dim))
+    return found
+
+
+def compile_ahead(target: str) -> None:
+    """Compile all of that in parallel: one after another takes minutes."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda spec: compile_kernel(spec, target), kernels(target)))
+
+
+def rungs() -> list[EightBitFamily]:
+    """Those of the ladder that take codes."""
+    families = [family for family in EIGHT_BIT_FAMILIES if family.name.startswith("ladder/")]
+    return sorted(families, key=lambda family: family.name)
 
 
 def _quantisers(device: str) -> Iterator[Part]:
