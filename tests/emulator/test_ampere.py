@@ -18,17 +18,19 @@ from microsdpa.specs.ampere import specification
 from microsdpa.specs.ampere_tiles import Tiling
 
 RUNS = [
-    (Case(1, 2, 140, 330, 64), ampere_tiles.STREAM, 1),
     (Case(1, 1, 140, 200, 64, causal="lower_right"), ampere_tiles.STREAM, 1),
-    (Case(1, 1, 100, 270, 64, kind="outliers", scale=-0.3), ampere_tiles.STREAM, 1),
-    (Case(1, 2, 100, 270, 64, heads_kv=1, causal="upper_left", scale=100.0), ampere_tiles.STREAM, 1),
-    (Case(1, 1, 60, 20, 16, causal="upper_left"), ampere_tiles.STREAM, 1),
+    (Case(1, 2, 140, 330, 64), ampere_tiles.STREAM_DEEP, 1),
+    (Case(1, 1, 140, 650, 64, causal="lower_right"), ampere_tiles.STREAM_DEEP, 1),
+    (Case(1, 1, 100, 270, 64, kind="outliers", scale=-0.3), ampere_tiles.STREAM_DEEP, 1),
+    (Case(1, 2, 100, 270, 64, heads_kv=1, causal="upper_left", scale=100.0), ampere_tiles.STREAM_DEEP, 1),
+    (Case(1, 1, 60, 20, 16, causal="upper_left"), ampere_tiles.STREAM_DEEP, 1),
     (Case(1, 1, 200, 100, 64, causal="lower_right"), ampere_tiles.STREAM_LEAN, 1),
     (Case(1, 1, 70, 300, 64, causal="lower_right"), ampere_tiles.PAIRED, 1),
     (Case(1, 1, 40, 500, 64), ampere_tiles.TINY_512, 1),
     (Case(1, 1, 40, 64, 32, causal="upper_left"), ampere_tiles.TINY_64, 1),
     (Case(1, 1, 40, 120, 128, dtype="bfloat16"), ampere_tiles.TINY_128, 1),
     (Case(1, 1, 100, 200, 128, dtype="bfloat16", causal="upper_left"), ampere_tiles.STREAM_LARGE_STEP, 1),
+    (Case(1, 1, 300, 400, 128, causal="lower_right"), ampere_tiles.STREAM_WIDE, 1),
     (Case(1, 1, 60, 130, 80), ampere_tiles.STREAM_SMALL_STEP, 1),
     (Case(1, 1, 130, 200, 96), ampere_tiles.STREAM_LEAN_128, 1),
     (Case(1, 1, 40, 100, 48), Tiling(32, 1, 2), 1),
@@ -69,14 +71,15 @@ def test_a_tiling_is_right_without_bank_conflicts(case: Case, tiling: Tiling, pa
         assert allowed.admits(compare.measure(got, exact))
 
 
-@pytest.mark.parametrize("tiling", [Tiling(64, 1, 1), ampere_tiles.STREAM], ids=str)
-def test_a_probability_that_grows_too_large_is_taken_back(tiling: Tiling) -> None:
+@pytest.mark.parametrize("keys", [300, 320, 512])
+@pytest.mark.parametrize("tiling", [Tiling(64, 1, 1), ampere_tiles.STREAM, ampere_tiles.STREAM_DEEP], ids=str)
+def test_a_probability_that_grows_too_large_is_taken_back(tiling: Tiling, keys: int) -> None:
     """Scores of later keys exceed the first ones by far more than FP16 holds: the reference has to move."""
     query = torch.ones(1, 1, 16, 64).half()
-    key, value = torch.zeros(1, 1, 300, 64).half(), torch.randn(1, 1, 300, 64).half()
+    key, value = torch.zeros(1, 1, keys, 64).half(), torch.randn(1, 1, keys, 64).half()
     key[:, :, 150] = 1.0
     key[:, :, 290] = 4.0
-    problem = Problem(1, 1, 1, 16, 300, 64, "float16", target="sm_80")
+    problem = Problem(1, 1, 1, 16, keys, 64, "float16", target="sm_80")
     out, lse = torch.empty_like(query), torch.empty(1, 1, 16)
     spec = specification(problem, tiling)
     run.attention(spec, problem, query, key, value, out, lse, None)

@@ -25,7 +25,8 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
     }
     kept, causal = min(tiling.kept, problem.head_dim // 16), boolean[problem.causal is not None]
     if tiling.streaming:
-        arguments |= {"WARPS": tiling.warps_m, "KEPT": kept, "STEP": tiling.step, "CTAS": tiling.ctas, "CAUSAL": causal}
+        arguments |= {"WARPS": tiling.warps_m, "STAGES": tiling.stages, "KEPT": kept, "STEP": tiling.step}
+        arguments |= {"CTAS": tiling.ctas, "CAUSAL": causal}
     else:
         arguments |= {"WARPS_M": tiling.warps_m, "WARPS_N": tiling.warps_n, "STAGES": tiling.stages}
         arguments |= {"RESIDENT": boolean[tiling.resident], "KEPT": kept, "CAUSAL": causal}

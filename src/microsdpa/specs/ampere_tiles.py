@@ -25,7 +25,7 @@ class Tiling:
         row_tiles: 16-row tiles of queries that a warp owns.
         warps_m: warps that share keys, each with its own rows.
         warps_n: groups of such warps, each with its own keys.
-        streaming: fwd_stream.cu, for problems that fill the chip, with one group and two stages.
+        streaming: fwd_stream.cu, for problems that fill the chip, with one group and two or four stages.
         stages: tiles of K and V in shared memory, of each group.
         resident: all of a group's keys are loaded at once; they must fit its `stages` tiles.
         kept: blocks of 16 columns of Q that stay in registers; at most all.
@@ -60,14 +60,17 @@ class Tiling:
         """Dynamic shared memory: the query tile and the rings, or the groups' results that replace them."""
         ring = 2 * self.stages * self.block_n * head_dim * ELEMENT
         tiles = self.block_m * head_dim * ELEMENT + self.warps_n * ring
-        if self.streaming:  # and five pointers, two numbers, a flag a warp, a sum for each of a thread's rows
-            return tiles + ceil((48 + 4 * self.warps_m + 8 * self.row_tiles * self.threads) / 128) * 128
+        if self.streaming:  # and seven addresses and strides, two barriers, two numbers, flags, sums of a thread's rows
+            sums = 8 * self.row_tiles * self.threads if head_dim > 64 else 4
+            return tiles + ceil((80 + 4 * self.warps_m + sums) / 128) * 128
         merging = self.warps_n * self.block_m * (4 * (head_dim + 8) + 8)
         return tiles if self.warps_n == self.split == 1 else ceil(max(tiles, merging) / 128) * 128
 
 
 STREAM = Tiling(64, 2, 4, step=32, ctas=2, streaming=True)
+STREAM_DEEP = replace(STREAM, stages=4)
 STREAM_LARGE_STEP = replace(STREAM, kept=0, step=64)
+STREAM_WIDE = Tiling(64, 2, 8, stages=4, kept=0, step=64, streaming=True)
 STREAM_SMALL_STEP = replace(STREAM, kept=0, step=16)
 STREAM_LEAN = replace(STREAM, block_n=32)
 STREAM_LEAN_128 = replace(STREAM_LEAN, kept=0)
@@ -96,13 +99,17 @@ def candidates(problem: Problem) -> list[Tiling]:
 def _streaming(problem: Problem) -> Tiling:
     """The tiling of fwd_stream.cu: as many scores at once as the registers hold.
 
-    Tiles of 32 keys, which are copied in rows of a multiple of 32, let two CTAs share 100 KB at D = 64.
+    Tiles of 32 keys, which are copied in rows of a multiple of 32, let two CTAs share 100 KB at D = 64. Four stages are
+    for sm_90, where they were measured.
     """
     hopper = capability_of(problem.target) == (9, 0)
     if problem.head_dim <= 64:
-        return STREAM if hopper or problem.head_dim % 32 else STREAM_LEAN
+        return STREAM_DEEP if hopper else STREAM if problem.head_dim % 32 else STREAM_LEAN
     if problem.head_dim == 128 and hopper:
-        return STREAM_LARGE_STEP
+        # One CTA of twice the rows reads K and V half as often; where few keys follow, what it begins and ends with,
+        # beside no other CTA, costs more.
+        waves = ctas_of(problem, STREAM_WIDE) / chip_of(problem.target).sms
+        return STREAM_WIDE if problem.seqlen_k >= 4096 and waves >= 4 else STREAM_LARGE_STEP
     return STREAM_LEAN_128 if problem.head_dim % 32 == 0 and not hopper else STREAM_SMALL_STEP
 
 

@@ -2,8 +2,9 @@
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA.
 // Tiles:    Q [BLOCK_M, HEAD_DIM]; each warp owns 16 ROW_TILES rows, as accumulators in registers. K and V
-//           [BLOCK_N, HEAD_DIM], two of each in shared memory.
-// Pipeline: 1. cp.async brings the next tile of K and V while this one is computed with; one barrier a tile
+//           [BLOCK_N, HEAD_DIM], two or four of each in shared memory.
+// Pipeline: 1. cp.async brings the next tile of K and V while this one is computed with; one barrier a tile, at which
+//           with four stages no warp waits that is less than a tile ahead of the slowest
 //           2. S = Q K^T for STEP keys   3. P = 2^(scale S - reference), with a score of the first keys as reference
 //           4. O += P V, P straight from S's registers
 //           Whole tiles have no branch in them, so that the compiler runs the exponentials of some keys beside the
@@ -18,6 +19,7 @@
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
+#include "../ptx/mbarrier.cuh"
 #include "stream_tile.cuh"
 
 namespace microsdpa {
@@ -27,20 +29,23 @@ struct Tiles {
   using T = ELEMENT;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_, WARPS = WARPS_;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS, THREADS = 32 * WARPS;
+  static constexpr bool FULL = HEAD_DIM > 64;  // registers: what is needed once a tile lies in shared memory
   using QueryTile = SwizzledTile<T, BLOCK_M, HEAD_DIM>;
   using KeyTile = SwizzledTile<T, BLOCK_N, HEAD_DIM>;
 };
 
-template <typename C>
+template <typename C, int STAGES>
 struct Shared {
   typename C::QueryTile query;
-  typename C::KeyTile key[2];
-  typename C::KeyTile value[2];
+  typename C::KeyTile key[STAGES];
+  typename C::KeyTile value[STAGES];
   Head<typename C::T> head;
+  int64 key_stride, value_stride;  // of rows
+  Mbarrier full[2];                // of the even tiles and of the odd ones; with four stages
   int first_row;
   int seen_by_all;  // keys that the CTA's first row sees; negative when every tile has to be looked at for its maximum
   int overflowed[C::WARPS];
-  float sum[2 * C::ROW_TILES][C::THREADS];  // each lane's part of l
+  float sum[C::FULL ? 2 * C::ROW_TILES : 1][C::FULL ? C::THREADS : 1];  // each lane's part of l
 };
 
 // Which rows a CTA computes. Under a causal mask the longest tiles come first. CTAs that run side by side have tiles of
@@ -114,13 +119,16 @@ __device__ __forceinline__ void negate(Tile& tile) {
   });
 }
 
-template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int KEPT, int STEP, int CTAS, bool CAUSAL,
-          bool PROGRAMMATIC>
+template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int STAGES, int KEPT, int STEP, int CTAS,
+          bool CAUSAL, bool PROGRAMMATIC>
 __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __grid_constant__ AttentionParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS>;
   using Softmax = OnlineSoftmax<ROW_TILES>;
   constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS;
-  auto& shared = dynamic_shared<Shared<C>>();
+  constexpr int MASKED_STEP = STAGES == 4 && STEP > 32 ? 32 : STEP;  // masks take registers
+  constexpr int AHEAD = STAGES / 2;  // tiles that are on their way while one is computed with
+  static_assert(STAGES == 2 || STAGES == 4, "a barrier a tile, or two that take turns");
+  auto& shared = dynamic_shared<Shared<C, STAGES>>();
 
   const Work<BLOCK_M, HEAD_DIM> work(params);
   const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);  // so that the compiler knows it is one for all lanes
@@ -132,9 +140,16 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
   const Head<T> head(params, work.head);
   if (threadIdx.x == 0) {
     shared.head = head;
+    shared.key_stride = params.key_strides.row;
+    shared.value_stride = params.value_strides.row;
     shared.first_row = work.first_row;
     shared.seen_by_all = CAUSAL ? work.first_row + params.diagonal + 1 : params.seqlen_k;
+    if (STAGES == 4) {
+#pragma unroll
+      for (Mbarrier& full : shared.full) mbarrier_init(full, WARPS);
+    }
   }
+  if (STAGES == 4) named_barrier_sync(1, C::THREADS);
   if (PROGRAMMATIC) grid_dependency_wait();
   shared.query.template copy_async<C::THREADS>(head.query + work.first_row * params.query_strides.row,
                                                params.query_strides.row, params.seqlen_q - work.first_row, threadIdx.x);
@@ -142,22 +157,39 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
   const auto load = [&](int i) {
     if (i == 0 || i < count) {
       const int valid = params.seqlen_k - i * BLOCK_N;
-      key.copy_async(shared.key[i % 2], params.key_strides.row, valid, params.key);
-      value.copy_async(shared.value[i % 2], params.value_strides.row, valid, params.value);
+      const bool read = STAGES == 4;  // each time: otherwise multiples of the strides are kept in registers
+      const int64 key_stride = read ? shared.key_stride : params.key_strides.row;
+      const int64 value_stride = read ? shared.value_stride : params.value_strides.row;
+      key.copy_async(shared.key[i % STAGES], key_stride, valid, params.key);
+      value.copy_async(shared.value[i % STAGES], value_stride, valid, params.value);
     }
     cp_async_commit();
   };
-  // Waits for tile i, and for all warps to be done with the one before, in whose place the next one is then put.
+  // With four stages: tells the other warps that this one's copies of tile i have landed, and that it is done with all
+  // tiles before i - 1; and waits until all warps have told so.
+  const auto arrive = [&](int i) {
+    __syncwarp();
+    if (lane_index() == 0) mbarrier_arrive(shared.full[i % 2]);
+  };
+  const auto wait = [&](int i) { mbarrier_wait(shared.full[i % 2], i / 2 % 2); };
+  // Waits for tile i, and loads another in the place of one that all warps are done with. With two stages that is the
+  // tile before, for which the warps wait for one another; with four the one before that, and they may drift apart.
   const auto begin_tile = [&](int i) {
     cp_async_wait<0>();
-    named_barrier_sync(1, C::THREADS);
-    load(i + 1);
+    if constexpr (STAGES == 2) {
+      named_barrier_sync(1, C::THREADS);
+    } else {
+      arrive(i + 1);
+      wait(i);
+    }
+    load(i + AHEAD);
   };
 
   Softmax softmax;
   float o[ROW_TILES][HEAD_DIM / 8][4];
   for (bool again = false;; again = true) {
     load(0);
+    if (STAGES == 4) load(1);
     if (PROGRAMMATIC && !again) grid_dependency_launch();
     softmax = Softmax();
 #pragma unroll
@@ -168,32 +200,45 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
         for (int e = 0; e < 4; ++e) o[t][n][e] = 0.0f;
       }
     }
+    if constexpr (STAGES == 4) {
+      if (again) {  // tile 0 was told of before it was loaded
+        cp_async_wait<0>();
+        named_barrier_sync(1, C::THREADS);
+      } else {
+        cp_async_wait<1>();
+        arrive(0);
+      }
+    }
     begin_tile(0);
     if (params.scale_log2 < 0.0f && !again) {  // a negative scale is a positive one of -Q
       negate<C::THREADS>(shared.query);
       named_barrier_sync(1, C::THREADS);
     }
-    Operands<C, KEPT> operands(shared.query, shared.key[0], shared.value[0], warp * WARP_ROWS);
+    Operands<C, STAGES, KEPT> operands(shared.query, shared.key[0], shared.value[0], warp * WARP_ROWS);
     int i = 0;
     const auto next_tile = [&]() {
       if (++i < count) {
-        operands.next_tile();
+        operands.next_tile(i);
         begin_tile(i);
       }
     };
-    // Whether no mask cuts the tile, for any row of the warp.
-    const auto is_whole = [&]() {
+    // Tiles that no mask cuts, for any row of the warp.
+    const auto whole_tiles = [&]() {
       const int warp_row = CAUSAL ? opaque(threadIdx.x) / 32 * WARP_ROWS : 0;
-      return (i + 1) * BLOCK_N <= min(params.seqlen_k, shared.seen_by_all + warp_row);
+      return min(params.seqlen_k, shared.seen_by_all + warp_row) / BLOCK_N;
     };
+    const int counted = whole_tiles();
+    const auto is_whole = [&]() { return i < (C::FULL ? whole_tiles() : counted); };
 
     if (is_whole()) {
       float s[ROW_TILES][2][4];
       operands.template scores<16>(s, 0);
       softmax.template begin<16>(s, scale);
     }
+    if (C::FULL) {
 #pragma unroll
-    for (int j = 0; j < 2 * ROW_TILES; ++j) shared.sum[j][threadIdx.x] = 0.0f;
+      for (int j = 0; j < 2 * ROW_TILES; ++j) shared.sum[j][threadIdx.x] = 0.0f;
+    }
     while (is_whole()) {
       float sum[ROW_TILES][2] = {};
 #pragma unroll
@@ -204,36 +249,41 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
         for (int t = 0; t < ROW_TILES; ++t) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            sum[t][half] += Softmax::template exponentiate<STEP>(s[t], half, scale, softmax.reference[t][half]);
+            float& l = C::FULL ? sum[t][half] : softmax.sum[t][half];
+            Softmax::template exponentiate<STEP>(s[t], half, scale, softmax.reference[t][half], l);
           }
         }
         operands.template accumulate<STEP>(o, s, first);
       }
+      if (C::FULL) {
 #pragma unroll
-      for (int j = 0; j < 2 * ROW_TILES; ++j) shared.sum[j][threadIdx.x] += sum[j / 2][j % 2];
+        for (int j = 0; j < 2 * ROW_TILES; ++j) shared.sum[j][threadIdx.x] += sum[j / 2][j % 2];
+      }
       next_tile();
     }
+    if (C::FULL) {
 #pragma unroll
-    for (int j = 0; j < 2 * ROW_TILES; ++j) softmax.sum[j / 2][j % 2] = shared.sum[j][threadIdx.x];
+      for (int j = 0; j < 2 * ROW_TILES; ++j) softmax.sum[j / 2][j % 2] = shared.sum[j][threadIdx.x];
+    }
 
     while (i < count) {
       const int warp_first = shared.first_row + warp * WARP_ROWS;
 #pragma unroll
-      for (int first = 0; first < BLOCK_N; first += STEP) {
+      for (int first = 0; first < BLOCK_N; first += MASKED_STEP) {
         const int first_key = i * BLOCK_N + first;
         if (first_key >= keys_seen<CAUSAL>(params, warp_first, WARP_ROWS)) break;
-        float s[ROW_TILES][STEP / 8][4];
-        operands.template scores<STEP>(s, first);
+        float s[ROW_TILES][MASKED_STEP / 8][4];
+        operands.template scores<MASKED_STEP>(s, first);
 #pragma unroll
         for (int t = 0; t < ROW_TILES; ++t) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int row = warp_first + 16 * t + 8 * half + lane_index() / 4;
-            mask_row<STEP>(s[t], half, keys_seen<CAUSAL>(params, row, 1) - first_key);
+            mask_row<MASKED_STEP>(s[t], half, keys_seen<CAUSAL>(params, row, 1) - first_key);
           }
         }
-        softmax.template update<STEP, HEAD_DIM>(s, o, scale);
-        operands.template accumulate<STEP>(o, s, first);
+        softmax.template update<MASKED_STEP, HEAD_DIM>(s, o, scale);
+        operands.template accumulate<MASKED_STEP>(o, s, first);
       }
       next_tile();
     }
@@ -255,6 +305,12 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) any |= shared.overflowed[w] != 0;
     if (!any) break;
+    if constexpr (STAGES == 4) {  // the barriers' phases begin again at a multiple of four tiles
+      for (; i % 4 != 0; ++i) {
+        arrive(i + 1);
+        wait(i);
+      }
+    }
     if (threadIdx.x == 0) shared.seen_by_all = -BLOCK_M;
     key = Source<C>(shared.head.key, params.key_strides.row);
     value = Source<C>(shared.head.value, params.value_strides.row);

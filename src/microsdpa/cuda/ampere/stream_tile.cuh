@@ -18,22 +18,21 @@ __device__ __forceinline__ const void* lane_row(const Tile& tile, uint32 lane, i
 
 // The warp's operands. Addresses are made again for each tile, from one offset a tensor: kept, they would take the
 // registers that O needs.
-template <typename C, int KEPT>
+template <typename C, int STAGES, int KEPT>
 struct Operands {
   using T = typename C::T;
   using QueryTile = typename C::QueryTile;
   using KeyTile = typename C::KeyTile;
 
   const QueryTile& query_tile;
-  const KeyTile& key_tile;    // the first of two
+  const KeyTile& key_tile;    // the first of the stages
   const KeyTile& value_tile;  // the same
   uint32 query, key, value;   // the lane's offsets, those of K and V in the tile that is current
-  int32 step;                 // to the other tile
   uint32 kept[C::ROW_TILES][KEPT > 0 ? KEPT : 1][4];
 
   __device__ __forceinline__ Operands(const QueryTile& query_tile, const KeyTile& key_tile, const KeyTile& value_tile,
                                       int warp_row)
-      : query_tile(query_tile), key_tile(key_tile), value_tile(value_tile), step(sizeof(KeyTile)) {
+      : query_tile(query_tile), key_tile(key_tile), value_tile(value_tile) {
     const unsigned lane = lane_index();
     query = 2 * QueryTile::index(warp_row + lane % 16, lane / 16 * 8);
     key = 2 * KeyTile::index(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
@@ -45,11 +44,13 @@ struct Operands {
     }
   }
 
-  __device__ __forceinline__ void next_tile() {
+  // Goes on from tile i - 1 to tile i.
+  __device__ __forceinline__ void next_tile(int i) {
+    constexpr int SIZE = sizeof(KeyTile);
+    const int step = i % STAGES == 0 ? (1 - STAGES) * SIZE : SIZE;
     query = opaque(query);
     key = opaque(key + step);
     value = opaque(value + step);
-    step = -step;
   }
 
   __device__ __forceinline__ void load_query(uint32 (&a)[4], int t, int k) const {

@@ -136,6 +136,14 @@ struct OnlineSoftmax {
   template <int KEYS>
   __device__ __forceinline__ static float exponentiate(float (&s)[KEYS / 8][4], int half, float scale, float subtract) {
     float sum = 0.0f;
+    exponentiate<KEYS>(s, half, scale, subtract, sum);
+    return sum;
+  }
+
+  // The same, with each added to `sum`.
+  template <int KEYS>
+  __device__ __forceinline__ static void exponentiate(float (&s)[KEYS / 8][4], int half, float scale, float subtract,
+                                                      float& sum) {
 #pragma unroll
     for (int n = 0; n < KEYS / 8; ++n) {
 #pragma unroll
@@ -144,7 +152,6 @@ struct OnlineSoftmax {
         sum += s[n][e];
       }
     }
-    return sum;
   }
 
   // l of a row, in all lanes of its quad.
