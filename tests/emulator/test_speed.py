@@ -1,0 +1,30 @@
+"""How long the emulator takes: the mission shape ten seconds on two cores at most, small calls one, in any kernel."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import microsdpa
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.specs import FAMILIES
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES
+
+EIGHT_BIT = {family.name for family in EIGHT_BIT_FAMILIES}
+# One of the mission's eight heads, which two cores share; CPU time, since a build and other processes are none of it.
+BOUNDS = [(Case(1, 1, 512, 512, 64), 10.0 * 2 / 8), (Case(1, 2, 64, 64, 64), 1.0)]
+
+
+@pytest.mark.parametrize("kernel", [*(family.name for family in FAMILIES), *sorted(EIGHT_BIT)])
+def test_every_kernel_is_fast_enough(kernel: str) -> None:
+    for case, seconds in BOUNDS:
+        tensors = make(case)
+        scales = {}
+        if kernel in EIGHT_BIT:
+            codes = [microsdpa.quantize(x, "e4m3", "head") for x in tensors]
+            tensors = tuple(x.codes for x in codes)  # type: ignore[assignment]
+            scales = {f"{name}_scale": x.scale for name, x in zip("qkv", codes, strict=True)}
+        start = time.process_time()
+        microsdpa.sdpa(*tensors, **scales, impl=f"emulate:{kernel}")  # type: ignore[call-overload]
+        assert time.process_time() - start < seconds, case
