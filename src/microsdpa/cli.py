@@ -16,7 +16,7 @@ from microsdpa.arguments import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ceilings, profile, suites, verify_codes, verify_eight_bit, verify_torch
+from microsdpa.evidence import accuracy, ceilings, profile, suites, tune, verify_codes, verify_eight_bit, verify_torch
 from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import report as report_page
@@ -213,6 +213,20 @@ def bench(
         raise typer.BadParameter(f"modes: expected some of {', '.join(MODES)}, got {', '.join(unknown)}")
     with progress() as bars:
         step = reproduction.bench_step(bars, suite, chosen, check_kernel(impl), peers, output, _command())
+    _finish([step], as_json)
+
+
+@app.command("tune")
+def tune_(
+    suite: Annotated[str, typer.Option(help=f"Suite of cases: {', '.join(suites.names())}.")] = "small",
+    kernels: Annotated[str | None, typer.Option(help="Some kernels, such as hopper/fwd_latency; else all.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Time every configuration of every kernel on a suite: how far the library's choice is from the fastest."""
+    chosen = [check_kernel(name) for name in kernels.split(",")] if kernels else []
+    with progress() as bars:
+        step = tune.step(suite, chosen, bars, output, _command())
     _finish([step], as_json)
 
 

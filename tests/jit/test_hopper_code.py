@@ -10,7 +10,7 @@ import pytest
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions
 from microsdpa.problem import Causal, DType, Problem
-from microsdpa.specs import hopper
+from microsdpa.specs import hopper, hopper_split
 from microsdpa.specs.hopper_throughput import CANDIDATES, Tiles, specification
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
@@ -49,3 +49,15 @@ def test_no_product_of_fwd_latency_on_resident_tiles_is_serialised_or_waited_for
     kernel = compile_kernel(hopper.specification(problem, hopper.configuration(problem, cluster)), "sm_90a")
     assert "C75" not in kernel.log
     assert not kernel.resources.uses_local_memory
+
+
+@pytest.mark.parametrize("causal", [None, "upper_left"])
+@pytest.mark.parametrize("choice", hopper_split.CANDIDATES, ids=str)
+def test_no_product_of_fwd_split_is_serialised(choice: hopper_split.Split, causal: str | None) -> None:
+    problem = replace(LONG, batch=1, heads=8, heads_kv=8, causal=cast("Causal | None", causal))
+    kernel = compile_kernel(hopper_split.specification(problem, choice), "sm_90a")
+    assert "C75" not in kernel.log
+    assert not kernel.resources.uses_local_memory
+    assert kernel.resources.registers <= 128  # four warpgroups
+    # The first S; two turns of S and P V, of P in either of its places; two last P V.
+    assert count_instructions(kernel.cubin)["HGMMA"] == 4 + 2 * 8 + 2 * 4

@@ -76,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
             "explanation",
             "jit",
             "masks",
+            "options",
             "problem",
             "quantize",
             "reference",

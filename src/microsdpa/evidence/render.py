@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics, suites, support, verify_torch
+from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics, suites, support, tune, verify_torch
 from microsdpa.evidence.peers import PEERS, slug
 from microsdpa.evidence.plots import Plot
 from microsdpa.evidence.plots import files as plot_files
@@ -101,6 +101,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return verify_torch.NOT_RECORDED
     if not path.is_file() and options["suite"] == "accuracy":
         return NOT_RECORDED.format("accuracy")
+    if not path.is_file() and options["suite"].startswith(tune.PREFIX):
+        return NOT_RECORDED.format(f"tune --suite {options['suite'].removeprefix(tune.PREFIX)}")
     if not path.is_file() and options["suite"] in suites.names():
         return NOT_RECORDED.format(f"bench --suite {options['suite']}")
     if not path.is_file():
@@ -110,6 +112,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return verify_torch.markdown(result, is_stale) + f"\n{provenance(result)}"
     if options["suite"].startswith("verify"):
         return verify_table(result)
+    if options["suite"].startswith(tune.PREFIX):
+        return tune.markdown(result)
     if options["suite"] == "accuracy":
         return accuracy.markdown(result, options)
     if options["suite"] == "instructions":

@@ -62,18 +62,23 @@ def is_stale(row: Row, target: str) -> bool:
             shared: dict[str, Any] = {"operands": operands, "key_block": 0, "target": target}
             codes = EightBitProblem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
             return bool(code_signature(choose(codes, row["requested"]).spec, target) != row["code_signature"])
-        problem = Problem(
-            **_sizes(row["shape"]),
-            dtype=row["dtype"],
-            causal=_causal(row["mask"]),
-            mask=MaskKind(**row["mask_kind"]) if row.get("mask_kind") else None,
-            alignment=row.get("alignment", 16),
-            target=target,
-        )
+        problem = problem_of(row, target)
         spec = select(problem, row.get("requested") or "auto").spec
     except MicrosdpaError:
         return True
     return bool(code_signature(spec, target) != row["code_signature"])
+
+
+def problem_of(row: Row, target: str) -> Problem:
+    """What a row of this library with 16-bit operands was measured on."""
+    return Problem(
+        **_sizes(row["shape"]),
+        dtype=row["dtype"],
+        causal=_causal(row["mask"]),
+        mask=MaskKind(**row["mask_kind"]) if row.get("mask_kind") else None,
+        alignment=row.get("alignment", 16),
+        target=target,
+    )
 
 
 def _sizes(shape: dict[str, int]) -> dict[str, Any]:

@@ -140,6 +140,11 @@ def masked_call(
     return found(launch_masked(query, key, value, out, lse, options, scale, *arrays, *masks.ends, masks.softcap))
 
 
+def forget_plans() -> None:
+    """Forget every registered plan; calls that were prepared keep theirs."""
+    _library.clear_plans()
+
+
 def driver_version() -> int:
     """CUDA version of the driver, as 1000 * major + 10 * minor; 0 when the machine has none."""
     return int(_library.driver_version())

@@ -1,6 +1,6 @@
 """Kernel specifications: what is compiled, and how it is launched, for a given problem."""
 
-from microsdpa.specs.registry import FAMILIES, Family, catalogue, emulated_target, family_named
+from microsdpa.specs.registry import FAMILIES, Family, catalogue, configurations, emulated_target, family_named
 from microsdpa.specs.spec import Grid, KernelSpec, Rejection, TensorMap
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Rejection",
     "TensorMap",
     "catalogue",
+    "configurations",
     "emulated_target",
     "family_named",
 ]

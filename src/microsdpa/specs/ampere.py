@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
-from microsdpa.specs.ampere_tiles import Tiling, choose, packed_heads
+from microsdpa.specs.ampere_tiles import Tiling, candidates, choose, illegal, packed_heads
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -82,3 +82,9 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
     if spec.grid(problem)[0] > MAX_GRID_X:
         return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
     return spec
+
+
+def configurations(problem: Problem) -> dict[str, KernelSpec]:
+    """Those of ampere/fwd_mma and fwd_stream, by their tiles."""
+    legal = [tiling for tiling in candidates(problem) if not illegal(problem, tiling)]
+    return {str(tiling): specification(problem, tiling, packed_heads(problem)) for tiling in legal}

@@ -46,6 +46,14 @@ class Tiling:
     split: int = 1
     streaming: bool = False
 
+    def __str__(self) -> str:
+        """For a table."""
+        words = [f"{self.block_m} x {self.block_n}", f"{self.warps_m} x {self.warps_n} warps"]
+        words += ["streaming"] if self.streaming else []
+        words += ["resident"] if self.resident else []
+        words += [f"keys in {self.split}"] if self.split > 1 else []
+        return ", ".join(words)
+
     @property
     def block_m(self) -> int:
         """Rows of a CTA."""

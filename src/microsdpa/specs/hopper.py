@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
-from microsdpa.specs import hopper_throughput
+from microsdpa.specs import hopper_split, hopper_throughput
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
 
@@ -127,9 +127,20 @@ def cluster_for(problem: Problem) -> int:
 
 def too_large(problem: Problem) -> Rejection | None:
     """Why impl="auto" passes over hopper/fwd_latency."""
+    if hopper_split.suits(problem):
+        return Rejection(
+            "its CTAs of two warpgroups do not fill the chip as hopper/fwd_split's do",
+            "fewer heads or shorter sequences",
+        )
     if problem.head_dim not in hopper_throughput.CANDIDATES or not hopper_throughput.fills(problem):
         return None
     return Rejection(
         "its tiles of 64 queries are more than the SMs: hopper/fwd_throughput is faster",
         "fewer heads or shorter sequences",
     )
+
+
+def configurations(problem: Problem) -> dict[str, KernelSpec]:
+    """Those of hopper/fwd_latency, by the CTAs that share a query tile."""
+    named = {1: "one CTA a tile", 2: "two CTAs a tile"}
+    return {label: specification(problem, configuration(problem, cluster)) for cluster, label in named.items()}

@@ -188,3 +188,10 @@ def too_small(problem: Problem) -> Rejection | None:
     if fills(problem):
         return None
     return Rejection("too few queries for its tiles: other kernels are faster", "more heads or longer sequences")
+
+
+def configurations(problem: Problem) -> dict[str, KernelSpec]:
+    """Those of hopper/fwd_throughput, by their tiles."""
+    shared = chip_of(problem.target).shared_per_cta
+    fitting = [t for t in CANDIDATES[problem.head_dim] if t.rings(problem.head_dim, shared)]
+    return {str(tiles): specification(problem, tiles) for tiles in fitting}

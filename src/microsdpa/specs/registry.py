@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, MaskKind, Problem
-from microsdpa.specs import ampere, general, hopper, hopper_throughput, ladder
+from microsdpa.specs import ampere, general, hopper, hopper_split, hopper_throughput, ladder
 from microsdpa.specs.eight_bit import eight_bit_catalogue
 from microsdpa.specs.quantize import quantize_catalogue
 from microsdpa.specs.spec import KernelSpec, Rejection
@@ -26,6 +26,7 @@ class Family:
         masks: whether the family knows masks other than the causal one.
         passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
             does not.
+        configurations: every configuration that computes a problem, by a name for a table; for a family with a choice.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Family:
     emulated_target: str = EMULATED_TARGET
     masks: bool = False
     passed_over: Callable[[Problem], Rejection | None] = lambda _: None
+    configurations: Callable[[Problem], dict[str, KernelSpec]] = lambda _: {}
 
     @property
     def short_name(self) -> str:
@@ -48,6 +50,15 @@ FAMILIES: tuple[Family, ...] = (
         hopper.latency,
         emulated_target="sm_90a",
         passed_over=hopper.too_large,
+        configurations=hopper.configurations,
+    ),
+    Family(
+        "hopper/fwd_split",
+        "problems of about one tile of queries an SM: four warpgroups share its keys; sm_90a",
+        hopper_split.split,
+        emulated_target="sm_90a",
+        passed_over=hopper_split.not_between,
+        configurations=hopper_split.configurations,
     ),
     Family(
         "hopper/fwd_throughput",
@@ -55,9 +66,13 @@ FAMILIES: tuple[Family, ...] = (
         hopper_throughput.throughput,
         emulated_target="sm_90a",
         passed_over=hopper_throughput.too_small,
+        configurations=hopper_throughput.configurations,
     ),
     Family(
-        "ampere/fwd_mma", "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer", ampere.forward
+        "ampere/fwd_mma",
+        "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer",
+        ampere.forward,
+        configurations=ampere.configurations,
     ),
     Family(
         "ampere/fwd_general",
@@ -84,6 +99,16 @@ def emulated_target(impl: str) -> str:
     """The GPU that the emulator takes for "auto" or a kernel's name."""
     family = family_named(impl)
     return family.emulated_target if family else EMULATED_TARGET
+
+
+def configurations(problem: Problem) -> dict[str, KernelSpec]:
+    """Every configuration of the production kernels that computes a problem, by a name for a table."""
+    found: dict[str, KernelSpec] = {}
+    for family in FAMILIES:
+        if problem.mask is None and not family.name.startswith("ladder/"):
+            specs = family.configurations(problem) if isinstance(family.specify(problem), KernelSpec) else {}
+            found |= {f"{family.name}, {label}": spec for label, spec in specs.items()}
+    return found
 
 
 GENERAL_HEAD_DIMS = (40, 64, 128, 256)

@@ -1,51 +1,34 @@
 // What a consumer warpgroup of hopper/fwd_throughput.cu does with its 64 rows of each query tile.
 #pragma once
 
-#include "../core/accumulator.cuh"
-#include "../core/mma_tile.cuh"
-#include "../core/online_softmax.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/stmatrix.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warp_role.cuh"
-#include "../ptx/wgmma.cuh"
 #include "throughput_shared.cuh"
+#include "tile_softmax.cuh"
 
 namespace microsdpa {
 
-// State of this thread's two rows. Probabilities are 2^(scaled score - reference).
-struct Rows {
-  float reference[2];  // -inf before the first visible key
-  float sum[2];        // this thread's part of l
-
-  __device__ __forceinline__ void reset() {
-    reference[0] = reference[1] = negative_infinity();
-    sum[0] = sum[1] = 0.0f;
-  }
-};
-
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
-struct Consumer {
+struct Consumer : TileSoftmax<T, BLOCK_N> {
+  using Base = TileSoftmax<T, BLOCK_N>;
+  using Base::rows, Base::scale, Base::STEPS;
+  using typename Base::Probabilities, typename Base::Scores;
   using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
   static constexpr int BLOCK_M = ROWS * CONSUMERS;
-  static constexpr int STEPS = BLOCK_N / 16;  // of P V, 16 keys each
   static constexpr int BOX = PANEL<HEAD_DIM>;
-  static constexpr float LARGEST_SUM = 16384.0f;  // of a thread's part of a tile: FP16 holds probabilities up to 65504
   // What a consumer skips, others compute: K and V of it must not fill the rings while they wait for each other.
   static_assert(!CAUSAL || (BLOCK_M - ROWS + BLOCK_N - 1) / BLOCK_N < STAGES, "room for the tiles that are skipped");
-  using Scores = float[BLOCK_N / 2];
-  using Probabilities = uint32[STEPS][4];
 
   Shared& shared;
   const AttentionParams& params;
   const int warpgroup;  // among the consumers
   const int thread;     // of the warpgroup
-  const float scale;    // > 0, base 2
 
   RingPlace<QUERY_STAGES> query_place;
   RingPlace<STAGES> key_place, value_place;
   float o[HEAD_DIM / 2];
-  Rows rows;
 
   // The query tile that scores are computed of.
   int works = 0;  // its number
@@ -55,11 +38,11 @@ struct Consumer {
   int last_key;   // that the first row sees, by the causal mask
 
   __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& params, int warpgroup)
-      : shared(shared),
+      : Base(params.scale_log2),
+        shared(shared),
         params(params),
         warpgroup(warpgroup),
-        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
-        scale(fmaxf(fabsf(params.scale_log2), 1e-30f)) {}  // 0 must not meet a masked score of -inf
+        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)) {}
 
   __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
 
@@ -150,73 +133,8 @@ struct Consumer {
     if (min(keys, first_visible) >= BLOCK_N) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int visible = (CAUSAL ? min(keys, first_visible + tile_row(half)) : keys) - 2 * (thread % 4);
-#pragma unroll
-      for (int n = 0; n < BLOCK_N / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (8 * n + e >= visible) s[4 * n + 2 * half + e] = negative_infinity();
-        }
-      }
+      Base::hide(s, half, CAUSAL ? min(keys, first_visible + tile_row(half)) : keys);
     }
-  }
-
-  // Makes the largest scores the references. What was made with the ones before is to be multiplied by `factor`.
-  __device__ __forceinline__ void move_references(const Scores& s, float (&factor)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float even = s[2 * half], odd = s[2 * half + 1];
-#pragma unroll
-      for (int n = 1; n < BLOCK_N / 8; ++n) {
-        even = fmaxf(even, s[4 * n + 2 * half]);
-        odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
-      }
-      const float next = fmaxf(rows.reference[half], quad_max(fmaxf(even, odd)) * scale);
-      factor[half] = ex2_approx(rows.reference[half] - finite(next));
-      rows.sum[half] *= factor[half];
-      rows.reference[half] = next;
-    }
-  }
-
-  // Probabilities relative to the references as they are, and their sums.
-  __device__ __forceinline__ void exponentials(const Scores& s, Probabilities& p, float (&added)[2]) const {
-    const float subtract[2] = {finite(rows.reference[0]), finite(rows.reference[1])};
-    float even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-#pragma unroll
-      for (int i = 8 * step; i < 8 * step + 8; i += 2) {
-        const int half = i / 2 % 2;
-        const float x = ex2_approx(fmaf(s[i], scale, -subtract[half]));
-        const float y = ex2_approx(fmaf(s[i + 1], scale, -subtract[half]));
-        even[half] += x;
-        odd[half] += y;
-        p[step][i / 2 % 4] = pack<T>(x, y);
-      }
-      wgmma_fence_registers(p[step]);  // step by step: the compiler would compute all exponents first
-    }
-    added[0] = even[0] + odd[0];
-    added[1] = even[1] + odd[1];
-  }
-
-  // Turns the scores of a tile into probabilities. The maximum of a row's first tile is its reference; later maxima are
-  // not looked for as long as no sum comes near the end of FP16's range. Gives whether references have moved: O is then
-  // to be multiplied by `factor`.
-  __device__ __forceinline__ bool soften(const Scores& s, Probabilities& p, float (&factor)[2]) {
-    bool moved = tile == 0;
-    if (moved) rows.reset();
-    float added[2];
-    while (true) {
-      if (moved) move_references(s, factor);
-      exponentials(s, p, added);
-      const bool seen = fminf(rows.reference[0], rows.reference[1]) > negative_infinity();
-      const bool fits = seen && fmaxf(added[0], added[1]) <= LARGEST_SUM;
-      if (moved || __all_sync(FULL_WARP, fits)) break;
-      moved = true;
-    }
-    rows.sum[0] += added[0];
-    rows.sum[1] += added[1];
-    return moved;
   }
 
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
@@ -307,7 +225,7 @@ struct Consumer {
       if (tile + 1 == tiles) end_query();
       const Rows done = rows;
       mask(s);
-      const bool moved = soften(s, next_p, factor);
+      const bool moved = Base::soften(s, next_p, factor, tile == 0);
       wgmma_wait<0>();
       wgmma_fence_registers(o);
       end_value();
@@ -333,7 +251,7 @@ struct Consumer {
         finish(previous_work(), rows);
       }
       mask(s);
-      if (soften(s, next_p, factor) && !last) rescale(factor);
+      if (Base::soften(s, next_p, factor, tile == 0) && !last) rescale(factor);
     }
     return true;
   }
@@ -351,7 +269,7 @@ struct Consumer {
     if (tiles == 1) end_query();
     mask(s);
     float factor[2];
-    soften(s, p, factor);
+    Base::soften(s, p, factor, true);
     return true;
   }
 

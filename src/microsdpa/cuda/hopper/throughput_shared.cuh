@@ -4,6 +4,7 @@
 #include "../core/head.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/wgmma.cuh"
+#include "ring_place.cuh"
 
 namespace microsdpa {
 
@@ -56,17 +57,6 @@ struct SharedStorage {
   Mbarrier key_read[STAGES];
   Mbarrier value_loaded[STAGES];
   Mbarrier value_read[STAGES];
-};
-
-// A place in a ring of tiles, and the parity of the phase in which it is filled.
-template <int STAGES>
-struct RingPlace {
-  int stage = 0;
-  int parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
 };
 
 // Tiles of keys that `rows` queries from `first_row` on see; at least one, so that rows without keys are written too.

@@ -1,0 +1,106 @@
+// From the scores of a tile of keys to probabilities, for 64 rows on a warpgroup's accumulator.
+#pragma once
+
+#include "../core/accumulator.cuh"
+#include "../core/mma_tile.cuh"
+#include "../core/online_softmax.cuh"
+#include "../ptx/wgmma.cuh"
+
+namespace microsdpa {
+
+// State of this thread's two rows. Probabilities are 2^(scaled score - reference).
+struct Rows {
+  float reference[2];  // -inf before the first visible key
+  float sum[2];        // this thread's part of l
+
+  __device__ __forceinline__ void reset() {
+    reference[0] = reference[1] = negative_infinity();
+    sum[0] = sum[1] = 0.0f;
+  }
+};
+
+template <typename T, int BLOCK_N>
+struct TileSoftmax {
+  static constexpr int STEPS = BLOCK_N / 16;      // of P V, 16 keys each
+  static constexpr float LARGEST_SUM = 16384.0f;  // of a thread's part of a tile: FP16 holds probabilities up to 65504
+  using Scores = float[BLOCK_N / 2];
+  using Probabilities = uint32[STEPS][4];
+
+  const float scale;  // > 0, base 2
+  Rows rows;
+
+  // 0 must not meet a masked score of -inf.
+  __device__ __forceinline__ explicit TileSoftmax(float scale_log2) : scale(fmaxf(fabsf(scale_log2), 1e-30f)) {}
+
+  // Keys that a row does not see get -inf: those from `visible` on, which counts from the tile's first key.
+  __device__ __forceinline__ static void hide(Scores& s, int half, int visible) {
+    const int left = visible - static_cast<int>(2 * (threadIdx.x % 4));
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (8 * n + e >= left) s[4 * n + 2 * half + e] = negative_infinity();
+      }
+    }
+  }
+
+  // Makes the largest scores the references. What was made with the ones before is to be multiplied by `factor`.
+  __device__ __forceinline__ void move_references(const Scores& s, float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float even = s[2 * half], odd = s[2 * half + 1];
+#pragma unroll
+      for (int n = 1; n < BLOCK_N / 8; ++n) {
+        even = fmaxf(even, s[4 * n + 2 * half]);
+        odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
+      }
+      const float next = fmaxf(rows.reference[half], quad_max(fmaxf(even, odd)) * scale);
+      factor[half] = ex2_approx(rows.reference[half] - finite(next));
+      rows.sum[half] *= factor[half];
+      rows.reference[half] = next;
+    }
+  }
+
+  // Probabilities relative to the references as they are, and their sums.
+  __device__ __forceinline__ void exponentials(const Scores& s, Probabilities& p, float (&added)[2]) const {
+    const float subtract[2] = {finite(rows.reference[0]), finite(rows.reference[1])};
+    float even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+      for (int i = 8 * step; i < 8 * step + 8; i += 2) {
+        const int half = i / 2 % 2;
+        const float x = ex2_approx(fmaf(s[i], scale, -subtract[half]));
+        const float y = ex2_approx(fmaf(s[i + 1], scale, -subtract[half]));
+        even[half] += x;
+        odd[half] += y;
+        p[step][i / 2 % 4] = pack<T>(x, y);
+      }
+      wgmma_fence_registers(p[step]);  // step by step: the compiler would compute all exponents first
+    }
+    added[0] = even[0] + odd[0];
+    added[1] = even[1] + odd[1];
+  }
+
+  // Turns the scores of a tile into probabilities. The maximum of a row's first tile is its reference; later maxima are
+  // not looked for as long as no sum comes near the end of FP16's range. Gives whether references have moved: O is then
+  // to be multiplied by `factor`.
+  __device__ __forceinline__ bool soften(const Scores& s, Probabilities& p, float (&factor)[2], bool first) {
+    bool moved = first;
+    if (moved) rows.reset();
+    float added[2];
+    while (true) {
+      if (moved) move_references(s, factor);
+      exponentials(s, p, added);
+      const bool seen = fminf(rows.reference[0], rows.reference[1]) > negative_infinity();
+      const bool fits = seen && fmaxf(added[0], added[1]) <= LARGEST_SUM;
+      if (moved || __all_sync(FULL_WARP, fits)) break;
+      moved = true;
+    }
+    rows.sum[0] += added[0];
+    rows.sum[1] += added[1];
+    return moved;
+  }
+};
+
+}  // namespace microsdpa
