@@ -14,10 +14,11 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.quantize import Granularity, Quantized
+from microsdpa.evidence.short_sums import lost_of_scores
+from microsdpa.quantize import Granularity, Quantized, expand_scale
 from microsdpa.specs import KernelSpec
 from microsdpa.specs.eight_bit import EightBitProblem
-from microsdpa.specs.hopper_fp8 import Tiles, specification, throughput, unproven
+from microsdpa.specs.hopper_fp8 import Tiles, specification, throughput, too_small
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""
@@ -79,7 +80,10 @@ def check(case: Case, granularity: Granularity, block: int, tiles: Tiles | None 
     assert isinstance(spec, KernelSpec)
     out, lse = attend(replace(spec, max_ctas=CTAS), problem, case, codes)
     plain = [x.dequantize() for x in codes]
-    expected, expected_lse = reference.oracle(*plain, causal=case.causal, scale=case.scale)
+    scales = tuple(expand_scale(x.scale, x.granularity, x.block, x.codes.shape) for x in codes[:2])
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    lost = lost_of_scores((codes[0].codes, codes[1].codes), (scales[0], scales[1]), scale)
+    expected, expected_lse = reference.oracle(*plain, causal=case.causal, scale=case.scale, attn_mask=lost)
     magnitude, _ = reference.oracle(plain[0], plain[1], plain[2].abs(), causal=case.causal, scale=case.scale)
     everything = plain[2].abs().sum(dim=2, keepdim=True).repeat_interleave(case.heads // case.kv_heads, dim=1)
     # Half a step of E4M3 for every probability, of which the largest is 256.
@@ -99,9 +103,10 @@ def test_other_tiles(tiles: Tiles) -> None:
     check(Case(1, 4, 300, 450, 64, heads_kv=2, causal="lower_right"), "head", 0, tiles)
 
 
-def test_auto_passes_over_it_and_says_why() -> None:
-    problem = problem_of(Case(32, 8, 512, 512, 64), 1)
-    selection = choose(problem, "auto")
-    assert selection.spec.name == "ladder/14_8bit_tuned"
-    assert ("hopper/fwd_throughput_fp8", unproven(problem).reason) in selection.reasons
-    assert choose(problem, "hopper/fwd_throughput_fp8").spec.name == "hopper/fwd_throughput_fp8"
+def test_auto_takes_it_where_it_fills_the_chip() -> None:
+    few, many = problem_of(Case(1, 8, 512, 512, 64), 1), problem_of(Case(32, 8, 512, 512, 64), 1)
+    refused = too_small(few)
+    assert refused is not None
+    assert "32 query tiles do not fill the 132 SMs" in refused.reason
+    assert ("hopper/fwd_throughput_fp8", refused.reason) in choose(few, "auto").reasons
+    assert choose(many, "auto").spec.name == "hopper/fwd_throughput_fp8"

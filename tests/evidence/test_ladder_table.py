@@ -131,7 +131,10 @@ def test_on_a_gpu_every_rung_has_a_process_and_figures(monkeypatch: pytest.Monke
             dtype = "e4m3" if impl == names[1] else "float16"
             fields = {"median_us": 9.0, "min_us": 9.0, "samples_us": [9.0], "tflops": 1.0, "version": "1"}
             common = fields | {"error": ERROR, "inputs": "float16"}
-            rows += [results.row(case, **common, kernel=impl, dtype=dtype)]
+            if case == suite.cases[2] and impl == names[1]:
+                rows += [results.row(case, dtype=dtype, status="unavailable", reason="the process died")]
+            else:
+                rows += [results.row(case, **common, kernel=impl, dtype=dtype)]
             rows += [results.row(case, **common, impl="torch FLASH"), results.row(case, **fields, op="empty")]
         return rows
 
@@ -141,7 +144,8 @@ def test_on_a_gpu_every_rung_has_a_process_and_figures(monkeypatch: pytest.Monke
     monkeypatch.setattr(ladder.worker, "Worker", Process)
     monkeypatch.setattr(ladder.worker, "run", run)
     step = ladder.step(output=tmp_path)
-    assert step.status == "passed"
+    assert step.status == "failed"
+    assert step.summary.startswith("2 rungs, 1 rows wrong or missing")
     assert ended == [*names, "auto"]
     (path,) = tmp_path.glob("*/ladder.json")
     rows = results.read(path)["rows"]

@@ -10,8 +10,10 @@ from microsdpa import eight_bit, reference
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import MicrosdpaEightBit
+from microsdpa.evidence.short_sums import lost_of_scores
+from microsdpa.quantize import expand_scale
 from microsdpa.runtime import launcher
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
+from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands, eight_bit_family_named
 
 pytestmark = pytest.mark.gpu
 CASE = Case(2, 4, 200, 300, 64, heads_kv=2, causal="lower_right")
@@ -110,7 +112,12 @@ def test_every_rung_on_codes(rung: str, head_dim: int) -> None:
         out, lse = microsdpa.sdpa(*codes, causal=case.causal, enable_gqa=True, return_lse=True, impl=rung, **scales)
     except microsdpa.UnsupportedProblem as refusal:
         pytest.skip(str(refusal))
-    expected, expected_lse = reference.oracle(*(x.dequantize() for x in made), causal=case.causal)
+    plain = [x.dequantize() for x in made]
+    family, lost = eight_bit_family_named(rung), None
+    if family is not None and family.short_sums:
+        of_query, of_key = (expand_scale(x.scale, x.granularity, x.block, x.codes.shape) for x in made[:2])
+        lost = lost_of_scores((made[0].codes, made[1].codes), (of_query, of_key), head_dim**-0.5)
+    expected, expected_lse = reference.oracle(*plain, causal=case.causal, attn_mask=lost)
     assert compare.measure(out.cpu(), expected).rel_l1 <= (2e-3 if rung in ROUNDING_P_TO_HALF else 0.026)
     assert compare.measure(lse.cpu(), expected_lse).max_abs <= 1e-3
 

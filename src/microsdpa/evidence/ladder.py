@@ -205,4 +205,5 @@ def _processes(suite: Suite, names: list[str]) -> Iterator[dict[str, worker.Work
 def _timed(suite: Suite, rung: str, process: worker.Worker) -> list[dict[str, Any]]:
     """Rows of a suite in a graph, measured in one process: those of the rung, or without one those of torch."""
     found = worker.run(*_what(suite, rung), waiting=[process])
-    return [row for row in found if row["op"] != "empty" and (row["impl"] == "microsdpa") == bool(rung)]
+    wanted = [row for row in found if row["op"] != "empty" and (row["impl"] == "microsdpa") == bool(rung)]
+    return [row | {"kernel": row["kernel"] or rung or None} for row in wanted]  # one that died has no kernel

@@ -101,8 +101,7 @@ def _wgmma_probe(
         wgmma(dtype, n),
         (cpp, "int" if exact else "float", *rest),
         "bits" if exact else "float32",
-        # The FP8 accumulator keeps about 14 bits, which the emulator does not model: 2^11 of FP32's last places.
-        {torch.int8: 0.0, torch.float8_e4m3fn: 2048.0}.get(dtype, 1.0),
+        0.0 if dtype in (torch.int8, torch.float8_e4m3fn) else 1.0,
         "sm_90a",
         128,
         None if exact else wgmma_magnitude(dtype, widths, added),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import NOTE_SHAPES
 from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.quantize import RESIDUAL_STEPS, decode, encode, expand_scale, mean_of_rows, residual, rotate, scales
 from microsdpa.runtime import launcher
@@ -101,9 +103,6 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
     tensors = make(case)
     codes, plain = specified(tensors, RECIPES[precision])
     expected, expected_lse = reference.oracle(*plain, causal=case.causal)
-    if codes.key_mean is not None:
-        mean = codes.key_mean.repeat_interleave(case.heads // case.kv_heads, dim=1).double()
-        expected_lse = expected_lse + (tensors[0].double() @ mean[..., None]).squeeze(-1) * case.head_dim**-0.5
     query, key, value = make(case, device)
     made = quantize_query_key_value(query, key, value, RECIPES[precision], device == "cpu")
     for name, wanted in vars(codes).items():
@@ -111,18 +110,25 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
         if wanted is not None and not torch.equal(got.cpu().contiguous().view(torch.uint8), _bytes(wanted)):
             return Outcome(case, precision, compare.measure(expected, expected), f"{name} differs from quantize()")
 
-    def run(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        result = microsdpa.sdpa(
-            query,
-            key,
-            value,
-            precision=precision,
-            causal=case.causal,
-            enable_gqa=True,
-            return_lse=True,
-            out=out,
-            impl=kernel if device == "cuda" else f"emulate:{kernel}",
+    options: dict[str, Any] = {"precision": precision, "causal": case.causal, "enable_gqa": True}
+    options["impl"] = kernel if device == "cuda" else f"emulate:{kernel}"
+    spec = microsdpa.explain(query, key, value, **options).spec
+    family = eight_bit_family_named(spec.name) if spec else None
+    if family is not None and family.short_sums:
+        block = RECIPES[precision].block
+        wide = (
+            expand_scale(codes.query_scale, "block", block, plain[0].shape),
+            expand_scale(codes.key_scale, "block", block, plain[1].shape),
         )
+        lost = lost_of_scores((codes.query, codes.key), wide, case.head_dim**-0.5)
+        expected_lse = reference.oracle(*plain, causal=case.causal, attn_mask=lost)[1]
+
+    if codes.key_mean is not None:
+        mean = codes.key_mean.repeat_interleave(case.heads // case.kv_heads, dim=1).double()
+        expected_lse = expected_lse + (tensors[0].double() @ mean[..., None]).squeeze(-1) * case.head_dim**-0.5
+
+    def run(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        result = microsdpa.sdpa(query, key, value, return_lse=True, out=out, **options)
         assert isinstance(result, tuple)
         return result[0].cpu(), result[1].cpu()
 

@@ -217,6 +217,7 @@ class EightBitFamily:
         emulated_target: the GPU that the emulator takes when the family is named.
         passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
             does not.
+        short_sums: whether its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
     """
 
     name: str
@@ -224,6 +225,7 @@ class EightBitFamily:
     specify: Callable[[EightBitProblem], KernelSpec | Rejection]
     emulated_target: str = "sm_89"
     passed_over: Callable[[EightBitProblem], Rejection | None] = lambda _: None
+    short_sums: bool = False
 
     @property
     def short_name(self) -> str:
@@ -237,7 +239,8 @@ EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
         "E4M3 wgmma for both products, TMA, V transposed on its way; sm_90a",
         hopper_fp8.throughput,
         emulated_target="sm_90a",
-        passed_over=hopper_fp8.unproven,
+        passed_over=hopper_fp8.too_small,
+        short_sums=True,
     ),
     EightBitFamily("ladder/14_8bit_tuned", "rung 13 with tiles for the problem, keys divided among warps", tuned),
     EightBitFamily("ladder/13_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),

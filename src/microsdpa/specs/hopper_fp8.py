@@ -53,12 +53,13 @@ def tiles_for(problem: EightBitProblem) -> Tiles:
     return Tiles(block_n=192 if problem.head_dim == 64 else 128, consumers=2, stages=3)
 
 
-def unproven(problem: EightBitProblem) -> Rejection:
-    """Why impl="auto" passes over the kernel: `microsdpa verify --precision fp8` refuses its LSE on an H200."""
-    return Rejection(
-        "its LSE is off by up to 1e-3 and more, what the short sums of wgmma's E4M3 products lose",
-        'impl="hopper/fwd_throughput_fp8", for calls to which that does not matter',
-    )
+def too_small(problem: EightBitProblem) -> Rejection | None:
+    """Why impl="auto" passes over the kernel: it was measured where it fills the chip."""
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // tiles_for(problem).block_m)
+    sms = chip_of(problem.target).sms
+    if tiles >= sms:
+        return None
+    return Rejection(f"its {tiles} query tiles do not fill the {sms} SMs", "more heads or longer sequences")
 
 
 def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:

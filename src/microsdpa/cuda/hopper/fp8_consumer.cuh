@@ -49,6 +49,12 @@ struct Fp8Consumer {
     if (elect_one()) mbarrier_arrive(read);
   }
 
+  // Consumers start their products in turn, so that one has its exponentials while another multiplies.
+  __device__ __forceinline__ void wait_turn() const { named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS); }
+  __device__ __forceinline__ void end_turn() const {
+    named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+  }
+
   // Waits for the next query tile; false when there is none.
   __device__ __forceinline__ bool begin_query() {
     mbarrier_wait(shared.query_loaded[query_place.stage], query_place.parity);
@@ -141,48 +147,66 @@ struct Fp8Consumer {
     }
   }
 
-  // Turns scores into probabilities, with the largest score so far as reference.
-  __device__ __forceinline__ void softmax(float (&s)[BLOCK_N / 2]) {
-    float subtract[2];
+  // The largest score of each row. Compared as integers, which takes three at a time: floats compare so as soon
+  // as one of them is positive. Where none of a row is, the warp compares floats.
+  __device__ __forceinline__ void find_largest(const float (&s)[BLOCK_N / 2], float (&largest)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float even = s[2 * half], odd = s[2 * half + 1];
+      int even = __float_as_int(s[2 * half]), odd = __float_as_int(s[2 * half + 1]);
 #pragma unroll
       for (int n = 1; n < BLOCK_N / 8; ++n) {
-        even = fmaxf(even, s[4 * n + 2 * half]);
-        odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
+        int& most = n % 2 == 0 ? even : odd;
+        most = max(max(most, __float_as_int(s[4 * n + 2 * half])), __float_as_int(s[4 * n + 2 * half + 1]));
       }
-      const float largest = fmaxf(reference[half], quad_max(fmaxf(even, odd)) * factor[half]);
-      correction[half] = ex2_approx(reference[half] - finite(largest));
-      sum[half] *= correction[half];
-      reference[half] = largest;
-      subtract[half] = finite(largest) - BIAS;
+      largest[half] = quad_max(__int_as_float(max(even, odd)));
     }
-    float odd[2] = {0.0f, 0.0f};
+    if (!__any_sync(FULL_WARP, largest[0] < 0.0f || largest[1] < 0.0f)) return;
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; i += 2) {
-      const int half = i / 2 % 2;
-      s[i] = ex2_approx(fmaf(s[i], factor[half], -subtract[half]));
-      s[i + 1] = ex2_approx(fmaf(s[i + 1], factor[half], -subtract[half]));
-      sum[half] += s[i];
-      odd[half] += s[i + 1];
+    for (int half = 0; half < 2; ++half) {
+      float most = negative_infinity();
+#pragma unroll
+      for (int n = 0; n < BLOCK_N / 8; ++n) {
+        most = fmaxf(most, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+      }
+      largest[half] = quad_max(most);
     }
-    sum[0] += odd[0];
-    sum[1] += odd[1];
-    wgmma_fence_registers(s);
   }
 
-  // Rounds probabilities to the left operand of P V, which nothing may be using.
-  __device__ __forceinline__ void round_probabilities(const float (&s)[BLOCK_N / 2]) {
+  // Takes the largest score so far as reference.
+  __device__ __forceinline__ void move_reference(const float (&s)[BLOCK_N / 2]) {
+    float found[2];
+    find_largest(s, found);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float largest = fmaxf(reference[half], found[half] * factor[half]);
+      correction[half] = ex2_approx(reference[half] - finite(largest));
+      reference[half] = largest;
+    }
+  }
+
+  // Turns scores into probabilities, the left operand of P V, which nothing may be using.
+  __device__ __forceinline__ void exponentiate(const float (&s)[BLOCK_N / 2]) {
+    const float subtract[2] = {finite(reference[0]) - BIAS, finite(reference[1]) - BIAS};
+    float even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int at = 16 * step + 8 * (i / 2) + 2 * (i % 2);
-        p[step][i] = e4m3x4_from_floats(s[at], s[at + 1], s[at + 4], s[at + 5]);
+        const int at = 16 * step + 8 * (i / 2) + 2 * (i % 2), half = i % 2;
+        float x[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          x[j] = ex2_approx(fmaf(s[at + 4 * (j / 2) + j % 2], factor[half], -subtract[half]));
+        }
+        even[half] += x[0];
+        odd[half] += x[1];
+        even[half] += x[2];
+        odd[half] += x[3];
+        p[step][i] = e4m3x4_from_floats(x[0], x[1], x[2], x[3]);
       }
-      wgmma_fence_registers(p[step]);
     }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], correction[half], even[half] + odd[half]);
   }
 
   // Waits for the next tile of V^T.
@@ -213,10 +237,11 @@ struct Fp8Consumer {
     value_place.advance();
   }
 
-  // Adds it to O.
+  // Adds it to O. Shuffles do not move across a wait: without them the additions stand among the products of S.
   __device__ __forceinline__ void promote(const float (&by)[2]) {
+    const float factors[2] = {__shfl_sync(FULL_WARP, by[0], thread % 32), __shfl_sync(FULL_WARP, by[1], thread % 32)};
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = fmaf(o[i], by[i / 2 % 2], partial[i]);
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = fmaf(o[i], factors[i / 2 % 2], partial[i]);
   }
 
   // Begins the sums of a query tile.
@@ -264,8 +289,10 @@ struct Fp8Consumer {
         *reinterpret_cast<Vector<T, 4>*>(out + 16 * i) = four;
       }
     }
+    __syncwarp();  // O is emptied here, not ahead of a branch, for which it would be copied for every tile
     clear(o);
   }
+
   __device__ __forceinline__ static void clear(float (&x)[HEAD_DIM / 2]) {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) x[i] = 0.0f;
@@ -286,38 +313,42 @@ struct Fp8Consumer {
   __device__ __forceinline__ void run() {
     float s[BLOCK_N / 2];
     if (!begin_query()) return;
+    if (warpgroup == CONSUMERS - 1) end_turn();
     clear(o);
     clear_sums();
     mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity);
     score(s);
     wgmma_wait<0>();
     take_scores(s);
-    softmax(s);
+    move_reference(s);
+    exponentiate(s);
 
     bool last;  // the probabilities' tile is the last of its query tile
     bool more = next_tile(last);
-    round_probabilities(s);
     bool complete = false;  // with `partial`, the O of a query tile is
     float by[2] = {1.0f, 1.0f};
     clear(partial);
     while (more) {
-      // S of a tile, which may be another query's, and P V of the one before; meanwhile P V of the one before that
-      // becomes part of O, and then S becomes probabilities.
+      // S of a tile, which may be another query's, and P V of the one before; between them P V of the one before that
+      // becomes part of O. Then S becomes probabilities.
+      wait_turn();
       score(s);
-      wait_value();  // and then add: sums among the products would hold these up
+      wait_value();
       promote(by);
       if (complete) store();
       multiply_value();
+      end_turn();
       wgmma_wait<1>();
       take_scores(s);
       by[0] = correction[0], by[1] = correction[1];
       complete = last;
       if (complete) end_sums();
-      softmax(s);
-      more = next_tile(last);  // its branches keep the compiler from moving the wait ahead of the exponentials
+      move_reference(s);  // its branch keeps the compiler from moving the wait ahead of the maximum
       end_value();
-      round_probabilities(s);
+      exponentiate(s);
+      more = next_tile(last);
     }
+    if (warpgroup == 0) wait_turn();  // nobody else takes the last one
     wait_value();
     promote(by);
     if (complete) store();

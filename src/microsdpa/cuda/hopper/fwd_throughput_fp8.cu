@@ -5,10 +5,11 @@
 // One CTA an SM stays and takes one tile after the other. Roles: in the first warpgroup one thread issues all copies,
 // two warps transpose V and one fetches the scales of keys; each other warpgroup, a consumer, computes 64 rows.
 // Pipeline: 1. TMA fills rings of Q, K and V tiles, across query tiles   2. V becomes V^T, its keys in the order in
-//           which probabilities lie in registers   3. a consumer starts S of the next tile, also of the next query
-//           tile, and P V of this one   4. meanwhile it adds P V of the tile before to O, in FP32, because E4M3
-//           products keep about 14 bits of their sums   5. and turns scores into probabilities, rounded to E4M3
-// Bound by: latency: of two warps in each quarter of an SM, one waits for its scores or shares the exponentials' unit.
+//           which probabilities lie in registers   3. in its turn, a consumer starts S of the next tile, also of the
+//           next query tile, and P V of this one   4. between the two it adds P V of the tile before to O, in FP32,
+//           because E4M3 products keep about 14 bits of their sums   5. and while others multiply it turns scores into
+//           probabilities, rounded to E4M3
+// Bound by: latency: the exponentials of one warp in a quarter of an SM take nearly twice as long as their unit needs.
 // docs/hopper-fp8.md has the measurements.
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
@@ -159,13 +160,13 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   using Shared = Fp8Storage<HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES>;
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
-  constexpr bool WIDE = CONSUMERS == 2 && HEAD_DIM == 128, FULL = WIDE && (TERMS == 2 || KEY_SCALES);
-  constexpr int CONSUMER_REGISTERS = FULL ? 240 : WIDE ? 232 : CONSUMERS == 2 ? 216 : 160;
-  constexpr int PRODUCER_REGISTERS = FULL ? 24 : WIDE ? 40 : CONSUMERS == 2 ? 72 : 32;
+  constexpr bool WIDE = CONSUMERS == 2 && HEAD_DIM == 128;
+  constexpr int CONSUMER_REGISTERS = WIDE ? 232 : CONSUMERS == 2 ? 216 : 160;
+  constexpr int PRODUCER_REGISTERS = WIDE ? 40 : CONSUMERS == 2 ? 72 : 32;
   constexpr int LAUNCHED = 65536 / ((1 + CONSUMERS) * WARPGROUP_THREADS) / 8 * 8;
   static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (1 + CONSUMERS) * LAUNCHED,
                 "consumers would wait for registers for ever");
-  constexpr int AT_A_TIME = FULL ? 1 : 4;  // loads of a transposing warp: as many as fit
+  constexpr int AT_A_TIME = 4;  // loads of a transposing warp
 
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.

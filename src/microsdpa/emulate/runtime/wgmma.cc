@@ -61,6 +61,30 @@ double decode(Element element, const std::byte* data) {
   return value;
 }
 
+// Exponent of a term's leading bit; that of zero is far below all others.
+int exponent_of(double x) { return x == 0 ? -1000 : std::ilogb(x); }
+
+// Sum of E4M3 products and of what was there, as an H200 makes it (docs/numerics.md): every term is cut, towards zero,
+// 13 bits below the largest exponent, which for a product is the sum of its factors'; so is the sum, below its own.
+float sum_of_e4m3(double before, const double* x, const int* x_exponent, const double* y, const int* y_exponent,
+                  int count) {
+  constexpr int BITS = 13;
+  int largest = exponent_of(before);
+  double check = before;  // NaN where a term is
+  for (int k = 0; k < count; ++k) {
+    largest = std::max(largest, x_exponent[k] + y_exponent[k]);
+    check += x[k] * y[k];
+  }
+  if (!std::isfinite(check)) return static_cast<float>(check);
+  if (largest < -500) return 0;
+  const double unit = std::ldexp(1.0, BITS - largest);
+  auto sum = static_cast<std::int64_t>(before * unit);
+  for (int k = 0; k < count; ++k) sum += static_cast<std::int64_t>(x[k] * y[k] * unit);
+  const int spare = sum == 0 ? 0 : std::ilogb(static_cast<double>(sum)) - BITS;
+  if (spare > 0) sum = sum / (std::int64_t{1} << spare) * (std::int64_t{1} << spare);
+  return static_cast<float>(static_cast<double>(sum) / unit);
+}
+
 struct Descriptor {
   std::size_t start, leading, stride, swizzle;
 };
@@ -219,6 +243,11 @@ void Processor::run_mma(WarpMma& mma) {
   } else {
     load(false, a, 16);
   }
+  std::vector<int> a_exponents, b_exponents;
+  if (op.element == Element::E4M3) {
+    for (const double x : a) a_exponents.push_back(exponent_of(x));
+    for (const double y : b) b_exponents.push_back(exponent_of(y));
+  }
   Accumulators& sums = warp().accumulators[mma.d[0]];
   for (int lane = 0; lane < 32; ++lane) {
     for (std::size_t i = 0; i < n / 2; ++i) {
@@ -231,12 +260,19 @@ void Processor::run_mma(WarpMma& mma) {
         std::memcpy(&before, &slot, 4);
         sum = op.element == Element::S8 ? static_cast<double>(static_cast<std::int32_t>(slot)) : before;
       }
-      const double *x = &a[row * static_cast<std::size_t>(depth)], *y = &b[column * static_cast<std::size_t>(depth)];
-      for (int k = 0; k < depth; ++k) sum += x[k] * y[k];
+      const std::size_t from_a = row * static_cast<std::size_t>(depth),
+                        from_b = column * static_cast<std::size_t>(depth);
+      const double *x = &a[from_a], *y = &b[from_b];
+      float rounded;
+      if (op.element == Element::E4M3) {
+        rounded = sum_of_e4m3(sum, x, &a_exponents[from_a], y, &b_exponents[from_b], depth);
+      } else {
+        for (int k = 0; k < depth; ++k) sum += x[k] * y[k];
+        rounded = static_cast<float>(sum);
+      }
       if (op.element == Element::S8) {
         slot = static_cast<std::uint32_t>(static_cast<std::int64_t>(sum));
       } else {
-        const auto rounded = static_cast<float>(sum);
         std::memcpy(&slot, &rounded, 4);
       }
     }
