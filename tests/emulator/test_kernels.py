@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -36,8 +37,16 @@ def test_the_scalar_kernel_is_right_in_two_schedules(case: Case) -> None:
 @pytest.mark.parametrize("family", [f.name for f in FAMILIES if not f.name.startswith("ladder/")])
 def test_every_production_kernel_is_right_in_two_schedules(family: str) -> None:
     """Whatever is registered; test_ladder.py has the rungs, and test_eight_bit.py what has 8-bit operands."""
-    for case in (Case(1, 2, 37, 45, 64, causal="lower_right"), Case(1, 1, 70, 133, 128, dtype="bfloat16")):
-        assert check(case, "cpu", f"emulate:{family}").failure == ""
+    cases = (
+        Case(1, 2, 37, 45, 64, causal="lower_right"),
+        Case(1, 1, 70, 133, 128, dtype="bfloat16"),
+    )
+    computed = 0
+    for case in cases:
+        with contextlib.suppress(microsdpa.UnsupportedProblem):  # a kernel may be for some of these problems alone
+            assert check(case, "cpu", f"emulate:{family}").failure == ""
+            computed += 1
+    assert computed > 0
 
 
 def test_grouped_heads_and_views() -> None:
