@@ -234,3 +234,14 @@ def test_what_is_not_recorded_yet_says_by_what_it_is(checkout: Path, suite: str,
 def test_the_host_mode_quotes_its_best_sample() -> None:
     assert wording.quoted_us(timed("microsdpa", 5.0, mode="host")) == 4.5
     assert wording.quoted_us(timed("microsdpa", 5.0, mode="eager")) == 5.0
+
+
+@pytest.mark.parametrize("said", ["main", "HEAD", "", "1234567890abcdefg", "12345"])
+def test_a_commit_is_a_hash_or_not_recorded(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_run", lambda *command: None)  # outside a checkout
+    monkeypatch.setenv("MICROSDPA_COMMIT", said)
+    assert environment.commit() == "unknown"
+    result = results.make("mission", "microsdpa bench", [])
+    assert "commit not recorded" in wording.provenance(result | {"commit": said})
+    monkeypatch.setenv("MICROSDPA_COMMIT", "1234567890")
+    assert "commit 1234567890," in wording.provenance(results.make("mission", "microsdpa bench", []))

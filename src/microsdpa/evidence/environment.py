@@ -33,7 +33,7 @@ def _run(*command: str) -> str | None:
 def commit() -> str:
     """The commit of the checkout that this package comes from, "-dirty" when it is changed.
 
-    Outside a checkout MICROSDPA_COMMIT, when set, says it; else "unknown".
+    Outside a checkout MICROSDPA_COMMIT says it, when it is the hash of one; else "unknown".
     """
     package = Path(__file__).resolve().parents[1]
     top = _run("git", "-C", str(package), "rev-parse", "--show-toplevel")
@@ -42,7 +42,13 @@ def commit() -> str:
         if head:
             dirty = _run("git", "-C", top, "status", "--porcelain", "--untracked-files=no")
             return head + ("-dirty" if dirty else "")
-    return os.environ.get("MICROSDPA_COMMIT", "unknown")
+    said = os.environ.get("MICROSDPA_COMMIT", "")
+    return said if is_commit(said) else "unknown"
+
+
+def is_commit(text: str) -> bool:
+    """Whether a text is a commit's hash, perhaps shortened, perhaps with "-dirty" behind it."""
+    return re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", text) is not None
 
 
 def gpu_slug(name: str | None) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from microsdpa.evidence import results
+from microsdpa.evidence.environment import is_commit
 
 
 def provenance(result: results.Result) -> str:
     """One line: where, when and with what a result was taken."""
     e = result["environment"]
     gpu = f"{e['gpu']}, driver {e['driver']}, CUDA {e['cuda']}" if e["gpu"] else "no GPU"
-    software = f"torch {e['torch']}, commit {result['commit'][:10]}, {result['created'][:10]}"
+    commit = result["commit"][:10] if is_commit(result["commit"]) else "not recorded"
+    software = f"torch {e['torch']}, commit {commit}, {result['created'][:10]}"
     return f"*{gpu}, {software}: `{result['command']}`*\n"
 
 
