@@ -333,6 +333,20 @@ def test_a_rung_with_8_bits_is_timed_on_codes(rung: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("on_a_pretended_h200")
+def test_one_code_a_query_is_timed_beside_peers_that_have_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "prepare", lambda mode, calls: FakeRunner())
+    (one_code,) = (one for one in ours("auto") if one.variant == "e4m3, one code")
+    assert one_code.where == "device"
+    row, empty = CaseBench(SMALL, device="cpu").run([one_code], ["graph"])
+    assert (row["status"], row["reason"], row["dtype"], row["op"]) == ("ok", "", "e4m3", "sdpa")
+    assert row["kernel"] == "ladder/14_8bit_tuned"
+    assert 0.02 < row["error"]["rel_l1"] < 0.09  # of the tensors, not of what the codes stand for
+    assert not signatures.is_stale(row, "sm_89")
+    results.validate(json.loads(json.dumps(results.make("fp8", "microsdpa bench", [row, empty]))), "test")
+    assert "32, 64, 128" in one_code.refuses(Case(1, 1, 8, 8, 48))
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
 def test_a_head_dimension_that_8_bits_lack_is_a_refusal() -> None:
     rows = CaseBench(Case(1, 1, 8, 8, 48), device="cpu").run(ours("auto")[-1:], ["graph"])
     assert rows[0]["status"] == "unavailable"

@@ -14,7 +14,7 @@ from microsdpa.evidence import signatures
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import quantised
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain
-from microsdpa.specs.eight_bit import OPERANDS, Operands, eight_bit_family_named
+from microsdpa.specs.eight_bit import HEAD_DIMS, OPERANDS, Operands, eight_bit_family_named
 from microsdpa.specs.quantize import RECIPES
 
 WIDE_PROBABILITIES = ("ladder/10_fp8_scalar", "ladder/11_fp8_mma")
@@ -172,8 +172,30 @@ class MicrosdpaRung(Implementation):
 
     def _call(self, case: Case, tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
         made = RungCodes.of(tensors)
-        impl = self.impl if tensors[0].is_cuda else f"emulate:{self.impl}"
+        impl = self.impl if tensors[0].is_cuda else f"emulate:{self.impl}".removesuffix(":auto")
         return made.codes, made.scales | _options(case) | {"impl": impl}
+
+
+class MicrosdpaOneCode(MicrosdpaRung):
+    """The call of a user who has codes: one a query and a scale a head, which is what peers with 8 bits compute.
+
+    It is held against the tensors that the codes were made of, as those peers are.
+    """
+
+    where = "device"
+    variant = "e4m3, one code"
+
+    def __init__(self) -> None:
+        super().__init__("auto")
+        self.rounding = ""
+
+    def refuses(self, case: Case) -> str:
+        """The head dimensions that 8 bits lack."""
+        return "" if case.head_dim in HEAD_DIMS else f"8-bit operands have head dimensions {HEAD_DIMS}"
+
+    def stands_for(self, case: Case, tensors: Tensors) -> Tensors | None:
+        """Nothing else than the tensors."""
+        return None
 
 
 def _impl(tensors: Tensors) -> str:
@@ -186,4 +208,6 @@ def ours(impl: str) -> list[Implementation]:
         return [MicrosdpaRung(impl)]
     ways = [(write_out, prepared) for prepared in (False, True) for write_out in (False, True)]
     found: list[Implementation] = [Microsdpa(impl, write_out, prepared) for write_out, prepared in ways]
+    if impl == "auto":
+        found.append(MicrosdpaOneCode())
     return found + [MicrosdpaEightBit(precision, codes) for precision in OPERANDS for codes in (False, True)]
