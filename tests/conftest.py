@@ -6,12 +6,16 @@ import os
 import tempfile
 
 import pytest
+import torch
 
 from microsdpa.runtime import launcher
 
 # One cache for the whole run, its workers and subprocesses, and never the user's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["MICROSDPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="microsdpa-tests-")
+
+# Workers that each use every core spend their time waiting for one another.
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

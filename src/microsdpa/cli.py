@@ -9,6 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
+import torch
 import typer
 
 from microsdpa import __version__
@@ -71,6 +72,7 @@ Causal = Annotated[Alignment | None, typer.Option(help="Causal alignment.")]
 ResultsBelow = Annotated[Path, typer.Option("--results", help="Directory of result files.")]
 ReportDirectory = Annotated[Path, typer.Option("--report", help="Directory to write the report to.")]
 COMMITTED = reproduction.COMMITTED
+MAX_THREADS = 8
 
 
 def _command() -> str:
@@ -377,6 +379,8 @@ def check(root: Root = Path(), results: Results = None) -> None:
 
 def main() -> None:
     """Entry point: an error of the library becomes its message and exit code 2."""
+    # The references are many small operations, for which the threads of a large machine wait longer than they compute.
+    torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
     try:
         app()
     except MicrosdpaError as error:
