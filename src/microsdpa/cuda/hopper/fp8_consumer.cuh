@@ -14,96 +14,81 @@
 
 namespace microsdpa {
 
-template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
+template <typename T, typename Shared, bool CAUSAL>
+struct Fp8Consumer {
   using Element = __nv_fp8_e4m3;
-  static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N,
-                       CONSUMERS = Shared::CONSUMERS;
-  static constexpr int STEPS = BLOCK_N / 32; // products of P V
+  static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
+  static constexpr int STEPS = BLOCK_N / 32;  // products of P V
   // Probabilities are 2^(score - reference + BIAS): at most 256 as E4M3, which
   // ends at 448.
   static constexpr float BIAS = 8.0f;
 
-  Shared &shared;
-  const EightBitParams &params;
-  const int warpgroup; // among the consumers
-  const int thread;    // of the warpgroup
+  Shared& shared;
+  const EightBitParams& params;
+  const int warpgroup;  // among the consumers
+  const int thread;     // of the warpgroup
 
-  float o[HEAD_DIM / 2];       // O of the tiles before, in FP32
-  float partial[HEAD_DIM / 2]; // P V of one tile: E4M3 products keep about 14
-                               // bits of their sums
+  float o[HEAD_DIM / 2];        // O of the tiles before, in FP32
+  float partial[HEAD_DIM / 2];  // P V of one tile: E4M3 products keep about 14
+                                // bits of their sums
   uint32 p[STEPS][4];
-  float reference[2];  // of the two rows: base 2, scaled; -inf before the first
-                       // visible key
-  float sum[2];        // this thread's part of l, times 2^BIAS
-  float factor[2];     // what scores of codes are multiplied by, base 2; > 0
-  float correction[2]; // what O is to be multiplied by when P V of the last
-                       // probabilities is added
-  float inverse[2]; // of l, for the query tile that is complete but for P V of
-                    // its last tile of keys
-  int first_row;    // of the warpgroup
-  int tile, tiles;  // of keys: that of the scores, and all of the query tile
+  float reference[2];   // of the two rows: base 2, scaled; -inf before the first
+                        // visible key
+  float sum[2];         // this thread's part of l, times 2^BIAS
+  float factor[2];      // what scores of codes are multiplied by, base 2; > 0
+  float correction[2];  // what O is to be multiplied by when P V of the last
+                        // probabilities is added
+  float inverse[2];     // of l, for the query tile that is complete but for P V of
+                        // its last tile of keys
+  int first_row;        // of the warpgroup
+  int tile, tiles;      // of keys: that of the scores, and all of the query tile
   int work,
-      ended; // number of the query tile, and of the one that `inverse` is of
+      ended;  // number of the query tile, and of the one that `inverse` is of
   RingPlace<Shared::QUERY_STAGES> query_place;
   RingPlace<Shared::STAGES> key_place, value_place;
 
-  __device__ __forceinline__ Fp8Consumer(Shared &shared,
-                                         const EightBitParams &params,
-                                         int warpgroup)
-      : shared(shared), params(params), warpgroup(warpgroup),
-        thread(threadIdx.x % WARPGROUP_THREADS), work(0) {}
+  __device__ __forceinline__ Fp8Consumer(Shared& shared, const EightBitParams& params, int warpgroup)
+      : shared(shared), params(params), warpgroup(warpgroup), thread(threadIdx.x % WARPGROUP_THREADS), work(0) {}
 
-  __device__ __forceinline__ int tile_row(int half) const {
-    return thread / 32 * 16 + 8 * half + thread % 32 / 4;
-  }
+  __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
 
-  __device__ __forceinline__ void release(Mbarrier &read) const {
-    if (elect_one())
-      mbarrier_arrive(read);
+  __device__ __forceinline__ void release(Mbarrier& read) const {
+    if (elect_one()) mbarrier_arrive(read);
   }
 
   // Consumers start their products in turn, so that one has its exponentials
   // while another multiplies.
-  __device__ __forceinline__ void wait_turn() const {
-    named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS);
-  }
+  __device__ __forceinline__ void wait_turn() const { named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS); }
   __device__ __forceinline__ void end_turn() const {
-    named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS,
-                         2 * WARPGROUP_THREADS);
+    named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }
 
   // Waits for the next query tile; false when there is none.
   __device__ __forceinline__ bool begin_query() {
     mbarrier_wait(shared.query_loaded[query_place.stage], query_place.parity);
-    const Work &next = shared.work[work % WORKS];
+    const Work& next = shared.work[work % WORKS];
     const int head_kv = shared.head_kv[work % WORKS];
     tile = 0, tiles = next.tiles;
-    if (tiles == 0)
-      return false;
+    if (tiles == 0) return false;
     first_row = next.first_row + ROWS * warpgroup;
     float all = fmaxf(fabsf(params.scale_log2),
-                      1e-30f); // 0 must not meet a masked score of -inf
-    if (!Shared::KEY_SCALES)
-      all *= *params.key_scale.at(next.batch, head_kv, 0);
+                      1e-30f);  // 0 must not meet a masked score of -inf
+    if (!Shared::KEY_SCALES) all *= *params.key_scale.at(next.batch, head_kv, 0);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = min(first_row + tile_row(half), params.seqlen_q - 1);
       factor[half] = all * *params.query_scale.at(next.batch, next.head, row);
     }
-    if (params.scale_log2 < 0.0f)
-      negate_query();
+    if (params.scale_log2 < 0.0f) negate_query();
     return true;
   }
 
   // A negative scale is a positive one of -Q.
   __device__ __forceinline__ void negate_query() {
-    uint4 *chunks = reinterpret_cast<uint4 *>(
-        shared.query[query_place.stage][warpgroup][0]);
-    for (int i = thread; i < Shared::TERMS * ROWS * HEAD_DIM / 16;
-         i += WARPGROUP_THREADS) {
+    uint4* chunks = reinterpret_cast<uint4*>(shared.query[query_place.stage][warpgroup][0]);
+    for (int i = thread; i < Shared::TERMS * ROWS * HEAD_DIM / 16; i += WARPGROUP_THREADS) {
       const uint4 old = chunks[i];
-      chunks[i] = make_uint4(old.x ^ 0x80808080u, old.y ^ 0x80808080u,
-                             old.z ^ 0x80808080u, old.w ^ 0x80808080u);
+      chunks[i] = make_uint4(old.x ^ 0x80808080u, old.y ^ 0x80808080u, old.z ^ 0x80808080u, old.w ^ 0x80808080u);
     }
     fence_proxy_async();
     named_barrier_sync(QUERY_NEGATED + warpgroup, WARPGROUP_THREADS);
@@ -112,16 +97,14 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
   // Starts S of the next tile of keys, which has been waited for.
   __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2]) {
     const uint64 key = rows_descriptor<HEAD_DIM>(shared.key[key_place.stage]);
-    const uint64 query = rows_descriptor<HEAD_DIM>(
-        shared.query[query_place.stage][warpgroup][0]);
+    const uint64 query = rows_descriptor<HEAD_DIM>(shared.query[query_place.stage][warpgroup][0]);
     wgmma_fence();
 #pragma unroll
     for (int term = 0; term < Shared::TERMS; ++term) {
 #pragma unroll
       for (int step = 0; step < HEAD_DIM / 32; ++step) {
-        wgmma<Element, BLOCK_N>(
-            s, advance(query, term * ROWS * HEAD_DIM + 32 * step),
-            advance(key, 32 * step), term + step > 0);
+        wgmma<Element, BLOCK_N>(s, advance(query, term * ROWS * HEAD_DIM + 32 * step), advance(key, 32 * step),
+                                term + step > 0);
       }
     }
     wgmma_commit();
@@ -138,44 +121,37 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
     release(shared.key_read[key_place.stage]);
     key_place.advance();
     if (tile + 1 == tiles) {
-      __syncwarp(); // all lanes have also read the description of the tile that
-                    // was stored last
+      __syncwarp();  // all lanes have also read the description of the tile that
+                     // was stored last
       release(shared.query_read[query_place.stage]);
       query_place.advance();
     }
     mask(s);
   }
 
-  __device__ __forceinline__ void scale_keys(float (&s)[BLOCK_N / 2],
-                                             const float *scales) const {
+  __device__ __forceinline__ void scale_keys(float (&s)[BLOCK_N / 2], const float* scales) const {
 #pragma unroll
     for (int n = 0; n < BLOCK_N / 8; ++n) {
       using Pair = Vector<float, 2>;
-      const Pair scale =
-          *reinterpret_cast<const Pair *>(scales + 8 * n + 2 * (thread % 4));
+      const Pair scale = *reinterpret_cast<const Pair*>(scales + 8 * n + 2 * (thread % 4));
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[4 * n + e] *= scale.data[e % 2];
+      for (int e = 0; e < 4; ++e) s[4 * n + e] *= scale.data[e % 2];
     }
   }
 
   __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2]) const {
     const int keys = params.seqlen_k - tile * BLOCK_N;
-    const int first_visible =
-        CAUSAL ? first_row + params.diagonal - tile * BLOCK_N + 1 : BLOCK_N;
-    if (min(keys, first_visible) >= BLOCK_N)
-      return;
+    const int first_visible = CAUSAL ? first_row + params.diagonal - tile * BLOCK_N + 1 : BLOCK_N;
+    if (min(keys, first_visible) >= BLOCK_N) return;
     const int column = 2 * (thread % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int visible =
-          (CAUSAL ? min(keys, first_visible + tile_row(half)) : keys) - column;
+      const int visible = (CAUSAL ? min(keys, first_visible + tile_row(half)) : keys) - column;
 #pragma unroll
       for (int n = 0; n < BLOCK_N / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (8 * n + e >= visible)
-            s[4 * n + 2 * half + e] = negative_infinity();
+          if (8 * n + e >= visible) s[4 * n + 2 * half + e] = negative_infinity();
         }
       }
     }
@@ -184,43 +160,37 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
   // The largest score of each row. Compared as integers, which takes three at a
   // time: floats compare so as soon as one of them is positive. Where none of a
   // row is, the warp compares floats.
-  __device__ __forceinline__ void find_largest(const float (&s)[BLOCK_N / 2],
-                                               float (&largest)[2]) const {
-    constexpr int CHAINS = 4; // of dependent instructions, for each row
+  __device__ __forceinline__ void find_largest(const float (&s)[BLOCK_N / 2], float (&largest)[2]) const {
+    constexpr int CHAINS = 4;  // of dependent instructions, for each row
     int most[2][CHAINS];
 #pragma unroll
     for (int n = 0; n < BLOCK_N / 8; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int x = __float_as_int(s[4 * n + 2 * half]),
-                  y = __float_as_int(s[4 * n + 2 * half + 1]);
-        int &of_chain = most[half][n % CHAINS];
+        const int x = __float_as_int(s[4 * n + 2 * half]), y = __float_as_int(s[4 * n + 2 * half + 1]);
+        int& of_chain = most[half][n % CHAINS];
         of_chain = n < CHAINS ? max(x, y) : max(max(of_chain, x), y);
       }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      largest[half] = quad_max(__int_as_float(
-          max(max(max(most[half][0], most[half][1]), most[half][2]),
-              most[half][3])));
+      largest[half] =
+          quad_max(__int_as_float(max(max(max(most[half][0], most[half][1]), most[half][2]), most[half][3])));
     }
-    if (!__any_sync(FULL_WARP, fminf(largest[0], largest[1]) < 0.0f))
-      return;
+    if (!__any_sync(FULL_WARP, fminf(largest[0], largest[1]) < 0.0f)) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float found = negative_infinity();
 #pragma unroll
       for (int n = 0; n < BLOCK_N / 8; ++n) {
-        found =
-            fmaxf(found, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+        found = fmaxf(found, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
       }
       largest[half] = quad_max(found);
     }
   }
 
   // Takes the largest score so far as reference.
-  __device__ __forceinline__ void
-  move_reference(const float (&s)[BLOCK_N / 2]) {
+  __device__ __forceinline__ void move_reference(const float (&s)[BLOCK_N / 2]) {
     float found[2];
     find_largest(s, found);
 #pragma unroll
@@ -236,39 +206,32 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
   // factor `by` on what was there: the unit of exponentials leaves issue slots
   // free. Sums and rounding follow LAG exponentials behind, so that nothing
   // waits for one.
-  __device__ __forceinline__ void exponentiate(float (&s)[BLOCK_N / 2],
-                                               const float (&by)[2]) {
-    constexpr int WORDS = 4 * STEPS, LAG = 3; // four probabilities each
-    const float subtract[2] = {finite(reference[0]) - BIAS,
-                               finite(reference[1]) - BIAS};
-    float even[2] = {sum[0] * correction[0], sum[1] * correction[1]},
-          odd[2] = {0.0f, 0.0f};
+  __device__ __forceinline__ void exponentiate(float (&s)[BLOCK_N / 2], const float (&by)[2]) {
+    constexpr int WORDS = 4 * STEPS, LAG = 3;  // four probabilities each
+    const float subtract[2] = {finite(reference[0]) - BIAS, finite(reference[1]) - BIAS};
+    float even[2] = {sum[0] * correction[0], sum[1] * correction[1]}, odd[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int word = 0; word < WORDS + LAG; ++word) {
       if (word < WORDS) {
-        const int at = 16 * (word / 4) + 8 * (word % 4 / 2) + 2 * (word % 2),
-                  half = word % 2;
+        const int at = 16 * (word / 4) + 8 * (word % 4 / 2) + 2 * (word % 2), half = word % 2;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          float &x = s[at + 4 * (j / 2) + j % 2];
+          float& x = s[at + 4 * (j / 2) + j % 2];
           x = ex2_approx(fmaf(x, factor[half], -subtract[half]));
         }
 #pragma unroll
-        for (int i = word * (HEAD_DIM / 2) / WORDS;
-             i < (word + 1) * (HEAD_DIM / 2) / WORDS; ++i) {
+        for (int i = word * (HEAD_DIM / 2) / WORDS; i < (word + 1) * (HEAD_DIM / 2) / WORDS; ++i) {
           o[i] = fmaf(o[i], by[i / 2 % 2], partial[i]);
         }
       }
       if (word >= LAG) {
         const int behind = word - LAG, half = behind % 2;
-        const int at =
-            16 * (behind / 4) + 8 * (behind % 4 / 2) + 2 * (behind % 2);
+        const int at = 16 * (behind / 4) + 8 * (behind % 4 / 2) + 2 * (behind % 2);
         even[half] += s[at];
         odd[half] += s[at + 1];
         even[half] += s[at + 4];
         odd[half] += s[at + 5];
-        p[behind / 4][behind % 4] =
-            e4m3x4_from_floats(s[at], s[at + 1], s[at + 4], s[at + 5]);
+        p[behind / 4][behind % 4] = e4m3x4_from_floats(s[at], s[at + 1], s[at + 4], s[at + 5]);
       }
     }
     sum[0] = even[0] + odd[0];
@@ -277,24 +240,20 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
 
   // Waits for the next tile of V^T.
   __device__ __forceinline__ void wait_value() {
-    mbarrier_wait(shared.transposed_written[value_place.stage],
-                  value_place.parity);
+    mbarrier_wait(shared.transposed_written[value_place.stage], value_place.parity);
     wgmma_fence_registers(partial);
   }
 
   // Starts P V of it.
   __device__ __forceinline__ void multiply_value() {
     constexpr int PANEL = Shared::KEY_PANEL;
-    const uint64 value =
-        rows_descriptor<PANEL>(shared.transposed[value_place.stage]);
+    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_place.stage]);
     wgmma_fence_registers(partial);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int panel = 32 * step / PANEL, column = 32 * step % PANEL;
-      wgmma<Element, HEAD_DIM>(
-          partial, p[step], advance(value, panel * HEAD_DIM * PANEL + column),
-          step > 0);
+      wgmma<Element, HEAD_DIM>(partial, p[step], advance(value, panel * HEAD_DIM * PANEL + column), step > 0);
     }
     wgmma_commit();
   }
@@ -310,8 +269,7 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
   // Adds it to O.
   __device__ __forceinline__ void add_value(const float (&by)[2]) {
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i)
-      o[i] = fmaf(o[i], by[i / 2 % 2], partial[i]);
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = fmaf(o[i], by[i / 2 % 2], partial[i]);
   }
 
   // Begins the sums of a query tile.
@@ -323,17 +281,15 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
   // Ends those of the query tile before, and writes its LSE.
   __device__ __forceinline__ void end_sums() {
     ended = work - 1;
-    const Work &of = shared.work[ended % WORKS];
+    const Work& of = shared.work[ended % WORKS];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float l = quad_sum(sum[half]);
       inverse[half] = normalizer(l);
       const int row = of.first_row + ROWS * warpgroup + tile_row(half);
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
-        const int64 head =
-            static_cast<int64>(of.batch) * params.heads + of.head;
-        params.lse[head * params.seqlen_q + row] =
-            log_sum_exp(reference[half] - BIAS, l);
+        const int64 head = static_cast<int64>(of.batch) * params.heads + of.head;
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(reference[half] - BIAS, l);
       }
     }
     clear_sums();
@@ -342,52 +298,44 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
   // Writes the rows of the query tile that ended last, and empties O. Four
   // neighbouring channels are in one thread.
   __device__ __forceinline__ void store() {
-    const Work &of = shared.work[ended % WORKS];
-    const ChannelScales &scale = params.value_scale;
+    const Work& of = shared.work[ended % WORKS];
+    const ChannelScales& scale = params.value_scale;
     const int channel = 4 * (thread % 4);
-    const float *scales = scale.data + of.batch * scale.batch +
-                          shared.head_kv[ended % WORKS] * scale.head;
+    const float* scales = scale.data + of.batch * scale.batch + shared.head_kv[ended % WORKS] * scale.head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = of.first_row + ROWS * warpgroup + tile_row(half);
-      if (row >= params.seqlen_q)
-        continue;
-      T *out = const_cast<T *>(params.out_strides.at<T>(params.out, of.batch,
-                                                        of.head, row)) +
-               channel;
+      if (row >= params.seqlen_q) continue;
+      T* out = const_cast<T*>(params.out_strides.at<T>(params.out, of.batch, of.head, row)) + channel;
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 16; ++i) {
         Vector<T, 4> four;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float of_channel =
-              inverse[half] * scales[(16 * i + channel + j) * scale.channel];
-          four.data[j] =
-              from_float<T>(channel_of_quad(o, i, half, j) * of_channel);
+          const float of_channel = inverse[half] * scales[(16 * i + channel + j) * scale.channel];
+          four.data[j] = from_float<T>(channel_of_quad(o, i, half, j) * of_channel);
         }
-        *reinterpret_cast<Vector<T, 4> *>(out + 16 * i) = four;
+        *reinterpret_cast<Vector<T, 4>*>(out + 16 * i) = four;
       }
     }
-    __syncwarp(); // O is emptied here, not ahead of a branch, for which it
-                  // would be copied for every tile
+    __syncwarp();  // O is emptied here, not ahead of a branch, for which it
+                   // would be copied for every tile
     clear(o);
   }
 
   __device__ __forceinline__ static void clear(float (&x)[HEAD_DIM / 2]) {
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i)
-      x[i] = 0.0f;
+    for (int i = 0; i < HEAD_DIM / 2; ++i) x[i] = 0.0f;
   }
 
   // Goes to the next tile of keys, if need be of the next query tile, and waits
   // for it; false when there is none.
   //   last: whether the tile before was the last of its query tile
-  __device__ __forceinline__ bool next_tile(bool &last) {
+  __device__ __forceinline__ bool next_tile(bool& last) {
     last = ++tile == tiles;
     if (last) {
       ++work;
-      if (!begin_query())
-        return false;
+      if (!begin_query()) return false;
     }
     mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity);
     return true;
@@ -395,10 +343,8 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
 
   __device__ __forceinline__ void run() {
     float s[BLOCK_N / 2];
-    if (!begin_query())
-      return;
-    if (warpgroup == CONSUMERS - 1)
-      end_turn();
+    if (!begin_query()) return;
+    if (warpgroup == CONSUMERS - 1) end_turn();
     clear(o);
     clear(partial);
     clear_sums();
@@ -409,7 +355,7 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
     move_reference(s);
     exponentiate(s, correction);
 
-    bool last; // the probabilities' tile is the last of its query tile
+    bool last;  // the probabilities' tile is the last of its query tile
     while (next_tile(last)) {
       // S of a tile, which may be another query's, and P V of the one before.
       // Then S becomes probabilities, and P V part of O.
@@ -421,16 +367,13 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
       wgmma_wait<1>();
       take_scores(s);
       const float by[2] = {correction[0], correction[1]};
-      if (last)
-        end_sums();
+      if (last) end_sums();
       move_reference(s);
       end_value();
       exponentiate(s, by);
-      if (last)
-        store();
+      if (last) store();
     }
-    if (warpgroup == 0)
-      wait_turn(); // nobody else takes the last one
+    if (warpgroup == 0) wait_turn();  // nobody else takes the last one
     wait_value();
     multiply_value();
     end_value();
@@ -440,4 +383,4 @@ template <typename T, typename Shared, bool CAUSAL> struct Fp8Consumer {
   }
 };
 
-} // namespace microsdpa
+}  // namespace microsdpa
