@@ -9,9 +9,13 @@ from pathlib import Path
 
 import torch
 
+from microsdpa import reference
 from microsdpa.emulate import build
-from microsdpa.emulate.run import Report, Schedule, launch
+from microsdpa.emulate.run import Report, Schedule, attention, launch
+from microsdpa.evidence import compare
+from microsdpa.evidence.inputs import Case, make
 from microsdpa.jit.source import CUDA_DIR
+from microsdpa.problem import Problem
 from microsdpa.specs import KernelSpec, TensorMap
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -154,3 +158,21 @@ def hopper_product(root: Path, keys: int, schedule: Schedule) -> tuple[bool, Rep
     scores = (query[0, 0].double() @ key[0, 0].double().mT).half().double()
     expected = scores @ value[0, 0].double()
     return bool(torch.allclose(out.double(), expected, rtol=2e-3, atol=2e-3)), report
+
+
+def check_in_every_order(spec: KernelSpec, problem: Problem, case: Case) -> None:
+    """A case by one configuration: right, without bank conflicts, and the same bits in two orders, late and early."""
+    query, key, value = make(case)
+    outs = []
+    for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
+        out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
+        report = attention(
+            *(spec, problem, query, key, value, out, lse, case.scale), schedule=schedule, count_banks=True
+        )
+        assert report.bank_conflicts == 0
+        outs.append((out, lse))
+    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
+    expected = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
+    eager = reference.eager(query, key, value, causal=case.causal, scale=case.scale)
+    for got, exact, plain in zip(outs[0], expected, eager, strict=True):
+        assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import check_in_every_order
 
 from microsdpa import reference
 from microsdpa.emulate import run
-from microsdpa.emulate.run import Schedule
-from microsdpa.evidence import compare
-from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.inputs import Case
 from microsdpa.problem import Problem
 from microsdpa.specs import ampere_tiles
 from microsdpa.specs.ampere import specification
@@ -47,28 +46,8 @@ RUNS = [
 
 @pytest.mark.parametrize(("case", "tiling", "pack"), RUNS, ids=str)
 def test_a_tiling_is_right_without_bank_conflicts(case: Case, tiling: Tiling, pack: int) -> None:
-    query, key, value = make(case)
-    problem = Problem(
-        *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
-        causal=case.causal,
-        target="sm_80",
-    )
-    outs = []
-    for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
-        out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
-        report = run.attention(
-            *(specification(problem, tiling, pack), problem, query, key, value, out, lse, case.scale),
-            schedule=schedule,
-            count_banks=True,
-        )
-        assert report.bank_conflicts == 0
-        outs.append((out, lse))
-    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
-    expected = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
-    eager = reference.eager(query, key, value, causal=case.causal, scale=case.scale)
-    for got, exact, plain in zip(outs[0], expected, eager, strict=True):
-        allowed = compare.tolerance(plain, exact, got.dtype)
-        assert allowed.admits(compare.measure(got, exact))
+    problem = case.problem("sm_80")
+    check_in_every_order(specification(problem, tiling, pack), problem, case)
 
 
 @pytest.mark.parametrize("keys", [300, 320, 512])

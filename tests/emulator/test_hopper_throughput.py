@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
+from harness import check_in_every_order
 
-from microsdpa import reference
-from microsdpa.emulate import run
-from microsdpa.emulate.run import Schedule
-from microsdpa.evidence import compare
-from microsdpa.evidence.inputs import Case, make
-from microsdpa.problem import Problem
+from microsdpa.evidence.inputs import Case
 from microsdpa.specs.hopper_throughput import CANDIDATES, specification
 
 CASES = [
@@ -37,23 +32,7 @@ CTAS = 3
 
 @pytest.mark.parametrize(("case", "candidate"), CASES, ids=str)
 def test_a_configuration_is_right_in_every_order(case: Case, candidate: int) -> None:
-    query, key, value = make(case)
-    problem = Problem(
-        *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
-        causal=case.causal,
-        target="sm_90a",
+    problem = case.problem("sm_90a")
+    check_in_every_order(
+        replace(specification(problem, CANDIDATES[case.head_dim][candidate]), max_ctas=CTAS), problem, case
     )
-    spec = replace(specification(problem, CANDIDATES[case.head_dim][candidate]), max_ctas=CTAS)
-    outs = []
-    for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
-        out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
-        report = run.attention(
-            *(spec, problem, query, key, value, out, lse, case.scale), schedule=schedule, count_banks=True
-        )
-        assert report.bank_conflicts == 0
-        outs.append((out, lse))
-    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
-    expected = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
-    eager = reference.eager(query, key, value, causal=case.causal, scale=case.scale)
-    for got, exact, plain in zip(outs[0], expected, eager, strict=True):
-        assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))

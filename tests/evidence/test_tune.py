@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from microsdpa import reference
-from microsdpa.evidence import environment, graphs, render, results, timing, tune
+from microsdpa.evidence import environment, graphs, render, results, survey, timing, tune
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.suites import Suite
@@ -55,7 +55,7 @@ def on_a_pretended_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tune.Configuration, "bind", bind)
     monkeypatch.setattr(tune, "load", lambda name: Suite(name, "", (SMALL, WIDE)))
     monkeypatch.setattr(tune, "CaseBench", lambda case: REAL_BENCH(case, device="cpu"))
-    monkeypatch.setattr(tune, "compile_kernel", lambda spec, target: None)
+    monkeypatch.setattr(survey, "compile_kernel", lambda spec, target: None)
     monkeypatch.setattr(launcher, "device_error", lambda: None)
     monkeypatch.setattr(launcher, "target_of_device", lambda: "sm_90a")
     monkeypatch.setattr(graphs, "empty_kernel", lambda: empty)

@@ -124,6 +124,12 @@ def compile_ahead(problems: Iterable[Problem], impl: str = "auto") -> int:
     for problem in problems:
         with contextlib.suppress(UnsupportedProblem):
             kernels |= {(stage, problem.target): None for stage in select(problem, impl).spec.stages}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda kernel: compile_kernel(*kernel), kernels))
+    compile_together(kernels)
     return len(kernels)
+
+
+def compile_together(kernels: Iterable[tuple[KernelSpec, str]]) -> None:
+    """Compile kernels for targets in parallel; one that fails does so again, with its reason, where it is used."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for compiled in [pool.submit(compile_kernel, *kernel) for kernel in kernels]:
+            compiled.exception()

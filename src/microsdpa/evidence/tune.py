@@ -6,14 +6,13 @@ The regret of a choice is how much longer it takes than the fastest configuratio
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
 
 import torch
 
-from microsdpa.evidence import results
+from microsdpa.evidence import results, survey
 from microsdpa.evidence.bench import CaseBench
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import Call, Implementation, Tensors
@@ -22,7 +21,6 @@ from microsdpa.evidence.signatures import problem_of
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
 from microsdpa.evidence.wording import case_name, provenance
-from microsdpa.jit import compile_kernel
 from microsdpa.jit.signature import code_signature, signature
 from microsdpa.options import OPTIONS
 from microsdpa.problem import Problem
@@ -95,7 +93,8 @@ def step(
         return Step("tune", "not run", f"timings need a GPU: {reason}")
     target = launcher.target_of_device()
     by_case = {case: of_problem(case.problem(target), kernels) for case in cases}
-    _compile({stage for found in by_case.values() for spec in found.values() for stage in spec.stages}, target)
+    stages = {stage for found in by_case.values() for spec in found.values() for stage in spec.stages}
+    survey.compile_together((stage, target) for stage in stages)
     advance = progress("tune", len(cases))
     rows: list[Row] = []
     for case, found in by_case.items():
@@ -115,13 +114,6 @@ def step(
         summary += f"; wrote {results.write(result, output)}"
     sections = [("All configurations, us", _every(rows))]
     return Step("tune", "failed" if wrong or above else "passed", summary, table(result), sections, result)
-
-
-def _compile(specs: set[KernelSpec], target: str) -> None:
-    """All of them at once, since a compiler has one thread."""
-    with ThreadPoolExecutor() as pool:
-        for future in [pool.submit(compile_kernel, spec, target) for spec in specs]:
-            future.exception()  # whose configuration it is, is said when that is bound
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import get_args
 
@@ -13,11 +11,10 @@ import torch
 import microsdpa
 from microsdpa import reference
 from microsdpa.eight_bit import choose
-from microsdpa.evidence import compare, fp8_products, verify_eight_bit
+from microsdpa.evidence import compare, fp8_products, survey, verify_eight_bit
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make
 from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, RungCodes
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, SUM_BITS, allowed
-from microsdpa.jit import compile_kernel
 from microsdpa.quantize import CODE_DTYPE, Code, Granularity, decode, encode
 from microsdpa.specs import KernelSpec
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, EightBitFamily, EightBitProblem
@@ -66,8 +63,7 @@ def kernels(target: str) -> set[KernelSpec]:
 
 def compile_ahead(target: str) -> None:
     """Compile all of that in parallel: one after another takes minutes."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda spec: compile_kernel(spec, target), kernels(target)))
+    survey.compile_together((spec, target) for spec in kernels(target))
 
 
 def rungs() -> list[EightBitFamily]:

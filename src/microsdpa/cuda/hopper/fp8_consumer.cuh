@@ -1,5 +1,4 @@
-// What a consumer warpgroup of hopper/fwd_throughput_fp8.cu does with its 64
-// rows.
+// What a consumer warpgroup of hopper/fwd_throughput_fp8.cu does with its 64 rows.
 #pragma once
 
 #include "../core/accumulator.cuh"
@@ -19,8 +18,7 @@ struct Fp8Consumer {
   using Element = __nv_fp8_e4m3;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
   static constexpr int STEPS = BLOCK_N / 32;  // products of P V
-  // Probabilities are 2^(score - reference + BIAS): at most 256 as E4M3, which
-  // ends at 448.
+  // Probabilities are 2^(score - reference + BIAS): at most 256 as E4M3, which ends at 448.
   static constexpr float BIAS = 8.0f;
 
   Shared& shared;
@@ -29,21 +27,16 @@ struct Fp8Consumer {
   const int thread;     // of the warpgroup
 
   float o[HEAD_DIM / 2];        // O of the tiles before, in FP32
-  float partial[HEAD_DIM / 2];  // P V of one tile: E4M3 products keep about 14
-                                // bits of their sums
+  float partial[HEAD_DIM / 2];  // P V of one tile: E4M3 products keep about 14 bits of their sums
   uint32 p[STEPS][4];
-  float reference[2];   // of the two rows: base 2, scaled; -inf before the first
-                        // visible key
+  float reference[2];   // of the two rows: base 2, scaled; -inf before the first visible key
   float sum[2];         // this thread's part of l, times 2^BIAS
   float factor[2];      // what scores of codes are multiplied by, base 2; > 0
-  float correction[2];  // what O is to be multiplied by when P V of the last
-                        // probabilities is added
-  float inverse[2];     // of l, for the query tile that is complete but for P V of
-                        // its last tile of keys
+  float correction[2];  // what O is to be multiplied by when P V of the last probabilities is added
+  float inverse[2];     // of l, for the query tile that is complete but for P V of its last tile of keys
   int first_row;        // of the warpgroup
   int tile, tiles;      // of keys: that of the scores, and all of the query tile
-  int work,
-      ended;  // number of the query tile, and of the one that `inverse` is of
+  int work, ended;      // number of the query tile, and of the one that `inverse` is of
   RingPlace<Shared::QUERY_STAGES> query_place;
   RingPlace<Shared::STAGES> key_place, value_place;
 
@@ -56,8 +49,7 @@ struct Fp8Consumer {
     if (elect_one()) mbarrier_arrive(read);
   }
 
-  // Consumers start their products in turn, so that one has its exponentials
-  // while another multiplies.
+  // Consumers start their products in turn, so that one has its exponentials while another multiplies.
   __device__ __forceinline__ void wait_turn() const { named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS); }
   __device__ __forceinline__ void end_turn() const {
     named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
@@ -110,8 +102,8 @@ struct Fp8Consumer {
     wgmma_commit();
   }
 
-  // Scores of the tile that was started last, complete: with their keys'
-  // scales, and -inf where a row does not see them.
+  // Scores of the tile that was started last, complete: with their keys' scales, and -inf where a row does not see
+  // them.
   __device__ __forceinline__ void take_scores(float (&s)[BLOCK_N / 2]) {
     wgmma_fence_registers(s);
     if constexpr (Shared::KEY_SCALES) {
@@ -157,9 +149,8 @@ struct Fp8Consumer {
     }
   }
 
-  // The largest score of each row. Compared as integers, which takes three at a
-  // time: floats compare so as soon as one of them is positive. Where none of a
-  // row is, the warp compares floats.
+  // The largest score of each row. Compared as integers, which takes three at a time: floats compare so as soon as one
+  // of them is positive. Where none of a row is, the warp compares floats.
   __device__ __forceinline__ void find_largest(const float (&s)[BLOCK_N / 2], float (&largest)[2]) const {
     constexpr int CHAINS = 4;  // of dependent instructions, for each row
     int most[2][CHAINS];
@@ -201,11 +192,9 @@ struct Fp8Consumer {
     }
   }
 
-  // Turns scores into probabilities, the left operand of P V, which nothing may
-  // be using. P V of the tile before becomes part of O meanwhile, with the
-  // factor `by` on what was there: the unit of exponentials leaves issue slots
-  // free. Sums and rounding follow LAG exponentials behind, so that nothing
-  // waits for one.
+  // Turns scores into probabilities, the left operand of P V, which nothing may be using. P V of the tile before
+  // becomes part of O meanwhile, with the factor `by` on what was there: the unit of exponentials leaves issue slots
+  // free. Sums and rounding follow LAG exponentials behind, so that nothing waits for one.
   __device__ __forceinline__ void exponentiate(float (&s)[BLOCK_N / 2], const float (&by)[2]) {
     constexpr int WORDS = 4 * STEPS, LAG = 3;  // four probabilities each
     const float subtract[2] = {finite(reference[0]) - BIAS, finite(reference[1]) - BIAS};
@@ -295,8 +284,7 @@ struct Fp8Consumer {
     clear_sums();
   }
 
-  // Writes the rows of the query tile that ended last, and empties O. Four
-  // neighbouring channels are in one thread.
+  // Writes the rows of the query tile that ended last, and empties O. Four neighbouring channels are in one thread.
   __device__ __forceinline__ void store() {
     const Work& of = shared.work[ended % WORKS];
     const ChannelScales& scale = params.value_scale;
@@ -318,8 +306,7 @@ struct Fp8Consumer {
         *reinterpret_cast<Vector<T, 4>*>(out + 16 * i) = four;
       }
     }
-    __syncwarp();  // O is emptied here, not ahead of a branch, for which it
-                   // would be copied for every tile
+    __syncwarp();  // O is emptied here, not ahead of a branch, for which it would be copied for every tile
     clear(o);
   }
 
@@ -328,8 +315,7 @@ struct Fp8Consumer {
     for (int i = 0; i < HEAD_DIM / 2; ++i) x[i] = 0.0f;
   }
 
-  // Goes to the next tile of keys, if need be of the next query tile, and waits
-  // for it; false when there is none.
+  // Goes to the next tile of keys, if need be of the next query tile, and waits for it; false when there is none.
   //   last: whether the tile before was the last of its query tile
   __device__ __forceinline__ bool next_tile(bool& last) {
     last = ++tile == tiles;
@@ -357,8 +343,8 @@ struct Fp8Consumer {
 
     bool last;  // the probabilities' tile is the last of its query tile
     while (next_tile(last)) {
-      // S of a tile, which may be another query's, and P V of the one before.
-      // Then S becomes probabilities, and P V part of O.
+      // S of a tile, which may be another query's, and P V of the one before. Then S becomes probabilities, and P V
+      // part of O.
       wait_turn();
       score(s);
       wait_value();

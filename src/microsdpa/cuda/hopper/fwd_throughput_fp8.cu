@@ -6,9 +6,9 @@
 // two warps transpose V and one fetches the scales of keys; each other warpgroup, a consumer, computes 64 rows.
 // Pipeline: 1. TMA fills rings of Q, K and V tiles, across query tiles   2. V becomes V^T, its keys in the order in
 //           which probabilities lie in registers   3. in its turn, a consumer starts S of the next tile, also of the
-//           next query tile, and P V of this one   4. between the two it adds P V of the tile before to O, in FP32,
-//           because E4M3 products keep about 14 bits of their sums   5. and while others multiply it turns scores into
-//           probabilities, rounded to E4M3
+//           next query tile, and P V of this one   4. while others multiply it turns scores into probabilities, rounded
+//           to E4M3, and among the exponentials adds P V to O, in FP32, because E4M3 products keep about 14 bits of
+//           their sums
 // Bound by: latency: the exponentials of one warp in a quarter of an SM take nearly twice as long as their unit needs.
 // docs/hopper-fp8.md has the measurements.
 #include "../ptx/dynamic_shared.cuh"
