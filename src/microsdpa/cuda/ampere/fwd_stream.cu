@@ -295,7 +295,8 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         // An infinite probability makes every column of its row infinite or NaN.
-        overflowed |= !(fabsf(o[t][0][2 * half]) + softmax.sum[t][half] < 3e38f);
+        overflowed |=
+            !(fabsf(o[t][0][2 * half]) + softmax.sum[t][half] < 3e38f) || is_large(softmax.reference[t][half]);
       }
     }
     overflowed = __any_sync(FULL_WARP, overflowed);

@@ -29,6 +29,19 @@ __device__ __forceinline__ void mask_row(float (&s)[KEYS / 8][4], int half, int 
   }
 }
 
+// Probabilities are 2^(scale * score - reference) by one fused operation, whose product has 48 bits, while the
+// reference is such a product rounded to 24: from here on what rounding took from it shows in the exponent, as a factor
+// of the whole row, which soon leaves the range of floats.
+constexpr float LARGE_REFERENCE = 1048576.0f;
+__device__ __forceinline__ bool is_large(float reference) {
+  return fabsf(reference) >= LARGE_REFERENCE && reference > negative_infinity();
+}
+
+// A score from which nothing is left to subtract: its product with the scale is rounded like the large reference.
+__device__ __forceinline__ float less_reference(float score, float scale, float reference) {
+  return (__fmul_rn(score, scale) - reference) * (1.0f / scale);
+}
+
 // State of a warp's rows: those that this lane holds a part of.
 //
 // Probabilities are 2^(scale * score - reference). The reference is a score that the row has seen, not always the
@@ -65,8 +78,9 @@ struct OnlineSoftmax {
   }
 
   // Turns scores into probabilities relative to the references as they are, without looking for the maximum. Gives
-  // false, for the whole warp, when one may be too large for FP16: `update` then has to be called with the scores. The
-  // references must be scores that their rows have seen, so that no row's probabilities all vanish.
+  // false, for the whole warp, when one may be too large for FP16, or a reference is: `update` then has to be called
+  // with the scores. The references must be scores that their rows have seen, so that no row's probabilities all
+  // vanish.
   template <int KEYS>
   __device__ __forceinline__ bool try_update(float (&s)[ROW_TILES][KEYS / 8][4], float scale) {
     float added[ROW_TILES][2];
@@ -76,7 +90,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) added[i][half] = exponentiate<KEYS>(s[i], half, scale, reference[i][half]);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) small &= added[i][half] <= LIMIT;
+      for (int half = 0; half < 2; ++half) small &= added[i][half] <= LIMIT && !is_large(reference[i][half]);
     }
     if (!__all_sync(FULL_WARP, small)) return false;
 #pragma unroll
@@ -87,20 +101,29 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Turns scores into probabilities, and rescales the output accumulator when a reference moves; scale > 0.
-  template <int KEYS, int COLUMNS>
+  // Turns scores into probabilities, and rescales the output accumulator when a reference moves; scale > 0. FUSED has
+  // the scale in the exponent's one instruction, and is not for large references; else products with it are rounded as
+  // these are.
+  template <int KEYS, int COLUMNS, bool FUSED = false>
   __device__ __forceinline__ void update(float (&s)[ROW_TILES][KEYS / 8][4], float (&o)[ROW_TILES][COLUMNS / 8][4],
                                          float scale) {
+    const float factor_of_scores = FUSED ? scale : 1.0f;
     float largest[ROW_TILES][2];
     bool moved = false;
 #pragma unroll
     for (int i = 0; i < ROW_TILES; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float m = fmaxf(s[i][0][2 * half], s[i][0][2 * half + 1]);
+        float m = negative_infinity();
 #pragma unroll
-        for (int n = 1; n < KEYS / 8; ++n) m = fmaxf(m, fmaxf(s[i][n][2 * half], s[i][n][2 * half + 1]));
-        largest[i][half] = quad_max(m) * scale;
+        for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            if (!FUSED) s[i][n][e] = __fmul_rn(s[i][n][e], scale);
+            m = fmaxf(m, s[i][n][e]);
+          }
+        }
+        largest[i][half] = quad_max(m) * factor_of_scores;
         moved |= largest[i][half] > reference[i][half] + SLACK;
       }
     }
@@ -127,7 +150,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float subtract = reference[i][half] == negative_infinity() ? 0.0f : reference[i][half];
-        sum[i][half] += exponentiate<KEYS>(s[i], half, scale, subtract);
+        sum[i][half] += exponentiate<KEYS>(s[i], half, factor_of_scores, subtract);
       }
     }
   }

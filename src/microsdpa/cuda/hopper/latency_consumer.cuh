@@ -50,6 +50,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
 
   uint32 query[HEAD_DIM / 16][4];
   float o[HEAD_DIM / 2];
+  float subtract[2];         // the references, or 0 where they are large and taken from the scores
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Q's fragments. A negative scale is a positive one of -Q.
@@ -133,14 +134,13 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
   // P of 16-key steps FIRST to LAST - 1 of one half of the rows, as A's fragments.
   template <int HALF, int FIRST, int LAST>
   __device__ __forceinline__ void half_exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
-    const float subtract = MASKED ? finite(reference[HALF]) : reference[HALF];
     constexpr int PAIRS = QUARTER / 4 * (LAST - FIRST);
     float sums[PAIRS];
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
       const int i = QUARTER * FIRST + 4 * pair + 2 * HALF;
-      s[i] = ex2_approx(fmaf(s[i], scale, -subtract));
-      s[i + 1] = ex2_approx(fmaf(s[i + 1], scale, -subtract));
+      s[i] = ex2_approx(fmaf(s[i], scale, -subtract[HALF]));
+      s[i + 1] = ex2_approx(fmaf(s[i + 1], scale, -subtract[HALF]));
       sums[pair] = s[i] + s[i + 1];
       p[i / QUARTER][i / 2 % 4] = pack<T>(s[i], s[i + 1]);
     }
@@ -174,6 +174,25 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
       reference[half] = largest[half];
     }
   }
+  __device__ __forceinline__ void subtract_references() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) subtract[half] = MASKED ? finite(reference[half]) : reference[half];
+  }
+  // The same where references may be large: these are taken from the scores.
+  __device__ __forceinline__ void subtract_references(float (&s)[BLOCK_N / 2]) {
+    subtract_references();
+    if (!__any_sync(FULL_WARP, is_large(reference[0]) || is_large(reference[1]))) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_large(reference[half])) continue;
+#pragma unroll
+      for (int i = 2 * half; i < BLOCK_N / 2; i += 4) {
+        s[i] = less_reference(s[i], scale, reference[half]);
+        s[i + 1] = less_reference(s[i + 1], scale, reference[half]);
+      }
+      subtract[half] = 0.0f;
+    }
+  }
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
@@ -191,7 +210,8 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
 
   // ROUNDS rounds with one reference a row, the same for both warpgroups: O is never rescaled, no later maximum is
   // waited for, and the warpgroups' parts of O add up. The reference is the first tile's maximum, or KNOWN.
-  // Right unless a score exceeds the reference by so much that P overflows, which the sums then show.
+  // Right unless a score exceeds the reference by so much that P overflows, or a reference is large, which the sums
+  // then show.
   template <bool KNOWN>
   __device__ __forceinline__ void run_straight() {
     float s[2][BLOCK_N / 2];
@@ -220,7 +240,11 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
       wgmma_wait<0>();
       wgmma_fence_registers(s[0]);
       mask(s[0], 0);
-      if constexpr (!KNOWN) find_reference(s[0]);
+      if constexpr (KNOWN) {
+        subtract_references(s[0]);
+      } else {
+        find_reference(s[0]);
+      }
     }
     if constexpr (ROUNDS > 1) score<BEGUN>(s[1], 1);
 #pragma unroll
@@ -237,6 +261,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
       }
       wgmma_fence_registers(next);
       if constexpr (!BEGUN) mask(next, round + 1);
+      if constexpr (KNOWN) subtract_references(next);
     }
     if constexpr (PEER_FIRST) {
       last_round_peer_first<KNOWN>(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);
@@ -261,6 +286,11 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
       named_barrier_sync(REFERENCE_KNOWN, THREADS);
       reference[0] = shared.reference[0][0][row];
       reference[1] = shared.reference[0][1][row];
+    }
+    subtract_references();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (is_large(reference[half])) sum[half] = -negative_infinity();  // calls for the second pass
     }
   }
 

@@ -50,6 +50,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   // Past the last round its S is computed again and not used: a product started by condition would be serialised.
   score(s, min(round + 2, work.rounds - 1));
   move_reference(largest, factor);
+  subtract_references(next);
 }
 
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
@@ -81,6 +82,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   refill(0, -1);
   mask(s[0], 0);
   maxima(s[0], reference);
+  subtract_references(s[0]);
   // Two rounds a turn, so that which registers hold a tile is known when compiling.
   int round = 0;
   while (true) {

@@ -61,9 +61,24 @@ struct TileSoftmax {
     }
   }
 
-  // Probabilities relative to the references as they are, and their sums.
-  __device__ __forceinline__ void exponentials(const Scores& s, Probabilities& p, float (&added)[2]) const {
-    const float subtract[2] = {finite(rows.reference[0]), finite(rows.reference[1])};
+  // Takes large references from their rows' scores.
+  __device__ __forceinline__ void subtract_large(Scores& s, float (&subtract)[2]) const {
+    if (!__any_sync(FULL_WARP, is_large(subtract[0]) || is_large(subtract[1]))) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_large(subtract[half])) continue;
+#pragma unroll
+      for (int i = 2 * half; i < BLOCK_N / 2; i += 4) {
+        s[i] = less_reference(s[i], scale, subtract[half]);
+        s[i + 1] = less_reference(s[i + 1], scale, subtract[half]);
+      }
+      subtract[half] = 0.0f;
+    }
+  }
+
+  // Probabilities relative to what is to be subtracted, and their sums.
+  __device__ __forceinline__ void exponentials(const Scores& s, Probabilities& p, const float (&subtract)[2],
+                                               float (&added)[2]) const {
     float even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
@@ -83,17 +98,19 @@ struct TileSoftmax {
   }
 
   // Turns the scores of a tile into probabilities. The maximum of a row's first tile is its reference; later maxima are
-  // not looked for as long as no sum comes near the end of FP16's range. Gives whether references have moved: O is then
-  // to be multiplied by `factor`.
-  __device__ __forceinline__ bool soften(const Scores& s, Probabilities& p, float (&factor)[2], bool first) {
+  // not looked for as long as no sum comes near the end of FP16's range, and no reference is large. Gives whether
+  // references have moved: O is then to be multiplied by `factor`.
+  __device__ __forceinline__ bool soften(Scores& s, Probabilities& p, float (&factor)[2], bool first) {
     bool moved = first;
     if (moved) rows.reset();
     float added[2];
     while (true) {
       if (moved) move_references(s, factor);
-      exponentials(s, p, added);
-      const bool seen = fminf(rows.reference[0], rows.reference[1]) > negative_infinity();
-      const bool fits = seen && fmaxf(added[0], added[1]) <= LARGEST_SUM;
+      float subtract[2] = {finite(rows.reference[0]), finite(rows.reference[1])};
+      if (moved) subtract_large(s, subtract);
+      exponentials(s, p, subtract, added);
+      const bool usual = fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) < LARGE_REFERENCE;  // nor infinite
+      const bool fits = usual && fmaxf(added[0], added[1]) <= LARGEST_SUM;
       if (moved || __all_sync(FULL_WARP, fits)) break;
       moved = true;
     }

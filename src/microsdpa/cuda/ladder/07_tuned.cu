@@ -125,7 +125,7 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>
           }
         }
       }
-      state.softmax.template update<BLOCK_N, HEAD_DIM>(s, state.o, scale);
+      state.softmax.template update<BLOCK_N, HEAD_DIM, true>(s, state.o, scale);
     }
     cp_async_wait<2 * STAGES - 2>();
     named_barrier_sync(1 + group, Shape::GROUP_THREADS);  // V is there, and nobody reads this K any more

@@ -156,6 +156,8 @@ inline int __all_sync(unsigned mask, int predicate,
   return microsdpa::emulator::ballot("__all_sync", mask, predicate, place) == mask;
 }
 
+// Rounded to 24 bits before anything is added to it.
+inline float __fmul_rn(float x, float y) { return static_cast<float>(static_cast<double>(x) * y); }
 inline float __uint_as_float(unsigned x) { return microsdpa::emulator::bit_cast<float>(x); }
 inline float __int_as_float(int x) { return microsdpa::emulator::bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return microsdpa::emulator::bit_cast<unsigned>(x); }
