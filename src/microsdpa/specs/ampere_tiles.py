@@ -91,17 +91,24 @@ TINY_64, TINY_128, TINY_512 = (
     Tiling(64, 1, 2, 4, 2, resident=True),
 )
 DECODE, DECODE_LEAN = Tiling(32, 1, 1, 4), Tiling(16, 1, 1, 4)
-SPLITS = (2, 4, 8, 16)
+DECODE_DEEP = replace(DECODE, stages=3)
+DECODE_LARGE_HEADS = Tiling(16, 1, 1, 4, stages=3, kept=0)
+DECODE_LARGE_HEADS_LEAN = Tiling(16, 1, 1, 2, kept=0)
+SPLITS = (1, 2, 4, 8, 16, 32)
 
 
 def candidates(problem: Problem) -> list[Tiling]:
     """Tilings that compile without spills for the head dimension."""
     if problem.head_dim > 128:
-        return [LARGE_HEADS]
-    decode = [replace(tiling, split=split) for tiling in (DECODE, DECODE_LEAN) for split in (1, *SPLITS)]
+        return [LARGE_HEADS, *_splits(DECODE_LARGE_HEADS), *_splits(DECODE_LARGE_HEADS_LEAN)]
+    decode = [*_splits(DECODE_DEEP), *_splits(DECODE), *_splits(DECODE_LEAN)]
     if problem.head_dim > 64:
         return [_streaming(problem), SMALL, TINY_64, TINY_128, *decode]
     return [_streaming(problem), PAIRED, SMALL, TINY_64, TINY_128, TINY_512, *decode]
+
+
+def _splits(tiling: Tiling) -> list[Tiling]:
+    return [replace(tiling, split=split) for split in SPLITS]
 
 
 def _streaming(problem: Problem) -> Tiling:
@@ -177,15 +184,38 @@ def _resident_ctas(problem: Problem, tiling: Tiling, chip: Chip) -> int:
 
 def measured(problem: Problem) -> Tiling | None:
     """The choice that was measured on the H200; None for another chip, and for launches that were not measured."""
-    if capability_of(problem.target) != (9, 0) or problem.head_dim > 128:
+    if capability_of(problem.target) != (9, 0):
+        return None
+    if problem.seqlen_q < 16:
+        return _decoding(problem)
+    if problem.head_dim > 128:
         return None
     sms = chip_of(problem.target).sms
     for tiling in (TINY_64, TINY_128, TINY_512, PAIRED):
         one_wave = ctas_of(problem, tiling) <= sms * (2 if tiling is PAIRED else 1)
-        if one_wave and problem.seqlen_q >= 16 and tiling in candidates(problem) and not illegal(problem, tiling):
+        if one_wave and tiling in candidates(problem) and not illegal(problem, tiling):
             return tiling if tiling is not PAIRED or problem.seqlen_k <= 2048 else None
     streaming = _streaming(problem)
     return streaming if problem.seqlen_q >= 128 and ctas_of(problem, streaming) >= sms else None
+
+
+def _decoding(problem: Problem) -> Tiling | None:
+    """For fewer than 16 queries: as many parts of the keys as give the SMs one CTA each, with a turn of its warps each.
+
+    Where half of the SMs have a CTA, their copies are what memory gives.
+    """
+    tiling = DECODE_DEEP if problem.head_dim <= 128 else DECODE_LARGE_HEADS
+    if illegal(problem, tiling):
+        return None
+    tiles, sms = ctas_of(problem, tiling), chip_of(problem.target).sms
+    if 2 * tiles >= sms - 4:
+        return tiling
+    turn = tiling.block_n * tiling.warps_n
+    return max(
+        _splits(tiling)[:1]
+        + [t for t in _splits(tiling) if t.split * tiles <= sms and t.split * turn <= problem.seqlen_k],
+        key=lambda t: t.split,
+    )
 
 
 def choose(problem: Problem) -> Tiling:

@@ -17,6 +17,10 @@ BLOCK_M = BLOCK_N = 64
 WARPGROUPS = 2
 HEAD_DIMS = (64, 128)
 MAX_GRID_YZ = 65_535
+DECODING_QUERIES = 16
+"""With fewer than these a head, tiles of 16 rows that heads of a group share are faster."""
+DECODING_KEYS = 512
+"""Up to these a pair of CTAs is faster than parts of the keys that a second kernel merges."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,23 @@ def cluster_for(problem: Problem) -> int:
     return 2 if fits and problem.seqlen_k > WARPGROUPS * BLOCK_N else 1
 
 
+def is_decoding(problem: Problem) -> bool:
+    """Whether ampere/fwd_mma is faster, by measurements on an H200: few queries meet many keys (docs/tuning-log.md).
+
+    It has all heads of a key head in one tile, and parts of the keys for every SM.
+    """
+    one_round = problem.batch * problem.heads <= chip_of(problem.target).sms
+    return problem.seqlen_q < DECODING_QUERIES and not (one_round and problem.seqlen_k <= DECODING_KEYS)
+
+
 def too_large(problem: Problem) -> Rejection | None:
     """Why impl="auto" passes over hopper/fwd_latency."""
+    if is_decoding(problem):
+        return Rejection(
+            f"{problem.seqlen_q} queries a head would leave most of its tiles of 64 empty, and {problem.seqlen_k} keys"
+            " are too many for a pair of CTAs: ampere/fwd_mma is faster",
+            f"at most {DECODING_KEYS} keys and {chip_of(problem.target).sms} heads, or {DECODING_QUERIES} queries",
+        )
     if hopper_split.suits(problem):
         return Rejection(
             "its CTAs of two warpgroups do not fill the chip as hopper/fwd_split's do",

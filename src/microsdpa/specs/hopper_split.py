@@ -27,15 +27,13 @@ class Split:
 
     Attributes:
         query_tiles: tiles of 64 queries of a CTA; its four warpgroups share out the keys of each.
-        turns: whether pairs of warpgroups start their products in turn.
     """
 
     query_tiles: int
-    turns: bool = False
 
     def __str__(self) -> str:
         """For a table."""
-        return f"{self.block_m} queries, {self.groups} parts of the keys{', in turn' if self.turns else ''}"
+        return f"{self.block_m} queries, {self.groups} parts of the keys"
 
     @property
     def block_m(self) -> int:
@@ -59,7 +57,7 @@ class Split:
         return max(stages for stages in range(1, 8) if self.shared_bytes(stages) <= shared_per_cta)
 
 
-CANDIDATES = (Split(1), Split(2), Split(1, turns=True), Split(2, turns=True))
+CANDIDATES = (Split(1), Split(2))
 
 
 def specification(problem: Problem, choice: Split) -> KernelSpec:
@@ -70,7 +68,6 @@ def specification(problem: Problem, choice: Split) -> KernelSpec:
         "QUERY_TILES": choice.query_tiles,
         "STAGES": stages,
         "GROUP": problem.heads // problem.heads_kv,
-        "TURNS": "true" if choice.turns else "false",
         "CAUSAL": "true" if problem.causal is not None else "false",
     }
     return KernelSpec(

@@ -69,9 +69,8 @@ __device__ __forceinline__ void begin(SharedStorage<T, QUERY_TILES, STAGES>& sha
   }
 }
 
-// STAGES: tiles of K, and of V, that there is room for, of each group. GROUP: query heads of a key head. TURNS: the
-// warpgroups' products start in turn.
-template <typename T, int QUERY_TILES, int STAGES, int GROUP, bool TURNS, bool CAUSAL>
+// STAGES: tiles of K, and of V, that there is room for, of each group. GROUP: query heads of a key head.
+template <typename T, int QUERY_TILES, int STAGES, int GROUP, bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 1)
     split_attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
                     const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
@@ -83,7 +82,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < 32 && elect_one()) begin(shared, work, query, key, value);
   __syncthreads();
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
-  Consumer<T, QUERY_TILES, STAGES, GROUP, TURNS, CAUSAL> consumer(shared, params, work, key, value, warpgroup);
+  Consumer<T, QUERY_TILES, STAGES, GROUP, CAUSAL> consumer(shared, params, work, key, value, warpgroup);
   consumer.attend();
   consumer.merge();
 }

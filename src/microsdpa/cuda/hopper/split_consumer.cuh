@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarr
   tma_load(shared, map, loaded, 0, row, head, batch);
 }
 
-template <typename T, int QUERY_TILES, int STAGES, int GROUP, bool TURNS, bool CAUSAL>
+template <typename T, int QUERY_TILES, int STAGES, int GROUP, bool CAUSAL>
 struct Consumer : TileSoftmax<T, BLOCK_N> {
   using Base = TileSoftmax<T, BLOCK_N>;
   using Base::rows, Base::scale, Base::STEPS;
@@ -41,12 +41,9 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   const int tiles;       // of keys that the query tile sees
   const int rounds;      // those of this warpgroup
   const int all_rounds;  // and of this group for either query tile
-  const int pair;
-  const int all_turns;  // that every warpgroup takes
 
   float o[HEAD_DIM / 2];
   RingPlace<STAGES> key_place, value_place;
-  int turns = 0;
 
   __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& params,
                                       const Work<QUERY_TILES, GROUP, CAUSAL>& work, const TensorMap& key,
@@ -63,23 +60,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
         first_row(query_tile == 0 ? work.first_row[0] : work.first_row[QUERY_TILES - 1]),
         tiles(query_tile == 0 ? work.tiles[0] : work.tiles[QUERY_TILES - 1]),
         rounds(work.rounds(tiles, group)),
-        all_rounds(work.rounds(work.all_tiles, group)),
-        pair(warpgroup / 2),
-        all_turns(work.rounds(work.all_tiles, 0) + 1) {}
+        all_rounds(work.rounds(work.all_tiles, group)) {}
 
   __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
 
   // Synchronises the warpgroups of a query tile.
   __device__ __forceinline__ void meet() const { named_barrier_sync(MEET + query_tile, GROUPS * WARPGROUP_THREADS); }
-
-  // TURNS: pairs of warpgroups start their products one after the other, so that one pair has its exponentials while
-  // the other multiplies. A single warpgroup would not fill the exponential unit.
-  __device__ __forceinline__ void wait_turn() const {
-    if (TURNS) named_barrier_sync(TURN + pair, THREADS);
-  }
-  __device__ __forceinline__ void end_turn() {
-    if (TURNS && (++turns < all_turns || pair == 0)) named_barrier_arrive(TURN + 1 - pair, THREADS);
-  }
 
   // A negative scale is a positive one of -Q.
   __device__ __forceinline__ void negate_query() {
@@ -161,11 +147,9 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   // From P of a round to P of the next: S, then O += P V beside the exponentials.
   __device__ __forceinline__ void step(Scores& s, const Probabilities& p, Probabilities& next_p, int round) {
     wait_key();
-    wait_turn();
     score(s);
     wait_value();
     accumulate(p, round > 0);
-    end_turn();
     key_place.advance();
     wgmma_wait<1>();
     wgmma_fence_registers(s);
@@ -184,9 +168,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   // The last P V.
   __device__ __forceinline__ void end(const Probabilities& p, int round) {
     wait_value();
-    wait_turn();
     accumulate(p, round > 0);
-    end_turn();
     wgmma_wait<0>();
     wgmma_fence_registers(o);
     release(round);
@@ -195,7 +177,6 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   // O of this warpgroup's keys, and the rows' references and sums.
   __device__ __forceinline__ void attend() {
     if (params.scale_log2 < 0.0f && tiles > 0) negate_query();
-    if (TURNS && pair == 1) named_barrier_arrive(TURN, THREADS);
     int round = 0;
     if (rounds > 0) {
       Scores s;
@@ -203,9 +184,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       float factor[2];
       mbarrier_wait(shared.query_loaded[query_tile], 0);
       wait_key();
-      wait_turn();
       score(s);
-      end_turn();
       key_place.advance();
       wgmma_wait<0>();
       wgmma_fence_registers(s);
@@ -228,13 +207,8 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
     }
-    // What only others compute passes by: turns, and tiles that the CTA's other query tile sees.
-    while (true) {
-      const bool tiles_left = QUERY_TILES > 1 && round - LAG + STAGES < all_rounds;
-      if (TURNS ? turns == all_turns : !tiles_left) break;
-      wait_turn();
-      end_turn();
-      if (!tiles_left) continue;
+    // Tiles that only the CTA's other query tile sees pass by.
+    while (QUERY_TILES > 1 && round - LAG + STAGES < all_rounds) {
       mbarrier_wait(shared.key_loaded[group][value_place.stage], value_place.parity);
       release(round++);
     }
