@@ -367,6 +367,37 @@ def test_ours_is_measured_alone_as_well(monkeypatch: pytest.MonkeyPatch) -> None
     assert [(row["variant"], row["process"]) for row in rows] == [("", 0), ("", 0), ("alone", 1), ("alone", 1)]
 
 
+def test_suites_rehearse_together_and_none_is_measured_before_all_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Process:
+        def __init__(self, job: dict[str, Any]) -> None:
+            self.name = f"{job['peers']} {', '.join(job['cases'])}"
+            told.append(f"start {self.name}")
+
+        def wait_until_ready(self) -> None:
+            told.append(f"ready {self.name}")
+
+        def abandon(self) -> None:
+            told.append(f"end {self.name}")
+
+    monkeypatch.setattr(worker, "Worker", Process)
+    fields = vars(SUITE) | {"peers": "all"}
+    first, second, third = (
+        Suite(**(fields | {"name": "first", "processes": "case"})),
+        Suite(**(fields | {"name": "second", "alone": True})),
+        Suite(**(fields | {"name": "third"})),
+    )
+    ahead = worker.Rehearsals([first, second, third], most=3)
+    assert told == ["start all 0", "start all 1", "start all 0, 1"]
+    assert len(ahead.take("first") or []) == 2
+    assert told[3:] == ["ready all 0", "ready all 1", "ready all 0, 1"]
+    assert ahead.take("third") is None  # nothing was left for it
+    assert ahead.take("unknown") is None
+    ahead.abandon()
+    assert told[6:] == ["end all 0, 1"]
+
+
 def test_a_process_that_keeps_dying_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "start_together", lambda jobs: [])
     monkeypatch.setattr(worker, "_measure", lambda job, finished, worker: ({}, "", "ended with 1 (no CUDA)"))

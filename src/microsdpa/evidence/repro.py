@@ -33,6 +33,8 @@ from microsdpa.specs import catalogue, emulated_target
 
 COMMAND = "microsdpa repro"
 SUITES = ("mission", "small", "decode", "fp8", "real", "prefill")
+MEMORY_OF_A_PROCESS = 2 * 2**30
+"""GPU memory for each process that waits for its turn: what CUDA and its libraries take, and some to spare."""
 COMMITTED, COMMITTED_GPU = Path("benchmarks/results"), "h200"
 
 
@@ -201,8 +203,12 @@ def bench_step(
     peers: str | None = None,
     output: Path | None = None,
     command: str = COMMAND,
+    ahead: worker.Rehearsals | None = None,
 ) -> Step:
-    """A suite, microsdpa against its peers; the gate is that microsdpa is right and fails at nothing it accepts."""
+    """A suite, microsdpa against its peers; the gate is that microsdpa is right and fails at nothing it accepts.
+
+    `ahead` may have processes that have rehearsed the suite as it is.
+    """
     loaded = load(suite)
     peers = peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
@@ -211,7 +217,8 @@ def bench_step(
     advance = progress(suite, len(loaded.cases))
     target = launcher.target_of_device()
     survey.compile_ahead((case.problem(target) for case in loaded.cases), impl)
-    rows = worker.run(loaded, modes or list(loaded.modes), impl, peers, advance)
+    waiting = ahead.take(loaded.name) if ahead else None
+    rows = worker.run(loaded, modes or list(loaded.modes), impl, peers, advance, waiting)
     result = results.make(loaded.name, command, rows)
     ours = [row for row in rows if row["impl"] == "microsdpa"]
     wrong = [row for row in ours if row["status"] == "wrong"]
@@ -251,28 +258,40 @@ def run(directory: Path, progress: Progress = no_progress, fresh: bool = False) 
         "probe": lambda: probe_step(progress, output=output),
         "roofline": lambda: roofline_page.step(roofline_page.MISSION, named("l4"), output),
     }
-    suites = ("mission",) if launcher.device_error() else SUITES
-    for suite in suites:
-        plan["bench" if suite == "mission" else f"bench {suite}"] = functools.partial(
-            bench_step, progress, suite, output=output
-        )
     finished = resume.Finished(directory / "steps", fresh)
+    suites = {"bench": "mission"}
+    if not launcher.device_error():
+        suites |= {f"bench {suite}": suite for suite in SUITES[1:]}
+    ahead = _rehearse([suite for name, suite in suites.items() if finished.find(name) is None])
+    for name, suite in suites.items():
+        plan[name] = functools.partial(bench_step, progress, suite, output=output, ahead=ahead)
     advance = progress("repro", len(plan))
     steps = []
-    for name, take in plan.items():
-        step = finished.find(name)
-        if step is None:
-            start = time.perf_counter()
-            try:
-                step = take()
-            except (MicrosdpaError, RuntimeError) as error:
-                step = Step(name, "failed", f"{type(error).__name__}: {error}")
-            step.name, step.seconds = name, time.perf_counter() - start
-            finished.keep(step)
-        steps.append(step)
-        advance(f"{name}: {step.status}")
+    try:
+        for name, take in plan.items():
+            step = finished.find(name)
+            if step is None:
+                start = time.perf_counter()
+                try:
+                    step = take()
+                except (MicrosdpaError, RuntimeError) as error:
+                    step = Step(name, "failed", f"{type(error).__name__}: {error}")
+                step.name, step.seconds = name, time.perf_counter() - start
+                finished.keep(step)
+            steps.append(step)
+            advance(f"{name}: {step.status}")
+    finally:
+        ahead.abandon()
     report.write(directory, steps, *_results_to_show(output))
     return steps
+
+
+def _rehearse(suites: list[str]) -> worker.Rehearsals:
+    """Processes that compile what these suites' peers need, while the steps before are taken; none without a GPU."""
+    if launcher.device_error():
+        return worker.Rehearsals([], 0)
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return worker.Rehearsals([load(suite) for suite in suites], memory // MEMORY_OF_A_PROCESS)
 
 
 def _results_to_show(output: Path) -> tuple[Results, str]:

@@ -124,6 +124,37 @@ def start_together(jobs: Sequence[dict[str, Any]]) -> list[Worker]:
     return workers
 
 
+class Rehearsals:
+    """Processes of several suites that start together and rehearse while other work is done.
+
+    Attributes:
+        waiting: processes by suite, those of its first jobs.
+    """
+
+    def __init__(self, suites: Sequence[Suite], most: int) -> None:
+        """Start at most so many processes, for the suites as they are, with all their modes and peers."""
+        self.waiting: dict[str, list[Worker]] = {}
+        self._ready = False
+        for suite in suites:
+            todo = jobs(suite, list(suite.modes), "auto", suite.peers)
+            self.waiting[suite.name] = [Worker(job) for _, job, _ in todo[: max(0, most)]]
+            most -= len(self.waiting[suite.name])
+
+    def take(self, suite: str) -> list[Worker] | None:
+        """A suite's processes, once those of every suite are ready; None if it has none."""
+        if not self._ready:
+            for worker in (worker for workers in self.waiting.values() for worker in workers):
+                worker.wait_until_ready()
+            self._ready = True
+        return self.waiting.pop(suite, None) or None
+
+    def abandon(self) -> None:
+        """End the processes that nobody took."""
+        for workers in self.waiting.values():
+            for worker in workers:
+                worker.abandon()
+
+
 class Worker:
     """A process of `microsdpa.evidence.measuring`, with its job."""
 
