@@ -37,6 +37,13 @@ RUNS = [
     (Case(1, 8, 5, 100, 64, heads_kv=2, causal="lower_right"), ampere_tiles.DECODE, 4),
     (Case(1, 2, 5, 700, 64), replace(ampere_tiles.DECODE, split=4), 1),
     (Case(2, 4, 3, 500, 128, heads_kv=2, causal="lower_right"), replace(ampere_tiles.DECODE_LEAN, split=2), 2),
+    (Case(1, 8, 1, 1100, 64, heads_kv=2), replace(ampere_tiles.DECODE_DEEP, split=4), 4),
+    (Case(1, 4, 2, 700, 128, heads_kv=2, causal="lower_right"), ampere_tiles.DECODE_DEEP, 2),
+    (Case(1, 2, 1, 410, 256, heads_kv=1), replace(ampere_tiles.DECODE_LARGE_HEADS, split=2), 2),
+    (Case(1, 2, 3, 170, 192, dtype="bfloat16"), ampere_tiles.DECODE_LARGE_HEADS_LEAN, 1),
+    (Case(1, 4, 3, 700, 128, heads_kv=2), replace(ampere_tiles.DECODE_WIDE, split=2), 2),
+    (Case(1, 1, 50, 700, 64, causal="lower_right"), replace(ampere_tiles.PAIRED, split=4), 1),
+    (Case(1, 1, 70, 200, 256), replace(ampere_tiles.LARGE_HEADS, split=2), 1),
     (Case(1, 1, 50, 170, 64, scale=-0.3), Tiling(64, 1, 2), 1),
     (Case(1, 1, 50, 70, 64, scale=0.0, causal="upper_left"), Tiling(64, 1, 2), 1),
     (Case(1, 1, 50, 270, 64, kind="outliers"), Tiling(64, 1, 2), 1),
@@ -47,6 +54,28 @@ RUNS = [
 @pytest.mark.parametrize(("case", "tiling", "pack"), RUNS, ids=str)
 def test_a_tiling_is_right_without_bank_conflicts(case: Case, tiling: Tiling, pack: int) -> None:
     problem = case.problem("sm_80")
+    check_in_every_order(specification(problem, tiling, pack), problem, case)
+
+
+CLUSTERED = replace(ampere_tiles.DECODE_DEEP, clustered=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiling", "pack"),
+    [
+        (Case(1, 8, 1, 1100, 64, heads_kv=2), replace(CLUSTERED, split=4), 4),
+        (Case(1, 2, 1, 130, 64), replace(CLUSTERED, split=16), 1),  # one unit each, and parts without keys
+        (Case(2, 4, 7, 500, 64, heads_kv=2, causal="lower_right"), replace(CLUSTERED, split=2), 2),
+        (Case(1, 4, 5, 70, 64, heads_kv=1, causal="upper_left"), replace(CLUSTERED, split=8), 4),  # two tiles of rows
+        (Case(1, 4, 2, 700, 128, heads_kv=2, dtype="bfloat16", kind="outliers"), replace(CLUSTERED, split=8), 2),
+        (Case(1, 1, 3, 40, 64, scale=-0.3), replace(CLUSTERED, split=8), 1),
+        (Case(1, 2, 1, 1100, 64), replace(ampere_tiles.DECODE_WIDE, split=4, clustered=True), 1),
+        (Case(1, 2, 1, 300, 256, heads_kv=1), replace(ampere_tiles.DECODE_LARGE_HEADS, split=4, clustered=True), 2),
+    ],
+    ids=str,
+)
+def test_the_parts_of_a_cluster_are_merged_in_every_order(case: Case, tiling: Tiling, pack: int) -> None:
+    problem = case.problem("sm_90a")
     check_in_every_order(specification(problem, tiling, pack), problem, case)
 
 

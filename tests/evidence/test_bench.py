@@ -412,7 +412,7 @@ def test_the_process_reports_its_last_words() -> None:
 
 
 def test_suites_are_data() -> None:
-    assert suites.names() == ["ampere", "decode", "fp8", "ladder", "mission", "prefill", "real", "small"]
+    assert suites.names() == ["ampere", "decode", "fp8", "ladder", "mission", "prefill", "prefill_fp8", "real", "small"]
     prefill = suites.load("prefill")
     assert len(prefill.cases) == 3 * 2 * 6
     for case in prefill.cases:
@@ -423,6 +423,9 @@ def test_suites_are_data() -> None:
     assert suites.load("fp8").eight_bit == set(suites.load("fp8").cases)
     assert suites.load("mission").eight_bit == {CASE}
     assert not suites.load("small").eight_bit
+    assert suites.load("prefill_fp8").cases == prefill.cases
+    assert suites.load("prefill_fp8").eight_bit == set(prefill.cases)
+    assert set(suites.load("prefill_fp8").variants) < {one.variant for one in ours("auto")}
     ampere = suites.load("ampere").cases
     assert set(ampere) > {c for c in prefill.cases if c.head_dim in (64, 128)}
     assert {Case(1, 2, 64, 64, 64), Case(1, 4, 128, 128, 64), CASE} <= set(ampere)

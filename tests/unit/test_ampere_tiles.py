@@ -13,7 +13,10 @@ MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
 PROBLEMS = [
     replace(MISSION, batch=b, heads=h, heads_kv=k, seqlen_q=q, seqlen_k=s, head_dim=d, causal=causal)  # type: ignore[arg-type]
-    for b, h, k, q, s in ((1, 2, 2, 64, 64), (1, 8, 8, 512, 512), (1, 32, 8, 1, 8192), (4, 32, 32, 4096, 4096))
+    for b, h, k, q, s in (
+        *((1, 2, 2, 64, 64), (1, 8, 8, 512, 512), (1, 32, 8, 1, 8192), (4, 32, 32, 4096, 4096)),
+        *((1, 8, 8, 16, 64), (2, 8, 2, 7, 300), (1, 4, 4, 64, 4096), (64, 32, 8, 1, 64)),
+    )
     for d in (16, 48, 64, 80, 128, 176, 256)
     for causal in (None, "upper_left")
 ]
@@ -69,14 +72,48 @@ def test_illegal_tilings_say_why() -> None:
     assert "rows of 32 columns" in tiles.illegal(replace(MISSION, head_dim=48), tiles.DECODE)
 
 
-def test_long_keys_are_split_among_ctas_where_few_queries_leave_the_chip_empty() -> None:
-    problem = replace(MISSION, heads=32, heads_kv=8, seqlen_q=1, seqlen_k=8192, head_dim=128)
+@pytest.mark.parametrize("target", ["sm_80", "sm_89"])
+def test_long_keys_are_split_among_ctas_where_few_queries_leave_the_chip_empty(target: str) -> None:
+    problem = replace(MISSION, heads=32, heads_kv=8, seqlen_q=1, seqlen_k=8192, head_dim=128, target=target)
     spec = select(problem, "ampere/fwd_mma").spec
     assert spec.split > 1
     assert spec.pack == 4
     assert [stage.source for stage in spec.stages] == ["ampere/fwd_mma.cu", "ampere/fwd_merge.cu"]
     assert spec.workspace_bytes(problem) == spec.split * 32 * (128 * 4 + 8)
-    assert tiles.choose(replace(problem, seqlen_k=256)).split == 1
+    assert tiles.choose(replace(problem, seqlen_k=64)).split == 1
+    assert not any(tiling.clustered for tiling in tiles.candidates(problem) if not tiles.illegal(problem, tiling))
+
+
+@pytest.mark.parametrize(
+    ("change", "split", "clustered", "base"),
+    [
+        ({"seqlen_k": 512}, 4, True, tiles.DECODE_DEEP),
+        ({"seqlen_k": 1024}, 8, True, tiles.DECODE_DEEP),
+        ({"seqlen_k": 4096}, 8, True, tiles.DECODE_WIDE),
+        ({"seqlen_k": 16384}, 16, False, tiles.DECODE_WIDE),  # a second kernel costs less than half of the SMs
+        ({"seqlen_k": 1024, "batch": 4}, 2, True, tiles.DECODE_WIDE),  # 32 clusters of four do not fit
+        ({"seqlen_k": 4096, "seqlen_q": 8}, 8, False, tiles.DECODE_WIDE),
+        ({"seqlen_k": 2048, "batch": 32}, 1, False, tiles.DECODE_WIDE),
+        ({"seqlen_k": 128, "batch": 64}, 1, False, tiles.DECODE_DEEP),
+        ({"seqlen_k": 4096, "head_dim": 256}, 8, True, tiles.DECODE_LARGE_HEADS),
+    ],
+)
+def test_decoding_on_an_h200(change: dict[str, int], split: int, clustered: bool, base: tiles.Tiling) -> None:
+    decoding = replace(MISSION, heads=32, heads_kv=8, seqlen_q=1, head_dim=128)
+    problem = replace(decoding, **change)  # type: ignore[arg-type]
+    spec = select(problem).spec
+    assert spec.name == "ampere/fwd_mma"
+    assert tiles.choose(problem) == replace(base, split=split, clustered=clustered)
+    assert tiles.choose(problem) in tiles.candidates(problem)
+    assert (spec.cluster, len(spec.stages)) == (split if clustered else 1, 2 if split > 1 and not clustered else 1)
+    assert spec.workspace_row_bytes == (0 if clustered or split == 1 else split * (4 * problem.head_dim + 8))
+
+
+def test_few_tiles_of_queries_and_long_keys_on_an_h200() -> None:
+    problem = replace(MISSION, heads=16, heads_kv=16, seqlen_q=64, seqlen_k=4096)
+    assert select(problem).spec.name == "ampere/fwd_mma"
+    assert tiles.choose(problem) == replace(tiles.PAIRED, split=8)
+    assert tiles.choose(replace(problem, head_dim=256)) == replace(tiles.LARGE_HEADS, split=8)
 
 
 def test_a_chip_that_is_not_known_is_taken_for_an_older_one() -> None:

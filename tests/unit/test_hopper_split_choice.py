@@ -23,7 +23,7 @@ WIDE = Problem(1, 16, 16, 1024, 1024, 64, "float16")
         ({"heads": 8, "heads_kv": 2, "causal": "lower_right"}, "hopper/fwd_split", 1),
         ({"heads": 4, "heads_kv": 4}, "hopper/fwd_latency", 1),  # a pair of CTAs a query tile
         ({"seqlen_q": 512, "seqlen_k": 512}, "hopper/fwd_latency", 1),
-        ({"seqlen_q": 1, "batch": 8}, "hopper/fwd_latency", 1),
+        ({"seqlen_q": 1, "batch": 8}, "ampere/fwd_mma", 1),
         ({"head_dim": 128}, "hopper/fwd_throughput", 0),
         ({"heads": 32, "heads_kv": 32}, "hopper/fwd_throughput", 2),
         ({"seqlen_q": 64, "seqlen_k": 64, "heads": 128, "heads_kv": 128, "batch": 2}, "hopper/fwd_latency", 2),

@@ -71,7 +71,10 @@ def test_auto_takes_it_where_it_is_faster(head_dim: int) -> None:
     assert select(small).spec.name == ("hopper/fwd_latency" if head_dim in (64, 128) else "hopper/fwd_throughput")
     assert select(small, "hopper/fwd_throughput").spec.name == "hopper/fwd_throughput"
     decoding = replace(problem, seqlen_q=1)
-    assert select(decoding).spec.name == ("hopper/fwd_latency" if head_dim in (64, 128) else "ampere/fwd_mma")
+    assert select(decoding).spec.name == "ampere/fwd_mma"
+    few_long = replace(problem, batch=1, heads=8, heads_kv=8, seqlen_q=64, seqlen_k=4096)
+    kernels = {64: "ampere/fwd_mma", 96: "hopper/fwd_throughput", 128: "hopper/fwd_latency"}
+    assert select(few_long).spec.name == kernels.get(head_dim, "ampere/fwd_mma")
 
 
 @pytest.mark.parametrize(

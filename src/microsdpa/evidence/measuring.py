@@ -29,7 +29,8 @@ def main() -> None:
 
     job = json.loads(sys.stdin.readline())
     cases = {int(index): Case(**fields) for index, fields in job["cases"].items()}
-    implementations = [*ours(job["impl"]), *choose(job["peers"], bool(job["eight_bit"]))]
+    own = [one for one in ours(job["impl"]) if not job["variants"] or one.variant in job["variants"]]
+    implementations = [*own, *choose(job["peers"], bool(job["eight_bit"]))]
 
     def of(index: int) -> tuple[CaseBench, list[Implementation]]:
         taking_part = [one for one in implementations if index in job["eight_bit"] or not one.arithmetic]

@@ -74,8 +74,8 @@ def jobs(suite: Suite, modes: Sequence[str], impl: str, peers: str) -> list[Job]
             # Alone, 16-bit calls are measured: that they are not slowed down by their company is what it is for.
             eight_bit = [] if variant else [index for index in group if suite.cases[index] in suite.eight_bit]
             cases = {str(index): asdict(suite.cases[index]) for index in group}
-            job = {"modes": chosen, "impl": impl, "peers": names, "eight_bit": eight_bit, "cases": cases}
-            found.append((group, job | {"excluded": {}}, variant))
+            job = {"modes": chosen, "impl": impl, "variants": suite.variants, "peers": names, "eight_bit": eight_bit}
+            found.append((group, job | {"cases": cases, "excluded": {}}, variant))
     return found
 
 

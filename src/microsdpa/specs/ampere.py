@@ -30,8 +30,9 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
     else:
         arguments |= {"WARPS_M": tiling.warps_m, "WARPS_N": tiling.warps_n, "STAGES": tiling.stages}
         arguments |= {"RESIDENT": boolean[tiling.resident], "KEPT": kept, "CAUSAL": causal}
-        arguments |= {"PACK": pack, "SPLIT": tiling.split}
+        arguments |= {"PACK": pack, "SPLIT": tiling.split, "CLUSTERED": boolean[tiling.clustered]}
     arguments["PROGRAMMATIC"] = boolean[programmatic]
+    in_two_kernels = tiling.split > 1 and not tiling.clustered
     return KernelSpec(
         name="ampere/fwd_mma",
         source="ampere/fwd_stream.cu" if tiling.streaming else "ampere/fwd_mma.cu",
@@ -41,11 +42,12 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
         block_m=tiling.block_m,
         shared_bytes=tiling.shared_bytes(problem.head_dim),
         local_memory=STREAM_SPILLS if tiling.streaming and problem.head_dim > 64 else "",
+        cluster=tiling.split if tiling.clustered else 1,
         split=tiling.split,
         pack=pack,
         programmatic=programmatic,
-        workspace_row_bytes=tiling.split * (4 * problem.head_dim + 8) if tiling.split > 1 else 0,
-        then=_merge(problem, tiling.split, programmatic) if tiling.split > 1 else None,
+        workspace_row_bytes=tiling.split * (4 * problem.head_dim + 8) if in_two_kernels else 0,
+        then=_merge(problem, tiling.split, programmatic) if in_two_kernels else None,
     )
 
 

@@ -32,6 +32,7 @@ class Tiling:
         step: keys whose scores are in registers at a time; of a streaming tiling.
         ctas: CTAs that an SM shall hold at once, which bounds the registers; of a streaming tiling.
         split: CTAs among which the keys are divided.
+        clustered: these CTAs are a cluster and merge their parts themselves; else a second kernel does.
     """
 
     block_n: int
@@ -44,6 +45,7 @@ class Tiling:
     step: int = 0
     ctas: int = 1
     split: int = 1
+    clustered: bool = False
     streaming: bool = False
 
     def __str__(self) -> str:
@@ -51,7 +53,7 @@ class Tiling:
         words = [f"{self.block_m} x {self.block_n}", f"{self.warps_m} x {self.warps_n} warps"]
         words += ["streaming"] if self.streaming else []
         words += ["resident"] if self.resident else []
-        words += [f"keys in {self.split}"] if self.split > 1 else []
+        words += [f"keys in {self.split}{' of a cluster' if self.clustered else ''}"] if self.split > 1 else []
         return ", ".join(words)
 
     @property
@@ -71,8 +73,11 @@ class Tiling:
         if self.streaming:  # and seven addresses and strides, two barriers, two numbers, flags, sums of a thread's rows
             sums = 8 * self.row_tiles * self.threads if head_dim > 64 else 4
             return tiles + ceil((80 + 4 * self.warps_m + sums) / 128) * 128
+        if self.warps_n == self.split == 1:
+            return tiles
         merging = self.warps_n * self.block_m * (4 * (head_dim + 8) + 8)
-        return tiles if self.warps_n == self.split == 1 else ceil(max(tiles, merging) / 128) * 128
+        exchange = self.block_m * head_dim // 4 * (16 + 8) + 8 if self.clustered else 0
+        return ceil((ceil(max(tiles, merging) / 128) * 128 + exchange) / 128) * 128
 
 
 STREAM = Tiling(64, 2, 4, step=32, ctas=2, streaming=True)
@@ -91,24 +96,39 @@ TINY_64, TINY_128, TINY_512 = (
     Tiling(64, 1, 2, 4, 2, resident=True),
 )
 DECODE, DECODE_LEAN = Tiling(32, 1, 1, 4), Tiling(16, 1, 1, 4)
-DECODE_DEEP = replace(DECODE, stages=3)
-DECODE_LARGE_HEADS = Tiling(16, 1, 1, 4, stages=3, kept=0)
+DECODE_DEEP, DECODE_WIDE = Tiling(32, 1, 1, 4, 3), Tiling(16, 1, 1, 8, 3)
+DECODE_LARGE_HEADS = Tiling(16, 1, 1, 4, 3, kept=0)
 DECODE_LARGE_HEADS_LEAN = Tiling(16, 1, 1, 2, kept=0)
 SPLITS = (1, 2, 4, 8, 16, 32)
+CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
+"""How many clusters of so many CTAs, one an SM, an H200 holds at a time."""
+KEYS_OF_A_LAUNCH, KEYS_FOR_EIGHT_WARPS = 400, 512
+"""Keys of a CTA, by measurements on an H200: those that take as long as a second kernel, and from which on eight warps
+are faster than four."""
+LONG_KEYS = 2048
 
 
 def candidates(problem: Problem) -> list[Tiling]:
     """Tilings that compile without spills for the head dimension."""
+    hopper = capability_of(problem.target) == (9, 0)
     if problem.head_dim > 128:
-        return [LARGE_HEADS, *_splits(DECODE_LARGE_HEADS), *_splits(DECODE_LARGE_HEADS_LEAN)]
-    decode = [*_splits(DECODE_DEEP), *_splits(DECODE), *_splits(DECODE_LEAN)]
+        few = [*_splits(DECODE_LARGE_HEADS), *_clusters(DECODE_LARGE_HEADS)] if hopper else []
+        return [*_splits(LARGE_HEADS), *few, *([] if hopper else _splits(DECODE_LARGE_HEADS_LEAN))]
+    few_rows = (DECODE_DEEP, DECODE_WIDE) if hopper else (DECODE, DECODE_LEAN)
+    decode = [one for tiling in few_rows for one in _splits(tiling)]
+    if hopper:
+        decode += [*_clusters(DECODE_DEEP), *_clusters(DECODE_WIDE)]
     if problem.head_dim > 64:
         return [_streaming(problem), SMALL, TINY_64, TINY_128, *decode]
-    return [_streaming(problem), PAIRED, SMALL, TINY_64, TINY_128, TINY_512, *decode]
+    return [_streaming(problem), *_splits(PAIRED), SMALL, TINY_64, TINY_128, TINY_512, *decode]
 
 
 def _splits(tiling: Tiling) -> list[Tiling]:
     return [replace(tiling, split=split) for split in SPLITS]
+
+
+def _clusters(tiling: Tiling) -> list[Tiling]:
+    return [replace(tiling, split=split, clustered=True) for split in CLUSTERS]
 
 
 def _streaming(problem: Problem) -> Tiling:
@@ -135,6 +155,8 @@ def illegal(problem: Problem, tiling: Tiling) -> str:
         return f"{needed} bytes of shared memory exceed the {chip.shared_per_cta} of a CTA"
     if tiling.resident and problem.seqlen_k > tiling.block_n * tiling.stages * tiling.warps_n:
         return f"{problem.seqlen_k} keys do not fit at once"
+    if tiling.clustered and capability_of(problem.target) != (9, 0):
+        return "clusters of CTAs are for sm_90"
     if tiling.streaming and packed_heads(problem) > 1:
         return "heads are packed, which fwd_stream does not do"
     if (tiling.warps_n > 1 or tiling.split > 1) and problem.head_dim % 32:
@@ -186,11 +208,13 @@ def measured(problem: Problem) -> Tiling | None:
     """The choice that was measured on the H200; None for another chip, and for launches that were not measured."""
     if capability_of(problem.target) != (9, 0):
         return None
-    if problem.seqlen_q < 16:
+    sms = chip_of(problem.target).sms
+    if problem.seqlen_q <= 16 and (problem.seqlen_k > 128 or ctas_of(problem, DECODE_DEEP) > sms):
         return _decoding(problem)
     if problem.head_dim > 128:
         return None
-    sms = chip_of(problem.target).sms
+    if problem.head_dim <= 64 and lacks_queries(problem):
+        return replace(PAIRED, split=max(s for s in SPLITS if s * ctas_of(problem, PAIRED) <= sms))
     for tiling in (TINY_64, TINY_128, TINY_512, PAIRED):
         one_wave = ctas_of(problem, tiling) <= sms * (2 if tiling is PAIRED else 1)
         if one_wave and tiling in candidates(problem) and not illegal(problem, tiling):
@@ -199,28 +223,35 @@ def measured(problem: Problem) -> Tiling | None:
     return streaming if problem.seqlen_q >= 128 and ctas_of(problem, streaming) >= sms else None
 
 
-def _decoding(problem: Problem) -> Tiling | None:
-    """For fewer than 16 queries: as many parts of the keys as give the SMs one CTA each, with a turn of its warps each.
+def lacks_queries(problem: Problem) -> bool:
+    """Whether so few tiles of queries meet so many keys that these have to be divided among eight CTAs or more."""
+    tiles = problem.batch * problem.heads * ceil(problem.seqlen_q / PAIRED.block_m)
+    few = 8 * tiles <= chip_of(problem.target).sms
+    return few and problem.seqlen_k >= LONG_KEYS and problem.head_dim % 32 == 0
 
-    Where half of the SMs have a CTA, their copies are what memory gives.
+
+def _decoding(problem: Problem) -> Tiling | None:
+    """For up to 16 queries: as many parts of the keys as give the SMs one CTA each, with a turn of its warps each.
+
+    Parts that a cluster merges spare a launch; but fewer of them run at a time.
     """
     tiling = DECODE_DEEP if problem.head_dim <= 128 else DECODE_LARGE_HEADS
     if illegal(problem, tiling):
         return None
-    tiles, sms = ctas_of(problem, tiling), chip_of(problem.target).sms
-    if 2 * tiles >= sms - 4:
-        return tiling
-    turn = tiling.block_n * tiling.warps_n
-    return max(
-        _splits(tiling)[:1]
-        + [t for t in _splits(tiling) if t.split * tiles <= sms and t.split * turn <= problem.seqlen_k],
-        key=lambda t: t.split,
-    )
+    tiles, sms, keys = ctas_of(problem, tiling), chip_of(problem.target).sms, problem.seqlen_k
+    useful = [split for split in SPLITS if split == 1 or split * tiling.block_n * tiling.warps_n <= keys]
+    merged = max(split for split in useful if split == 1 or tiles <= CLUSTERS.get(split, 0))
+    apart = max(split for split in useful if split == 1 or split * tiles <= sms)
+    clustered = merged > 1 and keys / merged - keys / apart <= KEYS_OF_A_LAUNCH
+    split = merged if clustered else apart
+    if problem.head_dim <= 128 and keys >= KEYS_FOR_EIGHT_WARPS * split:
+        tiling = DECODE_WIDE
+    return replace(tiling, split=split, clustered=clustered)
 
 
 def choose(problem: Problem) -> Tiling:
     """The tiling for a problem: the measured one, or the legal candidate of the lowest cost."""
     if tiling := measured(problem):
         return tiling
-    legal = [tiling for tiling in candidates(problem) if not illegal(problem, tiling)]
+    legal = [tiling for tiling in candidates(problem) if not (tiling.clustered or illegal(problem, tiling))]
     return min(legal, key=lambda tiling: cost(problem, tiling))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs import hopper_split, hopper_throughput
+from microsdpa.specs.ampere_tiles import lacks_queries
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
 
@@ -18,9 +19,9 @@ WARPGROUPS = 2
 HEAD_DIMS = (64, 128)
 MAX_GRID_YZ = 65_535
 DECODING_QUERIES = 16
-"""With fewer than these a head, tiles of 16 rows that heads of a group share are faster."""
-DECODING_KEYS = 512
-"""Up to these a pair of CTAs is faster than parts of the keys that a second kernel merges."""
+"""Up to so many a head, tiles of 16 rows are faster."""
+SEPARATE_HEADS = 32
+"""From so many heads on that share no keys, SMs are busy enough with tiles of 64 rows."""
 
 
 @dataclass(frozen=True)
@@ -130,21 +131,26 @@ def cluster_for(problem: Problem) -> int:
 
 
 def is_decoding(problem: Problem) -> bool:
-    """Whether ampere/fwd_mma is faster, by measurements on an H200: few queries meet many keys (docs/tuning-log.md).
+    """Whether few queries meet so many keys that ampere/fwd_mma is faster, by measurements on an H200.
 
-    It has all heads of a key head in one tile, and parts of the keys for every SM.
+    It has all heads of a key head in one tile of 16 rows, and parts of the keys for every SM (docs/tuning-log.md).
     """
-    one_round = problem.batch * problem.heads <= chip_of(problem.target).sms
-    return problem.seqlen_q < DECODING_QUERIES and not (one_round and problem.seqlen_k <= DECODING_KEYS)
+    if problem.seqlen_q > DECODING_QUERIES:
+        return problem.head_dim == 64 and lacks_queries(problem)
+    heads = problem.batch * problem.heads
+    if heads > chip_of(problem.target).sms:
+        return True
+    separate = problem.heads == problem.heads_kv and heads >= SEPARATE_HEADS
+    return problem.seqlen_k > (512 if separate else 128)
 
 
 def too_large(problem: Problem) -> Rejection | None:
     """Why impl="auto" passes over hopper/fwd_latency."""
     if is_decoding(problem):
         return Rejection(
-            f"{problem.seqlen_q} queries a head would leave most of its tiles of 64 empty, and {problem.seqlen_k} keys"
-            " are too many for a pair of CTAs: ampere/fwd_mma is faster",
-            f"at most {DECODING_KEYS} keys and {chip_of(problem.target).sms} heads, or {DECODING_QUERIES} queries",
+            f"{problem.seqlen_k} keys are too many for tiles of 64 queries with {problem.seqlen_q} in {problem.heads}"
+            " heads: ampere/fwd_mma is faster",
+            "fewer keys, or more queries",
         )
     if hopper_split.suits(problem):
         return Rejection(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
+from microsdpa.specs.ampere_tiles import lacks_queries
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
 
@@ -175,10 +176,10 @@ def fills(problem: Problem) -> bool:
     """Whether the kernel is the fastest there is, by measurements on an H200 (docs/hopper-throughput.md).
 
     Against hopper/fwd_latency, for D = 64 and 128, that is where the latter's tiles of 64 queries are more than the
-    SMs; against ampere/fwd_mma, where there are queries for a warpgroup.
+    SMs; against ampere/fwd_mma, where there are queries for a warpgroup, unless long keys want to be divided.
     """
     if problem.head_dim not in (64, 128):
-        return problem.seqlen_q >= ROWS
+        return problem.seqlen_q >= ROWS and not (problem.head_dim > 128 and lacks_queries(problem))
     tiles = problem.batch * problem.heads * ceil(problem.seqlen_q / ROWS)
     return problem.seqlen_q > ROWS and tiles > chip_of(problem.target).sms
 

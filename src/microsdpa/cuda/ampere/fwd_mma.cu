@@ -9,14 +9,15 @@
 // Pipeline: 1. cp.async fills the ring, STAGES - 1 tiles ahead (RESIDENT: all tiles at once, each waited for alone)
 //           2. S = Q K^T by ldmatrix and mma     3. masks on the tiles that need one, online softmax in registers
 //           4. O += P V, P straight from S's registers
-//           The groups' parts are merged through shared memory at the end; SPLIT > 1 leaves each CTA's part in the
-//           workspace, for fwd_merge.
+//           The groups' parts are merged through shared memory at the end. SPLIT > 1: the CTAs of a cluster send one
+//           another their parts (CLUSTERED, sm_90), or each leaves its part in the workspace, for fwd_merge.
 // Bound by: latency: launch, one trip to L2, one tile, one store.
 #include "../core/epilogue.cuh"
 #include "../core/merge.cuh"
 #include "../core/online_softmax.cuh"
 #include "../core/params.cuh"
 #include "../ptx/barrier.cuh"
+#include "../ptx/cluster.cuh"
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
 
@@ -52,14 +53,36 @@ struct Merging {
 };
 
 template <typename Tiles, bool MERGES>
-union Shared {
+union Phases {
   Streaming<Tiles> streaming;
 };
 
 template <typename Tiles>
-union Shared<Tiles, true> {
+union Phases<Tiles, true> {
   Streaming<Tiles> streaming;
   Merging<Tiles> merging;
+};
+
+// What a CTA gets from those of its cluster: every part of the output that it finishes, four columns a unit.
+template <typename Tiles, int PARTS>
+struct Exchange {
+  static constexpr int UNITS = Tiles::BLOCK_M * Tiles::HEAD_DIM / 4 / PARTS;
+  static constexpr int UNIT_BYTES = sizeof(Values4) + sizeof(RowStats);
+  Values4 values[PARTS][UNITS];
+  RowStats stats[PARTS][UNITS];
+  Mbarrier arrived;
+};
+
+// PARTS: those that the CTAs of a cluster exchange; 0 for none.
+template <typename Tiles, bool MERGES, int PARTS>
+struct Shared {
+  Phases<Tiles, MERGES> phases;
+  Exchange<Tiles, PARTS> exchange;
+};
+
+template <typename Tiles, bool MERGES>
+struct Shared<Tiles, MERGES, 0> {
+  Phases<Tiles, MERGES> phases;
 };
 
 // Which part of the problem a CTA computes. Rows are those of one key head, PACK to a query.
@@ -115,20 +138,21 @@ __device__ __forceinline__ void wait_until_pending(int pending) {
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, bool RESIDENT,
-          int KEPT, bool CAUSAL, int PACK, int SPLIT, bool PROGRAMMATIC>
+          int KEPT, bool CAUSAL, int PACK, int SPLIT, bool CLUSTERED, bool PROGRAMMATIC>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     attention_forward(const __grid_constant__ AttentionParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
   constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS;
   constexpr bool MERGES = WARPS_N > 1 || SPLIT > 1;
-  auto& shared = dynamic_shared<Shared<C, MERGES>>();
-  auto& query_tile = shared.streaming.query;
+  static_assert(!CLUSTERED || SPLIT > 1, "the parts are what the CTAs of a cluster have");
+  auto& shared = dynamic_shared<Shared<C, MERGES, CLUSTERED ? SPLIT : 0>>();
+  auto& query_tile = shared.phases.streaming.query;
 
   const auto work = Work<PACK, SPLIT>::template of_block<BLOCK_M>(params);
   const int group = WARPS_N == 1 ? 0 : threadIdx.x / C::GROUP_THREADS;
   const unsigned thread = threadIdx.x % C::GROUP_THREADS;
   const int warp_row = thread / 32 * WARP_ROWS;
-  auto& ring = shared.streaming.ring[group];
+  auto& ring = shared.phases.streaming.ring[group];
 
   const int head_kv = work.head / (params.heads / params.heads_kv);
   const T* query = static_cast<const T*>(params.query);
@@ -159,6 +183,20 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     ring.value[i % STAGES].template copy_async<C::GROUP_THREADS>(
         value + first * params.value_strides.row, params.value_strides.row, params.seqlen_k - first, thread);
   };
+
+  // Units of the output that the cluster has, and those that each of its CTAs finishes.
+  const int units = min(BLOCK_M, work.rows - work.first_row) * (HEAD_DIM / 4);
+  const int units_each = (units + SPLIT - 1) / SPLIT;
+  const int own_units = max(0, min(units_each, units - work.part * units_each));
+  if constexpr (CLUSTERED) {
+    if (threadIdx.x == 0) {
+      mbarrier_init(shared.exchange.arrived, 1);
+      mbarrier_init_fence();
+      mbarrier_arrive_expect(shared.exchange.arrived, own_units * SPLIT * shared.exchange.UNIT_BYTES);
+    }
+    __syncwarp();
+    cluster_arrive<false>();  // waited for when there is something to send
+  }
 
   if (PROGRAMMATIC) grid_dependency_wait();
   C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
@@ -282,7 +320,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       return warp_first + static_cast<int>(r) < work.rows ? work.row(out, params.out_strides, warp_first + r) : nullptr;
     });
   } else {
-    auto& merging = shared.merging;
+    auto& merging = shared.phases.merging;
     constexpr int PITCH = Merging<C>::PITCH;
     __syncthreads();  // all groups are done with their tiles
 #pragma unroll
@@ -300,6 +338,16 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       }
     }
     __syncthreads();
+    const auto store = [&](int r, int column, const Values4& values, const RowStats& stats) {
+      const float inverse = normalizer(stats.sum);
+      const Vector<uint32, 2> packed = {pack<T>(values.data[0] * inverse, values.data[1] * inverse),
+                                        pack<T>(values.data[2] * inverse, values.data[3] * inverse)};
+      *reinterpret_cast<Vector<uint32, 2>*>(work.row(out, params.out_strides, work.first_row + r) + column) = packed;
+      if (params.lse != nullptr && column == 0) {
+        params.lse[work.flat_row(params, work.first_row + r)] = log_sum_exp(stats.reference, stats.sum);
+      }
+    };
+    if constexpr (CLUSTERED) cluster_wait();  // the others' barriers are set up
 #pragma unroll
     for (int i = threadIdx.x; i < BLOCK_M * HEAD_DIM / 4; i += C::THREADS) {
       const int r = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
@@ -308,17 +356,30 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       const Values4 values = merge_parts<WARPS_N>(
           stats, [&](int part) { return merging.stats[part][r]; },
           [&](int part) { return *reinterpret_cast<const Values4*>(&merging.part[part][r * PITCH + column]); });
-      const int64 flat = work.flat_row(params, work.first_row + r);
       if constexpr (SPLIT == 1) {
-        const float inverse = normalizer(stats.sum);
-        const Vector<uint32, 2> packed = {pack<T>(values.data[0] * inverse, values.data[1] * inverse),
-                                          pack<T>(values.data[2] * inverse, values.data[3] * inverse)};
-        *reinterpret_cast<Vector<uint32, 2>*>(work.row(out, params.out_strides, work.first_row + r) + column) = packed;
-        if (params.lse != nullptr && column == 0) params.lse[flat] = log_sum_exp(stats.reference, stats.sum);
+        store(r, column, values, stats);
+      } else if constexpr (CLUSTERED) {
+        const int to = i / units_each, unit = i % units_each;
+        const ClusterAddress arrived = peer_address(&shared.exchange.arrived, to);
+        store_async(peer_address(&shared.exchange.values[work.part][unit], to), values.data[0], values.data[1],
+                    values.data[2], values.data[3], arrived);
+        store_async(peer_address(&shared.exchange.stats[work.part][unit], to), stats.reference, stats.sum, arrived);
       } else {
+        const int64 flat = work.flat_row(params, work.first_row + r);
         const PartialResults<HEAD_DIM, SPLIT> partial(params);
         *partial.values(work.part, flat, column) = values;
         if (column == 0) *partial.stats(work.part, flat) = stats;
+      }
+    }
+    if constexpr (CLUSTERED) {
+      mbarrier_wait_cluster(shared.exchange.arrived, 0);
+      for (int unit = threadIdx.x; unit < own_units; unit += C::THREADS) {
+        const int i = work.part * units_each + unit;
+        RowStats stats;
+        const Values4 values = merge_parts<SPLIT>(
+            stats, [&](int part) { return shared.exchange.stats[part][unit]; },
+            [&](int part) { return shared.exchange.values[part][unit]; });
+        store(i / (HEAD_DIM / 4), i % (HEAD_DIM / 4) * 4, values, stats);
       }
     }
   }

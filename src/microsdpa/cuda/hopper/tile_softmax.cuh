@@ -101,22 +101,27 @@ struct TileSoftmax {
   // not looked for as long as no sum comes near the end of FP16's range, and no reference is large. Gives whether
   // references have moved: O is then to be multiplied by `factor`.
   __device__ __forceinline__ bool soften(Scores& s, Probabilities& p, float (&factor)[2], bool first) {
-    bool moved = first;
-    if (moved) rows.reset();
-    float added[2];
-    while (true) {
-      if (moved) move_references(s, factor);
-      float subtract[2] = {finite(rows.reference[0]), finite(rows.reference[1])};
-      if (moved) subtract_large(s, subtract);
+    float subtract[2], added[2];
+    if (!first) {
+      subtract[0] = finite(rows.reference[0]), subtract[1] = finite(rows.reference[1]);
       exponentials(s, p, subtract, added);
       const bool usual = fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) < LARGE_REFERENCE;  // nor infinite
       const bool fits = usual && fmaxf(added[0], added[1]) <= LARGEST_SUM;
-      if (moved || __all_sync(FULL_WARP, fits)) break;
-      moved = true;
+      if (__all_sync(FULL_WARP, fits)) {
+        rows.sum[0] += added[0];
+        rows.sum[1] += added[1];
+        return false;
+      }
+    } else {
+      rows.reset();
     }
+    move_references(s, factor);
+    subtract[0] = finite(rows.reference[0]), subtract[1] = finite(rows.reference[1]);
+    subtract_large(s, subtract);
+    exponentials(s, p, subtract, added);
     rows.sum[0] += added[0];
     rows.sum[1] += added[1];
-    return moved;
+    return true;
   }
 };
 

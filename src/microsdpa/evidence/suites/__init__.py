@@ -24,6 +24,7 @@ class Suite:
         peers: whom it is measured beside unless it is told otherwise, as `microsdpa bench --peers` takes them. Most
             suites leave out those that would be compiled again for every case.
         eight_bit: the cases in which 8-bit implementations take part.
+        variants: the ways of calling this library that take part; all of them if empty.
         labels: what a case is, such as the model that it is from.
     """
 
@@ -34,6 +35,7 @@ class Suite:
     modes: tuple[str, ...] = ("graph",)
     peers: str = "all"
     eight_bit: frozenset[Case] = frozenset()
+    variants: tuple[str, ...] = ()
     alone: bool = False
     labels: dict[Case, str] = field(default_factory=dict, hash=False)
 
@@ -58,7 +60,7 @@ def load(name: str) -> Suite:
 
 def _parse(name: str, data: dict[str, Any]) -> Suite:
     cases, labels, eight_bit = [], {}, set()
-    for fields in data["cases"] + _token_table(data.get("tokens")):
+    for fields in data.get("cases", []) + _token_table(data.get("tokens")):
         label, chosen = fields.pop("label", ""), fields.pop("eight_bit", data.get("eight_bit", False))
         case = Case(**fields)
         cases.append(case)
@@ -73,6 +75,7 @@ def _parse(name: str, data: dict[str, Any]) -> Suite:
         modes=tuple(data.get("modes", ("graph",))),
         peers=",".join(data["peers"]) if "peers" in data else "all",
         eight_bit=frozenset(eight_bit),
+        variants=tuple(data.get("variants", ())),
         alone=data.get("alone", False),
         labels={case: label for case, label in labels.items() if label},
     )
