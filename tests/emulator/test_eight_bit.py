@@ -36,8 +36,9 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def test_every_family_is_tested() -> None:
-    """Here, and hopper/fwd_throughput_fp8 in test_hopper_fp8.py."""
-    assert {f.short_name for f in EIGHT_BIT_FAMILIES} == {*RUNGS, "hopper/fwd_throughput_fp8"}
+    """Here, and those on wgmma in test_hopper_fp8.py and test_hopper_int8.py."""
+    on_wgmma = "hopper/fwd_throughput_fp8", "hopper/fwd_throughput_int8"
+    assert {f.short_name for f in EIGHT_BIT_FAMILIES} == {*RUNGS, *on_wgmma}
 
 
 def codes_of(tensors: Tensors, block: int = 16) -> tuple[Quantized, Quantized, Quantized]:

@@ -15,9 +15,9 @@ from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import lost_of_scores
-from microsdpa.quantize import Granularity, Quantized, expand_scale
+from microsdpa.quantize import Code, Granularity, Quantized, expand_scale
 from microsdpa.specs import KernelSpec
-from microsdpa.specs.eight_bit import EightBitProblem
+from microsdpa.specs.eight_bit import EightBitProblem, Operands
 from microsdpa.specs.hopper_fp8 import Tiles, specification, throughput, too_small
 
 CTAS = 3
@@ -36,11 +36,21 @@ CASES: list[tuple[Case, Granularity, int]] = [
 ]
 
 
-def problem_of(case: Case, key_block: int) -> EightBitProblem:
+# The same with Q and K in INT8.
+INT8_CASES: list[tuple[Case, Granularity, int]] = [
+    (Case(2, 4, 170, 350, 64, heads_kv=2, causal="lower_right", layout="bshd"), "block", 1),
+    (Case(1, 7, 130, 100, 64, scale=-1.0, kind="mean"), "head", 0),
+    (Case(1, 3, 130, 300, 128, scale=0.3, kind="outliers"), "block", 1),
+    (Case(1, 3, 300, 170, 128, causal="lower_right", dtype="bfloat16"), "block", 16),
+]
+
+
+def problem_of(case: Case, key_block: int, operands: Operands = "fp8") -> EightBitProblem:
     return EightBitProblem(
         *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
         causal=case.causal,
         target="sm_90a",
+        operands=operands,
         key_block=key_block,
     )
 
@@ -68,21 +78,26 @@ def attend(
     return found[0]
 
 
-def check(case: Case, granularity: Granularity, block: int, tiles: Tiles | None = None) -> None:
+def check(
+    case: Case, granularity: Granularity, block: int, tiles: Tiles | None = None, operands: Operands = "fp8"
+) -> None:
     query, key, value = make(case)
+    code: Code = "e4m3" if operands == "fp8" else "int8"
     codes = (
-        quantize(query, "e4m3", "block", block=32),
-        quantize(key, "e4m3", granularity, block=max(block, 1)),
+        quantize(query, code, "block", block=32),
+        quantize(key, code, granularity, block=max(block, 1)),
         quantize(value, "e4m3", "channel" if block else "head"),
     )
-    problem = problem_of(case, block)
+    problem = problem_of(case, block, operands)
     spec = throughput(problem) if tiles is None else specification(problem, tiles)
     assert isinstance(spec, KernelSpec)
     out, lse = attend(replace(spec, max_ctas=CTAS), problem, case, codes)
     plain = [x.dequantize() for x in codes]
     scales = tuple(expand_scale(x.scale, x.granularity, x.block, x.codes.shape) for x in codes[:2])
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    lost = lost_of_scores((codes[0].codes, codes[1].codes), (scales[0], scales[1]), scale)
+    lost = None
+    if operands == "fp8":
+        lost = lost_of_scores((codes[0].codes, codes[1].codes), (scales[0], scales[1]), scale)
     expected, expected_lse = reference.oracle(*plain, causal=case.causal, scale=case.scale, attn_mask=lost)
     magnitude, _ = reference.oracle(plain[0], plain[1], plain[2].abs(), causal=case.causal, scale=case.scale)
     everything = plain[2].abs().sum(dim=2, keepdim=True).repeat_interleave(case.heads // case.kv_heads, dim=1)
@@ -98,6 +113,11 @@ def test_right_in_every_order(case: Case, granularity: Granularity, block: int) 
     check(case, granularity, block)
 
 
+@pytest.mark.parametrize(("case", "granularity", "block"), INT8_CASES, ids=str)
+def test_right_in_every_order_with_int8(case: Case, granularity: Granularity, block: int) -> None:
+    check(case, granularity, block, operands="int8_fp8")
+
+
 @pytest.mark.parametrize("tiles", [Tiles(128, 2, 3), Tiles(96, 3, 4), Tiles(192, 2, 2, value_stages=1)], ids=str)
 def test_other_tiles(tiles: Tiles) -> None:
     check(Case(1, 4, 300, 450, 64, heads_kv=2, causal="lower_right"), "head", 0, tiles)
@@ -107,6 +127,6 @@ def test_auto_takes_it_where_it_fills_the_chip() -> None:
     few, many = problem_of(Case(1, 8, 512, 512, 64), 1), problem_of(Case(32, 8, 512, 512, 64), 1)
     refused = too_small(few)
     assert refused is not None
-    assert "32 query tiles do not fill the 132 SMs" in refused.reason
+    assert "32 tiles of 128 queries are too few" in refused.reason
     assert ("hopper/fwd_throughput_fp8", refused.reason) in choose(few, "auto").reasons
     assert choose(many, "auto").spec.name == "hopper/fwd_throughput_fp8"

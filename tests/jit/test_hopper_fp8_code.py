@@ -1,4 +1,4 @@
-"""What hopper/fwd_throughput_fp8 promises of its machine code, without a GPU."""
+"""What hopper/fwd_throughput_fp8 and hopper/fwd_throughput_int8 promise of their machine code, without a GPU."""
 
 from __future__ import annotations
 
@@ -7,27 +7,49 @@ import pytest
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.problem import Causal, DType
-from microsdpa.specs import KernelSpec
-from microsdpa.specs.eight_bit import EightBitProblem
+from microsdpa.specs import KernelSpec, hopper_int8
+from microsdpa.specs.eight_bit import EightBitProblem, Operands
 from microsdpa.specs.hopper_fp8 import throughput
 
 
-@pytest.mark.parametrize(("terms", "key_block"), [(1, 0), (1, 64), (2, 1)])
+@pytest.mark.parametrize(
+    ("operands", "terms", "key_block"),
+    [("fp8", 1, 0), ("fp8", 1, 64), ("fp8", 2, 1), ("int8_fp8", 1, 1), ("int8_fp8", 1, 0)],
+)
 @pytest.mark.parametrize(("causal", "dtype"), [(None, "float16"), ("lower_right", "bfloat16")])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_wgmma_runs_free_and_nothing_is_spilled(
-    head_dim: int, causal: Causal | None, dtype: DType, terms: int, key_block: int
+    head_dim: int, causal: Causal | None, dtype: DType, operands: Operands, terms: int, key_block: int
 ) -> None:
     problem = EightBitProblem(
-        1, 16, 16, 4096, 4096, head_dim, dtype, causal, target="sm_90a", query_terms=terms, key_block=key_block
+        *(1, 16, 16, 4096, 4096, head_dim, dtype, causal),
+        target="sm_90a",
+        operands=operands,
+        query_terms=terms,
+        key_block=key_block,
     )
     spec = throughput(problem)
     assert isinstance(spec, KernelSpec)
     kernel = compile_kernel(spec, "sm_90a")
     counts = count_instructions(kernel.cubin)
-    assert set(tensor_instructions(counts)) == {"QGMMA"}
+    assert set(tensor_instructions(counts)) == ({"QGMMA"} if operands == "fp8" else {"IGMMA", "QGMMA"})
     assert counts["STL"] == counts["LDL"] == 0
     assert kernel.resources.spill_store_bytes == kernel.resources.stack_bytes == 0
     assert counts["LDSM"] > 0
     assert counts["STSM"] == counts["LDSM"]  # V is transposed on its way, in registers
+    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize(("causal", "dtype"), [(None, "float16"), ("lower_right", "bfloat16")])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_int8_beside_16_bits_too(head_dim: int, causal: Causal | None, dtype: DType, terms: int) -> None:
+    problem = EightBitProblem(
+        *(1, 16, 16, 4096, 4096, head_dim, dtype, causal), target="sm_90a", operands="int8_fp16", query_terms=terms
+    )
+    spec = hopper_int8.throughput(problem)
+    assert isinstance(spec, KernelSpec)
+    kernel = compile_kernel(spec, "sm_90a")
+    assert set(tensor_instructions(count_instructions(kernel.cubin))) == {"HGMMA", "IGMMA"}
+    assert not kernel.resources.uses_local_memory
     assert "(C75" not in kernel.log, "ptxas made wgmma wait"

@@ -114,7 +114,7 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
     options["impl"] = kernel if device == "cuda" else f"emulate:{kernel}"
     spec = microsdpa.explain(query, key, value, **options).spec
     family = eight_bit_family_named(spec.name) if spec else None
-    if family is not None and family.short_sums:
+    if family is not None and precision in family.short_sums:
         block = RECIPES[precision].block
         wide = (
             expand_scale(codes.query_scale, "block", block, plain[0].shape),

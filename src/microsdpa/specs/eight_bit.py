@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from microsdpa.problem import Causal, DType, capability_of
-from microsdpa.specs import hopper_fp8
+from microsdpa.specs import hopper_fp8, hopper_int8
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit_problem import (
     CPP_TYPE,
@@ -217,7 +217,7 @@ class EightBitFamily:
         emulated_target: the GPU that the emulator takes when the family is named.
         passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
             does not.
-        short_sums: whether its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
+        short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
     """
 
     name: str
@@ -225,7 +225,7 @@ class EightBitFamily:
     specify: Callable[[EightBitProblem], KernelSpec | Rejection]
     emulated_target: str = "sm_89"
     passed_over: Callable[[EightBitProblem], Rejection | None] = lambda _: None
-    short_sums: bool = False
+    short_sums: tuple[Operands, ...] = ()
 
     @property
     def short_name(self) -> str:
@@ -236,11 +236,18 @@ class EightBitFamily:
 EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
     EightBitFamily(
         "hopper/fwd_throughput_fp8",
-        "E4M3 wgmma for both products, TMA, V transposed on its way; sm_90a",
+        "E4M3 or INT8 wgmma for Q K^T, E4M3 for P V, TMA, V transposed on its way; sm_90a",
         hopper_fp8.throughput,
         emulated_target="sm_90a",
         passed_over=hopper_fp8.too_small,
-        short_sums=True,
+        short_sums=("fp8",),
+    ),
+    EightBitFamily(
+        "hopper/fwd_throughput_int8",
+        "INT8 wgmma for Q K^T, 16 bits for P V, TMA; sm_90a",
+        hopper_int8.throughput,
+        emulated_target="sm_90a",
+        passed_over=hopper_fp8.too_small,
     ),
     EightBitFamily("ladder/14_8bit_tuned", "rung 13 with tiles for the problem, keys divided among warps", tuned),
     EightBitFamily("ladder/13_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),

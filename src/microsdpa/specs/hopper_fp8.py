@@ -1,4 +1,4 @@
-"""Specification of the Hopper kernel on E4M3 operands (cuda/hopper/fwd_throughput_fp8.cu)."""
+"""Specification of the Hopper kernel with P V in E4M3 (cuda/hopper/fwd_throughput_fp8.cu)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
 HEAD_DIMS = (64, 128)
 QUERY_STAGES = 2
+QUERIES, FEWEST_TILES = 128, 64
+"""From how many tiles of queries on a kernel on wgmma is faster than the rungs on mma.sync."""
+CPP_CODE = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
+"""Of Q and K."""
 WORKS = 4
 """Descriptions of query tiles in shared memory, 20 bytes each."""
 
@@ -54,20 +58,24 @@ def tiles_for(problem: EightBitProblem) -> Tiles:
 
 
 def too_small(problem: EightBitProblem) -> Rejection | None:
-    """Why impl="auto" passes over the kernel: it was measured where it fills the chip."""
-    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // tiles_for(problem).block_m)
-    sms = chip_of(problem.target).sms
-    if tiles >= sms:
+    """Why impl="auto" passes over a kernel on wgmma: measurements (docs/hopper-fp8.md)."""
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // QUERIES)
+    if tiles >= FEWEST_TILES:
         return None
-    return Rejection(f"its {tiles} query tiles do not fill the {sms} SMs", "more heads or longer sequences")
+    return Rejection(
+        f"{tiles} tiles of {QUERIES} queries are too few for it: other kernels are faster",
+        "more heads or longer sequences",
+    )
 
 
 def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     boolean = {True: "true", False: "false"}
-    key_scales = problem.key_block != 0
+    integers = problem.operands == "int8_fp8"
+    key_scales = integers or problem.key_block != 0
     arguments = {
         "T": CPP_TYPE[problem.dtype],
+        "CODE": CPP_CODE[problem.operands],
         "HEAD_DIM": problem.head_dim,
         "TERMS": problem.query_terms,
         "BLOCK_N": tiles.block_n,
@@ -98,9 +106,11 @@ def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
 
 
 def throughput(problem: EightBitProblem) -> KernelSpec | Rejection:
-    """The kernel for E4M3 operands."""
-    if problem.operands != "fp8":
-        return Rejection("Q, K and V are not all E4M3", "E4M3 tensors with scales, or precision='fp8'")
+    """The kernel for P and V in E4M3."""
+    if problem.operands not in CPP_CODE:
+        return Rejection("V is not E4M3", "E4M3 tensors with scales, or precision='int8_fp8'")
+    if problem.operands == "int8_fp8" and problem.query_terms != 1:
+        return Rejection("a query has two INT8 codes an element", "one code an element")
     if problem.head_dim not in HEAD_DIMS:
         nearest = min(HEAD_DIMS, key=lambda d: abs(d - problem.head_dim))
         return Rejection(f"head_dim {problem.head_dim} is not 64 or 128", f"head_dim {nearest}")

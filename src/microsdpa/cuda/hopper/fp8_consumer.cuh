@@ -17,6 +17,7 @@ template <typename T, typename Shared, bool CAUSAL>
 struct Fp8Consumer {
   using Element = __nv_fp8_e4m3;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
+  using Sum = typename Shared::Sum;           // of products of codes
   static constexpr int STEPS = BLOCK_N / 32;  // products of P V
   // Probabilities are 2^(score - reference + BIAS): at most 256 as E4M3, which ends at 448.
   static constexpr float BIAS = 8.0f;
@@ -71,11 +72,11 @@ struct Fp8Consumer {
       const int row = min(first_row + tile_row(half), params.seqlen_q - 1);
       factor[half] = all * *params.query_scale.at(next.batch, next.head, row);
     }
-    if (params.scale_log2 < 0.0f) negate_query();
+    if (!Shared::INTEGERS && params.scale_log2 < 0.0f) negate_query();
     return true;
   }
 
-  // A negative scale is a positive one of -Q.
+  // A negative scale is a positive one of -Q. INT8 has no negative of -128: its keys' scales are negative.
   __device__ __forceinline__ void negate_query() {
     uint4* chunks = reinterpret_cast<uint4*>(shared.query[query_place.stage][warpgroup][0]);
     for (int i = thread; i < Shared::TERMS * ROWS * HEAD_DIM / 16; i += WARPGROUP_THREADS) {
@@ -86,8 +87,17 @@ struct Fp8Consumer {
     named_barrier_sync(QUERY_NEGATED + warpgroup, WARPGROUP_THREADS);
   }
 
+  // Where the scores are that sums become: where those are, unless they are integers.
+  __device__ __forceinline__ static auto scores_of(float (&sums)[BLOCK_N / 2], float (&)[1]) -> float (&)[BLOCK_N / 2] {
+    return sums;
+  }
+  __device__ __forceinline__ static auto scores_of(int32 (&)[BLOCK_N / 2], float (&converted)[BLOCK_N / 2])
+      -> float (&)[BLOCK_N / 2] {
+    return converted;
+  }
+
   // Starts S of the next tile of keys, which has been waited for.
-  __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2]) {
+  __device__ __forceinline__ void score(Sum (&sums)[BLOCK_N / 2]) {
     const uint64 key = rows_descriptor<HEAD_DIM>(shared.key[key_place.stage]);
     const uint64 query = rows_descriptor<HEAD_DIM>(shared.query[query_place.stage][warpgroup][0]);
     wgmma_fence();
@@ -95,8 +105,8 @@ struct Fp8Consumer {
     for (int term = 0; term < Shared::TERMS; ++term) {
 #pragma unroll
       for (int step = 0; step < HEAD_DIM / 32; ++step) {
-        wgmma<Element, BLOCK_N>(s, advance(query, term * ROWS * HEAD_DIM + 32 * step), advance(key, 32 * step),
-                                term + step > 0);
+        wgmma<typename Shared::CODE, BLOCK_N>(sums, advance(query, term * ROWS * HEAD_DIM + 32 * step),
+                                              advance(key, 32 * step), term + step > 0);
       }
     }
     wgmma_commit();
@@ -104,10 +114,10 @@ struct Fp8Consumer {
 
   // Scores of the tile that was started last, complete: with their keys' scales, and -inf where a row does not see
   // them.
-  __device__ __forceinline__ void take_scores(float (&s)[BLOCK_N / 2]) {
-    wgmma_fence_registers(s);
+  __device__ __forceinline__ void take_scores(Sum (&sums)[BLOCK_N / 2], float (&s)[BLOCK_N / 2]) {
+    wgmma_fence_registers(sums);
     if constexpr (Shared::KEY_SCALES) {
-      scale_keys(s, shared.key_scale[key_place.stage]);
+      scale_keys(sums, s, shared.key_scale[key_place.stage]);
       __syncwarp();
     }
     release(shared.key_read[key_place.stage]);
@@ -121,13 +131,23 @@ struct Fp8Consumer {
     mask(s);
   }
 
-  __device__ __forceinline__ void scale_keys(float (&s)[BLOCK_N / 2], const float* scales) const {
+  __device__ __forceinline__ void scale_keys(const Sum (&sums)[BLOCK_N / 2], float (&s)[BLOCK_N / 2],
+                                             const float* scales) const {
 #pragma unroll
     for (int n = 0; n < BLOCK_N / 8; ++n) {
       using Pair = Vector<float, 2>;
       const Pair scale = *reinterpret_cast<const Pair*>(scales + 8 * n + 2 * (thread % 4));
+      if constexpr (Shared::INTEGERS) {
+        float four[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[4 * n + e] *= scale.data[e % 2];
+        for (int e = 0; e < 4; ++e) four[e] = static_cast<float>(sums[4 * n + e]) * scale.data[e % 2];
+        wgmma_fence_registers(four);  // in turn: the compiler would convert all integers first
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[4 * n + e] = four[e];
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[4 * n + e] *= scale.data[e % 2];
+      }
     }
   }
 
@@ -328,16 +348,18 @@ struct Fp8Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    float s[BLOCK_N / 2];
+    Sum sums[BLOCK_N / 2];
+    float converted[Shared::INTEGERS ? BLOCK_N / 2 : 1];
+    float (&s)[BLOCK_N / 2] = scores_of(sums, converted);
     if (!begin_query()) return;
     if (warpgroup == CONSUMERS - 1) end_turn();
     clear(o);
     clear(partial);
     clear_sums();
     mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity);
-    score(s);
+    score(sums);
     wgmma_wait<0>();
-    take_scores(s);
+    take_scores(sums, s);
     move_reference(s);
     exponentiate(s, correction);
 
@@ -346,12 +368,12 @@ struct Fp8Consumer {
       // S of a tile, which may be another query's, and P V of the one before. Then S becomes probabilities, and P V
       // part of O.
       wait_turn();
-      score(s);
+      score(sums);
       wait_value();
       multiply_value();
       end_turn();
       wgmma_wait<1>();
-      take_scores(s);
+      take_scores(sums, s);
       const float by[2] = {correction[0], correction[1]};
       if (last) end_sums();
       move_reference(s);

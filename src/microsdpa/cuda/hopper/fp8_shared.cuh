@@ -28,16 +28,33 @@ __device__ __forceinline__ uint64 rows_descriptor(const Code* tile) {
   return matrix_descriptor(tile, 16, 8 * ROW_BYTES, PATTERN_OF_ROWS<ROW_BYTES>);
 }
 
-// Q, K and V lie in tiles of HEAD_DIM columns, a query's second codes in tiles of their own; V^T is cut into panels of
-// KEY_PANEL keys, stored one after another.
-template <int HEAD_DIM_, int TERMS_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int VALUE_STAGES_, int QUERY_STAGES_,
-          bool KEY_SCALES_>
+// Sums of products of codes.
+template <typename CODE>
+struct SumOf {
+  using Type = float;
+  static constexpr bool INTEGER = false;
+};
+template <>
+struct SumOf<signed char> {
+  using Type = int32;
+  static constexpr bool INTEGER = true;
+};
+
+// Q and K are codes of type CODE, E4M3 or INT8. Q, K and V lie in tiles of HEAD_DIM columns, a query's second codes in
+// tiles of their own; V^T is cut into panels of KEY_PANEL keys, stored one after another.
+template <typename CODE_, int HEAD_DIM_, int TERMS_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int VALUE_STAGES_,
+          int QUERY_STAGES_, bool KEY_SCALES_>
 struct Fp8Storage {
+  using CODE = CODE_;
+  using Sum = typename SumOf<CODE>::Type;
+  static constexpr bool INTEGERS = SumOf<CODE>::INTEGER;
   static constexpr int HEAD_DIM = HEAD_DIM_, TERMS = TERMS_, BLOCK_N = BLOCK_N_, CONSUMERS = CONSUMERS_;
   static constexpr int STAGES = STAGES_, VALUE_STAGES = VALUE_STAGES_, QUERY_STAGES = QUERY_STAGES_;
   static constexpr bool KEY_SCALES = KEY_SCALES_;  // whether the keys of a head have different scales
   static constexpr int BLOCK_M = ROWS * CONSUMERS;
   static constexpr int KEY_PANEL = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;
+  static_assert(!INTEGERS || (TERMS == 1 && KEY_SCALES),
+                "integers have one code, and become floats by their keys' scales");
   static_assert(QUERY_STAGES + 2 <= WORKS, "a query tile is described while consumers may ask");
 
   alignas(1024) Code query[QUERY_STAGES][CONSUMERS][TERMS][ROWS * HEAD_DIM];

@@ -19,6 +19,7 @@
 #include "fp8_consumer.cuh"
 #include "fp8_shared.cuh"
 #include "fp8_transpose.cuh"
+#include "key_scales.cuh"
 
 namespace microsdpa {
 
@@ -100,31 +101,6 @@ __device__ __forceinline__ void transpose(Shared& shared, int warp) {
   }
 }
 
-// Fetches the scales of every tile of keys. One warp.
-template <bool CAUSAL, typename Shared>
-__device__ __forceinline__ void fetch_key_scales(Shared& shared, const EightBitParams& params) {
-  constexpr int OF_LANE = Shared::BLOCK_N / 32;
-  const int lane = threadIdx.x % 32;
-  RingPlace<Shared::STAGES> place;
-  for_each_work<CAUSAL, Shared>(params, [&](const Work& work) {
-    const int head_kv = work.head / (params.heads / params.heads_kv);
-    for (int tile = 0; tile < work.tiles; ++tile) {
-      float scale[OF_LANE];
-#pragma unroll
-      for (int i = 0; i < OF_LANE; ++i) {
-        const int key = min(Shared::BLOCK_N * tile + 32 * i + lane, params.seqlen_k - 1);  // later ones are masked
-        scale[i] = *params.key_scale.at(work.batch, head_kv, key);
-      }
-      mbarrier_wait_asleep(shared.key_read[place.stage], place.parity ^ 1);
-#pragma unroll
-      for (int i = 0; i < OF_LANE; ++i) shared.key_scale[place.stage][32 * i + lane] = scale[i];
-      __syncwarp();
-      if (elect_one()) mbarrier_arrive(shared.key_loaded[place.stage]);
-      place.advance();
-    }
-  });
-}
-
 // Sets up all barriers. One thread.
 template <typename Shared>
 __device__ __forceinline__ void initialize(Shared& shared) {
@@ -152,12 +128,12 @@ __device__ __forceinline__ void initialize(Shared& shared) {
 
 // STAGES: tiles of K and of V^T that there is room for; VALUE_STAGES: of V, waiting to be transposed. KEY_SCALES:
 // whether the keys of a head have different scales.
-template <typename T, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int VALUE_STAGES,
+template <typename T, typename CODE, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int VALUE_STAGES,
           int QUERY_STAGES, bool KEY_SCALES, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     throughput_fp8_attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
                              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
-  using Shared = Fp8Storage<HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES>;
+  using Shared = Fp8Storage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES>;
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
   constexpr bool WIDE = CONSUMERS == 2 && HEAD_DIM == 128;

@@ -19,18 +19,22 @@ struct Rows {
   }
 };
 
-template <typename T, int BLOCK_N>
+// ROW_SCALES: whether each row's scores have a scale of their own, or all have one.
+template <typename T, int BLOCK_N, bool ROW_SCALES = false>
 struct TileSoftmax {
   static constexpr int STEPS = BLOCK_N / 16;      // of P V, 16 keys each
   static constexpr float LARGEST_SUM = 16384.0f;  // of a thread's part of a tile: FP16 holds probabilities up to 65504
   using Scores = float[BLOCK_N / 2];
   using Probabilities = uint32[STEPS][4];
 
-  const float scale;  // > 0, base 2
+  float scale[ROW_SCALES ? 2 : 1];  // > 0, base 2
   Rows rows;
 
   // 0 must not meet a masked score of -inf.
-  __device__ __forceinline__ explicit TileSoftmax(float scale_log2) : scale(fmaxf(fabsf(scale_log2), 1e-30f)) {}
+  __device__ __forceinline__ explicit TileSoftmax(float scale_log2) : scale{fmaxf(fabsf(scale_log2), 1e-30f)} {}
+  __device__ __forceinline__ TileSoftmax() {}
+
+  __device__ __forceinline__ float scale_of(int half) const { return scale[ROW_SCALES ? half : 0]; }
 
   // Keys that a row does not see get -inf: those from `visible` on, which counts from the tile's first key.
   __device__ __forceinline__ static void hide(Scores& s, int half, int visible) {
@@ -54,7 +58,7 @@ struct TileSoftmax {
         even = fmaxf(even, s[4 * n + 2 * half]);
         odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
       }
-      const float next = fmaxf(rows.reference[half], quad_max(fmaxf(even, odd)) * scale);
+      const float next = fmaxf(rows.reference[half], quad_max(fmaxf(even, odd)) * scale_of(half));
       factor[half] = ex2_approx(rows.reference[half] - finite(next));
       rows.sum[half] *= factor[half];
       rows.reference[half] = next;
@@ -69,8 +73,8 @@ struct TileSoftmax {
       if (!is_large(subtract[half])) continue;
 #pragma unroll
       for (int i = 2 * half; i < BLOCK_N / 2; i += 4) {
-        s[i] = less_reference(s[i], scale, subtract[half]);
-        s[i + 1] = less_reference(s[i + 1], scale, subtract[half]);
+        s[i] = less_reference(s[i], scale_of(half), subtract[half]);
+        s[i + 1] = less_reference(s[i + 1], scale_of(half), subtract[half]);
       }
       subtract[half] = 0.0f;
     }
@@ -85,8 +89,8 @@ struct TileSoftmax {
 #pragma unroll
       for (int i = 8 * step; i < 8 * step + 8; i += 2) {
         const int half = i / 2 % 2;
-        const float x = ex2_approx(fmaf(s[i], scale, -subtract[half]));
-        const float y = ex2_approx(fmaf(s[i + 1], scale, -subtract[half]));
+        const float x = ex2_approx(fmaf(s[i], scale_of(half), -subtract[half]));
+        const float y = ex2_approx(fmaf(s[i + 1], scale_of(half), -subtract[half]));
         even[half] += x;
         odd[half] += y;
         p[step][i / 2 % 4] = pack<T>(x, y);

@@ -46,7 +46,8 @@ struct QuantizeParams {
 
 constexpr int GROUPS = 32;  // rows that a CTA has in its hands at a time
 constexpr int CHUNK = 8;    // channels of a thread
-constexpr int AT_A_TIME = 4;
+template <int HEAD_DIM>
+constexpr int AT_A_TIME = HEAD_DIM <= 128 ? 4 : 2;  // rows of a thread; with more threads each has fewer registers
 
 template <int HEAD_DIM>
 struct SharedStorage {
@@ -118,12 +119,12 @@ template <int HEAD_DIM, typename T>
 __device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows) {
   const Place<HEAD_DIM> place;
   float sum[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
-    float x[AT_A_TIME][CHUNK];
+  for (int row = place.row; row < rows.count; row += AT_A_TIME<HEAD_DIM> * GROUPS) {
+    float x[AT_A_TIME<HEAD_DIM>][CHUNK];
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) {
+    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) {
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) sum[i] += x[j][i];
     }
@@ -184,15 +185,15 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
     for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Codes*>(to + term * HEAD_DIM) = encoded[term];
   };
 
-  constexpr int STEP = BLOCK == 1 ? AT_A_TIME * GROUPS : BLOCK;
+  constexpr int STEP = BLOCK == 1 ? AT_A_TIME<HEAD_DIM> * GROUPS : BLOCK;
   for (int block = first; block < last; block += STEP) {
     const int end = min(block + STEP, last);
     if constexpr (BLOCK == 1) {
-      float x[AT_A_TIME][CHUNK];
+      float x[AT_A_TIME<HEAD_DIM>][CHUNK];
 #pragma unroll
-      for (int j = 0; j < AT_A_TIME; ++j) load(x[j], block + j * GROUPS + place.row);
+      for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) load(x[j], block + j * GROUPS + place.row);
 #pragma unroll
-      for (int j = 0; j < AT_A_TIME; ++j) {
+      for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) {
         const int row = block + j * GROUPS + place.row;
         const float scale = scale_of<Code>(largest_of_row(x[j]));
         if (row < end) {
@@ -227,12 +228,12 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
                                                   int last, unsigned char* codes, float* scales) {
   const Place<HEAD_DIM> place;
   float largest[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
-    float x[AT_A_TIME][CHUNK];
+  for (int row = place.row; row < rows.count; row += AT_A_TIME<HEAD_DIM> * GROUPS) {
+    float x[AT_A_TIME<HEAD_DIM>][CHUNK];
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) {
+    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) {
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude(largest[i], x[j][i]);
     }
@@ -248,12 +249,12 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
     scale[i] = scale_of<Code>(m);
     if (first == 0 && place.row == 0) scales[place.chunk * CHUNK + i] = scale[i];
   }
-  for (int row = first + place.row; row < last; row += AT_A_TIME * GROUPS) {
-    float x[AT_A_TIME][CHUNK];
+  for (int row = first + place.row; row < last; row += AT_A_TIME<HEAD_DIM> * GROUPS) {
+    float x[AT_A_TIME<HEAD_DIM>][CHUNK];
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) {
+    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) {
       if (row + j * GROUPS >= last) break;
       Codes encoded;
 #pragma unroll
