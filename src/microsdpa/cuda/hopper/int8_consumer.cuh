@@ -58,6 +58,8 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   __device__ __forceinline__ bool begin_query() {
     mbarrier_wait(shared.query_loaded[query_place.stage], query_place.parity);
     const Work& work = shared.work[works % WORKS];
+#pragma unroll
+    for (int half = 0; half < 2 && works > 0; ++half) rows.reference[half] *= scale[half];  // for the LSE
     if (work.tiles == 0) return false;
     tile = 0, tiles = work.tiles;
     first_row = work.first_row + ROWS * warpgroup;

@@ -249,11 +249,11 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
         part[i] = shared.part[query_tile][i + (i >= group)][tile_row(half)];
         reference = fmaxf(reference, part[i].reference);
       }
-      own[half] = ex2_approx(rows.reference[half] - finite(reference));
+      own[half] = ex2_approx((rows.reference[half] - finite(reference)) * Base::scale_of(half));
       sum *= own[half];
 #pragma unroll
       for (int i = 0; i < GROUPS - 1; ++i) {
-        weight[i][half] = ex2_approx(part[i].reference - finite(reference));
+        weight[i][half] = ex2_approx((part[i].reference - finite(reference)) * Base::scale_of(half));
         sum = fmaf(part[i].sum, weight[i][half], sum);
       }
       const float inverse = normalizer(sum);
@@ -263,7 +263,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       const int row = first_row + tile_row(half);
       if (params.lse != nullptr && group == half && thread % 4 == 0 && row < params.seqlen_q) {
         const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(reference, sum);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(reference * Base::scale_of(half), sum);
       }
     }
 #pragma unroll

@@ -153,7 +153,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       const int row = first_row + tile_row(half);
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
         const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.reference[half], sum);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.reference[half] * Base::scale_of(half), sum);
       }
     }
 #pragma unroll

@@ -8,9 +8,9 @@
 
 namespace microsdpa {
 
-// State of this thread's two rows. Probabilities are 2^(scaled score - reference).
+// State of this thread's two rows. Probabilities are 2^(scale * (score - reference)).
 struct Rows {
-  float reference[2];  // -inf before the first visible key
+  float reference[2];  // a score of the row; -inf before the first visible key
   float sum[2];        // this thread's part of l
 
   __device__ __forceinline__ void reset() {
@@ -48,8 +48,9 @@ struct TileSoftmax {
     }
   }
 
-  // Makes the largest scores the references. What was made with the ones before is to be multiplied by `factor`.
-  __device__ __forceinline__ void move_references(const Scores& s, float (&factor)[2]) {
+  // Makes the largest scores the references, and takes these from the scores, which is exact however large they are.
+  // What was made with the references before is to be multiplied by `factor`.
+  __device__ __forceinline__ void move_references(Scores& s, float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float even = s[2 * half], odd = s[2 * half + 1];
@@ -58,29 +59,19 @@ struct TileSoftmax {
         even = fmaxf(even, s[4 * n + 2 * half]);
         odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
       }
-      const float next = fmaxf(rows.reference[half], quad_max(fmaxf(even, odd)) * scale_of(half));
-      factor[half] = ex2_approx(rows.reference[half] - finite(next));
+      const float next = fmaxf(rows.reference[half], quad_max(fmaxf(even, odd)));
+      factor[half] = ex2_approx((rows.reference[half] - finite(next)) * scale_of(half));
       rows.sum[half] *= factor[half];
       rows.reference[half] = next;
-    }
-  }
-
-  // Takes large references from their rows' scores.
-  __device__ __forceinline__ void subtract_large(Scores& s, float (&subtract)[2]) const {
-    if (!__any_sync(FULL_WARP, is_large(subtract[0]) || is_large(subtract[1]))) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!is_large(subtract[half])) continue;
 #pragma unroll
       for (int i = 2 * half; i < BLOCK_N / 2; i += 4) {
-        s[i] = less_reference(s[i], scale_of(half), subtract[half]);
-        s[i + 1] = less_reference(s[i + 1], scale_of(half), subtract[half]);
+        s[i] -= finite(next);
+        s[i + 1] -= finite(next);
       }
-      subtract[half] = 0.0f;
     }
   }
 
-  // Probabilities relative to what is to be subtracted, and their sums.
+  // Probabilities relative to what is still to be subtracted, and their sums.
   __device__ __forceinline__ void exponentials(const Scores& s, Probabilities& p, const float (&subtract)[2],
                                                float (&added)[2]) const {
     float even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
@@ -102,30 +93,29 @@ struct TileSoftmax {
   }
 
   // Turns the scores of a tile into probabilities. The maximum of a row's first tile is its reference; later maxima are
-  // not looked for as long as no sum comes near the end of FP16's range, and no reference is large. Gives whether
-  // references have moved: O is then to be multiplied by `factor`.
+  // not looked for as long as no sum comes near the end of FP16's range, and no scaled reference is so large that its
+  // rounding would show. Gives whether references have moved: O is then to be multiplied by `factor`.
   __device__ __forceinline__ bool soften(Scores& s, Probabilities& p, float (&factor)[2], bool first) {
-    float subtract[2], added[2];
-    if (!first) {
-      subtract[0] = finite(rows.reference[0]), subtract[1] = finite(rows.reference[1]);
-      exponentials(s, p, subtract, added);
-      const bool usual = fmaxf(fabsf(rows.reference[0]), fabsf(rows.reference[1])) < LARGE_REFERENCE;  // nor infinite
-      const bool fits = usual && fmaxf(added[0], added[1]) <= LARGEST_SUM;
-      if (__all_sync(FULL_WARP, fits)) {
-        rows.sum[0] += added[0];
-        rows.sum[1] += added[1];
-        return false;
+    bool moved = first;
+    if (moved) rows.reset();
+    float added[2];
+    while (true) {
+      float subtract[2] = {0.0f, 0.0f};
+      if (moved) {
+        move_references(s, factor);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) subtract[half] = rows.reference[half] * scale_of(half);
       }
-    } else {
-      rows.reset();
+      exponentials(s, p, subtract, added);
+      const bool usual = fmaxf(fabsf(subtract[0]), fabsf(subtract[1])) < LARGE_REFERENCE;  // nor infinite
+      const bool fits = usual && fmaxf(added[0], added[1]) <= LARGEST_SUM;
+      if (moved || __all_sync(FULL_WARP, fits)) break;
+      moved = true;
     }
-    move_references(s, factor);
-    subtract[0] = finite(rows.reference[0]), subtract[1] = finite(rows.reference[1]);
-    subtract_large(s, subtract);
-    exponentials(s, p, subtract, added);
     rows.sum[0] += added[0];
     rows.sum[1] += added[1];
-    return true;
+    return moved;
   }
 };
 
