@@ -33,6 +33,7 @@ CASES: list[tuple[Case, Granularity, int]] = [
     (Case(1, 3, 300, 260, 128, causal="upper_left"), "block", 16),
     (Case(1, 3, 130, 300, 128, scale=-0.3, kind="outliers"), "block", 1),
     (Case(1, 3, 300, 170, 128, causal="lower_right", dtype="bfloat16"), "head", 0),  # rows without a key
+    (Case(1, 4, 130, 200, 256, heads_kv=2, causal="lower_right"), "head", 0),
 ]
 
 
@@ -42,6 +43,7 @@ INT8_CASES: list[tuple[Case, Granularity, int]] = [
     (Case(1, 7, 130, 100, 64, scale=-1.0, kind="mean"), "head", 0),
     (Case(1, 3, 130, 300, 128, scale=0.3, kind="outliers"), "block", 1),
     (Case(1, 3, 300, 170, 128, causal="lower_right", dtype="bfloat16"), "block", 16),
+    (Case(1, 4, 130, 150, 256, scale=-0.3, kind="outliers"), "block", 1),
 ]
 
 

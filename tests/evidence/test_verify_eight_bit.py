@@ -10,6 +10,7 @@ from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import verify_codes, verify_eight_bit
 from microsdpa.evidence.inputs import Case
 from microsdpa.quantize import encode
+from microsdpa.runtime import launcher
 from microsdpa.specs.eight_bit import OPERANDS, Operands
 
 CASES = [case for case in verify_eight_bit.cases() if case.seqlen_q * case.seqlen_k <= 10_000]
@@ -17,14 +18,17 @@ CASES = [case for case in verify_eight_bit.cases() if case.seqlen_q * case.seqle
 
 @pytest.mark.parametrize("precision", OPERANDS)
 def test_cases_pass_in_the_emulator(precision: Operands) -> None:
-    for case in CASES[::3]:
+    for case in (c for c in CASES[::3] if c.head_dim <= 128):  # more is for GPUs with wgmma
         assert verify_eight_bit.check(case, precision, "cpu").failure == ""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", OPERANDS)
 def test_cases_pass_on_a_gpu(precision: Operands) -> None:
+    target = launcher.target_of_device(torch.device("cuda"))
     for case in verify_eight_bit.cases():
+        if not verify_eight_bit.computed_by("auto", case, precision, target):
+            continue
         assert verify_eight_bit.check(case, precision, "cuda").failure == ""
 
 

@@ -52,11 +52,10 @@ def kernels(target: str) -> set[KernelSpec]:
         codes = EightBitProblem(**vars(case.problem(target)), key_block=0)
         found |= {spec for rung in rungs() if isinstance(spec := rung.specify(codes), KernelSpec)}
     for case, precision in product(verify_eight_bit.cases(), OPERANDS):
-        recipe = RECIPES[precision]
-        problem = EightBitProblem(
-            **vars(case.problem(target)), operands=precision, query_terms=recipe.query_terms, key_block=recipe.block
-        )
-        found |= {choose(problem, "auto").spec, fused(recipe, case.dtype, case.head_dim)}
+        if not verify_eight_bit.computed_by("auto", case, precision, target):
+            continue
+        spec = choose(verify_eight_bit.problem_of(case, precision, target), "auto").spec
+        found |= {spec, fused(RECIPES[precision], case.dtype, case.head_dim)}
         found.add(restore_lse(case.dtype, case.head_dim))
     return found
 

@@ -10,8 +10,10 @@ import torch
 
 import microsdpa
 from microsdpa import eight_bit_arguments, reference
+from microsdpa.eight_bit import choose
 from microsdpa.eight_bit_launches import Codes, quantize_query_key_value
 from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import NOTE_SHAPES
 from microsdpa.evidence.inputs import Case, make
@@ -19,7 +21,7 @@ from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.quantize import RESIDUAL_STEPS, decode, encode, expand_scale, mean_of_rows, residual, rotate, scales
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec
+from microsdpa.specs import KernelSpec, emulated_target
 from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem, Operands, eight_bit_family_named
 from microsdpa.specs.quantize import RECIPES, Recipe
 
@@ -33,7 +35,8 @@ def cases() -> list[Case]:
     found = [Case(b, h, s, s, d) for b, h, s, d in NOTE_SHAPES]
     found += [Case(1, 2, s, s + 7, 64, causal=causal) for s in (1, 63, 65, 130) for causal in (None, "upper_left")]
     found += [Case(2, 4, 70, 133, d, heads_kv=2, causal="lower_right", layout="bshd") for d in (32, 64, 128)]
-    found += [Case(1, 2, 133, 70, d, dtype="bfloat16", causal="lower_right") for d in (32, 128)]
+    found += [Case(1, 2, 133, 70, d, dtype="bfloat16", causal="lower_right") for d in (32, 128, 256)]
+    found += [Case(2, 4, 70, 133, 256, heads_kv=2, layout="bshd")]
     return found + [Case(1, 2, 100, 200, 64, kind=kind) for kind in ("outliers", "key_bias", "mean")]
 
 
@@ -152,20 +155,23 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def computed_by(kernel: str, case: Case, precision: Operands) -> bool:
-    """Whether the kernel of that name computes a case on the GPU that it is for; "auto" computes every one."""
-    family = eight_bit_family_named(kernel)
-    if family is None:
-        return True
-    problem = EightBitProblem(
-        *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
-        causal=case.causal,
-        target=family.emulated_target,
-        operands=precision,
-        query_terms=RECIPES[precision].query_terms,
-        key_block=RECIPES[precision].block,
+def problem_of(case: Case, precision: Operands, target: str) -> EightBitProblem:
+    """What sdpa(precision=) makes of a case."""
+    recipe = RECIPES[precision]
+    return EightBitProblem(
+        **vars(case.problem(target)), operands=precision, query_terms=recipe.query_terms, key_block=recipe.block
     )
-    return isinstance(family.specify(problem), KernelSpec)
+
+
+def computed_by(kernel: str, case: Case, precision: Operands, target: str) -> bool:
+    """Whether the kernel of that name computes a case on the GPU that it is for, or "auto" does on `target`."""
+    family = eight_bit_family_named(kernel)
+    if family is not None:
+        return isinstance(family.specify(problem_of(case, precision, family.emulated_target)), KernelSpec)
+    try:
+        return bool(choose(problem_of(case, precision, target), "auto"))
+    except UnsupportedProblem:
+        return False
 
 
 def step(
@@ -190,7 +196,8 @@ def step(
     launcher.use_ptx_of(ptx)
     device = "cpu" if reason else "cuda"
     everything = [(case, p) for p in OPERANDS if precision in (p, "all") for case in cases()]
-    chosen = [(case, p) for case, p in everything if computed_by(kernel, case, p)]
+    target = emulated_target("auto") if reason else launcher.target_of_device(torch.device("cuda"))
+    chosen = [(case, p) for case, p in everything if computed_by(kernel, case, p, ptx or target)]
     beside = parts(device)
     advance = progress("verify", len(chosen) + len(beside))
     found = {}

@@ -10,6 +10,7 @@ from microsdpa.problem import Causal, DType, capability_of
 from microsdpa.specs import hopper_fp8, hopper_int8
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit_problem import (
+    ALL_HEAD_DIMS,
     CPP_TYPE,
     HEAD_DIMS,
     MIN_CAPABILITY,
@@ -21,6 +22,7 @@ from microsdpa.specs.eight_bit_problem import (
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
 __all__ = [
+    "ALL_HEAD_DIMS",
     "CPP_TYPE",
     "EIGHT_BIT_FAMILIES",
     "HEAD_DIMS",
@@ -271,7 +273,7 @@ def eight_bit_catalogue(target: str) -> list[KernelSpec]:
     masks: tuple[Causal | None, ...] = (None, "upper_left")
     heads = 8, 256  # few tiles of queries, and many
     for family, head_dim, dtype, causal, operands, terms, h in product(
-        EIGHT_BIT_FAMILIES, HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
+        EIGHT_BIT_FAMILIES, ALL_HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
     ):
         if terms == 2 and operands == "int8_fp8":
             continue

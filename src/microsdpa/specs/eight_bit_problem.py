@@ -13,6 +13,8 @@ Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
 OPERANDS: tuple[Operands, ...] = get_args(Operands)
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 HEAD_DIMS = (32, 64, 128)
+ALL_HEAD_DIMS = (*HEAD_DIMS, 256)
+"""The last one where V is E4M3 and the GPU has wgmma."""
 PARAMS = "microsdpa::EightBitParams"
 MIN_CAPABILITY = (8, 9)
 """E4M3 products need Ada; INT8 alone would not, but V and P of int8_fp8 do, and the modes share their kernels."""

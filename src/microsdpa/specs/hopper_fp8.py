@@ -13,10 +13,12 @@ ROWS = 64
 """Queries of a consumer warpgroup."""
 MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
-HEAD_DIMS = (64, 128)
-QUERY_STAGES = 2
+HEAD_DIMS = (64, 128, 256)
+PANEL = 128
+"""Channels of a tile that are copied together, at most."""
 QUERIES, FEWEST_TILES = 128, 64
 """From how many tiles of queries on a kernel on wgmma is faster than the rungs on mma.sync."""
+WIDE_SPILLS = "at D = 256 O takes 128 registers, beside which a few numbers of the loop find no place"
 CPP_CODE = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
 """Of Q and K."""
 WORKS = 4
@@ -44,23 +46,28 @@ class Tiles:
         """Queries of a CTA."""
         return ROWS * self.consumers
 
+    def query_stages(self, head_dim: int, terms: int) -> int:
+        """Query tiles that there is room for."""
+        return 2 if head_dim * terms <= 256 else 1
+
     def shared_bytes(self, head_dim: int, terms: int, key_scales: bool) -> int:
         """Fp8Storage's size (fp8_shared.cuh)."""
-        tiles = QUERY_STAGES * terms * self.block_m + (2 * self.stages + self.value_stages) * self.block_n
+        query_stages = self.query_stages(head_dim, terms)
+        tiles = query_stages * terms * self.block_m + (2 * self.stages + self.value_stages) * self.block_n
         scales = self.stages * 4 * (self.block_n if key_scales else 4)
-        barriers = WORKS * 20 + 4 * self.value_stages + (2 * QUERY_STAGES + 4 * self.stages + 2 * self.value_stages) * 8
+        barriers = WORKS * 20 + 4 * self.value_stages + (2 * query_stages + 4 * self.stages + 2 * self.value_stages) * 8
         return -(-(tiles * head_dim + scales + barriers) // 1024) * 1024
 
 
 def tiles_for(problem: EightBitProblem) -> Tiles:
     """The configuration for a problem: as many keys a tile as registers hold."""
-    return Tiles(block_n=192 if problem.head_dim == 64 else 128, consumers=2, stages=3)
+    return Tiles(block_n={64: 192, 128: 128, 256: 64}[problem.head_dim], consumers=2, stages=3)
 
 
 def too_small(problem: EightBitProblem) -> Rejection | None:
-    """Why impl="auto" passes over a kernel on wgmma: measurements (docs/hopper-fp8.md)."""
+    """Why impl="auto" passes over a kernel on wgmma: measurements (docs/hopper-fp8.md). Others have no D = 256."""
     tiles = problem.batch * problem.heads * -(-problem.seqlen_q // QUERIES)
-    if tiles >= FEWEST_TILES:
+    if tiles >= FEWEST_TILES or problem.head_dim == 256:
         return None
     return Rejection(
         f"{tiles} tiles of {QUERIES} queries are too few for it: other kernels are faster",
@@ -71,6 +78,7 @@ def too_small(problem: EightBitProblem) -> Rejection | None:
 def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     boolean = {True: "true", False: "false"}
+    columns = min(problem.head_dim, PANEL)
     integers = problem.operands == "int8_fp8"
     key_scales = integers or problem.key_block != 0
     arguments = {
@@ -82,7 +90,7 @@ def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
         "CONSUMERS": tiles.consumers,
         "STAGES": tiles.stages,
         "VALUE_STAGES": tiles.value_stages,
-        "QUERY_STAGES": QUERY_STAGES,
+        "QUERY_STAGES": tiles.query_stages(problem.head_dim, problem.query_terms),
         "KEY_SCALES": boolean[key_scales],
         "CAUSAL": boolean[problem.causal is not None],
     }
@@ -93,12 +101,13 @@ def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=128 * (1 + tiles.consumers),
         block_m=tiles.block_m,
+        local_memory=WIDE_SPILLS if problem.head_dim == 256 else "",
         shared_bytes=tiles.shared_bytes(problem.head_dim, problem.query_terms, key_scales),
         max_ctas=chip_of(problem.target).sms,
         tensor_maps=(
-            TensorMap("query", ROWS, problem.head_dim, problem.head_dim),
-            TensorMap("key", tiles.block_n, problem.head_dim, problem.head_dim),
-            TensorMap("value", tiles.block_n, problem.head_dim, problem.head_dim),
+            TensorMap("query", ROWS, columns, columns),
+            TensorMap("key", tiles.block_n, columns, columns),
+            TensorMap("value", tiles.block_n, columns, columns),
         ),
         programmatic=True,
         params=PARAMS,
@@ -113,7 +122,7 @@ def throughput(problem: EightBitProblem) -> KernelSpec | Rejection:
         return Rejection("a query has two INT8 codes an element", "one code an element")
     if problem.head_dim not in HEAD_DIMS:
         nearest = min(HEAD_DIMS, key=lambda d: abs(d - problem.head_dim))
-        return Rejection(f"head_dim {problem.head_dim} is not 64 or 128", f"head_dim {nearest}")
+        return Rejection(f"head_dim {problem.head_dim} is not 64, 128 or 256", f"head_dim {nearest}")
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
     tiles = tiles_for(problem)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from microsdpa.problem import capability_of
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit_problem import CPP_TYPE, PARAMS, EightBitProblem
-from microsdpa.specs.hopper_fp8 import HEAD_DIMS, MAX_TILES, QUERY_STAGES, ROWS
+from microsdpa.specs.hopper_fp8 import MAX_TILES, ROWS
 from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
 
+HEAD_DIMS = (64, 128)
+QUERY_STAGES = 2
 WORKS = 4
 """Descriptions of query tiles in shared memory, 16 bytes each."""
 DEEPEST = 6

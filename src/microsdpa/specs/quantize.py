@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal
 
 from microsdpa.problem import DType, capability_of
-from microsdpa.specs.eight_bit import CPP_TYPE, HEAD_DIMS, MIN_CAPABILITY, Operands
+from microsdpa.specs.eight_bit import ALL_HEAD_DIMS, CPP_TYPE, HEAD_DIMS, MIN_CAPABILITY, Operands
 from microsdpa.specs.spec import Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8
@@ -112,5 +112,10 @@ def quantize_catalogue(target: str) -> list[KernelSpec]:
     if capability_of(target) < MIN_CAPABILITY:
         return []
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
-    quantisers = [fused(recipe, dtype, d) for recipe, dtype, d in product(RECIPES.values(), dtypes, HEAD_DIMS)]
-    return [*quantisers, *(restore_lse(dtype, d) for dtype, d in product(dtypes, HEAD_DIMS))]
+    dims = ALL_HEAD_DIMS if capability_of(target) == (9, 0) else HEAD_DIMS
+    quantisers = [
+        fused(recipe, dtype, d)
+        for recipe, dtype, d in product(RECIPES.values(), dtypes, dims)
+        if d in HEAD_DIMS or recipe.value is not None
+    ]
+    return [*quantisers, *(restore_lse(dtype, d) for dtype, d in product(dtypes, dims))]

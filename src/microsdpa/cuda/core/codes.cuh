@@ -56,6 +56,29 @@ __device__ __forceinline__ float scale_of(float largest) {
   return scale == 0.0f ? 1.0f : scale;
 }
 
+// Eight values divided by their scales, the same bits as x / scale in fewer instructions: `inverse` is 1 / scale.
+template <int N>
+__device__ __forceinline__ void divide(float (&y)[N], const float (&x)[N], const float (&scale)[N],
+                                       const float (&inverse)[N]) {
+  // Nothing overflows on the way, or underflows but for quotients whose code is zero.
+  bool usual = true;
+#pragma unroll
+  for (int i = 0; i < N; ++i) usual &= scale[i] > 1e-18f && scale[i] < 1e18f;
+  if (usual) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      // The first step leaves an error below one unit in the last place; after the second one it is the rounding's.
+      float quotient = x[i] * inverse[i];
+      quotient = fmaf(fmaf(-scale[i], quotient, x[i]), inverse[i], quotient);
+      quotient = fmaf(fmaf(-scale[i], quotient, x[i]), inverse[i], quotient);
+      y[i] = fabsf(x[i]) < __uint_as_float(0x7f800000u) ? copysignf(quotient, x[i]) : x[i];  // -0 too
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = x[i] / scale[i];
+  }
+}
+
 // Largest of |x| and `largest`; NaN and infinities do not count.
 __device__ __forceinline__ float larger_magnitude(float largest, float x) {
   const float magnitude = fabsf(x);

@@ -17,8 +17,9 @@ template <typename T, typename Shared, bool CAUSAL>
 struct Fp8Consumer {
   using Element = __nv_fp8_e4m3;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
-  using Sum = typename Shared::Sum;           // of products of codes
-  static constexpr int STEPS = BLOCK_N / 32;  // products of P V
+  using Sum = typename Shared::Sum;                            // of products of codes
+  static constexpr int STEPS = BLOCK_N / 32;                   // products of P V
+  static constexpr int PART = HEAD_DIM > 128 ? 32 : HEAD_DIM;  // channels of P V that are computed at a time
   // Probabilities are 2^(score - reference + BIAS): at most 256 as E4M3, which ends at 448.
   static constexpr float BIAS = 8.0f;
 
@@ -27,8 +28,8 @@ struct Fp8Consumer {
   const int warpgroup;  // among the consumers
   const int thread;     // of the warpgroup
 
-  float o[HEAD_DIM / 2];        // O of the tiles before, in FP32
-  float partial[HEAD_DIM / 2];  // P V of one tile: E4M3 products keep about 14 bits of their sums
+  float o[HEAD_DIM / 2];    // O of the tiles before, in FP32
+  float partial[PART / 2];  // P V of one tile: E4M3 products keep about 14 bits of their sums
   uint32 p[STEPS][4];
   float reference[2];   // of the two rows: base 2, scaled; -inf before the first visible key
   float sum[2];         // this thread's part of l, times 2^BIAS
@@ -98,15 +99,17 @@ struct Fp8Consumer {
 
   // Starts S of the next tile of keys, which has been waited for.
   __device__ __forceinline__ void score(Sum (&sums)[BLOCK_N / 2]) {
-    const uint64 key = rows_descriptor<HEAD_DIM>(shared.key[key_place.stage]);
-    const uint64 query = rows_descriptor<HEAD_DIM>(shared.query[query_place.stage][warpgroup][0]);
+    constexpr int COLUMNS = Shared::COLUMNS;
+    const uint64 key = rows_descriptor<COLUMNS>(shared.key[key_place.stage]);
+    const uint64 query = rows_descriptor<COLUMNS>(shared.query[query_place.stage][warpgroup][0]);
     wgmma_fence();
 #pragma unroll
     for (int term = 0; term < Shared::TERMS; ++term) {
 #pragma unroll
       for (int step = 0; step < HEAD_DIM / 32; ++step) {
-        wgmma<typename Shared::CODE, BLOCK_N>(sums, advance(query, term * ROWS * HEAD_DIM + 32 * step),
-                                              advance(key, 32 * step), term + step > 0);
+        const int panel = 32 * step / COLUMNS, column = 32 * step % COLUMNS;
+        wgmma<typename Shared::CODE, BLOCK_N>(sums, advance(query, (term * HEAD_DIM + panel * COLUMNS) * ROWS + column),
+                                              advance(key, panel * COLUMNS * BLOCK_N + column), term + step > 0);
       }
     }
     wgmma_commit();
@@ -253,16 +256,17 @@ struct Fp8Consumer {
     wgmma_fence_registers(partial);
   }
 
-  // Starts P V of it.
-  __device__ __forceinline__ void multiply_value() {
-    constexpr int PANEL = Shared::KEY_PANEL;
-    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_place.stage]);
+  // Starts P V of it, of the channels from `first` on.
+  __device__ __forceinline__ void multiply_value(int first = 0) {
+    constexpr int PANEL = Shared::KEY_PANEL, COLUMNS = Shared::COLUMNS;
+    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_place.stage] +
+                                                first / COLUMNS * COLUMNS * BLOCK_N + first % COLUMNS * PANEL);
     wgmma_fence_registers(partial);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int panel = 32 * step / PANEL, column = 32 * step % PANEL;
-      wgmma<Element, HEAD_DIM>(partial, p[step], advance(value, panel * HEAD_DIM * PANEL + column), step > 0);
+      wgmma<Element, PART>(partial, p[step], advance(value, panel * COLUMNS * PANEL + column), step > 0);
     }
     wgmma_commit();
   }
@@ -330,9 +334,10 @@ struct Fp8Consumer {
     clear(o);
   }
 
-  __device__ __forceinline__ static void clear(float (&x)[HEAD_DIM / 2]) {
+  template <int N>
+  __device__ __forceinline__ static void clear(float (&x)[N]) {
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) x[i] = 0.0f;
+    for (int i = 0; i < N; ++i) x[i] = 0.0f;
   }
 
   // Goes to the next tile of keys, if need be of the next query tile, and waits for it; false when there is none.

@@ -40,8 +40,9 @@ struct SumOf<signed char> {
   static constexpr bool INTEGER = true;
 };
 
-// Q and K are codes of type CODE, E4M3 or INT8. Q, K and V lie in tiles of HEAD_DIM columns, a query's second codes in
-// tiles of their own; V^T is cut into panels of KEY_PANEL keys, stored one after another.
+// Q and K are codes of type CODE, E4M3 or INT8. Q, K and V lie in tiles, a query's second codes in tiles of their own,
+// cut into panels of COLUMNS channels; V^T of a panel is cut into panels of KEY_PANEL keys. Panels are stored one after
+// another.
 template <typename CODE_, int HEAD_DIM_, int TERMS_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int VALUE_STAGES_,
           int QUERY_STAGES_, bool KEY_SCALES_>
 struct Fp8Storage {
@@ -52,6 +53,7 @@ struct Fp8Storage {
   static constexpr int STAGES = STAGES_, VALUE_STAGES = VALUE_STAGES_, QUERY_STAGES = QUERY_STAGES_;
   static constexpr bool KEY_SCALES = KEY_SCALES_;  // whether the keys of a head have different scales
   static constexpr int BLOCK_M = ROWS * CONSUMERS;
+  static constexpr int COLUMNS = HEAD_DIM < 128 ? HEAD_DIM : 128;
   static constexpr int KEY_PANEL = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;
   static_assert(!INTEGERS || (TERMS == 1 && KEY_SCALES),
                 "integers have one code, and become floats by their keys' scales");

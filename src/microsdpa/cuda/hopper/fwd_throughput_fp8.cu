@@ -19,9 +19,21 @@
 #include "fp8_consumer.cuh"
 #include "fp8_shared.cuh"
 #include "fp8_transpose.cuh"
+#include "fp8_wide_consumer.cuh"
 #include "key_scales.cuh"
 
 namespace microsdpa {
+
+// Copies TILE_ROWS rows of one head, from `row` on, and HEAD_DIM columns from `column` on.
+template <int TILE_ROWS, typename Shared>
+__device__ __forceinline__ void load_panels(Code* tile, const TensorMap& map, Mbarrier& loaded, int column, int row,
+                                            int head, int batch) {
+  constexpr int COLUMNS = Shared::COLUMNS;
+#pragma unroll
+  for (int panel = 0; panel < Shared::HEAD_DIM / COLUMNS; ++panel) {
+    tma_load(tile + panel * TILE_ROWS * COLUMNS, map, loaded, column + panel * COLUMNS, row, head, batch);
+  }
+}
 
 // Issues every copy of the CTA, in the order in which the tiles are needed: S of a tile is computed ahead of P V of the
 // one before it. One thread.
@@ -44,7 +56,8 @@ __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& pa
     Mbarrier& loaded = shared.value_loaded[value_place.stage];
     mbarrier_wait_asleep(shared.value_read[value_place.stage], value_place.parity ^ 1);
     mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM);
-    tma_load(shared.value[value_place.stage], value, loaded, 0, BLOCK_N * tile, head_kv, work.batch);
+    load_panels<BLOCK_N, Shared>(shared.value[value_place.stage], value, loaded, 0, BLOCK_N * tile, head_kv,
+                                 work.batch);
     value_place.advance();
   };
 
@@ -57,8 +70,8 @@ __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& pa
     for (int i = 0; i < Shared::CONSUMERS; ++i) {
 #pragma unroll
       for (int term = 0; term < Shared::TERMS; ++term) {
-        tma_load(shared.query[query_place.stage][i][term], query, query_loaded, term * HEAD_DIM,
-                 work.first_row + ROWS * i, work.head, work.batch);
+        load_panels<ROWS, Shared>(shared.query[query_place.stage][i][term], query, query_loaded, term * HEAD_DIM,
+                                  work.first_row + ROWS * i, work.head, work.batch);
       }
     }
     query_place.advance();
@@ -66,7 +79,7 @@ __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& pa
       Mbarrier& loaded = shared.key_loaded[key_place.stage];
       mbarrier_wait_asleep(shared.key_read[key_place.stage], key_place.parity ^ 1);
       mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM);
-      tma_load(shared.key[key_place.stage], key, loaded, 0, BLOCK_N * tile, head_kv, work.batch);
+      load_panels<BLOCK_N, Shared>(shared.key[key_place.stage], key, loaded, 0, BLOCK_N * tile, head_kv, work.batch);
       key_place.advance();
       if (tile > 0) load_value(work, head_kv, tile - 1);
     }
@@ -88,8 +101,12 @@ __device__ __forceinline__ void transpose(Shared& shared, int warp) {
     mbarrier_wait(shared.value_loaded[from.stage], from.parity);
     if (shared.value_end[from.stage]) return;
     mbarrier_wait_asleep(shared.transposed_read[to.stage], to.parity ^ 1);
-    transpose_value<Shared::HEAD_DIM, Shared::BLOCK_N, Shared::KEY_PANEL, TRANSPOSERS, AT_A_TIME>(
-        shared.transposed[to.stage], shared.value[from.stage], warp);
+#pragma unroll 1
+    for (int panel = 0; panel < Shared::HEAD_DIM; panel += Shared::COLUMNS) {
+      transpose_value<Shared::COLUMNS, Shared::BLOCK_N, Shared::KEY_PANEL, TRANSPOSERS, AT_A_TIME>(
+          shared.transposed[to.stage] + panel * Shared::BLOCK_N, shared.value[from.stage] + panel * Shared::BLOCK_N,
+          warp);
+    }
     fence_proxy_async();
     __syncwarp();
     if (elect_one()) {
@@ -137,12 +154,12 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
   constexpr bool WIDE = CONSUMERS == 2 && HEAD_DIM == 128;
-  constexpr int CONSUMER_REGISTERS = WIDE ? 232 : CONSUMERS == 2 ? 216 : 160;
-  constexpr int PRODUCER_REGISTERS = WIDE ? 40 : CONSUMERS == 2 ? 72 : 32;
+  constexpr int CONSUMER_REGISTERS = HEAD_DIM > 128 ? 240 : WIDE ? 232 : CONSUMERS == 2 ? 216 : 160;
+  constexpr int PRODUCER_REGISTERS = HEAD_DIM > 128 ? 24 : WIDE ? 40 : CONSUMERS == 2 ? 72 : 32;
   constexpr int LAUNCHED = 65536 / ((1 + CONSUMERS) * WARPGROUP_THREADS) / 8 * 8;
   static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (1 + CONSUMERS) * LAUNCHED,
                 "consumers would wait for registers for ever");
-  constexpr int AT_A_TIME = 4;  // loads of a transposing warp
+  constexpr int AT_A_TIME = HEAD_DIM > 128 ? 1 : 4;  // loads of a transposing warp
 
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
@@ -169,8 +186,13 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     }
   } else {
     claim_registers<CONSUMER_REGISTERS>();
-    Fp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
-    consumer.run();
+    if constexpr (HEAD_DIM > 128) {
+      WideFp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      consumer.run();
+    } else {
+      Fp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      consumer.run();
+    }
   }
 }
 

@@ -101,10 +101,11 @@ __device__ __forceinline__ void rotate(float (&x)[CHUNK], int chunk, float root)
   }
 #pragma unroll
   for (int step = 1; step < CHUNKS; step *= 2) {
+    const float sign = chunk & step ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
       const float other = __shfl_xor_sync(FULL_WARP, x[i], step);
-      x[i] = chunk & step ? other - x[i] : x[i] + other;
+      x[i] = fmaf(x[i], sign, other);
     }
   }
 #pragma unroll
@@ -175,11 +176,16 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
   const auto store = [&](const float (&x)[CHUNK], int row, float scale) {
     unsigned char* to = codes + static_cast<int64>(row) * TERMS * HEAD_DIM + place.chunk * CHUNK;
     Codes encoded[TERMS];
+    float y[CHUNK], same_scale[CHUNK], inverse[CHUNK];
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) same_scale[i] = scale, inverse[i] = 1.0f / scale;
+    divide(y, x, same_scale, inverse);
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
-      const float y = x[i] / scale;
-      encoded[0].data[i] = Code::encode(y);
-      if constexpr (TERMS == 2) encoded[1].data[i] = Code::encode((y - Code::decode(encoded[0].data[i])) * Code::STEPS);
+      encoded[0].data[i] = Code::encode(y[i]);
+      if constexpr (TERMS == 2) {
+        encoded[1].data[i] = Code::encode((y[i] - Code::decode(encoded[0].data[i])) * Code::STEPS);
+      }
     }
 #pragma unroll
     for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Codes*>(to + term * HEAD_DIM) = encoded[term];
@@ -241,13 +247,22 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = largest[i];
   __syncthreads();
-  float scale[CHUNK];
+  if (threadIdx.x < HEAD_DIM) {  // a channel each
+    const int channel = threadIdx.x;
+    float m = 0.0f;
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) m = fmaxf(m, shared.channels[group][channel]);
+    const float scale = scale_of<Code>(m);
+    shared.channels[0][channel] = scale;
+    shared.channels[1][channel] = 1.0f / scale;
+    if (first == 0) scales[channel] = scale;
+  }
+  __syncthreads();
+  float scale[CHUNK], inverse[CHUNK];
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) {
-    float m = 0.0f;
-    for (int group = 0; group < GROUPS; ++group) m = fmaxf(m, shared.channels[group][place.chunk * CHUNK + i]);
-    scale[i] = scale_of<Code>(m);
-    if (first == 0 && place.row == 0) scales[place.chunk * CHUNK + i] = scale[i];
+    scale[i] = shared.channels[0][place.chunk * CHUNK + i];
+    inverse[i] = shared.channels[1][place.chunk * CHUNK + i];
   }
   for (int row = first + place.row; row < last; row += AT_A_TIME<HEAD_DIM> * GROUPS) {
     float x[AT_A_TIME<HEAD_DIM>][CHUNK];
@@ -256,9 +271,11 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
 #pragma unroll
     for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) {
       if (row + j * GROUPS >= last) break;
+      float y[CHUNK];
+      divide(y, x[j], scale, inverse);
       Codes encoded;
 #pragma unroll
-      for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Code::encode(x[j][i] / scale[i]);
+      for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Code::encode(y[i]);
       unsigned char* to = codes + static_cast<int64>(row + j * GROUPS) * HEAD_DIM + place.chunk * CHUNK;
       *reinterpret_cast<Codes*>(to) = encoded;
     }

@@ -14,7 +14,7 @@ from microsdpa.evidence import signatures
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import quantised
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain
-from microsdpa.specs.eight_bit import HEAD_DIMS, OPERANDS, Operands, eight_bit_family_named
+from microsdpa.specs.eight_bit import ALL_HEAD_DIMS, OPERANDS, Operands, eight_bit_family_named
 from microsdpa.specs.quantize import RECIPES
 
 WIDE_PROBABILITIES = ("ladder/10_fp8_scalar", "ladder/11_fp8_mma")
@@ -191,7 +191,7 @@ class MicrosdpaOneCode(MicrosdpaRung):
 
     def refuses(self, case: Case) -> str:
         """The head dimensions that 8 bits lack."""
-        return "" if case.head_dim in HEAD_DIMS else f"8-bit operands have head dimensions {HEAD_DIMS}"
+        return "" if case.head_dim in ALL_HEAD_DIMS else f"8-bit operands have head dimensions {ALL_HEAD_DIMS}"
 
     def stands_for(self, case: Case, tensors: Tensors) -> Tensors | None:
         """Nothing else than the tensors."""
