@@ -163,7 +163,7 @@ def quantising(recipe: Recipe, dtype: DType, places: Places) -> Launch:
         heads_kv=heads_kv,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        part_rows=part_rows(recipe, seqlen_k),
+        part_rows=part_rows(recipe, batch * heads_kv, seqlen_k),
         root=head_dim**-0.5,
     )
     grid = fused_grid(recipe, batch, heads, heads_kv, seqlen_q, seqlen_k)

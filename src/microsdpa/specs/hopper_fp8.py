@@ -16,8 +16,9 @@ MAX_TILES = 2**29
 HEAD_DIMS = (64, 128, 256)
 PANEL = 128
 """Channels of a tile that are copied together, at most."""
-QUERIES, FEWEST_TILES = 128, 64
-"""From how many tiles of queries on a kernel on wgmma is faster than the rungs on mma.sync."""
+QUERIES = 128
+FEWEST_TILES = {"fp8": {64: 48, 128: 32}, "int8_fp8": {64: 48, 128: 32}, "int8_fp16": {64: 128, 128: 48}}
+"""Tiles of QUERIES queries from which on a kernel on wgmma is faster than the rungs on mma.sync (H200), by D."""
 WIDE_SPILLS = "at D = 256 O takes 128 registers, beside which a few numbers of the loop find no place"
 CPP_CODE = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
 """Of Q and K."""
@@ -65,9 +66,12 @@ def tiles_for(problem: EightBitProblem) -> Tiles:
 
 
 def too_small(problem: EightBitProblem) -> Rejection | None:
-    """Why impl="auto" passes over a kernel on wgmma: measurements (docs/hopper-fp8.md). Others have no D = 256."""
+    """Why impl="auto" passes over a kernel on wgmma: measurements (docs/tuning-log.md). Others have no D = 256."""
+    if problem.head_dim == 256:
+        return None
     tiles = problem.batch * problem.heads * -(-problem.seqlen_q // QUERIES)
-    if tiles >= FEWEST_TILES or problem.head_dim == 256:
+    fewest = FEWEST_TILES[problem.operands][problem.head_dim]
+    if tiles >= (fewest if problem.seqlen_q >= QUERIES else chip_of(problem.target).sms):
         return None
     return Rejection(
         f"{tiles} tiles of {QUERIES} queries are too few for it: other kernels are faster",

@@ -13,8 +13,8 @@ from microsdpa.specs.spec import Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8
 """Rows that a CTA has at a time, and channels of a thread."""
-PARTS = 4
-"""CTAs of a head of which every one has to read all rows."""
+PARTS, PART_CTAS = 4, 128
+"""CTAs of a head of which every one has to read all rows, at most, and of all heads."""
 RESTORE_THREADS = 128
 
 CodeName = Literal["e4m3", "int8", "sim_u8"]
@@ -79,15 +79,15 @@ def rows_of_cta(recipe: Recipe) -> int:
     return max(2 * GROUPS, recipe.block)
 
 
-def part_rows(recipe: Recipe, seqlen_k: int) -> int:
-    """Rows of V, and with smoothing of K, that a CTA encodes, having read all of the head: about a quarter of them."""
-    rows = rows_of_cta(recipe)
-    return max(1, -(-seqlen_k // (PARTS * rows))) * rows
+def part_rows(recipe: Recipe, heads: int, seqlen_k: int) -> int:
+    """Rows of V, and with smoothing of K, that a CTA encodes, having read all of the head; `heads` of all batches."""
+    rows, parts = rows_of_cta(recipe), max(1, min(PARTS, PART_CTAS // heads))
+    return max(1, -(-seqlen_k // (parts * rows))) * rows
 
 
 def fused_grid(recipe: Recipe, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Grid:
-    """CTAs for Q, then K, then V."""
-    rows, part = rows_of_cta(recipe), part_rows(recipe, seqlen_k)
+    """CTAs for K, then V, then Q."""
+    rows, part = rows_of_cta(recipe), part_rows(recipe, batch * heads_kv, seqlen_k)
     key_tiles = -(-seqlen_k // (part if recipe.smooth else rows))
     value_tiles = -(-seqlen_k // part) if recipe.value else 0
     return batch * (heads * -(-seqlen_q // rows) + heads_kv * (key_tiles + value_tiles)), 1, 1

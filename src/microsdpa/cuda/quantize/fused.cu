@@ -1,14 +1,14 @@
 // Quantises Q, K and V in one launch: codes, scales and, with SMOOTH, the mean that is taken off K.
 //
-// A CTA has 32 rows of HEAD_DIM / 8 threads; a thread has 8 channels of a row. Blocks of the grid, in this order:
-//   queries: one for each ROWS rows of a head   keys: one for each ROWS rows, or with SMOOTH for each part of a head
-//   values (where VALUE is a format): one for each part of a head
+// A CTA has 32 rows of HEAD_DIM / 8 threads; a thread has 8 channels of a row. Blocks of the grid, the longest first:
+//   keys: one for each ROWS rows, or with SMOOTH for each part of a head
+//   values (where VALUE is a format): one for each part of a head   queries: one for each ROWS rows of a head
 // Q and K have a scale for each BLOCK rows, or for each row where BLOCK is 1; V has one for each channel. K's mean over
 // its rows is taken off first; then Q and K are rotated, with HADAMARD, by a normalised Hadamard matrix. With TERMS 2 a
 // row of Q's codes is followed by the codes of what they lack.
-// A part is a quarter of the rows: each of its CTAs reads the whole head for the mean, or for the channels' scales, and
-// then encodes its own rows. Rows are loaded AT_A_TIME, so that a thread waits for memory once for all of them.
-// Bound by: the latency of reading a head for the mean and the scales of channels.
+// A part is up to a quarter of the rows: each of its CTAs reads the whole head for the mean, or for the channels'
+// scales, and then encodes its own rows. Rows are loaded AT_A_TIME, so that a thread waits for memory once for all of
+// them. Bound by: the latency of reading a head for the mean and the scales of channels.
 #include "../core/codes.cuh"
 #include "../core/softmax.cuh"
 
@@ -46,8 +46,7 @@ struct QuantizeParams {
 
 constexpr int GROUPS = 32;  // rows that a CTA has in its hands at a time
 constexpr int CHUNK = 8;    // channels of a thread
-template <int HEAD_DIM>
-constexpr int AT_A_TIME = HEAD_DIM <= 128 ? 4 : 2;  // rows of a thread; with more threads each has fewer registers
+constexpr int AT_A_TIME = 2;
 
 template <int HEAD_DIM>
 struct SharedStorage {
@@ -120,12 +119,12 @@ template <int HEAD_DIM, typename T>
 __device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows) {
   const Place<HEAD_DIM> place;
   float sum[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += AT_A_TIME<HEAD_DIM> * GROUPS) {
-    float x[AT_A_TIME<HEAD_DIM>][CHUNK];
+  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
+    float x[AT_A_TIME][CHUNK];
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) {
+    for (int j = 0; j < AT_A_TIME; ++j) {
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) sum[i] += x[j][i];
     }
@@ -191,15 +190,15 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
     for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Codes*>(to + term * HEAD_DIM) = encoded[term];
   };
 
-  constexpr int STEP = BLOCK == 1 ? AT_A_TIME<HEAD_DIM> * GROUPS : BLOCK;
+  constexpr int STEP = BLOCK == 1 ? AT_A_TIME * GROUPS : BLOCK;
   for (int block = first; block < last; block += STEP) {
     const int end = min(block + STEP, last);
     if constexpr (BLOCK == 1) {
-      float x[AT_A_TIME<HEAD_DIM>][CHUNK];
+      float x[AT_A_TIME][CHUNK];
 #pragma unroll
-      for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) load(x[j], block + j * GROUPS + place.row);
+      for (int j = 0; j < AT_A_TIME; ++j) load(x[j], block + j * GROUPS + place.row);
 #pragma unroll
-      for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) {
+      for (int j = 0; j < AT_A_TIME; ++j) {
         const int row = block + j * GROUPS + place.row;
         const float scale = scale_of<Code>(largest_of_row(x[j]));
         if (row < end) {
@@ -234,12 +233,12 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
                                                   int last, unsigned char* codes, float* scales) {
   const Place<HEAD_DIM> place;
   float largest[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += AT_A_TIME<HEAD_DIM> * GROUPS) {
-    float x[AT_A_TIME<HEAD_DIM>][CHUNK];
+  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
+    float x[AT_A_TIME][CHUNK];
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) {
+    for (int j = 0; j < AT_A_TIME; ++j) {
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude(largest[i], x[j][i]);
     }
@@ -264,12 +263,12 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
     scale[i] = shared.channels[0][place.chunk * CHUNK + i];
     inverse[i] = shared.channels[1][place.chunk * CHUNK + i];
   }
-  for (int row = first + place.row; row < last; row += AT_A_TIME<HEAD_DIM> * GROUPS) {
-    float x[AT_A_TIME<HEAD_DIM>][CHUNK];
+  for (int row = first + place.row; row < last; row += AT_A_TIME * GROUPS) {
+    float x[AT_A_TIME][CHUNK];
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME<HEAD_DIM>; ++j) {
+    for (int j = 0; j < AT_A_TIME; ++j) {
       if (row + j * GROUPS >= last) break;
       float y[CHUNK];
       divide(y, x[j], scale, inverse);
@@ -287,7 +286,7 @@ template <int BLOCK>
 constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;
 
 template <typename T, int HEAD_DIM, typename Code, typename Value, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD>
-__global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 1)
+__global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     quantize_query_key_value(const __grid_constant__ QuantizeParams params) {
   constexpr int ROWS = ROWS_OF_CTA<BLOCK>;
   static_assert(ROWS % BLOCK == 0, "CTAs take whole blocks");
@@ -298,16 +297,6 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 1)
   const int heads_kv = params.batch * params.heads_kv;
   int index = blockIdx.x;
 
-  if (index < params.batch * params.heads * query_tiles) {
-    const int head = index / query_tiles, first = index % query_tiles * ROWS;
-    const Rows<T> rows(params.query, params.query_strides, head, params.heads, params.seqlen_q);
-    quantize_rows<Code, HEAD_DIM, TERMS, BLOCK, false, HADAMARD>(
-        shared, rows, first, min(first + ROWS, params.seqlen_q),
-        params.query_codes + static_cast<int64>(head) * params.seqlen_q * TERMS * HEAD_DIM,
-        params.query_scale + static_cast<int64>(head) * ((params.seqlen_q + BLOCK - 1) / BLOCK), params.root);
-    return;
-  }
-  index -= params.batch * params.heads * query_tiles;
   if (index < heads_kv * key_tiles) {
     const int head = index / key_tiles, first = index % key_tiles * key_rows;
     const Rows<T> rows(params.key, params.key_strides, head, params.heads_kv, params.seqlen_k);
@@ -322,15 +311,25 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 1)
         params.key_scale + static_cast<int64>(head) * ((params.seqlen_k + BLOCK - 1) / BLOCK), params.root);
     return;
   }
+  index -= heads_kv * key_tiles;
   if constexpr (Value::LARGEST > 0.0f) {
-    index -= heads_kv * key_tiles;
     const int parts = (params.seqlen_k + params.part_rows - 1) / params.part_rows;
-    const int head = index / parts, first = index % parts * params.part_rows;
-    const Rows<T> rows(params.value, params.value_strides, head, params.heads_kv, params.seqlen_k);
-    quantize_channels<Value, HEAD_DIM>(shared, rows, first, min(first + params.part_rows, params.seqlen_k),
-                                       params.value_codes + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
-                                       params.value_scale + static_cast<int64>(head) * HEAD_DIM);
+    if (index < heads_kv * parts) {
+      const int head = index / parts, first = index % parts * params.part_rows;
+      const Rows<T> rows(params.value, params.value_strides, head, params.heads_kv, params.seqlen_k);
+      quantize_channels<Value, HEAD_DIM>(shared, rows, first, min(first + params.part_rows, params.seqlen_k),
+                                         params.value_codes + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
+                                         params.value_scale + static_cast<int64>(head) * HEAD_DIM);
+      return;
+    }
+    index -= heads_kv * parts;
   }
+  const int head = index / query_tiles, first = index % query_tiles * ROWS;
+  const Rows<T> rows(params.query, params.query_strides, head, params.heads, params.seqlen_q);
+  quantize_rows<Code, HEAD_DIM, TERMS, BLOCK, false, HADAMARD>(
+      shared, rows, first, min(first + ROWS, params.seqlen_q),
+      params.query_codes + static_cast<int64>(head) * params.seqlen_q * TERMS * HEAD_DIM,
+      params.query_scale + static_cast<int64>(head) * ((params.seqlen_q + BLOCK - 1) / BLOCK), params.root);
 }
 
 }  // namespace microsdpa
