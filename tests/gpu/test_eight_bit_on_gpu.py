@@ -97,7 +97,7 @@ ROUNDING_P_TO_HALF = ("ladder/10_fp8_scalar", "ladder/11_fp8_mma")
 
 
 @pytest.mark.parametrize("rung", sorted(family.name for family in EIGHT_BIT_FAMILIES))
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_every_rung_on_codes(rung: str, head_dim: int) -> None:
     case = Case(2, 4, 130, 200, head_dim, heads_kv=2, causal="lower_right")
     query, key, value = make(case)
