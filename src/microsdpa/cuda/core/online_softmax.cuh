@@ -37,11 +37,6 @@ __device__ __forceinline__ bool is_large(float reference) {
   return fabsf(reference) >= LARGE_REFERENCE && reference > negative_infinity();
 }
 
-// A score from which nothing is left to subtract: its product with the scale is rounded like the large reference.
-__device__ __forceinline__ float less_reference(float score, float scale, float reference) {
-  return (__fmul_rn(score, scale) - reference) * (1.0f / scale);
-}
-
 // State of a warp's rows: those that this lane holds a part of.
 //
 // Probabilities are 2^(scale * score - reference). The reference is a score that the row has seen, not always the

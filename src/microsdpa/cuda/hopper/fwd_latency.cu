@@ -56,53 +56,81 @@ __device__ __forceinline__ void set_up_exchange(Shared& shared) {
   }
 }
 
-// Sets the barriers up, and issues the copies that shared memory has room for, in the order in which they are needed:
-// issue and arrival are in order, and the first tile of keys decides when the first product begins. One thread.
+// Sets up what the peer's messages need. One thread.
+template <int CLUSTER, int ROUNDS, typename Shared>
+__device__ __forceinline__ void begin_exchange(Shared& shared) {
+  set_up_exchange<CLUSTER, ROUNDS>(shared);
+  mbarrier_init_fence();
+  if (CLUSTER == 2) expect_peer(shared, 0);
+}
+
+// The tiles of K and V that shared memory has room for, in the order in which they are needed: issue and arrival are in
+// order, and the first tile of keys decides when the first product begins. A warpgroup needs K 0, K 1, V 0, K 2, V 1,
+// ... The second one starts a tile later than the first, which gives both their reference.
+template <int STAGES>
+struct Tile {
+  int number;
+  __device__ __forceinline__ int warpgroup() const { return number % WARPGROUPS; }
+  __device__ __forceinline__ int turn() const { return number / WARPGROUPS; }
+  __device__ __forceinline__ bool is_key() const { return turn() == 0 || (turn() % 2 == 1 && turn() < 2 * STAGES - 1); }
+  __device__ __forceinline__ int round() const { return is_key() ? (turn() + 1) / 2 : (turn() - 1) / 2; }
+};
+template <int FIRST, int LAST, int HEAD_DIM, int STAGES, typename T>
+__device__ __forceinline__ void set_up_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared) {
+#pragma unroll
+  for (int number = FIRST; number < LAST; ++number) {
+    const Tile<STAGES> tile{number};
+    auto& loaded = tile.is_key() ? shared.key_loaded : shared.value_loaded;
+    mbarrier_init(loaded[tile.warpgroup()][tile.round()], 1);
+  }
+  mbarrier_init_fence();
+}
+template <int FIRST, int LAST, int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
+__device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
+                                           const TensorMap& key, const TensorMap& value) {
+#pragma unroll
+  for (int number = FIRST; number < LAST; ++number) {
+    const Tile<STAGES> tile{number};
+    const int warpgroup = tile.warpgroup(), round = tile.round();
+    if (ROUNDS < STAGES && round >= work.rounds) continue;
+    const int first_key = work.first_key<CLUSTER>(round, warpgroup);
+    if (tile.is_key()) {
+      load_tile<T, HEAD_DIM>(shared.key[warpgroup][round], key, shared.key_loaded[warpgroup][round], first_key,
+                             work.head_kv, work.batch);
+    } else {
+      load_tile<T, HEAD_DIM>(shared.value[warpgroup][round], value, shared.value_loaded[warpgroup][round], first_key,
+                             work.head_kv, work.batch);
+    }
+  }
+}
+
+// With few copies, what is ahead of the first ones counts, also when the kernel before has not ended: the barriers of
+// Q and of one tile alone are set up first, and the exchange by another warp.
+template <int HEAD_DIM, int STAGES>
+constexpr bool FEW_COPIES = HEAD_DIM == 64 && STAGES <= 2;
+
+// Sets the barriers up, and issues the copies. One thread: two warps that issue them hold each other up.
 template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
 __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
                                       const TensorMap& query, const TensorMap& key, const TensorMap& value) {
+  constexpr bool FEW = FEW_COPIES<HEAD_DIM, STAGES>;
+  constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
-  prefetch_tensor_map(value);
+  if (!FEW) prefetch_tensor_map(value);
   mbarrier_init(shared.query_loaded, 1);
-#pragma unroll
-  for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(shared.key_loaded[warpgroup][stage], 1);
-      mbarrier_init(shared.value_loaded[warpgroup][stage], 1);
-    }
-  }
-  mbarrier_init_fence();
+  set_up_tiles<0, FIRST_TILES>(shared);
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
   load_tile<T, HEAD_DIM>(shared.query, query, shared.query_loaded, work.first_row, work.head, work.batch);
-  // A warpgroup needs K 0, K 1, V 0, K 2, V 1, ... The second one starts a tile later than the first, which gives both
-  // their reference.
-  constexpr int COPIES = 2 * STAGES, LAG = 1;
-#pragma unroll
-  for (int turn = 0; turn < COPIES + LAG; ++turn) {
-#pragma unroll
-    for (int warpgroup = WARPGROUPS - 1; warpgroup >= 0; --warpgroup) {
-      const int copy = turn - LAG * warpgroup;
-      if (copy < 0 || copy >= COPIES) continue;
-      const bool is_key = copy == 0 || (copy % 2 == 1 && copy < COPIES - 1);
-      const int round = is_key ? (copy + 1) / 2 : (copy - 1) / 2;
-      if (ROUNDS < STAGES && round >= work.rounds) continue;
-      const int first_key = work.first_key<CLUSTER>(round, warpgroup);
-      if (is_key) {
-        load_tile<T, HEAD_DIM>(shared.key[warpgroup][round], key, shared.key_loaded[warpgroup][round], first_key,
-                               work.head_kv, work.batch);
-      } else {
-        load_tile<T, HEAD_DIM>(shared.value[warpgroup][round], value, shared.value_loaded[warpgroup][round], first_key,
-                               work.head_kv, work.batch);
-      }
-    }
+  copy_tiles<0, FIRST_TILES, CLUSTER, ROUNDS>(shared, work, key, value);
+  if constexpr (FEW) {
+    set_up_tiles<FIRST_TILES, TILES>(shared);
+    copy_tiles<FIRST_TILES, TILES, CLUSTER, ROUNDS>(shared, work, key, value);
+  } else {
+    begin_exchange<CLUSTER, ROUNDS>(shared);
   }
-  set_up_exchange<CLUSTER, ROUNDS>(shared);
-  mbarrier_init_fence();
-  if (CLUSTER == 2) expect_peer(shared, 0);
 }
 
 // ROUNDS: tiles of each warpgroup when known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key
@@ -119,6 +147,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   grid_dependency_launch();
   const Work work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS>(params);
   if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
+  if (FEW_COPIES<HEAD_DIM, STAGES> && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
+    prefetch_tensor_map(value);
+    begin_exchange<CLUSTER, ROUNDS>(shared);
+  }
   __syncwarp();
   // The barriers are fenced already; a release would cost a device-wide memory barrier. The peer is waited for when
   // there is something to send.

@@ -50,7 +50,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
 
   uint32 query[HEAD_DIM / 16][4];
   float o[HEAD_DIM / 2];
-  float subtract[2];         // the references, or 0 where they are large and taken from the scores
+  float subtract[2];         // the references, finite
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Q's fragments. A negative scale is a positive one of -Q.
@@ -131,16 +131,23 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     }
   }
 
+  // Exponent of a probability. EXACT, its product with the scale is rounded as the reference was, which then may be as
+  // large as it likes.
+  template <int HALF, bool EXACT>
+  __device__ __forceinline__ float exponent(float score) const {
+    return EXACT ? __fmul_rn(score, scale) - subtract[HALF] : fmaf(score, scale, -subtract[HALF]);
+  }
+
   // P of 16-key steps FIRST to LAST - 1 of one half of the rows, as A's fragments.
-  template <int HALF, int FIRST, int LAST>
+  template <int HALF, int FIRST, int LAST, bool EXACT>
   __device__ __forceinline__ void half_exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
     constexpr int PAIRS = QUARTER / 4 * (LAST - FIRST);
     float sums[PAIRS];
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
       const int i = QUARTER * FIRST + 4 * pair + 2 * HALF;
-      s[i] = ex2_approx(fmaf(s[i], scale, -subtract[HALF]));
-      s[i + 1] = ex2_approx(fmaf(s[i + 1], scale, -subtract[HALF]));
+      s[i] = ex2_approx(exponent<HALF, EXACT>(s[i]));
+      s[i + 1] = ex2_approx(exponent<HALF, EXACT>(s[i + 1]));
       sums[pair] = s[i] + s[i + 1];
       p[i / QUARTER][i / 2 % 4] = pack<T>(s[i], s[i + 1]);
     }
@@ -152,10 +159,10 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     }
     sum[HALF] += sums[0];
   }
-  template <int FIRST, int LAST>
+  template <int FIRST, int LAST, bool EXACT>
   __device__ __forceinline__ void exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
-    half_exponentials<0, FIRST, LAST>(s, p);
-    half_exponentials<1, FIRST, LAST>(s, p);
+    half_exponentials<0, FIRST, LAST, EXACT>(s, p);
+    half_exponentials<1, FIRST, LAST, EXACT>(s, p);
   }
 
   // What the rows of the other half are multiplied with beside those of HALF.
@@ -177,21 +184,6 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
   __device__ __forceinline__ void subtract_references() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) subtract[half] = MASKED ? finite(reference[half]) : reference[half];
-  }
-  // The same where references may be large: these are taken from the scores.
-  __device__ __forceinline__ void subtract_references(float (&s)[BLOCK_N / 2]) {
-    subtract_references();
-    if (!__any_sync(FULL_WARP, is_large(reference[0]) || is_large(reference[1]))) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!is_large(reference[half])) continue;
-#pragma unroll
-      for (int i = 2 * half; i < BLOCK_N / 2; i += 4) {
-        s[i] = less_reference(s[i], scale, reference[half]);
-        s[i + 1] = less_reference(s[i + 1], scale, reference[half]);
-      }
-      subtract[half] = 0.0f;
-    }
   }
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
 #pragma unroll
@@ -240,18 +232,14 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
       wgmma_wait<0>();
       wgmma_fence_registers(s[0]);
       mask(s[0], 0);
-      if constexpr (KNOWN) {
-        subtract_references(s[0]);
-      } else {
-        find_reference(s[0]);
-      }
+      if constexpr (!KNOWN) find_reference(s[0]);
     }
     if constexpr (ROUNDS > 1) score<BEGUN>(s[1], 1);
 #pragma unroll
     for (int round = 0; round + 1 < ROUNDS; ++round) {
       float (&now)[BLOCK_N / 2] = s[round % 2];
       float (&next)[BLOCK_N / 2] = s[1 - round % 2];
-      exponentials<0, 4>(now, p[round % 2]);
+      exponentials<0, 4, KNOWN>(now, p[round % 2]);
       accumulate<0, 4>(o, p[round % 2], round, round > 0);
       if (round + 2 < ROUNDS) {
         score(now, round + 2);
@@ -261,12 +249,11 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
       }
       wgmma_fence_registers(next);
       if constexpr (!BEGUN) mask(next, round + 1);
-      if constexpr (KNOWN) subtract_references(next);
     }
     if constexpr (PEER_FIRST) {
       last_round_peer_first<KNOWN>(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);
     } else {
-      last_round(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);
+      last_round<KNOWN>(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);
     }
   }
 
@@ -277,6 +264,12 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     if (warpgroup == 0) {
       reference[0] = reference[1] = negative_infinity();
       maxima<REFERENCE_KEYS>(s, reference);
+      // A large one becomes no number. Nor is then the row's sum, which calls for the second pass.
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool large = MASKED ? is_large(reference[half]) : fabsf(reference[half]) >= LARGE_REFERENCE;
+        if (large) reference[half] = __uint_as_float(0x7fffffffu);
+      }
       if (fragment.quad_lane() == 0) {
         shared.reference[0][0][row] = reference[0];
         shared.reference[0][1][row] = reference[1];
@@ -288,10 +281,6 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
       reference[1] = shared.reference[0][1][row];
     }
     subtract_references();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (is_large(reference[half])) sum[half] = -negative_infinity();  // calls for the second pass
-    }
   }
 
   // The largest score of each row among this CTA's keys becomes its reference.
@@ -308,13 +297,15 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     reference[0] = own[0];
     reference[1] = own[1];
     this->larger_references(reference);
+    subtract_references();
   }
 
+  template <bool KNOWN>
   __device__ __forceinline__ void last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
     constexpr int ROUND = ROUNDS - 1;
-    exponentials<0, 2>(s, p);
+    exponentials<0, 2, KNOWN>(s, p);
     accumulate<0, 2>(o, p, ROUND, ROUND > 0);
-    exponentials<2, 4>(s, p);
+    exponentials<2, 4, KNOWN>(s, p);
     accumulate<2, 4>(o, p, ROUND, true);
   }
 
@@ -325,11 +316,11 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     constexpr int ROUND = ROUNDS - 1;
     uint32 given[STEPS][4];
     clear_other<1>(given);
-    half_exponentials<1, 0, 4>(s, given);
+    half_exponentials<1, 0, 4, KNOWN>(s, given);
     accumulate<0, 4>(o, given, ROUND, ROUND > 0);
     clear_other<0>(p);
     if (!KNOWN) cluster_wait();  // the peer's barriers are set up
-    half_exponentials<0, 0, 2>(s, p);
+    half_exponentials<0, 0, 2, KNOWN>(s, p);
     accumulate<0, 2, false>(rest, p, ROUND, false);
     this->template send_sum<KNOWN>();
     wgmma_wait<1>();
@@ -338,7 +329,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
     this->template give<1>(o, columns);
     this->arrive(PEER_COLUMNS_GIVEN);
     this->template send_columns<KNOWN>(columns);
-    half_exponentials<0, 2, 4>(s, p);
+    half_exponentials<0, 2, 4, KNOWN>(s, p);
     accumulate<2, 4>(rest, p, ROUND, true);
   }
 

@@ -33,7 +33,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
 __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::advance_round(
     float (&s)[BLOCK_N / 2], float (&next)[BLOCK_N / 2], uint32 (&p)[STEPS][4], float (&factor)[2], int round) {
-  exponentials<0, 2>(s, p);
+  exponentials<0, 2, true>(s, p);
   wgmma_fence_registers(p[0]);
   wgmma_fence_registers(p[1]);
   wgmma_wait<0>();
@@ -45,25 +45,25 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   mask(next, round + 1);
   float largest[2] = {reference[0], reference[1]};
   maxima(next, largest);
-  exponentials<2, 4>(s, p);
+  exponentials<2, 4, true>(s, p);
   accumulate<2, 4>(o, p, round, true);
   // Past the last round its S is computed again and not used: a product started by condition would be serialised.
   score(s, min(round + 2, work.rounds - 1));
   move_reference(largest, factor);
-  subtract_references(next);
+  subtract_references();
 }
 
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
 __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::last_round(
     float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4], const float (&factor)[2], int round) {
-  exponentials<0, 2>(s, p);
+  exponentials<0, 2, true>(s, p);
   if (round > 0) {
     wgmma_wait<0>();
     wgmma_fence_registers(o);
     rescale(factor);
   }
   accumulate<0, 2>(o, p, round, round > 0);
-  exponentials<2, 4>(s, p);
+  exponentials<2, 4, true>(s, p);
   accumulate<2, 4>(o, p, round, true);
 }
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   refill(0, -1);
   mask(s[0], 0);
   maxima(s[0], reference);
-  subtract_references(s[0]);
+  subtract_references();
   // Two rounds a turn, so that which registers hold a tile is known when compiling.
   int round = 0;
   while (true) {
