@@ -51,6 +51,16 @@ def test_no_product_of_fwd_latency_on_resident_tiles_is_serialised_or_waited_for
     assert not kernel.resources.uses_local_memory
 
 
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 4096), (128, 4096)])
+def test_no_product_of_fwd_latency_s_ring_is_serialised(head_dim: int, keys: int) -> None:
+    problem = Problem(1, 8, 8, 512, keys, head_dim, "float16")
+    choice = hopper.configuration(problem, 1)
+    assert choice.rounds == 0
+    kernel = compile_kernel(hopper.specification(problem, choice), "sm_90a")
+    assert "C75" not in kernel.log
+    assert not kernel.resources.uses_local_memory
+
+
 @pytest.mark.parametrize("causal", [None, "upper_left"])
 @pytest.mark.parametrize("choice", hopper_split.CANDIDATES, ids=str)
 def test_no_product_of_fwd_split_is_serialised(choice: hopper_split.Split, causal: str | None) -> None:
