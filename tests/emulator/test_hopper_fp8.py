@@ -30,6 +30,9 @@ CASES: list[tuple[Case, Granularity, int]] = [
     (Case(1, 7, 130, 100, 64, scale=20.0), "head", 0),  # query tiles of one tile of keys
     (Case(1, 3, 300, 260, 64, scale=0.0, causal="upper_left"), "block", 256),
     (Case(1, 3, 300, 60, 128), "head", 0),
+    (Case(1, 1, 70, 8400, 64), "head", 0),  # sums of the tensor cores are added up in shared memory, twice
+    (Case(1, 1, 70, 4400, 128, scale=3.0, kind="outliers"), "head", 0),  # and corrected there
+    (Case(1, 3, 200, 400, 128, scale=0.0), "head", 0),
     (Case(1, 3, 300, 260, 128, causal="upper_left"), "block", 16),
     (Case(1, 3, 130, 300, 128, scale=-0.3, kind="outliers"), "block", 1),
     (Case(1, 3, 300, 170, 128, causal="lower_right", dtype="bfloat16"), "head", 0),  # rows without a key

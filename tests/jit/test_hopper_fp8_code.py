@@ -39,6 +39,18 @@ def test_wgmma_runs_free_and_nothing_is_spilled(
     assert "(C75" not in kernel.log, "ptxas made wgmma wait"
 
 
+@pytest.mark.parametrize("causal", [None, "upper_left"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_where_sums_are_added_up_in_shared_memory(head_dim: int, causal: Causal | None) -> None:
+    problem = EightBitProblem(1, 16, 16, 16384, 16384, head_dim, "float16", causal, target="sm_90a", key_block=0)
+    spec = throughput(problem)
+    assert isinstance(spec, KernelSpec)
+    assert ("PROMOTES", "true") in spec.template_args
+    kernel = compile_kernel(spec, "sm_90a")
+    assert not kernel.resources.uses_local_memory
+    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+
+
 @pytest.mark.parametrize("terms", [1, 2])
 @pytest.mark.parametrize(("causal", "dtype"), [(None, "float16"), ("lower_right", "bfloat16")])
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -22,6 +22,8 @@ FEWEST_TILES = {"fp8": {64: 48, 128: 32}, "int8_fp8": {64: 48, 128: 32}, "int8_f
 WIDE_SPILLS = "at D = 256 O takes 128 registers, beside which a few numbers of the loop find no place"
 CPP_CODE = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
 """Of Q and K."""
+PROMOTED_KEYS = 4096
+"""Over so many the tensor cores sum P V, where they do."""
 WORKS = 4
 """Descriptions of query tiles in shared memory, 20 bytes each."""
 
@@ -51,17 +53,27 @@ class Tiles:
         """Query tiles that there is room for."""
         return 2 if head_dim * terms <= 256 else 1
 
-    def shared_bytes(self, head_dim: int, terms: int, key_scales: bool) -> int:
+    def promotes(self, seqlen_k: int) -> bool:
+        """Whether sums of the tensor cores are added up in shared memory: more than two consumers, and many keys."""
+        return self.consumers > 2 and -(-seqlen_k // self.block_n) > -(-PROMOTED_KEYS // self.block_n)
+
+    def shared_bytes(self, head_dim: int, terms: int, key_scales: bool, promotes: bool) -> int:
         """Fp8Storage's size (fp8_shared.cuh)."""
         query_stages = self.query_stages(head_dim, terms)
         tiles = query_stages * terms * self.block_m + (2 * self.stages + self.value_stages) * self.block_n
         scales = self.stages * 4 * (self.block_n if key_scales else 4)
+        promoted = 4 * self.block_m * head_dim if promotes else 16
         barriers = WORKS * 20 + 4 * self.value_stages + (2 * query_stages + 4 * self.stages + 2 * self.value_stages) * 8
-        return -(-(tiles * head_dim + scales + barriers) // 1024) * 1024
+        return -(-(tiles * head_dim + scales + promoted + barriers) // 1024) * 1024
 
 
 def tiles_for(problem: EightBitProblem) -> Tiles:
-    """The configuration for a problem: as many keys a tile as registers hold."""
+    """The configuration for a problem: as many keys a tile as registers hold.
+
+    More than two consumers were measured with one code an element and one scale a head (docs/hopper-fp8.md).
+    """
+    if problem.operands == "fp8" and problem.query_terms == 1 and problem.key_block == 0 and problem.head_dim <= 128:
+        return Tiles(64, consumers=4, stages=3) if problem.head_dim == 64 else Tiles(96, consumers=3, stages=2)
     return Tiles(block_n={64: 192, 128: 128, 256: 64}[problem.head_dim], consumers=2, stages=3)
 
 
@@ -85,6 +97,7 @@ def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
     columns = min(problem.head_dim, PANEL)
     integers = problem.operands == "int8_fp8"
     key_scales = integers or problem.key_block != 0
+    promotes = tiles.promotes(problem.seqlen_k)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
         "CODE": CPP_CODE[problem.operands],
@@ -96,6 +109,7 @@ def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
         "VALUE_STAGES": tiles.value_stages,
         "QUERY_STAGES": tiles.query_stages(problem.head_dim, problem.query_terms),
         "KEY_SCALES": boolean[key_scales],
+        "PROMOTES": boolean[promotes],
         "CAUSAL": boolean[problem.causal is not None],
     }
     return KernelSpec(
@@ -106,7 +120,7 @@ def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
         threads=128 * (1 + tiles.consumers),
         block_m=tiles.block_m,
         local_memory=WIDE_SPILLS if problem.head_dim == 256 else "",
-        shared_bytes=tiles.shared_bytes(problem.head_dim, problem.query_terms, key_scales),
+        shared_bytes=tiles.shared_bytes(problem.head_dim, problem.query_terms, key_scales, promotes),
         max_ctas=chip_of(problem.target).sms,
         tensor_maps=(
             TensorMap("query", ROWS, columns, columns),

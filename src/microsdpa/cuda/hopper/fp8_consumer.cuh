@@ -13,15 +13,15 @@
 
 namespace microsdpa {
 
-template <typename T, typename Shared, bool CAUSAL>
+// Probabilities are 2^(score - reference + LARGEST). As E4M3 they end at 448.
+template <typename T, typename Shared, bool CAUSAL, int LARGEST = 8>
 struct Fp8Consumer {
   using Element = __nv_fp8_e4m3;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
   using Sum = typename Shared::Sum;                            // of products of codes
   static constexpr int STEPS = BLOCK_N / 32;                   // products of P V
   static constexpr int PART = HEAD_DIM > 128 ? 32 : HEAD_DIM;  // channels of P V that are computed at a time
-  // Probabilities are 2^(score - reference + BIAS): at most 256 as E4M3, which ends at 448.
-  static constexpr float BIAS = 8.0f;
+  static constexpr float BIAS = LARGEST;
 
   Shared& shared;
   const EightBitParams& params;
@@ -85,7 +85,7 @@ struct Fp8Consumer {
       chunks[i] = make_uint4(old.x ^ 0x80808080u, old.y ^ 0x80808080u, old.z ^ 0x80808080u, old.w ^ 0x80808080u);
     }
     fence_proxy_async();
-    named_barrier_sync(QUERY_NEGATED + warpgroup, WARPGROUP_THREADS);
+    named_barrier_sync((QUERY_NEGATED + warpgroup) % BARRIERS, WARPGROUP_THREADS);
   }
 
   // Where the scores are that sums become: where those are, unless they are integers.

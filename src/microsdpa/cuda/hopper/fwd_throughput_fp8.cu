@@ -5,18 +5,19 @@
 // One CTA an SM stays and takes one tile after the other. Roles: in the first warpgroup one thread issues all copies,
 // two warps transpose V and one fetches the scales of keys; each other warpgroup, a consumer, computes 64 rows.
 // Pipeline: 1. TMA fills rings of Q, K and V tiles, across query tiles   2. V becomes V^T, its keys in the order in
-//           which probabilities lie in registers   3. in its turn, a consumer starts S of the next tile, also of the
-//           next query tile, and P V of this one   4. while others multiply it turns scores into probabilities, rounded
-//           to E4M3, and among the exponentials adds P V to O, in FP32, because E4M3 products keep about 14 bits of
-//           their sums
-// Bound by: latency: the exponentials of one warp in a quarter of an SM take nearly twice as long as their unit needs.
-// docs/hopper-fp8.md has the measurements.
+//           which probabilities lie in registers   3. a consumer starts S of the next tile and P V of this one
+//           4. while others multiply it turns scores into probabilities, rounded to E4M3
+// E4M3 products keep about 14 bits of their sums. Two consumers have registers to sum P V of each tile by itself and
+// add it to O in FP32 among the exponentials; three or four let the tensor cores add to O, and add up in shared memory
+// what those have summed over 4096 keys. Bound by: latency: a tile of 192 x 96 at D = 128 takes 2,250 cycles, of which
+// the tensor cores and the unit of exponentials need 1,152 each. docs/hopper-fp8.md has the measurements.
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
 #include "../ptx/mbarrier_asleep.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warp_role.cuh"
 #include "fp8_consumer.cuh"
+#include "fp8_promoting.cuh"
 #include "fp8_shared.cuh"
 #include "fp8_transpose.cuh"
 #include "fp8_wide_consumer.cuh"
@@ -144,22 +145,27 @@ __device__ __forceinline__ void initialize(Shared& shared) {
 }
 
 // STAGES: tiles of K and of V^T that there is room for; VALUE_STAGES: of V, waiting to be transposed. KEY_SCALES:
-// whether the keys of a head have different scales.
+// whether the keys of a head have different scales. PROMOTES: whether O is added up in shared memory.
 template <typename T, typename CODE, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int VALUE_STAGES,
-          int QUERY_STAGES, bool KEY_SCALES, bool CAUSAL>
+          int QUERY_STAGES, bool KEY_SCALES, bool PROMOTES, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     throughput_fp8_attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
                              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
-  using Shared = Fp8Storage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES>;
+  using Shared =
+      Fp8Storage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES, PROMOTES>;
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
   constexpr bool WIDE = CONSUMERS == 2 && HEAD_DIM == 128;
-  constexpr int CONSUMER_REGISTERS = HEAD_DIM > 128 ? 240 : WIDE ? 232 : CONSUMERS == 2 ? 216 : 160;
+  constexpr int CONSUMER_REGISTERS = HEAD_DIM > 128   ? 240
+                                     : WIDE           ? 232
+                                     : CONSUMERS == 2 ? 216
+                                     : CONSUMERS == 3 ? 160
+                                                      : 112;
   constexpr int PRODUCER_REGISTERS = HEAD_DIM > 128 ? 24 : WIDE ? 40 : CONSUMERS == 2 ? 72 : 32;
   constexpr int LAUNCHED = 65536 / ((1 + CONSUMERS) * WARPGROUP_THREADS) / 8 * 8;
   static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (1 + CONSUMERS) * LAUNCHED,
                 "consumers would wait for registers for ever");
-  constexpr int AT_A_TIME = HEAD_DIM > 128 ? 1 : 4;  // loads of a transposing warp
+  constexpr int AT_A_TIME = HEAD_DIM > 128 ? 1 : CONSUMERS == 2 ? 4 : 2;  // loads of a transposing warp
 
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
@@ -188,6 +194,9 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     claim_registers<CONSUMER_REGISTERS>();
     if constexpr (HEAD_DIM > 128) {
       WideFp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      consumer.run();
+    } else if constexpr (CONSUMERS > 2) {
+      Fp8Promoting<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
       consumer.run();
     } else {
       Fp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);

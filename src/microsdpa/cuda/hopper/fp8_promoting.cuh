@@ -1,0 +1,185 @@
+// One of three or four consumer warpgroups of hopper/fwd_throughput_fp8.cu: O is summed by the tensor cores, and now
+// and then added up in shared memory.
+#pragma once
+
+#include "fp8_consumer.cuh"
+
+namespace microsdpa {
+
+// So many consumers have too few registers for P V of a tile beside O. So the tensor cores add to O, of which they keep
+// about 14 bits; what they have summed over PROMOTED_TILES tiles goes to shared memory, added up there in FP32.
+//
+// The reference of a row is the largest score of its first tile; probabilities of that are 16. Later maxima are not
+// looked for as long as no thread's sum of a tile passes 448, where E4M3 ends; then the tile is done again with its
+// own.
+template <typename T, typename Shared, bool CAUSAL>
+struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
+  using Base = Fp8Consumer<T, Shared, CAUSAL, 4>;
+  using Base::Base, Base::BIAS, Base::BLOCK_N, Base::HEAD_DIM, Base::STEPS, Base::correction, Base::factor, Base::o;
+  using Base::key_place, Base::p, Base::reference, Base::shared, Base::sum, Base::thread, Base::tile, Base::tiles;
+  using Base::value_place, Base::warpgroup;
+  static constexpr float LARGEST_SUM = 448.0f;
+  static_assert(BLOCK_N / 4 * 16.0f <= LARGEST_SUM, "tiles of equal scores would all be done twice");
+
+  // Four elements of the thread's O, from the i-th on, in shared memory.
+  __device__ __forceinline__ float4& promoted(int i) const { return shared.promoted[warpgroup][i / 4][thread]; }
+
+  // What was summed since the last time goes to shared memory.
+  __device__ __forceinline__ void promote(bool first) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+      float4 sums = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
+      if (!first) {
+        const float4 before = promoted(i);
+        sums = make_float4(before.x + sums.x, before.y + sums.y, before.z + sums.z, before.w + sums.w);
+      }
+      promoted(i) = sums;
+    }
+    Base::clear(o);
+  }
+
+  // O of all tiles.
+  __device__ __forceinline__ void add_promoted() {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+      const float4 before = promoted(i);
+      o[i] += before.x, o[i + 1] += before.y, o[i + 2] += before.z, o[i + 3] += before.w;
+    }
+  }
+
+  // References have moved.
+  __device__ __forceinline__ void correct(bool has_promoted) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
+    if (!has_promoted) return;
+#pragma unroll 1
+    for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+      const float4 before = promoted(i);
+      promoted(i) = make_float4(before.x * correction[0], before.y * correction[0], before.z * correction[1],
+                                before.w * correction[1]);
+    }
+  }
+
+  // Probabilities relative to the references as they are, and their sums, which follow LAG exponentials behind.
+  __device__ __forceinline__ void exponentiate(const float (&s)[BLOCK_N / 2], float (&added)[2]) {
+    constexpr int WORDS = 4 * STEPS, LAG = 3;  // four probabilities each
+    const float subtract[2] = {finite(reference[0]) - BIAS, finite(reference[1]) - BIAS};
+    float x[WORDS][4], even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int word = 0; word < WORDS + LAG; ++word) {
+      if (word < WORDS) {
+        const int at = 16 * (word / 4) + 8 * (word % 4 / 2) + 2 * (word % 2), half = word % 2;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          x[word][j] = ex2_approx(fmaf(s[at + 4 * (j / 2) + j % 2], factor[half], -subtract[half]));
+        }
+      }
+      if (word >= LAG) {
+        const int behind = word - LAG, half = behind % 2;
+        const float (&four)[4] = x[behind];
+        even[half] += four[0];
+        odd[half] += four[1];
+        even[half] += four[2];
+        odd[half] += four[3];
+        p[behind / 4][behind % 4] = e4m3x4_from_floats(four[0], four[1], four[2], four[3]);
+      }
+    }
+    added[0] = even[0] + odd[0];
+    added[1] = even[1] + odd[1];
+  }
+
+  // Turns scores of a query tile's first tile of keys into probabilities.
+  __device__ __forceinline__ void begin(const float (&s)[BLOCK_N / 2]) {
+    Base::move_reference(s);
+    exponentiate(s, sum);
+  }
+
+  // The same for a later tile; no product is running.
+  __device__ __forceinline__ void soften(const float (&s)[BLOCK_N / 2], bool has_promoted) {
+    float added[2];
+    exponentiate(s, added);
+    const bool fits =
+        fmaxf(added[0], added[1]) <= LARGEST_SUM && fminf(reference[0], reference[1]) > negative_infinity();
+    if (!__all_sync(FULL_WARP, fits)) {
+      Base::move_reference(s);
+      exponentiate(s, added);
+      correct(has_promoted);
+      sum[0] *= correction[0];
+      sum[1] *= correction[1];
+    }
+    sum[0] += added[0];
+    sum[1] += added[1];
+  }
+
+  // Starts O += P V of the tile of V^T that has been waited for.
+  __device__ __forceinline__ void multiply_value() {
+    constexpr int PANEL = Shared::KEY_PANEL;
+    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_place.stage]);
+    wgmma_fence_registers(o);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const int panel = 32 * step / PANEL, column = 32 * step % PANEL;
+      wgmma<typename Base::Element, HEAD_DIM>(o, p[step], advance(value, panel * HEAD_DIM * PANEL + column), true);
+    }
+    wgmma_commit();
+  }
+
+  // Waits for the product.
+  __device__ __forceinline__ void end_value() {
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+    Base::release(shared.transposed_read[value_place.stage]);
+    value_place.advance();
+  }
+
+  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity); }
+  __device__ __forceinline__ void wait_value() {
+    mbarrier_wait(shared.transposed_written[value_place.stage], value_place.parity);
+  }
+
+  // Takes a query tile from its first tile of keys to the last.
+  __device__ __forceinline__ void run_query(float (&s)[BLOCK_N / 2]) {
+    wait_key();
+    Base::score(s);
+    wgmma_wait<0>();
+    Base::take_scores(s, s);
+    begin(s);
+    bool has_promoted = false;
+    while (true) {
+      const int end = Shared::PROMOTES ? min(tiles, tile + 1 + Shared::PROMOTED_TILES) : tiles;
+      while (tile + 1 < end) {
+        ++tile;
+        wait_key();
+        wait_value();
+        Base::score(s);
+        multiply_value();  // of the tile before
+        wgmma_wait<1>();
+        Base::take_scores(s, s);
+        end_value();
+        soften(s, has_promoted);
+      }
+      if (!Shared::PROMOTES || end == tiles) break;
+      promote(!has_promoted);
+      has_promoted = true;
+    }
+    wait_value();
+    multiply_value();
+    end_value();
+    if (has_promoted) add_promoted();
+  }
+
+  __device__ __forceinline__ void run() {
+    float s[BLOCK_N / 2];
+    Base::clear(o);
+    Base::clear_sums();
+    while (Base::begin_query()) {
+      run_query(s);
+      ++Base::work;
+      Base::end_sums();
+      Base::store();
+    }
+  }
+};
+
+}  // namespace microsdpa
