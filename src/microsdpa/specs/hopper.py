@@ -91,6 +91,7 @@ def specification(problem: Problem, choice: Latency) -> KernelSpec:
         threads=128 * WARPGROUPS,
         block_m=BLOCK_M,
         shared_bytes=max(choice.shared_bytes(problem.head_dim), alone),
+        low_occupancy="one CTA an SM, of two warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,
         grid_order="xyz",

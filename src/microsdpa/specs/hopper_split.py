@@ -78,6 +78,7 @@ def specification(problem: Problem, choice: Split) -> KernelSpec:
         threads=128 * WARPGROUPS,
         block_m=choice.block_m,
         shared_bytes=choice.shared_bytes(stages),
+        low_occupancy="four warpgroups share all registers of an SM: wgmma wants few that hold much",
         grid_order="xyz",
         tensor_maps=(TensorMap("query", ROWS, 64), TensorMap("key", BLOCK_N, 64), TensorMap("value", BLOCK_N, 64)),
         programmatic=True,
