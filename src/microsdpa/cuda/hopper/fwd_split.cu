@@ -4,9 +4,8 @@
 // CTA. GROUPS = 4 / QUERY_TILES warpgroups compute each query tile: tile t of BLOCK_N = 64 keys is group t % GROUPS's.
 // Four warpgroups keep tensor cores and exponential unit busy in turns, which two of a larger tile do not.
 // Pipeline: 1. a thread issues the copies that there is room for   2. each warpgroup: S of its next tile, and P V of
-// this
-//           one beside the exponentials, relative to the first tile's maximum; a place that is free is filled   3. O's
-//           columns change warpgroups, which weigh and add them   4. 16-byte stores
+//           this one beside the exponentials, relative to the first tile's maximum; a place that is free is filled
+//           3. O's columns change warpgroups, which weigh and add them   4. 16-byte stores
 // Bound by: exponentials (16 a clock) and products take the same; docs/hopper-split.md has the measurements.
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
