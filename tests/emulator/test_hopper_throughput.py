@@ -13,6 +13,8 @@ from microsdpa.specs.hopper_throughput import CANDIDATES, specification
 CASES = [
     (Case(1, 2, 256, 256, 64), 0),
     (Case(1, 1, 300, 450, 64, causal="lower_right"), 0),
+    (Case(2, 4, 250, 200, 64), 0),  # last tiles of the heads, with two consumers idle, over more than one round
+    (Case(1, 5, 64, 200, 64), 0),  # no other tiles
     (Case(1, 2, 200, 500, 64, scale=20.0), 1),  # references move after the first tile
     (Case(1, 4, 520, 260, 64, heads_kv=2, causal="upper_left"), 1),  # tiles that some warpgroups skip
     (Case(1, 2, 300, 100, 64, causal="lower_right"), 1),  # rows without a key

@@ -54,6 +54,20 @@ def test_choices(change: dict[str, int], block_m: int) -> None:
     assert tiles.choose(problem) == named(64, block_m)
 
 
+@pytest.mark.parametrize(
+    ("change", "rounds"),
+    [
+        ({}, 20 + 2 * (0.35 + 0.65 / 3)),  # 20 rounds of whole tiles and 48 more, 128 of 64 rows: 84, then 44
+        ({"batch": 2}, 11),  # 10 and 24 more, beside which all 64 of 64 rows go
+        ({"batch": 8, "seqlen_q": 2048}, 19 + 3 * (0.35 + 1.3 / 3)),  # 19 and 52 more, 256 of 128 rows: 80, 132, 44
+        ({"batch": 2, "seqlen_q": 8022}, 21),  # no consumer is idle in the last tiles
+        ({"batch": 1, "seqlen_q": 100}, 1),
+    ],
+)
+def test_last_tiles_of_heads_fill_the_last_rounds(change: dict[str, int], rounds: float) -> None:
+    assert tiles.rounds(replace(LONG, **change), named(64, 192)) == pytest.approx(rounds)  # type: ignore[arg-type]
+
+
 def test_the_grid_is_the_chip() -> None:
     assert select(LONG).spec.grid(LONG) == (chip_of("sm_90a").sms, 1, 1)
 

@@ -19,6 +19,8 @@ WORKS = 4
 """Descriptions of query tiles in shared memory, 16 bytes each."""
 DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
+ALONE = 0.35
+"""Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
 MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
 
@@ -97,12 +99,30 @@ def query_tiles(problem: Problem, tiles: Tiles) -> int:
     return problem.batch * problem.heads * ceil(problem.seqlen_q / tiles.block_m)
 
 
+def rounds(problem: Problem, tiles: Tiles) -> float:
+    """Times of a whole query tile that the launch takes; causal ones share their different lengths out evenly."""
+    sms = chip_of(problem.target).sms
+    total = query_tiles(problem, tiles) / sms
+    if problem.causal is not None and total > 1:
+        return total
+    whole, rest = divmod(problem.seqlen_q, tiles.block_m)
+    busy = ceil(rest / ROWS)
+    if whole == 0 or busy in (0, tiles.consumers):
+        return ceil(total)
+    # Heads' last tiles, in which some consumers are idle, come after all others and fill the CTAs from the last one on.
+    last_takes = ALONE + (1 - ALONE) * busy / tiles.consumers
+    heads = problem.batch * problem.heads
+    before, more = divmod(heads * whole, sms)
+    free = sms - more if more else 0
+    after, left = divmod(max(heads - free, 0), sms)
+    with_one_more = before + (more > 0) + last_takes * (after + (left > free))
+    with_none = before + last_takes * ((more > 0) + after + (left > 0))
+    return max(with_one_more, with_none)
+
+
 def cost(problem: Problem, tiles: Tiles) -> float:
-    """Clocks that the launch is expected to take: rounds of query tiles, which causal ones share out evenly."""
-    rounds = query_tiles(problem, tiles) / chip_of(problem.target).sms
-    if problem.causal is None or rounds <= 1:
-        rounds = ceil(rounds)
-    return rounds * (key_tiles(problem, tiles) * tiles.tile_clocks + tiles.around_clocks)
+    """Clocks that the launch is expected to take."""
+    return rounds(problem, tiles) * (key_tiles(problem, tiles) * tiles.tile_clocks + tiles.around_clocks)
 
 
 def choose(problem: Problem) -> Tiles:

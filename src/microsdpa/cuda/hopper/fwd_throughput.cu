@@ -101,20 +101,21 @@ __device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUM
                                       const AttentionParams& params, const TensorMap& out, int first) {
   const Schedule<CAUSAL, ROWS * CONSUMERS, BLOCK_N, HEAD_DIM> schedule(params);
   const bool elected = elect_one();
-  bool before = false;
+  int before = 0;  // consumers, one bit each, that have written
   for (int round = 0; schedule.has(round); ++round) {
     const Work work = schedule.work(round);
     if (work.tiles == 0) continue;
     for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
       for (int i = first; i < CONSUMERS; i += STORERS) {
-        if (before) {
+        const int first_row = work.first_row + ROWS * i;
+        if (first_row >= params.seqlen_q) continue;
+        if (before >> i & 1) {
           if (elected) tma_store_wait_read<0>();
           __syncwarp();
           named_barrier_arrive(OUT_READ + i, OUT_THREADS);
         }
         named_barrier_sync(OUT_WRITTEN + i, OUT_THREADS);
-        const int first_row = work.first_row + ROWS * i;
-        if (elected && first_row < params.seqlen_q) {
+        if (elected) {
 #pragma unroll
           for (int panel = 0; panel < OUT_COLUMNS<HEAD_DIM> / PANEL<HEAD_DIM>; ++panel) {
             tma_store(out, shared.out[i] + panel * ROWS * PANEL<HEAD_DIM>, column + panel * PANEL<HEAD_DIM>, first_row,
@@ -122,9 +123,9 @@ __device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUM
           }
           tma_store_commit();
         }
+        before |= 1 << i;
         __syncwarp();
       }
-      before = true;
     }
   }
   if (elected) tma_store_wait_read<0>();

@@ -31,11 +31,13 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   float o[HEAD_DIM / 2];
 
   // The query tile that scores are computed of.
-  int works = 0;  // its number
-  int tile = 0;   // of keys
-  int tiles;      // that this warpgroup's rows see
-  int skipped;    // that others' rows see
-  int last_key;   // that the first row sees, by the causal mask
+  int works = 0;    // its number
+  int written = 0;  // query tiles that this warpgroup has written
+  int all_tiles;    // of keys: the CTA's; 0 when there is no query tile
+  int tile = 0;     // of keys
+  int tiles;        // that this warpgroup's rows see
+  int skipped;      // that others' rows see
+  int last_key;     // that the first row sees, by the causal mask
 
   __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& params, int warpgroup)
       : Base(params.scale_log2),
@@ -70,12 +72,13 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }
 
-  // Waits for a query tile. False when there is none.
+  // Waits for a query tile. False when there is none, or none of its rows is this warpgroup's.
   __device__ __forceinline__ bool begin_query() {
     mbarrier_wait(shared.query_loaded[query_place.stage], query_place.parity);
     const Work work = shared.work[works % WORKS];
-    if (work.tiles == 0) return false;
+    all_tiles = work.tiles;
     const int first_row = work.first_row + ROWS * warpgroup;
+    if (all_tiles == 0 || first_row >= params.seqlen_q) return false;
     tile = 0;
     tiles = CAUSAL ? key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS) : work.tiles;
     skipped = work.tiles - tiles;
@@ -158,11 +161,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     }
 #pragma unroll
     for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
-      if (works > 1 || column > 0) named_barrier_sync(OUT_READ + warpgroup, OUT_THREADS);  // what was there is stored
+      if (written > 0 || column > 0) named_barrier_sync(OUT_READ + warpgroup, OUT_THREADS);  // what was there is stored
       put<OUT_COLUMNS<HEAD_DIM>>(shared.out[warpgroup], column, inverse);
       fence_proxy_async();
       named_barrier_arrive(OUT_WRITTEN + warpgroup, OUT_THREADS);
     }
+    ++written;
   }
 
   // O times `factor`, from `first` on, as the tile that a bulk copy takes.
@@ -191,7 +195,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     }
   }
 
-  // The same for K: false when there is no further query tile.
+  // The same for K: false when begin_query() is.
   __device__ __forceinline__ bool next_query() {
     for (int i = 0; CAUSAL && i < skipped; ++i) {
       wait_turn();
@@ -204,7 +208,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   }
   __device__ __forceinline__ const Work& previous_work() const { return shared.work[(works - 1) % WORKS]; }
 
-  // From P of one tile to P of the next: O += P V, S, exponentials. False when there is no next one.
+  // From P of one tile to P of the next: O += P V, S, exponentials. False when there is no next one to go on with.
   __device__ __forceinline__ bool step(const Probabilities& p, Probabilities& next_p) {
     const bool first = tile == 0, last = tile + 1 == tiles;
     const int to_skip = skipped;
@@ -256,13 +260,27 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     return true;
   }
 
-  // P of the very first tile.
-  __device__ __forceinline__ bool begin(Probabilities& p) {
-    if (!begin_query()) return false;
-    if (warpgroup == CONSUMERS - 1) end_turn();
+  // Goes past a query tile that has no rows for this warpgroup.
+  __device__ __forceinline__ void skip_query() {
+    end_query();
+    for (int i = 0; i < all_tiles; ++i) {
+      wait_turn();
+      end_turn();
+      wait_key();
+      end_key();
+      wait_value();
+      end_value();
+    }
+    ++works;
+  }
+
+  // P of a query tile's first tile, when there is no P V to run beside S.
+  __device__ __forceinline__ void begin(Probabilities& p) {
     wait_key();
+    wait_turn();
     Scores s;
     score(s);
+    end_turn();
     wgmma_wait<0>();
     wgmma_fence_registers(s);
     end_key();
@@ -270,22 +288,23 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     mask(s);
     float factor[2];
     Base::soften(s, p, factor, true);
-    return true;
   }
 
-  // P V of the very last tile; `tiles` is still its query tile's.
+  // P V of a query tile's last tile, when no S runs beside it; `tiles` is still its query tile's.
   __device__ __forceinline__ void end(const Probabilities& p) {
     wait_value();
     accumulate(p, tiles > 1);
     wgmma_wait<0>();
     wgmma_fence_registers(o);
+    end_value();
+    end_values(skipped);
     finish(previous_work(), rows);
-    if (warpgroup == 0) wait_turn();  // nobody else takes the last one
   }
 
-  __device__ __forceinline__ void run() {
+  // From a query tile on to the last one before there is none for this warpgroup.
+  __device__ __forceinline__ void go_on() {
     Probabilities p[OVERLAP ? 2 : 1];
-    if (!begin(p[0])) return;
+    begin(p[0]);
     if constexpr (OVERLAP) {  // which registers hold P is known when compiling
       while (true) {
         if (!step(p[0], p[1])) return end(p[0]);
@@ -296,6 +315,21 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       }
       end(p[0]);
     }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (warpgroup == CONSUMERS - 1) end_turn();
+    bool found = begin_query();
+    while (all_tiles > 0) {
+      if (found) {
+        go_on();  // and has asked for a query tile in vain
+        found = false;
+      } else {
+        skip_query();
+        found = begin_query();
+      }
+    }
+    if (warpgroup == 0) wait_turn();  // nobody else takes the last one
   }
 };
 

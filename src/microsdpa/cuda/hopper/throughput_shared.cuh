@@ -67,9 +67,10 @@ __device__ __forceinline__ int key_tiles(const AttentionParams& params, int firs
 
 // Which query tiles a CTA computes, in rounds: in each, every CTA gets one.
 //
-// Without a mask the tiles of a head follow each other, so that CTAs that run at the same time read the same K and V.
-// Under a causal mask they are dealt in sections, of as many heads as leave their keys in L2: in each the longest tiles
-// come first. Every other round goes through the CTAs backwards, so that none always gets the longer tile.
+// Without a mask the tiles of a head follow each other, so that CTAs that run at the same time read the same K and V;
+// the heads' last tiles, where these have fewer rows, come after all others, to fill the last rounds. Under a causal
+// mask they are dealt in sections, of as many heads as leave their keys in L2: in each the longest tiles come first.
+// Every other round goes through the CTAs backwards, so that none always gets the longer tile.
 template <bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
 struct Schedule {
   static constexpr int SECTION_BYTES = 16 << 20;  // of K and V; an L2 has 50 MB, and keeps some lines twice
@@ -102,10 +103,18 @@ struct Schedule {
     const int section = round / rounds;
     const int first_head = section * section_heads;
     const int in_section = min(section_heads, heads - first_head);
-    const int index = (round - section * rounds) * ctas + (CAUSAL && round % 2 == 1 ? ctas - 1 - cta : cta);
+    const int whole = params.seqlen_q / BLOCK_M;  // tiles of a head
+    const bool backwards = CAUSAL ? round % 2 == 1 : round * ctas >= whole * heads;
+    const int index = (round - section * rounds) * ctas + (backwards ? ctas - 1 - cta : cta);
     if (index >= in_section * tiles) return {0, 0, 0, 0};
-    const int head = first_head + (CAUSAL ? index % in_section : index / tiles);
-    const int tile = CAUSAL ? tiles - 1 - index / in_section : index % tiles;
+    int head, tile;
+    if (CAUSAL) {
+      head = first_head + index % in_section, tile = tiles - 1 - index / in_section;
+    } else if (index < whole * heads) {
+      head = index / whole, tile = index % whole;
+    } else {
+      head = index - whole * heads, tile = whole;
+    }
     const int first_row = tile * BLOCK_M;
     return {head / params.heads, head % params.heads, first_row,
             key_tiles<CAUSAL, BLOCK_N>(params, first_row, BLOCK_M)};
