@@ -42,6 +42,7 @@ def test_tiles_that_do_not_fit_are_an_error() -> None:
     ("change", "block_m"),
     [
         ({"batch": 32, "seqlen_q": 512, "seqlen_k": 512}, 256),
+        ({"batch": 16, "seqlen_q": 1024, "seqlen_k": 1024}, 256),
         ({"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384}, 192),
         ({"batch": 8, "seqlen_q": 2048, "seqlen_k": 2048}, 192),
         ({"batch": 8, "seqlen_q": 2048, "seqlen_k": 2048, "causal": "upper_left"}, 256),
@@ -57,9 +58,9 @@ def test_choices(change: dict[str, int], block_m: int) -> None:
 @pytest.mark.parametrize(
     ("change", "rounds"),
     [
-        ({}, 20 + 2 * (0.35 + 0.65 / 3)),  # 20 rounds of whole tiles and 48 more, 128 of 64 rows: 84, then 44
+        ({}, 20 + 2 * (0.6 + 0.4 / 3)),  # 20 rounds of whole tiles and 48 more, 128 of 64 rows: 84, then 44
         ({"batch": 2}, 11),  # 10 and 24 more, beside which all 64 of 64 rows go
-        ({"batch": 8, "seqlen_q": 2048}, 19 + 3 * (0.35 + 1.3 / 3)),  # 19 and 52 more, 256 of 128 rows: 80, 132, 44
+        ({"batch": 8, "seqlen_q": 2048}, 19 + 3 * (0.6 + 0.8 / 3)),  # 19 and 52 more, 256 of 128 rows: 80, 132, 44
         ({"batch": 2, "seqlen_q": 8022}, 21),  # no consumer is idle in the last tiles
         ({"batch": 1, "seqlen_q": 100}, 1),
     ],

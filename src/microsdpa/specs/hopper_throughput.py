@@ -19,7 +19,7 @@ WORKS = 4
 """Descriptions of query tiles in shared memory, 16 bytes each."""
 DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
-ALONE = 0.35
+ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
 MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
