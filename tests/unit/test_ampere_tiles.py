@@ -52,6 +52,25 @@ def test_measured_choices(change: dict[str, int], tiling: tiles.Tiling) -> None:
     assert tiles.measured(replace(MISSION, **change)) == tiling  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("change", "late"),
+    [
+        ({}, 132),
+        ({"head_dim": 64, "heads": 32, "heads_kv": 32}, 132),
+        ({"batch": 16, "seqlen_q": 1024, "seqlen_k": 1024}, 132),
+        ({"batch": 8, "seqlen_q": 2048, "seqlen_k": 2048}, 0),
+        ({"causal": "upper_left"}, 0),
+        ({"batch": 20}, 0),
+        ({"target": "sm_89"}, 0),
+    ],
+)
+def test_ctas_that_begin_late(change: dict[str, object], late: int) -> None:
+    short = replace(MISSION, batch=32, heads=16, heads_kv=16, head_dim=128)
+    problem = replace(short, **change)  # type: ignore[arg-type]
+    arguments = dict(select(problem, "ampere/fwd_mma").spec.template_args)
+    assert arguments["LATE"] == str(late)
+
+
 def test_other_chips_have_no_measured_choices() -> None:
     for target in ("sm_80", "sm_89", "sm_120"):
         assert tiles.measured(replace(MISSION, target=target)) is None

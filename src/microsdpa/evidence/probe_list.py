@@ -254,6 +254,7 @@ PROBES = (
     Probe("shfl", "shuffle", 2, 8, random_bits(2)),
     Probe("permute", "permute", 2, 3, random_bits(2), source="probes/permute.cu"),
     Probe("opaque", "opaque", 1, 2, random_bits(1)),
+    Probe("pause", "pause", 1, 1, random_bits(1)),
     Probe("vote", "vote", 1, 4, random_bits(1)),
     *_wgmma_probes(),
     *_tma_probes(),

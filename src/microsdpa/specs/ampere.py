@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
-from microsdpa.specs.ampere_tiles import Tiling, candidates, choose, illegal, packed_heads
+from microsdpa.specs.ampere_tiles import Tiling, candidates, choose, illegal, late_ctas, packed_heads
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -26,7 +26,7 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
     kept, causal = min(tiling.kept, problem.head_dim // 16), boolean[problem.causal is not None]
     if tiling.streaming:
         arguments |= {"WARPS": tiling.warps_m, "STAGES": tiling.stages, "KEPT": kept, "STEP": tiling.step}
-        arguments |= {"CTAS": tiling.ctas, "CAUSAL": causal}
+        arguments |= {"CTAS": tiling.ctas, "LATE": late_ctas(problem, tiling), "CAUSAL": causal}
     else:
         arguments |= {"WARPS_M": tiling.warps_m, "WARPS_N": tiling.warps_n, "STAGES": tiling.stages}
         arguments |= {"RESIDENT": boolean[tiling.resident], "KEPT": kept, "CAUSAL": causal}

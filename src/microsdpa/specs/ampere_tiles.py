@@ -106,6 +106,8 @@ KEYS_OF_A_LAUNCH, KEYS_FOR_EIGHT_WARPS = 400, 512
 """Keys of a CTA, by measurements on an H200: those that take as long as a second kernel, and from which on eight warps
 are faster than four."""
 LONG_KEYS = 2048
+FEWEST_TURNS, MOST_LATE_KEYS = 6, 1024
+"""Where the second CTA of an SM begins late, as measured on an H200: CTAs that a place on an SM computes, keys."""
 
 
 def candidates(problem: Problem) -> list[Tiling]:
@@ -146,6 +148,15 @@ def _streaming(problem: Problem) -> Tiling:
         waves = ctas_of(problem, STREAM_WIDE) / chip_of(problem.target).sms
         return STREAM_WIDE if problem.seqlen_k >= 4096 and waves >= 4 else STREAM_LARGE_STEP
     return STREAM_LEAN_128 if problem.head_dim % 32 == 0 and not hopper else STREAM_SMALL_STEP
+
+
+def late_ctas(problem: Problem, tiling: Tiling) -> int:
+    """CTAs of the first turn that begin late, one an SM: where many CTAs of few keys each are of equal length."""
+    sms = chip_of(problem.target).sms
+    turns = ctas_of(problem, tiling) / (2 * sms)
+    equal = problem.causal is None and problem.seqlen_k <= MOST_LATE_KEYS
+    hopper = capability_of(problem.target) == (9, 0)
+    return sms if hopper and equal and tiling.ctas == 2 and turns >= FEWEST_TURNS else 0
 
 
 def illegal(problem: Problem, tiling: Tiling) -> str:

@@ -20,6 +20,7 @@
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
 #include "../ptx/mbarrier.cuh"
+#include "../ptx/pause.cuh"
 #include "stream_tile.cuh"
 
 namespace microsdpa {
@@ -120,7 +121,7 @@ __device__ __forceinline__ void negate(Tile& tile) {
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int STAGES, int KEPT, int STEP, int CTAS,
-          bool CAUSAL, bool PROGRAMMATIC>
+          int LATE, bool CAUSAL, bool PROGRAMMATIC>
 __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __grid_constant__ AttentionParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS>;
   using Softmax = OnlineSoftmax<ROW_TILES>;
@@ -150,6 +151,9 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
     }
   }
   if (STAGES == 4) named_barrier_sync(1, C::THREADS);
+  // CTAs of equal work that begin together end together: neither then computes while the other loads and stores. So of
+  // the first two of an SM the second begins later; LATE is how many SMs there are.
+  if (LATE > 0 && blockIdx.x >= LATE && blockIdx.x < 2 * LATE) pause(64 * HEAD_DIM);
   if (PROGRAMMATIC) grid_dependency_wait();
   shared.query.template copy_async<C::THREADS>(head.query + work.first_row * params.query_strides.row,
                                                params.query_strides.row, params.seqlen_q - work.first_row, threadIdx.x);

@@ -12,6 +12,7 @@
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/opaque.cuh"
+#include "../ptx/pause.cuh"
 #include "probe.cuh"
 
 namespace microsdpa {
@@ -53,6 +54,14 @@ __global__ void probe_opaque(const __grid_constant__ ProbeParams params) {
   for (uint32 i = 0; i < 4; ++i) sum = 3 * sum + (opaque(x) >> i);
   output_of<OUT>(params)[0] = opaque(x);
   output_of<OUT>(params)[1] = sum;
+}
+
+// A value that outlives a pause of as many clocks as it says; how long that takes is nothing the emulator knows.
+template <int IN, int OUT>
+__global__ void probe_pause(const __grid_constant__ ProbeParams params) {
+  const uint32 x = input_of<IN>(params)[0];
+  pause(static_cast<int>(x % 1024));
+  output_of<OUT>(params)[0] = x;
 }
 
 // FP32 to FP16 and BF16 and back.

@@ -1,0 +1,10 @@
+// Letting time pass, which the emulator does not model; cuda/ptx/pause.cuh says what the function does.
+#pragma once
+
+#include "../prelude.cuh"
+
+namespace microsdpa {
+
+inline void pause(int) {}
+
+}  // namespace microsdpa
