@@ -13,8 +13,9 @@ from microsdpa import reference
 from microsdpa.emulate import build
 from microsdpa.emulate.run import Report, Schedule, attention, launch
 from microsdpa.evidence import compare
-from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.jit.source import CUDA_DIR
+from microsdpa.masks import Masks
 from microsdpa.problem import Problem
 from microsdpa.specs import KernelSpec, TensorMap
 
@@ -162,17 +163,20 @@ def hopper_product(root: Path, keys: int, schedule: Schedule) -> tuple[bool, Rep
 
 def check_in_every_order(spec: KernelSpec, problem: Problem, case: Case) -> None:
     """A case by one configuration: right, without bank conflicts, and the same bits in two orders, late and early."""
-    query, key, value = make(case)
+    (query, key, value), masks = make(case), make_masks(case)
     outs = []
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
         out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
         report = attention(
-            *(spec, problem, query, key, value, out, lse, case.scale), schedule=schedule, count_banks=True
+            *(spec, problem, query, key, value, out, lse, case.scale),
+            schedule=schedule,
+            count_banks=True,
+            masks=Masks(**masks),
         )
         assert report.bank_conflicts == 0
         outs.append((out, lse))
     assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
-    expected = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
-    eager = reference.eager(query, key, value, causal=case.causal, scale=case.scale)
+    expected = reference.oracle(query, key, value, causal=case.causal, scale=case.scale, **masks)
+    eager = reference.eager(query, key, value, causal=case.causal, scale=case.scale, **masks)
     for got, exact, plain in zip(outs[0], expected, eager, strict=True):
         assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))

@@ -10,7 +10,9 @@ from harness import check_in_every_order
 
 from microsdpa import reference
 from microsdpa.emulate import run
-from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.verify import problem_of
+from microsdpa.masks import Masks
 from microsdpa.problem import Problem
 from microsdpa.specs import ampere_tiles
 from microsdpa.specs.ampere import specification
@@ -44,6 +46,9 @@ RUNS = [
     (Case(1, 4, 3, 700, 128, heads_kv=2), replace(ampere_tiles.DECODE_WIDE, split=2), 2),
     (Case(1, 1, 50, 700, 64, causal="lower_right"), replace(ampere_tiles.PAIRED, split=4), 1),
     (Case(1, 1, 70, 200, 256), replace(ampere_tiles.LARGE_HEADS, split=2), 1),
+    (Case(2, 8, 1, 500, 64, heads_kv=2, masks=("left padding",)), ampere_tiles.DECODE_LEAN, 4),
+    (Case(1, 4, 3, 700, 128, heads_kv=2, masks=("additive", "sinks")), replace(ampere_tiles.DECODE_WIDE, split=2), 2),
+    (Case(1, 4, 5, 410, 64, causal="lower_right", masks=("window", "alibi")), replace(ampere_tiles.DECODE, split=4), 1),
     (Case(1, 1, 50, 170, 64, scale=-0.3), Tiling(64, 1, 2), 1),
     (Case(1, 1, 50, 70, 64, scale=0.0, causal="upper_left"), Tiling(64, 1, 2), 1),
     (Case(1, 1, 50, 270, 64, kind="outliers"), Tiling(64, 1, 2), 1),
@@ -53,7 +58,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("case", "tiling", "pack"), RUNS, ids=str)
 def test_a_tiling_is_right_without_bank_conflicts(case: Case, tiling: Tiling, pack: int) -> None:
-    problem = case.problem("sm_80")
+    problem = problem_of(case, "sm_80")
     check_in_every_order(specification(problem, tiling, pack), problem, case)
 
 
@@ -71,12 +76,26 @@ CLUSTERED = replace(ampere_tiles.DECODE_DEEP, clustered=True)
         (Case(1, 1, 3, 40, 64, scale=-0.3), replace(CLUSTERED, split=8), 1),
         (Case(1, 2, 1, 1100, 64), replace(ampere_tiles.DECODE_WIDE, split=4, clustered=True), 1),
         (Case(1, 2, 1, 300, 256, heads_kv=1), replace(ampere_tiles.DECODE_LARGE_HEADS, split=4, clustered=True), 2),
+        (Case(2, 8, 1, 1101, 64, heads_kv=2, masks=("left padding",)), replace(CLUSTERED, split=4), 4),
+        (Case(1, 4, 5, 300, 64, heads_kv=1, masks=("float32", "sinks")), replace(CLUSTERED, split=8), 4),
     ],
     ids=str,
 )
 def test_the_parts_of_a_cluster_are_merged_in_every_order(case: Case, tiling: Tiling, pack: int) -> None:
-    problem = case.problem("sm_90a")
+    problem = problem_of(case, "sm_90a")
     check_in_every_order(specification(problem, tiling, pack), problem, case)
+
+
+def test_keys_that_a_mask_hides_are_not_loaded() -> None:
+    case = Case(1, 4, 1, 2048, 64, heads_kv=1)
+    tensors, loaded = make(case), []
+    for hidden in (0, 1536):
+        masks = Masks(attn_mask=torch.arange(2048) >= hidden)
+        problem = replace(case.problem("sm_80"), mask=masks.kind)
+        spec = specification(problem, ampere_tiles.DECODE, 4)
+        report = run.attention(spec, problem, *tensors, torch.empty_like(tensors[0]), None, None, masks=masks)
+        loaded.append(report.counters["async_copy_bytes"])
+    assert loaded[1] < loaded[0] / 3  # the last quarter, and the first tile of each warp
 
 
 @pytest.mark.parametrize("keys", [300, 320, 512])

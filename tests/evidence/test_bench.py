@@ -412,7 +412,18 @@ def test_the_process_reports_its_last_words() -> None:
 
 
 def test_suites_are_data() -> None:
-    assert suites.names() == ["ampere", "decode", "fp8", "ladder", "mission", "prefill", "prefill_fp8", "real", "small"]
+    assert suites.names() == [
+        "ampere",
+        "decode",
+        "fp8",
+        "ladder",
+        "masked",
+        "mission",
+        "prefill",
+        "prefill_fp8",
+        "real",
+        "small",
+    ]
     prefill = suites.load("prefill")
     assert len(prefill.cases) == 3 * 2 * 6
     for case in prefill.cases:

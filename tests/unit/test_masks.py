@@ -77,7 +77,7 @@ def test_every_mask_has_a_kernel_and_the_others_say_why_not() -> None:
 
 
 def test_explain_says_what_would_be_faster() -> None:
-    query, key, value = make(Case(1, 2, 12, 20, 64))
+    query, key, value = make(Case(1, 2, 17, 20, 64))
     found = microsdpa.explain(query, key, value, softcap=2.0, impl="emulate")
     assert found.runs == "emulate:ampere/fwd_general"
     assert "faster     ampere/fwd_mma, for a call without softcap" in str(found)

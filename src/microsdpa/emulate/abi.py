@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 8, 16, 128, 4096
+MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 10, 16, 128, 4096
 
 
 class Params(ctypes.Structure):

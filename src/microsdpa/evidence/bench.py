@@ -79,7 +79,13 @@ class CaseBench:
 
     def _absence(self, implementation: Implementation) -> str:
         """Why an implementation takes no part; empty when it does."""
-        return self.excluded.get(title(implementation)) or implementation.absence or implementation.refuses(self.case)
+        refusal = "" if implementation.takes_masks or not self.case.masks else "it takes no masks"
+        return (
+            self.excluded.get(title(implementation))
+            or implementation.absence
+            or refusal
+            or implementation.refuses(self.case)
+        )
 
     def _check(self, implementation: Implementation, modes: Sequence[str]) -> _Ready | None:
         """The implementation with its error, or None after rows that say why it is not timed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from microsdpa.evidence.inputs import Case, Kind, Layout, Masking
 from microsdpa.problem import Causal, DType
 
@@ -22,6 +24,11 @@ MASKINGS: tuple[tuple[Causal | None, tuple[Masking, ...]], ...] = (
     ("upper_left", ("softcap",)),
     ("lower_right", ("alibi",)),
     ("lower_right", ("bool", "window", "softcap", "alibi", "sinks")),
+)
+DECODING: tuple[tuple[DType, Causal | None, tuple[Masking, ...]], ...] = (
+    ("float16", None, ("left padding",)),
+    ("bfloat16", None, ("left padding, numbers",)),
+    ("float16", "lower_right", ("padding", "window", "softcap", "alibi", "sinks")),
 )
 CROSS_LENGTHS = ((1, 777), (7, 512), (333, 65), (512, 1), (129, 1000))
 
@@ -92,5 +99,11 @@ def verify_cases() -> list[Case]:
         for d in (40, 128, 256)
         for dtype in DTYPES
     ]
+    # Masks in decoding, where heads share tiles and the keys are divided.
+    cases += [
+        Case(2, 8, s_q, s_k, d, heads_kv=2, dtype=dtype, causal=causal, masks=masks)
+        for (s_q, s_k, d), (dtype, causal, masks) in product(((1, 700, 64), (5, 333, 128)), DECODING)
+    ]
+    cases += [Case(1, 2, 16, 200, 256, masks=("left padding",)), Case(3, 4, 40, 90, 64, masks=("text",))]
     cases.append(Case(2, 4, 77, 90, 64, heads_kv=2, layout="unaligned", masks=("additive", "window", "alibi", "sinks")))
     return list(dict.fromkeys(cases))

@@ -6,7 +6,7 @@ import torch
 
 from microsdpa import reference
 from microsdpa.evidence import compare
-from microsdpa.evidence.inputs import TORCH_DTYPE, Case
+from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make_masks
 from microsdpa.evidence.peers import Tensors, quantised
 
 
@@ -16,7 +16,8 @@ class Expectation:
     def __init__(self, case: Case, tensors: Tensors) -> None:
         self._case = case
         self._tensors = tensors
-        self.output, _ = reference.oracle(*tensors, causal=case.causal, scale=case.scale)
+        self._masks = make_masks(case, tensors[0].device.type)
+        self.output, _ = reference.oracle(*tensors, causal=case.causal, scale=case.scale, **self._masks)
         self._allowed: dict[str, compare.Tolerance] = {}
 
     def tolerance(self, arithmetic: str) -> compare.Tolerance:
@@ -31,7 +32,7 @@ class Expectation:
     def _derive(self, arithmetic: str) -> compare.Tolerance:
         case, tensors = self._case, self._tensors
         if not arithmetic:
-            eager, _ = reference.eager(*tensors, causal=case.causal, scale=case.scale)
+            eager, _ = reference.eager(*tensors, causal=case.causal, scale=case.scale, **self._masks)
             return compare.tolerance(eager, self.output, tensors[0].dtype)
         eager = quantised.eager(*tensors, case.causal, case.scale, arithmetic)
         dtype = torch.float8_e4m3fn if arithmetic == "e4m3" else TORCH_DTYPE[case.dtype]

@@ -11,7 +11,19 @@ from microsdpa.problem import Causal, DType, Problem
 
 Kind = Literal["normal", "mean", "outliers", "key_bias"]
 Layout = Literal["bhsd", "bshd", "unaligned"]
-Masking = Literal["bool", "padding", "additive", "float32", "window", "softcap", "alibi", "sinks"]
+Masking = Literal[
+    "bool",
+    "padding",
+    "left padding",
+    "left padding, numbers",
+    "text",
+    "additive",
+    "float32",
+    "window",
+    "softcap",
+    "alibi",
+    "sinks",
+]
 
 TORCH_DTYPE: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -40,6 +52,10 @@ class Case:
     layout: Layout = "bhsd"
     seed: int = 0
     masks: tuple[Masking, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Masks are a list where a case comes from JSON; a case is hashed."""
+        object.__setattr__(self, "masks", tuple(self.masks))
 
     @property
     def kv_heads(self) -> int:
@@ -100,7 +116,10 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Further arguments of sdpa, and of the oracle, for the masks of a case: the same values on every device.
 
     "bool" is [B, 1, S_q, S_k] and hides half the keys, all of them from some rows; "padding" is [B, 1, 1, S_k];
-    "additive" is [H, S_q, S_k] in the inputs' type, -inf in places; "float32" is [S_q, S_k].
+    "left padding" is the [B, 1, S_q, S_k] of a batch of prompts that are filled up to one length on the left, and the
+    causal mask of their last S_q tokens: up to half of the keys are hidden, a padded query sees itself. As numbers it
+    has the lowest one for what is hidden, in the inputs' type. "text" is [B, 1, 1, S_k] and hides some of the first
+    eighth of the keys. "additive" is [H, S_q, S_k] in the inputs' type, -inf in places; "float32" is [S_q, S_k].
     """
     generator = torch.Generator().manual_seed(7 + case.seed)
     b, h, s_q, s_k = case.batch, case.heads, case.seqlen_q, case.seqlen_k
@@ -113,6 +132,17 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
         elif name == "padding":
             lengths = torch.randint(1, s_k + 1, (b,), generator=generator)
             found["attn_mask"] = (torch.arange(s_k) < lengths[:, None])[:, None, None].to(device)
+        elif name in ("left padding", "left padding, numbers"):
+            padding = torch.randint(0, s_k // 2 + 1, (b, 1, 1), generator=generator)
+            keys, queries = torch.arange(s_k), torch.arange(s_k - s_q, s_k)[:, None]
+            mask = ((keys <= queries) & ((keys >= padding) | (keys == queries)))[:, None]
+            lowest = torch.finfo(TORCH_DTYPE[case.dtype]).min
+            numbers = torch.zeros(mask.shape, dtype=TORCH_DTYPE[case.dtype]).masked_fill(~mask, lowest)
+            found["attn_mask"] = (mask if name == "left padding" else numbers).to(device)
+        elif name == "text":
+            lengths = torch.randint(0, s_k // 8 + 1, (b, 1), generator=generator)
+            keys = torch.arange(s_k)
+            found["attn_mask"] = ((keys < lengths) | (keys >= s_k // 8))[:, None, None].to(device)
         elif name in ("additive", "float32"):
             shape = (h, s_q, s_k) if name == "additive" else (s_q, s_k)
             bias = torch.randn(shape, generator=generator).where(

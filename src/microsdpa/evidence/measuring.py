@@ -60,7 +60,8 @@ def to_rehearse(cases: dict[int, Case]) -> list[int]:
     by_work = sorted(cases, key=lambda index: cases[index].batch * cases[index].seqlen_q * cases[index].seqlen_k)
     for index in by_work:
         case = cases[index]
-        kind = (case.dtype, case.head_dim, case.causal, case.heads // case.kv_heads, case.seqlen_q == 1, case.layout)
+        group = case.heads // case.kv_heads
+        kind = (case.dtype, case.head_dim, case.causal, case.masks, group, case.seqlen_q == 1, case.layout)
         chosen.setdefault(kind, index)
     return sorted(chosen.values())
 

@@ -60,7 +60,7 @@ def compare(old: results.Result, new: results.Result, threshold: float) -> list[
 def _key(row: results.Row) -> tuple[object, ...]:
     shape = tuple(sorted(row["shape"].items()))
     defaults = DEFAULTS | {"inputs": row["dtype"]}
-    return (*(row.get(name, defaults.get(name)) for name in KEY), shape)
+    return (*(row.get(name, defaults.get(name)) for name in KEY), shape, *row.get("masks", ()))
 
 
 def _change(old: results.Row | None, new: results.Row | None, threshold: float) -> Change:

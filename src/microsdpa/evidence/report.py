@@ -17,7 +17,7 @@ from microsdpa.evidence.step import Step
 from microsdpa.evidence.timing import MODES
 from microsdpa.evidence.wording import provenance
 
-SUITES_FIRST = ("mission", "small", "prefill", "ampere", "decode", "fp8", "prefill_fp8", "real", "ladder")
+SUITES_FIRST = ("mission", "small", "prefill", "ampere", "decode", "masked", "fp8", "prefill_fp8", "real", "ladder")
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ def row(case: Case, /, **fields: object) -> Row:
             "d": case.head_dim,
         },
         "mask": case.causal or "none",
+        **({"masks": list(case.masks)} if case.masks else {}),
         "mode": "graph",
         "median_us": None,
         "min_us": None,

@@ -26,5 +26,8 @@ def case_name(row: results.Row) -> str:
     heads = str(s["h"]) if s["h"] == s["h_kv"] else f"{s['h']}:{s['h_kv']}"
     alignment = "" if s["s_q"] == s["s_k"] else f" {row['mask']}"
     mask = "" if row["mask"] == "none" else f", causal{alignment}"
+    masks = "".join(f", {name}" for name in row.get("masks", []))
     kind = "" if row.get("kind", "normal") == "normal" else f", {row['kind']}"
-    return f"({s['b']}, {heads}, {s['s_q']}, {s['s_k']}, {s['d']}), {row.get('inputs', row['dtype'])}{mask}{kind}"
+    return (
+        f"({s['b']}, {heads}, {s['s_q']}, {s['s_k']}, {s['d']}), {row.get('inputs', row['dtype'])}{mask}{masks}{kind}"
+    )

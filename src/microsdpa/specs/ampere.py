@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
-from microsdpa.specs.ampere_tiles import Tiling, candidates, choose, illegal, late_ctas, packed_heads
+from microsdpa.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
+from microsdpa.specs.ampere_tiles import (
+    MASKED_QUERIES,
+    Tiling,
+    candidates,
+    choose,
+    illegal,
+    late_ctas,
+    packed_heads,
+)
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
-CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
+BOOLEAN = {True: "true", False: "false"}
 HEAD_DIMS = range(16, 257, 16)
 STREAM_SPILLS = (
     "all 255 registers are used: another compiler than the tested one may keep a value of the outer loop there"
 )
+MASK_SPILLS = "a mask of numbers takes the registers that are left: some bytes of addresses, once a tile"
 
 
 def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec:
     """The kernel of one tiling for a problem."""
-    boolean = {True: "true", False: "false"}
+    mask = problem.mask or MaskKind()
     programmatic = capability_of(problem.target) >= (9, 0)
     arguments: dict[str, str | int] = {
         "T": CPP_TYPE[problem.dtype],
@@ -23,15 +33,17 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
         "BLOCK_N": tiling.block_n,
         "ROW_TILES": tiling.row_tiles,
     }
-    kept, causal = min(tiling.kept, problem.head_dim // 16), boolean[problem.causal is not None]
+    kept, causal = min(tiling.kept, problem.head_dim // 16), BOOLEAN[mask.right or problem.causal is not None]
     if tiling.streaming:
         arguments |= {"WARPS": tiling.warps_m, "STAGES": tiling.stages, "KEPT": kept, "STEP": tiling.step}
         arguments |= {"CTAS": tiling.ctas, "LATE": late_ctas(problem, tiling), "CAUSAL": causal}
     else:
         arguments |= {"WARPS_M": tiling.warps_m, "WARPS_N": tiling.warps_n, "STAGES": tiling.stages}
-        arguments |= {"RESIDENT": boolean[tiling.resident], "KEPT": kept, "CAUSAL": causal}
-        arguments |= {"PACK": pack, "SPLIT": tiling.split, "CLUSTERED": boolean[tiling.clustered]}
-    arguments["PROGRAMMATIC"] = boolean[programmatic]
+        arguments |= {"RESIDENT": BOOLEAN[tiling.resident], "KEPT": kept, "CAUSAL": causal}
+        arguments |= {"PACK": pack, "SPLIT": tiling.split, "CLUSTERED": BOOLEAN[tiling.clustered]}
+    arguments["PROGRAMMATIC"] = BOOLEAN[programmatic]
+    if not tiling.streaming:
+        arguments["MASKS"] = _masks(problem.mask)
     in_two_kernels = tiling.split > 1 and not tiling.clustered
     return KernelSpec(
         name="ampere/fwd_mma",
@@ -41,14 +53,30 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
         threads=tiling.threads,
         block_m=tiling.block_m,
         shared_bytes=tiling.shared_bytes(problem.head_dim),
-        local_memory=STREAM_SPILLS if tiling.streaming and problem.head_dim > 64 else "",
+        local_memory=_local_memory(problem, tiling),
         cluster=tiling.split if tiling.clustered else 1,
         split=tiling.split,
         pack=pack,
         programmatic=programmatic,
         workspace_row_bytes=tiling.split * (4 * problem.head_dim + 8) if in_two_kernels else 0,
         then=_merge(problem, tiling.split, programmatic) if in_two_kernels else None,
+        params="microsdpa::MaskedParams" if problem.mask else "microsdpa::AttentionParams",
     )
+
+
+def _local_memory(problem: Problem, tiling: Tiling) -> str:
+    """Why a kernel may spill; empty when it may not."""
+    if problem.mask is not None:
+        return MASK_SPILLS if problem.head_dim > 64 else ""
+    return STREAM_SPILLS if tiling.streaming and problem.head_dim > 64 else ""
+
+
+def _masks(mask: MaskKind | None) -> str:
+    """The C++ type that says which masks a kernel is compiled for."""
+    if mask is None:
+        return "microsdpa::NoMasks"
+    flags = ", ".join(BOOLEAN[flag] for flag in (mask.left, mask.softcap, mask.alibi))
+    return f"microsdpa::Masks<{CPP_TYPE[mask.tensor]}, {flags}, {CPP_TYPE[mask.sinks]}>"
 
 
 def _merge(problem: Problem, split: int, programmatic: bool) -> KernelSpec:
@@ -79,6 +107,12 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    if problem.mask is not None and (problem.seqlen_q > MASKED_QUERIES or problem.head_dim % 32):
+        return Rejection(
+            f"it knows the causal mask only, not {problem.mask}, but for up to {MASKED_QUERIES} queries of a head_dim "
+            "that is a multiple of 32",
+            f"a call without {problem.mask}",
         )
     spec = specification(problem, choose(problem), packed_heads(problem))
     if spec.grid(problem)[0] > MAX_GRID_X:

@@ -108,11 +108,15 @@ are faster than four."""
 LONG_KEYS = 2048
 FEWEST_TURNS, MOST_LATE_KEYS = 6, 1024
 """Where the second CTA of an SM begins late, as measured on an H200: CTAs that a place on an SM computes, keys."""
+MASKED_QUERIES = 16
+"""Queries of a head that have masks at most; more of them are ampere/fwd_general's."""
 
 
 def candidates(problem: Problem) -> list[Tiling]:
     """Tilings that compile without spills for the head dimension."""
     hopper = capability_of(problem.target) == (9, 0)
+    if problem.mask is not None:
+        return [tiling for tiling in candidates(replace(problem, mask=None)) if takes_masks(tiling)]
     if problem.head_dim > 128:
         few = [*_splits(DECODE_LARGE_HEADS), *_clusters(DECODE_LARGE_HEADS)] if hopper else []
         return [*_splits(LARGE_HEADS), *few, *([] if hopper else _splits(DECODE_LARGE_HEADS_LEAN))]
@@ -159,9 +163,16 @@ def late_ctas(problem: Problem, tiling: Tiling) -> int:
     return sms if hopper and equal and tiling.ctas == 2 and turns >= FEWEST_TURNS else 0
 
 
+def takes_masks(tiling: Tiling) -> bool:
+    """Whether a warp of the tiling decides alone which keys it loads, as it does under masks."""
+    return tiling.row_tiles == tiling.warps_m == 1 and not (tiling.streaming or tiling.resident)
+
+
 def illegal(problem: Problem, tiling: Tiling) -> str:
     """Why a tiling cannot compute a problem on its chip; empty when it can."""
     chip = chip_of(problem.target)
+    if problem.mask is not None and not takes_masks(tiling):
+        return "its warps share the keys, which masks decide about"
     if (needed := tiling.shared_bytes(problem.head_dim)) > chip.shared_per_cta:
         return f"{needed} bytes of shared memory exceed the {chip.shared_per_cta} of a CTA"
     if tiling.resident and problem.seqlen_k > tiling.block_n * tiling.stages * tiling.warps_n:
@@ -220,6 +231,8 @@ def measured(problem: Problem) -> Tiling | None:
     if capability_of(problem.target) != (9, 0):
         return None
     sms = chip_of(problem.target).sms
+    if problem.mask is not None:
+        return _decoding(problem)
     if problem.seqlen_q <= 16 and (problem.seqlen_k > 128 or ctas_of(problem, DECODE_DEEP) > sms):
         return _decoding(problem)
     if problem.head_dim > 128:

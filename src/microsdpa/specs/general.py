@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from microsdpa.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
+from microsdpa.specs.chip import chip_of
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
@@ -16,13 +19,16 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(f"head_dim {problem.head_dim} is over {MAX_HEAD_DIM}", f"head_dim {MAX_HEAD_DIM}")
     if capability_of(problem.target) < (8, 0):
         return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
-    columns, block_n = -(-problem.head_dim // 16) * 16, 64 if problem.head_dim <= 128 else 32
+    columns = -(-problem.head_dim // 16) * 16
+    row_tiles, block_n = _tile(problem)
     vectors = problem.alignment >= VECTOR_BYTES and problem.head_dim % 8 == 0
     mask = problem.mask or MaskKind()
+    programmatic = capability_of(problem.target) >= (9, 0)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
         "BLOCK_N": block_n,
+        "ROW_TILES": row_tiles,
         "WARPS": WARPS,
         "LOAD_BYTES": VECTOR_BYTES if vectors else 2,
         "MASK": CPP_TYPE[mask.tensor],
@@ -31,6 +37,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         "SOFTCAP": _cpp(mask.softcap),
         "ALIBI": _cpp(mask.alibi),
         "SINK": CPP_TYPE[mask.sinks],
+        "PROGRAMMATIC": _cpp(programmatic),
     }
     spec = KernelSpec(
         name="ampere/fwd_general",
@@ -38,14 +45,31 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         template="microsdpa::general_attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=32 * WARPS,
-        block_m=16 * WARPS,
-        shared_bytes=2 * columns * (16 * WARPS + 4 * block_n),
+        block_m=16 * row_tiles * WARPS,
+        shared_bytes=2 * columns * (16 * row_tiles * WARPS + 4 * block_n),
+        programmatic=programmatic,
         params="microsdpa::MaskedParams",
         local_memory="it computes what no other kernel does: refused, the call would have none",
     )
     if spec.grid(problem)[0] > MAX_GRID_X:
         return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
     return spec
+
+
+def _tile(problem: Problem) -> tuple[int, int]:
+    """(tiles of 16 queries that a warp owns, keys of a tile), as measured on an H200.
+
+    With two tiles of queries a warp reads shared memory half as often; they are for long rows of queries that fill the
+    chip, and take the keys that leave its registers room for the mask.
+    """
+    tensor = problem.mask.tensor if problem.mask else None
+    ctas = problem.batch * problem.heads * ceil(problem.seqlen_q / (32 * WARPS))
+    if problem.seqlen_q > 128 and ctas >= chip_of(problem.target).sms:
+        if problem.head_dim <= 64:
+            return 2, 64 if tensor in (None, "bool") else 32
+        if problem.head_dim <= 128 and tensor != "float32":
+            return 2, 32
+    return 1, 64 if problem.head_dim <= 128 else 32
 
 
 def _cpp(value: bool) -> str:

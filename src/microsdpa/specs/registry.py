@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import cycle, product
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, MaskKind, Problem
 from microsdpa.specs import ampere, general, hopper, hopper_split, hopper_throughput, ladder
@@ -23,7 +23,8 @@ class Family:
     Attributes:
         specify: gives the configuration for a problem, or says why there is none.
         emulated_target: the GPU that the emulator takes when the family is named.
-        masks: whether the family knows masks other than the causal one.
+        masks: whether the family knows masks other than the causal one, at least for some problems.
+        any_layout: whether it takes any head dimension and alignment.
         passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
             does not.
         configurations: every configuration that computes a problem, by a name for a table; for a family with a choice.
@@ -34,6 +35,7 @@ class Family:
     specify: Callable[[Problem], KernelSpec | Rejection]
     emulated_target: str = EMULATED_TARGET
     masks: bool = False
+    any_layout: bool = False
     passed_over: Callable[[Problem], Rejection | None] = lambda _: None
     configurations: Callable[[Problem], dict[str, KernelSpec]] = lambda _: {}
 
@@ -72,6 +74,7 @@ FAMILIES: tuple[Family, ...] = (
         "ampere/fwd_mma",
         "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer",
         ampere.forward,
+        masks=True,
         configurations=ampere.configurations,
     ),
     Family(
@@ -79,6 +82,7 @@ FAMILIES: tuple[Family, ...] = (
         "every mask, head dimension and layout, on mma.sync; sm_80 and newer",
         general.forward,
         masks=True,
+        any_layout=True,
     ),
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
     Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
@@ -134,8 +138,8 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
     opposites = [(5, 2), (0, 7), (6, 1), (3, 4)]  # two variants that have nothing in common, four times
     for family in FAMILIES:
         found = 0
-        kinds = MASK_KINDS if family.masks else (None,)
-        for head_dim in GENERAL_HEAD_DIMS if family.masks else range(16, 257, 16):
+        kinds = MASK_KINDS if family.any_layout else (None,)
+        for head_dim in GENERAL_HEAD_DIMS if family.any_layout else range(16, 257, 16):
             results = [
                 family.specify(
                     Problem(
@@ -155,6 +159,11 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)
             found += any(isinstance(result, KernelSpec) for result in results)
+        if family.masks and not family.any_layout:
+            for kind, dtype in zip(MASK_KINDS[1:], cycle(dtypes)):
+                result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))
+                if isinstance(result, KernelSpec):
+                    specs |= dict.fromkeys(result.stages)
     eight_bit = [*eight_bit_catalogue(target), *quantize_catalogue(target)]
     if not every:
         eight_bit = [s for s in eight_bit if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]

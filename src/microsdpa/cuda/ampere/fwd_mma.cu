@@ -13,109 +13,17 @@
 //           another their parts (CLUSTERED, sm_90), or each leaves its part in the workspace, for fwd_merge.
 // Bound by: latency: launch, one trip to L2, one tile, one store.
 #include "../core/epilogue.cuh"
+#include "../core/masks.cuh"
 #include "../core/merge.cuh"
 #include "../core/online_softmax.cuh"
-#include "../core/params.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
+#include "mma_masked.cuh"
+#include "mma_plan.cuh"
 
 namespace microsdpa {
-
-template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int STAGES_>
-struct Tiles {
-  using T = ELEMENT;
-  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_;
-  static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
-  static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS_M;
-  static constexpr int GROUP_THREADS = 32 * WARPS_M, THREADS = GROUP_THREADS * WARPS_N;
-  using QueryTile = SwizzledTile<T, BLOCK_M, HEAD_DIM>;
-  using KeyTile = SwizzledTile<T, BLOCK_N, HEAD_DIM>;
-};
-
-template <typename Tiles>
-struct Streaming {
-  typename Tiles::QueryTile query;
-  struct {
-    typename Tiles::KeyTile key[Tiles::STAGES];
-    typename Tiles::KeyTile value[Tiles::STAGES];
-  } ring[Tiles::WARPS_N];
-};
-
-// The groups' results, over the tiles that nobody needs any more.
-template <typename Tiles>
-struct Merging {
-  // 8 floats of padding: four rows of a quad's eight floats are what half a warp stores at once.
-  static constexpr int PITCH = Tiles::HEAD_DIM + 8;
-  alignas(16) float part[Tiles::WARPS_N][Tiles::BLOCK_M * PITCH];
-  RowStats stats[Tiles::WARPS_N][Tiles::BLOCK_M];
-};
-
-template <typename Tiles, bool MERGES>
-union Phases {
-  Streaming<Tiles> streaming;
-};
-
-template <typename Tiles>
-union Phases<Tiles, true> {
-  Streaming<Tiles> streaming;
-  Merging<Tiles> merging;
-};
-
-// What a CTA gets from those of its cluster: every part of the output that it finishes, four columns a unit.
-template <typename Tiles, int PARTS>
-struct Exchange {
-  static constexpr int UNITS = Tiles::BLOCK_M * Tiles::HEAD_DIM / 4 / PARTS;
-  static constexpr int UNIT_BYTES = sizeof(Values4) + sizeof(RowStats);
-  Values4 values[PARTS][UNITS];
-  RowStats stats[PARTS][UNITS];
-  Mbarrier arrived;
-};
-
-// PARTS: those that the CTAs of a cluster exchange; 0 for none.
-template <typename Tiles, bool MERGES, int PARTS>
-struct Shared {
-  Phases<Tiles, MERGES> phases;
-  Exchange<Tiles, PARTS> exchange;
-};
-
-template <typename Tiles, bool MERGES>
-struct Shared<Tiles, MERGES, 0> {
-  Phases<Tiles, MERGES> phases;
-};
-
-// Which part of the problem a CTA computes. Rows are those of one key head, PACK to a query.
-template <int PACK, int SPLIT>
-struct Work {
-  int part;       // of the keys
-  int first_row;  // of BLOCK_M
-  int rows;       // of the key head
-  int head;       // the first of the PACK query heads
-  int64 batch;
-
-  // CTAs that run side by side have tiles of different heads; under a causal mask the longest tiles come first.
-  template <int BLOCK_M>
-  __device__ __forceinline__ static Work of_block(const AttentionParams& params) {
-    const int heads = params.heads / PACK;
-    const int rows = params.seqlen_q * PACK;
-    const int tiles = (rows + BLOCK_M - 1) / BLOCK_M;
-    const unsigned index = blockIdx.x / SPLIT;
-    const unsigned columns = gridDim.x / SPLIT / tiles;  // batch * heads
-    const unsigned column = index % columns;
-    return {static_cast<int>(blockIdx.x % SPLIT), static_cast<int>(tiles - 1 - index / columns) * BLOCK_M, rows,
-            static_cast<int>(column % heads) * PACK, column / heads};
-  }
-
-  template <typename Pointer>
-  __device__ __forceinline__ Pointer row(Pointer base, const Strides& strides, int r) const {
-    return base + batch * strides.batch + (head + r % PACK) * strides.head + r / PACK * strides.row;
-  }
-  // Of [B, H, S_q] rows.
-  __device__ __forceinline__ int64 flat_row(const AttentionParams& params, int r) const {
-    return (batch * params.heads + head + r % PACK) * params.seqlen_q + r / PACK;
-  }
-};
 
 template <int THREADS, int GROUPS>
 __device__ __forceinline__ void group_sync(int group) {
@@ -138,13 +46,15 @@ __device__ __forceinline__ void wait_until_pending(int pending) {
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, bool RESIDENT,
-          int KEPT, bool CAUSAL, int PACK, int SPLIT, bool CLUSTERED, bool PROGRAMMATIC>
+          int KEPT, bool CAUSAL, int PACK, int SPLIT, bool CLUSTERED, bool PROGRAMMATIC, typename MASKS>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
-    attention_forward(const __grid_constant__ AttentionParams params) {
+    attention_forward(const __grid_constant__ typename MASKS::Params arguments) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
   constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS;
   constexpr bool MERGES = WARPS_N > 1 || SPLIT > 1;
   static_assert(!CLUSTERED || SPLIT > 1, "the parts are what the CTAs of a cluster have");
+  static_assert(!MASKS::ANY || (!RESIDENT && ROW_TILES == 1 && WARPS_M == 1), "a warp decides which keys are loaded");
+  const AttentionParams& params = MASKS::call(arguments);
   auto& shared = dynamic_shared<Shared<C, MERGES, CLUSTERED ? SPLIT : 0>>();
   auto& query_tile = shared.phases.streaming.query;
 
@@ -167,22 +77,26 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     const int last_row = min(work.first_row + BLOCK_M, work.rows) - 1;
     keys = max(0, min(keys, last_row / PACK + params.diagonal + 1));
   }
+  int unseen_tiles = 0;  // before a window
+  if constexpr (MASKS::LEFT) unseen_tiles = max(0, work.first_row / PACK + arguments.masks.lowest) / BLOCK_N;
   const int key_tiles = (keys + BLOCK_N - 1) / BLOCK_N;
-  const int per_part = SPLIT == 1 ? key_tiles : (key_tiles + SPLIT - 1) / SPLIT;
-  const int first_tile = work.part * per_part + group;
-  const int last_tile = min(key_tiles, (work.part + 1) * per_part);
+  const int per_part = SPLIT == 1 ? key_tiles : (key_tiles - unseen_tiles + SPLIT - 1) / SPLIT;
+  const int first_tile = unseen_tiles + work.part * per_part + group;
+  const int last_tile = min(key_tiles, unseen_tiles + (work.part + 1) * per_part);
   const int count = (last_tile - first_tile + WARPS_N - 1) / WARPS_N;  // tiles of this group; negative is none
 
-  const auto load_key = [&](int i) {
-    const int first = (first_tile + i * WARPS_N) * BLOCK_N;
-    ring.key[i % STAGES].template copy_async<C::GROUP_THREADS>(key + first * params.key_strides.row,
-                                                               params.key_strides.row, params.seqlen_k - first, thread);
+  const auto first_key_of = [&](int i) { return (first_tile + i * WARPS_N) * BLOCK_N; };
+  const auto load = [&](typename C::KeyTile& tile, const T* rows, int64 row_stride, int i) {
+    const int first = first_key_of(i);
+    if constexpr (MASKS::ANY) {
+      copy_keys<BLOCK_N>(tile, rows + first * row_stride, row_stride, params.seqlen_k - first);
+    } else {
+      tile.template copy_async<C::GROUP_THREADS>(rows + first * row_stride, row_stride, params.seqlen_k - first,
+                                                 thread);
+    }
   };
-  const auto load_value = [&](int i) {
-    const int first = (first_tile + i * WARPS_N) * BLOCK_N;
-    ring.value[i % STAGES].template copy_async<C::GROUP_THREADS>(
-        value + first * params.value_strides.row, params.value_strides.row, params.seqlen_k - first, thread);
-  };
+  const auto load_key = [&](int i) { load(ring.key[i % STAGES], key, params.key_strides.row, i); };
+  const auto load_value = [&](int i) { load(ring.value[i % STAGES], value, params.value_strides.row, i); };
 
   // Units of the output that the cluster has, and those that each of its CTAs finishes.
   const int units = min(BLOCK_M, work.rows - work.first_row) * (HEAD_DIM / 4);
@@ -214,12 +128,13 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     cp_async_commit();
   }
   if (PROGRAMMATIC) grid_dependency_launch();
+  [[maybe_unused]] MaskedKeys<C, MASKS, CAUSAL, PACK> masked_keys(arguments, work, count, first_key_of);
   cp_async_wait<RESIDENT ? 2 * AHEAD : AHEAD>();
   __syncthreads();
 
   // A negative scale is a positive one of -Q; scale 0 must not meet a masked score of -inf.
   const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);
-  if (params.scale_log2 < 0.0f) {
+  if (!MASKS::ANY && params.scale_log2 < 0.0f) {
     C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
       auto& chunk = *reinterpret_cast<Vector<uint32, 4>*>(query_tile.at(r, column));
       Vector<uint32, 4> negated = chunk;
@@ -233,70 +148,78 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
 
   OnlineSoftmax<ROW_TILES> softmax;
   float o[ROW_TILES][HEAD_DIM / 8][4] = {};
-
-  // Query rows of the warp, from its first to its last, see the keys before these.
   const int warp_first = work.first_row + warp_row;
-  const int seen_first = CAUSAL ? warp_first / PACK + params.diagonal + 1 : params.seqlen_k;
-  const int seen_last = CAUSAL ? (warp_first + WARP_ROWS - 1) / PACK + params.diagonal + 1 : params.seqlen_k;
+  if constexpr (MASKS::ANY) {
+    if (work.part == 0 && group == 0) masked_keys.rows.add_sinks(softmax);
+    masked_keys.attend(softmax, o, fragments, ring, count, first_key_of, [&](int i) {
+      load_key(i);
+      load_value(i);
+    });
+  } else {
+    // Query rows of the warp, from its first to its last, see the keys before these.
+    const int seen_first = CAUSAL ? warp_first / PACK + params.diagonal + 1 : params.seqlen_k;
+    const int seen_last = CAUSAL ? (warp_first + WARP_ROWS - 1) / PACK + params.diagonal + 1 : params.seqlen_k;
 
-  // The keys of tile i: scores to packed probabilities. References are maxima only of what
-  // was seen when they were set; the maximum is looked for again where scores are masked or a probability grows large.
-  using Packed = uint32[ROW_TILES][BLOCK_N / 16][4];
-  const auto probabilities = [&](Packed& p, int i) {
-    const int first_key = (first_tile + i * WARPS_N) * BLOCK_N;
-    const bool start = i == 0;
-    const bool masked = first_key + BLOCK_N > min(seen_first, params.seqlen_k);
-    float s[ROW_TILES][BLOCK_N / 8][4];
-    const auto& key_tile = ring.key[i % STAGES];
-    if (!masked && (RESIDENT || !start)) {
+    // The keys of tile i: scores to packed probabilities. References are maxima only of what
+    // was seen when they were set; the maximum is looked for again where scores are masked or a probability grows
+    // large.
+    using Packed = uint32[ROW_TILES][BLOCK_N / 16][4];
+    const auto probabilities = [&](Packed& p, int i) {
+      const int first_key = first_key_of(i);
+      const bool start = i == 0;
+      const bool masked = first_key + BLOCK_N > min(seen_first, params.seqlen_k);
+      float s[ROW_TILES][BLOCK_N / 8][4];
+      const auto& key_tile = ring.key[i % STAGES];
+      if (!masked && (RESIDENT || !start)) {
+        multiply_query_key<T, ROW_TILES, HEAD_DIM, BLOCK_N>(s, fragments, key_tile, 0);
+        if (start) softmax.template begin<BLOCK_N>(s, scale);
+        const bool done = softmax.template try_update<BLOCK_N>(s, scale);
+        pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
+        if (done) return;
+      }
       multiply_query_key<T, ROW_TILES, HEAD_DIM, BLOCK_N>(s, fragments, key_tile, 0);
-      if (start) softmax.template begin<BLOCK_N>(s, scale);
-      const bool done = softmax.template try_update<BLOCK_N>(s, scale);
-      pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
-      if (done) return;
-    }
-    multiply_query_key<T, ROW_TILES, HEAD_DIM, BLOCK_N>(s, fragments, key_tile, 0);
-    if (masked) {
+      if (masked) {
 #pragma unroll
-      for (int t = 0; t < ROW_TILES; ++t) {
+        for (int t = 0; t < ROW_TILES; ++t) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int r = warp_first + 16 * t + 8 * half + lane_index() / 4;
-          const int seen = CAUSAL ? min(params.seqlen_k, r / PACK + params.diagonal + 1) : params.seqlen_k;
-          mask_row<BLOCK_N>(s[t], half, seen - first_key);
+          for (int half = 0; half < 2; ++half) {
+            const int r = warp_first + 16 * t + 8 * half + lane_index() / 4;
+            const int seen = CAUSAL ? min(params.seqlen_k, r / PACK + params.diagonal + 1) : params.seqlen_k;
+            mask_row<BLOCK_N>(s[t], half, seen - first_key);
+          }
         }
       }
-    }
-    softmax.template update<BLOCK_N, HEAD_DIM>(s, o, scale);
-    pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
-  };
+      softmax.template update<BLOCK_N, HEAD_DIM>(s, o, scale);
+      pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
+    };
 
-  if constexpr (RESIDENT) {
+    if constexpr (RESIDENT) {
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-      if (i >= count) break;
-      const bool visible = (first_tile + i * WARPS_N) * BLOCK_N < seen_last;
-      Packed p;
-      wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i) + 1);
-      group_sync<C::GROUP_THREADS, WARPS_N>(group);
-      if (visible) probabilities(p, i);
-      wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i));
-      group_sync<C::GROUP_THREADS, WARPS_N>(group);
-      if (visible) multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, p, ring.value[i], 0);
-    }
-  } else {
-    for (int i = 0; i < count; ++i) {
-      cp_async_wait<STAGES - 2>();
-      group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads tile i - 1 any more
-      if (i + STAGES - 1 < count) {
-        load_key(i + STAGES - 1);
-        load_value(i + STAGES - 1);
+      for (int i = 0; i < STAGES; ++i) {
+        if (i >= count) break;
+        const bool visible = first_key_of(i) < seen_last;
+        Packed p;
+        wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i) + 1);
+        group_sync<C::GROUP_THREADS, WARPS_N>(group);
+        if (visible) probabilities(p, i);
+        wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i));
+        group_sync<C::GROUP_THREADS, WARPS_N>(group);
+        if (visible) multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, p, ring.value[i], 0);
       }
-      cp_async_commit();
-      if ((first_tile + i * WARPS_N) * BLOCK_N >= seen_last) continue;
-      Packed p;
-      probabilities(p, i);
-      multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, p, ring.value[i % STAGES], 0);
+    } else {
+      for (int i = 0; i < count; ++i) {
+        cp_async_wait<STAGES - 2>();
+        group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads tile i - 1 any more
+        if (i + STAGES - 1 < count) {
+          load_key(i + STAGES - 1);
+          load_value(i + STAGES - 1);
+        }
+        cp_async_commit();
+        if (first_key_of(i) >= seen_last) continue;
+        Packed p;
+        probabilities(p, i);
+        multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, p, ring.value[i % STAGES], 0);
+      }
     }
   }
 

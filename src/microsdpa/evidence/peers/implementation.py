@@ -32,6 +32,7 @@ class Implementation:
         module: the module that the peer is imported from; empty when it comes with torch.
         package: what pip installs it as.
         configuration: one line for docs/measuring.md: how the peer is called.
+        takes_masks: whether it takes part in cases with masks beside the causal one.
     """
 
     name: ClassVar[str]
@@ -43,6 +44,7 @@ class Implementation:
     module: ClassVar[str] = ""
     package: ClassVar[str] = ""
     configuration: ClassVar[str] = ""
+    takes_masks: ClassVar[bool] = False
 
     @property
     def version(self) -> str:
@@ -115,7 +117,7 @@ def first_line(error: BaseException) -> str:
 
 def is_plain(case: Case) -> bool:
     """Whether a call needs no argument but the tensors."""
-    return case.causal is None and case.scale is None and case.kv_heads == case.heads
+    return case.causal is None and case.scale is None and case.kv_heads == case.heads and not case.masks
 
 
 def misaligned(case: Case, alignment: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ import microsdpa
 from microsdpa import Quantized, eight_bit
 from microsdpa.eight_bit_launches import quantize_query_key_value, run_attention
 from microsdpa.evidence import signatures
-from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.inputs import Case, make_masks
 from microsdpa.evidence.peers import quantised
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain
+from microsdpa.masks import Masks
 from microsdpa.specs.eight_bit import ALL_HEAD_DIMS, OPERANDS, Operands, eight_bit_family_named
 from microsdpa.specs.quantize import RECIPES
 
@@ -29,6 +30,7 @@ class Microsdpa(Implementation):
     """microsdpa.sdpa, or a microsdpa.plan, with one `impl`."""
 
     name = "microsdpa"
+    takes_masks = True
 
     def __init__(self, impl: str = "auto", write_out: bool = False, prepared: bool = False) -> None:
         self.impl = impl
@@ -44,22 +46,28 @@ class Microsdpa(Implementation):
 
     def identity(self, case: Case, tensors: Tensors) -> dict[str, object]:
         """The kernel, and what was asked for."""
-        found = microsdpa.explain(*tensors, **_options(case), impl=self.impl)
-        return signatures.of_call(found, tensors[0]) | {"requested": self.impl}
+        query, key, value = tensors
+        masks = make_masks(case, query.device.type)
+        found = microsdpa.explain(query, key, value, **_options(case), impl=self.impl, **masks)
+        kind = Masks(**masks).kind
+        of_masks = {"mask_kind": asdict(kind)} if kind else {}
+        return signatures.of_call(found, tensors[0]) | {"requested": self.impl} | of_masks
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
         """The plain spelling of each call: a timed call carries no argument that it does not need."""
         query, key, value = tensors
+        masks = make_masks(case, query.device.type)
         options: dict[str, object] = {}
         if not is_plain(case):
-            options |= _options(case)
+            options |= _options(case) | masks
         if self.impl != "auto":
             options["impl"] = self.impl
         if self.prepared:
             plan = microsdpa.plan(query, key, value, **options)  # type: ignore[arg-type]
+            given = {name: mask for name, mask in masks.items() if isinstance(mask, torch.Tensor)}
             if self.write_out:
-                return lambda: plan(query, key, value, out=out)
-            return lambda: plan(query, key, value)
+                return lambda: plan(query, key, value, out=out, **given)
+            return lambda: plan(query, key, value, **given)
         if self.write_out:
             options["out"] = out
         sdpa = microsdpa.sdpa

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.inputs import Case, make_masks
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain, misaligned
 
 MAX_SCORE_BYTES = 2**31
@@ -19,9 +19,12 @@ class TorchSdpa(Implementation):
 
     name = "torch"
     configuration = "`F.scaled_dot_product_attention`, the backend that torch chooses"
+    takes_masks = True
 
     def refuses(self, case: Case) -> str:
-        """Causal masks are aligned to the upper left."""
+        """Causal masks are aligned to the upper left, and of further masks there is the tensor alone."""
+        if case.masks and (case.causal is not None or make_masks(case).keys() != {"attn_mask"}):
+            return "it takes a mask tensor, and nothing beside it"
         return misaligned(case, "upper_left")
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
@@ -31,7 +34,8 @@ class TorchSdpa(Implementation):
         if is_plain(case):
             return lambda: sdpa(query, key, value)
         causal, scale, gqa = case.causal is not None, case.scale, case.kv_heads != case.heads
-        return lambda: sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=gqa)
+        masks = make_masks(case, query.device.type)
+        return lambda: sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=gqa, **masks)
 
 
 class _Backend(TorchSdpa):
