@@ -33,21 +33,10 @@ def test_wgmma_runs_free_and_nothing_is_spilled(
     kernel = compile_kernel(spec, "sm_90a")
     counts = count_instructions(kernel.cubin)
     assert set(tensor_instructions(counts)) == ({"QGMMA"} if operands == "fp8" else {"IGMMA", "QGMMA"})
-    assert kernel.resources.spill_store_bytes <= (24 if head_dim == 256 else 0)
+    in_place = ("IN_PLACE", "true") in spec.template_args
+    assert kernel.resources.spill_store_bytes <= (24 if head_dim == 256 and not in_place else 0)
     assert counts["LDSM"] > 0
     assert counts["STSM"] == counts["LDSM"]  # V is transposed on its way, in registers
-    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
-
-
-@pytest.mark.parametrize("causal", [None, "upper_left"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_same_where_sums_are_added_up_in_shared_memory(head_dim: int, causal: Causal | None) -> None:
-    problem = EightBitProblem(1, 16, 16, 16384, 16384, head_dim, "float16", causal, target="sm_90a", key_block=0)
-    spec = throughput(problem)
-    assert isinstance(spec, KernelSpec)
-    assert ("PROMOTES", "true") in spec.template_args
-    kernel = compile_kernel(spec, "sm_90a")
-    assert not kernel.resources.uses_local_memory
     assert "(C75" not in kernel.log, "ptxas made wgmma wait"
 
 

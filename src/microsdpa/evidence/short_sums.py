@@ -62,3 +62,32 @@ def lost_of_scores(
     of_query = scales[0].cpu().double().expand(batch, heads, seqlen_q, 1)
     of_key = scales[1].cpu().double().expand(batch, heads_kv, seqlen_k, 1).repeat_interleave(heads // heads_kv, dim=1)
     return lost_of_products(*codes) * of_query * of_key.mT * scale
+
+
+def allowed_of_values(probability: torch.Tensor, value: torch.Tensor, largest: int, promoted: int) -> torch.Tensor:
+    """What P V can be off by where P is E4M3 and wgmma sums it in place, element by element: [S_q, D] in FP64.
+
+    A probability is off by 2^-4 of itself, or by 2^-10 of a code of 1 where it is subnormal: 2^-10 / `largest` of the
+    row's largest one at most, since that has a code of `largest` or more. A term of a sum loses less than 2^-13 of what
+    is largest of the sum so far and the instruction's products, and not more than itself; the sum loses as much again.
+
+    probability: [S_q, S_k], exact; value: [S_k, D], what its codes stand for.
+    promoted: keys after which all but 2^-8 of the sum is moved away.
+    """
+    value = value.double()
+    most = probability.amax(dim=1, keepdim=True)
+    off = torch.maximum(probability * 2**-4, torch.minimum(probability, most * 2**-10 / largest))
+    total = torch.zeros(len(probability), value.shape[1], dtype=torch.float64)
+    sums, slack, allowed = total.clone(), total.clone(), total.clone()
+    for first in range(0, len(value), CHANNELS):
+        if first > 0 and first % promoted == 0:
+            sums, slack = torch.zeros_like(sums), 2**-8 * (total.abs() + allowed)
+        p, v = probability[:, first : first + CHANNELS], value[first : first + CHANNELS]
+        rounding = off[:, first : first + CHANNELS] @ v.abs()
+        terms = (p + off[:, first : first + CHANNELS])[..., None] * v.abs()
+        unit = torch.maximum(sums.abs() + slack, terms.amax(dim=1)) * 2**-BITS
+        sums, total = sums + p @ v, total + p @ v
+        slack = slack + rounding
+        lost = torch.minimum(terms, unit[:, None]).sum(dim=1) + unit + (sums.abs() + slack) * 2**-BITS
+        slack, allowed = slack + lost, allowed + rounding + lost
+    return allowed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from microsdpa.problem import Causal, DType, capability_of
-from microsdpa.specs import hopper_fp8, hopper_int8
+from microsdpa.specs import hopper_eight_bit, hopper_fp8, hopper_int8
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit_problem import (
     ALL_HEAD_DIMS,
@@ -241,7 +241,7 @@ EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
         "E4M3 or INT8 wgmma for Q K^T, E4M3 for P V, TMA, V transposed on its way; sm_90a",
         hopper_fp8.throughput,
         emulated_target="sm_90a",
-        passed_over=hopper_fp8.too_small,
+        passed_over=hopper_eight_bit.too_small,
         short_sums=("fp8",),
     ),
     EightBitFamily(
@@ -249,7 +249,7 @@ EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
         "INT8 wgmma for Q K^T, 16 bits for P V, TMA; sm_90a",
         hopper_int8.throughput,
         emulated_target="sm_90a",
-        passed_over=hopper_fp8.too_small,
+        passed_over=hopper_eight_bit.too_small,
     ),
     EightBitFamily("ladder/14_8bit_tuned", "rung 13 with tiles for the problem, keys divided among warps", tuned),
     EightBitFamily("ladder/13_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from microsdpa.problem import capability_of
-from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit_problem import CPP_TYPE, PARAMS, EightBitProblem
+from microsdpa.specs.eight_bit_problem import CPP_TYPE, EightBitProblem
+from microsdpa.specs.hopper_eight_bit import ROWS, WORKS, kernel, refused, too_many
 from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
 
-ROWS = 64
-"""Queries of a consumer warpgroup."""
-MAX_TILES = 2**29
-"""Query tiles that the kernel counts."""
 HEAD_DIMS = (64, 128, 256)
 PANEL = 128
 """Channels of a tile that are copied together, at most."""
-QUERIES = 128
-FEWEST_TILES = {"fp8": {64: 48, 128: 32}, "int8_fp8": {64: 48, 128: 32}, "int8_fp16": {64: 128, 128: 48}}
-"""Tiles of QUERIES queries from which on a kernel on wgmma is faster than the rungs on mma.sync (H200), by D."""
 WIDE_SPILLS = "at D = 256 O takes 128 registers, beside which a few numbers of the loop find no place"
+MOST_SHARED = 227 << 10
+"""Bytes that a CTA can have."""
+SMALL_TILES = 1.1
+"""Time of a key in tiles of 64 over that in tiles of 96, at D = 256."""
+LARGEST_CODE = 16
+"""Of a probability in the first tile of a row, where the tensor cores add to O (fp8_promoting.cuh)."""
 CPP_CODE = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
 """Of Q and K."""
-PROMOTED_KEYS = 4096
-"""Over so many the tensor cores sum P V, where they do."""
-WORKS = 4
-"""Descriptions of query tiles in shared memory, 20 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -37,32 +31,35 @@ class Tiles:
         consumers: warpgroups that compute, with 64 queries each.
         stages: tiles of K, and of V^T, that there is room for.
         value_stages: tiles of V that wait for their transposition.
+        promoted_keys: over so many the tensor cores add P V to O, until the sum is moved; 0: P V of every tile is
+            added to O in FP32.
     """
 
     block_n: int
     consumers: int
     stages: int
     value_stages: int = 2
+    promoted_keys: int = 0
 
     @property
     def block_m(self) -> int:
         """Queries of a CTA."""
         return ROWS * self.consumers
 
-    def query_stages(self, head_dim: int, terms: int) -> int:
-        """Query tiles that there is room for."""
-        return 2 if head_dim * terms <= 256 else 1
+    def promoted_tiles(self, seqlen_k: int) -> int:
+        """The same in tiles; 0 where there are no more keys than that, so that nothing is moved."""
+        tiles = -(-self.promoted_keys // self.block_n)
+        return tiles if -(-seqlen_k // self.block_n) > tiles else 0
 
-    def promotes(self, seqlen_k: int) -> bool:
-        """Whether sums of the tensor cores are added up in shared memory: more than two consumers, and many keys."""
-        return self.consumers > 2 and -(-seqlen_k // self.block_n) > -(-PROMOTED_KEYS // self.block_n)
+    def query_stages(self, head_dim: int, terms: int, key_scales: bool, promotes: bool) -> int:
+        """Query tiles that there is room for: two at most."""
+        return 2 if self.shared_bytes(head_dim, terms, key_scales, promotes, 2) <= MOST_SHARED else 1
 
-    def shared_bytes(self, head_dim: int, terms: int, key_scales: bool, promotes: bool) -> int:
+    def shared_bytes(self, head_dim: int, terms: int, key_scales: bool, promotes: bool, query_stages: int) -> int:
         """Fp8Storage's size (fp8_shared.cuh)."""
-        query_stages = self.query_stages(head_dim, terms)
         tiles = query_stages * terms * self.block_m + (2 * self.stages + self.value_stages) * self.block_n
         scales = self.stages * 4 * (self.block_n if key_scales else 4)
-        promoted = 4 * self.block_m * head_dim if promotes else 16
+        promoted = 4 * self.block_m * head_dim if promotes and head_dim <= 128 else 16
         barriers = WORKS * 20 + 4 * self.value_stages + (2 * query_stages + 4 * self.stages + 2 * self.value_stages) * 8
         return -(-(tiles * head_dim + scales + promoted + barriers) // 1024) * 1024
 
@@ -72,63 +69,54 @@ def tiles_for(problem: EightBitProblem) -> Tiles:
 
     More than two consumers were measured with one code an element and one scale a head (docs/hopper-fp8.md).
     """
-    if problem.operands == "fp8" and problem.query_terms == 1 and problem.key_block == 0 and problem.head_dim <= 128:
-        return Tiles(64, consumers=4, stages=3) if problem.head_dim == 64 else Tiles(96, consumers=3, stages=2)
+    if problem.operands == "fp8" and problem.query_terms == 1 and problem.key_block == 0:
+        if problem.head_dim == 64:
+            return Tiles(64, consumers=4, stages=3, promoted_keys=1024)
+        if problem.head_dim == 128:
+            return Tiles(96, consumers=3, stages=2, promoted_keys=4096)
+        if SMALL_TILES * _padded(problem.seqlen_k, 64) < _padded(problem.seqlen_k, 96):
+            return Tiles(64, consumers=2, stages=3, promoted_keys=2048)
+        return Tiles(96, consumers=2, stages=2, promoted_keys=2048)
     return Tiles(block_n={64: 192, 128: 128, 256: 64}[problem.head_dim], consumers=2, stages=3)
 
 
-def too_small(problem: EightBitProblem) -> Rejection | None:
-    """Why impl="auto" passes over a kernel on wgmma: measurements (docs/tuning-log.md). Others have no D = 256."""
-    if problem.head_dim == 256:
-        return None
-    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // QUERIES)
-    fewest = FEWEST_TILES[problem.operands][problem.head_dim]
-    if tiles >= (fewest if problem.seqlen_q >= QUERIES else chip_of(problem.target).sms):
-        return None
-    return Rejection(
-        f"{tiles} tiles of {QUERIES} queries are too few for it: other kernels are faster",
-        "more heads or longer sequences",
-    )
+def _padded(keys: int, block_n: int) -> int:
+    """Keys of all tiles."""
+    return -(-keys // block_n) * block_n
 
 
 def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
-    boolean = {True: "true", False: "false"}
-    columns = min(problem.head_dim, PANEL)
-    integers = problem.operands == "int8_fp8"
-    key_scales = integers or problem.key_block != 0
-    promotes = tiles.promotes(problem.seqlen_k)
-    arguments = {
-        "T": CPP_TYPE[problem.dtype],
-        "CODE": CPP_CODE[problem.operands],
-        "HEAD_DIM": problem.head_dim,
-        "TERMS": problem.query_terms,
-        "BLOCK_N": tiles.block_n,
-        "CONSUMERS": tiles.consumers,
-        "STAGES": tiles.stages,
-        "VALUE_STAGES": tiles.value_stages,
-        "QUERY_STAGES": tiles.query_stages(problem.head_dim, problem.query_terms),
-        "KEY_SCALES": boolean[key_scales],
-        "PROMOTES": boolean[promotes],
-        "CAUSAL": boolean[problem.causal is not None],
-    }
-    return KernelSpec(
-        name="hopper/fwd_throughput_fp8",
-        source="hopper/fwd_throughput_fp8.cu",
-        template="microsdpa::throughput_fp8_attention",
-        template_args=tuple((name, str(value)) for name, value in arguments.items()),
-        threads=128 * (1 + tiles.consumers),
-        block_m=tiles.block_m,
-        local_memory=WIDE_SPILLS if problem.head_dim == 256 else "",
-        shared_bytes=tiles.shared_bytes(problem.head_dim, problem.query_terms, key_scales, promotes),
-        max_ctas=chip_of(problem.target).sms,
-        tensor_maps=(
+    head_dim, terms = problem.head_dim, problem.query_terms
+    columns = min(head_dim, PANEL)
+    promoted_tiles = tiles.promoted_tiles(problem.seqlen_k)
+    key_scales = problem.operands == "int8_fp8" or problem.key_block != 0
+    query_stages = tiles.query_stages(head_dim, terms, key_scales, promoted_tiles > 0)
+    return kernel(
+        problem,
+        "fp8",
+        {
+            "T": CPP_TYPE[problem.dtype],
+            "CODE": CPP_CODE[problem.operands],
+            "HEAD_DIM": head_dim,
+            "TERMS": terms,
+            "BLOCK_N": tiles.block_n,
+            "CONSUMERS": tiles.consumers,
+            "STAGES": tiles.stages,
+            "VALUE_STAGES": tiles.value_stages,
+            "QUERY_STAGES": query_stages,
+            "KEY_SCALES": key_scales,
+            "IN_PLACE": tiles.promoted_keys > 0,
+            "PROMOTED_TILES": promoted_tiles,
+        },
+        tiles.consumers,
+        tiles.shared_bytes(head_dim, terms, key_scales, promoted_tiles > 0, query_stages),
+        (
             TensorMap("query", ROWS, columns, columns),
             TensorMap("key", tiles.block_n, columns, columns),
             TensorMap("value", tiles.block_n, columns, columns),
         ),
-        programmatic=True,
-        params=PARAMS,
+        WIDE_SPILLS if head_dim == 256 and tiles.promoted_keys == 0 else "",
     )
 
 
@@ -138,12 +126,7 @@ def throughput(problem: EightBitProblem) -> KernelSpec | Rejection:
         return Rejection("V is not E4M3", "E4M3 tensors with scales, or precision='int8_fp8'")
     if problem.operands == "int8_fp8" and problem.query_terms != 1:
         return Rejection("a query has two INT8 codes an element", "one code an element")
-    if problem.head_dim not in HEAD_DIMS:
-        nearest = min(HEAD_DIMS, key=lambda d: abs(d - problem.head_dim))
-        return Rejection(f"head_dim {problem.head_dim} is not 64, 128 or 256", f"head_dim {nearest}")
-    if capability_of(problem.target) != (9, 0):
-        return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if (refusal := refused(problem, HEAD_DIMS)) is not None:
+        return refusal
     tiles = tiles_for(problem)
-    if problem.batch * problem.heads * -(-problem.seqlen_q // tiles.block_m) > MAX_TILES:
-        return Rejection(f"more than {MAX_TILES} query tiles", "a smaller batch")
-    return specification(problem, tiles)
+    return too_many(problem, tiles.block_m) or specification(problem, tiles)

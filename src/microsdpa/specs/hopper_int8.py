@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from microsdpa.problem import capability_of
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit_problem import CPP_TYPE, PARAMS, EightBitProblem
-from microsdpa.specs.hopper_fp8 import MAX_TILES, ROWS
+from microsdpa.specs.eight_bit_problem import CPP_TYPE, EightBitProblem
+from microsdpa.specs.hopper_eight_bit import ROWS, WORKS, kernel, refused, too_many
 from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
 
 HEAD_DIMS = (64, 128)
 QUERY_STAGES = 2
-WORKS = 4
-"""Descriptions of query tiles in shared memory, 16 bytes each."""
 DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
 BOX_COLUMNS = 64
@@ -41,7 +38,7 @@ class Tiles:
         """Int8Storage's size (int8_shared.cuh)."""
         rows = QUERY_STAGES * terms * self.block_m + 3 * stages * self.block_n
         scales = stages * 4 * self.block_n
-        barriers = WORKS * 16 + (2 * QUERY_STAGES + 4 * stages) * 8
+        barriers = WORKS * 20 + (2 * QUERY_STAGES + 4 * stages) * 8
         return -(-(rows * head_dim + scales + barriers) // 1024) * 1024
 
     def stages(self, head_dim: int, terms: int, shared_per_cta: int) -> int:
@@ -59,34 +56,26 @@ def tiles_for(problem: EightBitProblem) -> Tiles:
 
 def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
-    chip = chip_of(problem.target)
-    stages = tiles.stages(problem.head_dim, problem.query_terms, chip.shared_per_cta)
-    arguments = {
-        "T": CPP_TYPE[problem.dtype],
-        "HEAD_DIM": problem.head_dim,
-        "TERMS": problem.query_terms,
-        "BLOCK_N": tiles.block_n,
-        "CONSUMERS": tiles.consumers,
-        "STAGES": stages,
-        "QUERY_STAGES": QUERY_STAGES,
-        "CAUSAL": "false" if problem.causal is None else "true",
-    }
-    return KernelSpec(
-        name="hopper/fwd_throughput_int8",
-        source="hopper/fwd_throughput_int8.cu",
-        template="microsdpa::throughput_int8_attention",
-        template_args=tuple((name, str(value)) for name, value in arguments.items()),
-        threads=128 * (1 + tiles.consumers),
-        block_m=tiles.block_m,
-        shared_bytes=tiles.shared_bytes(problem.head_dim, problem.query_terms, stages),
-        max_ctas=chip.sms,
-        tensor_maps=(
+    stages = tiles.stages(problem.head_dim, problem.query_terms, chip_of(problem.target).shared_per_cta)
+    return kernel(
+        problem,
+        "int8",
+        {
+            "T": CPP_TYPE[problem.dtype],
+            "HEAD_DIM": problem.head_dim,
+            "TERMS": problem.query_terms,
+            "BLOCK_N": tiles.block_n,
+            "CONSUMERS": tiles.consumers,
+            "STAGES": stages,
+            "QUERY_STAGES": QUERY_STAGES,
+        },
+        tiles.consumers,
+        tiles.shared_bytes(problem.head_dim, problem.query_terms, stages),
+        (
             TensorMap("query", ROWS, problem.head_dim, problem.head_dim),
             TensorMap("key", tiles.block_n, problem.head_dim, problem.head_dim),
             TensorMap("value", tiles.block_n, BOX_COLUMNS, 2 * BOX_COLUMNS),
         ),
-        programmatic=True,
-        params=PARAMS,
     )
 
 
@@ -94,12 +83,7 @@ def throughput(problem: EightBitProblem) -> KernelSpec | Rejection:
     """The kernel for INT8 codes of Q and K, and V of 16 bits."""
     if problem.operands != "int8_fp16":
         return Rejection("V is not of 16 bits beside INT8", "precision='int8_fp16'")
-    if problem.head_dim not in HEAD_DIMS:
-        nearest = min(HEAD_DIMS, key=lambda d: abs(d - problem.head_dim))
-        return Rejection(f"head_dim {problem.head_dim} is not 64 or 128", f"head_dim {nearest}")
-    if capability_of(problem.target) != (9, 0):
-        return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if (refusal := refused(problem, HEAD_DIMS)) is not None:
+        return refusal
     tiles = tiles_for(problem)
-    if problem.batch * problem.heads * -(-problem.seqlen_q // tiles.block_m) > MAX_TILES:
-        return Rejection(f"more than {MAX_TILES} query tiles", "a smaller batch")
-    return specification(problem, tiles)
+    return too_many(problem, tiles.block_m) or specification(problem, tiles)

@@ -258,15 +258,14 @@ struct Fp8Consumer {
 
   // Starts P V of it, of the channels from `first` on.
   __device__ __forceinline__ void multiply_value(int first = 0) {
-    constexpr int PANEL = Shared::KEY_PANEL, COLUMNS = Shared::COLUMNS;
-    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_place.stage] +
-                                                first / COLUMNS * COLUMNS * BLOCK_N + first % COLUMNS * PANEL);
+    constexpr int PANEL = Shared::KEY_PANEL;
+    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_place.stage] + first * PANEL);
     wgmma_fence_registers(partial);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int panel = 32 * step / PANEL, column = 32 * step % PANEL;
-      wgmma<Element, PART>(partial, p[step], advance(value, panel * COLUMNS * PANEL + column), step > 0);
+      wgmma<Element, PART>(partial, p[step], advance(value, panel * HEAD_DIM * PANEL + column), step > 0);
     }
     wgmma_commit();
   }

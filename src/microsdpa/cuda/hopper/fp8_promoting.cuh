@@ -1,13 +1,15 @@
-// One of three or four consumer warpgroups of hopper/fwd_throughput_fp8.cu: O is summed by the tensor cores, and now
-// and then added up in shared memory.
+// A consumer warpgroup of hopper/fwd_throughput_fp8.cu whose O is summed by the tensor cores, and now and then moved
+// away.
 #pragma once
 
 #include "fp8_consumer.cuh"
 
 namespace microsdpa {
 
-// So many consumers have too few registers for P V of a tile beside O. So the tensor cores add to O, of which they keep
-// about 14 bits; what they have summed over PROMOTED_TILES tiles goes to shared memory, added up there in FP32.
+// Three or four consumers, and two at D = 256, have too few registers for P V of a tile beside O. So the tensor cores
+// add to O, of which they keep about 14 bits; what they have summed over PROMOTED_TILES tiles is moved away. It goes to
+// shared memory, added up there in FP32; or at D = 256, for which there is no room, to where the output will be, as
+// BF16: what that leaves of a sum stays in the accumulators, so that nothing is lost.
 //
 // The reference of a row is the largest score of its first tile; probabilities of that are 16. Later maxima are not
 // looked for as long as no thread's sum of a tile passes 448, where E4M3 ends; then the tile is done again with its
@@ -18,45 +20,102 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   using Base::Base, Base::BIAS, Base::BLOCK_N, Base::HEAD_DIM, Base::STEPS, Base::correction, Base::factor, Base::o;
   using Base::key_place, Base::p, Base::reference, Base::shared, Base::sum, Base::thread, Base::tile, Base::tiles;
   using Base::value_place, Base::warpgroup;
+  using typename Base::Sum;
+  using Moved = Vector<__nv_bfloat16, 4>;
   static constexpr float LARGEST_SUM = 448.0f;
   static_assert(BLOCK_N / 4 * 16.0f <= LARGEST_SUM, "tiles of equal scores would all be done twice");
 
   // Four elements of the thread's O, from the i-th on, in shared memory.
   __device__ __forceinline__ float4& promoted(int i) const { return shared.promoted[warpgroup][i / 4][thread]; }
 
-  // What was summed since the last time goes to shared memory.
-  __device__ __forceinline__ void promote(bool first) {
+  // Adds what was moved to the output, if anything, to O, and with MOVE moves all of it there.
+  template <bool MOVE>
+  __device__ __forceinline__ void exchange(bool has_promoted) {
+    constexpr int BATCH = 8;  // loads under way
+    const Work& of = shared.work[this->work % WORKS];
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; i += 4) {
-      float4 sums = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
-      if (!first) {
-        const float4 before = promoted(i);
-        sums = make_float4(before.x + sums.x, before.y + sums.y, before.z + sums.z, before.w + sums.w);
+    for (int half = 0; half < 2; ++half) {
+      const int row = of.first_row + ROWS * warpgroup + Base::tile_row(half);
+      if (row >= this->params.seqlen_q) continue;
+      Moved* out = reinterpret_cast<Moved*>(
+          const_cast<T*>(this->params.out_strides.template at<T>(this->params.out, of.batch, of.head, row)) +
+          4 * (thread % 4));
+#pragma unroll
+      for (int start = 0; start < HEAD_DIM / 16; start += BATCH) {
+        if (has_promoted) {
+          Moved before[BATCH];
+#pragma unroll
+          for (int i = 0; i < BATCH; ++i) before[i] = out[4 * (start + i)];
+#pragma unroll
+          for (int i = 0; i < BATCH; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) channel_of_quad(o, start + i, half, j) += to_float(before[i].data[j]);
+          }
+        }
+        if constexpr (MOVE) {
+#pragma unroll
+          for (int i = 0; i < BATCH; ++i) {
+            Moved sums;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              float& rest = channel_of_quad(o, start + i, half, j);
+              sums.data[j] = from_float<__nv_bfloat16>(rest);
+              rest -= to_float(sums.data[j]);
+            }
+            out[4 * (start + i)] = sums;
+          }
+        }
       }
-      promoted(i) = sums;
     }
-    Base::clear(o);
+    __syncwarp();
+  }
+
+  // What was summed since the last time is moved.
+  __device__ __forceinline__ void promote(bool first) {
+    if constexpr (Shared::IN_OUTPUT) {
+      exchange<true>(!first);
+    } else {
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+        float4 sums = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
+        if (!first) {
+          const float4 before = promoted(i);
+          sums = make_float4(before.x + sums.x, before.y + sums.y, before.z + sums.z, before.w + sums.w);
+        }
+        promoted(i) = sums;
+      }
+      Base::clear(o);
+    }
   }
 
   // O of all tiles.
   __device__ __forceinline__ void add_promoted() {
+    if constexpr (Shared::IN_OUTPUT) {
+      exchange<false>(true);
+    } else {
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; i += 4) {
-      const float4 before = promoted(i);
-      o[i] += before.x, o[i + 1] += before.y, o[i + 2] += before.z, o[i + 3] += before.w;
+      for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+        const float4 before = promoted(i);
+        o[i] += before.x, o[i + 1] += before.y, o[i + 2] += before.z, o[i + 3] += before.w;
+      }
     }
   }
 
   // References have moved.
   __device__ __forceinline__ void correct(bool has_promoted) {
+    if (Shared::IN_OUTPUT && has_promoted) add_promoted();
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
     if (!has_promoted) return;
+    if constexpr (Shared::IN_OUTPUT) {
+      promote(true);
+    } else {
 #pragma unroll 1
-    for (int i = 0; i < HEAD_DIM / 2; i += 4) {
-      const float4 before = promoted(i);
-      promoted(i) = make_float4(before.x * correction[0], before.y * correction[0], before.z * correction[1],
-                                before.w * correction[1]);
+      for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+        const float4 before = promoted(i);
+        promoted(i) = make_float4(before.x * correction[0], before.y * correction[0], before.z * correction[1],
+                                  before.w * correction[1]);
+      }
     }
   }
 
@@ -139,11 +198,11 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   }
 
   // Takes a query tile from its first tile of keys to the last.
-  __device__ __forceinline__ void run_query(float (&s)[BLOCK_N / 2]) {
+  __device__ __forceinline__ void run_query(Sum (&sums)[BLOCK_N / 2], float (&s)[BLOCK_N / 2]) {
     wait_key();
-    Base::score(s);
+    Base::score(sums);
     wgmma_wait<0>();
-    Base::take_scores(s, s);
+    Base::take_scores(sums, s);
     begin(s);
     bool has_promoted = false;
     while (true) {
@@ -152,10 +211,10 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
         ++tile;
         wait_key();
         wait_value();
-        Base::score(s);
+        Base::score(sums);
         multiply_value();  // of the tile before
         wgmma_wait<1>();
-        Base::take_scores(s, s);
+        Base::take_scores(sums, s);
         end_value();
         soften(s, has_promoted);
       }
@@ -170,11 +229,13 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   }
 
   __device__ __forceinline__ void run() {
-    float s[BLOCK_N / 2];
+    Sum sums[BLOCK_N / 2];
+    float converted[Shared::INTEGERS ? BLOCK_N / 2 : 1];
+    float (&s)[BLOCK_N / 2] = Base::scores_of(sums, converted);
     Base::clear(o);
     Base::clear_sums();
     while (Base::begin_query()) {
-      run_query(s);
+      run_query(sums, s);
       ++Base::work;
       Base::end_sums();
       Base::store();

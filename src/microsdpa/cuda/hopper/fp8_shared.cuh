@@ -8,8 +8,6 @@ namespace microsdpa {
 
 using Code = unsigned char;
 
-constexpr int TRANSPOSERS = 2;  // warps that turn V into V^T
-
 // The rows of a tile of codes are as long as its swizzle pattern.
 template <int ROW_BYTES>
 constexpr Swizzle PATTERN_OF_ROWS = ROW_BYTES == 128  ? Swizzle::BYTES_128
@@ -44,7 +42,7 @@ struct SumOf<signed char> {
 // cut into panels of COLUMNS channels; V^T of a panel is cut into panels of KEY_PANEL keys. Panels are stored one after
 // another.
 template <typename CODE_, int HEAD_DIM_, int TERMS_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int VALUE_STAGES_,
-          int QUERY_STAGES_, bool KEY_SCALES_, bool PROMOTES_>
+          int QUERY_STAGES_, bool KEY_SCALES_, int PROMOTED_TILES_>
 struct Fp8Storage {
   using CODE = CODE_;
   using Sum = typename SumOf<CODE>::Type;
@@ -52,8 +50,10 @@ struct Fp8Storage {
   static constexpr int HEAD_DIM = HEAD_DIM_, TERMS = TERMS_, BLOCK_N = BLOCK_N_, CONSUMERS = CONSUMERS_;
   static constexpr int STAGES = STAGES_, VALUE_STAGES = VALUE_STAGES_, QUERY_STAGES = QUERY_STAGES_;
   static constexpr bool KEY_SCALES = KEY_SCALES_;  // whether the keys of a head have different scales
-  static constexpr bool PROMOTES = PROMOTES_;      // whether sums of the tensor cores are added up here
-  static constexpr int PROMOTED_TILES = (4096 + BLOCK_N - 1) / BLOCK_N;
+  // Tiles over which the tensor cores sum P V before the sum is moved away, 0 if it never is: to the output, or here.
+  static constexpr int PROMOTED_TILES = PROMOTED_TILES_;
+  static constexpr bool PROMOTES = PROMOTED_TILES > 0, IN_OUTPUT = HEAD_DIM_ > 128, IN_SHARED = PROMOTES && !IN_OUTPUT;
+  static constexpr int TRANSPOSERS = HEAD_DIM > 128 && !KEY_SCALES ? 3 : 2;  // warps that turn V into V^T
   static constexpr int BLOCK_M = ROWS * CONSUMERS;
   static constexpr int COLUMNS = HEAD_DIM < 128 ? HEAD_DIM : 128;
   static constexpr int KEY_PANEL = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;
@@ -66,7 +66,8 @@ struct Fp8Storage {
   alignas(1024) Code value[VALUE_STAGES][BLOCK_N * HEAD_DIM];  // [BLOCK_N, HEAD_DIM], as it is in memory
   alignas(1024) Code transposed[STAGES][HEAD_DIM * BLOCK_N];   // [HEAD_DIM, BLOCK_N]
   alignas(16) float key_scale[STAGES][KEY_SCALES ? BLOCK_N : 4];
-  alignas(16) float4 promoted[PROMOTES ? CONSUMERS : 1][PROMOTES ? HEAD_DIM / 8 : 1][PROMOTES ? WARPGROUP_THREADS : 1];
+  alignas(
+      16) float4 promoted[IN_SHARED ? CONSUMERS : 1][IN_SHARED ? HEAD_DIM / 8 : 1][IN_SHARED ? WARPGROUP_THREADS : 1];
   Work work[WORKS];
   int head_kv[WORKS];
   int value_end[VALUE_STAGES];  // that no tile of V comes any more

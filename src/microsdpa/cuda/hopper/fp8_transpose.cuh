@@ -18,23 +18,23 @@ namespace microsdpa {
 //   of
 //     a quad has in an accumulator, so that probabilities become the left operand of wgmma where they are;
 //   - channels: of 16, rows 0 to 7 are the even ones, rows 8 to 15 the odd ones. Eight rows then meet in no bank.
-template <int HEAD_DIM, int KEYS, int PANEL, int WARPS, int AT_A_TIME>
+template <int CHANNELS, int ALL_CHANNELS, int KEYS, int PANEL, int WARPS, int AT_A_TIME>
 __device__ __forceinline__ void transpose_value(Code* transposed, const Code* value, int warp) {
   constexpr uint32 EVEN_BYTES = 0x6420, ODD_BYTES = 0x7531;
-  constexpr int CHUNKS = HEAD_DIM / 16;
+  constexpr int CHUNKS = CHANNELS / 16;
   const int lane = threadIdx.x % 32;
   const int row = lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll 1
   for (int group = warp; group < KEYS / 32; group += WARPS) {
     const int first = 32 * group;
-    Code* panel = transposed + first / PANEL * (HEAD_DIM * PANEL);
+    Code* panel = transposed + first / PANEL * (ALL_CHANNELS * PANEL);
     const int column = first % PANEL / 16 + lane / 16;
 #pragma unroll
     for (int start = 0; start < CHUNKS; start += AT_A_TIME) {
       uint32 loaded[AT_A_TIME][4];
 #pragma unroll
       for (int i = 0; i < AT_A_TIME; ++i) {
-        ldmatrix<4, true>(loaded[i], value + swizzled<HEAD_DIM>(first + lane, start + i));
+        ldmatrix<4, true>(loaded[i], value + swizzled<CHANNELS>(first + lane, start + i));
       }
 #pragma unroll
       for (int i = 0; i < AT_A_TIME; ++i) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void transpose_value(Code* transposed, const Code* va
 // The channel of O in element 2 * half + e of the thread's accumulator block `n` of eight columns: neighbours 0 to 3 of
 // 16 i + 4 t are, of a row, elements 0 of block 2 i and of block 2 i + 1, and then elements 1.
 template <int N>
-__device__ __forceinline__ float channel_of_quad(const float (&o)[N], int i, int half, int neighbour) {
+__device__ __forceinline__ float& channel_of_quad(float (&o)[N], int i, int half, int neighbour) {
   return o[8 * i + 4 * (neighbour % 2) + 2 * half + neighbour / 2];
 }
 

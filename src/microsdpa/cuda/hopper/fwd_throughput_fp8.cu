@@ -3,14 +3,15 @@
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, of E4M3 codes with scales, for tiles of BLOCK_M = 64
 // CONSUMERS queries of one head. A query may have a second code (TERMS 2), for the rounding error of the first.
 // One CTA an SM stays and takes one tile after the other. Roles: in the first warpgroup one thread issues all copies,
-// two warps transpose V and one fetches the scales of keys; each other warpgroup, a consumer, computes 64 rows.
+// two or three warps transpose V, one fetches the scales of keys; each other warpgroup, a consumer, computes 64 rows.
 // Pipeline: 1. TMA fills rings of Q, K and V tiles, across query tiles   2. V becomes V^T, its keys in the order in
 //           which probabilities lie in registers   3. a consumer starts S of the next tile and P V of this one
 //           4. while others multiply it turns scores into probabilities, rounded to E4M3
 // E4M3 products keep about 14 bits of their sums. Two consumers have registers to sum P V of each tile by itself and
-// add it to O in FP32 among the exponentials; three or four let the tensor cores add to O, and add up in shared memory
-// what those have summed over 4096 keys. Bound by: latency: a tile of 192 x 96 at D = 128 takes 2,250 cycles, of which
-// the tensor cores and the unit of exponentials need 1,152 each. docs/hopper-fp8.md has the measurements.
+// add it to O in FP32 among the exponentials; with three or four, or with 256 channels, the tensor cores add to O
+// (IN_PLACE), and what those have summed over PROMOTED_TILES tiles is moved away. Bound by: latency: a tile of 192 x 96
+// at D = 128 takes 2,250 cycles, of which the tensor cores and the unit of exponentials need 1,152 each.
+// docs/hopper-fp8.md has the measurements.
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
 #include "../ptx/mbarrier_asleep.cuh"
@@ -104,9 +105,9 @@ __device__ __forceinline__ void transpose(Shared& shared, int warp) {
     mbarrier_wait_asleep(shared.transposed_read[to.stage], to.parity ^ 1);
 #pragma unroll 1
     for (int panel = 0; panel < Shared::HEAD_DIM; panel += Shared::COLUMNS) {
-      transpose_value<Shared::COLUMNS, Shared::BLOCK_N, Shared::KEY_PANEL, TRANSPOSERS, AT_A_TIME>(
-          shared.transposed[to.stage] + panel * Shared::BLOCK_N, shared.value[from.stage] + panel * Shared::BLOCK_N,
-          warp);
+      transpose_value<Shared::COLUMNS, Shared::HEAD_DIM, Shared::BLOCK_N, Shared::KEY_PANEL, Shared::TRANSPOSERS,
+                      AT_A_TIME>(shared.transposed[to.stage] + panel * Shared::KEY_PANEL,
+                                 shared.value[from.stage] + panel * Shared::BLOCK_N, warp);
     }
     fence_proxy_async();
     __syncwarp();
@@ -132,40 +133,46 @@ __device__ __forceinline__ void initialize(Shared& shared) {
   for (int stage = 0; stage < Shared::STAGES; ++stage) {
     mbarrier_init(shared.key_loaded[stage], Shared::KEY_SCALES ? 2 : 1);
     mbarrier_init(shared.key_read[stage], READERS);
-    mbarrier_init(shared.transposed_written[stage], TRANSPOSERS);
+    mbarrier_init(shared.transposed_written[stage], Shared::TRANSPOSERS);
     mbarrier_init(shared.transposed_read[stage], READERS);
   }
 #pragma unroll
   for (int stage = 0; stage < Shared::VALUE_STAGES; ++stage) {
     shared.value_end[stage] = false;
     mbarrier_init(shared.value_loaded[stage], 1);
-    mbarrier_init(shared.value_read[stage], TRANSPOSERS);
+    mbarrier_init(shared.value_read[stage], Shared::TRANSPOSERS);
   }
   mbarrier_init_fence();
 }
 
 // STAGES: tiles of K and of V^T that there is room for; VALUE_STAGES: of V, waiting to be transposed. KEY_SCALES:
-// whether the keys of a head have different scales. PROMOTES: whether O is added up in shared memory.
+// whether the keys of a head have different scales. IN_PLACE: whether the tensor cores add P V to O.
 template <typename T, typename CODE, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int VALUE_STAGES,
-          int QUERY_STAGES, bool KEY_SCALES, bool PROMOTES, bool CAUSAL>
+          int QUERY_STAGES, bool KEY_SCALES, bool IN_PLACE, int PROMOTED_TILES, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     throughput_fp8_attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
                              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
-  using Shared =
-      Fp8Storage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES, PROMOTES>;
+  using Shared = Fp8Storage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES,
+                            PROMOTED_TILES>;
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
-  constexpr bool WIDE = CONSUMERS == 2 && HEAD_DIM == 128;
-  constexpr int CONSUMER_REGISTERS = HEAD_DIM > 128   ? 240
-                                     : WIDE           ? 232
-                                     : CONSUMERS == 2 ? 216
-                                     : CONSUMERS == 3 ? 160
-                                                      : 112;
-  constexpr int PRODUCER_REGISTERS = HEAD_DIM > 128 ? 24 : WIDE ? 40 : CONSUMERS == 2 ? 72 : 32;
+  constexpr int CONSUMER_REGISTERS = CONSUMERS == 4    ? 112
+                                     : CONSUMERS == 3  ? 160
+                                     : HEAD_DIM == 64  ? 216
+                                     : HEAD_DIM == 128 ? 232
+                                     : IN_PLACE        ? 224
+                                                       : 240;
+  constexpr int PRODUCER_REGISTERS = CONSUMERS > 2     ? 32
+                                     : HEAD_DIM == 64  ? 72
+                                     : HEAD_DIM == 128 ? 40
+                                     : IN_PLACE        ? 56
+                                                       : 24;
   constexpr int LAUNCHED = 65536 / ((1 + CONSUMERS) * WARPGROUP_THREADS) / 8 * 8;
   static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (1 + CONSUMERS) * LAUNCHED,
                 "consumers would wait for registers for ever");
-  constexpr int AT_A_TIME = HEAD_DIM > 128 ? 1 : CONSUMERS == 2 ? 4 : 2;  // loads of a transposing warp
+  constexpr int AT_A_TIME = PRODUCER_REGISTERS < 32   ? 1
+                            : PRODUCER_REGISTERS < 40 ? 2
+                                                      : 4;  // loads of a transposing warp
 
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
@@ -185,18 +192,18 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
         prefetch_tensor_map(value);
         produce<CAUSAL>(shared, params, query, key, value);
       }
-    } else if (warp <= TRANSPOSERS) {
+    } else if (warp <= Shared::TRANSPOSERS) {
       transpose<AT_A_TIME>(shared, warp - 1);
     } else if (KEY_SCALES) {
       fetch_key_scales<CAUSAL>(shared, params);
     }
   } else {
     claim_registers<CONSUMER_REGISTERS>();
-    if constexpr (HEAD_DIM > 128) {
-      WideFp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
-      consumer.run();
-    } else if constexpr (CONSUMERS > 2) {
+    if constexpr (IN_PLACE) {
       Fp8Promoting<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      consumer.run();
+    } else if constexpr (HEAD_DIM > 128) {
+      WideFp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
       consumer.run();
     } else {
       Fp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
