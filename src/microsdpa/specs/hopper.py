@@ -38,6 +38,10 @@ class Latency:
     stages: int
     rounds: int
 
+    def value_tiles(self, head_dim: int) -> int:
+        """Tiles of V that one copy brings: with few copies, those of both warpgroups."""
+        return WARPGROUPS if head_dim == 64 and self.stages <= 2 else 1
+
     def shared_bytes(self, head_dim: int) -> int:
         """SharedStorage's size (latency_shared.cuh)."""
         quadruples = head_dim // WARPGROUPS // 16
@@ -47,7 +51,8 @@ class Latency:
             + WARPGROUPS * 2 * (BLOCK_M // 2) * (8 + 2 * 4)  # the peer's rows; references and sums
             + WARPGROUPS * 16
         )
-        barriers = (1 + 2 * WARPGROUPS * self.stages + 2 * (WARPGROUPS + 1)) * 8
+        copies = (WARPGROUPS + WARPGROUPS // self.value_tiles(head_dim)) * self.stages
+        barriers = (1 + copies + 2 * (WARPGROUPS + 1)) * 8
         return -(-(tiles + merging + barriers) // 1024) * 1024
 
 
@@ -98,7 +103,7 @@ def specification(problem: Problem, choice: Latency) -> KernelSpec:
         tensor_maps=(
             TensorMap("query", BLOCK_M, 64),
             TensorMap("key", BLOCK_N, 64),
-            TensorMap("value", BLOCK_N, 64),
+            TensorMap("value", BLOCK_N * choice.value_tiles(problem.head_dim), 64),
         ),
         programmatic=True,
     )

@@ -75,45 +75,50 @@ struct Tile {
   __device__ __forceinline__ bool is_key() const { return turn() == 0 || (turn() % 2 == 1 && turn() < 2 * STAGES - 1); }
   __device__ __forceinline__ int round() const { return is_key() ? (turn() + 1) / 2 : (turn() - 1) / 2; }
 };
+// Whether the copy of another warpgroup's tile brings this one too.
+template <int HEAD_DIM, int STAGES, typename T>
+__device__ __forceinline__ bool comes_along(const SharedStorage<T, HEAD_DIM, STAGES>&, const Tile<STAGES>& tile) {
+  return !tile.is_key() && tile.warpgroup() >= SharedStorage<T, HEAD_DIM, STAGES>::VALUE_COPIES;
+}
 template <int FIRST, int LAST, int HEAD_DIM, int STAGES, typename T>
 __device__ __forceinline__ void set_up_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared) {
 #pragma unroll
   for (int number = FIRST; number < LAST; ++number) {
     const Tile<STAGES> tile{number};
-    auto& loaded = tile.is_key() ? shared.key_loaded : shared.value_loaded;
-    mbarrier_init(loaded[tile.warpgroup()][tile.round()], 1);
+    if (comes_along(shared, tile)) continue;
+    mbarrier_init(tile.is_key() ? shared.key_loaded[tile.warpgroup()][tile.round()]
+                                : shared.value_loaded[tile.warpgroup()][tile.round()],
+                  1);
   }
   mbarrier_init_fence();
 }
 template <int FIRST, int LAST, int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
 __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
                                            const TensorMap& key, const TensorMap& value) {
+  constexpr int VALUE_TILES = WARPGROUPS / SharedStorage<T, HEAD_DIM, STAGES>::VALUE_COPIES;
 #pragma unroll
   for (int number = FIRST; number < LAST; ++number) {
     const Tile<STAGES> tile{number};
     const int warpgroup = tile.warpgroup(), round = tile.round();
-    if (ROUNDS < STAGES && round >= work.rounds) continue;
+    if (comes_along(shared, tile) || (ROUNDS < STAGES && round >= work.rounds)) continue;
     const int first_key = work.first_key<CLUSTER>(round, warpgroup);
     if (tile.is_key()) {
-      load_tile<T, HEAD_DIM>(shared.key[warpgroup][round], key, shared.key_loaded[warpgroup][round], first_key,
+      load_tile<T, HEAD_DIM>(shared.key[round][warpgroup], key, shared.key_loaded[warpgroup][round], first_key,
                              work.head_kv, work.batch);
     } else {
-      load_tile<T, HEAD_DIM>(shared.value[warpgroup][round], value, shared.value_loaded[warpgroup][round], first_key,
-                             work.head_kv, work.batch);
+      load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], value, shared.value_loaded[warpgroup][round],
+                                          first_key, work.head_kv, work.batch);
     }
   }
 }
 
-// With few copies, what is ahead of the first ones counts, also when the kernel before has not ended: the barriers of
-// Q and of one tile alone are set up first, and the exchange by another warp.
-template <int HEAD_DIM, int STAGES>
-constexpr bool FEW_COPIES = HEAD_DIM == 64 && STAGES <= 2;
-
-// Sets the barriers up, and issues the copies. One thread: two warps that issue them hold each other up.
+// Sets the barriers up, and issues the copies. One thread: two warps that issue them hold each other up. With few
+// copies, what is ahead of the first ones counts, also when the kernel before has not ended: the barriers of Q and of
+// one tile alone are set up first, and the exchange by another warp.
 template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
 __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
                                       const TensorMap& query, const TensorMap& key, const TensorMap& value) {
-  constexpr bool FEW = FEW_COPIES<HEAD_DIM, STAGES>;
+  constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES>::FEW_COPIES;
   constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
@@ -142,12 +147,13 @@ __global__ void __launch_bounds__(THREADS, 1)
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "whole panels, of which each warpgroup finishes whole quadruples");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
-  auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, STAGES>>();
+  using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
+  auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
   const Work work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS>(params);
   if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
-  if (FEW_COPIES<HEAD_DIM, STAGES> && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
+  if (Shared::FEW_COPIES && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
     prefetch_tensor_map(value);
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }

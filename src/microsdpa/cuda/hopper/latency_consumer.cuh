@@ -18,11 +18,12 @@ namespace microsdpa {
 template <typename T, int HEAD_DIM>
 constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
 
-// Copies 64 rows of one head. Rows past the tensor become zeros.
-template <typename T, int HEAD_DIM>
+// Copies tiles of 64 rows of one head. Rows past the tensor become zeros.
+template <typename T, int HEAD_DIM, int TILES = 1>
 __device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& loaded, int row, int head,
                                           int batch) {
-  mbarrier_arrive_expect(loaded, TILE_BYTES<T, HEAD_DIM>);
+  static_assert(TILES == 1 || HEAD_DIM == PANEL, "tiles of one panel lie behind one another");
+  mbarrier_arrive_expect(loaded, TILES * TILE_BYTES<T, HEAD_DIM>);
 #pragma unroll
   for (int panel = 0; panel < HEAD_DIM / PANEL; ++panel) {
     tma_load(shared + panel * BLOCK_N * PANEL, map, loaded, panel * PANEL, row, head, batch);
@@ -77,7 +78,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
   __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2], int round) {
     constexpr int KEYS = BLOCK_N / PARTS;
     const int stage = round % STAGES;
-    const uint64 key = matrix_descriptor(shared.key[warpgroup][stage], 16, 8 * PANEL * sizeof(T), Swizzle::BYTES_128);
+    const uint64 key = matrix_descriptor(shared.key[stage][warpgroup], 16, 8 * PANEL * sizeof(T), Swizzle::BYTES_128);
     mbarrier_wait(shared.key_loaded[warpgroup][stage], round / STAGES % 2);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
@@ -97,9 +98,9 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS> {
   __device__ __forceinline__ void accumulate(float (&output)[HEAD_DIM / 2], const uint32 (&p)[STEPS][4], int round,
                                              bool begun) {
     const int stage = round % STAGES;
-    const uint64 value = matrix_descriptor(shared.value[warpgroup][stage], BLOCK_N * PANEL * sizeof(T),
+    const uint64 value = matrix_descriptor(shared.value[stage][warpgroup], BLOCK_N * PANEL * sizeof(T),
                                            8 * PANEL * sizeof(T), Swizzle::BYTES_128);
-    if (WAIT) mbarrier_wait(shared.value_loaded[warpgroup][stage], round / STAGES % 2);
+    if (WAIT) mbarrier_wait(shared.value_loaded[warpgroup % Base::Shared::VALUE_COPIES][stage], round / STAGES % 2);
     wgmma_fence();
 #pragma unroll
     for (int step = FIRST; step < LAST; ++step) {

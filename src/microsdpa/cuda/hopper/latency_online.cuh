@@ -13,8 +13,8 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   if (ROUNDS > 0 || min(key_round, value_round) + STAGES >= work.rounds) return;
   named_barrier_sync(warpgroup == 0 ? TILE_READ_BY_FIRST : TILE_READ_BY_SECOND, WARPGROUP_THREADS);
   if (fragment.warp() == 0 && elect_one()) {
-    refill_place(shared.key[warpgroup], key_map, shared.key_loaded[warpgroup], key_round);
-    refill_place(shared.value[warpgroup], value_map, shared.value_loaded[warpgroup], value_round);
+    refill_place(shared.key, key_map, shared.key_loaded[warpgroup], key_round);
+    refill_place(shared.value, value_map, shared.value_loaded[warpgroup], value_round);
   }
   __syncwarp();
 }
@@ -24,8 +24,8 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     Ring& ring, const TensorMap& map, Barriers& loaded, int round) {
   if (round < 0 || round + STAGES >= work.rounds) return;
   const int stage = round % STAGES;
-  load_tile<T, HEAD_DIM>(ring[stage], map, loaded[stage], work.template first_key<CLUSTER>(round + STAGES, warpgroup),
-                         work.head_kv, work.batch);
+  load_tile<T, HEAD_DIM>(ring[stage][warpgroup], map, loaded[stage],
+                         work.template first_key<CLUSTER>(round + STAGES, warpgroup), work.head_kv, work.batch);
 }
 
 // One round, of which S and the maxima are known; gives those of the next one, and starts S of the one after it.

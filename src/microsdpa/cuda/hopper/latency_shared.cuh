@@ -62,12 +62,16 @@ struct PeerArrived {
 
 template <typename T, int HEAD_DIM, int STAGES>
 struct SharedStorage {
+  // What the thread that issues the copies does is everybody's time where there are few of them: then one brings the
+  // tiles of V of both warpgroups. Of K it would make the first product wait.
+  static constexpr bool FEW_COPIES = HEAD_DIM == 64 && STAGES <= 2;
+  static constexpr int VALUE_COPIES = FEW_COPIES ? 1 : WARPGROUPS;  // of a round
   // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows.
   static constexpr int QUADRUPLES = HEAD_DIM / WARPGROUPS / 16;
 
   alignas(1024) T query[BLOCK_M * HEAD_DIM];
-  alignas(1024) T key[WARPGROUPS][STAGES][BLOCK_N * HEAD_DIM];
-  alignas(1024) T value[WARPGROUPS][STAGES][BLOCK_N * HEAD_DIM];
+  alignas(1024) T key[STAGES][WARPGROUPS][BLOCK_N * HEAD_DIM];
+  alignas(1024) T value[STAGES][WARPGROUPS][BLOCK_N * HEAD_DIM];
   // Columns of O that the other warpgroup gives to the one that finishes them.
   Quadruple from_neighbour[WARPGROUPS][2][QUADRUPLES][WARPGROUP_THREADS];
   PeerShare<QUADRUPLES> from_peer[2];  // [1]: sent again, after an overflow
@@ -76,7 +80,7 @@ struct SharedStorage {
   Vector<int32, 4> overflow[WARPGROUPS];  // of each warp: in which half of its rows probabilities left the range of T
   Mbarrier query_loaded;
   Mbarrier key_loaded[WARPGROUPS][STAGES];
-  Mbarrier value_loaded[WARPGROUPS][STAGES];
+  Mbarrier value_loaded[VALUE_COPIES][STAGES];
   PeerArrived peer_arrived[2];
 };
 
