@@ -168,11 +168,18 @@ def takes_masks(tiling: Tiling) -> bool:
     return tiling.row_tiles == tiling.warps_m == 1 and not (tiling.streaming or tiling.resident)
 
 
+def wide_mask(problem: Problem) -> bool:
+    """Whether there is a mask of float32 numbers beside a large head dimension."""
+    return problem.mask is not None and problem.mask.tensor == "float32" and problem.head_dim > 64
+
+
 def illegal(problem: Problem, tiling: Tiling) -> str:
     """Why a tiling cannot compute a problem on its chip; empty when it can."""
     chip = chip_of(problem.target)
     if problem.mask is not None and not takes_masks(tiling):
         return "its warps share the keys, which masks decide about"
+    if tiling.block_n > 16 and wide_mask(problem):
+        return "a mask of float32 numbers for so many keys does not fit the registers"
     if (needed := tiling.shared_bytes(problem.head_dim)) > chip.shared_per_cta:
         return f"{needed} bytes of shared memory exceed the {chip.shared_per_cta} of a CTA"
     if tiling.resident and problem.seqlen_k > tiling.block_n * tiling.stages * tiling.warps_n:
@@ -259,7 +266,7 @@ def _decoding(problem: Problem) -> Tiling | None:
 
     Parts that a cluster merges spare a launch; but fewer of them run at a time.
     """
-    tiling = DECODE_DEEP if problem.head_dim <= 128 else DECODE_LARGE_HEADS
+    tiling = DECODE_LARGE_HEADS if problem.head_dim > 128 else DECODE_WIDE if wide_mask(problem) else DECODE_DEEP
     if illegal(problem, tiling):
         return None
     tiles, sms, keys = ctas_of(problem, tiling), chip_of(problem.target).sms, problem.seqlen_k
