@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from microsdpa.evidence.short_sums import lost_of_products, lost_of_scores
+from microsdpa.evidence.short_sums import allowed_of_values, lost_of_products, lost_of_scores
 
 
 def codes(*values: float, length: int = 64) -> torch.Tensor:
@@ -47,3 +47,22 @@ def test_scores_have_the_codes_scales() -> None:
     assert found.shape == (1, 4, 3, 2)
     assert found[:, :2].eq(-24 * 2.0**-14).all()
     assert found[:, 2:].eq(-48 * 2.0**-14).all()
+
+
+@pytest.mark.parametrize("sign", ["both", "one"])
+@pytest.mark.parametrize("keys", [64, 1024])
+def test_sums_in_place_stay_within_their_bound_and_use_it(keys: int, sign: str) -> None:
+    generator = torch.Generator().manual_seed(keys)
+    scores, value = torch.randn(2, keys, generator=generator), torch.randn(16, keys, generator=generator)
+    if sign == "one":
+        value = value.abs()
+    value_codes = (value * 64).to(torch.float8_e4m3fn)
+    exponentials = (scores - scores[:, :32].amax(dim=1, keepdim=True)).exp().double()
+    query = (16 * exponentials.float()).to(torch.float8_e4m3fn)
+    rounded, exact_value = query.double() / 16, value_codes.double()
+    lost = lost_of_products(query[None, None], value_codes[None, None])[0, 0] / 16
+    total = exponentials.sum(dim=1, keepdim=True)
+    found, exact = (rounded @ exact_value.T + lost) / total, exponentials @ exact_value.T / total
+    share = (found - exact).abs() / allowed_of_values(exponentials / total, exact_value.T, 16, keys)
+    assert share.max() <= 1
+    assert share.max() >= 0.02
