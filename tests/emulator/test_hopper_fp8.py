@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -13,14 +12,16 @@ from microsdpa.eight_bit import choose
 from microsdpa.eight_bit_launches import Place, attending
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
-from microsdpa.evidence import compare
+from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.short_sums import allowed_of_values, lost_of_scores
+from microsdpa.evidence.short_sums import lost_of_scores
+from microsdpa.evidence.verify_eight_bit import allowed_in_place
 from microsdpa.quantize import Code, Granularity, Quantized, expand_scale
-from microsdpa.specs import KernelSpec
+from microsdpa.specs import KernelSpec, hopper_fp8
+from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit import EightBitProblem, Operands
 from microsdpa.specs.hopper_eight_bit import too_small
-from microsdpa.specs.hopper_fp8 import LARGEST_CODE, Tiles, specification, throughput
+from microsdpa.specs.hopper_fp8 import Tiles, specification, throughput
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""
@@ -86,33 +87,6 @@ def attend(
     return found[0]
 
 
-def values_allowed(
-    plain: list[torch.Tensor], case: Case, spec: KernelSpec, lse: torch.Tensor, lost: torch.Tensor | None
-) -> torch.Tensor:
-    """What rounding P, and sums of P V with few bits, can move each output by."""
-    query, key, value = (x.double() for x in plain)
-    group = case.heads // case.kv_heads
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    found = torch.zeros(query.shape, dtype=torch.float64)
-    diagonal = case.seqlen_k - case.seqlen_q if case.causal == "lower_right" else 0
-    for b, h in product(range(case.batch), range(case.heads)):
-        scores = query[b, h] @ key[b, h // group].mT * scale
-        if lost is not None:
-            scores += lost[b, h]
-        probability = (scores - lse[b, h, :, None].clamp(min=-1e300)).exp()
-        if case.causal is not None:
-            probability = probability.tril(diagonal)
-        arguments = dict(spec.template_args)
-        if arguments["IN_PLACE"] == "true":
-            moved = int(arguments["PROMOTED_TILES"]) * int(arguments["BLOCK_N"])
-            found[b, h] = allowed_of_values(probability, value[b, h // group], LARGEST_CODE, moved or case.seqlen_k)
-        else:  # half a step of E4M3 for every probability, of which the largest is 256
-            v = value[b, h // group].abs()
-            most = probability.amax(dim=1, keepdim=True)
-            found[b, h] = probability @ v * 2**-4 + most * 2**-18 * v.sum(dim=0)
-    return found
-
-
 def check(
     case: Case, granularity: Granularity, block: int, tiles: Tiles | None = None, operands: Operands = "fp8"
 ) -> None:
@@ -134,7 +108,11 @@ def check(
     if operands == "fp8":
         lost = lost_of_scores((codes[0].codes, codes[1].codes), (scales[0], scales[1]), scale)
     expected, expected_lse = reference.oracle(*plain, causal=case.causal, scale=case.scale, attn_mask=lost)
-    wrong = values_allowed(plain, case, spec, expected_lse, lost)
+    wrong = allowed_in_place(plain, case, spec, lost)
+    if wrong is None:  # half a step of E4M3 for every probability, of which the largest is 256
+        magnitude, _ = reference.oracle(plain[0], plain[1], plain[2].abs(), causal=case.causal, scale=case.scale)
+        everything = plain[2].abs().sum(dim=2, keepdim=True).repeat_interleave(case.heads // case.kv_heads, dim=1)
+        wrong = magnitude * 2**-4 + everything * 2**-18
     bound = wrong + compare.UNIT_ROUNDOFF[out.dtype] * expected.abs() + 1e-4
     assert ((out.double() - expected).abs() <= bound).all()
     largest = float(expected_lse.where(expected_lse.isfinite(), 0.0).abs().max())
@@ -151,9 +129,31 @@ def test_right_in_every_order_with_int8(case: Case, granularity: Granularity, bl
     check(case, granularity, block, operands="int8_fp8")
 
 
-@pytest.mark.parametrize("tiles", [Tiles(128, 2, 3), Tiles(96, 3, 4), Tiles(192, 2, 2, value_stages=1)], ids=str)
+@pytest.mark.parametrize(
+    "tiles", [Tiles(128, 2, 3), Tiles(96, 3, 4, promoted_keys=4096), Tiles(192, 2, 2, value_stages=1)], ids=str
+)
 def test_other_tiles(tiles: Tiles) -> None:
     check(Case(1, 4, 300, 450, 64, heads_kv=2, causal="lower_right"), "head", 0, tiles)
+
+
+@pytest.mark.parametrize("operands", ["fp8", "int8_fp8"])
+@pytest.mark.parametrize(
+    ("head_dim", "tiles"),
+    [
+        (64, Tiles(64, 4, 3, promoted_keys=128)),
+        (128, Tiles(96, 3, 2, promoted_keys=192)),
+        (256, Tiles(96, 2, 2, 2, 96)),
+    ],
+)
+def test_scales_of_keys_in_place(head_dim: int, tiles: Tiles, operands: Operands) -> None:
+    check(Case(1, 4, 300, 350, head_dim, heads_kv=2, causal="lower_right"), "block", 1, tiles, operands)
+
+
+@pytest.mark.parametrize("case", [Case(1, 2, 270, 200, 64, causal="upper_left"), Case(1, 1, 70, 1300, 128)], ids=str)
+def test_two_codes_in_place(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_fp8, "chip_of", lambda target: replace(chip_of(target), sms=1))
+    outcome = verify_eight_bit.check(case, "fp8", "cpu", "hopper/fwd_throughput_fp8")
+    assert not outcome.failure
 
 
 def test_auto_takes_it_where_it_fills_the_chip() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import NOTE_SHAPES
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.short_sums import lost_of_scores
+from microsdpa.evidence.short_sums import allowed_of_values, lost_of_scores
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.quantize import RESIDUAL_STEPS, decode, encode, expand_scale, mean_of_rows, residual, rotate, scales
 from microsdpa.runtime import launcher
 from microsdpa.specs import KernelSpec, emulated_target
 from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem, Operands, eight_bit_family_named
+from microsdpa.specs.hopper_fp8 import LARGEST_CODE
 from microsdpa.specs.quantize import RECIPES, Recipe
 
 SUM_BITS = 13
@@ -80,18 +82,55 @@ def specified(tensors: Sequence[torch.Tensor], recipe: Recipe) -> tuple[Codes, t
     return codes, (plain_q * q_wide, plain_k, plain_v)
 
 
-def allowed(plain: tuple[torch.Tensor, ...], case: Case, precision: Operands, expected: torch.Tensor) -> torch.Tensor:
+def allowed_in_place(
+    plain: Sequence[torch.Tensor], case: Case, spec: KernelSpec, lost: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """What rounding P, and sums of P V in the accumulators of wgmma, can move each output by; None of other kernels.
+
+    lost: what is to be added to the scores, as lost_of_scores() has it.
+    """
+    arguments = dict(spec.template_args)
+    if arguments.get("IN_PLACE") != "true":
+        return None
+    moved = int(arguments["PROMOTED_TILES"]) * int(arguments["BLOCK_N"]) or case.seqlen_k
+    query, key, value = (x.double() for x in plain)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    diagonal = case.seqlen_k - case.seqlen_q if case.causal == "lower_right" else 0
+    hidden = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool).triu(diagonal + 1)
+    found = torch.zeros(query.shape, dtype=torch.float64)
+    for b, h in product(range(case.batch), range(case.heads)):
+        h_kv = h // (case.heads // case.kv_heads)
+        scores = query[b, h] @ key[b, h_kv].mT * scale
+        if lost is not None:
+            scores += lost[b, h]
+        if case.causal is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        probability = scores.softmax(dim=-1).nan_to_num(0.0)
+        found[b, h] = allowed_of_values(probability, value[b, h_kv], LARGEST_CODE, moved)
+    return found
+
+
+def allowed(
+    plain: tuple[torch.Tensor, ...],
+    case: Case,
+    precision: Operands,
+    expected: torch.Tensor,
+    spec: KernelSpec | None = None,
+) -> torch.Tensor:
     """What rounding P and the output, and dropping bits of 8-bit sums, can move each output by.
 
     As E4M3 a probability of largest 256 moves by a sixteenth of itself at most, or by 2^-10 where it is subnormal; the
-    sum of all is at least 1.
+    sum of all is at least 1. Where a kernel's sums are those of wgmma, allowed_in_place() has that part.
     """
     query, key, value = plain
+    in_place = None if spec is None else allowed_in_place(plain, case, spec)
     magnitude, _ = reference.oracle(query, key, value.abs(), causal=case.causal)
     output = compare.UNIT_ROUNDOFF[torch.bfloat16 if case.dtype == "bfloat16" else torch.float16]
     group = case.heads // case.kv_heads
     if precision == "int8_fp16":
         probability = output * magnitude
+    elif in_place is not None:
+        probability = in_place
     else:
         everything = value.abs().sum(dim=2, keepdim=True).repeat_interleave(group, dim=1)
         probability = magnitude * (2**-4 + 2**-SUM_BITS) + everything * 2**-18
@@ -140,7 +179,7 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
         again, lse_again = run(torch.full_like(query, torch.nan))
     errors, failure = compare.measure(out, expected), ""
     lse_error = compare.measure(lse, expected_lse)
-    if not ((out.double() - expected).abs() <= allowed(plain, case, precision, expected)).all():
+    if not ((out.double() - expected).abs() <= allowed(plain, case, precision, expected, spec)).all():
         failure = f"output differs from the oracle on what the codes stand for: {errors}"
     elif not lse_error.max_abs <= LSE_TOLERANCE * max(
         1.0, float(expected_lse.where(expected_lse.isfinite(), 0).abs().max())

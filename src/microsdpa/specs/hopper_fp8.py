@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit_problem import CPP_TYPE, EightBitProblem
 from microsdpa.specs.hopper_eight_bit import ROWS, WORKS, kernel, refused, too_many
 from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
@@ -65,19 +66,26 @@ class Tiles:
 
 
 def tiles_for(problem: EightBitProblem) -> Tiles:
-    """The configuration for a problem: as many keys a tile as registers hold.
+    """The configuration for a problem: as many consumers as registers hold, and as many keys a tile.
 
-    More than two consumers were measured with one code an element and one scale a head (docs/hopper-fp8.md).
+    Two codes at D = 256, and scales of keys where more than two consumers would leave SMs empty, have P V of every tile
+    added to O in FP32 (docs/hopper-fp8.md).
     """
-    if problem.operands == "fp8" and problem.query_terms == 1 and problem.key_block == 0:
-        if problem.head_dim == 64:
-            return Tiles(64, consumers=4, stages=3, promoted_keys=1024)
-        if problem.head_dim == 128:
-            return Tiles(96, consumers=3, stages=2, promoted_keys=4096)
+    several = problem.operands != "fp8" or problem.key_block != 0
+    if problem.head_dim == 256:
+        if problem.query_terms == 2:
+            return Tiles(64, consumers=2, stages=3)
+        promoted_keys = 1024 if several else 2048
         if SMALL_TILES * _padded(problem.seqlen_k, 64) < _padded(problem.seqlen_k, 96):
-            return Tiles(64, consumers=2, stages=3, promoted_keys=2048)
-        return Tiles(96, consumers=2, stages=2, promoted_keys=2048)
-    return Tiles(block_n={64: 192, 128: 128, 256: 64}[problem.head_dim], consumers=2, stages=3)
+            return Tiles(64, consumers=2, stages=3, promoted_keys=promoted_keys)
+        return Tiles(96, consumers=2, stages=2, promoted_keys=promoted_keys)
+    if problem.head_dim == 64:
+        tiles, few = Tiles(64, consumers=4, stages=3, promoted_keys=1024), Tiles(192, consumers=2, stages=3)
+    else:
+        promoted_keys = 1024 if several else 4096
+        tiles, few = Tiles(96, consumers=3, stages=2, promoted_keys=promoted_keys), Tiles(128, consumers=2, stages=3)
+    ctas = problem.batch * problem.heads * -(-problem.seqlen_q // tiles.block_m)
+    return few if several and ctas < chip_of(problem.target).sms else tiles
 
 
 def _padded(keys: int, block_n: int) -> int:

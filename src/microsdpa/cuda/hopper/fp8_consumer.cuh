@@ -313,20 +313,27 @@ struct Fp8Consumer {
     const ChannelScales& scale = params.value_scale;
     const int channel = 4 * (thread % 4);
     const float* scales = scale.data + of.batch * scale.batch + shared.head_kv[ended % WORKS] * scale.head;
+    T* out[2];
+    bool real[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = of.first_row + ROWS * warpgroup + tile_row(half);
-      if (row >= params.seqlen_q) continue;
-      T* out = const_cast<T*>(params.out_strides.at<T>(params.out, of.batch, of.head, row)) + channel;
+      out[half] = const_cast<T*>(params.out_strides.at<T>(params.out, of.batch, of.head, row)) + channel;
+      real[half] = row < params.seqlen_q;
+    }
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 16; ++i) {
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+      float of_channel[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) of_channel[j] = scales[(16 * i + channel + j) * scale.channel];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
         Vector<T, 4> four;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float of_channel = inverse[half] * scales[(16 * i + channel + j) * scale.channel];
-          four.data[j] = from_float<T>(channel_of_quad(o, i, half, j) * of_channel);
+          four.data[j] = from_float<T>(channel_of_quad(o, i, half, j) * (inverse[half] * of_channel[j]));
         }
-        *reinterpret_cast<Vector<T, 4>*>(out + 16 * i) = four;
+        if (real[half]) *reinterpret_cast<Vector<T, 4>*>(out[half] + 16 * i) = four;
       }
     }
     __syncwarp();  // O is emptied here, not ahead of a branch, for which it would be copied for every tile
