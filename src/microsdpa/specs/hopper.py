@@ -68,8 +68,10 @@ def configuration(problem: Problem, cluster: int) -> Latency:
         s for s in range(1, 7) if Latency(cluster, s, 0).shared_bytes(problem.head_dim) <= chip.shared_per_cta
     )
     rounds = key_rounds(problem, cluster)
-    # Unrolled rounds are code; past four of them the loop costs as little.
-    return Latency(cluster, rounds, rounds) if rounds <= min(deepest, 4) else Latency(cluster, deepest, 0)
+    # Unrolled rounds are code; past four of them the loop costs as little. Four with a mask and a peer do not fit the
+    # registers at D = 64.
+    most = 3 if problem.head_dim == 64 and problem.causal is not None and cluster == 2 else 4
+    return Latency(cluster, rounds, rounds) if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
 
 
 def specification(problem: Problem, choice: Latency) -> KernelSpec:
