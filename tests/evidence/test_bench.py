@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,12 +8,11 @@ import pytest
 import torch
 
 from microsdpa import reference
-from microsdpa.errors import InvalidArgument
-from microsdpa.evidence import bench, environment, graphs, results, signatures, suites, timing, worker
+from microsdpa.evidence import bench, environment, graphs, results, signatures, timing, worker
 from microsdpa.evidence.bench import CaseBench
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.measuring import to_rehearse
-from microsdpa.evidence.peers import Call, Implementation, Tensors, choose, ours
+from microsdpa.evidence.peers import Call, Implementation, Tensors, ours
 from microsdpa.evidence.suites import Suite
 from microsdpa.runtime import launcher
 from microsdpa.specs.eight_bit import OPERANDS, Operands
@@ -409,56 +406,3 @@ def test_a_process_that_keeps_dying_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_the_process_reports_its_last_words() -> None:
     with pytest.raises(RuntimeError, match="the measuring process ended with 1"):
         worker.run(SUITE, ["graph"], "auto", "none")
-
-
-def test_suites_are_data() -> None:
-    assert suites.names() == [
-        "ampere",
-        "decode",
-        "fp8",
-        "ladder",
-        "masked",
-        "mission",
-        "prefill",
-        "prefill_fp8",
-        "real",
-        "small",
-    ]
-    prefill = suites.load("prefill")
-    assert len(prefill.cases) == 3 * 2 * 6
-    for case in prefill.cases:
-        assert case.batch * case.seqlen_q == 16384
-        assert case.heads * case.head_dim == 2048
-    assert all(1 <= c.batch <= 4 and 8 <= c.heads <= 32 and c.seqlen_k <= 1024 for c in suites.load("small").cases)
-    assert set(suites.load("real").labels) == set(suites.load("real").cases)
-    assert suites.load("fp8").eight_bit == set(suites.load("fp8").cases)
-    assert suites.load("mission").eight_bit == {CASE}
-    assert not suites.load("small").eight_bit
-    assert suites.load("prefill_fp8").cases == prefill.cases
-    assert suites.load("prefill_fp8").eight_bit == set(prefill.cases)
-    assert set(suites.load("prefill_fp8").variants) < {one.variant for one in ours("auto")}
-    ampere = suites.load("ampere").cases
-    assert set(ampere) > {c for c in prefill.cases if c.head_dim in (64, 128)}
-    assert {Case(1, 2, 64, 64, 64), Case(1, 4, 128, 128, 64), CASE} <= set(ampere)
-    for name in suites.names():
-        assert set(suites.load(name).modes) <= set(timing.MODES)
-        assert suites.load(name).processes in ("case", "head_dim", "suite")
-        assert choose(suites.load(name).peers, suites.load(name).eight_bit)
-    assert suites.load("mission").peers == "all"
-    assert {peer.name for peer in choose(prefill.peers, False)} >= {"torch CUDNN", "torch MATH", "flash-attn 4"}
-    with pytest.raises(InvalidArgument, match="expected one of ampere, decode"):
-        suites.load("nope")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--suite", "nope"], "expected one of ampere, decode"),
-        (["--peers", "torch-fast"], "some of torch, torch-flash"),
-    ],
-)
-def test_bench_names_what_it_knows(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "microsdpa", "bench", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert message in result.stderr

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import ceil
 
 from microsdpa.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
+from microsdpa.specs.ampere import BOOLEAN, CPP_TYPE
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
 
-CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
 MAX_HEAD_DIM = 256
 WARPS = 4
 
@@ -32,12 +32,12 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         "WARPS": WARPS,
         "LOAD_BYTES": VECTOR_BYTES if vectors else 2,
         "MASK": CPP_TYPE[mask.tensor],
-        "LEFT": _cpp(mask.left),
-        "RIGHT": _cpp(mask.right or problem.causal is not None),
-        "SOFTCAP": _cpp(mask.softcap),
-        "ALIBI": _cpp(mask.alibi),
+        "LEFT": BOOLEAN[mask.left],
+        "RIGHT": BOOLEAN[mask.right or problem.causal is not None],
+        "SOFTCAP": BOOLEAN[mask.softcap],
+        "ALIBI": BOOLEAN[mask.alibi],
         "SINK": CPP_TYPE[mask.sinks],
-        "PROGRAMMATIC": _cpp(programmatic),
+        "PROGRAMMATIC": BOOLEAN[programmatic],
     }
     spec = KernelSpec(
         name="ampere/fwd_general",
@@ -70,7 +70,3 @@ def _tile(problem: Problem) -> tuple[int, int]:
         if problem.head_dim <= 128 and tensor != "float32":
             return 2, 32
     return 1, 64 if problem.head_dim <= 128 else 32
-
-
-def _cpp(value: bool) -> str:
-    return "true" if value else "false"

@@ -8,15 +8,14 @@
 
 namespace microsdpa {
 
-// Transposes a tile of codes: `warp` of WARPS takes its share, with AT_A_TIME loads under way together.
-//   value: [KEYS, HEAD_DIM]   transposed: panels [HEAD_DIM, PANEL], both swizzled
+// Transposes CHANNELS of a tile of codes: `warp` of WARPS takes its share, with AT_A_TIME loads under way together.
+//   value: [KEYS, CHANNELS]   transposed: these rows of panels [ALL_CHANNELS, PANEL]; both swizzled
 //
 // ldmatrix transposes 16-bit units: with g = lane / 4, t = lane % 4 and eight keys from k on, a lane gets the codes
 // V[k + 2t][2g], V[k + 2t][2g + 1], V[k + 2t + 1][2g], V[k + 2t + 1][2g + 1]. Of two such registers, permuting bytes
 // makes four keys of channel 2g and four of 2g + 1, which stmatrix stores as rows. What is not in order then is
 //   - keys: bytes 4t to 4t + 3 of 16 are those of keys 2t, 2t + 1, 8 + 2t, 8 + 2t + 1: just those whose scores lane t
-//   of
-//     a quad has in an accumulator, so that probabilities become the left operand of wgmma where they are;
+//     of a quad has in an accumulator, so that probabilities become the left operand of wgmma where they are;
 //   - channels: of 16, rows 0 to 7 are the even ones, rows 8 to 15 the odd ones. Eight rows then meet in no bank.
 template <int CHANNELS, int ALL_CHANNELS, int KEYS, int PANEL, int WARPS, int AT_A_TIME>
 __device__ __forceinline__ void transpose_value(Code* transposed, const Code* value, int warp) {
