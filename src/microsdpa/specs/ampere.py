@@ -12,10 +12,8 @@ from microsdpa.specs.ampere_tiles import (
     late_ctas,
     packed_heads,
 )
-from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
 
-CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
-BOOLEAN = {True: "true", False: "false"}
 HEAD_DIMS = range(16, 257, 16)
 STREAM_SPILLS = (
     "all 255 registers are used: another compiler than the tested one may keep a value of the outer loop there"

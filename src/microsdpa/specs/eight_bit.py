@@ -11,7 +11,6 @@ from microsdpa.specs import hopper_eight_bit, hopper_fp8, hopper_int8
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit_problem import (
     ALL_HEAD_DIMS,
-    CPP_TYPE,
     HEAD_DIMS,
     MIN_CAPABILITY,
     OPERANDS,
@@ -19,11 +18,10 @@ from microsdpa.specs.eight_bit_problem import (
     EightBitProblem,
     Operands,
 )
-from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
 
 __all__ = [
     "ALL_HEAD_DIMS",
-    "CPP_TYPE",
     "EIGHT_BIT_FAMILIES",
     "HEAD_DIMS",
     "MIN_CAPABILITY",

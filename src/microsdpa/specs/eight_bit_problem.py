@@ -11,7 +11,6 @@ Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
 """What Q and K, and then V and P, are: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
 
 OPERANDS: tuple[Operands, ...] = get_args(Operands)
-CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 HEAD_DIMS = (32, 64, 128)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 256)
 """The last one where V is E4M3 and the GPU has wgmma."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from math import ceil
 
 from microsdpa.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
-from microsdpa.specs.ampere import BOOLEAN, CPP_TYPE
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
 
 MAX_HEAD_DIM = 256
 WARPS = 4

@@ -8,9 +8,8 @@ from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs import hopper_split, hopper_throughput
 from microsdpa.specs.ampere_tiles import lacks_queries
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 
-CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 ELEMENT = 2
 """Bytes of an element."""
 BLOCK_M = BLOCK_N = 64

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit_problem import CPP_TYPE, EightBitProblem
+from microsdpa.specs.eight_bit_problem import EightBitProblem
 from microsdpa.specs.hopper_eight_bit import ROWS, WORKS, kernel, refused, too_many
-from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 
 HEAD_DIMS = (64, 128)
 QUERY_STAGES = 2

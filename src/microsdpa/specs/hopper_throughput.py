@@ -8,9 +8,8 @@ from math import ceil
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs.ampere_tiles import lacks_queries
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 
-CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 ELEMENT = 2
 """Bytes of an element."""
 ROWS = 64

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
 
-CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 HEAD_DIMS = (32, 64, 128)
 
 

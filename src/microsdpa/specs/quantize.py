@@ -8,8 +8,8 @@ from itertools import product
 from typing import Literal
 
 from microsdpa.problem import DType, capability_of
-from microsdpa.specs.eight_bit import ALL_HEAD_DIMS, CPP_TYPE, HEAD_DIMS, MIN_CAPABILITY, Operands
-from microsdpa.specs.spec import Grid, KernelSpec
+from microsdpa.specs.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY, Operands
+from microsdpa.specs.spec import CPP_TYPE, Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8
 """Rows that a CTA has at a time, and channels of a thread."""

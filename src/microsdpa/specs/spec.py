@@ -9,6 +9,9 @@ from microsdpa.problem import Problem
 
 Grid = tuple[int, int, int]
 
+CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
+"""Types as templates name them; no tensor is `void`."""
+BOOLEAN = {True: "true", False: "false"}
 MAX_GRID_X = 2**31 - 1
 
 
