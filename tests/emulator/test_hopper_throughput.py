@@ -27,6 +27,8 @@ CASES = [
     (Case(1, 3, 300, 100, 128, causal="lower_right", dtype="bfloat16"), 0),
     (Case(1, 3, 140, 200, 192, causal="lower_right"), 0),
     (Case(1, 3, 130, 200, 256, causal="upper_left"), 0),
+    (Case(1, 2, 400, 33000, 64, causal="upper_left"), 2),  # a section for each head, of two rounds
+    (Case(1, 2, 780, 33000, 64, causal="upper_left"), 2),  # of three rounds
 ]
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""
