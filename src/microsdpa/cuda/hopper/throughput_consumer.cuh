@@ -11,8 +11,8 @@
 namespace microsdpa {
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
-struct Consumer : TileSoftmax<T, BLOCK_N> {
-  using Base = TileSoftmax<T, BLOCK_N>;
+struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
+  using Base = TileSoftmax<T, BLOCK_N, false, false>;
   using Base::rows, Base::scale, Base::STEPS;
   using typename Base::Probabilities, typename Base::Scores;
   using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
@@ -140,6 +140,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     }
   }
 
+  // Probabilities of a tile. The first one's references are a guess, which soften corrects where it does not fit.
+  __device__ __forceinline__ bool soften(Scores& s, Probabilities& p, float (&factor)[2]) {
+    if (tile == 0) Base::guess_references(s);
+    return Base::soften(s, p, factor, false);
+  }
+
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
@@ -229,7 +235,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       if (tile + 1 == tiles) end_query();
       const Rows done = rows;
       mask(s);
-      const bool moved = Base::soften(s, next_p, factor, tile == 0);
+      const bool moved = soften(s, next_p, factor);
       wgmma_wait<0>();
       wgmma_fence_registers(o);
       end_value();
@@ -255,7 +261,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
         finish(previous_work(), rows);
       }
       mask(s);
-      if (Base::soften(s, next_p, factor, tile == 0) && !last) rescale(factor);
+      if (soften(s, next_p, factor) && !last) rescale(factor);
     }
     return true;
   }
@@ -287,7 +293,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     if (tiles == 1) end_query();
     mask(s);
     float factor[2];
-    Base::soften(s, p, factor, true);
+    soften(s, p, factor);
   }
 
   // P V of a query tile's last tile, when no S runs beside it; `tiles` is still its query tile's.

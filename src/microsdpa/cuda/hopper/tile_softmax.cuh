@@ -19,11 +19,13 @@ struct Rows {
   }
 };
 
-// ROW_SCALES: whether each row's scores have a scale of their own, or all have one.
-template <typename T, int BLOCK_N, bool ROW_SCALES = false>
+// ROW_SCALES: whether each row's scores have a scale of their own, or all have one. FROM_ZERO: whether sums begin with
+// zero, or with a tile's first probabilities, which ptxas makes other code of.
+template <typename T, int BLOCK_N, bool ROW_SCALES = false, bool FROM_ZERO = true>
 struct TileSoftmax {
   static constexpr int STEPS = BLOCK_N / 16;      // of P V, 16 keys each
   static constexpr float LARGEST_SUM = 16384.0f;  // of a thread's part of a tile: FP16 holds probabilities up to 65504
+  static constexpr int GUESS = 16;                // keys that a first reference may come from
   using Scores = float[BLOCK_N / 2];
   using Probabilities = uint32[STEPS][4];
 
@@ -71,6 +73,18 @@ struct TileSoftmax {
     }
   }
 
+  // Makes the largest scores among a tile's first keys the references.
+  __device__ __forceinline__ void guess_references(const Scores& s) {
+    rows.reset();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = negative_infinity();
+#pragma unroll
+      for (int n = 0; n < GUESS / 8; ++n) largest = fmaxf(largest, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+      rows.reference[half] = quad_max(largest);
+    }
+  }
+
   // Probabilities relative to what is still to be subtracted, and their sums.
   __device__ __forceinline__ void exponentials(const Scores& s, Probabilities& p, const float (&subtract)[2],
                                                float (&added)[2]) const {
@@ -82,8 +96,8 @@ struct TileSoftmax {
         const int half = i / 2 % 2;
         const float x = ex2_approx(fmaf(s[i], scale_of(half), -subtract[half]));
         const float y = ex2_approx(fmaf(s[i + 1], scale_of(half), -subtract[half]));
-        even[half] += x;
-        odd[half] += y;
+        even[half] = FROM_ZERO || i >= 4 ? even[half] + x : x;
+        odd[half] = FROM_ZERO || i >= 4 ? odd[half] + y : y;
         p[step][i / 2 % 4] = pack<T>(x, y);
       }
       wgmma_fence_registers(p[step]);  // step by step: the compiler would compute all exponents first
@@ -92,9 +106,10 @@ struct TileSoftmax {
     added[1] = even[1] + odd[1];
   }
 
-  // Turns the scores of a tile into probabilities. The maximum of a row's first tile is its reference; later maxima are
-  // not looked for as long as no sum comes near the end of FP16's range, and no scaled reference is so large that its
-  // rounding would show. Gives whether references have moved: O is then to be multiplied by `factor`.
+  // Turns the scores of a tile into probabilities. References are the maxima of a row's first tile, where `first` says
+  // that this is one, or have been guessed; later maxima are not looked for as long as no sum comes near the end of
+  // FP16's range, and no scaled reference is so large that its rounding would show. Gives whether references have
+  // moved: O is then to be multiplied by `factor`.
   __device__ __forceinline__ bool soften(Scores& s, Probabilities& p, float (&factor)[2], bool first) {
     bool moved = first;
     if (moved) rows.reset();
