@@ -38,8 +38,8 @@ class Latency:
     rounds: int
 
     def value_tiles(self, head_dim: int) -> int:
-        """Tiles of V that one copy brings: with few copies, those of both warpgroups."""
-        return WARPGROUPS if head_dim == 64 and self.stages <= 2 else 1
+        """Tiles of V that one copy brings: with few copies, all."""
+        return WARPGROUPS * self.stages if head_dim == 64 and self.stages <= 2 else 1
 
     def shared_bytes(self, head_dim: int) -> int:
         """SharedStorage's size (latency_shared.cuh)."""
@@ -50,7 +50,7 @@ class Latency:
             + WARPGROUPS * 2 * (BLOCK_M // 2) * (8 + 2 * 4)  # the peer's rows; references and sums
             + WARPGROUPS * 16
         )
-        copies = (WARPGROUPS + WARPGROUPS // self.value_tiles(head_dim)) * self.stages
+        copies = WARPGROUPS * self.stages + WARPGROUPS * self.stages // self.value_tiles(head_dim)
         barriers = (1 + copies + 2 * (WARPGROUPS + 1)) * 8
         return -(-(tiles + merging + barriers) // 1024) * 1024
 

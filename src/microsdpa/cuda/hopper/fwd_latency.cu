@@ -1,9 +1,10 @@
 // One attention call in the time that a memory round trip takes: small problems, wgmma and TMA, no second launch.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M = 64 queries of one head per cluster. The
-// keys are dealt in tiles of BLOCK_N = 64, tile t to warpgroup t % (2 CLUSTER) of the cluster, so that a whole chip
-// takes part in a problem of few queries. Roles: one thread of warp 0 issues every copy, all warps compute; a
-// warpgroup's rows meet its own keys, and the parts are merged at the end (latency_merge.cuh).
+// keys are dealt in tiles of BLOCK_N = 64 to the 2 CLUSTER warpgroups of the cluster, so that a whole chip takes part
+// in a problem of few queries: in turn, or, where one copy brings V, so that those of a CTA are consecutive.
+// Roles: one thread of warp 0 issues every copy, all warps compute; a warpgroup's rows meet its own keys, and the parts
+// are merged at the end (latency_merge.cuh).
 // Pipeline: 1. all copies are issued, in the order in which they are needed   2. S of tile t + 1 while the exponentials
 //           of tile t run, relative to one reference a row   3. of the last tile the peer's rows first: their P V and
 //           their way to the peer beside the exponentials of the others   4. O's columns change warpgroups; 16-byte
@@ -14,6 +15,7 @@
 #include "../ptx/cluster.cuh"
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
+#include "../ptx/opaque.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/warp_role.cuh"
 #include "latency_consumer.cuh"
@@ -24,7 +26,7 @@ namespace microsdpa {
 
 // Grid: CLUSTER * heads, query tiles, batch. ROUNDS: as many for every CTA, or 0 for what the keys that it sees ask
 // for.
-template <int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS>
+template <int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS, bool CONSECUTIVE>
 __device__ __forceinline__ Work work_of_cta(const AttentionParams& params) {
   Work work;
   work.rank = CLUSTER == 1 ? 0 : static_cast<int>(blockIdx.x % CLUSTER);
@@ -38,6 +40,8 @@ __device__ __forceinline__ Work work_of_cta(const AttentionParams& params) {
     constexpr int KEYS_A_ROUND = BLOCK_N * WARPGROUPS * CLUSTER;
     work.rounds = max(1, (keys_seen<CAUSAL>(params, work.first_row, BLOCK_M) + KEYS_A_ROUND - 1) / KEYS_A_ROUND);
   }
+  work.first_tile = WARPGROUPS * work.rank * (CONSECUTIVE ? ROUNDS : 1);
+  work.round_tiles = WARPGROUPS * (CONSECUTIVE ? 1 : CLUSTER);
   return work;
 }
 
@@ -64,6 +68,8 @@ __device__ __forceinline__ void begin_exchange(Shared& shared) {
   if (CLUSTER == 2) expect_peer(shared, 0);
 }
 
+constexpr uint32 MAX_BATCH = 65535;  // CTAs along z
+
 // The tiles of K and V that shared memory has room for, in the order in which they are needed: issue and arrival are in
 // order, and the first tile of keys decides when the first product begins. A warpgroup needs K 0, K 1, V 0, K 2, V 1,
 // ... The second one starts a tile later than the first, which gives both their reference.
@@ -75,10 +81,10 @@ struct Tile {
   __device__ __forceinline__ bool is_key() const { return turn() == 0 || (turn() % 2 == 1 && turn() < 2 * STAGES - 1); }
   __device__ __forceinline__ int round() const { return is_key() ? (turn() + 1) / 2 : (turn() - 1) / 2; }
 };
-// Whether the copy of another warpgroup's tile brings this one too.
+// Whether the copy of another tile brings this one too.
 template <int HEAD_DIM, int STAGES, typename T>
 __device__ __forceinline__ bool comes_along(const SharedStorage<T, HEAD_DIM, STAGES>&, const Tile<STAGES>& tile) {
-  return !tile.is_key() && tile.warpgroup() >= SharedStorage<T, HEAD_DIM, STAGES>::VALUE_COPIES;
+  return SharedStorage<T, HEAD_DIM, STAGES>::FEW_COPIES && !tile.is_key() && tile.warpgroup() + tile.round() > 0;
 }
 template <int FIRST, int LAST, int HEAD_DIM, int STAGES, typename T>
 __device__ __forceinline__ void set_up_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared) {
@@ -86,27 +92,27 @@ __device__ __forceinline__ void set_up_tiles(SharedStorage<T, HEAD_DIM, STAGES>&
   for (int number = FIRST; number < LAST; ++number) {
     const Tile<STAGES> tile{number};
     if (comes_along(shared, tile)) continue;
-    mbarrier_init(tile.is_key() ? shared.key_loaded[tile.warpgroup()][tile.round()]
-                                : shared.value_loaded[tile.warpgroup()][tile.round()],
+    mbarrier_init(tile.is_key() ? shared.key_loaded(tile.round(), tile.warpgroup())
+                                : shared.value_loaded(tile.round(), tile.warpgroup()),
                   1);
   }
   mbarrier_init_fence();
 }
-template <int FIRST, int LAST, int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
+template <int FIRST, int LAST, int ROUNDS, bool ANNOUNCED = false, int HEAD_DIM, int STAGES, typename T>
 __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
                                            const TensorMap& key, const TensorMap& value) {
-  constexpr int VALUE_TILES = WARPGROUPS / SharedStorage<T, HEAD_DIM, STAGES>::VALUE_COPIES;
+  constexpr int VALUE_TILES = SharedStorage<T, HEAD_DIM, STAGES>::VALUE_TILES;
 #pragma unroll
   for (int number = FIRST; number < LAST; ++number) {
     const Tile<STAGES> tile{number};
     const int warpgroup = tile.warpgroup(), round = tile.round();
     if (comes_along(shared, tile) || (ROUNDS < STAGES && round >= work.rounds)) continue;
-    const int first_key = work.first_key<CLUSTER>(round, warpgroup);
+    const int first_key = work.first_key(round, warpgroup);
     if (tile.is_key()) {
-      load_tile<T, HEAD_DIM>(shared.key[round][warpgroup], key, shared.key_loaded[warpgroup][round], first_key,
-                             work.head_kv, work.batch);
+      load_tile<T, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], key, shared.key_loaded(round, warpgroup),
+                                           first_key, work.head_kv, work.batch);
     } else {
-      load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], value, shared.value_loaded[warpgroup][round],
+      load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], value, shared.value_loaded(round, warpgroup),
                                           first_key, work.head_kv, work.batch);
     }
   }
@@ -114,7 +120,7 @@ __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& s
 
 // Sets the barriers up, and issues the copies. One thread: two warps that issue them hold each other up. With few
 // copies, what is ahead of the first ones counts, also when the kernel before has not ended: the barriers of Q and of
-// one tile alone are set up first, and the exchange by another warp.
+// one tile alone are set up and told their bytes first, and the exchange is set up by another warp.
 template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
 __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
                                       const TensorMap& query, const TensorMap& key, const TensorMap& value) {
@@ -123,16 +129,22 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
   if (!FEW) prefetch_tensor_map(value);
-  mbarrier_init(shared.query_loaded, 1);
+  mbarrier_init(shared.query_loaded(), 1);
   set_up_tiles<0, FIRST_TILES>(shared);
+  if (FEW) {
+    mbarrier_arrive_expect(shared.query_loaded(), TILE_BYTES<T, HEAD_DIM>);
+    mbarrier_arrive_expect(shared.key_loaded(0, 0), TILE_BYTES<T, HEAD_DIM>);
+  }
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  load_tile<T, HEAD_DIM>(shared.query, query, shared.query_loaded, work.first_row, work.head, work.batch);
-  copy_tiles<0, FIRST_TILES, CLUSTER, ROUNDS>(shared, work, key, value);
+  load_tile<T, HEAD_DIM, 1, FEW>(shared.query, query, shared.query_loaded(), work.first_row, work.head, work.batch);
+  copy_tiles<0, FIRST_TILES, ROUNDS, FEW>(shared, work, key, value);
   if constexpr (FEW) {
+    // Never true. Behind a branch that ptxas cannot decide it works out what later copies need after the first ones.
+    if (opaque(work.batch) > MAX_BATCH) return;
     set_up_tiles<FIRST_TILES, TILES>(shared);
-    copy_tiles<FIRST_TILES, TILES, CLUSTER, ROUNDS>(shared, work, key, value);
+    copy_tiles<FIRST_TILES, TILES, ROUNDS>(shared, work, key, value);
   } else {
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
@@ -148,10 +160,11 @@ __global__ void __launch_bounds__(THREADS, 1)
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "whole panels, of which each warpgroup finishes whole quadruples");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
   using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
+  static_assert(!Shared::FEW_COPIES || ROUNDS == STAGES, "few copies are all there are");
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
-  const Work work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS>(params);
+  const Work work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(params);
   if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
   if (Shared::FEW_COPIES && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
     prefetch_tensor_map(value);

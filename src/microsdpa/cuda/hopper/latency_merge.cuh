@@ -84,7 +84,8 @@ struct Place {
 };
 
 // A thread's rows between the last product and the output. `reference` is the same in both warpgroups.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS>
+// LATE_LSE: LSE, when wanted, is written behind the output and not with it.
+template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool LATE_LSE>
 struct Exchange {
   using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
   static constexpr int QUADRUPLES = Shared::QUADRUPLES;
@@ -103,6 +104,7 @@ struct Exchange {
   int received = 0;    // delivery from the peer that counts
   bool sends_again, received_again;
   Place<T> place;
+  RowWeights row[OWN_ROWS];  // of the rows that this CTA finishes
 
   __device__ __forceinline__ void arrive(int event) const { named_barrier_arrive(event + warpgroup, THREADS); }
   __device__ __forceinline__ void await(int event) const { named_barrier_sync(event + 1 - warpgroup, THREADS); }
@@ -223,9 +225,14 @@ struct Exchange {
     if (ROUNDS < 4) place.hold();  // four rounds leave no registers for it
   }
 
+  // Rows that a thread's row of one half lies below its first one.
+  __device__ __forceinline__ int rows_below(int half) const {
+    return LATE_LSE && half == 0 ? 0 : fragment.tile_row(half) - fragment.tile_row(0);
+  }
+
   // Writes this warpgroup's columns of one half of the rows.
-  __device__ __forceinline__ void store(int half, const RowWeights& weights, const Columns<QUADRUPLES>& columns) const {
-    const int below = fragment.tile_row(half) - fragment.tile_row(0);
+  __device__ __forceinline__ void store(int half, const Columns<QUADRUPLES>& columns) const {
+    const int below = rows_below(half);
     const bool valid = below < place.rows_left;
     T* const out = half == 0 ? place.out : place.out + below * place.row_stride;
 #pragma unroll
@@ -236,8 +243,14 @@ struct Exchange {
                                          pack<T>(b.data[0], b.data[1]), pack<T>(b.data[2], b.data[3]));
       if (valid) *reinterpret_cast<uint4*>(out + 16 * i) = chunk;
     }
-    if (place.lse != nullptr && warpgroup == 0 && valid && fragment.quad_lane() == 0) {
-      place.lse[below] = log_sum_exp(weights.reference, weights.sum);
+    if (!LATE_LSE) store_lse(half);
+  }
+
+  // Writes LSE of one half of the rows, if it is wanted.
+  __device__ __forceinline__ void store_lse(int half) const {
+    const int below = rows_below(half);
+    if (place.lse != nullptr && warpgroup == 0 && below < place.rows_left && fragment.quad_lane() == 0) {
+      place.lse[below] = log_sum_exp(row[half].reference, row[half].sum);
     }
   }
 

@@ -13,19 +13,20 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   if (ROUNDS > 0 || min(key_round, value_round) + STAGES >= work.rounds) return;
   named_barrier_sync(warpgroup == 0 ? TILE_READ_BY_FIRST : TILE_READ_BY_SECOND, WARPGROUP_THREADS);
   if (fragment.warp() == 0 && elect_one()) {
-    refill_place(shared.key, key_map, shared.key_loaded[warpgroup], key_round);
-    refill_place(shared.value, value_map, shared.value_loaded[warpgroup], value_round);
+    refill_place(shared.key, key_map, true, key_round);
+    refill_place(shared.value, value_map, false, value_round);
   }
   __syncwarp();
 }
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-template <typename Ring, typename Barriers>
+template <typename Ring>
 __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::refill_place(
-    Ring& ring, const TensorMap& map, Barriers& loaded, int round) {
+    Ring& ring, const TensorMap& map, bool is_key, int round) {
   if (round < 0 || round + STAGES >= work.rounds) return;
   const int stage = round % STAGES;
-  load_tile<T, HEAD_DIM>(ring[stage][warpgroup], map, loaded[stage],
-                         work.template first_key<CLUSTER>(round + STAGES, warpgroup), work.head_kv, work.batch);
+  Mbarrier& loaded = is_key ? shared.key_loaded(stage, warpgroup) : shared.value_loaded(stage, warpgroup);
+  load_tile<T, HEAD_DIM>(ring[stage][warpgroup], map, loaded, work.first_key(round + STAGES, warpgroup), work.head_kv,
+                         work.batch);
 }
 
 // One round, of which S and the maxima are known; gives those of the next one, and starts S of the one after it.

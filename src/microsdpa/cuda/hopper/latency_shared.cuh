@@ -62,10 +62,10 @@ struct PeerArrived {
 
 template <typename T, int HEAD_DIM, int STAGES>
 struct SharedStorage {
-  // What the thread that issues the copies does is everybody's time where there are few of them: then one brings the
-  // tiles of V of both warpgroups. Of K it would make the first product wait.
+  // What the thread that issues the copies does is everybody's time where there are few of them: then one brings all
+  // tiles of V. Of K it would make the first product wait.
   static constexpr bool FEW_COPIES = HEAD_DIM == 64 && STAGES <= 2;
-  static constexpr int VALUE_COPIES = FEW_COPIES ? 1 : WARPGROUPS;  // of a round
+  static constexpr int VALUE_TILES = FEW_COPIES ? WARPGROUPS * STAGES : 1;  // of a copy
   // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows.
   static constexpr int QUADRUPLES = HEAD_DIM / WARPGROUPS / 16;
 
@@ -78,10 +78,16 @@ struct SharedStorage {
   float reference[WARPGROUPS][2][BLOCK_M / 2];
   float sum[WARPGROUPS][2][BLOCK_M / 2];
   Vector<int32, 4> overflow[WARPGROUPS];  // of each warp: in which half of its rows probabilities left the range of T
-  Mbarrier query_loaded;
-  Mbarrier key_loaded[WARPGROUPS][STAGES];
-  Mbarrier value_loaded[VALUE_COPIES][STAGES];
+  Mbarrier loaded[1 + WARPGROUPS * STAGES + WARPGROUPS * STAGES / VALUE_TILES];  // Q, tiles of K, copies of V
   PeerArrived peer_arrived[2];
+
+  __device__ __forceinline__ Mbarrier& query_loaded() { return loaded[0]; }
+  __device__ __forceinline__ Mbarrier& key_loaded(int stage, int warpgroup) {
+    return loaded[1 + WARPGROUPS * stage + warpgroup];
+  }
+  __device__ __forceinline__ Mbarrier& value_loaded(int stage, int warpgroup) {
+    return loaded[1 + WARPGROUPS * STAGES + (FEW_COPIES ? 0 : WARPGROUPS * stage + warpgroup)];
+  }
 };
 
 // What a thread of a warpgroup holds of a 64-row accumulator: two rows, and pairs of columns of every eight.
@@ -109,17 +115,17 @@ struct Fragment {
 
 // The part of the problem that a CTA computes.
 struct Work {
-  int rank;       // CTA of the cluster
-  int head;       // of Q and O
-  int head_kv;    // of K and V
-  int batch;      //
-  int first_row;  // of the query tile
-  int rounds;     // tiles of each warpgroup
+  int rank;                     // CTA of the cluster
+  int head;                     // of Q and O
+  int head_kv;                  // of K and V
+  int batch;                    //
+  int first_row;                // of the query tile
+  int rounds;                   // tiles of each warpgroup
+  int first_tile, round_tiles;  // of the CTA, and from one round to the next
 
   // Keys from here on are tile `round` of a warpgroup.
-  template <int CLUSTER>
   __device__ __forceinline__ int first_key(int round, int warpgroup) const {
-    return BLOCK_N * (round * WARPGROUPS * CLUSTER + WARPGROUPS * rank + warpgroup);
+    return BLOCK_N * (first_tile + round * round_tiles + warpgroup);
   }
 };
 
