@@ -18,8 +18,8 @@ class Suite:
     Attributes:
         processes: "case" measures each case in a process of its own, "head_dim" those of each head dimension, "suite"
             all of them in one.
-        alone: whether this library is measured a second time, in a process without peers: a process that has loaded
-            some ten kernels launches every later one more slowly.
+        alone: whether this library is measured a second time, in a process without peers: a process that has used
+            some seven streams launches plain nodes of graphs more slowly.
         modes: what `microsdpa bench` measures unless it is told otherwise.
         peers: whom it is measured beside unless it is told otherwise, as `microsdpa bench --peers` takes them. Most
             suites leave out those that would be compiled again for every case.
