@@ -112,11 +112,12 @@ class CaseBench:
             with torch.no_grad(), implementation.context():
                 plain = implementation.stands_for(self.case, self.tensors)
                 expectation = self.expectation if plain is None else self._expectation(plain)
-                out = torch.full_like(self.tensors[0].to(self.judge or self.device), torch.nan).to(self.device)
+                judge = expectation.output.device
+                out = torch.full_like(self.tensors[0].to(judge), torch.nan).to(self.device)
                 call = implementation.bind(self.case, self.tensors, out)  # it owns memory: alive until compared
                 output = implementation.decode(call())
                 arithmetic = implementation.rounding or implementation.arithmetic
-                error, wrong = expectation.check(output.to(expectation.output.device), arithmetic)
+                error, wrong = expectation.check(output.to(judge), arithmetic)
         except Exception as failure:  # a peer's own
             self._refuse(modes, fields, _status_of(implementation, failure), _reason_of(failure))
             return None

@@ -75,9 +75,9 @@ def jobs(suite: Suite, modes: Sequence[str], impl: str, peers: str) -> list[Job]
             eight_bit = [] if variant else [index for index in group if suite.cases[index] in suite.eight_bit]
             cases = {str(index): asdict(suite.cases[index]) for index in group}
             # Alone, the oracle is computed on the CPU: cuBLAS has streams of its own, with which launches cost more.
+            judge = "cpu" if variant else ""
             job = {"modes": chosen, "impl": impl, "variants": suite.variants, "peers": names, "eight_bit": eight_bit}
-            job["judge"] = "cpu" if variant else ""
-            found.append((group, job | {"cases": cases, "excluded": {}}, variant))
+            found.append((group, job | {"cases": cases, "excluded": {}, "judge": judge}, variant))
     return found
 
 

@@ -80,7 +80,7 @@ def _masks(mask: MaskKind | None) -> str:
 def _merge(problem: Problem, split: int, programmatic: bool) -> KernelSpec:
     """The kernel that adds up the parts of a split problem."""
     block_m = max(1, 512 // problem.head_dim)  # 128 threads with four columns each
-    arguments = (CPP_TYPE[problem.dtype], problem.head_dim, block_m, split, "true" if programmatic else "false")
+    arguments = (CPP_TYPE[problem.dtype], problem.head_dim, block_m, split, BOOLEAN[programmatic])
     return KernelSpec(
         name="ampere/fwd_mma",
         source="ampere/fwd_merge.cu",

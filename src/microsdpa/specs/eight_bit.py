@@ -18,7 +18,7 @@ from microsdpa.specs.eight_bit_problem import (
     EightBitProblem,
     Operands,
 )
-from microsdpa.specs.spec import CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
 
 __all__ = [
     "ALL_HEAD_DIMS",
@@ -74,7 +74,7 @@ def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
             ("TERMS", str(problem.query_terms)),
             ("BLOCK_M", str(block_m)),
             ("BLOCK_N", str(block_n)),
-            ("CAUSAL", "true" if problem.causal else "false"),
+            ("CAUSAL", BOOLEAN[problem.causal is not None]),
         ),
         threads=2 * block_m,
         block_m=block_m,
@@ -149,7 +149,7 @@ def tuned(problem: EightBitProblem) -> KernelSpec | Rejection:
             ("KEY_GROUPS", str(tiles.key_groups)),
             ("STAGES", str(stages)),
             ("CTAS", str(tiles.ctas)),
-            ("CAUSAL", "true" if problem.causal else "false"),
+            ("CAUSAL", BOOLEAN[problem.causal is not None]),
         ),
         threads=32 * tiles.row_warps * tiles.key_groups,
         block_m=block_m,
@@ -175,7 +175,7 @@ def _spec(
             ("T", CPP_TYPE[problem.dtype]),
             ("HEAD_DIM", str(problem.head_dim)),
             *((name, str(value)) for name, value in tiles.items()),
-            ("CAUSAL", "true" if problem.causal else "false"),
+            ("CAUSAL", BOOLEAN[problem.causal is not None]),
         ),
         threads=threads,
         block_m=block_m,

@@ -8,7 +8,7 @@ from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs import hopper_split, hopper_throughput
 from microsdpa.specs.ampere_tiles import lacks_queries
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap
 
 ELEMENT = 2
 """Bytes of an element."""
@@ -75,7 +75,6 @@ def configuration(problem: Problem, cluster: int) -> Latency:
 
 def specification(problem: Problem, choice: Latency) -> KernelSpec:
     """The kernel of one configuration for a problem."""
-    boolean = {True: "true", False: "false"}
     whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
     arguments = {
         "T": CPP_TYPE[problem.dtype],
@@ -84,8 +83,8 @@ def specification(problem: Problem, choice: Latency) -> KernelSpec:
         "STAGES": choice.stages,
         "ROUNDS": choice.rounds,
         "GROUP": problem.heads // problem.heads_kv,
-        "CAUSAL": boolean[problem.causal is not None],
-        "MASKED": boolean[problem.causal is not None or not whole],
+        "CAUSAL": BOOLEAN[problem.causal is not None],
+        "MASKED": BOOLEAN[problem.causal is not None or not whole],
     }
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
     alone = chip_of(problem.target).shared_per_sm // 2

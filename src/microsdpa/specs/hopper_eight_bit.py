@@ -5,7 +5,7 @@ from __future__ import annotations
 from microsdpa.problem import capability_of
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit_problem import PARAMS, EightBitProblem
-from microsdpa.specs.spec import KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import BOOLEAN, KernelSpec, Rejection, TensorMap
 
 ROWS = 64
 """Queries of a consumer warpgroup."""
@@ -80,4 +80,4 @@ def kernel(
 
 def _spelled(value: object) -> str:
     """As C++ spells it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return BOOLEAN[value] if isinstance(value, bool) else str(value)

@@ -7,7 +7,7 @@ from math import ceil
 
 from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap
 
 ELEMENT = 2
 """Bytes of an element."""
@@ -67,7 +67,7 @@ def specification(problem: Problem, choice: Split) -> KernelSpec:
         "QUERY_TILES": choice.query_tiles,
         "STAGES": stages,
         "GROUP": problem.heads // problem.heads_kv,
-        "CAUSAL": "true" if problem.causal is not None else "false",
+        "CAUSAL": BOOLEAN[problem.causal is not None],
     }
     return KernelSpec(
         name="hopper/fwd_split",

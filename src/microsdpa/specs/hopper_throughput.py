@@ -8,7 +8,7 @@ from math import ceil
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs.ampere_tiles import lacks_queries
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap
 
 ELEMENT = 2
 """Bytes of an element."""
@@ -142,7 +142,6 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
             f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {problem.head_dim}, got {tiles}"
         )
     stages, query_stages = rings
-    boolean = {True: "true", False: "false"}
     arguments = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
@@ -150,8 +149,8 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
         "CONSUMERS": tiles.consumers,
         "STAGES": stages,
         "QUERY_STAGES": query_stages,
-        "OVERLAP": boolean[tiles.overlap],
-        "CAUSAL": boolean[problem.causal is not None],
+        "OVERLAP": BOOLEAN[tiles.overlap],
+        "CAUSAL": BOOLEAN[problem.causal is not None],
     }
     columns = 64 if problem.head_dim % 64 == 0 else 32
     boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
 
 HEAD_DIMS = (32, 64, 128)
 
@@ -161,7 +161,7 @@ def _template_args(problem: Problem, **tiles: int) -> tuple[tuple[str, str], ...
         ("T", CPP_TYPE[problem.dtype]),
         ("HEAD_DIM", str(problem.head_dim)),
         *((name, str(value)) for name, value in tiles.items()),
-        ("CAUSAL", "true" if problem.causal else "false"),
+        ("CAUSAL", BOOLEAN[problem.causal is not None]),
         ("LOAD_BYTES", str(16 if problem.alignment >= VECTOR_BYTES else ELEMENT_BYTES[problem.dtype])),
     )
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from microsdpa.problem import DType, capability_of
 from microsdpa.specs.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY, Operands
-from microsdpa.specs.spec import CPP_TYPE, Grid, KernelSpec
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8
 """Rows that a CTA has at a time, and channels of a thread."""
@@ -52,7 +52,6 @@ RECIPES: dict[Operands, Recipe] = {
 
 def fused(recipe: Recipe, dtype: DType, head_dim: int) -> KernelSpec:
     """The quantising kernel."""
-    boolean = {True: "true", False: "false"}
     arguments = {
         "T": CPP_TYPE[dtype],
         "HEAD_DIM": str(head_dim),
@@ -60,8 +59,8 @@ def fused(recipe: Recipe, dtype: DType, head_dim: int) -> KernelSpec:
         "VALUE": f"microsdpa::code::{CPP_CODE[recipe.value] if recipe.value else 'None'}",
         "TERMS": str(recipe.query_terms),
         "BLOCK": str(recipe.block),
-        "SMOOTH": boolean[recipe.smooth],
-        "HADAMARD": boolean[recipe.hadamard],
+        "SMOOTH": BOOLEAN[recipe.smooth],
+        "HADAMARD": BOOLEAN[recipe.hadamard],
     }
     return KernelSpec(
         name="quantize/fused",
