@@ -35,7 +35,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(Mbarrier& barrier, int by
 }
 
 // Arrives on a barrier of another CTA of the cluster: what this thread wrote is visible to who waits with cluster
-// scope.
+// scope, for which a memory barrier of the device is paid.
 __device__ __forceinline__ void mbarrier_arrive_peer(ClusterAddress barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier.value) : "memory");
 }
