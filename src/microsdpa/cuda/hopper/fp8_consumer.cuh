@@ -13,7 +13,10 @@
 
 namespace microsdpa {
 
-// Probabilities are 2^(score - reference + LARGEST). As E4M3 they end at 448.
+// Reference of a row that has seen no key: finite, so that probabilities of masked scores are 0 beside it too.
+constexpr float NO_REFERENCE = -3.402823466e38f;
+
+// Probabilities are 2^(score - reference), and the largest score's is 2^LARGEST. As E4M3 they end at 448.
 template <typename T, typename Shared, bool CAUSAL, int LARGEST = 8>
 struct Fp8Consumer {
   using Element = __nv_fp8_e4m3;
@@ -31,8 +34,8 @@ struct Fp8Consumer {
   float o[HEAD_DIM / 2];    // O of the tiles before, in FP32
   float partial[PART / 2];  // P V of one tile: E4M3 products keep about 14 bits of their sums
   uint32 p[STEPS][4];
-  float reference[2];   // of the two rows: base 2, scaled; -inf before the first visible key
-  float sum[2];         // this thread's part of l, times 2^BIAS
+  float reference[2];   // of the two rows: base 2, scaled
+  float sum[2];         // this thread's part of l
   float factor[2];      // what scores of codes are multiplied by, base 2; > 0
   float correction[2];  // what O is to be multiplied by when P V of the last probabilities is added
   float inverse[2];     // of l, for the query tile that is complete but for P V of its last tile of keys
@@ -203,14 +206,19 @@ struct Fp8Consumer {
     }
   }
 
+  // The reference of a row whose largest score, not scaled, is `largest`.
+  __device__ __forceinline__ float reference_of(float largest, int half) const {
+    return fmaf(largest, factor[half], -BIAS);
+  }
+
   // Takes the largest score so far as reference.
   __device__ __forceinline__ void move_reference(const float (&s)[BLOCK_N / 2]) {
     float found[2];
     find_largest(s, found);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float largest = fmaxf(reference[half], found[half] * factor[half]);
-      correction[half] = ex2_approx(reference[half] - finite(largest));
+      const float largest = fmaxf(reference[half], reference_of(found[half], half));
+      correction[half] = ex2_approx(reference[half] - largest);
       reference[half] = largest;
     }
   }
@@ -220,7 +228,6 @@ struct Fp8Consumer {
   // free. Sums and rounding follow LAG exponentials behind, so that nothing waits for one.
   __device__ __forceinline__ void exponentiate(float (&s)[BLOCK_N / 2], const float (&by)[2]) {
     constexpr int WORDS = 4 * STEPS, LAG = 3;  // four probabilities each
-    const float subtract[2] = {finite(reference[0]) - BIAS, finite(reference[1]) - BIAS};
     float even[2] = {sum[0] * correction[0], sum[1] * correction[1]}, odd[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int word = 0; word < WORDS + LAG; ++word) {
@@ -229,7 +236,7 @@ struct Fp8Consumer {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float& x = s[at + 4 * (j / 2) + j % 2];
-          x = ex2_approx(fmaf(x, factor[half], -subtract[half]));
+          x = ex2_approx(fmaf(x, factor[half], -reference[half]));
         }
 #pragma unroll
         for (int i = word * (HEAD_DIM / 2) / WORDS; i < (word + 1) * (HEAD_DIM / 2) / WORDS; ++i) {
@@ -286,7 +293,7 @@ struct Fp8Consumer {
 
   // Begins the sums of a query tile.
   __device__ __forceinline__ void clear_sums() {
-    reference[0] = reference[1] = negative_infinity();
+    reference[0] = reference[1] = NO_REFERENCE;
     sum[0] = sum[1] = 0.0f;
   }
 
@@ -301,18 +308,32 @@ struct Fp8Consumer {
       const int row = of.first_row + ROWS * warpgroup + tile_row(half);
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
         const int64 head = static_cast<int64>(of.batch) * params.heads + of.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(reference[half] - BIAS, l);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(reference[half], l);
       }
     }
     clear_sums();
   }
 
-  // Writes the rows of the query tile that ended last, and empties O. Four neighbouring channels are in one thread.
+  // Writes the rows of the query tile that ended last, and empties O.
   __device__ __forceinline__ void store() {
-    const Work& of = shared.work[ended % WORKS];
     const ChannelScales& scale = params.value_scale;
+    const int batch = shared.work[ended % WORKS].batch, head_kv = shared.head_kv[ended % WORKS];
+    const float* scales = scale.data + batch * scale.batch + head_kv * scale.head;
+    if (scale.channel == 0) {
+      const float all = *scales;
+      store([all](int) { return all; });
+    } else {
+      store([&](int channel) { return scales[channel * scale.channel]; });
+    }
+    __syncwarp();  // O is emptied here, not ahead of a branch, for which it would be copied for every tile
+    clear(o);
+  }
+
+  // Writes them, with the scale of each channel. Four neighbouring channels are in one thread.
+  template <typename Scale>
+  __device__ __forceinline__ void store(Scale scale) {
+    const Work& of = shared.work[ended % WORKS];
     const int channel = 4 * (thread % 4);
-    const float* scales = scale.data + of.batch * scale.batch + shared.head_kv[ended % WORKS] * scale.head;
     T* out[2];
     bool real[2];
 #pragma unroll
@@ -325,7 +346,7 @@ struct Fp8Consumer {
     for (int i = 0; i < HEAD_DIM / 16; ++i) {
       float of_channel[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) of_channel[j] = scales[(16 * i + channel + j) * scale.channel];
+      for (int j = 0; j < 4; ++j) of_channel[j] = scale(16 * i + channel + j);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         Vector<T, 4> four;
@@ -336,8 +357,6 @@ struct Fp8Consumer {
         if (real[half]) *reinterpret_cast<Vector<T, 4>*>(out[half] + 16 * i) = four;
       }
     }
-    __syncwarp();  // O is emptied here, not ahead of a branch, for which it would be copied for every tile
-    clear(o);
   }
 
   template <int N>

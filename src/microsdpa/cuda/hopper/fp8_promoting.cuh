@@ -13,12 +13,13 @@ namespace microsdpa {
 //
 // The reference of a row is the largest score of its first tile; probabilities of that are 16. Later maxima are not
 // looked for as long as no thread's sum of a tile passes 448, where E4M3 ends; then the tile is done again with its
-// own.
+// own. (The largest of the first 16 scores would be too small a reference for a later tile of nearly every warp.)
 template <typename T, typename Shared, bool CAUSAL>
 struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   using Base = Fp8Consumer<T, Shared, CAUSAL, 4>;
   using Base::Base, Base::BIAS, Base::BLOCK_N, Base::HEAD_DIM, Base::STEPS, Base::correction, Base::factor, Base::o;
-  using Base::key_place, Base::p, Base::reference, Base::shared, Base::sum, Base::thread, Base::tile, Base::tiles;
+  using Base::first_row, Base::key_place, Base::p, Base::params, Base::query_place, Base::reference, Base::shared,
+      Base::sum, Base::thread, Base::tile, Base::tiles;
   using Base::value_place, Base::warpgroup;
   using typename Base::Sum;
   using Moved = Vector<__nv_bfloat16, 4>;
@@ -36,10 +37,9 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = of.first_row + ROWS * warpgroup + Base::tile_row(half);
-      if (row >= this->params.seqlen_q) continue;
+      if (row >= params.seqlen_q) continue;
       Moved* out = reinterpret_cast<Moved*>(
-          const_cast<T*>(this->params.out_strides.template at<T>(this->params.out, of.batch, of.head, row)) +
-          4 * (thread % 4));
+          const_cast<T*>(params.out_strides.template at<T>(params.out, of.batch, of.head, row)) + 4 * (thread % 4));
 #pragma unroll
       for (int start = 0; start < HEAD_DIM / 16; start += BATCH) {
         if (has_promoted) {
@@ -122,22 +122,21 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   // Probabilities relative to the references as they are, and their sums, which follow LAG exponentials behind.
   __device__ __forceinline__ void exponentiate(const float (&s)[BLOCK_N / 2], float (&added)[2]) {
     constexpr int WORDS = 4 * STEPS, LAG = 3;  // four probabilities each
-    const float subtract[2] = {finite(reference[0]) - BIAS, finite(reference[1]) - BIAS};
-    float x[WORDS][4], even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
+    float x[WORDS][4], even[2], odd[2];
 #pragma unroll
     for (int word = 0; word < WORDS + LAG; ++word) {
       if (word < WORDS) {
         const int at = 16 * (word / 4) + 8 * (word % 4 / 2) + 2 * (word % 2), half = word % 2;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          x[word][j] = ex2_approx(fmaf(s[at + 4 * (j / 2) + j % 2], factor[half], -subtract[half]));
+          x[word][j] = ex2_approx(fmaf(s[at + 4 * (j / 2) + j % 2], factor[half], -reference[half]));
         }
       }
       if (word >= LAG) {
         const int behind = word - LAG, half = behind % 2;
         const float (&four)[4] = x[behind];
-        even[half] += four[0];
-        odd[half] += four[1];
+        even[half] = behind < 2 ? four[0] : even[half] + four[0];  // zeros would be added
+        odd[half] = behind < 2 ? four[1] : odd[half] + four[1];
         even[half] += four[2];
         odd[half] += four[3];
         p[behind / 4][behind % 4] = e4m3x4_from_floats(four[0], four[1], four[2], four[3]);
@@ -157,9 +156,7 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   __device__ __forceinline__ void soften(const float (&s)[BLOCK_N / 2], bool has_promoted) {
     float added[2];
     exponentiate(s, added);
-    const bool fits =
-        fmaxf(added[0], added[1]) <= LARGEST_SUM && fminf(reference[0], reference[1]) > negative_infinity();
-    if (!__all_sync(FULL_WARP, fits)) {
+    if (!__all_sync(FULL_WARP, added[0] <= LARGEST_SUM && added[1] <= LARGEST_SUM)) {
       Base::move_reference(s);
       exponentiate(s, added);
       correct(has_promoted);
@@ -228,15 +225,43 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
     if (has_promoted) add_promoted();
   }
 
+  // Waits for the next query tile; false when there is none.
+  __device__ __forceinline__ bool begin_query() {
+    if (!Base::begin_query()) return false;
+    tiles = first_row < params.seqlen_q ? key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS) : 0;
+    return true;
+  }
+
+  // Goes past the query tile's tiles of keys that none of this warpgroup's rows sees.
+  __device__ __forceinline__ void skip() {
+    if (tiles == 0) {
+      __syncwarp();
+      Base::release(shared.query_read[query_place.stage]);
+      query_place.advance();
+    }
+    for (int i = tiles; i < shared.work[Base::work % WORKS].tiles; ++i) {
+      wait_key();
+      __syncwarp();
+      Base::release(shared.key_read[key_place.stage]);
+      key_place.advance();
+      wait_value();
+      __syncwarp();
+      Base::release(shared.transposed_read[value_place.stage]);
+      value_place.advance();
+    }
+  }
+
   __device__ __forceinline__ void run() {
     Sum sums[BLOCK_N / 2];
     float converted[Shared::INTEGERS ? BLOCK_N / 2 : 1];
     float (&s)[BLOCK_N / 2] = Base::scores_of(sums, converted);
     Base::clear(o);
     Base::clear_sums();
-    while (Base::begin_query()) {
-      run_query(sums, s);
+    while (begin_query()) {
+      if (tiles > 0) run_query(sums, s);
+      skip();
       ++Base::work;
+      if (tiles == 0) continue;
       Base::end_sums();
       Base::store();
     }

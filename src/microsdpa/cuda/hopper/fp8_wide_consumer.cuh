@@ -12,18 +12,17 @@ template <typename T, typename Shared, bool CAUSAL>
 struct WideFp8Consumer : Fp8Consumer<T, Shared, CAUSAL> {
   using Base = Fp8Consumer<T, Shared, CAUSAL>;
   using Base::Base, Base::shared, Base::warpgroup, Base::o, Base::partial, Base::p;
-  using Base::CONSUMERS, Base::BLOCK_N, Base::HEAD_DIM, Base::PART, Base::BIAS;
+  using Base::CONSUMERS, Base::BLOCK_N, Base::HEAD_DIM, Base::PART;
   using Base::correction, Base::factor, Base::key_place, Base::reference, Base::sum, Base::value_place;
   using typename Base::Sum;
   static constexpr int PARTS = HEAD_DIM / PART;
 
   // Turns a part of the scores into exponentials, and adds them to their rows' sums.
   __device__ __forceinline__ void exponentials(float (&s)[BLOCK_N / 2], int part) {
-    const float subtract[2] = {finite(reference[0]) - BIAS, finite(reference[1]) - BIAS};
 #pragma unroll
     for (int i = part * (BLOCK_N / 2) / PARTS; i < (part + 1) * (BLOCK_N / 2) / PARTS; ++i) {
       const int half = i / 2 % 2;
-      s[i] = ex2_approx(fmaf(s[i], factor[half], -subtract[half]));
+      s[i] = ex2_approx(fmaf(s[i], factor[half], -reference[half]));
       sum[half] += s[i];
     }
   }

@@ -60,8 +60,8 @@ struct SharedStorage {
 };
 
 // Tiles of keys that `rows` queries from `first_row` on see; at least one, so that rows without keys are written too.
-template <bool CAUSAL, int BLOCK_N>
-__device__ __forceinline__ int key_tiles(const AttentionParams& params, int first_row, int rows) {
+template <bool CAUSAL, int BLOCK_N, typename Params>
+__device__ __forceinline__ int key_tiles(const Params& params, int first_row, int rows) {
   return max(1, (keys_seen<CAUSAL>(params, first_row, rows) + BLOCK_N - 1) / BLOCK_N);
 }
 
