@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.eight_bit_problem import EightBitProblem
@@ -17,6 +17,8 @@ MOST_SHARED = 227 << 10
 """Bytes that a CTA can have."""
 SMALL_TILES = 1.1
 """Time of a key in tiles of 64 over that in tiles of 96, at D = 256."""
+MOST_STAGES = 4
+"""More than four tiles of K and V^T are no faster; two hold the consumers together."""
 LARGEST_CODE = 16
 """Of a probability in the first tile of a row, where the tensor cores add to O (fp8_promoting.cuh)."""
 CPP_CODE = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
@@ -71,7 +73,7 @@ def tiles_for(problem: EightBitProblem) -> Tiles:
     Two codes at D = 256, and scales of keys where more than two consumers would leave SMs empty, have P V of every tile
     added to O in FP32 (docs/hopper-fp8.md).
     """
-    several = problem.operands != "fp8" or problem.key_block != 0
+    several = _has_key_scales(problem)
     if problem.head_dim == 256:
         if problem.query_terms == 2:
             return Tiles(64, consumers=2, stages=3)
@@ -84,8 +86,25 @@ def tiles_for(problem: EightBitProblem) -> Tiles:
     else:
         promoted_keys = 1024 if several else 4096
         tiles, few = Tiles(96, consumers=3, stages=2, promoted_keys=promoted_keys), Tiles(128, consumers=2, stages=3)
+    if not several:
+        return _deepened(tiles, problem)
     ctas = problem.batch * problem.heads * -(-problem.seqlen_q // tiles.block_m)
-    return few if several and ctas < chip_of(problem.target).sms else tiles
+    return few if ctas < chip_of(problem.target).sms else tiles
+
+
+def _deepened(tiles: Tiles, problem: EightBitProblem) -> Tiles:
+    """With as many stages as there is room for, up to MOST_STAGES."""
+    promotes = tiles.promoted_tiles(problem.seqlen_k) > 0
+    for stages in range(MOST_STAGES, tiles.stages, -1):
+        deeper = replace(tiles, stages=stages)
+        if deeper.shared_bytes(problem.head_dim, problem.query_terms, False, promotes, 1) <= MOST_SHARED:
+            return deeper
+    return tiles
+
+
+def _has_key_scales(problem: EightBitProblem) -> bool:
+    """Whether the keys of a head have different scales."""
+    return problem.operands == "int8_fp8" or problem.key_block != 0
 
 
 def _padded(keys: int, block_n: int) -> int:
@@ -98,7 +117,7 @@ def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
     head_dim, terms = problem.head_dim, problem.query_terms
     columns = min(head_dim, PANEL)
     promoted_tiles = tiles.promoted_tiles(problem.seqlen_k)
-    key_scales = problem.operands == "int8_fp8" or problem.key_block != 0
+    key_scales = _has_key_scales(problem)
     query_stages = tiles.query_stages(head_dim, terms, key_scales, promoted_tiles > 0)
     return kernel(
         problem,
