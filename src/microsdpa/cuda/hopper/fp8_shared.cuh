@@ -87,7 +87,7 @@ __device__ __forceinline__ void for_each_work(const EightBitParams& params, Visi
   AttentionParams sizes;
   sizes.batch = params.batch, sizes.heads = params.heads, sizes.heads_kv = params.heads_kv;
   sizes.seqlen_q = params.seqlen_q, sizes.seqlen_k = params.seqlen_k, sizes.diagonal = params.diagonal;
-  const Schedule<CAUSAL, Shared::BLOCK_M, Shared::BLOCK_N, Shared::HEAD_DIM / 2, false> schedule(sizes);
+  const Schedule<CAUSAL, Shared::BLOCK_M, Shared::BLOCK_N, Shared::HEAD_DIM / 2> schedule(sizes);
   for (int round = 0; schedule.has(round); ++round) {
     const Work work = schedule.work(round);
     if (work.tiles > 0) visit(work);

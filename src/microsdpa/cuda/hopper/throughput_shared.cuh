@@ -71,8 +71,8 @@ __device__ __forceinline__ int key_tiles(const Params& params, int first_row, in
 // the heads' last tiles, where these have fewer rows, come after all others, to fill the last rounds. Under a causal
 // mask they are dealt in sections, of as many heads as leave their keys in L2: in each the longest tiles come first.
 // Every other round goes through the CTAs backwards, so that none always gets the longer tile, and each section begins
-// at another CTA (SHIFTED), so that none always is without a tile in a section's last round.
-template <bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM, bool SHIFTED = true>
+// at another CTA, so that none always is without a tile in a section's last round.
+template <bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
 struct Schedule {
   static constexpr int SECTION_BYTES = 16 << 20;  // of K and V; an L2 has 50 MB, and keeps some lines twice
 
@@ -97,7 +97,7 @@ struct Schedule {
     rounds = (section_heads * tiles + ctas - 1) / ctas;
     // A round and one backwards make sums alike, but of the CTAs that the last round has no tile for: those move on by
     // as many. A round without its pair leaves sums that fall from CTA to CTA: the sections begin all around them.
-    if (!SHIFTED || rounds == 1) {
+    if (rounds == 1) {
       shift = 0;
     } else if (rounds % 2 == 0) {
       shift = rounds * ctas - section_heads * tiles;
@@ -113,11 +113,11 @@ struct Schedule {
     const int ctas = static_cast<int>(gridDim.x);
     const int section = round / rounds, round_of_section = round - section * rounds;
     int cta = static_cast<int>(blockIdx.x);
-    if (CAUSAL && SHIFTED) cta = (cta + section % ctas * (ctas - shift)) % ctas;
+    if (CAUSAL) cta = (cta + section % ctas * (ctas - shift)) % ctas;
     const int first_head = section * section_heads;
     const int in_section = min(section_heads, heads - first_head);
     const int whole = params.seqlen_q / BLOCK_M;  // tiles of a head
-    const int turn = SHIFTED && rounds > 1 ? round_of_section : round;
+    const int turn = rounds > 1 ? round_of_section : round;
     const bool backwards = CAUSAL ? turn % 2 == 1 : round * ctas >= whole * heads;
     const int index = round_of_section * ctas + (backwards ? ctas - 1 - cta : cta);
     if (index >= in_section * tiles) return {0, 0, 0, 0};
