@@ -21,6 +21,7 @@
 #include "latency_consumer.cuh"
 #include "latency_online.cuh"
 #include "latency_shared.cuh"
+#include "latency_straight.cuh"
 
 namespace microsdpa {
 
