@@ -14,7 +14,19 @@ from microsdpa import reference
 from microsdpa.emulate.run import Schedule
 from microsdpa.emulate.run import attention as run_kernel
 from microsdpa.errors import MicrosdpaError, UnsupportedProblem
-from microsdpa.evidence import compare, environment, probes, report, results, resume, roofline_page, survey, worker
+from microsdpa.evidence import (
+    accuracy,
+    compare,
+    environment,
+    ladder,
+    probes,
+    report,
+    results,
+    resume,
+    roofline_page,
+    survey,
+    worker,
+)
 from microsdpa.evidence.cases import needs_gpu, verify_cases
 from microsdpa.evidence.devices import named
 from microsdpa.evidence.inputs import Case, make
@@ -33,6 +45,8 @@ from microsdpa.specs import catalogue, emulated_target
 
 COMMAND = "microsdpa repro"
 SUITES = ("mission", "small", "decode", "fp8", "real", "prefill")
+KERNEL_SUITES = {"ampere": "ampere/fwd_mma"}
+"""Suites of one kernel, which is not what impl="auto" takes on every GPU."""
 MEMORY_OF_A_PROCESS = 2 * 2**30
 """GPU memory for each process that waits for its turn: what CUDA and its libraries take, and some to spare."""
 COMMITTED, COMMITTED_GPU = Path("benchmarks/results"), "h200"
@@ -265,6 +279,11 @@ def run(directory: Path, progress: Progress = no_progress, fresh: bool = False) 
     ahead = _rehearse([suite for name, suite in suites.items() if finished.find(name) is None])
     for name, suite in suites.items():
         plan[name] = functools.partial(bench_step, progress, suite, output=output, ahead=ahead)
+    if not launcher.device_error():
+        for suite, kernel in KERNEL_SUITES.items():
+            plan[f"bench {suite}"] = functools.partial(bench_step, progress, suite, impl=kernel, output=output)
+        plan["ladder"] = lambda: ladder.step(progress, output, COMMAND)
+        plan["accuracy"] = lambda: accuracy.step(progress, output=output, command=COMMAND)
     advance = progress("repro", len(plan))
     steps = []
     try:
