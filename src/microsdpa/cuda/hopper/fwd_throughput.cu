@@ -147,7 +147,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
 #pragma unroll
     for (int stage = 0; stage < QUERY_STAGES; ++stage) {
       mbarrier_init(shared.query_loaded[stage], 1);
-      mbarrier_init(shared.query_read[stage], READERS);
+      mbarrier_init(shared.query_read[stage], CONSUMERS * WARPGROUP_THREADS);
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {

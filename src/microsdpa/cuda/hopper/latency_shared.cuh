@@ -23,7 +23,8 @@ enum NamedBarrier : int {
   TILE_READ_BY_SECOND = 3,
   PEER_COLUMNS_GIVEN = 4,
   SUMS_PUBLISHED = 6,
-  COLUMNS_GIVEN = 8
+  COLUMNS_GIVEN = 8,
+  REFERENCE_TOLD = 10
 };
 
 // The registers of one of the PARTS of a product's columns.

@@ -96,8 +96,9 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     fence_proxy_async();
     named_barrier_sync((QUERY_NEGATED + warpgroup) % BARRIERS, WARPGROUP_THREADS);
   }
+  // Every lane arrives for itself, since each has read the query tile's description.
   __device__ __forceinline__ void end_query() {
-    release(shared.query_read[query_place.stage]);
+    mbarrier_arrive(shared.query_read[query_place.stage]);
     query_place.advance();
   }
 
