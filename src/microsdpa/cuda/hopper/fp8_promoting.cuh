@@ -18,8 +18,8 @@ template <typename T, typename Shared, bool CAUSAL>
 struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   using Base = Fp8Consumer<T, Shared, CAUSAL, 4>;
   using Base::Base, Base::BIAS, Base::BLOCK_N, Base::HEAD_DIM, Base::STEPS, Base::correction, Base::factor, Base::o;
-  using Base::first_row, Base::key_place, Base::p, Base::params, Base::query_place, Base::reference, Base::shared,
-      Base::sum, Base::thread, Base::tile, Base::tiles;
+  using Base::first_row, Base::key_place, Base::p, Base::params, Base::reference, Base::shared, Base::sum, Base::thread,
+      Base::tile, Base::tiles;
   using Base::value_place, Base::warpgroup;
   using typename Base::Sum;
   using Moved = Vector<__nv_bfloat16, 4>;
@@ -234,16 +234,11 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
 
   // Goes past the query tile's tiles of keys that none of this warpgroup's rows sees.
   __device__ __forceinline__ void skip() {
-    if (tiles == 0) {
-      __syncwarp();
-      Base::release(shared.query_read[query_place.stage]);
-      query_place.advance();
-    }
+    if (tiles == 0) Base::end_query();
     for (int i = tiles; i < shared.work[Base::work % WORKS].tiles; ++i) {
       wait_key();
       __syncwarp();
-      Base::release(shared.key_read[key_place.stage]);
-      key_place.advance();
+      Base::end_key();
       wait_value();
       __syncwarp();
       Base::release(shared.transposed_read[value_place.stage]);

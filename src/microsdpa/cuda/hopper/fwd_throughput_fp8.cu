@@ -101,7 +101,8 @@ __device__ __forceinline__ void transpose(Shared& shared, int warp) {
   RingPlace<Shared::STAGES> to;
   while (true) {
     mbarrier_wait(shared.value_loaded[from.stage], from.parity);
-    if (shared.value_end[from.stage]) return;
+    // One lane has read it when that lane says that the warp is done with the stage.
+    if (__any_sync(FULL_WARP, threadIdx.x % 32 == 0 && shared.value_end[from.stage])) return;
     mbarrier_wait_asleep(shared.transposed_read[to.stage], to.parity ^ 1);
 #pragma unroll 1
     for (int panel = 0; panel < Shared::HEAD_DIM; panel += Shared::COLUMNS) {
@@ -127,12 +128,12 @@ __device__ __forceinline__ void initialize(Shared& shared) {
 #pragma unroll
   for (int stage = 0; stage < Shared::QUERY_STAGES; ++stage) {
     mbarrier_init(shared.query_loaded[stage], 1);
-    mbarrier_init(shared.query_read[stage], READERS);
+    mbarrier_init(shared.query_read[stage], 32 * READERS);
   }
 #pragma unroll
   for (int stage = 0; stage < Shared::STAGES; ++stage) {
-    mbarrier_init(shared.key_loaded[stage], Shared::KEY_SCALES ? 2 : 1);
-    mbarrier_init(shared.key_read[stage], READERS);
+    mbarrier_init(shared.key_loaded[stage], Shared::KEY_SCALES ? 1 + SCALE_WRITERS : 1);
+    mbarrier_init(shared.key_read[stage], Shared::KEY_SCALES ? 32 * READERS : READERS);
     mbarrier_init(shared.transposed_written[stage], Shared::TRANSPOSERS);
     mbarrier_init(shared.transposed_read[stage], READERS);
   }

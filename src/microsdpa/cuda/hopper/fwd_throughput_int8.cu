@@ -82,12 +82,12 @@ __device__ __forceinline__ void initialize(Shared& shared) {
 #pragma unroll
   for (int stage = 0; stage < Shared::QUERY_STAGES; ++stage) {
     mbarrier_init(shared.query_loaded[stage], 1);
-    mbarrier_init(shared.query_read[stage], READERS);
+    mbarrier_init(shared.query_read[stage], 32 * READERS);
   }
 #pragma unroll
   for (int stage = 0; stage < Shared::STAGES; ++stage) {
-    mbarrier_init(shared.key_loaded[stage], 2);  // codes, and scales
-    mbarrier_init(shared.key_read[stage], READERS);
+    mbarrier_init(shared.key_loaded[stage], 1 + SCALE_WRITERS);
+    mbarrier_init(shared.key_read[stage], 32 * READERS);
     mbarrier_init(shared.value_loaded[stage], 1);
     mbarrier_init(shared.value_read[stage], READERS);
   }

@@ -112,10 +112,11 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
         s[i] = static_cast<float>(sum) * scale.data[i % 2];
       }
     }
-    release(shared.key_read[key_place.stage]);
+    // Every lane arrives: each has read scales of keys, and the query tile's description, for itself.
+    mbarrier_arrive(shared.key_read[key_place.stage]);
     key_place.advance();
     if (tile + 1 == tiles) {
-      release(shared.query_read[query_place.stage]);
+      mbarrier_arrive(shared.query_read[query_place.stage]);
       query_place.advance();
     }
     const int keys = params.seqlen_k - BLOCK_N * tile;

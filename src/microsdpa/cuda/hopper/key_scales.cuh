@@ -7,6 +7,9 @@
 
 namespace microsdpa {
 
+// Threads that arrive when a tile's scales are there: each has written some.
+constexpr int SCALE_WRITERS = 32;
+
 // Fetches the scales of every tile of keys. One warp.
 template <bool CAUSAL, typename Shared>
 __device__ __forceinline__ void fetch_key_scales(Shared& shared, const EightBitParams& params) {
@@ -26,8 +29,7 @@ __device__ __forceinline__ void fetch_key_scales(Shared& shared, const EightBitP
       mbarrier_wait_asleep(shared.key_read[place.stage], place.parity ^ 1);
 #pragma unroll
       for (int i = 0; i < OF_LANE; ++i) shared.key_scale[place.stage][32 * i + lane] = scale[i];
-      __syncwarp();
-      if (elect_one()) mbarrier_arrive(shared.key_loaded[place.stage]);
+      mbarrier_arrive(shared.key_loaded[place.stage]);
       place.advance();
     }
   });
