@@ -18,7 +18,6 @@ from microsdpa.evidence import (
     accuracy,
     compare,
     environment,
-    ladder,
     probes,
     report,
     results,
@@ -45,8 +44,6 @@ from microsdpa.specs import catalogue, emulated_target
 
 COMMAND = "microsdpa repro"
 SUITES = ("mission", "small", "decode", "fp8", "real", "prefill")
-KERNEL_SUITES = {"ampere": "ampere/fwd_mma"}
-"""Suites of one kernel, which is not what impl="auto" takes on every GPU."""
 MEMORY_OF_A_PROCESS = 2 * 2**30
 """GPU memory for each process that waits for its turn: what CUDA and its libraries take, and some to spare."""
 COMMITTED, COMMITTED_GPU = Path("benchmarks/results"), "h200"
@@ -280,9 +277,6 @@ def run(directory: Path, progress: Progress = no_progress, fresh: bool = False) 
     for name, suite in suites.items():
         plan[name] = functools.partial(bench_step, progress, suite, output=output, ahead=ahead)
     if not launcher.device_error():
-        for suite, kernel in KERNEL_SUITES.items():
-            plan[f"bench {suite}"] = functools.partial(bench_step, progress, suite, impl=kernel, output=output)
-        plan["ladder"] = lambda: ladder.step(progress, output, COMMAND)
         plan["accuracy"] = lambda: accuracy.step(progress, output=output, command=COMMAND)
     advance = progress("repro", len(plan))
     steps = []
