@@ -93,6 +93,10 @@ def test_a_plot_without_data_says_so() -> None:
     for plot in plots:
         assert plot.missing.startswith("no data: there is no result file")
         assert plot.svg == ""
+        command = re.search(r"; microsdpa ([a-z]+)(.*) takes (?:it|them)$", plot.missing)
+        assert command is not None
+        offered = CliRunner().invoke(cli.app, [command[1], "--help"], env={"COLUMNS": "200"}).output
+        assert set(re.findall(r"--[a-z]+", command[2])) < {*re.findall(r"--[a-z]+", offered)}
 
 
 def test_a_drawing_is_the_same_each_time_and_its_digest_follows_the_data(directory: Path) -> None:

@@ -53,8 +53,10 @@ def _source(result: Result) -> str:
     return provenance(result).strip("*\n")
 
 
-def _missing(name: str, title: str, suite: str) -> Plot:
-    return Plot(name, title, "", missing=f"no data: there is no result file of the suite {suite} with timed rows")
+def _missing(name: str, title: str, suite: str, command: str = "") -> Plot:
+    command = command or f"microsdpa bench --suite {suite}"
+    absent = f"no data: there is no result file of the suite {suite} with timed rows"
+    return Plot(name, title, "", missing=f"{absent}; {command} takes them")
 
 
 def _case(row: Row) -> Case:
@@ -118,7 +120,7 @@ def ladder(results: Results) -> Plot:
     rungs = sorted(kernel for kernel in best if kernel.startswith("ladder/"))
     others = sorted((kernel for kernel in best if not kernel.startswith("ladder/")), key=lambda k: -best[k])
     if not rungs or result is None:
-        return _missing(name, title, "ladder")
+        return _missing(name, title, "ladder", "microsdpa ladder")
     entries: list[Bar] = []
     names = [*rungs, *others]
     for kernel in names:
@@ -136,14 +138,15 @@ def throughput(results: Results) -> Plot:
 
 def ampere(results: Results) -> Plot:
     """The same of the mma.sync kernels, which are those of sm_80, sm_86, sm_89 and sm_120."""
-    return _throughput(results, "ampere", "ampere", "mma.sync kernels: 16k tokens, hidden size 2048, FP16")
+    title = "mma.sync kernels: 16k tokens, hidden size 2048, FP16"
+    return _throughput(results, "ampere", "ampere", title, "microsdpa bench --suite ampere --impl ampere/fwd_mma")
 
 
-def _throughput(results: Results, suite: str, name: str, title: str) -> Plot:
+def _throughput(results: Results, suite: str, name: str, title: str, command: str = "") -> Plot:
     result = results.get(suite)
     rows = [r for r in _rows(result, dtype="float16") if r["shape"]["b"] * r["shape"]["s_q"] == 16384]
     if not rows or result is None:
-        return _missing(name, title, suite)
+        return _missing(name, title, suite, command)
     dims = sorted({row["shape"]["d"] for row in rows})
     masks = sorted({row["mask"] for row in rows}, key=lambda mask: mask != "none")
     names = sorted({_name(row) for row in rows}, key=lambda n: (not n.startswith("microsdpa"), n))
@@ -237,7 +240,12 @@ def errors(results: Results) -> Plot:
     name, title = "errors", "Error of 8-bit attention by kind of input"
     result = results.get("accuracy")
     if result is None:
-        return Plot(name, title, "", missing="no data: there is no result file of microsdpa accuracy")
+        return Plot(
+            name,
+            title,
+            "",
+            missing="no data: there is no result file of the suite accuracy; microsdpa accuracy takes it",
+        )
     found: dict[tuple[str, str], list[float]] = {}
     for row in result["rows"]:
         if row.get("layer") == 0 or (not row.get("model") and row["shape"]["s_q"] != MISSION["s_q"]):
@@ -287,7 +295,8 @@ def roofline_plot(results: Results) -> Plot:
     device = next((d for d in map(_device, used) if d), None)
     peak = device.peak("float16") if device else None
     if device is None or peak is None:
-        return _missing(name, title, "mission, small, prefill, decode or real, on a GPU whose ceilings are known,")
+        suites = "mission, small, prefill, decode or real, on a GPU whose ceilings are known,"
+        return _missing(name, title, suites, "microsdpa repro")
     ours, peers = _intensities(used)
     figure, axes = new_figure(7.2, 4.2)
     axis = axes[0, 0]
@@ -336,7 +345,7 @@ def host_overhead(results: Results) -> Plot:
     result = results.get("mission")
     rows = sorted(_rows(result, "host", shape=MISSION, mask="none", dtype="float16"), key=quoted_us)
     if not rows or result is None:
-        return _missing(name, title, "mission, in the mode host,")
+        return _missing(name, title, "mission, in the mode host,", "microsdpa bench --suite mission --modes host")
     entries: list[Bar] = [(_name(row), quoted_us(row), None, "") for row in rows]
     figure, axes = new_figure(7.2, 0.36 * len(entries) + 0.9)
     _bars(axes[0, 0], entries, "microseconds of CPU time a call")
