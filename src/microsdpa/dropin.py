@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from microsdpa import api, torch_cpu
 from microsdpa.arguments import DTYPES, check_impl
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.problem import Causal
 from microsdpa.specs.general import MAX_HEAD_DIM
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 FLASH_IMPL = "microsdpa"
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -106,10 +108,11 @@ def attend(
     """
     given = query, key, value, attn_mask
     causal: Causal | None = None
-    if isinstance(attn_mask, CausalBias) and not is_causal:
+    bias = _causal_bias(attn_mask)
+    if bias is not None and not is_causal:
         # What torch makes of it: square ones are upper left, whatever the tensors' lengths.
-        square = attn_mask.seq_len_q == attn_mask.seq_len_kv
-        causal = "upper_left" if square or attn_mask.variant == CausalVariant.UPPER_LEFT else "lower_right"
+        square = bias.seq_len_q == bias.seq_len_kv
+        causal = "upper_left" if square or bias.variant == type(bias.variant).UPPER_LEFT else "lower_right"
         attn_mask = None
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -131,10 +134,19 @@ def attend(
         raise UnsupportedProblem(reason, nearest="strict=False, which leaves it to torch's own attention")
     note_fallback(reason)
     function: Callable[..., torch.Tensor] = torch_cpu.torch_attention
-    if isinstance(given[3], CausalBias):
+    if bias is not None:
         # A CausalBias only knows the function that torch.nn.functional has, which is this one.
-        function = CausalBias._dispatch
+        function = bias._dispatch
     return function(*given, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _causal_bias(mask: torch.Tensor | None) -> CausalBias | None:
+    """A mask that is of torch.nn.attention.bias. That module, and torch.compile with it, is loaded then only."""
+    if mask is None or type(mask) in PLAIN_TYPES:
+        return None
+    from torch.nn.attention.bias import CausalBias
+
+    return mask if isinstance(mask, CausalBias) else None
 
 
 def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -102,6 +102,9 @@ def test_a_causal_bias_is_an_alignment(variant: Any, seqlen_q: int, seqlen_k: in
         out = F.scaled_dot_product_attention(*tensors, bias)
     assert torch.equal(out, microsdpa.sdpa(*tensors, causal=alignment))  # type: ignore[arg-type]
     torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
+    with microsdpa.enabled(strict=True):
+        compiled = torch.compile(lambda *t: F.scaled_dot_product_attention(*t, bias), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(*tensors), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
