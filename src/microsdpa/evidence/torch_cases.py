@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from microsdpa.evidence.inputs import TORCH_DTYPE
 from microsdpa.problem import DType, MaskKind, Problem
@@ -123,11 +122,16 @@ class TorchCase:
             hidden = torch.full((self.seqlen_q, self.seqlen_k), -torch.inf, dtype=dtype, device=device)
             mask = hidden.triu(1) + hidden.tril(-10)
         if self.variant:
-            mask = (causal_upper_left if self.variant == "upper_left" else causal_lower_right)(
-                self.seqlen_q, self.seqlen_k
-            )
+            mask = _causal_bias(self.variant, self.seqlen_q, self.seqlen_k)
         options = {"is_causal": self.is_causal, "scale": self.scale, "enable_gqa": bool(self.heads_kv)}
         return (query, key, value, mask), options
+
+
+def _causal_bias(variant: str, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    from torch.nn.attention import bias  # which loads torch.compile
+
+    made = bias.causal_upper_left if variant == "upper_left" else bias.causal_lower_right
+    return made(seqlen_q, seqlen_k)
 
 
 DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
@@ -264,7 +268,10 @@ def corners(device: str) -> dict[str, Callable[[], Call]]:
         "numbers as large as BF16 squares": lambda: ((huge, huge, huge), {}),
         "a negative scale": lambda: (alike(1, 3, 64, 64, dtype=torch.bfloat16), {"scale": -1.0 / 0.0001}),
         "a mask and is_causal": lambda: ((*alike(2, 4, 12, 16), mask), {"is_causal": True}),
-        "a causal bias and is_causal": lambda: ((*alike(2, 4, 12, 16), causal_upper_left(12, 12)), {"is_causal": True}),
+        "a causal bias and is_causal": lambda: (
+            (*alike(2, 4, 12, 16), _causal_bias("upper_left", 12, 12)),
+            {"is_causal": True},
+        ),
         "a mask of another type": lambda: ((*alike(2, 4, 12, 16), normal(12, 12).double()), {}),
         "a mask of another shape": lambda: ((*alike(2, 4, 12, 16), mask[:5]), {}),
         "grouped heads without enable_gqa": lambda: ((normal(2, 4, 8, 16), *alike(2, 2, 8, 16)[:2]), {}),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import CausalBias
 
 import microsdpa
 from microsdpa import reference
@@ -108,10 +107,14 @@ def _parts(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     return tensor.unbind() if tensor.is_nested else (tensor,)
 
 
+def _written_out(mask: Any, device: torch.device) -> Any:
+    """A mask as a plain tensor; those of torch.nn.attention.bias have none until asked."""
+    return mask._materialize(device) if hasattr(mask, "_materialize") else mask
+
+
 def _exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **options: Any) -> Any:
     """torch's math backend on FP64 inputs; rows that see no key are zeros there too."""
-    if isinstance(mask, CausalBias):
-        mask = mask._materialize(query.device)
+    mask = _written_out(mask, query.device)
     if mask is not None and mask.is_floating_point():
         mask = mask.double()
     with sdpa_kernel(SDPBackend.MATH):
@@ -128,8 +131,7 @@ def _eager(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     causal = "upper_left" if is_causal else None
-    if isinstance(mask, CausalBias):
-        mask = mask._materialize(query.device)
+    mask = _written_out(mask, query.device)
     return reference.eager(query, key, value, causal=causal, scale=scale, attn_mask=mask)[0]
 
 
