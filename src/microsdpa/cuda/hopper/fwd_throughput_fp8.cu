@@ -10,8 +10,8 @@
 // E4M3 products keep about 14 bits of their sums. Two consumers have registers to sum P V of each tile by itself and
 // add it to O in FP32 among the exponentials; with three or four, or with 256 channels, the tensor cores add to O
 // (IN_PLACE), and what those have summed over PROMOTED_TILES tiles is moved away. Bound by: latency: a tile of 192 x 96
-// at D = 128 takes 2,250 cycles, of which the tensor cores and the unit of exponentials need 1,152 each.
-// docs/hopper-fp8.md has the measurements.
+// at D = 128 took 2,250 cycles with two tiles of K and V^T, of which the tensor cores and the unit of exponentials need
+// 1,152 each; four tiles made it 3 to 6% faster. docs/hopper-fp8.md has the measurements.
 #include "../ptx/dynamic_shared.cuh"
 #include "../ptx/grid_dependency.cuh"
 #include "../ptx/mbarrier_asleep.cuh"
