@@ -268,6 +268,8 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 def is_bulk_addressable(tensor: torch.Tensor) -> bool:
     """Whether a tensor map can describe the tensor's strides, their alignment aside."""
+    if max(tensor.stride()) * tensor.element_size() < TENSOR_MAP_STRIDE_LIMIT:
+        return True
     steps = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
     return all(step * tensor.element_size() < TENSOR_MAP_STRIDE_LIMIT for step in steps)
 

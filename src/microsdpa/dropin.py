@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch._C import (
+    _get_cudnn_sdp_enabled,
+    _get_flash_sdp_enabled,
+    _get_math_sdp_enabled,
+    _get_mem_efficient_sdp_enabled,
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+)
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa import api, torch_cpu
+from microsdpa import api, backward, forward, torch_cpu
 from microsdpa.arguments import DTYPES, check_impl
+from microsdpa.autograd import PLAIN_TYPES
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.forward import MISSES, Options
+from microsdpa.options import OPTIONS
 from microsdpa.problem import Causal
+from microsdpa.runtime import launcher
 from microsdpa.specs.general import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
 FLASH_IMPL = "microsdpa"
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _log = logging.getLogger("microsdpa")
 _logged: set[str] = set()
+_launch = launcher.launch
+_empty_like = torch.empty_like
+_is_grad_enabled = torch.is_grad_enabled
 _active: list[tuple[bool, str]] = []  # (strict, impl) of every enable() that has not been disabled; the last one holds
 
 
@@ -39,7 +56,10 @@ def enable(*, strict: bool = False, impl: str = "auto") -> None:
     Raises:
         InvalidArgument: there is no such `impl`.
     """
+    global _backends_at_first
     _active.append((strict, check_impl(impl)))
+    if len(_active) == 1:
+        _backends_at_first = _backends()
     F.scaled_dot_product_attention = scaled_dot_product_attention
 
 
@@ -85,7 +105,10 @@ def scaled_dot_product_attention(
         UnsupportedProblem: microsdpa does not compute the call, and was enabled with strict=True.
     """
     strict, impl = _active[-1] if _active else (False, "auto")
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, strict=strict, impl=impl)
+    if _is_unrestricted():
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, strict=strict, impl=impl)
+    arguments = query, key, value, attn_mask, dropout_p, is_causal
+    return _leave_to_torch(RESTRICTED, arguments, scale, enable_gqa, strict=False)
 
 
 def attend(
@@ -106,7 +129,17 @@ def attend(
     Raises:
         UnsupportedProblem: microsdpa does not compute the call, and `strict`.
     """
-    given = query, key, value, attn_mask
+    given = query, key, value, attn_mask, dropout_p, is_causal
+    if not is_dynamo_compiling() and _is_clear(query, key, value, attn_mask, dropout_p):
+        try:
+            if attn_mask is None and not (
+                _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+            ):
+                out = _empty_like(query)
+                if _launch(query, key, value, out, False, OPTIONS[is_causal, None, enable_gqa, impl], scale):
+                    return out
+        except MISSES:
+            pass  # what is wrong with the call is found out below
     causal: Causal | None = None
     bias = _causal_bias(attn_mask)
     if bias is not None and not is_causal:
@@ -116,7 +149,7 @@ def attend(
         attn_mask = None
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (_autocast(t, dtype) for t in (query, key, value))
+        query, key, value = _autocast(query, dtype), _autocast(key, dtype), _autocast(value, dtype)
         attn_mask = None if attn_mask is None else _autocast(attn_mask, dtype)
     reason = why_not(query, key, value, attn_mask, dropout_p)
     if not reason:
@@ -130,6 +163,23 @@ def attend(
             return _output(query, key, value, scale, enable_gqa, options)
         except (InvalidArgument, UnsupportedProblem) as error:
             reason = str(error)
+    return _leave_to_torch(reason, given, scale, enable_gqa, strict=strict, bias=bias)
+
+
+def _leave_to_torch(
+    reason: str,
+    given: tuple[Any, ...],
+    scale: float | None,
+    enable_gqa: bool,
+    *,
+    strict: bool,
+    bias: CausalBias | None = None,
+) -> torch.Tensor:
+    """torch's own function for the arguments `given`, with a logged line, unless `strict`.
+
+    Raises:
+        UnsupportedProblem: `strict`.
+    """
     if strict:
         raise UnsupportedProblem(reason, nearest="strict=False, which leaves it to torch's own attention")
     note_fallback(reason)
@@ -137,7 +187,48 @@ def attend(
     if bias is not None:
         # A CausalBias only knows the function that torch.nn.functional has, which is this one.
         function = bias._dispatch
-    return function(*given, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return function(*given, scale=scale, enable_gqa=enable_gqa)
+
+
+RESTRICTED = "torch.nn.attention.sdpa_kernel, or torch.backends.cuda, names torch's own backends for it"
+
+
+def _backends() -> tuple[bool, bool, bool, bool]:
+    """Which of torch's own backends may run: flash, cuDNN, memory-efficient, math."""
+    return (
+        _get_flash_sdp_enabled(),
+        _get_cudnn_sdp_enabled(),
+        _get_mem_efficient_sdp_enabled(),
+        _get_math_sdp_enabled(),
+    )
+
+
+_backends_at_first = _backends()
+"""Those that might run when enable() was called: sdpa_kernel() leaves out some of them."""
+
+
+def _is_unrestricted() -> bool:
+    """Whether all of torch's backends may run that might when microsdpa was enabled."""
+    now, then = _backends(), _backends_at_first
+    return now == then or all(a or not b for a, b in zip(now, then, strict=True))
+
+
+def _is_clear(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
+) -> bool:
+    """Whether nobody but this library has to see the call: no tracer, transform, cast, dropout or type of its own."""
+    return (
+        type(query) in PLAIN_TYPES
+        and type(key) in PLAIN_TYPES
+        and type(value) in PLAIN_TYPES
+        and (attn_mask is None or type(attn_mask) in PLAIN_TYPES)
+        and dropout_p == 0.0
+        and not _is_any_autocast_enabled()
+        and not _len_torch_dispatch_stack()
+        and _get_tracing_state() is None
+        and peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+    )
 
 
 def _causal_bias(mask: torch.Tensor | None) -> CausalBias | None:
@@ -221,33 +312,58 @@ def flash_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    dropout_p: float = 0.0,
     is_causal: bool = False,
-    return_debug_mask: bool = False,
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """aten::_scaled_dot_product_flash_attention, whose causal mask is aligned lower right; its backward stays torch's.
 
     Raises:
-        UnsupportedProblem: dropout, or a call that no kernel computes.
+        UnsupportedProblem: a call that no kernel computes.
     """
-    if dropout_p > 0.0 or return_debug_mask:
-        raise UnsupportedProblem("microsdpa has no dropout", nearest="dropout_p=0.0, or restore_flash_attention_impl()")
+    causal: Causal | None = "lower_right" if is_causal else None
+    options = Options(False, causal, scale, query.shape[1] != key.shape[1])
     with torch.no_grad():
-        result, lse = api.sdpa(
-            query,
-            key,
-            value,
-            causal="lower_right" if is_causal else None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-            return_lse=True,
-        )
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of the dropout that there is not
-    nothing = torch.zeros((), dtype=torch.uint64, device=query.device)
-    debug = torch.empty(0, dtype=query.dtype, device=query.device)
+        result, lse = forward.attend((query, key, value), forward.NO_TENSORS, options, True)
+    state, nothing, debug = _unused_outputs(query.dtype, query.device)
     return result, lse, None, None, query.shape[2], key.shape[2], state, nothing, debug
+
+
+@functools.lru_cache
+def _unused_outputs(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """State and mask of the dropout that there is not. Nothing writes to them, and every call may give the same."""
+    with torch.inference_mode(False):
+        state = backward.no_dropout(device)[0]
+        return state, torch.zeros((), dtype=torch.uint64, device=device), torch.empty(0, dtype=dtype, device=device)
+
+
+FLASH_OPERATOR = "_scaled_dot_product_flash_attention"
+
+
+def _flash_kernel() -> Callable[..., Any]:
+    """The kernel of torch's operator: flash_forward, but torch's own flash attention where there is dropout."""
+    has_cuda = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    torchs = torch.library.get_kernel(f"aten::{FLASH_OPERATOR}", "CUDA") if has_cuda else None
+
+    def kernel(
+        keyset: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> Any:
+        if dropout_p > 0.0 or return_debug_mask:
+            if torchs is None:
+                raise UnsupportedProblem("microsdpa has no dropout", nearest="dropout_p=0.0, or a CUDA build of torch")
+            given = query, key, value, dropout_p, is_causal, return_debug_mask
+            return torchs.call_boxed(keyset, *given, scale=scale)
+        return flash_forward(query, key, value, is_causal, scale=scale)
+
+    return kernel
 
 
 def register() -> None:
@@ -266,7 +382,9 @@ def register() -> None:
 
     def activate() -> _FlashHandle:
         library = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
-        library.impl("_scaled_dot_product_flash_attention", flash_forward, "CUDA")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
+            library.impl(FLASH_OPERATOR, _flash_kernel(), "CUDA", with_keyset=True)  # type: ignore[no-untyped-call]
         return _FlashHandle(library)
 
     attention.register_flash_attention_impl(FLASH_IMPL, register_fn=activate)

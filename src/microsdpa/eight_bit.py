@@ -29,6 +29,7 @@ from microsdpa.eight_bit_launches import (
 )
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
+from microsdpa.forward import MISSES
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
 from microsdpa.options import EIGHT_BIT_OPTIONS
@@ -44,7 +45,6 @@ Scales = tuple[object, object, object]
 NO_SCALES: Scales = (None, None, None)
 
 _launch = launcher.launch_eight_bit
-_allocate_lse = launcher.allocate_lse
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,18 @@ def attend(
         try:
             options = EIGHT_BIT_OPTIONS[is_causal, causal, enable_gqa, impl, precision]
             if precision is not None or eight_bit_arguments.known_positive(scales):
-                lse = _allocate_lse(query) if return_lse else None
                 graded = torch.is_grad_enabled() and (
                     query.requires_grad
                     or key.requires_grad
                     or value.requires_grad
                     or (out is not None and out.requires_grad)
                 )
-                result = None if graded else _launch(query, key, value, out, lse, options, scale, *scales)
-                if result is not None:
-                    if out is not None:
-                        result = out
-                    return result if lse is None else (result, lse)
-        except (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError):
+                if not graded:
+                    result = _new_output(query, value) if out is None else out
+                    lse = _launch(query, key, value, result, return_lse, options, scale, *scales)
+                    if lse is not None:
+                        return (result, lse) if return_lse else result
+        except MISSES:
             pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
 
     call = check(query, key, value, precision, scales, is_causal, causal, scale, enable_gqa, out, impl)
@@ -109,15 +108,21 @@ def attend(
         result, emulated_lse = _emulate(call, query, key, value, scales, return_lse, out)
         return result if emulated_lse is None else (result, emulated_lse)
     checked = NO_SCALES if call.recipe else eight_bit_arguments.check_scales(query, key, value, scales)
-    lse = _allocate_lse(query) if return_lse else None
     options = EIGHT_BIT_OPTIONS[is_causal, causal, enable_gqa, impl, precision]
-    given = query, key, value, out, lse, options, scale, *checked
-    result = _launch(*given)  # a plan may be there: scales can be numbers, or of the key's heads
-    if result is None:
-        register(call, query, key, value, out, options, scale, checked)
-        result = launcher.found(_launch(*given))
-    result = result if out is None else out
-    return result if lse is None else (result, lse)
+    result = _new_output(query, value) if out is None else out
+    given = query, key, value, result, return_lse, options, scale, *checked
+    lse = _launch(*given)  # a plan may be there: scales can be numbers, or of the key's heads
+    if lse is None:
+        register(call, query, key, value, result, options, scale, checked)
+        lse = launcher.found(_launch(*given))
+    return (result, lse) if return_lse else result
+
+
+def _new_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Memory for the output: the query's memory order, and its type or that of eight_bit_arguments.output_type."""
+    if query.dtype not in eight_bit_arguments.CODE_DTYPES:
+        return torch.empty_like(query)
+    return torch.empty_like(query, dtype=eight_bit_arguments.output_type(query, value, None))
 
 
 def check(
@@ -229,14 +234,13 @@ def register(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     options: int,
     scale: float | None,
     scales: Scales,
 ) -> None:
     """Compile the kernels of a validated call on CUDA tensors and register its plan; `scale` is as it was given."""
-    tensors = {"query": query, "key": key, "value": value}
-    tensors["out"] = launcher.allocate_output(query, call.problem.dtype) if out is None else out
+    tensors = {"query": query, "key": key, "value": value, "out": out}
     names = "query_scale", "key_scale", "value_scale"
     tensors |= {name: s for name, s in zip(names, scales, strict=True) if isinstance(s, torch.Tensor)}
     places = {name: Place.of(name, tensor) for name, tensor in tensors.items()}
@@ -262,7 +266,7 @@ def register(
         for index, launch in enumerate(launches)
     ]
     given = query, key, value, out, options, scale, *scales
-    launcher.prepare_eight_bit(given, kernels, call.problem.target, workspace_bytes, call.problem.dtype)
+    launcher.prepare_eight_bit(given, kernels, call.problem.target, workspace_bytes)
 
 
 def prepare(
@@ -282,6 +286,7 @@ def prepare(
     if call is None or call.emulated:
         return None, explanation(call, impl)
     options = EIGHT_BIT_OPTIONS[is_causal, causal, enable_gqa, impl, precision]
+    out = torch.empty_like(query) if out is None else out
     register(call, query, key, value, out, options, scale, NO_SCALES)
     return launcher.prepared_eight_bit_call(query, key, value, out, options, scale), explanation(call, impl)
 

@@ -1,33 +1,17 @@
-"""Options of sdpa: their numbers in the plans' keys, and the arguments that only some calls have."""
+"""Options of sdpa: their numbers in the plans' keys."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from microsdpa.specs import FAMILIES
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS
 
 if TYPE_CHECKING:
-    import torch
-
     from microsdpa.specs import Family
-    from microsdpa.specs.eight_bit import EightBitFamily, Operands
-
-
-class Further(TypedDict, total=False):
-    """Keyword arguments of sdpa that a plain call leaves out; together they cost it one test."""
-
-    attn_mask: torch.Tensor | None
-    window: tuple[int, int] | None
-    softcap: float | None
-    alibi_slopes: torch.Tensor | None
-    sinks: torch.Tensor | None
-    precision: Operands | None
-    q_scale: torch.Tensor | float | None
-    k_scale: torch.Tensor | float | None
-    v_scale: torch.Tensor | float | None
+    from microsdpa.specs.eight_bit import EightBitFamily
 
 
 _ALIGNMENTS: dict[tuple[bool, str | None], int] = {

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from microsdpa import api, arguments, eight_bit, explaining, validation
+from microsdpa import api, arguments, eight_bit, explaining, forward, validation
 from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.explanation import Explanation
-from microsdpa.options import OPTIONS
+from microsdpa.forward import Options
 from microsdpa.problem import VECTOR_BYTES, Causal
 from microsdpa.runtime import launcher
 
@@ -120,7 +120,7 @@ class Expected:
 def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Explanation) -> Plan:
     """The function that a plan is: Python calls it a quarter of a microsecond faster than an object with __call__."""
     return_lse = expected.options["return_lse"]
-    is_grad_enabled, allocate_lse = torch.is_grad_enabled, launcher.allocate_lse
+    is_grad_enabled, empty_like = torch.is_grad_enabled, torch.empty_like
 
     def prepared(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, out: torch.Tensor | None = None
@@ -132,12 +132,10 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
                 or value.requires_grad
                 or (out is not None and out.requires_grad)
             ):
-                lse = allocate_lse(query) if return_lse else None
-                result = launch(query, key, value, out, lse)
-                if result is not None:
-                    if out is not None:
-                        result = out
-                    return result if lse is None else (result, lse)
+                result = empty_like(query) if out is None else out
+                lse = launch(query, key, value, result, return_lse)
+                if lse is not None:
+                    return (result, lse) if return_lse else result
         except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
             pass  # the checks below say which argument is wrong; a launch that failed otherwise fails in sdpa again
         for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
@@ -154,7 +152,7 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
 def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation: Explanation) -> Plan:
     """make_plan for a call with masks, whose tensors are given by name."""
     return_lse = expected.options["return_lse"]
-    is_grad_enabled, allocate_lse = torch.is_grad_enabled, launcher.allocate_lse
+    is_grad_enabled, empty_like = torch.is_grad_enabled, torch.empty_like
 
     def prepared(
         query: torch.Tensor,
@@ -170,12 +168,10 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
         try:
             tensors = query, key, value, out, *masks
             if not is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors if tensor is not None):
-                lse = allocate_lse(query) if return_lse else None
-                result = launch(query, key, value, out, lse, *masks)
-                if result is not None:
-                    if out is not None:
-                        result = out
-                    return result if lse is None else (result, lse)
+                result = empty_like(query) if out is None else out
+                lse = launch(query, key, value, result, return_lse, *masks)
+                if lse is not None:
+                    return (result, lse) if return_lse else result
         except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
             pass  # as above
         named: dict[str, Any] = dict(zip(MASK_TENSORS, masks, strict=True))
@@ -258,13 +254,14 @@ def plan(
     arguments.check_grad({"query": query, "key": key, "value": value, **masks.tensors})
     launch, aligned = _no_launch, False
     if query.device.type == "cuda" and not validation.is_empty(query, key) and not validation.emulated(impl):
-        code = OPTIONS[is_causal, causal, enable_gqa, impl]
-        api.register(query, key, value, out, alignment, masks, impl, code)
+        given_options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
+        like_out = torch.empty_like(query) if out is None else out
+        forward.prepare((query, key, value), like_out, alignment, masks, given_options)
         if masks.kind is None:
-            launch = launcher.prepared_call(query, key, value, out, code, scale)
+            launch = launcher.prepared_call(query, key, value, like_out, given_options.code, scale)
         else:
-            launch = launcher.prepared_masked_call(query, key, value, out, code, scale, masks)
-        aligned = launcher.alignment(query, key, value, out) == VECTOR_BYTES
+            launch = launcher.prepared_masked_call(query, key, value, like_out, given_options.code, scale, masks)
+        aligned = launcher.alignment(query, key, value, like_out) == VECTOR_BYTES
     explanation = explaining.explanation(query, key, value, out, alignment, masks, impl)
     layouts = _layouts(query, key, value, out)
     if masks.kind is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,6 +88,16 @@ class Problem:
         return self.batch * rows * self.head_dim * ELEMENT_BYTES[self.dtype]
 
 
+def of_any_size(problem: Problem) -> Problem:
+    """What many problems have in common: `problem` with one batch entry, query and key, and a group of query heads."""
+    heads = problem.heads // problem.heads_kv
+    return Problem(
+        *(1, heads, 1, 1, 1, problem.head_dim, problem.dtype, problem.causal, problem.mask),
+        alignment=problem.alignment,
+        target=problem.target,
+    )
+
+
 VIRTUAL = "compute_"
 """How targets begin that name PTX, which a driver compiles for the GPU at hand, and not machine code."""
 
@@ -108,6 +119,7 @@ def target_of(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
 
 
+@functools.lru_cache
 def capability_of(target: str) -> tuple[int, int]:
     """Compute capability of a target: "sm_90a" gives (9, 0), and "compute_89", its PTX, (8, 9).
 

@@ -20,14 +20,18 @@ def of_cuda(
     causal: Causal | None,
     masks: Masks,
 ) -> Problem:
-    """The problem that validated CUDA tensors pose.
+    """The problem that validated CUDA tensors pose; without `out`, that of an output like torch.empty_like(query).
 
     Raises:
         UnsupportedProblem: the machine's driver or GPU cannot run a kernel.
     """
     if reason := launcher.device_error():
         raise UnsupportedProblem(reason, nearest="CPU tensors with impl='auto'")
-    alignment = launcher.alignment(query, key, value, out)
+    if out is None:
+        tensors = query, key, value, torch.empty_like(query, device="meta")
+        alignment = VECTOR_BYTES if all(map(arguments.is_aligned, tensors)) else 0
+    else:
+        alignment = launcher.alignment(query, key, value, out)
     target = launcher.target_of_device(query.device)
     return _problem(query, key, value, out, causal, masks, alignment, target)
 

@@ -59,6 +59,17 @@ def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
     return None
 
 
+def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
+    """What select() chooses, without its reasons and in a fifth of the time; None where it raises."""
+    for family in candidates(impl):
+        if _refuse_mask(problem, family) or (impl == "auto" and family.passed_over(problem)):
+            continue
+        result = family.specify(problem)
+        if isinstance(result, KernelSpec) and _refuse_layout(problem, result) is None:
+            return result
+    return None
+
+
 def select(problem: Problem, impl: str = "auto") -> Selection:
     """Choose the kernel for `problem` among the families that `impl` admits.
 

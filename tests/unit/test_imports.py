@@ -32,9 +32,14 @@ ALLOWED: dict[str, set[str]] = {
     "options": {"specs"},
     "problems": {"arguments", "errors", "masks", "problem", "runtime", "specs"},
     "validation": {"arguments", "errors", "masks", "problem"},
+    "forward": {
+        *("emulate", "masks", "options", "problem", "problems", "runtime", "select", "torch_cpu", "validation"),
+    },
+    "backward": {"arguments", "masks", "problem", "torch_cpu"},
+    "autograd": {"arguments", "backward", "forward", "masks"},
     "api": {
-        *("arguments", "emulate", "errors", "masks", "problem", "problems", "runtime", "select", "validation"),
-        *("eight_bit", "options", "specs", "torch_cpu"),
+        *("autograd", "eight_bit", "errors", "forward", "masks", "options", "problem", "runtime", "specs"),
+        "validation",
     },
     "explaining": {
         *("eight_bit", "explanation", "jit", "masks", "problem", "problems", "select", "specs", "validation"),
@@ -45,8 +50,8 @@ ALLOWED: dict[str, set[str]] = {
         *("arguments", "eight_bit_arguments", "emulate", "problem", "quantize", "runtime", "specs"),
     },
     "eight_bit": {
-        *("arguments", "eight_bit_arguments", "eight_bit_launches", "errors", "explanation", "jit", "options"),
-        *("problem", "runtime", "select", "specs"),
+        *("arguments", "eight_bit_arguments", "eight_bit_launches", "errors", "explanation", "forward", "jit"),
+        *("options", "problem", "runtime", "select", "specs"),
     },
     "prepared": {
         "",
@@ -56,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "explaining",
         "explanation",
-        "options",
+        "forward",
         "problem",
         "runtime",
         "specs",
@@ -85,8 +90,11 @@ ALLOWED: dict[str, set[str]] = {
             "specs",
         )
     },
-    "torch_ops": {"", "api", "arguments", "errors", "masks", "problem", "torch_cpu"},
-    "dropin": {"api", "arguments", "errors", "problem", "specs", "torch_cpu"},
+    "torch_ops": {"", "autograd", "backward", "errors", "forward", "masks"},
+    "dropin": {
+        *("", "api", "arguments", "autograd", "backward", "errors", "forward", "options", "problem", "runtime"),
+        *("specs", "torch_cpu"),
+    },
     "integrations": {"api", "arguments", "dropin", "errors"},
     "console": set(),
     "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime", "specs"},

@@ -4,14 +4,13 @@
 #include <dlpack/dlpack.h>
 
 #include <cstdint>
-#include <utility>
 
 #include "plan.h"
 
 namespace microsdpa {
 
 struct Call {
-  const DLTensor *query, *key, *value, *out;  // out is null when it is to be allocated
+  const DLTensor* query;
   std::uintptr_t addresses[OPERANDS];
   PlanKey plan_key;
 };
@@ -21,32 +20,14 @@ inline std::uintptr_t address(const DLTensor& tensor) {
 }
 
 // The stride of a dimension of size one says nothing about memory: tensors that differ in nothing else share a plan.
-inline TensorKey describe(const DLTensor& tensor, const std::int64_t* strides) {
+inline TensorKey describe(const DLTensor& tensor) {
   TensorKey key;
   for (int i = 0; i < 4; ++i) {
     key.shape[i] = tensor.shape[i];
-    key.strides[i] = tensor.shape[i] > 1 ? strides[i] : 0;
+    key.strides[i] = tensor.shape[i] > 1 ? tensor.strides[i] : 0;
   }
   key.dtype_and_device = TensorKey::pack(tensor.dtype, tensor.device);
   return key;
-}
-
-// Strides of the output that the library allocates: dense, in the memory order of the query, as torch's is: of the
-// outer dimensions, the one with the larger stride is outermost. Gives whether that is the order [B, H, S, D].
-inline bool output_strides(const DLTensor& query, std::int64_t (&strides)[4]) {
-  int order[] = {0, 1, 2};  // outermost first
-  auto outer = [&](int a, int b) { return query.strides[a] > query.strides[b]; };
-  // Three elements, stable: dimensions of equal stride keep their place.
-  if (outer(order[1], order[0])) std::swap(order[0], order[1]);
-  if (outer(order[2], order[1])) std::swap(order[1], order[2]);
-  if (outer(order[1], order[0])) std::swap(order[0], order[1]);
-  std::int64_t stride = query.shape[3];
-  for (int i = 2; i >= 0; --i) {
-    strides[order[i]] = stride;
-    stride *= query.shape[order[i]];
-  }
-  strides[3] = 1;
-  return order[0] == 0 && order[1] == 1;
 }
 
 // Bits that must be zero for every row to start on 16 bytes: base address and outer strides, in bytes.
@@ -71,29 +52,26 @@ inline bool meets(std::uintptr_t a, const TensorKey& a_key, std::uintptr_t b, co
 // False when no plan can exist for the call: Python's validation then finds the reason.
 inline bool parse(const DLTensor* query, const DLTensor* key, const DLTensor* value, const DLTensor* out,
                   std::int64_t options, Call& call) {
-  call.query = query, call.key = key, call.value = value, call.out = out;
-  for (const DLTensor* tensor : {query, key, value, out}) {
-    if (tensor && (tensor->ndim != 4 || !tensor->strides || tensor->device.device_type != kDLCUDA)) return false;
-  }
+  call.query = query;
   PlanKey& k = call.plan_key;
-  k.query = describe(*query, query->strides);
-  k.key = describe(*key, key->strides);
-  k.value = describe(*value, value->strides);
-  if (out) {
-    k.out = describe(*out, out->strides);
-  } else {
-    std::int64_t strides[4];
-    output_strides(*query, strides);
-    k.out = describe(*query, strides);
+  const DLTensor* const tensors[OPERANDS] = {query, key, value, out};
+  TensorKey* const keys[OPERANDS] = {&k.query, &k.key, &k.value, &k.out};
+  std::uint64_t bits = 0;
+  for (int i = 0; i < OPERANDS; ++i) {
+    if (!tensors[i]) return false;
+    const DLTensor& tensor = *tensors[i];
+    if (tensor.ndim != 4 || !tensor.strides || tensor.device.device_type != kDLCUDA) return false;
+    call.addresses[i] = address(tensor);
+    // A tensor without memory is a tracer's, as torch's FakeTensor is.
+    if (!call.addresses[i]) return false;
+    *keys[i] = describe(tensor);
+    bits |= alignment_bits(call.addresses[i], *keys[i]);
   }
   k.options = options;
-  const std::uintptr_t q = address(*query), kk = address(*key), v = address(*value), o = out ? address(*out) : 0;
-  call.addresses[QUERY] = q, call.addresses[KEY] = kk, call.addresses[VALUE] = v, call.addresses[OUT] = o;
-  const std::uint64_t bits =
-      alignment_bits(q, k.query) | alignment_bits(kk, k.key) | alignment_bits(v, k.value) | alignment_bits(o, k.out);
   k.alignment = bits % 16 == 0 ? 16 : 0;
   // An output that overlaps an input would be read after it is written.
-  return !out || !(meets(o, k.out, q, k.query) || meets(o, k.out, kk, k.key) || meets(o, k.out, v, k.value));
+  const auto overlaps = [&](int i) { return meets(call.addresses[OUT], k.out, call.addresses[i], *keys[i]); };
+  return !(overlaps(QUERY) || overlaps(KEY) || overlaps(VALUE));
 }
 
 }  // namespace microsdpa

@@ -31,14 +31,13 @@ struct EightBitCall {
   Addresses addresses{};
 
   // False when no plan can exist for the call: Python's validation then finds the reason.
-  bool parse(DLTensor* query, DLTensor* k, DLTensor* value, ffi::AnyView out, ffi::AnyView lse, std::int64_t options,
+  bool parse(DLTensor* query, DLTensor* k, DLTensor* value, DLTensor* out, std::int64_t options,
              const Optional<double>& scale, const DLTensor* const (&scales)[SCALES]) {
-    if (!microsdpa::parse(query, k, value, optional_tensor(out), options, call)) return false;
+    if (!microsdpa::parse(query, k, value, out, options, call)) return false;
     key.call = call.plan_key;
     key.factor = softmax_scale(scale, query->shape[3]);
     if (!std::isfinite(key.factor)) return false;
     for (int i = 0; i < OPERANDS; ++i) addresses[i] = call.addresses[i];
-    if (const DLTensor* tensor = optional_tensor(lse)) addresses[LSE] = address(*tensor);
     for (int i = 0; i < SCALES; ++i) {
       key.scales[i] = TensorKey{};
       if (!scales[i]) continue;
@@ -46,7 +45,7 @@ struct EightBitCall {
       if (!describe_broadcast(*scales[i], key.scales[i])) return false;
       key.scales[i].dtype_and_device |= std::uint64_t(scales[i]->ndim) << 56;
       addresses[QUERY_SCALE + i] = address(*scales[i]);
-      if (call.out && meets(call.addresses[OUT], key.call.out, address(*scales[i]), key.scales[i])) return false;
+      if (meets(call.addresses[OUT], key.call.out, address(*scales[i]), key.scales[i])) return false;
     }
     return true;
   }
@@ -82,16 +81,13 @@ struct EightBitPlan {
   CUcontext context;
   std::vector<FilledKernel> kernels;
   std::int64_t workspace_bytes;
-  DLDataType out;  // type of the output that is allocated
 
-  // Gives True when `out` was given, else the output.
-  ffi::Any execute(EightBitCall& call) const {
+  // Gives what LseArgument does.
+  ffi::Any execute(EightBitCall& call, ffi::AnyView wanted_lse) const {
     const DLTensor& query = *call.call.query;
-    Optional<ffi::Tensor> allocated, workspace;
-    if (!call.call.out) {
-      allocated = allocate_output(query, out);
-      call.addresses[OUT] = address(*allocated.value().GetDLTensorPtr());
-    }
+    const LseArgument lse(wanted_lse, query);
+    call.addresses[LSE] = lse.address;
+    Optional<ffi::Tensor> workspace;
     if (workspace_bytes) {
       workspace = allocate(&workspace_bytes, 1, DLDataType{kDLUInt, 8, 1}, query);
       call.addresses[WORKSPACE] = reinterpret_cast<std::uintptr_t>(workspace.value().data_ptr());
@@ -103,8 +99,7 @@ struct EightBitPlan {
         if (!kernel.only_with_lse || call.addresses[LSE]) kernel.issue(driver(), stream, call.addresses);
       }
     });
-    if (allocated.has_value()) return allocated.value();
-    return true;
+    return lse.result();
   }
 };
 
@@ -114,31 +109,31 @@ inline PlanTable<EightBitKey, EightBitPlan>& eight_bit_plans() {
 }
 
 // What sdpa() of launcher.cc is for calls with 16-bit operands; scales are those of codes, or None.
-inline ffi::Any sdpa_eight_bit(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, ffi::AnyView lse,
+inline ffi::Any sdpa_eight_bit(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse,
                                std::int64_t options, Optional<double> scale, ffi::AnyView query_scale,
                                ffi::AnyView key_scale, ffi::AnyView value_scale) {
   EightBitCall call;
   const DLTensor* const scales[] = {optional_tensor(query_scale), optional_tensor(key_scale),
                                     optional_tensor(value_scale)};
-  if (!call.parse(query, key, value, out, lse, options, scale, scales)) return nullptr;
+  if (!call.parse(query, key, value, out, options, scale, scales)) return nullptr;
   const std::shared_ptr<const EightBitPlan> plan = eight_bit_plans().find(call.key);
   if (!plan) return nullptr;
-  return plan->execute(call);
+  return plan->execute(call, lse);
 }
 
 // What prepared_call() of launcher.cc is for calls with 16-bit operands; for calls that quantise.
-inline ffi::Any prepared_eight_bit_call(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
+inline ffi::Any prepared_eight_bit_call(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out,
                                         std::int64_t options, Optional<double> scale) {
   EightBitCall first;
-  if (!first.parse(query, key, value, out, nullptr, options, scale, {})) return nullptr;
+  if (!first.parse(query, key, value, out, options, scale, {})) return nullptr;
   const std::shared_ptr<const EightBitPlan> plan = eight_bit_plans().find(first.key);
   if (!plan) return nullptr;
   return ffi::Function::FromTyped([plan, expected = first.key](DLTensor* query, DLTensor* key, DLTensor* value,
-                                                               ffi::AnyView out, ffi::AnyView lse) -> ffi::Any {
+                                                               DLTensor* out, ffi::AnyView lse) -> ffi::Any {
     EightBitCall call;
-    if (!call.parse(query, key, value, out, lse, expected.call.options, expected.factor, {})) return nullptr;
+    if (!call.parse(query, key, value, out, expected.call.options, expected.factor, {})) return nullptr;
     if (!(call.key == expected)) return nullptr;
-    return plan->execute(call);
+    return plan->execute(call, lse);
   });
 }
 

@@ -48,13 +48,6 @@ inline ffi::Tensor allocate(const std::int64_t* shape, int rank, DLDataType dtyp
       ffi::details::ObjectUnsafe::ObjectPtrFromOwned<ffi::TensorObj>(static_cast<TVMFFIObject*>(handle)));
 }
 
-inline ffi::Tensor allocate_output(const DLTensor& query, DLDataType dtype) {
-  std::int64_t strides[4];
-  if (output_strides(query, strides)) return allocate(query.shape, 4, dtype, query);
-  const std::int64_t elements = query.shape[0] * query.shape[1] * query.shape[2] * query.shape[3];
-  return allocate(&elements, 1, dtype, query).as_strided(ffi::ShapeView(query.shape, 4), ffi::ShapeView(strides, 4));
-}
-
 inline CUstream current_stream(const DLDevice& device) {
   return static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
@@ -63,6 +56,29 @@ inline CUstream current_stream(const DLDevice& device) {
 inline const DLTensor* optional_tensor(ffi::AnyView argument) {
   return argument.type_index() == ffi::TypeIndex::kTVMFFINone ? nullptr : argument.cast<DLTensor*>();
 }
+
+// The LSE that a call asks for: a tensor of the caller's, with True memory that is allocated, with None or False none.
+struct LseArgument {
+  std::uintptr_t address = 0;
+  Optional<ffi::Tensor> allocated;
+
+  // It is [B, H, S_q] in FP32 for a query of [B, H, S_q, D].
+  LseArgument(ffi::AnyView argument, const DLTensor& query) {
+    if (argument.type_index() == ffi::TypeIndex::kTVMFFIBool) {
+      if (!argument.cast<bool>()) return;
+      allocated = allocate(query.shape, 3, DLDataType{kDLFloat, 32, 1}, query);
+      address = reinterpret_cast<std::uintptr_t>(allocated.value().data_ptr());
+    } else if (const DLTensor* tensor = optional_tensor(argument)) {
+      address = microsdpa::address(*tensor);
+    }
+  }
+
+  // What a launch gives: the memory that was allocated, or else True.
+  ffi::Any result() const {
+    if (allocated.has_value()) return allocated.value();
+    return true;
+  }
+};
 
 inline double softmax_scale(const Optional<double>& scale, std::int64_t head_dim) {
   return scale.has_value() ? scale.value() : 1.0 / std::sqrt(static_cast<double>(head_dim));

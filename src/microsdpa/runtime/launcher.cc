@@ -1,5 +1,4 @@
-// The host launcher: one call from Python reads the tensors, finds the plan, allocates the output and
-// launches.
+// The host launcher: one call from Python reads the tensors, finds the plan, allocates the LSE and launches.
 //
 // Nothing here validates an argument in words. A plan is registered only for arguments that Python has
 // validated, and its key holds all that the validation looked at; any other call misses, and Python then says
@@ -28,26 +27,15 @@ PlanTable<MaskedKey>& masked_plans() {
   return table;
 }
 
-// Memory for the LSE of a query: [B, H, S_q] in FP32.
-ffi::Tensor allocate_lse(DLTensor* query) {
-  TVM_FFI_CHECK(query->ndim == 4, ValueError) << "query: expected 4 dimensions, got " << query->ndim;
-  return allocate(query->shape, 3, DLDataType{kDLFloat, 32, 1}, *query);
-}
-
-// Launches the plan of a call, whose parameters are filled into a copy of the plan's. Gives True when `out` was given,
-// else the output.
-ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView lse, double scale, AttentionParams& params) {
-  Optional<ffi::Tensor> allocated, workspace;
-  if (!call.out) {
-    allocated = allocate_output(*call.query, call.query->dtype);
-    call.addresses[OUT] = address(*allocated.value().GetDLTensorPtr());
-  }
+// Launches the plan of a call, whose parameters are filled into a copy of the plan's; gives what LseArgument does.
+ffi::Any execute(const Plan& plan, const Call& call, ffi::AnyView wanted_lse, double scale, AttentionParams& params) {
+  const LseArgument lse(wanted_lse, *call.query);
+  Optional<ffi::Tensor> workspace;
   params.query = reinterpret_cast<const void*>(call.addresses[QUERY]);
   params.key = reinterpret_cast<const void*>(call.addresses[KEY]);
   params.value = reinterpret_cast<const void*>(call.addresses[VALUE]);
   params.out = reinterpret_cast<void*>(call.addresses[OUT]);
-  const DLTensor* lse_tensor = optional_tensor(lse);
-  params.lse = lse_tensor ? reinterpret_cast<float*>(address(*lse_tensor)) : nullptr;
+  params.lse = reinterpret_cast<float*>(lse.address);
   params.scale_log2 = static_cast<float>(scale * LOG2_E);
   if (plan.workspace_bytes) {
     workspace = allocate(&plan.workspace_bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
@@ -59,15 +47,14 @@ ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView lse, double scale, A
     ScopedContext current(driver(), plan.context);
     for (const KernelLaunch& kernel : plan.kernels) kernel.issue(driver(), stream, &params, call.addresses);
   });
-  if (allocated.has_value()) return allocated.value();
-  return true;
+  return lse.result();
 }
 
-// The hot path. Gives None when there is no plan, True when `out` was given, else the output.
-ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, ffi::AnyView lse, std::int64_t options,
+// The hot path. Gives None when there is no plan, else what LseArgument gives.
+ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse, std::int64_t options,
               Optional<double> scale) {
   Call call;
-  if (!parse(query, key, value, optional_tensor(out), options, call)) return nullptr;
+  if (!parse(query, key, value, out, options, call)) return nullptr;
   std::shared_ptr<const Plan> plan = plans().find(call.plan_key);
   const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
   if (!plan || !std::isfinite(factor)) return nullptr;
@@ -81,7 +68,7 @@ MaskArguments mask_arguments(ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyVie
 }
 
 // execute() with masks; a soft cap of 1 stands for none.
-ffi::Any execute_masked(const Plan& plan, Call& call, ffi::AnyView lse, double scale, double softcap,
+ffi::Any execute_masked(const Plan& plan, const Call& call, ffi::AnyView lse, double scale, double softcap,
                         const MaskArguments& masks) {
   MaskedParams params = plan.params;
   const DLTensor* const* tensors = masks.tensors;
@@ -95,13 +82,13 @@ ffi::Any execute_masked(const Plan& plan, Call& call, ffi::AnyView lse, double s
 bool is_softcap(double cap) { return std::isfinite(cap) && cap > 0.0; }
 
 // The same with masks.
-ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, ffi::AnyView lse,
+ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse,
                      std::int64_t options, Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes,
                      ffi::AnyView sinks, std::int64_t left, std::int64_t right, Optional<double> softcap) {
   Call call;
   MaskedKey masked_key;
   const MaskArguments masks = mask_arguments(mask, slopes, sinks, left, right, softcap);
-  if (!parse(query, key, value, optional_tensor(out), options, call)) return nullptr;
+  if (!parse(query, key, value, out, options, call)) return nullptr;
   if (!parse_masks(call, masks, masked_key)) return nullptr;
   std::shared_ptr<const Plan> plan = masked_plans().find(masked_key);
   const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
@@ -110,21 +97,21 @@ ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyVi
   return execute_masked(*plan, call, lse, factor, cap, masks);
 }
 
-// A function of (query, key, value, out or None, lse or None) that launches the plan of these arguments without looking
-// it up: it gives what sdpa() does, and None for tensors that differ from these in more than their addresses. None when
-// there is no plan.
-ffi::Any prepared_call(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+// A function of (query, key, value, out, lse) that launches the plan of these arguments without looking it up: it gives
+// what sdpa() does, and None for tensors that differ from these in more than their addresses. None when there is no
+// plan.
+ffi::Any prepared_call(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
                        Optional<double> scale) {
   Call first;
-  if (!parse(query, key, value, optional_tensor(out), options, first)) return nullptr;
+  if (!parse(query, key, value, out, options, first)) return nullptr;
   std::shared_ptr<const Plan> plan = plans().find(first.plan_key);
   const double factor = softmax_scale(scale, first.plan_key.query.shape[3]);
   if (!plan || !std::isfinite(factor)) return nullptr;
   return ffi::Function::FromTyped([plan, expected = first.plan_key, factor](DLTensor* query, DLTensor* key,
-                                                                            DLTensor* value, ffi::AnyView out,
+                                                                            DLTensor* value, DLTensor* out,
                                                                             ffi::AnyView lse) -> ffi::Any {
     Call call;
-    const bool parsed = parse(query, key, value, optional_tensor(out), expected.options, call);
+    const bool parsed = parse(query, key, value, out, expected.options, call);
     if (!parsed || !expected.admits(call.plan_key)) return nullptr;
     AttentionParams params = plan->params.call;
     return execute(*plan, call, lse, factor, params);
@@ -132,29 +119,28 @@ ffi::Any prepared_call(DLTensor* query, DLTensor* key, DLTensor* value, ffi::Any
 }
 
 // The same with masks, whose tensors follow the LSE's; the window and the soft cap are the plan's.
-ffi::Any prepared_masked_call(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+ffi::Any prepared_masked_call(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
                               Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks,
                               std::int64_t left, std::int64_t right, Optional<double> softcap) {
   Call first;
   MaskedKey first_key;
-  if (!parse(query, key, value, optional_tensor(out), options, first)) return nullptr;
+  if (!parse(query, key, value, out, options, first)) return nullptr;
   if (!parse_masks(first, mask_arguments(mask, slopes, sinks, left, right, softcap), first_key)) return nullptr;
   std::shared_ptr<const Plan> plan = masked_plans().find(first_key);
   const double factor = softmax_scale(scale, first.plan_key.query.shape[3]);
   const double cap = softcap.has_value() ? softcap.value() : 1.0;
   if (!plan || !std::isfinite(factor) || !is_softcap(cap)) return nullptr;
-  return ffi::Function::FromTyped(
-      [plan, expected = first_key, factor, cap](DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out,
-                                                ffi::AnyView lse, ffi::AnyView mask, ffi::AnyView slopes,
-                                                ffi::AnyView sinks) -> ffi::Any {
-        Call call;
-        MaskedKey masked_key;
-        MaskArguments masks = mask_arguments(mask, slopes, sinks, expected.left, expected.right, {});
-        masks.capped = expected.capped != 0;
-        const bool parsed = parse(query, key, value, optional_tensor(out), expected.call.options, call);
-        if (!parsed || !parse_masks(call, masks, masked_key) || !expected.admits(masked_key)) return nullptr;
-        return execute_masked(*plan, call, lse, factor, cap, masks);
-      });
+  return ffi::Function::FromTyped([plan, expected = first_key, factor, cap](
+                                      DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse,
+                                      ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks) -> ffi::Any {
+    Call call;
+    MaskedKey masked_key;
+    MaskArguments masks = mask_arguments(mask, slopes, sinks, expected.left, expected.right, {});
+    masks.capped = expected.capped != 0;
+    const bool parsed = parse(query, key, value, out, expected.call.options, call);
+    if (!parsed || !parse_masks(call, masks, masked_key) || !expected.admits(masked_key)) return nullptr;
+    return execute_masked(*plan, call, lse, factor, cap, masks);
+  });
 }
 
 Strides outer_strides(const TensorKey& key) { return {key.strides[0], key.strides[1], key.strides[2]}; }
@@ -187,11 +173,8 @@ KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
         << "kernels: expected an operand below " << int(OPERANDS) << ", got " << field[OPERAND];
     const TensorMapSpec spec{static_cast<int>(field[OPERAND]), static_cast<unsigned>(field[ROWS]),
                              static_cast<unsigned>(field[COLUMNS]), static_cast<unsigned>(field[SWIZZLE]), 0};
-    // An output that each call allocates has no address yet: the query's stands in until then.
-    const std::uintptr_t address = call.addresses[spec.operand];
     const TensorKey* keys[] = {&call.plan_key.query, &call.plan_key.key, &call.plan_key.value, &call.plan_key.out};
-    kernel.tensor_maps.push_back(
-        encode_tensor_map(driver(), spec, *keys[spec.operand], address ? address : call.addresses[QUERY]));
+    kernel.tensor_maps.push_back(encode_tensor_map(driver(), spec, *keys[spec.operand], call.addresses[spec.operand]));
   }
   return kernel;
 }
@@ -268,16 +251,16 @@ constexpr const char* BAD_CALL = "expected [B, H, S, D] CUDA tensors that do not
 
 // Registers the plan of a validated call. The tensors and options are the arguments that sdpa() will be called
 // with; `kernels` are launched in their order, each given by its KernelFields and TensorMapFields.
-void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
                    std::int64_t context, ffi::Array<ffi::Shape> kernels, std::int64_t workspace_bytes,
                    std::int64_t diagonal) {
   Call call;
-  TVM_FFI_CHECK(parse(query, key, value, optional_tensor(out), options, call), ValueError) << BAD_CALL;
+  TVM_FFI_CHECK(parse(query, key, value, out, options, call), ValueError) << BAD_CALL;
   plans().insert(call.plan_key, make_plan(call, context, kernels, workspace_bytes, diagonal));
 }
 
 // The same for sdpa_masked().
-void register_masked_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+void register_masked_plan(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
                           std::int64_t context, ffi::Array<ffi::Shape> kernels, std::int64_t workspace_bytes,
                           std::int64_t diagonal, ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks,
                           std::int64_t left, std::int64_t right, Optional<double> softcap, std::int64_t position,
@@ -285,8 +268,7 @@ void register_masked_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::
   Call call;
   MaskedKey masked_key;
   const MaskArguments masks = mask_arguments(mask, slopes, sinks, left, right, softcap);
-  TVM_FFI_CHECK(parse(query, key, value, optional_tensor(out), options, call) && parse_masks(call, masks, masked_key),
-                ValueError)
+  TVM_FFI_CHECK(parse(query, key, value, out, options, call) && parse_masks(call, masks, masked_key), ValueError)
       << BAD_CALL;
   Plan plan = make_plan(call, context, kernels, workspace_bytes, diagonal);
   plan.params.masks = mask_params(masked_key, position, lowest);
@@ -297,19 +279,17 @@ void register_masked_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::
 enum PointerField { AT, POINTS_TO, OFFSET, POINTER_FIELDS };
 
 // The same for sdpa_eight_bit(). `kernels` are given by their KernelFields, whether only calls with an LSE launch them,
-// and ArrayFields; `params` are their parameters, and `pointers` where in these addresses belong. `out_code` is the
-// type code of the output that calls allocate, of 16 bits.
-void register_eight_bit_plan(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out, std::int64_t options,
+// and ArrayFields; `params` are their parameters, and `pointers` where in these addresses belong.
+void register_eight_bit_plan(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
                              Optional<double> scale, ffi::AnyView query_scale, ffi::AnyView key_scale,
                              ffi::AnyView value_scale, std::int64_t context, ffi::Array<ffi::Shape> kernels,
                              ffi::Array<ffi::Bytes> params, ffi::Array<ffi::Shape> pointers,
-                             std::int64_t workspace_bytes, std::int64_t out_code) {
+                             std::int64_t workspace_bytes) {
   EightBitCall call;
   const DLTensor* const scales[] = {optional_tensor(query_scale), optional_tensor(key_scale),
                                     optional_tensor(value_scale)};
-  TVM_FFI_CHECK(call.parse(query, key, value, out, nullptr, options, scale, scales), ValueError) << BAD_CALL;
-  EightBitPlan plan{reinterpret_cast<CUcontext>(context), {}, workspace_bytes, {}};
-  plan.out = {static_cast<std::uint8_t>(out_code), 16, 1};
+  TVM_FFI_CHECK(call.parse(query, key, value, out, options, scale, scales), ValueError) << BAD_CALL;
+  EightBitPlan plan{reinterpret_cast<CUcontext>(context), {}, workspace_bytes};
   for (std::size_t i = 0; i < kernels.size(); ++i) {
     const ffi::Shape fields = kernels[i], places = pointers[i];
     const ffi::Bytes bytes = params[i];
@@ -348,17 +328,11 @@ void register_eight_bit_plan(DLTensor* query, DLTensor* key, DLTensor* value, ff
   eight_bit_plans().insert(call.key, plan);
 }
 
-// The output that sdpa_eight_bit() allocates for a query; `code` is its type code, of 16 bits.
-ffi::Tensor allocate_eight_bit_output(DLTensor* query, std::int64_t code) {
-  TVM_FFI_CHECK(query->ndim == 4, ValueError) << "query: expected 4 dimensions, got " << query->ndim;
-  return allocate_output(*query, {static_cast<std::uint8_t>(code), 16, 1});
-}
-
 // 16 when the call's tensors allow 16-byte loads and stores of every row, else 0; -1 when `out` overlaps an
 // input or a tensor is no 4-dimensional CUDA tensor.
-std::int64_t alignment(DLTensor* query, DLTensor* key, DLTensor* value, ffi::AnyView out) {
+std::int64_t alignment(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out) {
   Call call;
-  return parse(query, key, value, optional_tensor(out), 0, call) ? call.plan_key.alignment : -1;
+  return parse(query, key, value, out, 0, call) ? call.plan_key.alignment : -1;
 }
 
 // Clusters of more CTAs run on some GPUs only, and a kernel must ask for them.
@@ -415,8 +389,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_call, prepared_call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_masked_call, prepared_masked_call);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa_eight_bit, sdpa_eight_bit);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_eight_bit_call, prepared_eight_bit_call);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(allocate_eight_bit_output, allocate_eight_bit_output);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(allocate_lse, allocate_lse);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_plan, register_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_masked_plan, register_masked_plan);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.masks import NONE, Masks
-from microsdpa.problem import DType, Problem, target_of, virtual
+from microsdpa.problem import Problem, target_of, virtual
 from microsdpa.runtime.ffi import tvm_ffi
 from microsdpa.specs import Grid, KernelSpec
 
@@ -37,9 +38,10 @@ def _load_library() -> Any:
 _library = _load_library()
 
 launch = _library.sdpa
-"""launch(query, key, value, out | None, lse | None, options, scale | None): the hot path.
+"""launch(query, key, value, out, lse, options, scale | None): the hot path.
 
-Gives None when no plan is registered for the call, True when it wrote to `out`, else the output that it allocated.
+`lse` is a tensor [B, H, S_q] in FP32 to write to, True for one that is allocated, or None or False for none. Gives None
+when no plan is registered for the call, the LSE where it was allocated, and else True.
 """
 
 launch_masked = _library.sdpa_masked
@@ -54,19 +56,16 @@ launch_eight_bit = _library.sdpa_eight_bit
 They are tensors, or None where there are no codes.
 """
 
-allocate_lse = _library.allocate_lse
-"""allocate_lse(query): memory for the LSE of a query [B, H, S_q, D]: [B, H, S_q] in FP32, on the query's device."""
-
 
 def prepared_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     options: int,
     scale: float | None,
 ) -> Callable[..., Any]:
-    """`launch` for the plan of these arguments alone: a function of (query, key, value, out | None, lse | None).
+    """`launch` for the plan of these arguments alone: a function of (query, key, value, out, lse).
 
     It gives None for tensors that differ from these in more than their addresses.
 
@@ -81,14 +80,14 @@ def prepared_masked_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     options: int,
     scale: float | None,
     masks: Masks,
 ) -> Callable[..., Any]:
     """prepared_call with masks: a function of (query, key, value, out, lse, attn_mask, alibi_slopes, sinks).
 
-    The last five may be None; the window and the soft cap are those of `masks`.
+    The last three may be None; the window and the soft cap are those of `masks`.
     """
     arrays = masks.attn_mask, masks.alibi_slopes, masks.sinks
     call: Callable[..., Any] = found(
@@ -101,7 +100,7 @@ def prepared_eight_bit_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     options: int,
     scale: float | None,
 ) -> Callable[..., Any]:
@@ -125,8 +124,8 @@ def masked_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | bool,
     options: int,
     scale: float | None,
     masks: Masks,
@@ -182,16 +181,38 @@ def use_ptx_of(target: str | None) -> None:
 
 def target_of_device(device: torch.device | int | None = None) -> str:
     """What kernels are chosen and compiled for on a CUDA device."""
-    return _ptx_of or target_of(torch.cuda.get_device_capability(device))
+    return _ptx_of or _own_target(torch.cuda.current_device() if device is None else torch.device(device).index)
+
+
+@functools.lru_cache
+def _own_target(index: int | None) -> str:
+    return target_of(torch.cuda.get_device_capability(index))
+
+
+_kernels: dict[tuple[KernelSpec, str], CompiledKernel] = {}
 
 
 def _compiled(spec: KernelSpec, target: str) -> CompiledKernel:
-    """A kernel for a target of target_of_device()."""
-    return compile_kernel(spec, virtual(target) if _ptx_of else target)
+    """A kernel for a target of target_of_device().
+
+    Its signature is that of the sources when the process first asked for it: a new length of sequences looks it up here.
+    """
+    wanted = spec, virtual(target) if _ptx_of else target
+    kernel = _kernels.get(wanted)
+    if kernel is None:
+        kernel = _kernels[wanted] = compile_kernel(*wanted)
+    return kernel
+
+
+_can_launch = False
+"""Whether device_error() found nothing once: a driver does not go away."""
 
 
 def device_error() -> str | None:
     """Why this machine cannot launch a kernel, or None when it can."""
+    global _can_launch
+    if _can_launch:
+        return None
     version = driver_version()
     if version == 0:
         return "no CUDA driver was found (libcuda.so.1)"
@@ -202,6 +223,7 @@ def device_error() -> str | None:
         )
     if not torch.cuda.is_available():
         return "torch sees no CUDA device (a CPU build of torch, or no GPU)"
+    _can_launch = True
     return None
 
 
@@ -209,7 +231,7 @@ _loaded: dict[tuple[str, int], tuple[int, int]] = {}
 _lock = threading.Lock()
 
 
-def alignment(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None) -> int:
+def alignment(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor) -> int:
     """16 when 16-byte accesses reach every row of the CUDA tensors, else 0; -1 when `out` overlaps an input."""
     return int(_library.alignment(query, key, value, out))
 
@@ -235,7 +257,7 @@ def prepare(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     options: int,
     masks: Masks = NONE,
 ) -> None:
@@ -305,23 +327,12 @@ class FilledKernel:
 
 
 _EIGHT_BIT_OPERANDS = (*_OPERANDS, "lse", "workspace", "query_scale", "key_scale", "value_scale")
-_TYPE_CODES: dict[DType, int] = {"float16": 2, "bfloat16": 4}
-"""DLPack's."""
 
 
-def allocate_output(query: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """The output that `launch_eight_bit` allocates for a query."""
-    out: torch.Tensor = _library.allocate_eight_bit_output(query, _TYPE_CODES[dtype])
-    return out
-
-
-def prepare_eight_bit(
-    call: Sequence[Any], kernels: Sequence[FilledKernel], target: str, workspace_bytes: int, dtype: DType
-) -> None:
+def prepare_eight_bit(call: Sequence[Any], kernels: Sequence[FilledKernel], target: str, workspace_bytes: int) -> None:
     """Compile and load kernels, and register the plan that `launch_eight_bit` finds for the arguments `call`.
 
-    `call` is (query, key, value, out, options, scale, query_scale, key_scale, value_scale); `dtype` is that of an
-    output that calls allocate.
+    `call` is (query, key, value, out, options, scale, query_scale, key_scale, value_scale).
 
     Raises:
         CompileError: a kernel does not compile.
@@ -342,7 +353,7 @@ def prepare_eight_bit(
     ]
     params = [kernel.params for kernel in kernels]
     shapes = [tvm_ffi.Shape(numbers) for numbers in pointers]
-    _library.register_eight_bit_plan(*call, context, fields, params, shapes, workspace_bytes, _TYPE_CODES[dtype])
+    _library.register_eight_bit_plan(*call, context, fields, params, shapes, workspace_bytes)
 
 
 def launch_one(

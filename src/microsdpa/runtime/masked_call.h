@@ -39,6 +39,7 @@ static_assert(sizeof(MaskedKey) == sizeof(PlanKey) + 3 * 72 + 24, "MaskedKey mus
 // broadcast has a stride of zero.
 inline bool describe_broadcast(const DLTensor& tensor, TensorKey& key) {
   if (tensor.ndim > 4 || (tensor.ndim && !tensor.strides) || tensor.device.device_type != kDLCUDA) return false;
+  if (!address(tensor)) return false;
   for (int i = 0; i < 4; ++i) {
     const int dimension = i - (4 - tensor.ndim);
     key.shape[i] = dimension < 0 ? 1 : tensor.shape[dimension];
@@ -57,7 +58,7 @@ inline bool parse_masks(const Call& call, const MaskArguments& masks, MaskedKey&
     const DLTensor* tensor = masks.tensors[i];
     if (!tensor) continue;
     if (!describe_broadcast(*tensor, key.tensors[i])) return false;
-    if (call.out && meets(address(*call.out), key.call.out, address(*tensor), key.tensors[i])) return false;
+    if (meets(call.addresses[OUT], key.call.out, address(*tensor), key.tensors[i])) return false;
   }
   return true;
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from microsdpa.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
+import functools
+
+from microsdpa.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
 from microsdpa.specs.ampere_tiles import (
     MASKED_QUERIES,
     Tiling,
@@ -23,6 +25,13 @@ MASK_SPILLS = "a mask of numbers takes the registers that are left: some bytes o
 
 def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec:
     """The kernel of one tiling for a problem."""
+    late = late_ctas(problem, tiling) if tiling.streaming else 0
+    return _specification(of_any_size(problem), tiling, pack, late)
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, tiling: Tiling, pack: int, late: int) -> KernelSpec:
+    """specification() for any problem of that kind, whatever its size."""
     mask = problem.mask or MaskKind()
     programmatic = capability_of(problem.target) >= (9, 0)
     arguments: dict[str, str | int] = {
@@ -34,7 +43,7 @@ def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec
     kept, causal = min(tiling.kept, problem.head_dim // 16), BOOLEAN[mask.right or problem.causal is not None]
     if tiling.streaming:
         arguments |= {"WARPS": tiling.warps_m, "STAGES": tiling.stages, "KEPT": kept, "STEP": tiling.step}
-        arguments |= {"CTAS": tiling.ctas, "LATE": late_ctas(problem, tiling), "CAUSAL": causal}
+        arguments |= {"CTAS": tiling.ctas, "LATE": late, "CAUSAL": causal}
     else:
         arguments |= {"WARPS_M": tiling.warps_m, "WARPS_N": tiling.warps_n, "STAGES": tiling.stages}
         arguments |= {"RESIDENT": BOOLEAN[tiling.resident], "KEPT": kept, "CAUSAL": causal}

@@ -6,6 +6,7 @@ NVIDIA's data sheets.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from microsdpa.problem import capability_of
@@ -78,6 +79,7 @@ CHIPS: dict[tuple[int, int], Chip] = {
 }
 
 
+@functools.lru_cache
 def chip_of(target: str) -> Chip:
     """The chip for a target: that of its compute capability, or of the nearest older one that is known."""
     capability = capability_of(target)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 from dataclasses import dataclass
 
-from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
+from microsdpa.problem import VECTOR_BYTES, Problem, capability_of, of_any_size
 from microsdpa.specs import hopper_split, hopper_throughput
 from microsdpa.specs.ampere_tiles import lacks_queries
 from microsdpa.specs.chip import chip_of
@@ -62,10 +64,7 @@ def key_rounds(problem: Problem, cluster: int) -> int:
 
 def configuration(problem: Problem, cluster: int) -> Latency:
     """The configuration with `cluster` CTAs a query tile: everything resident when it fits, else the deepest ring."""
-    chip = chip_of(problem.target)
-    deepest = max(
-        s for s in range(1, 7) if Latency(cluster, s, 0).shared_bytes(problem.head_dim) <= chip.shared_per_cta
-    )
+    deepest = _deepest(cluster, problem.head_dim, chip_of(problem.target).shared_per_cta)
     rounds = key_rounds(problem, cluster)
     # Unrolled rounds are code; past four of them the loop costs as little. Four with a mask and a peer do not fit the
     # registers at D = 64.
@@ -73,9 +72,21 @@ def configuration(problem: Problem, cluster: int) -> Latency:
     return Latency(cluster, rounds, rounds) if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
 
 
+@functools.lru_cache
+def _deepest(cluster: int, head_dim: int, shared_bytes: int) -> int:
+    """Tiles of K and V for each warpgroup that fit so much shared memory."""
+    return max(s for s in range(1, 7) if Latency(cluster, s, 0).shared_bytes(head_dim) <= shared_bytes)
+
+
 def specification(problem: Problem, choice: Latency) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
+    return _specification(of_any_size(problem), choice, whole)
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec:
+    """specification() for any problem of that kind; `whole`: the keys fill the tiles."""
     arguments = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 from dataclasses import dataclass
 from math import ceil
 
-from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
+from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of, of_any_size
 from microsdpa.specs.ampere_tiles import lacks_queries
 from microsdpa.specs.chip import chip_of
 from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap
@@ -135,6 +137,12 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     Raises:
         ValueError: the tiles do not fit the shared memory of the problem's GPU.
     """
+    return _specification(of_any_size(problem), tiles)
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
+    """specification() for any problem of that kind, whatever its size."""
     chip = chip_of(problem.target)
     rings = tiles.rings(problem.head_dim, chip.shared_per_cta)
     if rings is None:

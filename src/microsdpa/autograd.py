@@ -1,0 +1,103 @@
+"""Attention that records its gradient: one node of autograd, eager or traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import _are_functorch_transforms_active, _AutoDispatchBelowAutograd, _len_torch_dispatch_stack
+
+from microsdpa import arguments, backward, forward
+from microsdpa.forward import Inputs, MaskTensors, Options
+from microsdpa.masks import Masks
+
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that nothing but this library looks at."""
+Tensors = tuple[torch.Tensor, ...]
+
+
+def is_eager(inputs: Inputs) -> bool:
+    """Whether tensors are what they seem: no tracer, transform or tensor type of its own has to see the call."""
+    query, key, value = inputs
+    plain = type(query) in PLAIN_TYPES and type(key) in PLAIN_TYPES and type(value) in PLAIN_TYPES
+    return plain and not _len_torch_dispatch_stack() and not _are_functorch_transforms_active()
+
+
+def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Result:
+    """Output and LSE of a call of which an input requires grad.
+
+    Raises:
+        MicrosdpaError: as sdpa.
+    """
+    return record(inputs, masks, options) if is_eager(inputs) else operator(inputs, masks, options)
+
+
+def operator(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Result:
+    """The call as torch.ops.microsdpa.attention, which checks its arguments when it runs."""
+    alignment = arguments.check_causal(options.is_causal, options.causal)
+    ends = list(options.window or (-1, -1))
+    rest = options.scale, options.enable_gqa, ends, options.softcap, options.impl
+    return torch.ops.microsdpa.attention(*inputs, *masks, alignment, *rest)  # type: ignore[no-any-return]
+
+
+def record(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Result:
+    """Output and LSE of a call, with a node in autograd's graph."""
+    if is_eager(inputs):
+        # What torch.autograd.Function.apply does besides is for transforms, of which there is none.
+        return _apply(*inputs, *masks, options)  # type: ignore[no-any-return, no-untyped-call]
+    return _Attention.apply(*inputs, *masks, options)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention and its gradient, also through the LSE."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        options: Options,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [B, H, S_q, D] and LSE [B, H, S_q]."""
+        inputs = query, key, value
+        none = attn_mask is None and alibi_slopes is None and sinks is None
+        masks = forward.NO_TENSORS if none else MaskTensors(attn_mask, alibi_slopes, sinks)
+        if is_eager(inputs):
+            out, lse = forward.attend(inputs, masks, options, True)
+        else:
+            with _AutoDispatchBelowAutograd():
+                out, lse = operator(inputs, masks, options)
+        assert lse is not None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, attn_mask, alibi_slopes, sinks, out, lse)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of the tensors; None for options, and for a mask of booleans."""
+        grad_out, grad_lse = grads
+        *inputs, out, lse = ctx.saved_tensors
+        options: Options = ctx.options
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        query, key, value, attn_mask, alibi_slopes, sinks = inputs
+        causal = "upper_left" if options.is_causal else options.causal
+        # With grad enabled, a gradient of the gradient is wanted: the operator refuses it.
+        if is_eager((query, key, grad_out)) and not torch.is_grad_enabled():
+            masks = Masks(attn_mask, options.window, options.softcap, alibi_slopes, sinks)
+            common = grad_out, grad_lse, query, key, value, out, lse, causal, options.scale
+            found = backward.gradients(*common, masks)
+        else:
+            ends = list(options.window or (-1, -1))
+            rest = causal, options.scale, ends, options.softcap
+            found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *inputs, out, lse, *rest)
+        waiting = iter(found)
+        return *(next(waiting) if t is not None and t.is_floating_point() else None for t in inputs), None
+
+
+_apply = super(torch.autograd.Function, _Attention).apply

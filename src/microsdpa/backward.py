@@ -1,0 +1,215 @@
+"""Gradients of attention: torch's fastest backward that computes a call, from its LSE, or plain FP32 arithmetic."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+from microsdpa import torch_cpu
+from microsdpa.arguments import is_aligned
+from microsdpa.masks import UNBOUNDED, Masks
+from microsdpa.problem import Causal
+
+_MAX_REMEMBERED = 4096
+_remembered: dict[tuple[object, ...], bool] = {}
+
+
+def gradients(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: Causal | None,
+    scale: float | None,
+    masks: Masks,
+) -> list[torch.Tensor]:
+    """Gradients of query, key, value and, where given, of attn_mask (numbers), alibi_slopes and sinks, in this order.
+
+    Shapes are those of sdpa: `grad_out` and `out` are [B, H, S_q, D], `grad_lse` and `lse` are [B, H, S_q] in FP32. On
+    a GPU, torch's cuDNN or flash backward computes what it can; the rest is computed in FP32 from scores that are made
+    again, one query head at a time.
+    """
+    if grad_lse is None and query.is_cuda and query.numel() and key.numel() and (scale is None or scale > 0.0):
+        common = grad_out, query, key, value, out, lse, causal, scale
+        hopper = _capability(query.device) >= (9, 0)
+        flash = _flash_computes(query, key, value, causal, masks)
+        # Up to Ada, the flash backward is the faster one.
+        if (hopper or not flash) and _cudnn_computes(query, key, value, causal, masks):
+            return _through_cudnn(*common, masks.attn_mask)
+        if flash:
+            return _through_flash(*common)
+    return _through_math(grad_out, grad_lse, query, key, value, causal, scale, masks)
+
+
+@functools.lru_cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.lru_cache
+def no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The random state of a dropout that there is not, as torch's backward operators take it.
+
+    They are [2] in uint64 for the flash backward, and two scalars in int64 for cuDNN's; nothing writes to them.
+    """
+    with torch.inference_mode(False):
+        scalars = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        return torch.zeros(2, dtype=torch.uint64, device=device), *scalars  # type: ignore[return-value]
+
+
+def _flash_computes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: Causal | None, masks: Masks
+) -> bool:
+    """Whether torch's flash backward has the gradient.
+
+    Its causal mask is aligned lower right, its loads have 16 bytes, and it scales the -inf of what is hidden.
+    """
+    if masks.kind is not None:
+        return False
+    square = query.shape[2] == key.shape[2]
+    aligned = causal != "upper_left" or square
+    reaches = causal is None or query.shape[2] <= key.shape[2]
+    return aligned and reaches and query.shape[3] % 8 == 0 and all(map(is_aligned, (query, key, value)))
+
+
+def _through_flash(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: Causal | None,
+    scale: float | None,
+) -> list[torch.Tensor]:
+    unused = no_dropout(query.device)[0]
+    found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(grad_out, query, key, value, out, lse, None, None, query.shape[2], key.shape[2]),
+        *(0.0, causal is not None, unused, unused),
+        scale=scale,
+    )
+    return [_like(gradient, tensor) for gradient, tensor in zip(found, (query, key, value), strict=True)]
+
+
+def _cudnn_computes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: Causal | None, masks: Masks
+) -> bool:
+    """Whether torch's cuDNN backward has the gradient: no mask or attn_mask alone, which wants no gradient.
+
+    Its causal mask is aligned upper left.
+    """
+    mask = masks.attn_mask
+    if masks.softcap is not None or masks.alibi_slopes is not None or masks.sinks is not None:
+        return False
+    if masks.ends != (UNBOUNDED, UNBOUNDED):
+        return False
+    if causal is not None and (mask is not None or (causal == "lower_right" and query.shape[2] != key.shape[2])):
+        return False
+    if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or mask.requires_grad):
+        return False
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    described = (query.dtype, query.device, query.shape, key.shape, query.stride(), key.stride(), value.stride())
+    call = *described, causal, mask is None, deterministic, torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    if call not in _remembered:
+        if len(_remembered) >= _MAX_REMEMBERED:
+            _remembered.clear()
+        shared = query.shape[1] != key.shape[1]
+        params = SDPAParams(query, key, value, None, 0.0, causal is not None, shared)
+        _remembered[call] = all(map(is_aligned, (query, key, value))) and can_use_cudnn_attention(params)
+    return _remembered[call]
+
+
+def _through_cudnn(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: Causal | None,
+    scale: float | None,
+    mask: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    bias = None
+    if mask is not None:
+        bias = mask
+        if mask.dtype == torch.bool:
+            bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        bias = bias[(None,) * (4 - bias.dim())]
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+        if bias.stride(3) != 1:
+            bias = bias.contiguous()
+        # A row that sees no key has an LSE of -inf: its weights, exp(score - LSE), are to be zeros.
+        lse = lse.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)
+    _, seed, offset = no_dropout(query.device)
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *(grad_out, query, key, value, out, lse[..., None], seed, offset, bias, None, None),
+        *(query.shape[2], key.shape[2], 0.0, causal is not None),
+        scale=scale,
+    )
+    return list(found)
+
+
+def _through_math(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: Causal | None,
+    scale: float | None,
+    masks: Masks,
+) -> list[torch.Tensor]:
+    """gradients() in FP32 on any device, one query head at a time, from scores that are made again."""
+    (_, heads, seqlen_q, head_dim), seqlen_k = query.shape, key.shape[2]
+    group, factor = heads // key.shape[1], head_dim**-0.5 if scale is None else scale
+    tensors = query, key, value, masks.attn_mask, masks.alibi_slopes, masks.sinks
+    d_query, d_key, d_value, d_mask, d_slopes, d_sinks = (
+        None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=query.device) for t in tensors
+    )
+    assert d_query is not None
+    assert d_key is not None
+    assert d_value is not None
+    for h in range(heads):
+        q, k, v = query[:, h].float(), key[:, h // group].float(), value[:, h // group].float()
+        d_out = grad_out[:, h].float()
+        logits = torch_cpu.scores(q, k, h, causal, scale, masks)
+        hidden = logits == -torch.inf
+        # A row that sees nothing has no softmax: its scores are replaced, and its weights hidden again.
+        p = logits.masked_fill(hidden.all(dim=-1, keepdim=True), 0.0).softmax(dim=-1).masked_fill(hidden, 0.0)
+        d_p = d_out @ v.mT
+        delta = (p[..., :seqlen_k] * d_p).sum(dim=-1, keepdim=True)
+        shift = -delta if grad_lse is None else grad_lse[:, h, :, None].float() - delta
+        d_logits = p[..., :seqlen_k] * (d_p + shift)
+        d_value[:, h // group] += p[..., :seqlen_k].mT @ d_out
+        if d_sinks is not None:
+            d_sinks[h] = (p[..., seqlen_k] * shift[..., 0]).sum()
+        if d_mask is not None and masks.attn_mask is not None and masks.attn_mask.is_floating_point():
+            whole = d_mask.view((1,) * (4 - d_mask.dim()) + d_mask.shape)
+            part = whole[:, h if whole.shape[1] > 1 else 0]
+            part += d_logits.sum_to_size(part.shape)
+        if d_slopes is not None:
+            position = masks.bounds(causal, seqlen_q, seqlen_k)[0]
+            away = torch_cpu.distance(seqlen_q, seqlen_k, position, query.device)
+            per_batch = (d_logits * away).sum(dim=(1, 2))
+            d_slopes[..., h] -= per_batch if d_slopes.dim() == 2 else per_batch.sum()
+        if masks.softcap is not None:
+            d_logits = d_logits * (1.0 - (torch_cpu.products(q, k, scale, masks) / masks.softcap).square())
+        d_query[:, h] = d_logits @ k * factor
+        d_key[:, h // group] += d_logits.mT @ q * factor
+    gradients = (d_query, d_key, d_value, d_mask, d_slopes, d_sinks)
+    return [
+        _like(gradient, tensor)
+        for gradient, tensor in zip(gradients, tensors, strict=True)
+        if gradient is not None and tensor is not None and tensor.is_floating_point()
+    ]
+
+
+def _like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient in the type and memory order of its tensor."""
+    return torch.empty_like(tensor).copy_(gradient)
