@@ -195,7 +195,7 @@ _kernels: dict[tuple[KernelSpec, str], CompiledKernel] = {}
 def _compiled(spec: KernelSpec, target: str) -> CompiledKernel:
     """A kernel for a target of target_of_device().
 
-    Its signature is that of the sources when the process first asked for it: a new length of sequences looks it up here.
+    It is looked up once for a process, with the signature that its sources then have: a new length costs no more.
     """
     wanted = spec, virtual(target) if _ptx_of else target
     kernel = _kernels.get(wanted)
@@ -204,15 +204,8 @@ def _compiled(spec: KernelSpec, target: str) -> CompiledKernel:
     return kernel
 
 
-_can_launch = False
-"""Whether device_error() found nothing once: a driver does not go away."""
-
-
 def device_error() -> str | None:
     """Why this machine cannot launch a kernel, or None when it can."""
-    global _can_launch
-    if _can_launch:
-        return None
     version = driver_version()
     if version == 0:
         return "no CUDA driver was found (libcuda.so.1)"
@@ -223,7 +216,6 @@ def device_error() -> str | None:
         )
     if not torch.cuda.is_available():
         return "torch sees no CUDA device (a CPU build of torch, or no GPU)"
-    _can_launch = True
     return None
 
 

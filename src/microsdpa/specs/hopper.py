@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-
 from dataclasses import dataclass
 
 from microsdpa.problem import VECTOR_BYTES, Problem, capability_of, of_any_size
