@@ -304,6 +304,6 @@ def _emulate(
     problem = problems.of_emulated(query, key, value, out, causal, masks, kernel)
     spec = select(problem, kernel).spec
     out = torch.empty_like(query) if out is None else out
-    lse = torch.empty(query.shape[:3], dtype=torch.float32) if return_lse else None
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device) if return_lse else None
     run.attention(spec, problem, query, key, value, out, lse, scale, masks=masks)
     return out, lse

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FLASH_IMPL = "microsdpa"
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+DEVICES = ("cpu", "cuda")
 _log = logging.getLogger("microsdpa")
 _logged: set[str] = set()
 _active: list[tuple[bool, str]] = []  # (strict, impl) of every enable() that has not been disabled; the last one holds
@@ -114,11 +115,14 @@ def attend(
         square = bias.seq_len_q == bias.seq_len_kv
         causal = "upper_left" if square or bias.variant == type(bias.variant).UPPER_LEFT else "lower_right"
         attn_mask = None
-    if torch.is_autocast_enabled(query.device.type):
+    if query.device.type in DEVICES and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (_autocast(t, dtype) for t in (query, key, value))
         attn_mask = None if attn_mask is None else _autocast(attn_mask, dtype)
     reason = why_not(query, key, value, attn_mask, dropout_p)
+    if not reason and query.device.type == "cpu" and impl == "auto" and bias is None:
+        # torch computes it whether microsdpa is asked or not: its own call, gradients included, costs nothing more.
+        return torch_cpu.torch_attention(*given, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if not reason:
         options: dict[str, Any] = {"causal": causal} if causal else {"is_causal": is_causal}
         options["impl"] = impl
@@ -192,6 +196,8 @@ def why_not(
             return f"query has {query.dim()} dimensions, key {key.dim()} and value {value.dim()}, and not 4"
         if tensor.stride(3) != 1 and tensor.size(3) > 1:
             return "an input has no unit stride along its last dimension"
+    if query.device.type not in DEVICES:
+        return f"the tensors are on {query.device}"
     if query.dtype not in DTYPES:
         return f"the inputs are of {query.dtype}"
     head_dim = query.size(3)

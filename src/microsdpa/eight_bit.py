@@ -213,7 +213,7 @@ def _emulate(
     """Run a call in the emulator."""
     dtype = eight_bit_arguments.output_type(query, value, out)
     out = torch.empty_like(query, dtype=dtype) if out is None else out
-    lse = torch.empty(query.shape[:3], dtype=torch.float32) if return_lse else None
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device) if return_lse else None
     if call.recipe is not None:
         codes = quantize_query_key_value(query, key, value, call.recipe, emulated=True)
     else:

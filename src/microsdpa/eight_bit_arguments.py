@@ -187,7 +187,7 @@ def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         if not 0.0 < scale < torch.inf:
             _refuse_value(name, scale)
-        return torch.full((), float(scale), device=codes.device)
+        return torch.full((), float(scale), dtype=torch.float32, device=codes.device)
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != codes.device:
         got = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else type(scale).__name__
         raise InvalidArgument(
