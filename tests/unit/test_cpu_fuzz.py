@@ -1,4 +1,4 @@
-"""Random calls on CPU tensors against the FP64 oracle: masks of the lowest numbers, large scores, slopes, sinks, caps."""
+"""Random calls on CPU tensors against the FP64 oracle: masks of the lowest numbers, large scores, slopes, sinks."""
 
 from __future__ import annotations
 
