@@ -35,7 +35,7 @@ from microsdpa.options import EIGHT_BIT_OPTIONS
 from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
 from microsdpa.select import Selection
-from microsdpa.specs import KernelSpec, Rejection, emulated_target
+from microsdpa.specs import KernelSpec, Rejection, emulated_target, oversized
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem, eight_bit_family_named
 from microsdpa.specs.quantize import RECIPES, Recipe, fused
 
@@ -192,7 +192,7 @@ def choose(problem: EightBitProblem, kernel: str) -> Selection:
     for family in EIGHT_BIT_FAMILIES if named is None else (named,):
         result = family.specify(problem)
         if isinstance(result, KernelSpec):
-            refusal = family.passed_over(problem) if named is None else None
+            refusal = oversized(problem, result) or (family.passed_over(problem) if named is None else None)
             if refusal is None:
                 return Selection(result, tuple(rejections))
             result = refusal

@@ -69,7 +69,7 @@ def test_inference_mode_has_8_bit_values(value: torch.dtype) -> None:
         assert scale.is_inference()
         for _ in range(2):
             call(q_scale=scale, k_scale=scale, **operands)
-        with pytest.raises(InvalidArgument, match="k_scale: .*positive finite scales, got 0.0"):
+        with pytest.raises(InvalidArgument, match=r"k_scale: .*positive finite scales, got 0.0"):
             call(k_scale=torch.zeros(1, 2))
     call(q_scale=scale, k_scale=scale, **operands)
 
