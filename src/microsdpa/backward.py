@@ -179,9 +179,7 @@ def _through_math(
         q, k, v = query[:, h].float(), key[:, h // group].float(), value[:, h // group].float()
         d_out = grad_out[:, h].float()
         logits = torch_cpu.scores(q, k, h, causal, scale, masks)
-        hidden = logits == -torch.inf
-        # A row that sees nothing has no softmax: its scores are replaced, and its weights hidden again.
-        p = logits.masked_fill(hidden.all(dim=-1, keepdim=True), 0.0).softmax(dim=-1).masked_fill(hidden, 0.0)
+        p = torch_cpu.probabilities(logits)
         d_p = d_out @ v.mT
         delta = (p[..., :seqlen_k] * d_p).sum(dim=-1, keepdim=True)
         shift = -delta if grad_lse is None else grad_lse[:, h, :, None].float() - delta

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
 FLASH_IMPL = "microsdpa"
+DEVICES = ("cpu", "cuda")
 _log = logging.getLogger("microsdpa")
 _logged: set[str] = set()
 _launch = launcher.launch
@@ -147,11 +148,14 @@ def attend(
         square = bias.seq_len_q == bias.seq_len_kv
         causal = "upper_left" if square or bias.variant == type(bias.variant).UPPER_LEFT else "lower_right"
         attn_mask = None
-    if torch.is_autocast_enabled(query.device.type):
+    if query.device.type in DEVICES and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = _autocast(query, dtype), _autocast(key, dtype), _autocast(value, dtype)
         attn_mask = None if attn_mask is None else _autocast(attn_mask, dtype)
     reason = why_not(query, key, value, attn_mask, dropout_p)
+    if not reason and query.device.type == "cpu" and impl == "auto" and bias is None:
+        # torch computes it whether microsdpa is asked or not: its own call, gradients included, costs nothing more.
+        return torch_cpu.torch_attention(*given, scale=scale, enable_gqa=enable_gqa)
     if not reason:
         options: dict[str, Any] = {"causal": causal} if causal else {"is_causal": is_causal}
         options["impl"] = impl
@@ -283,6 +287,8 @@ def why_not(
             return f"query has {query.dim()} dimensions, key {key.dim()} and value {value.dim()}, and not 4"
         if tensor.stride(3) != 1 and tensor.size(3) > 1:
             return "an input has no unit stride along its last dimension"
+    if query.device.type not in DEVICES:
+        return f"the tensors are on {query.device}"
     if query.dtype not in DTYPES:
         return f"the inputs are of {query.dtype}"
     head_dim = query.size(3)

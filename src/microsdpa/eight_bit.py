@@ -36,7 +36,7 @@ from microsdpa.options import EIGHT_BIT_OPTIONS
 from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
 from microsdpa.select import Selection
-from microsdpa.specs import KernelSpec, Rejection, emulated_target
+from microsdpa.specs import KernelSpec, Rejection, emulated_target, oversized
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem, eight_bit_family_named
 from microsdpa.specs.quantize import RECIPES, Recipe, fused
 
@@ -197,7 +197,7 @@ def choose(problem: EightBitProblem, kernel: str) -> Selection:
     for family in EIGHT_BIT_FAMILIES if named is None else (named,):
         result = family.specify(problem)
         if isinstance(result, KernelSpec):
-            refusal = family.passed_over(problem) if named is None else None
+            refusal = oversized(problem, result) or (family.passed_over(problem) if named is None else None)
             if refusal is None:
                 return Selection(result, tuple(rejections))
             result = refusal
@@ -218,7 +218,7 @@ def _emulate(
     """Run a call in the emulator."""
     dtype = eight_bit_arguments.output_type(query, value, out)
     out = torch.empty_like(query, dtype=dtype) if out is None else out
-    lse = torch.empty(query.shape[:3], dtype=torch.float32) if return_lse else None
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device) if return_lse else None
     if call.recipe is not None:
         codes = quantize_query_key_value(query, key, value, call.recipe, emulated=True)
     else:

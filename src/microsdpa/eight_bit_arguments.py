@@ -177,6 +177,10 @@ def _refuse_shape(name: str, scale: torch.Tensor, tensor: torch.Tensor, last: tu
 
 
 _positive: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+"""Scales that have been checked, and how many changes of them there had been."""
+
+UNCOUNTED = -1
+"""Changes of a tensor that was made in inference mode: torch does not count them."""
 
 
 def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
@@ -187,7 +191,7 @@ def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         if not 0.0 < scale < torch.inf:
             _refuse_value(name, scale)
-        return torch.full((), float(scale), device=codes.device)
+        return torch.full((), float(scale), dtype=torch.float32, device=codes.device)
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != codes.device:
         got = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else type(scale).__name__
         raise InvalidArgument(
@@ -197,15 +201,27 @@ def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
     return scale
 
 
+def _changes(scale: torch.Tensor) -> int:
+    return UNCOUNTED if scale.is_inference() else scale._version
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is being captured, whichever device is current."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def _check_positive(name: str, scale: torch.Tensor) -> None:
     """Refuse scales that are not positive and finite. A CUDA device is waited for once for every tensor and change of
-    it, and never while a graph is captured."""
-    if _positive.get(scale) == scale._version or (scale.is_cuda and torch.cuda.is_current_stream_capturing()):
+    it, and never while a graph is captured. A tensor that was made in inference mode is checked once: its changes are
+    not seen."""
+    changes = _changes(scale)
+    if _positive.get(scale) == changes or (scale.is_cuda and _is_captured(scale.device)):
         return
     good = (scale > 0) & scale.isfinite()
     if not bool(good.all()):
         _refuse_value(name, scale[~good].flatten()[0].item())
-    _positive[scale] = scale._version
+    _positive[scale] = changes
 
 
 def _refuse_value(name: str, value: float) -> None:
@@ -217,6 +233,6 @@ def _refuse_value(name: str, value: float) -> None:
 def known_positive(scales: tuple[object, object, object]) -> bool:
     """Whether the values of all tensors among the scales have been checked; numbers have not."""
     return all(
-        scale is None or (isinstance(scale, torch.Tensor) and _positive.get(scale) == scale._version)
+        scale is None or (isinstance(scale, torch.Tensor) and _positive.get(scale) == _changes(scale))
         for scale in scales
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from microsdpa import arguments, eight_bit_arguments
+from microsdpa.errors import UnsupportedProblem
 from microsdpa.problem import DType
 from microsdpa.quantize import CODE_DTYPE
 from microsdpa.runtime import launcher
@@ -27,7 +28,7 @@ from microsdpa.specs.eight_bit_params import (
     RowScales,
 )
 from microsdpa.specs.quantize import Recipe, fused, fused_grid, part_rows, restore_lse
-from microsdpa.specs.spec import Grid
+from microsdpa.specs.spec import MAX_GRID_X, Grid
 
 ALL_ROWS = 31
 """Shift that gives every row the first scale."""
@@ -103,6 +104,18 @@ class Launch:
     params: ctypes.Structure
     pointers: tuple[tuple[int, str, int], ...]
     tensor_maps: tuple[launcher.Mapped, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what no GPU launches.
+
+        Raises:
+            UnsupportedProblem: there are too many CTAs.
+        """
+        if self.grid[0] > MAX_GRID_X:
+            raise UnsupportedProblem(
+                f"{self.grid[0]} CTAs of {self.spec.name} exceed the {MAX_GRID_X} of one launch",
+                nearest="a smaller batch",
+            )
 
     def filled(self, addresses: Mapping[str, int]) -> ctypes.Structure:
         """The parameter for tensors at these addresses; null where there is no such tensor."""

@@ -23,7 +23,7 @@ Granularity = Literal["tensor", "head", "channel", "block"]
 LARGEST: dict[str, float] = {"e4m3": 448.0, "int8": 127.0, "sim_u8": 448.0}
 CODE_DTYPE: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "sim_u8": torch.uint8}
 RESIDUAL_STEPS: dict[str, float] = {"e4m3": 1.0, "int8": 256.0}
-SIM_U8_STEPS = torch.tensor(255.0 / 896.0)
+SIM_U8_STEPS = torch.tensor(255.0 / 896.0, dtype=torch.float32, device="cpu")
 MEAN_GROUPS = 32
 """Rows of K's mean are added up in this many sums, as the CTA of the CUDA kernel does."""
 
@@ -162,7 +162,7 @@ def mean_of_rows(values: torch.Tensor) -> torch.Tensor:
     while sums.shape[2] > 1:
         half = sums.shape[2] // 2
         sums = sums[:, :, :half] + sums[:, :, half:]
-    return sums[:, :, 0] / torch.tensor(float(seqlen), device=values.device)
+    return sums[:, :, 0] / torch.tensor(float(seqlen), dtype=torch.float32, device=values.device)
 
 
 def rotate(values: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def rotate(values: torch.Tensor) -> torch.Tensor:
 
 def root(size: int) -> float:
     """1 / sqrt(size) as FP32, which the CUDA kernel is given."""
-    return float(torch.tensor(size**-0.5, dtype=torch.float32))
+    return float(torch.tensor(size**-0.5, dtype=torch.float32, device="cpu"))
 
 
 def _check(x: object, code: object, granularity: object, block: object, hadamard: bool) -> None:

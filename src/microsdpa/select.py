@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.problem import VECTOR_BYTES, Problem
-from microsdpa.specs import FAMILIES, Family, KernelSpec, Rejection, family_named
+from microsdpa.specs import FAMILIES, Family, KernelSpec, Rejection, family_named, oversized
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
     for family in candidates(impl):
         result = _refuse_mask(problem, family) or family.specify(problem)
         if isinstance(result, KernelSpec):
-            refusal = _refuse_layout(problem, result) or (family.passed_over(problem) if impl == "auto" else None)
+            refusal = _refuse_layout(problem, result) or oversized(problem, result)
+            refusal = refusal or (family.passed_over(problem) if impl == "auto" else None)
             if refusal is None:
                 return Selection(result, tuple(rejections))
             result = refusal

@@ -27,22 +27,20 @@ def attend(
     in FP32, a head at a time.
     """
     plain = masks.softcap is None and masks.alibi_slopes is None and masks.sinks is None
-    # torch wants a mask in the query's dtype, where the lowest float32 number is not as low.
-    plain &= masks.attn_mask is None or masks.attn_mask.dtype in (torch.bool, query.dtype)
     if plain:
         out = _through_torch(query, key, value, causal, scale, masks)
         if not return_lse:
             return out, None
     else:
         out = torch.empty_like(query)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32)
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     group = query.shape[1] // key.shape[1]
     for head in range(query.shape[1]):
         logits = scores(query[:, head], key[:, head // group], head, causal, scale, masks)
         lse[:, head] = logits.logsumexp(dim=-1)
         if not plain:
-            weights = (logits - lse[:, head, :, None]).exp().masked_fill(logits == -torch.inf, 0.0)
-            out[:, head] = (weights[..., : key.shape[2]] @ value[:, head // group].float()).to(query.dtype)
+            weights = probabilities(logits)[..., : key.shape[2]]
+            out[:, head] = (weights @ value[:, head // group].float()).to(query.dtype)
     return out, lse if return_lse else None
 
 
@@ -60,13 +58,25 @@ def scores(
         logits = logits - masks.alibi_slopes[..., head].expand(batch)[:, None, None] * away
     if masks.attn_mask is not None:
         mask = _of_head(masks.attn_mask, head)
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.float()
+        if mask.dtype == torch.bool:
+            logits = logits.masked_fill(~mask, -torch.inf)
+        else:
+            logits = (logits + mask.float()).masked_fill(mask == -torch.inf, -torch.inf)
     visible = masks.visible(causal, seqlen_q, seqlen_k, query.device)
     if visible is not None:
         logits = logits.masked_fill(~visible, -torch.inf)
     if masks.sinks is not None:
         logits = torch.cat([logits, masks.sinks[head].float().expand(batch, seqlen_q, 1)], dim=-1)
     return logits
+
+
+def probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Softmax of logits along their last dimension; those of -inf give 0, also in a row that has nothing else.
+
+    The exponential of a logit less the LSE would not do: next to a logit of -1e9 the LSE rounds its logarithm away.
+    """
+    hidden = logits == -torch.inf
+    return logits.masked_fill(hidden.all(dim=-1, keepdim=True), 0.0).softmax(dim=-1).masked_fill(hidden, 0.0)
 
 
 def products(query: torch.Tensor, key: torch.Tensor, scale: float | None, masks: Masks) -> torch.Tensor:
@@ -106,7 +116,7 @@ def _through_torch(
             mask = mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]
-    out = torch_attention(
+    return torch_attention(
         query,
         key,
         value,
@@ -115,8 +125,3 @@ def _through_torch(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    if mask is not None:
-        # Backends differ on rows without a key; here they are zeros.
-        seen = mask if mask.dtype == torch.bool else mask != -torch.inf
-        out = out.masked_fill(~seen.any(dim=-1, keepdim=True), 0.0)
-    return out

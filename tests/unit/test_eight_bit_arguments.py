@@ -55,6 +55,25 @@ def test_bad_scales(name: str, scale: object, words: str) -> None:
         call(**{name: scale})
 
 
+@pytest.mark.parametrize("value", [E4M3, torch.float16])
+def test_inference_mode_has_8_bit_values(value: torch.dtype) -> None:
+    """Tensors that are made in inference mode have no version, which tells a changed scale from another."""
+    with torch.inference_mode():
+        inputs = half()
+        scale = torch.ones(1, 2)
+        operands = (
+            {"query": codes(), "key": codes(), "value": codes()}
+            if value == E4M3
+            else {"query": codes(torch.int8), "key": codes(torch.int8), "value": inputs, "v_scale": None}
+        )
+        assert scale.is_inference()
+        for _ in range(2):
+            call(q_scale=scale, k_scale=scale, **operands)
+        with pytest.raises(InvalidArgument, match=r"k_scale: .*positive finite scales, got 0.0"):
+            call(k_scale=torch.zeros(1, 2))
+    call(q_scale=scale, k_scale=scale, **operands)
+
+
 def test_a_scale_that_becomes_bad_is_seen() -> None:
     scale = torch.ones(1, 2)
     call(k_scale=scale)

@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "quantize": {"errors"},
     "eight_bit_arguments": {"arguments", "errors", "specs"},
     "eight_bit_launches": {
-        *("arguments", "eight_bit_arguments", "emulate", "problem", "quantize", "runtime", "specs"),
+        *("arguments", "eight_bit_arguments", "emulate", "errors", "problem", "quantize", "runtime", "specs"),
     },
     "eight_bit": {
         *("arguments", "eight_bit_arguments", "eight_bit_launches", "errors", "explanation", "forward", "jit"),

@@ -185,7 +185,9 @@ def _packed(params: ctypes.Structure, views: Sequence[abi.TensorView]) -> torch.
     """The kernel's parameters, and behind them the views, in aligned memory."""
     alignment = abi.VIEW_ALIGNMENT
     first = -(-ctypes.sizeof(params) // alignment) * alignment
-    memory = torch.zeros(first + len(views) * ctypes.sizeof(abi.TensorView) + alignment, dtype=torch.uint8)
+    memory = torch.zeros(
+        first + len(views) * ctypes.sizeof(abi.TensorView) + alignment, dtype=torch.uint8, device="cpu"
+    )
     memory = memory[-memory.data_ptr() % alignment :]
     for offset, part in ((0, params), *((first + i * ctypes.sizeof(view), view) for i, view in enumerate(views))):
         ctypes.memmove(memory.data_ptr() + offset, ctypes.addressof(part), ctypes.sizeof(part))
@@ -199,13 +201,13 @@ class _Copies:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         room = 2 * self.GAP + self.ALIGNMENT
-        self._memory = torch.empty(sum(_extent(t) + room for t in tensors.values()), dtype=torch.uint8)
+        self._memory = torch.empty(sum(_extent(t) + room for t in tensors.values()), dtype=torch.uint8, device="cpu")
         self._views: dict[str, torch.Tensor] = {}
         start = self._memory.data_ptr() + self.GAP
         for name, tensor in tensors.items():
             start += -start % self.ALIGNMENT + tensor.data_ptr() % self.ALIGNMENT
             first = start - self._memory.data_ptr()
-            flat = self._memory[first : first + _extent(tensor)].view(tensor.dtype)
+            flat = self._memory[first : first + _extent(tensor)]
             flat.copy_(_flat(tensor))
             self._views[name] = flat
             start += _extent(tensor) + self.GAP
@@ -217,8 +219,12 @@ class _Copies:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory from a tensor's first element to its last, gaps between rows included."""
-    return tensor.as_strided((_extent(tensor) // tensor.element_size(),), (1,), tensor.storage_offset())
+    """All memory from a tensor's first element to its last, gaps between rows included, as bytes.
+
+    A copy of bool elements would make 1 of every byte that is not 0, which a GPU reads as it is.
+    """
+    elements = tensor.as_strided((_extent(tensor) // tensor.element_size(),), (1,), tensor.storage_offset())
+    return elements.view(torch.uint8)
 
 
 def _merge(sites: list[BankSite]) -> tuple[BankSite, ...]:
@@ -289,7 +295,7 @@ def attention(
         buffers["lse"] = (lse, True)
     if workspace_bytes := max(stage.workspace_bytes(problem) for stage in spec.stages):
         # All bits set are NaN in every type: what is read before it is written shows in the output.
-        buffers["workspace"] = (torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8), True)
+        buffers["workspace"] = (torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8, device="cpu"), True)
 
     slopes, sinks = masks.alibi_slopes, masks.sinks
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)

@@ -1,7 +1,7 @@
 """Kernel specifications: what is compiled, and how it is launched, for a given problem."""
 
 from microsdpa.specs.registry import FAMILIES, Family, catalogue, configurations, emulated_target, family_named
-from microsdpa.specs.spec import Grid, KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import Grid, KernelSpec, Rejection, TensorMap, oversized
 
 __all__ = [
     "FAMILIES",
@@ -14,4 +14,5 @@ __all__ = [
     "configurations",
     "emulated_target",
     "family_named",
+    "oversized",
 ]

@@ -14,7 +14,7 @@ from microsdpa.specs.ampere_tiles import (
     late_ctas,
     packed_heads,
 )
-from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
 
 HEAD_DIMS = range(16, 257, 16)
 STREAM_SPILLS = (
@@ -121,10 +121,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
             "that is a multiple of 32",
             f"a call without {problem.mask}",
         )
-    spec = specification(problem, choose(problem), packed_heads(problem))
-    if spec.grid(problem)[0] > MAX_GRID_X:
-        return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
-    return spec
+    return specification(problem, choose(problem), packed_heads(problem))
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:

@@ -18,7 +18,7 @@ from microsdpa.specs.eight_bit_problem import (
     EightBitProblem,
     Operands,
 )
-from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
 
 __all__ = [
     "ALL_HEAD_DIMS",
@@ -204,8 +204,6 @@ def _rejection(problem: EightBitProblem, spec: KernelSpec) -> Rejection | None:
             f"{problem.target} has no 8-bit floating-point products (sm_89 and newer have)",
             "float16 or bfloat16 tensors without precision=",
         )
-    if spec.grid(problem)[0] > MAX_GRID_X:
-        return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
     return None
 
 

@@ -6,7 +6,7 @@ from math import ceil
 
 from microsdpa.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
 
 MAX_HEAD_DIM = 256
 WARPS = 4
@@ -38,7 +38,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         "SINK": CPP_TYPE[mask.sinks],
         "PROGRAMMATIC": BOOLEAN[programmatic],
     }
-    spec = KernelSpec(
+    return KernelSpec(
         name="ampere/fwd_general",
         source="ampere/fwd_general.cu",
         template="microsdpa::general_attention",
@@ -50,9 +50,6 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         params="microsdpa::MaskedParams",
         local_memory="it computes what no other kernel does: refused, the call would have none",
     )
-    if spec.grid(problem)[0] > MAX_GRID_X:
-        return Rejection(f"{spec.grid(problem)[0]} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
-    return spec
 
 
 def _tile(problem: Problem) -> tuple[int, int]:

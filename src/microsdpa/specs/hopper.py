@@ -9,7 +9,7 @@ from microsdpa.problem import VECTOR_BYTES, Problem, capability_of, of_any_size
 from microsdpa.specs import hopper_split, hopper_throughput
 from microsdpa.specs.ampere_tiles import lacks_queries
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, oversized
 
 ELEMENT = 2
 """Bytes of an element."""
@@ -17,7 +17,6 @@ BLOCK_M = BLOCK_N = 64
 """Queries of a CTA, and keys of a tile."""
 WARPGROUPS = 2
 HEAD_DIMS = (64, 128)
-MAX_GRID_YZ = 65_535
 DECODING_QUERIES = 16
 """Up to so many a head, tiles of 16 rows are faster."""
 SEPARATE_HEADS = 32
@@ -130,13 +129,8 @@ def latency(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    tiles = -(-problem.seqlen_q // BLOCK_M)
-    if max(tiles, problem.batch) > MAX_GRID_YZ:
-        return Rejection(
-            f"{tiles} query tiles of {problem.batch} batch entries exceed the {MAX_GRID_YZ} CTAs along y or z",
-            "a smaller batch or shorter sequences",
-        )
-    return specification(problem, configuration(problem, cluster_for(problem)))
+    spec = specification(problem, configuration(problem, cluster_for(problem)))
+    return oversized(problem, spec) or spec
 
 
 def cluster_for(problem: Problem) -> int:

@@ -7,7 +7,7 @@ from math import ceil
 
 from microsdpa.problem import VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, oversized
 
 ELEMENT = 2
 """Bytes of an element."""
@@ -17,7 +17,6 @@ HEAD_DIM = 64
 WARPGROUPS = 4
 LEAST_KEYS = 1024
 """From here on four warpgroups of a CTA are faster than two, where both have one query tile a CTA."""
-MAX_GRID_YZ = 65_535
 
 
 @dataclass(frozen=True)
@@ -94,14 +93,8 @@ def split(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    choice = choose(problem)
-    tiles = ceil(problem.seqlen_q / choice.block_m)
-    if max(tiles, problem.batch) > MAX_GRID_YZ:
-        return Rejection(
-            f"{tiles} query tiles of {problem.batch} batch entries exceed the {MAX_GRID_YZ} CTAs along y or z",
-            "a smaller batch or shorter sequences",
-        )
-    return specification(problem, choice)
+    spec = specification(problem, choose(problem))
+    return oversized(problem, spec) or spec
 
 
 def choose(problem: Problem) -> Split:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, KernelSpec, Rejection
+from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
 
 HEAD_DIMS = (32, 64, 128)
 
@@ -176,9 +176,4 @@ def _rejection(problem: Problem, spec: KernelSpec) -> Rejection | None:
         )
     if capability_of(problem.target) < (8, 0):
         return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
-    if spec.grid(problem)[0] > MAX_GRID_X:
-        return Rejection(
-            f"{spec.grid(problem)[0]} query tiles exceed the {MAX_GRID_X} CTAs of one launch",
-            "a smaller batch",
-        )
     return None

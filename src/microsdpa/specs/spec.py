@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from microsdpa.problem import Problem
@@ -13,6 +13,9 @@ CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"
 """Types as templates name them; no tensor is `void`."""
 BOOLEAN = {True: "true", False: "false"}
 MAX_GRID_X = 2**31 - 1
+MAX_GRID_YZ = 65_535
+MAX_NUMBER = 2**31 - 2**13
+"""Rows, heads and positions up to here have room for a tile of each behind them in the kernels' 32-bit numbers."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +117,28 @@ class KernelSpec:
     def workspace_bytes(self, problem: Problem) -> int:
         """Scratch memory of one call."""
         return self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q
+
+
+def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:
+    """Why the launch of `spec` would be too large for the GPU, or for the kernel's 32-bit numbers; None when it is not.
+
+    Tensors may have any number of elements: kernels address them in 64 bits.
+    """
+    for stage in spec.stages:
+        # A persistent kernel counts all tiles, and goes on by its CTAs until it has passed the last one.
+        ctas, most = replace(stage, max_ctas=0).grid(problem), MAX_GRID_X - stage.max_ctas
+        if ctas[0] > most:
+            return Rejection(f"{ctas[0]} tiles exceed the {most} CTAs of one launch", "a smaller batch")
+        if max(ctas[1:]) > MAX_GRID_YZ:
+            return Rejection(
+                f"{ctas[1]} query tiles of {ctas[2]} batch entries exceed the {MAX_GRID_YZ} CTAs along y or z",
+                "a smaller batch or shorter sequences",
+            )
+    for number, what, nearest in (
+        (problem.batch * problem.heads, "heads of all batch entries", "a smaller batch"),
+        (problem.seqlen_q * spec.pack, "rows of the query heads of a key head", "fewer query heads of a key head"),
+        (problem.seqlen_q + problem.seqlen_k, "queries and keys", "shorter sequences"),
+    ):
+        if number > MAX_NUMBER:
+            return Rejection(f"{number} {what} exceed the {MAX_NUMBER} that a kernel counts", nearest)
+    return None

@@ -62,7 +62,7 @@ struct Work {
   __device__ __forceinline__ explicit Work(const AttentionParams& params) {
     const int tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
     const int heads = params.batch * params.heads;
-    const int together = max(HEADS, KEYS / params.seqlen_k);
+    const int together = min(heads, max(HEADS, KEYS / params.seqlen_k));  // so that its tiles fit 32 bits
     const int index = blockIdx.x, first = index / (together * tiles) * together;
     const int in_group = min(together, heads - first), rest = index - first * tiles;
     head = first + rest % in_group;

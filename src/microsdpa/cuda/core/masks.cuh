@@ -35,14 +35,14 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 
 // A score in base 2 with a mask's element added to it, which hides its key when it is -inf. Finite numbers stay finite:
 // the lowest one, with which some callers mean -inf, still leaves a row that has nothing else an average, as it does in
-// exact arithmetic.
+// exact arithmetic. NaN stays NaN, which fmaxf would not let it.
 template <typename T>
 __device__ __forceinline__ float add_mask(float score, T element) {
   constexpr float LOG2_E = 1.44269504088896340736f, LOWEST = -3.402823466e38f;
-  const float natural = to_float(element);
+  const float natural = to_float(element), scaled = natural * LOG2_E;
   if (natural == negative_infinity()) return negative_infinity();
   return BYTES_OF<T> == 2 && HIDING_WORD<T> == HIDING_WORD<__half> ? fmaf(natural, LOG2_E, score)
-                                                                   : score + fmaxf(natural * LOG2_E, LOWEST);
+                                                                   : score + (scaled < LOWEST ? LOWEST : scaled);
 }
 
 // The masks that a kernel is compiled for, beside a right end of what rows see.
@@ -184,8 +184,10 @@ struct MaskedRows {
       uint32 shown = 0;
       if constexpr (HIDES) {
 #pragma unroll
-        for (int w = 0; w < WORDS; ++w) {  // four bytes of 0 or 1 to four bits
-          shown |= (view.words[t][half][w] * 0x01020408u >> 24 & 15) << 4 * w;
+        for (int w = 0; w < WORDS; ++w) {  // four bytes to four bits, which are set for every byte but 0
+          const uint32 word = view.words[t][half][w];
+          const uint32 highest = ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
+          shown |= (highest * 0x00204081u >> 28) << 4 * w;
         }
         seen &= shown;
       } else if constexpr (ADDS) {

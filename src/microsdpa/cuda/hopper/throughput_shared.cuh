@@ -90,7 +90,8 @@ struct Schedule {
         section_heads(heads) {
     if (CAUSAL) {
       constexpr int ROW_BYTES = 2 * HEAD_DIM * 2;  // of K and V
-      const int key_heads = max(SECTION_BYTES / ROW_BYTES / params.seqlen_k, 1);
+      // No more of them than there are: their query heads fit 32 bits.
+      const int key_heads = min(max(SECTION_BYTES / ROW_BYTES / params.seqlen_k, 1), params.batch * params.heads_kv);
       section_heads = min(heads, key_heads * (params.heads / params.heads_kv));
     }
     const int ctas = static_cast<int>(gridDim.x);

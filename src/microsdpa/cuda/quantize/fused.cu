@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     if constexpr (SMOOTH) {
       mean_of_rows(shared, rows);
       if (first == 0 && threadIdx.x < HEAD_DIM)
-        params.key_mean[head * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
+        params.key_mean[static_cast<int64>(head) * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
     }
     quantize_rows<Code, HEAD_DIM, 1, BLOCK, SMOOTH, HADAMARD>(
         shared, rows, first, min(first + key_rows, params.seqlen_k),
