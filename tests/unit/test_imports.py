@@ -86,8 +86,8 @@ ALLOWED: dict[str, set[str]] = {
         )
     },
     "torch_ops": {"", "api", "arguments", "errors", "masks", "problem", "torch_cpu"},
-    "dropin": {"api", "arguments", "errors", "problem", "specs", "torch_cpu"},
-    "integrations": {"api", "arguments", "dropin", "errors"},
+    "dropin": {"api", "arguments", "errors", "problem", "specs", "torch_cpu", "validation"},
+    "integrations": {"api", "arguments", "dropin", "errors", "problem"},
     "console": set(),
     "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime", "specs"},
     "__main__": {"cli"},
