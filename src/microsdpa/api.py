@@ -95,21 +95,10 @@ def sdpa(
     """
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
         mask_arguments.refuse(attn_mask, window, softcap, alibi_slopes, sinks)
-        scales = q_scale, k_scale, v_scale
-        return eight_bit.attend(
-            query,
-            key,
-            value,
-            precision=precision,
-            scales=scales,
-            is_causal=is_causal,
-            causal=causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            return_lse=return_lse,
-            out=out,
-            impl=impl,
-        )
+        inputs, scales = (query, key, value), (q_scale, k_scale, v_scale)
+        call = inputs, precision, scales, (is_causal, causal, enable_gqa, impl), scale, return_lse, out
+        found = (None if is_dynamo_compiling() else eight_bit.launch(*call)) or eight_bit.first_call(*call)
+        return found if return_lse else found[0]  # type: ignore[return-value]
     graded = False
     if not is_dynamo_compiling():
         try:
@@ -134,8 +123,8 @@ def sdpa(
                 else:
                     left, right = (-1, -1) if window is None else window
                     arrays = attn_mask, alibi_slopes, sinks
-                    rest = left, right, softcap
-                    lse = _launch_masked(query, key, value, result, return_lse, code, scale, *arrays, *rest)
+                    ends = left, right, softcap
+                    lse = _launch_masked(query, key, value, result, return_lse, code, scale, *arrays, *ends)
                 if lse is not None:
                     return (result, lse) if return_lse else result
         except MISSES:

@@ -24,7 +24,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa import api, backward, forward, torch_cpu
+from microsdpa import api, backward, forward, torch_cpu, validation
 from microsdpa.arguments import DTYPES, check_impl
 from microsdpa.autograd import PLAIN_TYPES
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
@@ -162,7 +162,8 @@ def attend(
         if attn_mask is not None:
             options["attn_mask"] = attn_mask
         if is_dynamo_compiling():
-            return _output(query, key, value, scale, enable_gqa, options)
+            reason = why_not_traced(query, key, value, attn_mask, options | {"scale": scale, "enable_gqa": enable_gqa})
+    if not reason:
         try:
             return _output(query, key, value, scale, enable_gqa, options)
         except (InvalidArgument, UnsupportedProblem) as error:
@@ -301,6 +302,43 @@ def why_not(
     if type(attn_mask) not in PLAIN_TYPES:
         return "the mask is of a tensor type of its own, which torch dispatches"
     return "" if attn_mask.dtype in (torch.bool, query.dtype, torch.float32) else f"the mask is of {attn_mask.dtype}"
+
+
+def why_not_traced(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, options: dict[str, Any]
+) -> str:
+    """Why sdpa refuses a call that torch.compile traces; empty if it does not. `options` are sdpa's.
+
+    Without a graph, sdpa raises and the caller sees it. In a graph that is too late: the operator runs with the graph.
+    """
+    (batch, heads, seqlen_q, head_dim), (heads_kv, seqlen_k) = query.shape, key.shape[1:3]
+    if any(t.dtype != query.dtype or t.device != query.device for t in (key, value)):
+        return "query, key and value differ in type or device"
+    if key.shape[0] != batch or value.shape[0] != batch:
+        return "query, key and value differ in their batch size"
+    if key.shape[3] != head_dim or head_dim == 0:
+        return "query and key differ in their head dimension, or have none"
+    if value.shape[1] != heads_kv or value.shape[2] != seqlen_k:
+        return "key and value differ in their heads or lengths"
+    if heads != heads_kv and not (options.get("enable_gqa") and heads_kv != 0 and heads % heads_kv == 0):
+        return "key has another number of heads than query, and the call does not ask to share them"
+    scale = options.get("scale")
+    if scale is not None and not isinstance(scale, (int, float)):
+        return "scale is no number"
+    if query.device.type == "cpu" and not validation.runs_on_cpu(options["impl"]):
+        return f"impl {options['impl']!r} runs on CUDA tensors"
+    if attn_mask is None:
+        return ""
+    if options.get("is_causal"):
+        return "there is a mask beside is_causal=True"
+    if attn_mask.device != query.device:
+        return "the mask is on another device than query"
+    whole = (batch, heads, seqlen_q, seqlen_k)[-attn_mask.dim() :] if 0 < attn_mask.dim() <= 4 else ()
+    if len(whole) != attn_mask.dim() or any(
+        got not in (1, size) for got, size in zip(attn_mask.shape, whole, strict=True)
+    ):
+        return "the mask does not broadcast to [B, H, S_q, S_k]"
+    return ""
 
 
 class _FlashHandle:

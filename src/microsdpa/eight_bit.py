@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from microsdpa import arguments, eight_bit_arguments
 from microsdpa.eight_bit_launches import (
@@ -29,7 +28,7 @@ from microsdpa.eight_bit_launches import (
 )
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
-from microsdpa.forward import MISSES
+from microsdpa.forward import MISSES, Inputs, Result
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
 from microsdpa.options import EIGHT_BIT_OPTIONS
@@ -64,58 +63,71 @@ class Call:
     emulated: bool
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
+def launch(
+    inputs: Inputs,
     precision: str | None,
     scales: Scales,
-    is_causal: bool,
-    causal: Causal | None,
+    options: tuple[object, ...],
     scale: float | None,
-    enable_gqa: bool,
     return_lse: bool,
     out: torch.Tensor | None,
-    impl: str,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """sdpa for a call that names a precision or gives scales."""
-    if not is_dynamo_compiling():
-        try:
-            options = EIGHT_BIT_OPTIONS[is_causal, causal, enable_gqa, impl, precision]
-            if precision is not None or eight_bit_arguments.known_positive(scales):
-                graded = torch.is_grad_enabled() and (
-                    query.requires_grad
-                    or key.requires_grad
-                    or value.requires_grad
-                    or (out is not None and out.requires_grad)
-                )
-                if not graded:
-                    result = _new_output(query, value) if out is None else out
-                    lse = _launch(query, key, value, result, return_lse, options, scale, *scales)
-                    if lse is not None:
-                        return (result, lse) if return_lse else result
-        except MISSES:
-            pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
+) -> Result | None:
+    """Launch a call that has a plan; None for one that has none, or whose arguments have to be looked at.
 
+    `options` are is_causal, causal, enable_gqa and impl, as sdpa has them.
+    """
+    query, key, value = inputs
+    try:
+        key_of_options = (*options, precision)
+        code = EIGHT_BIT_OPTIONS[key_of_options]
+        if precision is None and not eight_bit_arguments.known_positive(scales):
+            return None
+        if torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad or (out is not None and out.requires_grad)
+        ):
+            return None
+        result = _new_output(query, value) if out is None else out
+        lse = _launch(query, key, value, result, return_lse, code, scale, *scales)
+    except MISSES:
+        return None  # first_call() says which argument is wrong; a launch that failed otherwise fails there again
+    if lse is None:
+        return None
+    return result, lse if return_lse else None
+
+
+def first_call(
+    inputs: Inputs,
+    precision: str | None,
+    scales: Scales,
+    options: tuple[bool, Causal | None, bool, str],
+    scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+) -> Result:
+    """Validate a call that names a precision or gives scales, make its plan, and launch.
+
+    Raises:
+        MicrosdpaError: as sdpa.
+    """
+    query, key, value = inputs
+    is_causal, causal, enable_gqa, impl = options
     call = check(query, key, value, precision, scales, is_causal, causal, scale, enable_gqa, out, impl)
     if call is None:
         dtype = eight_bit_arguments.output_type(query, value, out)
         result = torch.zeros(query.shape, dtype=dtype, device=query.device) if out is None else out.zero_()
         lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
-        return (result, lse) if return_lse else result
+        return result, lse if return_lse else None
     if call.emulated:
-        result, emulated_lse = _emulate(call, query, key, value, scales, return_lse, out)
-        return result if emulated_lse is None else (result, emulated_lse)
+        return _emulate(call, query, key, value, scales, return_lse, out)
     checked = NO_SCALES if call.recipe else eight_bit_arguments.check_scales(query, key, value, scales)
-    options = EIGHT_BIT_OPTIONS[is_causal, causal, enable_gqa, impl, precision]
+    code = EIGHT_BIT_OPTIONS[is_causal, causal, enable_gqa, impl, precision]
     result = _new_output(query, value) if out is None else out
-    given = query, key, value, result, return_lse, options, scale, *checked
-    lse = _launch(*given)  # a plan may be there: scales can be numbers, or of the key's heads
-    if lse is None:
-        register(call, query, key, value, result, options, scale, checked)
-        lse = launcher.found(_launch(*given))
-    return (result, lse) if return_lse else result
+    given = query, key, value, result, return_lse, code, scale, *checked
+    found = _launch(*given)  # a plan may be there: scales can be numbers, or of the key's heads
+    if found is None:
+        register(call, query, key, value, result, code, scale, checked)
+        found = launcher.found(_launch(*given))
+    return result, found if return_lse else None
 
 
 def _new_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import weakref
 from typing import get_args
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from microsdpa import arguments
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
@@ -176,8 +175,8 @@ def _refuse_shape(name: str, scale: torch.Tensor, tensor: torch.Tensor, last: tu
     )
 
 
-_positive: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
-"""Scales that have been checked, and how many changes of them there had been."""
+_positive: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+"""By the id of a scale that has been checked: the scale, and how many changes of it there had been."""
 
 UNCOUNTED = -1
 """Changes of a tensor that was made in inference mode: torch does not count them."""
@@ -215,13 +214,13 @@ def _check_positive(name: str, scale: torch.Tensor) -> None:
     """Refuse scales that are not positive and finite. A CUDA device is waited for once for every tensor and change of
     it, and never while a graph is captured. A tensor that was made in inference mode is checked once: its changes are
     not seen."""
-    changes = _changes(scale)
-    if _positive.get(scale) == changes or (scale.is_cuda and _is_captured(scale.device)):
+    if _is_known(scale) or (scale.is_cuda and _is_captured(scale.device)):
         return
     good = (scale > 0) & scale.isfinite()
     if not bool(good.all()):
         _refuse_value(name, scale[~good].flatten()[0].item())
-    _positive[scale] = changes
+    place = id(scale)
+    _positive[place] = weakref.ref(scale, lambda _: _positive.pop(place, None)), _changes(scale)
 
 
 def _refuse_value(name: str, value: float) -> None:
@@ -230,9 +229,15 @@ def _refuse_value(name: str, value: float) -> None:
     )
 
 
+def _is_known(scale: torch.Tensor) -> bool:
+    """Whether the values of a scale have been checked, and it has not changed since."""
+    entry = _positive.get(id(scale))
+    return entry is not None and entry[0]() is scale and entry[1] == _changes(scale)
+
+
 def known_positive(scales: tuple[object, object, object]) -> bool:
     """Whether the values of all tensors among the scales have been checked; numbers have not."""
-    return all(
-        scale is None or (isinstance(scale, torch.Tensor) and _positive.get(scale) == _changes(scale))
-        for scale in scales
-    )
+    for scale in scales:
+        if scale is not None and not (isinstance(scale, torch.Tensor) and _is_known(scale)):
+            return False
+    return True

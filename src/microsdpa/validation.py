@@ -69,11 +69,16 @@ def is_empty(query: torch.Tensor, key: torch.Tensor) -> bool:
 
 def check_cpu_impl(impl: str) -> None:
     """Refuse to replace a kernel that was asked for by name."""
-    if impl != "auto":
+    if not runs_on_cpu(impl):
         raise UnsupportedProblem(
             f"impl {impl!r} runs on CUDA tensors and query is on the CPU",
             nearest=f"CUDA tensors; on the CPU impl='auto', which is torch's own, or impl='emulate:{impl}'",
         )
+
+
+def runs_on_cpu(impl: str) -> bool:
+    """Whether CPU tensors can be computed with `impl`."""
+    return impl == "auto" or emulated(impl)
 
 
 def emulated(impl: str) -> bool:

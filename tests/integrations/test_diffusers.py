@@ -115,10 +115,8 @@ def test_a_diffusion_transformer_computes_what_it_does_stock(
     exact = run(model.eval(), inputs, torch.float32)
     stock = run(model, inputs, torch.bfloat16)
     calls: list[bool] = []
-    sdpa = dropin.api.sdpa
-    monkeypatch.setattr(
-        dropin.api, "sdpa", lambda *a, **options: calls.append("attn_mask" in options) or sdpa(*a, **options)
-    )
+    attend = dropin.attend
+    monkeypatch.setattr(dropin, "attend", lambda *a, **options: calls.append(a[3] is not None) or attend(*a, **options))
     register(strict=True, impl=impl)
     model.set_attention_backend(NAME)
     ours = run(model, inputs, torch.bfloat16, device)

@@ -93,9 +93,9 @@ ALLOWED: dict[str, set[str]] = {
     "torch_ops": {"", "autograd", "backward", "errors", "forward", "masks"},
     "dropin": {
         *("", "api", "arguments", "autograd", "backward", "errors", "forward", "options", "problem", "runtime"),
-        *("specs", "torch_cpu"),
+        *("specs", "torch_cpu", "validation"),
     },
-    "integrations": {"api", "arguments", "dropin", "errors"},
+    "integrations": {"api", "arguments", "dropin", "errors", "problem"},
     "console": set(),
     "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime", "specs"},
     "__main__": {"cli"},

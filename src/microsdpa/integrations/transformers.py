@@ -1,30 +1,81 @@
-"""Hugging Face transformers: attn_implementation="microsdpa", with its masks."""
+"""Hugging Face transformers: attn_implementation="microattention", with its masks.
+
+Two names are registered for the same functions. transformers asks of every name that contains "sdpa" whether the model
+supports torch's function of this name. Models with a soft cap or with sinks do not, so "microsdpa" is refused there.
+"microattention" works for those too.
+
+Masks. transformers builds a mask once for each forward pass, through the function that is registered here. It hands it
+to every layer. A mask of None would have to be guessed at in a layer. It means one alignment with a static cache and
+another one with a dynamic cache, and a third after a model has cut queries off. So a causal mask is never None.
+
+What arguments of sdpa can say becomes a PatternMask: causal masks of any offset, sliding windows, and padding as
+[B, 1, 1, S_k]. A model that slices or combines it meets the bool tensor of S_q x S_k. All else is transformers' own
+bool tensor: packed sequences, chunks, overlays, and everything that torch.compile traces. Whether a batch has padding
+is read once for each mask, where transformers' own function reads it too. A layer adds no synchronisation.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from microsdpa import api, dropin
-from microsdpa.errors import UnsupportedProblem
+from microsdpa.arguments import check_impl
+from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.integrations import versions
+from microsdpa.integrations.patterns import EVERYTHING, Pattern, PatternMask, describe
 
 NAME = "microsdpa"
+NAME_FOR_ALL = "microattention"
+"""The name for models that refuse every name with "sdpa" in it, and for all others."""
+EAGER = "attn_implementation='eager'"
+
+HARMLESS = frozenset(
+    {
+        # What the mask already says, or what only the layers around attention read.
+        *("position_ids", "cache_position", "position_embeddings", "past_key_values", "past_key_value", "seq_idx"),
+        *("use_cache", "logits_to_keep", "num_items_in_batch", "labels", "return_dict", "return_loss"),
+        *("output_hidden_states", "output_router_logits", "return_shared_kv_states"),
+        # Of several sequences in a row: beside cu_seq_lens_q, which is looked at.
+        *("max_length_q", "max_length_k", "cu_seq_lens_k"),
+        # How FlashAttention's gradient is added up; gradients here do not depend on an order of threads.
+        "deterministic",
+    }
+)
+"""Keyword arguments that models pass on to their attention function and that change nothing in it."""
+
+_READ = frozenset({"indices", "block_indices", "cache", "output_attentions", "sliding_window", "cu_seq_lens_q"})
+"""Further keyword arguments that the attention function here acts on."""
 
 
-def register(*, strict: bool = False, impl: str = "auto") -> None:
-    """Make attn_implementation="microsdpa" work, for attention and masks both: a mask is never lost.
+def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str] = ()) -> None:
+    """Make attn_implementation="microattention" and "microsdpa" work, for attention and masks both.
 
     What microsdpa does not compute goes to transformers' own "sdpa", with one logged line for each distinct reason.
     With `strict` it raises UnsupportedProblem instead, as it always does where there is a soft cap or sinks: "sdpa"
     would leave them out. `impl` is that of microsdpa.sdpa.
 
+    A keyword argument that a model passes to its attention function and that is not known here raises
+    UnsupportedProblem too, because it may change the meaning. `harmless` names those that do not, in your own models.
+
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or is of a version that this was not tested with.
+        InvalidArgument: there is no such `impl`, or `harmless` is one string.
     """
+    versions.check("transformers")
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
+
+    check_impl(impl)
+    if isinstance(harmless, str):
+        raise InvalidArgument(
+            "harmless", expected="names of keyword arguments", got=repr(harmless), hint=f"pass ({harmless!r},)"
+        )
+    known = HARMLESS | _READ | frozenset(harmless)
 
     def forward(
         module: torch.nn.Module,
@@ -40,34 +91,318 @@ def register(*, strict: bool = False, impl: str = "auto") -> None:
         s_aux: torch.Tensor | None = None,
         **further: Any,
     ) -> tuple[torch.Tensor, None]:
-        """[B, S_q, H, D] from [B, H, S_q, D]; `s_aux` are the heads' sinks."""
-        reason = dropin.why_not(query, key, value, attention_mask, dropout)
-        reason = reason or ("there is a position bias" if position_bias is not None else "")
-        if reason:
-            if strict or softcap is not None or s_aux is not None:
-                raise UnsupportedProblem(reason, nearest="attn_implementation='eager'")
-            dropin.note_fallback(reason)
-            options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "position_bias": position_bias}
-            found: tuple[torch.Tensor, None] = sdpa_attention_forward(
-                module, query, key, value, attention_mask, **options, **further
-            )
-            return found
+        """[B, S_q, H, D] from [B, H, S_q, D]; `s_aux` are the heads' sinks, [H]."""
+        if further:
+            _refuse_unknown(module, further, known)
+            attention_mask = _with_selection(module, query, key, attention_mask, further)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        result = api.sdpa(
-            query,
-            key,
-            value,
-            # Without a mask, a single query sees every key of the cache, and others are aligned as torch's are.
-            causal="upper_left" if causal and attention_mask is None and query.shape[2] > 1 else None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-            impl=impl,
-            attn_mask=attention_mask,
-            softcap=softcap,
-            sinks=s_aux,
-        )
-        assert isinstance(result, torch.Tensor)
-        return result.transpose(1, 2).contiguous(), None
+        pattern = _pattern(module, query, key, attention_mask, causal, further)
+        mask = attention_mask
+        if pattern is None:
+            mask = mask.tensor() if isinstance(mask, PatternMask) else mask
+        else:
+            mask = pattern.padding
+            if pattern.start or pattern.stop != key.shape[2]:
+                keys = slice(pattern.start, pattern.stop)
+                key, value = key[:, :, keys], value[:, :, keys]
+                position_bias = None if position_bias is None else position_bias[..., keys]
+        options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1], "impl": impl}
+        if pattern is not None:
+            options |= {"causal": pattern.causal, "window": pattern.window}
+        options |= {"attn_mask": _combined(mask, position_bias), "softcap": softcap, "sinks": s_aux}
+        reason = _why_not(query, key, value, position_bias, dropout, further, options)
+        if not reason:
+            try:
+                result = api.sdpa(query, key, value, **options)
+                assert isinstance(result, torch.Tensor)
+                return result.transpose(1, 2).contiguous(), None
+            except (InvalidArgument, UnsupportedProblem) as error:
+                reason = str(error)
+        if strict or softcap is not None or s_aux is not None:
+            raise UnsupportedProblem(reason, nearest=EAGER)
+        dropin.note_fallback(reason)
+        stock, aligned = _stock_mask(pattern, mask, attention_mask)
+        theirs = {"dropout": dropout, "scaling": scaling, "is_causal": aligned, "position_bias": position_bias}
+        found: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, stock, **theirs, **further)
+        return found
 
-    AttentionInterface.register(NAME, forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    for name in (NAME, NAME_FOR_ALL):
+        AttentionInterface.register(name, forward)
+        AttentionMaskInterface.register(name, mask_function)
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **further: Any,
+) -> torch.Tensor | None:
+    """The mask of a forward pass, [B, 1, S_q, S_k], where False hides; the arguments are transformers'.
+
+    It is a PatternMask where arguments of sdpa say the same, and a plain bool tensor otherwise. It is None only if
+    torch.compile traces a mask that hides nothing.
+
+    Raises:
+        UnsupportedProblem: the model would not hand the mask to an attention function, but read it as numbers to add.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.utils.import_utils import is_tracing
+
+    config = further.get("config")
+    _refuse_own_attention(config)
+    mask_function = causal_mask_function if mask_function is None else mask_function
+    sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    sizes |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
+    # A model that forbids both will combine the mask with others.
+    lazy = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap and not is_tracing(attention_mask)
+    ends = _ends(mask_function) if lazy else None
+    if ends is not None and (attention_mask is None or _is_padding(attention_mask, batch_size)):
+        # The offset of a static cache is a tensor: transformers' own function waits for it here, too.
+        position = int(q_offset) - kv_offset if ends != (EVERYTHING, EVERYTHING) else 0
+        pattern = describe(q_length, kv_length, position, *ends)
+        if pattern is not None:
+            padding = _padding(attention_mask, kv_offset + pattern.start, kv_offset + pattern.stop, device)
+            if padding is not None:
+                pattern = Pattern(pattern.start, pattern.stop, pattern.causal, pattern.window, padding)
+            return PatternMask(batch_size, q_length, kv_length, pattern, torch.device(device))
+    skip = allow_is_bidirectional_skip and getattr(config, "is_causal", True)
+    found: torch.Tensor | None = sdpa_mask(
+        **sizes,
+        mask_function=mask_function,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=skip,
+        use_vmap=use_vmap,
+        **further,
+    )
+    return found
+
+
+def _ends(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
+    """(left, right) ends of what a mask function of transformers lets a query see; None for any other function.
+
+    transformers makes its windows as closures. They are known by their code, and their size by their cells.
+    """
+    from transformers import masking_utils as theirs
+
+    if mask_function is theirs.causal_mask_function:
+        return EVERYTHING, 0
+    if mask_function is theirs.bidirectional_mask_function:
+        return EVERYTHING, EVERYTHING
+    both = theirs.and_masks(theirs.causal_mask_function)
+    if getattr(mask_function, "__code__", None) is not both.__code__:
+        return None
+    parts = _cells(mask_function)[0]
+    if not isinstance(parts, tuple) or len(parts) != 2:
+        return None
+    overlay, base = parts
+    code, sizes = getattr(overlay, "__code__", None), _cells(overlay)
+    if len(sizes) != 1 or type(sizes[0]) is not int or sizes[0] < 1:
+        return None
+    size: int = sizes[0]
+    if base is theirs.causal_mask_function and code is theirs.sliding_window_overlay(1).__code__:
+        return size - 1, 0
+    if base is theirs.bidirectional_mask_function and code is theirs.sliding_window_bidirectional_overlay(1).__code__:
+        return size, size
+    return None
+
+
+def _cells(function: object) -> list[Any]:
+    """What a function has closed over."""
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
+def _is_padding(attention_mask: torch.Tensor, batch: int) -> bool:
+    """Whether a mask is [B, S_k] of bools."""
+    return attention_mask.dim() == 2 and attention_mask.dtype == torch.bool and attention_mask.shape[0] == batch
+
+
+def _padding(
+    attention_mask: torch.Tensor | None, start: int, stop: int, device: torch.device | str
+) -> torch.Tensor | None:
+    """The mask [B, 1, 1, stop - start] of keys start to stop; None if it hides none of them. Waits for the device."""
+    if attention_mask is None:
+        return None
+    missing = max(0, stop - attention_mask.shape[1])
+    seen = torch.nn.functional.pad(attention_mask, (0, missing))[:, start:stop]
+    return None if seen.all() else seen[:, None, None].to(device)
+
+
+_own_attention: dict[type, str] = {}
+
+
+def _refuse_own_attention(config: object) -> None:
+    """Refuse models whose attention is code of their own: they add the mask to the scores, and a bool adds 0 or 1.
+
+    Raises:
+        UnsupportedProblem: one of the model's modules has attention classes and does not look for attention functions.
+    """
+    kind = type(config)
+    if kind not in _own_attention:
+        package = kind.__module__.rpartition(".")[0]
+        _own_attention[kind] = "" if config is None else _module_with_own_attention(package)
+    if _own_attention[kind]:
+        raise UnsupportedProblem(
+            f"{_own_attention[kind]} has an attention of its own, which reads masks in another form",
+            nearest=f"{EAGER}, or microsdpa.enable() for what calls torch's scaled_dot_product_attention",
+        )
+
+
+def _module_with_own_attention(package: str) -> str:
+    """Name of a loaded modeling module of a package that defines attention classes without attention functions."""
+    for name, module in list(sys.modules.items()):
+        if name.rpartition(".")[0] != package or "modeling_" not in name or hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
+            continue
+        for attribute, each in vars(module).items():
+            own = isinstance(each, type) and issubclass(each, torch.nn.Module) and each.__module__ == name
+            if own and "Attention" in attribute:
+                return name.rpartition(".")[2]
+    return ""
+
+
+def _refuse_unknown(module: torch.nn.Module, further: dict[str, Any], known: frozenset[str]) -> None:
+    unknown = [name for name, value in further.items() if value is not None and name not in known]
+    if unknown:
+        raise UnsupportedProblem(
+            f"{type(module).__name__} passes {' and '.join(unknown)} to its attention function, which microsdpa does "
+            "not know and may not ignore",
+            nearest=f"{EAGER}, or register(harmless=[...]) for what changes nothing",
+        )
+
+
+def _with_selection(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    further: dict[str, Any],
+) -> torch.Tensor | None:
+    """The mask, and of the keys those only that a sparse model chose for each query.
+
+    `indices` are keys, [B, S_q, N]; `block_indices` are blocks of keys, which the module's indexer takes apart.
+    """
+    indices, blocks = further.get("indices"), further.get("block_indices")
+    if indices is None and blocks is None:
+        return attention_mask
+    mask = attention_mask.tensor() if isinstance(attention_mask, PatternMask) else attention_mask
+    if blocks is not None:
+        build = getattr(getattr(module, "indexer", None), "build_block_mask", None)
+        if build is None or indices is not None:
+            raise UnsupportedProblem(
+                f"{type(module).__name__} passes block_indices, and has no indexer.build_block_mask to read them with",
+                nearest=EAGER,
+            )
+        position_ids = further.get("position_ids")
+        if mask is None and position_ids is None:
+            raise UnsupportedProblem("block_indices came without a mask and without position_ids", nearest=EAGER)
+        built: torch.Tensor = build(blocks, mask, key.shape[2], query.dtype, query.device, position_ids)
+        return built == 0
+    assert indices is not None
+    shape = (query.shape[0], query.shape[2], key.shape[2])
+    if mask is None or indices.dim() != 3 or indices.shape[:2] != shape[:2]:
+        raise UnsupportedProblem(
+            f"indices: expected [B, S_q, N] = {[*shape[:2], 'N']} beside a mask, got {list(indices.shape)} beside "
+            f"{'no mask' if mask is None else 'a mask'}",
+            nearest=EAGER,
+        )
+    chosen = torch.zeros(shape, dtype=torch.bool, device=query.device).scatter_(-1, indices.long(), True)[:, None]
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, -torch.inf)
+
+
+def _pattern(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    further: dict[str, Any],
+) -> Pattern | None:
+    """What a mask, or none, means as arguments; None for a mask that has to be read.
+
+    Raises:
+        UnsupportedProblem: there is no mask, and what that means cannot be told.
+    """
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    if mask is not None:
+        if not isinstance(mask, PatternMask):
+            return None
+        _refuse_packing(query, further)
+        fits = mask.untouched and (mask.shape[2], mask.shape[3]) == (seqlen_q, seqlen_k)
+        return mask.pattern if fits else None
+    _refuse_packing(query, further)
+    window = further.get("sliding_window")
+    if window is not None and window < seqlen_k:
+        raise UnsupportedProblem(
+            f"{type(module).__name__} passes a sliding_window of {window} for {seqlen_k} keys, and no mask",
+            nearest=EAGER,
+        )
+    if not causal or seqlen_q == 1:
+        return Pattern(0, seqlen_k)
+    if seqlen_q != seqlen_k:
+        raise UnsupportedProblem(
+            f"{type(module).__name__} is causal and passes no mask for {seqlen_q} queries and {seqlen_k} keys: "
+            "the positions of the queries cannot be told",
+            nearest="a mask, or is_causal=False",
+        )
+    return describe(seqlen_q, seqlen_k, 0, EVERYTHING, 0)
+
+
+def _refuse_packing(query: torch.Tensor, further: dict[str, Any]) -> None:
+    """Refuse several sequences in one row that no mask keeps apart."""
+    bounds = further.get("cu_seq_lens_q")
+    if bounds is not None and bounds.shape[0] - 1 > query.shape[0]:
+        raise UnsupportedProblem(
+            f"cu_seq_lens_q names {bounds.shape[0] - 1} sequences in {query.shape[0]} rows, and the mask parts none",
+            nearest="position_ids that start at 0 for each sequence, without a cache and an attention_mask",
+        )
+
+
+def _combined(mask: torch.Tensor | None, position_bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask, and a position bias to be added, as one."""
+    if position_bias is None or mask is None:
+        return mask if position_bias is None else position_bias
+    return position_bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else position_bias + mask
+
+
+def _why_not(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    position_bias: torch.Tensor | None,
+    dropout: float,
+    further: dict[str, Any],
+    options: dict[str, Any],
+) -> str:
+    """What of a call microsdpa does not compute; empty for nothing that can be told at a glance."""
+    if further.get("output_attentions"):
+        return "output_attentions=True asks for the weights of the keys"
+    if further.get("cache") is not None:
+        return "there is a paged cache, which transformers' own functions fill"
+    if position_bias is not None and position_bias.requires_grad and torch.is_grad_enabled():
+        return "a position bias takes gradients"
+    mask: torch.Tensor | None = options["attn_mask"]
+    reason = dropin.why_not(query, key, value, mask, dropout)
+    if not reason and is_dynamo_compiling():
+        reason = dropin.why_not_traced(query, key, value, mask, options)
+    return reason
+
+
+def _stock_mask(
+    pattern: Pattern | None, mask: torch.Tensor | None, given: torch.Tensor | None
+) -> tuple[torch.Tensor | None, bool]:
+    """(mask, is_causal) for transformers' own "sdpa", of the keys that are left."""
+    if pattern is None:
+        return mask, False
+    if pattern.padding is None and pattern.window is None and pattern.causal != "lower_right":
+        return None, pattern.causal is not None
+    assert isinstance(given, PatternMask)
+    return given.tensor()[..., pattern.start : pattern.stop], False
