@@ -19,6 +19,7 @@ def test_suites_are_data() -> None:
     assert suites.names() == [
         "ampere",
         "decode",
+        "doors",
         "fp8",
         "ladder",
         "masked",

@@ -192,20 +192,10 @@ class CaseBench:
         )
 
     def _record(self, mode: str, fields: dict[str, object], samples: list[float], state: dict[str, object]) -> None:
-        interval = statistics.median(samples)
+        found = statistics.summary(samples)
         on_device = mode in timing.ON_DEVICE and fields["op"] != "empty"
-        self.rows.append(
-            self._row(
-                mode,
-                fields,
-                median_us=interval.value,
-                min_us=min(samples),
-                samples_us=[round(sample, 4) for sample in samples],
-                interval_us=[round(interval.low, 4), round(interval.high, 4)],
-                tflops=roofline.flops(self.case) / interval.value / 1e6 if on_device else None,
-                **state,
-            )
-        )
+        tflops = roofline.flops(self.case) / statistics.median(samples).value / 1e6 if on_device else None
+        self.rows.append(self._row(mode, fields, **found, tflops=tflops, **state))
 
     def _refuse(self, modes: Sequence[str], fields: dict[str, object], status: str, reason: str) -> None:
         self.rows += [self._row(mode, fields, status=status, reason=reason) for mode in modes]

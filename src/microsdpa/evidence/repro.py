@@ -17,6 +17,8 @@ from microsdpa.errors import MicrosdpaError, UnsupportedProblem
 from microsdpa.evidence import (
     accuracy,
     compare,
+    door_models,
+    doors,
     environment,
     probes,
     report,
@@ -225,11 +227,15 @@ def bench_step(
     choose(peers, bool(loaded.eight_bit))
     if reason := launcher.device_error():
         return Step("bench", "not run", f"timings need a GPU: {reason}")
-    advance = progress(suite, len(loaded.cases))
-    target = launcher.target_of_device()
-    survey.compile_ahead((case.problem(target) for case in loaded.cases), impl)
-    waiting = ahead.take(loaded.name) if ahead else None
-    rows = worker.run(loaded, modes or list(loaded.modes), impl, peers, advance, waiting)
+    if suite == doors.SUITE:
+        ways = [*doors.doors(), *door_models.doors()]
+        rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)))
+    else:
+        advance = progress(suite, len(loaded.cases))
+        target = launcher.target_of_device()
+        survey.compile_ahead((case.problem(target) for case in loaded.cases), impl)
+        waiting = ahead.take(loaded.name) if ahead else None
+        rows = worker.run(loaded, modes or list(loaded.modes), impl, peers, advance, waiting)
     result = results.make(loaded.name, command, rows)
     ours = [row for row in rows if row["impl"] == "microsdpa"]
     wrong = [row for row in ours if row["status"] == "wrong"]

@@ -69,6 +69,17 @@ def median(samples: Sequence[float]) -> Interval:
     return Interval(float(_median(_check(samples))), low, high)
 
 
+def summary(samples: Sequence[float]) -> dict[str, object]:
+    """The fields of a result's row that say what samples, in microseconds, are."""
+    interval = median(samples)
+    return {
+        "median_us": interval.value,
+        "min_us": min(samples),
+        "samples_us": [round(sample, 4) for sample in samples],
+        "interval_us": [round(interval.low, 4), round(interval.high, 4)],
+    }
+
+
 def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Interval:
     """Ratio of the medians with its interval; the two sides are resampled independently."""
     estimates = _resampled_medians(numerator, 1) / _resampled_medians(denominator, 2)

@@ -21,13 +21,14 @@ def quoted_us(row: results.Row) -> float:
 
 
 def case_name(row: results.Row) -> str:
-    """Shape, type of the inputs, and mask: what a row of a table is called."""
+    """Shape, type of the inputs, and mask, behind the door and its case: what a row of a table is called."""
     s = row["shape"]
+    door = ", ".join(filter(None, (row.get("door"), row.get("case"))))
     heads = str(s["h"]) if s["h"] == s["h_kv"] else f"{s['h']}:{s['h_kv']}"
     alignment = "" if s["s_q"] == s["s_k"] else f" {row['mask']}"
     mask = "" if row["mask"] == "none" else f", causal{alignment}"
     masks = "".join(f", {name}" for name in row.get("masks", []))
     kind = "" if row.get("kind", "normal") == "normal" else f", {row['kind']}"
-    return (
+    return (f"{door}: " if door else "") + (
         f"({s['b']}, {heads}, {s['s_q']}, {s['s_k']}, {s['d']}), {row.get('inputs', row['dtype'])}{mask}{masks}{kind}"
     )

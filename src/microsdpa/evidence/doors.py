@@ -1,0 +1,409 @@
+"""Suite doors: what a call costs through each public way to make it, beside torch's own way of the same kind.
+
+A door is a way to reach attention: a function, an operator, a compiled graph, a model. Its rows have the same `door`
+and `case`, one of this library and one of torch, measured in turns in one process. docs/measuring.md has the modes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn import attention
+
+import microsdpa
+from microsdpa import reference
+from microsdpa.evidence import compare, results, signatures, statistics, timing
+from microsdpa.evidence.expectation import Expectation
+from microsdpa.evidence.inputs import Case, make, make_masks
+from microsdpa.evidence.peers import Call, Tensors
+from microsdpa.evidence.peers.ours import RungCodes
+from microsdpa.masks import Masks
+from microsdpa.specs.eight_bit import OPERANDS, Operands
+
+SUITE = "doors"
+OURS, TORCHS = "microsdpa", "torch"
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+Bind = Callable[[Tensors], Call]
+Check = Callable[[Tensors, Any], tuple[dict[str, object], str]]
+"""What an output is: the `error` of a row, and why it is wrong or empty."""
+GRADIENT_FACTOR = 4
+"""Times the error of plain arithmetic that a gradient may have: a backward rounds P and dS too."""
+
+HEADLINE = Case(1, 8, 512, 512, 64)
+TRAINED = (
+    HEADLINE,
+    Case(8, 16, 512, 512, 64),
+    Case(8, 16, 512, 512, 64, masks=("padding",)),
+    Case(4, 32, 2048, 2048, 128, causal="upper_left"),
+    Case(4, 32, 2048, 2048, 128, heads_kv=8, causal="upper_left"),
+    Case(2, 16, 1024, 1024, 256, causal="upper_left"),
+    Case(1, 8, 4096, 4096, 128, causal="upper_left"),
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two ways of a door.
+
+    Attributes:
+        bind: gives the call for the tensors of the case.
+        context: entered around every use of the call.
+        check: how its result is judged; by default the output against the oracle.
+        absent: why there is no such way; empty if there is.
+    """
+
+    bind: Bind
+    context: Context = contextlib.nullcontext
+    check: Check | None = None
+    absent: str = ""
+
+
+@dataclass(frozen=True)
+class Door:
+    """A way to make a call, and torch's own way of the same kind.
+
+    Attributes:
+        text: what the shape and the masks do not say of the case.
+        graded: whether the inputs require grad.
+        direction: "forward", or "both" for a backward pass too.
+        runner: what measures its calls, where the mode's own does not.
+        precision: of calls that quantize.
+        operands: of calls with 8-bit values.
+    """
+
+    name: str
+    ours: Side
+    torchs: Side
+    case: Case = HEADLINE
+    text: str = ""
+    graded: bool = False
+    direction: str = "forward"
+    modes: tuple[str, ...] = ("host", "eager")
+    runner: Callable[[Call], timing.Runner] | None = None
+    precision: Operands | None = None
+    operands: str = ""
+
+
+def _torch_sdpa(tensors: Tensors, **options: Any) -> Call:
+    return lambda: F.scaled_dot_product_attention(*tensors, **options)
+
+
+def _sdpa(tensors: Tensors, **options: Any) -> Call:
+    return lambda: microsdpa.sdpa(*tensors, **options)
+
+
+PLAIN = Side(_torch_sdpa)
+ENABLED = Side(_torch_sdpa, microsdpa.enabled)
+
+
+def _not_torchs(what: str) -> Side:
+    return Side(_torch_sdpa, absent=f"torch's function has no {what}")
+
+
+def _with_masks(call: Callable[..., Call], case: Case) -> Bind:
+    return lambda tensors: call(tensors, **make_masks(case, tensors[0].device.type))
+
+
+def _as_tensor(case: Case) -> Bind:
+    """torch's call with the one mask tensor that says what a window or slopes say, made before."""
+
+    def bind(tensors: Tensors) -> Call:
+        query, key, _ = tensors
+        masks = Masks(**make_masks(case, query.device.type))
+        shape = query.shape[2], key.shape[2]
+        if masks.alibi_slopes is None:
+            mask = masks.visible(case.causal, *shape, query.device)
+        else:
+            away = (torch.arange(shape[1]) - torch.arange(shape[0])[:, None]).abs().to(query.device)
+            mask = (-masks.alibi_slopes[:, :, None, None] * away).to(query.dtype)
+        return _torch_sdpa(tensors, attn_mask=mask)
+
+    return bind
+
+
+def options() -> Iterator[Door]:
+    """sdpa by name: the plain call, a plan, and each option."""
+    yield Door("sdpa", Side(_sdpa), PLAIN)
+    yield Door("plan", Side(lambda tensors: functools.partial(microsdpa.plan(*tensors), *tensors)), PLAIN)
+    yield Door("sdpa(out=)", Side(lambda t: _sdpa(t, out=torch.empty_like(t[0]))), PLAIN)
+    yield Door(
+        "sdpa(return_lse=)",
+        Side(lambda t: _sdpa(t, return_lse=True), check=lambda t, found: _against_oracle(HEADLINE, t, found[0])),
+        _not_torchs("LSE"),
+    )
+    for masking, their in (("bool", None), ("additive", None), ("window", _as_tensor), ("alibi", _as_tensor)):
+        case = replace(HEADLINE, masks=(masking,))  # type: ignore[arg-type]
+        torchs = Side(their(case) if their else _with_masks(_torch_sdpa, case))
+        yield Door(f"sdpa({masking})", Side(_with_masks(_sdpa, case)), torchs, case)
+    for masking in ("softcap", "sinks"):
+        case = replace(HEADLINE, masks=(masking,))  # type: ignore[arg-type]
+        yield Door(f"sdpa({masking})", Side(_with_masks(_sdpa, case)), _not_torchs(masking), case)
+    for precision in OPERANDS:
+        arithmetic = "e4m3" if precision == "fp8" else precision
+        check = functools.partial(_against_oracle, HEADLINE, arithmetic=arithmetic)
+        yield Door(
+            f"sdpa(precision={precision})",
+            Side(functools.partial(_sdpa, precision=precision), check=check),
+            _not_torchs("8-bit arithmetic"),
+            precision=precision,
+        )
+    yield Door(
+        "sdpa of 8-bit values",
+        Side(_eight_bit, check=functools.partial(_against_oracle, HEADLINE, arithmetic="e4m3")),
+        _not_torchs("8-bit arithmetic"),
+        operands="fp8",
+    )
+
+
+def _eight_bit(tensors: Tensors) -> Call:
+    made = RungCodes.of(tensors)
+    return lambda: microsdpa.sdpa(*made.codes, **made.scales)
+
+
+def torch_doors() -> Iterator[Door]:
+    """The operator, compiled graphs, the patched function, the flash backend."""
+    padded = replace(HEADLINE, masks=("bool",))
+    first = functools.partial(_first_output, HEADLINE)
+    yield Door(
+        "torch.ops.microsdpa.attention",
+        Side(lambda t: lambda: torch.ops.microsdpa.attention(*t), check=first),
+        PLAIN,
+    )
+    yield Door(
+        "torch.ops.microsdpa.attention",
+        Side(
+            lambda t: functools.partial(
+                torch.ops.microsdpa.attention, *t, make_masks(padded, t[0].device.type)["attn_mask"]
+            ),
+            check=functools.partial(_first_output, padded),
+        ),
+        Side(_with_masks(_torch_sdpa, padded)),
+        padded,
+    )
+    for mode in (None, "reduce-overhead"):
+        yield Door(
+            "torch.compile",
+            Side(functools.partial(_compiled, microsdpa.sdpa, mode)),
+            Side(functools.partial(_compiled, F.scaled_dot_product_attention, mode)),
+            text=mode or "default",
+        )
+    yield Door("enable()", ENABLED, PLAIN)
+    yield Door(
+        "enable()",
+        Side(_with_masks(_torch_sdpa, padded), microsdpa.enabled),
+        Side(_with_masks(_torch_sdpa, padded)),
+        padded,
+    )
+    yield Door("enable()", Side(_torch_sdpa, _enabled_autocast), Side(_torch_sdpa, _autocast), text="autocast")
+    yield Door(
+        "enable()",
+        Side(_from_float32, _enabled_autocast),
+        Side(_from_float32, _autocast),
+        text="autocast, float32 inputs",
+    )
+    yield Door("flash backend", Side(_torch_sdpa, _our_flash), Side(_torch_sdpa, _their_flash))
+
+
+def _compiled(function: Callable[..., Any], mode: str | None, tensors: Tensors) -> Call:
+    compiled = torch.compile(lambda q, k, v: function(q, k, v), fullgraph=True, mode=mode)
+    return lambda: compiled(*tensors)
+
+
+def _from_float32(tensors: Tensors) -> Call:
+    query, key, value = (tensor.float() for tensor in tensors)
+    return lambda: F.scaled_dot_product_attention(query, key, value)
+
+
+def _autocast() -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cuda", torch.float16)
+
+
+@contextlib.contextmanager
+def _enabled_autocast() -> Iterator[None]:
+    with microsdpa.enabled(), _autocast():
+        yield
+
+
+def _their_flash() -> contextlib.AbstractContextManager[Any]:
+    context: contextlib.AbstractContextManager[Any] = attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION)
+    return context
+
+
+@contextlib.contextmanager
+def _our_flash() -> Iterator[None]:
+    microsdpa.register()
+    attention.activate_flash_attention_impl(OURS)
+    try:
+        with _their_flash():
+            yield
+    finally:
+        attention.restore_flash_attention_impl()
+
+
+def training_doors() -> Iterator[Door]:
+    """Inputs that require grad: the forward pass alone, and both passes."""
+    yield Door("sdpa, requires grad", Side(_sdpa), PLAIN, graded=True, modes=("host",))
+    yield Door("enable(), requires grad", ENABLED, PLAIN, graded=True, modes=("host",))
+    for case in TRAINED:
+        bind = functools.partial(_both_passes, case)
+        check = functools.partial(_gradients, case)
+        yield Door(
+            "enable(), forward and backward",
+            Side(bind, microsdpa.enabled, check),
+            Side(bind, check=check),
+            case,
+            graded=True,
+            direction="both",
+        )
+
+
+def _both_passes(case: Case, tensors: Tensors) -> Call:
+    """A call of torch's function and of its backward: the gradients of query, key and value."""
+    weight = _weight(tensors[0])
+    given = make_masks(case, tensors[0].device.type) | {"enable_gqa": case.kv_heads != case.heads}
+
+    def call() -> tuple[torch.Tensor, ...]:
+        # The function's name is looked up in every call, as a program does: enable() replaces it.
+        out = F.scaled_dot_product_attention(*tensors, is_causal=case.causal is not None, **given)
+        return torch.autograd.grad(out, tensors, weight)
+
+    return call
+
+
+def _weight(query: torch.Tensor) -> torch.Tensor:
+    return torch.randn(query.shape, generator=torch.Generator().manual_seed(5)).to(query)
+
+
+def _gradients(case: Case, tensors: Tensors, found: tuple[torch.Tensor, ...]) -> tuple[dict[str, object], str]:
+    """Gradients against those of the FP64 oracle, within four times the error of plain arithmetic and one rounding."""
+    masks, weight = make_masks(case, tensors[0].device.type), _weight(tensors[0])
+
+    def through(function: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+        with torch.enable_grad():
+            out = function(*leaves, causal=case.causal, scale=case.scale, **masks)[0]
+            return torch.autograd.grad(out, leaves, weight.to(out.dtype))
+
+    exact, plain = through(reference.oracle, torch.float64), through(reference.eager, tensors[0].dtype)
+    worst: tuple[float, dict[str, object], str] = (-1.0, {}, "")
+    for name, got, want, rough in zip(("query", "key", "value"), found, exact, plain, strict=True):
+        errors = compare.measure(got, want)
+        unit = compare.UNIT_ROUNDOFF[got.dtype] * float(want.abs().max())
+        allowed = GRADIENT_FACTOR * float((rough.double() - want).abs().max()) + unit
+        wrong = "" if errors.max_abs <= allowed else f"the gradient of {name} is off by {errors.max_abs:.3g}"
+        record = compare.as_record(errors, compare.tolerance(rough, want, got.dtype))
+        worst = max(worst, (errors.max_abs / allowed, record, wrong), key=lambda one: one[0])
+    return worst[1], worst[2]
+
+
+def _against_oracle(
+    case: Case, tensors: Tensors, output: torch.Tensor, arithmetic: str = ""
+) -> tuple[dict[str, object], str]:
+    return Expectation(case, tensors).check(output, arithmetic)
+
+
+def _first_output(case: Case, tensors: Tensors, found: tuple[torch.Tensor, ...]) -> tuple[dict[str, object], str]:
+    return _against_oracle(case, tensors, found[0])
+
+
+def doors() -> list[Door]:
+    """All doors but those of models and of lengths that are new (door_models.py)."""
+    return [*options(), *torch_doors(), *training_doors()]
+
+
+def run(
+    chosen: Sequence[Door], modes: Sequence[str], advance: Callable[[str], None] = lambda message: None
+) -> list[results.Row]:
+    """Rows of these doors on the current CUDA device, in those of `modes` that each has."""
+    rows: list[results.Row] = []
+    for door in chosen:
+        rows += _measure(door, [mode for mode in door.modes if mode in modes])
+        advance(f"{door.name} {door.text}".strip())
+    return rows
+
+
+def _measure(door: Door, modes: Sequence[str]) -> list[results.Row]:
+    tensors = make(door.case, "cuda")
+    if door.graded:
+        tensors = tuple(tensor.requires_grad_() for tensor in tensors)  # type: ignore[assignment]
+    calls: dict[str, Call] = {}
+    sides, fields, rows = {OURS: door.ours, TORCHS: door.torchs}, {}, []
+    for impl, side in sides.items():
+        fields[impl] = _fields(door, impl, tensors)
+        outcome = _checked(door, side, tensors)
+        if isinstance(outcome, str):
+            absent = bool(side.absent)
+            status = {"status": "unavailable" if absent or impl == TORCHS else "wrong", "reason": outcome}
+            rows += [results.row(door.case, **fields[impl], mode=mode, **status) for mode in modes]
+            continue
+        calls[impl], fields[impl]["error"] = outcome
+    for mode in modes:
+        runners = {}
+        for impl, call in calls.items():
+            with _around(door, sides[impl]):
+                runners[impl] = door.runner(call) if door.runner else timing.prepare(mode, [call])
+
+        def turn_of(impl: str, turn: Callable[[], list[float]]) -> list[float]:
+            with _around(door, sides[impl]):
+                return turn()
+
+        for impl, samples in timing.interleave(runners, 0, turn_of).items():
+            rows.append(results.row(door.case, **fields[impl], mode=mode, **statistics.summary(samples)))
+    torch._dynamo.reset()
+    return rows
+
+
+def _checked(door: Door, side: Side, tensors: Tensors) -> tuple[Call, dict[str, object]] | str:
+    """A side's call and its error, or why it is not timed."""
+    if side.absent:
+        return side.absent
+    check = side.check or functools.partial(_against_oracle, door.case)
+    try:
+        with _around(door, side):
+            call = side.bind(tensors)
+            found = call()
+        with torch.no_grad():
+            error, wrong = check(tuple(t.detach() for t in tensors), found)  # type: ignore[arg-type]
+    except Exception as failure:  # a row says so, and the other doors are measured
+        torch.cuda.synchronize()
+        return f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"[:240]
+    return wrong or (call, error)
+
+
+@contextlib.contextmanager
+def _around(door: Door, side: Side) -> Iterator[None]:
+    with warnings.catch_warnings(), torch.set_grad_enabled(door.graded), side.context():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _fields(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
+    """What the rows of a door share."""
+    fields: dict[str, Any] = {"impl": impl, "door": door.name, "case": door.text, "direction": door.direction}
+    fields["variant"] = ""
+    fields |= {"inputs": door.case.dtype, "kind": door.case.kind, "op": "sdpa"}
+    if impl == TORCHS:
+        return fields | {"version": torch.__version__}
+    fields |= {"version": microsdpa.__version__}
+    if door.name in ("transformers", "diffusers"):
+        return fields  # a model has many calls
+    if door.operands:
+        made = RungCodes.of(tensors)
+        found = microsdpa.explain(*made.codes, **made.scales)
+        return fields | signatures.of_call(found, tensors[0]) | {"requested": "auto", "operands": door.operands}
+    case, masks = door.case, make_masks(door.case, "cuda")
+    kind = Masks(**masks).kind
+    shared: dict[str, Any] = {"causal": case.causal, "enable_gqa": case.kv_heads != case.heads}
+    shared |= {"precision": door.precision} | masks
+    query, key, value = tensors
+    with torch.no_grad():
+        found = microsdpa.explain(query, key, value, **shared)
+    further = {"precision": door.precision} if door.precision else {"mask_kind": asdict(kind)} if kind else {}
+    return fields | signatures.of_call(found, tensors[0], quantizes=bool(door.precision)) | further
