@@ -31,7 +31,7 @@ Launch = Callable[..., Any]
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    """launch(spec, query, key, value, out, lse=None): plan and launch a kernel of the test directories."""
+    """launch(spec, query, key, value, out, lse=None): plan and launch a kernel of the test directories; gives `out`."""
     root = tmp_path / "cuda"
     shutil.copytree(CUDA_DIR, root)
     for directory in KERNELS:
@@ -54,8 +54,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
         if result is None:
             launcher.prepare(problem, spec, query, key, value, out, OPTIONS)
             result = launcher.launch(query, key, value, out, lse, OPTIONS, None)
-        assert result is not None
-        return out if out is not None else result
+        assert result is True
+        return out
 
     launcher._library.clear_plans()
     return run
@@ -86,13 +86,14 @@ def test_tensor_maps_reach_every_element_and_no_other(launch: Launch, layout: st
     assert (wide[:, :, -2:] == 7).all()
 
 
-def test_tensor_maps_follow_other_tensors_and_allocated_outputs(launch: Launch) -> None:
+def test_tensor_maps_follow_other_tensors(launch: Launch) -> None:
     spec = copy_keys()
     for seed in range(5):
         query, key, value = make(Case(1, 3, 70, 70, 64, seed=seed), "cuda")
-        out = torch.empty_like(key)
-        assert torch.equal(launch(spec, query, key, value, out), key)
-        assert torch.equal(launch(spec, query, key, value, None), key)
+        outs = [torch.full_like(key, torch.nan) for _ in range(2)]
+        for out in outs:
+            launch(spec, query, key, value, out)
+        assert all(torch.equal(out, key) for out in outs)
 
 
 def test_dimensions_of_size_one_may_have_any_stride(launch: Launch) -> None:
@@ -115,6 +116,19 @@ def test_ctas_form_clusters(launch: Launch, cluster: int) -> None:
     out = launch(copy_keys(cluster=cluster), query, key, value, torch.empty_like(key), lse)
     assert torch.equal(out, key)
     assert lse.flatten()[:16].tolist() == [cta % cluster for cta in range(16)]
+
+
+def test_an_lse_that_is_asked_for_is_torchs_and_the_calls_own(launch: Launch) -> None:
+    query, key, value = make(Case(1, 4, 256, 256, 64), "cuda")
+    out = torch.empty_like(key)
+    launch(copy_keys(cluster=2), query, key, value, out)
+    found = [launcher.launch(query, key, value, out, True, OPTIONS, None) for _ in range(3)]
+    assert len({lse.data_ptr() for lse in found}) == 3
+    for lse in found:
+        assert isinstance(lse, torch.Tensor)
+        assert (lse.shape, lse.dtype, lse.device) == ((1, 4, 256), torch.float32, query.device)
+        assert lse.is_contiguous()
+        assert lse.flatten()[:16].tolist() == [cta % 2 for cta in range(16)]
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import tvm_ffi
-from fake_cuda import KDL_BFLOAT, last, record, set_context, set_integer, tensor
+from fake_cuda import KDL_BFLOAT, integer, last, record, set_context, set_integer, tensor
 
 from microsdpa.runtime import launcher
 
@@ -19,6 +19,9 @@ KV = (2, 2, 24, 32)
 ADDRESSES = (0x100000, 0x200000, 0x300000, 0x400000)
 PRIMARY = 0x1000
 LAUNCH_FAILED = 719
+NO_MEMORY = 0
+"""The address of a tensor that a tracer shows, as torch's FakeTensor."""
+LSE_BYTES = 2 * 4 * 16 * 4
 library = launcher._library
 
 
@@ -50,6 +53,17 @@ def kernel(function: int = 0x3000, grid: tuple[int, ...] = (7, 1, 1), maps: tupl
     """One kernel of a plan; `maps` are (operand, rows, columns, swizzle) of each of its tensor maps."""
     rest = {"threads": 128, "shared_bytes": 4096, "cluster": 1, "programmatic": 0} | fields
     return tvm_ffi.Shape([function, *grid, *rest.values(), *maps])
+
+
+def check_allocated_lse(lse: Any, address: int, among_others: bool = False) -> None:
+    """What a launch with lse=True gave is FP32 of [B, H, S_q] at the address that the kernel got.
+
+    It was the latest memory to be allocated, unless a call allocates `among_others`.
+    """
+    assert (tuple(lse.shape), str(lse.dtype)) == (SHAPE[:3], "float32")
+    assert tuple(lse.strides) == (4 * 16, 16, 1)
+    assert lse.data_ptr() == address != 0
+    assert among_others or integer("stub_last_bytes") == LSE_BYTES
 
 
 def register(arguments: list[Any], kernels: list[Any] | None = None, workspace_bytes: int = 0) -> None:
@@ -119,4 +133,8 @@ MISSES = {
     "out is query": {"out": tensor(SHAPE, 0x100000)},
     "out ends inside key": {"out": tensor(SHAPE, 0x200000 - 16)},
     "out starts inside value": {"out": tensor(SHAPE, 0x300000 + 2 * 2 * 24 * 32 * 2 - 16)},
+    "query without memory": {"query": tensor(SHAPE, NO_MEMORY)},
+    "key without memory": {"key": tensor(KV, NO_MEMORY)},
+    "value without memory": {"value": tensor(KV, NO_MEMORY)},
+    "out without memory": {"out": tensor(SHAPE, NO_MEMORY)},
 }

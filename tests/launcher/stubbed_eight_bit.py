@@ -12,7 +12,18 @@ import pytest
 import torch
 import tvm_ffi
 from fake_cuda import FakeCuda, install_allocator, integer, last, record, set_integer
-from stub_harness import ADDRESSES, KV, LAUNCH_FAILED, PRIMARY, SHAPE, Map, _clean, library
+from stub_harness import (
+    ADDRESSES,
+    KV,
+    LAUNCH_FAILED,
+    NO_MEMORY,
+    PRIMARY,
+    SHAPE,
+    Map,
+    _clean,
+    check_allocated_lse,
+    library,
+)
 
 from microsdpa import api, eight_bit, eight_bit_arguments
 from microsdpa.eight_bit import NO_SCALES, Call
@@ -46,18 +57,17 @@ class Tensor(FakeCuda):
     def element_size(self) -> int:
         return self.dtype.itemsize
 
+    def data_ptr(self) -> int:
+        return int(self.managed.tensor.data or 0)
 
-class Allocated:
-    """What allocate_output() gives, as torch shows it."""
 
-    def __init__(self, tensor: Any) -> None:
-        self.shape, self._strides = tensor.shape, tensor.strides
+OUTPUTS = itertools.count(0x10000000, 0x100000)
+"""Addresses of outputs that are allocated."""
 
-    def stride(self) -> tuple[int, ...]:
-        return tuple(self._strides)
 
-    def element_size(self) -> int:
-        return 2
+def empty_like(query: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """torch.empty_like for a dense tensor of the stub's: memory of its own in the same order."""
+    return Tensor(tuple(query.shape), next(OUTPUTS), dtype or query.dtype, strides=query.stride())
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +77,7 @@ def _eight_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return SimpleNamespace(spec=spec, signature=spec.expression, cubin=b"cubin", symbol="kernel")
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
-    allocate = launcher.allocate_output
-    monkeypatch.setattr(launcher, "allocate_output", lambda query, dtype: Allocated(allocate(query, dtype)))
+    monkeypatch.setattr(torch, "empty_like", empty_like)
     install_allocator()
     set_integer("stub_raw_bytes", 512)
     yield
@@ -78,6 +87,10 @@ def _eight_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def tensors(dtype: torch.dtype = torch.float16, offset: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (Tensor(s, a + offset, dtype) for s, a in zip((SHAPE, KV, KV), ADDRESSES[:3], strict=True))
     return q, k, v
+
+
+def output() -> Tensor:
+    return Tensor(SHAPE, ADDRESSES[3])
 
 
 def validated(precision: Operands | None, scale: float = 0.5, operands: Operands = "fp8") -> Call:
@@ -104,9 +117,10 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def attend(*given: Any, precision: Operands | None = "fp8", scales: Any = NO_SCALES, **options: Any) -> Any:
-    rest = {"is_causal": False, "causal": None, "scale": None, "enable_gqa": True, "return_lse": False, "out": None}
+    """The public call, of two heads of the query for each of the key."""
+    named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
     with torch.no_grad():
-        return eight_bit.attend(*given, precision=precision, scales=scales, **(rest | {"impl": "auto"} | options))
+        return api.sdpa(*given, precision=precision, enable_gqa=True, **named, **options)
 
 
 def params(kind: Any, back: int = 0) -> Any:
@@ -119,11 +133,12 @@ def test_a_repeated_call_is_validated_and_planned_once(precision: Operands, chec
     for turn in range(3):
         out = attend(*tensors(offset=0x100 * turn), precision=precision)
         assert tuple(out.shape) == SHAPE
-        assert str(out.dtype) == "float16"
+        assert out.dtype == torch.float16
         assert record.launches == before + 2 * (turn + 1)
         quantise, attention = params(QuantizeParams, 1), params(EightBitParams)
         assert [quantise.query, quantise.key, quantise.value] == [a + 0x100 * turn for a in ADDRESSES[:3]]
         assert attention.out == out.data_ptr()
+        assert attention.lse is None
     assert len(checks) == 1
 
 
@@ -158,8 +173,7 @@ def test_an_lse_has_a_launch_of_its_own(checks: list[Any]) -> None:
     assert record.launches == before + 3
     restore, attention = params(RestoreLseParams), params(EightBitParams, 1)
     assert restore.lse == attention.lse
-    assert restore.lse
-    assert tuple(lse.shape) == SHAPE[:3]
+    check_allocated_lse(lse, restore.lse, among_others=True)
     assert restore.query == ADDRESSES[0]
     assert restore.key_mean == params(QuantizeParams, 2).key_mean
     assert restore.scale == 0.25
@@ -237,11 +251,12 @@ def test_codes_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest
     before = record.launches
     for _ in range(2):
         out = attend(*codes, precision=None, scales=scales((2, 4), (2, 2, 3), (2, 2, 32)))
-    assert str(out.dtype) == "float16"
+    assert out.dtype == torch.float16
     assert record.launches == before + 2
     assert len(checks) == 1
     found = params(EightBitParams)
     assert (found.query, found.query_scale.data, found.key_scale.data) == (ADDRESSES[0], 0x600000, 0x700000)
+    assert (found.out, found.lse) == (out.data_ptr(), None)
     assert (found.query_scale.shift, found.key_scale.shift, found.key_scale.step) == (31, 3, 1)
     assert (found.value_scale.data, found.value_scale.head, found.value_scale.channel) == (0x800000, 32, 1)
     assert found.query_strides.row == 32
@@ -254,20 +269,29 @@ def test_codes_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest
 def test_a_plan_object_launches_without_the_table() -> None:
     given = tensors()
     options = api.OPTIONS[False, None, True, "auto"]  # any number
-    eight_bit.register(validated("fp8"), *given, None, options, 0.5, NO_SCALES)
-    launch = launcher.prepared_eight_bit_call(*given, None, options, 0.5)
+    like_out = empty_like(given[0])
+    eight_bit.register(validated("fp8"), *given, like_out, options, 0.5, NO_SCALES)  # type: ignore[arg-type]
+    launch = launcher.prepared_eight_bit_call(*given, like_out, options, 0.5)  # type: ignore[arg-type]
     library.clear_plans()
     plan = make_plan(launch, Expected({}, True, {"return_lse": True}), SimpleNamespace())  # type: ignore[arg-type]
     before = record.launches
     with torch.no_grad():
         out, lse = plan(*tensors(offset=0x1000))  # type: ignore[misc]
     assert record.launches == before + 3
-    assert (tuple(out.shape), tuple(lse.shape)) == (SHAPE, SHAPE[:3])
+    assert tuple(out.shape) == SHAPE
+    assert params(EightBitParams, 1).out == out.data_ptr()
+    check_allocated_lse(lse, params(EightBitParams, 1).lse, among_others=True)
     assert params(QuantizeParams, 2).query == ADDRESSES[0] + 0x1000
     assert last().context == PRIMARY
-    assert launch(*tensors(torch.int8), None, None) is None
+    for wanted, address in ((Tensor(SHAPE[:3], LSE, torch.float32), LSE), (None, None), (False, None)):
+        assert launch(*tensors(), like_out, wanted) is True
+        assert params(EightBitParams, 1 if address else 0).lse == address
+    assert launch(*tensors(torch.int8), like_out, None) is None
+    assert launch(Tensor(SHAPE, NO_MEMORY), *given[1:], like_out, None) is None
+    with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
+        launch(*given, None, None)
     with pytest.raises(RuntimeError, match="is not found"):
-        launcher.prepared_eight_bit_call(*given, None, options, 0.7)
+        launcher.prepared_eight_bit_call(*given, like_out, options, 0.7)  # type: ignore[arg-type]
 
 
 def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[Any]) -> None:
@@ -277,17 +301,16 @@ def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[
         launcher.Mapped("query", 0, SHAPE, (4096, 2048, 32, 1), 1),
         launcher.Mapped("workspace", 512, KV, (9008, 4096, 48, 1), 1),
     )
-    call = *tensors(), None, 5, None, *NO_SCALES
+    call = *tensors(), output(), 5, None, *NO_SCALES
     launcher.prepare_eight_bit(
         call,
         [launcher.FilledKernel(spec, (1, 1, 1), bytes(64), ((8, "workspace", 0),), mapped)],
         "sm_89",
         4096,
-        "float16",
     )
     set_integer("stub_tensor_maps", 2)
     try:
-        launcher.launch_eight_bit(*tensors(offset=0x1000), None, None, 5, None, *NO_SCALES)
+        launcher.launch_eight_bit(*tensors(offset=0x1000), output(), None, 5, None, *NO_SCALES)
     finally:
         set_integer("stub_tensor_maps", 0)
     first, second = (Map.of(list(words)) for words in last().tensor_maps[:2])
@@ -298,6 +321,35 @@ def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[
     assert (second.box[:2], second.swizzle) == ((32, 128), 1)
 
 
+def test_tensors_without_memory_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
+    monkeypatch.setattr(eight_bit.torch, "Tensor", Tensor)
+    eight_bit.register(validated(None), *codes, output(), 5, None, given)  # type: ignore[arg-type]
+    assert launcher.launch_eight_bit(*codes, output(), None, 5, 0.5, *given) is None
+    assert launcher.launch_eight_bit(*codes, output(), None, 5, None, *given) is True
+    for index in range(3):
+        traced = list(codes)
+        traced[index] = Tensor(tuple(traced[index].shape), NO_MEMORY, torch.float8_e4m3fn)
+        assert launcher.launch_eight_bit(*traced, output(), None, 5, None, *given) is None
+        without = list(given)
+        without[index] = Tensor(tuple(without[index].shape), NO_MEMORY, torch.float32)
+        assert launcher.launch_eight_bit(*codes, output(), None, 5, None, *without) is None
+    assert launcher.launch_eight_bit(*codes, Tensor(SHAPE, NO_MEMORY), None, 5, None, *given) is None
+
+
+def test_codes_with_an_lse_have_the_callers_or_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
+    monkeypatch.setattr(eight_bit.torch, "Tensor", Tensor)
+    eight_bit.register(validated(None), *codes, output(), 5, None, given)  # type: ignore[arg-type]
+    lse = launcher.launch_eight_bit(*codes, output(), True, 5, None, *given)
+    check_allocated_lse(lse, params(EightBitParams).lse)
+    set_integer("stub_last_bytes", -1)
+    for wanted, address in ((Tensor(SHAPE[:3], LSE, torch.float32), LSE), (None, None), (False, None)):
+        assert launcher.launch_eight_bit(*codes, output(), wanted, 5, None, *given) is True
+        assert params(EightBitParams).lse == address
+    assert integer("stub_last_bytes") == -1
+
+
 def test_a_failed_launch_is_told(checks: list[Any]) -> None:
     attend(*tensors())
     set_integer("stub_error", LAUNCH_FAILED)
@@ -306,7 +358,7 @@ def test_a_failed_launch_is_told(checks: list[Any]) -> None:
 
 
 def test_a_plan_that_cannot_be_is_refused() -> None:
-    call = *tensors(), None, 5, None, *NO_SCALES
+    call = *tensors(), output(), 5, None, *NO_SCALES
     fields = tvm_ffi.Shape([0x3000, 1, 1, 1, 128, 0, 1, 0, 0])
     for kernel, size, pointer, words in (
         (tvm_ffi.Shape([1, 2]), 64, [], "expected 9 integers each"),
@@ -316,4 +368,4 @@ def test_a_plan_that_cannot_be_is_refused() -> None:
         (fields, 64, [0, 9, 0], "an operand below 9"),
     ):
         with pytest.raises(ValueError, match=words):
-            library.register_eight_bit_plan(*call, PRIMARY, [kernel], [bytes(size)], [tvm_ffi.Shape(pointer)], 0, 2)
+            library.register_eight_bit_plan(*call, PRIMARY, [kernel], [bytes(size)], [tvm_ffi.Shape(pointer)], 0)

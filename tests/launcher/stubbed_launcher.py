@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 import tvm_ffi
-from fake_cuda import install_allocator, last, record, set_context, set_integer, tensor
+from fake_cuda import install_allocator, integer, last, record, set_context, set_integer, tensor
 from stub_harness import (
     KV,
     LAUNCH_FAILED,
+    LSE_BYTES,
     MISSES,
     PRIMARY,
     SHAPE,
     _clean,
     _programmatic,
     call,
+    check_allocated_lse,
     kernel,
     library,
     register,
@@ -68,6 +70,55 @@ def test_the_lse_of_one_call_does_not_leak_into_the_next() -> None:
     assert last().params.lse == 0x500000
     assert launcher.launch(*without)
     assert last().params.lse is None
+
+
+def test_an_lse_that_is_asked_for_is_allocated_and_given() -> None:
+    install_allocator()
+    register(call())
+    live = integer("stub_live_bytes")
+    lse = launcher.launch(*call(lse=True))
+    check_allocated_lse(lse, last().params.lse)
+    assert integer("stub_live_bytes") == live + LSE_BYTES
+    another = launcher.launch(*call(lse=True))
+    check_allocated_lse(another, last().params.lse)
+    assert another.data_ptr() != lse.data_ptr()
+    del lse, another
+    assert integer("stub_live_bytes") == live
+
+
+@pytest.mark.parametrize("lse", [None, False, tensor((2, 4, 16), 0x500000)], ids=["None", "False", "given"])
+def test_an_lse_is_allocated_for_nobody_else(lse: Any) -> None:
+    install_allocator()
+    register(call())
+    set_integer("stub_last_bytes", -1)
+    assert launcher.launch(*call(lse=lse)) is True
+    assert last().params.lse == (0x500000 if lse else None)
+    assert integer("stub_last_bytes") == -1
+
+
+def test_a_call_without_a_plan_allocates_no_lse() -> None:
+    install_allocator()
+    set_integer("stub_last_bytes", -1)
+    assert launcher.launch(*call(lse=True)) is None
+    assert integer("stub_last_bytes") == -1
+
+
+def test_a_failed_launch_gives_the_lse_back() -> None:
+    install_allocator()
+    register(call())
+    live = integer("stub_live_bytes")
+    set_integer("stub_error", LAUNCH_FAILED)
+    with pytest.raises(RuntimeError, match="719"):
+        launcher.launch(*call(lse=True))
+    assert integer("stub_live_bytes") == live
+
+
+def test_a_call_always_has_an_output() -> None:
+    """The callers allocate it: None is refused by its type, with a plan and without."""
+    for _ in range(2):
+        with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
+            launcher.launch(*call(out=None))
+        register(call())
 
 
 def test_the_launch_is_the_plans_on_the_current_stream() -> None:
@@ -152,33 +203,12 @@ def test_alignment_looks_at_addresses_and_strides() -> None:
         return int(library.alignment(*call(**changes)[:4]))
 
     assert alignment() == 16
-    assert alignment(out=None) == 16
     assert alignment(key=tensor(KV, 0x200002)) == 0
     assert alignment(key=tensor(KV, 0x200000, strides=(24 * 2 * 36, 24 * 36, 36, 1))) == 0
     assert alignment(key=tensor((2, 1, 24, 32), 0x200000, strides=(24 * 32, 3, 32, 1))) == 16  # one head: no stride
     assert alignment(out=tensor(SHAPE, 0x100000)) == -1
-
-
-@pytest.mark.parametrize(
-    "strides", [(4 * 16 * 32, 16 * 32, 32, 1), (16 * 4 * 32, 32, 4 * 32, 1), (32, 2 * 16 * 32, 2 * 32, 1)]
-)
-def test_an_allocated_output_has_the_memory_order_of_the_query(strides: tuple[int, ...]) -> None:
-    install_allocator()
-    arguments = call(out=None, query=tensor(SHAPE, 0x100000, strides=strides))
-    register(arguments)
-    out = launcher.launch(*arguments)
-    assert tuple(out.shape) == SHAPE
-    assert tuple(out.strides) == strides
-    assert list(last().params.out_strides) == list(strides[:3])
-    assert last().params.out % 256 == 0
-    assert last().params.out != 0
-
-
-def test_a_padded_query_gets_a_dense_output_of_its_order() -> None:
-    install_allocator()
-    arguments = call(out=None, query=tensor(SHAPE, 0x100000, strides=(16 * 4 * 96, 96, 4 * 96, 1)))
-    register(arguments)
-    assert tuple(launcher.launch(*arguments).strides) == (16 * 4 * 32, 32, 4 * 32, 1)
+    with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
+        alignment(out=None)
 
 
 def test_a_failed_launch_raises_the_drivers_words_and_restores_the_context() -> None:

@@ -66,15 +66,6 @@ def test_tensor_maps_are_encoded_once_and_follow_the_addresses() -> None:
 
 
 @pytest.mark.usefixtures("_four_maps")
-def test_the_map_of_an_allocated_output_has_its_address() -> None:
-    install_allocator()
-    arguments = call(out=None)
-    register(arguments, [kernel(maps=ALL_MAPS)])
-    launcher.launch(*arguments)
-    assert maps_of_last()[3].address == last().params.out != 0
-
-
-@pytest.mark.usefixtures("_four_maps")
 def test_each_kernel_of_a_plan_has_its_own_maps() -> None:
     arguments = call()
     register(arguments, [kernel(maps=ALL_MAPS), kernel(0x4000, maps=ALL_MAPS[12:] * 4)])

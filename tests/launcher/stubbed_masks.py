@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import last, record, set_integer, tensor
-from stub_harness import PRIMARY, _clean, call, kernel
+from fake_cuda import install_allocator, integer, last, record, set_integer, tensor
+from stub_harness import NO_MEMORY, PRIMARY, SHAPE, _clean, call, check_allocated_lse, kernel
 
 from microsdpa import api
 from microsdpa.explanation import Explanation
@@ -95,6 +95,8 @@ def test_the_kernel_gets_the_masks_and_the_call() -> None:
         {"softcap": -1.0},
         {"attn_mask": mask(1, 1, 1, 16, 24)},
         {"attn_mask": mask(16, 24, address=0x400000)},  # where the output is
+        {"attn_mask": mask(16, 24, address=NO_MEMORY)},
+        {"query": tensor(SHAPE, NO_MEMORY)},
     ],
 )
 def test_a_call_with_other_masks_misses(changes: dict[str, Any]) -> None:
@@ -103,6 +105,31 @@ def test_a_call_with_other_masks_misses(changes: dict[str, Any]) -> None:
     assert launcher.launch_masked(*masked(**arguments)) is True
     assert launcher.launch_masked(*masked(**(arguments | changes))) is None
     assert launcher.launch(*call()) is None
+
+
+@pytest.mark.parametrize("name", ["attn_mask", "alibi_slopes", "sinks"])
+def test_each_of_the_masks_needs_memory(name: str) -> None:
+    def given(address: int) -> list[Any]:
+        return masked(**{name: mask(4, address=address, code=2, bits=32)})
+
+    register(given(MASK))
+    assert launcher.launch_masked(*given(MASK)) is True
+    assert launcher.launch_masked(*given(NO_MEMORY)) is None
+    assert prepared(given(NO_MEMORY)) is None
+    with pytest.raises(ValueError, match="CUDA tensors that do not overlap"):
+        register(given(NO_MEMORY))
+
+
+def test_an_lse_is_the_callers_or_allocated_or_none() -> None:
+    install_allocator()
+    register(masked(left=3))
+    check_allocated_lse(launcher.launch_masked(*masked(left=3, lse=True)), last().params.lse)
+    set_integer("stub_last_bytes", -1)
+    for lse, address in ((tensor((2, 4, 16), 0x500000), 0x500000), (None, None), (False, None)):
+        assert launcher.launch_masked(*masked(left=3, lse=lse)) is True
+        assert last().params.lse == address
+    assert launcher.launch_masked(*masked(left=4, lse=True)) is None
+    assert integer("stub_last_bytes") == -1
 
 
 def test_another_mask_of_the_same_form_and_another_cap_hit() -> None:
@@ -160,8 +187,8 @@ def test_sdpa_finds_a_plan_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert api.sdpa(q, q, q, window=(3, 4), out=q) is q
     assert api.sdpa(q, q, q, causal="lower_right", attn_mask=q, softcap=2.0, out=q, scale=0.5) is q
     options = api.OPTIONS[False, None, False, "auto"], api.OPTIONS[False, "lower_right", False, "auto"]
-    assert seen[0] == (q, q, q, q, None, options[0], None, None, None, None, 3, 4, None)
-    assert seen[1] == (q, q, q, q, None, options[1], 0.5, q, None, None, -1, -1, 2.0)
+    assert seen[0] == (q, q, q, q, False, options[0], None, None, None, None, 3, 4, None)
+    assert seen[1] == (q, q, q, q, False, options[1], 0.5, q, None, None, -1, -1, 2.0)
 
 
 def prepared(arguments: list[Any]) -> Any:
@@ -185,6 +212,17 @@ def test_a_prepared_call_with_masks_launches_its_plan_without_the_table() -> Non
     assert found.params.scale_log2 == pytest.approx(0.5 * math.log2(math.e), rel=1e-7)
 
 
+def test_a_prepared_call_with_masks_allocates_the_lse_that_is_asked_for() -> None:
+    install_allocator()
+    arguments = masked(attn_mask=mask(16, 24))
+    register(arguments)
+    launch, masks = prepared(arguments), (mask(16, 24), None, None)
+    check_allocated_lse(launch(*call()[:4], True, *masks), last().params.lse)
+    for lse in (None, False):
+        assert launch(*call()[:4], lse, *masks) is True
+        assert last().params.lse is None
+
+
 @pytest.mark.parametrize(
     "others",
     [
@@ -195,6 +233,7 @@ def test_a_prepared_call_with_masks_launches_its_plan_without_the_table() -> Non
         (mask(16, 24), mask(4, address=SLOPES, code=2, bits=32), None),
         (mask(16, 24), None, mask(4, address=SINKS, code=2, bits=16)),
         (mask(16, 24, address=0x400000), None, None),  # where the output is
+        (mask(16, 24, address=NO_MEMORY), None, None),
     ],
 )
 def test_a_prepared_call_refuses_other_masks(others: tuple[Any, ...]) -> None:
@@ -202,7 +241,8 @@ def test_a_prepared_call_refuses_other_masks(others: tuple[Any, ...]) -> None:
     launch = prepared(masked(attn_mask=mask(16, 24)))
     before = record.launches
     assert launch(*call()[:4], None, *others) is None
-    assert launch(*call(query=tensor((2, 4, 17, 32), 0x100000))[:4], None, mask(16, 24), None, None) is None
+    for query in (tensor((2, 4, 17, 32), 0x100000), tensor(SHAPE, NO_MEMORY)):
+        assert launch(*call(query=query)[:4], None, mask(16, 24), None, None) is None
     assert record.launches == before
 
 
@@ -214,3 +254,15 @@ def test_a_plan_object_with_masks_reaches_the_prepared_call() -> None:
     with torch.no_grad():  # the stub's tensors are not torch's
         assert plan(*arguments[:3], out=arguments[3], attn_mask=mask(16, 24, address=0xB00000)) is arguments[3]
     assert last().mask == 0xB00000
+
+
+def test_a_plan_object_with_masks_gives_the_lse() -> None:
+    install_allocator()
+    arguments = masked(attn_mask=mask(16, 24), right=3)
+    register(arguments)
+    expected = Expected({}, True, {"return_lse": True})
+    plan = make_masked_plan(prepared(arguments), expected, Explanation("stub", "a test"))
+    with torch.no_grad():
+        out, lse = plan(*arguments[:3], out=arguments[3], attn_mask=mask(16, 24))  # type: ignore[misc]
+    assert out is arguments[3]
+    check_allocated_lse(lse, last().params.lse)

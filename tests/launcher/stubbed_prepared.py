@@ -22,6 +22,7 @@ from stub_harness import (
     _four_maps,
     _programmatic,
     call,
+    check_allocated_lse,
     kernel,
     library,
     maps_of_last,
@@ -136,16 +137,25 @@ def test_a_prepared_call_admits_tensors_of_better_alignment() -> None:
     assert prepared(misaligned)(*call()[:4], None) is True
 
 
-def test_a_prepared_call_allocates_when_no_output_is_given() -> None:
+def test_a_prepared_call_allocates_the_lse_that_is_asked_for() -> None:
     install_allocator()
     register(call())
     launch = prepared(call())
-    out = launch(*call(out=None)[:4], None)
-    assert tuple(out.shape) == SHAPE
-    assert last().params.out not in (None, 0x400000)
-    strided = call(out=tensor(SHAPE, 0x400000, strides=(4 * 16 * 32, 32, 128, 1)))
-    register(strided)
-    assert prepared(strided)(*call(out=None)[:4], None) is None
+    check_allocated_lse(launch(*call()[:4], True), last().params.lse)
+    set_integer("stub_last_bytes", -1)
+    for lse, address in ((tensor((2, 4, 16), 0x500000), 0x500000), (None, None), (False, None)):
+        assert launch(*call()[:4], lse) is True
+        assert last().params.lse == address
+    assert launch(*call(query=tensor((2, 4, 17, 32), 0x100000))[:4], True) is None
+    assert integer("stub_last_bytes") == -1
+
+
+def test_a_prepared_call_always_has_an_output() -> None:
+    register(call())
+    with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
+        prepared(call(out=None))
+    with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
+        prepared(call())(*call(out=None)[:4], None)
 
 
 def test_a_plan_object_reaches_the_prepared_call() -> None:
@@ -172,13 +182,15 @@ def test_a_plan_object_reports_a_failed_launch(monkeypatch: pytest.MonkeyPatch) 
     assert options == {"out": arguments[3], "return_lse": False, "impl": "auto"}
 
 
-def test_the_lse_is_allocated_in_fp32_without_the_last_dimension() -> None:
+def test_a_plan_object_gives_the_lse() -> None:
     install_allocator()
-    lse = launcher.allocate_lse(call()[0])
-    assert (tuple(lse.shape), str(lse.dtype)) == ((2, 4, 16), "float32")
-    assert integer("stub_last_bytes") == 2 * 4 * 16 * 4
-    with pytest.raises(ValueError, match="expected 4 dimensions, got 3"):
-        launcher.allocate_lse(tensor((4, 16, 32), 0x100000))
+    register(call())
+    plan = make_plan(prepared(call()), Expected({}, True, {"return_lse": True}), Explanation("stub", "a test"))
+    arguments = call()
+    with torch.no_grad():
+        out, lse = plan(*arguments[:3], out=arguments[3])  # type: ignore[misc]
+    assert out is arguments[3]
+    check_allocated_lse(lse, last().params.lse)
 
 
 def test_strides_of_dimensions_of_size_one_make_no_other_plan() -> None:

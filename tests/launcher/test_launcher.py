@@ -18,9 +18,10 @@ from microsdpa.runtime import launcher
 HERE = Path(__file__).parent
 
 
-def test_cpu_tensors_miss() -> None:
+@pytest.mark.parametrize("lse", [None, False, True])
+def test_cpu_tensors_miss(lse: bool | None) -> None:
     q = torch.zeros(1, 2, 3, 32, dtype=torch.float16)
-    assert launcher.launch(q, q, q, None, None, 0, None) is None
+    assert launcher.launch(q, q, q, torch.empty_like(q), lse, 0, None) is None
 
 
 def test_the_driver_version_is_a_number() -> None:
