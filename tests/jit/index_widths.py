@@ -1,7 +1,7 @@
 """Which numbers of a kernel could outgrow 32 bits, read from its PTX with the source lines that they come from.
 
-There are two kinds: products of two numbers that only the call knows, and multiples of such a number that are made in 32
-bits and then become part of a 64-bit address. A number counts as small when it is the thread's, a constant, or a
+There are two kinds: products of two numbers that only the call knows, and multiples of such a number that are made in
+32 bits and then become part of a 64-bit address. A number counts as small when it is the thread's, a constant, or a
 remainder, quotient, minimum or sum of small ones; what goes round a loop does not.
 """
 

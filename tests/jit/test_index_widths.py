@@ -1,4 +1,4 @@
-"""Numbers of kernels in 32 bits: each that could be too large is explained, and launches that are too large refused."""
+"""Numbers of kernels in 32 bits: each that could be too large is explained."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from index_widths import Widths
+
 from microsdpa.jit import nvrtc
 from microsdpa.jit.source import CUDA_DIR, expand
 from microsdpa.specs import KernelSpec, catalogue
