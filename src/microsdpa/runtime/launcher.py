@@ -35,6 +35,7 @@ def _load_library() -> Any:
 
 
 _library = _load_library()
+tvm_ffi.register_error("microsdpa.OutOfMemoryError", torch.OutOfMemoryError)
 
 launch = _library.sdpa
 """launch(query, key, value, out | None, lse | None, options, scale | None): the hot path.
