@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +46,20 @@ _logged: set[str] = set()
 _launch = launcher.launch
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
-_active: list[tuple[bool, str]] = []  # (strict, impl) of every enable() that has not been disabled; the last one holds
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """One enable() or enabled() that has not been undone."""
+
+    strict: bool
+    impl: str
+    thread: int
+    of_block: bool
+
+
+_active: tuple[_Entry, ...] = ()
+_changing = threading.Lock()
 
 
 def enable(*, strict: bool = False, impl: str = "auto") -> None:
@@ -54,37 +69,62 @@ def enable(*, strict: bool = False, impl: str = "auto") -> None:
     `strict` it raises UnsupportedProblem. Code that took the function's name before ("from ... import") keeps torch's.
     `impl` is that of microsdpa.sdpa.
 
+    It holds for the whole process. A call takes the options of the latest enable() or enabled() of its own thread, or
+    else of the latest one of any thread.
+
     Raises:
         InvalidArgument: there is no such `impl`.
     """
-    global _backends_at_first
-    _active.append((strict, check_impl(impl)))
-    if len(_active) == 1:
-        _backends_at_first = _backends()
-    F.scaled_dot_product_attention = scaled_dot_product_attention
+    _add(strict, impl, of_block=False)
 
 
 def disable() -> None:
-    """Undo the latest enable().
+    """Undo the latest enable(), of this thread or else of any; the blocks of enabled() stay as they are.
 
     Raises:
         RuntimeError: it is not enabled.
     """
-    if not _active:
-        raise RuntimeError("microsdpa.disable: expected microsdpa.enable() before, got none")
-    _active.pop()
-    if not _active:
-        F.scaled_dot_product_attention = torch_cpu.torch_attention
+    with _changing:
+        enables = [entry for entry in _active if not entry.of_block]
+        if not enables:
+            raise RuntimeError("microsdpa.disable: expected microsdpa.enable() before, got none")
+        _replace([entry for entry in _active if entry is not _holding(enables)])
 
 
 @contextmanager
 def enabled(*, strict: bool = False, impl: str = "auto") -> Iterator[None]:
-    """enable() for a block."""
-    enable(strict=strict, impl=impl)
+    """enable() for a block; what other threads or blocks have enabled stays as it is."""
+    entry = _add(strict, impl, of_block=True)
     try:
         yield
     finally:
-        disable()
+        with _changing:
+            _replace([other for other in _active if other is not entry])
+
+
+def _add(strict: bool, impl: str, of_block: bool) -> _Entry:
+    global _backends_at_first
+    entry = _Entry(strict, check_impl(impl), threading.get_ident(), of_block)
+    with _changing:
+        if not _active:
+            _backends_at_first = _backends()
+        _replace([*_active, entry])
+    return entry
+
+
+def _replace(entries: Sequence[_Entry]) -> None:
+    global _active
+    _active = tuple(entries)
+    F.scaled_dot_product_attention = scaled_dot_product_attention if entries else torch_cpu.torch_attention
+
+
+def _holding(entries: Sequence[_Entry]) -> _Entry:
+    """That of some entries which holds in this thread; in a graph that is compiled, the latest."""
+    if len(entries) > 1 and not is_dynamo_compiling():
+        thread = threading.get_ident()
+        own = [entry for entry in entries if entry.thread == thread]
+        return (own or entries)[-1]
+    return entries[-1]
 
 
 def scaled_dot_product_attention(
@@ -105,7 +145,11 @@ def scaled_dot_product_attention(
     Raises:
         UnsupportedProblem: microsdpa does not compute the call, and was enabled with strict=True.
     """
-    strict, impl = _active[-1] if _active else (False, "auto")
+    entries = _active  # which another thread may replace meanwhile
+    strict, impl = False, "auto"
+    if entries:
+        holding = _holding(entries)
+        strict, impl = holding.strict, holding.impl
     if _is_unrestricted():
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, strict=strict, impl=impl)
     arguments = query, key, value, attn_mask, dropout_p, is_causal

@@ -80,8 +80,9 @@ def quantize(
             all move by the same amount, and only LSE by scale * q . mean.
         hadamard: rotate every row by the normalised Hadamard matrix of size D, a power of two, which spreads outliers
             among the channels. Q K^T does not change when Q and K are both rotated.
-        allow_nonfinite: let NaN and infinities pass: infinities saturate, and neither counts for a scale. Without it
-            they are an error, for which a CUDA device has to be waited for.
+        allow_nonfinite: let NaN and infinities pass: infinities saturate, and do not count for a scale. E4M3 has a code
+            for NaN; of "int8" and "sim_u8", which have none, NaN makes the scale NaN that it shares. Without it they
+            are an error, for which a CUDA device has to be waited for.
 
     Raises:
         InvalidArgument: an argument is none of these, or x is not finite.
@@ -130,7 +131,7 @@ def residual(y: torch.Tensor, codes: torch.Tensor, code: Code) -> torch.Tensor:
 def scales(values: torch.Tensor, code: Code, granularity: Granularity, block: int) -> torch.Tensor:
     """FP32 scales of FP32 values [B, H, S, D]."""
     magnitude = values.abs()
-    magnitude = magnitude.where(magnitude.isfinite(), 0.0)
+    magnitude = magnitude.where(magnitude.isfinite() if code == "e4m3" else ~magnitude.isinf(), 0.0)
     batch, heads, seqlen, _ = values.shape
     if granularity == "block":
         padded = torch.nn.functional.pad(magnitude, (0, 0, 0, -seqlen % block))
@@ -138,7 +139,7 @@ def scales(values: torch.Tensor, code: Code, granularity: Granularity, block: in
     else:
         largest = magnitude.amax(dim={"tensor": (0, 1, 2, 3), "head": (2, 3), "channel": (2,)}[granularity])
     scale = largest / largest.new_full((), LARGEST[code])  # by a number, torch multiplies with its inverse on CUDA
-    return scale.where(scale != 0.0, 1.0)
+    return scale.where(scale != 0.0, 1.0).masked_fill(scale.isnan(), torch.nan)  # which has one pattern, as there
 
 
 def expand_scale(scale: torch.Tensor, granularity: Granularity, block: int, shape: torch.Size) -> torch.Tensor:

@@ -77,7 +77,7 @@ def test_a_lost_mask_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_answer_than_torchs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def rerouted(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        strict, _ = dropin._active[-1]
+        strict = dropin._active[-1].strict
         if strict:
             raise UnsupportedProblem("not today", nearest="tomorrow")
         return query

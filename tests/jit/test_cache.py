@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from microsdpa.emulate import build as emulator
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.cache import CacheWarning, Entry, KernelCache, default_directory
 from microsdpa.specs import KernelSpec
@@ -51,6 +53,89 @@ def test_a_damaged_entry_is_rebuilt_with_a_warning(tmp_path: Path, damage: str) 
     with pytest.warns(CacheWarning, match="is damaged"):
         assert cache.get_or_build(SIGNATURE, lambda: ENTRY) == (ENTRY, False)
     assert cache.get_or_build(SIGNATURE, fail)[1]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0o000])
+def test_entries_are_as_readable_as_the_umask_says(tmp_path: Path, umask: int) -> None:
+    """A cache that root bakes into an image is everybody's to read, and nobody's to write."""
+    before = os.umask(umask)
+    try:
+        cache = KernelCache(tmp_path / "new" / "cache")
+        cache.get_or_build(SIGNATURE, lambda: ENTRY)
+    finally:
+        os.umask(before)
+    entry = cache.path(SIGNATURE)
+    for directory in (entry, entry.parent, cache.directory, cache.directory.parent):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o755 & ~umask
+    for file in entry.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o644 & ~umask
+    assert cache.get_or_build(SIGNATURE, fail)[1]
+
+
+@pytest.mark.parametrize("level", [".", "ab", f"ab/{SIGNATURE}"])
+def test_a_cache_that_everybody_may_write_is_not_used(tmp_path: Path, level: str) -> None:
+    cache = KernelCache(tmp_path)
+    other = Entry(b"another cubin", "source", {})
+    cache.get_or_build(SIGNATURE, lambda: other)
+    (tmp_path / level).chmod(0o777)
+    with pytest.warns(CacheWarning, match="is writable by everybody .mode 0777., and what lies there would be loaded"):
+        assert cache.get_or_build(SIGNATURE, lambda: ENTRY) == (ENTRY, False)
+    assert cache.get(SIGNATURE) is None
+    assert not cache.has(SIGNATURE)
+    (tmp_path / level).chmod(0o775)
+    assert cache.get_or_build(SIGNATURE, fail)[0].cubin == other.cubin
+
+
+@pytest.mark.parametrize(("owner", "trusted"), [(0, True), (4711, True), (4712, False)])
+def test_only_caches_of_the_user_and_root_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, trusted: bool
+) -> None:
+    cache = KernelCache(tmp_path)
+    cache.get_or_build(SIGNATURE, lambda: ENTRY)
+    monkeypatch.setattr("microsdpa.jit.cache.os.geteuid", lambda: 4711)
+    real = Path.stat
+
+    def owned(path: Path, **options: bool) -> os.stat_result:
+        found = list(real(path, **options))
+        found[stat.ST_UID] = owner
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, "stat", owned)
+    assert cache.has(SIGNATURE) == trusted
+    if trusted:
+        assert cache.get_or_build(SIGNATURE, fail)[1]
+        return
+    with pytest.warns(CacheWarning, match=r"belongs to user 4712, not to this one \(4711\) or root"):
+        assert cache.get_or_build(SIGNATURE, lambda: ENTRY) == (ENTRY, False)
+
+
+def test_an_entry_that_may_not_be_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KernelCache(tmp_path)
+    cache.get_or_build(SIGNATURE, lambda: ENTRY)
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        with pytest.warns(CacheWarning, match="cannot be read by this user .*chmod -R a"):
+            assert cache.get_or_build(SIGNATURE, lambda: ENTRY) == (ENTRY, False)
+    assert cache.get_or_build(SIGNATURE, fail)[1]
+
+
+def test_the_emulator_loads_no_library_that_everybody_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MICROSDPA_CACHE_DIR", str(tmp_path))
+    made = tmp_path / "built.so"
+    made.write_bytes(b"library")
+    path = emulator._materialize(SIGNATURE, lambda _: made, "", "name")
+    assert tmp_path in path.parents
+    path.parent.chmod(0o777)
+    with pytest.warns(CacheWarning, match="is writable by everybody"):
+        path = emulator._materialize(SIGNATURE, lambda _: made, "", "name")
+    assert tmp_path not in path.parents
+    assert path.read_bytes() == b"library"
 
 
 def test_a_cache_that_is_no_directory_costs_a_warning_only(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ int stub_raw_bytes = 0;
 int stub_live_bytes = 0;  // allocated and not given back
 int stub_last_bytes = 0;  // of the latest allocation
 int stub_version = 13000;
+const char* stub_allocation_error = nullptr;  // words of the error that the allocator answers with
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int* version) { return *version = stub_version, CUDA_SUCCESS; }
@@ -152,8 +153,9 @@ void stub_set_context(std::int64_t context) {
 }
 
 // An allocator of "device" memory, in the form that the framework gives to the launcher.
-int stub_allocate(DLTensor* prototype, DLManagedTensorVersioned** out, void*,
-                  void (*)(void*, const char*, const char*)) {
+int stub_allocate(DLTensor* prototype, DLManagedTensorVersioned** out, void* context,
+                  void (*set_error)(void*, const char*, const char*)) {
+  if (stub_allocation_error) return set_error(context, "MemoryError", stub_allocation_error), -1;
   auto* tensor = new DLManagedTensorVersioned{};
   tensor->version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
   tensor->deleter = [](DLManagedTensorVersioned* self) {

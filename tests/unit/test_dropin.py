@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,6 +167,69 @@ def test_it_nests_and_is_undone() -> None:
             F.scaled_dot_product_attention(*tensors)
     with pytest.raises(RuntimeError, match="got none"):
         microsdpa.disable()
+
+
+def test_threads_keep_their_own_strictness() -> None:
+    """Blocks of two threads end in the order in which they began: each takes away its own, and no other."""
+    tensors = (torch.randn(1, 2, 5, 8),) * 3  # float32, which is torch's
+    both, first_ended, found = threading.Barrier(2), threading.Event(), dict[str, list[bool]]()
+
+    def is_strict() -> bool:
+        try:
+            F.scaled_dot_product_attention(*tensors)
+        except microsdpa.UnsupportedProblem:
+            return True
+        return False
+
+    def lenient() -> None:
+        with microsdpa.enabled():
+            both.wait()
+            found["lenient"] = [is_strict()]
+            both.wait()
+        first_ended.set()
+
+    def strict() -> None:
+        with microsdpa.enabled(strict=True):
+            both.wait()
+            found["strict"] = [is_strict()]
+            both.wait()
+            first_ended.wait()
+            found["strict"].append(is_strict())
+
+    threads = [threading.Thread(target=target) for target in (lenient, strict)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"lenient": [False], "strict": [True, True]}
+    assert F.scaled_dot_product_attention is TORCHS_OWN
+
+
+def test_a_thread_without_a_block_has_what_another_one_enabled() -> None:
+    tensors = (torch.randn(1, 2, 5, 8),) * 3
+    raised = []
+
+    def call() -> None:
+        with pytest.raises(microsdpa.UnsupportedProblem):
+            F.scaled_dot_product_attention(*tensors)
+        raised.append(True)
+
+    with microsdpa.enabled(strict=True):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    assert raised == [True]
+
+
+def test_disable_leaves_blocks_alone() -> None:
+    tensors = (torch.randn(1, 2, 5, 8),) * 3
+    microsdpa.enable()
+    with microsdpa.enabled(strict=True):
+        microsdpa.disable()
+        with pytest.raises(microsdpa.UnsupportedProblem):
+            F.scaled_dot_product_attention(*tensors)
+        with pytest.raises(RuntimeError, match="got none"):
+            microsdpa.disable()
 
 
 def test_a_model_trains_and_compiles_through_it() -> None:

@@ -68,13 +68,33 @@ def test_every_half_goes_to_its_nearest_code(code: Code) -> None:
 
 def test_nonfinite_values_when_they_are_allowed() -> None:
     x = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf], dtype=torch.float16).repeat(8).view(1, 1, 8, 4)
-    for code, nan in (("e4m3", torch.nan), ("int8", 0.0), ("sim_u8", -448.0 * 1 / 448)):
+    finite = x.masked_fill(x.isnan(), 0.5)
+    for code in CODES:
         with pytest.raises(InvalidArgument, match="allow_nonfinite=True"):
             microsdpa.quantize(x, code)  # type: ignore[arg-type]
+        found = microsdpa.quantize(finite, code, allow_nonfinite=True)  # type: ignore[arg-type]
+        assert found.scale == torch.tensor(1.0) / LARGEST[code]  # infinity does not count
+        expected = torch.tensor([1.0, 0.5, 1.0, -1.0])
+        torch.testing.assert_close(found.dequantize()[0, 0, 0], expected, rtol=1e-6, atol=4e-3)
         found = microsdpa.quantize(x, code, allow_nonfinite=True)  # type: ignore[arg-type]
-        assert found.scale == torch.tensor(1.0) / LARGEST[code]  # neither NaN nor infinity counts
-        expected = torch.tensor([1.0, nan, 1.0, -1.0])
-        torch.testing.assert_close(found.dequantize()[0, 0, 0], expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+        nan = torch.tensor([False, True, False, False])
+        if code == "e4m3":
+            assert found.scale == torch.tensor(1.0) / LARGEST[code]
+            assert torch.equal(found.dequantize()[0, 0, 0].isnan(), nan)
+        else:  # which has no code for NaN
+            assert found.scale.isnan()
+            assert found.dequantize().isnan().all()
+
+
+@pytest.mark.parametrize("code", ["int8", "sim_u8"])
+@pytest.mark.parametrize(("granularity", "count"), [("block", 2), ("head", 16), ("channel", 8)])
+def test_nan_spreads_no_farther_than_its_scale(code: str, granularity: str, count: int) -> None:
+    x = torch.ones(1, 2, 8, 2)
+    x[0, 1, 3, 0] = torch.nan
+    found = microsdpa.quantize(x, code, granularity, block=1, allow_nonfinite=True)  # type: ignore[arg-type]
+    nan = found.dequantize().isnan()
+    assert nan[0, 1, 3, 0]
+    assert int(nan.sum()) == count
 
 
 @pytest.mark.parametrize("code", CODES)

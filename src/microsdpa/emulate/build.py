@@ -112,7 +112,7 @@ _building: dict[str, threading.Lock] = {}
 
 
 def _store(binary: str) -> cache.KernelCache:
-    return cache.KernelCache(cache.default_directory() / "emulate", binary)
+    return cache.KernelCache(cache.default_directory(), binary, "emulate")
 
 
 def _digest(parts: object) -> str:
@@ -267,7 +267,7 @@ def _materialize(key: str, build: object, source: str, name: str, binary: str = 
     store = _store(binary)
     entry, _ = store.get_or_build(key, make)
     path = store.path(key) / store.binary
-    if path.is_file():
+    if store.has(key) and path.is_file():
         return path
     directory = Path(_process_directory().name) / key
     directory.mkdir(exist_ok=True)

@@ -76,7 +76,7 @@ def compile_kernel(spec: KernelSpec, target: str, directory: Path | None = None)
 def is_compiled(spec: KernelSpec, target: str) -> bool:
     """Whether the kernel is in memory or has an entry in the cache."""
     key = signature(spec, target)
-    return key in _memory or cache.KernelCache(cache.default_directory()).path(key).is_dir()
+    return key in _memory or cache.KernelCache(cache.default_directory()).has(key)
 
 
 def _build(spec: KernelSpec, target: str) -> cache.Entry:

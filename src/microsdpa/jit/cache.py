@@ -3,6 +3,10 @@
 An entry is a directory named by its signature: the binary, source.cu (expanded) and metadata.json. It is written in a
 staging directory beside it, flushed to disk and renamed into place. A cache that cannot be written costs a compile in
 each process and a warning, never an error.
+
+What is found is loaded into the process, so the cache must be the user's or root's, and nothing of it may be writable
+by everybody. Any other is neither read nor written, with a warning. The process writes directories of mode 0755 and
+files of mode 0644 at most, less what its umask takes off: whoever may read them has the use of them.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +28,8 @@ import filelock
 import platformdirs
 
 LOCK_TIMEOUT_SECONDS = 120
+DIRECTORY_MODE, FILE_MODE = 0o755, 0o644
+"""Before the umask."""
 
 
 class CacheWarning(UserWarning):
@@ -45,23 +52,50 @@ def default_directory() -> Path:
 
 
 class KernelCache:
-    """Compiled kernels below `directory`, shared by concurrent processes."""
+    """Compiled kernels below `directory`, in the folder `kind` of it, shared by concurrent processes."""
 
-    def __init__(self, directory: Path, binary: str = "kernel.cubin") -> None:
+    def __init__(self, directory: Path, binary: str = "kernel.cubin", kind: str = "") -> None:
         self.directory = directory
         self.binary = binary
+        self._folder = directory / kind
 
     def path(self, signature: str) -> Path:
         """Directory of the entry with this signature, whether it exists or not."""
-        return self.directory / signature[:2] / signature
+        return self._folder / signature[:2] / signature
+
+    def has(self, signature: str) -> bool:
+        """Whether there is an entry with this signature that may be read."""
+        return self.path(signature).is_dir() and not self.distrust(signature)
+
+    def distrust(self, signature: str) -> str:
+        """Why somebody else could have written the entry with this signature; empty when nobody could."""
+        path = self.path(signature)
+        for level in dict.fromkeys((self.directory, self._folder, path.parent, path)):
+            try:
+                found = level.stat()
+            except OSError:
+                return ""  # there is no such directory, nor one below it
+            if found.st_uid not in (os.geteuid(), 0):
+                return f"{level} belongs to user {found.st_uid}, not to this one ({os.geteuid()}) or root"
+            if found.st_mode & stat.S_IWOTH:
+                return f"{level} is writable by everybody (mode {stat.S_IMODE(found.st_mode):04o})"
+        return ""
 
     def get(self, signature: str) -> Entry | None:
         """The entry, or None when there is none; a damaged one is removed with a warning."""
         path = self.path(signature)
-        if not path.is_dir():
+        if not self.has(signature):
             return None
         try:
             return self._read(path, signature)
+        except PermissionError as error:
+            warnings.warn(
+                f"cache entry {path} cannot be read by this user ({error}); compiling again; "
+                f"make it readable: chmod -R a+rX {self.directory}",
+                CacheWarning,
+                stacklevel=2,
+            )
+            return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             warnings.warn(f"cache entry {path} is damaged ({error}); compiling again", CacheWarning, stacklevel=2)
             shutil.rmtree(path, ignore_errors=True)
@@ -69,6 +103,14 @@ class KernelCache:
 
     def get_or_build(self, signature: str, build: Callable[[], Entry]) -> tuple[Entry, bool]:
         """The entry and whether it was found; concurrent processes that miss build it once."""
+        if reason := self.distrust(signature):
+            warnings.warn(
+                f"the kernel cache {self.directory} is not used: {reason}, and what lies there would be loaded into "
+                "this process; set MICROSDPA_CACHE_DIR to a directory of your own, or chown and chmod o-w this one",
+                CacheWarning,
+                stacklevel=3,
+            )
+            return build(), False
         entry = self.get(signature)
         if entry is not None:
             return entry, True
@@ -87,7 +129,7 @@ class KernelCache:
         path = self.directory / "locks" / f"{signature}.lock"
         lock = filelock.FileLock(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            _make_directory(path.parent)
             lock.acquire(timeout=LOCK_TIMEOUT_SECONDS)
         except (OSError, filelock.Timeout) as error:
             self._warn_unusable(error)
@@ -105,21 +147,24 @@ class KernelCache:
             "cubin_sha256": hashlib.sha256(entry.cubin).hexdigest(),
             "source_sha256": hashlib.sha256(entry.source.encode()).hexdigest(),
         }
-        staging: str | None = None
+        private: str | None = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            staging = tempfile.mkdtemp(prefix="staging-", dir=path.parent)
-            _write(Path(staging, self.binary), entry.cubin)
-            _write(Path(staging, "source.cu"), entry.source.encode())
-            _write(Path(staging, "metadata.json"), json.dumps(metadata, indent=1).encode())
-            _sync_directory(Path(staging))
+            _make_directory(path.parent)
+            private = tempfile.mkdtemp(prefix="staging-", dir=path.parent)
+            staging = Path(private, signature)
+            staging.mkdir(DIRECTORY_MODE)
+            _write(staging / self.binary, entry.cubin)
+            _write(staging / "source.cu", entry.source.encode())
+            _write(staging / "metadata.json", json.dumps(metadata, indent=1).encode())
+            _sync_directory(staging)
             os.rename(staging, path)
             _sync_directory(path.parent)
         except OSError as error:
-            if staging:
-                shutil.rmtree(staging, ignore_errors=True)
             if not path.is_dir():  # else another process that did not wait for the lock was faster
                 self._warn_unusable(error)
+        finally:
+            if private:
+                shutil.rmtree(private, ignore_errors=True)
 
     def _read(self, path: Path, signature: str) -> Entry:
         metadata = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
@@ -142,8 +187,16 @@ class KernelCache:
         )
 
 
+def _make_directory(path: Path) -> None:
+    """Make a directory and those above it that are missing, none of them writable by others than the user."""
+    for level in (*reversed(path.parents), path):
+        if not level.is_dir():
+            level.mkdir(DIRECTORY_MODE, exist_ok=True)
+
+
 def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
+    with open(descriptor, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

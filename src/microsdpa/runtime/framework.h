@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <stdexcept>
+#include <string>
 
 #include "call.h"
 #include "driver.h"
@@ -35,6 +36,16 @@ auto guarded(Body body) {
   }
 }
 
+// The framework reports every error of its allocator as a MemoryError, in the words of the error and of where it was
+// raised. Out of memory becomes the kind that Python knows as torch.OutOfMemoryError (launcher.py), another a
+// RuntimeError; both keep the framework's own words alone.
+[[noreturn]] inline void rethrow_allocation_error(const ffi::Error& error) {
+  std::string words = error.message();
+  const bool out_of_memory = words.find("out of memory") != std::string::npos;
+  words = words.substr(0, words.find("\nException raised from "));
+  throw ffi::Error(out_of_memory ? "microsdpa.OutOfMemoryError" : "RuntimeError", words, error.backtrace());
+}
+
 // Memory from the framework's allocator, on the device and for the current stream of `like`. It may be given
 // back as soon as the kernels that use it are launched: whoever gets it next is behind them in the stream.
 inline ffi::Tensor allocate(const std::int64_t* shape, int rank, DLDataType dtype, const DLTensor& like) {
@@ -43,7 +54,7 @@ inline ffi::Tensor allocate(const std::int64_t* shape, int rank, DLDataType dtyp
   prototype.shape = const_cast<std::int64_t*>(shape);
   prototype.ndim = rank;
   TVMFFIObjectHandle handle;
-  TVM_FFI_CHECK_SAFE_CALL(TVMFFIEnvTensorAlloc(&prototype, &handle));
+  if (TVMFFIEnvTensorAlloc(&prototype, &handle)) rethrow_allocation_error(ffi::details::MoveFromSafeCallRaised());
   return ffi::Tensor(
       ffi::details::ObjectUnsafe::ObjectPtrFromOwned<ffi::TensorObj>(static_cast<TVMFFIObject*>(handle)));
 }

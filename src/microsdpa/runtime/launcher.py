@@ -36,6 +36,7 @@ def _load_library() -> Any:
 
 
 _library = _load_library()
+tvm_ffi.register_error("microsdpa.OutOfMemoryError", torch.OutOfMemoryError)
 
 launch = _library.sdpa
 """launch(query, key, value, out, lse, options, scale | None): the hot path.

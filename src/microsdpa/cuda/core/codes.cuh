@@ -11,6 +11,7 @@ namespace code {
 
 // E4M3: round to nearest even, saturated at 448.
 struct E4m3 {
+  static constexpr bool HAS_NAN = true;
   static constexpr float LARGEST = 448.0f;
   static constexpr float STEPS = 1.0f;
   static __device__ __forceinline__ unsigned char encode(float x) {
@@ -23,8 +24,9 @@ struct E4m3 {
   }
 };
 
-// -127 to 127, symmetric; NaN becomes 0.
+// -127 to 127, symmetric; NaN becomes 0, and the scale NaN.
 struct Int8 {
+  static constexpr bool HAS_NAN = false;
   static constexpr float LARGEST = 127.0f;
   static constexpr float STEPS = 256.0f;
   static __device__ __forceinline__ unsigned char encode(float x) {
@@ -33,8 +35,9 @@ struct Int8 {
   static __device__ __forceinline__ float decode(unsigned char code) { return static_cast<signed char>(code); }
 };
 
-// A linear code of [-448, 448] in 0 to 255; NaN becomes 0.
+// A linear code of [-448, 448] in 0 to 255; NaN becomes 0, and the scale NaN.
 struct SimulatedU8 {
+  static constexpr bool HAS_NAN = false;
   static constexpr float LARGEST = 448.0f;
   static __device__ __forceinline__ unsigned char encode(float x) {
     const float clamped = fminf(fmaxf(x, -448.0f), 448.0f) + 448.0f;
@@ -49,10 +52,11 @@ struct None {
 
 }  // namespace code
 
-// What values are divided by, of the largest magnitude among them: never zero.
+// What values are divided by, of the largest magnitude among them: never zero. NaN has one pattern.
 template <typename Code>
 __device__ __forceinline__ float scale_of(float largest) {
   const float scale = largest / Code::LARGEST;
+  if (!Code::HAS_NAN && scale != scale) return __uint_as_float(0x7fc00000u);
   return scale == 0.0f ? 1.0f : scale;
 }
 
@@ -79,10 +83,20 @@ __device__ __forceinline__ void divide(float (&y)[N], const float (&x)[N], const
   }
 }
 
-// Largest of |x| and `largest`; NaN and infinities do not count.
+// The larger one of two magnitudes, or of codes without NaN the one that is NaN: the scale then tells of it. As
+// integers, magnitudes have the order of their values, and NaN comes behind infinity.
+template <typename Code>
+__device__ __forceinline__ float larger(float a, float b) {
+  if constexpr (Code::HAS_NAN) return fmaxf(a, b);
+  return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+}
+
+// Largest of |x| and `largest`; infinities do not count, nor does NaN where codes have it.
+template <typename Code>
 __device__ __forceinline__ float larger_magnitude(float largest, float x) {
-  const float magnitude = fabsf(x);
-  return magnitude < __uint_as_float(0x7f800000u) ? fmaxf(largest, magnitude) : largest;
+  const float magnitude = fabsf(x), infinity = __uint_as_float(0x7f800000u);
+  const bool counts = Code::HAS_NAN ? magnitude < infinity : magnitude != infinity;
+  return counts ? larger<Code>(largest, magnitude) : largest;
 }
 
 }  // namespace microsdpa

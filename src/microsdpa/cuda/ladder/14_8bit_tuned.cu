@@ -173,7 +173,8 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>
   for (int half = 0; half < 2; ++half) {
     const int row = min(warp_first + static_cast<int>(lane_index() / 4) + 8 * half, params.seqlen_q - 1);
     // A negative scale is a positive one of -S, and 0 must not meet a score of -inf.
-    state.factor[half] = fmaxf(fabsf(params.scale_log2) * *head.query_scale(params, row), 1e-30f);
+    const float factor = fabsf(params.scale_log2) * *head.query_scale(params, row);
+    state.factor[half] = factor < 1e-30f ? 1e-30f : factor;  // NaN stays NaN
   }
   cp_async_wait<2 * STAGES - 1>();  // the queries and the first keys
   __syncthreads();

@@ -165,10 +165,10 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
   const auto largest_of_row = [&](const float (&x)[CHUNK]) {
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) largest = larger_magnitude(largest, x[i]);
+    for (int i = 0; i < CHUNK; ++i) largest = larger_magnitude<Code>(largest, x[i]);
 #pragma unroll
     for (int step = 1; step < HEAD_DIM / CHUNK; step *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, step));
+      largest = larger<Code>(largest, __shfl_xor_sync(FULL_WARP, largest, step));
     }
     return largest;
   };
@@ -211,12 +211,15 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
       for (int r = 0; r < end - block; r += GROUPS) {
         load(x, block + r + place.row);
         const float of_row = largest_of_row(x);
-        if (block + r + place.row < end) largest = fmaxf(largest, of_row);
+        if (block + r + place.row < end) largest = larger<Code>(largest, of_row);
       }
       __syncthreads();  // everyone has read the last block's maximum
       if (place.chunk == 0) shared.rows[place.row] = largest;
       __syncthreads();
-      largest = warp_max(shared.rows[threadIdx.x % 32]);
+      largest = shared.rows[threadIdx.x % 32];
+      for (int offset = 16; offset > 0; offset /= 2) {
+        largest = larger<Code>(largest, __shfl_xor_sync(FULL_WARP, largest, offset));
+      }
       const float scale = scale_of<Code>(largest);
       if (threadIdx.x == 0) scales[block / BLOCK] = scale;
       for (int r = 0; r < end - block; r += GROUPS) {
@@ -240,7 +243,7 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
 #pragma unroll
     for (int j = 0; j < AT_A_TIME; ++j) {
 #pragma unroll
-      for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude(largest[i], x[j][i]);
+      for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude<Code>(largest[i], x[j][i]);
     }
   }
 #pragma unroll
@@ -250,7 +253,7 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
     const int channel = threadIdx.x;
     float m = 0.0f;
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) m = fmaxf(m, shared.channels[group][channel]);
+    for (int group = 0; group < GROUPS; ++group) m = larger<Code>(m, shared.channels[group][channel]);
     const float scale = scale_of<Code>(m);
     shared.channels[0][channel] = scale;
     shared.channels[1][channel] = 1.0f / scale;
