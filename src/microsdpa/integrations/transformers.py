@@ -173,7 +173,8 @@ def mask_function(
         numbers: torch.Tensor = eager_mask(**sizes, mask_function=mask_function, use_vmap=use_vmap, **further)
         return numbers
     # A model that forbids both will combine the mask with others.
-    lazy = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap and not is_tracing(attention_mask)
+    traced = is_tracing(attention_mask)
+    lazy = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap and not traced
     ends = _ends(mask_function) if lazy else None
     if ends is not None and (attention_mask is None or _is_padding(attention_mask, batch_size)):
         # The offset of a static cache is a tensor: transformers' own function waits for it here, too.
@@ -184,7 +185,7 @@ def mask_function(
             if padding is not None:
                 pattern = Pattern(pattern.start, pattern.stop, pattern.causal, pattern.window, padding)
             return PatternMask(batch_size, q_length, kv_length, pattern, torch.device(device))
-    skip = allow_is_bidirectional_skip and getattr(config, "is_causal", True)
+    skip = traced and allow_is_bidirectional_skip and getattr(config, "is_causal", True)
     found: torch.Tensor | None = sdpa_mask(
         **sizes,
         mask_function=mask_function,
