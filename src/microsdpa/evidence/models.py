@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import logging
 import statistics
@@ -86,7 +87,7 @@ def float32_through_torch() -> Iterator[None]:
 
 
 def _logits(output: Any) -> torch.Tensor:
-    for name in ("logits", "logits_per_image", "last_hidden_state", "image_embeds", "pooler_output"):
+    for name in ("sample", "logits", "logits_per_image", "last_hidden_state", "image_embeds", "pooler_output"):
         found = getattr(output, name, None)
         if isinstance(found, torch.Tensor):
             return found.float().cpu()
@@ -102,13 +103,17 @@ def _seen(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return logits[mask] if logits.dim() >= 2 and logits.shape[:2] == mask.shape else logits
 
 
-def _forward(model: Any, side: str = "", **options: Any) -> torch.Tensor:
+def _forward(model: Any, side: str = "", call: Any = None, **options: Any) -> torch.Tensor:
+    """One forward pass, by `call` or else the model; with padding on a side if there is one."""
+    if isinstance(model, functools.partial):  # of diffusers, with its inputs
+        return _logits(model())
     given = {name: value.to(model.device) for name, value in tiny.inputs(model).items()}
     given = {n: v.to(model.dtype) if v.is_floating_point() else v for n, v in given.items()}
+    call = model if call is None else call
     if not side:
-        return _logits(model(**given, **options))
+        return _logits(call(**given, **options))
     mask = tiny.padding(side).to(model.device)
-    found = _logits(model(**given, attention_mask=mask, **options))
+    found = _logits(call(**given, attention_mask=mask, **options))
     return found if model.config.is_encoder_decoder else _seen(found, mask)
 
 
@@ -165,13 +170,8 @@ def _assisted(model: Any) -> torch.Tensor:
 
 def _compiled(model: Any) -> torch.Tensor:
     torch._dynamo.reset()
-
-    class Compiled:
-        config, device, dtype, main_input_name = model.config, model.device, model.dtype, model.main_input_name
-        forward = model.forward
-        __call__ = staticmethod(torch.compile(model, backend="eager"))
-
-    return _forward(Compiled(), "left" if "input_ids" in tiny.inputs(model) else "")
+    side = "left" if "input_ids" in tiny.inputs(model) else ""
+    return _forward(model, side, torch.compile(model, backend="eager"))
 
 
 def scenarios(family: str, device: str) -> dict[str, Run]:
@@ -190,7 +190,7 @@ def scenarios(family: str, device: str) -> dict[str, Run]:
         }
     if family == "decoder" and device == "cpu":
         found["assisted"] = _assisted
-    if device == "cpu":
+    if device == "cpu" and family != "diffusion":
         found["compiled"] = _compiled
     return found
 
@@ -209,6 +209,10 @@ def _quiet() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    with contextlib.suppress(ImportError):
+        import diffusers
+
+        diffusers.utils.logging.set_verbosity_error()
     logging.getLogger("microsdpa").setLevel(logging.ERROR)
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore")
@@ -219,50 +223,93 @@ class Models:
 
     def __init__(self, candidate: Candidate, seed: int) -> None:
         config_class, self.model_class = candidate.classes()
-        self.config = tiny.configuration(config_class)
+        self.name: str = self.model_class.__name__
+        self.note = ""
+        self._config = tiny.configuration(config_class)
         self._seed = seed
-        self._weights = self._make("eager").state_dict()
-        tiny.inputs(self._make("eager"))
+        model = tiny.make(self.model_class, self._configured("eager"), seed)
+        self._weights = model.state_dict()
+        tiny.inputs(model)
+        self._ours = self._name_of_ours()
 
-    def _make(self, implementation: str) -> Any:
-        config = copy.deepcopy(self.config)
-        config._attn_implementation = implementation
-        return tiny.make(self.model_class, config, self._seed)
+    def _name_of_ours(self) -> str:
+        """The registered name; torch's, with microsdpa enabled, where a model looks for its attention by other names.
 
-    def named(self, implementation: str, device: str, dtype: torch.dtype) -> Any:
-        """The model under a name."""
-        config = copy.deepcopy(self.config)
+        Raises:
+            Exception: the model takes neither.
+        """
+        from microsdpa.integrations.transformers import NAME_FOR_ALL, register
+
+        register()
+        try:
+            self._named(NAME_FOR_ALL)
+            return NAME_FOR_ALL
+        except KeyError:
+            self._named("sdpa")
+            self.note = f"the model knows its own names only, not {NAME_FOR_ALL}: through microsdpa.enable()"
+            return "sdpa"
+
+    def _configured(self, implementation: str) -> Any:
+        config = copy.deepcopy(self._config)
         config._attn_implementation = implementation
+        return config
+
+    def _named(self, implementation: str) -> Any:
         torch.manual_seed(self._seed)
-        model = self.model_class(config).eval()
+        model = self.model_class(self._configured(implementation)).eval()
         model.load_state_dict(self._weights)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.eos_token_id = None
             model.generation_config.pad_token_id = 0
             model.generation_config.decoder_start_token_id = 1
-        return model.to(device, dtype)
+        return model
+
+    @contextlib.contextmanager
+    def named(self, which: str, device: str, dtype: torch.dtype) -> Iterator[Any]:
+        """The model: with "eager" attention, with transformers' own "sdpa", or with "ours"."""
+        model = self._named(self._ours if which == "ours" else which).to(device, dtype)
+        enabled = which == "ours" and self._ours == "sdpa"
+        with microsdpa.enabled() if enabled else contextlib.nullcontext():
+            yield model
+
+
+class DiffusionModels:
+    """The same of a model of diffusers, whose own attention is torch's: both "eager" and "sdpa"."""
+
+    note = ""
+
+    def __init__(self, candidate: Candidate, seed: int) -> None:
+        self.name = candidate.kind
+        self._model, self._inputs = tiny.diffusion(candidate.kind, seed)
+
+    @contextlib.contextmanager
+    def named(self, which: str, device: str, dtype: torch.dtype) -> Iterator[Any]:
+        """The model; as "ours" both through the registry of backends and, where a model asks torch itself, there."""
+        from diffusers.models.attention_dispatch import attention_backend
+
+        from microsdpa.integrations.diffusers import NAME, register
+
+        register()
+        model = copy.deepcopy(self._model).to(device, dtype)
+        there = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in self._inputs.items()}
+        there |= {n: x.to(dtype) for n, x in there.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        with attention_backend("native"):  # restored at the end: setting a model's own sets the one in use, too
+            if which == "ours":
+                model.set_attention_backend(NAME)
+            with microsdpa.enabled() if which == "ours" else contextlib.nullcontext():
+                yield functools.partial(model, **there)
 
 
 def check(candidate: Candidate, device: str, dtype: torch.dtype, only: tuple[str, ...] = (), seed: int = 0) -> Found:
     """Run one model through its scenarios, or `only` some of them. Nothing that the model does is raised."""
-    from microsdpa.integrations.transformers import NAME_FOR_ALL, register
-
     try:
-        models = Models(candidate, seed)
+        kind = DiffusionModels if candidate.family == "diffusion" else Models
+        models = kind(candidate, seed)
     except NotTiny as error:
         return Found(candidate, "not made", str(error))
     except Exception as error:
-        return Found(candidate, "not made", f"{type(error).__name__}: {tiny._line(error)}")
-    found = Found(candidate, "agrees", model=models.model_class.__name__)
-    register()
-    try:
-        models.named("eager", "cpu", torch.float32)
-    except Exception as error:
-        return Found(candidate, "not made", f"{type(error).__name__}: {tiny._line(error)}", found.model)
-    try:
-        models.named(NAME_FOR_ALL, "cpu", torch.float32)
-    except Exception as error:
-        return Found(candidate, "refused", f"{type(error).__name__}: {tiny._line(error)}", found.model)
+        return Found(candidate, "refused", f"{type(error).__name__}: {tiny._line(error)}")
+    found = Found(candidate, "agrees", models.note, models.name)
     fallbacks: list[str] = []
     for name, run in scenarios(candidate.family, device).items():
         if not only or name in only:
@@ -280,34 +327,42 @@ def check(candidate: Candidate, device: str, dtype: torch.dtype, only: tuple[str
     elif not found.calls and not fallbacks:
         found.outcome, found.reason = "own attention", "the model asks for no attention function"
     elif fallbacks:
-        found.reason = f"left to transformers: {fallbacks[0]}"
+        found.reason = f"left to torch, some or all of it: {fallbacks[0]}"
     if found.outcome == "agrees" and device != "cpu":
         _time(models, found, device, dtype)
     return found
 
 
 def _scenario(
-    models: Models, name: str, run: Run, device: str, dtype: torch.dtype, found: Found, fallbacks: list[str]
+    models: Models | DiffusionModels,
+    name: str,
+    run: Run,
+    device: str,
+    dtype: torch.dtype,
+    found: Found,
+    fallbacks: list[str],
 ) -> Outcome:
-    from microsdpa.integrations.transformers import NAME_FOR_ALL
-
-    def output(implementation: str, at: torch.dtype = dtype) -> torch.Tensor:
-        with torch.no_grad(), float32_through_torch() if device == "cpu" else contextlib.nullcontext():
-            return run(models.named(implementation, device, at))
+    def output(which: str, at: torch.dtype = dtype) -> torch.Tensor:
+        with (
+            torch.no_grad(),
+            float32_through_torch() if device == "cpu" else contextlib.nullcontext(),
+            models.named(which, device, at) as model,
+        ):
+            return run(model)
 
     try:
         expected = output("eager", torch.float32)
         plain = output("eager") if dtype != torch.float32 else None
     except Exception as error:
+        _raise_if_lost(error)
         return Outcome(name, reason=f"not run: eager raises {type(error).__name__}: {tiny._line(error)}")
     try:
         with _counted(found, fallbacks) if name != "compiled" else contextlib.nullcontext():
-            ours = output(NAME_FOR_ALL)
+            ours = output("ours")
     except microsdpa.UnsupportedProblem as error:
         return Outcome(name, reason=f"refused: {tiny._line(error)}")
     except Exception as error:
-        if "CUDA error" in str(error):
-            raise
+        _raise_if_lost(error)
         raised = f"raises {type(error).__name__}: {tiny._line(error)}"
         with contextlib.suppress(Exception):
             output("sdpa")
@@ -325,6 +380,12 @@ def _scenario(
                     name, _distance(ours, stock), allowed, "as transformers' own sdpa, which is not as eager"
                 )
     return outcome
+
+
+def _raise_if_lost(error: Exception) -> None:
+    """After an error of the device nothing more can be run in this process."""
+    if "CUDA error" in str(error) or "cudaError" in str(error):
+        raise error
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -367,25 +428,20 @@ def _counted(found: Found, fallbacks: list[str]) -> Iterator[None]:
         api.sdpa, dropin.note_fallback = sdpa, note
 
 
-def _time(models: Models, found: Found, device: str, dtype: torch.dtype) -> None:
-    """Times of a whole forward pass, ours and transformers' own "sdpa", in turns."""
-    from microsdpa.integrations.transformers import NAME_FOR_ALL
-
-    try:
-        runs = {name: models.named(name, device, dtype) for name in (NAME_FOR_ALL, "sdpa")}
-    except Exception:  # models without sdpa have nothing to be timed against
-        runs = {NAME_FOR_ALL: models.named(NAME_FOR_ALL, device, dtype)}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    with torch.no_grad():
-        for turn in range(TIMED_RUNS + 1):
-            for name, model in runs.items():
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                _forward(model)
-                torch.cuda.synchronize()
-                if turn:
-                    times[name].append((time.perf_counter() - start) * 1e6)
-    found.ours_us, found.stock_us = times[NAME_FOR_ALL], times.get("sdpa", [])
+def _time(models: Models | DiffusionModels, found: Found, device: str, dtype: torch.dtype) -> None:
+    """Times of a whole forward pass, with ours and with the library's own "sdpa"."""
+    times: dict[str, list[float]] = {"ours": [], "sdpa": []}
+    with torch.no_grad(), contextlib.suppress(ValueError):  # models without sdpa have nothing to be timed against
+        for which in times:
+            with models.named(which, device, dtype) as model:
+                for turn in range(TIMED_RUNS + 1):
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    _forward(model)
+                    torch.cuda.synchronize()
+                    if turn:
+                        times[which].append((time.perf_counter() - start) * 1e6)
+    found.ours_us, found.stock_us = times["ours"], times["sdpa"]
 
 
 def check_again(candidate: Candidate, device: str, dtype: torch.dtype, only: tuple[str, ...] = ()) -> Found:

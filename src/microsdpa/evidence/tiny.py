@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,11 +69,17 @@ GEMMA4 = {
     "head_dim": 16,
     "global_head_dim": 16,
 }
+SAM = {"output_channels": 64, "global_attn_indexes": [1], "window_size": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "gemma4_unified_text": GEMMA4,
     "falcon_h1": {"mamba_d_ssm": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "sam_vision_model": SAM,
+    "sam_hq_vision_model": SAM,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "wav2vec2-bert": {"vocab_size": VOCABULARY},
+    "wav2vec2-conformer": {"vocab_size": VOCABULARY},
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
@@ -136,7 +143,7 @@ def configuration(kind: type) -> Any:
         raise NotTiny(f"{kind.__name__}: {type(error).__name__}: {_line(error)}") from error
 
 
-def make(model_class: Any, config: Any, seed: int = 0) -> torch.nn.Module:
+def make(model_class: Any, config: Any, seed: int = 0) -> Any:
     """A model with random weights on the CPU, in FP32.
 
     Raises:
@@ -157,7 +164,7 @@ def make(model_class: Any, config: Any, seed: int = 0) -> torch.nn.Module:
     return _livelier(model)
 
 
-def _livelier(model: torch.nn.Module) -> torch.nn.Module:
+def _livelier(model: Any) -> Any:
     """Larger weights: as initialised, attention is so flat that a lost mask would hardly show."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -242,6 +249,154 @@ class Candidate:
             raise NotTiny(f"{type(error).__name__}: {_line(error)}") from error
 
 
+def _image(channels: int = 4, size: int = 8) -> torch.Tensor:
+    return normal(BATCH, channels, size, size)
+
+
+_HEADS = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+_STEP = {"timestep": torch.tensor([3.0, 9.0])}
+_SEEN = torch.arange(7) < torch.tensor([[7], [3]])
+DIFFUSION: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "FluxTransformer2DModel": (
+        {"patch_size": 1, "in_channels": 4, "num_single_layers": 1, "joint_attention_dim": 32}
+        | {"pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8]}
+        | _HEADS,
+        lambda: {
+            "hidden_states": normal(2, 16, 4),
+            "encoder_hidden_states": normal(2, 7, 32),
+            "pooled_projections": normal(2, 32),
+            "img_ids": normal(16, 3),
+            "txt_ids": normal(7, 3),
+            **_STEP,
+        },
+    ),
+    "WanTransformer3DModel": (
+        {"patch_size": (1, 2, 2), "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 32}
+        | {"rope_max_seq_len": 32}
+        | _HEADS
+        | {"attention_head_dim": 12},
+        lambda: {"hidden_states": normal(2, 4, 2, 8, 8), "encoder_hidden_states": normal(2, 7, 16), **_STEP},
+    ),
+    "QwenImageTransformer2DModel": (
+        {"patch_size": 2, "in_channels": 16, "out_channels": 4, "joint_attention_dim": 16, "axes_dims_rope": (8, 4, 4)}
+        | _HEADS,
+        lambda: {
+            "hidden_states": normal(2, 16, 16),
+            "encoder_hidden_states": normal(2, 7, 16),
+            "encoder_hidden_states_mask": _SEEN,
+            "img_shapes": [[(1, 4, 4)]] * 2,
+            **_STEP,
+        },
+    ),
+    "SD3Transformer2DModel": (
+        {"sample_size": 8, "in_channels": 4, "joint_attention_dim": 32, "caption_projection_dim": 32}
+        | {"pooled_projection_dim": 32, "out_channels": 4, "pos_embed_max_size": 16}
+        | _HEADS,
+        lambda: {
+            "hidden_states": _image(),
+            "encoder_hidden_states": normal(2, 7, 32),
+            "pooled_projections": normal(2, 32),
+            **_STEP,
+        },
+    ),
+    "PixArtTransformer2DModel": (
+        {"sample_size": 8, "in_channels": 4, "out_channels": 8, "caption_channels": 16, "cross_attention_dim": 32}
+        | {"use_additional_conditions": False}
+        | _HEADS,
+        lambda: {
+            "hidden_states": _image(),
+            "encoder_hidden_states": normal(2, 7, 16),
+            "encoder_attention_mask": _SEEN,
+            "timestep": torch.tensor([3, 9]),
+        },
+    ),
+    "DiTTransformer2DModel": (
+        {"sample_size": 8, "in_channels": 4, "out_channels": 8, "num_embeds_ada_norm": 32} | _HEADS,
+        lambda: {
+            "hidden_states": _image(),
+            "timestep": torch.tensor([3, 9]),
+            "class_labels": torch.tensor([1, 2]),
+        },
+    ),
+    "SanaTransformer2DModel": (
+        {"in_channels": 4, "out_channels": 4, "num_cross_attention_heads": 2, "cross_attention_head_dim": 16}
+        | {"cross_attention_dim": 32, "caption_channels": 16, "sample_size": 8, "patch_size": 1}
+        | _HEADS,
+        lambda: {
+            "hidden_states": _image(),
+            "encoder_hidden_states": normal(2, 7, 16),
+            "encoder_attention_mask": _SEEN,
+            **_STEP,
+        },
+    ),
+    "LTXVideoTransformer3DModel": (
+        {"in_channels": 8, "out_channels": 8, "cross_attention_dim": 32, "caption_channels": 16} | _HEADS,
+        lambda: {
+            "hidden_states": normal(2, 32, 8),
+            "encoder_hidden_states": normal(2, 7, 16),
+            "encoder_attention_mask": _SEEN,
+            "num_frames": 2,
+            "height": 4,
+            "width": 4,
+            **_STEP,
+        },
+    ),
+    "CogVideoXTransformer3DModel": (
+        {"in_channels": 4, "out_channels": 4, "time_embed_dim": 16, "text_embed_dim": 16, "sample_width": 8}
+        | {"sample_height": 8, "sample_frames": 9, "max_text_seq_length": 7}
+        | _HEADS,
+        lambda: {"hidden_states": normal(2, 3, 4, 8, 8), "encoder_hidden_states": normal(2, 7, 16), **_STEP},
+    ),
+    "AuraFlowTransformer2DModel": (
+        {"sample_size": 8, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1}
+        | {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}
+        | {"caption_projection_dim": 32, "out_channels": 4, "pos_embed_max_size": 64},
+        lambda: {"hidden_states": _image(), "encoder_hidden_states": normal(2, 7, 32), **_STEP},
+    ),
+    "HunyuanVideoTransformer3DModel": (
+        {"in_channels": 4, "out_channels": 4, "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 1}
+        | {"guidance_embeds": True, "text_embed_dim": 16, "pooled_projection_dim": 8, "rope_axes_dim": (4, 4, 8)}
+        | _HEADS,
+        lambda: {
+            "hidden_states": normal(2, 4, 2, 4, 4),
+            "encoder_hidden_states": normal(2, 7, 16),
+            "encoder_attention_mask": _SEEN,
+            "pooled_projections": normal(2, 8),
+            "guidance": torch.tensor([6.0, 6.0]),
+            **_STEP,
+        },
+    ),
+    "Lumina2Transformer2DModel": (
+        {"sample_size": 8, "in_channels": 4, "hidden_size": 32, "num_layers": 2, "num_refiner_layers": 1}
+        | {"num_attention_heads": 2, "num_kv_heads": 1, "axes_dim_rope": (4, 4, 8), "cap_feat_dim": 16}
+        | {"multiple_of": 16},
+        lambda: {
+            "hidden_states": _image(),
+            "encoder_hidden_states": normal(2, 7, 16),
+            "encoder_attention_mask": _SEEN,
+            "timestep": torch.tensor([0.3, 0.9]),
+        },
+    ),
+}
+"""Transformers of diffusers: arguments that make each tiny, and what it is called with."""
+
+
+def diffusion(kind: str, seed: int = 0) -> tuple[Any, dict[str, Any]]:
+    """A model of diffusers with random weights on the CPU, in FP32, and its inputs.
+
+    Raises:
+        NotTiny: diffusers is not installed, or its model takes other arguments.
+    """
+    try:
+        import diffusers
+
+        torch.manual_seed(seed)
+        settings, inputs = DIFFUSION[kind]
+        return _livelier(getattr(diffusers, kind)(**settings).eval()), inputs()
+    except Exception as error:
+        raise NotTiny(f"{type(error).__name__}: {_line(error)}") from error
+
+
 def candidates() -> list[Candidate]:
     """Every model of the installed transformers and diffusers that is tried, in an order that does not change."""
     from transformers.models.auto import modeling_auto
@@ -251,7 +406,8 @@ def candidates() -> list[Candidate]:
         for kind in (*getattr(modeling_auto, mapping), *OTHERS.get(family, ())):
             found.setdefault(kind, Candidate(family, kind))
     towers = [Candidate("tower", kind) for kind in TOWERS]
-    return [*sorted(found.values(), key=lambda c: (list(MAPPINGS).index(c.family), c.kind)), *towers]
+    diffusers = [Candidate("diffusion", kind) for kind in DIFFUSION]
+    return [*sorted(found.values(), key=lambda c: (list(MAPPINGS).index(c.family), c.kind)), *towers, *diffusers]
 
 
 def normal(*shape: int, seed: int = 1) -> torch.Tensor:
