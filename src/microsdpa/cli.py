@@ -17,7 +17,17 @@ from microsdpa.arguments import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ceilings, profile, suites, tune, verify_codes, verify_eight_bit, verify_torch
+from microsdpa.evidence import (
+    accuracy,
+    ceilings,
+    models,
+    profile,
+    suites,
+    tune,
+    verify_codes,
+    verify_eight_bit,
+    verify_torch,
+)
 from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import report as report_page
@@ -175,6 +185,30 @@ def verify(
         _finish([step], as_json)
     with progress() as bars:
         step = reproduction.verify_step(bars, impl, output, _command(), ptx=ptx)
+    _finish([step], as_json)
+
+
+@app.command("models")
+def models_(
+    names: Annotated[list[str] | None, typer.Argument(help="Model types, such as llama; else all.")] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="So many models, at random; else all.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; else cuda where there is a GPU.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of the models on a GPU; else float16.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Start no model after so long.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Hold tiny models of transformers and diffusers against their eager attention: padding, caches, generation."""
+    there = device or ("cpu" if launcher.device_error() else "cuda")
+    if there not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"device: expected cpu or cuda, got {device!r}")
+    if there == "cpu" and dtype is not None:
+        raise typer.BadParameter("dtype: expected none on a CPU, where models are compared in float32")
+    with progress() as bars:
+        step = models.step(
+            bars, sample, seed, there, dtype and dtype.value, seconds, tuple(names or ()), output, _command()
+        )
     _finish([step], as_json)
 
 

@@ -158,9 +158,40 @@ def test_the_name_is_one_of_diffusers() -> None:
     assert name is AttentionBackendName["MICROSDPA"]
     assert [each for each in AttentionBackendName if each.value == NAME] == [name]
     half = torch.zeros(1, 2, 2, 16).half()
-    with pytest.raises(microsdpa.UnsupportedProblem, match="return_lse"):
-        dispatch_attention_fn(half, half, half, attention_kwargs={"return_lse": True}, backend=name)
+    options = {"window_size": 3, "sinks": half, "unused": None}
+    with pytest.raises(microsdpa.UnsupportedProblem, match="no argument window_size and sinks"):
+        dispatch_attention_fn(half, half, half, attention_kwargs=options, backend=name)
     with pytest.raises(microsdpa.UnsupportedProblem, match="context parallelism"):
         dispatch_attention_fn(half, half, half, backend=name, parallel_config=object())
     with pytest.raises(microsdpa.InvalidArgument, match="impl"):
         register(impl="fastest")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_lse_comes_with_the_output(masked: bool) -> None:
+    register()
+    normal = random()
+    query, key, value = normal(2, 9, 4, 16).half(), normal(2, 5, 2, 16).half(), normal(2, 5, 2, 16).half()
+    mask = torch.arange(5) < torch.tensor([[5], [2]]) if masked else None
+    options: dict[str, Any] = {"attn_mask": mask, "scale": 0.3, "enable_gqa": True}
+    with attention_backend(NAME):
+        out, lse = dispatch_attention_fn(query, key, value, **options, attention_kwargs={"return_lse": True})
+        assert torch.equal(out, dispatch_attention_fn(query, key, value, **options))
+    assert lse.shape == (2, 9, 4)
+    scores = torch.einsum("bqhd,bkhd->bqhk", query.float(), key.repeat_interleave(2, dim=2).float()) * 0.3
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(dim=-1), rtol=1e-4, atol=1e-4)
+    with pytest.raises(microsdpa.UnsupportedProblem, match=r"torch\.float32"), attention_backend(NAME):
+        dispatch_attention_fn(*(t.float() for t in (query, key, value)), attention_kwargs={"return_lse": True})
+
+
+def test_a_compiled_call_is_one_graph() -> None:
+    register(strict=True)
+    query = random()(1, 6, 2, 16).half()
+
+    def call(query: torch.Tensor) -> torch.Tensor:
+        return dispatch_attention_fn(query, query, query, backend=AttentionBackendName(NAME))
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(query), call(query))

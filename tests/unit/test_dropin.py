@@ -14,7 +14,7 @@ from torch.nn import attention
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import microsdpa
-from microsdpa import dropin, reference
+from microsdpa import dropin, reference, validation
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 
@@ -263,3 +263,60 @@ def test_the_flash_operator_gives_what_torch_expects_of_it() -> None:
     if not torch.backends.cuda.is_built():  # else torch's own flash attention drops out, as tests/gpu has it
         with pytest.raises(microsdpa.UnsupportedProblem, match="no dropout"):
             kernel(None, *tensors, 0.1)
+
+
+TRACED_FALLBACKS: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {
+    "one batch of queries": ((half(1, 4, 5, 16), half(3, 4, 7, 16), half(3, 4, 7, 16)), {}),
+    "one batch of values": ((half(3, 4, 5, 16), half(3, 4, 7, 16), half(1, 4, 7, 16)), {}),
+    "one key head": ((half(2, 4, 5, 16), half(2, 1, 7, 16), half(2, 1, 7, 16)), {}),
+    "one value head": ((half(2, 4, 5, 16), half(2, 4, 7, 16), half(2, 1, 7, 16)), {}),
+    "a larger mask": (
+        (half(1, 4, 5, 16), half(1, 4, 7, 16), half(1, 4, 7, 16)),
+        {"attn_mask": torch.rand(1, 4, 5, 7) < 0.9},
+    ),
+    "a mask of lengths": (
+        (half(2, 4, 5, 16), half(2, 4, 7, 16), half(2, 4, 7, 16)),
+        {"attn_mask": torch.arange(7).expand(2, 1, 5, 7) < 6},
+    ),
+    "shared heads": ((half(2, 4, 5, 16), half(2, 2, 7, 16), half(2, 2, 7, 16)), {"enable_gqa": True}),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", TRACED_FALLBACKS)
+def test_a_compiled_call_is_left_to_torch_where_one_without_a_graph_is(name: str, dynamic: bool | None) -> None:
+    """The operator in a graph would raise for these, when it is too late to leave them."""
+    tensors, options = TRACED_FALLBACKS[name]
+    torch._dynamo.reset()
+    with microsdpa.enabled():
+        eager = F.scaled_dot_product_attention(*tensors, **options)
+        compiled = torch.compile(
+            lambda *t: F.scaled_dot_product_attention(*t, **options), fullgraph=True, dynamic=dynamic, backend="eager"
+        )
+        torch.testing.assert_close(compiled(*tensors), eager, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("impl", ["auto", "emulate"])
+def test_what_is_refused_when_traced_is_what_is_refused_at_once(impl: str) -> None:
+    """One list of reasons, in two forms: each problem that sdpa refuses has a reason, and no other has."""
+    sizes = [(2, 4, 5, 16), (1, 4, 5, 16), (2, 2, 5, 16), (2, 3, 5, 16), (2, 4, 5, 8), (2, 4, 0, 16)]
+    masks = [None, torch.ones(2, 1, 1, 5, dtype=torch.bool), torch.ones(3, 5, dtype=torch.bool), torch.ones(1).bool()]
+    checked = {True: 0, False: 0}
+    for query_size in sizes:
+        for key_size in sizes:
+            for value_size in (key_size, (2, 4, 5, 16)):
+                for mask in masks:
+                    for gqa in (False, True):
+                        tensors = half(*query_size), half(*key_size), half(*value_size)
+                        if dropin.why_not(*tensors, mask, 0.0):
+                            continue
+                        options: dict[str, Any] = {"enable_gqa": gqa, "impl": impl}
+                        reason = dropin.why_not_traced(*tensors, mask, options)
+                        try:
+                            validation.validate(*tensors, False, None, None, gqa, impl, (mask, None, None, None, None))
+                            refused = False
+                        except microsdpa.InvalidArgument:
+                            refused = True
+                        assert bool(reason) == refused, (query_size, key_size, value_size, mask, gqa, reason)
+                        checked[refused] += 1
+    assert min(checked.values()) > 20

@@ -73,6 +73,9 @@ ALLOWED: dict[str, set[str]] = {
         *(
             "",
             "api",
+            "arguments",
+            "dropin",
+            "integrations",
             "eight_bit",
             "eight_bit_arguments",
             "eight_bit_launches",

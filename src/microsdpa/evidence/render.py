@@ -17,7 +17,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import accuracy, ladder_table, probes, results, statistics, suites, support, tune, verify_torch
+from microsdpa.evidence import (
+    accuracy,
+    ladder_table,
+    models,
+    probes,
+    results,
+    statistics,
+    suites,
+    support,
+    tune,
+    verify_torch,
+)
 from microsdpa.evidence.peers import PEERS, slug
 from microsdpa.evidence.plots import Plot
 from microsdpa.evidence.plots import files as plot_files
@@ -99,6 +110,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return ladder_table.NOT_RECORDED
     if options["suite"] == "verify_torch" and not path.is_file():
         return verify_torch.NOT_RECORDED
+    if options["suite"] == models.SUITE and not path.is_file():
+        return models.NOT_RECORDED
     if not path.is_file() and options["suite"] == "accuracy":
         return NOT_RECORDED.format("accuracy")
     if not path.is_file() and options["suite"].startswith(tune.PREFIX):
@@ -110,6 +123,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     result = results.read(path)
     if options["suite"] == "verify_torch":
         return verify_torch.markdown(result, is_stale) + f"\n{provenance(result)}"
+    if options["suite"] == models.SUITE:
+        return models.markdown(result) + f"\n{provenance(result)}"
     if options["suite"].startswith("verify"):
         return verify_table(result)
     if options["suite"].startswith(tune.PREFIX):

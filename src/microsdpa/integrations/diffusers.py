@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from microsdpa import dropin
+from microsdpa import api, dropin
 from microsdpa.arguments import check_impl
 from microsdpa.errors import UnsupportedProblem
+from microsdpa.integrations import versions
 
 NAME = "microsdpa"
 
@@ -24,10 +25,15 @@ def register(*, strict: bool = False, impl: str = "auto") -> None:
     What microsdpa does not compute goes to torch's own attention, which is diffusers' "native", with one logged line
     for each distinct reason; with `strict` it raises UnsupportedProblem. `impl` is that of microsdpa.sdpa.
 
+    With return_lse=True the backend gives (output [B, S_q, H, D], LSE [B, S_q, H] in FP32). "native" has no LSE, so
+    what microsdpa does not compute raises then. So do attention_kwargs that are not known here, as they may change the
+    meaning.
+
     Raises:
-        ImportError: diffusers is not installed, or has no registry of attention backends; 0.35 and newer have.
+        ImportError: diffusers is not installed, or is of a version that this was not tested with.
         InvalidArgument: there is no such `impl`.
     """
+    versions.check("diffusers")
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     check_impl(impl)
@@ -43,21 +49,44 @@ def register(*, strict: bool = False, impl: str = "auto") -> None:
         enable_gqa: bool = False,
         return_lse: bool = False,
         _parallel_config: Any = None,
-    ) -> torch.Tensor:
+        **further: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """[B, S_q, H, D] from [B, S, H, D]; a mask of [B, S_k] hides keys, as diffusers' own backends read it."""
-        if return_lse or _parallel_config is not None:
-            what = "context parallelism" if _parallel_config is not None else "return_lse=True"
+        unknown = [name for name, value in further.items() if value is not None]
+        if unknown or _parallel_config is not None:
+            what = f"argument {' and '.join(unknown)}" if unknown else "context parallelism"
             raise UnsupportedProblem(
                 f"the backend has no {what}", nearest="one of diffusers' own backends, such as native"
             )
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        if return_lse:
+            reason = dropin.why_not(query, key, value, attn_mask, dropout_p)
+            if reason:
+                raise UnsupportedProblem(reason, nearest="return_lse=False, which leaves it to torch's own attention")
+            given: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "impl": impl, "attn_mask": attn_mask}
+            result = api.sdpa(query, key, value, is_causal=is_causal, return_lse=True, **given)
+            assert isinstance(result, tuple)
+            return result[0].transpose(1, 2), result[1].transpose(1, 2)
         options: dict[str, Any] = {"strict": strict, "impl": impl}
         out = dropin.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
         return out.transpose(1, 2)
 
-    _AttentionBackendRegistry.register(_member(AttentionBackendName))(attention)
+    member = _member(AttentionBackendName)
+    _AttentionBackendRegistry.register(member)(attention)
+    # Only what is named here reaches the function, and all shall: it is the function that refuses.
+    _AttentionBackendRegistry._supported_arg_names[member] = _Every(
+        _AttentionBackendRegistry._supported_arg_names[member]
+    )
+
+
+class _Every(set[str]):
+    """A set of names that has every other name, too."""
+
+    def __contains__(self, name: object) -> bool:
+        """Always."""
+        return True
 
 
 def _member(names: type[Enum]) -> Any:

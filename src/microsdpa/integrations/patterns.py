@@ -73,6 +73,13 @@ class PatternMask(torch.Tensor):
         mask.pattern, mask.untouched, mask._elements = pattern, True, None
         return mask
 
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether every query sees every key."""
+        pattern = self.pattern
+        whole = pattern.start == 0 and pattern.stop == self.shape[3]
+        return whole and pattern.causal is None and pattern.window is None and pattern.padding is None
+
     def tensor(self) -> torch.Tensor:
         """The plain tensor that the mask stands for, the same at every call; not to be written."""
         if self._elements is None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
 from microsdpa import api, dropin
@@ -47,6 +48,9 @@ HARMLESS = frozenset(
     }
 )
 """Keyword arguments that models pass on to their attention function and that change nothing in it."""
+
+MASKS_AS_NUMBERS = frozenset({"deepseek_v4"})
+"""Model types that append a mask of numbers to what they get, also to bools, where it would mean the opposite."""
 
 _READ = frozenset({"indices", "block_indices", "cache", "output_attentions", "sliding_window", "cu_seq_lens_q"})
 """Further keyword arguments that the attention function here acts on."""
@@ -110,15 +114,18 @@ def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str
         if pattern is not None:
             options |= {"causal": pattern.causal, "window": pattern.window}
         options |= {"attn_mask": _combined(mask, position_bias), "softcap": softcap, "sinks": s_aux}
-        reason = _why_not(query, key, value, position_bias, dropout, further, options)
+        only_here = softcap is not None or s_aux is not None
+        size = value.shape[3]
+        padded = F.pad(value, (0, query.shape[3] - size)) if only_here and size < query.shape[3] else value
+        reason = _why_not(query, key, padded, position_bias, dropout, further, options)
         if not reason:
             try:
-                result = api.sdpa(query, key, value, **options)
+                result = api.sdpa(query, key, padded, **options)
                 assert isinstance(result, torch.Tensor)
-                return result.transpose(1, 2).contiguous(), None
+                return result[..., :size].transpose(1, 2).contiguous(), None
             except (InvalidArgument, UnsupportedProblem) as error:
                 reason = str(error)
-        if strict or softcap is not None or s_aux is not None:
+        if strict or only_here:
             raise UnsupportedProblem(reason, nearest=EAGER)
         dropin.note_fallback(reason)
         stock, aligned = _stock_mask(pattern, mask, attention_mask)
@@ -154,7 +161,7 @@ def mask_function(
     Raises:
         UnsupportedProblem: the model would not hand the mask to an attention function, but read it as numbers to add.
     """
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
     config = further.get("config")
@@ -162,8 +169,12 @@ def mask_function(
     mask_function = causal_mask_function if mask_function is None else mask_function
     sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     sizes |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
+    if getattr(config, "model_type", None) in MASKS_AS_NUMBERS:
+        numbers: torch.Tensor = eager_mask(**sizes, mask_function=mask_function, use_vmap=use_vmap, **further)
+        return numbers
     # A model that forbids both will combine the mask with others.
-    lazy = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap and not is_tracing(attention_mask)
+    traced = is_tracing(attention_mask)
+    lazy = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap and not traced
     ends = _ends(mask_function) if lazy else None
     if ends is not None and (attention_mask is None or _is_padding(attention_mask, batch_size)):
         # The offset of a static cache is a tensor: transformers' own function waits for it here, too.
@@ -174,7 +185,7 @@ def mask_function(
             if padding is not None:
                 pattern = Pattern(pattern.start, pattern.stop, pattern.causal, pattern.window, padding)
             return PatternMask(batch_size, q_length, kv_length, pattern, torch.device(device))
-    skip = allow_is_bidirectional_skip and getattr(config, "is_causal", True)
+    skip = traced and allow_is_bidirectional_skip and getattr(config, "is_causal", True)
     found: torch.Tensor | None = sdpa_mask(
         **sizes,
         mask_function=mask_function,
@@ -233,7 +244,7 @@ def _padding(
     if attention_mask is None:
         return None
     missing = max(0, stop - attention_mask.shape[1])
-    seen = torch.nn.functional.pad(attention_mask, (0, missing))[:, start:stop]
+    seen = F.pad(attention_mask, (0, missing))[:, start:stop]
     return None if seen.all() else seen[:, None, None].to(device)
 
 
@@ -304,8 +315,9 @@ def _with_selection(
         position_ids = further.get("position_ids")
         if mask is None and position_ids is None:
             raise UnsupportedProblem("block_indices came without a mask and without position_ids", nearest=EAGER)
+        # Its numbers are kept: a query of padding sees all keys alike then, and the next layer chooses blocks by it.
         built: torch.Tensor = build(blocks, mask, key.shape[2], query.dtype, query.device, position_ids)
-        return built == 0
+        return built
     assert indices is not None
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if mask is None or indices.dim() != 3 or indices.shape[:2] != shape[:2]:
@@ -336,6 +348,8 @@ def _pattern(
         if not isinstance(mask, PatternMask):
             return None
         _refuse_packing(query, further)
+        if mask.untouched and mask.hides_nothing:  # of whatever length: models keep a mask that they do not cut
+            return Pattern(0, seqlen_k)
         fits = mask.untouched and (mask.shape[2], mask.shape[3]) == (seqlen_q, seqlen_k)
         return mask.pattern if fits else None
     _refuse_packing(query, further)
