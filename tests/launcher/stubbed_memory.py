@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import install_allocator, integer, record, stub, tensor
-from stub_harness import SHAPE, _clean, call, register
+from fake_cuda import install_allocator, integer, record, stub
+from stub_harness import _clean, call, register
 
 from microsdpa.runtime import launcher
 
@@ -31,12 +31,6 @@ def failing(words: str) -> Iterator[None]:
         error.value = None
 
 
-def output() -> Any:
-    arguments = call(out=None)
-    register(arguments)
-    return launcher.launch(*arguments)
-
-
 def workspace() -> Any:
     arguments = call()
     register(arguments, workspace_bytes=4096)
@@ -44,10 +38,12 @@ def workspace() -> Any:
 
 
 def lse() -> Any:
-    return launcher.allocate_lse(tensor(SHAPE, 0x100000))
+    arguments = call(lse=True)
+    register(arguments)
+    return launcher.launch(*arguments)
 
 
-ALLOCATIONS = [output, workspace, lse]
+ALLOCATIONS = [workspace, lse]
 
 
 @pytest.mark.parametrize("allocate", ALLOCATIONS)

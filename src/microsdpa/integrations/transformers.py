@@ -120,9 +120,11 @@ def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str
         reason = _why_not(query, key, padded, position_bias, dropout, further, options)
         if not reason:
             try:
-                result = api.sdpa(query, key, padded, **options)
+                out = _output(query, (key, value, options["attn_mask"], s_aux))
+                result = api.sdpa(query, key, padded, out=out, **options)
                 assert isinstance(result, torch.Tensor)
-                return result[..., :size].transpose(1, 2).contiguous(), None
+                result = result if size == query.shape[3] else result[..., :size]
+                return result.transpose(1, 2).contiguous(), None
             except (InvalidArgument, UnsupportedProblem) as error:
                 reason = str(error)
         if strict or only_here:
@@ -378,6 +380,19 @@ def _refuse_packing(query: torch.Tensor, further: dict[str, Any]) -> None:
             f"cu_seq_lens_q names {bounds.shape[0] - 1} sequences in {query.shape[0]} rows, and the mask parts none",
             nearest="position_ids that start at 0 for each sequence, without a cache and an attention_mask",
         )
+
+
+def _output(query: torch.Tensor, others: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    """Memory for [B, H, S_q, D] in the order [B, S_q, H, D], which models want; None where autograd makes its own.
+
+    The output that sdpa allocates has the memory order of query, which in most models is that already.
+    """
+    if query.shape[2] == 1 or not query.is_contiguous() or is_dynamo_compiling():
+        return None
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, *others)):
+        return None
+    batch, heads, seqlen_q, head_dim = query.shape
+    return query.new_empty(batch, seqlen_q, heads, head_dim).transpose(1, 2)
 
 
 def _combined(mask: torch.Tensor | None, position_bias: torch.Tensor | None) -> torch.Tensor | None:
