@@ -129,7 +129,7 @@ def sdpa(
                     return (result, lse) if return_lse else result
         except MISSES:
             pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
-    masks = MaskTensors(attn_mask, alibi_slopes, sinks)
+    masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
     if graded or is_compiling():
         found = _through_autograd((query, key, value), masks, options, out)

@@ -29,7 +29,9 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Resu
     Raises:
         MicrosdpaError: as sdpa.
     """
-    return record(inputs, masks, options) if is_eager(inputs) else operator(inputs, masks, options)
+    if is_eager(inputs):
+        return record(inputs, masks, options, True)
+    return operator(inputs, masks, options)
 
 
 def operator(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Result:
@@ -40,12 +42,11 @@ def operator(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Re
     return torch.ops.microsdpa.attention(*inputs, *masks, alignment, *rest)  # type: ignore[no-any-return]
 
 
-def record(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Result:
-    """Output and LSE of a call, with a node in autograd's graph."""
-    if is_eager(inputs):
-        # What torch.autograd.Function.apply does besides is for transforms, of which there is none.
-        return _apply(*inputs, *masks, options)  # type: ignore[no-any-return, no-untyped-call]
-    return _Attention.apply(*inputs, *masks, options)  # type: ignore[no-any-return, no-untyped-call]
+def record(inputs: Inputs, masks: MaskTensors, options: Options, eager: bool) -> forward.Result:
+    """Output and LSE of a call, with a node in autograd's graph; `eager` is is_eager()'s answer."""
+    # What torch.autograd.Function.apply does besides is for transforms, of which there is none in an eager call.
+    apply = _apply if eager else _Attention.apply
+    return apply(*inputs, *masks, options, eager)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
@@ -61,12 +62,12 @@ class _Attention(torch.autograd.Function):
         alibi_slopes: torch.Tensor | None,
         sinks: torch.Tensor | None,
         options: Options,
+        eager: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, H, S_q, D] and LSE [B, H, S_q]."""
         inputs = query, key, value
-        none = attn_mask is None and alibi_slopes is None and sinks is None
-        masks = forward.NO_TENSORS if none else MaskTensors(attn_mask, alibi_slopes, sinks)
-        if is_eager(inputs):
+        masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
+        if eager:
             out, lse = forward.attend(inputs, masks, options, True)
         else:
             with _AutoDispatchBelowAutograd():
@@ -97,7 +98,7 @@ class _Attention(torch.autograd.Function):
             rest = causal, options.scale, ends, options.softcap
             found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *inputs, out, lse, *rest)
         waiting = iter(found)
-        return *(next(waiting) if t is not None and t.is_floating_point() else None for t in inputs), None
+        return *(next(waiting) if t is not None and t.is_floating_point() else None for t in inputs), None, None
 
 
 _apply = super(torch.autograd.Function, _Attention).apply

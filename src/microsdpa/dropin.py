@@ -26,7 +26,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa import api, backward, forward, torch_cpu, validation
+from microsdpa import api, autograd, backward, forward, torch_cpu, validation
 from microsdpa.arguments import DTYPES, check_impl
 from microsdpa.autograd import PLAIN_TYPES
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
@@ -176,15 +176,11 @@ def attend(
     """
     given = query, key, value, attn_mask, dropout_p, is_causal
     if not is_dynamo_compiling() and _is_clear(query, key, value, attn_mask, dropout_p):
-        try:
-            if attn_mask is None and not (
-                _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-            ):
-                out = _empty_like(query)
-                if _launch(query, key, value, out, False, OPTIONS[is_causal, None, enable_gqa, impl], scale):
-                    return out
-        except MISSES:
-            pass  # what is wrong with the call is found out below
+        if _is_any_autocast_enabled():
+            query, key, value, attn_mask = _as_autocast(query, key, value, attn_mask)
+        found = _at_once(query, key, value, attn_mask, is_causal, scale, enable_gqa, impl)
+        if found is not None:
+            return found
     causal: Causal | None = None
     bias = _causal_bias(attn_mask)
     if bias is not None and not is_causal:
@@ -192,10 +188,7 @@ def attend(
         square = bias.seq_len_q == bias.seq_len_kv
         causal = "upper_left" if square or bias.variant == type(bias.variant).UPPER_LEFT else "lower_right"
         attn_mask = None
-    if query.device.type in DEVICES and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = _autocast(query, dtype), _autocast(key, dtype), _autocast(value, dtype)
-        attn_mask = None if attn_mask is None else _autocast(attn_mask, dtype)
+    query, key, value, attn_mask = _as_autocast(query, key, value, attn_mask)
     reason = why_not(query, key, value, attn_mask, dropout_p)
     if not reason and query.device.type == "cpu" and impl == "auto" and bias is None:
         # torch computes it whether microsdpa is asked or not: its own call, gradients included, costs nothing more.
@@ -265,14 +258,13 @@ def _is_unrestricted() -> bool:
 def _is_clear(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
 ) -> bool:
-    """Whether nobody but this library has to see the call: no tracer, transform, cast, dropout or type of its own."""
+    """Whether nobody but this library has to see the call: no tracer, transform, dropout or type of its own."""
     return (
         type(query) in PLAIN_TYPES
         and type(key) in PLAIN_TYPES
         and type(value) in PLAIN_TYPES
         and (attn_mask is None or type(attn_mask) in PLAIN_TYPES)
         and dropout_p == 0.0
-        and not _is_any_autocast_enabled()
         and not _len_torch_dispatch_stack()
         and _get_tracing_state() is None
         and peek_interpreter_stack() is None
@@ -289,8 +281,59 @@ def _causal_bias(mask: torch.Tensor | None) -> CausalBias | None:
     return mask if isinstance(mask, CausalBias) else None
 
 
+def _at_once(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    impl: str,
+) -> torch.Tensor | None:
+    """The output of a call that has a plan, or takes gradients on a GPU; None where it has to be looked at closely."""
+    graded = _is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (attn_mask is not None and attn_mask.requires_grad)
+    )
+    if not graded and attn_mask is None:
+        try:
+            out = _empty_like(query)
+            if _launch(query, key, value, out, False, OPTIONS[is_causal, None, enable_gqa, impl], scale):
+                return out
+        except MISSES:
+            pass
+        return None
+    masks = forward.mask_tensors(attn_mask, None, None)
+    options = Options(is_causal, None, scale, enable_gqa, None, None, impl)
+    if not graded:
+        found = forward.launch((query, key, value), masks, options, False)
+        return None if found is None else found[0]
+    if not query.is_cuda or query.is_nested or key.is_nested or value.is_nested:
+        return None
+    try:
+        return autograd.record((query, key, value), masks, options, True)[0]
+    except (InvalidArgument, UnsupportedProblem):
+        return None  # the reason is found again, where there is somebody to tell it
+
+
+def _as_autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Tensors as autocast hands them to torch's function; the same ones where it is not enabled for their device."""
+    if query.device.type not in DEVICES or not torch.is_autocast_enabled(query.device.type):
+        return query, key, value, attn_mask
+    dtype = torch.get_autocast_dtype(query.device.type)
+    query, key, value = _autocast(query, dtype), _autocast(key, dtype), _autocast(value, dtype)
+    return query, key, value, None if attn_mask is None else _autocast(attn_mask, dtype)
+
+
 def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor as autocast hands it to torch's function."""
+    if tensor.dtype == dtype:
+        return tensor
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.to(dtype) if eligible else tensor
 

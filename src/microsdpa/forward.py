@@ -46,6 +46,10 @@ class Options(NamedTuple):
         return OPTIONS[self.is_causal, self.causal, self.enable_gqa, self.impl]
 
 
+PLAIN = Options()
+PLAIN_CODE = PLAIN.code
+
+
 class MaskTensors(NamedTuple):
     """Tensors among the masks of a call, not validated yet."""
 
@@ -55,6 +59,17 @@ class MaskTensors(NamedTuple):
 
 
 NO_TENSORS = MaskTensors()
+
+
+def mask_tensors(
+    attn_mask: torch.Tensor | None, alibi_slopes: torch.Tensor | None, sinks: torch.Tensor | None
+) -> MaskTensors:
+    """These, or NO_TENSORS itself if there is none: a launch compares with it."""
+    if attn_mask is None and alibi_slopes is None and sinks is None:
+        return NO_TENSORS
+    return MaskTensors(attn_mask, alibi_slopes, sinks)
+
+
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """query, key and value."""
 
@@ -73,7 +88,7 @@ def launch(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
     """Launch a call that has a plan; None for one that has none."""
     query, key, value = inputs
     try:
-        code, scale, result = options.code, options.scale, _empty_like(query)
+        code, scale, result = PLAIN_CODE if options is PLAIN else options.code, options.scale, _empty_like(query)
         if masks is NO_TENSORS and options.window is None and options.softcap is None:
             lse = _launch(query, key, value, result, return_lse, code, scale)
         elif options.is_causal and masks.attn_mask is not None:

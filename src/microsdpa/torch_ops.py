@@ -42,27 +42,30 @@ def _call(
 ) -> tuple[forward.Inputs, MaskTensors, Options]:
     """The operator's arguments as the rest of the library has them."""
     ends = None if window is _UNBOUNDED or tuple(window) == _UNBOUNDED else (window[0], window[1])
-    none = attn_mask is None and alibi_slopes is None and sinks is None
-    masks = forward.NO_TENSORS if none else MaskTensors(attn_mask, alibi_slopes, sinks)
+    masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
     return (query, key, value), masks, Options(False, causal, scale, enable_gqa, ends, softcap, impl)
 
 
 def _forward(*arguments: Any) -> forward.Result:
     """Output [B, H, S_q, D], in the memory order of query, and LSE [B, H, S_q]; arguments and errors as in sdpa."""
-    with torch.no_grad():
-        return forward.attend(*_call(*arguments), True)
+    return forward.attend(*_call(*arguments), True)
 
 
-def _differentiable(keyset: Any, *arguments: Any) -> forward.Result:
+def _differentiable(
+    keyset: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> forward.Result:
     """The operator where autograd looks at it: with a gradient when an input wants one."""
-    inputs, masks, options = _call(*arguments)
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *masks) if t is not None)
-    if wanted:
-        return autograd.record(inputs, masks, options)
-    if autograd.is_eager(inputs):
-        return forward.attend(inputs, masks, options, True)
+    eager = autograd.is_eager((query, key, value))
+    if rest or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
+        inputs, masks, options = _call(query, key, value, *rest)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *masks) if t is not None):
+            return autograd.record(inputs, masks, options, eager)
+        if eager:
+            return forward.attend(inputs, masks, options, True)
+    elif eager:
+        return forward.attend((query, key, value), forward.NO_TENSORS, forward.PLAIN, True)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.microsdpa.attention.default(*arguments)  # type: ignore[no-any-return]
+        return torch.ops.microsdpa.attention.default(query, key, value, *rest)  # type: ignore[no-any-return]
 
 
 _library.impl("attention", _forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
