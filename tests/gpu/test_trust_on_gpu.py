@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -72,43 +73,45 @@ def test_8_bit_values_in_inference_mode() -> None:
         assert torch.equal(captured, first)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def _full() -> Iterator[None]:
-    """A process that may have no more memory than it has, and a little."""
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + 600 * 2**20) / total, 0)
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0, 0)
+@contextmanager
+def full() -> Iterator[None]:
+    """For a block, the process may have no more memory than it has, and 64 MiB."""
     gc.collect()
     torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(0) + 64 * 2**20) / total, 0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
 
 
 OPTIONS: list[dict[str, Any]] = [
     *({}, {"return_lse": True}, {"precision": "int8_fp8"}, {"window": (100, 0)}, {"impl": "ampere/fwd_mma"}),
 ]
+LARGE = Case(8, 128, 1024, 1024, 64)
+"""Its output has 128 MiB."""
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.usefixtures("_full")
 def test_out_of_memory_is_torchs_error_and_the_next_call_works(options: dict[str, Any]) -> None:
-    tensors = tuple(t.expand(64, 128, 1024, 64) for t in make(Case(1, 1, 1024, 1024, 64), "cuda"))  # an output of 1 GiB
-    small = make(Case(1, 2, 70, 90, 64), "cuda")
-    for _ in range(3):
-        with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory. Tried to allocate"):
-            microsdpa.sdpa(*tensors, **options)
-        microsdpa.sdpa(*small, **options)
+    large, small = make(LARGE, "cuda"), make(Case(1, 2, 70, 90, 64), "cuda")
+    with full():
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate"):
+                microsdpa.sdpa(*large, **options)
+            microsdpa.sdpa(*small, **options)
     torch.cuda.synchronize()
 
 
-@pytest.mark.usefixtures("_full")
 def test_a_plan_and_the_enabled_function_out_of_memory() -> None:
-    tensors = tuple(t.expand(64, 128, 1024, 64) for t in make(Case(1, 1, 1024, 1024, 64), "cuda"))
-    plan = microsdpa.plan(*tensors)
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        plan(*tensors)
-    with microsdpa.enabled(), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        F.scaled_dot_product_attention(*tensors)
+    large = make(LARGE, "cuda")
+    plan = microsdpa.plan(*large)
+    with full():
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            plan(*large)
+        with microsdpa.enabled(), pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            F.scaled_dot_product_attention(*large)
 
 
 @pytest.mark.parametrize("default", ["meta", "cuda", "cpu"])
