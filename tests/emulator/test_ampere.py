@@ -14,6 +14,7 @@ from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import problem_of
 from microsdpa.masks import Masks
 from microsdpa.problem import Problem
+from microsdpa.select import select
 from microsdpa.specs import ampere_tiles
 from microsdpa.specs.ampere import specification
 from microsdpa.specs.ampere_tiles import Tiling
@@ -62,6 +63,31 @@ def test_a_tiling_is_right_without_bank_conflicts(case: Case, tiling: Tiling, pa
     check_in_every_order(specification(problem, tiling, pack), problem, case)
 
 
+PROGRAMMATIC = [
+    (Case(1, 1, 140, 330, 64), ampere_tiles.STREAM_DEEP),
+    (Case(1, 1, 50, 170, 64), Tiling(64, 1, 2)),
+    (Case(1, 2, 5, 700, 64), replace(ampere_tiles.DECODE_DEEP, split=4)),
+    (Case(1, 2, 1, 500, 64, masks=("left padding",)), ampere_tiles.DECODE_DEEP),
+]
+
+
+@pytest.mark.parametrize(("case", "tiling"), PROGRAMMATIC, ids=str)
+def test_launches_that_begin_before_the_one_ahead_has_ended(case: Case, tiling: Tiling) -> None:
+    """On sm_90 alone, where a launch is programmatic, a kernel has to wait for the one ahead."""
+    problem = problem_of(case, "sm_90a")
+    spec = specification(problem, tiling)
+    assert all(stage.programmatic for stage in spec.stages)
+    check_in_every_order(spec, problem, case)
+
+
+def test_a_general_launch_that_begins_before_the_one_ahead_has_ended() -> None:
+    case = Case(1, 1, 40, 90, 64, masks=("bool",))
+    problem = problem_of(case, "sm_90a")
+    spec = select(problem, "ampere/fwd_general").spec
+    assert spec.programmatic
+    check_in_every_order(spec, problem, case)
+
+
 CLUSTERED = replace(ampere_tiles.DECODE_DEEP, clustered=True)
 
 
@@ -70,6 +96,8 @@ CLUSTERED = replace(ampere_tiles.DECODE_DEEP, clustered=True)
     [
         (Case(1, 8, 1, 1100, 64, heads_kv=2), replace(CLUSTERED, split=4), 4),
         (Case(1, 2, 1, 130, 64), replace(CLUSTERED, split=16), 1),  # one unit each, and parts without keys
+        (Case(1, 2, 1, 300, 96), replace(CLUSTERED, split=16), 1),  # two units each, and the last parts none
+        (Case(1, 2, 3, 300, 32), replace(CLUSTERED, split=16), 1),
         (Case(2, 4, 7, 500, 64, heads_kv=2, causal="lower_right"), replace(CLUSTERED, split=2), 2),
         (Case(1, 4, 5, 70, 64, heads_kv=1, causal="upper_left"), replace(CLUSTERED, split=8), 4),  # two tiles of rows
         (Case(1, 4, 2, 700, 128, heads_kv=2, dtype="bfloat16", kind="outliers"), replace(CLUSTERED, split=8), 2),

@@ -207,15 +207,32 @@ class _Copies:
         for name, tensor in tensors.items():
             start += -start % self.ALIGNMENT + tensor.data_ptr() % self.ALIGNMENT
             first = start - self._memory.data_ptr()
-            flat = self._memory[first : first + _extent(tensor)]
-            flat.copy_(_flat(tensor))
-            self._views[name] = flat
+            view = self._memory[first : first + _extent(tensor)]
+            self._views[name] = view
+            _copy(view, _flat(tensor), tensor)
             start += _extent(tensor) + self.GAP
         self.addresses = {name: view.data_ptr() for name, view in self._views.items()}
 
     def copy_back(self, name: str, tensor: torch.Tensor) -> None:
         """Bring what the kernel wrote back into the tensor."""
-        _flat(tensor).copy_(self._views[name])
+        _copy(_flat(tensor), self._views[name], tensor)
+
+
+SPARSE = 2**30
+"""Bytes from which on the gaps between a tensor's rows are not copied: untouched memory costs nothing."""
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy all memory of a tensor, given as bytes, or where that is much, its elements."""
+    if to.numel() >= SPARSE:
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        to, source = (
+            memory.view(words).as_strided(
+                tensor.shape, tensor.stride(), memory.storage_offset() // tensor.element_size()
+            )
+            for memory in (to, source)
+        )
+    to.copy_(source)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

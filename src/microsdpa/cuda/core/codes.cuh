@@ -88,7 +88,7 @@ __device__ __forceinline__ void divide(float (&y)[N], const float (&x)[N], const
 template <typename Code>
 __device__ __forceinline__ float larger(float a, float b) {
   if constexpr (Code::HAS_NAN) return fmaxf(a, b);
-  return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b)));
+  return __int_as_float(max(__float_as_int(a), __float_as_int(b)));
 }
 
 // Largest of |x| and `largest`; infinities do not count, nor does NaN where codes have it.
