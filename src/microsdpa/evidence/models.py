@@ -225,6 +225,7 @@ class Models:
         config_class, self.model_class = candidate.classes()
         self.name: str = self.model_class.__name__
         self.note = ""
+        self._made: dict[tuple[str, str, torch.dtype], Any] = {}
         self._config = tiny.configuration(config_class)
         self._seed = seed
         model = tiny.make(self.model_class, self._configured("eager"), seed)
@@ -266,8 +267,11 @@ class Models:
 
     @contextlib.contextmanager
     def named(self, which: str, device: str, dtype: torch.dtype) -> Iterator[Any]:
-        """The model: with "eager" attention, with transformers' own "sdpa", or with "ours"."""
-        model = self._named(self._ours if which == "ours" else which).to(device, dtype)
+        """The model: with "eager" attention, with transformers' own "sdpa", or with "ours"; made once."""
+        made = which, device, dtype
+        if made not in self._made:
+            self._made[made] = self._named(self._ours if which == "ours" else which).to(device, dtype)
+        model = self._made[made]
         enabled = which == "ours" and self._ours == "sdpa"
         with microsdpa.enabled() if enabled else contextlib.nullcontext():
             yield model
