@@ -52,7 +52,7 @@ HARMLESS = frozenset(
 MASKS_AS_NUMBERS = frozenset({"bigbird_pegasus", "deepseek_v4"})
 """Model types that would misread bools, and get masks of numbers to be added, as with "eager".
 
-BigBirdPegasus hands them to an attention of its own, too. DeepSeek-V4 appends numbers, which as bools mean the opposite.
+BigBirdPegasus hands them to an attention of its own, too. DeepSeek-V4 appends numbers: as bools they mean the reverse.
 """
 
 _READ = frozenset({"indices", "block_indices", "cache", "output_attentions", "sliding_window", "cu_seq_lens_q"})
