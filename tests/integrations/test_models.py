@@ -43,6 +43,7 @@ def _quiet() -> Iterator[None]:
         ("decoder", "deepseek_v4", ("plain", "padded left")),
         ("decoder", "minimax_m3_vl_text", ("plain", "padded right", "chunks")),
         ("encoder-decoder", "t5", (*PADDED, "generate")),
+        ("encoder-decoder", "bigbird_pegasus", PADDED),
         ("encoder-decoder", "marian", (*PADDED, "generate")),
         ("encoder", "bert", PADDED),
         ("speech", "whisper", ("plain",)),

@@ -13,9 +13,11 @@ import copy
 import functools
 import json
 import logging
+import math
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,6 +42,9 @@ SEEDS = 3
 """A rounding may send a token to another expert: in half precision a model is wrong if it is with all of these."""
 OUTCOMES = ("agrees", "differs", "refused", "own attention", "not made")
 TIMED_RUNS = 5
+COMPILED = "compiled"
+BATCH_OF_MODELS = 60
+"""So many models are checked by one process: what torch.compile keeps of each is never freed."""
 WORKER = ["-m", "microsdpa.evidence.models"]
 """What Python runs to check models in a process of its own."""
 
@@ -168,10 +173,13 @@ def _assisted(model: Any) -> torch.Tensor:
     return model.generate(**given, assistant_model=assistant, **options).float().cpu()  # type: ignore[no-any-return]
 
 
+def _side(model: Any) -> str:
+    return "left" if "input_ids" in tiny.inputs(model) else ""
+
+
 def _compiled(model: Any) -> torch.Tensor:
     torch._dynamo.reset()
-    side = "left" if "input_ids" in tiny.inputs(model) else ""
-    return _forward(model, side, torch.compile(model, backend="eager"))
+    return _forward(model, _side(model), torch.compile(model, backend="eager"))
 
 
 def scenarios(family: str, device: str) -> dict[str, Run]:
@@ -191,7 +199,7 @@ def scenarios(family: str, device: str) -> dict[str, Run]:
     if family == "decoder" and device == "cpu":
         found["assisted"] = _assisted
     if device == "cpu" and family != "diffusion":
-        found["compiled"] = _compiled
+        found[COMPILED] = _compiled
     return found
 
 
@@ -225,6 +233,7 @@ class Models:
         config_class, self.model_class = candidate.classes()
         self.name: str = self.model_class.__name__
         self.note = ""
+        self._made: dict[tuple[str, str, torch.dtype], Any] = {}
         self._config = tiny.configuration(config_class)
         self._seed = seed
         model = tiny.make(self.model_class, self._configured("eager"), seed)
@@ -266,8 +275,11 @@ class Models:
 
     @contextlib.contextmanager
     def named(self, which: str, device: str, dtype: torch.dtype) -> Iterator[Any]:
-        """The model: with "eager" attention, with transformers' own "sdpa", or with "ours"."""
-        model = self._named(self._ours if which == "ours" else which).to(device, dtype)
+        """The model: with "eager" attention, with transformers' own "sdpa", or with "ours"; made once."""
+        made = which, device, dtype
+        if made not in self._made:
+            self._made[made] = self._named(self._ours if which == "ours" else which).to(device, dtype)
+        model = self._made[made]
         enabled = which == "ours" and self._ours == "sdpa"
         with microsdpa.enabled() if enabled else contextlib.nullcontext():
             yield model
@@ -350,14 +362,17 @@ def _scenario(
         ):
             return run(model)
 
+    run_eager, run_ours = (lambda m: _forward(m, _side(m))) if name == COMPILED else run, run
     try:
+        run = run_eager  # compiled or not, eager attention gives the same, and compiling takes long
         expected = output("eager", torch.float32)
         plain = output("eager") if dtype != torch.float32 else None
     except Exception as error:
         _raise_if_lost(error)
         return Outcome(name, reason=f"not run: eager raises {type(error).__name__}: {tiny._line(error)}")
+    run = run_ours
     try:
-        with _counted(found, fallbacks) if name != "compiled" else contextlib.nullcontext():
+        with _counted(found, fallbacks) if name != COMPILED else contextlib.nullcontext():
             ours = output("ours")
     except microsdpa.UnsupportedProblem as error:
         return Outcome(name, reason=f"refused: {tiny._line(error)}")
@@ -459,7 +474,7 @@ def _row(found: Found, dtype: torch.dtype) -> results.Row:
     compared = [outcome for outcome in found.scenarios if outcome.error is not None]
     worst = max(compared, key=lambda o: (o.error or 0.0) / max(o.allowed or 0.0, 1e-30), default=None)
     error = None
-    if worst is not None and worst.error != float("inf"):
+    if worst is not None and _finite(worst.error) is not None and _finite(worst.allowed) is not None:
         nothing = {"rmse": None, "rel_l1": None, "cosine": None}
         error = {"max_abs": worst.error, **nothing, "tolerance": {"max_abs": worst.allowed, **nothing}}
     ok = found.outcome == "agrees"
@@ -476,7 +491,7 @@ def _row(found: Found, dtype: torch.dtype) -> results.Row:
         outcome=found.outcome,
         calls=found.calls,
         scenarios={
-            o.name: {"error": None if o.error == float("inf") else o.error, "allowed": o.allowed, "reason": o.reason}
+            o.name: {"error": _finite(o.error), "allowed": _finite(o.allowed), "reason": o.reason}
             for o in found.scenarios
         },
         worst="" if worst is None else worst.name,
@@ -491,6 +506,11 @@ def _row(found: Found, dtype: torch.dtype) -> results.Row:
     )
 
 
+def _finite(number: float | None) -> float | None:
+    """A number that JSON has, or None."""
+    return number if number is not None and math.isfinite(number) else None
+
+
 def _rows_in_processes(
     todo: list[Candidate], device: str, dtype: torch.dtype, until: float, advance: Callable[[str], None]
 ) -> list[results.Row]:
@@ -498,12 +518,16 @@ def _rows_in_processes(
     rows: list[results.Row] = []
     while todo and time.monotonic() < until:
         command = [sys.executable, *WORKER, device, str(dtype).removeprefix("torch.")]
-        with subprocess.Popen(
-            [*command, json.dumps([[c.family, c.kind] for c in todo])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
+        before = len(rows)
+        with (
+            tempfile.TemporaryFile("w+") as said,  # a pipe that nobody reads would stop the process when it is full
+            subprocess.Popen(
+                [*command, json.dumps([[c.family, c.kind] for c in todo[:BATCH_OF_MODELS]])],
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+            ) as process,
+        ):
             assert process.stdout is not None
             for line in process.stdout:
                 if not line.startswith("{"):
@@ -513,12 +537,12 @@ def _rows_in_processes(
                 if time.monotonic() >= until:
                     process.kill()
                     break
-            assert process.stderr is not None
-            said = process.stderr.read() if process.poll() is None or process.returncode else ""
-        if todo and time.monotonic() < until:
+            code = process.wait()
+            said.seek(0)
+            last = (said.read().strip().splitlines() or ["nothing"])[-1][:200]
+        if (code or len(rows) == before) and todo and time.monotonic() < until:
             lost = todo.pop(0)
-            last = (said.strip().splitlines() or ["nothing"])[-1][:200]
-            rows.append(_row(Found(lost, "differs", f"its process ended with {process.returncode}: {last}"), dtype))
+            rows.append(_row(Found(lost, "differs", f"its process ended with {code}: {last}"), dtype))
             advance(str(lost))
     rows += [_row(Found(c, "not made", "not run: the time was up"), dtype) for c in todo]
     return rows

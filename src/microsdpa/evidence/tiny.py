@@ -401,10 +401,11 @@ def candidates() -> list[Candidate]:
     """Every model of the installed transformers and diffusers that is tried, in an order that does not change."""
     from transformers.models.auto import modeling_auto
 
-    found: dict[str, Candidate] = {}
+    found: dict[Any, Candidate] = {}
     for family, mapping in MAPPINGS.items():
         for kind in (*getattr(modeling_auto, mapping), *OTHERS.get(family, ())):
-            found.setdefault(kind, Candidate(family, kind))
+            names = getattr(modeling_auto, mapping).get(kind, kind)  # one class may be in several mappings
+            found.setdefault((kind, str(names)), Candidate(family, kind))
     towers = [Candidate("tower", kind) for kind in TOWERS]
     diffusers = [Candidate("diffusion", kind) for kind in DIFFUSION]
     return [*sorted(found.values(), key=lambda c: (list(MAPPINGS).index(c.family), c.kind)), *towers, *diffusers]

@@ -49,8 +49,11 @@ HARMLESS = frozenset(
 )
 """Keyword arguments that models pass on to their attention function and that change nothing in it."""
 
-MASKS_AS_NUMBERS = frozenset({"deepseek_v4"})
-"""Model types that append a mask of numbers to what they get, also to bools, where it would mean the opposite."""
+MASKS_AS_NUMBERS = frozenset({"bigbird_pegasus", "deepseek_v4"})
+"""Model types that would misread bools, and get masks of numbers to be added, as with "eager".
+
+BigBirdPegasus hands them to an attention of its own, too. DeepSeek-V4 appends numbers: as bools they mean the reverse.
+"""
 
 _READ = frozenset({"indices", "block_indices", "cache", "output_attentions", "sliding_window", "cu_seq_lens_q"})
 """Further keyword arguments that the attention function here acts on."""

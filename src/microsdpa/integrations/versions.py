@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib import metadata
 
-SUPPORTED = {"transformers": ((5, 12), (5, 23)), "diffusers": ((0, 36), (0, 42))}
+SUPPORTED = {"transformers": ((5, 18), (5, 23)), "diffusers": ((0, 39), (0, 42))}
 """First and last minor version of each library that the tests of this package have passed with."""
 
 
