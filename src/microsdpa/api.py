@@ -132,14 +132,14 @@ def sdpa(
     masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
     if graded or is_compiling():
-        found = _through_autograd((query, key, value), masks, options, out)
+        found = _through_autograd((query, key, value), masks, options, return_lse, out)
     else:
         found = forward.first_call((query, key, value), masks, options, return_lse, out)
     return found if return_lse else found[0]  # type: ignore[return-value]
 
 
 def _through_autograd(
-    inputs: forward.Inputs, masks: MaskTensors, options: Options, out: torch.Tensor | None
+    inputs: forward.Inputs, masks: MaskTensors, options: Options, return_lse: bool, out: torch.Tensor | None
 ) -> forward.Result:
     """A call that a gradient may be asked of, or that is traced into a graph."""
     if is_compiling():
@@ -153,4 +153,4 @@ def _through_autograd(
         raise InvalidArgument(
             "out", expected="None where an input requires grad", got="a tensor", hint="autograd needs a new output"
         )
-    return autograd.attend(inputs, masks, options)
+    return autograd.attend(inputs, masks, options, return_lse)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch._C import _are_functorch_transforms_active, _AutoDispatchBelowAutograd, _len_torch_dispatch_stack
 
-from microsdpa import arguments, backward, forward
+from microsdpa import arguments, backward, forward, nodes
 from microsdpa.forward import Inputs, MaskTensors, Options
 from microsdpa.masks import Masks
 
@@ -23,15 +23,20 @@ def is_eager(inputs: Inputs) -> bool:
     return plain and not _len_torch_dispatch_stack() and not _are_functorch_transforms_active()
 
 
-def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Result:
-    """Output and LSE of a call of which an input requires grad.
+def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool) -> forward.Result:
+    """Output and, on demand, LSE of a call of which an input requires grad.
 
     Raises:
         MicrosdpaError: as sdpa.
     """
-    if is_eager(inputs):
-        return record(inputs, masks, options, True)
-    return operator(inputs, masks, options)
+    if not is_eager(inputs):
+        return operator(inputs, masks, options)
+    query = inputs[0]
+    if not return_lse and query.is_cuda and not query.is_nested:
+        out = nodes.attend(inputs, masks, options)
+        if out is not None:
+            return out, None
+    return record(inputs, masks, options, True)
 
 
 def operator(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Result:

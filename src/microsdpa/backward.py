@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from microsdpa import torch_cpu
-from microsdpa.arguments import is_aligned
-from microsdpa.masks import UNBOUNDED, Masks
+from microsdpa import nodes, torch_cpu
+from microsdpa.forward import MaskTensors, Options
+from microsdpa.masks import Masks
 from microsdpa.problem import Causal
-
-_MAX_REMEMBERED = 4096
-_remembered: dict[tuple[object, ...], bool] = {}
 
 
 def gradients(
@@ -34,47 +28,16 @@ def gradients(
     a GPU, torch's cuDNN or flash backward computes what it can; the rest is computed in FP32 from scores that are made
     again, one query head at a time.
     """
-    if grad_lse is None and query.is_cuda and query.numel() and key.numel() and (scale is None or scale > 0.0):
+    if grad_lse is None and query.is_cuda:
+        options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
+        tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
         common = grad_out, query, key, value, out, lse, causal, scale
-        hopper = _capability(query.device) >= (9, 0)
-        flash = _flash_computes(query, key, value, causal, masks)
-        # Up to Ada, the flash backward is the faster one.
-        if (hopper or not flash) and _cudnn_computes(query, key, value, causal, masks):
+        operator = nodes.operator_for((query, key, value), tensors, options)
+        if operator == nodes.CUDNN:
             return _through_cudnn(*common, masks.attn_mask)
-        if flash:
+        if operator == nodes.FLASH:
             return _through_flash(*common)
     return _through_math(grad_out, grad_lse, query, key, value, causal, scale, masks)
-
-
-@functools.lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.lru_cache
-def no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The random state of a dropout that there is not, as torch's backward operators take it.
-
-    They are [2] in uint64 for the flash backward, and two scalars in int64 for cuDNN's; nothing writes to them.
-    """
-    with torch.inference_mode(False):
-        scalars = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
-        return torch.zeros(2, dtype=torch.uint64, device=device), *scalars  # type: ignore[return-value]
-
-
-def _flash_computes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: Causal | None, masks: Masks
-) -> bool:
-    """Whether torch's flash backward has the gradient.
-
-    Its causal mask is aligned lower right, its loads have 16 bytes, and it scales the -inf of what is hidden.
-    """
-    if masks.kind is not None:
-        return False
-    square = query.shape[2] == key.shape[2]
-    aligned = causal != "upper_left" or square
-    reaches = causal is None or query.shape[2] <= key.shape[2]
-    return aligned and reaches and query.shape[3] % 8 == 0 and all(map(is_aligned, (query, key, value)))
 
 
 def _through_flash(
@@ -87,41 +50,13 @@ def _through_flash(
     causal: Causal | None,
     scale: float | None,
 ) -> list[torch.Tensor]:
-    unused = no_dropout(query.device)[0]
+    unused = nodes.nothing(query.device)[0]
     found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *(grad_out, query, key, value, out, lse, None, None, query.shape[2], key.shape[2]),
         *(0.0, causal is not None, unused, unused),
         scale=scale,
     )
     return [_like(gradient, tensor) for gradient, tensor in zip(found, (query, key, value), strict=True)]
-
-
-def _cudnn_computes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: Causal | None, masks: Masks
-) -> bool:
-    """Whether torch's cuDNN backward has the gradient: no mask or attn_mask alone, which wants no gradient.
-
-    Its causal mask is aligned upper left.
-    """
-    mask = masks.attn_mask
-    if masks.softcap is not None or masks.alibi_slopes is not None or masks.sinks is not None:
-        return False
-    if masks.ends != (UNBOUNDED, UNBOUNDED):
-        return False
-    if causal is not None and (mask is not None or (causal == "lower_right" and query.shape[2] != key.shape[2])):
-        return False
-    if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or mask.requires_grad):
-        return False
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    described = (query.dtype, query.device, query.shape, key.shape, query.stride(), key.stride(), value.stride())
-    call = *described, causal, mask is None, deterministic, torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    if call not in _remembered:
-        if len(_remembered) >= _MAX_REMEMBERED:
-            _remembered.clear()
-        shared = query.shape[1] != key.shape[1]
-        params = SDPAParams(query, key, value, None, 0.0, causal is not None, shared)
-        _remembered[call] = all(map(is_aligned, (query, key, value))) and can_use_cudnn_attention(params)
-    return _remembered[call]
 
 
 def _through_cudnn(
@@ -135,20 +70,11 @@ def _through_cudnn(
     scale: float | None,
     mask: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    bias = None
-    if mask is not None:
-        bias = mask
-        if mask.dtype == torch.bool:
-            bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-        bias = bias[(None,) * (4 - bias.dim())]
-        bias = bias.expand(*query.shape[:3], key.shape[2])
-        if bias.stride(3) != 1:
-            bias = bias.contiguous()
-        # A row that sees no key has an LSE of -inf: its weights, exp(score - LSE), are to be zeros.
-        lse = lse.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)
-    _, seed, offset = no_dropout(query.device)
+    bias = None if mask is None else nodes.as_bias(mask, query, key)
+    lse = lse if mask is None else nodes.of_seen_rows(lse)
+    scalar = nodes.nothing(query.device)[1]
     found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        *(grad_out, query, key, value, out, lse[..., None], seed, offset, bias, None, None),
+        *(grad_out, query, key, value, out, lse.unsqueeze(3), scalar, scalar, bias, None, None),
         *(query.shape[2], key.shape[2], 0.0, causal is not None),
         scale=scale,
     )

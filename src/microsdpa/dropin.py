@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import warnings
@@ -26,7 +25,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa import api, autograd, backward, forward, torch_cpu, validation
+from microsdpa import api, autograd, forward, nodes, torch_cpu, validation
 from microsdpa.arguments import DTYPES, check_impl
 from microsdpa.autograd import PLAIN_TYPES
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
@@ -314,7 +313,7 @@ def _at_once(
     if not query.is_cuda or query.is_nested or key.is_nested or value.is_nested:
         return None
     try:
-        return autograd.record((query, key, value), masks, options, True)[0]
+        return autograd.attend((query, key, value), masks, options, False)[0]
     except (InvalidArgument, UnsupportedProblem):
         return None  # the reason is found again, where there is somebody to tell it
 
@@ -456,16 +455,8 @@ def flash_forward(
     options = Options(False, causal, scale, query.shape[1] != key.shape[1])
     with torch.no_grad():
         result, lse = forward.attend((query, key, value), forward.NO_TENSORS, options, True)
-    state, nothing, debug = _unused_outputs(query.dtype, query.device)
-    return result, lse, None, None, query.shape[2], key.shape[2], state, nothing, debug
-
-
-@functools.lru_cache
-def _unused_outputs(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """State and mask of the dropout that there is not. Nothing writes to them, and every call may give the same."""
-    with torch.inference_mode(False):
-        state = backward.no_dropout(device)[0]
-        return state, torch.zeros((), dtype=torch.uint64, device=device), torch.empty(0, dtype=dtype, device=device)
+    state, scalar, debug = nodes.nothing(query.device)
+    return result, lse, None, None, query.shape[2], key.shape[2], state, scalar, debug
 
 
 FLASH_OPERATOR = "_scaled_dot_product_flash_attention"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn import attention
 
 import microsdpa
-from microsdpa import backward, dropin, reference
+from microsdpa import backward, dropin, nodes, reference
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import MASKINGS
 from microsdpa.evidence.inputs import Case, make, make_masks
@@ -103,7 +103,7 @@ CUDNN_CASES = [
 
 @pytest.mark.parametrize("case", [*FLASH_CASES, *CUDNN_CASES], ids=str)
 def test_a_fused_backward_of_torch_gives_the_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper cuDNN's, or the flash backward where cuDNN has none."""
+    """On Hopper cuDNN's, or the flash backward where cuDNN has none: a node of torch's, and in a graph its operator."""
     monkeypatch.delattr(backward, "_through_math")
     weight = torch.randn(case.batch, case.heads, case.seqlen_q, case.head_dim).to(make(case)[0].dtype)
     options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
@@ -113,12 +113,20 @@ def test_a_fused_backward_of_torch_gives_the_gradient(case: Case, monkeypatch: p
         weight,
     )
     assert_gradients(found, case, weight, **options, **make_masks(case))
+    monkeypatch.setattr(nodes, "attend", lambda *_: None)
+    again = gradients(
+        lambda *a: microsdpa.sdpa(*a, enable_gqa=True, **options, **make_masks(case, "cuda")),
+        make(case, "cuda"),
+        weight,
+    )
+    assert_gradients(again, case, weight, **options, **make_masks(case))
 
 
 @pytest.mark.parametrize("case", FLASH_CASES, ids=str)
 def test_torchs_flash_backward_gives_the_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(backward, "_through_math")
-    monkeypatch.setattr(backward, "_cudnn_computes", lambda *_: False)
+    monkeypatch.setattr(nodes, "_cudnn_computes", lambda *_: False)
+    monkeypatch.setattr(nodes, "_remembered", {})
     weight = torch.randn(case.batch, case.heads, case.seqlen_q, case.head_dim).to(make(case)[0].dtype)
     options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
     found = gradients(lambda *a: microsdpa.sdpa(*a, **options), make(case, "cuda"), weight)
@@ -143,6 +151,7 @@ MATH_CASES = [
 def test_other_gradients_are_computed_in_fp32(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(backward, "_through_flash")
     monkeypatch.delattr(backward, "_through_cudnn")
+    monkeypatch.setattr(nodes, "_calls", None)
     weight = torch.randn(case.batch, case.heads, case.seqlen_q, case.head_dim).to(make(case)[0].dtype)
     options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
     found = gradients(

@@ -35,8 +35,9 @@ ALLOWED: dict[str, set[str]] = {
     "forward": {
         *("emulate", "masks", "options", "problem", "problems", "runtime", "select", "torch_cpu", "validation"),
     },
-    "backward": {"arguments", "masks", "problem", "torch_cpu"},
-    "autograd": {"arguments", "backward", "forward", "masks"},
+    "nodes": {"arguments", "forward", "masks", "problem"},
+    "backward": {"forward", "masks", "nodes", "problem", "torch_cpu"},
+    "autograd": {"arguments", "backward", "forward", "masks", "nodes"},
     "api": {
         *("autograd", "eight_bit", "errors", "forward", "masks", "options", "problem", "runtime", "specs"),
         "validation",
@@ -95,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "torch_ops": {"", "autograd", "backward", "errors", "forward", "masks"},
     "dropin": {
-        *("", "api", "arguments", "autograd", "backward", "errors", "forward", "options", "problem", "runtime"),
+        *("", "api", "arguments", "autograd", "errors", "forward", "nodes", "options", "problem", "runtime"),
         *("specs", "torch_cpu", "validation"),
     },
     "integrations": {"api", "arguments", "dropin", "errors", "problem"},

@@ -1,0 +1,190 @@
+"""Attention whose gradient is a node of torch's own: its forward pass is microsdpa's, its backward pass torch's in C++.
+
+torch's operators for its cuDNN and flash attention record such nodes. Each of the two has a kernel here for a backend
+that no tensor is on. A call names this backend, below the one of autograd that records the node: torch's own calls,
+whose tensors are on a GPU, never reach the kernel. A node in Python would cost tens of microseconds in a backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+from microsdpa import forward
+from microsdpa.arguments import is_aligned
+from microsdpa.forward import Inputs, MaskTensors, Options
+from microsdpa.masks import UNBOUNDED
+from microsdpa.problem import VECTOR_BYTES
+
+CUDNN = "_scaled_dot_product_cudnn_attention"
+FLASH = "_scaled_dot_product_flash_attention"
+BACKEND = "PrivateUse3"
+_OUTPUTS = (
+    "(Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor {}, "
+    "Tensor {}, Tensor debug_attn_mask)"
+)
+SCHEMAS = {
+    CUDNN: "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+    "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> "
+    + _OUTPUTS.format("philox_seed", "philox_offset"),
+    FLASH: "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, bool "
+    "return_debug_mask=False, *, float? scale=None) -> " + _OUTPUTS.format("rng_state", "unused"),
+}
+"""The operators as they were when this was written: another torch may have others, whose nodes want other outputs."""
+
+_pending = threading.local()
+"""`call` of a thread: the masks and options of the call that it makes."""
+
+_MAX_REMEMBERED = 4096
+_remembered: dict[tuple[object, ...], str] = {}
+
+
+def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:
+    """The output of a call whose gradient a backward pass of torch's computes; None where it computes none.
+
+    The tensors are on a GPU, and no tracer or transform looks on.
+
+    Raises:
+        MicrosdpaError: as sdpa.
+    """
+    operator = operator_for(inputs, masks, options)
+    if not operator:
+        return None
+    query, key, value = inputs
+    causal = options.is_causal or options.causal is not None
+    call, keys = _calls()[operator]
+    if operator == FLASH:
+        _pending.call = masks, options
+        return call(keys, query, key, value, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
+    bias = None if masks.attn_mask is None else as_bias(masks.attn_mask, query, key)
+    _pending.call = masks, options
+    return call(keys, query, key, value, bias, True, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
+
+
+def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
+    """Which of torch's operators has the fastest backward pass that computes a call's gradient; empty for none."""
+    query, key, value = inputs
+    if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % VECTOR_BYTES:
+        return ""
+    mask = masks.attn_mask
+    described = (query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), query.dtype)
+    known = (
+        *described,
+        options,
+        None if mask is None else (mask.dtype, mask.requires_grad, mask.shape),
+        masks.alibi_slopes is None and masks.sinks is None,
+        query.get_device(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    name = _remembered.get(known)
+    if name is None:
+        if len(_remembered) >= _MAX_REMEMBERED:
+            _remembered.clear()
+        name = _remembered[known] = _operator_for(inputs, masks, options)
+    return name
+
+
+def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
+    query, key, value = inputs
+    plain = options.window in (None, (UNBOUNDED, UNBOUNDED)) and options.softcap is None
+    plain &= masks.alibi_slopes is None and masks.sinks is None
+    scaled = options.scale is None or (isinstance(options.scale, (int, float)) and options.scale > 0.0)
+    sound = query.dim() == key.dim() == value.dim() == 4 and query.numel() > 0 and key.numel() > 0
+    if not (plain and scaled and sound and all(map(is_aligned, inputs))):
+        return ""
+    causal = "upper_left" if options.is_causal else options.causal
+    cudnn, flash = (name in _calls() for name in (CUDNN, FLASH))
+    cudnn &= _cudnn_computes(inputs, masks.attn_mask, causal)
+    flash &= _flash_computes(inputs, masks.attn_mask, causal)
+    # Up to Ada, the flash backward is the faster one.
+    if cudnn and not (flash and torch.cuda.get_device_capability(query.device) < (9, 0)):
+        return CUDNN
+    return FLASH if flash else ""
+
+
+def _cudnn_computes(inputs: Inputs, mask: torch.Tensor | None, causal: str | None) -> bool:
+    """Whether cuDNN's backward pass has the gradient: of a mask, or of a causal mask that is aligned upper left."""
+    query, key, value = inputs
+    if causal is not None and (mask is not None or (causal == "lower_right" and query.shape[2] != key.shape[2])):
+        return False
+    if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or mask.requires_grad):
+        return False
+    shared = query.shape[1] != key.shape[1]
+    return can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, causal is not None, shared))
+
+
+def _flash_computes(inputs: Inputs, mask: torch.Tensor | None, causal: str | None) -> bool:
+    """Whether the flash backward pass has the gradient: its causal mask is aligned lower right.
+
+    It scales the -inf of what is hidden, so that every query has to see a key.
+    """
+    query, key, _ = inputs
+    aligned = causal != "upper_left" or query.shape[2] == key.shape[2]
+    reaches = causal is None or query.shape[2] <= key.shape[2]
+    return mask is None and aligned and reaches and query.shape[3] % 8 == 0
+
+
+def as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask as cuDNN's backward pass takes it: numbers in query's type, [B, H, S_q, S_k], the last stride 1."""
+    bias = mask
+    if mask.dtype == torch.bool:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    bias = bias[(None,) * (4 - bias.dim())].expand(*query.shape[:3], key.shape[2])
+    return bias if bias.stride(3) == 1 else bias.contiguous()
+
+
+def of_seen_rows(lse: torch.Tensor) -> torch.Tensor:
+    """An LSE [B, H, S_q] for a backward pass under a mask: +inf for a row that sees no key, which has -inf.
+
+    The weights of such a row, exp(score - LSE), are then zeros.
+    """
+    return lse.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)
+
+
+@functools.lru_cache
+def nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random state and mask of the dropout that there is not; nothing writes to them."""
+    with torch.inference_mode(False):
+        scalar = torch.zeros((), dtype=torch.int64, device=device)
+        return torch.zeros(2, dtype=torch.uint64, device=device), scalar, torch.empty(0, device=device)
+
+
+def _cudnn_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, *_: object, **__: object
+) -> tuple[Any, ...]:
+    masks, options = _pending.call
+    out, lse = forward.attend((query, key, value), masks, options, True)
+    assert lse is not None
+    lse = lse if bias is None else of_seen_rows(lse)
+    scalar, debug = nothing(query.device)[1:]
+    return out, lse.unsqueeze(3), None, None, query.shape[2], key.shape[2], scalar, scalar, debug
+
+
+def _flash_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
+) -> tuple[Any, ...]:
+    masks, options = _pending.call
+    out, lse = forward.attend((query, key, value), masks, options, True)
+    state, scalar, debug = nothing(query.device)
+    return out, lse, None, None, query.shape[2], key.shape[2], state, scalar, debug
+
+
+_library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _calls() -> dict[str, tuple[Any, Any]]:
+    """Of each operator that this torch has as it was: what calls it, and the keys of autograd and of BACKEND."""
+    key = torch._C.DispatchKey.__members__
+    keys = torch._C.DispatchKeySet(key[BACKEND]) | torch._C.DispatchKeySet(key[f"Autograd{BACKEND}"])
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, kernel in ((CUDNN, _cudnn_kernel), (FLASH, _flash_kernel)):
+        operator = getattr(getattr(torch.ops.aten, name, None), "default", None)
+        if operator is not None and str(operator._schema) == f"aten::{name}{SCHEMAS[name]}":
+            _library.impl(name, kernel, BACKEND)  # type: ignore[no-untyped-call]
+            found[name] = operator.redispatch, keys
+    return found
