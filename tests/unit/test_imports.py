@@ -86,7 +86,7 @@ ALLOWED: dict[str, set[str]] = {
         )
     },
     "torch_ops": {"", "api", "arguments", "errors", "masks", "problem", "torch_cpu"},
-    "dropin": {"api", "arguments", "errors", "problem", "specs", "torch_cpu"},
+    "dropin": {"api", "arguments", "errors", "problem", "specs", "torch_cpu", "validation"},
     "integrations": {"api", "arguments", "dropin", "errors"},
     "console": set(),
     "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime", "specs"},
