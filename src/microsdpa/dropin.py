@@ -191,7 +191,13 @@ def attend(
     reason = why_not(query, key, value, attn_mask, dropout_p)
     if not reason and query.device.type == "cpu" and impl == "auto" and bias is None:
         # torch computes it whether microsdpa is asked or not: its own call, gradients included, costs nothing more.
-        return torch_cpu.torch_attention(*given, scale=scale, enable_gqa=enable_gqa)
+        try:
+            if strict and not is_dynamo_compiling():
+                masks = (attn_mask, None, None, None, None)
+                validation.validate_call(query, key, value, is_causal, None, scale, enable_gqa, None, impl, masks)
+            return torch_cpu.torch_attention(*given, scale=scale, enable_gqa=enable_gqa)
+        except (InvalidArgument, UnsupportedProblem) as error:
+            reason = str(error)
     if not reason:
         options: dict[str, Any] = {"causal": causal} if causal else {"is_causal": is_causal}
         options["impl"] = impl
