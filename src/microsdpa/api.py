@@ -144,7 +144,7 @@ def _through_autograd(
     """A call that a gradient may be asked of, or that is traced into a graph."""
     if is_compiling():
         mask_arguments.refuse_both(options.is_causal, masks.attn_mask)
-        result, lse = autograd.operator(inputs, masks, options)
+        result, lse = autograd.operator(inputs, masks, options, return_lse)
         return result if out is None else out.copy_(result), lse
     if out is not None:
         is_causal, causal, scale, enable_gqa, window, softcap, impl = options

@@ -39,11 +39,17 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
     return record(inputs, masks, options, True)
 
 
-def operator(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Result:
-    """The call as torch.ops.microsdpa.attention, which checks its arguments when it runs."""
+def operator(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool = True) -> forward.Result:
+    """The call as an operator of torch.ops.microsdpa, which checks its arguments when it runs.
+
+    It is attention_output where neither the LSE nor a gradient is asked for.
+    """
     alignment = arguments.check_causal(options.is_causal, options.causal)
     ends = list(options.window or (-1, -1))
     rest = options.scale, options.enable_gqa, ends, options.softcap, options.impl
+    graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *masks))
+    if not (return_lse or graded):
+        return torch.ops.microsdpa.attention_output(*inputs, *masks, alignment, *rest), None
     return torch.ops.microsdpa.attention(*inputs, *masks, alignment, *rest)  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,7 @@
 
 attention(query, key, value, attn_mask, alibi_slopes, sinks, causal, scale, enable_gqa, window, softcap, impl) gives
 (output, LSE); the arguments are those of sdpa, `window` is [left, right]. Its gradient is attention_backward.
+attention_output gives the output alone, and has no gradient.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from microsdpa.masks import Masks
 
 _UNBOUNDED = (-1, -1)
 _library = torch.library.Library("microsdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
-# A call pays for every argument that it gives: what has its default is left out on the way to the function below.
-_library.define(  # type: ignore[no-untyped-call]
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, "
-    "Tensor? sinks=None, str? causal=None, float? scale=None, bool enable_gqa=False, SymInt[2] window=[-1, -1], "
-    'float? softcap=None, str impl="auto") -> (Tensor, Tensor)',
-    tags=(torch.Tag.pt2_compliant_tag,),
+# A call pays for every argument that it gives: what has its default is left out on the way to the functions below.
+_ARGUMENTS = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+    "str? causal=None, float? scale=None, bool enable_gqa=False, SymInt[2] window=[-1, -1], float? softcap=None, "
+    'str impl="auto")'
 )
+for _name, _result in (("attention", "(Tensor, Tensor)"), ("attention_output", "Tensor")):
+    _library.define(f"{_name}{_ARGUMENTS} -> {_result}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 
 
 def _call(
@@ -51,6 +53,11 @@ def _forward(*arguments: Any) -> forward.Result:
     return forward.attend(*_call(*arguments), True)
 
 
+def _output(*arguments: Any) -> torch.Tensor:
+    """The output [B, H, S_q, D] alone."""
+    return forward.attend(*_call(*arguments), False)[0]
+
+
 def _differentiable(
     keyset: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> forward.Result:
@@ -69,12 +76,18 @@ def _differentiable(
 
 
 _library.impl("attention", _forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("attention_output", _output, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("attention", _differentiable, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("microsdpa::attention", lib=_library)  # type: ignore[untyped-decorator]
 def _(query: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("microsdpa::attention_output", lib=_library)  # type: ignore[untyped-decorator]
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(query)
 
 
 @torch.library.custom_op("microsdpa::attention_backward", mutates_args=())

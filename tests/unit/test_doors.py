@@ -388,16 +388,16 @@ COMPILED = [
     door
     for backend in ("eager", "aot_eager")
     for door in (
-        Door(f"torch.compile({backend}) of sdpa", compiled(microsdpa.sdpa, backend), lse=True),
+        Door(f"torch.compile({backend}) of sdpa", compiled(microsdpa.sdpa, backend)),
         Door(
             f"torch.compile({backend}) of sdpa, return_lse",
             compiled(microsdpa.sdpa, backend, return_lse=True),
             lse=True,
             gives_lse=True,
         ),
-        Door(f"torch.compile({backend}) of sdpa, window", compiled(microsdpa.sdpa, backend, window=(4, 0)), lse=True),
+        Door(f"torch.compile({backend}) of sdpa, window", compiled(microsdpa.sdpa, backend, window=(4, 0))),
         Door(f"torch.compile({backend}) of sdpa, requires grad", compiled(microsdpa.sdpa, backend, graded), lse=True),
-        Door(f"torch.compile({backend}) of enable()", compiled_dropin(backend), lse=True),
+        Door(f"torch.compile({backend}) of enable()", compiled_dropin(backend)),
     )
 ]
 

@@ -56,6 +56,8 @@ def test_opcheck(case: Case) -> None:
         *(case.causal, None, True, list(masks.get("window", (-1, -1))), masks.get("softcap"), "auto"),
     )
     torch.library.opcheck(torch.ops.microsdpa.attention, arguments)
+    plain = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
+    torch.library.opcheck(torch.ops.microsdpa.attention_output, plain)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
