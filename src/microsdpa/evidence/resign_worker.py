@@ -49,9 +49,10 @@ def take_modules_of(package: Path) -> ModuleType:
     launcher = ModuleType(f"{PACKAGE}.runtime.launcher")
     launcher.__getattr__ = lambda name: None  # type: ignore[method-assign]
     sys.modules |= {PACKAGE: root, launcher.__name__: launcher}
-    sys.meta_path.insert(0, OfCheckout)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, OfCheckout)
     spec = importlib.util.spec_from_file_location("recorded", Path(__file__).with_name("recorded.py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     recorded = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = recorded
     spec.loader.exec_module(recorded)

@@ -3,6 +3,8 @@
 Names of symbols, line tables and other tables for debuggers do not count. Neither do named constants in global memory
 that no instruction reads: the compiler leaves one for each `constexpr`. Every other byte of a cubin counts, and so do
 the figures in its section headers: registers, barriers, shared memory, sizes of parameters.
+
+From sm_100 on cubins hold the code in a second form, which is compared byte by byte: a rename may differ there.
 """
 
 from __future__ import annotations
