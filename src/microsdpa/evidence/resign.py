@@ -27,10 +27,13 @@ from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import results
 from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.step import Progress, Step, no_progress
+from microsdpa.jit.cache import default_directory
 from microsdpa.jit.machine_code import differences
 
 PACKAGE = "src/microsdpa"
 COMMAND = "microsdpa evidence resign"
+CACHE = "resign"
+"""Below the cache of kernels: those of other checkouts, kept for the run that follows a dry run."""
 HEAD = ["file", "kernel", "rows", "outcome"]
 RESIGNED, RESIGNABLE = "resigned", "can be resigned"
 EMULATED = "it ran in the emulator, which runs no machine code; record it again"
@@ -66,7 +69,10 @@ class Checkout:
         if compiled:
             request["directory"] = str(directory)
         worker = Path(__file__).with_name("resign_worker.py")
-        environment = os.environ | {"MICROSDPA_CACHE_DIR": str(directory / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {
+            "MICROSDPA_CACHE_DIR": str(default_directory() / CACHE),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         run = subprocess.run(
             [sys.executable, "-c", _RUN, str(worker)],
             input=json.dumps(request),
@@ -342,6 +348,7 @@ def _resign(row: Stale, old_commit: str, commit: str, nvrtc: str) -> None:
 def _table(rows: list[Stale], verb: str) -> list[list[str]]:
     """A line for each file, kernel and outcome."""
     counted = Counter(
-        (f"{row.file.parent.name}/{row.file.name}", row.row["kernel"], row.reason or verb) for row in rows
+        (f"{row.file.parent.name}/{row.file.name}", row.row["kernel"] or row.row["impl"], row.reason or verb)
+        for row in rows
     )
     return [HEAD, *([file, kernel, str(n), outcome] for (file, kernel, outcome), n in counted.items())]
