@@ -219,6 +219,15 @@ def test_a_dry_run_writes_nothing(repository: Repository) -> None:
     assert path.read_bytes() == before
 
 
+def test_what_ran_from_ptx_is_compared_as_ptx(repository: Repository) -> None:
+    members = {name: rows()[name] | {"target": TARGET} for name in ("renamed", "other code")}
+    shutil.rmtree(repository.results, ignore_errors=True)
+    result = sealed(members) | {"suite": f"{resign.PTX_SUITE}sm_89"}
+    results.write(result | {"checksum": results.checksum(result)}, repository.results)
+    step = resign.step(repository.old, repository.root, repository.results, dry_run=True)
+    assert [line[3] for line in step.table[1:]] == ["can be resigned", "machine code: PTX"]
+
+
 def test_rows_that_ran_in_the_emulator_stay_stale(repository: Repository) -> None:
     path = written(repository, {"renamed": rows()["renamed"]}, gpu=None)
     before = path.read_bytes()

@@ -7,7 +7,7 @@ import pytest
 from microsdpa.jit import machine_code, nvrtc
 
 KERNEL = """
-namespace space {
+namespace here {
 constexpr int STEP = 3;
 constexpr int OTHER = 9;
 __device__ const int TABLE[4] = {5, 7, 11, 13};
@@ -21,13 +21,13 @@ __launch_bounds__(128) __global__ void scale(const __grid_constant__ Params para
   __syncthreads();
   if (at < params.count) params.out[at] = tile[63 - threadIdx.x % 64] + READ;
 }
-}  // namespace space
+}  // namespace here
 """
 PLAIN, FROM_MEMORY = KERNEL.replace("READ", "1"), KERNEL.replace("READ", "TABLE[threadIdx.x % 4]")
 TARGETS = "sm_89", "sm_90a", "compute_89"
 
 
-def made(text: str, target: str, expression: str = "space::scale<2>") -> bytes:
+def made(text: str, target: str, expression: str = "here::scale<2>") -> bytes:
     name = f"{abs(hash(text))}.cu"  # as another file, of which line tables speak
     return nvrtc.compile_cubin(text, name, expression, target, ("-std=c++17", "-lineinfo")).code
 
@@ -56,7 +56,7 @@ def test_names_lines_and_constants_that_nothing_reads_do_not_count(target: str, 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_kernel_and_its_namespace_may_be_renamed(target: str) -> None:
-    renamed = PLAIN.replace("space", "a_longer_name").replace("scale", "multiply")
+    renamed = PLAIN.replace("here", "a_longer_name").replace("scale", "multiply")
     after = made(renamed, target, "a_longer_name::multiply<2>")
     assert machine_code.differences(made(PLAIN, target), after) == []
 

@@ -29,9 +29,12 @@ from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.jit.cache import default_directory
 from microsdpa.jit.machine_code import differences
+from microsdpa.problem import virtual
 
 PACKAGE = "src/microsdpa"
 COMMAND = "microsdpa evidence resign"
+PTX_SUITE = "verify_ptx_"
+"""How suites begin whose kernels the driver made of PTX."""
 CACHE = "resign"
 """Below the cache of kernels: those of other checkouts, kept for the run that follows a dry run."""
 HEAD = ["file", "kernel", "rows", "outcome"]
@@ -99,7 +102,8 @@ class Stale:
     """A row whose kernels are other sources now.
 
     Attributes:
-        target: that its kernels were compiled for.
+        target: that its kernels were specified for.
+        compiled_for: the same, or its PTX.
         reason: why it stays stale; empty where it does not.
         changed: its fields that get new signatures, and these.
     """
@@ -107,13 +111,15 @@ class Stale:
     file: Path
     row: Row
     target: str
+    compiled_for: str
     reason: str = ""
     changed: dict[str, str] = field(default_factory=dict)
 
     @property
     def job(self) -> dict[str, Any]:
         """What resign_worker has to know of it."""
-        return {"row": {k: v for k, v in self.row.items() if k not in _NOT_SENT}, "target": self.target}
+        row = {name: value for name, value in self.row.items() if name not in _NOT_SENT}
+        return {"row": row, "target": self.target, "compiled_for": self.compiled_for}
 
 
 def step(
@@ -218,7 +224,7 @@ def _compared(
 ) -> tuple[list[Stale], int, str]:
     """The stale rows, each with the reason why it stays so or with new signatures; the number of others; NVRTC."""
     signed = [
-        Stale(path, row, row.get("target") or result["environment"].get("target") or "")
+        _signed(path, row, result)
         for path, result in files.items()
         for row in result["rows"]
         if row.get("code_signature") and not row.get("emulator_signature")
@@ -243,16 +249,26 @@ def _compared(
         for name in row.changed if not row.reason else ():
             for index, (a, b) in enumerate(_stages(name, before, after)):
                 if a["signature"] != b["signature"]:
-                    wanted.setdefault(f"{a['signature']} {b['signature']}", (number, name, index))
+                    wanted.setdefault(_pair(row, a, b), (number, name, index))
     found = _machine_code(rows, wanted, old, new, scratch)
     advance(f"{len(wanted)} kernels compiled by both")
     for row, before, after in pairs:
         if not row.reason:
             stages = [pair for name in row.changed for pair in _stages(name, before, after)]
-            told = [found.get(f"{a['signature']} {b['signature']}", "") for a, b in stages]
+            told = [found.get(_pair(row, a, b), "") for a, b in stages]
             row.reason = "; ".join(dict.fromkeys(filter(None, told)))
     advance("compared")
     return rows, len(signed) - len(rows), nvrtc
+
+
+def _signed(path: Path, row: Row, result: Result) -> Stale:
+    target = row.get("target") or result["environment"].get("target") or ""
+    return Stale(path, row, target, virtual(target) if result["suite"].startswith(PTX_SUITE) else target)
+
+
+def _pair(row: Stale, a: dict[str, Any], b: dict[str, Any]) -> str:
+    """What an old and a new stage are called together."""
+    return f"{row.compiled_for} {a['signature']} {b['signature']}"
 
 
 def _stages(name: str, before: dict[str, Any], after: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -312,7 +328,8 @@ def _machine_code(
     before, after = (checkout.ask(jobs, scratch, compiled=True)[0] for checkout in (old, new))
     found = {}
     for pair in wanted:
-        a, b = before[pair.split()[0]], after[pair.split()[1]]
+        target, *signatures = pair.split()
+        a, b = before[f"{signatures[0]}.{target}"], after[f"{signatures[1]}.{target}"]
         if failed := a.get("error") or b.get("error"):
             found[pair] = f"it does not compile: {failed}"
             continue

@@ -105,9 +105,9 @@ def describe(recorded: ModuleType, jobs: list[dict[str, Any]]) -> list[dict[str,
 
 
 def compiled(recorded: ModuleType, jobs: list[dict[str, Any]], directory: Path) -> dict[str, dict[str, Any]]:
-    """The named stages by their signatures: a file with the machine code, and what ptxas says; or why there is none.
+    """The named stages by signature and target: a file with the code, and what ptxas says; or why there is none.
 
-    Each job names a row, its target, a field and a stage's number.
+    Each job names a row, its target, what to compile for (it, or its PTX), a field and a stage's number.
     """
     sign, error_type = module("jit.signature").code_signature, module("errors").MicrosdpaError
     compile_kernel = module("jit").compile_kernel
@@ -115,14 +115,14 @@ def compiled(recorded: ModuleType, jobs: list[dict[str, Any]], directory: Path) 
     def one(job: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         kernel = recorded.of_row(job["row"], job["target"])[job["field"]]
         stage = alone(kernel.spec.stages[job["stage"]])
-        signature = sign(stage, job["target"])
+        name = f"{sign(stage, job['target'])}.{job['compiled_for']}"
         try:
-            made = compile_kernel(stage, job["target"])
+            made = compile_kernel(stage, job["compiled_for"])
         except error_type as error:
-            return signature, {"error": str(error).splitlines()[0]}
-        path = directory / f"{signature}.bin"
+            return name, {"error": str(error).splitlines()[0]}
+        path = directory / f"{name}.bin"
         path.write_bytes(made.cubin)
-        return signature, {"file": str(path), "resources": made.resources.as_dict()}
+        return name, {"file": str(path), "resources": made.resources.as_dict()}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC compiles without holding the GIL
         return dict(pool.map(one, jobs))
