@@ -32,6 +32,7 @@ from microsdpa.evidence import regress as regression
 from microsdpa.evidence import render as rendering
 from microsdpa.evidence import report as report_page
 from microsdpa.evidence import repro as reproduction
+from microsdpa.evidence import resign as resigning
 from microsdpa.evidence.devices import DEVICES, named
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.ladder import step as ladder_step
@@ -409,6 +410,21 @@ def check(root: Root = Path(), results: Results = None) -> None:
     if differing:
         raise typer.Exit(EXIT_FAILED)
     print("every table matches its result file")
+
+
+@evidence.command("resign")
+def resign_(
+    old_ref: Annotated[str, typer.Argument(help="Commit that the rows were recorded with, or a path of a checkout.")],
+    root: Root = Path(),
+    results: Results = None,
+    gpu: Annotated[str | None, typer.Option(help="One folder of the result files, such as h200; else all.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Compare only; write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Keep rows fresh whose kernels are the same machine code and launch as those of an old commit."""
+    with progress() as bars:
+        step = resigning.step(old_ref, root, results or root / "benchmarks/results", gpu, dry_run, bars)
+    _finish([step], as_json)
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from microsdpa.problem import capability_of
 TENSOR_OPCODES = frozenset({"HMMA", "QMMA", "IMMA", "DMMA", "OMMA", "HGMMA", "QGMMA", "IGMMA", "UTCHMMA", "UTCQMMA"})
 
 _FRAME_SIZE, _REGISTER_COUNT = 0x11, 0x2F  # attributes of .nv.info
+_NO_BITS = 8  # type of a section without contents in the file
 _RESERVED_SHARED_BYTES = 1024  # of the system, in every block from sm_90 on
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
@@ -65,31 +66,52 @@ def resources_from_cubin(cubin: bytes, target: str) -> Resources:
         ValueError: the bytes are no cubin of one kernel.
     """
     registers = stack = shared = None
-    for name, data, size in _sections(cubin):
-        if name == ".nv.info":
-            for attribute, values in _attributes(data):
+    for section in sections(cubin):
+        if section.name == ".nv.info":
+            for attribute, values in _attributes(section.data):
                 if attribute == _REGISTER_COUNT:
                     registers = values[1]
                 elif attribute == _FRAME_SIZE:
                     stack = max(stack or 0, values[1])
-        elif name.startswith(".nv.shared.") and not name.startswith(".nv.shared.reserved"):
-            shared = size - (_RESERVED_SHARED_BYTES if capability_of(target) >= (9, 0) else 0)
+        elif section.name.startswith(".nv.shared.") and not section.name.startswith(".nv.shared.reserved"):
+            shared = section.size - (_RESERVED_SHARED_BYTES if capability_of(target) >= (9, 0) else 0)
     if registers is None or stack is None:
         raise ValueError("cubin: expected the machine code of one kernel, got an object without its figures")
     return Resources(registers, shared or 0, stack, 0, 0)
 
 
-def _sections(elf: bytes) -> Iterator[tuple[str, bytes, int]]:
-    """(name, contents, size) of the sections of a 64-bit ELF file."""
+@dataclass(frozen=True)
+class Section:
+    """A section of an ELF file.
+
+    Attributes:
+        figures: type, flags, link, info, alignment and size of an entry; ptxas has registers and barriers in them.
+        data: empty where it takes no room in the file.
+        size: in memory.
+    """
+
+    name: str
+    figures: tuple[int, ...]
+    data: bytes
+    size: int
+
+
+def sections(elf: bytes) -> Iterator[Section]:
+    """The sections of a 64-bit ELF file.
+
+    Raises:
+        ValueError: it is none.
+    """
     if elf[:5] != b"\x7fELF\x02":
         raise ValueError("cubin: expected a 64-bit ELF file")
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * entry_size) for i in range(count)]
     names = headers[names_index][4]
-    for name, kind, _, _, offset, size, *_ in headers:
+    for name, kind, flags, _, offset, size, *rest in headers:
         start = names + name
-        yield elf[start : elf.index(b"\0", start)].decode(), b"" if kind == 8 else elf[offset : offset + size], size
+        data = b"" if kind == _NO_BITS else elf[offset : offset + size]
+        yield Section(elf[start : elf.index(b"\0", start)].decode(), (kind, flags, *rest), data, size)
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:

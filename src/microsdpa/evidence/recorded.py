@@ -1,0 +1,122 @@
+"""Which kernels a row of a result file stands for, by the specifications of the checkout that asks.
+
+`resign` runs this module with the specifications of older checkouts too, so it imports nothing else of `evidence`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from microsdpa.eight_bit import choose
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.problem import Causal, DType, MaskKind, Problem
+from microsdpa.select import select
+from microsdpa.specs import Grid, KernelSpec, configurations
+from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem, Operands
+from microsdpa.specs.quantize import RECIPES, fused, fused_grid, part_rows
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of a row, with those that are launched after it.
+
+    Attributes:
+        grids: of each stage.
+        numbers: what else the host tells the kernels for this problem.
+    """
+
+    spec: KernelSpec
+    grids: tuple[Grid, ...]
+    numbers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, spec: KernelSpec, problem: Problem) -> Kernel:
+        """An attention kernel for a problem."""
+        numbers = tuple(stage.workspace_bytes(problem) for stage in spec.stages)
+        return cls(spec, tuple(stage.grid(problem) for stage in spec.stages), numbers)
+
+
+def of_row(row: Row, target: str) -> dict[str, Kernel]:
+    """The kernels of a row of this library, by the field that has their code signature.
+
+    Raises:
+        UnsupportedProblem: no kernel computes what the row was measured on.
+    """
+    if precision := precision_of(row):
+        problem = quantised_problem(precision, row["shape"], row["inputs"], row["mask"], target)
+        found = {"code_signature": Kernel.of(choose(problem, "auto").spec, problem)}
+        if "quantiser_signature" in row:
+            found["quantiser_signature"] = _quantiser(problem)
+        return found
+    if operands := row.get("operands"):  # codes, as sdpa takes them
+        shared: dict[str, Any] = {"operands": operands, "key_block": 0, "target": target}
+        codes = EightBitProblem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
+        return {"code_signature": Kernel.of(choose(codes, row["requested"]).spec, codes)}
+    plain = problem_of(row, target)
+    if "chosen" in row:  # of `microsdpa tune`: one configuration of many
+        return {"code_signature": Kernel.of(_configuration(plain, row["variant"]), plain)}
+    spec = select(plain, row.get("requested") or "auto").spec
+    if row["mode"] == "profile":  # a row for each stage
+        spec = next((stage for stage in spec.stages if stage.name == row["kernel"]), spec)
+    return {"code_signature": Kernel.of(spec, plain)}
+
+
+def precision_of(row: Row) -> Operands | None:
+    """The `precision` of a call that quantises; rows of `microsdpa accuracy` have it for their dtype."""
+    precision = row.get("precision") or (row["dtype"] if row["dtype"] in OPERANDS else None)
+    return cast("Operands | None", precision)
+
+
+def quantised_problem(
+    precision: Operands, shape: dict[str, int], dtype: DType, mask: str, target: str
+) -> EightBitProblem:
+    """What the attention kernel of a call that quantises gets."""
+    return EightBitProblem(
+        **_sizes(shape),
+        dtype=dtype,
+        causal=_causal(mask),
+        target=target,
+        operands=precision,
+        query_terms=RECIPES[precision].query_terms,
+    )
+
+
+def problem_of(row: Row, target: str) -> Problem:
+    """What a row of this library with 16-bit operands was measured on."""
+    return Problem(
+        **_sizes(row["shape"]),
+        dtype=row["dtype"],
+        causal=_causal(row["mask"]),
+        mask=MaskKind(**row["mask_kind"]) if row.get("mask_kind") else None,
+        alignment=row.get("alignment", 16),
+        target=target,
+    )
+
+
+def _quantiser(problem: EightBitProblem) -> Kernel:
+    recipe, p = RECIPES[problem.operands], problem
+    grid = fused_grid(recipe, p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k)
+    numbers = (part_rows(recipe, p.batch * p.heads_kv, p.seqlen_k),)
+    return Kernel(fused(recipe, p.dtype, p.head_dim), (grid,), numbers)
+
+
+def _configuration(problem: Problem, label: str) -> KernelSpec:
+    """One that `microsdpa tune` timed: by its label, or the library's choice by its kernel's name."""
+    found = configurations(problem).get(label)
+    if found is None and (chosen := select(problem).spec).name == label:
+        return chosen
+    if found is None:
+        raise UnsupportedProblem(f"no configuration is called {label!r}", nearest="those of microsdpa tune")
+    return found
+
+
+def _sizes(shape: dict[str, int]) -> dict[str, Any]:
+    names = {"batch": "b", "heads": "h", "heads_kv": "h_kv", "seqlen_q": "s_q", "seqlen_k": "s_k", "head_dim": "d"}
+    return {name: shape[short] for name, short in names.items()}
+
+
+def _causal(mask: str) -> Causal | None:
+    return None if mask == "none" else cast("Causal", mask)
