@@ -360,6 +360,7 @@ def _scenario(
             float32_through_torch() if device == "cpu" else contextlib.nullcontext(),
             models.named(which, device, at) as model,
         ):
+            torch.manual_seed(0)  # of what a model draws for itself, as ViTMAE does its patches
             return run(model)
 
     run_eager, run_ours = (lambda m: _forward(m, _side(m))) if name == COMPILED else run, run

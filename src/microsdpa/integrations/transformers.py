@@ -39,6 +39,7 @@ HARMLESS = frozenset(
     {
         # What the mask already says, or what only the layers around attention read.
         *("position_ids", "cache_position", "position_embeddings", "past_key_values", "past_key_value", "seq_idx"),
+        *("token_type_ids", "mm_token_type_ids", "input_ids", "inputs_embeds"),
         *("use_cache", "logits_to_keep", "num_items_in_batch", "labels", "return_dict", "return_loss"),
         *("output_hidden_states", "output_router_logits", "return_shared_kv_states"),
         # Of several sequences in a row: beside cu_seq_lens_q, which is looked at.
