@@ -28,7 +28,9 @@ def gradients(
     a GPU, torch's cuDNN or flash backward computes what it can; the rest is computed in FP32 from scores that are made
     again, one query head at a time.
     """
-    if grad_lse is None and query.is_cuda:
+    # torch's backward passes have no gradient of a mask, which is to be among the results.
+    numbers = masks.attn_mask is not None and masks.attn_mask.is_floating_point()
+    if grad_lse is None and query.is_cuda and not numbers:
         options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
         tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
         common = grad_out, query, key, value, out, lse, causal, scale

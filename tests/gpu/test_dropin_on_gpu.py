@@ -113,6 +113,8 @@ def test_a_fused_backward_of_torch_gives_the_gradient(case: Case, monkeypatch: p
         weight,
     )
     assert_gradients(found, case, weight, **options, **make_masks(case))
+    if "additive" in case.masks:
+        return  # in a graph nobody knows that such a mask wants no gradient
     monkeypatch.setattr(nodes, "attend", lambda *_: None)
     again = gradients(
         lambda *a: microsdpa.sdpa(*a, enable_gqa=True, **options, **make_masks(case, "cuda")),
@@ -151,7 +153,12 @@ MATH_CASES = [
 def test_other_gradients_are_computed_in_fp32(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(backward, "_through_flash")
     monkeypatch.delattr(backward, "_through_cudnn")
-    monkeypatch.setattr(nodes, "_calls", None)
+    before = nodes.attend
+
+    def attend(*call: Any) -> None:
+        assert before(*call) is None  # type: ignore[arg-type]
+
+    monkeypatch.setattr(nodes, "attend", attend)
     weight = torch.randn(case.batch, case.heads, case.seqlen_q, case.head_dim).to(make(case)[0].dtype)
     options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
     found = gradients(
