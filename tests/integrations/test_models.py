@@ -40,6 +40,7 @@ def _quiet() -> Iterator[None]:
         ("decoder", "deepseek_v32", PADDED),
         ("decoder", "glm_moe_dsa", ("padded left",)),
         ("decoder", "axk2", ("padded left",)),
+        ("decoder", "mistral_large4_text", ("padded left",)),
         ("decoder", "deepseek_v4", ("plain", "padded left")),
         ("decoder", "minimax_m3_vl_text", ("plain", "padded right", "chunks")),
         ("encoder-decoder", "t5", (*PADDED, "generate")),
@@ -110,7 +111,7 @@ def test_a_result_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     text = models.markdown(stored)
     assert "| decoder | agrees | 1 |" in text
-    assert "gpt2: its process ended with 3" in text
+    assert "- its process ended with 3: " in text
 
 
 _DYING_WORKER = """

@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -43,6 +44,7 @@ SEEDS = 3
 OUTCOMES = ("agrees", "differs", "refused", "own attention", "not made")
 TIMED_RUNS = 5
 COMPILED = "compiled"
+REASON_LENGTH = 100
 BATCH_OF_MODELS = 60
 """So many models are checked by one process: what torch.compile keeps of each is never freed."""
 WORKER = ["-m", "microsdpa.evidence.models"]
@@ -613,8 +615,19 @@ def markdown(result: results.Result) -> str:
     reasons: dict[str, list[str]] = {}
     for row in result["rows"]:
         if row["outcome"] in ("differs", "refused", "not made"):
-            reasons.setdefault(row["reason"], []).append(row["case"].partition(": ")[2])
-    return text + "".join(f"\n- {', '.join(names)}: {reason}" for reason, names in reasons.items()) + "\n"
+            names = reasons.setdefault(_short(row["reason"]), [])
+            kind = row["case"].partition(": ")[2]
+            names += [kind] if kind not in names else []
+    lines = [f"\n- {reason}: {', '.join(names)}" for reason, names in reasons.items()]
+    return text + "".join(lines) + "\n"
+
+
+def _short(reason: str) -> str:
+    """A reason without what is a model's own in it, so that models share it."""
+    reason = re.sub(r"^[\w ]+: (refused|not run): ", "", reason.removeprefix("not run: "))
+    reason = re.sub(r"modeling_\w+ has", "the model has", reason.partition("; nearest")[0])
+    reason = re.sub(r"^(\w+Error: )\w+ (does not support)", r"\1the model \2", reason)
+    return reason if len(reason) <= REASON_LENGTH else f"{reason[:REASON_LENGTH]}..."
 
 
 def main() -> None:

@@ -69,6 +69,7 @@ GEMMA4 = {
     "head_dim": 16,
     "global_head_dim": 16,
 }
+ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 SAM = {"output_channels": 64, "global_attn_indexes": [1], "window_size": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
@@ -77,6 +78,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "sam_vision_model": SAM,
     "sam_hq_vision_model": SAM,
+    "qwen2_vl_text": ROTARY,
+    "qwen2_5_vl_text": ROTARY,
+    "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "wav2vec2-bert": {"vocab_size": VOCABULARY},
     "wav2vec2-conformer": {"vocab_size": VOCABULARY},
@@ -406,6 +410,9 @@ def candidates() -> list[Candidate]:
         for kind in (*getattr(modeling_auto, mapping), *OTHERS.get(family, ())):
             names = getattr(modeling_auto, mapping).get(kind, kind)  # one class may be in several mappings
             found.setdefault((kind, str(names)), Candidate(family, kind))
+    for kind, name in modeling_auto.MODEL_MAPPING_NAMES.items():  # decoders of models that see or hear
+        if kind.endswith("_text") and not any(kind == other for other, _ in found):
+            found[kind, str(name)] = Candidate("decoder", kind)
     towers = [Candidate("tower", kind) for kind in TOWERS]
     diffusers = [Candidate("diffusion", kind) for kind in DIFFUSION]
     return [*sorted(found.values(), key=lambda c: (list(MAPPINGS).index(c.family), c.kind)), *towers, *diffusers]
