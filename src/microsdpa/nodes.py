@@ -70,16 +70,13 @@ def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
     query, key, value = inputs
     if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % VECTOR_BYTES:
         return ""
-    mask = masks.attn_mask
-    described = (query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(), query.dtype)
-    known = (
-        *described,
-        options,
-        None if mask is None else (mask.dtype, mask.requires_grad, mask.shape),
-        masks.alibi_slopes is None and masks.sinks is None,
-        query.get_device(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    strides = query.stride(), key.stride(), value.stride()
+    known: tuple[object, ...] = query.shape, key.shape, *strides, query.dtype, query.get_device(), options
+    known = *known, torch.are_deterministic_algorithms_enabled()
+    if masks is not forward.NO_TENSORS:
+        mask = masks.attn_mask
+        of_mask = None if mask is None else (mask.dtype, mask.requires_grad, mask.shape)
+        known = *known, of_mask, masks.alibi_slopes is None and masks.sinks is None
     name = _remembered.get(known)
     if name is None:
         if len(_remembered) >= _MAX_REMEMBERED:
