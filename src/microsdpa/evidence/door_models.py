@@ -271,7 +271,7 @@ class _Passes(Runner):
 class _Loops(Runner):
     """Time of a whole loop over its steps. Kernels are loaded, but no length has a plan, as in a first conversation."""
 
-    turns = 2
+    turns = 1
 
     def __init__(self, call: Call) -> None:
         self.call = call

@@ -615,11 +615,11 @@ def markdown(result: results.Result) -> str:
     reasons: dict[str, list[str]] = {}
     for row in result["rows"]:
         if row["outcome"] in ("differs", "refused", "not made"):
-            names = reasons.setdefault(_short(row["reason"]), [])
+            kinds = reasons.setdefault(_short(row["reason"]), [])
             kind = row["case"].partition(": ")[2]
-            names += [kind] if kind not in names else []
-    lines = [f"\n- {reason}: {', '.join(names)}" for reason, names in reasons.items()]
-    return text + "".join(lines) + "\n"
+            kinds += [kind] if kind not in kinds else []
+    listed = [f"\n- {reason}: {', '.join(kinds)}" for reason, kinds in reasons.items()]
+    return text + "".join(listed) + "\n"
 
 
 def _short(reason: str) -> str:
