@@ -5,10 +5,11 @@ Importing it initialises no CUDA and creates no file.
 
 from microsdpa import integrations, torch_ops
 from microsdpa.api import sdpa
-from microsdpa.dropin import disable, enable, enabled, register
+from microsdpa.dropin import disable, enable, enabled
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.explaining import explain
 from microsdpa.explanation import Explanation
+from microsdpa.flash_backend import register
 from microsdpa.prepared import Plan, plan
 from microsdpa.quantize import Quantized, quantize
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn import attention
 
 import microsdpa
-from microsdpa import backward, dropin, nodes, reference
+from microsdpa import backward, flash_backend, nodes, reference
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import MASKINGS
 from microsdpa.evidence.inputs import Case, make, make_masks
@@ -173,15 +173,15 @@ def test_other_gradients_are_computed_in_fp32(case: Case, monkeypatch: pytest.Mo
 def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """torch's flash backend is microsdpa's; the list grows by one with every call that reaches it."""
     calls: list[int] = []
-    ours = dropin.flash_forward
+    ours = flash_backend.flash_forward
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(1)
         return ours(*args, **options)
 
-    monkeypatch.setattr(dropin, "flash_forward", counted)
+    monkeypatch.setattr(flash_backend, "flash_forward", counted)
     microsdpa.register()
-    attention.activate_flash_attention_impl(dropin.FLASH_IMPL)
+    attention.activate_flash_attention_impl(flash_backend.IMPL)
     try:
         with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
             yield calls
@@ -212,7 +212,7 @@ def test_the_flash_backend_is_torchs_again_afterwards(flash_calls: list[int]) ->
     attention.restore_flash_attention_impl()
     assert_close(F.scaled_dot_product_attention(*tensors), SQUARE)
     assert len(flash_calls) == 1
-    attention.activate_flash_attention_impl(dropin.FLASH_IMPL)
+    attention.activate_flash_attention_impl(flash_backend.IMPL)
     # Dropout is left to torch's own flash attention, forward and backward.
     ones = tensors[0], tensors[1], torch.ones_like(tensors[2]).requires_grad_()
     dropped = F.scaled_dot_product_attention(*ones, dropout_p=0.5)

@@ -22,7 +22,7 @@ from torch.autograd.profiler import profile
 from torch.nn.attention.bias import causal_lower_right
 
 import microsdpa
-from microsdpa import api, dropin, eight_bit, eight_bit_arguments, forward, prepared, validation
+from microsdpa import api, dropin, eight_bit, eight_bit_arguments, flash_backend, forward, prepared, validation
 from microsdpa.explanation import Explanation
 from microsdpa.jit import signature as signatures
 
@@ -353,7 +353,7 @@ DROPIN = [
 
 def flash(is_causal: bool, heads_kv: int = HEADS) -> Opening:
     def start(_: Setting) -> Callable[[], Any]:
-        kernel, given = dropin._flash_kernel(), tensors(heads_kv=heads_kv)
+        kernel, given = flash_backend._kernel(), tensors(heads_kv=heads_kv)
         keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
         return lambda: kernel(keys, *given, 0.0, is_causal, False, scale=None)[:2]
 

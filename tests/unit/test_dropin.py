@@ -14,7 +14,7 @@ from torch.nn import attention
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import microsdpa
-from microsdpa import dropin, reference, validation
+from microsdpa import dropin, flash_backend, reference, validation
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 
@@ -247,18 +247,18 @@ def test_a_model_trains_and_compiles_through_it() -> None:
 def test_registering_changes_nothing_until_it_is_activated() -> None:
     before = attention.current_flash_attention_impl()
     microsdpa.register()
-    assert dropin.FLASH_IMPL in attention.list_flash_attention_impls()
+    assert flash_backend.IMPL in attention.list_flash_attention_impls()
     assert attention.current_flash_attention_impl() == before
 
 
 def test_the_flash_operator_gives_what_torch_expects_of_it() -> None:
     tensors = make(Case(1, 2, 12, 20, 16))
-    out, lse, _, _, max_q, max_k, *_ = dropin.flash_forward(*tensors, is_causal=True)
+    out, lse, _, _, max_q, max_k, *_ = flash_backend.flash_forward(*tensors, is_causal=True)
     expected, expected_lse = microsdpa.sdpa(*tensors, causal="lower_right", return_lse=True)
     assert (max_q, max_k) == (12, 20)
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
-    kernel = dropin._flash_kernel()
+    kernel = flash_backend._kernel()
     assert torch.equal(kernel(None, *tensors, 0.0, True)[0], expected)
     if not torch.backends.cuda.is_built():  # else torch's own flash attention drops out, as tests/gpu has it
         with pytest.raises(microsdpa.UnsupportedProblem, match="no dropout"):

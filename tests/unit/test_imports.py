@@ -69,7 +69,18 @@ ALLOWED: dict[str, set[str]] = {
         "masks",
         "validation",
     },
-    "": {"api", "dropin", "errors", "explaining", "explanation", "integrations", "prepared", "quantize", "torch_ops"},
+    "": {
+        "api",
+        "dropin",
+        "errors",
+        "explaining",
+        "explanation",
+        "flash_backend",
+        "integrations",
+        "prepared",
+        "quantize",
+        "torch_ops",
+    },
     "evidence": {
         *(
             "",
@@ -96,9 +107,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "torch_ops": {"", "autograd", "backward", "errors", "forward", "masks"},
     "dropin": {
-        *("", "api", "arguments", "autograd", "errors", "forward", "nodes", "options", "problem", "runtime"),
+        *("", "api", "arguments", "autograd", "errors", "forward", "options", "problem", "runtime"),
         *("specs", "torch_cpu", "validation"),
     },
+    "flash_backend": {"", "errors", "forward", "nodes", "problem"},
     "integrations": {"api", "arguments", "dropin", "errors", "problem"},
     "console": set(),
     "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime", "specs"},
