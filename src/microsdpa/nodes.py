@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import torch
+from torch._C import _get_cudnn_sdp_enabled
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from microsdpa import forward
@@ -35,6 +36,10 @@ SCHEMAS = {
     "return_debug_mask=False, *, float? scale=None) -> " + _OUTPUTS.format("rng_state", "unused"),
 }
 """The operators as they were when this was written: another torch may have others, whose nodes want other outputs."""
+
+DATA_CENTER = ((8, 0), (9, 0), (10, 0), (10, 3))
+LARGEST_SMALL_HEAD = 192
+"""Head dimension up to which torch's flash backward pass runs on GPUs of other compute capabilities too."""
 
 _pending = threading.local()
 """`call` of a thread: the masks and options of the call that it makes."""
@@ -72,7 +77,7 @@ def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
         return ""
     strides = query.stride(), key.stride(), value.stride()
     known: tuple[object, ...] = query.shape, key.shape, *strides, query.dtype, query.get_device(), options
-    known = *known, torch.are_deterministic_algorithms_enabled()
+    known = *known, torch.are_deterministic_algorithms_enabled(), _get_cudnn_sdp_enabled()
     if masks is not forward.NO_TENSORS:
         mask = masks.attn_mask
         of_mask = None if mask is None else (mask.dtype, mask.requires_grad, mask.shape)
@@ -117,9 +122,11 @@ def _cudnn_computes(inputs: Inputs, mask: torch.Tensor | None, causal: str | Non
 def _flash_computes(inputs: Inputs, mask: torch.Tensor | None, causal: str | None) -> bool:
     """Whether the flash backward pass has the gradient: its causal mask is aligned lower right.
 
-    It scales the -inf of what is hidden, so that every query has to see a key.
+    It scales the -inf of what is hidden, so that every query has to see a key. Large heads do not fit consumer GPUs.
     """
     query, key, _ = inputs
+    if query.shape[3] > LARGEST_SMALL_HEAD and torch.cuda.get_device_capability(query.device) not in DATA_CENTER:
+        return False
     aligned = causal != "upper_left" or query.shape[2] == key.shape[2]
     reaches = causal is None or query.shape[2] <= key.shape[2]
     return mask is None and aligned and reaches and query.shape[3] % 8 == 0
@@ -129,9 +136,16 @@ def as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch
     """A mask as cuDNN's backward pass takes it: numbers in query's type, [B, H, S_q, S_k], the last stride 1."""
     bias = mask
     if mask.dtype == torch.bool:
-        bias = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+        bias = torch.where(mask, *_seen_and_hidden(query.dtype, mask.device))
     bias = bias[(None,) * (4 - bias.dim())].expand(*query.shape[:3], key.shape[2])
     return bias if bias.stride(3) == 1 else bias.contiguous()
+
+
+@functools.lru_cache
+def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """0 and -inf."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device), torch.full((), -torch.inf, dtype=dtype, device=device)
 
 
 def of_seen_rows(lse: torch.Tensor) -> torch.Tensor:
@@ -150,10 +164,17 @@ def nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         return torch.zeros(2, dtype=torch.uint64, device=device), scalar, torch.empty(0, device=device)
 
 
+def _taken() -> tuple[MaskTensors, Options]:
+    """What this thread's call asks for; it is not kept, and a mask's memory with it."""
+    call: tuple[MaskTensors, Options] = _pending.call
+    del _pending.call
+    return call
+
+
 def _cudnn_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, *_: object, **__: object
 ) -> tuple[Any, ...]:
-    masks, options = _pending.call
+    masks, options = _taken()
     out, lse = forward.attend((query, key, value), masks, options, True)
     assert lse is not None
     lse = lse if bias is None else of_seen_rows(lse)
@@ -164,7 +185,7 @@ def _cudnn_kernel(
 def _flash_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
 ) -> tuple[Any, ...]:
-    masks, options = _pending.call
+    masks, options = _taken()
     out, lse = forward.attend((query, key, value), masks, options, True)
     state, scalar, debug = nothing(query.device)
     return out, lse, None, None, query.shape[2], key.shape[2], state, scalar, debug
