@@ -182,11 +182,12 @@ def use_ptx_of(target: str | None) -> None:
 
 def target_of_device(device: torch.device | int | None = None) -> str:
     """What kernels are chosen and compiled for on a CUDA device."""
-    return _ptx_of or _own_target(torch.cuda.current_device() if device is None else torch.device(device).index)
+    index = None if device is None else torch.device(device).index
+    return _ptx_of or _own_target(torch.cuda.current_device() if index is None else index)
 
 
 @functools.lru_cache
-def _own_target(index: int | None) -> str:
+def _own_target(index: int) -> str:
     return target_of(torch.cuda.get_device_capability(index))
 
 
