@@ -127,6 +127,7 @@ def sdpa(
                     lse = _launch_masked(query, key, value, result, return_lse, code, scale, *arrays, *ends)
                 if lse is not None:
                     return (result, lse) if return_lse else result
+                del result  # a large output is not to be there twice
         except MISSES:
             pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
     masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
