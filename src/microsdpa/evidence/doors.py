@@ -342,12 +342,19 @@ def doors() -> list[Door]:
 
 
 def run(
-    chosen: Sequence[Door], modes: Sequence[str], advance: Callable[[str], None] = lambda message: None
+    chosen: Sequence[Door],
+    modes: Sequence[str],
+    advance: Callable[[str], None] = lambda message: None,
+    keep: Callable[[list[results.Row]], None] = lambda rows: None,
 ) -> list[results.Row]:
-    """Rows of these doors on the current CUDA device, in those of `modes` that each has."""
+    """Rows of these doors on the current CUDA device, in those of `modes` that each has.
+
+    `keep` is given the rows so far after every door: a run that is ended early has not been for nothing.
+    """
     rows: list[results.Row] = []
     for door in chosen:
         rows += _measure(door, [mode for mode in door.modes if mode in modes])
+        keep(rows)
         advance(f"{door.name} {door.text}".strip())
     return rows
 

@@ -229,7 +229,12 @@ def bench_step(
         return Step("bench", "not run", f"timings need a GPU: {reason}")
     if suite == doors.SUITE:
         ways = [*doors.doors(), *door_models.doors()]
-        rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)))
+
+        def keep(found: list[results.Row]) -> None:
+            if output is not None:
+                results.write(results.make(loaded.name, command, found), output)
+
+        rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)), keep)
     else:
         advance = progress(suite, len(loaded.cases))
         target = launcher.target_of_device()

@@ -1,0 +1,71 @@
+"""Suite doors without a GPU: its list, how it judges, and that an end in the middle loses no row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from microsdpa.evidence import door_models, doors, results
+from microsdpa.evidence.inputs import Case, make
+
+
+def test_every_door_has_a_way_of_ours_and_one_of_torchs_or_a_reason() -> None:
+    found = [*doors.doors(), *door_models.doors()]
+    cells = [(d.name, d.text, d.case, d.direction) for d in found]
+    assert len(set(cells)) == len(cells)
+    assert all(not d.ours.absent or "not installed" in d.ours.absent for d in found)
+    names = {d.name for d in found}
+    assert {"sdpa", "plan", "enable()", "flash backend", "torch.compile", "torch.ops.microsdpa.attention"} <= names
+    assert {"transformers", "diffusers", "enable(), forward and backward", "sdpa of 8-bit values"} <= names
+
+
+def test_gradients_are_judged_and_a_wrong_one_is_told() -> None:
+    case = Case(2, 4, 20, 20, 16, heads_kv=2, causal="upper_left")
+    tensors = tuple(t.requires_grad_() for t in make(case))
+    found = doors._both_passes(case, tensors)()  # type: ignore[arg-type]
+    error, wrong = doors._gradients(case, tensors, found)  # type: ignore[arg-type]
+    assert wrong == ""
+    assert error["max_abs"] is not None
+    _, wrong = doors._gradients(case, tensors, (found[0], found[1] * 1.1, found[2]))  # type: ignore[arg-type]
+    assert "gradient of key" in wrong
+
+
+def test_a_mask_tensor_of_torchs_says_what_the_argument_does() -> None:
+    for masking in ("window", "alibi"):
+        case = Case(1, 2, 20, 20, 16, masks=(masking,))  # type: ignore[arg-type]
+        tensors = make(case)
+        error, wrong = doors._against_oracle(case, tensors, doors._as_tensor(case)(tensors)())
+        assert wrong == "", (masking, error)
+
+
+def test_rows_are_kept_after_every_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = doors.doors()[:3]
+    row: dict[str, Any] = {"door": "stand-in"}
+    measured: list[doors.Door] = []
+
+    def measure(door: doors.Door, modes: object) -> list[results.Row]:
+        measured.append(door)
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        return [row]
+
+    monkeypatch.setattr(doors, "_measure", measure)
+    kept: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        doors.run(chosen, ["host"], keep=lambda rows: kept.append(len(rows)))
+    assert kept == [1, 2]
+
+
+def test_a_side_that_fails_is_a_reason_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def fail(tensors: object) -> Any:
+        raise ValueError("no such thing\nat all")
+
+    door = doors.Door("stand-in", doors.Side(fail), doors.PLAIN, Case(1, 2, 8, 8, 16))
+    assert doors._checked(door, door.ours, make(door.case)) == "ValueError: no such thing"
+    outcome = doors._checked(door, door.torchs, make(door.case))
+    assert not isinstance(outcome, str)
+    assert outcome[1]["max_abs"] is not None
