@@ -53,6 +53,8 @@ class Masks:
     @property
     def kind(self) -> MaskKind | None:
         """What kernel selection may depend on; None when nothing is masked."""
+        if self.window is None and self.softcap is None and not self.tensors:
+            return None
         left, right = self.ends
         kind = MaskKind(
             tensor=None if self.attn_mask is None else MASK_TYPES[self.attn_mask.dtype],

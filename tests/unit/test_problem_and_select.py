@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
 
 from microsdpa.arguments import is_bulk_addressable
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import Problem, capability_of, target_of, virtual
-from microsdpa.select import select
+from microsdpa.problem import MaskKind, Problem, capability_of, target_of, virtual
+from microsdpa.select import chosen, select
 from microsdpa.specs import FAMILIES, Family, KernelSpec, TensorMap, catalogue, family_named
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES
 
@@ -143,3 +144,34 @@ def test_a_virtual_target_has_the_capability_of_its_real_one() -> None:
     assert capability_of("compute_89") == capability_of("sm_89") == (8, 9)
     with pytest.raises(ValueError, match="whose PTX runs on later GPUs"):
         virtual("sm_90a")
+
+
+def test_the_quick_choice_is_the_choice() -> None:
+    """chosen() asks the families in another order of questions, for speed; it must answer as select() does."""
+    draw = random.Random(20)
+    answers = 0
+    for _ in range(3000):
+        heads_kv = draw.choice((1, 2, 8))
+        dtype = draw.choice(("float16", "bfloat16"))
+        problem = Problem(
+            batch=draw.choice((1, 2, 16, 300)),
+            heads=heads_kv * draw.choice((1, 4, 8)),
+            heads_kv=heads_kv,
+            seqlen_q=draw.choice((1, 3, 16, 17, 64, 130, 512, 2048)),
+            seqlen_k=draw.choice((1, 16, 128, 513, 1024, 4096, 70_000)),
+            head_dim=draw.choice((8, 16, 40, 64, 72, 96, 128, 192, 256, 264)),
+            dtype=dtype,  # type: ignore[arg-type]
+            causal=draw.choice((None, "upper_left", "lower_right")),  # type: ignore[arg-type]
+            mask=draw.choice((None, None, MaskKind("bool"), MaskKind(left=True, sinks="float32"))),
+            alignment=draw.choice((16, 16, 2)),
+            bulk=draw.random() < 0.9,
+            target=draw.choice(("sm_80", "sm_89", "sm_90a", "sm_120", "sm_75")),
+        )
+        impl = draw.choice(("auto", "auto", "auto", "hopper/fwd_latency", "ampere/fwd_mma", "ladder/01_scalar"))
+        try:
+            expected = select(problem, impl).spec
+        except UnsupportedProblem:
+            expected = None
+        assert chosen(problem, impl) == expected, (problem, impl)
+        answers += expected is not None
+    assert answers > 1000

@@ -6,6 +6,7 @@ legal candidate by `cost`, a model in clocks of an SM that was not fitted to any
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -277,6 +278,11 @@ def _decoding(problem: Problem) -> Tiling | None:
     split = merged if clustered else apart
     if problem.head_dim <= 128 and keys >= KEYS_FOR_EIGHT_WARPS * split:
         tiling = DECODE_WIDE
+    return _divided(tiling, split, clustered)
+
+
+@functools.lru_cache
+def _divided(tiling: Tiling, split: int, clustered: bool) -> Tiling:
     return replace(tiling, split=split, clustered=clustered)
 
 
