@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling
 
 from microsdpa import autograd, eight_bit, forward
 from microsdpa import masks as mask_arguments
@@ -132,10 +132,11 @@ def sdpa(
             pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
     masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
-    if graded or is_compiling():
-        found = _through_autograd((query, key, value), masks, options, return_lse, out)
+    inputs = query, key, value
+    if graded or autograd.is_traced(inputs):
+        found = _through_autograd(inputs, masks, options, return_lse, out)
     else:
-        found = forward.first_call((query, key, value), masks, options, return_lse, out)
+        found = forward.first_call(inputs, masks, options, return_lse, out)
     return found if return_lse else found[0]  # type: ignore[return-value]
 
 
@@ -143,7 +144,7 @@ def _through_autograd(
     inputs: forward.Inputs, masks: MaskTensors, options: Options, return_lse: bool, out: torch.Tensor | None
 ) -> forward.Result:
     """A call that a gradient may be asked of, or that is traced into a graph."""
-    if is_compiling():
+    if autograd.is_traced(inputs):
         mask_arguments.refuse_both(options.is_causal, masks.attn_mask)
         result, lse = autograd.operator(inputs, masks, options, return_lse)
         return result if out is None else out.copy_(result), lse

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._C import _are_functorch_transforms_active, _AutoDispatchBelowAutograd, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from microsdpa import arguments, backward, forward, nodes
 from microsdpa.forward import Inputs, MaskTensors, Options
@@ -23,14 +24,17 @@ def is_eager(inputs: Inputs) -> bool:
     return plain and not _len_torch_dispatch_stack() and not _are_functorch_transforms_active()
 
 
+def is_traced(inputs: Inputs) -> bool:
+    """Whether somebody else has to see a call with these tensors: torch.compile, a tracer, a transform, a subclass."""
+    return is_compiling() or (all(isinstance(t, torch.Tensor) for t in inputs) and not is_eager(inputs))
+
+
 def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool) -> forward.Result:
-    """Output and, on demand, LSE of a call of which an input requires grad.
+    """Output and, on demand, LSE of an eager call of which an input requires grad.
 
     Raises:
         MicrosdpaError: as sdpa.
     """
-    if not is_eager(inputs):
-        return operator(inputs, masks, options)
     query = inputs[0]
     if not return_lse and query.is_cuda and not query.is_nested:
         out = nodes.attend(inputs, masks, options)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import microsdpa
 from microsdpa import reference
@@ -109,3 +111,23 @@ def test_the_emulated_kernel_has_the_gradient_too() -> None:
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
         found.append(torch.autograd.grad(microsdpa.sdpa(*leaves, impl=impl).sum(), leaves))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_tracers_see_one_operator_whatever_device_their_tensors_claim() -> None:
+    """A tracer's tensor on a GPU has no memory there: it must not be launched upon."""
+    with FakeTensorMode():
+        query, key = (torch.empty(2, 4, n, 64, dtype=torch.float16, device="cuda") for n in (20, 33))
+        out, lse = microsdpa.sdpa(query, key, key, causal="lower_right", return_lse=True)
+        assert (out.shape, out.device, lse.shape, lse.dtype) == (query.shape, query.device, (2, 4, 20), torch.float32)
+        assert microsdpa.sdpa(query, key, key, softcap=2.0).shape == query.shape
+    tensors = make(Case(1, 2, 12, 12, 16))
+    graph = make_fx(lambda *t: microsdpa.sdpa(*t, is_causal=True))(*tensors)
+    graph.graph.eliminate_dead_code()  # an output that was asked for before the tracer was noticed
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert called == [torch.ops.microsdpa.attention_output.default]
+    assert torch.equal(graph(*tensors), microsdpa.sdpa(*tensors, is_causal=True))
+
+
+def test_what_is_no_tensor_is_refused_in_words() -> None:
+    with pytest.raises(microsdpa.InvalidArgument, match=r"query: expected a torch\.Tensor"):
+        microsdpa.sdpa([1.0], None, None)  # type: ignore[arg-type]
