@@ -12,7 +12,7 @@ class MicrosdpaError(Exception):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Python's own way calls the class with the message, and the classes below take fields.
+        """What pickle and copy keep. Python's own way would call the class with the message in place of its fields."""
         return _restored, (type(self), self.args), self.__dict__
 
 

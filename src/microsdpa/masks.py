@@ -177,13 +177,22 @@ def _check_tensor(name: str, tensor: object, query: torch.Tensor, dtypes: tuple[
             name,
             expected=" or ".join(dict.fromkeys(map(str, dtypes))),
             got=str(tensor.dtype),
-            hint=f"convert it, for example with .to({dtypes[0]})",
+            hint=_conversion(tensor.dtype, dtypes),
         )
     if tensor.device != query.device:
         raise InvalidArgument(
             name, expected=f"a tensor on {query.device}, as query is", got=str(tensor.device), hint="move it there"
         )
     return tensor
+
+
+def _conversion(given: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str:
+    """How a tensor of the dtype `given` becomes one of `dtypes` and means the same."""
+    if torch.bool not in dtypes:
+        return f"convert it, for example with .to({dtypes[0]})"
+    if given.is_floating_point:
+        return "convert it, for example with .to(torch.float32)"
+    return "call .to(torch.bool) if 0 hides a key, or .to(torch.float32) if numbers are added"
 
 
 def _check_broadcast(name: str, tensor: torch.Tensor, shape: tuple[int, ...], letters: str) -> None:

@@ -142,6 +142,20 @@ def test_refusal(call: Any, override: dict[str, Any], argument: str, message: st
     assert caught.value.argument == argument
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_hint_keeps_the_meaning_of_a_mask_of_numbers(dtype: torch.dtype) -> None:
+    """As bool, the zeros of what is added would hide keys and the rest would show them."""
+    with pytest.raises(microsdpa.InvalidArgument) as caught:
+        microsdpa.sdpa(t(2, 4, 8, 32), t(2, 4, 8, 32), t(2, 4, 8, 32), attn_mask=t(8, 8, dtype=dtype))
+    assert caught.value.hint == "convert it, for example with .to(torch.float32)"
+
+
+def test_the_hint_for_a_mask_of_integers_says_what_each_type_means() -> None:
+    with pytest.raises(microsdpa.InvalidArgument) as caught:
+        microsdpa.sdpa(t(2, 4, 8, 32), t(2, 4, 8, 32), t(2, 4, 8, 32), attn_mask=t(8, 8, dtype=torch.int64))
+    assert caught.value.hint == "call .to(torch.bool) if 0 hides a key, or .to(torch.float32) if numbers are added"
+
+
 def test_out_may_not_be_the_mask() -> None:
     out = t(2, 4, 8, 8)
     with pytest.raises(microsdpa.InvalidArgument, match="expected memory that no input uses"):
