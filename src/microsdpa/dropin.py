@@ -32,7 +32,7 @@ from microsdpa.autograd import PLAIN_TYPES
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.forward import MISSES, Options
 from microsdpa.options import OPTIONS
-from microsdpa.problem import Causal
+from microsdpa.problem import LARGEST_FACTOR, Causal
 from microsdpa.runtime import launcher
 from microsdpa.specs.general import MAX_HEAD_DIM
 
@@ -432,6 +432,8 @@ def why_not_traced(
     scale = options.get("scale")
     if scale is not None and not isinstance(scale, (int, float)):
         return "scale is no number"
+    if scale is not None and not abs(scale) <= LARGEST_FACTOR:
+        return "scale is over 2**127 in magnitude, or no number"
     if query.device.type == "cpu" and not validation.runs_on_cpu(options["impl"]):
         return f"impl {options['impl']!r} runs on CUDA tensors"
     if attn_mask is None:

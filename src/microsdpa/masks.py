@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import Causal, MaskKind, MaskType
+from microsdpa.problem import LARGEST_FACTOR, SMALLEST_FACTOR, Causal, MaskKind, MaskType
 
 MASK_TYPES: dict[torch.dtype, MaskType] = {
     torch.bool: "bool",
@@ -227,10 +227,11 @@ def _check_softcap(softcap: object) -> float | None:
     if softcap is None:
         return None
     number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-    if not number or not math.isfinite(cast(float, softcap)) or cast(float, softcap) <= 0:
+    if not number or not SMALLEST_FACTOR <= cast(float, softcap) <= LARGEST_FACTOR:
+        finite = number and 0 < cast(float, softcap) < math.inf
         raise InvalidArgument(
             "softcap",
-            expected="None or a finite number over 0",
+            expected="None or a number from 2**-126 to 2**127" if finite else "None or a finite number over 0",
             got=repr(softcap),
             hint="pass None for scores that are not capped",
         )
