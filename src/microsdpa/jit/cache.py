@@ -85,6 +85,8 @@ class KernelCache:
         """The entry, or None when there is none; a damaged one is removed with a warning."""
         path = self.path(signature)
         if not self.has(signature):
+            _remove_obstacle(path.parent)
+            _remove_obstacle(path)
             return None
         try:
             return self._read(path, signature)
@@ -185,6 +187,15 @@ class KernelCache:
             CacheWarning,
             stacklevel=4,
         )
+
+
+def _remove_obstacle(path: Path) -> None:
+    """Remove a file, or a link that leads nowhere, which lies where a directory of the cache belongs."""
+    if path.is_dir() or not os.path.lexists(path):
+        return
+    warnings.warn(f"cache entry {path} is no directory; compiling again", CacheWarning, stacklevel=3)
+    with contextlib.suppress(OSError):  # of another user's, or a directory by now; publishing says what fails
+        path.unlink()
 
 
 def _make_directory(path: Path) -> None:
