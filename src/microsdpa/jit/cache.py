@@ -221,13 +221,24 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+_failed: dict[str, str] = {}
+"""Paths of the sources that this process has kept, by their digest."""
+
+
 def keep_failed_source(text: str) -> str | None:
-    """Write a source that did not compile where its author can read it; gives its path, None when no place takes it."""
+    """Write a source that did not compile where its author can read it, once in a process.
+
+    Gives its path, or None when no place takes it.
+    """
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if os.path.isfile(_failed.get(digest, "")):
+        return _failed[digest]
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="microsdpa-failed-", suffix=".cu", delete=False, encoding="utf-8"
         ) as file:
             file.write(text)
-        return file.name
     except OSError:
         return None
+    _failed[digest] = file.name
+    return file.name
