@@ -75,6 +75,18 @@ def check_scale(scale: object) -> float | None:
     return float(scale)
 
 
+def check_not_nested(**tensors: object) -> None:
+    """Refuse nested tensors, which have no strides and partly no shape to look at; what is no tensor passes."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+            raise InvalidArgument(
+                name,
+                expected="a dense tensor",
+                got="a nested one",
+                hint="pad it with torch.nested.to_padded_tensor and hide the padding by attn_mask",
+            )
+
+
 def check_tensors(query: object, key: object, value: object, enable_gqa: object) -> None:
     """Types, dtypes, devices, shapes and strides of the inputs."""
     tensors = {"query": query, "key": key, "value": value}
