@@ -7,7 +7,7 @@ import math
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import VECTOR_BYTES, Causal, DType
+from microsdpa.problem import LARGEST_FACTOR, VECTOR_BYTES, Causal, DType
 from microsdpa.specs import FAMILIES, family_named
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -64,11 +64,27 @@ def check_scale(scale: object) -> float | None:
             got=type(scale).__name__,
             hint="pass a Python number, or None for 1/sqrt(D)",
         )
-    if not math.isfinite(scale):
+    if not abs(scale) <= LARGEST_FACTOR:  # NaN is not, either
+        finite = abs(scale) < math.inf  # an integer may be too long for math.isfinite
         raise InvalidArgument(
-            "scale", expected="a finite number", got=repr(scale), hint="pass None for the default, 1/sqrt(D)"
+            "scale",
+            expected="a number of at most 2**127 in magnitude" if finite else "a finite number",
+            got=repr(scale),
+            hint="pass None for the default, 1/sqrt(D)",
         )
     return float(scale)
+
+
+def check_not_nested(**tensors: object) -> None:
+    """Refuse nested tensors, which have no strides and partly no shape to look at; what is no tensor passes."""
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_nested:
+            raise InvalidArgument(
+                name,
+                expected="a dense tensor",
+                got="a nested one",
+                hint="pad it with torch.nested.to_padded_tensor and hide the padding by attn_mask",
+            )
 
 
 def check_tensors(query: object, key: object, value: object, enable_gqa: object) -> None:

@@ -48,6 +48,8 @@ def operator(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: b
 
     It is attention_output where neither the LSE nor a gradient is asked for.
     """
+    query, key, value = inputs
+    arguments.check_not_nested(query=query, key=key, value=value, **masks._asdict())
     alignment = arguments.check_causal(options.is_causal, options.causal)
     ends = list(options.window or (-1, -1))
     rest = options.scale, options.enable_gqa, ends, options.softcap, options.impl

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +32,7 @@ from microsdpa.autograd import PLAIN_TYPES
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.forward import MISSES, Options
 from microsdpa.options import OPTIONS
-from microsdpa.problem import Causal
+from microsdpa.problem import LARGEST_FACTOR, Causal
 from microsdpa.runtime import launcher
 from microsdpa.specs.general import MAX_HEAD_DIM
 
@@ -342,10 +344,23 @@ def _autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def note_fallback(reason: str) -> None:
-    """Log that a call goes to torch's own attention, once for each reason."""
-    if not is_dynamo_compiling() and reason not in _logged:
-        _logged.add(reason)
+    """Log that a call goes to torch's own attention, once for each reason, whatever the numbers in it."""
+    if is_dynamo_compiling():
+        return
+    kind = _kind(reason)
+    if kind not in _logged:
+        _logged.add(kind)
         _log.warning("torch's own attention runs a call that microsdpa leaves to it: %s", reason)
+
+
+_NUMBERS = re.compile(r"-?\b(?:0x[0-9a-f]+|\d+(?:\.\d*)?(?:e[+-]?\d+)?)\b(?:, -?\d+)*")
+"""A number, or a list of integers such as a shape; not the digits in a name such as float32."""
+
+
+@lru_cache(maxsize=256)
+def _kind(reason: str) -> str:
+    """A reason without the numbers of the call: as many as there are shapes would fill the log and the memory."""
+    return _NUMBERS.sub("N", reason)
 
 
 def _output(
@@ -367,6 +382,8 @@ def why_not(
     """What of a call of torch's function microsdpa does not compute; empty for nothing that can be told at a glance."""
     if dropout_p > 0.0:
         return "dropout_p is over 0"
+    if dropout_p != 0.0:
+        return "dropout_p is no probability"
     if not is_dynamo_compiling() and (peek_interpreter_stack() is not None or forward_ad._current_level >= 0):
         return "the call is inside a torch.func transform or takes forward-mode gradients"
     for tensor in (query, key, value):
@@ -415,6 +432,8 @@ def why_not_traced(
     scale = options.get("scale")
     if scale is not None and not isinstance(scale, (int, float)):
         return "scale is no number"
+    if scale is not None and not abs(scale) <= LARGEST_FACTOR:
+        return "scale is over 2**127 in magnitude, or no number"
     if query.device.type == "cpu" and not validation.runs_on_cpu(options["impl"]):
         return f"impl {options['impl']!r} runs on CUDA tensors"
     if attn_mask is None:

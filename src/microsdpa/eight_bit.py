@@ -158,6 +158,7 @@ def check(
     """
     alignment = arguments.check_causal(is_causal, causal)
     scale = arguments.check_scale(scale)
+    arguments.check_not_nested(query=query, key=key, value=value, out=out)
     kernel, emulated = eight_bit_arguments.check_impl(impl)
     recipe = None
     if precision is not None:

@@ -9,6 +9,7 @@ import torch
 
 from microsdpa import arguments
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.problem import LARGEST_FACTOR, SMALLEST_FACTOR
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, Operands, eight_bit_family_named
 
 CODE_DTYPES = (torch.float8_e4m3fn, torch.int8)
@@ -188,7 +189,7 @@ def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
             name, expected="a scale for 8-bit codes", got="None", hint="pass the scale that quantize() gives with them"
         )
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        if not 0.0 < scale < torch.inf:
+        if not SMALLEST_FACTOR <= scale <= LARGEST_FACTOR:
             _refuse_value(name, scale)
         return torch.full((), float(scale), dtype=torch.float32, device=codes.device)
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != codes.device:
@@ -224,8 +225,12 @@ def _check_positive(name: str, scale: torch.Tensor) -> None:
 
 
 def _refuse_value(name: str, value: float) -> None:
+    finite = 0.0 < value < torch.inf
     raise InvalidArgument(
-        name, expected="positive finite scales", got=str(value), hint="use the scale that quantize() gives"
+        name,
+        expected="scales from 2**-126 to 2**127" if finite else "positive finite scales",
+        got=str(value),
+        hint="use the scale that quantize() gives",
     )
 
 

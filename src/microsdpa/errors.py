@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class MicrosdpaError(Exception):
-    """Base class of every error that microsdpa raises on purpose."""
+    """Base class of every error that microsdpa raises on purpose.
+
+    Errors can be copied and pickled, with their fields.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What pickle and copy keep. Python's own way would call the class with the message in place of its fields."""
+        return _restored, (type(self), self.args), self.__dict__
+
+
+def _restored(kind: type[MicrosdpaError], args: tuple[Any, ...]) -> MicrosdpaError:
+    """An error with this message and without its fields, which unpickling adds."""
+    return kind.__new__(kind, *args)
+
+
+# The messages below are assigned to `args`: torch.compile cannot trace a call of Exception's constructor.
 
 
 class InvalidArgument(MicrosdpaError, ValueError):
@@ -19,7 +36,7 @@ class InvalidArgument(MicrosdpaError, ValueError):
 
     def __init__(self, argument: str, *, expected: str, got: str, hint: str) -> None:
         self.argument, self.expected, self.got, self.hint = argument, expected, got, hint
-        super().__init__(f"{argument}: expected {expected}, got {got}; {hint}")
+        self.args = (f"{argument}: expected {expected}, got {got}; {hint}",)
 
 
 class UnsupportedProblem(MicrosdpaError, NotImplementedError):
@@ -32,7 +49,7 @@ class UnsupportedProblem(MicrosdpaError, NotImplementedError):
 
     def __init__(self, reason: str, *, nearest: str) -> None:
         self.reason, self.nearest = reason, nearest
-        super().__init__(f"{reason}; nearest supported: {nearest}")
+        self.args = (f"{reason}; nearest supported: {nearest}",)
 
 
 class CompileError(MicrosdpaError, RuntimeError):
@@ -47,4 +64,4 @@ class CompileError(MicrosdpaError, RuntimeError):
     def __init__(self, summary: str, *, log: str, source: str | None) -> None:
         self.summary, self.log, self.source = summary, log, source
         where = f"\nsource: {source}" if source else ""
-        super().__init__(f"{summary}{where}\n{log}".rstrip())
+        self.args = (f"{summary}{where}\n{log}".rstrip(),)

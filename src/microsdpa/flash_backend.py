@@ -67,7 +67,7 @@ def _kernel() -> Callable[..., Any]:
         *,
         scale: float | None = None,
     ) -> Any:
-        if dropout_p > 0.0 or return_debug_mask:
+        if dropout_p != 0.0 or return_debug_mask:
             if torchs is None:
                 raise UnsupportedProblem("microsdpa has no dropout", nearest="dropout_p=0.0, or a CUDA build of torch")
             given = query, key, value, dropout_p, is_causal, return_debug_mask

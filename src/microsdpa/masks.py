@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import Causal, MaskKind, MaskType
+from microsdpa.problem import LARGEST_FACTOR, SMALLEST_FACTOR, Causal, MaskKind, MaskType
 
 MASK_TYPES: dict[torch.dtype, MaskType] = {
     torch.bool: "bool",
@@ -179,13 +179,22 @@ def _check_tensor(name: str, tensor: object, query: torch.Tensor, dtypes: tuple[
             name,
             expected=" or ".join(dict.fromkeys(map(str, dtypes))),
             got=str(tensor.dtype),
-            hint=f"convert it, for example with .to({dtypes[0]})",
+            hint=_conversion(tensor.dtype, dtypes),
         )
     if tensor.device != query.device:
         raise InvalidArgument(
             name, expected=f"a tensor on {query.device}, as query is", got=str(tensor.device), hint="move it there"
         )
     return tensor
+
+
+def _conversion(given: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str:
+    """How a tensor of the dtype `given` becomes one of `dtypes` and means the same."""
+    if torch.bool not in dtypes:
+        return f"convert it, for example with .to({dtypes[0]})"
+    if given.is_floating_point:
+        return "convert it, for example with .to(torch.float32)"
+    return "call .to(torch.bool) if 0 hides a key, or .to(torch.float32) if numbers are added"
 
 
 def _check_broadcast(name: str, tensor: torch.Tensor, shape: tuple[int, ...], letters: str) -> None:
@@ -220,10 +229,11 @@ def _check_softcap(softcap: object) -> float | None:
     if softcap is None:
         return None
     number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-    if not number or not math.isfinite(cast(float, softcap)) or cast(float, softcap) <= 0:
+    if not number or not SMALLEST_FACTOR <= cast(float, softcap) <= LARGEST_FACTOR:
+        finite = number and 0 < cast(float, softcap) < math.inf
         raise InvalidArgument(
             "softcap",
-            expected="None or a finite number over 0",
+            expected="None or a number from 2**-126 to 2**127" if finite else "None or a finite number over 0",
             got=repr(softcap),
             hint="pass None for scores that are not capped",
         )

@@ -13,6 +13,8 @@ MaskType = Literal["bool", "float16", "bfloat16", "float32"]
 ELEMENT_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2}
 VECTOR_BYTES = 16
 """Alignment, in bytes, at which every row of every tensor can be read with the widest loads."""
+SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-126, 2.0**127
+"""Least soft cap, and largest scale and soft cap: float32 holds them and log2(e) times them with full precision."""
 
 
 @dataclass(frozen=True)

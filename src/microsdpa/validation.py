@@ -30,6 +30,9 @@ def validate(
     arguments.check_impl(impl)
     alignment = arguments.check_causal(is_causal, causal)
     arguments.check_scale(scale)
+    attn_mask, _, _, alibi_slopes, sinks = given
+    arguments.check_not_nested(query=query, key=key, value=value)
+    arguments.check_not_nested(attn_mask=attn_mask, alibi_slopes=alibi_slopes, sinks=sinks)
     arguments.check_tensors(query, key, value, enable_gqa)
     if query.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(
@@ -56,6 +59,7 @@ def validate_call(
     """Check all arguments; gives the causal alignment, the scale and the masks."""
     alignment, masks = validate(query, key, value, is_causal, causal, scale, enable_gqa, impl, given)
     if out is not None:
+        arguments.check_not_nested(out=out)
         inputs = (query, key, value, *masks.tensors.values())
         meets = isinstance(out, torch.Tensor) and any(arguments.memory_ranges_meet(out, t) for t in inputs)
         arguments.check_out(out, query, meets)

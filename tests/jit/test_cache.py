@@ -55,6 +55,22 @@ def test_a_damaged_entry_is_rebuilt_with_a_warning(tmp_path: Path, damage: str) 
     assert cache.get_or_build(SIGNATURE, fail)[1]
 
 
+@pytest.mark.parametrize("what", ["file", "link"])
+@pytest.mark.parametrize("level", ["entry", "folder"])
+def test_what_is_no_directory_gives_way_to_an_entry(tmp_path: Path, level: str, what: str) -> None:
+    cache = KernelCache(tmp_path)
+    place = cache.path(SIGNATURE) if level == "entry" else cache.path(SIGNATURE).parent
+    place.parent.mkdir(exist_ok=True)
+    if what == "file":
+        place.write_text("no directory")
+    else:
+        place.symlink_to(tmp_path / "nothing")
+    with pytest.warns(CacheWarning, match="is no directory; compiling again") as caught:
+        assert cache.get_or_build(SIGNATURE, lambda: ENTRY) == (ENTRY, False)
+    assert len(caught) == 1
+    assert cache.get_or_build(SIGNATURE, fail)[1]
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0o000])
 def test_entries_are_as_readable_as_the_umask_says(tmp_path: Path, umask: int) -> None:
     """A cache that root bakes into an image is everybody's to read, and nobody's to write."""

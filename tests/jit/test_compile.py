@@ -13,6 +13,7 @@ import pytest
 
 from microsdpa.errors import CompileError
 from microsdpa.jit import compile_kernel, is_compiled, nvrtc
+from microsdpa.jit.cache import keep_failed_source
 from microsdpa.jit.inspect import (
     Resources,
     count_instructions,
@@ -113,6 +114,18 @@ def test_a_compile_error_holds_the_log_and_the_source(
     assert "undeclared" in Path(caught.value.source).read_text()
 
 
+def test_a_source_that_fails_again_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = keep_failed_source("one")
+    assert first == keep_failed_source("one") != keep_failed_source("two")
+    assert len(list(tmp_path.iterdir())) == 2
+    assert first is not None
+    Path(first).unlink()
+    again = keep_failed_source("one")
+    assert again is not None
+    assert Path(again).read_text() == "one"
+
+
 def expand_from(root: Path, source: str) -> str:
     from microsdpa.jit import source as sources
 
@@ -120,8 +133,9 @@ def expand_from(root: Path, source: str) -> str:
 
 
 def test_a_target_that_nvrtc_does_not_know_is_named(spec: KernelSpec, tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=r"generates no code for sm_70 \(it does for .*sm_89"):
+    with pytest.raises(CompileError, match=r"generates no code for sm_70 \(it does for .*sm_89") as caught:
         compile_kernel(spec, "sm_70", tmp_path)
+    assert caught.value.source is None  # nothing is wrong with it
 
 
 def test_many_threads_may_be_the_first_to_compile(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ MISSES = {
     "CPU tensor": {"key": torch.zeros(KV, dtype=torch.float16)},
     "NaN scale": {"scale": math.nan},
     "infinite scale": {"scale": math.inf},
+    "scale of float64": {"scale": -1e300},
     "out is query": {"out": tensor(SHAPE, 0x100000)},
     "out ends inside key": {"out": tensor(SHAPE, 0x200000 - 16)},
     "out starts inside value": {"out": tensor(SHAPE, 0x300000 + 2 * 2 * 24 * 32 * 2 - 16)},

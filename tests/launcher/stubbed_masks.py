@@ -93,6 +93,9 @@ def test_the_kernel_gets_the_masks_and_the_call() -> None:
         {"softcap": 0.0},
         {"softcap": math.nan},
         {"softcap": -1.0},
+        {"softcap": 1e300},
+        {"softcap": 1e-300},
+        {"scale": 1e300},
         {"attn_mask": mask(1, 1, 1, 16, 24)},
         {"attn_mask": mask(16, 24, address=0x400000)},  # where the output is
         {"attn_mask": mask(16, 24, address=NO_MEMORY)},

@@ -110,6 +110,7 @@ def test_a_prepared_call_launches_its_plan_without_the_table() -> None:
     arguments = call(scale=0.5)
     assert prepared(arguments) is None
     assert prepared(call(scale=math.nan)) is None
+    assert prepared(call(scale=1e300)) is None
     register(arguments, [kernel(0x3000), kernel(0x4000)])
     launch = prepared(arguments)
     library.clear_plans()

@@ -76,3 +76,17 @@ def test_a_scale_of_zero_or_less(causal: Any, scale: float) -> None:
     out = microsdpa.sdpa(*tensors, causal=causal, scale=scale)
     expected, _ = reference.oracle(*tensors, causal=causal, scale=scale)
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"causal": "lower_right", "return_lse": True}], ids=str)
+def test_a_large_head_is_torchs_on_the_cpu_and_refused_by_the_kernels(options: dict[str, Any]) -> None:
+    """As docs/support.md says."""
+    query, key, value = (torch.randn(1, 2, 5, 512).half() for _ in range(3))
+    found = microsdpa.sdpa(query, key, value, **options)
+    named = {name: option for name, option in options.items() if name != "return_lse"}
+    expected, _ = reference.oracle(query, key, value, **named)
+    plain, _ = reference.eager(query, key, value, **named)
+    out = found[0] if isinstance(found, tuple) else found
+    assert compare.tolerance(plain, expected, out.dtype).admits(compare.measure(out, expected))
+    with pytest.raises(microsdpa.UnsupportedProblem, match="256"):
+        microsdpa.sdpa(query, key, value, impl="emulate", **options)

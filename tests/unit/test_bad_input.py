@@ -48,6 +48,11 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("sparse", {"query": torch.zeros(2, 4, 8, 32).half().to_sparse()}, "query", "expected a dense tensor"),
     ("NaN scale", {"scale": math.nan}, "scale", "expected a finite number, got nan"),
     ("infinite scale", {"scale": math.inf}, "scale", "expected a finite number, got inf"),
+    ("scale of float64", {"scale": 1e300}, "scale", r"expected a number of at most 2\*\*127 in magnitude, got 1e\+300"),
+    ("negative scale of float64", {"scale": -(2.0**128)}, "scale", r"2\*\*127 in magnitude"),
+    ("scale of a long integer", {"scale": 10**400}, "scale", r"2\*\*127 in magnitude"),
+    ("scale in the emulator", {"scale": 1e39, "impl": "emulate"}, "scale", r"2\*\*127 in magnitude"),
+    ("scale beside a precision", {"scale": 1e39, "impl": "emulate", "precision": "fp8"}, "scale", r"2\*\*127"),
     ("scale type", {"scale": "1"}, "scale", "expected a float or None, got str"),
     ("scale bool", {"scale": True}, "scale", "got bool"),
     ("is_causal", {"is_causal": "yes"}, "is_causal", "expected a bool"),
@@ -78,6 +83,22 @@ def test_refusal(override: dict[str, Any], argument: str, message: str) -> None:
     assert error.argument == argument
     assert all((error.expected, error.got, error.hint))
     assert isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 1e300), ("softcap", 1e300), ("softcap", 1e-300)])
+@pytest.mark.parametrize("door", [microsdpa.plan, microsdpa.explain, torch.compile(microsdpa.sdpa, backend="eager")])
+def test_every_door_refuses_what_float32_cannot_hold(door: Any, name: str, value: float) -> None:
+    with pytest.raises(microsdpa.InvalidArgument) as caught:
+        door(Q, t(2, 4, 8, 32), t(2, 4, 8, 32), **{name: value})
+    assert caught.value.argument == name
+
+
+@pytest.mark.parametrize("impl", ["auto", "emulate"])
+@pytest.mark.parametrize("options", [{"scale": 2.0**127}, {"softcap": 2.0**127}, {"softcap": 2.0**-126}], ids=str)
+def test_what_float32_holds_gives_numbers(options: dict[str, float], impl: str) -> None:
+    tensors = torch.zeros(1, 1, 4, 32).half(), torch.randn(1, 1, 4, 32).half(), torch.ones(1, 1, 4, 32).half()
+    found = microsdpa.sdpa(*tensors, impl=impl, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, tensors[2])
 
 
 def test_missing_stride_hint_names_the_remedy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -74,6 +75,36 @@ def test_what_it_does_not_do_is_torchs_with_one_line(
     assert [reason in record.message for record in caplog.records] == [True]
     with microsdpa.enabled(strict=True), pytest.raises(microsdpa.UnsupportedProblem, match=reason):
         F.scaled_dot_product_attention(*tensors, **options)
+
+
+def test_a_reason_is_logged_once_whatever_the_shape(caplog: pytest.LogCaptureFixture) -> None:
+    with microsdpa.enabled(impl="emulate"), caplog.at_level(logging.WARNING, "microsdpa"):
+        for size in range(5, 10):
+            F.scaled_dot_product_attention(half(1, 1, size, 8), half(size, 1, 4, 8), half(size, 1, 4, 8))
+    assert len(caplog.records) == 1
+
+
+def test_reasons_that_differ_in_numbers_alone_take_one_line_and_one_place(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "microsdpa"):
+        for n in range(50):
+            dropin.note_fallback(f"key: expected {n} heads, got shape {list(range(n + 1))}, {n / 7} and -{n}e-{n}")
+            dropin.note_fallback(f"impl: expected 'auto', got <object at {id(n) + n:#x}> on cuda:{n}")
+        dropin.note_fallback("the inputs are of torch.float32")
+        dropin.note_fallback("the inputs are of torch.float64")
+    assert len(caplog.records) == 4 == len(dropin._logged)
+
+
+@pytest.mark.parametrize("impl", ["auto", "emulate"])
+@pytest.mark.parametrize("dropout_p", [-1.0, math.nan])
+def test_no_probability_is_torchs_refusal(dropout_p: float, impl: str) -> None:
+    tensors = (half(1, 2, 4, 32),) * 3
+    with pytest.raises(RuntimeError) as theirs:
+        TORCHS_OWN(*tensors, dropout_p=dropout_p)
+    with microsdpa.enabled(impl=impl), pytest.raises(RuntimeError) as ours:
+        F.scaled_dot_product_attention(*tensors, dropout_p=dropout_p)
+    assert str(ours.value) == str(theirs.value)
+    with microsdpa.enabled(strict=True, impl=impl), pytest.raises(microsdpa.UnsupportedProblem, match="dropout_p"):
+        F.scaled_dot_product_attention(*tensors, dropout_p=dropout_p)
 
 
 def test_what_torch_refuses_is_torchs_refusal() -> None:

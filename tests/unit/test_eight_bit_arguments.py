@@ -41,6 +41,8 @@ def call(**changes: Any) -> object:
         (None, "a scale for 8-bit codes, got None"),
         (0.0, "positive finite scales, got 0.0"),
         (-1.0, "positive finite scales, got -1.0"),
+        (1e300, r"scales from 2\*\*-126 to 2\*\*127, got 1e\+300"),
+        (1e-300, r"scales from 2\*\*-126 to 2\*\*127, got 1e-300"),
         (torch.tensor([[1.0, torch.nan]]), "positive finite scales, got nan"),
         (torch.tensor([[torch.inf, 1.0]]), "positive finite scales, got inf"),
         (torch.ones(1, 3), "expected a scalar, .1, 2. or .1, 2, .*got shape .1, 3."),

@@ -126,6 +126,9 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
     ("softcap", {"softcap": 0.0}, "softcap", "a finite number over 0, got 0.0"),
     ("negative softcap", {"softcap": -1}, "softcap", "got -1"),
     ("softcap NaN", {"softcap": math.nan}, "softcap", "got nan"),
+    ("large softcap", {"softcap": 1e300}, "softcap", r"from 2\*\*-126 to 2\*\*127, got 1e\+300"),
+    ("small softcap", {"softcap": 1e-300}, "softcap", r"from 2\*\*-126 to 2\*\*127, got 1e-300"),
+    ("long softcap", {"softcap": 10**400}, "softcap", r"from 2\*\*-126 to 2\*\*127"),
     ("softcap type", {"softcap": "2"}, "softcap", "got '2'"),
     ("slopes", {"alibi_slopes": t(3, dtype=torch.float32)}, "alibi_slopes", r"\[H\] = \[4\] or \[B, H\] = \[2, 4\]"),
     ("slopes dtype", {"alibi_slopes": t(4)}, "alibi_slopes", "expected torch.float32"),
@@ -140,6 +143,20 @@ def test_refusal(call: Any, override: dict[str, Any], argument: str, message: st
     with pytest.raises(microsdpa.InvalidArgument, match=message) as caught:
         call(t(2, 4, 8, 32), t(2, 4, 8, 32), t(2, 4, 8, 32), **override)
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_hint_keeps_the_meaning_of_a_mask_of_numbers(dtype: torch.dtype) -> None:
+    """As bool, the zeros of what is added would hide keys and the rest would show them."""
+    with pytest.raises(microsdpa.InvalidArgument) as caught:
+        microsdpa.sdpa(t(2, 4, 8, 32), t(2, 4, 8, 32), t(2, 4, 8, 32), attn_mask=t(8, 8, dtype=dtype))
+    assert caught.value.hint == "convert it, for example with .to(torch.float32)"
+
+
+def test_the_hint_for_a_mask_of_integers_says_what_each_type_means() -> None:
+    with pytest.raises(microsdpa.InvalidArgument) as caught:
+        microsdpa.sdpa(t(2, 4, 8, 32), t(2, 4, 8, 32), t(2, 4, 8, 32), attn_mask=t(8, 8, dtype=torch.int64))
+    assert caught.value.hint == "call .to(torch.bool) if 0 hides a key, or .to(torch.float32) if numbers are added"
 
 
 def test_out_may_not_be_the_mask() -> None:

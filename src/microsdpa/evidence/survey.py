@@ -79,7 +79,7 @@ def compile_row(spec: KernelSpec, target: str) -> CompileRow:
             0.0,
             False,
             "",
-            f"{error.summary} ({error.source})",
+            f"{error.summary} ({error.source})" if error.source else error.summary,
         )
     if find_nvdisasm() is None:
         tensor = "not counted: nvdisasm is missing"

@@ -80,6 +80,7 @@ def is_compiled(spec: KernelSpec, target: str) -> bool:
 
 
 def _build(spec: KernelSpec, target: str) -> cache.Entry:
+    nvrtc.check_target(spec.source, target)  # here nothing is wrong with the source, which is not kept
     text = expand(spec.source)
     try:
         cubin = nvrtc.compile_cubin(text, spec.source, spec.expression, target, spec.flags)

@@ -85,6 +85,8 @@ class KernelCache:
         """The entry, or None when there is none; a damaged one is removed with a warning."""
         path = self.path(signature)
         if not self.has(signature):
+            _remove_obstacle(path.parent)
+            _remove_obstacle(path)
             return None
         try:
             return self._read(path, signature)
@@ -187,6 +189,15 @@ class KernelCache:
         )
 
 
+def _remove_obstacle(path: Path) -> None:
+    """Remove a file, or a link that leads nowhere, which lies where a directory of the cache belongs."""
+    if path.is_dir() or not os.path.lexists(path):
+        return
+    warnings.warn(f"cache entry {path} is no directory; compiling again", CacheWarning, stacklevel=3)
+    with contextlib.suppress(OSError):  # of another user's, or a directory by now; publishing says what fails
+        path.unlink()
+
+
 def _make_directory(path: Path) -> None:
     """Make a directory and those above it that are missing, none of them writable by others than the user."""
     for level in (*reversed(path.parents), path):
@@ -210,13 +221,24 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+_failed: dict[str, str] = {}
+"""Paths of the sources that this process has kept, by their digest."""
+
+
 def keep_failed_source(text: str) -> str | None:
-    """Write a source that did not compile where its author can read it; gives its path, None when no place takes it."""
+    """Write a source that did not compile where its author can read it, once in a process.
+
+    Gives its path, or None when no place takes it.
+    """
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if os.path.isfile(_failed.get(digest, "")):
+        return _failed[digest]
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="microsdpa-failed-", suffix=".cu", delete=False, encoding="utf-8"
         ) as file:
             file.write(text)
-        return file.name
     except OSError:
         return None
+    _failed[digest] = file.name
+    return file.name

@@ -82,6 +82,22 @@ def supported_capabilities() -> tuple[tuple[int, int], ...]:
     return tuple((number // 10, number % 10) for number in numbers)
 
 
+def check_target(name: str, target: str) -> None:
+    """Refuse a target that this NVRTC does not know; `name` is that of the source.
+
+    Raises:
+        CompileError: it does not.
+    """
+    if capability_of(target) not in supported_capabilities():
+        known = ", ".join(f"sm_{major}{minor}" for major, minor in supported_capabilities())
+        raise CompileError(
+            f"{name}: NVRTC {version()} generates no code for {target} (it does for {known}); "
+            "install a newer nvidia-cuda-nvrtc",
+            log="",
+            source=None,
+        )
+
+
 def compile_cubin(text: str, name: str, expression: str, target: str, flags: tuple[str, ...]) -> Cubin:
     """Compile the kernel that `expression` instantiates in the expanded source `text`; to PTX for a virtual target.
 
@@ -91,14 +107,7 @@ def compile_cubin(text: str, name: str, expression: str, target: str, flags: tup
     with _import_lock:  # cuda.core cannot be imported by two threads at once
         from cuda.core import Program, ProgramOptions
 
-    if capability_of(target) not in supported_capabilities():
-        known = ", ".join(f"sm_{major}{minor}" for major, minor in supported_capabilities())
-        raise CompileError(
-            f"{name}: NVRTC {version()} generates no code for {target} (it does for {known}); "
-            "install a newer nvidia-cuda-nvrtc",
-            log="",
-            source=None,
-        )
+    check_target(name, target)
     if target.startswith(VIRTUAL):
         return _compile_ptx(text, name, expression, target, flags)
     log = io.StringIO()

@@ -36,7 +36,7 @@ struct EightBitCall {
     if (!microsdpa::parse(query, k, value, out, options, call)) return false;
     key.call = call.plan_key;
     key.factor = softmax_scale(scale, query->shape[3]);
-    if (!std::isfinite(key.factor)) return false;
+    if (!is_scale(key.factor)) return false;
     for (int i = 0; i < OPERANDS; ++i) addresses[i] = call.addresses[i];
     for (int i = 0; i < SCALES; ++i) {
       key.scales[i] = TensorKey{};

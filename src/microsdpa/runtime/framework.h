@@ -95,4 +95,9 @@ inline double softmax_scale(const Optional<double>& scale, std::int64_t head_dim
   return scale.has_value() ? scale.value() : 1.0 / std::sqrt(static_cast<double>(head_dim));
 }
 
+// What validation admits of scales and soft caps, so that float32 holds them: LARGEST_FACTOR and SMALLEST_FACTOR of
+// problem.py.
+inline bool is_scale(double scale) { return std::abs(scale) <= 0x1p127; }
+inline bool is_softcap(double cap) { return cap >= 0x1p-126 && cap <= 0x1p127; }
+
 }  // namespace microsdpa

@@ -57,7 +57,7 @@ ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ff
   if (!parse(query, key, value, out, options, call)) return nullptr;
   std::shared_ptr<const Plan> plan = plans().find(call.plan_key);
   const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
-  if (!plan || !std::isfinite(factor)) return nullptr;
+  if (!plan || !is_scale(factor)) return nullptr;
   AttentionParams params = plan->params.call;
   return execute(*plan, call, lse, factor, params);
 }
@@ -79,8 +79,6 @@ ffi::Any execute_masked(const Plan& plan, const Call& call, ffi::AnyView lse, do
   return execute(plan, call, lse, scale, params.call);
 }
 
-bool is_softcap(double cap) { return std::isfinite(cap) && cap > 0.0; }
-
 // The same with masks.
 ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse,
                      std::int64_t options, Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes,
@@ -93,7 +91,7 @@ ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* 
   std::shared_ptr<const Plan> plan = masked_plans().find(masked_key);
   const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
   const double cap = softcap.has_value() ? softcap.value() : 1.0;
-  if (!plan || !std::isfinite(factor) || !is_softcap(cap)) return nullptr;
+  if (!plan || !is_scale(factor) || !is_softcap(cap)) return nullptr;
   return execute_masked(*plan, call, lse, factor, cap, masks);
 }
 
@@ -106,7 +104,7 @@ ffi::Any prepared_call(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor
   if (!parse(query, key, value, out, options, first)) return nullptr;
   std::shared_ptr<const Plan> plan = plans().find(first.plan_key);
   const double factor = softmax_scale(scale, first.plan_key.query.shape[3]);
-  if (!plan || !std::isfinite(factor)) return nullptr;
+  if (!plan || !is_scale(factor)) return nullptr;
   return ffi::Function::FromTyped([plan, expected = first.plan_key, factor](DLTensor* query, DLTensor* key,
                                                                             DLTensor* value, DLTensor* out,
                                                                             ffi::AnyView lse) -> ffi::Any {
@@ -129,7 +127,7 @@ ffi::Any prepared_masked_call(DLTensor* query, DLTensor* key, DLTensor* value, D
   std::shared_ptr<const Plan> plan = masked_plans().find(first_key);
   const double factor = softmax_scale(scale, first.plan_key.query.shape[3]);
   const double cap = softcap.has_value() ? softcap.value() : 1.0;
-  if (!plan || !std::isfinite(factor) || !is_softcap(cap)) return nullptr;
+  if (!plan || !is_scale(factor) || !is_softcap(cap)) return nullptr;
   return ffi::Function::FromTyped([plan, expected = first_key, factor, cap](
                                       DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse,
                                       ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks) -> ffi::Any {
