@@ -60,7 +60,7 @@ def sdpa(
         is_causal: query i sees keys j <= i, aligned to the upper left, as in torch.
         causal: the alignment by name: "upper_left", the same as is_causal=True, or "lower_right", where query i sees
             keys j <= i + S_k - S_q, as in the FlashAttention libraries. torch.nn.attention.bias has the same names.
-        scale: factor of Q K^T; 1/sqrt(D) when None.
+        scale: factor of Q K^T, at most 2**127 in magnitude; 1/sqrt(D) when None.
         enable_gqa: let H be a multiple of H_kv; query head h reads key head h // (H / H_kv).
         return_lse: also return the natural logarithm of the softmax's denominator, [B, H, S_q] in FP32.
         out: [B, H, S_q, D] tensor to write to; it must not overlap an input. Else an output is allocated in the
@@ -80,7 +80,7 @@ def sdpa(
             hold.
         window: (left, right): query i sees keys p - left to p + right, where p is i, or i + S_k - S_q under
             causal="lower_right"; -1 is no end.
-        softcap: scores x become softcap * tanh(x / softcap), before slopes and mask.
+        softcap: scores x become softcap * tanh(x / softcap), before slopes and mask; from 2**-126 to 2**127.
         alibi_slopes: [H] or [B, H], float32: slope * |p - key| is subtracted from the scores.
         sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax and has no
             value. The LSE counts it.

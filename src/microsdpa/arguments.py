@@ -7,7 +7,7 @@ import math
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import LARGEST_FACTOR, VECTOR_BYTES, Causal, DType
+from microsdpa.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, DType
 from microsdpa.specs import FAMILIES, family_named
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -73,6 +73,11 @@ def check_scale(scale: object) -> float | None:
             hint="pass None for the default, 1/sqrt(D)",
         )
     return float(scale)
+
+
+def is_positive_factor(number: float) -> bool:
+    """Whether float32 holds a positive factor of scores or codes."""
+    return SMALLEST_FACTOR <= number <= LARGEST_FACTOR
 
 
 def check_not_nested(**tensors: object) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from microsdpa import arguments
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import LARGEST_FACTOR, SMALLEST_FACTOR
 from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, Operands, eight_bit_family_named
 
 CODE_DTYPES = (torch.float8_e4m3fn, torch.int8)
@@ -189,7 +188,7 @@ def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
             name, expected="a scale for 8-bit codes", got="None", hint="pass the scale that quantize() gives with them"
         )
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        if not SMALLEST_FACTOR <= scale <= LARGEST_FACTOR:
+        if not arguments.is_positive_factor(scale):
             _refuse_value(name, scale)
         return torch.full((), float(scale), dtype=torch.float32, device=codes.device)
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != codes.device:

@@ -14,7 +14,7 @@ from microsdpa.jit.signature import signature
 from microsdpa.masks import Masks
 from microsdpa.problem import Causal
 from microsdpa.select import select
-from microsdpa.validation import check_cpu_impl, emulated, is_empty, validate
+from microsdpa.validation import check_cpu_impl, emulated, is_empty, validate_call
 
 if TYPE_CHECKING:
     from microsdpa.specs.eight_bit import Operands
@@ -29,6 +29,8 @@ def explain(
     causal: Causal | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
     impl: str = "auto",
     attn_mask: torch.Tensor | None = None,
     window: tuple[int, int] | None = None,
@@ -42,16 +44,18 @@ def explain(
 ) -> Explanation:
     """What sdpa would run for these arguments, without running or compiling it.
 
-    Arguments and errors are those of sdpa.
+    Arguments and errors are those of sdpa. Every kernel gives the LSE: return_lse changes nothing. `out` does where its
+    rows do not start on 16 bytes.
     """
     given = attn_mask, window, softcap, alibi_slopes, sinks
     scales = q_scale, k_scale, v_scale
     if precision is not None or any(scale is not None for scale in scales):
         mask_arguments.refuse(*given)
-        common = is_causal, causal, scale, enable_gqa, None, impl
+        common = is_causal, causal, scale, enable_gqa, out, impl
         return eight_bit.explain(query, key, value, precision, scales, *common)
-    alignment, masks = validate(query, key, value, is_causal, causal, scale, enable_gqa, impl, given)
-    return explanation(query, key, value, None, alignment, masks, impl)
+    call = is_causal, causal, scale, enable_gqa, out, impl, given
+    alignment, _, masks = validate_call(query, key, value, *call)
+    return explanation(query, key, value, out, alignment, masks, impl)
 
 
 def explanation(

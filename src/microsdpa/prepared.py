@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -40,6 +40,7 @@ class Layout:
         return cls(shape, tuple(strides), tensor.dtype, tensor.device)
 
 
+@runtime_checkable
 class Plan(Protocol):
     """An attention call that is prepared for tensors of one description; plan() makes it.
 
@@ -227,7 +228,8 @@ def plan(
 ) -> Plan:
     """Prepare attention for tensors like these: choose, compile and load the kernel, but compute nothing.
 
-    Arguments and errors are those of sdpa. The values in the tensors do not matter, and they are not kept. With `out`,
+    Arguments and errors are those of sdpa, but there is no plan for codes with scales. The values in the tensors do not
+    matter, and they are not kept. With `out`,
     the plan's calls must be given an output of its layout; without, they may be given one of the layout that sdpa
     allocates, as torch.empty_like(query) has for a dense query. With `precision` the calls quantise, as those of sdpa.
     With attn_mask, alibi_slopes or sinks, every call is given its own of the same layout.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any
 
 import pytest
@@ -179,3 +180,30 @@ def test_benchmarks_call_the_library_in_four_ways(write_out: bool, prepared: boo
     assert torch.equal(result, microsdpa.sdpa(*tensors, causal="lower_right", scale=0.3, enable_gqa=True))
     assert (result is out) is write_out
     assert ours.variant == {(0, 0): "", (1, 0): "out=", (0, 1): "plan", (1, 1): "plan out="}[write_out, prepared]
+
+
+def test_a_plan_is_a_plan() -> None:
+    tensor = torch.zeros(1, 2, 4, 32).half()
+    assert isinstance(microsdpa.plan(tensor, tensor, tensor), microsdpa.Plan)
+    mask = torch.ones(4, 4).bool()
+    assert isinstance(microsdpa.plan(tensor, tensor, tensor, attn_mask=mask), microsdpa.Plan)
+    assert not isinstance(microsdpa.sdpa, microsdpa.Plan)
+
+
+@pytest.mark.parametrize("options", [{"impl": "emulate"}, {"impl": "emulate", "precision": "fp8"}], ids=str)
+def test_explain_takes_the_options_of_sdpa(options: dict[str, Any]) -> None:
+    tensor = torch.zeros(1, 2, 4, 32).half()
+    expected = microsdpa.explain(tensor, tensor, tensor, **options)
+    found = microsdpa.explain(tensor, tensor, tensor, return_lse=True, out=torch.empty_like(tensor), **options)
+    assert found == expected
+    with pytest.raises(microsdpa.InvalidArgument, match="out: expected memory that no input uses"):
+        microsdpa.explain(tensor, tensor, tensor, out=tensor, **options)
+    names = [set(inspect.signature(door).parameters) for door in (microsdpa.sdpa, microsdpa.explain)]
+    assert names[0] == names[1]
+
+
+def test_an_output_whose_rows_are_off_16_bytes_changes_what_explain_says() -> None:
+    tensor = torch.zeros(1, 2, 4, 32).half()
+    out = torch.empty(1, 2, 4, 33).half()[..., 1:]
+    found = [microsdpa.explain(tensor, tensor, tensor, out=given, impl="emulate").runs for given in (None, out)]
+    assert found == ["emulate:ampere/fwd_mma", "emulate:ampere/fwd_general"]
