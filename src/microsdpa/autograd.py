@@ -14,7 +14,6 @@ from microsdpa.masks import Masks
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that nothing but this library looks at."""
-Tensors = tuple[torch.Tensor, ...]
 
 
 def is_eager(inputs: Inputs) -> bool:

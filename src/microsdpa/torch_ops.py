@@ -54,13 +54,18 @@ def _forward(*arguments: Any) -> forward.Result:
 
 
 def _output(*arguments: Any) -> torch.Tensor:
-    """The output [B, H, S_q, D] alone."""
-    return forward.attend(*_call(*arguments), False)[0]
+    """The output [B, H, S_q, D] alone.
+
+    Raises:
+        UnsupportedProblem: an input requires grad, which this operator has none of.
+    """
+    inputs, masks, options = _call(*arguments)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *masks) if t is not None):
+        raise UnsupportedProblem("attention_output has no gradient", nearest="torch.ops.microsdpa.attention")
+    return forward.attend(inputs, masks, options, False)[0]
 
 
-def _differentiable(
-    keyset: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
-) -> forward.Result:
+def _differentiable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> forward.Result:
     """The operator where autograd looks at it: with a gradient when an input wants one."""
     eager = autograd.is_eager((query, key, value))
     if rest or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
@@ -77,7 +82,7 @@ def _differentiable(
 
 _library.impl("attention", _forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("attention_output", _output, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-_library.impl("attention", _differentiable, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+_library.impl("attention", _differentiable, "Autograd")  # type: ignore[no-untyped-call]
 
 
 @torch.library.register_fake("microsdpa::attention", lib=_library)  # type: ignore[untyped-decorator]

@@ -290,6 +290,11 @@ def operator_without_grad(setting: Setting) -> Callable[[], Any]:
     return lambda: torch.ops.microsdpa.attention(*given)
 
 
+def operator_of_the_output(_: Setting) -> Callable[[], Any]:
+    given = tensors()
+    return lambda: torch.ops.microsdpa.attention_output(*given)
+
+
 def differentiable(function: Callable[..., Any], **options: Any) -> Opening:
     def start(_: Setting) -> Callable[[], Any]:
         given = graded()
@@ -312,6 +317,7 @@ OPERATORS = [
     Door("operator", operator(), lse=True, gives_lse=True),
     Door("operator with a mask", operator(bits), lse=True, gives_lse=True),
     Door("operator with every option", operator_in_full, lse=True, gives_lse=True),
+    Door("operator of the output", operator_of_the_output),
     Door("operator in inference mode", operator_without_grad, lse=True, gives_lse=True),
 ]
 

@@ -131,3 +131,11 @@ def test_tracers_see_one_operator_whatever_device_their_tensors_claim() -> None:
 def test_what_is_no_tensor_is_refused_in_words() -> None:
     with pytest.raises(microsdpa.InvalidArgument, match=r"query: expected a torch\.Tensor"):
         microsdpa.sdpa([1.0], None, None)  # type: ignore[arg-type]
+
+
+def test_the_operator_without_a_gradient_says_so() -> None:
+    query, key, value = make(Case(1, 1, 8, 8, 16))
+    with pytest.raises(microsdpa.UnsupportedProblem, match="attention_output has no gradient"):
+        torch.ops.microsdpa.attention_output(query.requires_grad_(), key, value)
+    with torch.no_grad():
+        assert torch.equal(torch.ops.microsdpa.attention_output(query, key, value), microsdpa.sdpa(query, key, value))

@@ -84,11 +84,6 @@ def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
     return _rejection(problem, spec) or spec
 
 
-PERSISTENT_SPILLS = (
-    "all 168 registers of two CTAs an SM are used: another compiler than the tested one may keep a value there"
-)
-
-
 def persistent(problem: EightBitProblem) -> KernelSpec | Rejection:
     """Rung 15: rung 13 with two warps that only copy, and no more CTAs than the chip holds at a time."""
     plain = cp_async(problem)
@@ -107,7 +102,6 @@ def persistent(problem: EightBitProblem) -> KernelSpec | Rejection:
         template_args=(*arguments.items(), ("CTAS", str(ctas)), ("CAUSAL", causal)),
         threads=plain.threads + 32 * producers,
         max_ctas=ctas * chip_of(problem.target).sms,
-        local_memory=PERSISTENT_SPILLS if ctas == 2 else "",
     )
     return _rejection(problem, spec) or spec
 

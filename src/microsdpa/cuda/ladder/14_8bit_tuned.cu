@@ -173,7 +173,8 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>
   for (int half = 0; half < 2; ++half) {
     const int row = min(warp_first + static_cast<int>(lane_index() / 4) + 8 * half, params.seqlen_q - 1);
     // A negative scale is a positive one of -S, and 0 must not meet a score of -inf.
-    state.factor[half] = fmaxf(fabsf(params.scale_log2) * *head.query_scale(params, row), 1e-30f);
+    const float factor = fabsf(params.scale_log2) * *head.query_scale(params, row);
+    state.factor[half] = factor < 1e-30f ? 1e-30f : factor;  // NaN stays NaN
   }
   cp_async_wait<2 * STAGES - 1>();  // the queries and the first keys
   __syncthreads();
@@ -227,13 +228,6 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>
         multiply_probability_value<typename Shape::Probability, 1, HEAD_DIM, BLOCK_N>(state.o, s, ring.value[stage], 0);
       }
     }
-  }
-
-  // A scale of NaN, which fmaxf has lost, comes back in the row's sum; here registers are free, above they are not.
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = min(warp_first + static_cast<int>(lane_index() / 4) + 8 * half, params.seqlen_q - 1);
-    state.sum[half] += 0.0f * *head.query_scale(params, row);
   }
 }
 
