@@ -14,9 +14,9 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs import KernelSpec, eight_bit
+from microsdpa.problem import OPERANDS, Operands
+from microsdpa.specs import EIGHT_BIT_FAMILIES, KernelSpec, eight_bit
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
 from microsdpa.specs.quantize import RECIPES
 
 RUNGS = sorted(f.short_name for f in EIGHT_BIT_FAMILIES if f.name.startswith("ladder/"))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from microsdpa import select
 from microsdpa.evidence import render, support
 from microsdpa.evidence.survey import TARGETS
-from microsdpa.specs import FAMILIES, Rejection
+from microsdpa.problem import Problem
+from microsdpa.specs import Rejection, policy
 
 PAGE = Path(__file__).parents[2] / "docs/support.md"
 
@@ -43,9 +43,9 @@ def test_a_kernel_that_goes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         dataclasses.replace(family, specify=lambda _: Rejection("gone", "another"))
         if family.name == "ampere/fwd_general"
         else family
-        for family in FAMILIES
+        for family in policy.candidates(Problem(1, 1, 1, 1, 1, 64, "float16"), "auto")
     )
-    monkeypatch.setattr(select, "FAMILIES", gone)
+    monkeypatch.setattr(policy, "candidates", lambda problem, impl: gone)
     monkeypatch.setattr(support, "SIZES", support.SIZES[1:2])
     support.matrix.cache_clear()
     after = support.markdown()

@@ -7,9 +7,10 @@ import pytest
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.problem import Causal
+from microsdpa.problem import Causal, Operands, Problem
+from microsdpa.specs import EIGHT_BIT_FAMILIES
 from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, HEAD_DIMS, EightBitProblem, Operands
+from microsdpa.specs.eight_bit import HEAD_DIMS
 from microsdpa.specs.quantize import RECIPES, fused
 from microsdpa.specs.spec import KernelSpec
 
@@ -39,7 +40,7 @@ def compiled(
     rung: str, operands: Operands, terms: int, target: str, head_dim: int = 64, causal: Causal | None = None
 ) -> CompiledKernel:
     family = next(f for f in EIGHT_BIT_FAMILIES if f.short_name == rung)
-    problem = EightBitProblem(
+    problem = Problem(
         1, 8, 8, 512, 512, head_dim, "float16", causal, target=target, operands=operands, query_terms=terms
     )
     spec = family.specify(problem)

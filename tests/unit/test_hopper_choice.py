@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
+from microsdpa.errors import UnsupportedProblem
 from microsdpa.problem import Problem
 from microsdpa.select import select
-from microsdpa.specs import KernelSpec, Rejection, hopper
+from microsdpa.specs import KernelSpec, hopper
 from microsdpa.specs.chip import chip_of
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16")
@@ -56,7 +57,7 @@ def test_shared_memory_fits_the_chip_and_keeps_ctas_apart() -> None:
     ],
 )
 def test_refusals_say_why(changes: dict[str, object], reason: str) -> None:
-    found = hopper.latency(dataclasses.replace(MISSION, **changes))
-    assert isinstance(found, Rejection)
-    assert reason in found.reason
-    assert found.nearest
+    with pytest.raises(UnsupportedProblem) as caught:
+        select(dataclasses.replace(MISSION, **changes), "hopper/fwd_latency")
+    assert reason in caught.value.reason
+    assert caught.value.nearest

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "arguments": {"errors", "problem", "specs"},
     "emulate": {"errors", "jit", "masks", "problem", "specs"},
     "explanation": {"specs"},
-    "options": {"specs"},
+    "options": {"problem", "specs"},
     "problems": {"arguments", "errors", "masks", "problem", "runtime", "specs"},
     "validation": {"arguments", "errors", "masks", "problem"},
     "forward": {
@@ -46,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
         *("eight_bit", "explanation", "jit", "masks", "problem", "problems", "select", "specs", "validation"),
     },
     "quantize": {"errors"},
-    "eight_bit_arguments": {"arguments", "errors", "specs"},
+    "eight_bit_arguments": {"arguments", "errors", "problem", "specs"},
     "eight_bit_launches": {
         *("arguments", "eight_bit_arguments", "emulate", "errors", "problem", "quantize", "runtime", "specs"),
     },

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from microsdpa.problem import DType, capability_of
-from microsdpa.specs.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY, Operands
+from microsdpa.problem import DType, Operands, capability_of
+from microsdpa.specs.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY
 from microsdpa.specs.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8
