@@ -11,13 +11,13 @@ from microsdpa import autograd, eight_bit, forward
 from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.forward import MISSES, MaskTensors, Options
+from microsdpa.kernels.problem import Causal
 from microsdpa.options import OPTIONS
-from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
 from microsdpa.validation import validate_call
 
 if TYPE_CHECKING:
-    from microsdpa.specs.eight_bit import Operands
+    from microsdpa.kernels.eight_bit import Operands
 
 _launch = launcher.launch
 _launch_masked = launcher.launch_masked

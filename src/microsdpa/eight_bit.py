@@ -31,13 +31,13 @@ from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
 from microsdpa.forward import MISSES, Inputs, Result
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
+from microsdpa.kernels import KernelSpec, Rejection, emulated_target, oversized
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem, eight_bit_family_named
+from microsdpa.kernels.problem import Causal
+from microsdpa.kernels.quantize.spec import RECIPES, Recipe, fused
 from microsdpa.options import EIGHT_BIT_OPTIONS
-from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
 from microsdpa.select import Selection
-from microsdpa.specs import KernelSpec, Rejection, emulated_target, oversized
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem, eight_bit_family_named
-from microsdpa.specs.quantize import RECIPES, Recipe, fused
 
 Scales = tuple[object, object, object]
 """q_scale, k_scale and v_scale as they were given, not validated yet."""

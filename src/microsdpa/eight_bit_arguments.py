@@ -9,7 +9,7 @@ import torch
 
 from microsdpa import arguments
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, Operands, eight_bit_family_named
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, Operands, eight_bit_family_named
 
 CODE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 _OPERANDS: dict[tuple[torch.dtype, ...], Operands] = {

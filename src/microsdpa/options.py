@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from itertools import product
 from typing import TYPE_CHECKING
 
-from microsdpa.specs import FAMILIES
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS
 
 if TYPE_CHECKING:
-    from microsdpa.specs import Family
-    from microsdpa.specs.eight_bit import EightBitFamily
+    from microsdpa.kernels import Family
+    from microsdpa.kernels.eight_bit import EightBitFamily
 
 
 _ALIGNMENTS: dict[tuple[bool, str | None], int] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import VECTOR_BYTES, Problem
-from microsdpa.specs import FAMILIES, Family, KernelSpec, Rejection, family_named, oversized
+from microsdpa.kernels import FAMILIES, Family, KernelSpec, Rejection, family_named, oversized
+from microsdpa.kernels.problem import VECTOR_BYTES, Problem
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from microsdpa import cli
 from microsdpa.evidence import repro
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.results import read
+from microsdpa.kernels import catalogue
 from microsdpa.runtime import launcher
-from microsdpa.specs import catalogue
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = launcher.device_error()

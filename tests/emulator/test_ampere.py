@@ -12,12 +12,12 @@ from microsdpa import reference
 from microsdpa.emulate import run
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import problem_of
+from microsdpa.kernels.ampere.mma import tiles as ampere_tiles
+from microsdpa.kernels.ampere.mma.spec import specification
+from microsdpa.kernels.ampere.mma.tiles import Tiling
+from microsdpa.kernels.problem import Problem
 from microsdpa.masks import Masks
-from microsdpa.problem import Problem
 from microsdpa.select import select
-from microsdpa.specs import ampere_tiles
-from microsdpa.specs.ampere import specification
-from microsdpa.specs.ampere_tiles import Tiling
 
 RUNS = [
     (Case(1, 1, 140, 200, 64, causal="lower_right"), ampere_tiles.STREAM, 1),

@@ -11,7 +11,7 @@ from microsdpa.emulate import run
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs import FAMILIES
+from microsdpa.kernels import FAMILIES
 
 KERNELS = [family.name for family in FAMILIES]
 Tensors = tuple[torch.Tensor, ...]

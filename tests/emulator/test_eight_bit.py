@@ -14,10 +14,10 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs import KernelSpec, eight_bit
-from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels import KernelSpec, eight_bit
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
+from microsdpa.kernels.quantize.spec import RECIPES
 
 RUNGS = sorted(f.short_name for f in EIGHT_BIT_FAMILIES if f.name.startswith("ladder/"))
 CASES = [

@@ -7,10 +7,10 @@ import torch
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.problem import Causal
-from microsdpa.specs import KernelSpec
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitFamily, EightBitProblem, Operands
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, EightBitFamily, EightBitProblem, Operands
+from microsdpa.kernels.problem import Causal
+from microsdpa.kernels.quantize.spec import RECIPES
 
 CASE = Case(1, 2, 70, 133, 64)
 

@@ -16,8 +16,8 @@ from microsdpa.emulate import run
 from microsdpa.evidence.cases import MASKINGS
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import check
+from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.masks import Masks
-from microsdpa.problem import MaskKind, Problem
 from microsdpa.select import select
 
 GENERAL = "emulate:ampere/fwd_general"

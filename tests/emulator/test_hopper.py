@@ -11,8 +11,8 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.problem import Problem
-from microsdpa.specs.hopper import configuration, specification
+from microsdpa.kernels.hopper.latency.spec import configuration, specification
+from microsdpa.kernels.problem import Problem
 
 ONE_CTA, PAIR = 1, 2
 CASES = [

@@ -16,12 +16,13 @@ from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.verify_eight_bit import allowed_in_place
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.eight_bit import EightBitProblem, Operands
+from microsdpa.kernels.hopper.common.eight_bit import too_small
+from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
+from microsdpa.kernels.hopper.throughput_8bit.spec import Tiles, specification, throughput
 from microsdpa.quantize import Code, Granularity, Quantized, expand_scale
-from microsdpa.specs import KernelSpec, hopper_fp8
-from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit import EightBitProblem, Operands
-from microsdpa.specs.hopper_eight_bit import too_small
-from microsdpa.specs.hopper_fp8 import Tiles, specification, throughput
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""

@@ -14,9 +14,9 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
+from microsdpa.kernels.eight_bit import EightBitProblem
+from microsdpa.kernels.hopper.throughput_8bit_qk.spec import Tiles, specification, throughput, tiles_for
 from microsdpa.quantize import RESIDUAL_STEPS, Granularity, expand_scale, residual
-from microsdpa.specs.eight_bit import EightBitProblem
-from microsdpa.specs.hopper_int8 import Tiles, specification, throughput, tiles_for
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""

@@ -6,7 +6,7 @@ import pytest
 from harness import check_in_every_order
 
 from microsdpa.evidence.inputs import Case
-from microsdpa.specs.hopper_split import Split, specification
+from microsdpa.kernels.hopper.split.spec import Split, specification
 
 ONE, TWO = Split(1), Split(2)
 CASES = [

@@ -8,7 +8,7 @@ import pytest
 from harness import check_in_every_order
 
 from microsdpa.evidence.inputs import Case
-from microsdpa.specs.hopper_throughput import CANDIDATES, specification
+from microsdpa.kernels.hopper.throughput.spec import CANDIDATES, specification
 
 CASES = [
     (Case(1, 2, 256, 256, 64), 0),

@@ -12,8 +12,8 @@ import pytest
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs import FAMILIES
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES
 
 EIGHT_BIT = {family.name for family in EIGHT_BIT_FAMILIES}
 # One of the mission's eight heads, which two cores share; CPU time, since a build and other processes are none of it.

@@ -28,20 +28,20 @@ OTHER = "0" * 32
 
 CHANGES = {
     "renamed": (
-        ("cuda/ladder/01_scalar.cu", "score_rows", "scores_of_rows"),
-        ("cuda/ladder/01_scalar.cu", "scalar_attention", "attention_by_scalars"),
-        ("cuda/ladder/01_scalar.cu", "BLOCK_N", "KEYS_OF_A_TILE"),
-        ("specs/ladder.py", "microsdpa::scalar_attention", "microsdpa::attention_by_scalars"),
+        ("kernels/ladder/01_scalar.cu", "score_rows", "scores_of_rows"),
+        ("kernels/ladder/01_scalar.cu", "scalar_attention", "attention_by_scalars"),
+        ("kernels/ladder/01_scalar.cu", "BLOCK_N", "KEYS_OF_A_TILE"),
+        ("kernels/ladder/spec.py", "microsdpa::scalar_attention", "microsdpa::attention_by_scalars"),
     ),
-    "other code": (("cuda/ladder/04_mma_sync.cu", "start_keys(0, 0)", "start_keys(BLOCK_N, 0)"),),
-    "more shared memory": (("specs/ladder.py", "pitch + warps * scratch", "pitch + warps * scratch + 16"),),
+    "other code": (("kernels/ladder/04_mma_sync.cu", "start_keys(0, 0)", "start_keys(BLOCK_N, 0)"),),
+    "more shared memory": (("kernels/ladder/spec.py", "pitch + warps * scratch", "pitch + warps * scratch + 16"),),
     "more threads": (
-        ("cuda/ladder/05_warp_roles.cu", "first_row", "row_of_the_tile"),
-        ("specs/ladder.py", "threads=32 * warps,\n        block_m=block_m,\n        shared_bytes=shared_bytes,",
+        ("kernels/ladder/05_warp_roles.cu", "first_row", "row_of_the_tile"),
+        ("kernels/ladder/spec.py", "threads=32 * warps,\n        block_m=block_m,\n        shared_bytes=shared_bytes,",
          "threads=32 * warps + 32 * bool(producers),\n        block_m=block_m,\n        shared_bytes=shared_bytes,"),
     ),
-    "quantiser": (("cuda/quantize/fused.cu", "AT_A_TIME", "ROWS_IN_FLIGHT"),),
-    "comment": (("cuda/ladder/07_tuned.cu", "\nnamespace microsdpa {", "\n// A comment.\n\nnamespace microsdpa {"),),
+    "quantiser": (("kernels/quantize/fused.cu", "AT_A_TIME", "ROWS_IN_FLIGHT"),),
+    "comment": (("kernels/ladder/07_tuned.cu", "\nnamespace microsdpa {", "\n// A comment.\n\nnamespace microsdpa {"),),
 }  # fmt: skip
 """(file, what it says, what it says then)"""
 
@@ -269,7 +269,7 @@ def _checksum(path: Path, suite: str) -> dict[str, str]:
 
 def test_sources_that_are_not_committed_are_refused_but_by_a_dry_run(repository: Repository) -> None:
     written(repository, {"peer": rows()["peer"]})
-    header = repository.root / resign.PACKAGE / "cuda/core/new.cuh"
+    header = repository.root / resign.PACKAGE / "kernels/common/new.cuh"
     header.write_text("")
     try:
         with pytest.raises(resign.ResignError, match="as it is committed, got 1 changed files"):

@@ -11,7 +11,7 @@ import pytest
 from microsdpa import select
 from microsdpa.evidence import render, support
 from microsdpa.evidence.survey import TARGETS
-from microsdpa.specs import FAMILIES, Rejection
+from microsdpa.kernels import FAMILIES, Rejection
 
 PAGE = Path(__file__).parents[2] / "docs/support.md"
 

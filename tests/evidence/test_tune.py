@@ -13,10 +13,10 @@ from microsdpa.evidence import environment, graphs, render, results, survey, tim
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.suites import Suite
-from microsdpa.problem import Problem
+from microsdpa.kernels import configurations
+from microsdpa.kernels.problem import Problem
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import configurations
 
 REAL_BENCH = tune.CaseBench
 SMALL, WIDE = Case(1, 2, 64, 64, 64), Case(1, 2, 96, 64, 128, causal="upper_left")

@@ -11,9 +11,9 @@ from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import MicrosdpaEightBit
 from microsdpa.evidence.short_sums import lost_of_scores
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands, eight_bit_family_named
 from microsdpa.quantize import expand_scale
 from microsdpa.runtime import launcher
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands, eight_bit_family_named
 
 pytestmark = pytest.mark.gpu
 CASE = Case(2, 4, 200, 300, 64, heads_kv=2, causal="lower_right")

@@ -13,8 +13,8 @@ import microsdpa
 from microsdpa import reference
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
-from microsdpa.specs import FAMILIES
-from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.eight_bit import OPERANDS, Operands
 
 pytestmark = pytest.mark.gpu
 GIB = 2**30

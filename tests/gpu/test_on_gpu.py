@@ -16,9 +16,9 @@ from microsdpa.evidence import compare
 from microsdpa.evidence.cases import MASKINGS, verify_cases
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.evidence.verify import check
-from microsdpa.problem import Causal
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.problem import Causal
 from microsdpa.runtime import launcher
-from microsdpa.specs import FAMILIES
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.eight_bit import OPERANDS, Operands
 
 pytestmark = pytest.mark.gpu
 QUERIES = {"ampere/fwd_general": 20, "ampere/fwd_mma": 4}

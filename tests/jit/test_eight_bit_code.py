@@ -7,11 +7,11 @@ import pytest
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.problem import Causal
-from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, HEAD_DIMS, EightBitProblem, Operands
-from microsdpa.specs.quantize import RECIPES, fused
-from microsdpa.specs.spec import KernelSpec
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, HEAD_DIMS, EightBitProblem, Operands
+from microsdpa.kernels.problem import Causal
+from microsdpa.kernels.quantize.spec import RECIPES, fused
+from microsdpa.kernels.spec import KernelSpec
 
 TARGETS = ("sm_89", "sm_90a")
 # Operands, codes of a query, and the tensor instructions on Ada and on Hopper, which has no mma.sync of E4M3 and turns

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from microsdpa.jit import compile_kernel
-from microsdpa.problem import MaskKind, Problem
+from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.select import select
 
 KINDS = [

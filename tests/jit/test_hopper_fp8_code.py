@@ -6,10 +6,11 @@ import pytest
 
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
-from microsdpa.problem import Causal, DType
-from microsdpa.specs import KernelSpec, hopper_int8
-from microsdpa.specs.eight_bit import EightBitProblem, Operands
-from microsdpa.specs.hopper_fp8 import throughput
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.eight_bit import EightBitProblem, Operands
+from microsdpa.kernels.hopper.throughput_8bit.spec import throughput
+from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
+from microsdpa.kernels.problem import Causal, DType
 
 
 @pytest.mark.parametrize(

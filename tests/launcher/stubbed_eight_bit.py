@@ -27,12 +27,12 @@ from stub_harness import (
 
 from microsdpa import api, eight_bit, eight_bit_arguments
 from microsdpa.eight_bit import NO_SCALES, Call
+from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.eight_bit import EightBitProblem, Operands
+from microsdpa.kernels.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams
+from microsdpa.kernels.quantize.spec import RECIPES
 from microsdpa.prepared import Expected, make_plan
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec, TensorMap
-from microsdpa.specs.eight_bit import EightBitProblem, Operands
-from microsdpa.specs.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams
-from microsdpa.specs.quantize import RECIPES
 
 __all__ = ["_clean"]
 

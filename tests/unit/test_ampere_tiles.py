@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from microsdpa.problem import Problem
+from microsdpa.kernels.ampere.mma import tiles
+from microsdpa.kernels.chip import CHIPS, chip_of
+from microsdpa.kernels.problem import Problem
 from microsdpa.select import select
-from microsdpa.specs import ampere_tiles as tiles
-from microsdpa.specs.chip import CHIPS, chip_of
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
@@ -97,7 +97,7 @@ def test_long_keys_are_split_among_ctas_where_few_queries_leave_the_chip_empty(t
     spec = select(problem, "ampere/fwd_mma").spec
     assert spec.split > 1
     assert spec.pack == 4
-    assert [stage.source for stage in spec.stages] == ["ampere/fwd_mma.cu", "ampere/fwd_merge.cu"]
+    assert [stage.source for stage in spec.stages] == ["ampere/mma/kernel.cu", "ampere/combine/kernel.cu"]
     assert spec.workspace_bytes(problem) == spec.split * 32 * (128 * 4 + 8)
     assert tiles.choose(replace(problem, seqlen_k=64)).split == 1
     assert not any(tiling.clustered for tiling in tiles.candidates(problem) if not tiles.illegal(problem, tiling))

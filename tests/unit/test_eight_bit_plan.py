@@ -8,8 +8,8 @@ import torch
 import microsdpa
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs.eight_bit import OPERANDS, Operands
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.quantize.spec import RECIPES
 
 CASE = Case(1, 2, 20, 24, 32)
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from microsdpa.problem import Problem
+from microsdpa.kernels import KernelSpec, Rejection
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.split import spec as hopper_split
+from microsdpa.kernels.problem import Problem
 from microsdpa.select import select
-from microsdpa.specs import KernelSpec, Rejection, hopper_split
-from microsdpa.specs.chip import chip_of
 
 WIDE = Problem(1, 16, 16, 1024, 1024, 64, "float16")
 

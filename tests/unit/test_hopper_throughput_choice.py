@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from microsdpa.problem import Causal, Problem
+from microsdpa.kernels import KernelSpec, Rejection
+from microsdpa.kernels.chip import REGISTERS_PER_SM, chip_of
+from microsdpa.kernels.hopper.throughput import spec as tiles
+from microsdpa.kernels.problem import Causal, Problem
 from microsdpa.select import select
-from microsdpa.specs import KernelSpec, Rejection
-from microsdpa.specs import hopper_throughput as tiles
-from microsdpa.specs.chip import REGISTERS_PER_SM, chip_of
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
 

@@ -8,10 +8,10 @@ import torch
 
 from microsdpa.arguments import is_bulk_addressable
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import MaskKind, Problem, capability_of, target_of, virtual
+from microsdpa.kernels import FAMILIES, Family, KernelSpec, TensorMap, catalogue, family_named
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES
+from microsdpa.kernels.problem import MaskKind, Problem, capability_of, target_of, virtual
 from microsdpa.select import chosen, select
-from microsdpa.specs import FAMILIES, Family, KernelSpec, TensorMap, catalogue, family_named
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 

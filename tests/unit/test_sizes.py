@@ -12,11 +12,11 @@ import torch
 from microsdpa import eight_bit, eight_bit_launches
 from microsdpa.emulate import run
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import MaskKind, Problem
+from microsdpa.kernels import FAMILIES, KernelSpec
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem
+from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.quantize.spec import RECIPES
 from microsdpa.select import select
-from microsdpa.specs import FAMILIES, KernelSpec
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem
-from microsdpa.specs.quantize import RECIPES
 
 EXTREMES: tuple[tuple[int, int, int, int, int], ...] = (  # batch, heads, heads of keys, queries, keys
     (1, 1, 1, 2**30, 1),
@@ -104,7 +104,7 @@ def test_many_queries_of_one_key_have_their_tiles() -> None:
     """The first two CTAs of 8,192: 2^19 heads that lie in L2 together, times the tiles of one, would be 2^32."""
     problem = Problem(1, 1, 1, 2**20, 1, 16, "float16", target="sm_89")
     spec = select(problem, "ampere/fwd_mma").spec
-    assert spec.source == "ampere/fwd_stream.cu"
+    assert spec.source == "ampere/stream/kernel.cu"
     first_two = replace(spec, max_ctas=2)
     query, key, value = (torch.randn(1, 1, rows, 16).half() for rows in (2**20, 1, 1))
     out = torch.full_like(query, torch.nan)

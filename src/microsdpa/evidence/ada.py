@@ -9,8 +9,8 @@ from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.roofline import floor
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, find_nvdisasm, tensor_instructions
-from microsdpa.problem import Problem
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Problem
 
 DEVICE = DEVICES["l4"]
 TARGET = DEVICE.target

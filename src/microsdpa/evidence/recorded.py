@@ -10,11 +10,11 @@ from typing import Any, cast
 
 from microsdpa.eight_bit import choose
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import Causal, DType, MaskKind, Problem
+from microsdpa.kernels import Grid, KernelSpec, configurations
+from microsdpa.kernels.eight_bit import OPERANDS, EightBitProblem, Operands
+from microsdpa.kernels.problem import Causal, DType, MaskKind, Problem
+from microsdpa.kernels.quantize.spec import RECIPES, fused, fused_grid, part_rows
 from microsdpa.select import select
-from microsdpa.specs import Grid, KernelSpec, configurations
-from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem, Operands
-from microsdpa.specs.quantize import RECIPES, fused, fused_grid, part_rows
 
 Row = dict[str, Any]
 

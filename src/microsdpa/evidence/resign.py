@@ -29,7 +29,7 @@ from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.jit.cache import default_directory
 from microsdpa.jit.machine_code import differences
-from microsdpa.problem import virtual
+from microsdpa.kernels.problem import virtual
 
 PACKAGE = "src/microsdpa"
 COMMAND = "microsdpa evidence resign"

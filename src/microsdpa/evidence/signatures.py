@@ -11,11 +11,11 @@ from microsdpa.evidence.recorded import problem_of
 from microsdpa.evidence.results import Row
 from microsdpa.explanation import Explanation
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import DType
+from microsdpa.kernels import emulated_target
+from microsdpa.kernels.eight_bit import Operands
+from microsdpa.kernels.problem import DType
+from microsdpa.kernels.quantize.spec import RECIPES, fused
 from microsdpa.runtime import launcher
-from microsdpa.specs import emulated_target
-from microsdpa.specs.eight_bit import Operands
-from microsdpa.specs.quantize import RECIPES, fused
 
 __all__ = ["is_stale", "of_call", "of_precision", "problem_of"]
 

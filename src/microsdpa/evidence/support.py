@@ -9,9 +9,9 @@ from typing import Any
 from microsdpa.eight_bit import choose
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence.survey import TARGETS
-from microsdpa.problem import DType, MaskKind, Problem
+from microsdpa.kernels.eight_bit import OPERANDS, EightBitProblem
+from microsdpa.kernels.problem import DType, MaskKind, Problem
 from microsdpa.select import select
-from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem
 
 GPUS = {"sm_80": "A100", "sm_89": "L4, RTX 4090", "sm_90a": "H100, H200", "sm_120": "RTX 5090"}
 DTYPES: tuple[DType, ...] = ("float16", "bfloat16")

@@ -15,10 +15,10 @@ from microsdpa.evidence import compare, fp8_products, survey, verify_eight_bit
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make
 from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, RungCodes
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, SUM_BITS, allowed
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, EightBitFamily, EightBitProblem
+from microsdpa.kernels.quantize.spec import RECIPES, fused, restore_lse
 from microsdpa.quantize import CODE_DTYPE, Code, Granularity, decode, encode
-from microsdpa.specs import KernelSpec
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, EightBitFamily, EightBitProblem
-from microsdpa.specs.quantize import RECIPES, fused, restore_lse
 
 Part = tuple[str, Callable[[], str]]
 """What is checked, and the check: why it failed, empty when it passed."""

@@ -13,7 +13,7 @@ from microsdpa.evidence.ladder_table import rung_before
 from microsdpa.evidence.plots.figure import OURS, PEER_COLOURS, Plot, finish, new_figure, series_colours
 from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.wording import provenance, quoted_us
-from microsdpa.problem import DType
+from microsdpa.kernels.problem import DType
 
 Results = dict[str, Result]
 """Result files of one GPU by suite."""

@@ -1,0 +1,287 @@
+"""Specifications of the attention kernels with 8-bit operands (kernels/ladder/ from rung 10 on)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.eight_bit_problem import (
+    ALL_HEAD_DIMS,
+    HEAD_DIMS,
+    MIN_CAPABILITY,
+    OPERANDS,
+    PARAMS,
+    EightBitProblem,
+    Operands,
+)
+from microsdpa.kernels.hopper.common import eight_bit as hopper_eight_bit
+from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
+from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
+from microsdpa.kernels.problem import Causal, DType, capability_of
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
+
+__all__ = [
+    "ALL_HEAD_DIMS",
+    "EIGHT_BIT_FAMILIES",
+    "HEAD_DIMS",
+    "MIN_CAPABILITY",
+    "OPERANDS",
+    "EightBitFamily",
+    "EightBitProblem",
+    "Operands",
+    "eight_bit_catalogue",
+    "eight_bit_family_named",
+]
+
+
+def scalar(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 10: E4M3 dequantised on load, FP32 arithmetic on the CUDA cores."""
+    block_m, warps = 16, 4
+    spec = _spec("10_fp8_scalar", problem, {"BLOCK_M": block_m, "WARPS": warps}, 32 * warps, block_m, 0)
+    return _only_plain_fp8(problem) or _rejection(problem, spec) or spec
+
+
+def mma(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 11: Q K^T by 8-bit mma.sync, P and V in FP16."""
+    return _synchronous(problem, "11_fp8_mma")
+
+
+def probability(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 12: P V by 8-bit mma.sync too."""
+    return _synchronous(problem, "12_fp8_probability")
+
+
+def _synchronous(problem: EightBitProblem, rung: str) -> KernelSpec | Rejection:
+    block_m, block_n = 64, 64 if problem.head_dim <= 64 else 32
+    shared_bytes = (block_m + 2 * block_n) * problem.head_dim + 4 * block_n
+    spec = _spec(rung, problem, {"BLOCK_M": block_m, "BLOCK_N": block_n}, 2 * block_m, block_m, shared_bytes)
+    return _only_plain_fp8(problem) or _rejection(problem, spec) or spec
+
+
+def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 13: rung 12 with asynchronous copies, double-buffered; INT8 as well, and V and P of 16 bits."""
+    block_m, block_n, stages = 64, 64 if problem.head_dim <= 64 else 32, 2
+    value_bytes = 2 if problem.operands == "int8_fp16" else 1
+    per_key = (1 + value_bytes) * problem.head_dim + 4
+    spec = KernelSpec(
+        name="ladder/13_8bit_cp_async",
+        source="ladder/13_8bit_cp_async.cu",
+        template="microsdpa::eight_bit_cp_async_attention",
+        template_args=(
+            ("T", CPP_TYPE[problem.dtype]),
+            *_types(problem),
+            ("HEAD_DIM", str(problem.head_dim)),
+            ("TERMS", str(problem.query_terms)),
+            ("BLOCK_M", str(block_m)),
+            ("BLOCK_N", str(block_n)),
+            ("CAUSAL", BOOLEAN[problem.causal is not None]),
+        ),
+        threads=2 * block_m,
+        block_m=block_m,
+        shared_bytes=block_m * problem.query_terms * problem.head_dim + stages * block_n * per_key,
+        params=PARAMS,
+    )
+    return _rejection(problem, spec) or spec
+
+
+def persistent(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 15: rung 13 with two warps that only copy, and no more CTAs than the chip holds at a time."""
+    plain = cp_async(problem)
+    if isinstance(plain, Rejection):
+        return plain
+    producers, ctas = 2, 1 if problem.head_dim > 64 else 2  # two at D = 128 would spill
+    if problem.query_terms != 1:
+        return Rejection("this rung takes a query of one code an element", "ladder/13, ladder/14 or impl='auto'")
+    arguments = {name: value for name, value in plain.template_args if name != "TERMS"}
+    causal = arguments.pop("CAUSAL")
+    spec = replace(
+        plain,
+        name="ladder/15_8bit_persistent",
+        source="ladder/15_8bit_persistent.cu",
+        template="microsdpa::eight_bit_persistent_attention",
+        template_args=(*arguments.items(), ("CTAS", str(ctas)), ("CAUSAL", causal)),
+        threads=plain.threads + 32 * producers,
+        max_ctas=ctas * chip_of(problem.target).sms,
+    )
+    return _rejection(problem, spec) or spec
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of rung 14: keys of a tile, warps of 16 queries, groups among which the keys are divided, CTAs an SM."""
+
+    block_n: int
+    row_warps: int
+    key_groups: int
+    ctas: int
+
+
+def tiles_of(problem: EightBitProblem) -> Tiles:
+    """Few queries a CTA and the keys divided where the chip would be left empty."""
+    block_n = 64 if problem.head_dim <= 64 else 32
+    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // 64)
+    if tiles >= 2 * chip_of(problem.target).sms:
+        return Tiles(block_n, row_warps=4, key_groups=1, ctas=2)
+    if problem.head_dim > 64 or capability_of(problem.target) not in ((9, 0), (10, 0)):
+        return Tiles(32, row_warps=2, key_groups=2, ctas=2)
+    return Tiles(32, row_warps=2, key_groups=4, ctas=1)  # one CTA an SM of a large chip: more warps at it
+
+
+def tuned(problem: EightBitProblem) -> KernelSpec | Rejection:
+    """Rung 14: rung 13 with tiles for the problem, the keys divided among warps, and less arithmetic a score."""
+    tiles, stages = tiles_of(problem), 2
+    codes = problem.operands != "int8_fp16"
+    block_m = 16 * tiles.row_warps
+    per_key = (2 if codes else 3) * problem.head_dim + 4
+    streaming = block_m * problem.query_terms * problem.head_dim + tiles.key_groups * stages * tiles.block_n * per_key
+    merging = tiles.key_groups * block_m * (4 * (problem.head_dim + (16 if codes else 8)) + 8)
+    spec = KernelSpec(
+        name="ladder/14_8bit_tuned",
+        source="ada/mma_8bit/kernel.cu",
+        template="microsdpa::eight_bit_tuned_attention",
+        template_args=(
+            ("T", CPP_TYPE[problem.dtype]),
+            *_types(problem),
+            ("HEAD_DIM", str(problem.head_dim)),
+            ("TERMS", str(problem.query_terms)),
+            ("BLOCK_N", str(tiles.block_n)),
+            ("ROW_WARPS", str(tiles.row_warps)),
+            ("KEY_GROUPS", str(tiles.key_groups)),
+            ("STAGES", str(stages)),
+            ("CTAS", str(tiles.ctas)),
+            ("CAUSAL", BOOLEAN[problem.causal is not None]),
+        ),
+        threads=32 * tiles.row_warps * tiles.key_groups,
+        block_m=block_m,
+        shared_bytes=max(streaming, merging),
+        params=PARAMS,
+    )
+    return _rejection(problem, spec) or spec
+
+
+def _types(problem: EightBitProblem) -> tuple[tuple[str, str], ...]:
+    value = CPP_TYPE[problem.dtype] if problem.operands == "int8_fp16" else "microsdpa::E4m3"
+    return ("FORMAT", "microsdpa::E4m3" if problem.operands == "fp8" else "microsdpa::Int8"), ("VALUE", value)
+
+
+def _spec(
+    rung: str, problem: EightBitProblem, tiles: dict[str, int], threads: int, block_m: int, shared_bytes: int
+) -> KernelSpec:
+    return KernelSpec(
+        name=f"ladder/{rung}",
+        source=f"ladder/{rung}.cu",
+        template=f"microsdpa::{rung[3:]}_attention",
+        template_args=(
+            ("T", CPP_TYPE[problem.dtype]),
+            ("HEAD_DIM", str(problem.head_dim)),
+            *((name, str(value)) for name, value in tiles.items()),
+            ("CAUSAL", BOOLEAN[problem.causal is not None]),
+        ),
+        threads=threads,
+        block_m=block_m,
+        shared_bytes=shared_bytes,
+        params=PARAMS,
+    )
+
+
+def _only_plain_fp8(problem: EightBitProblem) -> Rejection | None:
+    if problem.operands != "fp8" or problem.query_terms != 1:
+        return Rejection(
+            "this rung takes Q, K and V of one E4M3 code an element", "E4M3 tensors with scales, or impl='auto'"
+        )
+    return None
+
+
+def _rejection(problem: EightBitProblem, spec: KernelSpec) -> Rejection | None:
+    if problem.head_dim not in HEAD_DIMS:
+        nearest = min(HEAD_DIMS, key=lambda d: (abs(d - problem.head_dim), -d))
+        known = ", ".join(map(str, HEAD_DIMS))
+        return Rejection(
+            f"head_dim {problem.head_dim} with 8-bit operands is not one of {known}", f"head_dim {nearest}"
+        )
+    if capability_of(problem.target) < MIN_CAPABILITY:
+        return Rejection(
+            f"{problem.target} has no 8-bit floating-point products (sm_89 and newer have)",
+            "float16 or bfloat16 tensors without precision=",
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class EightBitFamily:
+    """Kernels of one design with 8-bit operands.
+
+    Attributes:
+        emulated_target: the GPU that the emulator takes when the family is named.
+        passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
+            does not.
+        short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
+    """
+
+    name: str
+    summary: str
+    specify: Callable[[EightBitProblem], KernelSpec | Rejection]
+    emulated_target: str = "sm_89"
+    passed_over: Callable[[EightBitProblem], Rejection | None] = lambda _: None
+    short_sums: tuple[Operands, ...] = ()
+
+    @property
+    def short_name(self) -> str:
+        """The name, up to the number where it is a rung's."""
+        return self.name.split("_")[0] if self.name.startswith("ladder/") else self.name
+
+
+EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
+    EightBitFamily(
+        "hopper/fwd_throughput_fp8",
+        "E4M3 or INT8 wgmma for Q K^T, E4M3 for P V, TMA, V transposed on its way; sm_90a",
+        hopper_fp8.throughput,
+        emulated_target="sm_90a",
+        passed_over=hopper_eight_bit.too_small,
+        short_sums=("fp8",),
+    ),
+    EightBitFamily(
+        "hopper/fwd_throughput_int8",
+        "INT8 wgmma for Q K^T, 16 bits for P V, TMA; sm_90a",
+        hopper_int8.throughput,
+        emulated_target="sm_90a",
+        passed_over=hopper_eight_bit.too_small,
+    ),
+    EightBitFamily("ladder/14_8bit_tuned", "rung 13 with tiles for the problem, keys divided among warps", tuned),
+    EightBitFamily("ladder/13_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),
+    EightBitFamily("ladder/10_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", scalar),
+    EightBitFamily("ladder/11_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", mma),
+    EightBitFamily("ladder/12_fp8_probability", "P V by 8-bit mma.sync too", probability),
+    EightBitFamily("ladder/15_8bit_persistent", "rung 13 with copying warps and persistent CTAs", persistent),
+)
+"""In the order in which impl="auto" tries them."""
+
+
+def eight_bit_family_named(name: str) -> EightBitFamily | None:
+    """The family called `name`, by its full or its short name; None when there is none."""
+    return next((f for f in EIGHT_BIT_FAMILIES if name in (f.name, f.short_name)), None)
+
+
+def eight_bit_catalogue(target: str) -> list[KernelSpec]:
+    """Every configuration that the 8-bit families make for `target`."""
+    specs: dict[KernelSpec, None] = {}
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16")
+    masks: tuple[Causal | None, ...] = (None, "upper_left")
+    heads = 8, 256  # few tiles of queries, and many
+    for family, head_dim, dtype, causal, operands, terms, h in product(
+        EIGHT_BIT_FAMILIES, ALL_HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
+    ):
+        if terms == 2 and operands == "int8_fp8":
+            continue
+        problem = EightBitProblem(
+            *(1, h, h, 512, 512, head_dim, dtype),
+            causal=causal,
+            target=target,
+            operands=operands,
+            query_terms=terms,
+        )
+        if isinstance(result := family.specify(problem), KernelSpec):
+            specs[result] = None
+    return list(specs)

@@ -1,0 +1,176 @@
+"""The families of kernels, in the order in which impl="auto" tries them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle, product
+
+from microsdpa.kernels.ampere.general import spec as ampere_general
+from microsdpa.kernels.ampere.mma import spec as ampere_mma
+from microsdpa.kernels.eight_bit import eight_bit_catalogue
+from microsdpa.kernels.hopper.latency import spec as hopper_latency
+from microsdpa.kernels.hopper.split import spec as hopper_split
+from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
+from microsdpa.kernels.ladder import spec as ladder
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, MaskKind, Problem
+from microsdpa.kernels.quantize.spec import quantize_catalogue
+from microsdpa.kernels.spec import KernelSpec, Rejection
+
+EMULATED_TARGET = "sm_89"
+"""GPU that the emulator chooses kernels for, unless a kernel that needs another one is named."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels of one design.
+
+    Attributes:
+        specify: gives the configuration for a problem, or says why there is none.
+        emulated_target: the GPU that the emulator takes when the family is named.
+        masks: whether the family knows masks other than the causal one, at least for some problems.
+        any_layout: whether it takes any head dimension and alignment.
+        passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
+            does not.
+        configurations: every configuration that computes a problem, by a name for a table; for a family with a choice.
+    """
+
+    name: str
+    summary: str
+    specify: Callable[[Problem], KernelSpec | Rejection]
+    emulated_target: str = EMULATED_TARGET
+    masks: bool = False
+    any_layout: bool = False
+    passed_over: Callable[[Problem], Rejection | None] = lambda _: None
+    configurations: Callable[[Problem], dict[str, KernelSpec]] = lambda _: {}
+
+    @property
+    def short_name(self) -> str:
+        """The name up to the rung's number: "ladder/01" for "ladder/01_scalar"."""
+        return self.name.split("_")[0] if self.name.startswith("ladder/") else self.name
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "hopper/fwd_latency",
+        "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
+        hopper_latency.latency,
+        emulated_target="sm_90a",
+        passed_over=hopper_latency.too_large,
+        configurations=hopper_latency.configurations,
+    ),
+    Family(
+        "hopper/fwd_split",
+        "problems of about one tile of queries an SM: four warpgroups share its keys; sm_90a",
+        hopper_split.split,
+        emulated_target="sm_90a",
+        passed_over=hopper_split.not_between,
+        configurations=hopper_split.configurations,
+    ),
+    Family(
+        "hopper/fwd_throughput",
+        "problems that fill the chip: wgmma and TMA, specialised warps, CTAs that stay; sm_90a",
+        hopper_throughput.throughput,
+        emulated_target="sm_90a",
+        passed_over=hopper_throughput.too_small,
+        configurations=hopper_throughput.configurations,
+    ),
+    Family(
+        "ampere/fwd_mma",
+        "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer",
+        ampere_mma.forward,
+        masks=True,
+        configurations=ampere_mma.configurations,
+    ),
+    Family(
+        "ampere/fwd_general",
+        "every mask, head dimension and layout, on mma.sync; sm_80 and newer",
+        ampere_general.forward,
+        masks=True,
+        any_layout=True,
+    ),
+    Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
+    Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
+    Family("ladder/03_cp_async", "and asynchronous copies of K and V, double-buffered", ladder.cp_async),
+    Family("ladder/04_mma_sync", "mma.sync on swizzled shared memory, P in registers", ladder.mma_sync),
+    Family("ladder/05_warp_roles", "and warps that only copy beside warps that only compute", ladder.warp_roles),
+    Family("ladder/06_persistent", "and CTAs that take one tile after the other", ladder.persistent),
+    Family("ladder/07_tuned", "rung 04 with tiles for the problem and the keys divided among warps", ladder.tuned),
+)
+
+
+def family_named(name: str) -> Family | None:
+    """The family called `name`, by its full or its short name; None when there is none."""
+    return next((f for f in FAMILIES if name in (f.name, f.short_name)), None)
+
+
+def emulated_target(impl: str) -> str:
+    """The GPU that the emulator takes for "auto" or a kernel's name."""
+    family = family_named(impl)
+    return family.emulated_target if family else EMULATED_TARGET
+
+
+def configurations(problem: Problem) -> dict[str, KernelSpec]:
+    """Every configuration of the production kernels that computes a problem, by a name for a table."""
+    found: dict[str, KernelSpec] = {}
+    for family in FAMILIES:
+        if problem.mask is None and not family.name.startswith("ladder/"):
+            specs = family.configurations(problem) if isinstance(family.specify(problem), KernelSpec) else {}
+            found |= {f"{family.name}, {label}": spec for label, spec in specs.items()}
+    return found
+
+
+GENERAL_HEAD_DIMS = (40, 64, 128, 256)
+MASK_KINDS: tuple[MaskKind | None, ...] = (
+    None,
+    MaskKind("bool", left=True),
+    MaskKind("float32", True, True, True, True, "float32"),
+    MaskKind(right=True, softcap=True, sinks="float16"),
+)
+
+
+def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
+    """Configurations that the families make for `target`.
+
+    By default a few of each family, among which are every head dimension, dtype, mask and alignment; with `every`, all
+    combinations of them. A family that takes any head dimension is shown at a few. The kernels for 8-bit operands come
+    last, by default those for one head dimension.
+    """
+    specs: dict[KernelSpec, None] = {}
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16")
+    masks: tuple[Causal | None, ...] = (None, "upper_left")
+    variants = list(product(dtypes, masks, (False, True)))  # the last: rows that are aligned to elements only
+    opposites = [(5, 2), (0, 7), (6, 1), (3, 4)]  # two variants that have nothing in common, four times
+    for family in FAMILIES:
+        found = 0
+        kinds = MASK_KINDS if family.any_layout else (None,)
+        for head_dim in GENERAL_HEAD_DIMS if family.any_layout else range(16, 257, 16):
+            results = [
+                family.specify(
+                    Problem(
+                        *(1, 8, 8, 512, 512, head_dim, dtype),
+                        causal=causal,
+                        mask=kinds[(found + i) % len(kinds)],
+                        alignment=ELEMENT_BYTES[dtype] if unaligned else VECTOR_BYTES,
+                        target=target,
+                    )
+                )
+                for i, (dtype, causal, unaligned) in enumerate(variants)
+            ]
+            chosen = range(len(variants)) if every else opposites[found % len(opposites)]
+            for i in chosen:
+                # A family that refuses unaligned rows is shown with aligned ones.
+                result = results[i] if isinstance(results[i], KernelSpec) else results[i - i % 2]
+                if isinstance(result, KernelSpec):
+                    specs |= dict.fromkeys(result.stages)
+            found += any(isinstance(result, KernelSpec) for result in results)
+        if family.masks and not family.any_layout:
+            for kind, dtype in zip(MASK_KINDS[1:], cycle(dtypes)):
+                result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))
+                if isinstance(result, KernelSpec):
+                    specs |= dict.fromkeys(result.stages)
+    eight_bit = [*eight_bit_catalogue(target), *quantize_catalogue(target)]
+    if not every:
+        eight_bit = [s for s in eight_bit if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]
+        eight_bit = [s for s in eight_bit if ("CAUSAL", "false") not in s.template_args]
+    return [*specs, *eight_bit]
