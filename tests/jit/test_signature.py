@@ -13,7 +13,7 @@ from microsdpa.kernels import KernelSpec, TensorMap
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    (tmp_path / "core").mkdir()
+    (tmp_path / "common").mkdir()
     (tmp_path / "kernel.cu").write_text('#include "common/a.cuh"\n#include "common/b.cuh"\nint main_line;\n')
     (tmp_path / "common/a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
     (tmp_path / "common/b.cuh").write_text("#pragma once\n#include <toolkit.h>\nint b;\n")

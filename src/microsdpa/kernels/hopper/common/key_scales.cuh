@@ -3,7 +3,8 @@
 
 #include "../../ptx/mbarrier_asleep.cuh"
 #include "../../ptx/warp_role.cuh"
-#include "../throughput_8bit/shared.cuh"
+#include "eight_bit.cuh"
+#include "pipeline.cuh"
 
 namespace microsdpa {
 

@@ -1,42 +1,12 @@
-// Shared memory of hopper/throughput_8bit/kernel.cu, whose query tiles are those of fwd_throughput.cu.
+// Shared memory of hopper/throughput_8bit/kernel.cu.
 #pragma once
 
-#include "../../common/eight_bit_params.cuh"
-#include "../throughput/shared.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../common/eight_bit.cuh"
+#include "../common/pipeline.cuh"
+#include "../common/warpgroup.cuh"
 
 namespace microsdpa {
-
-using Code = unsigned char;
-
-// The rows of a tile of codes are as long as its swizzle pattern.
-template <int ROW_BYTES>
-constexpr Swizzle PATTERN_OF_ROWS = ROW_BYTES == 128  ? Swizzle::BYTES_128
-                                    : ROW_BYTES == 64 ? Swizzle::BYTES_64
-                                                      : Swizzle::BYTES_32;
-
-// Bytes from such a tile's start to 16-byte chunk `chunk` of row `row`.
-template <int ROW_BYTES>
-__device__ __forceinline__ int swizzled(int row, int chunk) {
-  return row * ROW_BYTES + (chunk ^ (row * ROW_BYTES / 128 % (ROW_BYTES / 16))) * 16;
-}
-
-// Descriptor of such a tile as an operand that is contiguous along K.
-template <int ROW_BYTES>
-__device__ __forceinline__ uint64 rows_descriptor(const Code* tile) {
-  return matrix_descriptor(tile, 16, 8 * ROW_BYTES, PATTERN_OF_ROWS<ROW_BYTES>);
-}
-
-// Sums of products of codes.
-template <typename CODE>
-struct SumOf {
-  using Type = float;
-  static constexpr bool INTEGER = false;
-};
-template <>
-struct SumOf<signed char> {
-  using Type = int32;
-  static constexpr bool INTEGER = true;
-};
 
 // Q and K are codes of type CODE, E4M3 or INT8. Q, K and V lie in tiles, a query's second codes in tiles of their own,
 // cut into panels of COLUMNS channels; V^T of a panel is cut into panels of KEY_PANEL keys. Panels are stored one after
@@ -80,18 +50,5 @@ struct Fp8Storage {
   Mbarrier transposed_written[STAGES];
   Mbarrier transposed_read[STAGES];
 };
-
-// Calls `visit` with every query tile of the CTA in turn. A row of codes is as long as one of half as many elements.
-template <bool CAUSAL, typename Shared, typename Visit>
-__device__ __forceinline__ void for_each_work(const EightBitParams& params, Visit visit) {
-  AttentionParams sizes;
-  sizes.batch = params.batch, sizes.heads = params.heads, sizes.heads_kv = params.heads_kv;
-  sizes.seqlen_q = params.seqlen_q, sizes.seqlen_k = params.seqlen_k, sizes.diagonal = params.diagonal;
-  const Schedule<CAUSAL, Shared::BLOCK_M, Shared::BLOCK_N, Shared::HEAD_DIM / 2> schedule(sizes);
-  for (int round = 0; schedule.has(round); ++round) {
-    const Work work = schedule.work(round);
-    if (work.tiles > 0) visit(work);
-  }
-}
 
 }  // namespace microsdpa

@@ -1,7 +1,10 @@
-// Shared memory of hopper/throughput_8bit_qk/kernel.cu, whose query tiles are those of fwd_throughput.cu.
+// Shared memory of hopper/throughput_8bit_qk/kernel.cu.
 #pragma once
 
-#include "../throughput_8bit/shared.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../common/eight_bit.cuh"
+#include "../common/pipeline.cuh"
+#include "../common/warpgroup.cuh"
 
 namespace microsdpa {
 
