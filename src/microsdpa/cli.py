@@ -419,11 +419,16 @@ def resign_(
     results: Results = None,
     gpu: Annotated[str | None, typer.Option(help="One folder of the result files, such as h200; else all.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compare only; write nothing.")] = False,
+    renamed: Annotated[
+        list[str] | None,
+        typer.Option(help="OLD=NEW: the old and the new name of a kernel; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Keep rows fresh whose kernels are the same machine code and launch as those of an old commit."""
     with progress() as bars:
-        step = resigning.step(old_ref, root, results or root / "benchmarks/results", gpu, dry_run, bars)
+        names = resigning.names_of(renamed or [])
+        step = resigning.step(old_ref, root, results or root / "benchmarks/results", gpu, dry_run, names, bars)
     _finish([step], as_json)
 
 

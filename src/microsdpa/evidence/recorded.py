@@ -1,6 +1,6 @@
 """Which kernels a row of a result file stands for, by the specifications of the checkout that asks.
 
-`resign` runs this module with the specifications of older checkouts too, so it imports nothing else of `evidence`.
+`resign` runs this module of old and new checkouts, without the package's host code: it imports nothing of `evidence`.
 """
 
 from __future__ import annotations
