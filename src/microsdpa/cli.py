@@ -256,7 +256,7 @@ def bench(
 @app.command("tune")
 def tune_(
     suite: Annotated[str, typer.Option(help=f"Suite of cases: {', '.join(suites.names())}.")] = "small",
-    kernels: Annotated[str | None, typer.Option(help="Some kernels, such as hopper/fwd_latency; else all.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="Some kernels, such as hopper/latency; else all.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:

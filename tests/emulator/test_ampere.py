@@ -1,4 +1,4 @@
-"""Tilings of ampere/fwd_mma that no small problem selects, in the emulator: right, free of races and bank conflicts."""
+"""Tilings of ampere/mma that no small problem selects, in the emulator: right, free of races and bank conflicts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_launches_that_begin_before_the_one_ahead_has_ended(case: Case, tiling: 
 def test_a_general_launch_that_begins_before_the_one_ahead_has_ended() -> None:
     case = Case(1, 1, 40, 90, 64, masks=("bool",))
     problem = problem_of(case, "sm_90a")
-    spec = select(problem, "ampere/fwd_general").spec
+    spec = select(problem, "ampere/general").spec
     assert spec.programmatic
     check_in_every_order(spec, problem, case)
 

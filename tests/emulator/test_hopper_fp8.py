@@ -1,4 +1,4 @@
-"""hopper/fwd_throughput_fp8 in the emulator: right for every kind of scale, free of races and of bank conflicts."""
+"""hopper/throughput_8bit in the emulator: right for every kind of scale, free of races and of bank conflicts."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_scales_of_keys_in_place(head_dim: int, tiles: Tiles, operands: Operands
 @pytest.mark.parametrize("case", [Case(1, 2, 270, 200, 64, causal="upper_left"), Case(1, 1, 70, 1300, 128)], ids=str)
 def test_two_codes_in_place(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_fp8, "chip_of", lambda target: replace(chip_of(target), sms=1))
-    outcome = verify_eight_bit.check(case, "fp8", "cpu", "hopper/fwd_throughput_fp8")
+    outcome = verify_eight_bit.check(case, "fp8", "cpu", "hopper/throughput_8bit")
     assert not outcome.failure
 
 
@@ -162,5 +162,5 @@ def test_auto_takes_it_where_it_fills_the_chip() -> None:
     refused = too_small(few)
     assert refused is not None
     assert "32 tiles of 128 queries are too few" in refused.reason
-    assert ("hopper/fwd_throughput_fp8", refused.reason) in choose(few, "auto").reasons
-    assert choose(many, "auto").spec.name == "hopper/fwd_throughput_fp8"
+    assert ("hopper/throughput_8bit", refused.reason) in choose(few, "auto").reasons
+    assert choose(many, "auto").spec.name == "hopper/throughput_8bit"

@@ -1,4 +1,4 @@
-"""hopper/fwd_throughput_int8 in the emulator: right for one and two codes of Q, free of races and of bank conflicts."""
+"""hopper/throughput_8bit_qk in the emulator: right for one and two codes of Q, free of races and of bank conflicts."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def test_what_it_refuses() -> None:
 def test_auto_takes_it_where_it_fills_the_chip() -> None:
     few, many = (problem_of(Case(b, 8, 512, 512, 64), 1, 2) for b in (1, 32))
     assert choose(few, "auto").spec.name.startswith("ladder/")
-    assert "hopper/fwd_throughput_int8" in dict(choose(few, "auto").reasons)
-    assert choose(many, "auto").spec.name == "hopper/fwd_throughput_int8"
+    assert "hopper/throughput_8bit_qk" in dict(choose(few, "auto").reasons)
+    assert choose(many, "auto").spec.name == "hopper/throughput_8bit_qk"

@@ -1,4 +1,4 @@
-"""hopper/fwd_split in the emulator: every way through its keys is right, free of races and of bank conflicts."""
+"""hopper/split in the emulator: every way through its keys is right, free of races and of bank conflicts."""
 
 from __future__ import annotations
 

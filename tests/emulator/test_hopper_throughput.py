@@ -1,4 +1,4 @@
-"""hopper/fwd_throughput in the emulator: every configuration is right, free of races and of bank conflicts."""
+"""hopper/throughput in the emulator: every configuration is right, free of races and of bank conflicts."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         *("general: wait", "ampere/general/kernel.cu", WAIT, "", Case(1, 1, 40, 90, 64, masks=("bool",))),
-        *(named("ampere/fwd_general"), AHEAD),
+        *(named("ampere/general"), AHEAD),
     ),
     Mutant(
         *(
@@ -80,7 +80,7 @@ MUTANTS = [
     ),
     Mutant(
         *("maximum kept for 2^20", "common/online_softmax.cuh", "SLACK = 8.0f", "SLACK = 20.0f"),
-        *(Case(1, 1, 16, 320, 64), named("ampere/fwd_general"), WRONG),
+        *(Case(1, 1, 16, 320, 64), named("ampere/general"), WRONG),
         jump=17.0,
     ),
     Mutant(
@@ -98,7 +98,7 @@ MUTANTS = [
             "arguments.masks.lowest + BLOCK_N - 1) / BLOCK_N;",
             Case(1, 2, 3, 200, 64, causal="lower_right", masks=("window",)),
         ),
-        *(named("ampere/fwd_mma"), WRONG),
+        *(named("ampere/mma"), WRONG),
     ),
     Mutant(
         *("general: window's first tile", "ampere/general/kernel.cu", "params.masks.lowest) / BLOCK_N"),
@@ -106,7 +106,7 @@ MUTANTS = [
             "params.masks.lowest + BLOCK_N - 1) / BLOCK_N",
             Case(1, 2, 40, 200, 64, causal="lower_right", masks=("window",)),
         ),
-        *(named("ampere/fwd_general"), WRONG),
+        *(named("ampere/general"), WRONG),
     ),
 ]
 

@@ -26,7 +26,7 @@ def test_every_kernel_is_fast_enough(kernel: str) -> None:
     for case, seconds in BOUNDS:
         tensors = make(case)
         options: dict[str, object] = {}
-        if kernel == "hopper/fwd_throughput_int8":
+        if kernel == "hopper/throughput_8bit_qk":
             options = {"precision": "int8_fp16"}  # which quantises in the emulator as well
         elif kernel in EIGHT_BIT:
             codes = [microsdpa.quantize(x, "e4m3", "head") for x in tensors]

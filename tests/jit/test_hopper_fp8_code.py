@@ -1,4 +1,4 @@
-"""What hopper/fwd_throughput_fp8 and hopper/fwd_throughput_int8 promise of their machine code, without a GPU."""
+"""What hopper/throughput_8bit and hopper/throughput_8bit_qk promise of their machine code, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machine code of ampere/fwd_stream, which no small problem of the catalogue selects: no spills, eight warps an SM."""
+"""Machine code of ampere/stream, which no small problem of the catalogue selects: no spills, eight warps an SM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUDGET = {("sm_90a", 64): 8, ("sm_90a", 128): 8, ("sm_89", 64): 8, ("sm_89", 128
 
 
 def test_no_spills_and_as_many_warps_as_designed() -> None:
-    specs = [select(problem, "ampere/fwd_mma").spec for problem in PROBLEMS]
+    specs = [select(problem, "ampere/mma").spec for problem in PROBLEMS]
     assert {spec.source for spec in specs} == {"ampere/stream/kernel.cu"}
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         kernels = list(pool.map(lambda job: compile_kernel(job[0], job[1].target), zip(specs, PROBLEMS, strict=True)))

@@ -53,7 +53,7 @@ def test_every_verify_case_in_eight_bits_has_its_kernels() -> None:
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("causal", [None, "upper_left"])
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 128)])
-def test_fwd_latency_compiles_for_any_number_of_keys(
+def test_latency_compiles_for_any_number_of_keys(
     dtype: DType, head_dim: int, causal: Causal | None, cluster: int
 ) -> None:
     problems = [Problem(1, 4, 4, 512, 128 * keys - 7, head_dim, dtype, causal, target=TARGET) for keys in range(1, 17)]

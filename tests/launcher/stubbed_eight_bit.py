@@ -190,7 +190,7 @@ def test_an_lse_has_a_launch_of_its_own(checks: list[Any]) -> None:
         {"scale": 0.3},
         {"causal": "lower_right"},
         {"precision": "int8_fp8"},
-        {"impl": "ladder/13"},
+        {"impl": "ladder/11"},
         {"query": Tensor(SHAPE, ADDRESSES[0], strides=(16 * 4 * 32, 32, 4 * 32, 1))},
         {"value": Tensor(KV, ADDRESSES[2], strides=(24 * 2 * 32, 32, 64, 1))},
         {"out": Tensor(SHAPE, ADDRESSES[3], strides=(16 * 4 * 32, 32, 4 * 32, 1))},

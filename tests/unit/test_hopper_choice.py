@@ -1,4 +1,4 @@
-"""Which configuration of hopper/fwd_latency a problem gets, and which problems it refuses."""
+"""Which configuration of hopper/latency a problem gets, and which problems it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def specify(**changes: object) -> KernelSpec:
 
 
 def test_a_pair_of_ctas_shares_a_query_tile_while_all_fit_the_chip() -> None:
-    assert select(MISSION).spec.name == "hopper/fwd_latency"
+    assert select(MISSION).spec.name == "hopper/latency"
     spec = specify()
     assert spec.cluster == 2
     assert spec.grid(MISSION) == (16, 8, 1)

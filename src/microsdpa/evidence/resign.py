@@ -124,6 +124,11 @@ class Stale:
     reason: str = ""
     changed: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def kernel(self) -> str:
+        """What its kernel is called now, or who else is timed."""
+        return str(self.names.get("kernel") or self.row["kernel"] or self.row["impl"])
+
     def job(self, new: bool) -> dict[str, Any]:
         """What resign_worker has to know of it, by the names of the old checkout or of the new one."""
         row = {name: value for name, value in self.row.items() if name not in _NOT_SENT}
@@ -446,8 +451,5 @@ def _resign(row: Stale, told: dict[str, str]) -> None:
 
 def _table(rows: list[Stale], verb: str) -> list[list[str]]:
     """A line for each file, kernel and outcome."""
-    counted = Counter(
-        (f"{row.file.parent.name}/{row.file.name}", row.row["kernel"] or row.row["impl"], row.reason or verb)
-        for row in rows
-    )
+    counted = Counter((f"{row.file.parent.name}/{row.file.name}", row.kernel, row.reason or verb) for row in rows)
     return [HEAD, *([file, kernel, str(n), outcome] for (file, kernel, outcome), n in counted.items())]

@@ -66,8 +66,8 @@ def compile_ahead(target: str) -> None:
 
 
 def rungs() -> list[EightBitFamily]:
-    """Those of the ladder that take codes."""
-    families = [family for family in EIGHT_BIT_FAMILIES if family.name.startswith("ladder/")]
+    """Those of the ladder that take codes, and Ada's kernel."""
+    families = [family for family in EIGHT_BIT_FAMILIES if family.name.startswith(("ladder/", "ada/"))]
     return sorted(families, key=lambda family: family.name)
 
 

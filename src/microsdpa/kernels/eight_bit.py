@@ -1,4 +1,4 @@
-"""Specifications of the attention kernels with 8-bit operands (kernels/ladder/ from rung 10 on)."""
+"""Specifications of the attention kernels with 8-bit operands (kernels/ladder/ from rung 08 on)."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ __all__ = [
 
 
 def scalar(problem: EightBitProblem) -> KernelSpec | Rejection:
-    """Rung 10: E4M3 dequantised on load, FP32 arithmetic on the CUDA cores."""
+    """Rung 08: E4M3 dequantised on load, FP32 arithmetic on the CUDA cores."""
     block_m, warps = 16, 4
-    spec = _spec("10_fp8_scalar", problem, {"BLOCK_M": block_m, "WARPS": warps}, 32 * warps, block_m, 0)
+    spec = _spec("08_fp8_scalar", problem, {"BLOCK_M": block_m, "WARPS": warps}, 32 * warps, block_m, 0)
     return _only_plain_fp8(problem) or _rejection(problem, spec) or spec
 
 
 def mma(problem: EightBitProblem) -> KernelSpec | Rejection:
-    """Rung 11: Q K^T by 8-bit mma.sync, P and V in FP16."""
-    return _synchronous(problem, "11_fp8_mma")
+    """Rung 09: Q K^T by 8-bit mma.sync, P and V in FP16."""
+    return _synchronous(problem, "09_fp8_mma")
 
 
 def probability(problem: EightBitProblem) -> KernelSpec | Rejection:
-    """Rung 12: P V by 8-bit mma.sync too."""
-    return _synchronous(problem, "12_fp8_probability")
+    """Rung 10: P V by 8-bit mma.sync too."""
+    return _synchronous(problem, "10_fp8_probability")
 
 
 def _synchronous(problem: EightBitProblem, rung: str) -> KernelSpec | Rejection:
@@ -61,13 +61,13 @@ def _synchronous(problem: EightBitProblem, rung: str) -> KernelSpec | Rejection:
 
 
 def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
-    """Rung 13: rung 12 with asynchronous copies, double-buffered; INT8 as well, and V and P of 16 bits."""
+    """Rung 11: rung 10 with asynchronous copies, double-buffered; INT8 as well, and V and P of 16 bits."""
     block_m, block_n, stages = 64, 64 if problem.head_dim <= 64 else 32, 2
     value_bytes = 2 if problem.operands == "int8_fp16" else 1
     per_key = (1 + value_bytes) * problem.head_dim + 4
     spec = KernelSpec(
-        name="ladder/13_8bit_cp_async",
-        source="ladder/13_8bit_cp_async.cu",
+        name="ladder/11_8bit_cp_async",
+        source="ladder/11_8bit_cp_async.cu",
         template="microsdpa::eight_bit_cp_async_attention",
         template_args=(
             ("T", CPP_TYPE[problem.dtype]),
@@ -87,19 +87,19 @@ def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
 
 
 def persistent(problem: EightBitProblem) -> KernelSpec | Rejection:
-    """Rung 15: rung 13 with two warps that only copy, and no more CTAs than the chip holds at a time."""
+    """Rung 12: rung 11 with two warps that only copy, and no more CTAs than the chip holds at a time."""
     plain = cp_async(problem)
     if isinstance(plain, Rejection):
         return plain
     producers, ctas = 2, 1 if problem.head_dim > 64 else 2  # two at D = 128 would spill
     if problem.query_terms != 1:
-        return Rejection("this rung takes a query of one code an element", "ladder/13, ladder/14 or impl='auto'")
+        return Rejection("this rung takes a query of one code an element", "ladder/11, ada/mma_8bit or impl='auto'")
     arguments = {name: value for name, value in plain.template_args if name != "TERMS"}
     causal = arguments.pop("CAUSAL")
     spec = replace(
         plain,
-        name="ladder/15_8bit_persistent",
-        source="ladder/15_8bit_persistent.cu",
+        name="ladder/12_8bit_persistent",
+        source="ladder/12_8bit_persistent.cu",
         template="microsdpa::eight_bit_persistent_attention",
         template_args=(*arguments.items(), ("CTAS", str(ctas)), ("CAUSAL", causal)),
         threads=plain.threads + 32 * producers,
@@ -110,7 +110,7 @@ def persistent(problem: EightBitProblem) -> KernelSpec | Rejection:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of rung 14: keys of a tile, warps of 16 queries, groups among which the keys are divided, CTAs an SM."""
+    """Tiles of ada/mma_8bit: keys of a tile, warps of 16 queries, groups that divide the keys, CTAs per SM."""
 
     block_n: int
     row_warps: int
@@ -130,7 +130,7 @@ def tiles_of(problem: EightBitProblem) -> Tiles:
 
 
 def tuned(problem: EightBitProblem) -> KernelSpec | Rejection:
-    """Rung 14: rung 13 with tiles for the problem, the keys divided among warps, and less arithmetic a score."""
+    """ada/mma_8bit: rung 11 with tiles for the problem, the keys divided among warps, and less arithmetic a score."""
     tiles, stages = tiles_of(problem), 2
     codes = problem.operands != "int8_fp16"
     block_m = 16 * tiles.row_warps
@@ -138,7 +138,7 @@ def tuned(problem: EightBitProblem) -> KernelSpec | Rejection:
     streaming = block_m * problem.query_terms * problem.head_dim + tiles.key_groups * stages * tiles.block_n * per_key
     merging = tiles.key_groups * block_m * (4 * (problem.head_dim + (16 if codes else 8)) + 8)
     spec = KernelSpec(
-        name="ladder/14_8bit_tuned",
+        name="ada/mma_8bit",
         source="ada/mma_8bit/kernel.cu",
         template="microsdpa::eight_bit_tuned_attention",
         template_args=(
@@ -235,7 +235,7 @@ class EightBitFamily:
 
 EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
     EightBitFamily(
-        "hopper/fwd_throughput_fp8",
+        "hopper/throughput_8bit",
         "E4M3 or INT8 wgmma for Q K^T, E4M3 for P V, TMA, V transposed on its way; sm_90a",
         hopper_fp8.throughput,
         emulated_target="sm_90a",
@@ -243,18 +243,18 @@ EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
         short_sums=("fp8",),
     ),
     EightBitFamily(
-        "hopper/fwd_throughput_int8",
+        "hopper/throughput_8bit_qk",
         "INT8 wgmma for Q K^T, 16 bits for P V, TMA; sm_90a",
         hopper_int8.throughput,
         emulated_target="sm_90a",
         passed_over=hopper_eight_bit.too_small,
     ),
-    EightBitFamily("ladder/14_8bit_tuned", "rung 13 with tiles for the problem, keys divided among warps", tuned),
-    EightBitFamily("ladder/13_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),
-    EightBitFamily("ladder/10_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", scalar),
-    EightBitFamily("ladder/11_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", mma),
-    EightBitFamily("ladder/12_fp8_probability", "P V by 8-bit mma.sync too", probability),
-    EightBitFamily("ladder/15_8bit_persistent", "rung 13 with copying warps and persistent CTAs", persistent),
+    EightBitFamily("ada/mma_8bit", "rung 11 with tiles for the problem, keys divided among warps", tuned),
+    EightBitFamily("ladder/11_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),
+    EightBitFamily("ladder/08_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", scalar),
+    EightBitFamily("ladder/09_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", mma),
+    EightBitFamily("ladder/10_fp8_probability", "P V by 8-bit mma.sync too", probability),
+    EightBitFamily("ladder/12_8bit_persistent", "rung 11 with copying warps and persistent CTAs", persistent),
 )
 """In the order in which impl="auto" tries them."""
 

@@ -52,7 +52,7 @@ class Family:
 
 FAMILIES: tuple[Family, ...] = (
     Family(
-        "hopper/fwd_latency",
+        "hopper/latency",
         "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
         hopper_latency.latency,
         emulated_target="sm_90a",
@@ -60,7 +60,7 @@ FAMILIES: tuple[Family, ...] = (
         configurations=hopper_latency.configurations,
     ),
     Family(
-        "hopper/fwd_split",
+        "hopper/split",
         "problems of about one tile of queries an SM: four warpgroups share its keys; sm_90a",
         hopper_split.split,
         emulated_target="sm_90a",
@@ -68,7 +68,7 @@ FAMILIES: tuple[Family, ...] = (
         configurations=hopper_split.configurations,
     ),
     Family(
-        "hopper/fwd_throughput",
+        "hopper/throughput",
         "problems that fill the chip: wgmma and TMA, specialised warps, CTAs that stay; sm_90a",
         hopper_throughput.throughput,
         emulated_target="sm_90a",
@@ -76,14 +76,14 @@ FAMILIES: tuple[Family, ...] = (
         configurations=hopper_throughput.configurations,
     ),
     Family(
-        "ampere/fwd_mma",
+        "ampere/mma",
         "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer",
         ampere_mma.forward,
         masks=True,
         configurations=ampere_mma.configurations,
     ),
     Family(
-        "ampere/fwd_general",
+        "ampere/general",
         "every mask, head dimension and layout, on mma.sync; sm_80 and newer",
         ampere_general.forward,
         masks=True,

@@ -18,7 +18,7 @@ from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS, OPERANDS, Operands, eight
 from microsdpa.kernels.quantize.spec import RECIPES
 from microsdpa.masks import Masks
 
-WIDE_PROBABILITIES = ("ladder/10_fp8_scalar", "ladder/11_fp8_mma")
+WIDE_PROBABILITIES = ("ladder/08_fp8_scalar", "ladder/09_fp8_mma")
 """Rungs on E4M3 codes that do not round P to E4M3, but to 16 bits or not at all."""
 
 

@@ -1,8 +1,8 @@
-// Rung 14: 8 bits, tuned. Rung 13 with its tiles chosen for the problem, the keys divided among warps, and less
+// ada/mma_8bit: 8 bits, tuned. Rung 11 with its tiles chosen for the problem, the keys divided among warps, and less
 // arithmetic a score.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA; operands are
-// those of rung 13. A score costs one multiplication with its key's scale and one FMA: the query's scale, the softmax's
+// those of rung 11. A score costs one multiplication with its key's scale and one FMA: the query's scale, the softmax's
 // and the reference go into 2^(factor s - m), and O is rescaled only when a maximum has moved by more than SLACK.
 // Tiles:    Q [BLOCK_M, TERMS * HEAD_DIM]; every group of warps has STAGES places of its own for K, V and K's scales.
 // Roles:    KEY_GROUPS groups of ROW_WARPS warps; a group takes every KEY_GROUPS-th tile of keys, a warp of it owns 16

@@ -1,4 +1,4 @@
-// Merges the parts that a split fwd_mma leaves in the workspace: O and, optionally, LSE.
+// Merges the parts that a split ampere/mma leaves in the workspace: O and, optionally, LSE.
 //
 // A CTA takes BLOCK_M rows of one head; a thread takes four columns of a row and adds up the parts in their order.
 // Bound by: the launch, and reading 4 SPLIT bytes from L2 for each element of O.

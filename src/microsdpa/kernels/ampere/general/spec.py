@@ -39,7 +39,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         "PROGRAMMATIC": BOOLEAN[programmatic],
     }
     return KernelSpec(
-        name="ampere/fwd_general",
+        name="ampere/general",
         source="ampere/general/kernel.cu",
         template="microsdpa::general_attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),

@@ -1,5 +1,5 @@
 // Exact attention on mma.sync for problems that do not fill the chip, few queries and large heads among them.
-// Those that do are fwd_stream.cu's.
+// Those that do are ampere/stream's.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M rows of one key head per CTA. A row is a
 // query of one head or, PACK > 1, one of the PACK query heads that share the key head: row r is query r / PACK of head
@@ -10,7 +10,7 @@
 //           2. S = Q K^T by ldmatrix and mma     3. masks on the tiles that need one, online softmax in registers
 //           4. O += P V, P straight from S's registers
 //           The groups' parts are merged through shared memory at the end. SPLIT > 1: the CTAs of a cluster send one
-//           another their parts (CLUSTERED, sm_90), or each leaves its part in the workspace, for fwd_merge.
+//           another their parts (CLUSTERED, sm_90), or each leaves its part in the workspace, for ampere/combine.
 // Bound by: latency: launch, one trip to L2, one tile, one store.
 #include "../../common/epilogue.cuh"
 #include "../../common/masks.cuh"

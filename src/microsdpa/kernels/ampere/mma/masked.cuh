@@ -1,4 +1,4 @@
-// The keys of one warp of fwd_mma under masks.
+// The keys of one warp of ampere/mma under masks.
 #pragma once
 
 #include "../../common/masks.cuh"

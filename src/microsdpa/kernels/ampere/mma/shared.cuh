@@ -1,4 +1,4 @@
-// What a CTA of fwd_mma keeps in shared memory, and which part of the problem it computes.
+// What a CTA of ampere/mma keeps in shared memory, and which part of the problem it computes.
 #pragma once
 
 #include "../../common/merge.cuh"

@@ -53,7 +53,7 @@ def _specification(problem: Problem, tiling: Tiling, pack: int, late: int) -> Ke
         arguments["MASKS"] = _masks(problem.mask)
     in_two_kernels = tiling.split > 1 and not tiling.clustered
     return KernelSpec(
-        name="ampere/fwd_mma",
+        name="ampere/mma",
         source="ampere/stream/kernel.cu" if tiling.streaming else "ampere/mma/kernel.cu",
         template="microsdpa::attention_stream" if tiling.streaming else "microsdpa::attention_forward",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
@@ -91,7 +91,7 @@ def _merge(problem: Problem, split: int, programmatic: bool) -> KernelSpec:
     block_m = max(1, 512 // problem.head_dim)  # 128 threads with four columns each
     arguments = (CPP_TYPE[problem.dtype], problem.head_dim, block_m, split, BOOLEAN[programmatic])
     return KernelSpec(
-        name="ampere/fwd_mma",
+        name="ampere/mma",
         source="ampere/combine/kernel.cu",
         template="microsdpa::attention_merge",
         template_args=tuple(
@@ -125,6 +125,6 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:
-    """Those of ampere/fwd_mma and fwd_stream, by their tiles."""
+    """Those of ampere/mma and ampere/stream, by their tiles."""
     legal = [tiling for tiling in candidates(problem) if not illegal(problem, tiling)]
     return {str(tiling): specification(problem, tiling, packed_heads(problem)) for tiling in legal}

@@ -1,4 +1,4 @@
-"""Tilings of ampere/fwd_mma: which there are, which are legal for a problem, and which is chosen.
+"""Tilings of ampere/mma: which there are, which are legal for a problem, and which is chosen.
 
 On the H200 the choice is measured (`measured`, docs/tuning-log.md). For every other chip it is derived: the cheapest
 legal candidate by `cost`, a model in clocks of an SM that was not fitted to any measurement of those chips.
@@ -19,14 +19,14 @@ ELEMENT = 2
 
 @dataclass(frozen=True)
 class Tiling:
-    """A configuration of ampere/mma/kernel.cu or fwd_stream.cu, apart from what the problem itself decides.
+    """A configuration of ampere/mma or ampere/stream, apart from what the problem itself decides.
 
     Attributes:
         block_n: keys of a tile.
         row_tiles: 16-row tiles of queries that a warp owns.
         warps_m: warps that share keys, each with its own rows.
         warps_n: groups of such warps, each with its own keys.
-        streaming: fwd_stream.cu, for problems that fill the chip, with one group and two or four stages.
+        streaming: ampere/stream, for problems that fill the chip, with one group and two or four stages.
         stages: tiles of K and V in shared memory, of each group.
         resident: all of a group's keys are loaded at once; they must fit its `stages` tiles.
         kept: blocks of 16 columns of Q that stay in registers; at most all.
@@ -110,7 +110,7 @@ LONG_KEYS = 2048
 FEWEST_TURNS, MOST_LATE_KEYS = 6, 1024
 """Where the second CTA of an SM begins late, as measured on an H200: CTAs that a place on an SM computes, keys."""
 MASKED_QUERIES = 16
-"""Queries of a head that have masks at most; more of them are ampere/fwd_general's."""
+"""Queries of a head that have masks at most; more of them are ampere/general's."""
 
 
 def candidates(problem: Problem) -> list[Tiling]:
@@ -139,7 +139,7 @@ def _clusters(tiling: Tiling) -> list[Tiling]:
 
 
 def _streaming(problem: Problem) -> Tiling:
-    """The tiling of fwd_stream.cu: as many scores at once as the registers hold.
+    """The tiling of ampere/stream: as many scores at once as the registers hold.
 
     Tiles of 32 keys, which are copied in rows of a multiple of 32, let two CTAs share 100 KB at D = 64. Four stages are
     for sm_90, where they were measured.
@@ -188,7 +188,7 @@ def illegal(problem: Problem, tiling: Tiling) -> str:
     if tiling.clustered and capability_of(problem.target) != (9, 0):
         return "clusters of CTAs are for sm_90"
     if tiling.streaming and packed_heads(problem) > 1:
-        return "heads are packed, which fwd_stream does not do"
+        return "heads are packed, which ampere/stream does not do"
     if (tiling.warps_n > 1 or tiling.split > 1) and problem.head_dim % 32:
         return "parts of the keys are merged in rows of 32 columns"
     return ""
@@ -209,9 +209,9 @@ def ctas_of(problem: Problem, tiling: Tiling) -> int:
 def cost(problem: Problem, tiling: Tiling) -> float:
     """Clocks that the launch is expected to take.
 
-    An SM works at half of the peak rate of mma.sync in fwd_stream and at a third in fwd_mma, as on the H200; a warp's
-    tile takes at least its instructions; a CTA has a fixed latency (launch, Q and the first K from L2, the store), and
-    merging parts another.
+    An SM works at half of the peak rate of mma.sync in ampere/stream and at a third in ampere/mma, as on the H200. A
+    warp's tile takes at least its instructions. A CTA has a fixed latency (launch, Q and the first K from L2, the
+    store), and merging parts another.
     """
     chip = chip_of(problem.target)
     at_once = _resident_ctas(problem, tiling, chip)

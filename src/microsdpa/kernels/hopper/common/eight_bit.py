@@ -64,7 +64,7 @@ def kernel(
     """kernels/hopper/<folder>/kernel.cu with these template arguments, whose last one is CAUSAL."""
     arguments = arguments | {"CAUSAL": problem.causal is not None}
     return KernelSpec(
-        name=f"hopper/fwd_throughput_{operand}",
+        name=f"hopper/{folder}",
         source=f"hopper/{folder}/kernel.cu",
         template=f"microsdpa::throughput_{operand}_attention",
         template_args=tuple((name, _spelled(value)) for name, value in arguments.items()),

@@ -99,7 +99,7 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
     alone = chip_of(problem.target).shared_per_sm // 2
     return KernelSpec(
-        name="hopper/fwd_latency",
+        name="hopper/latency",
         source="hopper/latency/kernel.cu",
         template="microsdpa::latency_attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
@@ -142,7 +142,7 @@ def cluster_for(problem: Problem) -> int:
 
 
 def is_decoding(problem: Problem) -> bool:
-    """Whether few queries meet so many keys that ampere/fwd_mma is faster, by measurements on an H200.
+    """Whether few queries meet so many keys that ampere/mma is faster, by measurements on an H200.
 
     It has all heads of a key head in one tile of 16 rows, and parts of the keys for every SM (docs/tuning-log.md).
     """
@@ -156,27 +156,27 @@ def is_decoding(problem: Problem) -> bool:
 
 
 def too_large(problem: Problem) -> Rejection | None:
-    """Why impl="auto" passes over hopper/fwd_latency."""
+    """Why impl="auto" passes over hopper/latency."""
     if is_decoding(problem):
         return Rejection(
             f"{problem.seqlen_k} keys are too many for tiles of 64 queries with {problem.seqlen_q} in {problem.heads}"
-            " heads: ampere/fwd_mma is faster",
+            " heads: ampere/mma is faster",
             "fewer keys, or more queries",
         )
     if hopper_split.suits(problem):
         return Rejection(
-            "its CTAs of two warpgroups do not fill the chip as hopper/fwd_split's do",
+            "its CTAs of two warpgroups do not fill the chip as hopper/split's do",
             "fewer heads or shorter sequences",
         )
     if problem.head_dim not in hopper_throughput.CANDIDATES or not hopper_throughput.fills(problem):
         return None
     return Rejection(
-        "its tiles of 64 queries are more than the SMs: hopper/fwd_throughput is faster",
+        "its tiles of 64 queries are more than the SMs: hopper/throughput is faster",
         "fewer heads or shorter sequences",
     )
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:
-    """Those of hopper/fwd_latency, by the CTAs that share a query tile."""
+    """Those of hopper/latency, by the CTAs that share a query tile."""
     named = {1: "one CTA a tile", 2: "two CTAs a tile"}
     return {label: specification(problem, configuration(problem, cluster)) for cluster, label in named.items()}

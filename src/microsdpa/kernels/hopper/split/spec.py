@@ -69,7 +69,7 @@ def specification(problem: Problem, choice: Split) -> KernelSpec:
         "CAUSAL": BOOLEAN[problem.causal is not None],
     }
     return KernelSpec(
-        name="hopper/fwd_split",
+        name="hopper/split",
         source="hopper/split/kernel.cu",
         template="microsdpa::split_attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
@@ -106,7 +106,7 @@ def suits(problem: Problem) -> bool:
     """Whether the kernel is the fastest there is, by measurements on an H200 (docs/hopper-split.md).
 
     That is where all CTAs of two query tiles are on the chip at once, but not those of one; and for long keys where
-    hopper/fwd_latency has no SM to spare for a second CTA a query tile.
+    hopper/latency has no SM to spare for a second CTA a query tile.
     """
     if problem.head_dim != HEAD_DIM or problem.seqlen_q <= ROWS:
         return False
@@ -122,12 +122,12 @@ def _query_tiles(problem: Problem) -> int:
 
 
 def not_between(problem: Problem) -> Rejection | None:
-    """Why impl="auto" passes over hopper/fwd_split."""
+    """Why impl="auto" passes over hopper/split."""
     if suits(problem):
         return None
     return Rejection("its CTAs would leave SMs idle or come in several rounds", "about 16,384 queries of all heads")
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:
-    """Those of hopper/fwd_split, by the queries of a CTA."""
+    """Those of hopper/split, by the queries of a CTA."""
     return {str(choice): specification(problem, choice) for choice in CANDIDATES}

@@ -162,7 +162,7 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     columns = 64 if problem.head_dim % 64 == 0 else 32
     boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))
     return KernelSpec(
-        name="hopper/fwd_throughput",
+        name="hopper/throughput",
         source="hopper/throughput/kernel.cu",
         template="microsdpa::throughput_attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
@@ -200,8 +200,8 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
 def fills(problem: Problem) -> bool:
     """Whether the kernel is the fastest there is, by measurements on an H200 (docs/hopper-throughput.md).
 
-    Against hopper/fwd_latency, for D = 64 and 128, that is where the latter's tiles of 64 queries are more than the
-    SMs; against ampere/fwd_mma, where there are queries for a warpgroup, unless long keys want to be divided.
+    Against hopper/latency, for D = 64 and 128, that is where the latter's tiles of 64 queries are more than the
+    SMs; against ampere/mma, where there are queries for a warpgroup, unless long keys want to be divided.
     """
     if problem.head_dim not in (64, 128):
         return problem.seqlen_q >= ROWS and not (problem.head_dim > 128 and lacks_queries(problem))
@@ -210,14 +210,14 @@ def fills(problem: Problem) -> bool:
 
 
 def too_small(problem: Problem) -> Rejection | None:
-    """Why impl="auto" passes over hopper/fwd_throughput."""
+    """Why impl="auto" passes over hopper/throughput."""
     if fills(problem):
         return None
     return Rejection("too few queries for its tiles: other kernels are faster", "more heads or longer sequences")
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:
-    """Those of hopper/fwd_throughput, by their tiles."""
+    """Those of hopper/throughput, by their tiles."""
     shared = chip_of(problem.target).shared_per_cta
     fitting = [t for t in CANDIDATES[problem.head_dim] if t.rings(problem.head_dim, shared)]
     return {str(tiles): specification(problem, tiles) for tiles in fitting}

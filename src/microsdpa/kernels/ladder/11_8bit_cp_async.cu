@@ -1,4 +1,4 @@
-// Rung 13: rung 12 with two places for K and V, one of which is being filled while the other is used; and with INT8.
+// Rung 11: rung 10 with two places for K and V, one of which is being filled while the other is used; and with INT8.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA. Q and K are
 // codes with scales, E4M3 or INT8; V is E4M3 codes with scales, and P is then rounded to E4M3, or V and P have 16 bits.

@@ -1,4 +1,4 @@
-// Rung 10: E4M3 operands, dequantised on load. FP32 arithmetic on the CUDA cores, the baseline of the 8-bit rungs.
+// Rung 08: E4M3 operands, dequantised on load. FP32 arithmetic on the CUDA cores, the baseline of the 8-bit rungs.
 //
 // Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are codes with scales, and optionally LSE, for BLOCK_M
 // queries of one head per CTA.

@@ -1,4 +1,4 @@
-// Rung 11: Q K^T of E4M3 codes on the tensor cores. P is rounded to FP16, and V's codes become FP16 on their way in.
+// Rung 09: Q K^T of E4M3 codes on the tensor cores. P is rounded to FP16, and V's codes become FP16 on their way in.
 //
 // Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are codes with scales, and optionally LSE, for BLOCK_M
 // queries of one head per CTA.

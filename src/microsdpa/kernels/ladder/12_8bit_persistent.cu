@@ -1,14 +1,14 @@
-// Rung 15: rung 13 with the warp roles of rung 05 and the persistent CTAs of rung 06.
+// Rung 12: rung 11 with the warp roles of rung 05 and the persistent CTAs of rung 06.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head at a time; operands
-// are those of rung 13, but a query has one code: the registers of a second one are those of the second CTA of an SM.
+// are those of rung 11, but a query has one code: the registers of a second one are those of the second CTA of an SM.
 // Tiles:    Q [BLOCK_M, HEAD_DIM], STAGES places for K and V [BLOCK_N, HEAD_DIM] and K's scales, XOR-swizzled.
 // Roles:    producer warp p fills place p with every STAGES-th tile of keys; a consumer warp owns 16 queries.
 // Pipeline: 1. a scheduler gives producers and consumers the same tiles of queries in the same order
 //           2. producer: wait until its place is empty, copy K, V and K's scales (cp.async), say that it is full
-//           3. consumer: wait until a place is full, S, softmax and P V as on rung 13, say that it is empty
+//           3. consumer: wait until a place is full, S, softmax and P V as on rung 11, say that it is empty
 //           Places go on from one tile of queries to the next: its first keys come while the last output is written.
-// Bound by: as rung 13 where there are no more tiles than CTAs; with more, by exp2 and the tensor cores.
+// Bound by: as rung 11 where there are no more tiles than CTAs; with more, by exp2 and the tensor cores.
 #include "../common/async_tile.cuh"
 #include "../common/eight_bit_rows.cuh"
 #include "../common/scheduler.cuh"

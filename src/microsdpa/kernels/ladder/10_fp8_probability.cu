@@ -1,4 +1,4 @@
-// Rung 12: rung 11 with P in E4M3 too, so that both products run at the rate of 8 bits and V's codes are used as they
+// Rung 10: rung 09 with P in E4M3 too, so that both products run at the rate of 8 bits and V's codes are used as they
 // are.
 //
 // Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are codes with scales, and optionally LSE, for BLOCK_M
