@@ -9,8 +9,8 @@ from microsdpa import autograd, eight_bit, forward
 from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.forward import MISSES, MaskTensors, Options
+from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.options import OPTIONS
-from microsdpa.problem import Causal, Operands
 from microsdpa.runtime import launcher
 from microsdpa.validation import validate_call
 

@@ -7,8 +7,8 @@ import math
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, DType
-from microsdpa.specs import FAMILIES, family_named
+from microsdpa.kernels import FAMILIES, family_named
+from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, DType
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MAX_SEQLEN = 2**30

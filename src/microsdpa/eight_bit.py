@@ -31,12 +31,12 @@ from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
 from microsdpa.forward import MISSES, Inputs, Result
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
+from microsdpa.kernels import emulated_target
+from microsdpa.kernels.problem import Causal, Problem
+from microsdpa.kernels.quantize.spec import RECIPES, Recipe, fused
 from microsdpa.options import EIGHT_BIT_OPTIONS
-from microsdpa.problem import Causal, Problem
 from microsdpa.runtime import launcher
 from microsdpa.select import Selection, select
-from microsdpa.specs import emulated_target
-from microsdpa.specs.quantize import RECIPES, Recipe, fused
 
 Scales = tuple[object, object, object]
 """q_scale, k_scale and v_scale as they were given, not validated yet."""

@@ -9,8 +9,8 @@ import torch
 
 from microsdpa import arguments
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import Operands
-from microsdpa.specs import EIGHT_BIT_FAMILIES, family_named
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, family_named
+from microsdpa.kernels.problem import Operands
 
 CODE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 _OPERANDS: dict[tuple[torch.dtype, ...], Operands] = {

@@ -14,11 +14,8 @@ import torch
 
 from microsdpa import arguments, eight_bit_arguments
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import DType, Problem
-from microsdpa.quantize import CODE_DTYPE
-from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec
-from microsdpa.specs.eight_bit_params import (
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.eight_bit_params import (
     ByteStrides,
     ChannelScales,
     EightBitParams,
@@ -26,8 +23,11 @@ from microsdpa.specs.eight_bit_params import (
     RestoreLseParams,
     RowScales,
 )
-from microsdpa.specs.quantize import Recipe, fused, fused_grid, part_rows, restore_lse
-from microsdpa.specs.spec import MAX_GRID_X, Grid
+from microsdpa.kernels.problem import DType, Problem
+from microsdpa.kernels.quantize.spec import Recipe, fused, fused_grid, part_rows, restore_lse
+from microsdpa.kernels.spec import MAX_GRID_X, Grid
+from microsdpa.quantize import CODE_DTYPE
+from microsdpa.runtime import launcher
 
 ALL_ROWS = 31
 """Shift that gives every row the first scale."""

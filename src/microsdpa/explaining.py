@@ -9,8 +9,8 @@ from microsdpa import masks as mask_arguments
 from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
+from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.masks import Masks
-from microsdpa.problem import Causal, Operands
 from microsdpa.select import select
 from microsdpa.validation import check_cpu_impl, emulated, is_empty, validate_call
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import product
 
-from microsdpa.problem import OPERANDS
-from microsdpa.specs import EIGHT_BIT_FAMILIES, FAMILIES, Family
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, Family
+from microsdpa.kernels.problem import OPERANDS
 
 _ALIGNMENTS: dict[tuple[bool, str | None], int] = {
     (False, None): 0,

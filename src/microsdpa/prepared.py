@@ -13,7 +13,7 @@ from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.explanation import Explanation
 from microsdpa.forward import Options
-from microsdpa.problem import VECTOR_BYTES, Causal, Operands
+from microsdpa.kernels.problem import VECTOR_BYTES, Causal, Operands
 from microsdpa.runtime import launcher
 
 MASK_TENSORS = ("attn_mask", "alibi_slopes", "sinks")

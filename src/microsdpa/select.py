@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import VECTOR_BYTES, Problem
-from microsdpa.specs import Family, KernelSpec, Rejection, oversized, policy
+from microsdpa.kernels import Family, KernelSpec, Rejection, oversized, policy
+from microsdpa.kernels.problem import VECTOR_BYTES, Problem
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import torch
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.problem import Causal, Operands, Problem
-from microsdpa.specs import EIGHT_BIT_FAMILIES, Family, KernelSpec
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
+from microsdpa.kernels.problem import Causal, Operands, Problem
+from microsdpa.kernels.quantize.spec import RECIPES
 
 CASE = Case(1, 2, 70, 133, 64)
 

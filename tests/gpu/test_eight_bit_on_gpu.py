@@ -11,10 +11,10 @@ from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import MicrosdpaEightBit
 from microsdpa.evidence.short_sums import lost_of_scores
-from microsdpa.problem import OPERANDS, Operands
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, family_named
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.quantize import expand_scale
 from microsdpa.runtime import launcher
-from microsdpa.specs import EIGHT_BIT_FAMILIES, family_named
 
 pytestmark = pytest.mark.gpu
 CASE = Case(2, 4, 200, 300, 64, heads_kv=2, causal="lower_right")
@@ -94,7 +94,7 @@ def test_a_plan_object_computes_what_sdpa_does(layout: str, precision: Operands)
     assert plan.explanation.quantizer is not None
 
 
-ROUNDING_P_TO_HALF = ("ladder/10_fp8_scalar", "ladder/11_fp8_mma")
+ROUNDING_P_TO_HALF = ("ladder/08_fp8_scalar", "ladder/09_fp8_mma")
 
 
 @pytest.mark.parametrize("rung", sorted(family.name for family in EIGHT_BIT_FAMILIES))

@@ -1,4 +1,4 @@
-"""What hopper/fwd_throughput_fp8 and hopper/fwd_throughput_int8 promise of their machine code, without a GPU."""
+"""What hopper/throughput_8bit and hopper/throughput_8bit_qk promise of their machine code, without a GPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import pytest
 
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
-from microsdpa.problem import Causal, DType, Operands, Problem
-from microsdpa.specs import KernelSpec, hopper_int8
-from microsdpa.specs.hopper_fp8 import throughput
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.hopper.throughput_8bit.spec import throughput
+from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
+from microsdpa.kernels.problem import Causal, DType, Operands, Problem
 
 
 @pytest.mark.parametrize(

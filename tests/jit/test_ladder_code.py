@@ -9,9 +9,9 @@ import pytest
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.occupancy import Occupancy, occupancy
-from microsdpa.problem import Problem
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec
+from microsdpa.kernels.problem import Problem
 from microsdpa.select import select
-from microsdpa.specs import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 RUNGS = [family.short_name for family in FAMILIES if family.name.startswith("ladder/")]

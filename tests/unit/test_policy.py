@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import OPERANDS, MaskKind, Problem
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named, policy
+from microsdpa.kernels.problem import OPERANDS, MaskKind, Problem
 from microsdpa.select import select
-from microsdpa.specs import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named, policy
 
 SMALL = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 CODES = replace(SMALL, operands="fp8")
@@ -54,17 +54,17 @@ def test_a_kernel_for_other_operands_is_no_candidate() -> None:
     ("kernel", "problem", "reason"),
     [
         (
-            "hopper/fwd_latency",
+            "hopper/latency",
             replace(SMALL, seqlen_q=1, seqlen_k=4096),
             "4096 keys are too many .* with 1 in 8 heads",
         ),
-        ("hopper/fwd_latency", replace(SMALL, seqlen_q=256, seqlen_k=8192, heads=1, heads_kv=1), "too many for tiles"),
-        ("hopper/fwd_latency", replace(SMALL, seqlen_q=1024, seqlen_k=1024, heads=16, heads_kv=16), "hopper/fwd_split"),
-        ("hopper/fwd_latency", replace(SMALL, batch=16), "hopper/fwd_throughput is faster"),
-        ("hopper/fwd_split", replace(SMALL, seqlen_q=1, seqlen_k=4096), "leave SMs idle or come in several rounds"),
-        ("hopper/fwd_throughput", replace(SMALL, seqlen_q=1, seqlen_k=4096), "too few queries"),
-        ("hopper/fwd_throughput_fp8", CODES, "32 tiles of 128 queries are too few"),
-        ("hopper/fwd_throughput_int8", replace(CODES, operands="int8_fp16"), "32 tiles of 128 queries are too few"),
+        ("hopper/latency", replace(SMALL, seqlen_q=256, seqlen_k=8192, heads=1, heads_kv=1), "too many for tiles"),
+        ("hopper/latency", replace(SMALL, seqlen_q=1024, seqlen_k=1024, heads=16, heads_kv=16), "hopper/split"),
+        ("hopper/latency", replace(SMALL, batch=16), "hopper/throughput is faster"),
+        ("hopper/split", replace(SMALL, seqlen_q=1, seqlen_k=4096), "leave SMs idle or come in several rounds"),
+        ("hopper/throughput", replace(SMALL, seqlen_q=1, seqlen_k=4096), "too few queries"),
+        ("hopper/throughput_8bit", CODES, "32 tiles of 128 queries are too few"),
+        ("hopper/throughput_8bit_qk", replace(CODES, operands="int8_fp16"), "32 tiles of 128 queries are too few"),
     ],
 )
 def test_a_skip_has_its_reason_and_explains_itself(kernel: str, problem: Problem, reason: str) -> None:
@@ -106,8 +106,8 @@ def test_the_kernel_that_runs_is_skipped_by_no_rule_and_those_before_it_have_a_r
         (replace(SMALL, head_dim=300), "auto", "head_dim 256"),
         (replace(SMALL, head_dim=300, target="sm_89"), "auto", "head_dim 256"),
         (replace(SMALL, head_dim=300, mask=MASK), "auto", "head_dim 256"),
-        (replace(SMALL, head_dim=300), "hopper/fwd_latency", "head_dim 128"),
-        (replace(SMALL, head_dim=300), "ampere/fwd_general", "head_dim 256"),
+        (replace(SMALL, head_dim=300), "hopper/latency", "head_dim 128"),
+        (replace(SMALL, head_dim=300), "ampere/general", "head_dim 256"),
         (replace(SMALL, target="sm_75"), "auto", "a GPU of compute capability 8.0 or newer"),
         (replace(SMALL, head_dim=300, target="sm_75"), "auto", "a GPU of compute capability 8.0 or newer"),
         (replace(CODES, head_dim=200), "auto", "head_dim 256"),
@@ -115,7 +115,7 @@ def test_the_kernel_that_runs_is_skipped_by_no_rule_and_those_before_it_have_a_r
         (replace(CODES, head_dim=200, target="sm_89"), "auto", "head_dim 128"),
         (replace(CODES, head_dim=48), "auto", "head_dim 64"),
         (replace(CODES, target="sm_86"), "auto", "float16 or bfloat16 tensors without precision="),
-        (replace(SMALL, mask=MASK), "hopper/fwd_latency", "a call without a bool mask"),
+        (replace(SMALL, mask=MASK), "hopper/latency", "a call without a bool mask"),
     ],
 )
 def test_the_nearest_supported_problem_is_the_nearest(problem: Problem, impl: str, nearest: str) -> None:

@@ -22,11 +22,11 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import Suite, load
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.problem import Problem, capability_of, target_of
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named
+from microsdpa.kernels.eight_bit import MIN_CAPABILITY
+from microsdpa.kernels.problem import Problem, capability_of, target_of
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named
-from microsdpa.specs.eight_bit import MIN_CAPABILITY
 
 SUITE = "ladder"
 TORCH_PEERS = "torch,torch-flash,torch-cudnn,torch-efficient,torch-math"

@@ -1,6 +1,6 @@
 """Which kernels a row of a result file stands for, by the specifications of the checkout that asks.
 
-`resign` runs this module with the specifications of older checkouts too, so it imports nothing else of `evidence`.
+`resign` runs this module of old and new checkouts, without the package's host code: it imports nothing of `evidence`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import OPERANDS, Causal, DType, MaskKind, Operands, Problem
+from microsdpa.kernels import Grid, KernelSpec, configurations
+from microsdpa.kernels.problem import OPERANDS, Causal, DType, MaskKind, Operands, Problem
+from microsdpa.kernels.quantize.spec import RECIPES, fused, fused_grid, part_rows
 from microsdpa.select import select
-from microsdpa.specs import Grid, KernelSpec, configurations
-from microsdpa.specs.quantize import RECIPES, fused, fused_grid, part_rows
 
 Row = dict[str, Any]
 

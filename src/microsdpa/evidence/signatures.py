@@ -10,11 +10,11 @@ from microsdpa.evidence.recorded import problem_of
 from microsdpa.evidence.results import Row
 from microsdpa.explanation import Explanation
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import DType, Operands
+from microsdpa.kernels import emulated_target
+from microsdpa.kernels.problem import DType, Operands
+from microsdpa.kernels.quantize.spec import RECIPES, fused
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import emulated_target
-from microsdpa.specs.quantize import RECIPES, fused
 
 __all__ = ["is_stale", "of_call", "of_precision", "problem_of"]
 

@@ -15,11 +15,11 @@ from microsdpa.evidence import compare, fp8_products, survey, verify_eight_bit
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make
 from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, RungCodes
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, SUM_BITS, allowed
-from microsdpa.problem import OPERANDS
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
+from microsdpa.kernels.problem import OPERANDS
+from microsdpa.kernels.quantize.spec import RECIPES, fused, restore_lse
 from microsdpa.quantize import CODE_DTYPE, Code, Granularity, decode, encode
 from microsdpa.select import select
-from microsdpa.specs import EIGHT_BIT_FAMILIES, Family, KernelSpec
-from microsdpa.specs.quantize import RECIPES, fused, restore_lse
 
 Part = tuple[str, Callable[[], str]]
 """What is checked, and the check: why it failed, empty when it passed."""
@@ -67,8 +67,8 @@ def compile_ahead(target: str) -> None:
 
 
 def rungs() -> list[Family]:
-    """Those of the ladder that take codes."""
-    families = [family for family in EIGHT_BIT_FAMILIES if family.name.startswith("ladder/")]
+    """Those of the ladder that take codes, and Ada's kernel."""
+    families = [family for family in EIGHT_BIT_FAMILIES if family.name.startswith(("ladder/", "ada/"))]
     return sorted(families, key=lambda family: family.name)
 
 

@@ -19,13 +19,13 @@ from microsdpa.evidence.cases import NOTE_SHAPES
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import allowed_of_values, lost_of_scores
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.problem import OPERANDS, Operands, Problem
+from microsdpa.kernels import KernelSpec, emulated_target, family_named
+from microsdpa.kernels.hopper.throughput_8bit.spec import LARGEST_CODE
+from microsdpa.kernels.problem import OPERANDS, Operands, Problem
+from microsdpa.kernels.quantize.spec import RECIPES, Recipe
 from microsdpa.quantize import RESIDUAL_STEPS, decode, encode, expand_scale, mean_of_rows, residual, rotate, scales
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import KernelSpec, emulated_target, family_named
-from microsdpa.specs.hopper_fp8 import LARGEST_CODE
-from microsdpa.specs.quantize import RECIPES, Recipe
 
 SUM_BITS = 13
 """Bits of the summed magnitudes that an 8-bit floating-point product keeps at least."""

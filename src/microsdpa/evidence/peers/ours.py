@@ -14,13 +14,13 @@ from microsdpa.evidence import signatures
 from microsdpa.evidence.inputs import Case, make_masks
 from microsdpa.evidence.peers import quantised
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain
+from microsdpa.kernels import family_named
+from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
+from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.quantize.spec import RECIPES
 from microsdpa.masks import Masks
-from microsdpa.problem import OPERANDS, Operands
-from microsdpa.specs import family_named
-from microsdpa.specs.eight_bit import ALL_HEAD_DIMS
-from microsdpa.specs.quantize import RECIPES
 
-WIDE_PROBABILITIES = ("ladder/10_fp8_scalar", "ladder/11_fp8_mma")
+WIDE_PROBABILITIES = ("ladder/08_fp8_scalar", "ladder/09_fp8_mma")
 """Rungs on E4M3 codes that do not round P to E4M3, but to 16 bits or not at all."""
 
 
