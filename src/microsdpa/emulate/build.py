@@ -19,7 +19,7 @@ from pathlib import Path
 from microsdpa.emulate import abi
 from microsdpa.errors import CompileError
 from microsdpa.jit import cache, nvrtc
-from microsdpa.jit.source import KERNELS_DIR, expand
+from microsdpa.jit.source import KERNELS_DIR, expand, tokens
 from microsdpa.kernels import KernelSpec
 
 HERE = Path(__file__).resolve().parent
@@ -129,8 +129,11 @@ def _runtime_sources() -> str:
 
 
 def source_signature(spec: KernelSpec) -> str:
-    """Identity of what the emulator runs for `spec`: the kernel, the instructions' bodies and the runtime."""
-    return _digest([spec.expression, expanded(spec.source), _headers(), _runtime_sources()])
+    """Identity of what the emulator runs for `spec`: the kernel, the instructions' bodies and the runtime.
+
+    Comments and the names of files do not count.
+    """
+    return _digest([spec.expression, tokens(expanded(spec.source)), _headers(), _runtime_sources()])
 
 
 def load(spec: KernelSpec, root: Path = KERNELS_DIR, params: str = "") -> Library:
