@@ -7,8 +7,8 @@ import math
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, DType
-from microsdpa.specs import FAMILIES, family_named
+from microsdpa.kernels import FAMILIES, family_named
+from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, DType
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MAX_SEQLEN = 2**30
@@ -21,7 +21,8 @@ def check_impl(impl: object) -> str:
     kernel = impl if isinstance(impl, str) else ""
     if kernel.split(":")[0] == "emulate":
         kernel = kernel.partition(":")[2] or "auto"
-    if not isinstance(impl, str) or (kernel != "auto" and family_named(kernel) is None):
+    family = family_named(kernel)
+    if not isinstance(impl, str) or (kernel != "auto" and (family is None or family.eight_bit)):
         known = ", ".join(repr(family.name) for family in FAMILIES)
         raise InvalidArgument(
             "impl",

@@ -6,8 +6,8 @@ import torch
 
 from microsdpa import nodes, torch_cpu
 from microsdpa.forward import MaskTensors, Options
+from microsdpa.kernels.problem import Causal
 from microsdpa.masks import Masks
-from microsdpa.problem import Causal
 
 
 def gradients(

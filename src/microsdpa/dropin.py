@@ -31,10 +31,10 @@ from microsdpa.arguments import DTYPES, check_impl
 from microsdpa.autograd import PLAIN_TYPES
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.forward import MISSES, Options
+from microsdpa.kernels.ampere.general.spec import MAX_HEAD_DIM
+from microsdpa.kernels.problem import LARGEST_FACTOR, Causal
 from microsdpa.options import OPTIONS
-from microsdpa.problem import LARGEST_FACTOR, Causal
 from microsdpa.runtime import launcher
-from microsdpa.specs.general import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias

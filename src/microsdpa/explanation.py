@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from microsdpa import forward, nodes
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.forward import Options
-from microsdpa.problem import Causal
+from microsdpa.kernels.problem import Causal
 
 IMPL = "microsdpa"
 

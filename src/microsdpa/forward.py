@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from microsdpa import problems, torch_cpu
+from microsdpa.kernels.problem import Causal
 from microsdpa.masks import Masks
 from microsdpa.options import OPTIONS
-from microsdpa.problem import Causal
 from microsdpa.runtime import launcher
 from microsdpa.select import chosen, select
 from microsdpa.validation import check_cpu_impl, emulated, is_empty, validate_call

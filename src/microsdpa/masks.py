@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.problem import LARGEST_FACTOR, SMALLEST_FACTOR, Causal, MaskKind, MaskType
+from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, Causal, MaskKind, MaskType
 
 MASK_TYPES: dict[torch.dtype, MaskType] = {
     torch.bool: "bool",

@@ -17,8 +17,8 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from microsdpa import forward
 from microsdpa.arguments import is_aligned
 from microsdpa.forward import Inputs, MaskTensors, Options
+from microsdpa.kernels.problem import VECTOR_BYTES
 from microsdpa.masks import UNBOUNDED
-from microsdpa.problem import VECTOR_BYTES
 from microsdpa.runtime import launcher
 
 CUDNN = "_scaled_dot_product_cudnn_attention"

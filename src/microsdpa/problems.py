@@ -6,10 +6,10 @@ import torch
 
 from microsdpa import arguments
 from microsdpa.errors import UnsupportedProblem
+from microsdpa.kernels import emulated_target
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
 from microsdpa.masks import Masks
-from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
 from microsdpa.runtime import launcher
-from microsdpa.specs import emulated_target
 
 
 def of_cuda(

@@ -1,6 +1,6 @@
 """Quantisers: FP16, BF16 or FP32 tensors to codes of 8 bits with scales, and back. value = code * scale.
 
-This is the specification; cuda/quantize/fused.cu makes the same codes, bit for bit. All arithmetic is FP32, every
+This is the specification; kernels/quantize/fused.cu makes the same codes, bit for bit. All arithmetic is FP32, every
 operation rounded to nearest even: scale = max|x| / L, with L = 448 or 127 (1 where that is zero), y = x / scale, and
     "e4m3"    y rounded to nearest even in E4M3, saturated at 448; NaN keeps being NaN (code 0x7f)
     "int8"    y rounded to nearest even, -127 to 127; NaN becomes 0

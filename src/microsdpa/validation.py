@@ -7,8 +7,8 @@ import torch
 from microsdpa import arguments
 from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.kernels.problem import Causal
 from microsdpa.masks import Masks
-from microsdpa.problem import Causal
 
 GivenMasks = tuple[object, object, object, object, object]
 """attn_mask, window, softcap, alibi_slopes and sinks, not validated yet."""

@@ -14,10 +14,10 @@ from microsdpa.emulate import build
 from microsdpa.emulate.run import Report, Schedule, attention, launch
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make, make_masks
-from microsdpa.jit.source import CUDA_DIR
+from microsdpa.jit.source import KERNELS_DIR
+from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.problem import Problem
 from microsdpa.masks import Masks
-from microsdpa.problem import Problem
-from microsdpa.specs import KernelSpec, TensorMap
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -25,7 +25,7 @@ KERNELS = Path(__file__).parent / "kernels"
 def tree(directory: Path, edits: Mapping[str, tuple[str, str]] | None = None) -> Path:
     """A copy of the CUDA sources and of the test kernels (below test/), with one replacement in each edited file."""
     root = directory / "cuda"
-    shutil.copytree(CUDA_DIR, root)
+    shutil.copytree(KERNELS_DIR, root)
     shutil.copytree(KERNELS, root / "test")
     for name, (old, new) in (edits or {}).items():
         text = (root / name).read_text()

@@ -1,4 +1,4 @@
-"""Tilings of ampere/fwd_mma that no small problem selects, in the emulator: right, free of races and bank conflicts."""
+"""Tilings of ampere/mma that no small problem selects, in the emulator: right, free of races and bank conflicts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from microsdpa import reference
 from microsdpa.emulate import run
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import problem_of
+from microsdpa.kernels.ampere.mma import tiles as ampere_tiles
+from microsdpa.kernels.ampere.mma.spec import specification
+from microsdpa.kernels.ampere.mma.tiles import Tiling
+from microsdpa.kernels.problem import Problem
 from microsdpa.masks import Masks
-from microsdpa.problem import Problem
 from microsdpa.select import select
-from microsdpa.specs import ampere_tiles
-from microsdpa.specs.ampere import specification
-from microsdpa.specs.ampere_tiles import Tiling
 
 RUNS = [
     (Case(1, 1, 140, 200, 64, causal="lower_right"), ampere_tiles.STREAM, 1),
@@ -83,7 +83,7 @@ def test_launches_that_begin_before_the_one_ahead_has_ended(case: Case, tiling: 
 def test_a_general_launch_that_begins_before_the_one_ahead_has_ended() -> None:
     case = Case(1, 1, 40, 90, 64, masks=("bool",))
     problem = problem_of(case, "sm_90a")
-    spec = select(problem, "ampere/fwd_general").spec
+    spec = select(problem, "ampere/general").spec
     assert spec.programmatic
     check_in_every_order(spec, problem, case)
 

@@ -14,7 +14,7 @@ from harness import kernel, run_inline
 from microsdpa.emulate import build
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.errors import CompileError
-from microsdpa.specs import catalogue
+from microsdpa.kernels import catalogue
 
 KERNEL = "inline float sum(float4 v) { return v.x + v.y + v.z + v.w; } template <int UNUSED>\n__global__ void kernel(const __grid_constant__ Params p) {\n%s\n}\n}\n"
 SHARED = "  __shared__ float s[64];\n"

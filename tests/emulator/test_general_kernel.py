@@ -16,11 +16,11 @@ from microsdpa.emulate import run
 from microsdpa.evidence.cases import MASKINGS
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import check
+from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.masks import Masks
-from microsdpa.problem import MaskKind, Problem
 from microsdpa.select import select
 
-GENERAL = "emulate:ampere/fwd_general"
+GENERAL = "emulate:ampere/general"
 CASES = [
     *(Case(2, 4, 40, 90, 32, heads_kv=2, causal=causal, masks=masks) for causal, masks in MASKINGS),
     Case(2, 4, 40, 90, 64, heads_kv=2, dtype="bfloat16", masks=("bool", "window", "softcap", "alibi", "sinks")),
@@ -100,7 +100,7 @@ def test_keys_outside_the_window_are_not_loaded() -> None:
     for window in ((-1, -1), (100, 0)):
         masks = Masks(window=window)
         problem = Problem(1, 1, 1, 64, 1024, 64, "float16", causal="lower_right", mask=masks.kind, target="sm_89")
-        spec = select(problem, "ampere/fwd_general").spec
+        spec = select(problem, "ampere/general").spec
         report = run.attention(spec, problem, query, key, value, torch.empty_like(query), None, None, masks=masks)
         loaded.append(report.counters["async_copy_bytes"])
     assert loaded[1] < loaded[0] / 4

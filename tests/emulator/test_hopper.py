@@ -1,4 +1,4 @@
-"""hopper/fwd_latency in the emulator: every way through its keys is right, free of races and of bank conflicts."""
+"""hopper/latency in the emulator: every way through its keys is right, free of races and of bank conflicts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.problem import Problem
-from microsdpa.specs.hopper import configuration, specification
+from microsdpa.kernels.hopper.latency.spec import configuration, specification
+from microsdpa.kernels.problem import Problem
 
 ONE_CTA, PAIR = 1, 2
 CASES = [

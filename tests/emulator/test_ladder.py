@@ -12,9 +12,10 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Report
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import check
-from microsdpa.problem import Causal, Problem
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.ladder import spec as ladder
+from microsdpa.kernels.problem import Causal, Problem
 from microsdpa.select import select
-from microsdpa.specs import FAMILIES, ladder
 
 RUNGS = [family.short_name for family in FAMILIES if family.name.startswith("ladder/")]
 # Less than a tile, several tiles with ragged ends, and every dtype, mask, layout and head dimension.

@@ -10,10 +10,11 @@ from microsdpa import reference
 from microsdpa.emulate import run
 from microsdpa.evidence.torch_cases import corners
 from microsdpa.evidence.verify_torch import check
-from microsdpa.problem import Causal, Problem
-from microsdpa.specs import FAMILIES, ampere_tiles
-from microsdpa.specs.ampere import specification
-from microsdpa.specs.ampere_tiles import Tiling
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.ampere.mma import tiles as ampere_tiles
+from microsdpa.kernels.ampere.mma.spec import specification
+from microsdpa.kernels.ampere.mma.tiles import Tiling
+from microsdpa.kernels.problem import Causal, Problem
 
 FUSED = "ladder/07_tuned"
 """Its page is about the scale in the exponent: README has the limit."""

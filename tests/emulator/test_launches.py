@@ -8,8 +8,8 @@ import torch
 from harness import tree
 
 from microsdpa.emulate import run
-from microsdpa.problem import Problem
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Problem
 
 ROWS, DIM = 3, 32
 PROBLEM = Problem(1, 1, 1, ROWS, ROWS, DIM, "float16", target="sm_89")

@@ -15,7 +15,7 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.problem import Problem
+from microsdpa.kernels.problem import Problem
 from microsdpa.select import select
 
 SCHEDULES = [Schedule(seed, late) for seed in range(5) for late in (True, False)]

@@ -8,8 +8,8 @@ import torch
 import microsdpa
 from microsdpa.eight_bit_launches import quantize_query_key_value
 from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.kernels.quantize.spec import RECIPES, Recipe
 from microsdpa.quantize import expand_scale, residual, rotate
-from microsdpa.specs.quantize import RECIPES, Recipe
 
 CASES = [
     (RECIPES["fp8"], (2, 4, 2, 70, 133, 64), torch.float16),

@@ -14,9 +14,9 @@ from microsdpa import reference
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case
-from microsdpa.specs import FAMILIES
-from microsdpa.specs.eight_bit import OPERANDS, Operands
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.quantize.spec import RECIPES
 
 pytestmark = pytest.mark.gpu
 GIB = 2**30
@@ -89,7 +89,7 @@ def test_one_head_of_keys_is_longer_than_2_31_elements(seqlen_q: int, options: d
     assert_ends((query[:, :, -2:], key, value), out[:, :, -2:], lse[:, :, -2:], **options)
 
 
-@pytest.mark.parametrize("impl", ["auto", "ampere/fwd_mma", "ampere/fwd_general", "hopper/fwd_throughput"])
+@pytest.mark.parametrize("impl", ["auto", "ampere/mma", "ampere/general", "hopper/throughput"])
 @pytest.mark.parametrize("seqlen_q", [2**22, 2**22 + 1, 2**25 + 3])
 def test_many_queries_of_one_key(seqlen_q: int, impl: str) -> None:
     """The tiles of a head times the heads that lie in L2 together are 2^32 and more."""
@@ -104,10 +104,10 @@ def test_many_queries_of_one_key(seqlen_q: int, impl: str) -> None:
 
 @pytest.mark.parametrize("heads", [2**15, 2**16])
 def test_many_query_heads_of_one_key(heads: int) -> None:
-    """The heads of a section, as hopper/fwd_throughput deals them, were counted in 32 bits."""
+    """The heads of a section, as hopper/throughput deals them, were counted in 32 bits."""
     need(4)
     query, key, value = filled(1, heads, 65, 64), filled(1, 1, 1, 64), filled(1, 1, 1, 64)
-    for impl in ("auto", "hopper/fwd_throughput"):
+    for impl in ("auto", "hopper/throughput"):
         try:
             out = microsdpa.sdpa(query, key, value, is_causal=True, enable_gqa=True, impl=impl)
         except UnsupportedProblem as refusal:
@@ -189,4 +189,4 @@ def test_what_does_not_fit_a_launch_is_refused(shape: tuple[int, ...]) -> None:
     query = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device="cuda").expand(shape)
     key = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device="cuda").expand(shape[0], 1, 1, 16)
     with pytest.raises(UnsupportedProblem, match="exceed"):
-        microsdpa.sdpa(query, key, key, enable_gqa=True, impl="ampere/fwd_mma")
+        microsdpa.sdpa(query, key, key, enable_gqa=True, impl="ampere/mma")

@@ -13,9 +13,9 @@ from stub_harness import NO_MEMORY, PRIMARY, SHAPE, _clean, call, check_allocate
 
 from microsdpa import api
 from microsdpa.explanation import Explanation
+from microsdpa.kernels.problem import Problem
 from microsdpa.masks import Masks
 from microsdpa.prepared import Expected, make_masked_plan
-from microsdpa.problem import Problem
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean"]
@@ -155,7 +155,7 @@ def test_a_plan_of_a_mask_that_cannot_be_read_is_refused() -> None:
 
 
 def test_prepare_registers_what_sdpa_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from microsdpa.specs import KernelSpec
+    from microsdpa.kernels import KernelSpec
 
     spec = KernelSpec("test/masked", "", "", (), threads=64, block_m=16, params="microsdpa::MaskedParams")
     monkeypatch.setattr(launcher, "compile_kernel", lambda stage, target: None)

@@ -31,10 +31,10 @@ from stub_harness import (
 
 from microsdpa import api
 from microsdpa.explanation import Explanation
+from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.problem import Problem
 from microsdpa.prepared import Expected, make_plan
-from microsdpa.problem import Problem
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec, TensorMap
 
 __all__ = ["_clean", "_four_maps", "_programmatic"]
 

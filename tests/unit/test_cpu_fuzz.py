@@ -160,7 +160,7 @@ def test_the_default_device_is_not_where_results_are() -> None:
         {"attn_mask": mask},
         {"causal": "lower_right", "sinks": torch.zeros(2)},
         {"impl": "emulate", "causal": "upper_left"},
-        {"impl": "emulate:ampere/fwd_general", "attn_mask": mask},
+        {"impl": "emulate:ampere/general", "attn_mask": mask},
         {"impl": "emulate", "precision": "int8_fp8"},
     ]
     expected = [microsdpa.sdpa(query, key, value, return_lse=True, **call) for call in calls]

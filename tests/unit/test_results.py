@@ -10,7 +10,7 @@ import pytest
 from microsdpa.evidence import environment, probes, render, results, signatures, wording
 from microsdpa.evidence.inputs import Case
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import Problem
+from microsdpa.kernels.problem import Problem
 from microsdpa.select import select
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"

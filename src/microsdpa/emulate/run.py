@@ -18,10 +18,10 @@ import torch
 
 from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
-from microsdpa.jit.source import CUDA_DIR
+from microsdpa.jit.source import KERNELS_DIR
+from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.problem import Problem
 from microsdpa.masks import NONE, Masks
-from microsdpa.problem import Problem
-from microsdpa.specs import KernelSpec, TensorMap
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
 
@@ -299,7 +299,7 @@ def attention(
     schedule: Schedule | None = None,
     masks: Masks = NONE,
     count_banks: bool = False,
-    root: Path = CUDA_DIR,
+    root: Path = KERNELS_DIR,
 ) -> Report:
     """Run the kernels of `spec` on CPU tensors, which must have been validated for `problem`.
 

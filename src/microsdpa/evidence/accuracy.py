@@ -15,11 +15,10 @@ from microsdpa.evidence import compare, minilm, results, signatures, verify_eigh
 from microsdpa.evidence.inputs import Case, Kind, make
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.wording import provenance
-from microsdpa.problem import target_of
+from microsdpa.kernels import emulated_target
+from microsdpa.kernels.problem import OPERANDS, Operands, target_of
+from microsdpa.kernels.quantize.spec import RECIPES
 from microsdpa.runtime import launcher
-from microsdpa.specs import emulated_target
-from microsdpa.specs.eight_bit import OPERANDS, Operands
-from microsdpa.specs.quantize import RECIPES
 
 KINDS: tuple[Kind, ...] = ("normal", "outliers", "key_bias")
 SEEDS = 5

@@ -24,8 +24,8 @@ from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.peers.ours import RungCodes
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.masks import Masks
-from microsdpa.specs.eight_bit import OPERANDS, Operands
 
 SUITE = "doors"
 OURS, TORCHS = "microsdpa", "torch"

@@ -1,4 +1,4 @@
-"""The emulator against a GPU, instruction by instruction, on the same inputs (cuda/probes/instructions.cu)."""
+"""The emulator against a GPU, instruction by instruction, on the same inputs (kernels/probes/instructions.cu)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from microsdpa.evidence.probe_list import PROBES, Probe
 from microsdpa.evidence.probe_operands import Words
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import capability_of
+from microsdpa.kernels import TensorMap
+from microsdpa.kernels.problem import capability_of
 from microsdpa.runtime.launcher import load_kernel
-from microsdpa.specs import TensorMap
 
 PARAMS = "microsdpa::ProbeParams"
 
 
 class ProbeParams(ctypes.Structure):
-    """ProbeParams of cuda/probes/instructions.cu."""
+    """ProbeParams of kernels/probes/instructions.cu."""
 
     _fields_ = (("input", ctypes.c_void_p), ("out", ctypes.c_void_p))
 

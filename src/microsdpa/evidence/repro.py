@@ -39,10 +39,10 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
 from microsdpa.evidence.verify import as_row, check, problem_of
 from microsdpa.evidence.wording import case_name, quoted_us
-from microsdpa.problem import target_of
+from microsdpa.kernels import catalogue, emulated_target
+from microsdpa.kernels.problem import target_of
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import catalogue, emulated_target
 
 COMMAND = "microsdpa repro"
 SUITES = ("mission", "small", "decode", "fp8", "real", "prefill")

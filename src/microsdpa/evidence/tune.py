@@ -22,11 +22,11 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
 from microsdpa.evidence.wording import case_name, provenance
 from microsdpa.jit.signature import code_signature, signature
+from microsdpa.kernels import KernelSpec, configurations
+from microsdpa.kernels.problem import Problem
 from microsdpa.options import OPTIONS
-from microsdpa.problem import Problem
 from microsdpa.runtime import launcher
 from microsdpa.select import select
-from microsdpa.specs import KernelSpec, configurations
 
 COMMAND = "microsdpa tune"
 PREFIX = "tune_"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from microsdpa.jit import nvrtc
 from microsdpa.jit.source import expand, tokens, toolkit_headers
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
 
 CACHE_FORMAT = 1
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../cuda/core/params.cuh"
+#include "../kernels/common/params.cuh"
 #include "driver.h"
 #include "tensor_map.h"
 

@@ -14,10 +14,10 @@ import torch
 
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
+from microsdpa.kernels import Grid, KernelSpec
+from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.masks import NONE, Masks
-from microsdpa.problem import Problem, target_of, virtual
 from microsdpa.runtime.ffi import tvm_ffi
-from microsdpa.specs import Grid, KernelSpec
 
 LIBRARY = "libmicrosdpa_launcher.so"
 MIN_DRIVER = 13000

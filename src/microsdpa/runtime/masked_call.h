@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../cuda/core/mask_params.cuh"
+#include "../kernels/common/mask_params.cuh"
 #include "call.h"
 
 namespace microsdpa {

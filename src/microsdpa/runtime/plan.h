@@ -12,7 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../cuda/core/mask_params.cuh"
+#include "../kernels/common/mask_params.cuh"
 #include "kernel_launch.h"
 #include "tensor_key.h"
 

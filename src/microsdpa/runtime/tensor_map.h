@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../cuda/prelude.cuh"
+#include "../kernels/prelude.cuh"
 #include "driver.h"
 #include "tensor_key.h"
 

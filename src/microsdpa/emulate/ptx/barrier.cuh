@@ -1,4 +1,4 @@
-// Named barriers for the emulator; cuda/ptx/barrier.cuh says what each function does.
+// Named barriers for the emulator; kernels/ptx/barrier.cuh says what each function does.
 #pragma once
 
 #include "../prelude.cuh"

@@ -1,4 +1,4 @@
-// Addresses in a cluster's shared memory for the emulator; cuda/ptx/cluster_address.cuh says what they are.
+// Addresses in a cluster's shared memory for the emulator; kernels/ptx/cluster_address.cuh says what they are.
 #pragma once
 
 #include "shared_address.cuh"

@@ -1,4 +1,4 @@
-// cvt for the emulator, by the host bodies of NVIDIA's headers; cuda/ptx/convert.cuh says what each function does.
+// cvt for the emulator, by the host bodies of NVIDIA's headers; kernels/ptx/convert.cuh says what each function does.
 #pragma once
 
 #include "../prelude.cuh"

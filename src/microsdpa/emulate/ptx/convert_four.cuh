@@ -1,4 +1,4 @@
-// cvt of four floats for the emulator; cuda/ptx/convert_four.cuh says what it does.
+// cvt of four floats for the emulator; kernels/ptx/convert_four.cuh says what it does.
 #pragma once
 
 #include "convert.cuh"

@@ -1,4 +1,4 @@
-// Dynamic shared memory for the emulator, where each block has its own; cuda/ptx/dynamic_shared.cuh says what it is.
+// Dynamic shared memory for the emulator, where each block has its own; kernels/ptx/dynamic_shared.cuh says what it is.
 #pragma once
 
 #include "../prelude.cuh"

@@ -1,4 +1,4 @@
-// ex2.approx for the emulator; cuda/ptx/ex2.cuh says what each function does. Rounded correctly, where the hardware's
+// ex2.approx for the emulator; kernels/ptx/ex2.cuh says what each function does. Rounded correctly, where the hardware's
 // results may be off in the last places.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Programmatic dependent launch for the emulator; cuda/ptx/grid_dependency.cuh says what each function does.
+// Programmatic dependent launch for the emulator; kernels/ptx/grid_dependency.cuh says what each function does.
 #pragma once
 
 #include "../prelude.cuh"

@@ -1,4 +1,4 @@
-// ldmatrix for the emulator; cuda/ptx/ldmatrix.cuh says what it does.
+// ldmatrix for the emulator; kernels/ptx/ldmatrix.cuh says what it does.
 #pragma once
 
 #include "../prelude.cuh"

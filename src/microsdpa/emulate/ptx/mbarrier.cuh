@@ -1,4 +1,4 @@
-// mbarrier for the emulator; cuda/ptx/mbarrier.cuh says what each function does.
+// mbarrier for the emulator; kernels/ptx/mbarrier.cuh says what each function does.
 #pragma once
 
 #include "cluster_address.cuh"

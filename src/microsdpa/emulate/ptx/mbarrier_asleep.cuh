@@ -1,4 +1,4 @@
-// Waiting asleep for the emulator, where every wait is; cuda/ptx/mbarrier_asleep.cuh says what it does.
+// Waiting asleep for the emulator, where every wait is; kernels/ptx/mbarrier_asleep.cuh says what it does.
 #pragma once
 
 #include "mbarrier.cuh"

@@ -1,4 +1,4 @@
-// mma.sync for the emulator; cuda/ptx/mma.cuh gives shapes and fragments.
+// mma.sync for the emulator; kernels/ptx/mma.cuh gives shapes and fragments.
 //
 // Products are exact and sums are FP64, rounded to FP32 once per instruction: the hardware's sums have fewer bits.
 #pragma once

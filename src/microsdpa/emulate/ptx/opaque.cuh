@@ -1,4 +1,4 @@
-// opaque for the emulator; cuda/ptx/opaque.cuh says what it does.
+// opaque for the emulator; kernels/ptx/opaque.cuh says what it does.
 #pragma once
 
 #include "../prelude.cuh"

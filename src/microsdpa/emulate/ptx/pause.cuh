@@ -1,4 +1,4 @@
-// Letting time pass, which the emulator does not model; cuda/ptx/pause.cuh says what the function does.
+// Letting time pass, which the emulator does not model; kernels/ptx/pause.cuh says what the function does.
 #pragma once
 
 #include "../prelude.cuh"

@@ -1,4 +1,4 @@
-// prmt for the emulator; cuda/ptx/permute.cuh says what it does.
+// prmt for the emulator; kernels/ptx/permute.cuh says what it does.
 #pragma once
 
 #include "../prelude.cuh"

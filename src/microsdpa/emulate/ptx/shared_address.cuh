@@ -1,4 +1,4 @@
-// Addresses of shared memory for the emulator; cuda/ptx/shared_address.cuh says what they are.
+// Addresses of shared memory for the emulator; kernels/ptx/shared_address.cuh says what they are.
 #pragma once
 
 #include "../prelude.cuh"

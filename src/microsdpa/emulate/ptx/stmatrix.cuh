@@ -1,4 +1,4 @@
-// stmatrix for the emulator; cuda/ptx/stmatrix.cuh says what it does.
+// stmatrix for the emulator; kernels/ptx/stmatrix.cuh says what it does.
 #pragma once
 
 #include "../prelude.cuh"

@@ -1,4 +1,4 @@
-// Bulk copies for the emulator; cuda/ptx/tma.cuh says what each function does.
+// Bulk copies for the emulator; kernels/ptx/tma.cuh says what each function does.
 #pragma once
 
 #include "cluster_address.cuh"

@@ -1,4 +1,4 @@
-// elect.sync and setmaxnreg for the emulator; cuda/ptx/warp_role.cuh says what each function does.
+// elect.sync and setmaxnreg for the emulator; kernels/ptx/warp_role.cuh says what each function does.
 #pragma once
 
 #include "../prelude.cuh"

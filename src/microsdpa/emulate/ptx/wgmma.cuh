@@ -1,4 +1,4 @@
-// wgmma for the emulator; cuda/ptx/wgmma.cuh gives shapes, fragments and descriptors.
+// wgmma for the emulator; kernels/ptx/wgmma.cuh gives shapes, fragments and descriptors.
 //
 // Products are exact and sums are FP64, rounded to FP32 once per instruction, where the hardware's have fewer bits.
 // Sums of E4M3 are the hardware's, of 14 bits.

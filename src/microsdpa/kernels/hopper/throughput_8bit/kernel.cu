@@ -1,0 +1,216 @@
+// E4M3 attention for calls that fill the chip: both products on wgmma.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, of E4M3 codes with scales, for tiles of BLOCK_M = 64
+// CONSUMERS queries of one head. A query may have a second code (TERMS 2), for the rounding error of the first.
+// One CTA an SM stays and takes one tile after the other. Roles: in the first warpgroup one thread issues all copies,
+// two or three warps transpose V, one fetches the scales of keys; each other warpgroup, a consumer, computes 64 rows.
+// Pipeline: 1. TMA fills rings of Q, K and V tiles, across query tiles   2. V becomes V^T, its keys in the order in
+//           which probabilities lie in registers   3. a consumer starts S of the next tile and P V of this one
+//           4. while others multiply it turns scores into probabilities, rounded to E4M3
+// E4M3 products keep about 14 bits of their sums. Two consumers have registers to sum P V of each tile by itself and
+// add it to O in FP32 among the exponentials; with three or four, or with 256 channels, the tensor cores add to O
+// (IN_PLACE), and what those have summed over PROMOTED_TILES tiles is moved away. Bound by: latency: a tile of 192 x 96
+// at D = 128 took 2,250 cycles with two tiles of K and V^T, of which the tensor cores and the unit of exponentials need
+// 1,152 each; four tiles made it 3 to 6% faster. docs/hopper-fp8.md has the measurements.
+#include "../../ptx/dynamic_shared.cuh"
+#include "../../ptx/grid_dependency.cuh"
+#include "../../ptx/mbarrier_asleep.cuh"
+#include "../../ptx/tma.cuh"
+#include "../../ptx/warp_role.cuh"
+#include "consumer.cuh"
+#include "promoting.cuh"
+#include "shared.cuh"
+#include "transpose.cuh"
+#include "wide_consumer.cuh"
+#include "../common/key_scales.cuh"
+
+namespace microsdpa {
+
+// Copies TILE_ROWS rows of one head, from `row` on, and HEAD_DIM columns from `column` on.
+template <int TILE_ROWS, typename Shared>
+__device__ __forceinline__ void load_panels(Code* tile, const TensorMap& map, Mbarrier& loaded, int column, int row,
+                                            int head, int batch) {
+  constexpr int COLUMNS = Shared::COLUMNS;
+#pragma unroll
+  for (int panel = 0; panel < Shared::HEAD_DIM / COLUMNS; ++panel) {
+    tma_load(tile + panel * TILE_ROWS * COLUMNS, map, loaded, column + panel * COLUMNS, row, head, batch);
+  }
+}
+
+// Issues every copy of the CTA, in the order in which the tiles are needed: S of a tile is computed ahead of P V of the
+// one before it. One thread.
+template <bool CAUSAL, typename Shared>
+__device__ __forceinline__ void produce(Shared& shared, const EightBitParams& params, const TensorMap& query,
+                                        const TensorMap& key, const TensorMap& value) {
+  constexpr int BLOCK_N = Shared::BLOCK_N, HEAD_DIM = Shared::HEAD_DIM;
+  RingPlace<Shared::QUERY_STAGES> query_place;
+  RingPlace<Shared::STAGES> key_place;
+  RingPlace<Shared::VALUE_STAGES> value_place;
+  int works = 0;
+
+  // Says what comes next, once there is room for its queries.
+  auto announce = [&](const Work& work, int head_kv) {
+    mbarrier_wait_asleep(shared.query_read[query_place.stage], query_place.parity ^ 1);
+    shared.work[works % WORKS] = work;
+    shared.head_kv[works++ % WORKS] = head_kv;
+  };
+  auto load_value = [&](const Work& work, int head_kv, int tile) {
+    Mbarrier& loaded = shared.value_loaded[value_place.stage];
+    mbarrier_wait_asleep(shared.value_read[value_place.stage], value_place.parity ^ 1);
+    mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM);
+    load_panels<BLOCK_N, Shared>(shared.value[value_place.stage], value, loaded, 0, BLOCK_N * tile, head_kv,
+                                 work.batch);
+    value_place.advance();
+  };
+
+  for_each_work<CAUSAL, Shared>(params, [&](const Work& work) {
+    const int head_kv = work.head / (params.heads / params.heads_kv);
+    announce(work, head_kv);
+    Mbarrier& query_loaded = shared.query_loaded[query_place.stage];
+    mbarrier_arrive_expect(query_loaded, Shared::BLOCK_M * Shared::TERMS * HEAD_DIM);
+#pragma unroll
+    for (int i = 0; i < Shared::CONSUMERS; ++i) {
+#pragma unroll
+      for (int term = 0; term < Shared::TERMS; ++term) {
+        load_panels<ROWS, Shared>(shared.query[query_place.stage][i][term], query, query_loaded, term * HEAD_DIM,
+                                  work.first_row + ROWS * i, work.head, work.batch);
+      }
+    }
+    query_place.advance();
+    for (int tile = 0; tile < work.tiles; ++tile) {
+      Mbarrier& loaded = shared.key_loaded[key_place.stage];
+      mbarrier_wait_asleep(shared.key_read[key_place.stage], key_place.parity ^ 1);
+      mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM);
+      load_panels<BLOCK_N, Shared>(shared.key[key_place.stage], key, loaded, 0, BLOCK_N * tile, head_kv, work.batch);
+      key_place.advance();
+      if (tile > 0) load_value(work, head_kv, tile - 1);
+    }
+    load_value(work, head_kv, work.tiles - 1);
+  });
+  mbarrier_wait_asleep(shared.value_read[value_place.stage], value_place.parity ^ 1);
+  shared.value_end[value_place.stage] = true;
+  mbarrier_arrive(shared.value_loaded[value_place.stage]);
+  announce({0, 0, 0, 0}, 0);
+  mbarrier_arrive(shared.query_loaded[query_place.stage]);
+}
+
+// Transposes every tile of V that is loaded. Each of TRANSPOSERS warps.
+template <int AT_A_TIME, typename Shared>
+__device__ __forceinline__ void transpose(Shared& shared, int warp) {
+  RingPlace<Shared::VALUE_STAGES> from;
+  RingPlace<Shared::STAGES> to;
+  while (true) {
+    mbarrier_wait(shared.value_loaded[from.stage], from.parity);
+    // One lane has read it when that lane says that the warp is done with the stage.
+    if (__any_sync(FULL_WARP, threadIdx.x % 32 == 0 && shared.value_end[from.stage])) return;
+    mbarrier_wait_asleep(shared.transposed_read[to.stage], to.parity ^ 1);
+#pragma unroll 1
+    for (int panel = 0; panel < Shared::HEAD_DIM; panel += Shared::COLUMNS) {
+      transpose_value<Shared::COLUMNS, Shared::HEAD_DIM, Shared::BLOCK_N, Shared::KEY_PANEL, Shared::TRANSPOSERS,
+                      AT_A_TIME>(shared.transposed[to.stage] + panel * Shared::KEY_PANEL,
+                                 shared.value[from.stage] + panel * Shared::BLOCK_N, warp);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (elect_one()) {
+      mbarrier_arrive(shared.value_read[from.stage]);
+      mbarrier_arrive(shared.transposed_written[to.stage]);
+    }
+    from.advance();
+    to.advance();
+  }
+}
+
+// Sets up all barriers. One thread.
+template <typename Shared>
+__device__ __forceinline__ void initialize(Shared& shared) {
+  constexpr int READERS = 4 * Shared::CONSUMERS;  // warps
+#pragma unroll
+  for (int stage = 0; stage < Shared::QUERY_STAGES; ++stage) {
+    mbarrier_init(shared.query_loaded[stage], 1);
+    mbarrier_init(shared.query_read[stage], 32 * READERS);
+  }
+#pragma unroll
+  for (int stage = 0; stage < Shared::STAGES; ++stage) {
+    mbarrier_init(shared.key_loaded[stage], Shared::KEY_SCALES ? 1 + SCALE_WRITERS : 1);
+    mbarrier_init(shared.key_read[stage], Shared::KEY_SCALES ? 32 * READERS : READERS);
+    mbarrier_init(shared.transposed_written[stage], Shared::TRANSPOSERS);
+    mbarrier_init(shared.transposed_read[stage], READERS);
+  }
+#pragma unroll
+  for (int stage = 0; stage < Shared::VALUE_STAGES; ++stage) {
+    shared.value_end[stage] = false;
+    mbarrier_init(shared.value_loaded[stage], 1);
+    mbarrier_init(shared.value_read[stage], Shared::TRANSPOSERS);
+  }
+  mbarrier_init_fence();
+}
+
+// STAGES: tiles of K and of V^T that there is room for; VALUE_STAGES: of V, waiting to be transposed. KEY_SCALES:
+// whether the keys of a head have different scales. IN_PLACE: whether the tensor cores add P V to O.
+template <typename T, typename CODE, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int VALUE_STAGES,
+          int QUERY_STAGES, bool KEY_SCALES, bool IN_PLACE, int PROMOTED_TILES, bool CAUSAL>
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
+    throughput_fp8_attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
+                             const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+  using Shared = Fp8Storage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES,
+                            PROMOTED_TILES>;
+  // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
+  // most that all its threads can have, in eights.
+  constexpr int CONSUMER_REGISTERS = CONSUMERS == 4    ? 112
+                                     : CONSUMERS == 3  ? 160
+                                     : HEAD_DIM == 64  ? 216
+                                     : HEAD_DIM == 128 ? 232
+                                     : IN_PLACE        ? 224
+                                                       : 240;
+  constexpr int PRODUCER_REGISTERS = CONSUMERS > 2     ? 32
+                                     : HEAD_DIM == 64  ? 72
+                                     : HEAD_DIM == 128 ? 40
+                                     : IN_PLACE        ? 56
+                                                       : 24;
+  constexpr int LAUNCHED = 65536 / ((1 + CONSUMERS) * WARPGROUP_THREADS) / 8 * 8;
+  static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (1 + CONSUMERS) * LAUNCHED,
+                "consumers would wait for registers for ever");
+  constexpr int AT_A_TIME = PRODUCER_REGISTERS < 32   ? 1
+                            : PRODUCER_REGISTERS < 40 ? 2
+                                                      : 4;  // loads of a transposing warp
+
+  auto& shared = dynamic_shared<Shared>();
+  // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
+  grid_dependency_launch();
+  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) initialize(shared);
+  __syncthreads();
+  // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+  grid_dependency_wait();
+
+  if (warp < 4) {
+    release_registers<PRODUCER_REGISTERS>();
+    if (warp == 0) {
+      if (elect_one()) {
+        prefetch_tensor_map(query);
+        prefetch_tensor_map(key);
+        prefetch_tensor_map(value);
+        produce<CAUSAL>(shared, params, query, key, value);
+      }
+    } else if (warp <= Shared::TRANSPOSERS) {
+      transpose<AT_A_TIME>(shared, warp - 1);
+    } else if (KEY_SCALES) {
+      fetch_key_scales<CAUSAL>(shared, params);
+    }
+  } else {
+    claim_registers<CONSUMER_REGISTERS>();
+    if constexpr (IN_PLACE) {
+      Fp8Promoting<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      consumer.run();
+    } else if constexpr (HEAD_DIM > 128) {
+      WideFp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      consumer.run();
+    } else {
+      Fp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      consumer.run();
+    }
+  }
+}
+
+}  // namespace microsdpa
