@@ -6,8 +6,8 @@ A marker pair looks like this, and what stands between the two is replaced:
     <!-- microsdpa:end -->
 
 `peers=torch-flash,...` shows the columns of these peers only, `eight_bit=no` no 8-bit modes, `unit=tflops` TFLOP/s,
-`notes=no` no reasons of failures. `microsdpa:plot gpu=h200 name=latency` shows a plot, `microsdpa:peers` the table of
-peers, and `microsdpa:support` what the specifications support.
+`unit=ms` milliseconds, `notes=no` no reasons of failures. `microsdpa:plot gpu=h200 name=latency` shows a plot,
+`microsdpa:peers` the table of peers, and `microsdpa:support` what the specifications support.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MARKER = re.compile(
 )
 STALE = "stale"
 NOT_RECORDED = "*Not recorded yet: `microsdpa {} --output benchmarks/results`, on a GPU, writes the result file.*\n"
-UNITS = ("us", "tflops")
+UNITS = ("us", "ms", "tflops")
 SIXTEEN_BITS = ("float16", "bfloat16")
 SIXTEEN_BIT = ("float16", "bfloat16")
 NOTE_LENGTH = 85
@@ -174,7 +174,7 @@ def timing_table(
 def timing_lines(
     result: results.Result, mode: str, unit: str = "us", peers: list[str] | None = None
 ) -> list[list[str]]:
-    """Microseconds, or TFLOP/s: a header, then a line a case, a column an implementation, the ratio to the best peer.
+    """Times or TFLOP/s: a header, then a line a case, a column an implementation, the ratio to the best peer.
 
     `peers` are the slugs of those that get a column; the best peer is that of all of them.
 
@@ -272,7 +272,9 @@ def _cell(row: results.Row | None, target: str, unit: str) -> str:
     if row["status"] != "ok":
         return str(row["status"])
     stale = f" ({STALE})" if row.get("code_signature") and is_stale(row, target) else ""
-    number = f"{row['tflops']:.0f}" if unit == "tflops" and row["tflops"] else f"{quoted_us(row):.2f}"
+    if unit == "tflops" and row["tflops"]:
+        return f"{row['tflops']:.0f}{stale}"
+    number = f"{quoted_us(row) / 1000:.1f}" if unit == "ms" else f"{quoted_us(row):.2f}"
     return f"{number}{stale}"
 
 
