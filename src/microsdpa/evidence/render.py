@@ -19,6 +19,7 @@ from pathlib import Path
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import (
     accuracy,
+    fuzz,
     ladder_table,
     models,
     probes,
@@ -110,6 +111,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return ladder_table.NOT_RECORDED
     if options["suite"] == "verify_torch" and not path.is_file():
         return verify_torch.NOT_RECORDED
+    if options["suite"] == fuzz.SUITE and not path.is_file():
+        return fuzz.NOT_RECORDED
     if options["suite"] == models.SUITE and not path.is_file():
         return models.NOT_RECORDED
     if not path.is_file() and options["suite"] == "accuracy":
@@ -123,6 +126,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     result = results.read(path)
     if options["suite"] == "verify_torch":
         return verify_torch.markdown(result, is_stale) + f"\n{provenance(result)}"
+    if options["suite"] == fuzz.SUITE:
+        return fuzz.markdown(result, is_stale) + f"\n{provenance(result)}"
     if options["suite"] == models.SUITE:
         return models.markdown(result) + f"\n{provenance(result)}"
     if options["suite"].startswith("verify"):
