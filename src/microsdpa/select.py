@@ -65,7 +65,7 @@ def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
         if _refuse_mask(problem, family) or (impl == "auto" and family.passed_over(problem)):
             continue
         result = family.specify(problem)
-        if isinstance(result, KernelSpec) and _refuse_layout(problem, result) is None:
+        if isinstance(result, KernelSpec) and not (_refuse_layout(problem, result) or oversized(problem, result)):
             return result
     return None
 

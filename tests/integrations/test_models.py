@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa.evidence import models, results, tiny
+from microsdpa.evidence import model_processes, models, results, tiny
 from microsdpa.evidence.tiny import Candidate
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[integrations]'")
@@ -96,9 +96,11 @@ def test_candidates_are_many_and_each_once() -> None:
     assert {"decoder", "encoder", "encoder-decoder", "speech", "vision", "tower"} <= {c.family for c in found}
 
 
-def test_a_result_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ends is a row, and the models after it are checked by a new one."""
-    monkeypatch.setattr(models, "WORKER", ["-c", _DYING_WORKER])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_result_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    """A process that ends is a row, and new ones check the models after it; a scenario that eager loses is left out."""
+    monkeypatch.setattr(model_processes, "WORKER", ["-c", _DYING_WORKER])
+    monkeypatch.setattr(model_processes, "number_of_processes", lambda device: processes)
     step = models.step(kinds=("llama", "gpt2", "bloom", "vit"), output=tmp_path)
     assert step.status == "failed"
     stored: dict[str, Any] = results.read(next(tmp_path.rglob("models.json")))
@@ -109,6 +111,10 @@ def test_a_result_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "decoder: llama": "agrees",
         "vision: vit": "agrees",
     }
+    assert [row["case"] for row in stored["rows"]] == list(outcomes)
+    llama = stored["rows"][2]["scenarios"]
+    assert llama["plain"]["error"] is not None
+    assert llama["lost"] == {"error": None, "allowed": None, "reason": "not run: eager loses the device: CUDA error: x"}
     text = models.markdown(stored)
     assert "| decoder | agrees | 1 |" in text
     assert "- its process ended with 3: " in text
@@ -117,8 +123,15 @@ def test_a_result_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyP
 _DYING_WORKER = """
 import os, sys
 from microsdpa.evidence import models
-check = models.check_again
-models.check_again = lambda candidate, *rest: os._exit(3) if candidate.kind == "gpt2" else check(candidate, *rest)
-models.scenarios = lambda family, device: {"plain": models._forward}
+
+def lose(model):
+    raise RuntimeError("CUDA error: x")
+
+def check_or_die(candidate, *rest, **options):
+    return os._exit(3) if candidate.kind == "gpt2" else check(candidate, *rest, **options)
+
+check, models.check_again = models.check_again, check_or_die
+llamas = {"plain": models._forward, "lost": lose}
+models.scenarios = lambda family, device: llamas if family == "decoder" else {"plain": models._forward}
 models.main()
 """

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "forward": {
         *("emulate", "masks", "options", "problem", "problems", "runtime", "select", "torch_cpu", "validation"),
     },
-    "nodes": {"arguments", "forward", "masks", "problem"},
+    "nodes": {"arguments", "forward", "masks", "problem", "runtime"},
     "backward": {"forward", "masks", "nodes", "problem", "torch_cpu"},
     "autograd": {"arguments", "backward", "forward", "masks", "nodes"},
     "api": {

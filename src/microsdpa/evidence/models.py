@@ -16,12 +16,10 @@ import logging
 import math
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,9 @@ import torch
 
 import microsdpa
 from microsdpa import api, arguments
-from microsdpa.evidence import results, tiny
+from microsdpa.evidence import model_processes, results, tiny
 from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.model_processes import EagerLost
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.tiny import LENGTH, Candidate, NotTiny
 
@@ -45,10 +44,7 @@ OUTCOMES = ("agrees", "differs", "refused", "own attention", "not made")
 TIMED_RUNS = 5
 COMPILED = "compiled"
 REASON_LENGTH = 100
-BATCH_OF_MODELS = 60
-"""So many models are checked by one process: what torch.compile keeps of each is never freed."""
-WORKER = ["-m", "microsdpa.evidence.models"]
-"""What Python runs to check models in a process of its own."""
+NOTHING_LOST: Mapping[str, str] = {}
 
 Run = Callable[[Any], torch.Tensor]
 
@@ -314,8 +310,20 @@ class DiffusionModels:
                 yield functools.partial(model, **there)
 
 
-def check(candidate: Candidate, device: str, dtype: torch.dtype, only: tuple[str, ...] = (), seed: int = 0) -> Found:
-    """Run one model through its scenarios, or `only` some of them. Nothing that the model does is raised."""
+def check(
+    candidate: Candidate,
+    device: str,
+    dtype: torch.dtype,
+    only: tuple[str, ...] = (),
+    lost: Mapping[str, str] = NOTHING_LOST,
+    seed: int = 0,
+) -> Found:
+    """Run one model through its scenarios, or `only` some of them. What the model raises becomes its outcome.
+
+    Raises:
+        EagerLost: eager attention ended the use of the device, in a scenario that is not yet among `lost`.
+        Exception: microsdpa or the library's own attention ended it.
+    """
     try:
         kind = DiffusionModels if candidate.family == "diffusion" else Models
         models = kind(candidate, seed)
@@ -326,7 +334,9 @@ def check(candidate: Candidate, device: str, dtype: torch.dtype, only: tuple[str
     found = Found(candidate, "agrees", models.note, models.name)
     fallbacks: list[str] = []
     for name, run in scenarios(candidate.family, device).items():
-        if not only or name in only:
+        if name in lost:
+            found.scenarios.append(Outcome(name, reason=f"not run: eager loses the device: {lost[name]}"))
+        elif not only or name in only:
             found.scenarios.append(_scenario(models, name, run, device, dtype, found, fallbacks))
     compared = [outcome for outcome in found.scenarios if outcome.error is not None]
     wrong = [outcome for outcome in compared if outcome.wrong]
@@ -371,7 +381,8 @@ def _scenario(
         expected = output("eager", torch.float32)
         plain = output("eager") if dtype != torch.float32 else None
     except Exception as error:
-        _raise_if_lost(error)
+        if _is_lost(error):
+            raise EagerLost(name, tiny._line(error)) from error
         return Outcome(name, reason=f"not run: eager raises {type(error).__name__}: {tiny._line(error)}")
     run = run_ours
     try:
@@ -380,7 +391,8 @@ def _scenario(
     except microsdpa.UnsupportedProblem as error:
         return Outcome(name, reason=f"refused: {tiny._line(error)}")
     except Exception as error:
-        _raise_if_lost(error)
+        if _is_lost(error):
+            raise
         raised = f"raises {type(error).__name__}: {tiny._line(error)}"
         with contextlib.suppress(Exception):
             output("sdpa")
@@ -400,10 +412,9 @@ def _scenario(
     return outcome
 
 
-def _raise_if_lost(error: Exception) -> None:
-    """After an error of the device nothing more can be run in this process."""
-    if "CUDA error" in str(error) or "cudaError" in str(error):
-        raise error
+def _is_lost(error: Exception) -> bool:
+    """Whether it is an error of the device, after which nothing more can be run in this process."""
+    return "CUDA error" in str(error) or "cudaError" in str(error)
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -462,12 +473,18 @@ def _time(models: Models | DiffusionModels, found: Found, device: str, dtype: to
     found.ours_us, found.stock_us = times["ours"], times["sdpa"]
 
 
-def check_again(candidate: Candidate, device: str, dtype: torch.dtype, only: tuple[str, ...] = ()) -> Found:
+def check_again(
+    candidate: Candidate,
+    device: str,
+    dtype: torch.dtype,
+    only: tuple[str, ...] = (),
+    lost: Mapping[str, str] = NOTHING_LOST,
+) -> Found:
     """check(), with other weights where a rounding may have changed what a half-precision model chooses."""
-    found = check(candidate, device, dtype, only)
+    found = check(candidate, device, dtype, only, lost)
     for seed in range(1, SEEDS if dtype != torch.float32 else 1):
         if found.outcome == "differs":
-            found = check(candidate, device, dtype, only, seed)
+            found = check(candidate, device, dtype, only, lost, seed)
     return found
 
 
@@ -514,43 +531,6 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def _rows_in_processes(
-    todo: list[Candidate], device: str, dtype: torch.dtype, until: float, advance: Callable[[str], None]
-) -> list[results.Row]:
-    """Rows of candidates, from processes that are started anew where one ends, as after an error of the device."""
-    rows: list[results.Row] = []
-    while todo and time.monotonic() < until:
-        command = [sys.executable, *WORKER, device, str(dtype).removeprefix("torch.")]
-        before = len(rows)
-        with (
-            tempfile.TemporaryFile("w+") as said,  # a pipe that nobody reads would stop the process when it is full
-            subprocess.Popen(
-                [*command, json.dumps([[c.family, c.kind] for c in todo[:BATCH_OF_MODELS]])],
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-            ) as process,
-        ):
-            assert process.stdout is not None
-            for line in process.stdout:
-                if not line.startswith("{"):
-                    continue
-                rows.append(json.loads(line))
-                advance(str(todo.pop(0)))
-                if time.monotonic() >= until:
-                    process.kill()
-                    break
-            code = process.wait()
-            said.seek(0)
-            last = (said.read().strip().splitlines() or ["nothing"])[-1][:200]
-        if (code or len(rows) == before) and todo and time.monotonic() < until:
-            lost = todo.pop(0)
-            rows.append(_row(Found(lost, "differs", f"its process ended with {code}: {last}"), dtype))
-            advance(str(lost))
-    rows += [_row(Found(c, "not made", "not run: the time was up"), dtype) for c in todo]
-    return rows
-
-
 def step(
     progress: Progress = no_progress,
     count: int | None = None,
@@ -576,7 +556,11 @@ def step(
         todo = [todo[index] for index in sorted(chosen)]
     advance = progress(SUITE, len(todo))
     until = time.monotonic() + (float("inf") if seconds is None else seconds)
-    rows = _rows_in_processes(list(todo), device, used, until, advance)
+
+    def row_without(candidate: Candidate, outcome: str, reason: str) -> results.Row:
+        return _row(Found(candidate, outcome, reason), used)
+
+    rows = model_processes.rows(todo, device, used, until, advance, row_without)
     wrong = [row for row in rows if row["status"] == "wrong"]
     result = results.make(SUITE, command, rows)
     counts = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in OUTCOMES}
@@ -636,8 +620,12 @@ def main() -> None:
     dtype = getattr(torch, name)
     _quiet()
     torch.set_num_threads(1)
-    for family, kind in json.loads(todo):
-        row = _row(check_again(Candidate(family, kind), device, dtype), dtype)
+    for family, kind, lost in json.loads(todo):
+        try:
+            row = _row(check_again(Candidate(family, kind), device, dtype, lost=lost), dtype)
+        except EagerLost as error:
+            print(json.dumps({"eager_lost": error.scenario, "line": error.line}), flush=True)
+            return
         print(json.dumps(row), flush=True)
 
 

@@ -124,6 +124,8 @@ def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:
 
     Tensors may have any number of elements: kernels address them in 64 bits.
     """
+    if spec.split * problem.batch * problem.heads * (problem.seqlen_q + problem.seqlen_k) <= MAX_GRID_YZ:
+        return None  # no number below is larger
     for stage in spec.stages:
         # A persistent kernel counts all tiles, and goes on by its CTAs until it has passed the last one.
         ctas, most = replace(stage, max_ctas=0).grid(problem), MAX_GRID_X - stage.max_ctas
