@@ -18,7 +18,7 @@ from microsdpa import reference
 from microsdpa.emulate import run
 from microsdpa.evidence import fuzz, fuzz_check, render, results
 from microsdpa.evidence.fuzz_calls import DOORS, Call, draw, simpler, tensors, valid
-from microsdpa.jit.source import CUDA_DIR
+from microsdpa.jit.source import KERNELS_DIR
 
 MASKED = Call(
     door="backward",
@@ -128,7 +128,7 @@ def test_an_error_is_a_failure_and_a_refusal_of_a_named_kernel_is_none(monkeypat
 def _mutant(directory: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """The kernels with one text replaced wherever it stands; the emulator runs these from now on."""
     root = directory / "cuda"
-    shutil.copytree(CUDA_DIR, root)
+    shutil.copytree(KERNELS_DIR, root)
     places = [path for path in root.rglob("*.cu*") if old in path.read_text()]
     assert places, f"no kernel reads {old!r}"
     for path in places:
