@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa import autograd, backward, forward, nodes
+from microsdpa.call.call import NO_TENSORS, MaskTensors
+from microsdpa.call.masks import NONE, Masks
+from microsdpa.call.options import Options
 from microsdpa.evidence.inputs import Case, make, make_masks
-from microsdpa.forward import MaskTensors, Options
-from microsdpa.masks import NONE, Masks
+from microsdpa.execution import autograd, backward, nodes
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ def _backward_on_cpu() -> Iterator[None]:
     ) -> Any:
         assert lse.shape == (*q.shape[:3], 1)
         masks = NONE if bias is None else Masks(bias)
-        found = backward._through_math(grad, None, q, k, v, "upper_left" if rest[-1] else None, scale, masks)
+        found = backward._through_math((grad, None), (q, k, v), "upper_left" if rest[-1] else None, scale, masks)
         return tuple(found[:3])  # not that of the mask
 
     def flash(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, scale: Any = None) -> Any:
         assert lse.shape == q.shape[:3]
         causal = "lower_right" if rest[5] else None
-        return tuple(backward._through_math(grad, None, q, k, v, causal, scale, NONE))
+        return tuple(backward._through_math((grad, None), (q, k, v), causal, scale, NONE))
 
     library = torch.library.Library("aten", "IMPL")
     library.impl(f"{nodes.CUDNN}_backward", cudnn, "CPU")
@@ -84,7 +85,7 @@ def test_a_refusal_comes_through_the_node(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(nodes, "operator_for", lambda *_: nodes.CUDNN)
     query, key, value = (t.requires_grad_() for t in make(Case(1, 2, 8, 8, 16)))
     with pytest.raises(microsdpa.InvalidArgument, match="softcap"):
-        nodes.attend((query, key, value), forward.NO_TENSORS, Options(softcap=-1.0))
+        nodes.attend((query, key, value), NO_TENSORS, Options(softcap=-1.0))
 
 
 def test_torchs_own_calls_do_not_reach_the_kernels() -> None:

@@ -66,7 +66,7 @@ def _specification(problem: Problem, tiling: Tiling, pack: int, late: int) -> Ke
         pack=pack,
         programmatic=programmatic,
         workspace_row_bytes=tiling.split * (4 * problem.head_dim + 8) if in_two_kernels else 0,
-        then=_merge(problem, tiling.split, programmatic) if in_two_kernels else None,
+        next_kernel=_merge(problem, tiling.split, programmatic) if in_two_kernels else None,
         params="microsdpa::MaskedParams" if problem.mask else "microsdpa::AttentionParams",
     )
 

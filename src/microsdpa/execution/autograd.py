@@ -8,9 +8,11 @@ import torch
 from torch._C import _are_functorch_transforms_active, _AutoDispatchBelowAutograd, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
-from microsdpa import arguments, backward, forward, nodes
-from microsdpa.forward import Inputs, MaskTensors, Options
-from microsdpa.masks import Masks
+from microsdpa.call import tensors
+from microsdpa.call.call import Inputs, MaskTensors, mask_tensors
+from microsdpa.call.masks import Masks
+from microsdpa.call.options import Options
+from microsdpa.execution import backward, forward, nodes
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that nothing but this library looks at."""
@@ -48,8 +50,8 @@ def operator(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: b
     It is attention_output where neither the LSE nor a gradient is asked for.
     """
     query, key, value = inputs
-    arguments.check_not_nested(query=query, key=key, value=value, **masks._asdict())
-    alignment = arguments.check_causal(options.is_causal, options.causal)
+    tensors.check_not_nested(query=query, key=key, value=value, **masks._asdict())
+    alignment = tensors.check_causal(options.is_causal, options.causal)
     ends = list(options.window or (-1, -1))
     rest = options.scale, options.enable_gqa, ends, options.softcap, options.impl
     graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *masks))
@@ -82,7 +84,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, H, S_q, D] and LSE [B, H, S_q]."""
         inputs = query, key, value
-        masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
+        masks = mask_tensors(attn_mask, alibi_slopes, sinks)
         if eager:
             out, lse = forward.attend(inputs, masks, options, True)
         else:
@@ -98,23 +100,23 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the tensors; None for options, and for a mask of booleans."""
         grad_out, grad_lse = grads
-        *inputs, out, lse = ctx.saved_tensors
+        *given, out, lse = ctx.saved_tensors
         options: Options = ctx.options
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        query, key, value, attn_mask, alibi_slopes, sinks = inputs
+        query, key, value, attn_mask, alibi_slopes, sinks = given
         causal = "upper_left" if options.is_causal else options.causal
         # With grad enabled, a gradient of the gradient is wanted: the operator refuses it.
         if is_eager((query, key, grad_out)) and not torch.is_grad_enabled():
             masks = Masks(attn_mask, options.window, options.softcap, alibi_slopes, sinks)
-            common = grad_out, grad_lse, query, key, value, out, lse, causal, options.scale
-            found = backward.gradients(*common, masks)
+            inputs = query, key, value
+            found = backward.gradients((grad_out, grad_lse), inputs, (out, lse), causal, options.scale, masks)
         else:
             ends = list(options.window or (-1, -1))
             rest = causal, options.scale, ends, options.softcap
-            found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *inputs, out, lse, *rest)
+            found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *given, out, lse, *rest)
         waiting = iter(found)
-        return *(next(waiting) if t is not None and t.is_floating_point() else None for t in inputs), None, None
+        return *(next(waiting) if t is not None and t.is_floating_point() else None for t in given), None, None
 
 
 _apply = super(torch.autograd.Function, _Attention).apply

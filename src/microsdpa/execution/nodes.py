@@ -15,11 +15,12 @@ import torch
 from torch._C import _get_cudnn_sdp_enabled
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from microsdpa import forward
-from microsdpa.arguments import is_aligned
-from microsdpa.forward import Inputs, MaskTensors, Options
+from microsdpa.call.call import NO_TENSORS, Inputs, MaskTensors
+from microsdpa.call.masks import UNBOUNDED
+from microsdpa.call.options import Options
+from microsdpa.call.tensors import is_aligned
+from microsdpa.execution import forward
 from microsdpa.kernels.problem import VECTOR_BYTES
-from microsdpa.masks import UNBOUNDED
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 FLASH = "_scaled_dot_product_flash_attention"
@@ -78,7 +79,7 @@ def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
     strides = query.stride(), key.stride(), value.stride()
     known: tuple[object, ...] = query.shape, key.shape, *strides, query.dtype, query.get_device(), options
     known = *known, torch.are_deterministic_algorithms_enabled(), _get_cudnn_sdp_enabled()
-    if masks is not forward.NO_TENSORS:
+    if masks is not NO_TENSORS:
         mask = masks.attn_mask
         of_mask = None if mask is None else (mask.dtype, mask.requires_grad, mask.shape)
         known = *known, of_mask, masks.alibi_slopes is None and masks.sinks is None
