@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa.call import masks as mask_checks
 from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.validate import check
@@ -88,52 +87,58 @@ def sdpa(
         UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
         CompileError: the kernel does not compile on this machine.
     """
-    graded, eight_bit = False, False
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
-        eight_bit = True
         masked = attn_mask is not None or window is not None or softcap is not None
         if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):
             given = (query, key, value), (q_scale, k_scale, v_scale), (is_causal, causal, enable_gqa, impl, precision)
             found = forward.launch_eight_bit(*given, scale, return_lse, out)
             if found is not None:
                 return found if return_lse else found[0]  # type: ignore[return-value]
-    elif not is_dynamo_compiling():
-        try:
-            graded = _is_grad_enabled() and (
-                query.requires_grad
-                or key.requires_grad
-                or value.requires_grad
-                or (attn_mask is not None and attn_mask.requires_grad)
-                or (alibi_slopes is not None and alibi_slopes.requires_grad)
-                or (sinks is not None and sinks.requires_grad)
-                or (out is not None and out.requires_grad)
-            )
-            if not graded:
-                # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
-                plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
-                code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
-                result = _empty_like(query) if out is None else out
-                if attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None:
-                    lse = _launch(query, key, value, result, return_lse, code, scale)
-                elif is_causal and attn_mask is not None:
-                    lse = None
-                else:
-                    left, right = (-1, -1) if window is None else window
-                    arrays = attn_mask, alibi_slopes, sinks
-                    ends = left, right, softcap
-                    lse = _launch_masked(query, key, value, result, return_lse, code, scale, *arrays, *ends)
-                if lse is not None:
-                    return (result, lse) if return_lse else result
-                del result  # a large output is not to be there twice
-        except MISSES:
-            pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
+        masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
+        options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
+        found = forward.first_call(Call((query, key, value), masks, scales, options, return_lse, out))
+        return found if return_lse else found[0]  # type: ignore[return-value]
+    if is_dynamo_compiling():
+        traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl, None)
+        result, lse = autograd.operator((query, key, value), (attn_mask, alibi_slopes, sinks), traced, return_lse)
+        result = result if out is None else out.copy_(result)
+        return (result, lse) if return_lse else result  # type: ignore[return-value]
+    graded = False
+    try:
+        graded = _is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (attn_mask is not None and attn_mask.requires_grad)
+            or (alibi_slopes is not None and alibi_slopes.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
+            or (out is not None and out.requires_grad)
+        )
+        if not graded:
+            # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
+            plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
+            code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
+            result = _empty_like(query) if out is None else out
+            if attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None:
+                lse = _launch(query, key, value, result, return_lse, code, scale)
+            elif is_causal and attn_mask is not None:
+                lse = None
+            else:
+                left, right = (-1, -1) if window is None else window
+                arrays = attn_mask, alibi_slopes, sinks
+                ends = left, right, softcap
+                lse = _launch_masked(query, key, value, result, return_lse, code, scale, *arrays, *ends)
+            if lse is not None:
+                return (result, lse) if return_lse else result
+            del result  # a large output is not to be there twice
+    except MISSES:
+        pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
     inputs, masks = (query, key, value), mask_tensors(attn_mask, alibi_slopes, sinks)
-    options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
-    if not eight_bit and (graded or autograd.is_traced(inputs)):
+    options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
+    if graded or autograd.is_traced(inputs):
         found = _through_autograd(inputs, masks, options, return_lse, out)
     else:
-        call = Call(inputs, masks, scales_of(q_scale, k_scale, v_scale), options, return_lse, out)
-        found = forward.first_call(call)
+        found = forward.first_call(Call(inputs, masks, options=options, return_lse=return_lse, out=out))
     return found if return_lse else found[0]  # type: ignore[return-value]
 
 
@@ -142,7 +147,6 @@ def _through_autograd(
 ) -> forward.Result:
     """A call that a gradient may be asked of, or that is traced into a graph."""
     if autograd.is_traced(inputs):
-        mask_checks.refuse_both(options.is_causal, masks.attn_mask)
         result, lse = autograd.operator(inputs, masks, options, return_lse)
         return result if out is None else out.copy_(result), lse
     if out is not None:

@@ -34,7 +34,7 @@ def gradients(
     if grad_lse is None and inputs[0].is_cuda and not numbers:
         options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
         tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
-        operator = nodes.operator_for(inputs, tensors, options)
+        operator, _ = nodes.operator_for(inputs, tensors, options)
         if operator == nodes.CUDNN:
             return _through_cudnn(grad_out, inputs, result, causal, scale, masks.attn_mask)
         if operator == nodes.FLASH:

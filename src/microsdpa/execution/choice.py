@@ -68,5 +68,5 @@ def _is_aligned(checked: Checked, out: torch.Tensor | None) -> bool:
     if checked.emulated:
         return all(map(tensors.is_aligned, inputs if out is None else (*inputs, out)))
     if out is None:
-        return all(map(tensors.is_aligned, (*inputs, torch.empty_like(inputs[0], device="meta"))))
+        return all(map(tensors.is_aligned, inputs)) and tensors.allocation_is_aligned(inputs[0])
     return launcher.alignment(*inputs, out) == VECTOR_BYTES
