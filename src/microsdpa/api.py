@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -11,13 +9,10 @@ from microsdpa import autograd, eight_bit, forward
 from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.forward import MISSES, MaskTensors, Options
-from microsdpa.kernels.problem import Causal
+from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.options import OPTIONS
 from microsdpa.runtime import launcher
 from microsdpa.validation import validate_call
-
-if TYPE_CHECKING:
-    from microsdpa.kernels.eight_bit import Operands
 
 _launch = launcher.launch
 _launch_masked = launcher.launch_masked

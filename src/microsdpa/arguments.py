@@ -21,7 +21,8 @@ def check_impl(impl: object) -> str:
     kernel = impl if isinstance(impl, str) else ""
     if kernel.split(":")[0] == "emulate":
         kernel = kernel.partition(":")[2] or "auto"
-    if not isinstance(impl, str) or (kernel != "auto" and family_named(kernel) is None):
+    family = family_named(kernel)
+    if not isinstance(impl, str) or (kernel != "auto" and (family is None or family.eight_bit)):
         known = ", ".join(repr(family.name) for family in FAMILIES)
         raise InvalidArgument(
             "impl",

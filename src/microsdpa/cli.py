@@ -43,8 +43,7 @@ from microsdpa.evidence.roofline_page import step as roofline_step
 from microsdpa.evidence.step import Step
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.evidence.timing import MODES
-from microsdpa.kernels.eight_bit import OPERANDS
-from microsdpa.kernels.problem import capability_of, virtual
+from microsdpa.kernels.problem import OPERANDS, capability_of, virtual
 from microsdpa.runtime import launcher
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CANNOT_RUN = 1, 2, 3

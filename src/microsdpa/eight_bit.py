@@ -31,13 +31,12 @@ from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
 from microsdpa.forward import MISSES, Inputs, Result
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
-from microsdpa.kernels import KernelSpec, Rejection, emulated_target, oversized
-from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem, eight_bit_family_named
-from microsdpa.kernels.problem import Causal
+from microsdpa.kernels import emulated_target
+from microsdpa.kernels.problem import Causal, Problem
 from microsdpa.kernels.quantize.spec import RECIPES, Recipe, fused
 from microsdpa.options import EIGHT_BIT_OPTIONS
 from microsdpa.runtime import launcher
-from microsdpa.select import Selection
+from microsdpa.select import Selection, select
 
 Scales = tuple[object, object, object]
 """q_scale, k_scale and v_scale as they were given, not validated yet."""
@@ -56,7 +55,7 @@ class Call:
         emulated: whether it runs in the emulator.
     """
 
-    problem: EightBitProblem
+    problem: Problem
     recipe: Recipe | None
     selection: Selection
     scale: float
@@ -181,7 +180,7 @@ def check(
     if query.numel() == 0 or key.shape[2] == 0:
         return None
     eight_bit_arguments.check_aligned(tensors)
-    problem = EightBitProblem(
+    problem = Problem(
         batch=query.shape[0],
         heads=query.shape[1],
         heads_kv=key.shape[1],
@@ -196,27 +195,7 @@ def check(
         key_block=key_block,
     )
     factor = 1 / math.sqrt(problem.head_dim) if scale is None else scale
-    return Call(problem, recipe, choose(problem, kernel), factor, emulated)
-
-
-def choose(problem: EightBitProblem, kernel: str) -> Selection:
-    """The kernel called `kernel`, or for "auto" the first that computes the problem.
-
-    Raises:
-        UnsupportedProblem: there is none.
-    """
-    named = eight_bit_family_named(kernel)
-    rejections: list[tuple[str, Rejection]] = []
-    for family in EIGHT_BIT_FAMILIES if named is None else (named,):
-        result = family.specify(problem)
-        if isinstance(result, KernelSpec):
-            refusal = oversized(problem, result) or (family.passed_over(problem) if named is None else None)
-            if refusal is None:
-                return Selection(result, tuple(rejections))
-            result = refusal
-        rejections.append((family.name, result))
-    why = "; ".join(f"{name}: {rejection.reason}" for name, rejection in rejections)
-    raise UnsupportedProblem(why, nearest=rejections[0][1].nearest)
+    return Call(problem, recipe, select(problem, kernel), factor, emulated)
 
 
 def _emulate(
@@ -339,8 +318,7 @@ def explanation(call: Call | None, impl: str) -> Explanation:
 
 def _target(query: torch.Tensor, emulated: bool, kernel: str) -> str:
     if emulated:
-        family = eight_bit_family_named(kernel)
-        return family.emulated_target if family else emulated_target("auto")
+        return emulated_target(kernel)
     if reason := launcher.device_error():
         raise UnsupportedProblem(reason, nearest="CPU tensors with impl='emulate'")
     return launcher.target_of_device(query.device)

@@ -9,7 +9,8 @@ import torch
 
 from microsdpa import arguments
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, Operands, eight_bit_family_named
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, family_named
+from microsdpa.kernels.problem import Operands
 
 CODE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 _OPERANDS: dict[tuple[torch.dtype, ...], Operands] = {
@@ -27,7 +28,8 @@ def check_impl(impl: object) -> tuple[str, bool]:
     kernel = impl if isinstance(impl, str) else ""
     if emulated:
         kernel = kernel.partition(":")[2] or "auto"
-    if kernel != "auto" and eight_bit_family_named(kernel) is None:
+    family = family_named(kernel)
+    if kernel != "auto" and (family is None or not family.eight_bit):
         known = ", ".join(repr(family.name) for family in EIGHT_BIT_FAMILIES)
         raise InvalidArgument(
             "impl",

@@ -15,7 +15,6 @@ import torch
 from microsdpa import arguments, eight_bit_arguments
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import KernelSpec
-from microsdpa.kernels.eight_bit import EightBitProblem
 from microsdpa.kernels.eight_bit_params import (
     ByteStrides,
     ChannelScales,
@@ -24,7 +23,7 @@ from microsdpa.kernels.eight_bit_params import (
     RestoreLseParams,
     RowScales,
 )
-from microsdpa.kernels.problem import DType
+from microsdpa.kernels.problem import DType, Problem
 from microsdpa.kernels.quantize.spec import Recipe, fused, fused_grid, part_rows, restore_lse
 from microsdpa.kernels.spec import MAX_GRID_X, Grid
 from microsdpa.quantize import CODE_DTYPE
@@ -183,7 +182,7 @@ def quantising(recipe: Recipe, dtype: DType, places: Places) -> Launch:
     return Launch(fused(recipe, dtype, head_dim), grid, params, _pointers(QuantizeParams, places))
 
 
-def attending(spec: KernelSpec, problem: EightBitProblem, places: Places, scale: float) -> Launch:
+def attending(spec: KernelSpec, problem: Problem, places: Places, scale: float) -> Launch:
     """The launch of an attention kernel; places of its operands, and "lse"; `scale` is the softmax's."""
     params = EightBitParams(
         **{f"{name}_strides": places[name].byte_strides for name in ("query", "key", "value", "out")},
@@ -204,7 +203,7 @@ def attending(spec: KernelSpec, problem: EightBitProblem, places: Places, scale:
     return Launch(spec, spec.grid(problem), params, _pointers(EightBitParams, places), maps)
 
 
-def restoring(problem: EightBitProblem, places: Places, scale: float) -> Launch:
+def restoring(problem: Problem, places: Places, scale: float) -> Launch:
     """The launch that gives the LSE back what smoothing took; places of "query", "key_mean" and "lse"."""
     spec = restore_lse(problem.dtype, problem.head_dim)
     rows = problem.batch * problem.heads * problem.seqlen_q
@@ -258,7 +257,7 @@ def quantize_query_key_value(
 
 def run_attention(
     spec: KernelSpec,
-    problem: EightBitProblem,
+    problem: Problem,
     codes: Codes,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -273,7 +272,7 @@ def run_attention(
 
 
 def run_restore_lse(
-    problem: EightBitProblem,
+    problem: Problem,
     query: torch.Tensor,
     key_mean: torch.Tensor,
     lse: torch.Tensor,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from microsdpa import eight_bit, problems
@@ -11,13 +9,10 @@ from microsdpa import masks as mask_arguments
 from microsdpa.explanation import NOTHING_TO_COMPUTE, Explanation
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
-from microsdpa.kernels.problem import Causal
+from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.masks import Masks
 from microsdpa.select import select
 from microsdpa.validation import check_cpu_impl, emulated, is_empty, validate_call
-
-if TYPE_CHECKING:
-    from microsdpa.kernels.eight_bit import Operands
 
 
 def explain(

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
-from typing import TYPE_CHECKING
 
-from microsdpa.kernels import FAMILIES
-from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS
-
-if TYPE_CHECKING:
-    from microsdpa.kernels import Family
-    from microsdpa.kernels.eight_bit import EightBitFamily
-
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, Family
+from microsdpa.kernels.problem import OPERANDS
 
 _ALIGNMENTS: dict[tuple[bool, str | None], int] = {
     (False, None): 0,
@@ -24,7 +18,7 @@ _ALIGNMENTS: dict[tuple[bool, str | None], int] = {
 """Codes of (is_causal, causal)."""
 
 
-def _impls(families: Iterable[Family | EightBitFamily]) -> dict[str, int]:
+def _impls(families: Iterable[Family]) -> dict[str, int]:
     impls = {"auto": 0}
     for index, family in enumerate(families, start=1):
         impls |= {family.name: index, family.short_name: index}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -13,11 +13,8 @@ from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.explanation import Explanation
 from microsdpa.forward import Options
-from microsdpa.kernels.problem import VECTOR_BYTES, Causal
+from microsdpa.kernels.problem import VECTOR_BYTES, Causal, Operands
 from microsdpa.runtime import launcher
-
-if TYPE_CHECKING:
-    from microsdpa.kernels.eight_bit import Operands
 
 MASK_TENSORS = ("attn_mask", "alibi_slopes", "sinks")
 """Those of the masks that every call of a plan is given anew."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.kernels import FAMILIES, Family, KernelSpec, Rejection, family_named, oversized
+from microsdpa.kernels import Family, KernelSpec, Rejection, oversized, policy
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem
 
 
@@ -25,14 +25,6 @@ class Selection:
     def wishes(self) -> tuple[tuple[str, str], ...]:
         """(kernel, the nearest problem that it would compute)."""
         return tuple((name, rejection.nearest) for name, rejection in self.rejections)
-
-
-def candidates(impl: str) -> tuple[Family, ...]:
-    """Families that `impl` admits: all of them for "auto", exactly one for a kernel's name, none otherwise."""
-    if impl == "auto":
-        return FAMILIES
-    family = family_named(impl)
-    return (family,) if family else ()
 
 
 def _refuse_mask(problem: Problem, family: Family) -> Rejection | None:
@@ -61,8 +53,8 @@ def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
 
 def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
     """What select() chooses, without its reasons and in a fifth of the time; None where it raises."""
-    for family in candidates(impl):
-        if _refuse_mask(problem, family) or (impl == "auto" and family.passed_over(problem)):
+    for family in policy.candidates(problem, impl):
+        if _refuse_mask(problem, family) or (impl == "auto" and policy.skip_reason(family, problem)):
             continue
         result = family.specify(problem)
         if isinstance(result, KernelSpec) and not (_refuse_layout(problem, result) or oversized(problem, result)):
@@ -71,23 +63,37 @@ def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
 
 
 def select(problem: Problem, impl: str = "auto") -> Selection:
-    """Choose the kernel for `problem` among the families that `impl` admits.
+    """Choose the kernel for `problem` among those that `impl` admits.
 
     Pure: the answer depends on the arguments alone.
 
     Raises:
-        UnsupportedProblem: every family rejected the problem; the reasons are in the message.
+        UnsupportedProblem: every kernel rejected the problem; the reasons are in the message.
     """
     rejections: list[tuple[str, Rejection]] = []
-    for family in candidates(impl):
+    for family in policy.candidates(problem, impl):
         result = _refuse_mask(problem, family) or family.specify(problem)
         if isinstance(result, KernelSpec):
             refusal = _refuse_layout(problem, result) or oversized(problem, result)
-            refusal = refusal or (family.passed_over(problem) if impl == "auto" else None)
+            refusal = refusal or (policy.skip_reason(family, problem) if impl == "auto" else None)
             if refusal is None:
                 return Selection(result, tuple(rejections))
             result = refusal
         rejections.append((family.name, result))
     reasons = "; ".join(f"{name}: {rejection.reason}" for name, rejection in rejections)
-    nearest = rejections[0][1].nearest if rejections else "impl='auto'"
+    nearest = _nearest(problem, impl, [rejection for _, rejection in rejections])
     raise UnsupportedProblem(reasons or f"no kernel is called {impl!r}", nearest=nearest)
+
+
+def _nearest(problem: Problem, impl: str, rejections: list[Rejection]) -> str:
+    """The least change that would have the problem computed.
+
+    It is the nearest head dimension that one of the kernels computes, or else what the last and most general one wants.
+    """
+    if not rejections:
+        return "impl='auto'"
+    dims = {rejection.head_dim for rejection in rejections} - {0}
+    for head_dim in sorted(dims, key=lambda d: (abs(d - problem.head_dim), -d)):
+        if chosen(replace(problem, head_dim=head_dim), impl) is not None:
+            return f"head_dim {head_dim}"
+    return rejections[-1].nearest

@@ -14,9 +14,9 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels import KernelSpec, eight_bit
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, KernelSpec, eight_bit
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.kernels.quantize.spec import RECIPES
 
 RUNGS = sorted(f.short_name for f in EIGHT_BIT_FAMILIES if f.name.startswith("ladder/"))

@@ -7,16 +7,15 @@ import torch
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels import KernelSpec
-from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, EightBitFamily, EightBitProblem, Operands
-from microsdpa.kernels.problem import Causal
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
+from microsdpa.kernels.problem import Causal, Operands, Problem
 from microsdpa.kernels.quantize.spec import RECIPES
 
 CASE = Case(1, 2, 70, 133, 64)
 
 
-def _computes(precision: Operands, family: EightBitFamily) -> bool:
-    problem = EightBitProblem(
+def _computes(precision: Operands, family: Family) -> bool:
+    problem = Problem(
         *(1, 2, 2, 70, 133, 64, "float16"),
         target=family.emulated_target,
         operands=precision,

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from microsdpa import quantize, reference
-from microsdpa.eight_bit import choose
 from microsdpa.eight_bit_launches import Place, attending
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
@@ -18,11 +17,11 @@ from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.verify_eight_bit import allowed_in_place
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.eight_bit import EightBitProblem, Operands
-from microsdpa.kernels.hopper.common.eight_bit import too_small
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
 from microsdpa.kernels.hopper.throughput_8bit.spec import Tiles, specification, throughput
+from microsdpa.kernels.problem import Operands, Problem
 from microsdpa.quantize import Code, Granularity, Quantized, expand_scale
+from microsdpa.select import select
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""
@@ -55,8 +54,8 @@ INT8_CASES: list[tuple[Case, Granularity, int]] = [
 ]
 
 
-def problem_of(case: Case, key_block: int, operands: Operands = "fp8") -> EightBitProblem:
-    return EightBitProblem(
+def problem_of(case: Case, key_block: int, operands: Operands = "fp8") -> Problem:
+    return Problem(
         *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
         causal=case.causal,
         target="sm_90a",
@@ -66,7 +65,7 @@ def problem_of(case: Case, key_block: int, operands: Operands = "fp8") -> EightB
 
 
 def attend(
-    spec: KernelSpec, problem: EightBitProblem, case: Case, codes: tuple[Quantized, Quantized, Quantized]
+    spec: KernelSpec, problem: Problem, case: Case, codes: tuple[Quantized, Quantized, Quantized]
 ) -> tuple[torch.Tensor, ...]:
     """(output, LSE) of two schedules, the same bits in both."""
     names = ("query", "key", "value")
@@ -159,8 +158,5 @@ def test_two_codes_in_place(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_auto_takes_it_where_it_fills_the_chip() -> None:
     few, many = problem_of(Case(1, 8, 512, 512, 64), 1), problem_of(Case(32, 8, 512, 512, 64), 1)
-    refused = too_small(few)
-    assert refused is not None
-    assert "32 tiles of 128 queries are too few" in refused.reason
-    assert ("hopper/throughput_8bit", refused.reason) in choose(few, "auto").reasons
-    assert choose(many, "auto").spec.name == "hopper/throughput_8bit"
+    assert "32 tiles of 128 queries are too few" in dict(select(few, "auto").reasons)["hopper/throughput_8bit"]
+    assert select(many, "auto").spec.name == "hopper/throughput_8bit"

@@ -12,8 +12,7 @@ import pytest
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels import FAMILIES
-from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES
 
 EIGHT_BIT = {family.name for family in EIGHT_BIT_FAMILIES}
 # One of the mission's eight heads, which two cores share; CPU time, since a build and other processes are none of it.

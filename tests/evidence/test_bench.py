@@ -14,7 +14,7 @@ from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.measuring import to_rehearse
 from microsdpa.evidence.peers import Call, Implementation, Tensors, ours
 from microsdpa.evidence.suites import Suite
-from microsdpa.kernels.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.runtime import launcher
 
 CASE = Case(1, 8, 512, 512, 64)  # its floor on an H200 is 0.54 us

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from microsdpa import select
 from microsdpa.evidence import render, support
 from microsdpa.evidence.survey import TARGETS
-from microsdpa.kernels import FAMILIES, Rejection
+from microsdpa.kernels import Rejection, policy
+from microsdpa.kernels.problem import Problem
 
 PAGE = Path(__file__).parents[2] / "docs/support.md"
 
@@ -43,9 +43,9 @@ def test_a_kernel_that_goes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         dataclasses.replace(family, specify=lambda _: Rejection("gone", "another"))
         if family.name == "ampere/general"
         else family
-        for family in FAMILIES
+        for family in policy.candidates(Problem(1, 1, 1, 1, 1, 64, "float16"), "auto")
     )
-    monkeypatch.setattr(select, "FAMILIES", gone)
+    monkeypatch.setattr(policy, "candidates", lambda problem, impl: gone)
     monkeypatch.setattr(support, "SIZES", support.SIZES[1:2])
     support.matrix.cache_clear()
     after = support.markdown()

@@ -9,7 +9,7 @@ from microsdpa import eight_bit, eight_bit_launches
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import verify_codes, verify_eight_bit
 from microsdpa.evidence.inputs import Case
-from microsdpa.kernels.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.quantize import encode
 from microsdpa.runtime import launcher
 

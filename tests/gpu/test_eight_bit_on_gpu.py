@@ -11,7 +11,8 @@ from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import MicrosdpaEightBit
 from microsdpa.evidence.short_sums import lost_of_scores
-from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands, eight_bit_family_named
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, family_named
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.quantize import expand_scale
 from microsdpa.runtime import launcher
 
@@ -113,7 +114,7 @@ def test_every_rung_on_codes(rung: str, head_dim: int) -> None:
     except microsdpa.UnsupportedProblem as refusal:
         pytest.skip(str(refusal))
     plain = [x.dequantize() for x in made]
-    family, lost = eight_bit_family_named(rung), None
+    family, lost = family_named(rung), None
     if family is not None and "fp8" in family.short_sums:
         of_query, of_key = (expand_scale(x.scale, x.granularity, x.block, x.codes.shape) for x in made[:2])
         lost = lost_of_scores((made[0].codes, made[1].codes), (of_query, of_key), head_dim**-0.5)

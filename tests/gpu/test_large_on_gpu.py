@@ -15,7 +15,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case
 from microsdpa.kernels import FAMILIES
-from microsdpa.kernels.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.kernels.quantize.spec import RECIPES
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 
 pytestmark = pytest.mark.gpu
 QUERIES = {"ampere/general": 20, "ampere/mma": 4}

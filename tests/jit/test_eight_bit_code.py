@@ -7,9 +7,10 @@ import pytest
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.occupancy import occupancy
+from microsdpa.kernels import EIGHT_BIT_FAMILIES
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, HEAD_DIMS, EightBitProblem, Operands
-from microsdpa.kernels.problem import Causal
+from microsdpa.kernels.eight_bit import HEAD_DIMS
+from microsdpa.kernels.problem import Causal, Operands, Problem
 from microsdpa.kernels.quantize.spec import RECIPES, fused
 from microsdpa.kernels.spec import KernelSpec
 
@@ -39,7 +40,7 @@ def compiled(
     rung: str, operands: Operands, terms: int, target: str, head_dim: int = 64, causal: Causal | None = None
 ) -> CompiledKernel:
     family = next(f for f in EIGHT_BIT_FAMILIES if f.short_name == rung)
-    problem = EightBitProblem(
+    problem = Problem(
         1, 8, 8, 512, 512, head_dim, "float16", causal, target=target, operands=operands, query_terms=terms
     )
     spec = family.specify(problem)

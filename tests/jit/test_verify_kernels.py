@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from microsdpa.eight_bit import choose
 from microsdpa.evidence import verify_codes, verify_eight_bit
 from microsdpa.evidence.cases import verify_cases
 from microsdpa.evidence.verify import problem_of
@@ -46,7 +45,7 @@ def test_every_verify_case_in_eight_bits_has_its_kernels() -> None:
     every = [(case, precision) for case in verify_eight_bit.cases() for precision in RECIPES]
     computed = [one for one in every if verify_eight_bit.computed_by("auto", *one, TARGET)]
     assert len(computed) > 50
-    kernels |= {choose(verify_eight_bit.problem_of(*one, TARGET), "auto").spec for one in computed}
+    kernels |= {select(verify_eight_bit.problem_of(*one, TARGET), "auto").spec for one in computed}
     assert failures(kernels) == []
 
 

@@ -28,11 +28,12 @@ from stub_harness import (
 from microsdpa import api, eight_bit, eight_bit_arguments
 from microsdpa.eight_bit import NO_SCALES, Call
 from microsdpa.kernels import KernelSpec, TensorMap
-from microsdpa.kernels.eight_bit import EightBitProblem, Operands
 from microsdpa.kernels.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams
+from microsdpa.kernels.problem import Operands, Problem
 from microsdpa.kernels.quantize.spec import RECIPES
 from microsdpa.prepared import Expected, make_plan
 from microsdpa.runtime import launcher
+from microsdpa.select import select
 
 __all__ = ["_clean"]
 
@@ -97,10 +98,10 @@ def validated(precision: Operands | None, scale: float = 0.5, operands: Operands
     """What check() gives for the shapes of the stub's tensors."""
     recipe = RECIPES[precision] if precision else None
     terms = recipe.query_terms if recipe else 1
-    problem = EightBitProblem(
+    problem = Problem(
         *(2, 4, 2, 16, 24, 32, "float16"), target="sm_89", operands=precision or operands, query_terms=terms
     )
-    return Call(problem, recipe, eight_bit.choose(problem, "auto"), scale, False)
+    return Call(problem, recipe, select(problem, "auto"), scale, False)
 
 
 @pytest.fixture

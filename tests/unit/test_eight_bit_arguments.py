@@ -105,7 +105,7 @@ def test_a_value_scale_for_a_value_without_codes() -> None:
 @pytest.mark.parametrize("head_dim", [48, 80])
 def test_a_head_dimension_that_8_bits_do_not_have(head_dim: int) -> None:
     with pytest.raises(
-        UnsupportedProblem, match=rf"head_dim {head_dim} with 8-bit operands .* nearest supported: head_dim"
+        UnsupportedProblem, match=rf"head_dim {head_dim} is not .* with 8-bit operands; nearest supported: head_dim"
     ):
         microsdpa.sdpa(half(head_dim), half(head_dim), half(head_dim), precision="fp8", impl="emulate")
 
@@ -141,8 +141,8 @@ def test_rows_off_16_bytes_and_outputs() -> None:
 
 
 def test_targets_without_8_bit_products() -> None:
-    from microsdpa.eight_bit import choose
-    from microsdpa.kernels.eight_bit import EightBitProblem
+    from microsdpa.kernels.problem import Problem
+    from microsdpa.select import select
 
     with pytest.raises(UnsupportedProblem, match="sm_86 has no 8-bit floating-point products"):
-        choose(EightBitProblem(1, 1, 1, 8, 8, 32, "float16", target="sm_86"), "auto")
+        select(Problem(1, 1, 1, 8, 8, 32, "float16", target="sm_86", operands="fp8"), "auto")

@@ -8,7 +8,7 @@ import torch
 import microsdpa
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.kernels.quantize.spec import RECIPES
 
 CASE = Case(1, 2, 20, 24, 32)

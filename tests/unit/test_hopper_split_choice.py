@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from microsdpa.kernels import KernelSpec, Rejection
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.problem import Problem
@@ -56,9 +57,9 @@ def test_every_candidate_has_an_sm_to_itself(choice: hopper_split.Split) -> None
     ],
 )
 def test_refusals(change: dict[str, int], reason: str) -> None:
-    refusal = hopper_split.split(replace(WIDE, **change))  # type: ignore[arg-type]
-    assert isinstance(refusal, Rejection)
-    assert refusal.reason == reason
+    with pytest.raises(UnsupportedProblem) as caught:
+        select(replace(WIDE, **change), "hopper/split")  # type: ignore[arg-type]
+    assert caught.value.reason == f"hopper/split: {reason}"
 
 
 def test_it_can_be_named_for_any_shape() -> None:

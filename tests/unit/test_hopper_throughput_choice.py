@@ -109,7 +109,7 @@ def test_problems_of_two_rounds_of_small_tiles(
     ("change", "reason"),
     [
         ({"target": "sm_89"}, "sm_89 has no wgmma"),
-        ({"head_dim": 80}, "head_dim 80 is none of 64, 96, 128, 192, 256"),
+        ({"head_dim": 80}, "head_dim 80 is not 64, 96, 128, 192 or 256"),
         ({"alignment": 2}, "not aligned to 16 bytes"),
         ({"batch": 2**30}, "query tiles exceed 536870912"),
     ],

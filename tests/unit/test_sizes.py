@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa import eight_bit, eight_bit_launches
+from microsdpa import eight_bit_launches
 from microsdpa.emulate import run
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.kernels import FAMILIES, KernelSpec
-from microsdpa.kernels.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec
 from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.kernels.quantize.spec import RECIPES
 from microsdpa.select import select
@@ -72,9 +71,9 @@ def test_what_is_launched_fits(sizes: tuple[int, ...], target: str) -> None:
 @pytest.mark.parametrize("sizes", EXTREMES, ids=str)
 def test_what_is_launched_with_8_bit_operands_fits(sizes: tuple[int, ...]) -> None:
     for head_dim, operands, impl in product((64, 256), RECIPES, ("auto", *(f.name for f in EIGHT_BIT_FAMILIES))):
-        problem = EightBitProblem(*sizes, head_dim, "float16", target="sm_90a", operands=operands)
+        problem = Problem(*sizes, head_dim, "float16", target="sm_90a", operands=operands)
         try:
-            spec = eight_bit.choose(problem, impl).spec
+            spec = select(problem, impl).spec
         except UnsupportedProblem:
             continue
         assert_fits(spec, problem)

@@ -16,8 +16,7 @@ from microsdpa.evidence.inputs import Case, Kind, make
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.wording import provenance
 from microsdpa.kernels import emulated_target
-from microsdpa.kernels.eight_bit import OPERANDS, Operands
-from microsdpa.kernels.problem import target_of
+from microsdpa.kernels.problem import OPERANDS, Operands, target_of
 from microsdpa.kernels.quantize.spec import RECIPES
 from microsdpa.runtime import launcher
 

@@ -24,7 +24,7 @@ from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.peers.ours import RungCodes
-from microsdpa.kernels.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.masks import Masks
 
 SUITE = "doors"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from microsdpa.eight_bit import choose
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import recorded
 from microsdpa.evidence.recorded import problem_of
@@ -12,10 +11,10 @@ from microsdpa.evidence.results import Row
 from microsdpa.explanation import Explanation
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels import emulated_target
-from microsdpa.kernels.eight_bit import Operands
-from microsdpa.kernels.problem import DType
+from microsdpa.kernels.problem import DType, Operands
 from microsdpa.kernels.quantize.spec import RECIPES, fused
 from microsdpa.runtime import launcher
+from microsdpa.select import select
 
 __all__ = ["is_stale", "of_call", "of_precision", "problem_of"]
 
@@ -41,7 +40,7 @@ def of_precision(
     problem = recorded.quantised_problem(precision, shape, dtype, mask, target)
     quantiser = fused(RECIPES[precision], dtype, shape["d"])
     return {
-        "code_signature": code_signature(choose(problem, impl).spec, target),
+        "code_signature": code_signature(select(problem, impl).spec, target),
         "quantiser_signature": code_signature(quantiser, target),
     }
 

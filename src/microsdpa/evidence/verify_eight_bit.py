@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 
 import microsdpa
 from microsdpa import eight_bit_arguments, reference
-from microsdpa.eight_bit import choose
 from microsdpa.eight_bit_launches import Codes, quantize_query_key_value
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.errors import UnsupportedProblem
@@ -20,12 +19,13 @@ from microsdpa.evidence.cases import NOTE_SHAPES
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import allowed_of_values, lost_of_scores
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.kernels import KernelSpec, emulated_target
-from microsdpa.kernels.eight_bit import OPERANDS, EightBitProblem, Operands, eight_bit_family_named
+from microsdpa.kernels import KernelSpec, emulated_target, family_named
 from microsdpa.kernels.hopper.throughput_8bit.spec import LARGEST_CODE
+from microsdpa.kernels.problem import OPERANDS, Operands, Problem
 from microsdpa.kernels.quantize.spec import RECIPES, Recipe
 from microsdpa.quantize import RESIDUAL_STEPS, decode, encode, expand_scale, mean_of_rows, residual, rotate, scales
 from microsdpa.runtime import launcher
+from microsdpa.select import select
 
 SUM_BITS = 13
 """Bits of the summed magnitudes that an 8-bit floating-point product keeps at least."""
@@ -155,7 +155,7 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
     options: dict[str, Any] = {"precision": precision, "causal": case.causal, "enable_gqa": True}
     options["impl"] = kernel if device == "cuda" else f"emulate:{kernel}"
     spec = microsdpa.explain(query, key, value, **options).spec
-    family = eight_bit_family_named(spec.name) if spec else None
+    family = family_named(spec.name) if spec else None
     if family is not None and precision in family.short_sums:
         block = RECIPES[precision].block
         wide = (
@@ -194,21 +194,19 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def problem_of(case: Case, precision: Operands, target: str) -> EightBitProblem:
+def problem_of(case: Case, precision: Operands, target: str) -> Problem:
     """What sdpa(precision=) makes of a case."""
     recipe = RECIPES[precision]
-    return EightBitProblem(
-        **vars(case.problem(target)), operands=precision, query_terms=recipe.query_terms, key_block=recipe.block
-    )
+    return replace(case.problem(target), operands=precision, query_terms=recipe.query_terms, key_block=recipe.block)
 
 
 def computed_by(kernel: str, case: Case, precision: Operands, target: str) -> bool:
     """Whether the kernel of that name computes a case on the GPU that it is for, or "auto" does on `target`."""
-    family = eight_bit_family_named(kernel)
+    family = family_named(kernel)
     if family is not None:
         return isinstance(family.specify(problem_of(case, precision, family.emulated_target)), KernelSpec)
     try:
-        return bool(choose(problem_of(case, precision, target), "auto"))
+        return bool(select(problem_of(case, precision, target), "auto"))
     except UnsupportedProblem:
         return False
 

@@ -2,65 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.eight_bit_problem import (
-    ALL_HEAD_DIMS,
-    HEAD_DIMS,
-    MIN_CAPABILITY,
-    OPERANDS,
-    PARAMS,
-    EightBitProblem,
-    Operands,
-)
-from microsdpa.kernels.hopper.common import eight_bit as hopper_eight_bit
-from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
-from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
-from microsdpa.kernels.problem import Causal, DType, capability_of
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
+from microsdpa.kernels.problem import Problem, capability_of
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, EIGHT_BIT_PARAMS, KernelSpec, Rejection, refused_head_dim
 
-__all__ = [
-    "ALL_HEAD_DIMS",
-    "EIGHT_BIT_FAMILIES",
-    "HEAD_DIMS",
-    "MIN_CAPABILITY",
-    "OPERANDS",
-    "EightBitFamily",
-    "EightBitProblem",
-    "Operands",
-    "eight_bit_catalogue",
-    "eight_bit_family_named",
-]
+HEAD_DIMS = (32, 64, 128)
+ALL_HEAD_DIMS = (*HEAD_DIMS, 256)
+"""The last one where V is E4M3 and the GPU has wgmma."""
+MIN_CAPABILITY = (8, 9)
+"""E4M3 products need Ada; INT8 alone would not, but V and P of int8_fp8 do, and the modes share their kernels."""
 
 
-def scalar(problem: EightBitProblem) -> KernelSpec | Rejection:
+def scalar(problem: Problem) -> KernelSpec | Rejection:
     """Rung 08: E4M3 dequantised on load, FP32 arithmetic on the CUDA cores."""
     block_m, warps = 16, 4
     spec = _spec("08_fp8_scalar", problem, {"BLOCK_M": block_m, "WARPS": warps}, 32 * warps, block_m, 0)
     return _only_plain_fp8(problem) or _rejection(problem, spec) or spec
 
 
-def mma(problem: EightBitProblem) -> KernelSpec | Rejection:
+def mma(problem: Problem) -> KernelSpec | Rejection:
     """Rung 09: Q K^T by 8-bit mma.sync, P and V in FP16."""
     return _synchronous(problem, "09_fp8_mma")
 
 
-def probability(problem: EightBitProblem) -> KernelSpec | Rejection:
+def probability(problem: Problem) -> KernelSpec | Rejection:
     """Rung 10: P V by 8-bit mma.sync too."""
     return _synchronous(problem, "10_fp8_probability")
 
 
-def _synchronous(problem: EightBitProblem, rung: str) -> KernelSpec | Rejection:
+def _synchronous(problem: Problem, rung: str) -> KernelSpec | Rejection:
     block_m, block_n = 64, 64 if problem.head_dim <= 64 else 32
     shared_bytes = (block_m + 2 * block_n) * problem.head_dim + 4 * block_n
     spec = _spec(rung, problem, {"BLOCK_M": block_m, "BLOCK_N": block_n}, 2 * block_m, block_m, shared_bytes)
     return _only_plain_fp8(problem) or _rejection(problem, spec) or spec
 
 
-def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
+def cp_async(problem: Problem) -> KernelSpec | Rejection:
     """Rung 11: rung 10 with asynchronous copies, double-buffered; INT8 as well, and V and P of 16 bits."""
     block_m, block_n, stages = 64, 64 if problem.head_dim <= 64 else 32, 2
     value_bytes = 2 if problem.operands == "int8_fp16" else 1
@@ -81,12 +60,12 @@ def cp_async(problem: EightBitProblem) -> KernelSpec | Rejection:
         threads=2 * block_m,
         block_m=block_m,
         shared_bytes=block_m * problem.query_terms * problem.head_dim + stages * block_n * per_key,
-        params=PARAMS,
+        params=EIGHT_BIT_PARAMS,
     )
     return _rejection(problem, spec) or spec
 
 
-def persistent(problem: EightBitProblem) -> KernelSpec | Rejection:
+def persistent(problem: Problem) -> KernelSpec | Rejection:
     """Rung 12: rung 11 with two warps that only copy, and no more CTAs than the chip holds at a time."""
     plain = cp_async(problem)
     if isinstance(plain, Rejection):
@@ -118,7 +97,7 @@ class Tiles:
     ctas: int
 
 
-def tiles_of(problem: EightBitProblem) -> Tiles:
+def tiles_of(problem: Problem) -> Tiles:
     """Few queries a CTA and the keys divided where the chip would be left empty."""
     block_n = 64 if problem.head_dim <= 64 else 32
     tiles = problem.batch * problem.heads * -(-problem.seqlen_q // 64)
@@ -129,7 +108,7 @@ def tiles_of(problem: EightBitProblem) -> Tiles:
     return Tiles(32, row_warps=2, key_groups=4, ctas=1)  # one CTA an SM of a large chip: more warps at it
 
 
-def tuned(problem: EightBitProblem) -> KernelSpec | Rejection:
+def tuned(problem: Problem) -> KernelSpec | Rejection:
     """ada/mma_8bit: rung 11 with tiles for the problem, the keys divided among warps, and less arithmetic a score."""
     tiles, stages = tiles_of(problem), 2
     codes = problem.operands != "int8_fp16"
@@ -156,18 +135,18 @@ def tuned(problem: EightBitProblem) -> KernelSpec | Rejection:
         threads=32 * tiles.row_warps * tiles.key_groups,
         block_m=block_m,
         shared_bytes=max(streaming, merging),
-        params=PARAMS,
+        params=EIGHT_BIT_PARAMS,
     )
     return _rejection(problem, spec) or spec
 
 
-def _types(problem: EightBitProblem) -> tuple[tuple[str, str], ...]:
+def _types(problem: Problem) -> tuple[tuple[str, str], ...]:
     value = CPP_TYPE[problem.dtype] if problem.operands == "int8_fp16" else "microsdpa::E4m3"
     return ("FORMAT", "microsdpa::E4m3" if problem.operands == "fp8" else "microsdpa::Int8"), ("VALUE", value)
 
 
 def _spec(
-    rung: str, problem: EightBitProblem, tiles: dict[str, int], threads: int, block_m: int, shared_bytes: int
+    rung: str, problem: Problem, tiles: dict[str, int], threads: int, block_m: int, shared_bytes: int
 ) -> KernelSpec:
     return KernelSpec(
         name=f"ladder/{rung}",
@@ -182,11 +161,11 @@ def _spec(
         threads=threads,
         block_m=block_m,
         shared_bytes=shared_bytes,
-        params=PARAMS,
+        params=EIGHT_BIT_PARAMS,
     )
 
 
-def _only_plain_fp8(problem: EightBitProblem) -> Rejection | None:
+def _only_plain_fp8(problem: Problem) -> Rejection | None:
     if problem.operands != "fp8" or problem.query_terms != 1:
         return Rejection(
             "this rung takes Q, K and V of one E4M3 code an element", "E4M3 tensors with scales, or impl='auto'"
@@ -194,94 +173,13 @@ def _only_plain_fp8(problem: EightBitProblem) -> Rejection | None:
     return None
 
 
-def _rejection(problem: EightBitProblem, spec: KernelSpec) -> Rejection | None:
-    if problem.head_dim not in HEAD_DIMS:
-        nearest = min(HEAD_DIMS, key=lambda d: (abs(d - problem.head_dim), -d))
-        known = ", ".join(map(str, HEAD_DIMS))
-        return Rejection(
-            f"head_dim {problem.head_dim} with 8-bit operands is not one of {known}", f"head_dim {nearest}"
-        )
+def _rejection(problem: Problem, spec: KernelSpec) -> Rejection | None:
     if capability_of(problem.target) < MIN_CAPABILITY:
         return Rejection(
             f"{problem.target} has no 8-bit floating-point products (sm_89 and newer have)",
             "float16 or bfloat16 tensors without precision=",
         )
+    if problem.head_dim not in HEAD_DIMS:
+        known = ", ".join(map(str, HEAD_DIMS))
+        return refused_head_dim(problem.head_dim, HEAD_DIMS, f"one of {known} with 8-bit operands")
     return None
-
-
-@dataclass(frozen=True)
-class EightBitFamily:
-    """Kernels of one design with 8-bit operands.
-
-    Attributes:
-        emulated_target: the GPU that the emulator takes when the family is named.
-        passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
-            does not.
-        short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
-    """
-
-    name: str
-    summary: str
-    specify: Callable[[EightBitProblem], KernelSpec | Rejection]
-    emulated_target: str = "sm_89"
-    passed_over: Callable[[EightBitProblem], Rejection | None] = lambda _: None
-    short_sums: tuple[Operands, ...] = ()
-
-    @property
-    def short_name(self) -> str:
-        """The name, up to the number where it is a rung's."""
-        return self.name.split("_")[0] if self.name.startswith("ladder/") else self.name
-
-
-EIGHT_BIT_FAMILIES: tuple[EightBitFamily, ...] = (
-    EightBitFamily(
-        "hopper/throughput_8bit",
-        "E4M3 or INT8 wgmma for Q K^T, E4M3 for P V, TMA, V transposed on its way; sm_90a",
-        hopper_fp8.throughput,
-        emulated_target="sm_90a",
-        passed_over=hopper_eight_bit.too_small,
-        short_sums=("fp8",),
-    ),
-    EightBitFamily(
-        "hopper/throughput_8bit_qk",
-        "INT8 wgmma for Q K^T, 16 bits for P V, TMA; sm_90a",
-        hopper_int8.throughput,
-        emulated_target="sm_90a",
-        passed_over=hopper_eight_bit.too_small,
-    ),
-    EightBitFamily("ada/mma_8bit", "rung 11 with tiles for the problem, keys divided among warps", tuned),
-    EightBitFamily("ladder/11_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", cp_async),
-    EightBitFamily("ladder/08_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", scalar),
-    EightBitFamily("ladder/09_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", mma),
-    EightBitFamily("ladder/10_fp8_probability", "P V by 8-bit mma.sync too", probability),
-    EightBitFamily("ladder/12_8bit_persistent", "rung 11 with copying warps and persistent CTAs", persistent),
-)
-"""In the order in which impl="auto" tries them."""
-
-
-def eight_bit_family_named(name: str) -> EightBitFamily | None:
-    """The family called `name`, by its full or its short name; None when there is none."""
-    return next((f for f in EIGHT_BIT_FAMILIES if name in (f.name, f.short_name)), None)
-
-
-def eight_bit_catalogue(target: str) -> list[KernelSpec]:
-    """Every configuration that the 8-bit families make for `target`."""
-    specs: dict[KernelSpec, None] = {}
-    dtypes: tuple[DType, ...] = ("float16", "bfloat16")
-    masks: tuple[Causal | None, ...] = (None, "upper_left")
-    heads = 8, 256  # few tiles of queries, and many
-    for family, head_dim, dtype, causal, operands, terms, h in product(
-        EIGHT_BIT_FAMILIES, ALL_HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
-    ):
-        if terms == 2 and operands == "int8_fp8":
-            continue
-        problem = EightBitProblem(
-            *(1, h, h, 512, 512, head_dim, dtype),
-            causal=causal,
-            target=target,
-            operands=operands,
-            query_terms=terms,
-        )
-        if isinstance(result := family.specify(problem), KernelSpec):
-            specs[result] = None
-    return list(specs)

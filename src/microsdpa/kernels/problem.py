@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 DType = Literal["float16", "bfloat16"]
 Causal = Literal["upper_left", "lower_right"]
 MaskType = Literal["bool", "float16", "bfloat16", "float32"]
+Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
+"""What Q and K, and then V and P, are in 8 bits: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
+OPERANDS: tuple[Operands, ...] = get_args(Operands)
 
 ELEMENT_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2}
 VECTOR_BYTES = 16
@@ -62,6 +65,9 @@ class Problem:
             size of one element.
         bulk: whether tensor maps can describe every tensor: no stride reaches 2**40 bytes.
         target: compilation target of the device, such as "sm_90a".
+        operands: types of Q, K, V and P where they have 8 bits, and `dtype` is the output's; None for 16 bits.
+        query_terms: 8-bit values whose sum an element of Q is, side by side in its rows.
+        key_block: keys of a head that share a scale of 8-bit values, a power of two; 0 when all do.
     """
 
     batch: int
@@ -76,6 +82,9 @@ class Problem:
     alignment: int = VECTOR_BYTES
     bulk: bool = True
     target: str = "sm_90a"
+    operands: Operands | None = None
+    query_terms: int = 1
+    key_block: int = 1
 
     @property
     def flops(self) -> int:
@@ -92,12 +101,21 @@ class Problem:
 
 def of_any_size(problem: Problem) -> Problem:
     """What many problems have in common: `problem` with one batch entry, query and key, and a group of query heads."""
-    heads = problem.heads // problem.heads_kv
-    return Problem(
-        *(1, heads, 1, 1, 1, problem.head_dim, problem.dtype, problem.causal, problem.mask),
-        alignment=problem.alignment,
-        target=problem.target,
-    )
+    group, p = problem.heads // problem.heads_kv, problem
+    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_any_size(
+    heads: int,
+    head_dim: int,
+    dtype: DType,
+    causal: Causal | None,
+    mask: MaskKind | None,
+    alignment: int,
+    target: str,
+) -> Problem:
+    return Problem(1, heads, 1, 1, 1, head_dim, dtype, causal, mask, alignment, target=target)
 
 
 VIRTUAL = "compute_"

@@ -1,4 +1,4 @@
-"""The families of kernels, in the order in which impl="auto" tries them."""
+"""The families of kernels: what there is, and what each can compute. policy.py says which of them should run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, product
 
+from microsdpa.kernels import eight_bit
 from microsdpa.kernels.ampere.general import spec as ampere_general
 from microsdpa.kernels.ampere.mma import spec as ampere_mma
-from microsdpa.kernels.eight_bit import eight_bit_catalogue
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
+from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
+from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
 from microsdpa.kernels.ladder import spec as ladder
-from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, DType, MaskKind, Problem
+from microsdpa.kernels.problem import (
+    ELEMENT_BYTES,
+    OPERANDS,
+    VECTOR_BYTES,
+    Causal,
+    DType,
+    MaskKind,
+    Operands,
+    Problem,
+)
 from microsdpa.kernels.quantize.spec import quantize_catalogue
 from microsdpa.kernels.spec import KernelSpec, Rejection
 
@@ -30,8 +41,8 @@ class Family:
         emulated_target: the GPU that the emulator takes when the family is named.
         masks: whether the family knows masks other than the causal one, at least for some problems.
         any_layout: whether it takes any head dimension and alignment.
-        passed_over: why impl="auto" leaves a problem to a later family although this one computes it; None when it
-            does not.
+        eight_bit: whether its problems have 8-bit operands; those of the other families have none.
+        short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
         configurations: every configuration that computes a problem, by a name for a table; for a family with a choice.
     """
 
@@ -41,7 +52,8 @@ class Family:
     emulated_target: str = EMULATED_TARGET
     masks: bool = False
     any_layout: bool = False
-    passed_over: Callable[[Problem], Rejection | None] = lambda _: None
+    eight_bit: bool = False
+    short_sums: tuple[Operands, ...] = ()
     configurations: Callable[[Problem], dict[str, KernelSpec]] = lambda _: {}
 
     @property
@@ -56,7 +68,6 @@ FAMILIES: tuple[Family, ...] = (
         "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
         hopper_latency.latency,
         emulated_target="sm_90a",
-        passed_over=hopper_latency.too_large,
         configurations=hopper_latency.configurations,
     ),
     Family(
@@ -64,7 +75,6 @@ FAMILIES: tuple[Family, ...] = (
         "problems of about one tile of queries an SM: four warpgroups share its keys; sm_90a",
         hopper_split.split,
         emulated_target="sm_90a",
-        passed_over=hopper_split.not_between,
         configurations=hopper_split.configurations,
     ),
     Family(
@@ -72,7 +82,6 @@ FAMILIES: tuple[Family, ...] = (
         "problems that fill the chip: wgmma and TMA, specialised warps, CTAs that stay; sm_90a",
         hopper_throughput.throughput,
         emulated_target="sm_90a",
-        passed_over=hopper_throughput.too_small,
         configurations=hopper_throughput.configurations,
     ),
     Family(
@@ -98,10 +107,42 @@ FAMILIES: tuple[Family, ...] = (
     Family("ladder/07_tuned", "rung 04 with tiles for the problem and the keys divided among warps", ladder.tuned),
 )
 
+"""Families for operands of 16 bits."""
+
+EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "hopper/throughput_8bit",
+        "E4M3 or INT8 wgmma for Q K^T, E4M3 for P V, TMA, V transposed on its way; sm_90a",
+        hopper_fp8.throughput,
+        emulated_target="sm_90a",
+        eight_bit=True,
+        short_sums=("fp8",),
+    ),
+    Family(
+        "hopper/throughput_8bit_qk",
+        "INT8 wgmma for Q K^T, 16 bits for P V, TMA; sm_90a",
+        hopper_int8.throughput,
+        emulated_target="sm_90a",
+        eight_bit=True,
+    ),
+    *(
+        Family(name, summary, specify, eight_bit=True)
+        for name, summary, specify in (
+            ("ada/mma_8bit", "rung 11 with tiles for the problem, keys divided among warps", eight_bit.tuned),
+            ("ladder/11_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", eight_bit.cp_async),
+            ("ladder/08_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", eight_bit.scalar),
+            ("ladder/09_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", eight_bit.mma),
+            ("ladder/10_fp8_probability", "P V by 8-bit mma.sync too", eight_bit.probability),
+            ("ladder/12_8bit_persistent", "rung 11 with copying warps and persistent CTAs", eight_bit.persistent),
+        )
+    ),
+)
+"""Families for 8-bit operands."""
+
 
 def family_named(name: str) -> Family | None:
     """The family called `name`, by its full or its short name; None when there is none."""
-    return next((f for f in FAMILIES if name in (f.name, f.short_name)), None)
+    return next((f for f in (*FAMILIES, *EIGHT_BIT_FAMILIES) if name in (f.name, f.short_name)), None)
 
 
 def emulated_target(impl: str) -> str:
@@ -169,8 +210,31 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))
                 if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)
-    eight_bit = [*eight_bit_catalogue(target), *quantize_catalogue(target)]
+    quantized = [*_eight_bit_catalogue(target), *quantize_catalogue(target)]
     if not every:
-        eight_bit = [s for s in eight_bit if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]
-        eight_bit = [s for s in eight_bit if ("CAUSAL", "false") not in s.template_args]
-    return [*specs, *eight_bit]
+        quantized = [s for s in quantized if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]
+        quantized = [s for s in quantized if ("CAUSAL", "false") not in s.template_args]
+    return [*specs, *quantized]
+
+
+def _eight_bit_catalogue(target: str) -> list[KernelSpec]:
+    """Every configuration that the families for 8-bit operands make for `target`."""
+    specs: dict[KernelSpec, None] = {}
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16")
+    masks: tuple[Causal | None, ...] = (None, "upper_left")
+    heads = 8, 256  # few tiles of queries, and many
+    for family, head_dim, dtype, causal, operands, terms, h in product(
+        EIGHT_BIT_FAMILIES, eight_bit.ALL_HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
+    ):
+        if terms == 2 and operands == "int8_fp8":
+            continue
+        problem = Problem(
+            *(1, h, h, 512, 512, head_dim, dtype),
+            causal=causal,
+            target=target,
+            operands=operands,
+            query_terms=terms,
+        )
+        if isinstance(result := family.specify(problem), KernelSpec):
+            specs[result] = None
+    return list(specs)

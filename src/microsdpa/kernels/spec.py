@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 from microsdpa.kernels.problem import Problem
 
 Grid = tuple[int, int, int]
 
+EIGHT_BIT_PARAMS = "microsdpa::EightBitParams"
+"""First parameter of the kernels with 8-bit operands."""
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
 """Types as templates name them; no tensor is `void`."""
 BOOLEAN = {True: "true", False: "false"}
@@ -20,10 +23,26 @@ MAX_NUMBER = 2**31 - 2**13
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a family does not compute a problem, and the nearest thing that it would compute."""
+    """Why a kernel does not compute a problem, or should not, and the nearest thing that it would compute.
+
+    Attributes:
+        head_dim: the head dimension to which `nearest` would change the problem; 0 where that is not what it changes.
+    """
 
     reason: str
     nearest: str
+    head_dim: int = 0
+
+
+def refused_head_dim(head_dim: int, known: Iterable[int], listed: str = "") -> Rejection:
+    """The rejection of a head dimension that is not among `known`, which `listed` says in words.
+
+    Of two that are as near it names the larger one, to which zeros pad a tensor.
+    """
+    dims = sorted(known)
+    nearest = min(dims, key=lambda d: (abs(d - head_dim), -d))
+    listed = listed or " or ".join(filter(None, (", ".join(map(str, dims[:-1])), str(dims[-1]))))
+    return Rejection(f"head_dim {head_dim} is not {listed}", f"head_dim {nearest}", nearest)
 
 
 @dataclass(frozen=True)
@@ -108,11 +127,15 @@ class KernelSpec:
 
     def grid(self, problem: Problem) -> Grid:
         """CTAs along x, which alone goes past 65,535: parts times query tiles times heads times batch."""
+        x, y, z = self.work(problem)
+        return min(x, self.max_ctas) if self.max_ctas else x, y, z
+
+    def work(self, problem: Problem) -> Grid:
+        """The grid that has a CTA for every piece of work."""
         tiles = -(-problem.seqlen_q * self.pack // self.block_m)
         if self.grid_order == "xyz":
             return self.split * problem.heads // self.pack, tiles, problem.batch
-        ctas = self.split * tiles * problem.batch * problem.heads // self.pack
-        return min(ctas, self.max_ctas) if self.max_ctas else ctas, 1, 1
+        return self.split * tiles * problem.batch * problem.heads // self.pack, 1, 1
 
     def workspace_bytes(self, problem: Problem) -> int:
         """Scratch memory of one call."""
@@ -124,23 +147,24 @@ def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:
 
     Tensors may have any number of elements: kernels address them in 64 bits.
     """
-    if spec.split * problem.batch * problem.heads * (problem.seqlen_q + problem.seqlen_k) <= MAX_GRID_YZ:
-        return None  # no number below is larger
-    for stage in spec.stages:
-        # A persistent kernel counts all tiles, and goes on by its CTAs until it has passed the last one.
-        ctas, most = replace(stage, max_ctas=0).grid(problem), MAX_GRID_X - stage.max_ctas
-        if ctas[0] > most:
-            return Rejection(f"{ctas[0]} tiles exceed the {most} CTAs of one launch", "a smaller batch")
-        if max(ctas[1:]) > MAX_GRID_YZ:
-            return Rejection(
-                f"{ctas[1]} query tiles of {ctas[2]} batch entries exceed the {MAX_GRID_YZ} CTAs along y or z",
-                "a smaller batch or shorter sequences",
-            )
-    for number, what, nearest in (
-        (problem.batch * problem.heads, "heads of all batch entries", "a smaller batch"),
-        (problem.seqlen_q * spec.pack, "rows of the query heads of a key head", "fewer query heads of a key head"),
-        (problem.seqlen_q + problem.seqlen_k, "queries and keys", "shorter sequences"),
-    ):
-        if number > MAX_NUMBER:
-            return Rejection(f"{number} {what} exceed the {MAX_NUMBER} that a kernel counts", nearest)
-    return None
+    x, y, z = spec.work(problem)
+    # A persistent kernel counts all tiles, and goes on by its CTAs until it has passed the last one.
+    most = MAX_GRID_X - spec.max_ctas
+    if x > most:
+        return Rejection(f"{x} tiles exceed the {most} CTAs of one launch", "a smaller batch")
+    if y > MAX_GRID_YZ or z > MAX_GRID_YZ:
+        return Rejection(
+            f"{y} query tiles of {z} batch entries exceed the {MAX_GRID_YZ} CTAs along y or z",
+            "a smaller batch or shorter sequences",
+        )
+    if (heads := problem.batch * problem.heads) > MAX_NUMBER:
+        return _uncountable(heads, "heads of all batch entries", "a smaller batch")
+    if (rows := problem.seqlen_q * spec.pack) > MAX_NUMBER:
+        return _uncountable(rows, "rows of the query heads of a key head", "fewer query heads of a key head")
+    if (both := problem.seqlen_q + problem.seqlen_k) > MAX_NUMBER:
+        return _uncountable(both, "queries and keys", "shorter sequences")
+    return oversized(problem, spec.then) if spec.then else None
+
+
+def _uncountable(number: int, what: str, nearest: str) -> Rejection:
+    return Rejection(f"{number} {what} exceed the {MAX_NUMBER} that a kernel counts", nearest)

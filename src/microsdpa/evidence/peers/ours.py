@@ -14,7 +14,9 @@ from microsdpa.evidence import signatures
 from microsdpa.evidence.inputs import Case, make_masks
 from microsdpa.evidence.peers import quantised
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain
-from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS, OPERANDS, Operands, eight_bit_family_named
+from microsdpa.kernels import family_named
+from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.kernels.quantize.spec import RECIPES
 from microsdpa.masks import Masks
 
@@ -212,7 +214,8 @@ def _impl(tensors: Tensors) -> str:
 
 def ours(impl: str) -> list[Implementation]:
     """Every way to call this library that is measured; those with 8 bits have an `arithmetic`."""
-    if eight_bit_family_named(impl):
+    family = family_named(impl)
+    if family and family.eight_bit:
         return [MicrosdpaRung(impl)]
     ways = [(write_out, prepared) for prepared in (False, True) for write_out in (False, True)]
     found: list[Implementation] = [Microsdpa(impl, write_out, prepared) for write_out, prepared in ways]

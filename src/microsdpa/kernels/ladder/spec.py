@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, refused_head_dim
 
 HEAD_DIMS = (32, 64, 128)
 
@@ -168,12 +168,6 @@ def _template_args(problem: Problem, **tiles: int) -> tuple[tuple[str, str], ...
 
 def _rejection(problem: Problem, spec: KernelSpec) -> Rejection | None:
     """Why the ladder does not compute a problem, for which `spec` would be the kernel."""
-    if problem.head_dim not in HEAD_DIMS:
-        nearest = min(HEAD_DIMS, key=lambda d: (abs(d - problem.head_dim), -d))
-        return Rejection(
-            f"head_dim {problem.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}",
-            f"head_dim {nearest}",
-        )
     if capability_of(problem.target) < (8, 0):
         return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
-    return None
+    return None if problem.head_dim in HEAD_DIMS else refused_head_dim(problem.head_dim, HEAD_DIMS)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY, Operands
-from microsdpa.kernels.problem import DType, capability_of
+from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY
+from microsdpa.kernels.problem import DType, Operands, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8

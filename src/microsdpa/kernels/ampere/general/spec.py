@@ -14,10 +14,12 @@ WARPS = 4
 
 def forward(problem: Problem) -> KernelSpec | Rejection:
     """The general kernel: any mask, any head dimension up to 256, any alignment."""
-    if problem.head_dim > MAX_HEAD_DIM:
-        return Rejection(f"head_dim {problem.head_dim} is over {MAX_HEAD_DIM}", f"head_dim {MAX_HEAD_DIM}")
     if capability_of(problem.target) < (8, 0):
         return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
+    if problem.head_dim > MAX_HEAD_DIM:
+        return Rejection(
+            f"head_dim {problem.head_dim} is over {MAX_HEAD_DIM}", f"head_dim {MAX_HEAD_DIM}", MAX_HEAD_DIM
+        )
     columns = -(-problem.head_dim // 16) * 16
     row_tiles, block_n = _tile(problem)
     vectors = problem.alignment >= VECTOR_BYTES and problem.head_dim % 8 == 0

@@ -14,7 +14,7 @@ from microsdpa.kernels.ampere.mma.tiles import (
     packed_heads,
 )
 from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, refused_head_dim
 
 HEAD_DIMS = range(16, 257, 16)
 STREAM_SPILLS = (
@@ -106,11 +106,10 @@ def _merge(problem: Problem, split: int, programmatic: bool) -> KernelSpec:
 
 def forward(problem: Problem) -> KernelSpec | Rejection:
     """The production kernel."""
-    if problem.head_dim not in HEAD_DIMS:
-        nearest = min(max(16, round(problem.head_dim / 16) * 16), 256)
-        return Rejection(f"head_dim {problem.head_dim} is not a multiple of 16 up to 256", f"head_dim {nearest}")
     if capability_of(problem.target) < (8, 0):
         return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
+    if problem.head_dim not in HEAD_DIMS:
+        return refused_head_dim(problem.head_dim, HEAD_DIMS, "a multiple of 16 up to 256")
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"

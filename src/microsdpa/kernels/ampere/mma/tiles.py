@@ -245,7 +245,7 @@ def measured(problem: Problem) -> Tiling | None:
         return _decoding(problem)
     if problem.head_dim > 128:
         return None
-    if problem.head_dim <= 64 and lacks_queries(problem):
+    if problem.head_dim <= 64 and splits_long_keys(problem):
         return replace(PAIRED, split=max(s for s in SPLITS if s * ctas_of(problem, PAIRED) <= sms))
     for tiling in (TINY_64, TINY_128, TINY_512, PAIRED):
         one_wave = ctas_of(problem, tiling) <= sms * (2 if tiling is PAIRED else 1)
@@ -255,8 +255,8 @@ def measured(problem: Problem) -> Tiling | None:
     return streaming if problem.seqlen_q >= 128 and ctas_of(problem, streaming) >= sms else None
 
 
-def lacks_queries(problem: Problem) -> bool:
-    """Whether so few tiles of queries meet so many keys that these have to be divided among eight CTAs or more."""
+def splits_long_keys(problem: Problem) -> bool:
+    """Whether so few tiles of queries meet so many keys that these are divided among eight CTAs or more."""
     tiles = problem.batch * problem.heads * ceil(problem.seqlen_q / PAIRED.block_m)
     few = 8 * tiles <= chip_of(problem.target).sms
     return few and problem.seqlen_k >= LONG_KEYS and problem.head_dim % 32 == 0

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.eight_bit_problem import PARAMS, EightBitProblem
-from microsdpa.kernels.problem import capability_of
-from microsdpa.kernels.spec import BOOLEAN, KernelSpec, Rejection, TensorMap
+from microsdpa.kernels.problem import Problem, capability_of
+from microsdpa.kernels.spec import BOOLEAN, EIGHT_BIT_PARAMS, KernelSpec, Rejection, TensorMap, refused_head_dim
 
 ROWS = 64
 """Queries of a consumer warpgroup."""
@@ -13,38 +12,18 @@ WORKS = 4
 """Descriptions of query tiles in shared memory, 20 bytes each."""
 MAX_TILES = 2**29
 """Query tiles that the kernels count."""
-QUERIES = 128
-FEWEST_TILES = {"fp8": {64: 48, 128: 32}, "int8_fp8": {64: 48, 128: 32}, "int8_fp16": {64: 128, 128: 48}}
-"""Tiles of QUERIES queries from which on a kernel on wgmma is faster than the rungs on mma.sync (H200), by D."""
 
 
-def too_small(problem: EightBitProblem) -> Rejection | None:
-    """Why impl="auto" passes over a kernel on wgmma: measurements (docs/tuning-log.md). Others have no D = 256."""
-    if problem.head_dim == 256:
-        return None
-    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // QUERIES)
-    fewest = FEWEST_TILES[problem.operands][problem.head_dim]
-    if tiles >= (fewest if problem.seqlen_q >= QUERIES else chip_of(problem.target).sms):
-        return None
-    return Rejection(
-        f"{tiles} tiles of {QUERIES} queries are too few for it: other kernels are faster",
-        "more heads or longer sequences",
-    )
-
-
-def refused(problem: EightBitProblem, head_dims: tuple[int, ...]) -> Rejection | None:
+def refused(problem: Problem, head_dims: tuple[int, ...]) -> Rejection | None:
     """Why no kernel on wgmma with these head dimensions computes a problem, whatever its tiles."""
-    if problem.head_dim not in head_dims:
-        nearest = min(head_dims, key=lambda d: abs(d - problem.head_dim))
-        *others, last = head_dims
-        listed = f"{', '.join(map(str, others))} or {last}"
-        return Rejection(f"head_dim {problem.head_dim} is not {listed}", f"head_dim {nearest}")
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if problem.head_dim not in head_dims:
+        return refused_head_dim(problem.head_dim, head_dims)
     return None
 
 
-def too_many(problem: EightBitProblem, block_m: int) -> Rejection | None:
+def too_many(problem: Problem, block_m: int) -> Rejection | None:
     """Why a kernel with query tiles of that size cannot count them."""
     if problem.batch * problem.heads * -(-problem.seqlen_q // block_m) > MAX_TILES:
         return Rejection(f"more than {MAX_TILES} query tiles", "a smaller batch")
@@ -52,7 +31,7 @@ def too_many(problem: EightBitProblem, block_m: int) -> Rejection | None:
 
 
 def kernel(
-    problem: EightBitProblem,
+    problem: Problem,
     operand: str,
     folder: str,
     arguments: dict[str, object],
@@ -75,7 +54,7 @@ def kernel(
         max_ctas=chip_of(problem.target).sms,
         tensor_maps=tensor_maps,
         programmatic=True,
-        params=PARAMS,
+        params=EIGHT_BIT_PARAMS,
     )
 
 

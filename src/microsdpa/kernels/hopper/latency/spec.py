@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from microsdpa.kernels.ampere.mma.tiles import lacks_queries
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.hopper.split import spec as hopper_split
-from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of, of_any_size
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, oversized
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
 
 ELEMENT = 2
 """Bytes of an element."""
@@ -18,10 +15,6 @@ BLOCK_M = BLOCK_N = 64
 """Queries of a CTA, and keys of a tile."""
 WARPGROUPS = 2
 HEAD_DIMS = (64, 128)
-DECODING_QUERIES = 16
-"""Up to so many a head, tiles of 16 rows are faster."""
-SEPARATE_HEADS = 32
-"""From so many heads on that share no keys, SMs are busy enough with tiles of 64 rows."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +117,12 @@ def latency(problem: Problem) -> KernelSpec | Rejection:
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
     if problem.head_dim not in HEAD_DIMS:
-        nearest = min(HEAD_DIMS, key=lambda d: abs(d - problem.head_dim))
-        return Rejection(f"head_dim {problem.head_dim} is not 64 or 128", f"head_dim {nearest}")
+        return refused_head_dim(problem.head_dim, HEAD_DIMS)
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    spec = specification(problem, configuration(problem, cluster_for(problem)))
-    return oversized(problem, spec) or spec
+    return specification(problem, configuration(problem, cluster_for(problem)))
 
 
 def cluster_for(problem: Problem) -> int:
@@ -139,41 +130,6 @@ def cluster_for(problem: Problem) -> int:
     ctas = problem.batch * problem.heads * -(-problem.seqlen_q // BLOCK_M)
     fits = 2 * ctas <= chip_of(problem.target).sms
     return 2 if fits and problem.seqlen_k > WARPGROUPS * BLOCK_N else 1
-
-
-def is_decoding(problem: Problem) -> bool:
-    """Whether few queries meet so many keys that ampere/mma is faster, by measurements on an H200.
-
-    It has all heads of a key head in one tile of 16 rows, and parts of the keys for every SM (docs/tuning-log.md).
-    """
-    if problem.seqlen_q > DECODING_QUERIES:
-        return problem.head_dim == 64 and lacks_queries(problem)
-    heads = problem.batch * problem.heads
-    if heads > chip_of(problem.target).sms:
-        return True
-    separate = problem.heads == problem.heads_kv and heads >= SEPARATE_HEADS
-    return problem.seqlen_k > (512 if separate else 128)
-
-
-def too_large(problem: Problem) -> Rejection | None:
-    """Why impl="auto" passes over hopper/latency."""
-    if is_decoding(problem):
-        return Rejection(
-            f"{problem.seqlen_k} keys are too many for tiles of 64 queries with {problem.seqlen_q} in {problem.heads}"
-            " heads: ampere/mma is faster",
-            "fewer keys, or more queries",
-        )
-    if hopper_split.suits(problem):
-        return Rejection(
-            "its CTAs of two warpgroups do not fill the chip as hopper/split's do",
-            "fewer heads or shorter sequences",
-        )
-    if problem.head_dim not in hopper_throughput.CANDIDATES or not hopper_throughput.fills(problem):
-        return None
-    return Rejection(
-        "its tiles of 64 queries are more than the SMs: hopper/throughput is faster",
-        "fewer heads or shorter sequences",
-    )
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:

@@ -7,7 +7,7 @@ from math import ceil
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, oversized
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
 
 ELEMENT = 2
 """Bytes of an element."""
@@ -15,8 +15,6 @@ ROWS = BLOCK_N = 64
 """Queries and keys of a tile."""
 HEAD_DIM = 64
 WARPGROUPS = 4
-LEAST_KEYS = 1024
-"""From here on four warpgroups of a CTA are faster than two, where both have one query tile a CTA."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +86,12 @@ def split(problem: Problem) -> KernelSpec | Rejection:
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
     if problem.head_dim != HEAD_DIM:
-        return Rejection(f"head_dim {problem.head_dim} is not {HEAD_DIM}", f"head_dim {HEAD_DIM}")
+        return refused_head_dim(problem.head_dim, (HEAD_DIM,))
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    spec = specification(problem, choose(problem))
-    return oversized(problem, spec) or spec
+    return specification(problem, choose(problem))
 
 
 def choose(problem: Problem) -> Split:
@@ -102,30 +99,8 @@ def choose(problem: Problem) -> Split:
     return CANDIDATES[0] if _query_tiles(problem) <= chip_of(problem.target).sms else CANDIDATES[1]
 
 
-def suits(problem: Problem) -> bool:
-    """Whether the kernel is the fastest there is, by measurements on an H200 (docs/hopper-split.md).
-
-    That is where all CTAs of two query tiles are on the chip at once, but not those of one; and for long keys where
-    hopper/latency has no SM to spare for a second CTA a query tile.
-    """
-    if problem.head_dim != HEAD_DIM or problem.seqlen_q <= ROWS:
-        return False
-    sms = chip_of(problem.target).sms
-    tiles = _query_tiles(problem)
-    if tiles > sms:
-        return problem.batch * problem.heads * ceil(problem.seqlen_q / (2 * ROWS)) <= sms
-    return 2 * tiles > sms and problem.seqlen_k >= LEAST_KEYS
-
-
 def _query_tiles(problem: Problem) -> int:
     return problem.batch * problem.heads * ceil(problem.seqlen_q / ROWS)
-
-
-def not_between(problem: Problem) -> Rejection | None:
-    """Why impl="auto" passes over hopper/split."""
-    if suits(problem):
-        return None
-    return Rejection("its CTAs would leave SMs idle or come in several rounds", "about 16,384 queries of all heads")
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:

@@ -6,10 +6,9 @@ import functools
 from dataclasses import dataclass
 from math import ceil
 
-from microsdpa.kernels.ampere.mma.tiles import lacks_queries
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of, of_any_size
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
 
 ELEMENT = 2
 """Bytes of an element."""
@@ -184,9 +183,7 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
     if problem.head_dim not in CANDIDATES:
-        nearest = min(CANDIDATES, key=lambda d: abs(d - problem.head_dim))
-        known = ", ".join(str(d) for d in CANDIDATES)
-        return Rejection(f"head_dim {problem.head_dim} is none of {known}", f"head_dim {nearest}")
+        return refused_head_dim(problem.head_dim, CANDIDATES)
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
@@ -195,25 +192,6 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
     if query_tiles(problem, tiles) > MAX_TILES:
         return Rejection(f"{query_tiles(problem, tiles)} query tiles exceed {MAX_TILES}", "a smaller batch")
     return specification(problem, tiles)
-
-
-def fills(problem: Problem) -> bool:
-    """Whether the kernel is the fastest there is, by measurements on an H200 (docs/hopper-throughput.md).
-
-    Against hopper/latency, for D = 64 and 128, that is where the latter's tiles of 64 queries are more than the
-    SMs; against ampere/mma, where there are queries for a warpgroup, unless long keys want to be divided.
-    """
-    if problem.head_dim not in (64, 128):
-        return problem.seqlen_q >= ROWS and not (problem.head_dim > 128 and lacks_queries(problem))
-    tiles = problem.batch * problem.heads * ceil(problem.seqlen_q / ROWS)
-    return problem.seqlen_q > ROWS and tiles > chip_of(problem.target).sms
-
-
-def too_small(problem: Problem) -> Rejection | None:
-    """Why impl="auto" passes over hopper/throughput."""
-    if fills(problem):
-        return None
-    return Rejection("too few queries for its tiles: other kernels are faster", "more heads or longer sequences")
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:

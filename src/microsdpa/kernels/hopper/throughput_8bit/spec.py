@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.eight_bit_problem import EightBitProblem
 from microsdpa.kernels.hopper.common.eight_bit import ROWS, WORKS, kernel, refused, too_many
+from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 
 HEAD_DIMS = (64, 128, 256)
@@ -21,7 +21,7 @@ MOST_STAGES = 4
 """More than four tiles of K and V^T are no faster; two hold the consumers together."""
 LARGEST_CODE = 16
 """Of a probability in the first tile of a row, where the tensor cores add to O (fp8_promoting.cuh)."""
-CPP_CODE = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
+CPP_CODE: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
 """Of Q and K."""
 
 
@@ -67,7 +67,7 @@ class Tiles:
         return -(-(tiles * head_dim + scales + promoted + barriers) // 1024) * 1024
 
 
-def tiles_for(problem: EightBitProblem) -> Tiles:
+def tiles_for(problem: Problem) -> Tiles:
     """The configuration for a problem: as many consumers as registers hold, and as many keys a tile.
 
     Two codes at D = 256, and scales of keys where more than two consumers would leave SMs empty, have P V of every tile
@@ -92,7 +92,7 @@ def tiles_for(problem: EightBitProblem) -> Tiles:
     return few if ctas < chip_of(problem.target).sms else tiles
 
 
-def _deepened(tiles: Tiles, problem: EightBitProblem) -> Tiles:
+def _deepened(tiles: Tiles, problem: Problem) -> Tiles:
     """With as many stages as there is room for, up to MOST_STAGES."""
     promotes = tiles.promoted_tiles(problem.seqlen_k) > 0
     for stages in range(MOST_STAGES, tiles.stages, -1):
@@ -102,7 +102,7 @@ def _deepened(tiles: Tiles, problem: EightBitProblem) -> Tiles:
     return tiles
 
 
-def _has_key_scales(problem: EightBitProblem) -> bool:
+def _has_key_scales(problem: Problem) -> bool:
     """Whether the keys of a head have different scales."""
     return problem.operands == "int8_fp8" or problem.key_block != 0
 
@@ -112,7 +112,7 @@ def _padded(keys: int, block_n: int) -> int:
     return -(-keys // block_n) * block_n
 
 
-def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
+def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     head_dim, terms = problem.head_dim, problem.query_terms
     columns = min(head_dim, PANEL)
@@ -148,7 +148,7 @@ def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
     )
 
 
-def throughput(problem: EightBitProblem) -> KernelSpec | Rejection:
+def throughput(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for P and V in E4M3."""
     if problem.operands not in CPP_CODE:
         return Rejection("V is not E4M3", "E4M3 tensors with scales, or precision='int8_fp8'")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.eight_bit_problem import EightBitProblem
 from microsdpa.kernels.hopper.common.eight_bit import ROWS, WORKS, kernel, refused, too_many
+from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 
 HEAD_DIMS = (64, 128)
@@ -47,14 +47,14 @@ class Tiles:
         return next(fitting)
 
 
-def tiles_for(problem: EightBitProblem) -> Tiles:
+def tiles_for(problem: Problem) -> Tiles:
     """The configuration for a problem: as many keys a tile as registers hold, or at D = 64 three warpgroups."""
     if problem.query_terms == 1:
         return Tiles(128)
     return Tiles(64, consumers=3) if problem.head_dim == 64 else Tiles(64)
 
 
-def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
+def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     stages = tiles.stages(problem.head_dim, problem.query_terms, chip_of(problem.target).shared_per_cta)
     return kernel(
@@ -80,7 +80,7 @@ def specification(problem: EightBitProblem, tiles: Tiles) -> KernelSpec:
     )
 
 
-def throughput(problem: EightBitProblem) -> KernelSpec | Rejection:
+def throughput(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for INT8 codes of Q and K, and V of 16 bits."""
     if problem.operands != "int8_fp16":
         return Rejection("V is not of 16 bits beside INT8", "precision='int8_fp16'")
