@@ -30,8 +30,8 @@ __device__ __forceinline__ void mask_row(float (&s)[KEYS / 8][4], int half, int 
 }
 
 // Probabilities are 2^(scale * score - stabilizer) by one fused operation, whose product has 48 bits, while the
-// stabilizer is such a product rounded to 24: from here on what rounding took from it shows in the exponent, as a factor
-// of the whole row, which soon leaves the range of floats.
+// stabilizer is such a product rounded to 24: from here on what rounding took from it shows in the exponent, as a
+// factor of the whole row, which soon leaves the range of floats.
 constexpr float LARGE_STABILIZER = 1048576.0f;
 __device__ __forceinline__ bool is_large(float stabilizer) {
   return fabsf(stabilizer) >= LARGE_STABILIZER && stabilizer > negative_infinity();
@@ -48,7 +48,7 @@ struct OnlineSoftmax {
   static constexpr float LIMIT = 16384.0f;  // of a lane's sum over some keys: FP16 holds probabilities up to 65504
 
   float stabilizer[ROW_TILES][2];  // base 2, scaled; -inf before the first visible key
-  float sum[ROW_TILES][2];        // this lane's part of l
+  float sum[ROW_TILES][2];         // this lane's part of l
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll

@@ -26,8 +26,7 @@ struct SharedStorage {
 };
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, bool CAUSAL, int LOAD_BYTES>
-__global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1)
-    attention(const __grid_constant__ AttentionParams params) {
+__global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1) attention(const __grid_constant__ AttentionParams params) {
   constexpr int THREADS = BLOCK_M / WMMA * 32;
   using Shared = SharedStorage<T, HEAD_DIM, BLOCK_M, BLOCK_N>;
   constexpr int PITCH = Shared::PITCH;

@@ -10,8 +10,8 @@
 #include "../common/async_tile.cuh"
 #include "../common/mma_rows.cuh"
 #include "../common/params.cuh"
-#include "../common/tile_scheduler.cuh"
 #include "../common/swizzle.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
 

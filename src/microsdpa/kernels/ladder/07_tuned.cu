@@ -12,8 +12,8 @@
 #include "../common/combine.cuh"
 #include "../common/mma_rows.cuh"
 #include "../common/params.cuh"
-#include "../common/tile_scheduler.cuh"
 #include "../common/swizzle.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
@@ -161,8 +161,8 @@ __device__ __forceinline__ void finish(const WarpState<Shape>& state, Streaming<
 // Combines what the groups made of their keys, and writes it.
 template <typename Shape, int STORE_BYTES, typename T>
 __device__ __forceinline__ void combine_and_finish(const WarpState<Shape>& state, Combining<Shape>& shared,
-                                                 const Head<T>& head, const AttentionParams& params, int first_row,
-                                                 int group) {
+                                                   const Head<T>& head, const AttentionParams& params, int first_row,
+                                                   int group) {
   constexpr int PITCH = Combining<Shape>::PITCH, COLUMNS = 4;
   const int warp_row = threadIdx.x % Shape::GROUP_THREADS / 32 * Shape::WARP_ROWS;
   __syncthreads();  // all groups are done with their tiles

@@ -11,8 +11,8 @@
 // Bound by: as rung 11 where there are no more tiles than CTAs; with more, by exp2 and the tensor cores.
 #include "../common/async_tile.cuh"
 #include "../common/eight_bit_rows.cuh"
-#include "../common/tile_scheduler.cuh"
 #include "../common/swizzle.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
 

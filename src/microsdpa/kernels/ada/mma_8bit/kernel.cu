@@ -12,8 +12,8 @@
 //           3. wait for V, send for the K that takes this one's place; O += P V; V's place is filled a tile later
 // Bound by: latency at the mission shape (the way of K, then of V, then the combine); tensor cores and exp2 when large.
 #include "../../common/async_tile.cuh"
-#include "../../common/eight_bit_rows.cuh"
 #include "../../common/combine.cuh"
+#include "../../common/eight_bit_rows.cuh"
 #include "../../common/swizzle.cuh"
 #include "../../ptx/barrier.cuh"
 #include "../../ptx/dynamic_shared.cuh"
@@ -73,8 +73,8 @@ union SharedStorage {
 
 // What a warp keeps of its rows, of which the lane holds parts of two: row lane / 4 and that + 8.
 //
-// Probabilities are 2^(factor s - stabilizer + BIAS). The stabilizer is a score that the row has seen, and at most SLACK
-// below the largest: as E4M3, which ends at 448, a probability is below 2^(8 + 3/4) = 431, and none saturates.
+// Probabilities are 2^(factor s - stabilizer + BIAS). The stabilizer is a score that the row has seen, and at most
+// SLACK below the largest: as E4M3, which ends at 448, a probability is below 2^(8 + 3/4) = 431, and none saturates.
 template <typename Shape>
 struct WarpState {
   static constexpr float BIAS = Shape::Value::CODES ? 8.0f : 0.0f;
@@ -261,7 +261,7 @@ __device__ __forceinline__ void keep(const WarpState<Shape>& state, Combining<Sh
 // Combines what the groups made of their keys, divides by l, multiplies with V's scales, and writes rows and LSE.
 template <typename Shape>
 __device__ __forceinline__ void combine_and_store(const Combining<Shape>& shared, const EightBitHead& head,
-                                                const EightBitParams& params, int first_row) {
+                                                  const EightBitParams& params, int first_row) {
   using T = typename Shape::T;
   constexpr int COLUMNS = 4, IN_ROW = Shape::HEAD_DIM / COLUMNS, STEP = Shape::THREADS / IN_ROW;
   static_assert(Shape::THREADS % IN_ROW == 0, "a thread keeps its channels");

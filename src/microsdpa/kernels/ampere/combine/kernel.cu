@@ -10,8 +10,7 @@
 namespace microsdpa::ampere::combine {
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int SPLIT, bool PROGRAMMATIC>
-__global__ void __launch_bounds__(BLOCK_M* HEAD_DIM / 4)
-    combine(const __grid_constant__ AttentionParams params) {
+__global__ void __launch_bounds__(BLOCK_M* HEAD_DIM / 4) combine(const __grid_constant__ AttentionParams params) {
   const int tiles = (params.seqlen_q + BLOCK_M - 1) / BLOCK_M;
   const int64 head = blockIdx.x / tiles;  // of batch * heads
   const int row = blockIdx.x % tiles * BLOCK_M + threadIdx.x / (HEAD_DIM / 4);

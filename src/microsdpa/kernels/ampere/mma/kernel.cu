@@ -12,9 +12,9 @@
 //           The groups' parts are combined through shared memory at the end. SPLIT > 1: the CTAs of a cluster send one
 //           another their parts (CLUSTERED, sm_90), or each leaves its part in the workspace, for ampere/combine.
 // Bound by: latency: launch, one trip to L2, one tile, one store.
+#include "../../common/combine.cuh"
 #include "../../common/epilogue.cuh"
 #include "../../common/masks.cuh"
-#include "../../common/combine.cuh"
 #include "../../common/online_softmax.cuh"
 #include "../../ptx/barrier.cuh"
 #include "../../ptx/cluster.cuh"

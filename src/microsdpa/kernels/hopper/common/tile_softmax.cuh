@@ -11,7 +11,7 @@ namespace microsdpa::hopper {
 // State of this thread's two rows. Probabilities are 2^(scale * (score - stabilizer)).
 struct Rows {
   float stabilizer[2];  // a score of the row; -inf before the first visible key
-  float sum[2];        // this thread's part of l
+  float sum[2];         // this thread's part of l
 
   __device__ __forceinline__ void reset() {
     stabilizer[0] = stabilizer[1] = negative_infinity();

@@ -98,10 +98,10 @@ struct Exchange {
   const Fragment<CLUSTER> fragment;
 
   float stabilizer[2];  // base 2; a score that the row has seen
-  float sum[2];        // this warpgroup's part of l; until it is published, this thread's
-  int overflow = 0;    // bits: halves of the warp's rows of which probabilities left the range of T
-  bool sends = true;   // to the peer
-  int received = 0;    // delivery from the peer that counts
+  float sum[2];         // this warpgroup's part of l; until it is published, this thread's
+  int overflow = 0;     // bits: halves of the warp's rows of which probabilities left the range of T
+  bool sends = true;    // to the peer
+  int received = 0;     // delivery from the peer that counts
   bool sends_again, received_again;
   Place<T> place;
   RowWeights row[OWN_ROWS];  // of the rows that this CTA finishes

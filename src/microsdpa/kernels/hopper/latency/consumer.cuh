@@ -9,8 +9,8 @@
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
 #include "../../ptx/wgmma.cuh"
-#include "mask.cuh"
 #include "combine.cuh"
+#include "mask.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::latency {

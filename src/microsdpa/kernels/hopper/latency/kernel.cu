@@ -156,7 +156,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL, bool MASKED>
 __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
-                      const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "whole panels, of which each warpgroup finishes whole quadruples");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");

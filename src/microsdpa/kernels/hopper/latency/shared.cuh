@@ -10,8 +10,8 @@ constexpr int BLOCK_M = 64;    // queries of a CTA: one wgmma's rows
 constexpr int BLOCK_N = 64;    // keys of a tile
 constexpr int PANEL = 64;      // columns of a box: 128 bytes, one repetition of the swizzle pattern
 constexpr int WARPGROUPS = 2;  // each with its own keys
-// Keys of the first tile of which the largest score is the stabilizer. Of 64, a row's largest score would exceed it less
-// often by more than FP16 can hold, and the search would take 0.02 us longer.
+// Keys of the first tile of which the largest score is the stabilizer. Of 64, a row's largest score would exceed it
+// less often by more than FP16 can hold, and the search would take 0.02 us longer.
 constexpr int STABILIZER_KEYS = 16;
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;

@@ -1,5 +1,5 @@
-// A known number of rounds of hopper/latency/kernel.cu's warpgroups, with one stabilizer for each row from the first tile
-// on: nothing waits for a maximum, and O is never rescaled.
+// A known number of rounds of hopper/latency/kernel.cu's warpgroups, with one stabilizer for each row from the first
+// tile on: nothing waits for a maximum, and O is never rescaled.
 #pragma once
 
 #include "consumer.cuh"

@@ -5,8 +5,8 @@
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
 #include "../common/pipeline.cuh"
-#include "shared.cuh"
 #include "../common/tile_softmax.cuh"
+#include "shared.cuh"
 
 namespace microsdpa::hopper::split {
 
@@ -65,7 +65,9 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
 
   // Synchronizes the warpgroups of a query tile.
-  __device__ __forceinline__ void sync_groups() const { named_barrier_sync(GROUPS_SYNC + query_tile, GROUPS * WARPGROUP_THREADS); }
+  __device__ __forceinline__ void sync_groups() const {
+    named_barrier_sync(GROUPS_SYNC + query_tile, GROUPS * WARPGROUP_THREADS);
+  }
 
   // A negative scale is a positive one of -Q.
   __device__ __forceinline__ void negate_query() {

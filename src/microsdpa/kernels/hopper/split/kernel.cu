@@ -48,8 +48,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, QUERY_TILES, STAGES>& sha
         load_tile(shared.query[group], query, shared.query_full[group], work.first_row[group], work.head, work.batch);
       }
       if (turn < STAGES && tile < work.all_tiles) {
-        load_tile(shared.key[group][turn], key, shared.key_full[group][turn], BLOCK_N * tile, work.head_kv,
-                  work.batch);
+        load_tile(shared.key[group][turn], key, shared.key_full[group][turn], BLOCK_N * tile, work.head_kv, work.batch);
       }
       if (turn > 0 && tile - GROUPS < work.all_tiles) {
         load_tile(shared.value[group][turn - 1], value, shared.value_full[group][turn - 1], BLOCK_N * (tile - GROUPS),
@@ -72,7 +71,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, QUERY_TILES, STAGES>& sha
 template <typename T, int QUERY_TILES, int STAGES, int GROUP, bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
-                    const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
   static_assert(QUERY_TILES == 1 || QUERY_TILES == 2, "four or two warpgroups share a query tile");
   auto& shared = dynamic_shared<SharedStorage<T, QUERY_TILES, STAGES>>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.

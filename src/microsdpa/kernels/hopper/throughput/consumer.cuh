@@ -5,8 +5,8 @@
 #include "../../ptx/stmatrix.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
-#include "shared.cuh"
 #include "../common/tile_softmax.cuh"
+#include "shared.cuh"
 
 namespace microsdpa::hopper::throughput {
 
@@ -67,7 +67,9 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   }
 
   // Consumers start their products in turn, so that some have their exponentials while others multiply.
-  __device__ __forceinline__ void pingpong_wait() const { named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS); }
+  __device__ __forceinline__ void pingpong_wait() const {
+    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
+  }
   __device__ __forceinline__ void pingpong_arrive() const {
     named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }
@@ -141,7 +143,8 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     }
   }
 
-  // Probabilities of a tile. The first one's stabilizers are a guess, which softmax_tile corrects where it does not fit.
+  // Probabilities of a tile. The first one's stabilizers are a guess, which softmax_tile corrects where it does not
+  // fit.
   __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2]) {
     if (tile == 0) Base::guess_stabilizers(s);
     return Base::softmax_tile(s, p, factor, false);
@@ -168,7 +171,8 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     }
 #pragma unroll
     for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
-      if (written > 0 || column > 0) named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);  // what was there is stored
+      if (written > 0 || column > 0)
+        named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);  // what was there is stored
       put<OUT_COLUMNS<HEAD_DIM>>(shared.out[warpgroup], column, inverse);
       fence_proxy_async();
       named_barrier_arrive(OUT_FULL + warpgroup, OUT_THREADS);

@@ -136,8 +136,8 @@ __device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUM
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
-                         const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-                         const __grid_constant__ TensorMap out) {
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
+              const __grid_constant__ TensorMap out) {
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
   auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.

@@ -29,7 +29,7 @@ struct Consumer : ScoringConsumer<Shared, CAUSAL> {
   float o[HEAD_DIM / 2];    // O of the tiles before, in FP32
   float partial[PART / 2];  // P V of one tile: E4M3 products keep about 14 bits of their sums
   uint32 p[STEPS][4];
-  float stabilizer[2];   // of the two rows: base 2, scaled
+  float stabilizer[2];  // of the two rows: base 2, scaled
   float sum[2];         // this thread's part of l
   float correction[2];  // what O is to be multiplied by when P V of the last probabilities is added
   float inverse[2];     // of l, for the query tile that is complete but for P V of its last tile of keys

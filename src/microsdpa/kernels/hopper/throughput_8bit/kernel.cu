@@ -17,12 +17,12 @@
 #include "../../ptx/mbarrier_asleep.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
+#include "../common/key_scales.cuh"
 #include "consumer.cuh"
 #include "promoting.cuh"
 #include "shared.cuh"
 #include "transpose.cuh"
 #include "wide_consumer.cuh"
-#include "../common/key_scales.cuh"
 
 namespace microsdpa::hopper::throughput_8bit {
 
@@ -58,8 +58,7 @@ __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& pa
     Mbarrier& full = shared.value_full[value_state.stage];
     mbarrier_wait_asleep(shared.value_empty[value_state.stage], value_state.phase ^ 1);
     mbarrier_arrive_expect(full, BLOCK_N * HEAD_DIM);
-    load_panels<BLOCK_N, Shared>(shared.value[value_state.stage], value, full, 0, BLOCK_N * tile, head_kv,
-                                 work.batch);
+    load_panels<BLOCK_N, Shared>(shared.value[value_state.stage], value, full, 0, BLOCK_N * tile, head_kv, work.batch);
     value_state.advance();
   };
 
@@ -152,9 +151,9 @@ template <typename T, typename CODE, int HEAD_DIM, int TERMS, int BLOCK_N, int C
           int QUERY_STAGES, bool KEY_SCALES, bool IN_PLACE, int PROMOTED_TILES, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
-                             const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
-  using Shared = SharedStorage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES,
-                            PROMOTED_TILES>;
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+  using Shared = SharedStorage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES,
+                               KEY_SCALES, PROMOTED_TILES>;
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
   constexpr int CONSUMER_REGISTERS = CONSUMERS == 4    ? 112

@@ -1,5 +1,5 @@
-// A consumer warpgroup of hopper/throughput_8bit/kernel.cu whose O is summed by the tensor cores, and now and then moved
-// away.
+// A consumer warpgroup of hopper/throughput_8bit/kernel.cu whose O is summed by the tensor cores, and now and then
+// moved away.
 #pragma once
 
 #include "consumer.cuh"
@@ -18,8 +18,8 @@ template <typename T, typename Shared, bool CAUSAL>
 struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4> {
   using Base = Consumer<T, Shared, CAUSAL, 4>;
   using Base::Base, Base::BIAS, Base::BLOCK_N, Base::HEAD_DIM, Base::STEPS, Base::correction, Base::factor, Base::o;
-  using Base::first_row, Base::key_state, Base::p, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::thread,
-      Base::tile, Base::tiles;
+  using Base::first_row, Base::key_state, Base::p, Base::params, Base::stabilizer, Base::shared, Base::sum,
+      Base::thread, Base::tile, Base::tiles;
   using Base::value_state, Base::warpgroup;
   using typename Base::Sum;
   using Moved = Vector<__nv_bfloat16, 4>;

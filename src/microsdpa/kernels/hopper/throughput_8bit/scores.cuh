@@ -1,4 +1,5 @@
-// What a consumer warpgroup of hopper/throughput_8bit/kernel.cu does with Q and K: from the rings to scores of its 64 rows.
+// What a consumer warpgroup of hopper/throughput_8bit/kernel.cu does with Q and K: from the rings to scores of its 64
+// rows.
 #pragma once
 
 #include "../../common/online_softmax.cuh"
@@ -52,7 +53,9 @@ struct ScoringConsumer {
   }
 
   // Consumers start their products in turn, so that one has its exponentials while another multiplies.
-  __device__ __forceinline__ void pingpong_wait() const { named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS); }
+  __device__ __forceinline__ void pingpong_wait() const {
+    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
+  }
   __device__ __forceinline__ void pingpong_arrive() const {
     named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }

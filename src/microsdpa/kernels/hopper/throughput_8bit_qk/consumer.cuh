@@ -3,8 +3,8 @@
 
 #include "../../ptx/barrier.cuh"
 #include "../../ptx/warp_role.cuh"
-#include "shared.cuh"
 #include "../common/tile_softmax.cuh"
+#include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit_qk {
 
@@ -49,7 +49,9 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   }
 
   // Consumers start their products in turn, so that one has its exponentials while another multiplies.
-  __device__ __forceinline__ void pingpong_wait() const { named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS); }
+  __device__ __forceinline__ void pingpong_wait() const {
+    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
+  }
   __device__ __forceinline__ void pingpong_arrive() const {
     named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }

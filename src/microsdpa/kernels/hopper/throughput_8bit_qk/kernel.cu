@@ -15,8 +15,8 @@
 #include "../../ptx/mbarrier_asleep.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
-#include "consumer.cuh"
 #include "../common/key_scales.cuh"
+#include "consumer.cuh"
 
 namespace microsdpa::hopper::throughput_8bit_qk {
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void initialize(Shared& shared) {
 template <typename T, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
-                              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
   constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
