@@ -20,6 +20,8 @@ SIGNATURES = {
     ("integrations/diffusers.py", "register.attention"),
     ("integrations/transformers.py", "register.forward"),
     ("integrations/transformers.py", "mask_function"),
+    # Options of the command line.
+    ("cli.py", "verify"),
     # The oracle has the arguments of sdpa, and a kernel in Triton's language those of a kernel.
     ("reference.py", "oracle"),
     ("reference.py", "eager"),

@@ -47,7 +47,7 @@ SHARED_BYTES = 256
 """Dynamic shared memory of every inline kernel."""
 
 PRELUDE = """
-#include "../core/softmax.cuh"
+#include "../common/softmax.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/cp_async.cuh"

@@ -14,8 +14,10 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels import EIGHT_BIT_FAMILIES, KernelSpec, eight_bit
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, KernelSpec
+from microsdpa.kernels.ada.mma_8bit import spec as mma_8bit
 from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.ladder import eight_bit_spec
 from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.kernels.quantize.spec import SCHEMES
 
@@ -103,7 +105,8 @@ def test_every_rung_against_what_the_codes_stand_for(rung: str, case: Case) -> N
 
 @pytest.fixture
 def two_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit, "chip_of", lambda target: replace(chip_of(target), sms=2))
+    for module in (mma_8bit, eight_bit_spec):
+        monkeypatch.setattr(module, "chip_of", lambda target: replace(chip_of(target), sms=2))
 
 
 @pytest.mark.usefixtures("two_sms")

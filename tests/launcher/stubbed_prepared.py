@@ -76,8 +76,8 @@ def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     install_allocator()
     maps = tuple(TensorMap(name, 64, 32, 64) for name in ("value", "out", "key", "query"))
-    then = KernelSpec(
-        "test/then", "", "", (), threads=64, block_m=4, tensor_maps=maps, programmatic=True, workspace_row_bytes=24
+    second = KernelSpec(
+        "test/second", "", "", (), threads=64, block_m=4, tensor_maps=maps, programmatic=True, workspace_row_bytes=24
     )
     spec = KernelSpec(
         "test/first",
@@ -90,7 +90,7 @@ def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyP
         cluster=2,
         split=2,
         tensor_maps=maps[:1] * 4,
-        next_kernel=then,
+        next_kernel=second,
     )
     problem = Problem(2, 4, 2, 16, 24, 32, "float16", causal="lower_right", target="sm_90a")
     shapes = (SHAPE, KV, KV, SHAPE)

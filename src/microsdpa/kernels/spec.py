@@ -71,7 +71,7 @@ class KernelSpec:
 
     Attributes:
         name: family name, such as "ladder/01_scalar".
-        source: path of the .cu file below microsdpa/cuda.
+        source: path of the .cu file below microsdpa/kernels.
         template: qualified name of the __global__ function template.
         template_args: (parameter name, C++ spelling) in the template's order.
         threads: threads per CTA.

@@ -67,11 +67,11 @@ def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int) -> KernelSpec
     return KernelSpec(
         name="quantize/fused",
         source="quantize/fused.cu",
-        template="microsdpa::quantize_query_key_value",
+        template="microsdpa::quantize::quantize_query_key_value",
         template_args=tuple(arguments.items()),
         threads=GROUPS * head_dim // CHUNK,
         block_m=rows_of_cta(scheme),
-        params="microsdpa::QuantizeParams",
+        params="microsdpa::quantize::QuantizeParams",
     )
 
 
@@ -100,11 +100,11 @@ def restore_lse(dtype: DType, head_dim: int) -> KernelSpec:
     return KernelSpec(
         name="quantize/restore_lse",
         source="quantize/restore_lse.cu",
-        template="microsdpa::restore_lse",
+        template="microsdpa::quantize::restore_lse",
         template_args=tuple(arguments.items()),
         threads=RESTORE_THREADS,
         block_m=RESTORE_THREADS * CHUNK // head_dim,
-        params="microsdpa::RestoreLseParams",
+        params="microsdpa::quantize::RestoreLseParams",
     )
 
 
