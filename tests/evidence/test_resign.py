@@ -29,9 +29,9 @@ OTHER = "0" * 32
 CHANGES = {
     "renamed": (
         ("kernels/ladder/01_scalar.cu", "score_rows", "scores_of_rows"),
-        ("kernels/ladder/01_scalar.cu", "scalar_attention", "attention_by_scalars"),
+        ("kernels/ladder/01_scalar.cu", " attention(", " attend("),
         ("kernels/ladder/01_scalar.cu", "BLOCK_N", "KEYS_OF_A_TILE"),
-        ("kernels/ladder/spec.py", "microsdpa::scalar_attention", "microsdpa::attention_by_scalars"),
+        ("kernels/ladder/spec.py", "rung_01::attention", "rung_01::attend"),
     ),
     "other code": (("kernels/ladder/04_mma_sync.cu", "start_keys(0, 0)", "start_keys(BLOCK_N, 0)"),),
     "more shared memory": (("kernels/ladder/spec.py", "pitch + warps * scratch", "pitch + warps * scratch + 16"),),

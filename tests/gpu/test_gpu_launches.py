@@ -178,7 +178,7 @@ def two_launches(**fields: Any) -> KernelSpec:
         )
         for second in ("false", "true")
     )
-    return dataclasses.replace(first, then=second, **fields)
+    return dataclasses.replace(first, next_kernel=second, **fields)
 
 
 def test_kernels_follow_one_another_over_one_workspace(launch: Launch) -> None:

@@ -29,11 +29,11 @@ from stub_harness import (
     register,
 )
 
-from microsdpa import api
-from microsdpa.explanation import Explanation
+from microsdpa.attention import api
+from microsdpa.attention.explain import Explanation
+from microsdpa.attention.plan import Expected, make_plan
 from microsdpa.kernels import KernelSpec, TensorMap
 from microsdpa.kernels.problem import Problem
-from microsdpa.prepared import Expected, make_plan
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean", "_four_maps", "_programmatic"]
@@ -76,11 +76,21 @@ def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     install_allocator()
     maps = tuple(TensorMap(name, 64, 32, 64) for name in ("value", "out", "key", "query"))
-    then = KernelSpec(
-        "test/then", "", "", (), threads=64, block_m=4, tensor_maps=maps, programmatic=True, workspace_row_bytes=24
+    second = KernelSpec(
+        "test/second", "", "", (), threads=64, block_m=4, tensor_maps=maps, programmatic=True, workspace_row_bytes=24
     )
     spec = KernelSpec(
-        "test/first", "", "", (), 256, 8, shared_bytes=100, cluster=2, split=2, tensor_maps=maps[:1] * 4, then=then
+        "test/first",
+        "",
+        "",
+        (),
+        256,
+        8,
+        shared_bytes=100,
+        cluster=2,
+        split=2,
+        tensor_maps=maps[:1] * 4,
+        next_kernel=second,
     )
     problem = Problem(2, 4, 2, 16, 24, 32, "float16", causal="lower_right", target="sm_90a")
     shapes = (SHAPE, KV, KV, SHAPE)

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from microsdpa.arguments import is_bulk_addressable
+from microsdpa.call.tensors import is_bulk_addressable
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import (
     EIGHT_BIT_FAMILIES,
@@ -19,7 +19,7 @@ from microsdpa.kernels import (
     policy,
 )
 from microsdpa.kernels.problem import MaskKind, Problem, capability_of, target_of, virtual
-from microsdpa.select import chosen, select
+from microsdpa.kernels.select import chosen, select
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 
@@ -71,7 +71,7 @@ def test_tensor_maps_need_a_layout_that_bulk_copies_address(
 ) -> None:
     plain = KernelSpec("test/plain", "test/plain.cu", "plain", (), threads=128, block_m=64)
     mapped = dataclasses.replace(plain, name="test/mapped", tensor_maps=(TensorMap("query", 64, 64),))
-    split = dataclasses.replace(plain, name="test/split", then=mapped)
+    split = dataclasses.replace(plain, name="test/split", next_kernel=mapped)
     families = tuple(Family(spec.name, "", lambda _, spec=spec: spec) for spec in (mapped, split, plain))  # type: ignore[misc]
     monkeypatch.setattr(policy, "candidates", lambda problem, impl: families)
     monkeypatch.setattr(policy, "skip_reason", lambda family, problem: None)

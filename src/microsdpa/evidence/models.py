@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 import microsdpa
-from microsdpa import api, arguments
+from microsdpa.attention import api
+from microsdpa.call import tensors
 from microsdpa.evidence import model_processes, results, tiny
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.model_processes import EagerLost
@@ -82,11 +83,11 @@ class Found:
 @contextlib.contextmanager
 def float32_through_torch() -> Iterator[None]:
     """Let sdpa take float32 on a CPU, where torch computes it: half precision would hide small differences."""
-    arguments.DTYPES[torch.float32] = "float32"  # type: ignore[assignment]
+    tensors.DTYPES[torch.float32] = "float32"  # type: ignore[assignment]
     try:
         yield
     finally:
-        del arguments.DTYPES[torch.float32]
+        del tensors.DTYPES[torch.float32]
 
 
 def _logits(output: Any) -> torch.Tensor:
@@ -445,7 +446,7 @@ def _distance(ours: torch.Tensor, expected: torch.Tensor) -> float:
 @contextlib.contextmanager
 def _counted(found: Found, fallbacks: list[str]) -> Iterator[None]:
     """Count the calls that microsdpa computes, with the sizes of the first, and note why others are left."""
-    from microsdpa import dropin
+    from microsdpa.integrations import dropin
 
     sdpa, note = api.sdpa, dropin.note_fallback
 
@@ -543,8 +544,7 @@ def _finite(number: float | None) -> float | None:
 
 def step(
     progress: Progress = no_progress,
-    count: int | None = None,
-    seed: int = 0,
+    sample: tuple[int, int] | None = None,
     device: str = "cpu",
     dtype: str | None = None,
     seconds: float | None = None,
@@ -552,7 +552,10 @@ def step(
     output: Path | None = None,
     command: str = "microsdpa models",
 ) -> Step:
-    """All models, or `count` of them at random, or those of `kinds`; on a GPU in half precision, else in FP32."""
+    """All models, or some at random, or those of `kinds`; on a GPU in half precision, else in FP32.
+
+    `sample` says how many, and the seed of the choice.
+    """
     if reason := absence():
         return Step(SUITE, "not run", reason)
     if device != "cpu" and not torch.cuda.is_available():
@@ -561,8 +564,8 @@ def step(
     todo = tiny.candidates()
     if kinds:
         todo = [candidate for candidate in todo if candidate.kind in kinds]
-    if count is not None and count < len(todo):
-        chosen = torch.randperm(len(todo), generator=torch.Generator().manual_seed(seed))[:count].tolist()
+    if sample is not None and sample[0] < len(todo):
+        chosen = torch.randperm(len(todo), generator=torch.Generator().manual_seed(sample[1]))[: sample[0]].tolist()
         todo = [todo[index] for index in sorted(chosen)]
     advance = progress(SUITE, len(todo))
     until = time.monotonic() + (float("inf") if seconds is None else seconds)

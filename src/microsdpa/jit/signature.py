@@ -39,7 +39,7 @@ def _code(spec: KernelSpec, target: str, text: Callable[[str], str]) -> str:
             "target": target,
             "source": text(expand(spec.source)),
             **_launch(spec),
-            **({"then": _code(spec.then, target, text)} if spec.then else {}),
+            **({"next": _code(spec.next_kernel, target, text)} if spec.next_kernel else {}),
         }
     )
 

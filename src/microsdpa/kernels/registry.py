@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, product
 
-from microsdpa.kernels import eight_bit
+from microsdpa.kernels.ada.mma_8bit import spec as ada_mma_8bit
 from microsdpa.kernels.ampere.general import spec as ampere_general
 from microsdpa.kernels.ampere.mma import spec as ampere_mma
+from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
 from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
+from microsdpa.kernels.ladder import eight_bit_spec as eight_bit_ladder
 from microsdpa.kernels.ladder import spec as ladder
 from microsdpa.kernels.problem import (
     ELEMENT_BYTES,
@@ -128,12 +130,20 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
     *(
         Family(name, summary, specify, eight_bit=True)
         for name, summary, specify in (
-            ("ada/mma_8bit", "rung 11 with tiles for the problem, keys divided among warps", eight_bit.tuned),
-            ("ladder/11_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", eight_bit.cp_async),
-            ("ladder/08_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", eight_bit.scalar),
-            ("ladder/09_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", eight_bit.mma),
-            ("ladder/10_fp8_probability", "P V by 8-bit mma.sync too", eight_bit.probability),
-            ("ladder/12_8bit_persistent", "rung 11 with copying warps and persistent CTAs", eight_bit.persistent),
+            (
+                "ada/mma_8bit",
+                "8-bit mma.sync, tiles for the problem, keys divided among warps; sm_89 and newer",
+                ada_mma_8bit.mma_8bit,
+            ),
+            ("ladder/11_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", eight_bit_ladder.cp_async),
+            ("ladder/08_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", eight_bit_ladder.scalar),
+            ("ladder/09_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", eight_bit_ladder.mma),
+            ("ladder/10_fp8_probability", "P V by 8-bit mma.sync too", eight_bit_ladder.probability),
+            (
+                "ladder/12_8bit_persistent",
+                "rung 11 with copying warps and persistent CTAs",
+                eight_bit_ladder.persistent,
+            ),
         )
     ),
 )
@@ -224,7 +234,7 @@ def _eight_bit_catalogue(target: str) -> list[KernelSpec]:
     masks: tuple[Causal | None, ...] = (None, "upper_left")
     heads = 8, 256  # few tiles of queries, and many
     for family, head_dim, dtype, causal, operands, terms, h in product(
-        EIGHT_BIT_FAMILIES, eight_bit.ALL_HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
+        EIGHT_BIT_FAMILIES, ALL_HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
     ):
         if terms == 2 and operands == "int8_fp8":
             continue

@@ -71,7 +71,7 @@ class KernelSpec:
 
     Attributes:
         name: family name, such as "ladder/01_scalar".
-        source: path of the .cu file below microsdpa/cuda.
+        source: path of the .cu file below microsdpa/kernels.
         template: qualified name of the __global__ function template.
         template_args: (parameter name, C++ spelling) in the template's order.
         threads: threads per CTA.
@@ -90,7 +90,7 @@ class KernelSpec:
             (programmatic dependent launch). The kernel waits itself before it touches global memory, and at least one
             of its threads waits in every launch: the next kernel relies on this one to end after the one ahead of it.
         workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
-        then: kernel launched after this one with the same parameters.
+        next_kernel: kernel launched after this one with the same parameters.
         params: C++ type of the kernel's first parameter.
     """
 
@@ -111,7 +111,7 @@ class KernelSpec:
     tensor_maps: tuple[TensorMap, ...] = ()
     programmatic: bool = False
     workspace_row_bytes: int = 0
-    then: KernelSpec | None = None
+    next_kernel: KernelSpec | None = None
     params: str = "microsdpa::AttentionParams"
     flags: tuple[str, ...] = field(default=("-std=c++17", "-lineinfo"))
 
@@ -123,7 +123,7 @@ class KernelSpec:
     @property
     def stages(self) -> tuple[KernelSpec, ...]:
         """The kernels of one call in the order of their launch: this one, and those after it."""
-        return (self, *(self.then.stages if self.then else ()))
+        return (self, *(self.next_kernel.stages if self.next_kernel else ()))
 
     def grid(self, problem: Problem) -> Grid:
         """CTAs along x, which alone goes past 65,535: parts times query tiles times heads times batch."""
@@ -163,7 +163,7 @@ def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:
         return _uncountable(rows, "rows of the query heads of a key head", "fewer query heads of a key head")
     if (both := problem.seqlen_q + problem.seqlen_k) > MAX_NUMBER:
         return _uncountable(both, "queries and keys", "shorter sequences")
-    return oversized(problem, spec.then) if spec.then else None
+    return oversized(problem, spec.next_kernel) if spec.next_kernel else None
 
 
 def _uncountable(number: int, what: str, nearest: str) -> Rejection:

@@ -1,5 +1,5 @@
-// ex2.approx for the emulator; kernels/ptx/ex2.cuh says what each function does. Rounded correctly, where the hardware's
-// results may be off in the last places.
+// ex2.approx for the emulator; kernels/ptx/ex2.cuh says what each function does. Rounded correctly, where the
+// hardware's results may be off in the last places.
 #pragma once
 
 #include "../prelude.cuh"

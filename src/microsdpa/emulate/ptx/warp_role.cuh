@@ -8,12 +8,12 @@ namespace microsdpa {
 inline bool elect_one(emulator::Place place = emulator::Place::here()) { return emulator::elect_one(place); }
 
 template <int REGISTERS>
-inline void release_registers(emulator::Place place = emulator::Place::here()) {
+inline void setmaxnreg_dec(emulator::Place place = emulator::Place::here()) {
   emulator::set_registers(REGISTERS, false, place);
 }
 
 template <int REGISTERS>
-inline void claim_registers(emulator::Place place = emulator::Place::here()) {
+inline void setmaxnreg_inc(emulator::Place place = emulator::Place::here()) {
   emulator::set_registers(REGISTERS, true, place);
 }
 

@@ -5,8 +5,10 @@
 
 namespace microsdpa {
 
-// What -inf, the reference of a row without keys, is replaced by: -inf - (-inf) would be NaN.
-__device__ __forceinline__ float finite(float reference) { return reference == negative_infinity() ? 0.0f : reference; }
+// What -inf, the stabilizer of a row without keys, is replaced by: -inf - (-inf) would be NaN.
+__device__ __forceinline__ float finite(float stabilizer) {
+  return stabilizer == negative_infinity() ? 0.0f : stabilizer;
+}
 
 // Transposes the 4 x 4 words of a quad: lane i gets word i of lanes 0 to 3.
 __device__ __forceinline__ uint4 transpose_quad(uint32 a, uint32 b, uint32 c, uint32 d) {

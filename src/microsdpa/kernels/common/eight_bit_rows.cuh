@@ -77,16 +77,16 @@ struct EightBitRows {
 #pragma unroll
     for (int n = 0; n < BLOCK_N / 8; ++n) largest = fmaxf(largest, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
     largest = quad_max(largest);
-    // A row that has seen no key keeps m = -inf: the reference is then 0, because -inf - (-inf) would be NaN.
-    const float reference = largest == negative_infinity() ? 0.0f : largest;
-    const float rescale = ex2_approx(max[half] - reference);
+    // A row that has seen no key keeps m = -inf: the stabilizer is then 0, because -inf - (-inf) would be NaN.
+    const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
+    const float rescale = ex2_approx(max[half] - stabilizer);
     max[half] = largest;
     sum[half] *= rescale;
 #pragma unroll
     for (int n = 0; n < BLOCK_N / 8; ++n) {
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        s[n][e] = ex2_approx(s[n][e] - reference + BIAS);
+        s[n][e] = ex2_approx(s[n][e] - stabilizer + BIAS);
         sum[half] += s[n][e];
       }
     }

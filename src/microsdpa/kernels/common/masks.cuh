@@ -125,7 +125,7 @@ struct MaskedRows {
         const int64 own_head = head + existing(t, half) % PACK;
         const float logit = LOG2_E * to_float(static_cast<const typename MASKS::Sink*>(
                                          params.masks.sinks)[own_head * params.masks.sink_head_stride]);
-        softmax.reference[t][half] = logit;
+        softmax.stabilizer[t][half] = logit;
         softmax.sum[t][half] = lane_index() % 4 == 0 && logit > negative_infinity() ? 1.0f : 0.0f;
       });
     }

@@ -74,15 +74,15 @@ struct MmaRows {
       }
     }
     largest = quad_max(largest);
-    const float reference = largest == negative_infinity() ? 0.0f : largest;
-    const float rescale = exp2f(max[half] - reference);
+    const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
+    const float rescale = exp2f(max[half] - stabilizer);
     max[half] = largest;
     sum[half] *= rescale;
 #pragma unroll
     for (int n = 0; n < BLOCK_N / 8; ++n) {
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        s[n][e] = exp2f(s[n][e] - reference);
+        s[n][e] = exp2f(s[n][e] - stabilizer);
         sum[half] += s[n][e];
       }
     }

@@ -27,12 +27,12 @@ struct RowState {
 
   // Takes the lane's score of the next 32 keys and gives its probability relative to the new maximum;
   // `rescale` is what the sums made so far must be multiplied by. A row that has seen no key yet keeps m =
-  // -inf: the reference is then 0, because -inf - (-inf) would be NaN.
+  // -inf: the stabilizer is then 0, because -inf - (-inf) would be NaN.
   __device__ __forceinline__ float update(float score, float& rescale) {
     const float new_max = fmaxf(max, warp_max(score));
-    const float reference = new_max == negative_infinity() ? 0.0f : new_max;
-    const float probability = exp2f(score - reference);
-    rescale = exp2f(max - reference);
+    const float stabilizer = new_max == negative_infinity() ? 0.0f : new_max;
+    const float probability = exp2f(score - stabilizer);
+    rescale = exp2f(max - stabilizer);
     sum = sum * rescale + warp_sum(probability);
     max = new_max;
     return probability;

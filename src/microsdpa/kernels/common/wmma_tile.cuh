@@ -74,15 +74,15 @@ struct WmmaRows {
       }
     }
     largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, WMMA));
-    const float reference = largest == negative_infinity() ? 0.0f : largest;
-    const float rescale = exp2f(state.max - reference);
+    const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
+    const float rescale = exp2f(state.max - stabilizer);
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < HALF_KEYS; n += 8) {
       Probabilities p;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const float probability = exp2f(score[n + i] - reference);
+        const float probability = exp2f(score[n + i] - stabilizer);
         sum += probability;
         p.data[i] = from_float<T>(probability);
       }

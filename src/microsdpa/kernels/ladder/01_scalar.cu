@@ -15,7 +15,7 @@
 #include "../common/softmax.cuh"
 #include "../common/tile.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_01 {
 
 constexpr int BLOCK_N = 32;  // one key a lane
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void accumulate_values(float (&acc)[ROWS][CHANNELS], 
 
 // At least one CTA an SM: left to guess, ptxas aims at a higher occupancy and spills.
 template <typename T, int HEAD_DIM, int BLOCK_M, int WARPS, bool CAUSAL, int LOAD_BYTES>
-__global__ void __launch_bounds__(WARPS * 32, 1) scalar_attention(const __grid_constant__ AttentionParams params) {
+__global__ void __launch_bounds__(WARPS * 32, 1) attention(const __grid_constant__ AttentionParams params) {
   constexpr int THREADS = WARPS * 32;
   constexpr int ROWS = BLOCK_M / WARPS;
   constexpr int CHANNELS = HEAD_DIM / 32;
@@ -138,4 +138,4 @@ __global__ void __launch_bounds__(WARPS * 32, 1) scalar_attention(const __grid_c
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_01

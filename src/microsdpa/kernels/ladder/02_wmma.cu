@@ -12,7 +12,7 @@
 #include "../common/wmma_tile.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_02 {
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N>
 struct SharedStorage {
@@ -26,8 +26,7 @@ struct SharedStorage {
 };
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, bool CAUSAL, int LOAD_BYTES>
-__global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1)
-    wmma_attention(const __grid_constant__ AttentionParams params) {
+__global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1) attention(const __grid_constant__ AttentionParams params) {
   constexpr int THREADS = BLOCK_M / WMMA * 32;
   using Shared = SharedStorage<T, HEAD_DIM, BLOCK_M, BLOCK_N>;
   constexpr int PITCH = Shared::PITCH;
@@ -62,4 +61,4 @@ __global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1)
   rows.template store<LOAD_BYTES>(head, params, row);
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_02

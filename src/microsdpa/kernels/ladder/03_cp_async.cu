@@ -11,7 +11,7 @@
 #include "../common/wmma_tile.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_03 {
 
 constexpr int STAGES = 2;
 
@@ -26,8 +26,7 @@ struct SharedStorage {
 };
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, bool CAUSAL, int LOAD_BYTES>
-__global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1)
-    cp_async_attention(const __grid_constant__ AttentionParams params) {
+__global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1) attention(const __grid_constant__ AttentionParams params) {
   constexpr int THREADS = BLOCK_M / WMMA * 32;
   using Shared = SharedStorage<T, HEAD_DIM, BLOCK_M, BLOCK_N>;
   Shared& shared = dynamic_shared<Shared>();
@@ -71,4 +70,4 @@ __global__ void __launch_bounds__(BLOCK_M / WMMA * 32, 1)
   rows.template store<LOAD_BYTES>(head, params, row);
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_03

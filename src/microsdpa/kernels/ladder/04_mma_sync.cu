@@ -12,7 +12,7 @@
 #include "../common/swizzle.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_04 {
 
 constexpr int STAGES = 2;
 constexpr int WARP_ROWS = 16;
@@ -26,7 +26,7 @@ struct SharedStorage {
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, bool CAUSAL, int LOAD_BYTES>
 __global__ void __launch_bounds__(BLOCK_M / WARP_ROWS * 32, 1)
-    mma_sync_attention(const __grid_constant__ AttentionParams params) {
+    attention(const __grid_constant__ AttentionParams params) {
   constexpr int THREADS = BLOCK_M / WARP_ROWS * 32;
   auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, BLOCK_M, BLOCK_N>>();
 
@@ -69,4 +69,4 @@ __global__ void __launch_bounds__(BLOCK_M / WARP_ROWS * 32, 1)
   rows.template store<LOAD_BYTES>(shared.query, warp_row, head, params, first_row + warp_row);
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_04

@@ -14,7 +14,7 @@
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_05 {
 
 constexpr int STAGES = 2;
 constexpr int WARP_ROWS = 16;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Head<T>& head, con
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, bool CAUSAL, int LOAD_BYTES>
 __global__ void __launch_bounds__((BLOCK_M / WARP_ROWS + STAGES) * 32, 1)
-    warp_roles_attention(const __grid_constant__ AttentionParams params) {
+    attention(const __grid_constant__ AttentionParams params) {
   constexpr int CONSUMERS = BLOCK_M / WARP_ROWS;
   constexpr int PARTNERS = (CONSUMERS + 1) * 32;  // threads that meet at a place: all consumers, one producer
   auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, BLOCK_M, BLOCK_N>>();
@@ -93,4 +93,4 @@ __global__ void __launch_bounds__((BLOCK_M / WARP_ROWS + STAGES) * 32, 1)
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_05

@@ -10,12 +10,12 @@
 #include "../common/async_tile.cuh"
 #include "../common/mma_rows.cuh"
 #include "../common/params.cuh"
-#include "../common/scheduler.cuh"
 #include "../common/swizzle.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_06 {
 
 constexpr int STAGES = 2;
 constexpr int WARP_ROWS = 16;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void consume(Shared& shared, const AttentionParams& p
 // CTAS of an SM are what the launch counts on: registers are held down to let them in.
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int CTAS, bool CAUSAL, int LOAD_BYTES>
 __global__ void __launch_bounds__((BLOCK_M / WARP_ROWS + STAGES) * 32, CTAS)
-    persistent_attention(const __grid_constant__ AttentionParams params) {
+    attention(const __grid_constant__ AttentionParams params) {
   constexpr int CONSUMERS = BLOCK_M / WARP_ROWS;
   constexpr int PARTNERS = (CONSUMERS + 1) * 32;  // threads that meet at a place: all consumers, one producer
   auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, BLOCK_M, BLOCK_N>>();
@@ -107,4 +107,4 @@ __global__ void __launch_bounds__((BLOCK_M / WARP_ROWS + STAGES) * 32, CTAS)
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_06

@@ -3,21 +3,21 @@
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA.
 // Tiles:    Q [BLOCK_M, HEAD_DIM]; every group of warps has STAGES places of its own for K and V [BLOCK_N, HEAD_DIM].
 // Roles:    KEY_GROUPS groups of ROW_WARPS warps; a group takes every KEY_GROUPS-th tile of keys, a warp of it owns
-//           16 * ROW_TILES queries. At the end the groups' outputs are merged through shared memory.
+//           16 * ROW_TILES queries. At the end the groups' outputs are combined through shared memory.
 // Pipeline: 1. K and V of STAGES tiles are on their way from the start, each in a group of its own
 //           2. wait for K: S = Q K^T, masks where one cuts the tile, softmax with the scale folded into 2^(scale s - m)
 //           3. wait for V, send for the K that takes this one's place; O += P V; V's place is filled a tile later
-// Bound by: latency at the mission shape (the way of K, then of V, then the merge); tensor cores and exp2 when large.
+// Bound by: latency at the mission shape (the way of K, then of V, then the combine); tensor cores and exp2 when large.
 #include "../common/async_tile.cuh"
-#include "../common/merge.cuh"
+#include "../common/combine.cuh"
 #include "../common/mma_rows.cuh"
 #include "../common/params.cuh"
-#include "../common/scheduler.cuh"
 #include "../common/swizzle.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_07 {
 
 template <typename T_, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int ROW_WARPS_, int KEY_GROUPS_, int STAGES_>
 struct Shape {
@@ -38,7 +38,7 @@ struct Streaming {
 };
 
 template <typename Shape>
-struct Merging {
+struct Combining {
   static constexpr int PITCH = Shape::HEAD_DIM + 8;  // floats: four rows of a quad's eight fill the banks
   alignas(16) float o[Shape::KEY_GROUPS][Shape::BLOCK_M * PITCH];
   RowStats stats[Shape::KEY_GROUPS][Shape::BLOCK_M];
@@ -47,7 +47,7 @@ struct Merging {
 template <typename Shape>
 union SharedStorage {
   Streaming<Shape> streaming;
-  Merging<Shape> merging;  // over tiles that nobody needs any more
+  Combining<Shape> combining;  // over tiles that nobody needs any more
 };
 
 // What a warp keeps of its rows.
@@ -150,7 +150,7 @@ __device__ __forceinline__ void finish(const WarpState<Shape>& state, Streaming<
       const int row = first_row + warp_row + 16 * t + 8 * half + lane_index() / 4;
       scale[t][half] = normalizer(sum);
       if (head.lse != nullptr && lane_index() % 4 == 0 && row < params.seqlen_q) {
-        head.lse[row] = log_sum_exp(state.softmax.reference[t][half], sum);
+        head.lse[row] = log_sum_exp(state.softmax.stabilizer[t][half], sum);
       }
     }
   }
@@ -158,12 +158,12 @@ __device__ __forceinline__ void finish(const WarpState<Shape>& state, Streaming<
                                                                   first_row + warp_row);
 }
 
-// Merges what the groups made of their keys, and writes it.
+// Combines what the groups made of their keys, and writes it.
 template <typename Shape, int STORE_BYTES, typename T>
-__device__ __forceinline__ void merge_and_finish(const WarpState<Shape>& state, Merging<Shape>& shared,
-                                                 const Head<T>& head, const AttentionParams& params, int first_row,
-                                                 int group) {
-  constexpr int PITCH = Merging<Shape>::PITCH, COLUMNS = 4;
+__device__ __forceinline__ void combine_and_finish(const WarpState<Shape>& state, Combining<Shape>& shared,
+                                                   const Head<T>& head, const AttentionParams& params, int first_row,
+                                                   int group) {
+  constexpr int PITCH = Combining<Shape>::PITCH, COLUMNS = 4;
   const int warp_row = threadIdx.x % Shape::GROUP_THREADS / 32 * Shape::WARP_ROWS;
   __syncthreads();  // all groups are done with their tiles
 #pragma unroll
@@ -172,7 +172,7 @@ __device__ __forceinline__ void merge_and_finish(const WarpState<Shape>& state, 
     for (int half = 0; half < 2; ++half) {
       const int r = warp_row + 16 * t + 8 * half + lane_index() / 4;
       const float sum = state.softmax.total(t, half);
-      if (lane_index() % 4 == 0) shared.stats[group][r] = {state.softmax.reference[t][half], sum};
+      if (lane_index() % 4 == 0) shared.stats[group][r] = {state.softmax.stabilizer[t][half], sum};
 #pragma unroll
       for (int n = 0; n < Shape::HEAD_DIM / 8; ++n) {
         const Vector<float, 2> pair = {{state.o[t][n][2 * half], state.o[t][n][2 * half + 1]}};
@@ -187,7 +187,7 @@ __device__ __forceinline__ void merge_and_finish(const WarpState<Shape>& state, 
     const int row = first_row + r;
     if (row >= params.seqlen_q) break;
     RowStats stats;
-    const Values4 values = merge_parts<Shape::KEY_GROUPS>(
+    const Values4 values = combine_parts<Shape::KEY_GROUPS>(
         stats, [&](int part) { return shared.stats[part][r]; },
         [&](int part) { return *reinterpret_cast<const Values4*>(&shared.o[part][r * PITCH + column]); });
     const float scale = normalizer(stats.sum);
@@ -201,14 +201,14 @@ __device__ __forceinline__ void merge_and_finish(const WarpState<Shape>& state, 
 #pragma unroll
       for (int c = 0; c < COLUMNS; ++c) out[c] = rounded.data[c];
     }
-    if (head.lse != nullptr && column == 0) head.lse[row] = log_sum_exp(stats.reference, stats.sum);
+    if (head.lse != nullptr && column == 0) head.lse[row] = log_sum_exp(stats.stabilizer, stats.sum);
   }
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int ROW_WARPS, int KEY_GROUPS, int STAGES, int CTAS,
           bool CAUSAL, int LOAD_BYTES>
 __global__ void __launch_bounds__(32 * ROW_WARPS * KEY_GROUPS, CTAS)
-    tuned_attention(const __grid_constant__ AttentionParams params) {
+    attention(const __grid_constant__ AttentionParams params) {
   using S = Shape<T, HEAD_DIM, BLOCK_N, ROW_TILES, ROW_WARPS, KEY_GROUPS, STAGES>;
   auto& shared = dynamic_shared<SharedStorage<S>>();
   const TileScheduler<CAUSAL, S::BLOCK_M> work(params);
@@ -223,8 +223,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * KEY_GROUPS, CTAS)
   if constexpr (KEY_GROUPS == 1) {
     finish<S, LOAD_BYTES>(state, shared.streaming, head, params, first_row);
   } else {
-    merge_and_finish<S, LOAD_BYTES>(state, shared.merging, head, params, first_row, group);
+    combine_and_finish<S, LOAD_BYTES>(state, shared.combining, head, params, first_row, group);
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_07

@@ -1,4 +1,4 @@
-// Rung 08: E4M3 operands, dequantised on load. FP32 arithmetic on the CUDA cores, the baseline of the 8-bit rungs.
+// Rung 08: E4M3 operands, dequantized on load. FP32 arithmetic on the CUDA cores, the baseline of the 8-bit rungs.
 //
 // Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are codes with scales, and optionally LSE, for BLOCK_M
 // queries of one head per CTA.
@@ -12,7 +12,7 @@
 #include "../common/softmax.cuh"
 #include "../ptx/convert.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_08 {
 
 constexpr int BLOCK_N = 32;  // one key a lane
 
@@ -26,7 +26,7 @@ struct SharedStorage {
 
 // Four codes, times a scale for each, in FP32.
 template <typename Scale>
-__device__ __forceinline__ Vector<float, 4> dequantise(uint32 codes, Scale scale) {
+__device__ __forceinline__ Vector<float, 4> dequantize(uint32 codes, Scale scale) {
   Vector<float, 4> four;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_tile(float* shared, int valid_rows, Rows ro
     Vector<float, 4> four{};
     if (row < valid_rows) {
       const uint32 codes = *reinterpret_cast<const uint32*>(rows(row) + column);
-      four = dequantise(codes, [&](int c) { return scale(row, column + c); });
+      four = dequantize(codes, [&](int c) { return scale(row, column + c); });
     }
     *reinterpret_cast<Vector<float, 4>*>(shared + row * PITCH + column) = four;
   }
@@ -72,7 +72,7 @@ __device__ __forceinline__ void score_rows(float (&score)[ROWS], const float* qu
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int WARPS, bool CAUSAL>
-__global__ void __launch_bounds__(WARPS * 32, 1) fp8_scalar_attention(const __grid_constant__ EightBitParams params) {
+__global__ void __launch_bounds__(WARPS * 32, 1) attention(const __grid_constant__ EightBitParams params) {
   constexpr int THREADS = WARPS * 32, ROWS = BLOCK_M / WARPS, CHANNELS = HEAD_DIM / 32;
   using Shared = SharedStorage<HEAD_DIM, BLOCK_M>;
   using Code = unsigned char;
@@ -137,4 +137,4 @@ __global__ void __launch_bounds__(WARPS * 32, 1) fp8_scalar_attention(const __gr
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_08

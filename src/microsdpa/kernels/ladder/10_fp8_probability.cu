@@ -13,7 +13,7 @@
 #include "../common/swizzle.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_10 {
 
 constexpr int WARP_ROWS = 16;
 
@@ -27,7 +27,7 @@ struct SharedStorage {
 
 template <typename T, int HEAD_DIM, int BLOCK_M, int BLOCK_N, bool CAUSAL>
 __global__ void __launch_bounds__(BLOCK_M / WARP_ROWS * 32, 1)
-    fp8_probability_attention(const __grid_constant__ EightBitParams params) {
+    attention(const __grid_constant__ EightBitParams params) {
   constexpr int THREADS = BLOCK_M / WARP_ROWS * 32;
   auto& shared = dynamic_shared<SharedStorage<HEAD_DIM, BLOCK_M, BLOCK_N>>();
 
@@ -60,4 +60,4 @@ __global__ void __launch_bounds__(BLOCK_M / WARP_ROWS * 32, 1)
   rows.template store<T>(params, head, warp_first);
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_10

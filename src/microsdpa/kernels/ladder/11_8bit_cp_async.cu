@@ -13,7 +13,7 @@
 #include "../common/swizzle.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_11 {
 
 constexpr int STAGES = 2;
 constexpr int WARP_ROWS = 16;
@@ -40,7 +40,7 @@ struct SharedStorage {
 
 template <typename T, typename Format, typename Value, int HEAD_DIM, int TERMS, int BLOCK_M, int BLOCK_N, bool CAUSAL>
 __global__ void __launch_bounds__(BLOCK_M / WARP_ROWS * 32, 1)
-    eight_bit_cp_async_attention(const __grid_constant__ EightBitParams params) {
+    attention(const __grid_constant__ EightBitParams params) {
   constexpr int THREADS = BLOCK_M / WARP_ROWS * 32;
   using Element = typename ValueTile<Value, BLOCK_N, HEAD_DIM>::Element;
   auto& shared = dynamic_shared<SharedStorage<Value, HEAD_DIM, TERMS, BLOCK_M, BLOCK_N>>();
@@ -89,4 +89,4 @@ __global__ void __launch_bounds__(BLOCK_M / WARP_ROWS * 32, 1)
   rows.template store<T>(params, head, warp_first);
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_11

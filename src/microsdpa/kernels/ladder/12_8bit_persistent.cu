@@ -11,12 +11,12 @@
 // Bound by: as rung 11 where there are no more tiles than CTAs; with more, by exp2 and the tensor cores.
 #include "../common/async_tile.cuh"
 #include "../common/eight_bit_rows.cuh"
-#include "../common/scheduler.cuh"
 #include "../common/swizzle.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ladder::rung_12 {
 
 constexpr int STAGES = 2;
 constexpr int WARP_ROWS = 16;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void consume(SharedStorage<Shape>& shared, const Eigh
 // CTAS of an SM are what the launch counts on: registers are held down to let them in.
 template <typename T, typename Format, typename Value, int HEAD_DIM, int BLOCK_M, int BLOCK_N, int CTAS, bool CAUSAL>
 __global__ void __launch_bounds__((BLOCK_M / WARP_ROWS + STAGES) * 32, CTAS)
-    eight_bit_persistent_attention(const __grid_constant__ EightBitParams params) {
+    attention(const __grid_constant__ EightBitParams params) {
   using S = Shape<Format, Value, HEAD_DIM, BLOCK_M, BLOCK_N>;
   auto& shared = dynamic_shared<SharedStorage<S>>();
   const int warp = threadIdx.x / 32;
@@ -136,4 +136,4 @@ __global__ void __launch_bounds__((BLOCK_M / WARP_ROWS + STAGES) * 32, CTAS)
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ladder::rung_12

@@ -17,7 +17,7 @@ def scalar(problem: Problem) -> KernelSpec | Rejection:
     spec = KernelSpec(
         name="ladder/01_scalar",
         source="ladder/01_scalar.cu",
-        template="microsdpa::scalar_attention",
+        template="microsdpa::ladder::rung_01::attention",
         template_args=_template_args(problem, BLOCK_M=block_m, WARPS=warps),
         threads=32 * warps,
         block_m=block_m,
@@ -43,7 +43,7 @@ def _through_wmma(problem: Problem, rung: str, stages: int) -> KernelSpec | Reje
     spec = KernelSpec(
         name=f"ladder/{rung}",
         source=f"ladder/{rung}.cu",
-        template=f"microsdpa::{rung[3:]}_attention",
+        template=f"microsdpa::ladder::rung_{rung[:2]}::attention",
         template_args=_template_args(problem, BLOCK_M=block_m, BLOCK_N=block_n),
         threads=32 * warps,
         block_m=block_m,
@@ -77,7 +77,7 @@ def _through_mma_sync(
     spec = KernelSpec(
         name=f"ladder/{rung}",
         source=f"ladder/{rung}.cu",
-        template=f"microsdpa::{rung[3:]}_attention",
+        template=f"microsdpa::ladder::rung_{rung[:2]}::attention",
         template_args=_template_args(problem, BLOCK_M=block_m, BLOCK_N=block_n, **ctas_of_sm),
         threads=32 * warps,
         block_m=block_m,
@@ -116,7 +116,7 @@ def tuned(problem: Problem) -> KernelSpec | Rejection:
     spec = KernelSpec(
         name="ladder/07_tuned",
         source="ladder/07_tuned.cu",
-        template="microsdpa::tuned_attention",
+        template="microsdpa::ladder::rung_07::attention",
         template_args=_template_args(
             problem,
             BLOCK_N=tiles.block_n,

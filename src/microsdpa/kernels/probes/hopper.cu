@@ -164,9 +164,9 @@ __global__ void __launch_bounds__(256, 1) probe_warp_role(const __grid_constant_
   const uint32 elected = __ballot_sync(0xffffffffu, elect_one());
   const uint32 again = __ballot_sync(0xffffffffu, elect_one());
   if (threadIdx.x < 128) {
-    release_registers<64>();
+    setmaxnreg_dec<64>();
   } else {
-    claim_registers<240>();
+    setmaxnreg_inc<240>();
   }
   grid_dependency_wait();
   uint32* out = output_of<OUT>(params);

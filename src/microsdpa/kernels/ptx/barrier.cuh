@@ -5,7 +5,7 @@
 
 namespace microsdpa {
 
-// Waits until `threads` threads, a multiple of 32, have synchronised on or arrived at barrier `id` (0 to 15).
+// Waits until `threads` threads, a multiple of 32, have synchronized on or arrived at barrier `id` (0 to 15).
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,4 +1,4 @@
-// What tells the warps of a specialised kernel apart: one elected thread, and registers that move between warpgroups
+// What tells the warps of a specialized kernel apart: one elected thread, and registers that move between warpgroups
 // (PTX ISA, "elect.sync" and "setmaxnreg", sm_90).
 #pragma once
 
@@ -15,13 +15,13 @@ __device__ __forceinline__ bool elect_one() {
 
 // Registers of every thread of the warpgroup from here on: a multiple of 8 from 24 to 256. All its warps call.
 template <int REGISTERS>
-__device__ __forceinline__ void release_registers() {
+__device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 // The same, upwards: waits until other warpgroups have released as many.
 template <int REGISTERS>
-__device__ __forceinline__ void claim_registers() {
+__device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 

@@ -1,4 +1,4 @@
-// Quantises Q, K and V in one launch: codes, scales and, with SMOOTH, the mean that is taken off K.
+// Quantizes Q, K and V in one launch: codes, scales and, with SMOOTH, the mean that is taken off K.
 //
 // A CTA has 32 rows of HEAD_DIM / 8 threads; a thread has 8 channels of a row. Blocks of the grid, the longest first:
 //   keys: one for each ROWS rows, or with SMOOTH for each part of a head
@@ -12,7 +12,7 @@
 #include "../common/codes.cuh"
 #include "../common/softmax.cuh"
 
-namespace microsdpa {
+namespace microsdpa::quantize {
 
 // Distances in bytes; rows are dense.
 struct RowStrides {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, co
   __syncthreads();
 }
 
-// Quantises rows [first, last) of a head.
+// Quantizes rows [first, last) of a head.
 template <typename Code, int HEAD_DIM, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD, typename T>
 __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first, int last,
                                               unsigned char* codes, float* scales, float root) {
@@ -230,7 +230,7 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
   }
 }
 
-// Quantises rows [first, last) of a head of V, with a scale for each channel of the head.
+// Quantizes rows [first, last) of a head of V, with a scale for each channel of the head.
 template <typename Code, int HEAD_DIM, typename T>
 __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first,
                                                   int last, unsigned char* codes, float* scales) {
@@ -335,4 +335,4 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
       params.query_scale + static_cast<int64>(head) * ((params.seqlen_q + BLOCK - 1) / BLOCK), params.root);
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::quantize

@@ -6,7 +6,7 @@
 #include "../common/element.cuh"
 #include "../common/softmax.cuh"
 
-namespace microsdpa {
+namespace microsdpa::quantize {
 
 struct RestoreLseParams {
   const void* query;      // [B, H, S_q, D] FP16 or BF16
@@ -48,4 +48,4 @@ __global__ void __launch_bounds__(THREADS, 1) restore_lse(const __grid_constant_
   if (index < rows && column == 0) params.lse[row] += params.scale * sum;
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::quantize

@@ -3,22 +3,22 @@
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA; operands are
 // those of rung 11. A score costs one multiplication with its key's scale and one FMA: the query's scale, the softmax's
-// and the reference go into 2^(factor s - m), and O is rescaled only when a maximum has moved by more than SLACK.
+// and the stabilizer go into 2^(factor s - m), and O is rescaled only when a maximum has moved by more than SLACK.
 // Tiles:    Q [BLOCK_M, TERMS * HEAD_DIM]; every group of warps has STAGES places of its own for K, V and K's scales.
 // Roles:    KEY_GROUPS groups of ROW_WARPS warps; a group takes every KEY_GROUPS-th tile of keys, a warp of it owns 16
-//           queries. At the end the groups' outputs are merged through shared memory, and written in whole lines.
+//           queries. At the end the groups' outputs are combined through shared memory, and written in whole lines.
 // Pipeline: 1. K and V of STAGES tiles are on their way from the start, each in a group of its own
 //           2. wait for K: S by m16n8k32, K's scales, masks where one cuts the tile, softmax
 //           3. wait for V, send for the K that takes this one's place; O += P V; V's place is filled a tile later
-// Bound by: latency at the mission shape (the way of K, then of V, then the merge); tensor cores and exp2 when large.
+// Bound by: latency at the mission shape (the way of K, then of V, then the combine); tensor cores and exp2 when large.
 #include "../../common/async_tile.cuh"
+#include "../../common/combine.cuh"
 #include "../../common/eight_bit_rows.cuh"
-#include "../../common/merge.cuh"
 #include "../../common/swizzle.cuh"
 #include "../../ptx/barrier.cuh"
 #include "../../ptx/dynamic_shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ada::mma_8bit {
 
 constexpr int WARP_ROWS = 16;
 
@@ -59,7 +59,7 @@ struct Streaming {
 };
 
 template <typename Shape>
-struct Merging {
+struct Combining {
   static constexpr int PITCH = Shape::HEAD_DIM + (Shape::Value::CODES ? 16 : 8);  // floats: stores fill the banks
   alignas(16) float o[Shape::KEY_GROUPS][Shape::BLOCK_M * PITCH];
   RowStats stats[Shape::KEY_GROUPS][Shape::BLOCK_M];
@@ -68,20 +68,20 @@ struct Merging {
 template <typename Shape>
 union SharedStorage {
   Streaming<Shape> streaming;
-  Merging<Shape> merging;  // over tiles that nobody needs any more
+  Combining<Shape> combining;  // over tiles that nobody needs any more
 };
 
 // What a warp keeps of its rows, of which the lane holds parts of two: row lane / 4 and that + 8.
 //
-// Probabilities are 2^(factor s - reference + BIAS). The reference is a score that the row has seen, and at most SLACK
-// below the largest: as E4M3, which ends at 448, a probability is below 2^(8 + 3/4) = 431, and none saturates.
+// Probabilities are 2^(factor s - stabilizer + BIAS). The stabilizer is a score that the row has seen, and at most
+// SLACK below the largest: as E4M3, which ends at 448, a probability is below 2^(8 + 3/4) = 431, and none saturates.
 template <typename Shape>
 struct WarpState {
   static constexpr float BIAS = Shape::Value::CODES ? 8.0f : 0.0f;
   static constexpr float SLACK = Shape::Value::CODES ? 0.75f : 8.0f;
 
   float factor[2];  // softmax scale times the queries', positive
-  float reference[2] = {negative_infinity(), negative_infinity()};
+  float stabilizer[2] = {negative_infinity(), negative_infinity()};
   float sum[2] = {};  // the lane's part of l, times 2^BIAS
   float o[1][Shape::HEAD_DIM / 8][4] = {};
 
@@ -95,15 +95,15 @@ struct WarpState {
 #pragma unroll
       for (int n = 1; n < Shape::BLOCK_N / 8; ++n) m = fmaxf(m, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
       largest[half] = quad_max(m) * factor[half];
-      moved |= largest[half] > reference[half] + SLACK;
+      moved |= largest[half] > stabilizer[half] + SLACK;
     }
     if (__any_sync(FULL_WARP, moved)) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float next = fmaxf(reference[half], largest[half]);
-        // A row that has seen no key has reference -inf, and -inf - (-inf) would be NaN.
-        const float rescale = next == negative_infinity() ? 1.0f : ex2_approx(reference[half] - next);
-        reference[half] = next;
+        const float next = fmaxf(stabilizer[half], largest[half]);
+        // A row that has seen no key has stabilizer -inf, and -inf - (-inf) would be NaN.
+        const float rescale = next == negative_infinity() ? 1.0f : ex2_approx(stabilizer[half] - next);
+        stabilizer[half] = next;
         sum[half] *= rescale;
 #pragma unroll
         for (int n = 0; n < Shape::HEAD_DIM / 8; ++n) {
@@ -114,7 +114,7 @@ struct WarpState {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float subtract = (reference[half] == negative_infinity() ? 0.0f : reference[half]) - BIAS;
+      const float subtract = (stabilizer[half] == negative_infinity() ? 0.0f : stabilizer[half]) - BIAS;
 #pragma unroll
       for (int n = 0; n < Shape::BLOCK_N / 8; ++n) {
 #pragma unroll
@@ -231,16 +231,16 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>
   }
 }
 
-// Puts a warp's rows where the merge finds them, with their channels in order.
+// Puts a warp's rows where the combine finds them, with their channels in order.
 template <typename Shape>
-__device__ __forceinline__ void keep(const WarpState<Shape>& state, Merging<Shape>& shared, int group) {
+__device__ __forceinline__ void keep(const WarpState<Shape>& state, Combining<Shape>& shared, int group) {
   const int warp_row = threadIdx.x % Shape::GROUP_THREADS / 32 * WARP_ROWS, t = lane_index() % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int r = warp_row + 8 * half + lane_index() / 4;
     const float sum = quad_sum(state.sum[half]);
-    if (t == 0) shared.stats[group][r] = {state.reference[half], sum};
-    float* row = &shared.o[group][r * Merging<Shape>::PITCH];
+    if (t == 0) shared.stats[group][r] = {state.stabilizer[half], sum};
+    float* row = &shared.o[group][r * Combining<Shape>::PITCH];
 #pragma unroll
     for (int n = 0; n < Shape::HEAD_DIM / 16; ++n) {
       const float (&first)[4] = state.o[0][2 * n];
@@ -258,10 +258,10 @@ __device__ __forceinline__ void keep(const WarpState<Shape>& state, Merging<Shap
   }
 }
 
-// Merges what the groups made of their keys, divides by l, multiplies with V's scales, and writes rows and LSE.
+// Combines what the groups made of their keys, divides by l, multiplies with V's scales, and writes rows and LSE.
 template <typename Shape>
-__device__ __forceinline__ void merge_and_store(const Merging<Shape>& shared, const EightBitHead& head,
-                                                const EightBitParams& params, int first_row) {
+__device__ __forceinline__ void combine_and_store(const Combining<Shape>& shared, const EightBitHead& head,
+                                                  const EightBitParams& params, int first_row) {
   using T = typename Shape::T;
   constexpr int COLUMNS = 4, IN_ROW = Shape::HEAD_DIM / COLUMNS, STEP = Shape::THREADS / IN_ROW;
   static_assert(Shape::THREADS % IN_ROW == 0, "a thread keeps its channels");
@@ -274,10 +274,10 @@ __device__ __forceinline__ void merge_and_store(const Merging<Shape>& shared, co
     const int row = first_row + r;
     if (row >= params.seqlen_q) break;
     RowStats stats;
-    const Values4 values = merge_parts<Shape::KEY_GROUPS>(
+    const Values4 values = combine_parts<Shape::KEY_GROUPS>(
         stats, [&](int part) { return shared.stats[part][r]; },
         [&](int part) {
-          return *reinterpret_cast<const Values4*>(&shared.o[part][r * Merging<Shape>::PITCH + column]);
+          return *reinterpret_cast<const Values4*>(&shared.o[part][r * Combining<Shape>::PITCH + column]);
         });
     const float inverse = normalizer(stats.sum);
     Vector<T, COLUMNS> rounded;
@@ -285,7 +285,7 @@ __device__ __forceinline__ void merge_and_store(const Merging<Shape>& shared, co
     for (int c = 0; c < COLUMNS; ++c) rounded.data[c] = from_float<T>(values.data[c] * inverse * scale[c]);
     *reinterpret_cast<Vector<T, COLUMNS>*>(head.out<T>(params, row) + column) = rounded;
     if (params.lse != nullptr && column == 0) {
-      *head.lse(params, row) = log_sum_exp(stats.reference - WarpState<Shape>::BIAS, stats.sum);
+      *head.lse(params, row) = log_sum_exp(stats.stabilizer - WarpState<Shape>::BIAS, stats.sum);
     }
   }
 }
@@ -293,7 +293,7 @@ __device__ __forceinline__ void merge_and_store(const Merging<Shape>& shared, co
 template <typename T, typename Format, typename Value, int HEAD_DIM, int TERMS, int BLOCK_N, int ROW_WARPS,
           int KEY_GROUPS, int STAGES, int CTAS, bool CAUSAL>
 __global__ void __launch_bounds__(32 * ROW_WARPS * KEY_GROUPS, CTAS)
-    eight_bit_tuned_attention(const __grid_constant__ EightBitParams params) {
+    attention(const __grid_constant__ EightBitParams params) {
   using S = Shape<T, Format, Value, HEAD_DIM, TERMS, BLOCK_N, ROW_WARPS, KEY_GROUPS, STAGES>;
   auto& shared = dynamic_shared<SharedStorage<S>>();
   // Under a causal mask the longest tiles come first, of all heads, so that the short ones fill the gaps at the end.
@@ -309,9 +309,9 @@ __global__ void __launch_bounds__(32 * ROW_WARPS * KEY_GROUPS, CTAS)
                     group);
   cp_async_wait<0>();
   __syncthreads();  // all groups are done with their tiles
-  keep(state, shared.merging, group);
+  keep(state, shared.combining, group);
   __syncthreads();
-  merge_and_store(shared.merging, head, params, first_row);
+  combine_and_store(shared.combining, head, params, first_row);
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ada::mma_8bit

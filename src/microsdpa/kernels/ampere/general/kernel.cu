@@ -1,4 +1,4 @@
-// Exact attention on mma.sync for every call that the specialised kernels refuse: masks, windows, soft caps, ALiBi,
+// Exact attention on mma.sync for every call that the specialized kernels refuse: masks, windows, soft caps, ALiBi,
 // sinks, any head dimension up to 256, rows that do not lie on 16 bytes.
 //
 // Computes O = softmax(scores) V, where scores are as common/mask_params.cuh has them, and optionally LSE (with the
@@ -17,7 +17,7 @@
 #include "../../ptx/grid_dependency.cuh"
 #include "../../ptx/opaque.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ampere::general {
 
 template <typename T, int COLUMNS, int BLOCK_M, int BLOCK_N>
 struct GeneralTiles {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_tile(Tile& staging, unsigned warp_row,
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int LOAD_BYTES, typename MASK, bool LEFT,
           bool RIGHT, bool SOFTCAP, bool ALIBI, typename SINK, bool PROGRAMMATIC>
-__global__ void __launch_bounds__(32 * WARPS, 1) general_attention(const __grid_constant__ MaskedParams params) {
+__global__ void __launch_bounds__(32 * WARPS, 1) attention(const __grid_constant__ MaskedParams params) {
   constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16, BLOCK_M = 16 * ROW_TILES * WARPS, THREADS = 32 * WARPS;
   const AttentionParams& call = params.call;
   auto& tiles = dynamic_shared<GeneralTiles<T, COLUMNS, BLOCK_M, BLOCK_N>>();
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) general_attention(const __grid_
       const int row = warp_first + 16 * t + 8 * half + lane_index() / 4;
       scale[t][half] = normalizer(sum);
       if (head.lse != nullptr && lane_index() % 4 == 0 && row < call.seqlen_q) {
-        head.lse[row] = log_sum_exp(softmax.reference[t][half], sum);
+        head.lse[row] = log_sum_exp(softmax.stabilizer[t][half], sum);
       }
     }
   }
@@ -172,4 +172,4 @@ __global__ void __launch_bounds__(32 * WARPS, 1) general_attention(const __grid_
       call.seqlen_q - warp_first);
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ampere::general

@@ -43,7 +43,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
     return KernelSpec(
         name="ampere/general",
         source="ampere/general/kernel.cu",
-        template="microsdpa::general_attention",
+        template="microsdpa::ampere::general::attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=32 * WARPS,
         block_m=16 * row_tiles * WARPS,

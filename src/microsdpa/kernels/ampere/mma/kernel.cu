@@ -9,12 +9,12 @@
 // Pipeline: 1. cp.async fills the ring, STAGES - 1 tiles ahead (RESIDENT: all tiles at once, each waited for alone)
 //           2. S = Q K^T by ldmatrix and mma     3. masks on the tiles that need one, online softmax in registers
 //           4. O += P V, P straight from S's registers
-//           The groups' parts are merged through shared memory at the end. SPLIT > 1: the CTAs of a cluster send one
+//           The groups' parts are combined through shared memory at the end. SPLIT > 1: the CTAs of a cluster send one
 //           another their parts (CLUSTERED, sm_90), or each leaves its part in the workspace, for ampere/combine.
 // Bound by: latency: launch, one trip to L2, one tile, one store.
+#include "../../common/combine.cuh"
 #include "../../common/epilogue.cuh"
 #include "../../common/masks.cuh"
-#include "../../common/merge.cuh"
 #include "../../common/online_softmax.cuh"
 #include "../../ptx/barrier.cuh"
 #include "../../ptx/cluster.cuh"
@@ -23,7 +23,7 @@
 #include "masked.cuh"
 #include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ampere::mma {
 
 template <int THREADS, int GROUPS>
 __device__ __forceinline__ void group_sync(int group) {
@@ -48,14 +48,14 @@ __device__ __forceinline__ void wait_until_pending(int pending) {
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, bool RESIDENT,
           int KEPT, bool CAUSAL, int PACK, int SPLIT, bool CLUSTERED, bool PROGRAMMATIC, typename MASKS>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
-    attention_forward(const __grid_constant__ typename MASKS::Params arguments) {
+    attention(const __grid_constant__ typename MASKS::Params arguments) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
   constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS;
-  constexpr bool MERGES = WARPS_N > 1 || SPLIT > 1;
+  constexpr bool COMBINES = WARPS_N > 1 || SPLIT > 1;
   static_assert(!CLUSTERED || SPLIT > 1, "the parts are what the CTAs of a cluster have");
   static_assert(!MASKS::ANY || (!RESIDENT && ROW_TILES == 1 && WARPS_M == 1), "a warp decides which keys are loaded");
   const AttentionParams& params = MASKS::call(arguments);
-  auto& shared = dynamic_shared<Shared<C, MERGES, CLUSTERED ? SPLIT : 0>>();
+  auto& shared = dynamic_shared<Shared<C, COMBINES, CLUSTERED ? SPLIT : 0>>();
   auto& query_tile = shared.phases.streaming.query;
 
   const auto work = Work<PACK, SPLIT>::template of_block<BLOCK_M>(params);
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     const int seen_first = CAUSAL ? warp_first / PACK + params.diagonal + 1 : params.seqlen_k;
     const int seen_last = CAUSAL ? (warp_first + WARP_ROWS - 1) / PACK + params.diagonal + 1 : params.seqlen_k;
 
-    // The keys of tile i: scores to packed probabilities. References are maxima only of what
+    // The keys of tile i: scores to packed probabilities. Stabilizers are maxima only of what
     // was seen when they were set; the maximum is looked for again where scores are masked or a probability grows
     // large.
     using Packed = uint32[ROW_TILES][BLOCK_N / 16][4];
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   }
 
   T* out = static_cast<T*>(params.out);
-  if constexpr (!MERGES) {
+  if constexpr (!COMBINES) {
     float scales[ROW_TILES][2];
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) {
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
         scales[t][half] = normalizer(sum);
         const int r = warp_first + 16 * t + 8 * half + lane_index() / 4;
         if (params.lse != nullptr && lane_index() % 4 == 0 && r < work.rows) {
-          params.lse[work.flat_row(params, r)] = log_sum_exp(softmax.reference[t][half], sum);
+          params.lse[work.flat_row(params, r)] = log_sum_exp(softmax.stabilizer[t][half], sum);
         }
       }
     }
@@ -243,8 +243,8 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       return warp_first + static_cast<int>(r) < work.rows ? work.row(out, params.out_strides, warp_first + r) : nullptr;
     });
   } else {
-    auto& merging = shared.phases.merging;
-    constexpr int PITCH = Merging<C>::PITCH;
+    auto& combining = shared.phases.combining;
+    constexpr int PITCH = Combining<C>::PITCH;
     __syncthreads();  // all groups are done with their tiles
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) {
@@ -252,11 +252,11 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       for (int half = 0; half < 2; ++half) {
         const int r = warp_row + 16 * t + 8 * half + lane_index() / 4;
         const float sum = softmax.total(t, half);
-        if (lane_index() % 4 == 0) merging.stats[group][r] = {softmax.reference[t][half], sum};
+        if (lane_index() % 4 == 0) combining.stats[group][r] = {softmax.stabilizer[t][half], sum};
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 8; ++n) {
           const Vector<float, 2> pair = {{o[t][n][2 * half], o[t][n][2 * half + 1]}};
-          *reinterpret_cast<Vector<float, 2>*>(&merging.part[group][r * PITCH + 8 * n + lane_index() % 4 * 2]) = pair;
+          *reinterpret_cast<Vector<float, 2>*>(&combining.part[group][r * PITCH + 8 * n + lane_index() % 4 * 2]) = pair;
         }
       }
     }
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
                                         pack<T>(values.data[2] * inverse, values.data[3] * inverse)};
       *reinterpret_cast<Vector<uint32, 2>*>(work.row(out, params.out_strides, work.first_row + r) + column) = packed;
       if (params.lse != nullptr && column == 0) {
-        params.lse[work.flat_row(params, work.first_row + r)] = log_sum_exp(stats.reference, stats.sum);
+        params.lse[work.flat_row(params, work.first_row + r)] = log_sum_exp(stats.stabilizer, stats.sum);
       }
     };
     if constexpr (CLUSTERED) cluster_wait();  // the others' barriers are set up
@@ -276,9 +276,9 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       const int r = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
       if (work.first_row + r >= work.rows) break;
       RowStats stats;
-      const Values4 values = merge_parts<WARPS_N>(
-          stats, [&](int part) { return merging.stats[part][r]; },
-          [&](int part) { return *reinterpret_cast<const Values4*>(&merging.part[part][r * PITCH + column]); });
+      const Values4 values = combine_parts<WARPS_N>(
+          stats, [&](int part) { return combining.stats[part][r]; },
+          [&](int part) { return *reinterpret_cast<const Values4*>(&combining.part[part][r * PITCH + column]); });
       if constexpr (SPLIT == 1) {
         store(r, column, values, stats);
       } else if constexpr (CLUSTERED) {
@@ -286,10 +286,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
         const ClusterAddress arrived = peer_address(&shared.exchange.arrived, to);
         store_async(peer_address(&shared.exchange.values[work.part][unit], to), values.data[0], values.data[1],
                     values.data[2], values.data[3], arrived);
-        store_async(peer_address(&shared.exchange.stats[work.part][unit], to), stats.reference, stats.sum, arrived);
+        store_async(peer_address(&shared.exchange.stats[work.part][unit], to), stats.stabilizer, stats.sum, arrived);
       } else {
         const int64 flat = work.flat_row(params, work.first_row + r);
-        const PartialResults<HEAD_DIM, SPLIT> partial(params);
+        const PartialOutputs<HEAD_DIM, SPLIT> partial(params);
         *partial.values(work.part, flat, column) = values;
         if (column == 0) *partial.stats(work.part, flat) = stats;
       }
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       for (int unit = threadIdx.x; unit < own_units; unit += C::THREADS) {
         const int i = work.part * units_each + unit;
         RowStats stats;
-        const Values4 values = merge_parts<SPLIT>(
+        const Values4 values = combine_parts<SPLIT>(
             stats, [&](int part) { return shared.exchange.stats[part][unit]; },
             [&](int part) { return shared.exchange.values[part][unit]; });
         store(i / (HEAD_DIM / 4), i % (HEAD_DIM / 4) * 4, values, stats);
@@ -308,4 +308,4 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ampere::mma

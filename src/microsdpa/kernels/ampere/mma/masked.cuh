@@ -5,7 +5,7 @@
 #include "../../common/mma_tile.cuh"
 #include "../../ptx/cp_async.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ampere::mma {
 
 // Starts copying keys, or their values, in the order of masked tiles, with one warp; those from `valid_rows` on become
 // zeros.
@@ -78,4 +78,4 @@ struct MaskedKeys<C, NoMasks, RIGHT, PACK> {
   __device__ __forceinline__ explicit MaskedKeys(const Arguments&...) {}
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ampere::mma

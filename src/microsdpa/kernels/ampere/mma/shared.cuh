@@ -1,12 +1,12 @@
 // What a CTA of ampere/mma keeps in shared memory, and which part of the problem it computes.
 #pragma once
 
-#include "../../common/merge.cuh"
+#include "../../common/combine.cuh"
 #include "../../common/params.cuh"
 #include "../../common/swizzle.cuh"
 #include "../../ptx/mbarrier.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ampere::mma {
 
 template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int STAGES_>
 struct Tiles {
@@ -30,14 +30,14 @@ struct Streaming {
 
 // The groups' results, over the tiles that nobody needs any more.
 template <typename Tiles>
-struct Merging {
+struct Combining {
   // 8 floats of padding: four rows of a quad's eight floats are what half a warp stores at once.
   static constexpr int PITCH = Tiles::HEAD_DIM + 8;
   alignas(16) float part[Tiles::WARPS_N][Tiles::BLOCK_M * PITCH];
   RowStats stats[Tiles::WARPS_N][Tiles::BLOCK_M];
 };
 
-template <typename Tiles, bool MERGES>
+template <typename Tiles, bool COMBINES>
 union Phases {
   Streaming<Tiles> streaming;
 };
@@ -45,7 +45,7 @@ union Phases {
 template <typename Tiles>
 union Phases<Tiles, true> {
   Streaming<Tiles> streaming;
-  Merging<Tiles> merging;
+  Combining<Tiles> combining;
 };
 
 // What a CTA gets from those of its cluster: every part of the output that it finishes, four columns a unit.
@@ -59,15 +59,15 @@ struct Exchange {
 };
 
 // PARTS: those that the CTAs of a cluster exchange; 0 for none.
-template <typename Tiles, bool MERGES, int PARTS>
+template <typename Tiles, bool COMBINES, int PARTS>
 struct Shared {
-  Phases<Tiles, MERGES> phases;
+  Phases<Tiles, COMBINES> phases;
   Exchange<Tiles, PARTS> exchange;
 };
 
-template <typename Tiles, bool MERGES>
-struct Shared<Tiles, MERGES, 0> {
-  Phases<Tiles, MERGES> phases;
+template <typename Tiles, bool COMBINES>
+struct Shared<Tiles, COMBINES, 0> {
+  Phases<Tiles, COMBINES> phases;
 };
 
 // Which part of the problem a CTA computes. Rows are those of one key head, PACK to a query.
@@ -102,4 +102,4 @@ struct Work {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ampere::mma

@@ -52,10 +52,11 @@ def _specification(problem: Problem, tiling: Tiling, pack: int, late: int) -> Ke
     if not tiling.streaming:
         arguments["MASKS"] = _masks(problem.mask)
     in_two_kernels = tiling.split > 1 and not tiling.clustered
+    folder = "stream" if tiling.streaming else "mma"
     return KernelSpec(
         name="ampere/mma",
-        source="ampere/stream/kernel.cu" if tiling.streaming else "ampere/mma/kernel.cu",
-        template="microsdpa::attention_stream" if tiling.streaming else "microsdpa::attention_forward",
+        source=f"ampere/{folder}/kernel.cu",
+        template=f"microsdpa::ampere::{folder}::attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiling.threads,
         block_m=tiling.block_m,
@@ -66,7 +67,7 @@ def _specification(problem: Problem, tiling: Tiling, pack: int, late: int) -> Ke
         pack=pack,
         programmatic=programmatic,
         workspace_row_bytes=tiling.split * (4 * problem.head_dim + 8) if in_two_kernels else 0,
-        then=_merge(problem, tiling.split, programmatic) if in_two_kernels else None,
+        next_kernel=_combine(problem, tiling.split, programmatic) if in_two_kernels else None,
         params="microsdpa::MaskedParams" if problem.mask else "microsdpa::AttentionParams",
     )
 
@@ -86,14 +87,14 @@ def _masks(mask: MaskKind | None) -> str:
     return f"microsdpa::Masks<{CPP_TYPE[mask.tensor]}, {flags}, {CPP_TYPE[mask.sinks]}>"
 
 
-def _merge(problem: Problem, split: int, programmatic: bool) -> KernelSpec:
+def _combine(problem: Problem, split: int, programmatic: bool) -> KernelSpec:
     """The kernel that adds up the parts of a split problem."""
     block_m = max(1, 512 // problem.head_dim)  # 128 threads with four columns each
     arguments = (CPP_TYPE[problem.dtype], problem.head_dim, block_m, split, BOOLEAN[programmatic])
     return KernelSpec(
         name="ampere/mma",
         source="ampere/combine/kernel.cu",
-        template="microsdpa::attention_merge",
+        template="microsdpa::ampere::combine::combine",
         template_args=tuple(
             zip(("T", "HEAD_DIM", "BLOCK_M", "SPLIT", "PROGRAMMATIC"), map(str, arguments), strict=True)
         ),

@@ -5,7 +5,7 @@
 //           [BLOCK_N, HEAD_DIM], two or four of each in shared memory.
 // Pipeline: 1. cp.async brings the next tile of K and V while this one is computed with; one barrier a tile, at which
 //           with four stages no warp waits that is less than a tile ahead of the slowest
-//           2. S = Q K^T for STEP keys   3. P = 2^(scale S - reference), with a score of the first keys as reference
+//           2. S = Q K^T for STEP keys   3. P = 2^(scale S - stabilizer), with a score of the first keys as stabilizer
 //           4. O += P V, P straight from S's registers
 //           Whole tiles have no branch in them, so that the compiler runs the exponentials of some keys beside the
 //           products of others; tiles that a mask cuts come last, and look for the maximum. A probability too large
@@ -23,7 +23,7 @@
 #include "../../ptx/pause.cuh"
 #include "tile.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ampere::stream {
 
 template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_>
 struct Tiles {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void negate(Tile& tile) {
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int STAGES, int KEPT, int STEP, int CTAS,
           int LATE, bool CAUSAL, bool PROGRAMMATIC>
-__global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __grid_constant__ AttentionParams params) {
+__global__ void __launch_bounds__(32 * WARPS, CTAS) attention(const __grid_constant__ AttentionParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS>;
   using Softmax = OnlineSoftmax<ROW_TILES>;
   constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS;
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float& l = C::FULL ? sum[t][half] : softmax.sum[t][half];
-            Softmax::template exponentiate<STEP>(s[t], half, scale, softmax.reference[t][half], l);
+            Softmax::template exponentiate<STEP>(s[t], half, scale, softmax.stabilizer[t][half], l);
           }
         }
         operands.template accumulate<STEP>(o, s, first);
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
       for (int half = 0; half < 2; ++half) {
         // An infinite probability makes every column of its row infinite or NaN.
         overflowed |=
-            !(fabsf(o[t][0][2 * half]) + softmax.sum[t][half] < 3e38f) || is_large(softmax.reference[t][half]);
+            !(fabsf(o[t][0][2 * half]) + softmax.sum[t][half] < 3e38f) || is_large(softmax.stabilizer[t][half]);
       }
     }
     overflowed = __any_sync(FULL_WARP, overflowed);
@@ -331,7 +331,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
       scales[t][half] = normalizer(sum);
       const int row = warp_first + 16 * t + 8 * half + lane_index() / 4;
       if (shared.head.lse != nullptr && lane_index() % 4 == 0 && row < params.seqlen_q) {
-        shared.head.lse[row] = log_sum_exp(softmax.reference[t][half], sum);
+        shared.head.lse[row] = log_sum_exp(softmax.stabilizer[t][half], sum);
       }
     }
   }
@@ -343,4 +343,4 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention_stream(const __gri
   });
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ampere::stream

@@ -4,7 +4,7 @@
 #include "../../common/mma_tile.cuh"
 #include "../../ptx/opaque.cuh"
 
-namespace microsdpa {
+namespace microsdpa::ampere::stream {
 
 // A lane's addresses of ldmatrix in a tile differ by constants and, within a panel, by an XOR with the columns' place:
 // its row of the matrices that begin at `row`, a multiple of 8, and at column 16 block.
@@ -125,4 +125,4 @@ struct Operands {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::ampere::stream

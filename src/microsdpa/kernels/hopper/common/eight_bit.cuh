@@ -5,7 +5,7 @@
 #include "../../ptx/wgmma.cuh"
 #include "tile_scheduler.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper {
 
 using Code = unsigned char;
 
@@ -47,9 +47,9 @@ __device__ __forceinline__ void for_each_work(const EightBitParams& params, Visi
   sizes.seqlen_q = params.seqlen_q, sizes.seqlen_k = params.seqlen_k, sizes.diagonal = params.diagonal;
   const Schedule<CAUSAL, Shared::BLOCK_M, Shared::BLOCK_N, Shared::HEAD_DIM / 2> schedule(sizes);
   for (int round = 0; schedule.has(round); ++round) {
-    const Work work = schedule.work(round);
+    const WorkTile work = schedule.work(round);
     if (work.tiles > 0) visit(work);
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper

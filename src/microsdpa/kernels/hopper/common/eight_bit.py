@@ -32,7 +32,6 @@ def too_many(problem: Problem, block_m: int) -> Rejection | None:
 
 def kernel(
     problem: Problem,
-    operand: str,
     folder: str,
     arguments: dict[str, object],
     consumers: int,
@@ -45,7 +44,7 @@ def kernel(
     return KernelSpec(
         name=f"hopper/{folder}",
         source=f"hopper/{folder}/kernel.cu",
-        template=f"microsdpa::throughput_{operand}_attention",
+        template=f"microsdpa::hopper::{folder}::attention",
         template_args=tuple((name, _spelled(value)) for name, value in arguments.items()),
         threads=2 * ROWS * (1 + consumers),
         block_m=ROWS * consumers,

@@ -3,17 +3,17 @@
 
 #include "../../prelude.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper {
 
 // A place in a ring of tiles, and the parity of the phase in which it is filled.
 template <int STAGES>
-struct RingPlace {
+struct PipelineState {
   int stage = 0;
-  int parity = 0;
+  int phase = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    if (++stage == STAGES) stage = 0, phase ^= 1;
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper

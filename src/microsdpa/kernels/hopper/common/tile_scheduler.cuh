@@ -3,10 +3,10 @@
 
 #include "../../common/head.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper {
 
 // A query tile of one head.
-struct alignas(16) Work {
+struct alignas(16) WorkTile {
   int batch;
   int head;
   int first_row;
@@ -15,7 +15,7 @@ struct alignas(16) Work {
 
 // Query tiles whose description is in shared memory at once: those of the ring, the one whose output is being written,
 // and one that not all consumers have come to.
-constexpr int WORKS = 4;
+constexpr int WORK_TILES = 4;
 
 // Tiles of keys that `rows` queries from `first_row` on see; at least one, so that rows without keys are written too.
 template <bool CAUSAL, int BLOCK_N, typename Params>
@@ -68,7 +68,7 @@ struct Schedule {
   __device__ __forceinline__ bool has(int round) const { return round / rounds * section_heads < heads; }
 
   // The CTA's query tile of a round; one without tiles of keys when there is none.
-  __device__ __forceinline__ Work work(int round) const {
+  __device__ __forceinline__ WorkTile work(int round) const {
     const int ctas = static_cast<int>(gridDim.x);
     const int section = round / rounds, round_of_section = round - section * rounds;
     int cta = static_cast<int>(blockIdx.x);
@@ -94,4 +94,4 @@ struct Schedule {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper

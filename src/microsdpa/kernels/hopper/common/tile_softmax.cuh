@@ -6,15 +6,15 @@
 #include "../../common/online_softmax.cuh"
 #include "../../ptx/wgmma.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper {
 
-// State of this thread's two rows. Probabilities are 2^(scale * (score - reference)).
+// State of this thread's two rows. Probabilities are 2^(scale * (score - stabilizer)).
 struct Rows {
-  float reference[2];  // a score of the row; -inf before the first visible key
-  float sum[2];        // this thread's part of l
+  float stabilizer[2];  // a score of the row; -inf before the first visible key
+  float sum[2];         // this thread's part of l
 
   __device__ __forceinline__ void reset() {
-    reference[0] = reference[1] = negative_infinity();
+    stabilizer[0] = stabilizer[1] = negative_infinity();
     sum[0] = sum[1] = 0.0f;
   }
 };
@@ -25,7 +25,7 @@ template <typename T, int BLOCK_N, bool ROW_SCALES = false, bool FROM_ZERO = tru
 struct TileSoftmax {
   static constexpr int STEPS = BLOCK_N / 16;      // of P V, 16 keys each
   static constexpr float LARGEST_SUM = 16384.0f;  // of a thread's part of a tile: FP16 holds probabilities up to 65504
-  static constexpr int GUESS = 16;                // keys that a first reference may come from
+  static constexpr int GUESS = 16;                // keys that a first stabilizer may come from
   using Scores = float[BLOCK_N / 2];
   using Probabilities = uint32[STEPS][4];
 
@@ -50,9 +50,9 @@ struct TileSoftmax {
     }
   }
 
-  // Makes the largest scores the references, and takes these from the scores, which is exact however large they are.
-  // What was made with the references before is to be multiplied by `factor`.
-  __device__ __forceinline__ void move_references(Scores& s, float (&factor)[2]) {
+  // Makes the largest scores the stabilizers, and takes these from the scores, which is exact however large they are.
+  // What was made with the stabilizers before is to be multiplied by `factor`.
+  __device__ __forceinline__ void update_stabilizers(Scores& s, float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float even = s[2 * half], odd = s[2 * half + 1];
@@ -61,10 +61,10 @@ struct TileSoftmax {
         even = fmaxf(even, s[4 * n + 2 * half]);
         odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
       }
-      const float next = fmaxf(rows.reference[half], quad_max(fmaxf(even, odd)));
-      factor[half] = ex2_approx((rows.reference[half] - finite(next)) * scale_of(half));
+      const float next = fmaxf(rows.stabilizer[half], quad_max(fmaxf(even, odd)));
+      factor[half] = ex2_approx((rows.stabilizer[half] - finite(next)) * scale_of(half));
       rows.sum[half] *= factor[half];
-      rows.reference[half] = next;
+      rows.stabilizer[half] = next;
 #pragma unroll
       for (int i = 2 * half; i < BLOCK_N / 2; i += 4) {
         s[i] -= finite(next);
@@ -73,15 +73,15 @@ struct TileSoftmax {
     }
   }
 
-  // Makes the largest scores among a tile's first keys the references.
-  __device__ __forceinline__ void guess_references(const Scores& s) {
+  // Makes the largest scores among a tile's first keys the stabilizers.
+  __device__ __forceinline__ void guess_stabilizers(const Scores& s) {
     rows.reset();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float largest = negative_infinity();
 #pragma unroll
       for (int n = 0; n < GUESS / 8; ++n) largest = fmaxf(largest, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
-      rows.reference[half] = quad_max(largest);
+      rows.stabilizer[half] = quad_max(largest);
     }
   }
 
@@ -106,24 +106,24 @@ struct TileSoftmax {
     added[1] = even[1] + odd[1];
   }
 
-  // Turns the scores of a tile into probabilities. References are the maxima of a row's first tile, where `first` says
+  // Turns the scores of a tile into probabilities. Stabilizers are the maxima of a row's first tile, where `first` says
   // that this is one, or have been guessed; later maxima are not looked for as long as no sum comes near the end of
-  // FP16's range, and no scaled reference is so large that its rounding would show. Gives whether references have
+  // FP16's range, and no scaled stabilizer is so large that its rounding would show. Gives whether stabilizers have
   // moved: O is then to be multiplied by `factor`.
-  __device__ __forceinline__ bool soften(Scores& s, Probabilities& p, float (&factor)[2], bool first) {
+  __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2], bool first) {
     bool moved = first;
     if (moved) rows.reset();
     float added[2];
     while (true) {
       float subtract[2] = {0.0f, 0.0f};
       if (moved) {
-        move_references(s, factor);
+        update_stabilizers(s, factor);
       } else {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) subtract[half] = rows.reference[half] * scale_of(half);
+        for (int half = 0; half < 2; ++half) subtract[half] = rows.stabilizer[half] * scale_of(half);
       }
       exponentials(s, p, subtract, added);
-      const bool usual = fmaxf(fabsf(subtract[0]), fabsf(subtract[1])) < LARGE_REFERENCE;  // nor infinite
+      const bool usual = fmaxf(fabsf(subtract[0]), fabsf(subtract[1])) < LARGE_STABILIZER;  // nor infinite
       const bool fits = usual && fmaxf(added[0], added[1]) <= LARGEST_SUM;
       if (moved || __all_sync(FULL_WARP, fits)) break;
       moved = true;
@@ -134,4 +134,4 @@ struct TileSoftmax {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper

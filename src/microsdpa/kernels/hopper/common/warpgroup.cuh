@@ -3,7 +3,7 @@
 
 #include "../../ptx/wgmma.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper {
 
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int ROWS = 64;  // queries of a warpgroup: one wgmma's rows
@@ -17,7 +17,7 @@ constexpr Swizzle PATTERN = PANEL<HEAD_DIM> == 64 ? Swizzle::BYTES_128 : Swizzle
 // Barriers among warps: from each on, one for every consumer warpgroup. The last one's QUERY_NEGATED is barrier 0,
 // which
 // __syncthreads has used before the roles part.
-enum NamedBarrier : int { TURN = 1, OUT_WRITTEN = 5, OUT_READ = 9, QUERY_NEGATED = 13, BARRIERS = 16 };
+enum NamedBarrier : int { PINGPONG = 1, OUT_FULL = 5, OUT_EMPTY = 9, QUERY_NEGATED = 13, BARRIERS = 16 };
 constexpr int OUT_THREADS = WARPGROUP_THREADS + 32;  // of a consumer, and the warp that stores for it
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper

@@ -14,7 +14,7 @@
 #include "../../ptx/wgmma.cuh"
 #include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::latency {
 
 // Four consecutive floats of half `half` among a thread's accumulators, from column block `first` on: two pairs.
 template <int N>
@@ -45,7 +45,7 @@ struct Columns {
 // How a row's parts of O are put together: the CTA's own, and the peer's.
 struct RowWeights {
   float own, peer;
-  float reference, sum;  // of all keys
+  float stabilizer, sum;  // of all keys
 };
 
 // The peer is going to send. One thread.
@@ -83,7 +83,7 @@ struct Place {
   }
 };
 
-// A thread's rows between the last product and the output. `reference` is the same in both warpgroups.
+// A thread's rows between the last product and the output. `stabilizer` is the same in both warpgroups.
 // LATE_LSE: LSE, when wanted, is written behind the output and not with it.
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool LATE_LSE>
 struct Exchange {
@@ -93,15 +93,15 @@ struct Exchange {
 
   Shared& shared;
   const AttentionParams& params;
-  const Work& work;
+  const WorkTile& work;
   const int warpgroup;
   const Fragment<CLUSTER> fragment;
 
-  float reference[2];  // base 2; a score that the row has seen
-  float sum[2];        // this warpgroup's part of l; until it is published, this thread's
-  int overflow = 0;    // bits: halves of the warp's rows of which probabilities left the range of T
-  bool sends = true;   // to the peer
-  int received = 0;    // delivery from the peer that counts
+  float stabilizer[2];  // base 2; a score that the row has seen
+  float sum[2];         // this warpgroup's part of l; until it is published, this thread's
+  int overflow = 0;     // bits: halves of the warp's rows of which probabilities left the range of T
+  bool sends = true;    // to the peer
+  int received = 0;     // delivery from the peer that counts
   bool sends_again, received_again;
   Place<T> place;
   RowWeights row[OWN_ROWS];  // of the rows that this CTA finishes
@@ -148,7 +148,7 @@ struct Exchange {
     const bool wrong = finish_sum<1>();
     if (sends && fragment.quad_lane() == 0) {
       const int peer = 1 - work.rank;
-      store_async(peer_address(&shared.from_peer[AGAIN].row[warpgroup][fragment.row_of_half()], peer), reference[1],
+      store_async(peer_address(&shared.from_peer[AGAIN].row[warpgroup][fragment.row_of_half()], peer), stabilizer[1],
                   wrong ? -negative_infinity() : sum[1], peer_address(&shared.peer_arrived[AGAIN].row, peer));
     }
     __syncwarp();
@@ -183,15 +183,15 @@ struct Exchange {
   }
 
   __device__ __forceinline__ RowWeights weights(int half) const {
-    RowWeights row{1.0f, 0.0f, reference[half], 0.0f};
+    RowWeights row{1.0f, 0.0f, stabilizer[half], 0.0f};
     RowPart peer[WARPGROUPS];
     if constexpr (CLUSTER == 2) {
       mbarrier_wait_cluster(shared.peer_arrived[received].row, 0);
 #pragma unroll
       for (int i = 0; i < WARPGROUPS; ++i) peer[i] = shared.from_peer[received].row[i][fragment.row_of_half()];
-      row.reference = fmaxf(reference[half], peer[0].reference);
-      row.own = ex2_approx(reference[half] - finite(row.reference));
-      row.peer = ex2_approx(peer[0].reference - finite(row.reference));
+      row.stabilizer = fmaxf(stabilizer[half], peer[0].stabilizer);
+      row.own = ex2_approx(stabilizer[half] - finite(row.stabilizer));
+      row.peer = ex2_approx(peer[0].stabilizer - finite(row.stabilizer));
     }
     row.sum = (sum[half] + shared.sum[1 - warpgroup][half][fragment.row_of_half()]) * row.own;
     if constexpr (CLUSTER == 2) row.sum = fmaf(peer[0].sum + peer[1].sum, row.peer, row.sum);
@@ -250,21 +250,21 @@ struct Exchange {
   __device__ __forceinline__ void store_lse(int half) const {
     const int below = rows_below(half);
     if (place.lse != nullptr && warpgroup == 0 && below < place.rows_left && fragment.quad_lane() == 0) {
-      place.lse[below] = log_sum_exp(row[half].reference, row[half].sum);
+      place.lse[below] = log_sum_exp(row[half].stabilizer, row[half].sum);
     }
   }
 
-  // The larger ones of the warpgroups' references, which are told each other.
-  __device__ __forceinline__ void larger_references(float (&larger)[2]) const {
+  // The larger ones of the warpgroups' stabilizers, which are told each other.
+  __device__ __forceinline__ void larger_stabilizers(float (&larger)[2]) const {
     const int row = fragment.row_of_half();
     if (fragment.quad_lane() == 0) {
-      shared.reference[warpgroup][0][row] = reference[0];
-      shared.reference[warpgroup][1][row] = reference[1];
+      shared.stabilizer[warpgroup][0][row] = stabilizer[0];
+      shared.stabilizer[warpgroup][1][row] = stabilizer[1];
     }
     __syncthreads();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      larger[half] = fmaxf(reference[half], shared.reference[1 - warpgroup][half][row]);
+      larger[half] = fmaxf(stabilizer[half], shared.stabilizer[1 - warpgroup][half][row]);
     }
   }
 
@@ -298,4 +298,4 @@ struct Exchange {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::latency

@@ -9,24 +9,24 @@
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
 #include "../../ptx/wgmma.cuh"
-#include "mask.cuh"
 #include "combine.cuh"
+#include "mask.cuh"
 #include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::latency {
 
 template <typename T, int HEAD_DIM>
 constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
 
-// Copies tiles of 64 rows of one head. Rows past the tensor become zeros. ANNOUNCED: `loaded` expects them already.
+// Copies tiles of 64 rows of one head. Rows past the tensor become zeros. ANNOUNCED: `full` expects them already.
 template <typename T, int HEAD_DIM, int TILES = 1, bool ANNOUNCED = false>
-__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& loaded, int row, int head,
+__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
                                           int batch) {
   static_assert(TILES == 1 || HEAD_DIM == PANEL, "tiles of one panel lie behind one another");
-  if (!ANNOUNCED) mbarrier_arrive_expect(loaded, TILES * TILE_BYTES<T, HEAD_DIM>);
+  if (!ANNOUNCED) mbarrier_arrive_expect(full, TILES * TILE_BYTES<T, HEAD_DIM>);
 #pragma unroll
   for (int panel = 0; panel < HEAD_DIM / PANEL; ++panel) {
-    tma_load(shared + panel * BLOCK_N * PANEL, map, loaded, panel * PANEL, row, head, batch);
+    tma_load(shared + panel * BLOCK_N * PANEL, map, full, panel * PANEL, row, head, batch);
   }
 }
 
@@ -39,7 +39,7 @@ constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
 struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTER, ROUNDS, MASKED>> {
   using Base = Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTER, ROUNDS, MASKED>>;
-  using Base::fragment, Base::params, Base::reference, Base::shared, Base::sum, Base::warpgroup, Base::work;
+  using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
   static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
   static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
   static constexpr int QUADRUPLES = Base::QUADRUPLES;
@@ -47,7 +47,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
   // S begins with the mask instead of 0, which is written while the first keys are on their way.
   static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2);
-  // The first tile's S comes in two halves; the reference is found in one while the other is computed.
+  // The first tile's S comes in two halves; the stabilizer is found in one while the other is computed.
   static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD);
 
   const TensorMap& key_map;
@@ -56,14 +56,14 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
 
   uint32 query[HEAD_DIM / 16][4];
   float o[HEAD_DIM / 2];
-  float subtract[2];         // the references, finite
+  float subtract[2];         // the stabilizers, finite
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Q's fragments. A negative scale is a positive one of -Q.
   __device__ __forceinline__ void load_query() {
     const int lane = fragment.lane();
     const int row = fragment.tile_row(lane / 8 % 2, lane % 8);
-    mbarrier_wait(shared.query_loaded(), 0);
+    mbarrier_wait(shared.query_full(), 0);
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
       const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
@@ -84,7 +84,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     constexpr int KEYS = BLOCK_N / PARTS;
     const int stage = round % STAGES;
     const uint64 key = matrix_descriptor(shared.key[stage][warpgroup], 16, 8 * PANEL * sizeof(T), Swizzle::BYTES_128);
-    mbarrier_wait(shared.key_loaded(stage, warpgroup), round / STAGES % 2);
+    mbarrier_wait(shared.key_full(stage, warpgroup), round / STAGES % 2);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       wgmma_fence();
@@ -106,7 +106,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     const uint64 value = matrix_descriptor(shared.value[stage][warpgroup], BLOCK_N * PANEL * sizeof(T),
                                            8 * PANEL * sizeof(T), Swizzle::BYTES_128);
     if (WAIT && !(Base::Shared::FEW_COPIES && round > 0)) {
-      mbarrier_wait(shared.value_loaded(stage, warpgroup), round / STAGES % 2);
+      mbarrier_wait(shared.value_full(stage, warpgroup), round / STAGES % 2);
     }
     wgmma_fence();
 #pragma unroll
@@ -139,7 +139,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     }
   }
 
-  // Exponent of a probability. EXACT, its product with the scale is rounded as the reference was, which then may be as
+  // Exponent of a probability. EXACT, its product with the scale is rounded as the stabilizer was, which then may be as
   // large as it likes.
   template <int HALF, bool EXACT>
   __device__ __forceinline__ float exponent(float score) const {
@@ -180,35 +180,35 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     for (int step = 0; step < STEPS; ++step) p[step][1 - HALF] = p[step][3 - HALF] = 0;
   }
 
-  // Moves to new references; O follows when the products that add to it have ended.
-  __device__ __forceinline__ void move_reference(const float (&largest)[2], float (&factor)[2]) {
+  // Moves to new stabilizers; O follows when the products that add to it have ended.
+  __device__ __forceinline__ void update_stabilizer(const float (&largest)[2], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      factor[half] = ex2_approx(reference[half] - (MASKED ? finite(largest[half]) : largest[half]));
+      factor[half] = ex2_approx(stabilizer[half] - (MASKED ? finite(largest[half]) : largest[half]));
       sum[half] *= factor[half];
-      reference[half] = largest[half];
+      stabilizer[half] = largest[half];
     }
   }
-  __device__ __forceinline__ void subtract_references() {
+  __device__ __forceinline__ void subtract_stabilizers() {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) subtract[half] = MASKED ? finite(reference[half]) : reference[half];
+    for (int half = 0; half < 2; ++half) subtract[half] = MASKED ? finite(stabilizer[half]) : stabilizer[half];
   }
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // ROUNDS rounds with one reference a row (latency_straight.cuh).
+  // ROUNDS rounds with one stabilizer a row (unrolled.cuh).
   template <bool KNOWN>
-  __device__ __forceinline__ void run_straight();
-  __device__ __forceinline__ void find_reference(const float (&s)[BLOCK_N / 2]);
-  __device__ __forceinline__ void know_reference();
+  __device__ __forceinline__ void run_unrolled();
+  __device__ __forceinline__ void find_stabilizer(const float (&s)[BLOCK_N / 2]);
+  __device__ __forceinline__ void know_stabilizer();
   template <bool KNOWN>
   __device__ __forceinline__ void last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]);
   template <bool KNOWN>
   __device__ __forceinline__ void last_round_peer_first(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]);
 
-  // Any number of rounds, with the running maximum as reference (latency_online.cuh).
+  // Any number of rounds, with the running maximum as stabilizer (online.cuh).
   __device__ __forceinline__ void run_online();
   __device__ __forceinline__ void advance_round(float (&s)[BLOCK_N / 2], float (&next)[BLOCK_N / 2],
                                                 uint32 (&p)[STEPS][4], float (&factor)[2], int round);
@@ -218,18 +218,18 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
   template <typename Ring>
   __device__ __forceinline__ void refill_place(Ring& ring, const TensorMap& map, bool is_key, int round);
 
-  // The warpgroups' references are their own: the larger ones become both's.
-  __device__ __forceinline__ void share_reference() {
+  // The warpgroups' stabilizers are their own: the larger ones become both's.
+  __device__ __forceinline__ void share_stabilizer() {
     float larger[2], factor[2];
-    this->larger_references(larger);
+    this->larger_stabilizers(larger);
     wgmma_wait<0>();
     wgmma_fence_registers(o);
-    move_reference(larger, factor);
+    update_stabilizer(larger, factor);
     rescale(factor);
   }
 
   // From the products in flight to the output. Gives whether it is wrong, because probabilities have overflowed.
-  __device__ __forceinline__ bool merge() {
+  __device__ __forceinline__ bool combine() {
     this->publish_sums();
     this->await(SUMS_PUBLISHED);
 #pragma unroll
@@ -277,7 +277,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     if constexpr (ROUNDS == 0) {
       load_query();
       run_online();
-      share_reference();
+      share_stabilizer();
       if constexpr (CLUSTER == 2) {
         Columns<QUADRUPLES> columns;
         this->template give<1>(o, columns);
@@ -286,10 +286,10 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
         this->template send_columns<false>(columns);
         this->template send_sum<false>();
       }
-      merge();
+      combine();
     } else {
-      run_straight<false>();
-      const bool wrong = merge();
+      run_unrolled<false>();
+      const bool wrong = combine();
       constexpr bool LATE_LSE = LSE_LAST<CLUSTER, ROUNDS, MASKED>;
       if (LATE_LSE && !wrong && this->place.lse == nullptr) return;
       // Behind the output, so that the common case need not jump over it.
@@ -298,15 +298,15 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     }
   }
 
-  // Again, right for any scores: with each row's largest one as reference, at about twice the time.
+  // Again, right for any scores: with each row's largest one as stabilizer, at about twice the time.
   __device__ __forceinline__ void run_again() {
     __syncthreads();
     this->deliver_again();
     load_query();
-    know_reference();
-    run_straight<true>();
-    merge();
+    know_stabilizer();
+    run_unrolled<true>();
+    combine();
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::latency

@@ -4,9 +4,9 @@
 // keys are dealt in tiles of BLOCK_N = 64 to the 2 CLUSTER warpgroups of the cluster, so that a whole chip takes part
 // in a problem of few queries: in turn, or, where one copy brings V, so that those of a CTA are consecutive.
 // Roles: one thread of warp 0 issues every copy, all warps compute; a warpgroup's rows meet its own keys, and the parts
-// are merged at the end (latency_merge.cuh).
+// are combined at the end (combine.cuh).
 // Pipeline: 1. all copies are issued, in the order in which they are needed   2. S of tile t + 1 while the exponentials
-//           of tile t run, relative to one reference a row   3. of the last tile the peer's rows first: their P V and
+//           of tile t run, relative to one stabilizer a row   3. of the last tile the peer's rows first: their P V and
 //           their way to the peer beside the exponentials of the others   4. O's columns change warpgroups; 16-byte
 //           stores
 // Bound by: latencies one after another. Launch and first bytes take longer than the arithmetic, of which the
@@ -21,15 +21,15 @@
 #include "consumer.cuh"
 #include "online.cuh"
 #include "shared.cuh"
-#include "straight.cuh"
+#include "unrolled.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::latency {
 
 // Grid: CLUSTER * heads, query tiles, batch. ROUNDS: as many for every CTA, or 0 for what the keys that it sees ask
 // for.
 template <int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS, bool CONSECUTIVE>
-__device__ __forceinline__ Work work_of_cta(const AttentionParams& params) {
-  Work work;
+__device__ __forceinline__ WorkTile work_of_cta(const AttentionParams& params) {
+  WorkTile work;
   work.rank = CLUSTER == 1 ? 0 : static_cast<int>(blockIdx.x % CLUSTER);
   work.head = static_cast<int>(blockIdx.x / CLUSTER);
   work.head_kv = work.head / GROUP;
@@ -73,7 +73,7 @@ constexpr uint32 MAX_BATCH = 65535;  // CTAs along z
 
 // The tiles of K and V that shared memory has room for, in the order in which they are needed: issue and arrival are in
 // order, and the first tile of keys decides when the first product begins. A warpgroup needs K 0, K 1, V 0, K 2, V 1,
-// ... The second one starts a tile later than the first, which gives both their reference.
+// ... The second one starts a tile later than the first, which gives both their stabilizer.
 template <int STAGES>
 struct Tile {
   int number;
@@ -93,14 +93,14 @@ __device__ __forceinline__ void set_up_tiles(SharedStorage<T, HEAD_DIM, STAGES>&
   for (int number = FIRST; number < LAST; ++number) {
     const Tile<STAGES> tile{number};
     if (comes_along(shared, tile)) continue;
-    mbarrier_init(tile.is_key() ? shared.key_loaded(tile.round(), tile.warpgroup())
-                                : shared.value_loaded(tile.round(), tile.warpgroup()),
+    mbarrier_init(tile.is_key() ? shared.key_full(tile.round(), tile.warpgroup())
+                                : shared.value_full(tile.round(), tile.warpgroup()),
                   1);
   }
   mbarrier_init_fence();
 }
 template <int FIRST, int LAST, int ROUNDS, bool ANNOUNCED = false, int HEAD_DIM, int STAGES, typename T>
-__device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
+__device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared, const WorkTile& work,
                                            const TensorMap& key, const TensorMap& value) {
   constexpr int VALUE_TILES = SharedStorage<T, HEAD_DIM, STAGES>::VALUE_TILES;
 #pragma unroll
@@ -110,10 +110,10 @@ __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& s
     if (comes_along(shared, tile) || (ROUNDS < STAGES && round >= work.rounds)) continue;
     const int first_key = work.first_key(round, warpgroup);
     if (tile.is_key()) {
-      load_tile<T, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], key, shared.key_loaded(round, warpgroup),
+      load_tile<T, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], key, shared.key_full(round, warpgroup),
                                            first_key, work.head_kv, work.batch);
     } else {
-      load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], value, shared.value_loaded(round, warpgroup),
+      load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], value, shared.value_full(round, warpgroup),
                                           first_key, work.head_kv, work.batch);
     }
   }
@@ -123,23 +123,23 @@ __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& s
 // copies, what is ahead of the first ones counts, also when the kernel before has not ended: the barriers of Q and of
 // one tile alone are set up and told their bytes first, and the exchange is set up by another warp.
 template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
-__device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared, const Work& work,
+__device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared, const WorkTile& work,
                                       const TensorMap& query, const TensorMap& key, const TensorMap& value) {
   constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES>::FEW_COPIES;
   constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
   if (!FEW) prefetch_tensor_map(value);
-  mbarrier_init(shared.query_loaded(), 1);
+  mbarrier_init(shared.query_full(), 1);
   set_up_tiles<0, FIRST_TILES>(shared);
   if (FEW) {
-    mbarrier_arrive_expect(shared.query_loaded(), TILE_BYTES<T, HEAD_DIM>);
-    mbarrier_arrive_expect(shared.key_loaded(0, 0), TILE_BYTES<T, HEAD_DIM>);
+    mbarrier_arrive_expect(shared.query_full(), TILE_BYTES<T, HEAD_DIM>);
+    mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<T, HEAD_DIM>);
   }
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  load_tile<T, HEAD_DIM, 1, FEW>(shared.query, query, shared.query_loaded(), work.first_row, work.head, work.batch);
+  load_tile<T, HEAD_DIM, 1, FEW>(shared.query, query, shared.query_full(), work.first_row, work.head, work.batch);
   copy_tiles<0, FIRST_TILES, ROUNDS, FEW>(shared, work, key, value);
   if constexpr (FEW) {
     // Never true. Behind a branch that ptxas cannot decide it works out what later copies need after the first ones.
@@ -155,8 +155,8 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
 // head. MASKED: there may be tiles with keys that a row does not see.
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL, bool MASKED>
 __global__ void __launch_bounds__(THREADS, 1)
-    latency_attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
-                      const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+    attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "whole panels, of which each warpgroup finishes whole quadruples");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
-  const Work work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(params);
+  const WorkTile work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(params);
   if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
   if (Shared::FEW_COPIES && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
     prefetch_tensor_map(value);
@@ -187,4 +187,4 @@ __global__ void __launch_bounds__(THREADS, 1)
   consumer.run();
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::latency

@@ -5,7 +5,7 @@
 #include "../../common/softmax.cuh"
 #include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::latency {
 
 template <int CLUSTER, bool CAUSAL>
 struct TileMask {
@@ -49,4 +49,4 @@ struct TileMask {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::latency

@@ -1,10 +1,10 @@
 // Any number of rounds of hopper/latency/kernel.cu's warpgroups, with the running maximum of Milakov and Gimelshein as
-// reference: tiles go through a ring, which each warpgroup refills for itself.
+// stabilizer: tiles go through a ring, which each warpgroup refills for itself.
 #pragma once
 
 #include "consumer.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::latency {
 
 // S of `key_round` and P V of `value_round` have ended: their places in the rings take the tiles STAGES rounds ahead.
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
@@ -24,8 +24,8 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     Ring& ring, const TensorMap& map, bool is_key, int round) {
   if (round < 0 || round + STAGES >= work.rounds) return;
   const int stage = round % STAGES;
-  Mbarrier& loaded = is_key ? shared.key_loaded(stage, warpgroup) : shared.value_loaded(stage, warpgroup);
-  load_tile<T, HEAD_DIM>(ring[stage][warpgroup], map, loaded, work.first_key(round + STAGES, warpgroup), work.head_kv,
+  Mbarrier& full = is_key ? shared.key_full(stage, warpgroup) : shared.value_full(stage, warpgroup);
+  load_tile<T, HEAD_DIM>(ring[stage][warpgroup], map, full, work.first_key(round + STAGES, warpgroup), work.head_kv,
                          work.batch);
 }
 
@@ -44,14 +44,14 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   refill(round + 1, round - 1);
   accumulate<0, 2>(o, p, round, round > 0);
   mask(next, round + 1);
-  float largest[2] = {reference[0], reference[1]};
+  float largest[2] = {stabilizer[0], stabilizer[1]};
   maxima(next, largest);
   exponentials<2, 4, true>(s, p);
   accumulate<2, 4>(o, p, round, true);
-  // Past the last round its S is computed again and not used: a product started by condition would be serialised.
+  // Past the last round its S is computed again and not used: a product started by condition would be serialized.
   score(s, min(round + 2, work.rounds - 1));
-  move_reference(largest, factor);
-  subtract_references();
+  update_stabilizer(largest, factor);
+  subtract_stabilizers();
 }
 
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
@@ -68,22 +68,22 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   accumulate<2, 4>(o, p, round, true);
 }
 
-// Any number of rounds, with the running maximum of Milakov and Gimelshein as reference.
+// Any number of rounds, with the running maximum of Milakov and Gimelshein as stabilizer.
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
 __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::run_online() {
   float s[2][BLOCK_N / 2];
   uint32 p[2][STEPS][4];
   float factor[2];
   sum[0] = sum[1] = 0.0f;
-  reference[0] = reference[1] = negative_infinity();
+  stabilizer[0] = stabilizer[1] = negative_infinity();
   score(s[0], 0);
   score(s[1], min(1, work.rounds - 1));
   wgmma_wait<0>();
   wgmma_fence_registers(s[0]);
   refill(0, -1);
   mask(s[0], 0);
-  maxima(s[0], reference);
-  subtract_references();
+  maxima(s[0], stabilizer);
+  subtract_stabilizers();
   // Two rounds a turn, so that which registers hold a tile is known when compiling.
   int round = 0;
   while (true) {
@@ -100,4 +100,4 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::latency

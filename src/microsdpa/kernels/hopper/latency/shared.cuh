@@ -4,27 +4,27 @@
 #include "../../common/element.cuh"
 #include "../../ptx/mbarrier.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::latency {
 
 constexpr int BLOCK_M = 64;    // queries of a CTA: one wgmma's rows
 constexpr int BLOCK_N = 64;    // keys of a tile
 constexpr int PANEL = 64;      // columns of a box: 128 bytes, one repetition of the swizzle pattern
 constexpr int WARPGROUPS = 2;  // each with its own keys
-// Keys of the first tile of which the largest score is the reference. Of 64, a row's largest score would exceed it less
-// often by more than FP16 can hold, and the search would take 0.02 us longer.
-constexpr int REFERENCE_KEYS = 16;
+// Keys of the first tile of which the largest score is the stabilizer. Of 64, a row's largest score would exceed it
+// less often by more than FP16 can hold, and the search would take 0.02 us longer.
+constexpr int STABILIZER_KEYS = 16;
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 
 // Barriers among warps; 0 is __syncthreads'. The last three are events of the first warpgroup; the second one's follow.
 enum NamedBarrier : int {
-  REFERENCE_KNOWN = 1,
+  STABILIZER_KNOWN = 1,
   TILE_READ_BY_FIRST = 2,
   TILE_READ_BY_SECOND = 3,
   PEER_COLUMNS_GIVEN = 4,
   SUMS_PUBLISHED = 6,
   COLUMNS_GIVEN = 8,
-  REFERENCE_TOLD = 10
+  STABILIZER_SENT = 10
 };
 
 // The registers of one of the PARTS of a product's columns.
@@ -44,9 +44,9 @@ constexpr float LARGEST_SUM = 65504.0f;
 template <>
 constexpr float LARGEST_SUM<__nv_bfloat16> = 1e9f;
 
-// What is known of a row from a part of its keys: probabilities are 2^(score - reference), and add up to `sum`.
+// What is known of a row from a part of its keys: probabilities are 2^(score - stabilizer), and add up to `sum`.
 struct alignas(8) RowPart {
-  float reference;
+  float stabilizer;
   float sum;
 };
 
@@ -76,18 +76,18 @@ struct SharedStorage {
   // Columns of O that the other warpgroup gives to the one that finishes them.
   Quadruple from_neighbour[WARPGROUPS][2][QUADRUPLES][WARPGROUP_THREADS];
   PeerShare<QUADRUPLES> from_peer[2];  // [1]: sent again, after an overflow
-  float reference[WARPGROUPS][2][BLOCK_M / 2];
+  float stabilizer[WARPGROUPS][2][BLOCK_M / 2];
   float sum[WARPGROUPS][2][BLOCK_M / 2];
   Vector<int32, 4> overflow[WARPGROUPS];  // of each warp: in which half of its rows probabilities left the range of T
-  Mbarrier loaded[1 + WARPGROUPS * STAGES + WARPGROUPS * STAGES / VALUE_TILES];  // Q, tiles of K, copies of V
+  Mbarrier full[1 + WARPGROUPS * STAGES + WARPGROUPS * STAGES / VALUE_TILES];  // Q, tiles of K, copies of V
   PeerArrived peer_arrived[2];
 
-  __device__ __forceinline__ Mbarrier& query_loaded() { return loaded[0]; }
-  __device__ __forceinline__ Mbarrier& key_loaded(int stage, int warpgroup) {
-    return loaded[1 + WARPGROUPS * stage + warpgroup];
+  __device__ __forceinline__ Mbarrier& query_full() { return full[0]; }
+  __device__ __forceinline__ Mbarrier& key_full(int stage, int warpgroup) {
+    return full[1 + WARPGROUPS * stage + warpgroup];
   }
-  __device__ __forceinline__ Mbarrier& value_loaded(int stage, int warpgroup) {
-    return loaded[1 + WARPGROUPS * STAGES + (FEW_COPIES ? 0 : WARPGROUPS * stage + warpgroup)];
+  __device__ __forceinline__ Mbarrier& value_full(int stage, int warpgroup) {
+    return full[1 + WARPGROUPS * STAGES + (FEW_COPIES ? 0 : WARPGROUPS * stage + warpgroup)];
   }
 };
 
@@ -115,7 +115,7 @@ struct Fragment {
 };
 
 // The part of the problem that a CTA computes.
-struct Work {
+struct WorkTile {
   int rank;                     // CTA of the cluster
   int head;                     // of Q and O
   int head_kv;                  // of K and V
@@ -130,4 +130,4 @@ struct Work {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::latency

@@ -94,7 +94,7 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
     return KernelSpec(
         name="hopper/latency",
         source="hopper/latency/kernel.cu",
-        template="microsdpa::latency_attention",
+        template="microsdpa::hopper::latency::attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=128 * WARPGROUPS,
         block_m=BLOCK_M,

@@ -5,17 +5,17 @@
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
 #include "../common/pipeline.cuh"
-#include "shared.cuh"
 #include "../common/tile_softmax.cuh"
+#include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::split {
 
 // Copies 64 rows of one head. Rows past the tensor become zeros.
 template <typename T>
-__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& loaded, int row, int head,
+__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
                                           int batch) {
-  mbarrier_arrive_expect(loaded, ROWS * HEAD_DIM * static_cast<int>(sizeof(T)));
-  tma_load(shared, map, loaded, 0, row, head, batch);
+  mbarrier_arrive_expect(full, ROWS * HEAD_DIM * static_cast<int>(sizeof(T)));
+  tma_load(shared, map, full, 0, row, head, batch);
 }
 
 template <typename T, int QUERY_TILES, int STAGES, int GROUP, bool CAUSAL>
@@ -31,7 +31,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
 
   Shared& shared;
   const AttentionParams& params;
-  const Work<QUERY_TILES, GROUP, CAUSAL>& work;
+  const WorkTile<QUERY_TILES, GROUP, CAUSAL>& work;
   const TensorMap& key_map;
   const TensorMap& value_map;
   const int query_tile;  // of the CTA's
@@ -43,10 +43,10 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   const int all_rounds;  // and of this group for either query tile
 
   float o[HEAD_DIM / 2];
-  RingPlace<STAGES> key_place, value_place;
+  PipelineState<STAGES> key_state, value_state;
 
   __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& params,
-                                      const Work<QUERY_TILES, GROUP, CAUSAL>& work, const TensorMap& key,
+                                      const WorkTile<QUERY_TILES, GROUP, CAUSAL>& work, const TensorMap& key,
                                       const TensorMap& value, int warpgroup)
       : Base(params.scale_log2),
         shared(shared),
@@ -64,33 +64,35 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
 
   __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
 
-  // Synchronises the warpgroups of a query tile.
-  __device__ __forceinline__ void meet() const { named_barrier_sync(MEET + query_tile, GROUPS * WARPGROUP_THREADS); }
+  // Synchronizes the warpgroups of a query tile.
+  __device__ __forceinline__ void sync_groups() const {
+    named_barrier_sync(GROUPS_SYNC + query_tile, GROUPS * WARPGROUP_THREADS);
+  }
 
   // A negative scale is a positive one of -Q.
   __device__ __forceinline__ void negate_query() {
-    mbarrier_wait(shared.query_loaded[query_tile], 0);
+    mbarrier_wait(shared.query_full[query_tile], 0);
     auto* chunks = reinterpret_cast<uint4*>(shared.query[query_tile]);
     for (int i = thread + group * WARPGROUP_THREADS; i < ROWS * HEAD_DIM / 8; i += GROUPS * WARPGROUP_THREADS) {
       const uint4 old = chunks[i];
       chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
     }
     fence_proxy_async();
-    meet();
+    sync_groups();
   }
 
   __device__ __forceinline__ void wait_key() {
-    mbarrier_wait(shared.key_loaded[group][key_place.stage], key_place.parity);
+    mbarrier_wait(shared.key_full[group][key_state.stage], key_state.phase);
   }
   __device__ __forceinline__ void wait_value() {
-    mbarrier_wait(shared.value_loaded[group][value_place.stage], value_place.parity);
+    mbarrier_wait(shared.value_full[group][value_state.stage], value_state.phase);
   }
 
   // Starts S of the next tile.
   __device__ __forceinline__ void score(Scores& s) const {
     const uint64 query = matrix_descriptor(shared.query[query_tile], 16, 8 * HEAD_DIM * sizeof(T), Swizzle::BYTES_128);
     const uint64 key =
-        matrix_descriptor(shared.key[group][key_place.stage], 16, 8 * HEAD_DIM * sizeof(T), Swizzle::BYTES_128);
+        matrix_descriptor(shared.key[group][key_state.stage], 16, 8 * HEAD_DIM * sizeof(T), Swizzle::BYTES_128);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
@@ -101,7 +103,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
 
   // Starts O += P V of the tile before.
   __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
-    const uint64 value = matrix_descriptor(shared.value[group][value_place.stage], BLOCK_N * HEAD_DIM * sizeof(T),
+    const uint64 value = matrix_descriptor(shared.value[group][value_state.stage], BLOCK_N * HEAD_DIM * sizeof(T),
                                            8 * HEAD_DIM * sizeof(T), Swizzle::BYTES_128);
     wgmma_fence_registers(o);
     wgmma_fence();
@@ -129,18 +131,18 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     if (round - LAG + STAGES < all_rounds) {
       __syncwarp();
       if (elect_one()) {
-        if (round + STAGES < all_rounds) mbarrier_arrive(shared.tile_read[group][value_place.stage]);
+        if (round + STAGES < all_rounds) mbarrier_arrive(shared.tile_empty[group][value_state.stage]);
         if (query_tile == 0 && thread < 32 && round >= LAG) refill(round - LAG);
       }
       __syncwarp();
     }
-    value_place.advance();
+    value_state.advance();
   }
   __device__ __forceinline__ void refill(int round) const {
     const int stage = round % STAGES, first_key = BLOCK_N * ((round + STAGES) * GROUPS + group);
-    mbarrier_wait(shared.tile_read[group][stage], round / STAGES % 2);
-    load_tile(shared.key[group][stage], key_map, shared.key_loaded[group][stage], first_key, work.head_kv, work.batch);
-    load_tile(shared.value[group][stage], value_map, shared.value_loaded[group][stage], first_key, work.head_kv,
+    mbarrier_wait(shared.tile_empty[group][stage], round / STAGES % 2);
+    load_tile(shared.key[group][stage], key_map, shared.key_full[group][stage], first_key, work.head_kv, work.batch);
+    load_tile(shared.value[group][stage], value_map, shared.value_full[group][stage], first_key, work.head_kv,
               work.batch);
   }
 
@@ -150,12 +152,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     score(s);
     wait_value();
     accumulate(p, round > 0);
-    key_place.advance();
+    key_state.advance();
     wgmma_wait<1>();
     wgmma_fence_registers(s);
     mask(s, round + 1);
     float factor[2];
-    const bool moved = Base::soften(s, next_p, factor, false);
+    const bool moved = Base::softmax_tile(s, next_p, factor, false);
     wgmma_wait<0>();
     wgmma_fence_registers(o);
     release(round);
@@ -174,7 +176,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     release(round);
   }
 
-  // O of this warpgroup's keys, and the rows' references and sums.
+  // O of this warpgroup's keys, and the rows' stabilizers and sums.
   __device__ __forceinline__ void attend() {
     if (params.scale_log2 < 0.0f && tiles > 0) negate_query();
     int round = 0;
@@ -182,14 +184,14 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       Scores s;
       Probabilities p[2];
       float factor[2];
-      mbarrier_wait(shared.query_loaded[query_tile], 0);
+      mbarrier_wait(shared.query_full[query_tile], 0);
       wait_key();
       score(s);
-      key_place.advance();
+      key_state.advance();
       wgmma_wait<0>();
       wgmma_fence_registers(s);
       mask(s, 0);
-      Base::soften(s, p[0], factor, true);
+      Base::softmax_tile(s, p[0], factor, true);
       while (true) {  // which registers hold P is known when compiling
         if (round + 1 == rounds) {
           end(p[0], round++);
@@ -209,13 +211,13 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     }
     // Tiles that only the CTA's other query tile sees pass by.
     while (QUERY_TILES > 1 && round - LAG + STAGES < all_rounds) {
-      mbarrier_wait(shared.key_loaded[group][value_place.stage], value_place.parity);
+      mbarrier_wait(shared.key_full[group][value_state.stage], value_state.phase);
       release(round++);
     }
   }
 
   // Gives the other groups their columns, takes this one's, and writes them.
-  __device__ __forceinline__ void merge() {
+  __device__ __forceinline__ void combine() {
     Block kept[BLOCKS];
 #pragma unroll
     for (int to = 0; to < GROUPS; ++to) {
@@ -234,26 +236,26 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(rows.sum[half]);
-      if (thread % 4 == 0) shared.part[query_tile][group][tile_row(half)] = {rows.reference[half], sum};
+      if (thread % 4 == 0) shared.part[query_tile][group][tile_row(half)] = {rows.stabilizer[half], sum};
     }
-    meet();
+    sync_groups();
     if (first_row >= params.seqlen_q) return;
 
     float own[2], weight[GROUPS - 1][2];  // of the other groups in their order, as they are given
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       RowPart part[GROUPS - 1];
-      float reference = rows.reference[half], sum = shared.part[query_tile][group][tile_row(half)].sum;
+      float stabilizer = rows.stabilizer[half], sum = shared.part[query_tile][group][tile_row(half)].sum;
 #pragma unroll
       for (int i = 0; i < GROUPS - 1; ++i) {
         part[i] = shared.part[query_tile][i + (i >= group)][tile_row(half)];
-        reference = fmaxf(reference, part[i].reference);
+        stabilizer = fmaxf(stabilizer, part[i].stabilizer);
       }
-      own[half] = ex2_approx((rows.reference[half] - finite(reference)) * Base::scale_of(half));
+      own[half] = ex2_approx((rows.stabilizer[half] - finite(stabilizer)) * Base::scale_of(half));
       sum *= own[half];
 #pragma unroll
       for (int i = 0; i < GROUPS - 1; ++i) {
-        weight[i][half] = ex2_approx((part[i].reference - finite(reference)) * Base::scale_of(half));
+        weight[i][half] = ex2_approx((part[i].stabilizer - finite(stabilizer)) * Base::scale_of(half));
         sum = fmaf(part[i].sum, weight[i][half], sum);
       }
       const float inverse = normalizer(sum);
@@ -263,7 +265,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       const int row = first_row + tile_row(half);
       if (params.lse != nullptr && group == half && thread % 4 == 0 && row < params.seqlen_q) {
         const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(reference * Base::scale_of(half), sum);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(stabilizer * Base::scale_of(half), sum);
       }
     }
 #pragma unroll
@@ -308,4 +310,4 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::split

@@ -13,26 +13,26 @@
 #include "consumer.cuh"
 #include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::split {
 
 // Sets the barriers up, and issues the copies that shared memory has room for, in the order in which they are needed.
 // One thread.
 template <typename T, int QUERY_TILES, int STAGES, int GROUP, bool CAUSAL>
 __device__ __forceinline__ void begin(SharedStorage<T, QUERY_TILES, STAGES>& shared,
-                                      const Work<QUERY_TILES, GROUP, CAUSAL>& work, const TensorMap& query,
+                                      const WorkTile<QUERY_TILES, GROUP, CAUSAL>& work, const TensorMap& query,
                                       const TensorMap& key, const TensorMap& value) {
   constexpr int GROUPS = WARPGROUPS / QUERY_TILES;
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
   prefetch_tensor_map(value);
 #pragma unroll
-  for (int i = 0; i < QUERY_TILES; ++i) mbarrier_init(shared.query_loaded[i], 1);
+  for (int i = 0; i < QUERY_TILES; ++i) mbarrier_init(shared.query_full[i], 1);
 #pragma unroll
   for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(shared.key_loaded[group][stage], 1);
-      mbarrier_init(shared.value_loaded[group][stage], 1);
+      mbarrier_init(shared.key_full[group][stage], 1);
+      mbarrier_init(shared.value_full[group][stage], 1);
     }
   }
   mbarrier_init_fence();
@@ -45,14 +45,13 @@ __device__ __forceinline__ void begin(SharedStorage<T, QUERY_TILES, STAGES>& sha
     for (int group = 0; group < GROUPS; ++group) {
       const int tile = turn * GROUPS + group;
       if (turn == 0 && group < QUERY_TILES && work.tiles[group] > 0) {
-        load_tile(shared.query[group], query, shared.query_loaded[group], work.first_row[group], work.head, work.batch);
+        load_tile(shared.query[group], query, shared.query_full[group], work.first_row[group], work.head, work.batch);
       }
       if (turn < STAGES && tile < work.all_tiles) {
-        load_tile(shared.key[group][turn], key, shared.key_loaded[group][turn], BLOCK_N * tile, work.head_kv,
-                  work.batch);
+        load_tile(shared.key[group][turn], key, shared.key_full[group][turn], BLOCK_N * tile, work.head_kv, work.batch);
       }
       if (turn > 0 && tile - GROUPS < work.all_tiles) {
-        load_tile(shared.value[group][turn - 1], value, shared.value_loaded[group][turn - 1], BLOCK_N * (tile - GROUPS),
+        load_tile(shared.value[group][turn - 1], value, shared.value_full[group][turn - 1], BLOCK_N * (tile - GROUPS),
                   work.head_kv, work.batch);
       }
     }
@@ -62,7 +61,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, QUERY_TILES, STAGES>& sha
     for (int group = 0; group < GROUPS; ++group) {
 #pragma unroll
       for (int stage = 0; stage < STAGES; ++stage) {
-        mbarrier_init(shared.tile_read[group][stage], QUERY_TILES * WARPGROUP_THREADS / 32);
+        mbarrier_init(shared.tile_empty[group][stage], QUERY_TILES * WARPGROUP_THREADS / 32);
       }
     }
   }
@@ -71,19 +70,19 @@ __device__ __forceinline__ void begin(SharedStorage<T, QUERY_TILES, STAGES>& sha
 // STAGES: tiles of K, and of V, that there is room for, of each group. GROUP: query heads of a key head.
 template <typename T, int QUERY_TILES, int STAGES, int GROUP, bool CAUSAL>
 __global__ void __launch_bounds__(THREADS, 1)
-    split_attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
-                    const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+    attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
   static_assert(QUERY_TILES == 1 || QUERY_TILES == 2, "four or two warpgroups share a query tile");
   auto& shared = dynamic_shared<SharedStorage<T, QUERY_TILES, STAGES>>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
-  const Work<QUERY_TILES, GROUP, CAUSAL> work(params);
+  const WorkTile<QUERY_TILES, GROUP, CAUSAL> work(params);
   if (threadIdx.x < 32 && elect_one()) begin(shared, work, query, key, value);
   __syncthreads();
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   Consumer<T, QUERY_TILES, STAGES, GROUP, CAUSAL> consumer(shared, params, work, key, value, warpgroup);
   consumer.attend();
-  consumer.merge();
+  consumer.combine();
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::split

@@ -5,7 +5,7 @@
 #include "../../common/head.cuh"
 #include "../../ptx/mbarrier.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::split {
 
 constexpr int ROWS = 64;      // queries of a tile: one wgmma's rows
 constexpr int BLOCK_N = 64;   // keys of a tile
@@ -15,14 +15,14 @@ constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 
 // Barriers among warps, one for either query tile; 0 is __syncthreads'.
-enum NamedBarrier : int { MEET = 1 };
+enum NamedBarrier : int { GROUPS_SYNC = 1 };
 
 // Four floats of each thread, stored so that a warp's accesses are consecutive: rows 0 and 1 of an 8-column block.
 using Block = Vector<float, 4>;
 
-// What is known of a row from a part of its keys: probabilities are 2^(score - reference), and add up to `sum`.
+// What is known of a row from a part of its keys: probabilities are 2^(score - stabilizer), and add up to `sum`.
 struct alignas(8) RowPart {
-  float reference;
+  float stabilizer;
   float sum;
 };
 
@@ -38,15 +38,15 @@ struct SharedStorage {
   // Columns of O, by who finishes them and who gives them.
   Block given[QUERY_TILES][GROUPS][GROUPS - 1][BLOCKS][WARPGROUP_THREADS];
   RowPart part[QUERY_TILES][GROUPS][ROWS];
-  Mbarrier query_loaded[QUERY_TILES];
-  Mbarrier key_loaded[GROUPS][STAGES];
-  Mbarrier value_loaded[GROUPS][STAGES];
-  Mbarrier tile_read[GROUPS][STAGES];
+  Mbarrier query_full[QUERY_TILES];
+  Mbarrier key_full[GROUPS][STAGES];
+  Mbarrier value_full[GROUPS][STAGES];
+  Mbarrier tile_empty[GROUPS][STAGES];
 };
 
 // A CTA's query tiles. Under a causal mask a late tile goes with an early one: all CTAs have the same work.
 template <int QUERY_TILES, int GROUP, bool CAUSAL>
-struct Work {
+struct WorkTile {
   static constexpr int GROUPS = WARPGROUPS / QUERY_TILES;
 
   int head, head_kv, batch;
@@ -54,7 +54,7 @@ struct Work {
   int tiles[QUERY_TILES];  // of keys that its rows see; at least one, so that rows without keys are written too
   int all_tiles;           // the larger number
 
-  __device__ __forceinline__ explicit Work(const AttentionParams& params)
+  __device__ __forceinline__ explicit WorkTile(const AttentionParams& params)
       : head(static_cast<int>(blockIdx.x)), head_kv(head / GROUP), batch(static_cast<int>(blockIdx.z)), all_tiles(0) {
     const int y = static_cast<int>(blockIdx.y), last = static_cast<int>(gridDim.y) * QUERY_TILES - 1;
 #pragma unroll
@@ -72,4 +72,4 @@ struct Work {
   __device__ __forceinline__ static int rounds(int tiles, int group) { return (tiles - group + GROUPS - 1) / GROUPS; }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::split

@@ -69,7 +69,7 @@ def specification(problem: Problem, choice: Split) -> KernelSpec:
     return KernelSpec(
         name="hopper/split",
         source="hopper/split/kernel.cu",
-        template="microsdpa::split_attention",
+        template="microsdpa::hopper::split::attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=128 * WARPGROUPS,
         block_m=choice.block_m,

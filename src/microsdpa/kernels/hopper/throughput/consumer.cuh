@@ -5,10 +5,10 @@
 #include "../../ptx/stmatrix.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
-#include "shared.cuh"
 #include "../common/tile_softmax.cuh"
+#include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput {
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
 struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
@@ -26,8 +26,8 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   const int warpgroup;  // among the consumers
   const int thread;     // of the warpgroup
 
-  RingPlace<QUERY_STAGES> query_place;
-  RingPlace<STAGES> key_place, value_place;
+  PipelineState<QUERY_STAGES> query_state;
+  PipelineState<STAGES> key_state, value_state;
   float o[HEAD_DIM / 2];
 
   // The query tile that scores are computed of.
@@ -53,29 +53,31 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     __syncwarp();
     if (elect_one()) mbarrier_arrive(done);
   }
-  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity); }
+  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_full[key_state.stage], key_state.phase); }
   __device__ __forceinline__ void end_key() {
-    release(shared.key_read[key_place.stage]);
-    key_place.advance();
+    release(shared.key_empty[key_state.stage]);
+    key_state.advance();
   }
   __device__ __forceinline__ void wait_value() {
-    mbarrier_wait(shared.value_loaded[value_place.stage], value_place.parity);
+    mbarrier_wait(shared.value_full[value_state.stage], value_state.phase);
   }
   __device__ __forceinline__ void end_value() {
-    release(shared.value_read[value_place.stage]);
-    value_place.advance();
+    release(shared.value_empty[value_state.stage]);
+    value_state.advance();
   }
 
   // Consumers start their products in turn, so that some have their exponentials while others multiply.
-  __device__ __forceinline__ void wait_turn() const { named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS); }
-  __device__ __forceinline__ void end_turn() const {
-    named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+  __device__ __forceinline__ void pingpong_wait() const {
+    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
+  }
+  __device__ __forceinline__ void pingpong_arrive() const {
+    named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }
 
   // Waits for a query tile. False when there is none, or none of its rows is this warpgroup's.
   __device__ __forceinline__ bool begin_query() {
-    mbarrier_wait(shared.query_loaded[query_place.stage], query_place.parity);
-    const Work work = shared.work[works % WORKS];
+    mbarrier_wait(shared.query_full[query_state.stage], query_state.phase);
+    const WorkTile work = shared.work[works % WORK_TILES];
     all_tiles = work.tiles;
     const int first_row = work.first_row + ROWS * warpgroup;
     if (all_tiles == 0 || first_row >= params.seqlen_q) return false;
@@ -88,7 +90,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   }
   // A negative scale is a positive one of -Q.
   __device__ __forceinline__ void negate_query() {
-    auto* chunks = reinterpret_cast<uint4*>(shared.query[query_place.stage][warpgroup]);
+    auto* chunks = reinterpret_cast<uint4*>(shared.query[query_state.stage][warpgroup]);
     for (int i = thread; i < ROWS * HEAD_DIM / 8; i += WARPGROUP_THREADS) {
       const uint4 old = chunks[i];
       chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
@@ -98,15 +100,15 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   }
   // Every lane arrives for itself, since each has read the query tile's description.
   __device__ __forceinline__ void end_query() {
-    mbarrier_arrive(shared.query_read[query_place.stage]);
-    query_place.advance();
+    mbarrier_arrive(shared.query_empty[query_state.stage]);
+    query_state.advance();
   }
 
   // Starts S of the tile of keys.
   __device__ __forceinline__ void score(Scores& s) {
     const uint64 query =
-        matrix_descriptor(shared.query[query_place.stage][warpgroup], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
-    const uint64 key = matrix_descriptor(shared.key[key_place.stage], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+        matrix_descriptor(shared.query[query_state.stage][warpgroup], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+    const uint64 key = matrix_descriptor(shared.key[key_state.stage], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; ++step) {
@@ -119,7 +121,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
 
   // Starts O = P V, or adds to O.
   __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
-    const uint64 value = matrix_descriptor(shared.value[value_place.stage], BLOCK_N * BOX * sizeof(T),
+    const uint64 value = matrix_descriptor(shared.value[value_state.stage], BLOCK_N * BOX * sizeof(T),
                                            8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
     wgmma_fence_registers(o);
     wgmma_fence();
@@ -141,10 +143,11 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     }
   }
 
-  // Probabilities of a tile. The first one's references are a guess, which soften corrects where it does not fit.
-  __device__ __forceinline__ bool soften(Scores& s, Probabilities& p, float (&factor)[2]) {
-    if (tile == 0) Base::guess_references(s);
-    return Base::soften(s, p, factor, false);
+  // Probabilities of a tile. The first one's stabilizers are a guess, which softmax_tile corrects where it does not
+  // fit.
+  __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2]) {
+    if (tile == 0) Base::guess_stabilizers(s);
+    return Base::softmax_tile(s, p, factor, false);
   }
 
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
@@ -153,7 +156,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   }
 
   // Writes O and LSE of a finished query tile.
-  __device__ __forceinline__ void finish(const Work& work, const Rows& done) {
+  __device__ __forceinline__ void finish(const WorkTile& work, const Rows& done) {
     const int first_row = work.first_row + ROWS * warpgroup;
     float inverse[2];
 #pragma unroll
@@ -163,15 +166,16 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
       const int row = first_row + tile_row(half);
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
         const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.reference[half] * Base::scale_of(half), sum);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.stabilizer[half] * Base::scale_of(half), sum);
       }
     }
 #pragma unroll
     for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
-      if (written > 0 || column > 0) named_barrier_sync(OUT_READ + warpgroup, OUT_THREADS);  // what was there is stored
+      if (written > 0 || column > 0)
+        named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);  // what was there is stored
       put<OUT_COLUMNS<HEAD_DIM>>(shared.out[warpgroup], column, inverse);
       fence_proxy_async();
-      named_barrier_arrive(OUT_WRITTEN + warpgroup, OUT_THREADS);
+      named_barrier_arrive(OUT_FULL + warpgroup, OUT_THREADS);
     }
     ++written;
   }
@@ -205,15 +209,15 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   // The same for K: false when begin_query() is.
   __device__ __forceinline__ bool next_query() {
     for (int i = 0; CAUSAL && i < skipped; ++i) {
-      wait_turn();
-      end_turn();
+      pingpong_wait();
+      pingpong_arrive();
       wait_key();
       end_key();
     }
     ++works;
     return begin_query();
   }
-  __device__ __forceinline__ const Work& previous_work() const { return shared.work[(works - 1) % WORKS]; }
+  __device__ __forceinline__ const WorkTile& previous_work() const { return shared.work[(works - 1) % WORK_TILES]; }
 
   // From P of one tile to P of the next: O += P V, S, exponentials. False when there is no next one to go on with.
   __device__ __forceinline__ bool step(const Probabilities& p, Probabilities& next_p) {
@@ -223,20 +227,20 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     if (last && !next_query()) return false;
     wait_key();
     wait_value();
-    wait_turn();
+    pingpong_wait();
     Scores s;
     float factor[2];
     if constexpr (OVERLAP) {
       score(s);
       accumulate(p, !first);
-      end_turn();
+      pingpong_arrive();
       wgmma_wait<1>();
       wgmma_fence_registers(s);
       end_key();
       if (tile + 1 == tiles) end_query();
       const Rows done = rows;
       mask(s);
-      const bool moved = soften(s, next_p, factor);
+      const bool moved = softmax_tile(s, next_p, factor);
       wgmma_wait<0>();
       wgmma_fence_registers(o);
       end_value();
@@ -250,7 +254,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
       accumulate(p, !first);
       score(s);
       wgmma_wait<1>();
-      end_turn();  // the next one's products follow S without a gap
+      pingpong_arrive();  // the next one's products follow S without a gap
       wgmma_wait<0>();
       wgmma_fence_registers(s);
       wgmma_fence_registers(o);
@@ -262,7 +266,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
         finish(previous_work(), rows);
       }
       mask(s);
-      if (soften(s, next_p, factor) && !last) rescale(factor);
+      if (softmax_tile(s, next_p, factor) && !last) rescale(factor);
     }
     return true;
   }
@@ -271,8 +275,8 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   __device__ __forceinline__ void skip_query() {
     end_query();
     for (int i = 0; i < all_tiles; ++i) {
-      wait_turn();
-      end_turn();
+      pingpong_wait();
+      pingpong_arrive();
       wait_key();
       end_key();
       wait_value();
@@ -284,17 +288,17 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   // P of a query tile's first tile, when there is no P V to run beside S.
   __device__ __forceinline__ void begin(Probabilities& p) {
     wait_key();
-    wait_turn();
+    pingpong_wait();
     Scores s;
     score(s);
-    end_turn();
+    pingpong_arrive();
     wgmma_wait<0>();
     wgmma_fence_registers(s);
     end_key();
     if (tiles == 1) end_query();
     mask(s);
     float factor[2];
-    soften(s, p, factor);
+    softmax_tile(s, p, factor);
   }
 
   // P V of a query tile's last tile, when no S runs beside it; `tiles` is still its query tile's.
@@ -325,7 +329,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   }
 
   __device__ __forceinline__ void run() {
-    if (warpgroup == CONSUMERS - 1) end_turn();
+    if (warpgroup == CONSUMERS - 1) pingpong_arrive();
     bool found = begin_query();
     while (all_tiles > 0) {
       if (found) {
@@ -336,8 +340,8 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
         found = begin_query();
       }
     }
-    if (warpgroup == 0) wait_turn();  // nobody else takes the last one
+    if (warpgroup == 0) pingpong_wait();  // nobody else takes the last one
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput

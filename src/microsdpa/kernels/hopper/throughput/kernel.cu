@@ -17,7 +17,7 @@
 #include "consumer.cuh"
 #include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput {
 
 // Registers of a thread, which the warpgroups share out anew once they know their roles.
 template <int CONSUMERS>
@@ -31,11 +31,11 @@ constexpr int STORERS = 3;  // warps of the first warpgroup, beside the one that
 
 // Copies TILE_ROWS rows of one head, from `row` on. Rows past the tensor become zeros.
 template <int TILE_ROWS, int HEAD_DIM, typename T>
-__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& loaded, int row, int head,
+__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
                                           int batch) {
 #pragma unroll
   for (int panel = 0; panel < HEAD_DIM / PANEL<HEAD_DIM>; ++panel) {
-    tma_load(shared + panel * TILE_ROWS * PANEL<HEAD_DIM>, map, loaded, panel * PANEL<HEAD_DIM>, row, head, batch);
+    tma_load(shared + panel * TILE_ROWS * PANEL<HEAD_DIM>, map, full, panel * PANEL<HEAD_DIM>, row, head, batch);
   }
 }
 
@@ -49,50 +49,50 @@ __device__ __forceinline__ void produce(SharedStorage<T, HEAD_DIM, BLOCK_N, CONS
   constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
   constexpr int QUERY_BYTES = BLOCK_M * HEAD_DIM * static_cast<int>(sizeof(T));
   const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params);
-  RingPlace<QUERY_STAGES> query_place;
-  RingPlace<STAGES> key_place, value_place;
+  PipelineState<QUERY_STAGES> query_state;
+  PipelineState<STAGES> key_state, value_state;
   int works = 0;
 
   // Says what comes next, once there is room for its queries.
-  auto announce = [&](const Work& work) {
-    mbarrier_wait(shared.query_read[query_place.stage], query_place.parity ^ 1);
-    shared.work[works++ % WORKS] = work;
+  auto announce = [&](const WorkTile& work) {
+    mbarrier_wait(shared.query_empty[query_state.stage], query_state.phase ^ 1);
+    shared.work[works++ % WORK_TILES] = work;
   };
 
   for (int round = 0; schedule.has(round); ++round) {
-    const Work work = schedule.work(round);
+    const WorkTile work = schedule.work(round);
     if (work.tiles == 0) continue;
     announce(work);
-    Mbarrier& query_loaded = shared.query_loaded[query_place.stage];
-    mbarrier_arrive_expect(query_loaded, QUERY_BYTES);
+    Mbarrier& query_full = shared.query_full[query_state.stage];
+    mbarrier_arrive_expect(query_full, QUERY_BYTES);
 #pragma unroll
     for (int i = 0; i < CONSUMERS; ++i) {
-      load_tile<ROWS, HEAD_DIM>(shared.query[query_place.stage][i], query, query_loaded, work.first_row + ROWS * i,
+      load_tile<ROWS, HEAD_DIM>(shared.query[query_state.stage][i], query, query_full, work.first_row + ROWS * i,
                                 work.head, work.batch);
     }
-    query_place.advance();
+    query_state.advance();
 
     const int head_kv = work.head / (params.heads / params.heads_kv);
     for (int tile = 0; tile <= work.tiles; ++tile) {  // K of a tile is needed before V of the one ahead of it
       if (tile < work.tiles) {
-        Mbarrier& loaded = shared.key_loaded[key_place.stage];
-        mbarrier_wait(shared.key_read[key_place.stage], key_place.parity ^ 1);
-        mbarrier_arrive_expect(loaded, TILE_BYTES);
-        load_tile<BLOCK_N, HEAD_DIM>(shared.key[key_place.stage], key, loaded, BLOCK_N * tile, head_kv, work.batch);
-        key_place.advance();
+        Mbarrier& full = shared.key_full[key_state.stage];
+        mbarrier_wait(shared.key_empty[key_state.stage], key_state.phase ^ 1);
+        mbarrier_arrive_expect(full, TILE_BYTES);
+        load_tile<BLOCK_N, HEAD_DIM>(shared.key[key_state.stage], key, full, BLOCK_N * tile, head_kv, work.batch);
+        key_state.advance();
       }
       if (tile > 0) {
-        Mbarrier& loaded = shared.value_loaded[value_place.stage];
-        mbarrier_wait(shared.value_read[value_place.stage], value_place.parity ^ 1);
-        mbarrier_arrive_expect(loaded, TILE_BYTES);
-        load_tile<BLOCK_N, HEAD_DIM>(shared.value[value_place.stage], value, loaded, BLOCK_N * (tile - 1), head_kv,
+        Mbarrier& full = shared.value_full[value_state.stage];
+        mbarrier_wait(shared.value_empty[value_state.stage], value_state.phase ^ 1);
+        mbarrier_arrive_expect(full, TILE_BYTES);
+        load_tile<BLOCK_N, HEAD_DIM>(shared.value[value_state.stage], value, full, BLOCK_N * (tile - 1), head_kv,
                                      work.batch);
-        value_place.advance();
+        value_state.advance();
       }
     }
   }
   announce({0, 0, 0, 0});
-  mbarrier_arrive(shared.query_loaded[query_place.stage]);
+  mbarrier_arrive(shared.query_full[query_state.stage]);
 }
 
 // Copies what some of the consumers leave in shared memory to O: `first`, and every STORERS-th after it. One warp.
@@ -103,7 +103,7 @@ __device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUM
   const bool elected = elect_one();
   int before = 0;  // consumers, one bit each, that have written
   for (int round = 0; schedule.has(round); ++round) {
-    const Work work = schedule.work(round);
+    const WorkTile work = schedule.work(round);
     if (work.tiles == 0) continue;
     for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
       for (int i = first; i < CONSUMERS; i += STORERS) {
@@ -112,9 +112,9 @@ __device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUM
         if (before >> i & 1) {
           if (elected) tma_store_wait_read<0>();
           __syncwarp();
-          named_barrier_arrive(OUT_READ + i, OUT_THREADS);
+          named_barrier_arrive(OUT_EMPTY + i, OUT_THREADS);
         }
-        named_barrier_sync(OUT_WRITTEN + i, OUT_THREADS);
+        named_barrier_sync(OUT_FULL + i, OUT_THREADS);
         if (elected) {
 #pragma unroll
           for (int panel = 0; panel < OUT_COLUMNS<HEAD_DIM> / PANEL<HEAD_DIM>; ++panel) {
@@ -135,9 +135,9 @@ __device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUM
 // beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    throughput_attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
-                         const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-                         const __grid_constant__ TensorMap out) {
+    attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
+              const __grid_constant__ TensorMap out) {
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
   auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
@@ -146,15 +146,15 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     constexpr int READERS = 4 * CONSUMERS;  // warps
 #pragma unroll
     for (int stage = 0; stage < QUERY_STAGES; ++stage) {
-      mbarrier_init(shared.query_loaded[stage], 1);
-      mbarrier_init(shared.query_read[stage], CONSUMERS * WARPGROUP_THREADS);
+      mbarrier_init(shared.query_full[stage], 1);
+      mbarrier_init(shared.query_empty[stage], CONSUMERS * WARPGROUP_THREADS);
     }
 #pragma unroll
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(shared.key_loaded[stage], 1);
-      mbarrier_init(shared.key_read[stage], READERS);
-      mbarrier_init(shared.value_loaded[stage], 1);
-      mbarrier_init(shared.value_read[stage], READERS);
+      mbarrier_init(shared.key_full[stage], 1);
+      mbarrier_init(shared.key_empty[stage], READERS);
+      mbarrier_init(shared.value_full[stage], 1);
+      mbarrier_init(shared.value_empty[stage], READERS);
     }
     mbarrier_init_fence();
   }
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
 
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   if (warpgroup == 0) {
-    release_registers<PRODUCER_REGISTERS<CONSUMERS>>();
+    setmaxnreg_dec<PRODUCER_REGISTERS<CONSUMERS>>();
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
     if (warp == 0 && elect_one()) {
       prefetch_tensor_map(query);
@@ -175,11 +175,11 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       store<CAUSAL>(shared, params, out, warp - 1);
     }
   } else {
-    claim_registers<CONSUMER_REGISTERS<CONSUMERS>>();
+    setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();
     Consumer<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL> consumer(shared, params,
                                                                                               warpgroup - 1);
     consumer.run();
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput

@@ -6,7 +6,7 @@
 #include "../common/tile_scheduler.cuh"
 #include "../common/warpgroup.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput {
 
 // Columns of O that wait for a bulk copy at once: all, where shared memory has room for them.
 template <int HEAD_DIM>
@@ -17,19 +17,19 @@ constexpr int OUT_COLUMNS = HEAD_DIM <= 128       ? HEAD_DIM
 // Tiles are cut into panels of PANEL columns, stored one after another.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
 struct SharedStorage {
-  static_assert(QUERY_STAGES + 2 <= WORKS, "a query tile is described while consumers may ask");
+  static_assert(QUERY_STAGES + 2 <= WORK_TILES, "a query tile is described while consumers may ask");
 
   alignas(1024) T query[QUERY_STAGES][CONSUMERS][ROWS * HEAD_DIM];
   alignas(1024) T key[STAGES][BLOCK_N * HEAD_DIM];
   alignas(1024) T value[STAGES][BLOCK_N * HEAD_DIM];
   alignas(1024) T out[CONSUMERS][ROWS * OUT_COLUMNS<HEAD_DIM>];
-  Work work[WORKS];
-  Mbarrier query_loaded[QUERY_STAGES];
-  Mbarrier query_read[QUERY_STAGES];
-  Mbarrier key_loaded[STAGES];
-  Mbarrier key_read[STAGES];
-  Mbarrier value_loaded[STAGES];
-  Mbarrier value_read[STAGES];
+  WorkTile work[WORK_TILES];
+  Mbarrier query_full[QUERY_STAGES];
+  Mbarrier query_empty[QUERY_STAGES];
+  Mbarrier key_full[STAGES];
+  Mbarrier key_empty[STAGES];
+  Mbarrier value_full[STAGES];
+  Mbarrier value_empty[STAGES];
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput

@@ -163,7 +163,7 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/kernel.cu",
-        template="microsdpa::throughput_attention",
+        template="microsdpa::hopper::throughput::attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,

@@ -8,17 +8,17 @@
 #include "scores.cuh"
 #include "transpose.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput_8bit {
 
-// Reference of a row that has seen no key: finite, so that probabilities of masked scores are 0 beside it too.
-constexpr float NO_REFERENCE = -3.402823466e38f;
+// Stabilizer of a row that has seen no key: finite, so that probabilities of masked scores are 0 beside it too.
+constexpr float NO_STABILIZER = -3.402823466e38f;
 
-// Probabilities are 2^(score - reference), and the largest score's is 2^LARGEST. As E4M3 they end at 448.
+// Probabilities are 2^(score - stabilizer), and the largest score's is 2^LARGEST. As E4M3 they end at 448.
 template <typename T, typename Shared, bool CAUSAL, int LARGEST = 8>
-struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
-  using Base = Fp8Scores<Shared, CAUSAL>;
-  using Base::Base, Base::BLOCK_N, Base::CONSUMERS, Base::HEAD_DIM, Base::factor, Base::key_place, Base::params;
-  using Base::begin_query, Base::end_turn, Base::next_tile, Base::score, Base::take_scores, Base::wait_turn;
+struct Consumer : ScoringConsumer<Shared, CAUSAL> {
+  using Base = ScoringConsumer<Shared, CAUSAL>;
+  using Base::Base, Base::BLOCK_N, Base::CONSUMERS, Base::HEAD_DIM, Base::factor, Base::key_state, Base::params;
+  using Base::begin_query, Base::pingpong_arrive, Base::next_tile, Base::score, Base::take_scores, Base::pingpong_wait;
   using Base::release, Base::shared, Base::thread, Base::tile_row, Base::warpgroup, Base::work;
   using typename Base::Sum;
   using Element = __nv_fp8_e4m3;
@@ -29,12 +29,12 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
   float o[HEAD_DIM / 2];    // O of the tiles before, in FP32
   float partial[PART / 2];  // P V of one tile: E4M3 products keep about 14 bits of their sums
   uint32 p[STEPS][4];
-  float reference[2];   // of the two rows: base 2, scaled
+  float stabilizer[2];  // of the two rows: base 2, scaled
   float sum[2];         // this thread's part of l
   float correction[2];  // what O is to be multiplied by when P V of the last probabilities is added
   float inverse[2];     // of l, for the query tile that is complete but for P V of its last tile of keys
   int ended;            // number of the query tile that `inverse` is of
-  RingPlace<Shared::STAGES> value_place;
+  PipelineState<Shared::STAGES> value_state;
 
   // The largest score of each row. Compared as integers, which takes three at a time: floats compare so as soon as one
   // of them is positive. Where none of a row is, the warp compares floats.
@@ -67,20 +67,20 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
     }
   }
 
-  // The reference of a row whose largest score, not scaled, is `largest`.
-  __device__ __forceinline__ float reference_of(float largest, int half) const {
+  // The stabilizer of a row whose largest score, not scaled, is `largest`.
+  __device__ __forceinline__ float stabilizer_of(float largest, int half) const {
     return fmaf(largest, factor[half], -BIAS);
   }
 
-  // Takes the largest score so far as reference.
-  __device__ __forceinline__ void move_reference(const float (&s)[BLOCK_N / 2]) {
+  // Takes the largest score so far as stabilizer.
+  __device__ __forceinline__ void update_stabilizer(const float (&s)[BLOCK_N / 2]) {
     float found[2];
     find_largest(s, found);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float largest = fmaxf(reference[half], reference_of(found[half], half));
-      correction[half] = ex2_approx(reference[half] - largest);
-      reference[half] = largest;
+      const float largest = fmaxf(stabilizer[half], stabilizer_of(found[half], half));
+      correction[half] = ex2_approx(stabilizer[half] - largest);
+      stabilizer[half] = largest;
     }
   }
 
@@ -97,7 +97,7 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float& x = s[at + 4 * (j / 2) + j % 2];
-          x = ex2_approx(fmaf(x, factor[half], -reference[half]));
+          x = ex2_approx(fmaf(x, factor[half], -stabilizer[half]));
         }
 #pragma unroll
         for (int i = word * (HEAD_DIM / 2) / WORDS; i < (word + 1) * (HEAD_DIM / 2) / WORDS; ++i) {
@@ -120,14 +120,14 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
 
   // Waits for the next tile of V^T.
   __device__ __forceinline__ void wait_value() {
-    mbarrier_wait(shared.transposed_written[value_place.stage], value_place.parity);
+    mbarrier_wait(shared.transposed_full[value_state.stage], value_state.phase);
     wgmma_fence_registers(partial);
   }
 
   // Starts P V of it, of the channels from `first` on.
   __device__ __forceinline__ void multiply_value(int first = 0) {
     constexpr int PANEL = Shared::KEY_PANEL;
-    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_place.stage] + first * PANEL);
+    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_state.stage] + first * PANEL);
     wgmma_fence_registers(partial);
     wgmma_fence();
 #pragma unroll
@@ -142,8 +142,8 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
   __device__ __forceinline__ void end_value() {
     wgmma_wait<0>();
     wgmma_fence_registers(partial);
-    release(shared.transposed_read[value_place.stage]);
-    value_place.advance();
+    release(shared.transposed_empty[value_state.stage]);
+    value_state.advance();
   }
 
   // Adds it to O.
@@ -154,14 +154,14 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
 
   // Begins the sums of a query tile.
   __device__ __forceinline__ void clear_sums() {
-    reference[0] = reference[1] = NO_REFERENCE;
+    stabilizer[0] = stabilizer[1] = NO_STABILIZER;
     sum[0] = sum[1] = 0.0f;
   }
 
   // Ends those of the query tile before, and writes its LSE.
   __device__ __forceinline__ void end_sums() {
     ended = work - 1;
-    const Work& of = shared.work[ended % WORKS];
+    const WorkTile& of = shared.work[ended % WORK_TILES];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float l = quad_sum(sum[half]);
@@ -169,7 +169,7 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
       const int row = of.first_row + ROWS * warpgroup + tile_row(half);
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
         const int64 head = static_cast<int64>(of.batch) * params.heads + of.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(reference[half], l);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(stabilizer[half], l);
       }
     }
     clear_sums();
@@ -178,7 +178,7 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
   // Writes the rows of the query tile that ended last, and empties O.
   __device__ __forceinline__ void store() {
     const ChannelScales& scale = params.value_scale;
-    const int batch = shared.work[ended % WORKS].batch, head_kv = shared.head_kv[ended % WORKS];
+    const int batch = shared.work[ended % WORK_TILES].batch, head_kv = shared.head_kv[ended % WORK_TILES];
     const float* scales = scale.data + batch * scale.batch + head_kv * scale.head;
     if (scale.channel == 0) {
       const float all = *scales;
@@ -193,7 +193,7 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
   // Writes them, with the scale of each channel. Four neighbouring channels are in one thread.
   template <typename Scale>
   __device__ __forceinline__ void store(Scale scale) {
-    const Work& of = shared.work[ended % WORKS];
+    const WorkTile& of = shared.work[ended % WORK_TILES];
     const int channel = 4 * (thread % 4);
     T* out[2];
     bool real[2];
@@ -231,36 +231,36 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
     float converted[Shared::INTEGERS ? BLOCK_N / 2 : 1];
     float (&s)[BLOCK_N / 2] = Base::scores_of(sums, converted);
     if (!begin_query()) return;
-    if (warpgroup == CONSUMERS - 1) end_turn();
+    if (warpgroup == CONSUMERS - 1) pingpong_arrive();
     clear(o);
     clear(partial);
     clear_sums();
-    mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity);
+    mbarrier_wait(shared.key_full[key_state.stage], key_state.phase);
     score(sums);
     wgmma_wait<0>();
     take_scores(sums, s);
-    move_reference(s);
+    update_stabilizer(s);
     exponentiate(s, correction);
 
     bool last;  // the probabilities' tile is the last of its query tile
     while (next_tile(last)) {
       // S of a tile, which may be another query's, and P V of the one before. Then S becomes probabilities, and P V
       // part of O.
-      wait_turn();
+      pingpong_wait();
       score(sums);
       wait_value();
       multiply_value();
-      end_turn();
+      pingpong_arrive();
       wgmma_wait<1>();
       take_scores(sums, s);
       const float by[2] = {correction[0], correction[1]};
       if (last) end_sums();
-      move_reference(s);
+      update_stabilizer(s);
       end_value();
       exponentiate(s, by);
       if (last) store();
     }
-    if (warpgroup == 0) wait_turn();  // nobody else takes the last one
+    if (warpgroup == 0) pingpong_wait();  // nobody else takes the last one
     wait_value();
     multiply_value();
     end_value();
@@ -270,4 +270,4 @@ struct Fp8Consumer : Fp8Scores<Shared, CAUSAL> {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput_8bit

@@ -17,23 +17,23 @@
 #include "../../ptx/mbarrier_asleep.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
+#include "../common/key_scales.cuh"
 #include "consumer.cuh"
 #include "promoting.cuh"
 #include "shared.cuh"
 #include "transpose.cuh"
 #include "wide_consumer.cuh"
-#include "../common/key_scales.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput_8bit {
 
 // Copies TILE_ROWS rows of one head, from `row` on, and HEAD_DIM columns from `column` on.
 template <int TILE_ROWS, typename Shared>
-__device__ __forceinline__ void load_panels(Code* tile, const TensorMap& map, Mbarrier& loaded, int column, int row,
+__device__ __forceinline__ void load_panels(Code* tile, const TensorMap& map, Mbarrier& full, int column, int row,
                                             int head, int batch) {
   constexpr int COLUMNS = Shared::COLUMNS;
 #pragma unroll
   for (int panel = 0; panel < Shared::HEAD_DIM / COLUMNS; ++panel) {
-    tma_load(tile + panel * TILE_ROWS * COLUMNS, map, loaded, column + panel * COLUMNS, row, head, batch);
+    tma_load(tile + panel * TILE_ROWS * COLUMNS, map, full, column + panel * COLUMNS, row, head, batch);
   }
 }
 
@@ -43,67 +43,66 @@ template <bool CAUSAL, typename Shared>
 __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& params, const TensorMap& query,
                                         const TensorMap& key, const TensorMap& value) {
   constexpr int BLOCK_N = Shared::BLOCK_N, HEAD_DIM = Shared::HEAD_DIM;
-  RingPlace<Shared::QUERY_STAGES> query_place;
-  RingPlace<Shared::STAGES> key_place;
-  RingPlace<Shared::VALUE_STAGES> value_place;
+  PipelineState<Shared::QUERY_STAGES> query_state;
+  PipelineState<Shared::STAGES> key_state;
+  PipelineState<Shared::VALUE_STAGES> value_state;
   int works = 0;
 
   // Says what comes next, once there is room for its queries.
-  auto announce = [&](const Work& work, int head_kv) {
-    mbarrier_wait_asleep(shared.query_read[query_place.stage], query_place.parity ^ 1);
-    shared.work[works % WORKS] = work;
-    shared.head_kv[works++ % WORKS] = head_kv;
+  auto announce = [&](const WorkTile& work, int head_kv) {
+    mbarrier_wait_asleep(shared.query_empty[query_state.stage], query_state.phase ^ 1);
+    shared.work[works % WORK_TILES] = work;
+    shared.head_kv[works++ % WORK_TILES] = head_kv;
   };
-  auto load_value = [&](const Work& work, int head_kv, int tile) {
-    Mbarrier& loaded = shared.value_loaded[value_place.stage];
-    mbarrier_wait_asleep(shared.value_read[value_place.stage], value_place.parity ^ 1);
-    mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM);
-    load_panels<BLOCK_N, Shared>(shared.value[value_place.stage], value, loaded, 0, BLOCK_N * tile, head_kv,
-                                 work.batch);
-    value_place.advance();
+  auto load_value = [&](const WorkTile& work, int head_kv, int tile) {
+    Mbarrier& full = shared.value_full[value_state.stage];
+    mbarrier_wait_asleep(shared.value_empty[value_state.stage], value_state.phase ^ 1);
+    mbarrier_arrive_expect(full, BLOCK_N * HEAD_DIM);
+    load_panels<BLOCK_N, Shared>(shared.value[value_state.stage], value, full, 0, BLOCK_N * tile, head_kv, work.batch);
+    value_state.advance();
   };
 
-  for_each_work<CAUSAL, Shared>(params, [&](const Work& work) {
+  for_each_work<CAUSAL, Shared>(params, [&](const WorkTile& work) {
     const int head_kv = work.head / (params.heads / params.heads_kv);
     announce(work, head_kv);
-    Mbarrier& query_loaded = shared.query_loaded[query_place.stage];
-    mbarrier_arrive_expect(query_loaded, Shared::BLOCK_M * Shared::TERMS * HEAD_DIM);
+    Mbarrier& query_full = shared.query_full[query_state.stage];
+    mbarrier_arrive_expect(query_full, Shared::BLOCK_M * Shared::TERMS * HEAD_DIM);
 #pragma unroll
     for (int i = 0; i < Shared::CONSUMERS; ++i) {
 #pragma unroll
       for (int term = 0; term < Shared::TERMS; ++term) {
-        load_panels<ROWS, Shared>(shared.query[query_place.stage][i][term], query, query_loaded, term * HEAD_DIM,
+        load_panels<ROWS, Shared>(shared.query[query_state.stage][i][term], query, query_full, term * HEAD_DIM,
                                   work.first_row + ROWS * i, work.head, work.batch);
       }
     }
-    query_place.advance();
+    query_state.advance();
     for (int tile = 0; tile < work.tiles; ++tile) {
-      Mbarrier& loaded = shared.key_loaded[key_place.stage];
-      mbarrier_wait_asleep(shared.key_read[key_place.stage], key_place.parity ^ 1);
-      mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM);
-      load_panels<BLOCK_N, Shared>(shared.key[key_place.stage], key, loaded, 0, BLOCK_N * tile, head_kv, work.batch);
-      key_place.advance();
+      Mbarrier& full = shared.key_full[key_state.stage];
+      mbarrier_wait_asleep(shared.key_empty[key_state.stage], key_state.phase ^ 1);
+      mbarrier_arrive_expect(full, BLOCK_N * HEAD_DIM);
+      load_panels<BLOCK_N, Shared>(shared.key[key_state.stage], key, full, 0, BLOCK_N * tile, head_kv, work.batch);
+      key_state.advance();
       if (tile > 0) load_value(work, head_kv, tile - 1);
     }
     load_value(work, head_kv, work.tiles - 1);
   });
-  mbarrier_wait_asleep(shared.value_read[value_place.stage], value_place.parity ^ 1);
-  shared.value_end[value_place.stage] = true;
-  mbarrier_arrive(shared.value_loaded[value_place.stage]);
+  mbarrier_wait_asleep(shared.value_empty[value_state.stage], value_state.phase ^ 1);
+  shared.value_end[value_state.stage] = true;
+  mbarrier_arrive(shared.value_full[value_state.stage]);
   announce({0, 0, 0, 0}, 0);
-  mbarrier_arrive(shared.query_loaded[query_place.stage]);
+  mbarrier_arrive(shared.query_full[query_state.stage]);
 }
 
-// Transposes every tile of V that is loaded. Each of TRANSPOSERS warps.
+// Transposes every tile of V that is full. Each of TRANSPOSERS warps.
 template <int AT_A_TIME, typename Shared>
 __device__ __forceinline__ void transpose(Shared& shared, int warp) {
-  RingPlace<Shared::VALUE_STAGES> from;
-  RingPlace<Shared::STAGES> to;
+  PipelineState<Shared::VALUE_STAGES> from;
+  PipelineState<Shared::STAGES> to;
   while (true) {
-    mbarrier_wait(shared.value_loaded[from.stage], from.parity);
+    mbarrier_wait(shared.value_full[from.stage], from.phase);
     // One lane has read it when that lane says that the warp is done with the stage.
     if (__any_sync(FULL_WARP, threadIdx.x % 32 == 0 && shared.value_end[from.stage])) return;
-    mbarrier_wait_asleep(shared.transposed_read[to.stage], to.parity ^ 1);
+    mbarrier_wait_asleep(shared.transposed_empty[to.stage], to.phase ^ 1);
 #pragma unroll 1
     for (int panel = 0; panel < Shared::HEAD_DIM; panel += Shared::COLUMNS) {
       transpose_value<Shared::COLUMNS, Shared::HEAD_DIM, Shared::BLOCK_N, Shared::KEY_PANEL, Shared::TRANSPOSERS,
@@ -113,8 +112,8 @@ __device__ __forceinline__ void transpose(Shared& shared, int warp) {
     fence_proxy_async();
     __syncwarp();
     if (elect_one()) {
-      mbarrier_arrive(shared.value_read[from.stage]);
-      mbarrier_arrive(shared.transposed_written[to.stage]);
+      mbarrier_arrive(shared.value_empty[from.stage]);
+      mbarrier_arrive(shared.transposed_full[to.stage]);
     }
     from.advance();
     to.advance();
@@ -127,21 +126,21 @@ __device__ __forceinline__ void initialize(Shared& shared) {
   constexpr int READERS = 4 * Shared::CONSUMERS;  // warps
 #pragma unroll
   for (int stage = 0; stage < Shared::QUERY_STAGES; ++stage) {
-    mbarrier_init(shared.query_loaded[stage], 1);
-    mbarrier_init(shared.query_read[stage], 32 * READERS);
+    mbarrier_init(shared.query_full[stage], 1);
+    mbarrier_init(shared.query_empty[stage], 32 * READERS);
   }
 #pragma unroll
   for (int stage = 0; stage < Shared::STAGES; ++stage) {
-    mbarrier_init(shared.key_loaded[stage], Shared::KEY_SCALES ? 1 + SCALE_WRITERS : 1);
-    mbarrier_init(shared.key_read[stage], Shared::KEY_SCALES ? 32 * READERS : READERS);
-    mbarrier_init(shared.transposed_written[stage], Shared::TRANSPOSERS);
-    mbarrier_init(shared.transposed_read[stage], READERS);
+    mbarrier_init(shared.key_full[stage], Shared::KEY_SCALES ? 1 + SCALE_WRITERS : 1);
+    mbarrier_init(shared.key_empty[stage], Shared::KEY_SCALES ? 32 * READERS : READERS);
+    mbarrier_init(shared.transposed_full[stage], Shared::TRANSPOSERS);
+    mbarrier_init(shared.transposed_empty[stage], READERS);
   }
 #pragma unroll
   for (int stage = 0; stage < Shared::VALUE_STAGES; ++stage) {
     shared.value_end[stage] = false;
-    mbarrier_init(shared.value_loaded[stage], 1);
-    mbarrier_init(shared.value_read[stage], Shared::TRANSPOSERS);
+    mbarrier_init(shared.value_full[stage], 1);
+    mbarrier_init(shared.value_empty[stage], Shared::TRANSPOSERS);
   }
   mbarrier_init_fence();
 }
@@ -151,10 +150,10 @@ __device__ __forceinline__ void initialize(Shared& shared) {
 template <typename T, typename CODE, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int VALUE_STAGES,
           int QUERY_STAGES, bool KEY_SCALES, bool IN_PLACE, int PROMOTED_TILES, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    throughput_fp8_attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
-                             const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
-  using Shared = Fp8Storage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES,
-                            PROMOTED_TILES>;
+    attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+  using Shared = SharedStorage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES,
+                               KEY_SCALES, PROMOTED_TILES>;
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
   constexpr int CONSUMER_REGISTERS = CONSUMERS == 4    ? 112
@@ -185,7 +184,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   grid_dependency_wait();
 
   if (warp < 4) {
-    release_registers<PRODUCER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (warp == 0) {
       if (elect_one()) {
         prefetch_tensor_map(query);
@@ -199,18 +198,18 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       fetch_key_scales<CAUSAL>(shared, params);
     }
   } else {
-    claim_registers<CONSUMER_REGISTERS>();
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
     if constexpr (IN_PLACE) {
-      Fp8Promoting<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      PromotingConsumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
       consumer.run();
     } else if constexpr (HEAD_DIM > 128) {
-      WideFp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      WideConsumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
       consumer.run();
     } else {
-      Fp8Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      Consumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
       consumer.run();
     }
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput_8bit

@@ -1,26 +1,26 @@
-// A consumer warpgroup of hopper/throughput_8bit/kernel.cu whose O is summed by the tensor cores, and now and then moved
-// away.
+// A consumer warpgroup of hopper/throughput_8bit/kernel.cu whose O is summed by the tensor cores, and now and then
+// moved away.
 #pragma once
 
 #include "consumer.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput_8bit {
 
 // Three or four consumers, and two at D = 256, have too few registers for P V of a tile beside O. So the tensor cores
 // add to O, of which they keep about 14 bits; what they have summed over PROMOTED_TILES tiles is moved away. It goes to
 // shared memory, added up there in FP32; or at D = 256, for which there is no room, to where the output will be, as
 // BF16: what that leaves of a sum stays in the accumulators, so that nothing is lost.
 //
-// The reference of a row is the largest score of its first tile; probabilities of that are 16. Later maxima are not
+// The stabilizer of a row is the largest score of its first tile; probabilities of that are 16. Later maxima are not
 // looked for as long as no thread's sum of a tile passes 448, where E4M3 ends; then the tile is done again with its
-// own. (The largest of the first 16 scores would be too small a reference for a later tile of nearly every warp.)
+// own. (The largest of the first 16 scores would be too small a stabilizer for a later tile of nearly every warp.)
 template <typename T, typename Shared, bool CAUSAL>
-struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
-  using Base = Fp8Consumer<T, Shared, CAUSAL, 4>;
+struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4> {
+  using Base = Consumer<T, Shared, CAUSAL, 4>;
   using Base::Base, Base::BIAS, Base::BLOCK_N, Base::HEAD_DIM, Base::STEPS, Base::correction, Base::factor, Base::o;
-  using Base::first_row, Base::key_place, Base::p, Base::params, Base::reference, Base::shared, Base::sum, Base::thread,
-      Base::tile, Base::tiles;
-  using Base::value_place, Base::warpgroup;
+  using Base::first_row, Base::key_state, Base::p, Base::params, Base::stabilizer, Base::shared, Base::sum,
+      Base::thread, Base::tile, Base::tiles;
+  using Base::value_state, Base::warpgroup;
   using typename Base::Sum;
   using Moved = Vector<__nv_bfloat16, 4>;
   static constexpr float LARGEST_SUM = 448.0f;
@@ -33,7 +33,7 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   template <bool MOVE>
   __device__ __forceinline__ void exchange(bool has_promoted) {
     constexpr int BATCH = 8;  // loads under way
-    const Work& of = shared.work[this->work % WORKS];
+    const WorkTile& of = shared.work[this->work % WORK_TILES];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = of.first_row + ROWS * warpgroup + Base::tile_row(half);
@@ -101,7 +101,7 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
     }
   }
 
-  // References have moved.
+  // Stabilizers have moved.
   __device__ __forceinline__ void correct(bool has_promoted) {
     if (Shared::IN_OUTPUT && has_promoted) add_promoted();
 #pragma unroll
@@ -119,7 +119,7 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
     }
   }
 
-  // Probabilities relative to the references as they are, and their sums, which follow LAG exponentials behind.
+  // Probabilities relative to the stabilizers as they are, and their sums, which follow LAG exponentials behind.
   __device__ __forceinline__ void exponentiate(const float (&s)[BLOCK_N / 2], float (&added)[2]) {
     constexpr int WORDS = 4 * STEPS, LAG = 3;  // four probabilities each
     float x[WORDS][4], even[2], odd[2];
@@ -129,7 +129,7 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
         const int at = 16 * (word / 4) + 8 * (word % 4 / 2) + 2 * (word % 2), half = word % 2;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          x[word][j] = ex2_approx(fmaf(s[at + 4 * (j / 2) + j % 2], factor[half], -reference[half]));
+          x[word][j] = ex2_approx(fmaf(s[at + 4 * (j / 2) + j % 2], factor[half], -stabilizer[half]));
         }
       }
       if (word >= LAG) {
@@ -148,16 +148,16 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
 
   // Turns scores of a query tile's first tile of keys into probabilities.
   __device__ __forceinline__ void begin(const float (&s)[BLOCK_N / 2]) {
-    Base::move_reference(s);
+    Base::update_stabilizer(s);
     exponentiate(s, sum);
   }
 
   // The same for a later tile; no product is running.
-  __device__ __forceinline__ void soften(const float (&s)[BLOCK_N / 2], bool has_promoted) {
+  __device__ __forceinline__ void softmax_tile(const float (&s)[BLOCK_N / 2], bool has_promoted) {
     float added[2];
     exponentiate(s, added);
     if (!__all_sync(FULL_WARP, added[0] <= LARGEST_SUM && added[1] <= LARGEST_SUM)) {
-      Base::move_reference(s);
+      Base::update_stabilizer(s);
       exponentiate(s, added);
       correct(has_promoted);
       sum[0] *= correction[0];
@@ -170,7 +170,7 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   // Starts O += P V of the tile of V^T that has been waited for.
   __device__ __forceinline__ void multiply_value() {
     constexpr int PANEL = Shared::KEY_PANEL;
-    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_place.stage]);
+    const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_state.stage]);
     wgmma_fence_registers(o);
     wgmma_fence();
 #pragma unroll
@@ -185,13 +185,13 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   __device__ __forceinline__ void end_value() {
     wgmma_wait<0>();
     wgmma_fence_registers(o);
-    Base::release(shared.transposed_read[value_place.stage]);
-    value_place.advance();
+    Base::release(shared.transposed_empty[value_state.stage]);
+    value_state.advance();
   }
 
-  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity); }
+  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_full[key_state.stage], key_state.phase); }
   __device__ __forceinline__ void wait_value() {
-    mbarrier_wait(shared.transposed_written[value_place.stage], value_place.parity);
+    mbarrier_wait(shared.transposed_full[value_state.stage], value_state.phase);
   }
 
   // Takes a query tile from its first tile of keys to the last.
@@ -213,7 +213,7 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
         wgmma_wait<1>();
         Base::take_scores(sums, s);
         end_value();
-        soften(s, has_promoted);
+        softmax_tile(s, has_promoted);
       }
       if (!Shared::PROMOTES || end == tiles) break;
       promote(!has_promoted);
@@ -235,14 +235,14 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   // Goes past the query tile's tiles of keys that none of this warpgroup's rows sees.
   __device__ __forceinline__ void skip() {
     if (tiles == 0) Base::end_query();
-    for (int i = tiles; i < shared.work[Base::work % WORKS].tiles; ++i) {
+    for (int i = tiles; i < shared.work[Base::work % WORK_TILES].tiles; ++i) {
       wait_key();
       __syncwarp();
       Base::end_key();
       wait_value();
       __syncwarp();
-      Base::release(shared.transposed_read[value_place.stage]);
-      value_place.advance();
+      Base::release(shared.transposed_empty[value_state.stage]);
+      value_state.advance();
     }
   }
 
@@ -263,4 +263,4 @@ struct Fp8Promoting : Fp8Consumer<T, Shared, CAUSAL, 4> {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput_8bit

@@ -1,4 +1,5 @@
-// What a consumer warpgroup of hopper/throughput_8bit/kernel.cu does with Q and K: from the rings to scores of its 64 rows.
+// What a consumer warpgroup of hopper/throughput_8bit/kernel.cu does with Q and K: from the rings to scores of its 64
+// rows.
 #pragma once
 
 #include "../../common/online_softmax.cuh"
@@ -7,10 +8,10 @@
 #include "../../ptx/warp_role.cuh"
 #include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput_8bit {
 
 template <typename Shared, bool CAUSAL>
-struct Fp8Scores {
+struct ScoringConsumer {
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
   using Sum = typename Shared::Sum;  // of products of codes
 
@@ -23,10 +24,10 @@ struct Fp8Scores {
   int first_row;    // of the warpgroup
   int tile, tiles;  // of keys: that of the scores, and all of the query tile
   int work;         // number of the query tile
-  RingPlace<Shared::QUERY_STAGES> query_place;
-  RingPlace<Shared::STAGES> key_place;
+  PipelineState<Shared::QUERY_STAGES> query_state;
+  PipelineState<Shared::STAGES> key_state;
 
-  __device__ __forceinline__ Fp8Scores(Shared& shared, const EightBitParams& params, int warpgroup)
+  __device__ __forceinline__ ScoringConsumer(Shared& shared, const EightBitParams& params, int warpgroup)
       : shared(shared), params(params), warpgroup(warpgroup), thread(threadIdx.x % WARPGROUP_THREADS), work(0) {}
 
   __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
@@ -38,30 +39,32 @@ struct Fp8Scores {
   // Done with a tile of keys. Every lane arrives that has read scales of keys for itself.
   __device__ __forceinline__ void end_key() {
     if constexpr (Shared::KEY_SCALES) {
-      mbarrier_arrive(shared.key_read[key_place.stage]);
+      mbarrier_arrive(shared.key_empty[key_state.stage]);
     } else {
-      release(shared.key_read[key_place.stage]);
+      release(shared.key_empty[key_state.stage]);
     }
-    key_place.advance();
+    key_state.advance();
   }
 
   // Done with the query tile, and with the description of the one that was stored last, which every lane has read.
   __device__ __forceinline__ void end_query() {
-    mbarrier_arrive(shared.query_read[query_place.stage]);
-    query_place.advance();
+    mbarrier_arrive(shared.query_empty[query_state.stage]);
+    query_state.advance();
   }
 
   // Consumers start their products in turn, so that one has its exponentials while another multiplies.
-  __device__ __forceinline__ void wait_turn() const { named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS); }
-  __device__ __forceinline__ void end_turn() const {
-    named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+  __device__ __forceinline__ void pingpong_wait() const {
+    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
+  }
+  __device__ __forceinline__ void pingpong_arrive() const {
+    named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }
 
   // Waits for the next query tile; false when there is none.
   __device__ __forceinline__ bool begin_query() {
-    mbarrier_wait(shared.query_loaded[query_place.stage], query_place.parity);
-    const Work& next = shared.work[work % WORKS];
-    const int head_kv = shared.head_kv[work % WORKS];
+    mbarrier_wait(shared.query_full[query_state.stage], query_state.phase);
+    const WorkTile& next = shared.work[work % WORK_TILES];
+    const int head_kv = shared.head_kv[work % WORK_TILES];
     tile = 0, tiles = next.tiles;
     if (tiles == 0) return false;
     first_row = next.first_row + ROWS * warpgroup;
@@ -79,7 +82,7 @@ struct Fp8Scores {
 
   // A negative scale is a positive one of -Q. INT8 has no negative of -128: its keys' scales are negative.
   __device__ __forceinline__ void negate_query() {
-    uint4* chunks = reinterpret_cast<uint4*>(shared.query[query_place.stage][warpgroup][0]);
+    uint4* chunks = reinterpret_cast<uint4*>(shared.query[query_state.stage][warpgroup][0]);
     for (int i = thread; i < Shared::TERMS * ROWS * HEAD_DIM / 16; i += WARPGROUP_THREADS) {
       const uint4 old = chunks[i];
       chunks[i] = make_uint4(old.x ^ 0x80808080u, old.y ^ 0x80808080u, old.z ^ 0x80808080u, old.w ^ 0x80808080u);
@@ -100,8 +103,8 @@ struct Fp8Scores {
   // Starts S of the next tile of keys, which has been waited for.
   __device__ __forceinline__ void score(Sum (&sums)[BLOCK_N / 2]) {
     constexpr int COLUMNS = Shared::COLUMNS;
-    const uint64 key = rows_descriptor<COLUMNS>(shared.key[key_place.stage]);
-    const uint64 query = rows_descriptor<COLUMNS>(shared.query[query_place.stage][warpgroup][0]);
+    const uint64 key = rows_descriptor<COLUMNS>(shared.key[key_state.stage]);
+    const uint64 query = rows_descriptor<COLUMNS>(shared.query[query_state.stage][warpgroup][0]);
     wgmma_fence();
 #pragma unroll
     for (int term = 0; term < Shared::TERMS; ++term) {
@@ -120,7 +123,7 @@ struct Fp8Scores {
   __device__ __forceinline__ void take_scores(Sum (&sums)[BLOCK_N / 2], float (&s)[BLOCK_N / 2]) {
     wgmma_fence_registers(sums);
     if constexpr (Shared::KEY_SCALES) {
-      scale_keys(sums, s, shared.key_scale[key_place.stage]);
+      scale_keys(sums, s, shared.key_scale[key_state.stage]);
     }
     end_key();
     if (tile + 1 == tiles) end_query();
@@ -173,9 +176,9 @@ struct Fp8Scores {
       ++work;
       if (!begin_query()) return false;
     }
-    mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity);
+    mbarrier_wait(shared.key_full[key_state.stage], key_state.phase);
     return true;
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput_8bit

@@ -6,14 +6,14 @@
 #include "../common/pipeline.cuh"
 #include "../common/warpgroup.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput_8bit {
 
 // Q and K are codes of type CODE, E4M3 or INT8. Q, K and V lie in tiles, a query's second codes in tiles of their own,
 // cut into panels of COLUMNS channels; V^T of a panel is cut into panels of KEY_PANEL keys. Panels are stored one after
 // another.
 template <typename CODE_, int HEAD_DIM_, int TERMS_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int VALUE_STAGES_,
           int QUERY_STAGES_, bool KEY_SCALES_, int PROMOTED_TILES_>
-struct Fp8Storage {
+struct SharedStorage {
   using CODE = CODE_;
   using Sum = typename SumOf<CODE>::Type;
   static constexpr bool INTEGERS = SumOf<CODE>::INTEGER;
@@ -29,7 +29,7 @@ struct Fp8Storage {
   static constexpr int KEY_PANEL = BLOCK_N % 128 == 0 ? 128 : BLOCK_N % 64 == 0 ? 64 : 32;
   static_assert(!INTEGERS || (TERMS == 1 && KEY_SCALES),
                 "integers have one code, and become floats by their keys' scales");
-  static_assert(QUERY_STAGES + 2 <= WORKS, "a query tile is described while consumers may ask");
+  static_assert(QUERY_STAGES + 2 <= WORK_TILES, "a query tile is described while consumers may ask");
 
   alignas(1024) Code query[QUERY_STAGES][CONSUMERS][TERMS][ROWS * HEAD_DIM];
   alignas(1024) Code key[STAGES][BLOCK_N * HEAD_DIM];
@@ -38,17 +38,17 @@ struct Fp8Storage {
   alignas(16) float key_scale[STAGES][KEY_SCALES ? BLOCK_N : 4];
   alignas(
       16) float4 promoted[IN_SHARED ? CONSUMERS : 1][IN_SHARED ? HEAD_DIM / 8 : 1][IN_SHARED ? WARPGROUP_THREADS : 1];
-  Work work[WORKS];
-  int head_kv[WORKS];
+  WorkTile work[WORK_TILES];
+  int head_kv[WORK_TILES];
   int value_end[VALUE_STAGES];  // that no tile of V comes any more
-  Mbarrier query_loaded[QUERY_STAGES];
-  Mbarrier query_read[QUERY_STAGES];
-  Mbarrier key_loaded[STAGES];
-  Mbarrier key_read[STAGES];
-  Mbarrier value_loaded[VALUE_STAGES];
-  Mbarrier value_read[VALUE_STAGES];
-  Mbarrier transposed_written[STAGES];
-  Mbarrier transposed_read[STAGES];
+  Mbarrier query_full[QUERY_STAGES];
+  Mbarrier query_empty[QUERY_STAGES];
+  Mbarrier key_full[STAGES];
+  Mbarrier key_empty[STAGES];
+  Mbarrier value_full[VALUE_STAGES];
+  Mbarrier value_empty[VALUE_STAGES];
+  Mbarrier transposed_full[STAGES];
+  Mbarrier transposed_empty[STAGES];
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput_8bit

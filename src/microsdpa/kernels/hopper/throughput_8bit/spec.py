@@ -121,7 +121,6 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     query_stages = tiles.query_stages(head_dim, terms, key_scales, promoted_tiles > 0)
     return kernel(
         problem,
-        "fp8",
         "throughput_8bit",
         {
             "T": CPP_TYPE[problem.dtype],

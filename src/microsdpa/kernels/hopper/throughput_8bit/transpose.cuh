@@ -6,7 +6,7 @@
 #include "../../ptx/stmatrix.cuh"
 #include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput_8bit {
 
 // Transposes CHANNELS of a tile of codes: `warp` of WARPS takes its share, with AT_A_TIME loads under way together.
 //   value: [KEYS, CHANNELS]   transposed: these rows of panels [ALL_CHANNELS, PANEL]; both swizzled
@@ -53,4 +53,4 @@ __device__ __forceinline__ float& channel_of_quad(float (&o)[N], int i, int half
   return o[8 * i + 4 * (neighbour % 2) + 2 * half + neighbour / 2];
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput_8bit

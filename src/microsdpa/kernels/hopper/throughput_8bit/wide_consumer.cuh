@@ -3,17 +3,17 @@
 
 #include "consumer.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput_8bit {
 
 // O alone takes 128 registers of a thread. P V is therefore computed in parts of 32 channels, one after the other, each
 // added to O while the next one runs; in between there is a part of the exponentials, which stay in the registers of
 // the scores until the last product has read P.
 template <typename T, typename Shared, bool CAUSAL>
-struct WideFp8Consumer : Fp8Consumer<T, Shared, CAUSAL> {
-  using Base = Fp8Consumer<T, Shared, CAUSAL>;
+struct WideConsumer : Consumer<T, Shared, CAUSAL> {
+  using Base = Consumer<T, Shared, CAUSAL>;
   using Base::Base, Base::shared, Base::warpgroup, Base::o, Base::partial, Base::p;
   using Base::CONSUMERS, Base::BLOCK_N, Base::HEAD_DIM, Base::PART;
-  using Base::correction, Base::factor, Base::key_place, Base::reference, Base::sum, Base::value_place;
+  using Base::correction, Base::factor, Base::key_state, Base::stabilizer, Base::sum, Base::value_state;
   using typename Base::Sum;
   static constexpr int PARTS = HEAD_DIM / PART;
 
@@ -22,7 +22,7 @@ struct WideFp8Consumer : Fp8Consumer<T, Shared, CAUSAL> {
 #pragma unroll
     for (int i = part * (BLOCK_N / 2) / PARTS; i < (part + 1) * (BLOCK_N / 2) / PARTS; ++i) {
       const int half = i / 2 % 2;
-      s[i] = ex2_approx(fmaf(s[i], factor[half], -reference[half]));
+      s[i] = ex2_approx(fmaf(s[i], factor[half], -stabilizer[half]));
       sum[half] += s[i];
     }
   }
@@ -48,8 +48,8 @@ struct WideFp8Consumer : Fp8Consumer<T, Shared, CAUSAL> {
     if (part + 1 < PARTS) {
       Base::multiply_value(PART * (part + 1));
     } else {
-      Base::release(shared.transposed_read[value_place.stage]);
-      value_place.advance();
+      Base::release(shared.transposed_empty[value_state.stage]);
+      value_state.advance();
     }
   }
 
@@ -58,31 +58,31 @@ struct WideFp8Consumer : Fp8Consumer<T, Shared, CAUSAL> {
     float converted[Shared::INTEGERS ? BLOCK_N / 2 : 1];
     float (&s)[BLOCK_N / 2] = Base::scores_of(sums, converted);
     if (!Base::begin_query()) return;
-    if (warpgroup == CONSUMERS - 1) Base::end_turn();
+    if (warpgroup == CONSUMERS - 1) Base::pingpong_arrive();
     Base::clear(o);
     Base::clear(partial);
     Base::clear_sums();
-    mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity);
+    mbarrier_wait(shared.key_full[key_state.stage], key_state.phase);
     Base::score(sums);
     wgmma_wait<0>();
     Base::take_scores(sums, s);
-    Base::move_reference(s);
+    Base::update_stabilizer(s);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) exponentials(s, part);
     round(s);
 
     bool last;  // the probabilities' tile is the last of its query tile
     while (Base::next_tile(last)) {
-      Base::wait_turn();
+      Base::pingpong_wait();
       Base::score(sums);
       Base::wait_value();
       Base::multiply_value();
-      Base::end_turn();
+      Base::pingpong_arrive();
       wgmma_wait<1>();
       Base::take_scores(sums, s);
       const float by[2] = {correction[0], correction[1]};
       if (last) Base::end_sums();
-      Base::move_reference(s);
+      Base::update_stabilizer(s);
       sum[0] *= correction[0];
       sum[1] *= correction[1];
 #pragma unroll
@@ -93,7 +93,7 @@ struct WideFp8Consumer : Fp8Consumer<T, Shared, CAUSAL> {
       round(s);
       if (last) Base::store();
     }
-    if (warpgroup == 0) Base::wait_turn();  // nobody else takes the last one
+    if (warpgroup == 0) Base::pingpong_wait();  // nobody else takes the last one
     Base::wait_value();
     Base::multiply_value();
 #pragma unroll
@@ -103,4 +103,4 @@ struct WideFp8Consumer : Fp8Consumer<T, Shared, CAUSAL> {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput_8bit

@@ -3,13 +3,13 @@
 
 #include "../../ptx/barrier.cuh"
 #include "../../ptx/warp_role.cuh"
-#include "shared.cuh"
 #include "../common/tile_softmax.cuh"
+#include "shared.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput_8bit_qk {
 
 template <typename Shared, bool CAUSAL>
-struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
+struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   using T = typename Shared::T;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
   static constexpr int TERMS = Shared::TERMS, BOX = Shared::BOX;
@@ -24,8 +24,8 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   const int warpgroup;  // among the consumers
   const int thread;     // of the warpgroup
 
-  RingPlace<Shared::QUERY_STAGES> query_place;
-  RingPlace<Shared::STAGES> key_place, value_place;
+  PipelineState<Shared::QUERY_STAGES> query_state;
+  PipelineState<Shared::STAGES> key_state, value_state;
   float o[HEAD_DIM / 2];
 
   // The query tile that scores are computed of.
@@ -34,7 +34,7 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   int tiles;
   int first_row;  // of the warpgroup
 
-  __device__ __forceinline__ Int8Consumer(Shared& shared, const EightBitParams& params, int warpgroup)
+  __device__ __forceinline__ Consumer(Shared& shared, const EightBitParams& params, int warpgroup)
       : shared(shared),
         params(params),
         warpgroup(warpgroup),
@@ -49,17 +49,19 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   }
 
   // Consumers start their products in turn, so that one has its exponentials while another multiplies.
-  __device__ __forceinline__ void wait_turn() const { named_barrier_sync(TURN + warpgroup, 2 * WARPGROUP_THREADS); }
-  __device__ __forceinline__ void end_turn() const {
-    named_barrier_arrive(TURN + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+  __device__ __forceinline__ void pingpong_wait() const {
+    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
+  }
+  __device__ __forceinline__ void pingpong_arrive() const {
+    named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }
 
   // Waits for the next query tile; false when there is none.
   __device__ __forceinline__ bool begin_query() {
-    mbarrier_wait(shared.query_loaded[query_place.stage], query_place.parity);
-    const Work& work = shared.work[works % WORKS];
+    mbarrier_wait(shared.query_full[query_state.stage], query_state.phase);
+    const WorkTile& work = shared.work[works % WORK_TILES];
 #pragma unroll
-    for (int half = 0; half < 2 && works > 0; ++half) rows.reference[half] *= scale[half];  // for the LSE
+    for (int half = 0; half < 2 && works > 0; ++half) rows.stabilizer[half] *= scale[half];  // for the LSE
     if (work.tiles == 0) return false;
     tile = 0, tiles = work.tiles;
     first_row = work.first_row + ROWS * warpgroup;
@@ -72,19 +74,19 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
     return true;
   }
 
-  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_loaded[key_place.stage], key_place.parity); }
+  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_full[key_state.stage], key_state.phase); }
   __device__ __forceinline__ void wait_value() {
-    mbarrier_wait(shared.value_loaded[value_place.stage], value_place.parity);
+    mbarrier_wait(shared.value_full[value_state.stage], value_state.phase);
   }
   __device__ __forceinline__ void end_value() {
-    release(shared.value_read[value_place.stage]);
-    value_place.advance();
+    release(shared.value_empty[value_state.stage]);
+    value_state.advance();
   }
 
   // Starts the products with the tile of keys.
   __device__ __forceinline__ void score(Sums& sums) {
-    const uint64 key = rows_descriptor<HEAD_DIM>(shared.key[key_place.stage]);
-    const uint64 query = rows_descriptor<HEAD_DIM>(shared.query[query_place.stage][warpgroup][0]);
+    const uint64 key = rows_descriptor<HEAD_DIM>(shared.key[key_state.stage]);
+    const uint64 query = rows_descriptor<HEAD_DIM>(shared.query[query_state.stage][warpgroup][0]);
     wgmma_fence();
 #pragma unroll
     for (int term = 0; term < TERMS; ++term) {
@@ -100,7 +102,7 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   // Scores of complete sums, -inf where a row does not see a key.
   __device__ __forceinline__ void take_scores(Sums& sums, Scores& s) {
     using OfTwoKeys = Vector<float, 2>;
-    const float* scales = shared.key_scale[key_place.stage];
+    const float* scales = shared.key_scale[key_state.stage];
 #pragma unroll
     for (int term = 0; term < TERMS; ++term) wgmma_fence_registers(sums[term]);
 #pragma unroll
@@ -113,11 +115,11 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
       }
     }
     // Every lane arrives: each has read scales of keys, and the query tile's description, for itself.
-    mbarrier_arrive(shared.key_read[key_place.stage]);
-    key_place.advance();
+    mbarrier_arrive(shared.key_empty[key_state.stage]);
+    key_state.advance();
     if (tile + 1 == tiles) {
-      mbarrier_arrive(shared.query_read[query_place.stage]);
-      query_place.advance();
+      mbarrier_arrive(shared.query_empty[query_state.stage]);
+      query_state.advance();
     }
     const int keys = params.seqlen_k - BLOCK_N * tile;
     const int first_visible = CAUSAL ? first_row + params.diagonal - BLOCK_N * tile + 1 : BLOCK_N;
@@ -130,7 +132,7 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
 
   // Starts O = P V, or adds to O.
   __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
-    const uint64 value = matrix_descriptor(shared.value[value_place.stage], BLOCK_N * BOX * sizeof(T),
+    const uint64 value = matrix_descriptor(shared.value[value_state.stage], BLOCK_N * BOX * sizeof(T),
                                            8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
     wgmma_fence_registers(o);
     wgmma_fence();
@@ -147,7 +149,7 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   }
 
   // Writes O and LSE of a finished query tile. A quad exchanges its words, so that a lane has eight neighbours.
-  __device__ __forceinline__ void finish(const Work& of, const Rows& done) {
+  __device__ __forceinline__ void finish(const WorkTile& of, const Rows& done) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(done.sum[half]), inverse = normalizer(sum);
@@ -155,7 +157,7 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
       const bool real = row < params.seqlen_q;
       if (params.lse != nullptr && real && thread % 4 == 0) {
         const int64 head = static_cast<int64>(of.batch) * params.heads + of.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.reference[half], sum);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.stabilizer[half], sum);
       }
       T* out = const_cast<T*>(params.out_strides.at<T>(params.out, of.batch, of.head, row)) + 8 * (thread % 4);
 #pragma unroll
@@ -182,22 +184,22 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
     }
     wait_key();
     wait_value();
-    wait_turn();
+    pingpong_wait();
     Sums sums;
     Scores s;
     score(sums);
     accumulate(p, !first);
-    end_turn();
+    pingpong_arrive();
     wgmma_wait<1>();
     take_scores(sums, s);
     const Rows done = rows;
     float correction[2];
-    const bool moved = Base::soften(s, next_p, correction, tile == 0);
+    const bool moved = Base::softmax_tile(s, next_p, correction, tile == 0);
     wgmma_wait<0>();
     wgmma_fence_registers(o);
     end_value();
     if (last) {
-      finish(shared.work[(works - 1) % WORKS], done);
+      finish(shared.work[(works - 1) % WORK_TILES], done);
     } else if (moved) {
       rescale(correction);
     }
@@ -207,7 +209,7 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   // P of the very first tile.
   __device__ __forceinline__ bool begin(Probabilities& p) {
     if (!begin_query()) return false;
-    if (warpgroup == CONSUMERS - 1) end_turn();
+    if (warpgroup == CONSUMERS - 1) pingpong_arrive();
     wait_key();
     Sums sums;
     Scores s;
@@ -215,7 +217,7 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
     wgmma_wait<0>();
     take_scores(sums, s);
     float correction[2];
-    Base::soften(s, p, correction, true);
+    Base::softmax_tile(s, p, correction, true);
     return true;
   }
 
@@ -225,8 +227,8 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
     accumulate(p, tiles > 1);
     wgmma_wait<0>();
     wgmma_fence_registers(o);
-    finish(shared.work[(works - 1) % WORKS], rows);
-    if (warpgroup == 0) wait_turn();  // nobody else takes the last one
+    finish(shared.work[(works - 1) % WORK_TILES], rows);
+    if (warpgroup == 0) pingpong_wait();  // nobody else takes the last one
   }
 
   __device__ __forceinline__ void run() {
@@ -239,4 +241,4 @@ struct Int8Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   }
 };
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput_8bit_qk

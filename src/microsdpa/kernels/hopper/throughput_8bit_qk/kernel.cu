@@ -15,10 +15,10 @@
 #include "../../ptx/mbarrier_asleep.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/warp_role.cuh"
-#include "consumer.cuh"
 #include "../common/key_scales.cuh"
+#include "consumer.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::throughput_8bit_qk {
 
 // Issues every copy of the CTA, in the order in which the tiles are needed: S of a tile is computed ahead of P V of the
 // one before it. One thread.
@@ -26,53 +26,53 @@ template <bool CAUSAL, typename Shared>
 __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& params, const TensorMap& query,
                                         const TensorMap& key, const TensorMap& value) {
   constexpr int BLOCK_N = Shared::BLOCK_N, HEAD_DIM = Shared::HEAD_DIM, BOX = Shared::BOX;
-  RingPlace<Shared::QUERY_STAGES> query_place;
-  RingPlace<Shared::STAGES> key_place, value_place;
+  PipelineState<Shared::QUERY_STAGES> query_state;
+  PipelineState<Shared::STAGES> key_state, value_state;
   int works = 0;
 
   // Says what comes next, once there is room for its queries.
-  auto announce = [&](const Work& work) {
-    mbarrier_wait_asleep(shared.query_read[query_place.stage], query_place.parity ^ 1);
-    shared.work[works++ % WORKS] = work;
+  auto announce = [&](const WorkTile& work) {
+    mbarrier_wait_asleep(shared.query_empty[query_state.stage], query_state.phase ^ 1);
+    shared.work[works++ % WORK_TILES] = work;
   };
 
-  for_each_work<CAUSAL, Shared>(params, [&](const Work& work) {
+  for_each_work<CAUSAL, Shared>(params, [&](const WorkTile& work) {
     const int head_kv = work.head / (params.heads / params.heads_kv);
     announce(work);
-    Mbarrier& query_loaded = shared.query_loaded[query_place.stage];
-    mbarrier_arrive_expect(query_loaded, Shared::BLOCK_M * Shared::TERMS * HEAD_DIM);
+    Mbarrier& query_full = shared.query_full[query_state.stage];
+    mbarrier_arrive_expect(query_full, Shared::BLOCK_M * Shared::TERMS * HEAD_DIM);
 #pragma unroll
     for (int i = 0; i < Shared::CONSUMERS; ++i) {
 #pragma unroll
       for (int term = 0; term < Shared::TERMS; ++term) {
-        tma_load(shared.query[query_place.stage][i][term], query, query_loaded, term * HEAD_DIM,
+        tma_load(shared.query[query_state.stage][i][term], query, query_full, term * HEAD_DIM,
                  work.first_row + ROWS * i, work.head, work.batch);
       }
     }
-    query_place.advance();
+    query_state.advance();
     for (int tile = 0; tile <= work.tiles; ++tile) {
       if (tile < work.tiles) {
-        Mbarrier& loaded = shared.key_loaded[key_place.stage];
-        mbarrier_wait_asleep(shared.key_read[key_place.stage], key_place.parity ^ 1);
-        mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM);
-        tma_load(shared.key[key_place.stage], key, loaded, 0, BLOCK_N * tile, head_kv, work.batch);
-        key_place.advance();
+        Mbarrier& full = shared.key_full[key_state.stage];
+        mbarrier_wait_asleep(shared.key_empty[key_state.stage], key_state.phase ^ 1);
+        mbarrier_arrive_expect(full, BLOCK_N * HEAD_DIM);
+        tma_load(shared.key[key_state.stage], key, full, 0, BLOCK_N * tile, head_kv, work.batch);
+        key_state.advance();
       }
       if (tile > 0) {
-        Mbarrier& loaded = shared.value_loaded[value_place.stage];
-        mbarrier_wait_asleep(shared.value_read[value_place.stage], value_place.parity ^ 1);
-        mbarrier_arrive_expect(loaded, BLOCK_N * HEAD_DIM * sizeof(typename Shared::T));
+        Mbarrier& full = shared.value_full[value_state.stage];
+        mbarrier_wait_asleep(shared.value_empty[value_state.stage], value_state.phase ^ 1);
+        mbarrier_arrive_expect(full, BLOCK_N * HEAD_DIM * sizeof(typename Shared::T));
 #pragma unroll
         for (int panel = 0; panel < HEAD_DIM / BOX; ++panel) {
-          tma_load(shared.value[value_place.stage] + panel * BLOCK_N * BOX, value, loaded, panel * BOX,
+          tma_load(shared.value[value_state.stage] + panel * BLOCK_N * BOX, value, full, panel * BOX,
                    BLOCK_N * (tile - 1), head_kv, work.batch);
         }
-        value_place.advance();
+        value_state.advance();
       }
     }
   });
   announce({0, 0, 0, 0});
-  mbarrier_arrive(shared.query_loaded[query_place.stage]);
+  mbarrier_arrive(shared.query_full[query_state.stage]);
 }
 
 // Sets up all barriers. One thread.
@@ -81,15 +81,15 @@ __device__ __forceinline__ void initialize(Shared& shared) {
   constexpr int READERS = 4 * Shared::CONSUMERS;  // warps
 #pragma unroll
   for (int stage = 0; stage < Shared::QUERY_STAGES; ++stage) {
-    mbarrier_init(shared.query_loaded[stage], 1);
-    mbarrier_init(shared.query_read[stage], 32 * READERS);
+    mbarrier_init(shared.query_full[stage], 1);
+    mbarrier_init(shared.query_empty[stage], 32 * READERS);
   }
 #pragma unroll
   for (int stage = 0; stage < Shared::STAGES; ++stage) {
-    mbarrier_init(shared.key_loaded[stage], 1 + SCALE_WRITERS);
-    mbarrier_init(shared.key_read[stage], 32 * READERS);
-    mbarrier_init(shared.value_loaded[stage], 1);
-    mbarrier_init(shared.value_read[stage], READERS);
+    mbarrier_init(shared.key_full[stage], 1 + SCALE_WRITERS);
+    mbarrier_init(shared.key_empty[stage], 32 * READERS);
+    mbarrier_init(shared.value_full[stage], 1);
+    mbarrier_init(shared.value_empty[stage], READERS);
   }
   mbarrier_init_fence();
 }
@@ -97,8 +97,8 @@ __device__ __forceinline__ void initialize(Shared& shared) {
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for.
 template <typename T, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    throughput_int8_attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
-                              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+    attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
   constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   static_assert(CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= (1 + CONSUMERS) * LAUNCHED,
                 "consumers would wait for registers for ever");
 
-  using Shared = Int8Storage<T, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
+  using Shared = SharedStorage<T, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   grid_dependency_wait();
 
   if (warp < 4) {
-    release_registers<PRODUCER_REGISTERS>();
+    setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (warp == 0) {
       if (elect_one()) {
         prefetch_tensor_map(query);
@@ -130,10 +130,10 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       fetch_key_scales<CAUSAL>(shared, params);
     }
   } else {
-    claim_registers<CONSUMER_REGISTERS>();
-    Int8Consumer<Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+    setmaxnreg_inc<CONSUMER_REGISTERS>();
+    Consumer<Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
     consumer.run();
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::throughput_8bit_qk

@@ -59,7 +59,6 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     stages = tiles.stages(problem.head_dim, problem.query_terms, chip_of(problem.target).shared_per_cta)
     return kernel(
         problem,
-        "int8",
         "throughput_8bit_qk",
         {
             "T": CPP_TYPE[problem.dtype],

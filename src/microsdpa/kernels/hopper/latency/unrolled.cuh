@@ -1,45 +1,45 @@
-// A known number of rounds of hopper/latency/kernel.cu's warpgroups, with one reference for each row from the first tile
-// on: nothing waits for a maximum, and O is never rescaled.
+// A known number of rounds of hopper/latency/kernel.cu's warpgroups, with one stabilizer for each row from the first
+// tile on: nothing waits for a maximum, and O is never rescaled.
 #pragma once
 
 #include "consumer.cuh"
 
-namespace microsdpa {
+namespace microsdpa::hopper::latency {
 
-// The reference of both warpgroups: the first one's, whose first tile comes first. A row that sees none of its keys
+// The stabilizer of both warpgroups: the first one's, whose first tile comes first. A row that sees none of its keys
 // sees none of this CTA's.
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::find_reference(
+__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::find_stabilizer(
     const float (&s)[BLOCK_N / 2]) {
   const int row = fragment.row_of_half();
   if (warpgroup == 0) {
-    reference[0] = reference[1] = negative_infinity();
-    maxima<REFERENCE_KEYS>(s, reference);
+    stabilizer[0] = stabilizer[1] = negative_infinity();
+    maxima<STABILIZER_KEYS>(s, stabilizer);
     // A large one becomes no number. Nor is then the row's sum, which calls for the second pass.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool large = MASKED ? is_large(reference[half]) : fabsf(reference[half]) >= LARGE_REFERENCE;
-      if (large) reference[half] = __uint_as_float(0x7fffffffu);
+      const bool large = MASKED ? is_large(stabilizer[half]) : fabsf(stabilizer[half]) >= LARGE_STABILIZER;
+      if (large) stabilizer[half] = __uint_as_float(0x7fffffffu);
     }
     if (fragment.quad_lane() == 0) {
-      shared.reference[0][0][row] = reference[0];
-      shared.reference[0][1][row] = reference[1];
+      shared.stabilizer[0][0][row] = stabilizer[0];
+      shared.stabilizer[0][1][row] = stabilizer[1];
     }
-    named_barrier_arrive(REFERENCE_KNOWN, THREADS);
+    named_barrier_arrive(STABILIZER_KNOWN, THREADS);
     // For compute-sanitizer: racecheck takes what follows for races when some threads have waited at fewer barriers
     // than others. It is hidden behind the products in flight.
-    named_barrier_sync(REFERENCE_TOLD, WARPGROUP_THREADS);
+    named_barrier_sync(STABILIZER_SENT, WARPGROUP_THREADS);
   } else {
-    named_barrier_sync(REFERENCE_KNOWN, THREADS);
-    reference[0] = shared.reference[0][0][row];
-    reference[1] = shared.reference[0][1][row];
+    named_barrier_sync(STABILIZER_KNOWN, THREADS);
+    stabilizer[0] = shared.stabilizer[0][0][row];
+    stabilizer[1] = shared.stabilizer[0][1][row];
   }
-  subtract_references();
+  subtract_stabilizers();
 }
 
-// The largest score of each row among this CTA's keys becomes its reference.
+// The largest score of each row among this CTA's keys becomes its stabilizer.
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::know_reference() {
+__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::know_stabilizer() {
   float s[BLOCK_N / 2], own[2] = {negative_infinity(), negative_infinity()};
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
@@ -49,10 +49,10 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     mask(s, round);
     maxima(s, own);
   }
-  reference[0] = own[0];
-  reference[1] = own[1];
-  this->larger_references(reference);
-  subtract_references();
+  stabilizer[0] = own[0];
+  stabilizer[1] = own[1];
+  this->larger_stabilizers(stabilizer);
+  subtract_stabilizers();
 }
 
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
@@ -92,13 +92,13 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   accumulate<2, 4>(rest, p, ROUND, true);
 }
 
-// ROUNDS rounds with one reference a row, the same for both warpgroups: O is never rescaled, no later maximum is
-// waited for, and the warpgroups' parts of O add up. The reference is the largest of the first scores, or KNOWN.
-// Right unless a score exceeds the reference by so much that P overflows, or a reference is large, which the sums
+// ROUNDS rounds with one stabilizer a row, the same for both warpgroups: O is never rescaled, no later maximum is
+// waited for, and the warpgroups' parts of O add up. The stabilizer is the largest of the first scores, or KNOWN.
+// Right unless a score exceeds the stabilizer by so much that P overflows, or a stabilizer is large, which the sums
 // then show.
 template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
 template <bool KNOWN>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::run_straight() {
+__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::run_unrolled() {
   float s[2][BLOCK_N / 2];
   uint32 p[2][STEPS][4];
   sum[0] = sum[1] = 0.0f;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     score<BEGUN, 2>(s[0], 0);
     wgmma_wait<1>();
     wgmma_fence_registers(part_of<2>(s[0], 0));
-    find_reference(s[0]);
+    find_stabilizer(s[0]);
     wgmma_wait<0>();
     wgmma_fence_registers(part_of<2>(s[0], 1));
   } else {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     wgmma_wait<0>();
     wgmma_fence_registers(s[0]);
     mask(s[0], 0);
-    if constexpr (!KNOWN) find_reference(s[0]);
+    if constexpr (!KNOWN) find_stabilizer(s[0]);
   }
   if constexpr (ROUNDS > 1) score<BEGUN>(s[1], 1);
 #pragma unroll
@@ -150,4 +150,4 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   }
 }
 
-}  // namespace microsdpa
+}  // namespace microsdpa::hopper::latency
