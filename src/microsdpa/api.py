@@ -94,37 +94,41 @@ def sdpa(
         call = inputs, precision, scales, (is_causal, causal, enable_gqa, impl), scale, return_lse, out
         found = (None if is_dynamo_compiling() else eight_bit.launch(*call)) or eight_bit.first_call(*call)
         return found if return_lse else found[0]  # type: ignore[return-value]
+    if is_dynamo_compiling():
+        traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl)
+        result, lse = autograd.operator((query, key, value), (attn_mask, alibi_slopes, sinks), traced, return_lse)
+        result = result if out is None else out.copy_(result)
+        return (result, lse) if return_lse else result  # type: ignore[return-value]
     graded = False
-    if not is_dynamo_compiling():
-        try:
-            graded = _is_grad_enabled() and (
-                query.requires_grad
-                or key.requires_grad
-                or value.requires_grad
-                or (attn_mask is not None and attn_mask.requires_grad)
-                or (alibi_slopes is not None and alibi_slopes.requires_grad)
-                or (sinks is not None and sinks.requires_grad)
-                or (out is not None and out.requires_grad)
-            )
-            if not graded:
-                # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
-                plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
-                code = _PLAIN if plain else OPTIONS[is_causal, causal, enable_gqa, impl]
-                result = _empty_like(query) if out is None else out
-                if attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None:
-                    lse = _launch(query, key, value, result, return_lse, code, scale)
-                elif is_causal and attn_mask is not None:
-                    lse = None
-                else:
-                    left, right = (-1, -1) if window is None else window
-                    arrays = attn_mask, alibi_slopes, sinks
-                    ends = left, right, softcap
-                    lse = _launch_masked(query, key, value, result, return_lse, code, scale, *arrays, *ends)
-                if lse is not None:
-                    return (result, lse) if return_lse else result
-                del result  # a large output is not to be there twice
-        except MISSES:
-            pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
+    try:
+        graded = _is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (attn_mask is not None and attn_mask.requires_grad)
+            or (alibi_slopes is not None and alibi_slopes.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
+            or (out is not None and out.requires_grad)
+        )
+        if not graded:
+            # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
+            plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
+            code = _PLAIN if plain else OPTIONS[is_causal, causal, enable_gqa, impl]
+            result = _empty_like(query) if out is None else out
+            if attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None:
+                lse = _launch(query, key, value, result, return_lse, code, scale)
+            elif is_causal and attn_mask is not None:
+                lse = None
+            else:
+                left, right = (-1, -1) if window is None else window
+                arrays = attn_mask, alibi_slopes, sinks
+                ends = left, right, softcap
+                lse = _launch_masked(query, key, value, result, return_lse, code, scale, *arrays, *ends)
+            if lse is not None:
+                return (result, lse) if return_lse else result
+            del result  # a large output is not to be there twice
+    except MISSES:
+        pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
     masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
     inputs = query, key, value
@@ -140,7 +144,6 @@ def _through_autograd(
 ) -> forward.Result:
     """A call that a gradient may be asked of, or that is traced into a graph."""
     if autograd.is_traced(inputs):
-        mask_arguments.refuse_both(options.is_causal, masks.attn_mask)
         result, lse = autograd.operator(inputs, masks, options, return_lse)
         return result if out is None else out.copy_(result), lse
     if out is not None:

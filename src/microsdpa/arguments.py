@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -284,8 +285,40 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether every row of a tensor starts on 16 bytes."""
-    steps = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
-    return tensor.data_ptr() % VECTOR_BYTES == 0 and all(s * tensor.element_size() % VECTOR_BYTES == 0 for s in steps)
+    return tensor.data_ptr() % VECTOR_BYTES == 0 and _steps_are_aligned(tensor, tensor.stride())
+
+
+def allocation_is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether every row of torch.empty_like(tensor) starts on 16 bytes."""
+    return _steps_are_aligned(tensor, allocated_strides(tensor.shape, tensor.stride()))
+
+
+def _steps_are_aligned(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    steps = [stride for stride, size in zip(strides[:-1], tensor.shape[:-1], strict=True) if size > 1]
+    return all(step * tensor.element_size() % VECTOR_BYTES == 0 for step in steps)
+
+
+def allocated_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides that torch.empty_like gives a tensor of this description: dense, in the order of its memory.
+
+    A tensor on the meta device would say the same, but torch imports sympy for it, which takes seconds.
+    """
+    order = list(reversed(range(len(shape))))  # dimensions from the innermost to the outermost
+    for last in range(1, len(order)):
+        moving = last
+        for other in reversed(range(last)):
+            inner, outer = order[other], order[moving]
+            if not strides[inner] or not strides[outer]:
+                continue  # a dimension of stride 0 has no place in memory
+            if (strides[inner], shape[inner]) <= (strides[outer], shape[outer]):
+                break
+            order[other], order[moving] = outer, inner
+            moving = other
+    found, step = [0] * len(order), 1
+    for dimension in order:
+        found[dimension] = step
+        step *= shape[dimension]
+    return tuple(found)
 
 
 def is_bulk_addressable(tensor: torch.Tensor) -> bool:

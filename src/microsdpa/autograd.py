@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from microsdpa import arguments, backward, forward, nodes
 from microsdpa.forward import Inputs, MaskTensors, Options
-from microsdpa.masks import Masks
+from microsdpa.masks import Masks, refuse_both
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that nothing but this library looks at."""
@@ -42,20 +42,35 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
     return record(inputs, masks, options, True)
 
 
-def operator(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool = True) -> forward.Result:
+def operator(
+    inputs: Inputs, masks: tuple[Any, ...], options: tuple[Any, ...], return_lse: bool = True
+) -> forward.Result:
     """The call as an operator of torch.ops.microsdpa, which checks its arguments when it runs.
 
-    It is attention_output where neither the LSE nor a gradient is asked for.
+    It is attention_output where neither the LSE nor a gradient is asked for. torch.compile reads these lines, and looks
+    at each name that they use again before each call of the graph: `masks` and `options` may be plain tuples for it.
     """
     query, key, value = inputs
-    arguments.check_not_nested(query=query, key=key, value=value, **masks._asdict())
-    alignment = arguments.check_causal(options.is_causal, options.causal)
-    ends = list(options.window or (-1, -1))
-    rest = options.scale, options.enable_gqa, ends, options.softcap, options.impl
-    graded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *masks))
-    if not (return_lse or graded):
-        return torch.ops.microsdpa.attention_output(*inputs, *masks, alignment, *rest), None
-    return torch.ops.microsdpa.attention(*inputs, *masks, alignment, *rest)  # type: ignore[no-any-return]
+    attn_mask, alibi_slopes, sinks = masks
+    is_causal, causal, scale, enable_gqa, window, softcap, impl = options
+    if query.is_nested or key.is_nested or value.is_nested or (attn_mask is not None and attn_mask.is_nested):
+        arguments.check_not_nested(query=query, key=key, value=value, attn_mask=attn_mask)
+    if is_causal is not False:
+        refuse_both(is_causal, attn_mask)
+        causal = arguments.check_causal(is_causal, causal)
+    masked = attn_mask is not None or alibi_slopes is not None or sinks is not None
+    if masked or causal is not None or scale is not None or enable_gqa or window is not None or softcap is not None:
+        ends = [-1, -1] if window is None else list(window)
+        rest: tuple[Any, ...] = (attn_mask, alibi_slopes, sinks, causal, scale, enable_gqa, ends, softcap, impl)
+    else:
+        rest = () if impl == "auto" else (None, None, None, None, None, False, [-1, -1], None, impl)
+    if return_lse or (torch.is_grad_enabled() and _wants_gradient(query, key, value, attn_mask, alibi_slopes, sinks)):
+        return torch.ops.microsdpa.attention(query, key, value, *rest)  # type: ignore[no-any-return]
+    return torch.ops.microsdpa.attention_output(query, key, value, *rest), None
+
+
+def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
 
 
 def record(inputs: Inputs, masks: MaskTensors, options: Options, eager: bool) -> forward.Result:

@@ -34,7 +34,7 @@ def gradients(
         options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
         tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
         common = grad_out, query, key, value, out, lse, causal, scale
-        operator = nodes.operator_for((query, key, value), tensors, options)
+        operator, _ = nodes.operator_for((query, key, value), tensors, options)
         if operator == nodes.CUDNN:
             return _through_cudnn(*common, masks.attn_mask)
         if operator == nodes.FLASH:

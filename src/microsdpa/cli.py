@@ -20,6 +20,7 @@ from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import (
     accuracy,
     ceilings,
+    fuzz,
     models,
     profile,
     suites,
@@ -161,10 +162,17 @@ def verify(
         bool, typer.Option("--torch-cases", help="Run the calls of torch's own tests through F.sdpa instead.")
     ] = False,
     sample: Annotated[int | None, typer.Option(min=1, help="So many of torch's cases, at random; else all.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
+    random_calls: Annotated[
+        int | None, typer.Option("--fuzz", min=1, help="Make so many random calls through every door instead.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of --sample or --fuzz.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Check every case against the FP64 oracle."""
+    if random_calls is not None:
+        with progress() as bars:
+            step = fuzz.step(random_calls, seed, bars, output, _command())
+        _finish([step], as_json)
     if torch_cases:
         with progress() as bars:
             step = verify_torch.step(bars, sample, seed, output, _command())

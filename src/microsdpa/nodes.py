@@ -1,14 +1,13 @@
-"""Attention whose gradient is a node of torch's own: its forward pass is microsdpa's, its backward pass torch's in C++.
+"""Attention whose gradient is a node of torch's own: its forward pass is microsdpa's, its backward pass torch's.
 
-torch's operators for its cuDNN and flash attention record such nodes. Each of the two has a kernel here for a backend
-that no tensor is on. A call names this backend, below the one of autograd that records the node: torch's own calls,
-whose tensors are on a GPU, never reach the kernel. A node in Python would cost tens of microseconds in a backward pass.
+torch's operators for its cuDNN and flash attention record such nodes. Each of the two has a kernel in the launcher
+(runtime/torch_nodes.h), for a backend that no tensor is on. A call names this backend, below the one of autograd that
+records the node: torch's own calls, whose tensors are on a GPU, never reach the kernel. So neither pass runs Python.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from microsdpa.arguments import is_aligned
 from microsdpa.forward import Inputs, MaskTensors, Options
 from microsdpa.kernels.problem import VECTOR_BYTES
 from microsdpa.masks import UNBOUNDED
+from microsdpa.runtime import launcher
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 FLASH = "_scaled_dot_product_flash_attention"
@@ -41,11 +41,14 @@ DATA_CENTER = ((8, 0), (9, 0), (10, 0), (10, 3))
 LARGEST_SMALL_HEAD = 192
 """Head dimension up to which torch's flash backward pass runs on GPUs of other compute capabilities too."""
 
-_pending = threading.local()
-"""`call` of a thread: the masks and options of the call that it makes."""
+_DEFAULTS = forward.PLAIN_CODE, Options(is_causal=True).code
+"""Options that the kernels take without and with a causal mask, where nothing more is said."""
 
 _MAX_REMEMBERED = 4096
-_remembered: dict[tuple[object, ...], str] = {}
+Choice = tuple[str, bool]
+"""The name of an operator, empty for none; and whether the kernel has to be told of the call's options and mask."""
+_NONE: Choice = ("", False)
+_remembered: dict[tuple[object, ...], Choice] = {}
 
 
 def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:
@@ -56,25 +59,38 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor
     Raises:
         MicrosdpaError: as sdpa.
     """
-    operator = operator_for(inputs, masks, options)
+    operator, told = operator_for(inputs, masks, options)
     if not operator:
         return None
+    try:
+        return _call(operator, told, inputs, masks, options)
+    except RuntimeError:
+        if told:
+            launcher.expect_no_node()
+    # The call has no plan: one is made, or what is wrong with the call is raised.
+    forward.first_call(inputs, masks, options, True, None)
+    return _call(operator, told, inputs, masks, options)
+
+
+def _call(operator: str, told: bool, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor:
     query, key, value = inputs
     causal = options.is_causal or options.causal is not None
-    call, keys = _calls()[operator]
+    call, keys = calls()[operator]
     if operator == FLASH:
-        _pending.call = masks, options
+        if told:
+            launcher.expect_node(options.code, None)
         return call(keys, query, key, value, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
     bias = None if masks.attn_mask is None else as_bias(masks.attn_mask, query, key)
-    _pending.call = masks, options
+    if told:
+        launcher.expect_node(options.code, masks.attn_mask)
     return call(keys, query, key, value, bias, True, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
 
 
-def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
-    """Which of torch's operators has the fastest backward pass that computes a call's gradient; empty for none."""
+def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> Choice:
+    """Which of torch's operators has the fastest backward pass that computes a call's gradient."""
     query, key, value = inputs
     if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % VECTOR_BYTES:
-        return ""
+        return _NONE
     strides = query.stride(), key.stride(), value.stride()
     known: tuple[object, ...] = query.shape, key.shape, *strides, query.dtype, query.get_device(), options
     known = *known, torch.are_deterministic_algorithms_enabled(), _get_cudnn_sdp_enabled()
@@ -82,12 +98,19 @@ def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
         mask = masks.attn_mask
         of_mask = None if mask is None else (mask.dtype, mask.requires_grad, mask.shape)
         known = *known, of_mask, masks.alibi_slopes is None and masks.sinks is None
-    name = _remembered.get(known)
-    if name is None:
+    try:
+        found = _remembered.get(known)
+        code = 0 if found else options.code
+    except (KeyError, TypeError):
+        return _NONE  # an option is not valid: it is named where options are checked
+    if found is None:
         if len(_remembered) >= _MAX_REMEMBERED:
             _remembered.clear()
-        name = _remembered[known] = _operator_for(inputs, masks, options)
-    return name
+        name = _operator_for(inputs, masks, options)
+        name = name if name and _set_up(query.device) else ""
+        told = bool(name) and (masks.attn_mask is not None or code != _DEFAULTS[options.is_causal])
+        found = _remembered[known] = name, told
+    return found
 
 
 def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
@@ -99,7 +122,7 @@ def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
     if not (plain and scaled and sound and all(map(is_aligned, inputs))):
         return ""
     causal = "upper_left" if options.is_causal else options.causal
-    cudnn, flash = (name in _calls() for name in (CUDNN, FLASH))
+    cudnn, flash = (name in calls() for name in (CUDNN, FLASH))
     cudnn &= _cudnn_computes(inputs, masks.attn_mask, causal)
     flash &= _flash_computes(inputs, masks.attn_mask, causal)
     # Up to Ada, the flash backward is the faster one.
@@ -164,45 +187,26 @@ def nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         return torch.zeros(2, dtype=torch.uint64, device=device), scalar, torch.empty(0, device=device)
 
 
-def _taken() -> tuple[MaskTensors, Options]:
-    """What this thread's call asks for; it is not kept, and a mask's memory with it."""
-    call: tuple[MaskTensors, Options] = _pending.call
-    del _pending.call
-    return call
-
-
-def _cudnn_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, *_: object, **__: object
-) -> tuple[Any, ...]:
-    masks, options = _taken()
-    out, lse = forward.attend((query, key, value), masks, options, True)
-    assert lse is not None
-    lse = lse if bias is None else of_seen_rows(lse)
-    scalar, debug = nothing(query.device)[1:]
-    return out, lse.unsqueeze(3), None, None, query.shape[2], key.shape[2], scalar, scalar, debug
-
-
-def _flash_kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
-) -> tuple[Any, ...]:
-    masks, options = _taken()
-    out, lse = forward.attend((query, key, value), masks, options, True)
-    state, scalar, debug = nothing(query.device)
-    return out, lse, None, None, query.shape[2], key.shape[2], state, scalar, debug
-
-
-_library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+@functools.lru_cache
+def _set_up(device: torch.device) -> bool:
+    """Register the kernels, and what they give for a device; False where torch is built without CUDA."""
+    cudnn, flash = (name if name in calls() else None for name in (CUDNN, FLASH))
+    if not launcher.register_nodes(BACKEND, cudnn, flash, *_DEFAULTS):
+        return False
+    state, scalar, _ = nothing(device)  # kept for ever
+    with torch.inference_mode(False):
+        launcher.set_node_constants(device.index, state.data_ptr(), scalar.data_ptr())
+    return True
 
 
 @functools.cache
-def _calls() -> dict[str, tuple[Any, Any]]:
+def calls() -> dict[str, tuple[Any, Any]]:
     """Of each operator that this torch has as it was: what calls it, and the keys of autograd and of BACKEND."""
     key = torch._C.DispatchKey.__members__
     keys = torch._C.DispatchKeySet(key[BACKEND]) | torch._C.DispatchKeySet(key[f"Autograd{BACKEND}"])
     found: dict[str, tuple[Any, Any]] = {}
-    for name, kernel in ((CUDNN, _cudnn_kernel), (FLASH, _flash_kernel)):
+    for name in (CUDNN, FLASH):
         operator = getattr(getattr(torch.ops.aten, name, None), "default", None)
         if operator is not None and str(operator._schema) == f"aten::{name}{SCHEMAS[name]}":
-            _library.impl(name, kernel, BACKEND)  # type: ignore[no-untyped-call]
             found[name] = operator.redispatch, keys
     return found

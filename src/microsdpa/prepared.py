@@ -195,9 +195,9 @@ def _layouts(
 
 def _output_layout(query: Layout) -> Layout:
     """Layout of the output that is allocated for a query."""
-    like = torch.empty_strided(query.shape, query.strides, dtype=query.dtype, device="meta")
-    found = Layout.of(torch.empty_like(like))
-    return Layout(found.shape, found.strides, query.dtype, query.device)
+    strides = arguments.allocated_strides(query.shape, query.strides)
+    kept = (stride if size > 1 else 0 for size, stride in zip(query.shape, strides, strict=True))
+    return Layout(query.shape, tuple(kept), query.dtype, query.device)
 
 
 def _no_launch(*_: object) -> None:

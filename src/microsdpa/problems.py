@@ -28,8 +28,8 @@ def of_cuda(
     if reason := launcher.device_error():
         raise UnsupportedProblem(reason, nearest="CPU tensors with impl='auto'")
     if out is None:
-        tensors = query, key, value, torch.empty_like(query, device="meta")
-        alignment = VECTOR_BYTES if all(map(arguments.is_aligned, tensors)) else 0
+        aligned = all(map(arguments.is_aligned, (query, key, value))) and arguments.allocation_is_aligned(query)
+        alignment = VECTOR_BYTES if aligned else 0
     else:
         alignment = launcher.alignment(query, key, value, out)
     target = launcher.target_of_device(query.device)

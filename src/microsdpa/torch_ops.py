@@ -53,29 +53,32 @@ def _forward(*arguments: Any) -> forward.Result:
     return forward.attend(*_call(*arguments), True)
 
 
-def _output(*arguments: Any) -> torch.Tensor:
+def _output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
     """The output [B, H, S_q, D] alone.
 
     Raises:
         UnsupportedProblem: an input requires grad, which this operator has none of.
     """
-    inputs, masks, options = _call(*arguments)
+    inputs, masks, options = _call(query, key, value, *rest) if rest else _plain(query, key, value)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *masks) if t is not None):
         raise UnsupportedProblem("attention_output has no gradient", nearest="torch.ops.microsdpa.attention")
     return forward.attend(inputs, masks, options, False)[0]
 
 
+def _plain(*inputs: torch.Tensor) -> tuple[forward.Inputs, MaskTensors, Options]:
+    return inputs, forward.NO_TENSORS, forward.PLAIN  # type: ignore[return-value]
+
+
 def _differentiable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> forward.Result:
     """The operator where autograd looks at it: with a gradient when an input wants one."""
-    eager = autograd.is_eager((query, key, value))
-    if rest or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
-        inputs, masks, options = _call(query, key, value, *rest)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *masks) if t is not None):
+    inputs, masks, options = _call(query, key, value, *rest) if rest else _plain(query, key, value)
+    eager = autograd.is_eager(inputs)
+    if torch.is_grad_enabled():
+        graded = query.requires_grad or key.requires_grad or value.requires_grad
+        if graded or any(t is not None and t.requires_grad for t in masks):
             return autograd.record(inputs, masks, options, eager)
-        if eager:
-            return forward.attend(inputs, masks, options, True)
-    elif eager:
-        return forward.attend((query, key, value), forward.NO_TENSORS, forward.PLAIN, True)
+    if eager:
+        return forward.attend(inputs, masks, options, True)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.microsdpa.attention.default(query, key, value, *rest)  # type: ignore[no-any-return]
 

@@ -25,10 +25,10 @@ def test_gradients_are_judged_and_a_wrong_one_is_told() -> None:
     case = Case(2, 4, 20, 20, 16, heads_kv=2, causal="upper_left")
     tensors = tuple(t.requires_grad_() for t in make(case))
     found = doors._both_passes(case, tensors)()  # type: ignore[arg-type]
-    error, wrong = doors._gradients(case, tensors, found)  # type: ignore[arg-type]
+    error, wrong = doors.gradients(case, tensors, found)  # type: ignore[arg-type]
     assert wrong == ""
     assert error["max_abs"] is not None
-    _, wrong = doors._gradients(case, tensors, (found[0], found[1] * 1.1, found[2]))  # type: ignore[arg-type]
+    _, wrong = doors.gradients(case, tensors, (found[0], found[1] * 1.1, found[2]))  # type: ignore[arg-type]
     assert "gradient of key" in wrong
 
 
@@ -36,7 +36,7 @@ def test_a_mask_tensor_of_torchs_says_what_the_argument_does() -> None:
     for masking in ("window", "alibi"):
         case = Case(1, 2, 20, 20, 16, masks=(masking,))  # type: ignore[arg-type]
         tensors = make(case)
-        error, wrong = doors._against_oracle(case, tensors, doors._as_tensor(case)(tensors)())
+        error, wrong = doors.against_oracle(case, tensors, doors._as_tensor(case)(tensors)())
         assert wrong == "", (masking, error)
 
 

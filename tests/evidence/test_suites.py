@@ -28,6 +28,7 @@ def test_suites_are_data() -> None:
         "prefill_fp8",
         "real",
         "small",
+        "start",
     ]
     prefill = suites.load("prefill")
     assert len(prefill.cases) == 3 * 2 * 6
@@ -46,7 +47,7 @@ def test_suites_are_data() -> None:
     assert set(ampere) > {c for c in prefill.cases if c.head_dim in (64, 128)}
     assert {Case(1, 2, 64, 64, 64), Case(1, 4, 128, 128, 64), MISSION} <= set(ampere)
     for name in suites.names():
-        assert set(suites.load(name).modes) <= set(timing.MODES)
+        assert set(suites.load(name).modes) <= {*timing.MODES, timing.START}
         assert suites.load(name).processes in ("case", "head_dim", "suite")
         assert choose(suites.load(name).peers, suites.load(name).eight_bit)
     assert suites.load("mission").peers == "all"
@@ -59,6 +60,7 @@ def test_suites_are_data() -> None:
     ("arguments", "message"),
     [
         (["--suite", "nope"], "expected one of ampere, decode"),
+        (["--suite", "start", "--modes", "graph"], "none for suite start"),
         (["--peers", "torch-fast"], "some of torch, torch-flash"),
     ],
 )

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "problems": {"arguments", "errors", "kernels", "masks", "runtime"},
     "validation": {"arguments", "errors", "kernels", "masks"},
     "forward": {"emulate", "kernels", "masks", "options", "problems", "runtime", "select", "torch_cpu", "validation"},
-    "nodes": {"arguments", "forward", "kernels", "masks"},
+    "nodes": {"arguments", "forward", "kernels", "masks", "runtime"},
     "backward": {"forward", "kernels", "masks", "nodes", "torch_cpu"},
     "autograd": {"arguments", "backward", "forward", "masks", "nodes"},
     "api": {"autograd", "eight_bit", "errors", "forward", "kernels", "masks", "options", "runtime", "validation"},

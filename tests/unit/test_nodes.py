@@ -49,6 +49,45 @@ def _backward_on_cpu() -> Iterator[None]:
     library._destroy()
 
 
+@pytest.fixture
+def _kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What the launcher's kernels give, by forward.attend, for CPU tensors."""
+    told: list[tuple[Any, Any]] = []
+    codes = {
+        Options(c, a, None, g).code: (c, a, g)
+        for c in (False, True)
+        for a in (None, "lower_right")
+        for g in (False, True)
+        if not (c and a)
+    }
+
+    def attend(query: Any, key: Any, value: Any, causal: bool, scale: Any) -> Any:
+        code, mask = told.pop() if told else (Options(causal).code, None)
+        is_causal, alignment, gqa = codes[code]
+        options = Options(is_causal, alignment, scale, gqa)
+        assert causal == (is_causal or alignment is not None)
+        return forward.attend((query, key, value), forward.mask_tensors(mask, None, None), options, True)
+
+    def cudnn(
+        q: Any, k: Any, v: Any, bias: Any, lse: bool, p: float = 0.0, causal: bool = False, scale: Any = None
+    ) -> Any:
+        out, sums = attend(q, k, v, causal, scale)
+        sums = sums if bias is None else nodes.of_seen_rows(sums)
+        scalar, debug = nodes.nothing(q.device)[1:]
+        return out, sums.unsqueeze(3), None, None, q.shape[2], k.shape[2], scalar, scalar, debug
+
+    def flash(q: Any, k: Any, v: Any, p: float = 0.0, causal: bool = False, scale: Any = None) -> Any:
+        return *attend(q, k, v, causal, scale), None, None, q.shape[2], k.shape[2], *nodes.nothing(q.device)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(nodes.CUDNN, cudnn, nodes.BACKEND)
+    library.impl(nodes.FLASH, flash, nodes.BACKEND)
+    monkeypatch.setattr(nodes.launcher, "expect_node", lambda *call: told.append(call))
+    yield
+    assert not told
+    library._destroy()
+
+
 CASES = {
     "cuDNN": (nodes.CUDNN, Case(2, 4, 20, 20, 16, heads_kv=2), Options(enable_gqa=True)),
     "cuDNN, causal, scale": (nodes.CUDNN, Case(2, 4, 20, 33, 16), Options(is_causal=True, scale=0.3)),
@@ -59,15 +98,16 @@ CASES = {
 }
 
 
-@pytest.mark.usefixtures("_backward_on_cpu")
+@pytest.mark.usefixtures("_backward_on_cpu", "_kernels_on_cpu")
 @pytest.mark.parametrize("name", CASES)
 def test_the_node_is_torchs_and_the_gradient_that_of_plain_arithmetic(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operator, case, options = CASES[name]
-    monkeypatch.setattr(nodes, "operator_for", lambda *_: operator)
     tensors = make(case)
     masks = MaskTensors(make_masks(case).get("attn_mask"))
+    told = masks.attn_mask is not None or options.code != Options(options.is_causal).code
+    monkeypatch.setattr(nodes, "operator_for", lambda *_: (operator, told))
     weight = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(3)).half()
     found = []
     for attend in (nodes.attend, lambda *call: autograd.record(*call, True)[0]):
@@ -80,24 +120,53 @@ def test_the_node_is_torchs_and_the_gradient_that_of_plain_arithmetic(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_a_refusal_comes_through_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "operator_for", lambda *_: nodes.CUDNN)
+def test_what_a_call_has_no_plan_for_is_made_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel raises RuntimeError: validation says what is wrong, and what it admits is called again."""
+    calls: list[str] = []
+
+    def no_plan(*_: Any, **__: Any) -> Any:
+        calls.append("operator")
+        raise RuntimeError("no plan is registered for the call")
+
+    monkeypatch.setattr(nodes, "operator_for", lambda *_: (nodes.CUDNN, False))
+    monkeypatch.setattr(nodes, "calls", lambda: {nodes.CUDNN: (no_plan, None)})
     query, key, value = (t.requires_grad_() for t in make(Case(1, 2, 8, 8, 16)))
     with pytest.raises(microsdpa.InvalidArgument, match="softcap"):
         nodes.attend((query, key, value), forward.NO_TENSORS, Options(softcap=-1.0))
+    assert calls == ["operator"]
+    monkeypatch.setattr(forward, "first_call", lambda *_: calls.append("plan"))
+    with pytest.raises(RuntimeError, match="no plan"):
+        nodes.attend((query, key, value), forward.NO_TENSORS, forward.PLAIN)
+    assert calls[1:] == ["operator", "plan", "operator"]
 
 
-def test_torchs_own_calls_do_not_reach_the_kernels() -> None:
-    nodes._calls()
-    for name in (nodes.CUDNN, nodes.FLASH):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", nodes.BACKEND)
-        for key in ("CUDA", "CPU", "AutogradCUDA", "ZeroTensor"):
-            table = torch._C._dispatch_dump_table(f"aten::{name}")
-            line = next((line for line in table.splitlines() if line.startswith(f"{key}:")), "")
-            assert "microsdpa" not in line
+def test_what_was_said_of_a_call_is_taken_back_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def no_plan(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no plan is registered for the call")
+
+    monkeypatch.setattr(nodes, "operator_for", lambda *_: (nodes.FLASH, True))
+    monkeypatch.setattr(nodes, "calls", lambda: {nodes.FLASH: (no_plan, None)})
+    monkeypatch.setattr(nodes.launcher, "expect_node", lambda *_: said.append("told"))
+    monkeypatch.setattr(nodes.launcher, "expect_no_node", lambda: said.append("taken back"))
+    inputs = tuple(t.requires_grad_() for t in make(Case(1, 2, 8, 8, 16)))
+    with pytest.raises(microsdpa.InvalidArgument, match="softcap"):
+        nodes.attend(inputs, forward.NO_TENSORS, Options(causal="lower_right", softcap=-1.0))  # type: ignore[arg-type]
+    assert said == ["told", "taken back"]
+
+
+@pytest.mark.parametrize("options", [Options(causal="left"), Options(window=[1, 2]), Options(impl="none")])  # type: ignore[arg-type]
+def test_options_that_are_not_valid_have_no_operator(options: Options) -> None:
+    inputs = tuple(t.requires_grad_() for t in make(Case(1, 2, 8, 8, 16)))
+    assert nodes.operator_for(inputs, forward.NO_TENSORS, options) == ("", False)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA: tests/gpu has its kernels")
+def test_torch_without_cuda_has_no_kernels() -> None:
+    assert not nodes.launcher.register_nodes(nodes.BACKEND, nodes.CUDNN, nodes.FLASH, 0, 1)
 
 
 def test_an_operator_of_another_form_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "SCHEMAS", {**nodes.SCHEMAS, nodes.CUDNN: "(Tensor query) -> Tensor"})
-    monkeypatch.setattr(nodes._library, "impl", lambda *_: None)
-    assert list(nodes._calls.__wrapped__()) == [nodes.FLASH]
+    assert list(nodes.calls.__wrapped__()) == [nodes.FLASH]

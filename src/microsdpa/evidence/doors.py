@@ -36,6 +36,9 @@ Check = Callable[[Tensors, Any], tuple[dict[str, object], str]]
 GRADIENT_FACTOR = 4
 """Times the error of plain arithmetic that a gradient may have: a backward rounds P and dS too."""
 
+WITHOUT_KERNEL = ("transformers", "diffusers", "import microsdpa")
+"""Doors whose rows name no kernel: a model has many calls, an import has none."""
+
 HEADLINE = Case(1, 8, 512, 512, 64)
 TRAINED = (
     HEADLINE,
@@ -135,7 +138,7 @@ def options() -> Iterator[Door]:
     yield Door("sdpa(out=)", Side(lambda t: _sdpa(t, out=torch.empty_like(t[0]))), PLAIN)
     yield Door(
         "sdpa(return_lse=)",
-        Side(lambda t: _sdpa(t, return_lse=True), check=lambda t, found: _against_oracle(HEADLINE, t, found[0])),
+        Side(lambda t: _sdpa(t, return_lse=True), check=lambda t, found: against_oracle(HEADLINE, t, found[0])),
         _not_torchs("LSE"),
     )
     # Masks of torch's doors leave every query a key: torch's backends differ about rows without one.
@@ -148,7 +151,7 @@ def options() -> Iterator[Door]:
         yield Door(f"sdpa({masking})", Side(_with_masks(_sdpa, case)), _not_torchs(masking), case)
     for precision in OPERANDS:
         arithmetic = "e4m3" if precision == "fp8" else precision
-        check = functools.partial(_against_oracle, HEADLINE, arithmetic=arithmetic)
+        check = functools.partial(against_oracle, HEADLINE, arithmetic=arithmetic)
         yield Door(
             f"sdpa(precision={precision})",
             Side(functools.partial(_sdpa, precision=precision), check=check),
@@ -157,7 +160,7 @@ def options() -> Iterator[Door]:
         )
     yield Door(
         "sdpa of 8-bit values",
-        Side(_eight_bit, check=functools.partial(_against_oracle, HEADLINE, arithmetic="e4m3")),
+        Side(_eight_bit, check=functools.partial(against_oracle, HEADLINE, arithmetic="e4m3")),
         _not_torchs("8-bit arithmetic"),
         operands="fp8",
     )
@@ -261,7 +264,7 @@ def training_doors() -> Iterator[Door]:
         # The host's part is that of the headline shape; others keep the GPU busy.
         modes = ("host", "eager") if case == HEADLINE else ("eager",)
         bind = functools.partial(_both_passes, case)
-        check = functools.partial(_gradients, case)
+        check = functools.partial(gradients, case)
         yield Door(
             "enable(), forward and backward",
             Side(bind, microsdpa.enabled, check),
@@ -275,22 +278,23 @@ def training_doors() -> Iterator[Door]:
 
 def _both_passes(case: Case, tensors: Tensors) -> Call:
     """A call of torch's function and of its backward: the gradients of query, key and value."""
-    weight = _weight(tensors[0])
+    factor = weight(tensors[0])
     given = make_masks(case, tensors[0].device.type) | {"enable_gqa": case.kv_heads != case.heads}
 
     def call() -> tuple[torch.Tensor, ...]:
         # The function's name is looked up in every call, as a program does: enable() replaces it.
         out = F.scaled_dot_product_attention(*tensors, is_causal=case.causal is not None, **given)
-        return torch.autograd.grad(out, tensors, weight)
+        return torch.autograd.grad(out, tensors, factor)
 
     return call
 
 
-def _weight(query: torch.Tensor) -> torch.Tensor:
+def weight(query: torch.Tensor) -> torch.Tensor:
+    """The gradient of an output, from which a backward pass starts."""
     return torch.randn(query.shape, generator=torch.Generator().manual_seed(5)).to(query)
 
 
-def _gradients(case: Case, tensors: Tensors, found: tuple[torch.Tensor, ...]) -> tuple[dict[str, object], str]:
+def gradients(case: Case, tensors: Tensors, found: tuple[torch.Tensor, ...]) -> tuple[dict[str, object], str]:
     """Gradients of the first batch entry against those of the FP64 oracle; other entries have no part in them.
 
     Four times the error of plain arithmetic is allowed, and one rounding.
@@ -315,25 +319,26 @@ def _expected_gradients(case: Case, device: str) -> tuple[tuple[torch.Tensor, ..
         name: mask[:1] if isinstance(mask, torch.Tensor) and mask.dim() == 4 else mask
         for name, mask in make_masks(case, device).items()
     }
-    weight = _weight(tensors[0])[:1]
+    factor = weight(tensors[0])[:1]
 
     def through(function: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         leaves = [tensor[:1].to(dtype).requires_grad_() for tensor in tensors]
         with torch.enable_grad():
             out = function(*leaves, causal=case.causal, scale=case.scale, **masks)[0]
-            return torch.autograd.grad(out, leaves, weight.to(out.dtype))
+            return torch.autograd.grad(out, leaves, factor.to(out.dtype))
 
     return through(reference.oracle, torch.float64), through(reference.eager, tensors[0].dtype)
 
 
-def _against_oracle(
+def against_oracle(
     case: Case, tensors: Tensors, output: torch.Tensor, arithmetic: str = ""
 ) -> tuple[dict[str, object], str]:
+    """The error of an output, and why it is wrong or empty."""
     return Expectation(case, tensors).check(output, arithmetic)
 
 
 def _first_output(case: Case, tensors: Tensors, found: tuple[torch.Tensor, ...]) -> tuple[dict[str, object], str]:
-    return _against_oracle(case, tensors, found[0])
+    return against_oracle(case, tensors, found[0])
 
 
 def doors() -> list[Door]:
@@ -366,7 +371,7 @@ def _measure(door: Door, modes: Sequence[str]) -> list[results.Row]:
     calls: dict[str, Call] = {}
     sides, fields, rows = {OURS: door.ours, TORCHS: door.torchs}, {}, []
     for impl, side in sides.items():
-        fields[impl] = _fields(door, impl, tensors)
+        fields[impl] = fields_of(door, impl, tensors)
         outcome = _checked(door, side, tensors)
         if isinstance(outcome, str):
             absent = bool(side.absent)
@@ -394,7 +399,7 @@ def _checked(door: Door, side: Side, tensors: Tensors) -> tuple[Call, dict[str, 
     """A side's call and its error, or why it is not timed."""
     if side.absent:
         return side.absent
-    check = side.check or functools.partial(_against_oracle, door.case)
+    check = side.check or functools.partial(against_oracle, door.case)
     try:
         with _around(door, side):
             call = side.bind(tensors)
@@ -414,7 +419,7 @@ def _around(door: Door, side: Side) -> Iterator[None]:
         yield
 
 
-def _fields(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
+def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
     """What the rows of a door share."""
     fields: dict[str, Any] = {"impl": impl, "door": door.name, "case": door.text, "direction": door.direction}
     fields["variant"] = ""
@@ -422,8 +427,8 @@ def _fields(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
     if impl == TORCHS:
         return fields | {"version": torch.__version__}
     fields |= {"version": microsdpa.__version__}
-    if door.name in ("transformers", "diffusers"):
-        return fields  # a model has many calls
+    if door.name in WITHOUT_KERNEL:
+        return fields
     if door.operands:
         made = RungCodes.of(tensors)
         found = microsdpa.explain(*made.codes, **made.scales)

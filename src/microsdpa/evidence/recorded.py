@@ -50,7 +50,7 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
             found["quantiser_signature"] = _quantiser(problem)
         return found
     if operands := row.get("operands"):  # codes, as sdpa takes them
-        shared: dict[str, Any] = {"operands": operands, "key_block": 0, "target": target}
+        shared: dict[str, Any] = {"operands": operands, "key_block": row.get("key_block", 0), "target": target}
         codes = Problem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
         return {"code_signature": Kernel.of(select(codes, row["requested"]).spec, codes)}
     plain = problem_of(row, target)

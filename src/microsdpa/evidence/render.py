@@ -6,8 +6,8 @@ A marker pair looks like this, and what stands between the two is replaced:
     <!-- microsdpa:end -->
 
 `peers=torch-flash,...` shows the columns of these peers only, `eight_bit=no` no 8-bit modes, `unit=tflops` TFLOP/s,
-`notes=no` no reasons of failures. `microsdpa:plot gpu=h200 name=latency` shows a plot, `microsdpa:peers` the table of
-peers, and `microsdpa:support` what the specifications support.
+`unit=ms` milliseconds, `notes=no` no reasons of failures. `microsdpa:plot gpu=h200 name=latency` shows a plot,
+`microsdpa:peers` the table of peers, and `microsdpa:support` what the specifications support.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import (
     accuracy,
+    fuzz,
     ladder_table,
     models,
     probes,
@@ -45,7 +46,7 @@ MARKER = re.compile(
 )
 STALE = "stale"
 NOT_RECORDED = "*Not recorded yet: `microsdpa {} --output benchmarks/results`, on a GPU, writes the result file.*\n"
-UNITS = ("us", "tflops")
+UNITS = ("us", "ms", "tflops")
 SIXTEEN_BITS = ("float16", "bfloat16")
 SIXTEEN_BIT = ("float16", "bfloat16")
 NOTE_LENGTH = 85
@@ -110,6 +111,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return ladder_table.NOT_RECORDED
     if options["suite"] == "verify_torch" and not path.is_file():
         return verify_torch.NOT_RECORDED
+    if options["suite"] == fuzz.SUITE and not path.is_file():
+        return fuzz.NOT_RECORDED
     if options["suite"] == models.SUITE and not path.is_file():
         return models.NOT_RECORDED
     if not path.is_file() and options["suite"] == "accuracy":
@@ -123,6 +126,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     result = results.read(path)
     if options["suite"] == "verify_torch":
         return verify_torch.markdown(result, is_stale) + f"\n{provenance(result)}"
+    if options["suite"] == fuzz.SUITE:
+        return fuzz.markdown(result, is_stale) + f"\n{provenance(result)}"
     if options["suite"] == models.SUITE:
         return models.markdown(result) + f"\n{provenance(result)}"
     if options["suite"].startswith("verify"):
@@ -174,7 +179,7 @@ def timing_table(
 def timing_lines(
     result: results.Result, mode: str, unit: str = "us", peers: list[str] | None = None
 ) -> list[list[str]]:
-    """Microseconds, or TFLOP/s: a header, then a line a case, a column an implementation, the ratio to the best peer.
+    """Times or TFLOP/s: a header, then a line a case, a column an implementation, the ratio to the best peer.
 
     `peers` are the slugs of those that get a column; the best peer is that of all of them.
 
@@ -272,7 +277,9 @@ def _cell(row: results.Row | None, target: str, unit: str) -> str:
     if row["status"] != "ok":
         return str(row["status"])
     stale = f" ({STALE})" if row.get("code_signature") and is_stale(row, target) else ""
-    number = f"{row['tflops']:.0f}" if unit == "tflops" and row["tflops"] else f"{quoted_us(row):.2f}"
+    if unit == "tflops" and row["tflops"]:
+        return f"{row['tflops']:.0f}{stale}"
+    number = f"{quoted_us(row) / 1000:.1f}" if unit == "ms" else f"{quoted_us(row):.2f}"
     return f"{number}{stale}"
 
 

@@ -14,7 +14,7 @@ from microsdpa.evidence.plots import Plot, all_plots
 from microsdpa.evidence.plots.charts import Results
 from microsdpa.evidence.render import timing_lines
 from microsdpa.evidence.step import Step
-from microsdpa.evidence.timing import MODES
+from microsdpa.evidence.timing import MODES, START
 from microsdpa.evidence.wording import provenance
 
 SUITES_FIRST = ("mission", "small", "prefill", "ampere", "decode", "masked", "fp8", "prefill_fp8", "real", "ladder")
@@ -37,7 +37,7 @@ def tables(results: Results) -> list[Table]:
         result = results[suite]
         modes = {row["mode"] for row in result["rows"] if row["op"] != "empty"}
         source = provenance(result).strip("*\n")
-        found += [Table(suite, mode, source, timing_lines(result, mode)) for mode in MODES if mode in modes]
+        found += [Table(suite, mode, source, timing_lines(result, mode)) for mode in (*MODES, START) if mode in modes]
     return found
 
 

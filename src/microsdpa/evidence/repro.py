@@ -13,7 +13,7 @@ import torch
 from microsdpa import reference
 from microsdpa.emulate.run import Schedule
 from microsdpa.emulate.run import attention as run_kernel
-from microsdpa.errors import MicrosdpaError, UnsupportedProblem
+from microsdpa.errors import InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.evidence import (
     accuracy,
     compare,
@@ -25,6 +25,7 @@ from microsdpa.evidence import (
     results,
     resume,
     roofline_page,
+    start,
     survey,
     worker,
 )
@@ -225,15 +226,22 @@ def bench_step(
     loaded = load(suite)
     peers = peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
+    if suite == start.SUITE and modes:
+        hint = "leave --modes out, or name another suite"
+        raise InvalidArgument(
+            "modes", expected="none for suite start, which times first calls", got=",".join(modes), hint=hint
+        )
     if reason := launcher.device_error():
         return Step("bench", "not run", f"timings need a GPU: {reason}")
-    if suite == doors.SUITE:
+
+    def keep(found: list[results.Row]) -> None:
+        if output is not None:
+            results.write(results.make(loaded.name, command, found), output)
+
+    if suite == start.SUITE:
+        rows = start.run(loaded.cases[0], progress(suite, len(start.STARTS)), keep)
+    elif suite == doors.SUITE:
         ways = [*doors.doors(), *door_models.doors()]
-
-        def keep(found: list[results.Row]) -> None:
-            if output is not None:
-                results.write(results.make(loaded.name, command, found), output)
-
         rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)), keep)
     else:
         advance = progress(suite, len(loaded.cases))

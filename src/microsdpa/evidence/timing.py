@@ -15,6 +15,8 @@ from microsdpa.evidence.graphs import CapturedGraph
 from microsdpa.evidence.peers import Call
 
 MODES = ("graph", "graph_nopdl", "cold", "eager", "host")
+START = "start"
+"""First calls of fresh processes: the mode of suite start, which has runners of its own."""
 DEFAULT_MODES = ("graph", "cold", "eager", "host")
 ON_DEVICE = ("graph", "graph_nopdl", "cold")
 """Modes that time the device alone."""

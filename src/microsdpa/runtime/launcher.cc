@@ -13,6 +13,7 @@
 #include "framework.h"
 #include "masked_call.h"
 #include "plan.h"
+#include "torch_nodes.h"
 
 namespace microsdpa {
 namespace {
@@ -50,18 +51,6 @@ ffi::Any execute(const Plan& plan, const Call& call, ffi::AnyView wanted_lse, do
   return lse.result();
 }
 
-// The hot path. Gives None when there is no plan, else what LseArgument gives.
-ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse, std::int64_t options,
-              Optional<double> scale) {
-  Call call;
-  if (!parse(query, key, value, out, options, call)) return nullptr;
-  std::shared_ptr<const Plan> plan = plans().find(call.plan_key);
-  const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
-  if (!plan || !is_scale(factor)) return nullptr;
-  AttentionParams params = plan->params.call;
-  return execute(*plan, call, lse, factor, params);
-}
-
 MaskArguments mask_arguments(ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks, std::int64_t left,
                              std::int64_t right, const Optional<double>& softcap) {
   return {{optional_tensor(mask), optional_tensor(slopes), optional_tensor(sinks)}, left, right, softcap.has_value()};
@@ -79,6 +68,20 @@ ffi::Any execute_masked(const Plan& plan, const Call& call, ffi::AnyView lse, do
   return execute(plan, call, lse, scale, params.call);
 }
 
+}  // namespace
+
+// The hot path. Gives None when there is no plan, else what LseArgument gives.
+ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse, std::int64_t options,
+              Optional<double> scale) {
+  Call call;
+  if (!parse(query, key, value, out, options, call)) return nullptr;
+  std::shared_ptr<const Plan> plan = plans().find(call.plan_key);
+  const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
+  if (!plan || !is_scale(factor)) return nullptr;
+  AttentionParams params = plan->params.call;
+  return execute(*plan, call, lse, factor, params);
+}
+
 // The same with masks.
 ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse,
                      std::int64_t options, Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes,
@@ -94,6 +97,8 @@ ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* 
   if (!plan || !is_scale(factor) || !is_softcap(cap)) return nullptr;
   return execute_masked(*plan, call, lse, factor, cap, masks);
 }
+
+namespace {
 
 // A function of (query, key, value, out, lse) that launches the plan of these arguments without looking it up: it gives
 // what sdpa() does, and None for tensors that differ from these in more than their addresses. None when there is no
@@ -391,6 +396,10 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_plan, register_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_masked_plan, register_masked_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_eight_bit_plan, register_eight_bit_plan);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_nodes, register_nodes);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_node_constants, set_node_constants);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect_node, expect_node);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect_no_node, expect_no_node);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(alignment, alignment);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(load_kernel, load_kernel);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(driver_version, driver_version);

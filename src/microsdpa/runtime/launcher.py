@@ -57,6 +57,26 @@ launch_eight_bit = _library.sdpa_eight_bit
 They are tensors, or None where there are no codes.
 """
 
+expect_node = _library.expect_node
+"""expect_node(options, attn_mask | None): what this thread's next call of a node's operator (nodes.py) asks for."""
+
+expect_no_node = _library.expect_no_node
+"""expect_no_node(): take that back, after a call that did not come to the operator's kernel."""
+
+set_node_constants = _library.set_node_constants
+"""set_node_constants(device, state, scalar): addresses of two uint64 and an int64 on a device, kept for ever."""
+
+
+def register_nodes(backend: str, cudnn: str | None, flash: str | None, plain: int, causal: int) -> bool:
+    """Register the kernels of nodes.py for a dispatch key of torch's; False where torch is built without CUDA.
+
+    `plain` and `causal` are the codes of the options of calls that expect_node() is not told of.
+
+    Raises:
+        RuntimeError: torch refuses them.
+    """
+    return bool(_library.register_nodes(backend, cudnn, flash, plain, causal))
+
 
 def prepared_call(
     query: torch.Tensor,

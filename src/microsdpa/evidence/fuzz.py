@@ -1,0 +1,174 @@
+"""`microsdpa verify --fuzz`: random calls through every door, against FP64; one that fails is made as small as it can.
+
+On a GPU their kernels are compiled ahead, in parallel. Without one the emulator runs small calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import microsdpa
+from microsdpa import eight_bit_arguments
+from microsdpa.arguments import is_aligned
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.evidence import compare, results, survey
+from microsdpa.evidence.fuzz_calls import Call, draw, simpler, tensors
+from microsdpa.evidence.fuzz_check import Outcome, check, explained, quantized
+from microsdpa.evidence.step import Progress, Step, no_progress
+from microsdpa.explanation import Explanation
+from microsdpa.jit.signature import code_signature
+from microsdpa.kernels import KernelSpec, emulated_target
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES
+from microsdpa.masks import Masks
+from microsdpa.runtime import launcher
+
+SUITE = "verify_fuzz"
+COMMAND = "microsdpa verify --fuzz 10000"
+NOT_RECORDED = f"*Not recorded yet: `{COMMAND} --output benchmarks/results`, on a GPU, writes the result file.*\n"
+MOST_SHRUNK = 3
+"""Failures that are made smaller: more of them tend to have one cause."""
+ATTEMPTS = 400
+"""Calls that are tried on the way to a smallest one."""
+
+
+def shrink(outcome: Outcome, device: str, attempts: int = ATTEMPTS) -> Outcome:
+    """The smallest call found that fails in the same way."""
+    going = True
+    while going:
+        going = False
+        for call in simpler(outcome.call):
+            if not attempts:
+                return outcome
+            attempts -= 1
+            found = check(call, device)
+            if found.kind == outcome.kind:
+                outcome, going = found, True
+                break
+    return outcome
+
+
+def step(
+    count: int,
+    seed: int = 0,
+    progress: Progress = no_progress,
+    output: Path | None = None,
+    command: str = COMMAND,
+) -> Step:
+    """`count` random calls, on the GPU or in the emulator; each must be right, and give the same bits twice."""
+    reason = launcher.device_error()
+    device = "cpu" if reason else "cuda"
+    calls = draw(count, seed, emulated=bool(reason))
+    found = _explanations(calls, device)
+    if not reason:
+        target = launcher.target_of_device()
+        stages = {stage: None for one in found.values() for kernel in _kernels(one) for stage in kernel.stages}
+        survey.compile_together((stage, target) for stage in stages)
+    advance = progress("fuzz", count)
+    outcomes = []
+    for call in calls:
+        outcomes.append(check(call, device))
+        advance(call.door)
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    smallest = []
+    for outcome in failed[:MOST_SHRUNK]:
+        smallest.append(shrink(outcome, device))
+    rows = _rows(outcomes, found, device)
+    where = "in the emulator" if reason else "on the GPU"
+    refused = sum(outcome.kind == "refused" for outcome in outcomes)
+    passed = count - len(failed) - refused
+    summary = f"{passed} of {count} random calls of seed {seed} passed {where}"
+    if refused:
+        summary += f", {refused} refused by the kernel that they name"
+    doors = Counter(outcome.call.door for outcome in outcomes)
+    table = [["door", "calls", "failed", "largest error / tolerance"]]
+    for door, calls_of_door in sorted(doors.items()):
+        members = [outcome for outcome in outcomes if outcome.call.door == door]
+        bad = sum(bool(outcome.failure) for outcome in members)
+        table.append([door, str(calls_of_door), str(bad), f"{max(outcome.use for outcome in members):.2f}"])
+    sections = []
+    if smallest:
+        lines = [["failure", "python -c"], *([one.failure, one.call.line(device)] for one in smallest)]
+        sections.append((f"The smallest calls that fail like the first {len(smallest)}", lines))
+        summary += f"; {len(failed)} failed, the first like: {smallest[0].call.line(device)}"
+    result = results.make(SUITE, command, rows)
+    if output is not None:
+        summary += f"; wrote {results.write(result, output)}"
+    return Step("verify", "failed" if failed else "passed", summary, table, sections, data=result)
+
+
+def _explanations(calls: list[Call], device: str) -> dict[Call, Explanation]:
+    """What runs for each call that a kernel computes."""
+    found = {}
+    for call in calls:
+        try:
+            found[call] = explained(call, device)
+        except UnsupportedProblem:
+            continue  # check() reports it
+    return found
+
+
+def _kernels(found: Explanation) -> list[KernelSpec]:
+    return [kernel for kernel in (found.spec, found.quantizer) if kernel is not None]
+
+
+def _rows(outcomes: list[Outcome], found: dict[Call, Explanation], device: str) -> list[results.Row]:
+    """A row for the calls of a door that one kernel ran, with the one that fails, or has the largest error."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        spec = found[outcome.call].spec if outcome.call in found else None
+        if outcome.kind != "refused":
+            groups.setdefault((outcome.call.door, spec.name if spec else ""), []).append(outcome)
+    return [_row(members, found, device) for _, members in sorted(groups.items())]
+
+
+def _row(members: list[Outcome], found: dict[Call, Explanation], device: str) -> results.Row:
+    failed = [outcome for outcome in members if outcome.failure]
+    worst = failed[0] if failed else max(members, key=lambda outcome: outcome.use)
+    call, error = worst.call, None
+    if worst.errors is not None:
+        tolerance = compare.Tolerance(worst.allowed, float("inf"), float("inf"))
+        error = compare.as_record(worst.errors, tolerance) | {"tolerance": {"max_abs": worst.allowed}}
+    fields: dict[str, Any] = {"impl": "microsdpa", "version": microsdpa.__version__, "mode": "verify"}
+    fields |= {"door": call.door, "case": str(call), "requested": call.impl, "error": error}
+    fields |= {"cases": len(members), "passed": len(members) - len(failed)}
+    fields |= {"status": "wrong" if failed else "ok", "reason": worst.failure}
+    if call in found:
+        fields |= _identity(call, found[call], device)
+    return results.row(call.case(), **fields)
+
+
+def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, Any]:
+    """Which kernel ran, and what of the call its choice depended on."""
+    spec = explanation.spec
+    if spec is None:
+        return {}
+    target = launcher.target_of_device() if device == "cuda" else emulated_target(call.impl)
+    fields: dict[str, Any] = {"kernel": spec.name, "code_signature": code_signature(spec, target), "target": target}
+    if call.door == "precision":
+        return fields | {"precision": call.operands, "inputs": call.dtype}
+    if call.door == "codes":
+        query, key, _ = quantized(call, tensors(call, "cpu"))
+        operands = "fp8" if query.code == "e4m3" else "int8_fp8"
+        block = eight_bit_arguments.key_block(key.codes, key.scale)
+        return fields | {"operands": operands, "inputs": "float16", "key_block": block}
+    made = tensors(call, device)
+    kind = Masks(window=call.window, softcap=call.softcap, **made.masks).kind
+    given = [made.query, made.key, made.value, *([made.out] if call.door == "out" else [])]
+    aligned = VECTOR_BYTES if all(map(is_aligned, given)) else ELEMENT_BYTES[call.dtype]
+    return fields | {"alignment": aligned, **({"mask_kind": dataclasses.asdict(kind)} if kind else {})}
+
+
+def markdown(result: results.Result, is_stale: Callable[[results.Row, str], bool]) -> str:
+    """One line for the calls of a door that one kernel ran."""
+    lines = [["door", "kernel", "calls within the tolerance", "largest error / tolerance"]]
+    lines.append(["---"] * 2 + ["---:"] * 2)
+    for row in result["rows"]:
+        stale = " (stale)" if row.get("code_signature") and is_stale(row, row["target"]) else ""
+        error = row["error"]
+        use = error["max_abs"] / error["tolerance"]["max_abs"] if error and error["max_abs"] else 0.0
+        lines.append([row["door"], f"{row['kernel']}{stale}", f"{row['passed']} of {row['cases']}", f"{use:.2f}"])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

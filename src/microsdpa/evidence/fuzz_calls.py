@@ -1,0 +1,324 @@
+"""Random calls for `microsdpa verify --fuzz`: what one is made of, how it is drawn, how it becomes simpler."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from microsdpa.evidence.inputs import TORCH_DTYPE, Case
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.problem import OPERANDS, Causal, DType, Operands
+
+Door = Literal["sdpa", "out", "plan", "operator", "enable", "backward", "precision", "codes"]
+CausalOption = Literal["none", "is_causal", "upper_left", "lower_right"]
+Layout = Literal["bhsd", "bshd", "sbhd", "unaligned", "every other row", "shared heads"]
+MaskType = Literal["none", "bool", "inputs", "float32"]
+SinkType = Literal["none", "inputs", "float32"]
+Granularity = Literal["tensor", "head", "block"]
+
+DOORS: tuple[Door, ...] = ("sdpa", "out", "plan", "operator", "enable", "backward", "precision", "codes")
+LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "sbhd", "unaligned", "every other row", "shared heads")
+HEAD_DIMS = (64, 64, 64, 128, 128, 256, 32, 96, 192, 80, 72, 40, 8, 36, 1)
+EIGHT_BIT_HEAD_DIMS = (32, 64, 128, 256)
+EIGHT_BIT_DOORS = ("precision", "codes")
+EDGES = (16, 64, 128, 192, 256, 512, 1024)
+"""Lengths of tiles, and of some of them: calls have lengths at and beside these."""
+
+MASKED = 0.3
+"""Share of forms that have each of the masks beside attn_mask."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the library. Every default is the least that a call can have.
+
+    Attributes:
+        heads_kv: heads of key and value; query has `group` times as many.
+        layouts: of query, key, value and out in memory.
+        causal: how the alignment is asked for.
+        outliers: whether one element in some has ten times the size.
+        mask: type of attn_mask; mask_dims says which of its dimensions have their full size, and leading ones of size
+            one are left out; mask_shown is the share of keys that it shows.
+        window: as sdpa takes it.
+        alibi: slopes of a "head", or of each "batch" entry too.
+        graded: which of query, key, value, attn_mask, alibi_slopes and sinks require grad: letters of "qkvmas".
+        operands: of the doors "precision" and "codes".
+        granularity: of the scales of query and key, for the door "codes".
+        impl: "auto", or a kernel's name.
+        seed: of the values.
+    """
+
+    door: Door = "sdpa"
+    dtype: DType = "float16"
+    batch: int = 1
+    heads_kv: int = 1
+    group: int = 1
+    seqlen_q: int = 1
+    seqlen_k: int = 1
+    head_dim: int = 64
+    layouts: tuple[Layout, Layout, Layout, Layout] = ("bhsd", "bhsd", "bhsd", "bhsd")
+    causal: CausalOption = "none"
+    scale: float | None = None
+    outliers: bool = False
+    mask: MaskType = "none"
+    mask_dims: tuple[bool, bool, bool, bool] = (False, False, False, True)
+    mask_shown: float = 1.0
+    mask_transposed: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    alibi: Literal["none", "head", "batch"] = "none"
+    sinks: SinkType = "none"
+    graded: str = "q"
+    operands: Operands = "fp8"
+    granularity: Granularity = "tensor"
+    impl: str = "auto"
+    seed: int = 0
+
+    @property
+    def heads(self) -> int:
+        """Heads of query."""
+        return self.heads_kv * self.group
+
+    @property
+    def alignment(self) -> Causal | None:
+        """The causal alignment that the call asks for."""
+        return None if self.causal == "none" else "lower_right" if self.causal == "lower_right" else "upper_left"
+
+    @property
+    def work(self) -> int:
+        """Multiplications of Q K^T, padded to tiles as kernels do."""
+        return self.batch * self.heads * max(self.seqlen_q, 16) * max(self.seqlen_k, 16) * max(self.head_dim, 16)
+
+    def case(self) -> Case:
+        """Shape, type and alignment, for tolerances and rows."""
+        sizes = self.batch, self.heads, self.seqlen_q, self.seqlen_k, self.head_dim, self.heads_kv
+        return Case(*sizes, self.dtype, self.alignment, self.scale, seed=self.seed)
+
+    def __str__(self) -> str:
+        """The constructor with what is not a default."""
+        given = (
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        )
+        return f"Call({', '.join(given)})"
+
+    def line(self, device: str) -> str:
+        """One line of Python that makes the call again and says what is wrong."""
+        return f"from microsdpa.evidence.fuzz_check import Call, check; print(check({self}, {device!r}).failure)"
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a call, in the layouts that it has."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    masks: dict[str, torch.Tensor]
+
+
+def tensors(call: Call, device: str) -> Tensors:
+    """Tensors of a call: the same values on every device; `out` is full of NaN."""
+    generator = torch.Generator().manual_seed(call.seed)
+    dtype = TORCH_DTYPE[call.dtype]
+
+    def normal(*shape: int) -> torch.Tensor:
+        x = torch.randn(shape, generator=generator)
+        if call.outliers:
+            x = torch.where(torch.rand(shape, generator=generator) < 0.01, 10 * x, x)
+        return x
+
+    def one(heads: int, seqlen: int, layout: Layout) -> torch.Tensor:
+        batch, head_dim = call.batch, call.head_dim
+        if layout == "bshd":
+            return normal(batch, seqlen, heads, head_dim).to(dtype).to(device).transpose(1, 2)
+        if layout == "sbhd":
+            return normal(seqlen, batch, heads, head_dim).to(dtype).to(device).permute(1, 2, 0, 3)
+        if layout == "unaligned":
+            return normal(batch, heads, seqlen, head_dim + 3).to(dtype).to(device)[..., 1:-2]
+        if layout == "every other row":
+            return normal(batch, heads, 2 * seqlen, head_dim).to(dtype).to(device)[:, :, 1::2]
+        if layout == "shared heads":
+            return normal(batch, 1, seqlen, head_dim).to(dtype).to(device).expand(-1, heads, -1, -1)
+        return normal(batch, heads, seqlen, head_dim).to(dtype).to(device)
+
+    lengths = (call.heads, call.seqlen_q), (call.heads_kv, call.seqlen_k), (call.heads_kv, call.seqlen_k)
+    query, key, value = (one(*sizes, layout) for sizes, layout in zip(lengths, call.layouts[:3], strict=True))
+    out = one(*lengths[0], call.layouts[3]).fill_(torch.nan)
+    masks: dict[str, torch.Tensor] = {}
+    if call.mask != "none":
+        whole = call.batch, call.heads, call.seqlen_q, call.seqlen_k
+        shape = [size if full else 1 for size, full in zip(whole, call.mask_dims, strict=True)]
+        shown = torch.rand(shape, generator=generator) < call.mask_shown
+        of = dtype if call.mask == "inputs" else torch.float32
+        mask = shown if call.mask == "bool" else torch.randn(shape, generator=generator).to(of)
+        if call.mask != "bool":
+            mask = mask.where(shown, -torch.inf)
+        mask = mask[(0,) * min(2, next((i for i, full in enumerate(call.mask_dims) if full), 2))].to(device)
+        masks["attn_mask"] = mask.mT.contiguous().mT if call.mask_transposed else mask
+    if call.alibi != "none":
+        shape = [call.batch, call.heads][call.alibi == "head" :]
+        masks["alibi_slopes"] = torch.rand(shape, generator=generator).to(device)
+    if call.sinks != "none":
+        of = dtype if call.sinks == "inputs" else torch.float32
+        masks["sinks"] = torch.randn(call.heads, generator=generator).to(of).to(device)
+    return Tensors(query, key, value, out, masks)
+
+
+def valid(call: Call) -> Call:
+    """The call without what its door does not take, or what torch and this library refuse."""
+    if call.mask == "none":
+        call = _as_default(call, "mask_dims", "mask_shown", "mask_transposed")
+    query, key, value, out = call.layouts
+    if call.door != "out" or out == "shared heads":
+        out = "bhsd"
+    call = replace(call, layouts=(query, key, value, out))
+    if call.door == "enable":
+        call = _as_default(call, "window", "softcap", "alibi", "sinks")
+        causal: CausalOption = "none" if call.causal == "none" or call.mask != "none" else "is_causal"
+        call = replace(call, causal=causal)
+    elif call.causal == "is_causal" and (call.mask != "none" or call.door == "operator"):
+        call = replace(call, causal="upper_left")
+    if call.door in EIGHT_BIT_DOORS:
+        call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "window", "softcap", "alibi")
+        call = _as_default(call, "sinks", "impl")
+        dim = next((dim for dim in EIGHT_BIT_HEAD_DIMS if dim >= call.head_dim), EIGHT_BIT_HEAD_DIMS[-1])
+        aligned = tuple("bhsd" if layout == "unaligned" else layout for layout in call.layouts)
+        call = replace(call, head_dim=dim, layouts=aligned)  # type: ignore[arg-type]
+    else:
+        call = _as_default(call, "operands")
+    if call.door != "codes":
+        call = _as_default(call, "granularity")
+    if call.door != "backward":
+        return _as_default(call, "graded")
+    there = {"m": call.mask in ("inputs", "float32"), "a": call.alibi != "none", "s": call.sinks != "none"}
+    graded = "".join(name for name in "qkvmas" if name in call.graded and there.get(name, True))
+    return replace(call, graded=graded or Call.graded)
+
+
+def _as_default(call: Call, *names: str) -> Call:
+    return replace(call, **{name: getattr(Call, name) for name in names})
+
+
+def draw(count: int, seed: int, emulated: bool) -> list[Call]:
+    """`count` calls; those for the emulator are small.
+
+    What kernels are compiled for comes from a pool that grows with `count` more slowly than it: the rest of every call
+    is free.
+    """
+    choose = random.Random(seed)
+    pool = [_form(choose, emulated) for _ in range(6 if emulated else 10 + count // 40)]
+    calls: list[Call] = []
+    while len(calls) < count:
+        call = valid(_call(choose, choose.choice(pool), emulated))
+        if call.work <= (2**18 if emulated else 2**28):
+            calls.append(call)
+    return calls
+
+
+def _form(choose: random.Random, emulated: bool) -> dict[str, Any]:
+    """What a kernel is compiled for."""
+    form: dict[str, Any] = {"dtype": choose.choice(("float16", "bfloat16"))}
+    form["head_dim"] = choose.choice((64, 32, 40)) if emulated else choose.choice(HEAD_DIMS)
+    form["operands"] = choose.choice(OPERANDS)
+    if choose.random() < 0.5:
+        form["mask"] = choose.choice(("bool", "inputs", "float32"))
+    form["left"], form["right"] = (choose.random() < MASKED for _ in range(2))
+    if choose.random() < MASKED:
+        form["softcap"] = choose.choice((0.5, 5.0, 50.0))
+    if choose.random() < MASKED:
+        form["alibi"] = choose.choice(("head", "batch"))
+    if choose.random() < MASKED:
+        form["sinks"] = choose.choice(("inputs", "float32"))
+    if not emulated and choose.random() < 0.3:
+        form["impl"] = choose.choice([family.name for family in FAMILIES])
+    return form
+
+
+def _call(choose: random.Random, form: dict[str, Any], emulated: bool) -> Call:
+    lengths = 40 if emulated else 1100
+    rest = {name: value for name, value in form.items() if name not in ("left", "right")}
+    if form["left"] or form["right"]:
+        ends = (choose.choice((0, 3, choose.randint(0, lengths))) if form[side] else -1 for side in ("left", "right"))
+        rest["window"] = tuple(ends)
+    layouts = [choose.choice(LAYOUTS) if choose.random() < 0.5 else "bhsd" for _ in range(4)]
+    return Call(
+        door=choose.choice(DOORS),
+        batch=choose.choice((1, 1, 2, 3)),
+        heads_kv=choose.choice((1, 2, 3) if emulated else (1, 2, 3, 8)),
+        group=choose.choice((1, 1, 2, 4, 7)),
+        seqlen_q=_length(choose, lengths),
+        seqlen_k=_length(choose, 4 * lengths if emulated else 2 * lengths),
+        layouts=tuple(layouts),  # type: ignore[arg-type]
+        causal=choose.choice(("none", "none", "is_causal", "upper_left", "lower_right")),
+        scale=choose.choice((None, None, 0.0, -0.2, 0.5, 3.0)),
+        outliers=choose.random() < 0.2,
+        mask_dims=tuple(choose.random() < 0.5 for _ in range(4)),  # type: ignore[arg-type]
+        mask_shown=choose.choice((0.1, 0.5, 0.9, 1.0)),
+        mask_transposed=choose.random() < 0.2,
+        graded="".join(name for name in "qkvmas" if choose.random() < 0.6),
+        granularity=choose.choice(("tensor", "head", "block")),
+        seed=choose.randrange(2**31),
+        **rest,
+    )
+
+
+def _length(choose: random.Random, most: int) -> int:
+    kind = choose.random()
+    if kind < 0.3:
+        return choose.randint(1, min(20, most))
+    if kind < 0.6:
+        near = choose.choice([edge for edge in EDGES if edge < most]) + choose.choice((-1, 0, 1))
+        return max(1, min(near, most))
+    return choose.randint(1, most)
+
+
+def simpler(call: Call) -> Iterator[Call]:
+    """Calls that differ from a call by one step towards the least: a default, or a number that is smaller."""
+
+    def changed(**fields: Any) -> Iterator[Call]:
+        made = valid(replace(call, **fields))
+        if made != call and made.work <= call.work:
+            yield made
+
+    if call.door not in EIGHT_BIT_DOORS:
+        yield from changed(door="sdpa")
+    for name in ("mask", "window", "softcap", "alibi", "sinks", "causal", "scale", "outliers", "dtype", "granularity"):
+        if getattr(call, name) != getattr(Call, name):
+            yield from changed(**{name: getattr(Call, name)})
+    for name in ("batch", "heads_kv", "group", "seqlen_q", "seqlen_k"):
+        size = getattr(call, name)
+        for less in sorted({1, size // 2, size - 1} - {0, size}):
+            yield from changed(**{name: less})
+    if call.head_dim > Call.head_dim:
+        yield from changed(head_dim=Call.head_dim)
+    yield from changed(layouts=Call.layouts)
+    for i in range(4):
+        kept = list(call.layouts)
+        kept[i] = "bhsd"
+        yield from changed(layouts=tuple(kept))
+        if call.mask_dims[i] and i < 3:
+            yield from changed(mask_dims=(*call.mask_dims[:i], False, *call.mask_dims[i + 1 :]))
+    if call.mask_transposed:
+        yield from changed(mask_transposed=False)
+    if call.window is not None:
+        for ends in ((-1, call.window[1]), (call.window[0], -1)):
+            if ends not in (call.window, (-1, -1)):
+                yield from changed(window=ends)
+    for letter in call.graded:
+        if len(call.graded) > 1:
+            yield from changed(graded=call.graded.replace(letter, ""))
+    if call.seed > 0:
+        yield from changed(seed=0)
+
+
+def emulated_impl(call: Call) -> str:
+    """The call's `impl` for CPU tensors."""
+    return "emulate" if call.impl == "auto" else f"emulate:{call.impl}"

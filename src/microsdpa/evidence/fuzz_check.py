@@ -1,0 +1,320 @@
+"""Whether one random call is right: its output, LSE and gradients against FP64, and the same bits a second time."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import microsdpa
+from microsdpa import reference
+from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.evidence import compare, verify_eight_bit
+from microsdpa.evidence.fuzz_calls import EIGHT_BIT_DOORS, Call, Granularity, Tensors, emulated_impl, tensors
+from microsdpa.evidence.short_sums import lost_of_scores
+from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, specified
+from microsdpa.explanation import Explanation
+from microsdpa.kernels import family_named
+from microsdpa.kernels.quantize.spec import RECIPES
+from microsdpa.quantize import Quantized, expand_scale, quantize
+
+__all__ = ["Call", "Outcome", "check", "explained", "quantized"]
+
+LSE_SLACK = 1e-5
+"""What FP32 may cost the LSE, as a part of the largest: rounded scores, which its tolerance is from, can be exact."""
+GRADIENT_FACTOR = 4
+"""Times the error of plain arithmetic that a gradient may have: a backward rounds P and dS too."""
+Result = tuple[torch.Tensor, "torch.Tensor | None"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call came to.
+
+    Attributes:
+        kind: "passed", "refused", where a kernel that was named does not compute the call, or what is wrong with it.
+        failure: what is wrong in words; empty if nothing is.
+        errors: of the output, and `allowed`, the largest absolute one that it may have.
+    """
+
+    call: Call
+    kind: str = "passed"
+    failure: str = ""
+    errors: compare.Errors | None = None
+    allowed: float = 0.0
+
+    @property
+    def use(self) -> float:
+        """The largest error as a part of what is allowed."""
+        return self.errors.max_abs / self.allowed if self.errors and self.allowed else 0.0
+
+
+def check(call: Call, device: str) -> Outcome:
+    """Make a call twice, and judge it; on the CPU the emulator runs it. Whatever it raises is a failure."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _check_eight_bit(call, device) if call.door in EIGHT_BIT_DOORS else _check(call, device)
+    except UnsupportedProblem as refusal:
+        if call.impl == "auto":
+            return Outcome(call, "UnsupportedProblem", f"it is refused: {refusal}")
+        return Outcome(call, "refused")
+    except Exception as error:
+        return Outcome(call, type(error).__name__, f"it raises {type(error).__name__}: {error}")
+
+
+def explained(call: Call, device: str) -> Explanation:
+    """What the library says that it runs for a call.
+
+    Raises:
+        UnsupportedProblem: it says that it cannot.
+    """
+    made = tensors(call, device)
+    inputs, options = (made.query, made.key, made.value), _options(call, made, device)
+    if call.door == "codes":
+        codes = quantized(call, made)
+        inputs = tuple(one.codes for one in codes)  # type: ignore[assignment]
+        options |= {f"{name}_scale": one.scale for name, one in zip("qkv", codes, strict=True)}
+    elif call.door == "precision":
+        options["precision"] = call.operands
+    return microsdpa.explain(*inputs, **options)
+
+
+def _options(call: Call, made: Tensors, device: str) -> dict[str, Any]:
+    """Keyword arguments of sdpa, without out and return_lse."""
+    found: dict[str, Any] = {"impl": call.impl if device == "cuda" else emulated_impl(call)}
+    found |= {"scale": call.scale, "enable_gqa": call.group > 1, **made.masks}
+    if call.causal == "is_causal":
+        found["is_causal"] = True
+    elif call.causal != "none":
+        found["causal"] = call.causal
+    for name in ("window", "softcap"):
+        if getattr(call, name) is not None:
+            found[name] = getattr(call, name)
+    return found
+
+
+def _through(call: Call, made: Tensors, device: str) -> Callable[[], Result]:
+    """The call through its door: what makes it, and gives the output and, where the door has it, the LSE."""
+    inputs, options = (made.query, made.key, made.value), _options(call, made, device)
+
+    def named(out: torch.Tensor | None = None) -> Result:
+        found: Any = microsdpa.sdpa(*inputs, **options, return_lse=True, out=out)
+        return found[0], found[1]
+
+    if call.door == "out":
+        return lambda: named(out=made.out)
+    if call.door == "plan":
+        plan: Any = microsdpa.plan(*inputs, **options, return_lse=True)
+        return lambda: plan(*inputs, **made.masks)
+    if call.door == "operator":
+        masks = [made.masks.get(name) for name in ("attn_mask", "alibi_slopes", "sinks")]
+        rest = call.alignment, call.scale, call.group > 1, list(call.window or (-1, -1)), call.softcap, options["impl"]
+        return lambda: torch.ops.microsdpa.attention(*inputs, *masks, *rest)
+    if call.door == "enable":
+        mask = made.masks.get("attn_mask")
+        rest_of: dict[str, Any] = {
+            "is_causal": call.causal == "is_causal",
+            "scale": call.scale,
+            "enable_gqa": call.group > 1,
+        }
+
+        def enabled() -> Result:
+            with microsdpa.enabled(strict=True, impl=options["impl"]):
+                return F.scaled_dot_product_attention(*inputs, mask, **rest_of), None
+
+        return enabled
+    return named
+
+
+def _check(call: Call, device: str) -> Outcome:
+    made = tensors(call, device)
+    run = _through(call, made, device)
+    found = [_copied(run())]
+    # The emulator also gets another order of threads, and early instead of late copies: neither may change a bit.
+    made.out.fill_(torch.nan)
+    with scheduled(Schedule(seed=1, late=False)):
+        found.append(_copied(run()))
+    (out, lse), (again, lse_again) = found
+    options: dict[str, Any] = {"causal": call.alignment, "scale": call.scale, **made.masks}
+    options |= {"window": call.window, "softcap": call.softcap}
+    inputs = made.query, made.key, made.value
+    (expected, expected_lse), (eager, eager_lse) = (f(*inputs, **options) for f in (reference.oracle, reference.eager))
+    errors = compare.measure(out, expected)
+    # Where plain arithmetic happens to be exact, what rounding P once may cost is allowed: one rounding of V.
+    rounding = compare.UNIT_ROUNDOFF[out.dtype] * float(made.value.abs().max())
+    allowed = compare.tolerance(eager, expected, out.dtype).max_abs + rounding
+    outcome = Outcome(call, errors=errors, allowed=allowed)
+    if not errors.max_abs <= allowed:
+        return _failed(outcome, "output", f"the output is off by {errors.max_abs:.3g} at {list(errors.worst)}", allowed)
+    if lse is not None:
+        largest = float(expected_lse.where(expected_lse.isfinite(), 0.0).abs().max())
+        of_lse = compare.tolerance(eager_lse, expected_lse, torch.float32).max_abs + LSE_SLACK * (1.0 + largest)
+        error = compare.measure(lse, expected_lse)
+        if not error.max_abs <= of_lse:
+            return _failed(outcome, "LSE", f"the LSE is off by {error.max_abs:.3g} at {list(error.worst)}", of_lse)
+    if not torch.equal(out, again) or (lse is not None and lse_again is not None and not torch.equal(lse, lse_again)):
+        return _failed(outcome, "bits", "a second run gave other bits")
+    return _check_gradients(call, device, outcome) if call.door == "backward" else outcome
+
+
+def _copied(result: Result) -> Result:
+    """Of the door "out", the next run writes to the same memory."""
+    out, lse = result
+    return out.clone(), None if lse is None else lse.clone()
+
+
+def _failed(outcome: Outcome, kind: str, failure: str, allowed: float | None = None) -> Outcome:
+    more = "" if allowed is None else f", {allowed:.3g} allowed"
+    return Outcome(outcome.call, kind, failure + more, outcome.errors, outcome.allowed)
+
+
+NAMES = {"q": "query", "k": "key", "v": "value", "m": "attn_mask", "a": "alibi_slopes", "s": "sinks"}
+
+
+def _check_gradients(call: Call, device: str, outcome: Outcome) -> Outcome:
+    """Gradients of the output and the LSE, of what requires grad, against FP64."""
+    made = tensors(call, device)
+    given = {"query": made.query, "key": made.key, "value": made.value, **made.masks}
+    generator = torch.Generator().manual_seed(call.seed + 1)
+    weight = torch.randn(made.query.shape, generator=generator).to(made.query)
+    chosen = [NAMES[letter] for letter in call.graded]
+    leaves = {name: given[name].detach().requires_grad_() for name in chosen}
+    options = _options(call, made, device) | {name: leaf for name, leaf in leaves.items() if name in made.masks}
+    inputs = [leaves.get(name, given[name]) for name in ("query", "key", "value")]
+    out: Any = microsdpa.sdpa(*inputs, **options)
+    found = torch.autograd.grad(out, list(leaves.values()), weight)
+    exact, plain = (_plain_gradients(call, given, chosen, weight, dtype) for dtype in (torch.float64, weight.dtype))
+    for name, got, want, rough in zip(chosen, found, exact, plain, strict=True):
+        error = compare.measure(got, want)
+        unit = compare.UNIT_ROUNDOFF[weight.dtype] * (float(want.abs().max()) + _reach(call))
+        allowed = GRADIENT_FACTOR * float((rough.double() - want).abs().max()) + unit
+        if not error.max_abs <= allowed:
+            failure = f"the gradient of {name} is off by {error.max_abs:.3g} at {list(error.worst)}"
+            return _failed(outcome, f"gradient of {name}", failure, allowed)
+    return outcome
+
+
+def _reach(call: Call) -> float:
+    """Size of the terms that a gradient is a sum of: where they cancel, its own size says nothing of its error."""
+    return math.sqrt(call.seqlen_q * call.group)
+
+
+def _plain_gradients(
+    call: Call, given: dict[str, torch.Tensor], chosen: list[str], weight: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Gradients by plain operations in `dtype`; rows that see no key have none."""
+    leaves = {name: given[name].detach().to(dtype).requires_grad_() for name in chosen}
+    of = {
+        name: leaves.get(name, tensor if tensor.dtype == torch.bool else tensor.to(dtype))
+        for name, tensor in given.items()
+    }
+    out = plain(call, of)
+    return torch.autograd.grad(out, list(leaves.values()), weight.to(dtype), allow_unused=True, materialize_grads=True)
+
+
+def plain(call: Call, of: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The output by plain operations that torch differentiates, in the type of query: [B, H, S_q, D]."""
+    query, key, value = (of[name] for name in ("query", "key", "value"))
+    key, value = (tensor.repeat_interleave(call.group, dim=1) for tensor in (key, value))
+    device = query.device
+    position = call.seqlen_k - call.seqlen_q if call.alignment == "lower_right" else 0
+    rows = torch.arange(call.seqlen_q, device=device)[:, None] + position
+    distance = torch.arange(call.seqlen_k, device=device) - rows
+    left, right = call.window or (-1, -1)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    hidden = hidden | (distance > 0) if call.alignment is not None else hidden
+    hidden = hidden | (distance < -left) if left != -1 else hidden
+    hidden = hidden | (distance > right) if right != -1 else hidden
+    scores = query @ key.mT * (call.head_dim**-0.5 if call.scale is None else call.scale)
+    if call.softcap is not None:
+        scores = call.softcap * (scores / call.softcap).tanh()
+    if "alibi_slopes" in of:
+        slopes = of["alibi_slopes"].expand(call.batch, call.heads)
+        scores = scores - slopes[:, :, None, None] * distance.abs()
+    hidden = hidden.expand_as(scores)
+    if "attn_mask" in of:
+        mask = of["attn_mask"]
+        hidden = hidden | (~mask if mask.dtype == torch.bool else mask == -torch.inf)
+        if mask.dtype != torch.bool:
+            scores = scores + mask.where(mask != -torch.inf, 0.0)
+    # A row of nothing but -inf has no softmax: such rows get zeros for scores, and their weights are hidden below.
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if "sinks" in of:
+        column = of["sinks"][:, None, None].expand(call.batch, -1, call.seqlen_q, 1)
+        scores = torch.cat([scores, column.to(scores)], dim=-1)
+    scores = scores.masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
+    weights = scores.softmax(dim=-1)[..., : call.seqlen_k].masked_fill(hidden, 0.0)
+    return weights @ value
+
+
+def quantized(call: Call, made: Tensors) -> tuple[Quantized, Quantized, Quantized]:
+    """Query, key and value as codes with scales, for the door "codes"."""
+    code = "e4m3" if call.operands == "fp8" else "int8"
+    query, key = (quantize(x, code, call.granularity) for x in (made.query, made.key))  # type: ignore[arg-type]
+    return query, key, quantize(made.value, "e4m3", "tensor" if call.granularity == "tensor" else "head")
+
+
+def _check_eight_bit(call: Call, device: str) -> Outcome:
+    """Output and LSE of what the codes stand for, by the bounds of verify_eight_bit."""
+    here, there = tensors(call, "cpu"), tensors(call, device)
+    inputs = (there.query, there.key, there.value)
+    options = _options(call, there, device)
+    operands = call.operands
+    if call.door == "precision":
+        recipe = RECIPES[operands]
+        codes, (q, k, v) = specified((here.query, here.key, here.value), recipe)
+        options["precision"] = operands
+        of_scores = codes.query, codes.key
+        granularity: Granularity = "block"
+        scales, block = (codes.query_scale, codes.key_scale), recipe.block
+        mean = codes.key_mean
+    else:
+        operands = "int8_fp8" if operands == "int8_fp16" else operands
+        ours, mean = quantized(call, here), None
+        q, k, v = (one.dequantize().double() for one in ours)
+        inputs = tuple(one.codes.to(device) for one in ours)  # type: ignore[assignment]
+        options |= {f"{name}_scale": one.scale.to(device) for name, one in zip("qkv", ours, strict=True)}
+        of_scores, scales = (ours[0].codes, ours[1].codes), (ours[0].scale, ours[1].scale)
+        granularity, block = call.granularity, ours[0].block
+    # The bounds are for the usual factor: another one is a part of query.
+    factor = call.head_dim**-0.5 if call.scale is None else call.scale
+    plain_inputs = (q.double() * (factor * call.head_dim**0.5), k.double(), v.double())
+    case = call.case()
+    expected, expected_lse = reference.oracle(*plain_inputs, causal=call.alignment)
+    spec = microsdpa.explain(*inputs, **options).spec
+    family = family_named(spec.name) if spec else None
+    if family is not None and operands in family.short_sums:
+        wide = tuple(expand_scale(scale, granularity, block, x.shape) for scale, x in zip(scales, (q, k), strict=True))
+        lost = lost_of_scores(of_scores, wide, factor)  # type: ignore[arg-type]
+        expected_lse = reference.oracle(*plain_inputs, causal=call.alignment, attn_mask=lost)[1]
+    if mean is not None:
+        wide_mean = mean.repeat_interleave(call.group, dim=1).double()
+        expected_lse = expected_lse + (here.query.double() @ wide_mean[..., None]).squeeze(-1) * factor
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        found: Any = microsdpa.sdpa(*inputs, **options, return_lse=True)
+        return found[0].cpu(), found[1].cpu()
+
+    out, lse = run()
+    with scheduled(Schedule(seed=1, late=False)):
+        again, lse_again = run()
+    bound = verify_eight_bit.allowed(plain_inputs, case, operands, expected, spec)
+    errors = compare.measure(out, expected)
+    outcome = Outcome(call, errors=errors, allowed=float(bound.max()))
+    if not ((out.double() - expected).abs() <= bound).all():
+        return _failed(outcome, "output", f"the output is off by {errors.max_abs:.3g} at {list(errors.worst)}")
+    largest = float(expected_lse.where(expected_lse.isfinite(), 0.0).abs().max())
+    of_lse = LSE_TOLERANCE * max(1.0, largest)
+    error = compare.measure(lse, expected_lse)
+    if not error.max_abs <= of_lse:
+        return _failed(outcome, "LSE", f"the LSE is off by {error.max_abs:.3g} at {list(error.worst)}", of_lse)
+    if not torch.equal(out, again) or not torch.equal(lse, lse_again):
+        return _failed(outcome, "bits", "a second run gave other bits")
+    return outcome

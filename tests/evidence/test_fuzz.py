@@ -1,0 +1,175 @@
+"""Random calls: that they are what they say, that a wrong kernel is found and made small, and what is recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa import reference
+from microsdpa.emulate import run
+from microsdpa.evidence import fuzz, fuzz_check, render, results
+from microsdpa.evidence.fuzz_calls import DOORS, Call, draw, simpler, tensors, valid
+from microsdpa.jit.source import KERNELS_DIR
+
+MASKED = Call(
+    door="backward",
+    heads_kv=2,
+    group=2,
+    seqlen_q=9,
+    seqlen_k=20,
+    head_dim=32,
+    causal="lower_right",
+    mask="float32",
+    mask_dims=(False, True, True, True),
+    mask_shown=0.5,
+    window=(12, 5),
+    softcap=5.0,
+    alibi="head",
+    sinks="inputs",
+    graded="qkvmas",
+)
+
+
+def test_a_seed_gives_the_same_calls_and_every_door() -> None:
+    calls = draw(400, 7, emulated=False)
+    assert calls == draw(400, 7, emulated=False)
+    assert calls != draw(400, 8, emulated=False)
+    assert {call.door for call in calls} == set(DOORS)
+    for name in ("mask", "causal", "alibi", "sinks", "operands", "granularity", "dtype", "layouts", "impl", "scale"):
+        assert len({getattr(call, name) for call in calls}) > 1, name
+    assert all(call == valid(call) for call in calls)
+    assert all(call.work <= 2**18 for call in draw(50, 7, emulated=True))
+
+
+@pytest.mark.parametrize("call", draw(12, 1, emulated=True), ids=str)
+def test_a_line_of_python_makes_the_call_again(call: Call) -> None:
+    assert eval(str(call), {"Call": Call}) == call
+
+
+def test_the_line_runs() -> None:
+    line = dataclasses.replace(MASKED, door="sdpa", graded="q").line("cpu")
+    ended = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "\n", "")
+
+
+def test_steps_to_simpler_calls_end() -> None:
+    call, steps = MASKED, 0
+    while following := next(simpler(call), None):
+        assert following == valid(following)
+        call, steps = following, steps + 1
+    assert call == Call(head_dim=32)
+    assert steps < 40
+
+
+def test_plain_operations_are_the_oracle() -> None:
+    made = tensors(MASKED, "cpu")
+    of = {"query": made.query, "key": made.key, "value": made.value, **made.masks}
+    out = fuzz_check.plain(MASKED, {name: tensor.double() for name, tensor in of.items()})
+    options: dict[str, Any] = {"causal": "lower_right", "window": MASKED.window, "softcap": MASKED.softcap}
+    expected, _ = reference.oracle(**of, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_is_judged(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call passes, and one whose output is half as large again does not."""
+    call = valid(dataclasses.replace(MASKED, door=door, mask="none"))
+    outcome = fuzz_check.check(call, "cpu")
+    assert (outcome.kind, outcome.failure) == ("passed", "")
+    assert 0.0 < outcome.use <= 1.0
+
+    launch = run.launch
+
+    def wrong(library: Any, make_params: Any, buffers: dict[str, Any], **options: Any) -> Any:
+        report = launch(library, make_params, buffers, **options)
+        if "out" in buffers:
+            buffers["out"][0].mul_(1.5)
+        return report
+
+    monkeypatch.setattr(run, "launch", wrong)
+    assert fuzz_check.check(call, "cpu").kind == "output"
+
+
+def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = microsdpa.backward.gradients
+
+    def wrong(*arguments: Any) -> list[torch.Tensor]:
+        found = backward(*arguments)
+        found[3] = found[3] * 2
+        return found
+
+    monkeypatch.setattr("microsdpa.backward.gradients", wrong)
+    assert fuzz_check.check(MASKED, "cpu").kind == "gradient of attn_mask"
+
+
+def test_an_error_is_a_failure_and_a_refusal_of_a_named_kernel_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = Call(impl="ampere/mma", head_dim=40)
+    with pytest.raises(microsdpa.UnsupportedProblem):
+        fuzz_check.explained(named, "cpu")
+    assert fuzz_check.check(named, "cpu").kind == "refused"
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(run, "attention", fail)
+    outcome = fuzz_check.check(Call(), "cpu")
+    assert (outcome.kind, outcome.failure) == ("ZeroDivisionError", "it raises ZeroDivisionError: by zero")
+
+
+def _mutant(directory: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
+    """The kernels with one text replaced wherever it stands; the emulator runs these from now on."""
+    root = directory / "cuda"
+    shutil.copytree(KERNELS_DIR, root)
+    places = [path for path in root.rglob("*.cu*") if old in path.read_text()]
+    assert places, f"no kernel reads {old!r}"
+    for path in places:
+        path.write_text(path.read_text().replace(old, new))
+    monkeypatch.setattr(run, "attention", functools.partial(run.attention, root=root))
+
+
+def test_a_wrong_kernel_is_found_and_made_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window's first tile rounded up: only windows whose left end is inside a tile show it."""
+    _mutant(tmp_path, monkeypatch, "masks.lowest) / BLOCK_N", "masks.lowest + BLOCK_N - 1) / BLOCK_N")
+    step = fuzz.step(60, 26, output=tmp_path)
+    assert step.status == "failed"
+    failure, line = step.sections[0][1][1]
+    assert "off by" in failure
+    assert line in step.summary
+    call = eval(line.partition("check(")[2].rpartition(", 'cpu'")[0], {"Call": Call})
+    assert fuzz_check.check(call, "cpu").failure == failure
+    assert call.window is not None
+    assert (call.door, call.batch, call.heads, call.seqlen_q, call.mask) == ("sdpa", 1, 1, 1, "none")
+    assert (call.softcap, call.alibi, call.sinks, call.outliers, call.layouts) == (
+        None,
+        "none",
+        "none",
+        False,
+        Call.layouts,
+    )
+    assert call.seqlen_k < 80
+    result = results.read(tmp_path / "cpu" / f"{fuzz.SUITE}.json")
+    wrong = [row for row in result["rows"] if row["status"] == "wrong"]
+    assert wrong
+    assert all(row["passed"] < row["cases"] for row in wrong)
+
+
+def test_a_run_is_recorded_and_rendered(tmp_path: Path) -> None:
+    step = fuzz.step(12, 1, output=tmp_path, command="microsdpa verify --fuzz 12")
+    assert step.status == "passed"
+    assert "12 of 12 random calls of seed 1 passed in the emulator" in step.summary
+    result = results.read(tmp_path / "cpu" / f"{fuzz.SUITE}.json")
+    assert sum(row["cases"] for row in result["rows"]) == 12
+    text = render.rendered(
+        f"<!-- microsdpa:table gpu=cpu suite={fuzz.SUITE} -->\n<!-- microsdpa:end -->\n", tmp_path, "page"
+    )
+    assert text.count("\n| ") == len(result["rows"]) + 2
+    assert "stale" not in text
