@@ -2,7 +2,7 @@
 // arithmetic, and every code agrees.
 #pragma once
 
-#include "../ptx/convert.cuh"
+#include "../ptx/arithmetic.cuh"
 #include "element.cuh"
 
 namespace microsdpa {

@@ -4,8 +4,7 @@
 // lane, a 16-bit fragment of 16 units. A warp owns 16 query rows; accumulators are those of mma_tile.cuh.
 #pragma once
 
-#include "../ptx/convert.cuh"
-#include "../ptx/permute.cuh"
+#include "../ptx/arithmetic.cuh"
 #include "mma_tile.cuh"
 
 namespace microsdpa {

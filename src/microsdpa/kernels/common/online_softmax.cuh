@@ -1,7 +1,7 @@
 // Online softmax on mma accumulators: the rows of a warp's score tile, each spread over the four lanes of a quad.
 #pragma once
 
-#include "../ptx/ex2.cuh"
+#include "../ptx/arithmetic.cuh"
 #include "softmax.cuh"
 
 namespace microsdpa {

@@ -11,8 +11,8 @@
 #include "../common/mma_rows.cuh"
 #include "../common/params.cuh"
 #include "../common/swizzle.cuh"
-#include "../ptx/barrier.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
+#include "../ptx/control.cuh"
 
 namespace microsdpa::ladder::rung_05 {
 

@@ -10,7 +10,7 @@
 #include "../common/eight_bit_params.cuh"
 #include "../common/element.cuh"
 #include "../common/softmax.cuh"
-#include "../ptx/convert.cuh"
+#include "../ptx/arithmetic.cuh"
 
 namespace microsdpa::ladder::rung_08 {
 

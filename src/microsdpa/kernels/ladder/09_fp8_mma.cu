@@ -9,7 +9,7 @@
 // Bound by: latency: nothing hides the copies. P V runs at FP16's rate, and its conversions take issue slots.
 #include "../common/eight_bit_rows.cuh"
 #include "../common/swizzle.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
 
 namespace microsdpa::ladder::rung_09 {
 

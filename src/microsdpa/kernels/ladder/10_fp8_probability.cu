@@ -11,7 +11,7 @@
 // Bound by: latency: nothing hides the copies.
 #include "../common/eight_bit_rows.cuh"
 #include "../common/swizzle.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
 
 namespace microsdpa::ladder::rung_10 {
 

@@ -9,7 +9,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include "shared_address.cuh"
+#include "address.cuh"
 
 namespace microsdpa {
 

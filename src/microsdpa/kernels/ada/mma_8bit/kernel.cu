@@ -15,8 +15,8 @@
 #include "../../common/combine.cuh"
 #include "../../common/eight_bit_rows.cuh"
 #include "../../common/swizzle.cuh"
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/dynamic_shared.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
 
 namespace microsdpa::ada::mma_8bit {
 

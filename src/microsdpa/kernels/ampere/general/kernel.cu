@@ -13,9 +13,9 @@
 #include "../../common/masks.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/opaque.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/arithmetic.cuh"
+#include "../../ptx/control.cuh"
 
 namespace microsdpa::ampere::general {
 

@@ -16,11 +16,9 @@
 #include "../../common/epilogue.cuh"
 #include "../../common/head.cuh"
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/pause.cuh"
 #include "tile.cuh"
 
 namespace microsdpa::ampere::stream {

@@ -12,12 +12,11 @@
 // Bound by: latencies one after another. Launch and first bytes take longer than the arithmetic, of which the
 // exponentials (16 a clock) and the products take the same; docs/hopper-latency.md has the time line.
 #include "../../common/head.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/arithmetic.cuh"
 #include "../../ptx/cluster.cuh"
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/opaque.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "consumer.cuh"
 #include "online.cuh"
 #include "shared.cuh"

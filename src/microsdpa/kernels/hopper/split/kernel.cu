@@ -7,9 +7,8 @@
 //           this one beside the exponentials, relative to the first tile's maximum; a place that is free is filled
 //           3. O's columns change warpgroups, which weigh and add them   4. 16-byte stores
 // Bound by: exponentials (16 a clock) and products take the same; docs/hopper-split.md has the measurements.
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/warp_role.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
 #include "consumer.cuh"
 #include "shared.cuh"
 

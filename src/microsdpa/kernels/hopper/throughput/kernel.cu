@@ -10,10 +10,9 @@
 //   4. a finished O goes to shared memory, from where TMA stores it while the next products run
 // Bound by: the tensor cores and the power they take at D = 128 and more; at D = 64 the exponentials (16 a clock) take
 // as long as the products. docs/hopper-throughput.md has the measurements.
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "consumer.cuh"
 #include "shared.cuh"
 

@@ -12,11 +12,10 @@
 // (IN_PLACE), and what those have summed over PROMOTED_TILES tiles is moved away. Bound by: latency: a tile of 192 x 96
 // at D = 128 took 2,250 cycles with two tiles of K and V^T, of which the tensor cores and the unit of exponentials need
 // 1,152 each; four tiles made it 3 to 6% faster. docs/hopper-fp8.md has the measurements.
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/mbarrier_asleep.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/mbarrier.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "../common/key_scales.cuh"
 #include "consumer.cuh"
 #include "promoting.cuh"

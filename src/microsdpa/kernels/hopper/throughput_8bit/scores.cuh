@@ -3,9 +3,8 @@
 #pragma once
 
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/barrier.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit {

@@ -1,9 +1,8 @@
 // V^T out of V, in shared memory: wgmma wants 8-bit operands contiguous along the dimension that it sums over, keys.
 #pragma once
 
-#include "../../ptx/ldmatrix.cuh"
-#include "../../ptx/permute.cuh"
-#include "../../ptx/stmatrix.cuh"
+#include "../../ptx/arithmetic.cuh"
+#include "../../ptx/mma.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit {

@@ -1,8 +1,7 @@
 // What a consumer warpgroup of hopper/throughput_8bit_qk/kernel.cu does with its 64 rows of each query tile.
 #pragma once
 
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/warp_role.cuh"
+#include "../../ptx/control.cuh"
 #include "../common/tile_softmax.cuh"
 #include "shared.cuh"
 

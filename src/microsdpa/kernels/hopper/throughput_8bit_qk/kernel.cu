@@ -10,11 +10,10 @@
 //           and its own P V runs, it turns integers into scores and scores into probabilities
 // Bound by: the tensor cores, which have as much to do as in FP16 where queries have two codes.
 // docs/hopper-fp8.md has the measurements.
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/mbarrier_asleep.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/mbarrier.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "../common/key_scales.cuh"
 #include "consumer.cuh"
 
