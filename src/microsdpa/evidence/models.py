@@ -339,6 +339,8 @@ def check(
             found.scenarios.append(Outcome(name, reason=f"not run: eager loses the device: {lost[name]}"))
         elif not only or name in only:
             found.scenarios.append(_scenario(models, name, run, device, dtype, found, fallbacks))
+            if device != "cpu":
+                torch.cuda.synchronize()  # what was lost is lost here, and not in the next scenario
     compared = [outcome for outcome in found.scenarios if outcome.error is not None]
     wrong = [outcome for outcome in compared if outcome.wrong]
     refused = [outcome for outcome in found.scenarios if outcome.reason.startswith("refused")]
@@ -382,8 +384,8 @@ def _scenario(
         expected = output("eager", torch.float32)
         plain = output("eager") if dtype != torch.float32 else None
     except Exception as error:
-        if _is_lost(error):
-            raise EagerLost(name, tiny._line(error)) from error
+        if lost := _lost(error, device):
+            raise EagerLost(name, lost) from error
         return Outcome(name, reason=f"not run: eager raises {type(error).__name__}: {tiny._line(error)}")
     run = run_ours
     try:
@@ -392,7 +394,7 @@ def _scenario(
     except microsdpa.UnsupportedProblem as error:
         return Outcome(name, reason=f"refused: {tiny._line(error)}")
     except Exception as error:
-        if _is_lost(error):
+        if _lost(error, device):
             raise
         raised = f"raises {type(error).__name__}: {tiny._line(error)}"
         with contextlib.suppress(Exception):
@@ -413,9 +415,17 @@ def _scenario(
     return outcome
 
 
-def _is_lost(error: Exception) -> bool:
-    """Whether it is an error of the device, after which nothing more can be run in this process."""
-    return "CUDA error" in str(error) or "cudaError" in str(error)
+def _lost(error: Exception, device: str) -> str:
+    """What ended the use of the device in this process: the error, or a kernel launched before it; or nothing."""
+    if "CUDA error" in str(error):
+        return tiny._line(error)
+    if device == "cpu":
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as late:
+        return tiny._line(late)
+    return ""
 
 
 def _largest(tensor: torch.Tensor) -> float:
