@@ -13,7 +13,7 @@ import torch
 import typer
 
 from microsdpa import __version__
-from microsdpa.arguments import check_impl as check_kernel
+from microsdpa.call.tensors import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
@@ -215,7 +215,14 @@ def models_(
         raise typer.BadParameter("dtype: expected none on a CPU, where models are compared in float32")
     with progress() as bars:
         step = models.step(
-            bars, sample, seed, there, dtype and dtype.value, seconds, tuple(names or ()), output, _command()
+            bars,
+            None if sample is None else (sample, seed),
+            there,
+            dtype and dtype.value,
+            seconds,
+            tuple(names or ()),
+            output,
+            _command(),
         )
     _finish([step], as_json)
 

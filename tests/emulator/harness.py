@@ -5,19 +5,20 @@ from __future__ import annotations
 import ctypes
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate import build
-from microsdpa.emulate.run import Report, Schedule, attention, launch
+from microsdpa.emulate.run import Report, Schedule, Shape, attention, launch
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec, TensorMap
 from microsdpa.kernels.problem import Problem
-from microsdpa.masks import Masks
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -81,9 +82,7 @@ def run_inline(
         library,
         lambda at: InlineParams(at["in"], at["out"]),
         {"in": (source, False), "out": (out, True)},
-        grid=(blocks, 1, 1),
-        threads=threads,
-        shared_bytes=SHARED_BYTES,
+        Shape((blocks, 1, 1), threads, SHARED_BYTES),
         schedule=schedule,
         count_banks=banks,
     )
@@ -109,8 +108,7 @@ def row_sums(root: Path, keys: int, schedule: Schedule, banks: bool = False) -> 
         build.load(spec, root, "test::Params"),
         lambda at: RowSumsParams(at["query"], at["key"], at["out"], keys),
         {"query": (query, False), "key": (key, False), "out": (out, True)},
-        grid=(1, 1, 1),
-        threads=128,
+        Shape((1, 1, 1), 128),
         schedule=schedule,
         count_banks=banks,
     )
@@ -146,12 +144,7 @@ def hopper_product(root: Path, keys: int, schedule: Schedule) -> tuple[bool, Rep
         build.load(spec, root, "test::Params"),
         lambda at: ProductParams(at["out"], keys),
         {"query": (query, False), "key": (key, False), "value": (value, False), "out": (out, True)},
-        grid=(2, 1, 1),
-        threads=160,
-        shared_bytes=66 * 1024,
-        cluster=2,
-        programmatic=True,
-        tensor_maps=[(box.tensor, box) for box in PRODUCT_MAPS],
+        replace(Shape.of(spec, (2, 1, 1)), shared_bytes=66 * 1024, cluster=2, programmatic=True),
         schedule=schedule,
     )
     scores = (query[0, 0].double() @ key[0, 0].double().mT).half().double()
@@ -166,7 +159,7 @@ def check_in_every_order(spec: KernelSpec, problem: Problem, case: Case) -> None
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
         out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
         report = attention(
-            *(spec, problem, query, key, value, out, lse, case.scale),
+            *(spec, problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
             count_banks=True,
             masks=Masks(**masks),

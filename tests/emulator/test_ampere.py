@@ -9,6 +9,7 @@ import torch
 from harness import check_in_every_order
 
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate import run
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import problem_of
@@ -16,8 +17,7 @@ from microsdpa.kernels.ampere.mma import tiles as ampere_tiles
 from microsdpa.kernels.ampere.mma.spec import specification
 from microsdpa.kernels.ampere.mma.tiles import Tiling
 from microsdpa.kernels.problem import Problem
-from microsdpa.masks import Masks
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 RUNS = [
     (Case(1, 1, 140, 200, 64, causal="lower_right"), ampere_tiles.STREAM, 1),
@@ -121,7 +121,7 @@ def test_keys_that_a_mask_hides_are_not_loaded() -> None:
         masks = Masks(attn_mask=torch.arange(2048) >= hidden)
         problem = replace(case.problem("sm_80"), mask=masks.kind)
         spec = specification(problem, ampere_tiles.DECODE, 4)
-        report = run.attention(spec, problem, *tensors, torch.empty_like(tensors[0]), None, None, masks=masks)
+        report = run.attention(spec, problem, (*tensors, torch.empty_like(tensors[0]), None), None, masks=masks)
         loaded.append(report.counters["async_copy_bytes"])
     assert loaded[1] < loaded[0] / 3  # the last quarter, and the first tile of each warp
 
@@ -137,7 +137,7 @@ def test_a_probability_that_grows_too_large_is_taken_back(tiling: Tiling, keys: 
     problem = Problem(1, 1, 1, 16, keys, 64, "float16", target="sm_80")
     out, lse = torch.empty_like(query), torch.empty(1, 1, 16)
     spec = specification(problem, tiling)
-    run.attention(spec, problem, query, key, value, out, lse, None)
+    run.attention(spec, problem, (query, key, value, out, lse), None)
     expected, expected_lse = reference.oracle(query, key, value)
     torch.testing.assert_close(out.double(), expected.double(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-5, atol=1e-5)

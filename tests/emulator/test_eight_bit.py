@@ -19,7 +19,7 @@ from microsdpa.kernels.ada.mma_8bit import spec as mma_8bit
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.ladder import eight_bit_spec
 from microsdpa.kernels.problem import OPERANDS, Operands
-from microsdpa.kernels.quantize.spec import RECIPES
+from microsdpa.kernels.quantize.spec import SCHEMES
 
 RUNGS = sorted(f.short_name for f in EIGHT_BIT_FAMILIES if f.name.startswith(("ladder/", "ada/")))
 CASES = [
@@ -251,6 +251,6 @@ def test_no_bank_conflicts_and_every_product_on_tensor_cores(
     microsdpa.sdpa(*tensors, precision=operands, enable_gqa=True, impl=f"emulate:{rung}")
     found = next(report for name, report in reports.items() if name.startswith(rung))
     assert found.bank_conflicts == 0, [site for site in found.bank_sites if site.conflicts]
-    products = RECIPES[operands].query_terms + 1  # Q K^T for each code of a query, and P V
+    products = SCHEMES[operands].query_terms + 1  # Q K^T for each code of a query, and P V
     rows = heads * (64 if rung == "ladder/11" or heads > 1 else seqlen)
     assert found.counters["tensor_flops"] == products * 2 * rows * 128 * head_dim

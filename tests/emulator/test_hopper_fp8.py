@@ -7,21 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from microsdpa import quantize, reference
-from microsdpa.eight_bit_launches import Place, attending
+from microsdpa import reference
+from microsdpa.attention import quantize
+from microsdpa.attention.quantize import Code, Granularity, Quantized, expand_scale
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.verify_eight_bit import allowed_in_place
+from microsdpa.execution.quantized import Place, attending
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
 from microsdpa.kernels.hopper.throughput_8bit.spec import Tiles, specification, throughput
 from microsdpa.kernels.problem import Operands, Problem
-from microsdpa.quantize import Code, Granularity, Quantized, expand_scale
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""

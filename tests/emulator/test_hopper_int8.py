@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from microsdpa import quantize, reference
-from microsdpa.eight_bit_launches import Place, attending
+from microsdpa import reference
+from microsdpa.attention import quantize
+from microsdpa.attention.quantize import RESIDUAL_STEPS, Granularity, expand_scale, residual
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
+from microsdpa.execution.quantized import Place, attending
 from microsdpa.kernels.hopper.throughput_8bit_qk.spec import Tiles, specification, throughput, tiles_for
 from microsdpa.kernels.problem import Problem
-from microsdpa.quantize import RESIDUAL_STEPS, Granularity, expand_scale, residual
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""

@@ -17,7 +17,7 @@ from microsdpa.evidence.probes import distance, inputs, run_emulated
 from microsdpa.evidence.verify import check
 from microsdpa.kernels import FAMILIES
 from microsdpa.kernels.problem import Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 SHAPES = [(1, 2, 37, 45), (2, 1, 5, 70), (1, 1, 33, 9)]
 CASES = [
@@ -72,12 +72,7 @@ def test_counters_are_exact() -> None:
         run.attention(
             select(problem, "ladder/01").spec,
             problem,
-            query,
-            key,
-            value,
-            out,
-            None,
-            None,
+            (query, key, value, out, None),
             schedule=Schedule(seed),
             count_banks=True,
         )

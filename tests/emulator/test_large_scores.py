@@ -52,7 +52,7 @@ def test_so_it_does_in_the_tilings_of_long_sequences(tiling: Tiling, scale: floa
     query, key, value = inputs(140, 330)
     problem = Problem(1, 2, 2, 140, 330, 64, "float16", target="sm_80")
     out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
-    run.attention(specification(problem, tiling), problem, query, key, value, out, lse, scale)
+    run.attention(specification(problem, tiling), problem, (query, key, value, out, lse), scale)
     expect(out, lse, reference.oracle(query, key, value, scale=scale))
 
 

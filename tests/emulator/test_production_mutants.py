@@ -12,6 +12,7 @@ import torch
 from harness import tree
 
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate import run
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.evidence import compare
@@ -23,8 +24,7 @@ from microsdpa.kernels.ampere.mma import tiles as ampere_tiles
 from microsdpa.kernels.ampere.mma.spec import specification
 from microsdpa.kernels.ampere.mma.tiles import Tiling
 from microsdpa.kernels.problem import Problem
-from microsdpa.masks import Masks
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 WRONG = "wrong answer"
 Configure = Callable[[Problem], KernelSpec]
@@ -122,7 +122,7 @@ def verdict(mutant: Mutant, root: Path, schedule: Schedule) -> str:
     try:
         spec = mutant.kernel(problem)
         run.attention(
-            *(spec, problem, query, key, value, out, lse, case.scale),
+            *(spec, problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
             masks=Masks(**masks),
             root=root,

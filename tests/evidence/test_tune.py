@@ -15,8 +15,8 @@ from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.suites import Suite
 from microsdpa.kernels import configurations
 from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
 
 REAL_BENCH = tune.CaseBench
 SMALL, WIDE = Case(1, 2, 64, 64, 64), Case(1, 2, 96, 64, 128, causal="upper_left")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from microsdpa import eight_bit, eight_bit_launches
+from microsdpa.attention.quantize import encode
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import verify_codes, verify_eight_bit
 from microsdpa.evidence.inputs import Case
+from microsdpa.execution import quantized
 from microsdpa.kernels.problem import OPERANDS, Operands
-from microsdpa.quantize import encode
 from microsdpa.runtime import launcher
 
 CASES = [case for case in verify_eight_bit.cases() if case.seqlen_q * case.seqlen_k <= 10_000]
@@ -83,9 +83,9 @@ def test_parts_pass_on_a_gpu(part: verify_codes.Part) -> None:
 
 
 def test_another_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantise = eight_bit_launches.quantize_query_key_value
+    quantise = quantized.quantize_query_key_value
 
-    def off_by_one(*arguments: object) -> eight_bit_launches.Codes:
+    def off_by_one(*arguments: object) -> quantized.Codes:
         codes = quantise(*arguments)  # type: ignore[arg-type]
         codes.key.view(torch.uint8)[0, 0, 0, 0] ^= 1
         return codes
@@ -97,9 +97,9 @@ def test_another_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", OPERANDS)
 def test_a_wrong_scale_is_seen(precision: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = eight_bit.run_attention
+    attend = quantized.run_attention
     monkeypatch.setattr(
-        eight_bit, "run_attention", lambda *arguments: attend(*arguments[:5], 1.3 * arguments[5], arguments[6])
+        quantized, "run_attention", lambda *arguments: attend(*arguments[:5], 1.3 * arguments[5], arguments[6])
     )
     found = verify_eight_bit.check(Case(1, 1, 40, 70, 32), precision, "cpu")
     assert "differs from the oracle" in found.failure

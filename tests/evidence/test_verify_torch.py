@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa import dropin
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import render, results, verify_torch
 from microsdpa.evidence.torch_cases import TorchCase, all_cases, corners, sample
 from microsdpa.evidence.verify_torch import EMULATED_WORK, OURS, REFUSED, TORCHS, check
+from microsdpa.integrations import dropin
 
 MASKED = TorchCase("masked", 1, 2, 12, 20, 16, mask="bool", mask_shape=(12, 20))
 BY_TORCH = {

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa import eight_bit, reference
+from microsdpa import reference
+from microsdpa.attention.quantize import expand_scale
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import MicrosdpaEightBit
 from microsdpa.evidence.short_sums import lost_of_scores
+from microsdpa.execution import forward
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, family_named
 from microsdpa.kernels.problem import OPERANDS, Operands
-from microsdpa.quantize import expand_scale
 from microsdpa.runtime import launcher
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +33,7 @@ def attend(case: Case, precision: Operands, **options: object) -> tuple[torch.Te
 def test_a_repeated_call_is_not_validated_again(precision: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
     first, lse = attend(CASE, precision)
     plans = launcher._library.plan_count()
-    monkeypatch.setattr(eight_bit, "check", lambda *_: pytest.fail("validated again"))
+    monkeypatch.setattr(forward, "check", lambda *_: pytest.fail("validated again"))
     for _ in range(3):
         again, lse_again = attend(CASE, precision)
         assert torch.equal(first, again)

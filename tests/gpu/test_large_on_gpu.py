@@ -16,7 +16,7 @@ from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case
 from microsdpa.kernels import FAMILIES
 from microsdpa.kernels.problem import OPERANDS, Operands
-from microsdpa.kernels.quantize.spec import RECIPES
+from microsdpa.kernels.quantize.spec import SCHEMES
 
 pytestmark = pytest.mark.gpu
 GIB = 2**30
@@ -144,7 +144,7 @@ def test_8_bit_operands_beyond_2_31_elements(precision: Operands) -> None:
     out, lse = microsdpa.sdpa(*tensors, precision=precision, return_lse=True)
     spec, case = microsdpa.explain(*tensors, precision=precision).spec, Case(1, 16, 512, 512, 64)
     for b in (0, -1):
-        _, plain = verify_eight_bit.specified([t[b][None].cpu() for t in tensors], RECIPES[precision])
+        _, plain = verify_eight_bit.specified([t[b][None].cpu() for t in tensors], SCHEMES[precision])
         expected, _ = reference.oracle(*plain)
         allowed = verify_eight_bit.allowed(plain, case, precision, expected, spec)
         assert ((out[b][None].cpu().double() - expected).abs() <= allowed).all()

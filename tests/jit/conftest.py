@@ -4,7 +4,7 @@ import pytest
 
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 
 @pytest.fixture

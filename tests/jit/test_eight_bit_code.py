@@ -11,7 +11,7 @@ from microsdpa.kernels import EIGHT_BIT_FAMILIES
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.eight_bit import HEAD_DIMS
 from microsdpa.kernels.problem import Causal, Operands, Problem
-from microsdpa.kernels.quantize.spec import RECIPES, fused
+from microsdpa.kernels.quantize.spec import SCHEMES, fused
 from microsdpa.kernels.spec import KernelSpec
 
 TARGETS = ("sm_89", "sm_90a")
@@ -83,7 +83,7 @@ def test_an_sm_of_ada_holds_two_ctas_at_the_mission_shape(
 
 
 @pytest.mark.parametrize("target", [*TARGETS, "sm_120"])
-@pytest.mark.parametrize("operands", RECIPES)
+@pytest.mark.parametrize("operands", SCHEMES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_persistent_launch_has_no_more_ctas_than_the_chip_holds(
     head_dim: int, operands: Operands, target: str
@@ -96,8 +96,8 @@ def test_a_persistent_launch_has_no_more_ctas_than_the_chip_holds(
     assert spec.max_ctas == int(dict(spec.template_args)["CTAS"]) * chip_of(target).sms
 
 
-@pytest.mark.parametrize("operands", RECIPES)
+@pytest.mark.parametrize("operands", SCHEMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_quantiser_does_not_spill(operands: Operands, head_dim: int) -> None:
-    kernel = compile_kernel(fused(RECIPES[operands], "float16", head_dim), "sm_89")
+    kernel = compile_kernel(fused(SCHEMES[operands], "float16", head_dim), "sm_89")
     assert kernel.resources.spill_store_bytes == kernel.resources.stack_bytes == 0

@@ -6,7 +6,7 @@ import pytest
 
 from microsdpa.jit import compile_kernel
 from microsdpa.kernels.problem import MaskKind, Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 KINDS = [
     MaskKind("float32", left=True, right=True),

@@ -11,7 +11,7 @@ from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.occupancy import Occupancy, occupancy
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec
 from microsdpa.kernels.problem import Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 RUNGS = [family.short_name for family in FAMILIES if family.name.startswith("ladder/")]

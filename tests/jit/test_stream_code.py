@@ -10,7 +10,7 @@ from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions
 from microsdpa.jit.occupancy import occupancy
 from microsdpa.kernels.problem import Causal, Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 MASKS: tuple[Causal | None, ...] = (None, "upper_left")

@@ -13,8 +13,8 @@ from microsdpa.jit import compile_kernel
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.problem import Causal, DType, Problem
-from microsdpa.kernels.quantize.spec import RECIPES
-from microsdpa.select import select
+from microsdpa.kernels.quantize.spec import SCHEMES
+from microsdpa.kernels.select import select
 
 TARGET = "sm_90a"
 
@@ -42,7 +42,7 @@ def test_every_verify_case_has_its_kernels() -> None:
 
 def test_every_verify_case_in_eight_bits_has_its_kernels() -> None:
     kernels = set(verify_codes.kernels(TARGET))
-    every = [(case, precision) for case in verify_eight_bit.cases() for precision in RECIPES]
+    every = [(case, precision) for case in verify_eight_bit.cases() for precision in SCHEMES]
     computed = [one for one in every if verify_eight_bit.computed_by("auto", *one, TARGET)]
     assert len(computed) > 50
     kernels |= {select(verify_eight_bit.problem_of(*one, TARGET), "auto").spec for one in computed}

@@ -25,15 +25,18 @@ from stub_harness import (
     library,
 )
 
-from microsdpa import api, eight_bit, eight_bit_arguments
-from microsdpa.eight_bit import NO_SCALES, Call
+from microsdpa.attention import api
+from microsdpa.attention.plan import Expected, make_plan
+from microsdpa.call.call import NO_SCALES, Call, Scales
+from microsdpa.call.masks import NONE
+from microsdpa.call.options import Options
+from microsdpa.call.validate import Checked
+from microsdpa.execution import forward, quantized
 from microsdpa.kernels import KernelSpec, TensorMap
 from microsdpa.kernels.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams
 from microsdpa.kernels.problem import Operands, Problem
-from microsdpa.kernels.quantize.spec import RECIPES
-from microsdpa.prepared import Expected, make_plan
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
 
 __all__ = ["_clean"]
 
@@ -45,7 +48,7 @@ class Tensor(FakeCuda):
     """A tensor that the launcher reads as one on a GPU, and Python as much of torch's as it looks at."""
 
     requires_grad = False
-    device = SimpleNamespace(index=0)
+    device = SimpleNamespace(index=0, type="cuda")
 
     def __init__(self, shape: tuple[int, ...], address: int, dtype: torch.dtype = torch.float16, **rest: Any) -> None:
         codes = {torch.float16: KDL_FLOAT, torch.float32: KDL_FLOAT, torch.float8_e4m3fn: KDL_E4M3, torch.int8: KDL_INT}
@@ -54,6 +57,9 @@ class Tensor(FakeCuda):
 
     def stride(self) -> tuple[int, ...]:
         return tuple(self.strides)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     def element_size(self) -> int:
         return self.dtype.itemsize
@@ -94,14 +100,30 @@ def output() -> Tensor:
     return Tensor(SHAPE, ADDRESSES[3])
 
 
-def validated(precision: Operands | None, scale: float = 0.5, operands: Operands = "fp8") -> Call:
-    """What check() gives for the shapes of the stub's tensors."""
-    recipe = RECIPES[precision] if precision else None
-    terms = recipe.query_terms if recipe else 1
-    problem = Problem(
-        *(2, 4, 2, 16, 24, 32, "float16"), target="sm_89", operands=precision or operands, query_terms=terms
-    )
-    return Call(problem, recipe, select(problem, "auto"), scale, False)
+def validated(call: Call) -> Checked:
+    """What check() gives for the stub's tensors."""
+    scale, precision = call.options.scale, call.options.precision
+    scales = NO_SCALES if precision else call.scales
+    return Checked(call, "auto", False, None, scale, NONE, torch.float16, precision or "fp8", scales)
+
+
+def problem_of(checked: Checked) -> Problem:
+    """The problem of the shapes of the stub's tensors."""
+    terms = checked.scheme.query_terms if checked.scheme else 1
+    return Problem(*(2, 4, 2, 16, 24, 32, "float16"), target="sm_89", operands=checked.operands, query_terms=terms)
+
+
+def register(*given: Any, options: Options, scales: Scales = NO_SCALES) -> Checked:
+    """Register the plan of a call that has been validated; `given` are its tensors and its output."""
+    *inputs, out = given
+    checked = validated(Call(tuple(inputs), scales=scales, options=options))  # type: ignore[arg-type]
+    problem = problem_of(checked)
+    quantized.register(checked, problem, select(problem).spec, out)
+    return checked
+
+
+QUANTISING = Options(enable_gqa=True, scale=0.5, precision="fp8")
+VALUES = Options(enable_gqa=True)
 
 
 @pytest.fixture
@@ -109,11 +131,12 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls that were validated in Python; the stub's tensors are no torch tensors, and pass."""
     seen: list[Any] = []
 
-    def check(query: Any, key: Any, value: Any, precision: Any, scales: Any, *rest: Any) -> Call:
-        seen.append(rest)
-        return validated(precision, 32**-0.5 if rest[2] is None else rest[2])
+    def check(call: Call) -> Checked:
+        seen.append(call)
+        return validated(call)
 
-    monkeypatch.setattr(eight_bit, "check", check)
+    monkeypatch.setattr(forward, "check", check)
+    monkeypatch.setattr(forward, "problem_of", lambda checked, out: problem_of(checked))
     return seen
 
 
@@ -233,7 +256,7 @@ def test_what_validation_must_see_goes_there(wrong: str, checks: list[Any]) -> N
         raise SeenError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eight_bit, "check", check)
+        patch.setattr(forward, "check", check)
         patch.setattr(torch, "is_grad_enabled", lambda: wrong == "grad")
         with pytest.raises(SeenError):
             attend(q, k, v, **options)
@@ -245,9 +268,8 @@ def scales(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def test_codes_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit_arguments, "known_positive", lambda scales: True)
-    monkeypatch.setattr(eight_bit_arguments, "check_scales", lambda q, k, v, scales: scales)
-    monkeypatch.setattr(eight_bit.torch, "Tensor", Tensor)
+    monkeypatch.setattr(forward, "known_positive", lambda scales: True)
+    monkeypatch.setattr(torch, "Tensor", Tensor)
     codes = tensors(torch.float8_e4m3fn)
     before = record.launches
     for _ in range(2):
@@ -269,10 +291,8 @@ def test_codes_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest
 
 def test_a_plan_object_launches_without_the_table() -> None:
     given = tensors()
-    options = api.OPTIONS[False, None, True, "auto"]  # any number
     like_out = empty_like(given[0])
-    eight_bit.register(validated("fp8"), *given, like_out, options, 0.5, NO_SCALES)  # type: ignore[arg-type]
-    launch = launcher.prepared_eight_bit_call(*given, like_out, options, 0.5)  # type: ignore[arg-type]
+    launch = forward.prepared(register(*given, like_out, options=QUANTISING), like_out)  # type: ignore[arg-type]
     library.clear_plans()
     plan = make_plan(launch, Expected({}, True, {"return_lse": True}), SimpleNamespace())  # type: ignore[arg-type]
     before = record.launches
@@ -292,7 +312,7 @@ def test_a_plan_object_launches_without_the_table() -> None:
     with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
         launch(*given, None, None)
     with pytest.raises(RuntimeError, match="is not found"):
-        launcher.prepared_eight_bit_call(*given, like_out, options, 0.7)  # type: ignore[arg-type]
+        launcher.prepared_eight_bit_call(*given, like_out, QUANTISING.code, 0.7)  # type: ignore[arg-type]
 
 
 def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[Any]) -> None:
@@ -324,29 +344,29 @@ def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[
 
 def test_tensors_without_memory_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
-    monkeypatch.setattr(eight_bit.torch, "Tensor", Tensor)
-    eight_bit.register(validated(None), *codes, output(), 5, None, given)  # type: ignore[arg-type]
-    assert launcher.launch_eight_bit(*codes, output(), None, 5, 0.5, *given) is None
-    assert launcher.launch_eight_bit(*codes, output(), None, 5, None, *given) is True
+    monkeypatch.setattr(torch, "Tensor", Tensor)
+    code = register(*codes, output(), options=VALUES, scales=Scales(*given)).call.options.code
+    assert launcher.launch_eight_bit(*codes, output(), None, code, 0.5, *given) is None
+    assert launcher.launch_eight_bit(*codes, output(), None, code, None, *given) is True
     for index in range(3):
         traced = list(codes)
         traced[index] = Tensor(tuple(traced[index].shape), NO_MEMORY, torch.float8_e4m3fn)
-        assert launcher.launch_eight_bit(*traced, output(), None, 5, None, *given) is None
+        assert launcher.launch_eight_bit(*traced, output(), None, code, None, *given) is None
         without = list(given)
         without[index] = Tensor(tuple(without[index].shape), NO_MEMORY, torch.float32)
-        assert launcher.launch_eight_bit(*codes, output(), None, 5, None, *without) is None
-    assert launcher.launch_eight_bit(*codes, Tensor(SHAPE, NO_MEMORY), None, 5, None, *given) is None
+        assert launcher.launch_eight_bit(*codes, output(), None, code, None, *without) is None
+    assert launcher.launch_eight_bit(*codes, Tensor(SHAPE, NO_MEMORY), None, code, None, *given) is None
 
 
 def test_codes_with_an_lse_have_the_callers_or_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
-    monkeypatch.setattr(eight_bit.torch, "Tensor", Tensor)
-    eight_bit.register(validated(None), *codes, output(), 5, None, given)  # type: ignore[arg-type]
-    lse = launcher.launch_eight_bit(*codes, output(), True, 5, None, *given)
+    monkeypatch.setattr(torch, "Tensor", Tensor)
+    code = register(*codes, output(), options=VALUES, scales=Scales(*given)).call.options.code
+    lse = launcher.launch_eight_bit(*codes, output(), True, code, None, *given)
     check_allocated_lse(lse, params(EightBitParams).lse)
     set_integer("stub_last_bytes", -1)
     for wanted, address in ((Tensor(SHAPE[:3], LSE, torch.float32), LSE), (None, None), (False, None)):
-        assert launcher.launch_eight_bit(*codes, output(), wanted, 5, None, *given) is True
+        assert launcher.launch_eight_bit(*codes, output(), wanted, code, None, *given) is True
         assert params(EightBitParams).lse == address
     assert integer("stub_last_bytes") == -1
 

@@ -26,7 +26,7 @@ from stub_harness import (
     register,
 )
 
-from microsdpa import api
+from microsdpa.attention import api
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean", "_programmatic"]
@@ -221,7 +221,7 @@ def test_a_failed_launch_raises_the_drivers_words_and_restores_the_context() -> 
 
 def test_the_plain_call_does_no_more_than_launch() -> None:
     """Masks, operators, 8-bit operands and drop-in use cost it nothing: two questions are asked before the launch."""
-    arguments = call(options=api.OPTIONS[False, None, False, "auto"])
+    arguments = call(options=api.OPTIONS[False, None, False, "auto", None])
     register(arguments)
     query, key, value, out, *_ = arguments
     events: list[tuple[str, str]] = []

@@ -11,11 +11,11 @@ import torch
 from fake_cuda import install_allocator, integer, last, record, set_integer, tensor
 from stub_harness import NO_MEMORY, PRIMARY, SHAPE, _clean, call, check_allocated_lse, kernel
 
-from microsdpa import api
-from microsdpa.explanation import Explanation
+from microsdpa.attention import api
+from microsdpa.attention.explain import Explanation
+from microsdpa.attention.plan import Expected, make_masked_plan
+from microsdpa.call.masks import Masks
 from microsdpa.kernels.problem import Problem
-from microsdpa.masks import Masks
-from microsdpa.prepared import Expected, make_masked_plan
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean"]
@@ -189,7 +189,7 @@ def test_sdpa_finds_a_plan_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     q = type("Tensor", (), {"requires_grad": False})()
     assert api.sdpa(q, q, q, window=(3, 4), out=q) is q
     assert api.sdpa(q, q, q, causal="lower_right", attn_mask=q, softcap=2.0, out=q, scale=0.5) is q
-    options = api.OPTIONS[False, None, False, "auto"], api.OPTIONS[False, "lower_right", False, "auto"]
+    options = api.OPTIONS[False, None, False, "auto", None], api.OPTIONS[False, "lower_right", False, "auto", None]
     assert seen[0] == (q, q, q, q, False, options[0], None, None, None, None, 3, 4, None)
     assert seen[1] == (q, q, q, q, False, options[1], 0.5, q, None, None, -1, -1, 2.0)
 

@@ -29,11 +29,11 @@ from stub_harness import (
     register,
 )
 
-from microsdpa import api
-from microsdpa.explanation import Explanation
+from microsdpa.attention import api
+from microsdpa.attention.explain import Explanation
+from microsdpa.attention.plan import Expected, make_plan
 from microsdpa.kernels import KernelSpec, TensorMap
 from microsdpa.kernels.problem import Problem
-from microsdpa.prepared import Expected, make_plan
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean", "_four_maps", "_programmatic"]

@@ -7,7 +7,7 @@ import pytest
 from microsdpa.kernels.ampere.mma import tiles
 from microsdpa.kernels.chip import CHIPS, chip_of
 from microsdpa.kernels.problem import Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")

@@ -144,7 +144,7 @@ def test_masks_of_another_type_take_torchs_way(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("scores were computed apart from torch")
 
-    monkeypatch.setattr("microsdpa.torch_cpu.scores", refuse)
+    monkeypatch.setattr("microsdpa.execution.torch_cpu.scores", refuse)
     query, key, value = (torch.randn(1, 2, 7, 16).half() for _ in range(3))
     mask = torch.randn(2, 1, 7, 7)[:1]
     out = microsdpa.sdpa(query, key, value, attn_mask=mask)

@@ -142,7 +142,7 @@ def test_rows_off_16_bytes_and_outputs() -> None:
 
 def test_targets_without_8_bit_products() -> None:
     from microsdpa.kernels.problem import Problem
-    from microsdpa.select import select
+    from microsdpa.kernels.select import select
 
     with pytest.raises(UnsupportedProblem, match="sm_86 has no 8-bit floating-point products"):
         select(Problem(1, 1, 1, 8, 8, 32, "float16", target="sm_86", operands="fp8"), "auto")

@@ -9,7 +9,7 @@ import microsdpa
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.kernels.problem import OPERANDS, Operands
-from microsdpa.kernels.quantize.spec import RECIPES
+from microsdpa.kernels.quantize.spec import SCHEMES
 
 CASE = Case(1, 2, 20, 24, 32)
 
@@ -35,7 +35,7 @@ def test_explain_names_both_kernels(precision: Operands) -> None:
     found = microsdpa.explain(*make(CASE), precision=precision, impl="emulate")
     assert found.runs.startswith("emulate:ada/mma_8bit")
     assert found.quantizer is not None
-    assert dict(found.quantizer.template_args)["TERMS"] == str(RECIPES[precision].query_terms)
+    assert dict(found.quantizer.template_args)["TERMS"] == str(SCHEMES[precision].query_terms)
     assert found.quantizer.expression in str(found)
     named = microsdpa.explain(*make(CASE), precision=precision, impl="emulate:ladder/11")
     assert named.runs == "emulate:ladder/11_8bit_cp_async"

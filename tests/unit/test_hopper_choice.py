@@ -11,7 +11,7 @@ from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.problem import Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16")
 

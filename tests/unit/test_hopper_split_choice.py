@@ -11,7 +11,7 @@ from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.problem import Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 WIDE = Problem(1, 16, 16, 1024, 1024, 64, "float16")
 

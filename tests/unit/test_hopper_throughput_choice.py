@@ -10,7 +10,7 @@ from microsdpa.kernels import KernelSpec, Rejection
 from microsdpa.kernels.chip import REGISTERS_PER_SM, chip_of
 from microsdpa.kernels.hopper.throughput import spec as tiles
 from microsdpa.kernels.problem import Causal, Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
 

@@ -15,57 +15,25 @@ import microsdpa
 
 SOURCE = Path(__file__).parents[2] / "src/microsdpa"
 
-# cli -> evidence -> api -> {select, runtime}; runtime -> jit -> kernels; select -> kernels.
+# cli -> evidence -> integrations -> attention -> execution -> runtime -> {call, jit} -> kernels.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "reference": set(),
-    "kernels": set(),
-    "select": {"errors", "kernels"},
-    "jit": {"errors", "kernels"},
-    "masks": {"errors", "kernels"},
-    "runtime": {"errors", "jit", "kernels", "masks"},
-    "torch_cpu": {"kernels", "masks"},
-    "arguments": {"errors", "kernels"},
-    "emulate": {"errors", "jit", "kernels", "masks"},
-    "explanation": {"kernels"},
-    "options": {"kernels"},
-    "problems": {"arguments", "errors", "kernels", "masks", "runtime"},
-    "validation": {"arguments", "errors", "kernels", "masks"},
-    "forward": {"emulate", "kernels", "masks", "options", "problems", "runtime", "select", "torch_cpu", "validation"},
-    "nodes": {"arguments", "forward", "kernels", "masks", "runtime"},
-    "backward": {"forward", "kernels", "masks", "nodes", "torch_cpu"},
-    "autograd": {"arguments", "backward", "forward", "masks", "nodes"},
-    "api": {"autograd", "eight_bit", "errors", "forward", "kernels", "masks", "options", "runtime", "validation"},
-    "explaining": {"eight_bit", "explanation", "jit", "kernels", "masks", "problems", "select", "validation"},
-    "quantize": {"errors"},
-    "eight_bit_arguments": {"arguments", "errors", "kernels"},
-    "eight_bit_launches": {"arguments", "eight_bit_arguments", "emulate", "errors", "kernels", "quantize", "runtime"},
-    "eight_bit": {
-        *("arguments", "eight_bit_arguments", "eight_bit_launches", "errors", "explanation", "forward", "jit"),
-        *("kernels", "options", "runtime", "select"),
-    },
-    "prepared": {
-        *("", "api", "arguments", "eight_bit", "errors", "explaining", "explanation", "forward", "kernels"),
-        *("masks", "runtime", "validation"),
-    },
-    "": {
-        *("api", "dropin", "errors", "explaining", "explanation", "flash_backend", "integrations", "prepared"),
-        *("quantize", "torch_ops"),
-    },
-    "evidence": {
-        *("", "api", "arguments", "dropin", "eight_bit", "eight_bit_arguments", "eight_bit_launches"),
-        *("emulate", "errors", "explanation", "integrations", "jit", "kernels", "masks", "options", "quantize"),
-        *("reference", "runtime", "select"),
-    },
-    "torch_ops": {"", "autograd", "backward", "errors", "forward", "masks"},
-    "dropin": {
-        *("", "api", "arguments", "autograd", "errors", "forward", "kernels", "options", "runtime"),
-        *("torch_cpu", "validation"),
-    },
-    "flash_backend": {"", "errors", "forward", "kernels", "nodes"},
-    "integrations": {"api", "arguments", "dropin", "errors", "kernels"},
     "console": set(),
-    "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "kernels", "runtime"},
+    "kernels": {"errors"},
+    "jit": {"errors", "kernels"},
+    "call": {"errors", "kernels"},
+    "runtime": {"call", "errors", "jit", "kernels"},
+    "emulate": {"call", "errors", "jit", "kernels"},
+    "execution": {"call", "emulate", "errors", "kernels", "runtime"},
+    "attention": {"call", "errors", "execution", "jit", "kernels", "runtime"},
+    "integrations": {"", "attention", "call", "errors", "execution", "kernels", "runtime"},
+    "": {"attention", "errors", "integrations"},
+    "evidence": {
+        *("", "attention", "call", "emulate", "errors", "execution", "integrations", "jit", "kernels", "reference"),
+        "runtime",
+    },
+    "cli": {"", "call", "console", "emulate", "errors", "evidence", "kernels", "runtime"},
     "__main__": {"cli"},
 }
 
@@ -99,7 +67,7 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 def test_the_checker_sees_imports() -> None:
-    assert "runtime" in imported_rooms(SOURCE / "api.py")
+    assert "runtime" in imported_rooms(SOURCE / "attention/api.py")
     assert "" in imported_rooms(SOURCE / "evidence/verify.py")
 
 

@@ -10,12 +10,12 @@ import torch
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import MASKINGS
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.kernels.problem import MaskKind, Problem
-from microsdpa.masks import Masks
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 CASES = [Case(2, 4, 20, 33, 16, heads_kv=2, causal=causal, masks=masks) for causal, masks in MASKINGS]
 

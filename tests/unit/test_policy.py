@@ -11,7 +11,7 @@ import pytest
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named, policy
 from microsdpa.kernels.problem import OPERANDS, MaskKind, Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 SMALL = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 CODES = replace(SMALL, operands="fp8")

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from microsdpa.arguments import is_bulk_addressable
+from microsdpa.call.tensors import is_bulk_addressable
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import (
     EIGHT_BIT_FAMILIES,
@@ -19,7 +19,7 @@ from microsdpa.kernels import (
     policy,
 )
 from microsdpa.kernels.problem import MaskKind, Problem, capability_of, target_of, virtual
-from microsdpa.select import chosen, select
+from microsdpa.kernels.select import chosen, select
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 

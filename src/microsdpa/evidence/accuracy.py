@@ -17,7 +17,7 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.wording import provenance
 from microsdpa.kernels import emulated_target
 from microsdpa.kernels.problem import OPERANDS, Operands, target_of
-from microsdpa.kernels.quantize.spec import RECIPES
+from microsdpa.kernels.quantize.spec import SCHEMES
 from microsdpa.runtime import launcher
 
 KINDS: tuple[Kind, ...] = ("normal", "outliers", "key_bias")
@@ -100,7 +100,7 @@ def _on_codes(
     out: torch.Tensor,
     expected: torch.Tensor,
 ) -> OnCodes:
-    _, plain = verify_eight_bit.specified(tensors, RECIPES[precision])
+    _, plain = verify_eight_bit.specified(tensors, SCHEMES[precision])
     of_codes, _ = reference.oracle(*plain, causal=case.causal)
     allowed = verify_eight_bit.allowed(plain, case, precision, of_codes)
     query, key, value = plain

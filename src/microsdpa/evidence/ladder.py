@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from microsdpa import eight_bit_launches, reference
+from microsdpa import reference
 from microsdpa.emulate import build
 from microsdpa.emulate import run as emulator
 from microsdpa.evidence import ada, compare, ladder_table, results, worker
@@ -20,13 +20,14 @@ from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers.ours import RungCodes
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import Suite, load
+from microsdpa.execution import quantized
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.occupancy import occupancy
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named
 from microsdpa.kernels.eight_bit import MIN_CAPABILITY
 from microsdpa.kernels.problem import Problem, capability_of, target_of
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
 
 SUITE = "ladder"
 TORCH_PEERS = "torch,torch-flash,torch-cudnn,torch-efficient,torch-math"
@@ -115,13 +116,13 @@ def emulated(rung: str, target: str) -> tuple[emulator.Report, float]:
     spec, problem = specification(rung, EMULATED, target)
     out = torch.full_like(tensors[0], torch.nan)
     if problem.operands is None:
-        report = emulator.attention(spec, problem, *tensors, out, None, None, count_banks=True)
+        report = emulator.attention(spec, problem, (*tensors, out, None), count_banks=True)
         return report, compare.measure(out, reference.oracle(*tensors)[0]).max_abs
     made = RungCodes.of(tensors)
     inputs = dict(zip(("query", "key", "value"), made.codes, strict=True))
     inputs |= {f"{name}_scale": x.scale for name, x in zip(("query", "key", "value"), made.quantized, strict=True)}
-    places = {name: eight_bit_launches.Place.of(name, x) for name, x in {**inputs, "out": out}.items()}
-    launch = eight_bit_launches.attending(spec, problem, places, EMULATED.head_dim**-0.5)
+    places = {name: quantized.Place.of(name, x) for name, x in {**inputs, "out": out}.items()}
+    launch = quantized.attending(spec, problem, places, EMULATED.head_dim**-0.5)
     report = emulator.one_kernel(launch.spec, launch.grid, launch.filled, inputs, {"out": out}, count_banks=True)
     return report, compare.measure(out, reference.oracle(*made.dequantized())[0]).max_abs
 

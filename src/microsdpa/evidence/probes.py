@@ -13,7 +13,7 @@ import torch
 
 import microsdpa
 from microsdpa.emulate import build
-from microsdpa.emulate.run import Schedule
+from microsdpa.emulate.run import Schedule, Shape
 from microsdpa.emulate.run import launch as emulate
 from microsdpa.evidence import results
 from microsdpa.evidence.inputs import Case
@@ -47,11 +47,13 @@ def run_emulated(probe: Probe, words: Words, schedule: Schedule | None = None) -
         build.load(probe.spec, params=PARAMS),
         lambda at: ProbeParams(at["query"], at["out"]),
         {"query": (probe.seen(words), False), "out": (probe.seen(out), True)},
-        grid=(probe.blocks, 1, 1),
-        threads=probe.threads,
-        shared_bytes=probe.shared_bytes,
-        cluster=probe.cluster,
-        tensor_maps=[(box.tensor, box) for box in probe.tensor_maps],
+        Shape(
+            (probe.blocks, 1, 1),
+            probe.threads,
+            probe.shared_bytes,
+            probe.cluster,
+            tensor_maps=tuple((box.tensor, box) for box in probe.tensor_maps),
+        ),
         schedule=schedule,
     )
     return out

@@ -11,8 +11,8 @@ from typing import Any, cast
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import Grid, KernelSpec, configurations
 from microsdpa.kernels.problem import OPERANDS, Causal, DType, MaskKind, Operands, Problem
-from microsdpa.kernels.quantize.spec import RECIPES, fused, fused_grid, part_rows
-from microsdpa.select import select
+from microsdpa.kernels.quantize.spec import SCHEMES, fused, fused_grid, part_rows
+from microsdpa.kernels.select import select
 
 Row = dict[str, Any]
 
@@ -76,7 +76,7 @@ def quantised_problem(precision: Operands, shape: dict[str, int], dtype: DType, 
         causal=_causal(mask),
         target=target,
         operands=precision,
-        query_terms=RECIPES[precision].query_terms,
+        query_terms=SCHEMES[precision].query_terms,
     )
 
 
@@ -94,10 +94,10 @@ def problem_of(row: Row, target: str) -> Problem:
 
 def _quantiser(problem: Problem) -> Kernel:
     assert problem.operands is not None
-    recipe, p = RECIPES[problem.operands], problem
-    grid = fused_grid(recipe, p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k)
-    numbers = (part_rows(recipe, p.batch * p.heads_kv, p.seqlen_k),)
-    return Kernel(fused(recipe, p.dtype, p.head_dim), (grid,), numbers)
+    scheme, p = SCHEMES[problem.operands], problem
+    grid = fused_grid(scheme, p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k)
+    numbers = (part_rows(scheme, p.batch * p.heads_kv, p.seqlen_k),)
+    return Kernel(fused(scheme, p.dtype, p.head_dim), (grid,), numbers)
 
 
 def _configuration(problem: Problem, label: str) -> KernelSpec:

@@ -16,7 +16,7 @@ from microsdpa.evidence.wording import quoted_us
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.occupancy import occupancy
 from microsdpa.kernels import FAMILIES
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 ARITHMETIC = ("float16", "e4m3", "int8")
 MISSION = Case(1, 8, 512, 512, 64)

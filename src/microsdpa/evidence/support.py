@@ -9,7 +9,7 @@ from typing import Any
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.kernels.problem import OPERANDS, DType, MaskKind, Problem
-from microsdpa.select import select
+from microsdpa.kernels.select import select
 
 GPUS = {"sm_80": "A100", "sm_89": "L4, RTX 4090", "sm_90a": "H100, H200", "sm_120": "RTX 5090"}
 DTYPES: tuple[DType, ...] = ("float16", "bfloat16")

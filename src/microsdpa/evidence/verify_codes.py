@@ -11,15 +11,16 @@ import torch
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.attention.quantize import Code, Granularity, decode, encode
+from microsdpa.call.scales import CODE_DTYPE
 from microsdpa.evidence import compare, fp8_products, survey, verify_eight_bit
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make
 from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, RungCodes
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, SUM_BITS, allowed
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
 from microsdpa.kernels.problem import OPERANDS
-from microsdpa.kernels.quantize.spec import RECIPES, fused, restore_lse
-from microsdpa.quantize import CODE_DTYPE, Code, Granularity, decode, encode
-from microsdpa.select import select
+from microsdpa.kernels.quantize.spec import SCHEMES, fused, restore_lse
+from microsdpa.kernels.select import select
 
 Part = tuple[str, Callable[[], str]]
 """What is checked, and the check: why it failed, empty when it passed."""
@@ -56,7 +57,7 @@ def kernels(target: str) -> set[KernelSpec]:
         if not verify_eight_bit.computed_by("auto", case, precision, target):
             continue
         spec = select(verify_eight_bit.problem_of(case, precision, target), "auto").spec
-        found |= {spec, fused(RECIPES[precision], case.dtype, case.head_dim)}
+        found |= {spec, fused(SCHEMES[precision], case.dtype, case.head_dim)}
         found.add(restore_lse(case.dtype, case.head_dim))
     return found
 

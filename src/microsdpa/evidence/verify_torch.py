@@ -21,8 +21,8 @@ from microsdpa.evidence.torch_cases import Call, TorchCase, all_cases, corners, 
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import capability_of
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
 
 OURS, TORCHS, REFUSED = "microsdpa", "torch", "refused"
 EMULATED_WORK = 2**20

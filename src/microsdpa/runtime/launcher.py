@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from microsdpa import runtime
+from microsdpa.call.masks import NONE, Masks
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.kernels import Grid, KernelSpec
 from microsdpa.kernels.problem import Problem, target_of, virtual
-from microsdpa.masks import NONE, Masks
 from microsdpa.runtime.ffi import tvm_ffi
 
 LIBRARY = "libmicrosdpa_launcher.so"

@@ -24,7 +24,7 @@ CPP_CODE: dict[str, str] = {"e4m3": "E4m3", "int8": "Int8", "sim_u8": "Simulated
 
 
 @dataclass(frozen=True)
-class Recipe:
+class QuantizationScheme:
     """How Q, K and V are quantised.
 
     Attributes:
@@ -44,25 +44,25 @@ class Recipe:
     hadamard: bool = True
 
 
-RECIPES: dict[Operands, Recipe] = {
-    "fp8": Recipe("e4m3", "e4m3", query_terms=2),
-    "int8_fp8": Recipe("int8", "e4m3"),
-    "int8_fp16": Recipe("int8", None, query_terms=2),
+SCHEMES: dict[Operands, QuantizationScheme] = {
+    "fp8": QuantizationScheme("e4m3", "e4m3", query_terms=2),
+    "int8_fp8": QuantizationScheme("int8", "e4m3"),
+    "int8_fp16": QuantizationScheme("int8", None, query_terms=2),
 }
 """What sdpa(precision=) does; docs/numerics.md says why."""
 
 
-def fused(recipe: Recipe, dtype: DType, head_dim: int) -> KernelSpec:
+def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int) -> KernelSpec:
     """The quantising kernel."""
     arguments = {
         "T": CPP_TYPE[dtype],
         "HEAD_DIM": str(head_dim),
-        "CODE": f"microsdpa::code::{CPP_CODE[recipe.code]}",
-        "VALUE": f"microsdpa::code::{CPP_CODE[recipe.value] if recipe.value else 'None'}",
-        "TERMS": str(recipe.query_terms),
-        "BLOCK": str(recipe.block),
-        "SMOOTH": BOOLEAN[recipe.smooth],
-        "HADAMARD": BOOLEAN[recipe.hadamard],
+        "CODE": f"microsdpa::code::{CPP_CODE[scheme.code]}",
+        "VALUE": f"microsdpa::code::{CPP_CODE[scheme.value] if scheme.value else 'None'}",
+        "TERMS": str(scheme.query_terms),
+        "BLOCK": str(scheme.block),
+        "SMOOTH": BOOLEAN[scheme.smooth],
+        "HADAMARD": BOOLEAN[scheme.hadamard],
     }
     return KernelSpec(
         name="quantize/fused",
@@ -70,27 +70,27 @@ def fused(recipe: Recipe, dtype: DType, head_dim: int) -> KernelSpec:
         template="microsdpa::quantize::quantize_query_key_value",
         template_args=tuple(arguments.items()),
         threads=GROUPS * head_dim // CHUNK,
-        block_m=rows_of_cta(recipe),
+        block_m=rows_of_cta(scheme),
         params="microsdpa::quantize::QuantizeParams",
     )
 
 
-def rows_of_cta(recipe: Recipe) -> int:
+def rows_of_cta(scheme: QuantizationScheme) -> int:
     """Rows of Q, and without smoothing of K, that a CTA takes: whole blocks."""
-    return max(2 * GROUPS, recipe.block)
+    return max(2 * GROUPS, scheme.block)
 
 
-def part_rows(recipe: Recipe, heads: int, seqlen_k: int) -> int:
+def part_rows(scheme: QuantizationScheme, heads: int, seqlen_k: int) -> int:
     """Rows of V, and with smoothing of K, that a CTA encodes, having read all of the head; `heads` of all batches."""
-    rows, parts = rows_of_cta(recipe), max(1, min(PARTS, PART_CTAS // heads))
+    rows, parts = rows_of_cta(scheme), max(1, min(PARTS, PART_CTAS // heads))
     return max(1, -(-seqlen_k // (parts * rows))) * rows
 
 
-def fused_grid(recipe: Recipe, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Grid:
+def fused_grid(scheme: QuantizationScheme, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Grid:
     """CTAs for K, then V, then Q."""
-    rows, part = rows_of_cta(recipe), part_rows(recipe, batch * heads_kv, seqlen_k)
-    key_tiles = -(-seqlen_k // (part if recipe.smooth else rows))
-    value_tiles = -(-seqlen_k // part) if recipe.value else 0
+    rows, part = rows_of_cta(scheme), part_rows(scheme, batch * heads_kv, seqlen_k)
+    key_tiles = -(-seqlen_k // (part if scheme.smooth else rows))
+    value_tiles = -(-seqlen_k // part) if scheme.value else 0
     return batch * (heads * -(-seqlen_q // rows) + heads_kv * (key_tiles + value_tiles)), 1, 1
 
 
@@ -115,8 +115,8 @@ def quantize_catalogue(target: str) -> list[KernelSpec]:
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
     dims = ALL_HEAD_DIMS if capability_of(target) == (9, 0) else HEAD_DIMS
     quantisers = [
-        fused(recipe, dtype, d)
-        for recipe, dtype, d in product(RECIPES.values(), dtypes, dims)
-        if d in HEAD_DIMS or recipe.value is not None
+        fused(scheme, dtype, d)
+        for scheme, dtype, d in product(SCHEMES.values(), dtypes, dims)
+        if d in HEAD_DIMS or scheme.value is not None
     ]
     return [*quantisers, *(restore_lse(dtype, d) for dtype, d in product(dtypes, dims))]

@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa import autograd, eight_bit, forward
-from microsdpa import masks as mask_arguments
+from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
+from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
+from microsdpa.call.validate import check
 from microsdpa.errors import InvalidArgument
-from microsdpa.forward import MISSES, MaskTensors, Options
+from microsdpa.execution import autograd, forward
+from microsdpa.execution.forward import MISSES
 from microsdpa.kernels.problem import Causal, Operands
-from microsdpa.options import OPTIONS
 from microsdpa.runtime import launcher
-from microsdpa.validation import validate_call
 
 _launch = launcher.launch
 _launch_masked = launcher.launch_masked
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
-_PLAIN = OPTIONS[False, None, False, "auto"]
 
 
 def sdpa(
@@ -89,13 +88,18 @@ def sdpa(
         CompileError: the kernel does not compile on this machine.
     """
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
-        mask_arguments.refuse(attn_mask, window, softcap, alibi_slopes, sinks)
-        inputs, scales = (query, key, value), (q_scale, k_scale, v_scale)
-        call = inputs, precision, scales, (is_causal, causal, enable_gqa, impl), scale, return_lse, out
-        found = (None if is_dynamo_compiling() else eight_bit.launch(*call)) or eight_bit.first_call(*call)
+        masked = attn_mask is not None or window is not None or softcap is not None
+        if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):
+            given = (query, key, value), (q_scale, k_scale, v_scale), (is_causal, causal, enable_gqa, impl, precision)
+            found = forward.launch_eight_bit(*given, scale, return_lse, out)
+            if found is not None:
+                return found if return_lse else found[0]  # type: ignore[return-value]
+        masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
+        options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
+        found = forward.first_call(Call((query, key, value), masks, scales, options, return_lse, out))
         return found if return_lse else found[0]  # type: ignore[return-value]
     if is_dynamo_compiling():
-        traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl)
+        traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl, None)
         result, lse = autograd.operator((query, key, value), (attn_mask, alibi_slopes, sinks), traced, return_lse)
         result = result if out is None else out.copy_(result)
         return (result, lse) if return_lse else result  # type: ignore[return-value]
@@ -113,7 +117,7 @@ def sdpa(
         if not graded:
             # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
             plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
-            code = _PLAIN if plain else OPTIONS[is_causal, causal, enable_gqa, impl]
+            code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
             result = _empty_like(query) if out is None else out
             if attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None:
                 lse = _launch(query, key, value, result, return_lse, code, scale)
@@ -129,27 +133,24 @@ def sdpa(
             del result  # a large output is not to be there twice
     except MISSES:
         pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
-    masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
+    inputs, masks = (query, key, value), mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
-    inputs = query, key, value
     if graded or autograd.is_traced(inputs):
         found = _through_autograd(inputs, masks, options, return_lse, out)
     else:
-        found = forward.first_call(inputs, masks, options, return_lse, out)
+        found = forward.first_call(Call(inputs, masks, options=options, return_lse=return_lse, out=out))
     return found if return_lse else found[0]  # type: ignore[return-value]
 
 
 def _through_autograd(
-    inputs: forward.Inputs, masks: MaskTensors, options: Options, return_lse: bool, out: torch.Tensor | None
+    inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool, out: torch.Tensor | None
 ) -> forward.Result:
     """A call that a gradient may be asked of, or that is traced into a graph."""
     if autograd.is_traced(inputs):
         result, lse = autograd.operator(inputs, masks, options, return_lse)
         return result if out is None else out.copy_(result), lse
     if out is not None:
-        is_causal, causal, scale, enable_gqa, window, softcap, impl = options
-        given = masks.attn_mask, window, softcap, masks.alibi_slopes, masks.sinks
-        validate_call(*inputs, is_causal, causal, scale, enable_gqa, out, impl, given)
+        check(Call(inputs, masks, options=options, out=out))
         raise InvalidArgument(
             "out", expected="None where an input requires grad", got="a tensor", hint="autograd needs a new output"
         )

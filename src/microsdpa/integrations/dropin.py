@@ -26,14 +26,17 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa import api, autograd, forward, torch_cpu, validation
-from microsdpa.arguments import DTYPES, check_impl
-from microsdpa.autograd import PLAIN_TYPES
+from microsdpa.attention import api
+from microsdpa.call import validate
+from microsdpa.call.call import Call, mask_tensors
+from microsdpa.call.options import OPTIONS, Options
+from microsdpa.call.tensors import DTYPES, check_impl
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.forward import MISSES, Options
+from microsdpa.execution import autograd, forward, torch_cpu
+from microsdpa.execution.autograd import PLAIN_TYPES
+from microsdpa.execution.forward import MISSES
 from microsdpa.kernels.ampere.general.spec import MAX_HEAD_DIM
 from microsdpa.kernels.problem import LARGEST_FACTOR, Causal
-from microsdpa.options import OPTIONS
 from microsdpa.runtime import launcher
 
 if TYPE_CHECKING:
@@ -144,36 +147,28 @@ def scaled_dot_product_attention(
     Raises:
         UnsupportedProblem: microsdpa does not compute the call, and was enabled with strict=True.
     """
+    given = query, key, value, attn_mask, dropout_p, is_causal
     entries = _active  # which another thread may replace meanwhile
     strict, impl = False, "auto"
     if entries:
         holding = _holding(entries)
         strict, impl = holding.strict, holding.impl
     if _is_unrestricted():
-        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, strict=strict, impl=impl)
-    arguments = query, key, value, attn_mask, dropout_p, is_causal
-    return _leave_to_torch(RESTRICTED, arguments, scale, enable_gqa, strict=False)
+        return attend(given, scale, enable_gqa, strict=strict, impl=impl)
+    return _leave_to_torch(RESTRICTED, given, scale, enable_gqa, strict=False)
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    *,
-    strict: bool,
-    impl: str,
-) -> torch.Tensor:
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", float, bool]
+"""query, key, value, attn_mask, dropout_p and is_causal of torch's function."""
+
+
+def attend(given: Given, scale: float | None, enable_gqa: bool, *, strict: bool, impl: str) -> torch.Tensor:
     """A call of torch's function: by microsdpa, or else by torch's own, unless `strict`.
 
     Raises:
         UnsupportedProblem: microsdpa does not compute the call, and `strict`.
     """
-    given = query, key, value, attn_mask, dropout_p, is_causal
+    query, key, value, attn_mask, dropout_p, is_causal = given
     if not is_dynamo_compiling() and _is_clear(query, key, value, attn_mask, dropout_p):
         if _is_any_autocast_enabled():
             query, key, value, attn_mask = _as_autocast(query, key, value, attn_mask)
@@ -193,21 +188,19 @@ def attend(
         # torch computes it whether microsdpa is asked or not: its own call, gradients included, costs nothing more.
         try:
             if strict and not is_dynamo_compiling():
-                masks = (attn_mask, None, None, None, None)
-                validation.validate_call(query, key, value, is_causal, None, scale, enable_gqa, None, impl, masks)
+                options = Options(is_causal, None, scale, enable_gqa, impl=impl)
+                validate.check(Call((query, key, value), mask_tensors(attn_mask, None, None), options=options))
             return torch_cpu.torch_attention(*given, scale=scale, enable_gqa=enable_gqa)
         except (InvalidArgument, UnsupportedProblem) as error:
             reason = str(error)
     if not reason:
-        options: dict[str, Any] = {"causal": causal} if causal else {"is_causal": is_causal}
-        options["impl"] = impl
-        if attn_mask is not None:
-            options["attn_mask"] = attn_mask
+        asked: dict[str, Any] = {"causal": causal} if causal else {"is_causal": is_causal}
+        asked |= {"impl": impl, "scale": scale, "enable_gqa": enable_gqa}
         if is_dynamo_compiling():
-            reason = why_not_traced(query, key, value, attn_mask, options | {"scale": scale, "enable_gqa": enable_gqa})
+            reason = why_not_traced(query, key, value, attn_mask, asked)
     if not reason:
         try:
-            return _output(query, key, value, scale, enable_gqa, options)
+            return _output(query, key, value, asked if attn_mask is None else asked | {"attn_mask": attn_mask})
         except (InvalidArgument, UnsupportedProblem) as error:
             reason = str(error)
     return _leave_to_torch(reason, given, scale, enable_gqa, strict=strict, bias=bias)
@@ -306,12 +299,12 @@ def _at_once(
     if not graded and attn_mask is None:
         try:
             out = _empty_like(query)
-            if _launch(query, key, value, out, False, OPTIONS[is_causal, None, enable_gqa, impl], scale):
+            if _launch(query, key, value, out, False, OPTIONS[is_causal, None, enable_gqa, impl, None], scale):
                 return out
         except MISSES:
             pass
         return None
-    masks = forward.mask_tensors(attn_mask, None, None)
+    masks = mask_tensors(attn_mask, None, None)
     options = Options(is_causal, None, scale, enable_gqa, None, None, impl)
     if not graded:
         found = forward.launch((query, key, value), masks, options, False)
@@ -363,15 +356,8 @@ def _kind(reason: str) -> str:
     return _NUMBERS.sub("N", reason)
 
 
-def _output(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float | None,
-    enable_gqa: bool,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    result = api.sdpa(query, key, value, scale=scale, enable_gqa=enable_gqa, **options)
+def _output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    result = api.sdpa(query, key, value, **options)
     assert isinstance(result, torch.Tensor)
     return result
 
@@ -434,7 +420,7 @@ def why_not_traced(
         return "scale is no number"
     if scale is not None and not abs(scale) <= LARGEST_FACTOR:
         return "scale is over 2**127 in magnitude, or no number"
-    if query.device.type == "cpu" and not validation.runs_on_cpu(options["impl"]):
+    if query.device.type == "cpu" and not validate.runs_on_cpu(options["impl"]):
         return f"impl {options['impl']!r} runs on CUDA tensors"
     if attn_mask is None:
         return ""

@@ -8,11 +8,14 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from microsdpa import api, arguments, eight_bit, explaining, forward, validation
-from microsdpa import masks as mask_arguments
+from microsdpa.attention import api
+from microsdpa.attention.explain import Explanation, explanation
+from microsdpa.call import tensors
+from microsdpa.call.call import Call, mask_tensors
+from microsdpa.call.options import Options
+from microsdpa.call.validate import check
 from microsdpa.errors import InvalidArgument
-from microsdpa.explanation import Explanation
-from microsdpa.forward import Options
+from microsdpa.execution import forward
 from microsdpa.kernels.problem import VECTOR_BYTES, Causal, Operands
 from microsdpa.runtime import launcher
 
@@ -110,7 +113,7 @@ class Expected:
             want, got = getattr(expected, what), getattr(found, what)
             if want != got:
                 raise InvalidArgument(name, expected=f"{what} {want}, as the plan has", got=str(got), hint=hint)
-        if self.aligned and name not in MASK_TENSORS and not arguments.is_aligned(tensor):
+        if self.aligned and name not in MASK_TENSORS and not tensors.is_aligned(tensor):
             want = f"an address that is a multiple of {VECTOR_BYTES} bytes, as the plan has"
             raise InvalidArgument(name, expected=want, got=hex(tensor.data_ptr()), hint=hint)
 
@@ -138,7 +141,7 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
             pass  # the checks below say which argument is wrong; a launch that failed otherwise fails in sdpa again
         for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
             expected.check(name, tensor)
-        arguments.check_grad({"query": query, "key": key, "value": value})
+        tensors.check_grad({"query": query, "key": key, "value": value})
         return api.sdpa(query, key, value, out=out, **expected.options)
 
     prepared.__doc__ = Plan.__call__.__doc__
@@ -164,8 +167,8 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         masks = attn_mask, alibi_slopes, sinks
         try:
-            tensors = query, key, value, out, *masks
-            if not is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors if tensor is not None):
+            given = query, key, value, out, *masks
+            if not is_grad_enabled() or not any(tensor.requires_grad for tensor in given if tensor is not None):
                 result = empty_like(query) if out is None else out
                 lse = launch(query, key, value, result, return_lse, *masks)
                 if lse is not None:
@@ -176,7 +179,7 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
         inputs = {"query": query, "key": key, "value": value, **named}
         for name, tensor in {**inputs, "out": out}.items():
             expected.check(name, tensor)
-        arguments.check_grad({name: tensor for name, tensor in inputs.items() if tensor is not None})
+        tensors.check_grad({name: tensor for name, tensor in inputs.items() if tensor is not None})
         return api.sdpa(query, key, value, out=out, **named, **expected.options)
 
     prepared.__doc__ = Plan.__call__.__doc__
@@ -195,7 +198,7 @@ def _layouts(
 
 def _output_layout(query: Layout) -> Layout:
     """Layout of the output that is allocated for a query."""
-    strides = arguments.allocated_strides(query.shape, query.strides)
+    strides = tensors.allocated_strides(query.shape, query.strides)
     kept = (stride if size > 1 else 0 for size, stride in zip(query.shape, strides, strict=True))
     return Layout(query.shape, tuple(kept), query.dtype, query.device)
 
@@ -231,40 +234,20 @@ def plan(
     allocates, as torch.empty_like(query) has for a dense query. With `precision` the calls quantise, as those of sdpa.
     With attn_mask, alibi_slopes or sinks, every call is given its own of the same layout.
     """
-    given = attn_mask, window, softcap, alibi_slopes, sinks
-    options: dict[str, Any] = {
-        "is_causal": is_causal,
-        "causal": causal,
-        "scale": scale,
-        "enable_gqa": enable_gqa,
-        "return_lse": return_lse,
-        "impl": impl,
-    }
-    if precision is not None:
-        mask_arguments.refuse(*given)
-        options["precision"] = precision
-        common = is_causal, causal, scale, enable_gqa, impl
-        quantising, explanation = eight_bit.prepare(query, key, value, out, precision, *common)
-        expected = Expected(_layouts(query, key, value, out), quantising is not None, options)
-        return make_plan(quantising or _no_launch, expected, explanation)
-    alignment, scale, masks = validation.validate_call(
-        query, key, value, is_causal, causal, scale, enable_gqa, out, impl, given
-    )
-    arguments.check_grad({"query": query, "key": key, "value": value, **masks.tensors})
-    launch, aligned = _no_launch, False
-    if query.device.type == "cuda" and not validation.is_empty(query, key) and not validation.emulated(impl):
-        given_options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
-        like_out = torch.empty_like(query) if out is None else out
-        forward.prepare((query, key, value), like_out, alignment, masks, given_options)
-        if masks.kind is None:
-            launch = launcher.prepared_call(query, key, value, like_out, given_options.code, scale)
-        else:
-            launch = launcher.prepared_masked_call(query, key, value, like_out, given_options.code, scale, masks)
+    masks = mask_tensors(attn_mask, alibi_slopes, sinks)
+    given = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
+    checked = check(Call((query, key, value), masks, options=given, return_lse=return_lse, out=out))
+    tensors.check_grad({"query": query, "key": key, "value": value, **checked.masks.tensors})
+    launch: Callable[..., Any] = _no_launch
+    aligned = False
+    if query.device.type == "cuda" and not (checked.is_empty or checked.emulated):
+        like_out = checked.output()
+        forward.prepare(checked, like_out)
+        launch = forward.prepared(checked, like_out)
         aligned = launcher.alignment(query, key, value, like_out) == VECTOR_BYTES
-    explanation = explaining.explanation(query, key, value, out, alignment, masks, impl)
     layouts = _layouts(query, key, value, out)
-    if masks.kind is None:
-        return make_plan(launch, Expected(layouts, aligned, options), explanation)
-    layouts |= {name: Layout.of(tensor) for name, tensor in masks.tensors.items()}
-    options |= {"window": window, "softcap": softcap}
-    return make_masked_plan(launch, Expected(layouts, aligned, options), explanation)
+    options = given._asdict() | {"scale": checked.scale, "return_lse": return_lse}
+    if checked.masks.kind is None:
+        return make_plan(launch, Expected(layouts, aligned, options), explanation(checked))
+    layouts |= {name: Layout.of(tensor) for name, tensor in checked.masks.tensors.items()}
+    return make_masked_plan(launch, Expected(layouts, aligned, options), explanation(checked))

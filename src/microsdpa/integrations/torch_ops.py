@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from microsdpa import autograd, backward, forward
+from microsdpa.call.call import NO_TENSORS, Inputs, MaskTensors, mask_tensors
+from microsdpa.call.masks import Masks
+from microsdpa.call.options import PLAIN, Options
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.forward import MaskTensors, Options
-from microsdpa.masks import Masks
+from microsdpa.execution import autograd, backward, forward
 
 _UNBOUNDED = (-1, -1)
 _library = torch.library.Library("microsdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -41,10 +42,10 @@ def _call(
     window: Any = _UNBOUNDED,
     softcap: float | None = None,
     impl: str = "auto",
-) -> tuple[forward.Inputs, MaskTensors, Options]:
+) -> tuple[Inputs, MaskTensors, Options]:
     """The operator's arguments as the rest of the library has them."""
     ends = None if window is _UNBOUNDED or tuple(window) == _UNBOUNDED else (window[0], window[1])
-    masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
+    masks = mask_tensors(attn_mask, alibi_slopes, sinks)
     return (query, key, value), masks, Options(False, causal, scale, enable_gqa, ends, softcap, impl)
 
 
@@ -65,8 +66,8 @@ def _output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: 
     return forward.attend(inputs, masks, options, False)[0]
 
 
-def _plain(*inputs: torch.Tensor) -> tuple[forward.Inputs, MaskTensors, Options]:
-    return inputs, forward.NO_TENSORS, forward.PLAIN  # type: ignore[return-value]
+def _plain(*inputs: torch.Tensor) -> tuple[Inputs, MaskTensors, Options]:
+    return inputs, NO_TENSORS, PLAIN  # type: ignore[return-value]
 
 
 def _differentiable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> forward.Result:
@@ -117,33 +118,13 @@ def attention_backward(
 ) -> list[torch.Tensor]:
     """Gradients of query, key, value and, where given, of a float attn_mask, alibi_slopes and sinks, in this order."""
     masks = Masks(attn_mask, (window[0], window[1]), softcap, alibi_slopes, sinks)
-    return backward.gradients(
-        grad_out,
-        grad_lse,
-        query,
-        key,
-        value,
-        out,
-        lse,
-        causal,  # type: ignore[arg-type]
-        scale,
-        masks,
-    )
+    inputs, result = (query, key, value), (out, lse)
+    return backward.gradients((grad_out, grad_lse), inputs, result, causal, scale, masks)  # type: ignore[arg-type]
 
 
 @attention_backward.register_fake
-def _(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    *_: object,
-) -> list[torch.Tensor]:
-    tensors = query, key, value, attn_mask, alibi_slopes, sinks
+def _(grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *given: Any) -> list[torch.Tensor]:
+    tensors = given[:6]  # the inputs and the masks'
     return [torch.empty_like(tensor) for tensor in tensors if tensor is not None and tensor.is_floating_point()]
 
 

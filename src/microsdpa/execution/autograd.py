@@ -8,9 +8,11 @@ import torch
 from torch._C import _are_functorch_transforms_active, _AutoDispatchBelowAutograd, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
-from microsdpa import arguments, backward, forward, nodes
-from microsdpa.forward import Inputs, MaskTensors, Options
-from microsdpa.masks import Masks, refuse_both
+from microsdpa.call import tensors
+from microsdpa.call.call import Inputs, MaskTensors, mask_tensors
+from microsdpa.call.masks import Masks, refuse_both
+from microsdpa.call.options import Options
+from microsdpa.execution import backward, forward, nodes
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that nothing but this library looks at."""
@@ -52,12 +54,12 @@ def operator(
     """
     query, key, value = inputs
     attn_mask, alibi_slopes, sinks = masks
-    is_causal, causal, scale, enable_gqa, window, softcap, impl = options
+    is_causal, causal, scale, enable_gqa, window, softcap, impl, _ = options
     if query.is_nested or key.is_nested or value.is_nested or (attn_mask is not None and attn_mask.is_nested):
-        arguments.check_not_nested(query=query, key=key, value=value, attn_mask=attn_mask)
+        tensors.check_not_nested(query=query, key=key, value=value, attn_mask=attn_mask)
     if is_causal is not False:
         refuse_both(is_causal, attn_mask)
-        causal = arguments.check_causal(is_causal, causal)
+        causal = tensors.check_causal(is_causal, causal)
     masked = attn_mask is not None or alibi_slopes is not None or sinks is not None
     if masked or causal is not None or scale is not None or enable_gqa or window is not None or softcap is not None:
         ends = [-1, -1] if window is None else list(window)
@@ -69,8 +71,8 @@ def operator(
     return torch.ops.microsdpa.attention_output(query, key, value, *rest), None
 
 
-def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
+def _wants_gradient(*given: torch.Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in given)
 
 
 def record(inputs: Inputs, masks: MaskTensors, options: Options, eager: bool) -> forward.Result:
@@ -97,7 +99,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [B, H, S_q, D] and LSE [B, H, S_q]."""
         inputs = query, key, value
-        masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
+        masks = mask_tensors(attn_mask, alibi_slopes, sinks)
         if eager:
             out, lse = forward.attend(inputs, masks, options, True)
         else:
@@ -113,23 +115,23 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the tensors; None for options, and for a mask of booleans."""
         grad_out, grad_lse = grads
-        *inputs, out, lse = ctx.saved_tensors
+        *given, out, lse = ctx.saved_tensors
         options: Options = ctx.options
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        query, key, value, attn_mask, alibi_slopes, sinks = inputs
+        query, key, value, attn_mask, alibi_slopes, sinks = given
         causal = "upper_left" if options.is_causal else options.causal
         # With grad enabled, a gradient of the gradient is wanted: the operator refuses it.
         if is_eager((query, key, grad_out)) and not torch.is_grad_enabled():
             masks = Masks(attn_mask, options.window, options.softcap, alibi_slopes, sinks)
-            common = grad_out, grad_lse, query, key, value, out, lse, causal, options.scale
-            found = backward.gradients(*common, masks)
+            inputs = query, key, value
+            found = backward.gradients((grad_out, grad_lse), inputs, (out, lse), causal, options.scale, masks)
         else:
             ends = list(options.window or (-1, -1))
             rest = causal, options.scale, ends, options.softcap
-            found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *inputs, out, lse, *rest)
+            found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *given, out, lse, *rest)
         waiting = iter(found)
-        return *(next(waiting) if t is not None and t.is_floating_point() else None for t in inputs), None, None
+        return *(next(waiting) if t is not None and t.is_floating_point() else None for t in given), None, None
 
 
 _apply = super(torch.autograd.Function, _Attention).apply

@@ -9,10 +9,13 @@ import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from microsdpa import arguments, eight_bit_arguments
+from microsdpa.call import tensors
+from microsdpa.call.scales import CODE_DTYPE, block_of
+from microsdpa.call.validate import Checked
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.eight_bit_params import (
@@ -24,9 +27,8 @@ from microsdpa.kernels.eight_bit_params import (
     RowScales,
 )
 from microsdpa.kernels.problem import DType, Problem
-from microsdpa.kernels.quantize.spec import Recipe, fused, fused_grid, part_rows, restore_lse
+from microsdpa.kernels.quantize.spec import QuantizationScheme, fused, fused_grid, part_rows, restore_lse
 from microsdpa.kernels.spec import MAX_GRID_X, Grid
-from microsdpa.quantize import CODE_DTYPE
 from microsdpa.runtime import launcher
 
 ALL_ROWS = 31
@@ -131,22 +133,22 @@ def _pointers(params: type[ctypes.Structure], places: Places) -> tuple[tuple[int
 
 
 def code_shapes(
-    recipe: Recipe, query: Sequence[int], key: Sequence[int]
+    scheme: QuantizationScheme, query: Sequence[int], key: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of all that quantising [B, H, S_q, D] and [B, H_kv, S_k, D] gives."""
     batch, heads, seqlen_q, head_dim = query
     heads_kv, seqlen_k = key[1], key[2]
-    code, scale = CODE_DTYPE[recipe.code], torch.float32
+    code, scale = CODE_DTYPE[scheme.code], torch.float32
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "query_codes": ((batch, heads, seqlen_q, recipe.query_terms * head_dim), code),
+        "query_codes": ((batch, heads, seqlen_q, scheme.query_terms * head_dim), code),
         "key_codes": ((batch, heads_kv, seqlen_k, head_dim), code),
-        "query_scale": ((batch, heads, -(-seqlen_q // recipe.block)), scale),
-        "key_scale": ((batch, heads_kv, -(-seqlen_k // recipe.block)), scale),
+        "query_scale": ((batch, heads, -(-seqlen_q // scheme.block)), scale),
+        "key_scale": ((batch, heads_kv, -(-seqlen_k // scheme.block)), scale),
     }
-    if recipe.value:
-        shapes["value_codes"] = (batch, heads_kv, seqlen_k, head_dim), CODE_DTYPE[recipe.value]
+    if scheme.value:
+        shapes["value_codes"] = (batch, heads_kv, seqlen_k, head_dim), CODE_DTYPE[scheme.value]
         shapes["value_scale"] = (batch, heads_kv, head_dim), scale
-    if recipe.smooth:
+    if scheme.smooth:
         shapes["key_mean"] = (batch, heads_kv, head_dim), scale
     return shapes
 
@@ -164,7 +166,7 @@ def in_one_tensor(
     return places, end
 
 
-def quantising(recipe: Recipe, dtype: DType, places: Places) -> Launch:
+def quantising(scheme: QuantizationScheme, dtype: DType, places: Places) -> Launch:
     """The launch that quantises; places of "query", "key" and "value", and of all that code_shapes() names."""
     batch, heads, seqlen_q, head_dim = places["query"].shape
     heads_kv, seqlen_k = places["key"].shape[1:3]
@@ -175,11 +177,11 @@ def quantising(recipe: Recipe, dtype: DType, places: Places) -> Launch:
         heads_kv=heads_kv,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        part_rows=part_rows(recipe, batch * heads_kv, seqlen_k),
+        part_rows=part_rows(scheme, batch * heads_kv, seqlen_k),
         root=head_dim**-0.5,
     )
-    grid = fused_grid(recipe, batch, heads, heads_kv, seqlen_q, seqlen_k)
-    return Launch(fused(recipe, dtype, head_dim), grid, params, _pointers(QuantizeParams, places))
+    grid = fused_grid(scheme, batch, heads, heads_kv, seqlen_q, seqlen_k)
+    return Launch(fused(scheme, dtype, head_dim), grid, params, _pointers(QuantizeParams, places))
 
 
 def attending(spec: KernelSpec, problem: Problem, places: Places, scale: float) -> Launch:
@@ -222,16 +224,16 @@ def _row_scales(place: Place, seqlen: int) -> RowScales:
     batch, head = (*place.strides, 0, 0)[:2]
     if len(place.shape) < 3:
         return RowScales(0, batch, head, ALL_ROWS, 0)
-    block = eight_bit_arguments.block_of(seqlen, place.shape[2])
+    block = block_of(seqlen, place.shape[2])
     return RowScales(0, batch, head, block.bit_length() - 1, place.strides[2])
 
 
 def quantize_query_key_value(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, recipe: Recipe, emulated: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scheme: QuantizationScheme, emulated: bool
 ) -> Codes:
     """Quantise validated FP16 or BF16 tensors in one launch; quantize.py says what the codes are."""
     inputs = {"query": query, "key": key, "value": value}
-    shapes = code_shapes(recipe, query.shape, key.shape)
+    shapes = code_shapes(scheme, query.shape, key.shape)
     numbers, floats_bytes = in_one_tensor("floats", {n: s for n, s in shapes.items() if s[1] == torch.float32})
     floats = torch.empty(floats_bytes // 4, dtype=torch.float32, device=query.device)
     codes = {
@@ -240,7 +242,7 @@ def quantize_query_key_value(
         if name not in numbers
     }
     places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **codes}.items()} | numbers
-    run(quantising(recipe, arguments.DTYPES[query.dtype], places), inputs, codes | {"floats": floats}, emulated)
+    run(quantising(scheme, tensors.DTYPES[query.dtype], places), inputs, codes | {"floats": floats}, emulated)
     made = codes | {
         name: floats.as_strided(place.shape, place.strides, place.offset // 4) for name, place in numbers.items()
     }
@@ -299,3 +301,52 @@ def run(
     params = bytes(launch.filled(addresses))
     arrays = [(addresses[mapped.tensor], mapped) for mapped in launch.tensor_maps]
     launcher.launch_one(launch.spec, launcher.target_of_device(device), launch.grid, params, device.index, arrays)
+
+
+def register(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Tensor) -> None:
+    """Compile the kernels of a call on CUDA tensors and register its plan; `spec` attends.
+
+    Raises:
+        CompileError: a kernel does not compile.
+    """
+    call, scheme = checked.call, checked.scheme
+    query, key, value = call.inputs
+    names = "query_scale", "key_scale", "value_scale"
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, "out": out}
+    given |= zip(names, checked.scales, strict=True)
+    places = {name: Place.of(name, tensor) for name, tensor in given.items() if tensor is not None}
+    places["lse"] = Place("lse", (), (), 4)
+    launches, workspace_bytes = [], 0
+    if scheme is None:
+        launches.append(attending(spec, problem, places, checked.factor))
+    else:
+        values, workspace_bytes = in_one_tensor("workspace", code_shapes(scheme, query.shape, key.shape))
+        inputs = {name: places[name] for name in ("query", "key", "value")}
+        launches.append(quantising(scheme, problem.dtype, inputs | values))
+        operands = {name: values.get(f"{name}_codes", inputs[name]) for name in inputs}
+        operands |= {name: values[name] for name in names if name in values}
+        operands |= {name: places[name] for name in ("out", "lse")}
+        launches.append(attending(spec, problem, operands, checked.factor))
+        if scheme.smooth:
+            smoothed = {"query": inputs["query"], "key_mean": values["key_mean"], "lse": places["lse"]}
+            launches.append(restoring(problem, smoothed, checked.factor))
+    kernels = [
+        launcher.FilledKernel(
+            launch.spec, launch.grid, bytes(launch.params), launch.pointers, launch.tensor_maps, index == 2
+        )
+        for index, launch in enumerate(launches)
+    ]
+    key_of_plan = query, key, value, out, call.options.code, checked.scale, *checked.scales
+    launcher.prepare_eight_bit(key_of_plan, kernels, problem.target, workspace_bytes)
+
+
+def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Run the kernels of a call in the emulator; `spec` attends."""
+    query, key, value = checked.call.inputs
+    if checked.scheme is not None:
+        codes = quantize_query_key_value(query, key, value, checked.scheme, emulated=True)
+    else:
+        codes = Codes(query, key, value, *checked.scales)  # type: ignore[arg-type]
+    run_attention(spec, problem, codes, out, lse, checked.factor, True)
+    if lse is not None and codes.key_mean is not None:
+        run_restore_lse(problem, query, codes.key_mean, lse, checked.factor, True)

@@ -4,54 +4,48 @@ from __future__ import annotations
 
 import torch
 
-from microsdpa import nodes, torch_cpu
-from microsdpa.forward import MaskTensors, Options
+from microsdpa.call.call import Inputs, MaskTensors
+from microsdpa.call.masks import Masks
+from microsdpa.call.options import Options
+from microsdpa.execution import nodes, torch_cpu
 from microsdpa.kernels.problem import Causal
-from microsdpa.masks import Masks
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Output and LSE of a call."""
 
 
 def gradients(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor | None],
+    inputs: Inputs,
+    result: Pair,
     causal: Causal | None,
     scale: float | None,
     masks: Masks,
 ) -> list[torch.Tensor]:
     """Gradients of query, key, value and, where given, of attn_mask (numbers), alibi_slopes and sinks, in this order.
 
-    Shapes are those of sdpa: `grad_out` and `out` are [B, H, S_q, D], `grad_lse` and `lse` are [B, H, S_q] in FP32. On
-    a GPU, torch's cuDNN or flash backward computes what it can; the rest is computed in FP32 from scores that are made
-    again, one query head at a time.
+    `result` are the output [B, H, S_q, D] and the LSE [B, H, S_q] in FP32, and `grads` their gradients. On a GPU,
+    torch's cuDNN or flash backward computes what it can; the rest is computed in FP32 from scores that are made again,
+    one query head at a time.
     """
+    grad_out, grad_lse = grads
     # torch's backward passes have no gradient of a mask, which is to be among the results.
     numbers = masks.attn_mask is not None and masks.attn_mask.is_floating_point()
-    if grad_lse is None and query.is_cuda and not numbers:
+    if grad_lse is None and inputs[0].is_cuda and not numbers:
         options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
         tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
-        common = grad_out, query, key, value, out, lse, causal, scale
-        operator, _ = nodes.operator_for((query, key, value), tensors, options)
+        operator, _ = nodes.operator_for(inputs, tensors, options)
         if operator == nodes.CUDNN:
-            return _through_cudnn(*common, masks.attn_mask)
+            return _through_cudnn(grad_out, inputs, result, causal, scale, masks.attn_mask)
         if operator == nodes.FLASH:
-            return _through_flash(*common)
-    return _through_math(grad_out, grad_lse, query, key, value, causal, scale, masks)
+            return _through_flash(grad_out, inputs, result, causal, scale)
+    return _through_math(grads, inputs, causal, scale, masks)
 
 
 def _through_flash(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: Causal | None,
-    scale: float | None,
+    grad_out: torch.Tensor, inputs: Inputs, result: Pair, causal: Causal | None, scale: float | None
 ) -> list[torch.Tensor]:
+    (query, key, value), (out, lse) = inputs, result
     unused = nodes.nothing(query.device)[0]
     found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *(grad_out, query, key, value, out, lse, None, None, query.shape[2], key.shape[2]),
@@ -63,15 +57,13 @@ def _through_flash(
 
 def _through_cudnn(
     grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    inputs: Inputs,
+    result: Pair,
     causal: Causal | None,
     scale: float | None,
     mask: torch.Tensor | None,
 ) -> list[torch.Tensor]:
+    (query, key, value), (out, lse) = inputs, result
     bias = None if mask is None else nodes.as_bias(mask, query, key)
     lse = lse if mask is None else nodes.of_seen_rows(lse)
     scalar = nodes.nothing(query.device)[1]
@@ -84,16 +76,14 @@ def _through_cudnn(
 
 
 def _through_math(
-    grad_out: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor | None],
+    inputs: Inputs,
     causal: Causal | None,
     scale: float | None,
     masks: Masks,
 ) -> list[torch.Tensor]:
     """gradients() in FP32 on any device, one query head at a time, from scores that are made again."""
+    (grad_out, grad_lse), (query, key, value) = grads, inputs
     (_, heads, seqlen_q, head_dim), seqlen_k = query.shape, key.shape[2]
     group, factor = heads // key.shape[1], head_dim**-0.5 if scale is None else scale
     tensors = query, key, value, masks.attn_mask, masks.alibi_slopes, masks.sinks

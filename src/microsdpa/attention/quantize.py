@@ -21,7 +21,6 @@ Code = Literal["e4m3", "int8", "sim_u8"]
 Granularity = Literal["tensor", "head", "channel", "block"]
 
 LARGEST: dict[str, float] = {"e4m3": 448.0, "int8": 127.0, "sim_u8": 448.0}
-CODE_DTYPE: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "sim_u8": torch.uint8}
 RESIDUAL_STEPS: dict[str, float] = {"e4m3": 1.0, "int8": 256.0}
 SIM_U8_STEPS = torch.tensor(255.0 / 896.0, dtype=torch.float32, device="cpu")
 MEAN_GROUPS = 32

@@ -1,4 +1,4 @@
-"""Validation of what sdpa is given for 8-bit attention: codes, scales and precision."""
+"""Checks of calls with 8-bit operands: precision, 8-bit values and their scales."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import get_args
 
 import torch
 
-from microsdpa import arguments
+from microsdpa.call import tensors
+from microsdpa.call.call import Call, Scales
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels import EIGHT_BIT_FAMILIES, family_named
 from microsdpa.kernels.problem import Operands
 
-CODE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+CODE_DTYPE: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "sim_u8": torch.uint8}
+"""Types of quantized values."""
+VALUE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+"""Those that kernels read."""
 _OPERANDS: dict[tuple[torch.dtype, ...], Operands] = {
     (torch.float8_e4m3fn,) * 3: "fp8",
     (torch.int8, torch.int8, torch.float8_e4m3fn): "int8_fp8",
@@ -22,45 +25,27 @@ _OPERANDS: dict[tuple[torch.dtype, ...], Operands] = {
 _KNOWN = "three float8_e4m3fn tensors, or int8 query and key with a float8_e4m3fn, float16 or bfloat16 value"
 
 
-def check_impl(impl: object) -> tuple[str, bool]:
-    """(the kernel's name or "auto", whether it runs in the emulator)."""
-    emulated = isinstance(impl, str) and impl.split(":")[0] == "emulate"
-    kernel = impl if isinstance(impl, str) else ""
-    if emulated:
-        kernel = kernel.partition(":")[2] or "auto"
-    family = family_named(kernel)
-    if kernel != "auto" and (family is None or not family.eight_bit):
-        known = ", ".join(repr(family.name) for family in EIGHT_BIT_FAMILIES)
-        raise InvalidArgument(
-            "impl",
-            expected=f"for 8-bit operands 'auto', 'emulate', or one of {known}, which may follow 'emulate:'",
-            got=repr(impl),
-            hint="use impl='auto'",
-        )
-    return kernel, emulated
-
-
-def check_precision(precision: object, scales: tuple[object, object, object]) -> Operands:
-    """The operands that `precision` asks for."""
+def check_precision(call: Call) -> Operands:
+    """The operands that the precision of a call asks for."""
+    precision = call.options.precision
     if precision not in get_args(Operands):
         known = ", ".join(map(repr, get_args(Operands)))
         raise InvalidArgument(
             "precision", expected=f"None or one of {known}", got=repr(precision), hint="None keeps the tensors' type"
         )
-    if any(scale is not None for scale in scales):
+    if call.has_values:
         raise InvalidArgument(
             "precision",
             expected="no scales beside it: it quantises float16 or bfloat16 tensors itself",
             got="q_scale, k_scale or v_scale",
             hint="pass codes with scales, or tensors with a precision",
         )
-    return precision  # type: ignore[return-value]
+    return call.options.precision  # type: ignore[return-value]
 
 
-def check_codes(query: object, key: object, value: object, enable_gqa: object) -> Operands:
-    """Operands of a call with codes."""
-    tensors = {"query": query, "key": key, "value": value}
-    for name, tensor in tensors.items():
+def check_values(query: object, key: object, value: object, enable_gqa: object) -> Operands:
+    """Operands of a call with 8-bit values."""
+    for name, tensor in {"query": query, "key": key, "value": value}.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgument(
                 name, expected="a torch.Tensor", got=type(tensor).__name__, hint="pass codes, as quantize() gives"
@@ -76,17 +61,17 @@ def check_codes(query: object, key: object, value: object, enable_gqa: object) -
             got=", ".join(map(str, dtypes)),
             hint="quantize() all of them to one type, or pass precision= instead of scales",
         )
-    arguments.check_layouts(query, key, value, enable_gqa)
+    tensors.check_layouts(query, key, value, enable_gqa)
     return _OPERANDS[dtypes]
 
 
 def output_type(query: torch.Tensor, value: torch.Tensor, out: object) -> torch.dtype:
     """Type of the output: the tensors', or for codes a 16-bit value's, `out`'s, or else float16."""
-    if query.dtype not in CODE_DTYPES:
+    if query.dtype not in VALUE_DTYPES:
         return query.dtype
-    if value.dtype not in CODE_DTYPES:
+    if value.dtype not in VALUE_DTYPES:
         return value.dtype
-    return out.dtype if isinstance(out, torch.Tensor) and out.dtype in arguments.DTYPES else torch.float16
+    return out.dtype if isinstance(out, torch.Tensor) and out.dtype in tensors.DTYPES else torch.float16
 
 
 def check_place(query: torch.Tensor, emulated: bool) -> None:
@@ -102,10 +87,10 @@ def check_place(query: torch.Tensor, emulated: bool) -> None:
         )
 
 
-def check_aligned(tensors: dict[str, torch.Tensor]) -> None:
+def check_aligned(named: dict[str, torch.Tensor]) -> None:
     """Refuse rows that do not start on 16 bytes."""
-    for name, tensor in tensors.items():
-        if not arguments.is_aligned(tensor):
+    for name, tensor in named.items():
+        if not tensors.is_aligned(tensor):
             raise UnsupportedProblem(
                 f"rows of {name} do not start on 16 bytes, as 8-bit attention needs", nearest=f"{name}.contiguous()"
             )
@@ -113,7 +98,7 @@ def check_aligned(tensors: dict[str, torch.Tensor]) -> None:
 
 def check_scales(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scales: tuple[object, object, object]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> Scales:
     """The three scales as FP32 tensors on query's device, of checked shape and value."""
     q_scale, k_scale, v_scale = scales
     heads, heads_kv = query.shape[1], key.shape[1]
@@ -123,17 +108,17 @@ def check_scales(
     elif checked_q.dim() >= 2 and checked_q.shape[1] != heads:
         _refuse_shape("q_scale", checked_q, query, ("blocks of S_q",))
     checked_k = _rows("k_scale", k_scale, key)
-    if value.dtype not in CODE_DTYPES:
+    if value.dtype not in VALUE_DTYPES:
         if v_scale is not None:
             raise InvalidArgument(
                 "v_scale", expected=f"None beside a {value.dtype} value", got="a scale", hint="leave it out"
             )
-        return checked_q, checked_k, None
+        return Scales(checked_q, checked_k)
     checked_v = _tensor("v_scale", v_scale, value)
     shapes = ((), tuple(value.shape[:2]), (*value.shape[:2], value.shape[3]))
     if tuple(checked_v.shape) not in shapes:
         _refuse_shape("v_scale", checked_v, value, ("D",))
-    return checked_q, checked_k, checked_v
+    return Scales(checked_q, checked_k, checked_v)
 
 
 def block_of(seqlen: int, blocks: int) -> int:
@@ -145,10 +130,8 @@ def block_of(seqlen: int, blocks: int) -> int:
 
 
 def key_block(key: torch.Tensor, scale: object) -> int:
-    """Keys of a head that share one of K's scales, 0 when all do; 1 for what check_scales() is yet to refuse."""
-    if not isinstance(scale, torch.Tensor) or scale.dim() < 3:
-        return 0
-    return block_of(key.shape[2], scale.shape[2]) or 1
+    """Keys of a head that share one of K's checked scales; 0 when all do."""
+    return block_of(key.shape[2], scale.shape[2]) if isinstance(scale, torch.Tensor) and scale.dim() == 3 else 0
 
 
 def _rows(name: str, scale: object, tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +173,7 @@ def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
             name, expected="a scale for 8-bit codes", got="None", hint="pass the scale that quantize() gives with them"
         )
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        if not arguments.is_positive_factor(scale):
+        if not tensors.is_positive_factor(scale):
             _refuse_value(name, scale)
         return torch.full((), float(scale), dtype=torch.float32, device=codes.device)
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != codes.device:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from microsdpa import forward, nodes
+from microsdpa.call.call import NO_TENSORS
+from microsdpa.call.options import Options
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.forward import Options
+from microsdpa.execution import forward, nodes
 from microsdpa.kernels.problem import Causal
 
 IMPL = "microsdpa"
@@ -43,7 +44,7 @@ def flash_forward(
     causal: Causal | None = "lower_right" if is_causal else None
     options = Options(False, causal, scale, query.shape[1] != key.shape[1])
     with torch.no_grad():
-        result, lse = forward.attend((query, key, value), forward.NO_TENSORS, options, True)
+        result, lse = forward.attend((query, key, value), NO_TENSORS, options, True)
     state, scalar, debug = nodes.nothing(query.device)
     return result, lse, None, None, query.shape[2], key.shape[2], state, scalar, debug
 

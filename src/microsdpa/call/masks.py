@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from microsdpa.call.call import Call
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, Causal, MaskKind, MaskType
 
@@ -120,23 +121,16 @@ def refuse_both(is_causal: bool, attn_mask: object) -> None:
         )
 
 
-def check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    is_causal: bool,
-    attn_mask: object,
-    window: object,
-    softcap: object,
-    alibi_slopes: object,
-    sinks: object,
-) -> Masks:
+def check(call: Call) -> Masks:
     """The masks that a call with validated tensors asks for.
 
     Raises:
         InvalidArgument: one of them cannot belong to the call.
     """
+    (query, key, _), options = call.inputs, call.options
+    attn_mask, alibi_slopes, sinks = call.masks
     (batch, heads, seqlen_q, _), seqlen_k = query.shape, key.shape[2]
-    refuse_both(is_causal, attn_mask)
+    refuse_both(options.is_causal, attn_mask)
     if attn_mask is not None:
         mask = _check_tensor("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
         _check_broadcast("attn_mask", mask, (batch, heads, seqlen_q, seqlen_k), "[B, H, S_q, S_k]")
@@ -158,13 +152,7 @@ def check(
                 got=f"shape {list(logits.shape)}",
                 hint="one logit for each query head",
             )
-    return Masks(
-        cast("torch.Tensor | None", attn_mask),
-        _check_window(window),
-        _check_softcap(softcap),
-        cast("torch.Tensor | None", alibi_slopes),
-        cast("torch.Tensor | None", sinks),
-    )
+    return Masks(attn_mask, _check_window(options.window), _check_softcap(options.softcap), alibi_slopes, sinks)
 
 
 def _check_tensor(name: str, tensor: object, query: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:

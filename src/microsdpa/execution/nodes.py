@@ -14,11 +14,12 @@ import torch
 from torch._C import _get_cudnn_sdp_enabled
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from microsdpa import forward
-from microsdpa.arguments import is_aligned
-from microsdpa.forward import Inputs, MaskTensors, Options
+from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
+from microsdpa.call.masks import UNBOUNDED
+from microsdpa.call.options import PLAIN_CODE, Options
+from microsdpa.call.tensors import is_aligned
+from microsdpa.execution import forward
 from microsdpa.kernels.problem import VECTOR_BYTES
-from microsdpa.masks import UNBOUNDED
 from microsdpa.runtime import launcher
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
@@ -41,7 +42,7 @@ DATA_CENTER = ((8, 0), (9, 0), (10, 0), (10, 3))
 LARGEST_SMALL_HEAD = 192
 """Head dimension up to which torch's flash backward pass runs on GPUs of other compute capabilities too."""
 
-_DEFAULTS = forward.PLAIN_CODE, Options(is_causal=True).code
+_DEFAULTS = PLAIN_CODE, Options(is_causal=True).code
 """Options that the kernels take without and with a causal mask, where nothing more is said."""
 
 _MAX_REMEMBERED = 4096
@@ -68,7 +69,7 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor
         if told:
             launcher.expect_no_node()
     # The call has no plan: one is made, or what is wrong with the call is raised.
-    forward.first_call(inputs, masks, options, True, None)
+    forward.first_call(Call(inputs, masks, options=options, return_lse=True))
     return _call(operator, told, inputs, masks, options)
 
 
@@ -94,7 +95,7 @@ def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> Choice
     strides = query.stride(), key.stride(), value.stride()
     known: tuple[object, ...] = query.shape, key.shape, *strides, query.dtype, query.get_device(), options
     known = *known, torch.are_deterministic_algorithms_enabled(), _get_cudnn_sdp_enabled()
-    if masks is not forward.NO_TENSORS:
+    if masks is not NO_TENSORS:
         mask = masks.attn_mask
         of_mask = None if mask is None else (mask.dtype, mask.requires_grad, mask.shape)
         known = *known, of_mask, masks.alibi_slopes is None and masks.sinks is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from microsdpa.call.masks import Masks
 from microsdpa.kernels.problem import Causal
-from microsdpa.masks import Masks
 
 torch_attention = F.scaled_dot_product_attention
 """torch's own function: the name that it has there may come to mean microsdpa's."""

@@ -1,4 +1,4 @@
-"""Validation of the arguments of sdpa: every refusal names the argument, what was expected, what came, what to do."""
+"""Checks of the tensors of a call, and of its options: each names the argument, what was expected, came and helps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels import FAMILIES, family_named
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, family_named
 from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, DType
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -17,17 +17,22 @@ TENSOR_MAP_STRIDE_LIMIT = 2**40
 """Bytes that every stride of a tensor map is below."""
 
 
-def check_impl(impl: object) -> str:
-    """`impl` when it names the automatic choice or a kernel, on a GPU or in the emulator."""
-    kernel = impl if isinstance(impl, str) else ""
-    if kernel.split(":")[0] == "emulate":
-        kernel = kernel.partition(":")[2] or "auto"
+def kernel_of(impl: str) -> tuple[str, bool]:
+    """What `impl` names: "auto" or a kernel, and whether it is to run in the emulator."""
+    place, _, kernel = impl.partition(":")
+    return (kernel or "auto", True) if place == "emulate" else (impl, False)
+
+
+def check_impl(impl: object, eight_bit: bool = False) -> str:
+    """`impl` when it names the automatic choice or a kernel for such operands, on a GPU or in the emulator."""
+    kernel = kernel_of(impl)[0] if isinstance(impl, str) else ""
     family = family_named(kernel)
-    if not isinstance(impl, str) or (kernel != "auto" and (family is None or family.eight_bit)):
-        known = ", ".join(repr(family.name) for family in FAMILIES)
+    if not isinstance(impl, str) or (kernel != "auto" and (family is None or family.eight_bit != eight_bit)):
+        known = ", ".join(repr(family.name) for family in (EIGHT_BIT_FAMILIES if eight_bit else FAMILIES))
+        operands = "for 8-bit operands " if eight_bit else ""
         raise InvalidArgument(
             "impl",
-            expected=f"'auto', 'emulate', or one of {known}, which may follow 'emulate:'",
+            expected=f"{operands}'auto', 'emulate', or one of {known}, which may follow 'emulate:'",
             got=repr(impl),
             hint="use impl='auto' to let microsdpa choose",
         )
@@ -223,8 +228,9 @@ def check_grad(tensors: dict[str, torch.Tensor]) -> None:
             )
 
 
-def check_out(out: object, query: torch.Tensor, overlaps: bool) -> None:
-    """Type, shape, dtype, device and strides of `out`; `overlaps` tells that its memory meets an input's."""
+def check_out(out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Type, shape, dtype, device and strides of `out`, whose memory may not meet an input's."""
+    check_not_nested(out=out)
     if not isinstance(out, torch.Tensor):
         raise InvalidArgument(
             "out",
@@ -234,7 +240,7 @@ def check_out(out: object, query: torch.Tensor, overlaps: bool) -> None:
         )
     for what, want, got in (
         ("shape", list(query.shape), list(out.shape)),
-        ("dtype", query.dtype, out.dtype),
+        ("dtype", dtype, out.dtype),
         ("device", query.device, out.device),
     ):
         if want != got:
@@ -265,7 +271,7 @@ def check_out(out: object, query: torch.Tensor, overlaps: bool) -> None:
             got=f"shape {list(out.shape)} with strides {out.stride()}",
             hint="pass torch.empty_like(query)",
         )
-    if overlaps:
+    if any(memory_ranges_meet(out, tensor) for tensor in inputs):
         raise InvalidArgument(
             "out",
             expected="memory that no input uses",
