@@ -1,4 +1,4 @@
-// Rung 05: warp specialisation. Some warps only copy, the others only compute.
+// Rung 05: warp specialization. Some warps only copy, the others only compute.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA.
 // Tiles:    Q [BLOCK_M, HEAD_DIM] and STAGES places for K and V [BLOCK_N, HEAD_DIM], all XOR-swizzled.

@@ -14,13 +14,13 @@ struct alignas(8) Mbarrier {
   uint64 state;  // opaque
 };
 
-// Sets up `barrier` for `arrivals` arrivals a phase. Other threads may use it after a barrier of the block; bulk copies
-// and other CTAs after mbarrier_init_fence as well.
+// Sets up `barrier` for `arrivals` arrivals per phase. Other threads may use it after a barrier of the block; bulk
+// copies and other CTAs after mbarrier_init_fence as well.
 __device__ __forceinline__ void mbarrier_init(Mbarrier& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-// Publishes this thread's initialisations to the cluster and to bulk copies.
+// Publishes this thread's initializations to the cluster and to bulk copies.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

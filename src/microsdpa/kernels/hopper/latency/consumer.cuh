@@ -197,7 +197,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // ROUNDS rounds with one stabilizer a row (unrolled.cuh).
+  // ROUNDS rounds with one stabilizer per row (unrolled.cuh).
   template <bool KNOWN>
   __device__ __forceinline__ void run_unrolled();
   __device__ __forceinline__ void find_stabilizer(const float (&s)[BLOCK_N / 2]);
