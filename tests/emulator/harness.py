@@ -48,14 +48,12 @@ SHARED_BYTES = 256
 
 PRELUDE = """
 #include "../common/softmax.cuh"
-#include "../ptx/barrier.cuh"
+#include "../ptx/address.cuh"
 #include "../ptx/cluster.cuh"
+#include "../ptx/control.cuh"
 #include "../ptx/cp_async.cuh"
-#include "../ptx/dynamic_shared.cuh"
-#include "../ptx/ldmatrix.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/mma.cuh"
-#include "../ptx/warp_role.cuh"
 #include "../ptx/wgmma.cuh"
 #include <mma.h>
 namespace test {

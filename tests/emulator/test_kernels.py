@@ -174,4 +174,4 @@ def test_a_head_dimension_that_a_kernel_lacks_is_refused() -> None:
 def test_explain_says_that_the_emulator_runs() -> None:
     found = microsdpa.explain(*make(Case(1, 1, 8, 8, 32)), impl="emulate")
     assert found.runs == "emulate:ampere/mma"
-    assert "attention_forward<__half, 32" in str(found)
+    assert "microsdpa::ampere::mma::attention<__half, 32" in str(found)

@@ -82,7 +82,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ada/mma_8bit/kernel.cu", "start_key(i + STAGES);", KEYS),
     ("ladder/12_8bit_persistent.cu", "first_key = next * Shape::BLOCK_N;", KEYS),
     ("ladder/12_8bit_persistent.cu", "named_barrier_sync(EMPTY + stage", PLACE),
-    ("ptx/shared_address.cuh", "__cvta_generic_to_shared(pointer)", PLACE),
+    ("ptx/address.cuh", "__cvta_generic_to_shared(pointer)", PLACE),
     ("quantize/fused.cu", "heads_kv = params.batch * params.heads_kv;", HEADS),
     ("quantize/fused.cu", "if (index < heads_kv * key_tiles) {", TILES),
     ("quantize/fused.cu", "if (index < heads_kv * parts) {", TILES),

@@ -68,12 +68,12 @@ def test_the_page_about_the_l4_has_the_compilers_figures() -> None:
     """58 SMs of sm_89; registers may differ by a few between versions of the compiler, what fits an SM may not."""
     page = (Path(__file__).parents[2] / "docs/roofline-l4.md").read_text()
     fp8 = Problem(1, 8, 8, 512, 512, 64, "float16", None, target="sm_89", operands="fp8", query_terms=1)
-    eight_bit = [family.specify(fp8) for family in EIGHT_BIT_FAMILIES if family.name.startswith("ladder/")]
+    eight_bit = [family.specify(fp8) for family in EIGHT_BIT_FAMILIES if family.name.startswith(("ladder/", "ada/"))]
     kernels = [compile_kernel(spec, "sm_89") for spec in eight_bit if isinstance(spec, KernelSpec)]
     assert len(kernels) == len(eight_bit)
     for kernel in [*(compiled(rung, "sm_89") for rung in RUNGS), *kernels]:
         spec, found = kernel.spec, held(kernel)
-        line = next(line for line in page.splitlines() if line.startswith(f"| {spec.name.split('/')[1]} |"))
+        line = next(line for line in page.splitlines() if line.startswith(f"| {spec.name.removeprefix('ladder/')} |"))
         threads, registers, shared, ctas, share, grid, busiest, balance = (c.strip() for c in line.split("|")[2:-1])
         tiles = 8 * 512 // spec.block_m
         rows = -(-tiles // 58) * spec.block_m

@@ -60,8 +60,8 @@ def test_every_part_of_a_configuration_changes_the_signature(spec: KernelSpec) -
         {"programmatic": True},
         {"tensor_maps": (TensorMap("key", 64, 64),)},
         {"tensor_maps": (TensorMap("key", 64, 64, 0),)},
-        {"then": spec},
-        {"then": dataclasses.replace(spec, split=2)},
+        {"next_kernel": spec},
+        {"next_kernel": dataclasses.replace(spec, split=2)},
     ]
     variants = [spec, *(dataclasses.replace(spec, **change) for change in changes)]  # type: ignore[arg-type]
     for make in (code_signature, signature):

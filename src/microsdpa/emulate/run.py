@@ -301,7 +301,9 @@ def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
         else:
             # addr2line completes the relative names of #line directives with the build directory.
             short = re.sub(
-                r"^.*?((?:core|ptx|ladder|ampere|hopper|include)/(?=[^/]*$)|(?=[^/]*$))", r"\1", line.split(" (")[0]
+                r"^.*?((?:(?:common|ptx|ladder|include|quantize)|(?:hopper|ampere|ada)/\w+)/(?=[^/]*$)|(?=[^/]*$))",
+                r"\1",
+                line.split(" (")[0],
             )
             if short not in current and not short.startswith("entry:"):
                 current.append(short)

@@ -2,7 +2,7 @@
 // each CTA's rank in its cluster.
 #include "../common/params.cuh"
 #include "../ptx/cluster.cuh"
-#include "../ptx/grid_dependency.cuh"
+#include "../ptx/control.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 

@@ -4,7 +4,7 @@
 // Sums of E4M3 are the hardware's, of 14 bits.
 #pragma once
 
-#include "shared_address.cuh"
+#include "address.cuh"
 
 namespace microsdpa {
 

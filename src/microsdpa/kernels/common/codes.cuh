@@ -1,8 +1,8 @@
-// Encoders of the 8-bit formats. A second code of a value counts in STEPS of the first. quantize.py has the same
-// arithmetic, and every code agrees.
+// Encoders of the 8-bit formats. A residual term of a value counts in STEPS of the first. quantize.py has the same
+// arithmetic, and every value agrees.
 #pragma once
 
-#include "../ptx/convert.cuh"
+#include "../ptx/arithmetic.cuh"
 #include "element.cuh"
 
 namespace microsdpa {
@@ -15,7 +15,7 @@ struct E4m3 {
   static constexpr float LARGEST = 448.0f;
   static constexpr float STEPS = 1.0f;
   static __device__ __forceinline__ unsigned char encode(float x) {
-    // NaN has one code here, whatever its sign.
+    // NaN has one encoding here, whatever its sign.
     return x == x ? e4m3x2_from_floats(x, 0.0f) & 0xff : 0x7f;
   }
   static __device__ __forceinline__ float decode(unsigned char code) {
@@ -35,7 +35,7 @@ struct Int8 {
   static __device__ __forceinline__ float decode(unsigned char code) { return static_cast<signed char>(code); }
 };
 
-// A linear code of [-448, 448] in 0 to 255; NaN becomes 0, and the scale NaN.
+// A linear format of [-448, 448] in 0 to 255; NaN becomes 0, and the scale NaN.
 struct SimulatedU8 {
   static constexpr bool HAS_NAN = false;
   static constexpr float LARGEST = 448.0f;
@@ -64,7 +64,7 @@ __device__ __forceinline__ float scale_of(float largest) {
 template <int N>
 __device__ __forceinline__ void divide(float (&y)[N], const float (&x)[N], const float (&scale)[N],
                                        const float (&inverse)[N]) {
-  // Nothing overflows on the way, or underflows but for quotients whose code is zero.
+  // Nothing overflows on the way, or underflows but for quotients that become zero.
   bool usual = true;
 #pragma unroll
   for (int i = 0; i < N; ++i) usual &= scale[i] > 1e-18f && scale[i] < 1e18f;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void divide(float (&y)[N], const float (&x)[N], const
   }
 }
 
-// The larger one of two magnitudes, or of codes without NaN the one that is NaN: the scale then tells of it. As
+// The larger one of two magnitudes, or of formats without NaN the one that is NaN: the scale then tells of it. As
 // integers, magnitudes have the order of their values, and NaN comes behind infinity.
 template <typename Code>
 __device__ __forceinline__ float larger(float a, float b) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ float larger(float a, float b) {
   return __int_as_float(max(__float_as_int(a), __float_as_int(b)));
 }
 
-// Largest of |x| and `largest`; infinities do not count, nor does NaN where codes have it.
+// Largest of |x| and `largest`; infinities do not count, nor does NaN where the format has it.
 template <typename Code>
 __device__ __forceinline__ float larger_magnitude(float largest, float x) {
   const float magnitude = fabsf(x), infinity = __uint_as_float(0x7f800000u);

@@ -1,7 +1,7 @@
 // Combining attention over parts of the keys: each part has, of a row, an unnormalized O, a stabilizer and a sum.
 #pragma once
 
-#include "../ptx/ex2.cuh"
+#include "../ptx/arithmetic.cuh"
 #include "params.cuh"
 #include "softmax.cuh"
 

@@ -5,7 +5,8 @@
 
 namespace microsdpa {
 
-// Scales of a tensor of codes: value = code * scale. One for each 2^shift rows; a stride of zero shares them.
+// Scales of a tensor of quantized values: value = quantized value * scale. One for each 2^shift rows; a stride of zero
+// shares them.
 struct RowScales {
   const float* data;
   int64 batch;
@@ -44,9 +45,9 @@ struct ByteStrides {
 };
 
 struct EightBitParams {
-  const void* query;  // [B, H, S_q, TERMS * D] codes
-  const void* key;    // [B, H_kv, S_k, D] codes
-  const void* value;  // [B, H_kv, S_k, D] codes, or FP16 or BF16
+  const void* query;  // [B, H, S_q, TERMS * D] quantized
+  const void* key;    // [B, H_kv, S_k, D] quantized
+  const void* value;  // [B, H_kv, S_k, D] quantized, or FP16 or BF16
   void* out;          // [B, H, S_q, D] FP16 or BF16
   float* lse;         // [B, H, S_q], contiguous; null when not wanted
   ByteStrides query_strides;

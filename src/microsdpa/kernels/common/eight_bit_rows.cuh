@@ -1,4 +1,4 @@
-// Attention of 16 queries a warp on 8-bit operands, from scores to output, all in registers.
+// Attention of 16 queries per warp on 8-bit operands, from scores to output, all in registers.
 #pragma once
 
 #include "eight_bit_params.cuh"
@@ -13,7 +13,7 @@ template <typename A>
 constexpr bool same_type<A, A> = true;
 
 // Of a warp's 16 rows, this lane holds parts of two: row lane / 4 and that + 8.
-//   Format: of the codes of Q and K, E4m3 or Int8   TERMS: codes of Q that are added up
+//   Format: of the quantized values of Q and K, E4m3 or Int8   TERMS: terms of Q that are added up
 //   Value: of V: E4m3, __half or __nv_bfloat16      Probability: what P is rounded to: E4m3, or a 16-bit type
 template <typename Format, typename Value, typename Probability, int HEAD_DIM, int TERMS, int BLOCK_N>
 struct EightBitRows {
@@ -38,7 +38,7 @@ struct EightBitRows {
   }
 
   // Takes one tile of keys: S = Q K^T, online softmax, O += P V.
-  //   query: the warp's codes   key, value: swizzled tiles of BLOCK_N rows   key_scale: [BLOCK_N] in shared memory
+  //   query: the warp's values   key, value: swizzled tiles of BLOCK_N rows   key_scale: [BLOCK_N] in shared memory
   //   row, first_key: of the lane's first row and of the tile's first key
   template <bool CAUSAL, typename Query, typename KeyTile, typename ValueTile>
   __device__ __forceinline__ void attend(const Query& query, const KeyTile& key, const ValueTile& value,

@@ -1,19 +1,18 @@
 // Q K^T and P V of a warp with 8-bit operands, on mma.sync.m16n8k32.
 //
-// A tile of codes is a SwizzledTile of units: two codes in 16 bits. An 8-bit fragment of 32 columns is then, in every
-// lane, a 16-bit fragment of 16 units. A warp owns 16 query rows; accumulators are those of mma_tile.cuh.
+// A tile of 8-bit values is a SwizzledTile of units: two values in 16 bits. An 8-bit fragment of 32 columns is then, in
+// every lane, a 16-bit fragment of 16 units. A warp owns 16 query rows; accumulators are those of mma_tile.cuh.
 #pragma once
 
-#include "../ptx/convert.cuh"
-#include "../ptx/permute.cuh"
+#include "../ptx/arithmetic.cuh"
 #include "mma_tile.cuh"
 
 namespace microsdpa {
 
 using Unit = uint16;
 
-// Formats of codes: the sums that their products have, and their instruction. A second code of a value counts in STEPS
-// of the first.
+// Formats of quantized values: the sums that their products have, and their instruction. A residual term of a value
+// counts in STEPS of the first.
 struct E4m3 {
   using Sum = float;
   static constexpr int STEPS = 1;
@@ -30,7 +29,7 @@ struct Int8 {
   }
 };
 
-// Copies rows of codes through registers; rows from `valid_rows` on become zeros.
+// Copies rows of quantized values through registers; rows from `valid_rows` on become zeros.
 //   global: [valid_rows, columns of the tile], row_stride units apart, 16-byte aligned
 template <int THREADS, typename Tile>
 __device__ __forceinline__ void copy_rows(Tile& tile, const Unit* global, int64 row_stride, int valid_rows) {
@@ -44,12 +43,12 @@ __device__ __forceinline__ void copy_rows(Tile& tile, const Unit* global, int64 
   });
 }
 
-// s = codes of Q times codes of K, for KEYS keys. A query may have two codes (TERMS).
-//   query: QueryOperand of [16, TERMS * HEAD_DIM] codes
+// s = Q times K, both quantized, for KEYS keys. A query may have a residual term (TERMS 2).
+//   query: QueryOperand of [16, TERMS * HEAD_DIM] quantized
 template <typename Format, int HEAD_DIM, int TERMS, int KEYS, typename Query, typename Tile>
 __device__ __forceinline__ void multiply_codes(float (&s)[KEYS / 8][4], const Query& query, const Tile& key) {
   constexpr int DEPTH = HEAD_DIM / 32;
-  constexpr int SUMS = Format::STEPS == 1 ? 1 : TERMS;  // codes of one step are added up together
+  constexpr int SUMS = Format::STEPS == 1 ? 1 : TERMS;  // terms of one step are added up together
 #pragma unroll
   for (int n = 0; n < KEYS / 16; ++n) {
     typename Format::Sum sum[SUMS][2][4] = {};
@@ -79,9 +78,10 @@ __device__ __forceinline__ void multiply_codes(float (&s)[KEYS / 8][4], const Qu
   }
 }
 
-// V of 32 keys from `row` on and 16 channels from 2 * `unit` on. Transposed as 16-bit elements, its codes come in pairs
-// of channels: of a lane, with g = lane / 4 and t = lane % 4, loaded[i] is V[8 i + 2 t][2 g], V[8 i + 2 t][2 g + 1],
-// V[8 i + 2 t + 1][2 g], V[8 i + 2 t + 1][2 g + 1]. Even and odd channels are therefore multiplied apart.
+// V of 32 keys from `row` on and 16 channels from 2 * `unit` on. Transposed as 16-bit elements, its values come in
+// pairs of channels. Of a lane, with g = lane / 4 and t = lane % 4, loaded[i] is
+//   V[8 i + 2 t][2 g], V[8 i + 2 t][2 g + 1], V[8 i + 2 t + 1][2 g], V[8 i + 2 t + 1][2 g + 1]
+// Even and odd channels are therefore multiplied apart.
 template <typename Tile>
 __device__ __forceinline__ void load_value_codes(uint32 (&loaded)[4], const Tile& value, unsigned row, unsigned unit) {
   ldmatrix<4, true>(loaded, value.at(row + lane_index(), unit));
@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_value_codes(uint32 (&loaded)[4], const Tile
 
 constexpr uint32 EVEN_BYTES = 0x6420, ODD_BYTES = 0x7531;
 
-// o += P V with P rounded to FP16 and V's E4M3 codes turned into FP16, exactly. Of every 16 channels, the first
+// o += P V with P rounded to FP16 and V's E4M3 values turned into FP16, exactly. Of every 16 channels, the first
 // accumulator has the even ones, the second the odd ones.
 template <int HEAD_DIM, int KEYS, typename Tile>
 __device__ __forceinline__ void multiply_half_value(float (&o)[HEAD_DIM / 8][4], const float (&p)[KEYS / 8][4],
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply_half_value(float (&o)[HEAD_DIM / 8][4],
 //
 // The hardware may keep fewer than 24 bits of an 8-bit product's sum: the sum over one tile of keys is made by itself,
 // and added to o in FP32. Lane t's four columns of an A operand are four keys of its own: 2 t and 2 t + 1 of two
-// neighbouring accumulators; V's codes come in the same order.
+// neighbouring accumulators; V's values come in the same order.
 template <int HEAD_DIM, int KEYS, typename Tile>
 __device__ __forceinline__ void multiply_e4m3_value(float (&o)[HEAD_DIM / 8][4], const float (&p)[KEYS / 8][4],
                                                     const Tile& value) {

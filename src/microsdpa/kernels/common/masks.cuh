@@ -1,7 +1,7 @@
 // Masks in a kernel: which keys a lane's rows see, and what becomes of their scores.
 #pragma once
 
-#include "../ptx/opaque.cuh"
+#include "../ptx/arithmetic.cuh"
 #include "element.cuh"
 #include "mask_params.cuh"
 #include "mma_tile.cuh"

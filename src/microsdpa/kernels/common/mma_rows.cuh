@@ -1,4 +1,4 @@
-// Attention of 16 queries a warp on mma.sync, from scores to output, all in registers.
+// Attention of 16 queries per warp on mma.sync, from scores to output, all in registers.
 #pragma once
 
 #include "epilogue.cuh"

@@ -5,7 +5,6 @@
 // and the next one.
 #pragma once
 
-#include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 #include "element.cuh"
 #include "swizzle.cuh"

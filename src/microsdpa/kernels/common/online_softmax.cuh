@@ -1,7 +1,7 @@
 // Online softmax on mma accumulators: the rows of a warp's score tile, each spread over the four lanes of a quad.
 #pragma once
 
-#include "../ptx/ex2.cuh"
+#include "../ptx/arithmetic.cuh"
 #include "softmax.cuh"
 
 namespace microsdpa {
@@ -39,9 +39,10 @@ __device__ __forceinline__ bool is_large(float stabilizer) {
 
 // State of a warp's rows: those that this lane holds a part of.
 //
-// Probabilities are 2^(scale * score - stabilizer). The stabilizer is a score that the row has seen, not always the
-// largest: it follows the maximum only when that has moved by more than 2^SLACK, so that the accumulator is rarely
-// rescaled. The result is the same for any stabilizer; probabilities up to 2^SLACK keep every bit of precision.
+// Probabilities are 2^(scale * score - stabilizer). The stabilizer, in textbooks the row's maximum, is a score that the
+// row has seen, not always the largest: it follows the maximum only when that has moved by more than 2^SLACK, so that
+// the accumulator is rarely rescaled. The result is the same for any stabilizer; probabilities up to 2^SLACK keep every
+// bit of precision.
 template <int ROW_TILES>
 struct OnlineSoftmax {
   static constexpr float SLACK = 8.0f;

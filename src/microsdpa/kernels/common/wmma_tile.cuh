@@ -1,4 +1,4 @@
-// Attention of 16 queries a warp through C++ wmma fragments, whose layout is not specified: whatever has to be seen
+// Attention of 16 queries per warp through C++ wmma fragments, whose layout is not specified: whatever has to be seen
 // by row goes through shared memory. Each warp works in rows of its own, so warps never wait for each other here.
 #pragma once
 
@@ -29,7 +29,7 @@ struct WmmaRows {
   RowState state;
   float acc[HALF_DIM] = {};  // O of the lane's half row, not yet divided by l
 
-  // S = Q K^T.   query: [16, HEAD_DIM]   key: [BLOCK_N, HEAD_DIM], both PITCH elements a row
+  // S = Q K^T.   query: [16, HEAD_DIM]   key: [BLOCK_N, HEAD_DIM], both PITCH elements per row
   static __device__ __forceinline__ void score(Scratch& scratch, const T* query, const T* key) {
     namespace wmma = nvcuda::wmma;
     wmma::fragment<wmma::accumulator, WMMA, WMMA, WMMA, float> sum[BLOCK_N / WMMA];
@@ -95,7 +95,7 @@ struct WmmaRows {
     __syncwarp();
   }
 
-  // O += P V.   value: [BLOCK_N, HEAD_DIM], PITCH elements a row
+  // O += P V.   value: [BLOCK_N, HEAD_DIM], PITCH elements per row
   __device__ __forceinline__ void accumulate(Scratch& scratch, const T* value) {
     namespace wmma = nvcuda::wmma;
 #pragma unroll

@@ -1,14 +1,11 @@
 // Rung 01: scalar. Exact attention with FP32 arithmetic on the CUDA cores, the baseline of the ladder.
 //
-// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for one tile of BLOCK_M queries of one head
-// per CTA. Tiles:    Q [BLOCK_M, HEAD_DIM] stays in shared memory, K and V [BLOCK_N, HEAD_DIM] stream through
-// it. Roles:    a warp owns BLOCK_M / WARPS queries; in Q K^T a lane owns one key, in P V it owns HEAD_DIM /
-// 32 channels. Pipeline: 1. all warps copy K and V, then wait   2. each lane scores its key against the
-// warp's rows
-//           3. online softmax by warp reductions   4. probabilities are shuffled to the lanes that hold V's
-//           channels
-// Bound by: shared-memory bandwidth and FP32 issue. Every product reads its operands from shared memory,
-// nothing
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for one tile of BLOCK_M queries of one head per CTA.
+// Tiles:    Q [BLOCK_M, HEAD_DIM] stays in shared memory, K and V [BLOCK_N, HEAD_DIM] stream through it.
+// Roles:    a warp owns BLOCK_M / WARPS queries; in Q K^T a lane owns one key, in P V HEAD_DIM / 32 channels.
+// Pipeline: 1. all warps copy K and V, then wait     2. each lane scores its key against the warp's rows
+//           3. online softmax by warp reductions     4. probabilities are shuffled to the lanes that hold V's channels
+// Bound by: shared-memory bandwidth and FP32 issue. Every product reads its operands from shared memory, nothing
 //           overlaps the copies, and the tensor cores idle.
 #include "../common/element.cuh"
 #include "../common/params.cuh"
@@ -64,7 +61,7 @@ __device__ __forceinline__ void accumulate_values(float (&acc)[ROWS][CHANNELS], 
   }
 }
 
-// At least one CTA an SM: left to guess, ptxas aims at a higher occupancy and spills.
+// At least one CTA per SM: left to guess, ptxas aims at a higher occupancy and spills.
 template <typename T, int HEAD_DIM, int BLOCK_M, int WARPS, bool CAUSAL, int LOAD_BYTES>
 __global__ void __launch_bounds__(WARPS * 32, 1) attention(const __grid_constant__ AttentionParams params) {
   constexpr int THREADS = WARPS * 32;

@@ -10,7 +10,7 @@
 #include "../common/params.cuh"
 #include "../common/tile.cuh"
 #include "../common/wmma_tile.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
 
 namespace microsdpa::ladder::rung_02 {
 

@@ -9,7 +9,7 @@
 #include "../common/async_tile.cuh"
 #include "../common/params.cuh"
 #include "../common/wmma_tile.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
 
 namespace microsdpa::ladder::rung_03 {
 

@@ -10,7 +10,7 @@
 #include "../common/mma_rows.cuh"
 #include "../common/params.cuh"
 #include "../common/swizzle.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
 
 namespace microsdpa::ladder::rung_04 {
 

@@ -1,4 +1,4 @@
-// Rung 05: warp specialisation. Some warps only copy, the others only compute.
+// Rung 05: warp specialization. Some warps only copy, the others only compute.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA.
 // Tiles:    Q [BLOCK_M, HEAD_DIM] and STAGES places for K and V [BLOCK_N, HEAD_DIM], all XOR-swizzled.
@@ -11,8 +11,8 @@
 #include "../common/mma_rows.cuh"
 #include "../common/params.cuh"
 #include "../common/swizzle.cuh"
-#include "../ptx/barrier.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
+#include "../ptx/control.cuh"
 
 namespace microsdpa::ladder::rung_05 {
 

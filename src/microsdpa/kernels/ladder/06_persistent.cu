@@ -12,8 +12,8 @@
 #include "../common/params.cuh"
 #include "../common/swizzle.cuh"
 #include "../common/tile_scheduler.cuh"
-#include "../ptx/barrier.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
+#include "../ptx/control.cuh"
 
 namespace microsdpa::ladder::rung_06 {
 

@@ -7,15 +7,16 @@
 // Pipeline: 1. K and V of STAGES tiles are on their way from the start, each in a group of its own
 //           2. wait for K: S = Q K^T, masks where one cuts the tile, softmax with the scale folded into 2^(scale s - m)
 //           3. wait for V, send for the K that takes this one's place; O += P V; V's place is filled a tile later
-// Bound by: latency at the mission shape (the way of K, then of V, then the combine); tensor cores and exp2 when large.
+// Bound by: latency at the headline shape, (1, 8, 512, 64) (the way of K, then of V, then the combine); tensor cores
+//           and exp2 when large.
 #include "../common/async_tile.cuh"
 #include "../common/combine.cuh"
 #include "../common/mma_rows.cuh"
 #include "../common/params.cuh"
 #include "../common/swizzle.cuh"
 #include "../common/tile_scheduler.cuh"
-#include "../ptx/barrier.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
+#include "../ptx/control.cuh"
 
 namespace microsdpa::ladder::rung_07 {
 

@@ -1,16 +1,16 @@
 // Rung 08: E4M3 operands, dequantized on load. FP32 arithmetic on the CUDA cores, the baseline of the 8-bit rungs.
 //
-// Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are codes with scales, and optionally LSE, for BLOCK_M
-// queries of one head per CTA.
+// Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are quantized, with scales, and optionally LSE, for
+// BLOCK_M queries of one head per CTA.
 // Tiles:    Q [BLOCK_M, HEAD_DIM] stays in shared memory as FP32, K and V [BLOCK_N, HEAD_DIM] stream through it.
 // Roles:    a warp owns BLOCK_M / WARPS queries; in Q K^T a lane owns one key, in P V it owns HEAD_DIM / 32 channels.
-// Pipeline: 1. all warps load codes, multiply them with their scales and store FP32     2. each lane scores its key
+// Pipeline: 1. all warps load values, multiply them with their scales and store FP32     2. each lane scores its key
 //           3. online softmax by warp reductions     4. probabilities are shuffled to the lanes that own V's channels
 // Bound by: shared-memory bandwidth and FP32 issue: 8 bits save memory traffic here, and nothing else.
 #include "../common/eight_bit_params.cuh"
 #include "../common/element.cuh"
 #include "../common/softmax.cuh"
-#include "../ptx/convert.cuh"
+#include "../ptx/arithmetic.cuh"
 
 namespace microsdpa::ladder::rung_08 {
 
@@ -24,7 +24,7 @@ struct SharedStorage {
   alignas(16) float value[BLOCK_N * PITCH];
 };
 
-// Four codes, times a scale for each, in FP32.
+// Four values, times a scale for each, in FP32.
 template <typename Scale>
 __device__ __forceinline__ Vector<float, 4> dequantize(uint32 codes, Scale scale) {
   Vector<float, 4> four;
@@ -38,8 +38,8 @@ __device__ __forceinline__ Vector<float, 4> dequantize(uint32 codes, Scale scale
   return four;
 }
 
-// Loads ROWS rows of codes; rows from `valid_rows` on become zeros.
-//   rows(row) gives the address of a row's codes   scale(row, channel) its scale
+// Loads ROWS rows of quantized values; rows from `valid_rows` on become zeros.
+//   rows(row) gives the address of a row's values   scale(row, channel) its scale
 template <int ROWS, int HEAD_DIM, int PITCH, int THREADS, typename Rows, typename Scale>
 __device__ __forceinline__ void load_tile(float* shared, int valid_rows, Rows rows, Scale scale) {
   for (int i = threadIdx.x; i < ROWS * HEAD_DIM / 4; i += THREADS) {

@@ -1,15 +1,15 @@
-// Rung 09: Q K^T of E4M3 codes on the tensor cores. P is rounded to FP16, and V's codes become FP16 on their way in.
+// Rung 09: Q K^T of E4M3 values on the tensor cores. P is rounded to FP16, and V's values become FP16 on their way in.
 //
-// Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are codes with scales, and optionally LSE, for BLOCK_M
-// queries of one head per CTA.
-// Tiles:    Q [BLOCK_M, HEAD_DIM], K and V [BLOCK_N, HEAD_DIM] as codes, XOR-swizzled; the scales of BLOCK_N keys.
+// Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are quantized, with scales, and optionally LSE, for
+// BLOCK_M queries of one head per CTA.
+// Tiles:    Q [BLOCK_M, HEAD_DIM], K and V [BLOCK_N, HEAD_DIM] quantized, XOR-swizzled; the scales of BLOCK_N keys.
 // Roles:    every warp copies; a warp owns 16 queries, of which four lanes share two rows.
 // Pipeline: 1. all warps copy K, V and K's scales, then wait     2. S by m16n8k32 (QMMA on sm_89), scales, softmax
-//           3. V's codes to FP16, two at a time, O += P V by m16n8k16
+//           3. V's values to FP16, two at a time, O += P V by m16n8k16
 // Bound by: latency: nothing hides the copies. P V runs at FP16's rate, and its conversions take issue slots.
 #include "../common/eight_bit_rows.cuh"
 #include "../common/swizzle.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
 
 namespace microsdpa::ladder::rung_09 {
 

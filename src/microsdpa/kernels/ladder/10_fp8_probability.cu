@@ -1,17 +1,17 @@
-// Rung 10: rung 09 with P in E4M3 too, so that both products run at the rate of 8 bits and V's codes are used as they
+// Rung 10: rung 09 with P in E4M3 too, so that both products run at the rate of 8 bits and V's values are used as they
 // are.
 //
-// Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are codes with scales, and optionally LSE, for BLOCK_M
-// queries of one head per CTA. P is at most 256, by its scale, and E4M3 ends at 448: no row saturates, be it peaked or
-// flat. The sum over a tile of keys is added to O in FP32, whatever the tensor cores sum in.
-// Tiles:    Q [BLOCK_M, HEAD_DIM], K and V [BLOCK_N, HEAD_DIM] as codes, XOR-swizzled; the scales of BLOCK_N keys.
+// Computes O = softmax(scale Q K^T + mask) V of Q, K and V that are quantized, with scales, and optionally LSE, for
+// BLOCK_M queries of one head per CTA. P is at most 256, by its scale, and E4M3 ends at 448: no row saturates, be it
+// peaked or flat. The sum over a tile of keys is added to O in FP32, whatever the tensor cores sum in.
+// Tiles:    Q [BLOCK_M, HEAD_DIM], K and V [BLOCK_N, HEAD_DIM] quantized, XOR-swizzled; the scales of BLOCK_N keys.
 // Roles:    every warp copies; a warp owns 16 queries, of which four lanes share two rows.
 // Pipeline: 1. all warps copy K, V and K's scales, then wait     2. S by m16n8k32 (QMMA on sm_89), scales, softmax
 //           3. P to E4M3, O += P V by m16n8k32, of which V's operand is transposed in pairs of channels
 // Bound by: latency: nothing hides the copies.
 #include "../common/eight_bit_rows.cuh"
 #include "../common/swizzle.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
 
 namespace microsdpa::ladder::rung_10 {
 

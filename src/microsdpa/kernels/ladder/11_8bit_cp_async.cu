@@ -1,8 +1,8 @@
 // Rung 11: rung 10 with two places for K and V, one of which is being filled while the other is used; and with INT8.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA. Q and K are
-// codes with scales, E4M3 or INT8; V is E4M3 codes with scales, and P is then rounded to E4M3, or V and P have 16 bits.
-// A query may have a second code (TERMS 2), for the rounding error of the first.
+// quantized values with scales, E4M3 or INT8; V is E4M3 values with scales, and P is then rounded to E4M3, or V and P
+// have 16 bits. A query may have a residual term (TERMS 2), for the rounding error of the first.
 // Tiles:    Q [BLOCK_M, TERMS * HEAD_DIM], two places for K and V [BLOCK_N, HEAD_DIM] and K's scales, XOR-swizzled.
 // Roles:    every warp copies; a warp owns 16 queries, of which four lanes share two rows.
 // Pipeline: 1. start copying tile i + 1 (cp.async)     2. wait for tile i, of which the copy was started a tile ago
@@ -11,14 +11,14 @@
 #include "../common/async_tile.cuh"
 #include "../common/eight_bit_rows.cuh"
 #include "../common/swizzle.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
 
 namespace microsdpa::ladder::rung_11 {
 
 constexpr int STAGES = 2;
 constexpr int WARP_ROWS = 16;
 
-// V as it lies in shared memory: units of two codes, or elements.
+// V as it lies in shared memory: units of two values, or elements.
 template <typename Value, int BLOCK_N, int HEAD_DIM>
 struct ValueTile {
   using Element = Value;

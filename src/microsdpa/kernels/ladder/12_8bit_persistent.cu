@@ -1,7 +1,7 @@
 // Rung 12: rung 11 with the warp roles of rung 05 and the persistent CTAs of rung 06.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head at a time; operands
-// are those of rung 11, but a query has one code: the registers of a second one are those of the second CTA of an SM.
+// are those of rung 11, but a query has no residual term: the registers of one are those of the second CTA of an SM.
 // Tiles:    Q [BLOCK_M, HEAD_DIM], STAGES places for K and V [BLOCK_N, HEAD_DIM] and K's scales, XOR-swizzled.
 // Roles:    producer warp p fills place p with every STAGES-th tile of keys; a consumer warp owns 16 queries.
 // Pipeline: 1. a scheduler gives producers and consumers the same tiles of queries in the same order
@@ -13,8 +13,8 @@
 #include "../common/eight_bit_rows.cuh"
 #include "../common/swizzle.cuh"
 #include "../common/tile_scheduler.cuh"
-#include "../ptx/barrier.cuh"
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
+#include "../ptx/control.cuh"
 
 namespace microsdpa::ladder::rung_12 {
 
@@ -24,7 +24,7 @@ constexpr int WARP_ROWS = 16;
 // Named barriers, one for each place; barrier 0 is __syncthreads'.
 enum Event { FULL = 1, EMPTY = FULL + STAGES };
 
-// V as it lies in shared memory: units of two codes, or elements.
+// V as it lies in shared memory: units of two values, or elements.
 template <typename Value, int BLOCK_N, int HEAD_DIM>
 struct ValueTile {
   using Element = Value;
@@ -42,7 +42,7 @@ struct Shape {
   using Value = Value_;
   using Element = typename ValueTile<Value_, BLOCK_N_, HEAD_DIM_>::Element;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = BLOCK_M_, BLOCK_N = BLOCK_N_;
-  static constexpr int UNITS = HEAD_DIM / 2;  // of a row of codes
+  static constexpr int UNITS = HEAD_DIM / 2;  // of a row of 8-bit values
   static constexpr int CONSUMERS = BLOCK_M / WARP_ROWS;
   static constexpr int PARTNERS = 32 * (CONSUMERS + 1);  // threads that meet at a place: all consumers, one producer
 };

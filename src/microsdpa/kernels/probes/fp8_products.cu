@@ -1,7 +1,7 @@
 // The two products of 8-bit attention by themselves, of any size, ragged, and with rows on any byte.
 //
-// fp8_gemm:   C = a_scale b_scale A B of E4M3 codes, A [M, K] and B [K, N] row-major, FP32 sums, C [M, N] in FP16.
-// fp8_scores: S = scale Q K^T of E4M3 codes, Q [M, K] and K [N, K] row-major, for each of `batch` heads, S in FP16.
+// fp8_gemm:   C = a_scale b_scale A B of E4M3 values, A [M, K] and B [K, N] row-major, FP32 sums, C [M, N] in FP16.
+// fp8_scores: S = scale Q K^T of E4M3 values, Q [M, K] and K [N, K] row-major, for each of `batch` heads, S in FP16.
 // Tiles:    64 x 64 of the result a CTA, 64 of the common dimension at a time; a warp owns 16 rows.
 // Sums of one tile are made by the tensor cores and added up in FP32: they may keep fewer bits than it.
 #include "../common/eight_bit_tile.cuh"

@@ -1,12 +1,10 @@
 // Probes of sm_90: bulk copies, mbarriers, clusters, and what warps are given.
+#include "../ptx/address.cuh"
 #include "../ptx/cluster.cuh"
-#include "../ptx/dynamic_shared.cuh"
-#include "../ptx/grid_dependency.cuh"
+#include "../ptx/control.cuh"
 #include "../ptx/mbarrier.cuh"
-#include "../ptx/mbarrier_asleep.cuh"
-#include "../ptx/stmatrix.cuh"
+#include "../ptx/mma.cuh"
 #include "../ptx/tma.cuh"
-#include "../ptx/warp_role.cuh"
 #include "probe.cuh"
 
 namespace microsdpa {

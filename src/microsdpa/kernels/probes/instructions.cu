@@ -3,16 +3,11 @@
 // Every thread reads IN words at its own place, runs the instruction, and writes OUT words.
 #include "../common/element.cuh"
 #include "../prelude.cuh"
-#include "../ptx/barrier.cuh"
-#include "../ptx/convert.cuh"
-#include "../ptx/convert_four.cuh"
+#include "../ptx/address.cuh"
+#include "../ptx/arithmetic.cuh"
+#include "../ptx/control.cuh"
 #include "../ptx/cp_async.cuh"
-#include "../ptx/dynamic_shared.cuh"
-#include "../ptx/ex2.cuh"
-#include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
-#include "../ptx/opaque.cuh"
-#include "../ptx/pause.cuh"
 #include "probe.cuh"
 
 namespace microsdpa {

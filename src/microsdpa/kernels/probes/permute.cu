@@ -1,5 +1,5 @@
 // Probe of prmt, with a selector that names every byte once or more.
-#include "../ptx/permute.cuh"
+#include "../ptx/arithmetic.cuh"
 #include "probe.cuh"
 
 namespace microsdpa {

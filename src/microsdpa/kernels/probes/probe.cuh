@@ -6,13 +6,13 @@
 namespace microsdpa {
 
 struct ProbeParams {
-  const uint32* in;  // [blocks * threads, IN]
-  uint32* out;       // [blocks * threads, OUT]
+  const uint32* input;  // [blocks * threads, IN]
+  uint32* out;          // [blocks * threads, OUT]
 };
 
 template <int IN>
 __device__ __forceinline__ const uint32* input_of(const ProbeParams& params) {
-  return params.in + (blockIdx.x * blockDim.x + threadIdx.x) * IN;
+  return params.input + (blockIdx.x * blockDim.x + threadIdx.x) * IN;
 }
 
 template <int OUT>

@@ -2,7 +2,7 @@
 //
 // A thread reads 4 words of A [64][32 bytes], N / 16 of B [N][32 bytes] and N / 2 accumulators, and writes N / 2. The
 // probes of widths do so for every N, with the first rows of a B of 256.
-#include "../ptx/dynamic_shared.cuh"
+#include "../ptx/address.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"

@@ -7,15 +7,15 @@
 namespace microsdpa {
 
 struct ProbeParams {
-  const uint32* in;  // a warp: A and B, 128 words each, and C, 256 words
-  uint32* out;       // a warp: D, 256 words
+  const uint32* input;  // a warp: A and B, 128 words each, and C, 256 words
+  uint32* out;          // a warp: D, 256 words
 };
 
 // LAYOUT is that of A; B has the other one, so that both are tried.
 template <int IN, int OUT, typename T, typename LAYOUT, typename OTHER>
 __global__ void probe_wmma(const __grid_constant__ ProbeParams params) {
   namespace wmma = nvcuda::wmma;
-  const uint32* in = params.in + blockIdx.x * 32 * IN;
+  const uint32* in = params.input + blockIdx.x * 32 * IN;
   wmma::fragment<wmma::matrix_a, 16, 16, 16, T, LAYOUT> a;
   wmma::fragment<wmma::matrix_b, 16, 16, 16, T, OTHER> b;
   wmma::fragment<wmma::accumulator, 16, 16, 16, float> c, d;

@@ -2,7 +2,7 @@
 // "st.async", sm_90).
 #pragma once
 
-#include "cluster_address.cuh"
+#include "address.cuh"
 #include "mbarrier.cuh"
 
 namespace microsdpa {

@@ -1,7 +1,7 @@
 // cp.async: copies from global to shared memory that complete later, in groups (PTX ISA, "cp.async", sm_80).
 #pragma once
 
-#include "shared_address.cuh"
+#include "address.cuh"
 
 namespace microsdpa {
 

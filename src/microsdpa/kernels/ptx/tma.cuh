@@ -3,7 +3,7 @@
 // A tensor is [D, S, H, B], innermost first; coordinates count elements. One thread issues a copy for the block.
 #pragma once
 
-#include "cluster_address.cuh"
+#include "address.cuh"
 #include "mbarrier.cuh"
 
 namespace microsdpa {

@@ -2,14 +2,14 @@
 //
 // A is 64 x K from shared memory or registers, B is K x N from shared memory, K is 32 bytes of elements. Thread t of
 // warp w of the warpgroup holds D[16 w + t / 4 + 8 h][8 j + 2 (t % 4) + e] in d[4 j + 2 h + e]; A in registers is laid
-// out as mma's, 16 rows a warp. All 128 threads call with the same descriptors.
+// out as mma's, 16 rows per warp. All 128 threads call with the same descriptors.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include "shared_address.cuh"
+#include "address.cuh"
 
 namespace microsdpa {
 
@@ -65,7 +65,7 @@ enum class Major : int { K = 0, MN = 1 };
 
 namespace wgmma_detail {
 
-// One instruction a specialisation: operands in shared memory, and A in registers.
+// One instruction a specialization: operands in shared memory, and A in registers.
 template <typename T, int N>
 struct Instruction;
 

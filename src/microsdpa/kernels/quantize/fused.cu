@@ -1,11 +1,11 @@
-// Quantizes Q, K and V in one launch: codes, scales and, with SMOOTH, the mean that is taken off K.
+// Quantizes Q, K and V in one launch: quantized values, scales and, with SMOOTH, the mean that is taken off K.
 //
 // A CTA has 32 rows of HEAD_DIM / 8 threads; a thread has 8 channels of a row. Blocks of the grid, the longest first:
 //   keys: one for each ROWS rows, or with SMOOTH for each part of a head
 //   values (where VALUE is a format): one for each part of a head   queries: one for each ROWS rows of a head
 // Q and K have a scale for each BLOCK rows, or for each row where BLOCK is 1; V has one for each channel. K's mean over
-// its rows is taken off first; then Q and K are rotated, with HADAMARD, by a normalised Hadamard matrix. With TERMS 2 a
-// row of Q's codes is followed by the codes of what they lack.
+// its rows is taken off first; then Q and K are rotated, with HADAMARD, by a normalized Hadamard matrix. With TERMS 2 a
+// row of Q's quantized values is followed by the residual terms.
 // A part is up to a quarter of the rows: each of its CTAs reads the whole head for the mean, or for the channels'
 // scales, and then encodes its own rows. Rows are loaded AT_A_TIME, so that a thread waits for memory once for all of
 // them. Bound by: the latency of reading a head for the mean and the scales of channels.
@@ -54,7 +54,7 @@ struct SharedStorage {
   float rows[GROUPS];
 };
 
-// Which row of 32 and which chunk of its channels a thread has.
+// Which row of 32 and which chunk of its channels per thread has.
 template <int HEAD_DIM>
 struct Place {
   static constexpr int CHUNKS = HEAD_DIM / CHUNK;

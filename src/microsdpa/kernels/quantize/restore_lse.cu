@@ -1,6 +1,6 @@
 // Gives the LSE back what smoothing took off the scores: adds scale * q . mean(K) to every row's.
 //
-// HEAD_DIM / 8 threads have a row, of which each reads 16 bytes; THREADS / (HEAD_DIM / 8) rows a CTA.
+// HEAD_DIM / 8 threads have a row, of which each reads 16 bytes; THREADS / (HEAD_DIM / 8) rows per CTA.
 // Bound by: the launch.
 #include "../common/eight_bit_params.cuh"
 #include "../common/element.cuh"

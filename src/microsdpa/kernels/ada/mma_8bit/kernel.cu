@@ -10,19 +10,20 @@
 // Pipeline: 1. K and V of STAGES tiles are on their way from the start, each in a group of its own
 //           2. wait for K: S by m16n8k32, K's scales, masks where one cuts the tile, softmax
 //           3. wait for V, send for the K that takes this one's place; O += P V; V's place is filled a tile later
-// Bound by: latency at the mission shape (the way of K, then of V, then the combine); tensor cores and exp2 when large.
+// Bound by: latency at the headline shape, (1, 8, 512, 64) (the way of K, then of V, then the combine); tensor cores
+//           and exp2 when large.
 #include "../../common/async_tile.cuh"
 #include "../../common/combine.cuh"
 #include "../../common/eight_bit_rows.cuh"
 #include "../../common/swizzle.cuh"
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/dynamic_shared.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
 
 namespace microsdpa::ada::mma_8bit {
 
 constexpr int WARP_ROWS = 16;
 
-// V as it lies in shared memory: units of two codes, or elements.
+// V as it lies in shared memory: units of two values, or elements.
 template <typename Value, int BLOCK_N, int HEAD_DIM>
 struct ValueTile {
   using Element = Value;

@@ -5,7 +5,7 @@
 #include "../../common/combine.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/grid_dependency.cuh"
+#include "../../ptx/control.cuh"
 
 namespace microsdpa::ampere::combine {
 

@@ -8,14 +8,14 @@
 // Pipeline: 1. cp.async fills the ring, one tile ahead     2. each lane reads its part of the mask, one tile ahead; a
 //           tile of which the warp sees nothing costs no product     3. S = Q K^T, scores, online softmax in registers
 //           4. O += P V, P straight from S's registers
-// Bound by: shared memory, as ampere/mma with 16 rows a warp.
+// Bound by: shared memory, as ampere/mma with 16 rows per warp.
 #include "../../common/head.cuh"
 #include "../../common/masks.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/opaque.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/arithmetic.cuh"
+#include "../../ptx/control.cuh"
 
 namespace microsdpa::ampere::general {
 

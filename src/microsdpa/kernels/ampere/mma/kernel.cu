@@ -16,10 +16,9 @@
 #include "../../common/epilogue.cuh"
 #include "../../common/masks.cuh"
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/barrier.cuh"
+#include "../../ptx/address.cuh"
 #include "../../ptx/cluster.cuh"
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
+#include "../../ptx/control.cuh"
 #include "masked.cuh"
 #include "shared.cuh"
 

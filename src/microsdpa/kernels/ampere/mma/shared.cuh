@@ -48,7 +48,7 @@ union Phases<Tiles, true> {
   Combining<Tiles> combining;
 };
 
-// What a CTA gets from those of its cluster: every part of the output that it finishes, four columns a unit.
+// What a CTA gets from those of its cluster: every part of the output that it finishes, four columns per unit.
 template <typename Tiles, int PARTS>
 struct Exchange {
   static constexpr int UNITS = Tiles::BLOCK_M * Tiles::HEAD_DIM / 4 / PARTS;

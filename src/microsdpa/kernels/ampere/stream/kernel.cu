@@ -3,7 +3,7 @@
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA.
 // Tiles:    Q [BLOCK_M, HEAD_DIM]; each warp owns 16 ROW_TILES rows, as accumulators in registers. K and V
 //           [BLOCK_N, HEAD_DIM], two or four of each in shared memory.
-// Pipeline: 1. cp.async brings the next tile of K and V while this one is computed with; one barrier a tile, at which
+// Pipeline: 1. cp.async brings the next tile of K and V while this one is computed with; one barrier per tile, at which
 //           with four stages no warp waits that is less than a tile ahead of the slowest
 //           2. S = Q K^T for STEP keys   3. P = 2^(scale S - stabilizer), with a score of the first keys as stabilizer
 //           4. O += P V, P straight from S's registers
@@ -11,16 +11,14 @@
 //           products of others; tiles that a mask cuts come last, and look for the maximum. A probability too large
 //           for its type makes O infinite or NaN: then the CTA starts again and looks for the maximum in every tile.
 // Bound by: the tensor cores and, at D = 64, as much by exp2, which the two warps of a scheduler overlap by a little
-//           more than half. At D = 128 a warp's O, S and operands take every register: what is needed once a tile
+//           more than half. At D = 128 a warp's O, S and operands take every register: what is needed once per tile
 //           lies in shared memory.
 #include "../../common/epilogue.cuh"
 #include "../../common/head.cuh"
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../../ptx/pause.cuh"
 #include "tile.cuh"
 
 namespace microsdpa::ampere::stream {
@@ -30,7 +28,7 @@ struct Tiles {
   using T = ELEMENT;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_, WARPS = WARPS_;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS, THREADS = 32 * WARPS;
-  static constexpr bool FULL = HEAD_DIM > 64;  // registers: what is needed once a tile lies in shared memory
+  static constexpr bool FULL = HEAD_DIM > 64;  // registers: what is needed once per tile lies in shared memory
   using QueryTile = SwizzledTile<T, BLOCK_M, HEAD_DIM>;
   using KeyTile = SwizzledTile<T, BLOCK_N, HEAD_DIM>;
 };
@@ -49,8 +47,8 @@ struct Shared {
   float sum[C::FULL ? 2 * C::ROW_TILES : 1][C::FULL ? C::THREADS : 1];  // each lane's part of l
 };
 
-// Which rows a CTA computes. Under a causal mask the longest tiles come first. CTAs that run side by side have tiles of
-// different heads, of so many that their K and V stay in L2 until the last tile of these heads.
+// Which rows a CTA computes. Under a causal mask the longest tiles come first. CTAs that run side by side have tiles
+// of different heads, of so many that their K and V stay in L2 until the last tile of these heads.
 template <int BLOCK_M, int HEAD_DIM>
 struct Work {
   static constexpr int HEADS = 16;                                // at least

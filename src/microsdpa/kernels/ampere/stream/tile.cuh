@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../common/mma_tile.cuh"
-#include "../../ptx/opaque.cuh"
+#include "../../ptx/arithmetic.cuh"
 
 namespace microsdpa::ampere::stream {
 

@@ -9,7 +9,7 @@ namespace microsdpa::hopper {
 
 using Code = unsigned char;
 
-// The rows of a tile of codes are as long as its swizzle pattern.
+// The rows of a tile of 8-bit values are as long as its swizzle pattern.
 template <int ROW_BYTES>
 constexpr Swizzle PATTERN_OF_ROWS = ROW_BYTES == 128  ? Swizzle::BYTES_128
                                     : ROW_BYTES == 64 ? Swizzle::BYTES_64
@@ -27,7 +27,7 @@ __device__ __forceinline__ uint64 rows_descriptor(const Code* tile) {
   return matrix_descriptor(tile, 16, 8 * ROW_BYTES, PATTERN_OF_ROWS<ROW_BYTES>);
 }
 
-// Sums of products of codes.
+// Sums of products of quantized values.
 template <typename CODE>
 struct SumOf {
   using Type = float;
@@ -39,7 +39,8 @@ struct SumOf<signed char> {
   static constexpr bool INTEGER = true;
 };
 
-// Calls `visit` with every query tile of the CTA in turn. A row of codes is as long as one of half as many elements.
+// Calls `visit` with every query tile of the CTA in turn. A row of 8-bit values is as long as one of half as many
+// elements.
 template <bool CAUSAL, typename Shared, typename Visit>
 __device__ __forceinline__ void for_each_work(const EightBitParams& params, Visit visit) {
   AttentionParams sizes;

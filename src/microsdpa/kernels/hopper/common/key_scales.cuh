@@ -1,8 +1,8 @@
 // Scales of keys on their way into shared memory.
 #pragma once
 
-#include "../../ptx/mbarrier_asleep.cuh"
-#include "../../ptx/warp_role.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/mbarrier.cuh"
 #include "eight_bit.cuh"
 #include "pipeline.cuh"
 

@@ -1,11 +1,11 @@
-// Where in a ring of tiles a warp is.
+// Where a warp is in a ring of tiles.
 #pragma once
 
 #include "../../prelude.cuh"
 
 namespace microsdpa::hopper {
 
-// A place in a ring of tiles, and the parity of the phase in which it is filled.
+// A stage of a ring of tiles, and the parity of the phase in which it is filled.
 template <int STAGES>
 struct PipelineState {
   int stage = 0;

@@ -9,8 +9,8 @@
 #include "../../common/head.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/barrier.cuh"
 #include "../../ptx/cluster.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "shared.cuh"
 

@@ -4,10 +4,9 @@
 #include "../../common/head.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/ldmatrix.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "combine.cuh"
 #include "mask.cuh"
@@ -198,7 +197,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // ROUNDS rounds with one stabilizer a row (unrolled.cuh).
+  // ROUNDS rounds with one stabilizer per row (unrolled.cuh).
   template <bool KNOWN>
   __device__ __forceinline__ void run_unrolled();
   __device__ __forceinline__ void find_stabilizer(const float (&s)[BLOCK_N / 2]);

@@ -6,18 +6,17 @@
 // Roles: one thread of warp 0 issues every copy, all warps compute; a warpgroup's rows meet its own keys, and the parts
 // are combined at the end (combine.cuh).
 // Pipeline: 1. all copies are issued, in the order in which they are needed   2. S of tile t + 1 while the exponentials
-//           of tile t run, relative to one stabilizer a row   3. of the last tile the peer's rows first: their P V and
-//           their way to the peer beside the exponentials of the others   4. O's columns change warpgroups; 16-byte
-//           stores
+//           of tile t run, relative to one stabilizer per row
+//           3. of the last tile the peer's rows first: their P V and their way to the peer beside the exponentials of
+//           the others   4. O's columns change warpgroups; 16-byte stores
 // Bound by: latencies one after another. Launch and first bytes take longer than the arithmetic, of which the
-// exponentials (16 a clock) and the products take the same; docs/hopper-latency.md has the time line.
+// exponentials (16 per clock) and the products take the same; docs/hopper-latency.md has the time line.
 #include "../../common/head.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/arithmetic.cuh"
 #include "../../ptx/cluster.cuh"
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/opaque.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "consumer.cuh"
 #include "online.cuh"
 #include "shared.cuh"

@@ -84,7 +84,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   mask(s[0], 0);
   maxima(s[0], stabilizer);
   subtract_stabilizers();
-  // Two rounds a turn, so that which registers hold a tile is known when compiling.
+  // Two rounds per iteration, so that which registers hold a tile is known when compiling.
   int round = 0;
   while (true) {
     if (round + 1 == work.rounds) {

@@ -92,7 +92,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   accumulate<2, 4>(rest, p, ROUND, true);
 }
 
-// ROUNDS rounds with one stabilizer a row, the same for both warpgroups: O is never rescaled, no later maximum is
+// ROUNDS rounds with one stabilizer per row, the same for both warpgroups: O is never rescaled, no later maximum is
 // waited for, and the warpgroups' parts of O add up. The stabilizer is the largest of the first scores, or KNOWN.
 // Right unless a score exceeds the stabilizer by so much that P overflows, or a stabilizer is large, which the sums
 // then show.

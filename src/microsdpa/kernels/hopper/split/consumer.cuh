@@ -1,9 +1,8 @@
 // What a warpgroup of hopper/split/kernel.cu does: its part of the keys for one query tile, and its columns of O.
 #pragma once
 
-#include "../../ptx/barrier.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "../common/pipeline.cuh"
 #include "../common/tile_softmax.cuh"
 #include "shared.cuh"

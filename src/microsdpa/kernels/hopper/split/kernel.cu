@@ -1,4 +1,5 @@
-// Attention calls of about one tile of queries an SM: every warpgroup has a part of the keys, so that four share an SM.
+// Attention calls of about one tile of queries per SM: every warpgroup has a part of the keys, so that four share an
+// SM.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for QUERY_TILES tiles of 64 queries of one head per
 // CTA. GROUPS = 4 / QUERY_TILES warpgroups compute each query tile: tile t of BLOCK_N = 64 keys is group t % GROUPS's.
@@ -6,10 +7,9 @@
 // Pipeline: 1. a thread issues the copies that there is room for   2. each warpgroup: S of its next tile, and P V of
 //           this one beside the exponentials, relative to the first tile's maximum; a place that is free is filled
 //           3. O's columns change warpgroups, which weigh and add them   4. 16-byte stores
-// Bound by: exponentials (16 a clock) and products take the same; docs/hopper-split.md has the measurements.
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/warp_role.cuh"
+// Bound by: exponentials (16 per clock) and products take the same; docs/hopper-split.md has the measurements.
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
 #include "consumer.cuh"
 #include "shared.cuh"
 

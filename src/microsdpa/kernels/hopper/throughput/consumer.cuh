@@ -1,10 +1,9 @@
 // What a consumer warpgroup of hopper/throughput/kernel.cu does with its 64 rows of each query tile.
 #pragma once
 
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/stmatrix.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "../common/tile_softmax.cuh"
 #include "shared.cuh"
 

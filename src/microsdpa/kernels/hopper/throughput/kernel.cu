@@ -1,19 +1,18 @@
 // Attention calls that fill the chip: hundreds of TFLOP/s from tensor cores that seldom wait.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for tiles of BLOCK_M = 64 CONSUMERS queries of one
-// head. One CTA an SM stays and takes one tile after the other. Roles: one warp of the first warpgroup issues the
+// head. One CTA per SM stays and takes one tile after the other. Roles: one warp of the first warpgroup issues the
 // loads, the others the stores; each of the other warpgroups, the consumers, computes 64 rows with BLOCK_N keys at a
 // time. Pipeline:
 //   1. TMA fills rings of Q, K and V tiles, across query tiles
 //   2. a consumer starts P V of a tile of keys and S of the next one, also of the next query tile's first
 //   3. it turns the scores into probabilities while other consumers' products run, or its own P V
 //   4. a finished O goes to shared memory, from where TMA stores it while the next products run
-// Bound by: the tensor cores and the power they take at D = 128 and more; at D = 64 the exponentials (16 a clock) take
-// as long as the products. docs/hopper-throughput.md has the measurements.
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
+// Bound by: the tensor cores and the power they take at D = 128 and more; at D = 64 the exponentials (16 per clock)
+//           take as long as the products. docs/hopper-throughput.md has the measurements.
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "consumer.cuh"
 #include "shared.cuh"
 

@@ -4,7 +4,7 @@
 #include "../../common/accumulator.cuh"
 #include "../../common/element.cuh"
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/convert_four.cuh"
+#include "../../ptx/arithmetic.cuh"
 #include "scores.cuh"
 #include "transpose.cuh"
 

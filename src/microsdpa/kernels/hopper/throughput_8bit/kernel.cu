@@ -1,8 +1,9 @@
-// E4M3 attention for calls that fill the chip: both products on wgmma.
+// All operands in 8 bits, for calls that fill the chip: both products on wgmma.
 //
-// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, of E4M3 codes with scales, for tiles of BLOCK_M = 64
-// CONSUMERS queries of one head. A query may have a second code (TERMS 2), for the rounding error of the first.
-// One CTA an SM stays and takes one tile after the other. Roles: in the first warpgroup one thread issues all copies,
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for tiles of BLOCK_M = 64 CONSUMERS queries of one
+// head. Q and K are quantized to E4M3 or INT8, V and P to E4M3. An E4M3 query may have a residual term (TERMS 2), for
+// the rounding error of the first.
+// One CTA per SM stays and takes one tile after the other. Roles: in the first warpgroup one thread issues all copies,
 // two or three warps transpose V, one fetches the scales of keys; each other warpgroup, a consumer, computes 64 rows.
 // Pipeline: 1. TMA fills rings of Q, K and V tiles, across query tiles   2. V becomes V^T, its keys in the order in
 //           which probabilities lie in registers   3. a consumer starts S of the next tile and P V of this one
@@ -12,11 +13,10 @@
 // (IN_PLACE), and what those have summed over PROMOTED_TILES tiles is moved away. Bound by: latency: a tile of 192 x 96
 // at D = 128 took 2,250 cycles with two tiles of K and V^T, of which the tensor cores and the unit of exponentials need
 // 1,152 each; four tiles made it 3 to 6% faster. docs/hopper-fp8.md has the measurements.
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/mbarrier_asleep.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/mbarrier.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "../common/key_scales.cuh"
 #include "consumer.cuh"
 #include "promoting.cuh"

@@ -3,9 +3,8 @@
 #pragma once
 
 #include "../../common/online_softmax.cuh"
-#include "../../ptx/barrier.cuh"
+#include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit {
@@ -13,14 +12,14 @@ namespace microsdpa::hopper::throughput_8bit {
 template <typename Shared, bool CAUSAL>
 struct ScoringConsumer {
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
-  using Sum = typename Shared::Sum;  // of products of codes
+  using Sum = typename Shared::Sum;  // of products of quantized values
 
   Shared& shared;
   const EightBitParams& params;
   const int warpgroup;  // among the consumers
   const int thread;     // of the warpgroup
 
-  float factor[2];  // what scores of codes are multiplied by, base 2; > 0
+  float factor[2];  // what scores of quantized values are multiplied by, base 2; > 0
   int first_row;    // of the warpgroup
   int tile, tiles;  // of keys: that of the scores, and all of the query tile
   int work;         // number of the query tile

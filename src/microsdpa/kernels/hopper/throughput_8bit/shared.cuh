@@ -8,9 +8,9 @@
 
 namespace microsdpa::hopper::throughput_8bit {
 
-// Q and K are codes of type CODE, E4M3 or INT8. Q, K and V lie in tiles, a query's second codes in tiles of their own,
-// cut into panels of COLUMNS channels; V^T of a panel is cut into panels of KEY_PANEL keys. Panels are stored one after
-// another.
+// Q and K are quantized, of type CODE, E4M3 or INT8. Q, K and V lie in tiles, a query's residual terms in tiles of
+// their own, cut into panels of COLUMNS channels; V^T of a panel is cut into panels of KEY_PANEL keys. Panels are
+// stored one after another.
 template <typename CODE_, int HEAD_DIM_, int TERMS_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int VALUE_STAGES_,
           int QUERY_STAGES_, bool KEY_SCALES_, int PROMOTED_TILES_>
 struct SharedStorage {

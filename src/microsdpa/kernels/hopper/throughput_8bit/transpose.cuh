@@ -1,17 +1,17 @@
 // V^T out of V, in shared memory: wgmma wants 8-bit operands contiguous along the dimension that it sums over, keys.
 #pragma once
 
-#include "../../ptx/ldmatrix.cuh"
-#include "../../ptx/permute.cuh"
-#include "../../ptx/stmatrix.cuh"
+#include "../../ptx/arithmetic.cuh"
+#include "../../ptx/mma.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit {
 
-// Transposes CHANNELS of a tile of codes: `warp` of WARPS takes its share, with AT_A_TIME loads under way together.
+// Transposes CHANNELS of a tile of 8-bit values: `warp` of WARPS takes its share, with AT_A_TIME loads under way
+// together.
 //   value: [KEYS, CHANNELS]   transposed: these rows of panels [ALL_CHANNELS, PANEL]; both swizzled
 //
-// ldmatrix transposes 16-bit units: with g = lane / 4, t = lane % 4 and eight keys from k on, a lane gets the codes
+// ldmatrix transposes 16-bit units: with g = lane / 4, t = lane % 4 and eight keys from k on, a lane gets the values
 // V[k + 2t][2g], V[k + 2t][2g + 1], V[k + 2t + 1][2g], V[k + 2t + 1][2g + 1]. Of two such registers, permuting bytes
 // makes four keys of channel 2g and four of 2g + 1, which stmatrix stores as rows. What is not in order then is
 //   - keys: bytes 4t to 4t + 3 of 16 are those of keys 2t, 2t + 1, 8 + 2t, 8 + 2t + 1: just those whose scores lane t

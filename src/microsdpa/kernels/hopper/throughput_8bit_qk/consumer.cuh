@@ -1,8 +1,7 @@
 // What a consumer warpgroup of hopper/throughput_8bit_qk/kernel.cu does with its 64 rows of each query tile.
 #pragma once
 
-#include "../../ptx/barrier.cuh"
-#include "../../ptx/warp_role.cuh"
+#include "../../ptx/control.cuh"
 #include "../common/tile_softmax.cuh"
 #include "shared.cuh"
 
@@ -13,7 +12,7 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   using T = typename Shared::T;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
   static constexpr int TERMS = Shared::TERMS, BOX = Shared::BOX;
-  static constexpr int SECOND_STEPS = 256;  // a second code counts this much less
+  static constexpr int SECOND_STEPS = 256;  // a residual term counts this much less
   using Base = TileSoftmax<T, BLOCK_N, true>;
   using Base::rows, Base::scale, Base::STEPS;
   using typename Base::Probabilities, typename Base::Scores;

@@ -1,20 +1,19 @@
 // INT8 Q K^T with P V in 16 bits, for calls that fill the chip: both products on wgmma.
 //
-// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, of INT8 codes of Q and K with scales and of V in FP16
-// or BF16, for tiles of BLOCK_M = 64 CONSUMERS queries of one head. A query may have a second code (TERMS 2), which
-// counts 1/256 of the first.
-// One CTA an SM stays and takes one tile after the other. Roles: in the first warpgroup one thread issues all copies
-// and one warp fetches the scales of keys; each other warpgroup, a consumer, computes 64 rows.
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, of INT8 values of Q and K with scales and of V in
+// FP16 or BF16, for tiles of BLOCK_M = 64 CONSUMERS queries of one head. A query may have a residual term (TERMS 2),
+// which counts 1/256 of the first. One CTA per SM stays and takes one tile after the other. Roles: in the first
+// warpgroup one thread issues all copies and one warp fetches the scales of keys; each other warpgroup, a consumer,
+// computes 64 rows.
 // Pipeline: 1. TMA fills rings of Q, K and V tiles, across query tiles   2. in its turn, a consumer starts S of the
 //           next tile, also of the next query tile, and P V of this one, which adds to O   3. while others multiply,
 //           and its own P V runs, it turns integers into scores and scores into probabilities
-// Bound by: the tensor cores, which have as much to do as in FP16 where queries have two codes.
+// Bound by: the tensor cores, which have as much to do as in FP16 where queries have a residual term.
 // docs/hopper-fp8.md has the measurements.
-#include "../../ptx/dynamic_shared.cuh"
-#include "../../ptx/grid_dependency.cuh"
-#include "../../ptx/mbarrier_asleep.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/mbarrier.cuh"
 #include "../../ptx/tma.cuh"
-#include "../../ptx/warp_role.cuh"
 #include "../common/key_scales.cuh"
 #include "consumer.cuh"
 

@@ -8,7 +8,7 @@
 
 namespace microsdpa::hopper::throughput_8bit_qk {
 
-// Q and K lie in tiles of HEAD_DIM codes, a query's second codes in tiles of their own; V, of type T, is cut into
+// Q and K lie in tiles of HEAD_DIM values, a query's residual terms in tiles of their own; V, of type T, is cut into
 // panels of BOX channels, stored one after another.
 template <typename T_, int HEAD_DIM_, int TERMS_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int QUERY_STAGES_>
 struct SharedStorage {
