@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa import autograd, eight_bit, forward
+from microsdpa import autograd, eight_bit, forward, transforms
 from microsdpa import masks as mask_arguments
 from microsdpa.errors import InvalidArgument
 from microsdpa.forward import MISSES, MaskTensors, Options
@@ -97,7 +98,11 @@ def sdpa(
         mask_arguments.refuse(attn_mask, window, softcap, alibi_slopes, sinks)
         inputs, scales = (query, key, value), (q_scale, k_scale, v_scale)
         call = inputs, precision, scales, (is_causal, causal, enable_gqa, impl), scale, return_lse, out
-        found = (None if is_dynamo_compiling() else eight_bit.launch(*call)) or eight_bit.first_call(*call)
+        found = None if is_dynamo_compiling() else eight_bit.launch(*call)
+        if found is None:
+            if not is_dynamo_compiling():
+                transforms.refuse_eight_bit()
+            found = eight_bit.first_call(*call)
         return found if return_lse else found[0]  # type: ignore[return-value]
     if is_dynamo_compiling():
         traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl)
@@ -114,6 +119,7 @@ def sdpa(
             or (alibi_slopes is not None and alibi_slopes.requires_grad)
             or (sinks is not None and sinks.requires_grad)
             or (out is not None and out.requires_grad)
+            or forward_ad._current_level >= 0
         )
         if not graded:
             # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
@@ -137,6 +143,7 @@ def sdpa(
     masks = forward.mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
     inputs = query, key, value
+    transforms.refuse_tangents(*inputs, *masks)
     if graded or autograd.is_traced(inputs):
         found = _through_autograd(inputs, masks, options, return_lse, out)
     else:
@@ -149,7 +156,11 @@ def _through_autograd(
 ) -> forward.Result:
     """A call that a gradient may be asked of, or that is traced into a graph."""
     if autograd.is_traced(inputs):
-        result, lse = autograd.operator(inputs, masks, options, return_lse)
+        if transforms.are_active():
+            result, lse = transforms.attend(inputs, masks, options)
+        else:
+            # A graph of torch.jit.trace may be run with other tensors, which require grad: it has the one that can.
+            result, lse = autograd.operator(inputs, masks, options, return_lse or transforms.is_jit_traced())
         return result if out is None else out.copy_(result), lse
     if out is not None:
         is_causal, causal, scale, enable_gqa, window, softcap, impl = options

@@ -239,3 +239,19 @@ def test_the_plain_call_does_no_more_than_launch() -> None:
             sys.setprofile(None)
     assert record.launches == before + 1
     assert events[:-1] == [("call", "sdpa"), ("call", "is_dynamo_compiling"), ("c_call", "is_grad_enabled")]
+
+
+def test_no_call_of_torch_jit_trace_is_launched() -> None:
+    """A launch would not be in the graph, whose output would be memory that nobody has written to."""
+    arguments, found = call(), []
+    register(arguments)
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        found.append(library.sdpa(*arguments))
+        return x + 1
+
+    launches = record.launches
+    torch.jit.trace(traced, torch.zeros(2), check_trace=False)
+    assert found == [None]
+    assert record.launches == launches
+    assert library.sdpa(*arguments) is not None

@@ -40,8 +40,9 @@ ALLOWED: dict[str, set[str]] = {
     "autograd": {"arguments", "backward", "forward", "masks", "nodes"},
     "api": {
         *("autograd", "eight_bit", "errors", "forward", "masks", "options", "problem", "runtime", "specs"),
-        "validation",
+        *("transforms", "validation"),
     },
+    "transforms": {"arguments", "errors", "forward", "masks"},
     "explaining": {
         *("eight_bit", "explanation", "jit", "masks", "problem", "problems", "select", "specs", "validation"),
     },
@@ -105,7 +106,7 @@ ALLOWED: dict[str, set[str]] = {
             "specs",
         )
     },
-    "torch_ops": {"", "autograd", "backward", "errors", "forward", "masks"},
+    "torch_ops": {"", "autograd", "backward", "errors", "forward", "masks", "transforms"},
     "dropin": {
         *("", "api", "arguments", "autograd", "errors", "forward", "options", "problem", "runtime"),
         *("specs", "torch_cpu", "validation"),

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "plan.h"
+#include "tracing.h"
 
 namespace microsdpa {
 
@@ -52,6 +53,8 @@ inline bool meets(std::uintptr_t a, const TensorKey& a_key, std::uintptr_t b, co
 // False when no plan can exist for the call: Python's validation then finds the reason.
 inline bool parse(const DLTensor* query, const DLTensor* key, const DLTensor* value, const DLTensor* out,
                   std::int64_t options, Call& call) {
+  // A launch would not be in the graph: the caller is told that there is no plan, and calls an operator.
+  if (torch_is_tracing()) return false;
   call.query = query;
   PlanKey& k = call.plan_key;
   const DLTensor* const tensors[OPERANDS] = {query, key, value, out};
