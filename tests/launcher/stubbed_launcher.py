@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from typing import Any
 
@@ -53,6 +54,9 @@ def test_the_kernel_gets_pointers_strides_sizes_and_scale() -> None:
     assert list(p.value_strides) == [2 * 24 * 32, 24 * 32, 32]
     assert (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.diagonal) == (2, 4, 2, 16, 24, 3)
     assert p.scale_log2 == pytest.approx(32**-0.5 * math.log2(math.e), rel=1e-7)
+
+
+NOT_INITIALIZED, ILLEGAL_ADDRESS, OUT_OF_RESOURCES = 3, 700, 701
 
 
 @pytest.mark.parametrize("scale", [0.25, 3, -1.0, 0.0])
@@ -217,6 +221,39 @@ def test_a_failed_launch_raises_the_drivers_words_and_restores_the_context() -> 
     set_integer("stub_error", LAUNCH_FAILED)
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with error 719: the stub was told to fail"):
         launcher.launch(*arguments)
+
+
+def test_a_lost_context_is_laid_at_no_kernels_door() -> None:
+    arguments = call()
+    register(arguments)
+    for error in (LAUNCH_FAILED, ILLEGAL_ADDRESS):
+        set_integer("stub_error", error)
+        with pytest.raises(RuntimeError, match="a kernel before this call, of any library, has lost the CUDA context"):
+            launcher.launch(*arguments)
+    set_integer("stub_error", OUT_OF_RESOURCES)
+    with pytest.raises(RuntimeError) as caught:
+        launcher.launch(*arguments)
+    assert str(caught.value).endswith("failed with error 701: another error")
+
+
+def test_a_forked_process_is_told_why_it_has_no_cuda() -> None:
+    arguments = call()
+    register(arguments)
+    assert launcher.launch(*arguments) is not None
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            set_integer("stub_error", NOT_INITIALIZED)
+            launcher.launch(*arguments)
+        except RuntimeError as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(reading, 1000).decode()
+    assert "cuLaunchKernelEx failed with error 3" in said
+    assert "CUDA was used before this process was forked" in said
+    assert "spawn or forkserver" in said
 
 
 def test_the_plain_call_does_no_more_than_launch() -> None:
