@@ -150,7 +150,7 @@ def verdict(mutant: Mutant, root: Path, schedule: Schedule) -> str:
     out, lse = torch.full(query.shape, torch.nan, dtype=query.dtype), torch.full(query.shape[:3], torch.nan)
     try:
         run.attention(
-            *(mutant.kernel(problem), problem, query, key, value, out, lse, case.scale),
+            *(mutant.kernel(problem), problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
             masks=Masks(**masks),
             root=root,
