@@ -18,6 +18,7 @@ from microsdpa import reference
 from microsdpa.emulate import run
 from microsdpa.evidence import fuzz, fuzz_check, render, results
 from microsdpa.evidence.fuzz_calls import DOORS, Call, draw, simpler, tensors, valid
+from microsdpa.execution import backward
 from microsdpa.jit.source import KERNELS_DIR
 
 MASKED = Call(
@@ -89,8 +90,8 @@ def test_every_door_is_judged(door: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
     launch = run.launch
 
-    def wrong(library: Any, make_params: Any, buffers: dict[str, Any], **options: Any) -> Any:
-        report = launch(library, make_params, buffers, **options)
+    def wrong(library: Any, make_params: Any, buffers: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        report = launch(library, make_params, buffers, *rest, **options)
         if "out" in buffers:
             buffers["out"][0].mul_(1.5)
         return report
@@ -100,14 +101,14 @@ def test_every_door_is_judged(door: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = microsdpa.backward.gradients
+    gradients = backward.gradients
 
     def wrong(*arguments: Any) -> list[torch.Tensor]:
-        found = backward(*arguments)
+        found = gradients(*arguments)
         found[3] = found[3] * 2
         return found
 
-    monkeypatch.setattr("microsdpa.backward.gradients", wrong)
+    monkeypatch.setattr(backward, "gradients", wrong)
     assert fuzz_check.check(MASKED, "cpu").kind == "gradient of attn_mask"
 
 

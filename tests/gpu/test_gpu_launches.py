@@ -52,7 +52,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
         )
         result = launcher.launch(query, key, value, out, lse, OPTIONS, None)
         if result is None:
-            launcher.prepare(problem, spec, query, key, value, out, OPTIONS)
+            launcher.prepare(problem, spec, (query, key, value, out, None, OPTIONS, None))
             result = launcher.launch(query, key, value, out, lse, OPTIONS, None)
         assert result is True
         return out

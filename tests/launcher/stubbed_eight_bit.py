@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 from fake_cuda import FakeCuda, install_allocator, integer, last, record, set_integer
 from stub_harness import (
     ADDRESSES,
@@ -23,6 +22,7 @@ from stub_harness import (
     _clean,
     check_allocated_lse,
     library,
+    packed,
 )
 
 from microsdpa.attention import api
@@ -37,6 +37,7 @@ from microsdpa.kernels.eight_bit_params import EightBitParams, QuantizeParams, R
 from microsdpa.kernels.problem import Operands, Problem
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
+from microsdpa.runtime.launcher import NO_MASKS
 
 __all__ = ["_clean"]
 
@@ -118,7 +119,8 @@ def register(*given: Any, options: Options, scales: Scales = NO_SCALES) -> Check
     *inputs, out = given
     checked = validated(Call(tuple(inputs), scales=scales, options=options))  # type: ignore[arg-type]
     problem = problem_of(checked)
-    quantized.register(checked, problem, select(problem).spec, out)
+    planned = quantized.planned(checked, problem, select(problem).spec, out)
+    launcher.register(forward.foreign_call(checked, out), *planned)
     return checked
 
 
@@ -211,7 +213,6 @@ def test_an_lse_has_a_launch_of_its_own(checks: list[Any]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"scale": 0.3},
         {"causal": "lower_right"},
         {"precision": "int8_fp8"},
         {"impl": "ladder/11"},
@@ -233,9 +234,11 @@ def test_another_call_has_another_plan(change: dict[str, Any], checks: list[Any]
     assert len(checks) == 2
 
 
-def test_an_explicit_default_scale_is_the_same_call(checks: list[Any]) -> None:
+def test_another_scale_is_the_same_plan(checks: list[Any]) -> None:
     attend(*tensors())
-    attend(*tensors(), scale=1 / math.sqrt(32))
+    for scale in (1 / math.sqrt(32), 0.3):
+        attend(*tensors(), scale=scale)
+        assert params(EightBitParams).scale_log2 == pytest.approx(scale * math.log2(math.e), rel=1e-7)
     assert len(checks) == 1
 
 
@@ -309,10 +312,10 @@ def test_a_plan_object_launches_without_the_table() -> None:
         assert params(EightBitParams, 1 if address else 0).lse == address
     assert launch(*tensors(torch.int8), like_out, None) is None
     assert launch(Tensor(SHAPE, NO_MEMORY), *given[1:], like_out, None) is None
-    with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
+    with pytest.raises(TypeError, match="from type `None` to `DLTensor\\*`"):
         launch(*given, None, None)
     with pytest.raises(RuntimeError, match="is not found"):
-        launcher.prepared_eight_bit_call(*given, like_out, QUANTISING.code, 0.7)  # type: ignore[arg-type]
+        launcher.prepared_call((*given, like_out, None, QUANTISING.code, 0.7))
 
 
 def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[Any]) -> None:
@@ -322,16 +325,11 @@ def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[
         launcher.Mapped("query", 0, SHAPE, (4096, 2048, 32, 1), 1),
         launcher.Mapped("workspace", 512, KV, (9008, 4096, 48, 1), 1),
     )
-    call = *tensors(), output(), 5, None, *NO_SCALES
-    launcher.prepare_eight_bit(
-        call,
-        [launcher.FilledKernel(spec, (1, 1, 1), bytes(64), ((8, "workspace", 0),), mapped)],
-        "sm_89",
-        4096,
-    )
+    kernel = launcher.PlannedKernel(spec, (1, 1, 1), bytes(64), ((8, "workspace", 0),), (), mapped)
+    launcher.register((*tensors(), output(), None, 5, None), [kernel], "sm_89", 4096)
     set_integer("stub_tensor_maps", 2)
     try:
-        launcher.launch_eight_bit(*tensors(offset=0x1000), output(), None, 5, None, *NO_SCALES)
+        launcher.launch(*tensors(offset=0x1000), output(), None, 5, None)
     finally:
         set_integer("stub_tensor_maps", 0)
     first, second = (Map.of(list(words)) for words in last().tensor_maps[:2])
@@ -346,27 +344,27 @@ def test_tensors_without_memory_have_no_plan(monkeypatch: pytest.MonkeyPatch) ->
     codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
     monkeypatch.setattr(torch, "Tensor", Tensor)
     code = register(*codes, output(), options=VALUES, scales=Scales(*given)).call.options.code
-    assert launcher.launch_eight_bit(*codes, output(), None, code, 0.5, *given) is None
-    assert launcher.launch_eight_bit(*codes, output(), None, code, None, *given) is True
+    assert launcher.launch(*codes, output(), None, code, 1e300, *NO_MASKS, *given) is None
+    assert launcher.launch(*codes, output(), None, code, None, *NO_MASKS, *given) is True
     for index in range(3):
         traced = list(codes)
         traced[index] = Tensor(tuple(traced[index].shape), NO_MEMORY, torch.float8_e4m3fn)
-        assert launcher.launch_eight_bit(*traced, output(), None, code, None, *given) is None
+        assert launcher.launch(*traced, output(), None, code, None, *NO_MASKS, *given) is None
         without = list(given)
         without[index] = Tensor(tuple(without[index].shape), NO_MEMORY, torch.float32)
-        assert launcher.launch_eight_bit(*codes, output(), None, code, None, *without) is None
-    assert launcher.launch_eight_bit(*codes, Tensor(SHAPE, NO_MEMORY), None, code, None, *given) is None
+        assert launcher.launch(*codes, output(), None, code, None, *NO_MASKS, *without) is None
+    assert launcher.launch(*codes, Tensor(SHAPE, NO_MEMORY), None, code, None, *NO_MASKS, *given) is None
 
 
 def test_codes_with_an_lse_have_the_callers_or_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
     monkeypatch.setattr(torch, "Tensor", Tensor)
     code = register(*codes, output(), options=VALUES, scales=Scales(*given)).call.options.code
-    lse = launcher.launch_eight_bit(*codes, output(), True, code, None, *given)
+    lse = launcher.launch(*codes, output(), True, code, None, *NO_MASKS, *given)
     check_allocated_lse(lse, params(EightBitParams).lse)
     set_integer("stub_last_bytes", -1)
     for wanted, address in ((Tensor(SHAPE[:3], LSE, torch.float32), LSE), (None, None), (False, None)):
-        assert launcher.launch_eight_bit(*codes, output(), wanted, code, None, *given) is True
+        assert launcher.launch(*codes, output(), wanted, code, None, *NO_MASKS, *given) is True
         assert params(EightBitParams).lse == address
     assert integer("stub_last_bytes") == -1
 
@@ -378,15 +376,18 @@ def test_a_failed_launch_is_told(checks: list[Any]) -> None:
         attend(*tensors())
 
 
-def test_a_plan_that_cannot_be_is_refused() -> None:
-    call = *tensors(), output(), 5, None, *NO_SCALES
-    fields = tvm_ffi.Shape([0x3000, 1, 1, 1, 128, 0, 1, 0, 0])
-    for kernel, size, pointer, words in (
-        (tvm_ffi.Shape([1, 2]), 64, [], "expected 9 integers each"),
-        (fields, 513, [], "parameters of at most 512 bytes"),
-        (fields, 64, [0, 1], "3 integers a pointer"),
-        (fields, 64, [57, 0, 0], "a place in 64 bytes of parameters"),
-        (fields, 64, [0, 9, 0], "an operand below 9"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            library.register_eight_bit_plan(*call, PRIMARY, [kernel], [bytes(size)], [tvm_ffi.Shape(pointer)], 0)
+@pytest.mark.parametrize(
+    ("size", "own", "words"),
+    [
+        (513, (513, 0, 0), "expected at most 512 bytes of a parameter, got 513"),
+        (64, (65, 0, 0), "expected 65 bytes more, got 64"),
+        (64, (64, 1, 57, 0, 0, 0), "a place in 64 bytes of a parameter, got 57"),
+        (64, (64, 1, 0, 12, 0, 0), "an operand below 12, got 12"),
+        (64, (64, 0, 1, 61, 0), "a place in 64 bytes of a parameter, got 61"),
+        (64, (64, 0, 1, 0, 3), "an operand below 3, got 3"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(size: int, own: tuple[int, ...], words: str) -> None:
+    numbers = packed(PRIMARY, 0, 1, 0, 1, 0x3000, 1, 1, 1, 128, 0, 1, 0, 0, *own, 0)
+    with pytest.raises(ValueError, match=words):
+        library.register_plan(numbers, bytes(size), *tensors(), output(), None, 5, None)

@@ -15,7 +15,6 @@ from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.runtime import launcher
 
 _launch = launcher.launch
-_launch_masked = launcher.launch_masked
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -127,7 +126,7 @@ def sdpa(
                 left, right = (-1, -1) if window is None else window
                 arrays = attn_mask, alibi_slopes, sinks
                 ends = left, right, softcap
-                lse = _launch_masked(query, key, value, result, return_lse, code, scale, *arrays, *ends)
+                lse = _launch(query, key, value, result, return_lse, code, scale, *arrays, *ends)
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice

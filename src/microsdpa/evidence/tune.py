@@ -60,8 +60,9 @@ class Configuration(Implementation):
         """A plan of its own, which later calls of sdpa do not find."""
         options = OPTIONS[False, case.causal, case.kv_heads != case.heads, "auto", None]
         query, key, value = tensors
-        launcher.prepare(case.problem(self.target), self.spec, query, key, value, out, options)
-        launch = launcher.prepared_call(query, key, value, out, options, case.scale)
+        foreign = query, key, value, out, None, options, case.scale
+        launcher.prepare(case.problem(self.target), self.spec, foreign)
+        launch = launcher.prepared_call(foreign)
         launcher.forget_plans()
 
         def call() -> torch.Tensor:

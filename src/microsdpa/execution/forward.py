@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ from microsdpa.call.scales import VALUE_DTYPES, known_positive, output_type
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.execution import quantized, torch_cpu
 from microsdpa.execution.choice import problem_of
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import chosen, select
 from microsdpa.runtime import launcher
+from microsdpa.runtime.launcher import NO_MASKS
 
 _launch = launcher.launch
-_launch_masked = launcher.launch_masked
-_launch_eight_bit = launcher.launch_eight_bit
 _empty_like = torch.empty_like
 
 MISSES = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
@@ -50,7 +52,7 @@ def launch(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
         else:
             left, right = options.window or (-1, -1)
             rest = left, right, options.softcap
-            lse = _launch_masked(query, key, value, result, return_lse, code, scale, *masks, *rest)
+            lse = _launch(query, key, value, result, return_lse, code, scale, *masks, *rest)
     except MISSES:
         return None
     if lse is None:
@@ -85,7 +87,8 @@ def launch_eight_bit(
             result = torch.empty_like(query, dtype=output_type(query, value, None))
         else:
             result = torch.empty_like(query)
-        lse = _launch_eight_bit(query, key, value, result, return_lse, code, scale, *scales)
+        rest = () if options[4] is not None else (*NO_MASKS, *scales)
+        lse = _launch(query, key, value, result, return_lse, code, scale, *rest)
     except MISSES:
         return None
     if lse is None:
@@ -128,31 +131,49 @@ def prepare(checked: Checked, out: torch.Tensor) -> None:
     """
     problem = problem_of(checked, out)
     spec = chosen(problem, checked.kernel) or select(problem, checked.kernel).spec
+    call = foreign_call(checked, out)
     if checked.operands is None:
-        launcher.prepare(problem, spec, *checked.call.inputs, out, checked.call.options.code, checked.masks)
+        launcher.prepare(problem, spec, call, _growth(problem, spec, checked.kernel))
     else:
-        quantized.register(checked, problem, spec, out)
+        launcher.register(call, *quantized.planned(checked, problem, spec, out))
+
+
+MOST_GROWING_QUERIES = 16
+"""Queries of a call that decodes: its next one has a key more."""
+LENGTHS_AHEAD = 31
+
+
+def _growth(problem: Problem, spec: KernelSpec, kernel: str) -> tuple[int, int]:
+    """The first and the last length of K, from this problem's on, for which `spec` is the choice, as far as is looked.
+
+    Looking takes as long for a length as the choice. It is worth it for calls that decode: one in 32 is slow then.
+    """
+    last = problem.seqlen_k
+    if problem.seqlen_q <= MOST_GROWING_QUERIES:
+        while last - problem.seqlen_k < LENGTHS_AHEAD and chosen(replace(problem, seqlen_k=last + 1), kernel) == spec:
+            last += 1
+    return problem.seqlen_k, last
+
+
+def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
+    """The launcher's arguments for a call."""
+    call, masks = checked.call, checked.masks
+    given = *call.inputs, out, call.return_lse, call.options.code, checked.scale
+    if call.has_values:
+        return *given, *launcher.NO_MASKS, *checked.scales
+    if masks.kind is None:
+        return given
+    return *given, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap
 
 
 def launch_checked(checked: Checked, out: torch.Tensor) -> Any:
     """Launch a call by its plan, and give what launcher.launch does."""
-    call, masks = checked.call, checked.masks
-    given = *call.inputs, out, call.return_lse, call.options.code, checked.scale
-    if checked.operands is not None:
-        return _launch_eight_bit(*given, *checked.scales)
-    if masks.kind is None:
-        return _launch(*given)
-    return _launch_masked(*given, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap)
+    return _launch(*foreign_call(checked, out))
 
 
 def prepared(checked: Checked, out: torch.Tensor) -> Callable[..., Any]:
     """The launch of a call's plan alone: a function of its tensors, with `lse` after `out`."""
-    given = *checked.call.inputs, out, checked.call.options.code, checked.scale
-    if checked.operands is not None:
-        return launcher.prepared_eight_bit_call(*given)
-    if checked.masks.kind is None:
-        return launcher.prepared_call(*given)
-    return launcher.prepared_masked_call(*given, checked.masks)
+    return launcher.prepared_call(foreign_call(checked, out))
 
 
 def _nothing(checked: Checked) -> Result:

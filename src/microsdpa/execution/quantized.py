@@ -98,6 +98,8 @@ class Launch:
     Attributes:
         pointers: (bytes from the parameter's start, tensor, bytes from the tensor's start): where addresses belong.
         tensor_maps: what the kernel's tensor maps describe.
+        numbers: (bytes from the parameter's start, SCALE or SCALE_LOG2 of the launcher): numbers that differ from call
+            to call; the parameter has those of this one.
     """
 
     spec: KernelSpec
@@ -105,6 +107,7 @@ class Launch:
     params: ctypes.Structure
     pointers: tuple[tuple[int, str, int], ...]
     tensor_maps: tuple[launcher.Mapped, ...] = ()
+    numbers: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no GPU launches.
@@ -202,7 +205,8 @@ def attending(spec: KernelSpec, problem: Problem, places: Places, scale: float) 
         params.value_scale = ChannelScales(0, *(*places["value_scale"].strides, 0, 0, 0)[:3])
     mapped = tuple(places[box.tensor] for box in spec.tensor_maps)
     maps = tuple(launcher.Mapped(p.tensor, p.offset, p.shape, p.strides, p.element_bytes) for p in mapped)
-    return Launch(spec, spec.grid(problem), params, _pointers(EightBitParams, places), maps)
+    numbers = ((EightBitParams.scale_log2.offset, launcher.SCALE_LOG2),)
+    return Launch(spec, spec.grid(problem), params, _pointers(EightBitParams, places), maps, numbers)
 
 
 def restoring(problem: Problem, places: Places, scale: float) -> Launch:
@@ -217,7 +221,9 @@ def restoring(problem: Problem, places: Places, scale: float) -> Launch:
         seqlen_q=problem.seqlen_q,
         scale=scale,
     )
-    return Launch(spec, (-(-rows // spec.block_m), 1, 1), params, _pointers(RestoreLseParams, places))
+    numbers = ((RestoreLseParams.scale.offset, launcher.SCALE),)
+    grid = (-(-rows // spec.block_m), 1, 1)
+    return Launch(spec, grid, params, _pointers(RestoreLseParams, places), numbers=numbers)
 
 
 def _row_scales(place: Place, seqlen: int) -> RowScales:
@@ -303,12 +309,10 @@ def run(
     launcher.launch_one(launch.spec, launcher.target_of_device(device), launch.grid, params, device.index, arrays)
 
 
-def register(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Tensor) -> None:
-    """Compile the kernels of a call on CUDA tensors and register its plan; `spec` attends.
-
-    Raises:
-        CompileError: a kernel does not compile.
-    """
+def planned(
+    checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Tensor
+) -> tuple[list[launcher.PlannedKernel], str, int]:
+    """The kernels of a call on CUDA tensors, of which `spec` attends, their target, and bytes of scratch memory."""
     call, scheme = checked.call, checked.scheme
     query, key, value = call.inputs
     names = "query_scale", "key_scale", "value_scale"
@@ -331,13 +335,13 @@ def register(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Te
             smoothed = {"query": inputs["query"], "key_mean": values["key_mean"], "lse": places["lse"]}
             launches.append(restoring(problem, smoothed, checked.factor))
     kernels = [
-        launcher.FilledKernel(
-            launch.spec, launch.grid, bytes(launch.params), launch.pointers, launch.tensor_maps, index == 2
+        launcher.PlannedKernel(
+            *(launch.spec, launch.grid, bytes(launch.params), launch.pointers, launch.numbers, launch.tensor_maps),
+            only_with_lse=index == 2,
         )
         for index, launch in enumerate(launches)
     ]
-    key_of_plan = query, key, value, out, call.options.code, checked.scale, *checked.scales
-    launcher.prepare_eight_bit(key_of_plan, kernels, problem.target, workspace_bytes)
+    return kernels, problem.target, workspace_bytes
 
 
 def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Tensor, lse: torch.Tensor | None) -> None:

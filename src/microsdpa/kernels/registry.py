@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, product
@@ -150,6 +151,7 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
 """Families for 8-bit operands."""
 
 
+@functools.lru_cache(maxsize=256)
 def family_named(name: str) -> Family | None:
     """The family called `name`, by its full or its short name; None when there is none."""
     return next((f for f in (*FAMILIES, *EIGHT_BIT_FAMILIES) if name in (f.name, f.short_name)), None)
