@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from typing import Any
 
@@ -53,6 +54,9 @@ def test_the_kernel_gets_pointers_strides_sizes_and_scale() -> None:
     assert list(p.value_strides) == [2 * 24 * 32, 24 * 32, 32]
     assert (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k, p.diagonal) == (2, 4, 2, 16, 24, 0)
     assert p.scale_log2 == pytest.approx(32**-0.5 * math.log2(math.e), rel=1e-7)
+
+
+NOT_INITIALIZED, ILLEGAL_ADDRESS, OUT_OF_RESOURCES = 3, 700, 701
 
 
 @pytest.mark.parametrize("scale", [0.25, 3, -1.0, 0.0])
@@ -219,6 +223,39 @@ def test_a_failed_launch_raises_the_drivers_words_and_restores_the_context() -> 
         launcher.launch(*arguments)
 
 
+def test_a_lost_context_is_laid_at_no_kernels_door() -> None:
+    arguments = call()
+    register(arguments)
+    for error in (LAUNCH_FAILED, ILLEGAL_ADDRESS):
+        set_integer("stub_error", error)
+        with pytest.raises(RuntimeError, match="a kernel before this call, of any library, has lost the CUDA context"):
+            launcher.launch(*arguments)
+    set_integer("stub_error", OUT_OF_RESOURCES)
+    with pytest.raises(RuntimeError) as caught:
+        launcher.launch(*arguments)
+    assert str(caught.value).endswith("failed with error 701: another error")
+
+
+def test_a_forked_process_is_told_why_it_has_no_cuda() -> None:
+    arguments = call()
+    register(arguments)
+    assert launcher.launch(*arguments) is not None
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            set_integer("stub_error", NOT_INITIALIZED)
+            launcher.launch(*arguments)
+        except RuntimeError as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(reading, 1000).decode()
+    assert "cuLaunchKernelEx failed with error 3" in said
+    assert "CUDA was used before this process was forked" in said
+    assert "spawn or forkserver" in said
+
+
 def test_the_plain_call_does_no_more_than_launch() -> None:
     """Masks, operators, 8-bit operands and drop-in use cost it nothing: two questions are asked before the launch."""
     arguments = call(options=api.OPTIONS[False, None, False, "auto", None])
@@ -239,3 +276,19 @@ def test_the_plain_call_does_no_more_than_launch() -> None:
             sys.setprofile(None)
     assert record.launches == before + 1
     assert events[:-1] == [("call", "sdpa"), ("call", "is_dynamo_compiling"), ("c_call", "is_grad_enabled")]
+
+
+def test_no_call_of_torch_jit_trace_is_launched() -> None:
+    """A launch would not be in the graph, whose output would be memory that nobody has written to."""
+    arguments, found = call(), []
+    register(arguments)
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        found.append(library.sdpa(*arguments))
+        return x + 1
+
+    launches = record.launches
+    torch.jit.trace(traced, torch.zeros(2), check_trace=False)
+    assert found == [None]
+    assert record.launches == launches
+    assert library.sdpa(*arguments) is not None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.validate import check
 from microsdpa.errors import InvalidArgument
-from microsdpa.execution import autograd, forward
+from microsdpa.execution import autograd, forward, transforms
 from microsdpa.execution.forward import MISSES
 from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.runtime import launcher
@@ -93,6 +94,8 @@ def sdpa(
             found = forward.launch_eight_bit(*given, scale, return_lse, out)
             if found is not None:
                 return found if return_lse else found[0]  # type: ignore[return-value]
+        if not is_dynamo_compiling():
+            transforms.refuse_eight_bit()
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
         found = forward.first_call(Call((query, key, value), masks, scales, options, return_lse, out))
@@ -112,6 +115,7 @@ def sdpa(
             or (alibi_slopes is not None and alibi_slopes.requires_grad)
             or (sinks is not None and sinks.requires_grad)
             or (out is not None and out.requires_grad)
+            or forward_ad._current_level >= 0
         )
         if not graded:
             # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
@@ -134,6 +138,7 @@ def sdpa(
         pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
     inputs, masks = (query, key, value), mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
+    transforms.refuse_tangents(*inputs, *masks)
     if graded or autograd.is_traced(inputs):
         found = _through_autograd(inputs, masks, options, return_lse, out)
     else:
@@ -146,7 +151,11 @@ def _through_autograd(
 ) -> forward.Result:
     """A call that a gradient may be asked of, or that is traced into a graph."""
     if autograd.is_traced(inputs):
-        result, lse = autograd.operator(inputs, masks, options, return_lse)
+        if transforms.are_active():
+            result, lse = transforms.attend(inputs, masks, options)
+        else:
+            # A graph of torch.jit.trace may be run with other tensors, which require grad: it has the one that can.
+            result, lse = autograd.operator(inputs, masks, options, return_lse or transforms.is_jit_traced())
         return result if out is None else out.copy_(result), lse
     if out is not None:
         check(Call(inputs, masks, options=options, out=out))

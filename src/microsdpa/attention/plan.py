@@ -22,6 +22,9 @@ from microsdpa.runtime import launcher
 MASK_TENSORS = ("attn_mask", "alibi_slopes", "sinks")
 """Those of the masks that every call of a plan is given anew."""
 
+NOT_PICKLED = "a plan: it belongs to its process; pickle what plan() was given, and call plan() there"
+"""The qualified name of plans: pickle's error quotes it."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -144,7 +147,7 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
         tensors.check_grad({"query": query, "key": key, "value": value})
         return api.sdpa(query, key, value, out=out, **expected.options)
 
-    prepared.__doc__ = Plan.__call__.__doc__
+    prepared.__doc__, prepared.__qualname__ = Plan.__call__.__doc__, NOT_PICKLED
     plan = cast(Plan, prepared)
     plan.explanation = explanation
     return plan
@@ -182,7 +185,7 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
         tensors.check_grad({name: tensor for name, tensor in inputs.items() if tensor is not None})
         return api.sdpa(query, key, value, out=out, **named, **expected.options)
 
-    prepared.__doc__ = Plan.__call__.__doc__
+    prepared.__doc__, prepared.__qualname__ = Plan.__call__.__doc__, NOT_PICKLED
     plan = cast(Plan, prepared)
     plan.explanation = explanation
     return plan

@@ -27,11 +27,12 @@ RUNTIME_SOURCES = tuple(sorted(path.name for path in (HERE / "runtime").glob("*.
 RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
 # -fsanitize=thread makes the compiler call the emulator before every access to memory (its own runtime is not linked);
 # without vectorisation, and in GCC without scalar replacement, an access of the source stays one access of its width.
+# Variables share no memory: what wgmma reads of one that is gone, a register still holds.
 KERNEL_FLAGS = ("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-w", "-fsanitize=thread")
-GCC_FLAGS = ("-fno-tree-sra", "-fno-tree-vectorize", "--param=tsan-instrument-func-entry-exit=0")
+GCC_FLAGS = ("-fno-tree-sra", "-fno-tree-vectorize", "-fstack-reuse=none", "--param=tsan-instrument-func-entry-exit=0")
 CLANG_FLAGS = (
     *("-fno-vectorize", "-fno-slp-vectorize", "-fno-sanitize=undefined"),
-    *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+    *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-no-stack-coloring"),
 )
 
 _ENTRY = """

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import _are_functorch_transforms_active, _AutoDispatchBelowAutograd, _len_torch_dispatch_stack
+from torch._C import (
+    _are_functorch_transforms_active,
+    _AutoDispatchBelowAutograd,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+)
 from torch.compiler import is_compiling
 
 from microsdpa.call import tensors
@@ -27,7 +32,9 @@ def is_eager(inputs: Inputs) -> bool:
 
 def is_traced(inputs: Inputs) -> bool:
     """Whether somebody else has to see a call with these tensors: torch.compile, a tracer, a transform, a subclass."""
-    return is_compiling() or (all(isinstance(t, torch.Tensor) for t in inputs) and not is_eager(inputs))
+    if is_compiling() or _get_tracing_state() is not None:
+        return True
+    return all(isinstance(t, torch.Tensor) for t in inputs) and not is_eager(inputs)
 
 
 def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool) -> forward.Result:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from microsdpa.call.call import NO_TENSORS, Inputs, MaskTensors, mask_tensors
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import PLAIN, Options
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.execution import autograd, backward, forward
+from microsdpa.execution import autograd, backward, forward, transforms
 
 _UNBOUNDED = (-1, -1)
 _library = torch.library.Library("microsdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -61,6 +62,8 @@ def _output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: 
         UnsupportedProblem: an input requires grad, which this operator has none of.
     """
     inputs, masks, options = _call(query, key, value, *rest) if rest else _plain(query, key, value)
+    if forward_ad._current_level >= 0:
+        transforms.refuse_tangents(*inputs, *masks)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *masks) if t is not None):
         raise UnsupportedProblem("attention_output has no gradient", nearest="torch.ops.microsdpa.attention")
     return forward.attend(inputs, masks, options, False)[0]
@@ -73,10 +76,14 @@ def _plain(*inputs: torch.Tensor) -> tuple[Inputs, MaskTensors, Options]:
 def _differentiable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> forward.Result:
     """The operator where autograd looks at it: with a gradient when an input wants one."""
     inputs, masks, options = _call(query, key, value, *rest) if rest else _plain(query, key, value)
+    if forward_ad._current_level >= 0:
+        transforms.refuse_tangents(*inputs, *masks)
     eager = autograd.is_eager(inputs)
     if torch.is_grad_enabled():
         graded = query.requires_grad or key.requires_grad or value.requires_grad
         if graded or any(t is not None and t.requires_grad for t in masks):
+            if transforms.are_active():
+                raise UnsupportedProblem("the operator has no gradient under torch.func", nearest="microsdpa.sdpa")
             return autograd.record(inputs, masks, options, eager)
     if eager:
         return forward.attend(inputs, masks, options, True)
@@ -128,11 +135,15 @@ def _(grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *given: Any) -> lis
     return [torch.empty_like(tensor) for tensor in tensors if tensor is not None and tensor.is_floating_point()]
 
 
-def _no_second_order(*_: object) -> None:
-    raise UnsupportedProblem(
-        "microsdpa has no second-order gradient",
-        nearest="torch's own attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
-    )
+attention_backward.register_autograd(transforms.refuse_second_order)
 
 
-attention_backward.register_autograd(_no_second_order)
+@attention_backward.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[torch.Tensor], list[int]]:
+    """One call for each element of a batch of torch.vmap, as jacobians have."""
+    found = []
+    for i in range(info.batch_size):
+        one = (a.select(dim, i) if isinstance(dim, int) else a for a, dim in zip(arguments, in_dims, strict=True))
+        found.append(attention_backward(*one))
+    stacked = [torch.stack(gradients) for gradients in zip(*found, strict=True)]
+    return stacked, [0] * len(stacked)

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "tensor_key.h"
+#include "tracing.h"
 
 namespace microsdpa {
 
@@ -103,6 +104,8 @@ inline bool meets(std::uintptr_t a, const TensorKey& a_key, std::uintptr_t b, co
 
 // False when no plan can exist for the call: Python's validation then finds the reason.
 inline bool parse(const Arguments& arguments, Call& call) {
+  // A launch would not be in the graph: the caller is told that there is no plan, and calls an operator.
+  if (torch_is_tracing()) return false;
   CallKey& k = call.key;
   call.query = arguments.tensors[QUERY];
   std::uint64_t bits = 0;

@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <stdexcept>
 #include <string>
@@ -23,7 +24,7 @@ class Driver {
     const char* words = nullptr;
     error_string(result, &words);
     throw std::runtime_error(std::string(call) + " failed with error " + std::to_string(result) + ": " +
-                             (words ? words : "unknown error"));
+                             (words ? words : "unknown error") + cause(result));
   }
 
   decltype(&cuInit) init;
@@ -62,12 +63,38 @@ class Driver {
     if (missing_ || init(0) != CUDA_SUCCESS) library_ = nullptr;
   }
 
+  // What an error says of the process rather than of the call; empty for most.
+  const char* cause(CUresult result) const {
+    if (getpid() != process_) {
+      return "; CUDA was used before this process was forked, and cannot be used in it: start processes with the "
+             "method "
+             "spawn or forkserver of multiprocessing";
+    }
+    switch (result) {
+      case CUDA_ERROR_ILLEGAL_ADDRESS:
+      case CUDA_ERROR_LAUNCH_TIMEOUT:
+      case CUDA_ERROR_CONTEXT_IS_DESTROYED:
+      case CUDA_ERROR_ASSERT:
+      case CUDA_ERROR_HARDWARE_STACK_ERROR:
+      case CUDA_ERROR_ILLEGAL_INSTRUCTION:
+      case CUDA_ERROR_MISALIGNED_ADDRESS:
+      case CUDA_ERROR_INVALID_ADDRESS_SPACE:
+      case CUDA_ERROR_INVALID_PC:
+      case CUDA_ERROR_LAUNCH_FAILED:
+        return "; a kernel before this call, of any library, has lost the CUDA context: start the process again, with "
+               "CUDA_LAUNCH_BLOCKING=1 to see which";
+      default:
+        return "";
+    }
+  }
+
   template <typename Function>
   void load(Function& function, const char* name) {
     function = reinterpret_cast<Function>(dlsym(library_, name));
     missing_ = missing_ || !function;
   }
 
+  const pid_t process_ = getpid();
   void* library_ = nullptr;
   bool missing_ = false;
 };

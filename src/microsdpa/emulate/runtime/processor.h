@@ -110,7 +110,8 @@ struct Collective {
 struct WarpMma {
   Wgmma operation;
   std::uint32_t number;
-  std::uint32_t a[32][4];
+  std::uint32_t a[32][4];       // as they were when it was issued
+  const void* a_registers[32];  // where A is read from until the wait, if not from shared memory
   void* d[32];
   Place place;
 };

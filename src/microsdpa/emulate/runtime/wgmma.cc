@@ -1,7 +1,7 @@
 // wgmma: tensor cores that read shared memory, and write registers, later.
 //
 // A warp's quarter of an operation runs when the warp waits for its group (late), or at once (early). Until the wait
-// its tiles must not be written, and in the late schedule its accumulators hold poison.
+// its tiles and the registers of A must not be written, and in the late schedule its accumulators hold poison.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -173,7 +173,7 @@ void Processor::issue_mma(void* const (&lanes)[32], Place place) {
   }
   ++own.mmas_issued;
 
-  WarpMma mma{first, take_flight("wgmma", place), {}, {}, place};
+  WarpMma mma{first, take_flight("wgmma", place), {}, {}, {}, place};
   const auto registers = static_cast<std::size_t>(first.n) / 2;
   for (int lane = 0; lane < 32; ++lane) {
     const Wgmma& one = *static_cast<const Wgmma*>(lanes[lane]);
@@ -182,7 +182,10 @@ void Processor::issue_mma(void* const (&lanes)[32], Place place) {
       fail(place, "wgmma: lanes of a warp have different descriptors");
     }
     mma.d[lane] = one.d;
-    if (first.a) std::memcpy(mma.a[lane], one.a, sizeof(mma.a[lane]));
+    if (first.a) {
+      std::memcpy(mma.a[lane], one.a, sizeof(mma.a[lane]));
+      mma.a_registers[lane] = one.a;
+    }
   }
   std::vector<std::size_t> chunks;
   for (const bool second : {false, true}) {
@@ -318,6 +321,11 @@ void Processor::finish_mmas(std::size_t pending_groups) {
   while (own.mma_groups.size() > pending_groups) {
     reader.clock[agent] = ++agent_clocks_[agent];
     for (WarpMma& mma : own.mma_groups.front()) {
+      for (int lane = 0; mma.operation.a && lane < 32; ++lane) {
+        if (std::memcmp(mma.a[lane], mma.a_registers[lane], sizeof(mma.a[lane]))) {
+          fail(mma.place, "registers of A of lane %d were written while this wgmma was in flight", lane);
+        }
+      }
       if (job_.launch.late) run_mma(mma);
       for (const bool second : {false, true}) {
         if (!second && mma.operation.a) continue;
