@@ -1,6 +1,6 @@
 """Calls of sdpa at random, over its whole argument space, and what their results may be: for hypothesis.
 
-tests/emulator and tests/gpu draw from the same space.
+tests/emulate and tests/gpu draw from the same space.
 """
 
 from __future__ import annotations

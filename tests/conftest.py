@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from microsdpa.runtime import launcher
+from tiers import is_quick
 
 # One cache for the whole run, its workers and subprocesses, and never the user's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -20,7 +21,8 @@ torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = launcher.device_error()
-    if reason:
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+    for item in items:
+        if reason and "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+        if is_quick(item.path):
+            item.add_marker(pytest.mark.quick)

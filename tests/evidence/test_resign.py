@@ -41,7 +41,7 @@ CHANGES = {
          "threads=32 * warps + 32 * bool(producers),\n        block_m=block_m,\n        shared_bytes=shared_bytes,"),
     ),
     "quantiser": (("kernels/quantize/fused.cu", "AT_A_TIME", "ROWS_IN_FLIGHT"),),
-    "comment": (("kernels/ladder/07_tuned.cu", "\nnamespace microsdpa {", "\n// A comment.\n\nnamespace microsdpa {"),),
+    "comment": (("kernels/ladder/07_tuned.cu", "\nnamespace microsdpa::", "\n// A comment.\n\nnamespace microsdpa::"),),
 }  # fmt: skip
 """(file, what it says, what it says then)"""
 NAMES = {"ampere/general": "ampere/any_mask", "ampere/mma": "ampere/tensor"}
@@ -391,6 +391,6 @@ def test_a_tree_that_is_laid_out_otherwise_is_refused(repository: Repository, tm
     written(repository, {"renamed": rows()["renamed"]})
     package = tmp_path / resign.PACKAGE
     shutil.copytree(repository.root / resign.PACKAGE, package)
-    (package / "select.py").unlink()  # the modules of this process must not stand in for it
-    with pytest.raises(resign.ResignError, match=r"laid out otherwise .*no module microsdpa\.select"):
+    (package / "kernels/select.py").unlink()  # the modules of this process must not stand in for it
+    with pytest.raises(resign.ResignError, match=r"laid out otherwise .*no module microsdpa\.kernels\.select"):
         resign.step(str(tmp_path), repository.root, repository.results)

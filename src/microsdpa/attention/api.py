@@ -62,7 +62,7 @@ def sdpa(
         impl: "auto", or the name of one kernel, such as "ladder/01_scalar", which is then never replaced by another.
             "emulate", or "emulate:" and a kernel's name, runs the kernel on CPU tensors in the emulator, slowly and
             with every access checked.
-        precision: None, or what the tensors are quantised to first, in one launch: "fp8" (E4M3), "int8_fp8" (Q and K in
+        precision: None, or what the tensors are quantized to first, in one launch: "fp8" (E4M3), "int8_fp8" (Q and K in
             INT8, P and V in E4M3) or "int8_fp16" (Q and K in INT8). docs/numerics.md has the errors of each.
         q_scale: with 8-bit tensors (float8_e4m3fn, or int8 with a value of float8_e4m3fn, float16 or bfloat16): a
             number or an FP32 tensor, a scalar, [B, H], [B, H_kv] or [B, H, blocks of S_q]; value = code * scale. The

@@ -32,7 +32,7 @@ class Explanation:
         rejected: (kernel, reason) of every candidate tried before.
         faster: (kernel, what the call would have to be) of the same candidates: those come first because they are
             faster where they run.
-        quantizer: the configuration of the kernel that quantises the tensors before; None where none does.
+        quantizer: the configuration of the kernel that quantizes the tensors before; None where none does.
     """
 
     runs: str

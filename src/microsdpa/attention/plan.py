@@ -234,7 +234,7 @@ def plan(
     Arguments and errors are those of sdpa, but there is no plan for codes with scales. The values in the tensors do not
     matter, and they are not kept. With `out`,
     the plan's calls must be given an output of its layout; without, they may be given one of the layout that sdpa
-    allocates, as torch.empty_like(query) has for a dense query. With `precision` the calls quantise, as those of sdpa.
+    allocates, as torch.empty_like(query) has for a dense query. With `precision` the calls quantize, as those of sdpa.
     With attn_mask, alibi_slopes or sinks, every call is given its own of the same layout.
     """
     masks = mask_tensors(attn_mask, alibi_slopes, sinks)

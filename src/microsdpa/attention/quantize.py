@@ -1,4 +1,4 @@
-"""Quantisers: FP16, BF16 or FP32 tensors to codes of 8 bits with scales, and back. value = code * scale.
+"""Quantizers: FP16, BF16 or FP32 tensors to codes of 8 bits with scales, and back. value = code * scale.
 
 This is the specification; kernels/quantize/fused.cu makes the same codes, bit for bit. All arithmetic is FP32, every
 operation rounded to nearest even: scale = max|x| / L, with L = 448 or 127 (1 where that is zero), y = x / scale, and
@@ -67,7 +67,7 @@ def quantize(
     hadamard: bool = False,
     allow_nonfinite: bool = False,
 ) -> Quantized:
-    """Quantise a tensor to 8 bits.
+    """Quantize a tensor to 8 bits.
 
     Args:
         x: [B, H, S, D] in float16, bfloat16 or float32.

@@ -36,7 +36,7 @@ def check_precision(call: Call) -> Operands:
     if call.has_values:
         raise InvalidArgument(
             "precision",
-            expected="no scales beside it: it quantises float16 or bfloat16 tensors itself",
+            expected="no scales beside it: it quantizes float16 or bfloat16 tensors itself",
             got="q_scale, k_scale or v_scale",
             hint="pass codes with scales, or tensors with a precision",
         )

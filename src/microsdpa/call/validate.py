@@ -35,7 +35,7 @@ class Checked(NamedTuple):
     causal: Causal | None
     scale: float | None
     masks: Masks
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.float16
     operands: Operands | None = None
     scales: Scales = NO_SCALES
 
@@ -81,7 +81,7 @@ def check(call: Call) -> Checked:
     if call.masks is not NO_TENSORS:
         tensors.check_not_nested(**call.masks._asdict())
     if eight_bit:
-        return _check_eight_bit(Checked(call, kernel, emulated, causal, scale, mask_checks.NONE, query.dtype))
+        return _check_eight_bit(Checked(call, kernel, emulated, causal, scale, mask_checks.NONE))
     tensors.check_tensors(query, key, value, options.enable_gqa)
     if query.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(

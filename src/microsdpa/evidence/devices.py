@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from microsdpa.errors import InvalidArgument
+from microsdpa.kernels.chip import CHIPS
 
 EXP2_PER_CLOCK = 16
 """MUFU results a clock and SM, compute capability 8.0 to 12.0: CUDA C++ Programming Guide, arithmetic instructions."""
@@ -57,7 +58,7 @@ class Device:
 _HOPPER = Device(
     name="h100",
     target="sm_90a",
-    multiprocessors=132,
+    multiprocessors=CHIPS[9, 0].sms,
     boost_mhz=1830,
     tflops=(("float16", 989.4), ("e4m3", 1978.9), ("int8", 1978.9)),
     dram_gb_s=3350,
@@ -82,7 +83,7 @@ DEVICES: dict[str, Device] = {
     "a100": Device(
         name="a100",
         target="sm_80",
-        multiprocessors=108,
+        multiprocessors=CHIPS[8, 0].sms,
         boost_mhz=1410,
         tflops=(("float16", 312.0), ("int8", 624.0)),
         dram_gb_s=2039,
@@ -95,7 +96,7 @@ DEVICES: dict[str, Device] = {
     "l4": Device(
         name="l4",
         target="sm_89",
-        multiprocessors=58,
+        multiprocessors=CHIPS[8, 9].sms,
         boost_mhz=2040,
         tflops=(("float16", 121.0), ("e4m3", 242.0), ("int8", 242.0)),
         dram_gb_s=300,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from microsdpa.call.tensors import DTYPES
 from microsdpa.kernels.problem import Causal, DType, Problem
 
 Kind = Literal["normal", "mean", "outliers", "key_bias"]
@@ -25,7 +26,7 @@ Masking = Literal[
     "sinks",
 ]
 
-TORCH_DTYPE: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+TORCH_DTYPE: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)

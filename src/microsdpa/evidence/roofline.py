@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from microsdpa.evidence.devices import EXP2_PER_CLOCK, Device
 from microsdpa.evidence.inputs import Case
+from microsdpa.kernels import problem
 
-ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, "e4m3": 1, "int8": 1, "int8_fp8": 1, "int8_fp16": 1, "e4m3_fp16": 1}
+ELEMENT_BYTES = problem.ELEMENT_BYTES | dict.fromkeys(("e4m3", "int8", "int8_fp8", "int8_fp16", "e4m3_fp16"), 1)
 """Of Q, K, V and O at least: with 8 bits V and O may have 16."""
 
 

@@ -39,7 +39,7 @@ SECTION_BYTES = 256
 
 @dataclass(frozen=True)
 class Codes:
-    """Quantised operands of one call.
+    """Quantized operands of one call.
 
     Attributes:
         query: [B, H, S_q, terms * D] codes; with two terms a row's second half is what its first half lacks.
@@ -138,7 +138,7 @@ def _pointers(params: type[ctypes.Structure], places: Places) -> tuple[tuple[int
 def code_shapes(
     scheme: QuantizationScheme, query: Sequence[int], key: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of all that quantising [B, H, S_q, D] and [B, H_kv, S_k, D] gives."""
+    """Shape and type of all that quantizing [B, H, S_q, D] and [B, H_kv, S_k, D] gives."""
     batch, heads, seqlen_q, head_dim = query
     heads_kv, seqlen_k = key[1], key[2]
     code, scale = CODE_DTYPE[scheme.code], torch.float32
@@ -169,8 +169,8 @@ def in_one_tensor(
     return places, end
 
 
-def quantising(scheme: QuantizationScheme, dtype: DType, places: Places) -> Launch:
-    """The launch that quantises; places of "query", "key" and "value", and of all that code_shapes() names."""
+def quantizing(scheme: QuantizationScheme, dtype: DType, places: Places) -> Launch:
+    """The launch that quantizes; places of "query", "key" and "value", and of all that code_shapes() names."""
     batch, heads, seqlen_q, head_dim = places["query"].shape
     heads_kv, seqlen_k = places["key"].shape[1:3]
     params = QuantizeParams(
@@ -237,7 +237,7 @@ def _row_scales(place: Place, seqlen: int) -> RowScales:
 def quantize_query_key_value(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scheme: QuantizationScheme, emulated: bool
 ) -> Codes:
-    """Quantise validated FP16 or BF16 tensors in one launch; quantize.py says what the codes are."""
+    """Quantize validated FP16 or BF16 tensors in one launch; quantize.py says what the codes are."""
     inputs = {"query": query, "key": key, "value": value}
     shapes = code_shapes(scheme, query.shape, key.shape)
     numbers, floats_bytes = in_one_tensor("floats", {n: s for n, s in shapes.items() if s[1] == torch.float32})
@@ -248,7 +248,7 @@ def quantize_query_key_value(
         if name not in numbers
     }
     places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **codes}.items()} | numbers
-    run(quantising(scheme, tensors.DTYPES[query.dtype], places), inputs, codes | {"floats": floats}, emulated)
+    run(quantizing(scheme, tensors.DTYPES[query.dtype], places), inputs, codes | {"floats": floats}, emulated)
     made = codes | {
         name: floats.as_strided(place.shape, place.strides, place.offset // 4) for name, place in numbers.items()
     }
@@ -272,7 +272,7 @@ def run_attention(
     scale: float,
     emulated: bool,
 ) -> None:
-    """Run an attention kernel on quantised operands; `scale` is the softmax's."""
+    """Run an attention kernel on quantized operands; `scale` is the softmax's."""
     inputs = {name: tensor for name, tensor in vars(codes).items() if tensor is not None and name != "key_mean"}
     outputs = {"out": out} if lse is None else {"out": out, "lse": lse}
     places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **outputs}.items()}
@@ -326,7 +326,7 @@ def planned(
     else:
         values, workspace_bytes = in_one_tensor("workspace", code_shapes(scheme, query.shape, key.shape))
         inputs = {name: places[name] for name in ("query", "key", "value")}
-        launches.append(quantising(scheme, problem.dtype, inputs | values))
+        launches.append(quantizing(scheme, problem.dtype, inputs | values))
         operands = {name: values.get(f"{name}_codes", inputs[name]) for name in inputs}
         operands |= {name: values[name] for name in names if name in values}
         operands |= {name: places[name] for name in ("out", "lse")}

@@ -36,7 +36,7 @@ class Latency:
         return WARPGROUPS * self.stages if head_dim == 64 and self.stages <= 2 else 1
 
     def shared_bytes(self, head_dim: int) -> int:
-        """SharedStorage's size (latency_shared.cuh)."""
+        """SharedStorage's size (shared.cuh)."""
         quadruples = head_dim // WARPGROUPS // 16
         tiles = (BLOCK_M + 2 * WARPGROUPS * self.stages * BLOCK_N) * head_dim * ELEMENT
         merging = (

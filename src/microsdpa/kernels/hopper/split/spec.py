@@ -42,7 +42,7 @@ class Split:
         return WARPGROUPS // self.query_tiles
 
     def shared_bytes(self, stages: int) -> int:
-        """SharedStorage's size (split_shared.cuh)."""
+        """SharedStorage's size (shared.cuh)."""
         tiles = (self.query_tiles + 2 * self.groups * stages) * ROWS * HEAD_DIM * ELEMENT
         given = self.query_tiles * (self.groups - 1) * ROWS * HEAD_DIM * 4
         parts = self.query_tiles * self.groups * ROWS * 8

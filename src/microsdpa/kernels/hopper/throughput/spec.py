@@ -62,7 +62,7 @@ class Tiles:
         return 128 * (self.consumers + 1)
 
     def shared_bytes(self, head_dim: int, stages: int, query_stages: int) -> int:
-        """SharedStorage's size (throughput_shared.cuh)."""
+        """SharedStorage's size (shared.cuh)."""
         tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * head_dim * ELEMENT
         tiles += self.block_m * out_columns(head_dim) * ELEMENT
         barriers = (2 * query_stages + 4 * stages) * 8

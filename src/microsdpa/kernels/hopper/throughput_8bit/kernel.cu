@@ -12,7 +12,7 @@
 // add it to O in FP32 among the exponentials; with three or four, or with 256 channels, the tensor cores add to O
 // (IN_PLACE), and what those have summed over PROMOTED_TILES tiles is moved away. Bound by: latency: a tile of 192 x 96
 // at D = 128 took 2,250 cycles with two tiles of K and V^T, of which the tensor cores and the unit of exponentials need
-// 1,152 each; four tiles made it 3 to 6% faster. docs/hopper-fp8.md has the measurements.
+// 1,152 each; four tiles made it 3 to 6% faster. docs/hopper-8bit.md has the measurements.
 #include "../../ptx/address.cuh"
 #include "../../ptx/control.cuh"
 #include "../../ptx/mbarrier.cuh"

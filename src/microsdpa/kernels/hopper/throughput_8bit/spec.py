@@ -20,7 +20,7 @@ SMALL_TILES = 1.1
 MOST_STAGES = 4
 """More than four tiles of K and V^T are no faster; two hold the consumers together."""
 LARGEST_CODE = 16
-"""Of a probability in the first tile of a row, where the tensor cores add to O (fp8_promoting.cuh)."""
+"""Of a probability in the first tile of a row, where the tensor cores add to O (promoting.cuh)."""
 CPP_CODE: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
 """Of Q and K."""
 
@@ -59,7 +59,7 @@ class Tiles:
         return 2 if self.shared_bytes(head_dim, terms, key_scales, promotes, 2) <= MOST_SHARED else 1
 
     def shared_bytes(self, head_dim: int, terms: int, key_scales: bool, promotes: bool, query_stages: int) -> int:
-        """Fp8Storage's size (fp8_shared.cuh)."""
+        """SharedStorage's size (shared.cuh)."""
         tiles = query_stages * terms * self.block_m + (2 * self.stages + self.value_stages) * self.block_n
         scales = self.stages * 4 * (self.block_n if key_scales else 4)
         promoted = 4 * self.block_m * head_dim if promotes and head_dim <= 128 else 16
@@ -71,7 +71,7 @@ def tiles_for(problem: Problem) -> Tiles:
     """The configuration for a problem: as many consumers as registers hold, and as many keys a tile.
 
     Two codes at D = 256, and scales of keys where more than two consumers would leave SMs empty, have P V of every tile
-    added to O in FP32 (docs/hopper-fp8.md).
+    added to O in FP32 (docs/hopper-8bit.md).
     """
     several = _has_key_scales(problem)
     if problem.head_dim == 256:

@@ -9,7 +9,7 @@
 //           next tile, also of the next query tile, and P V of this one, which adds to O   3. while others multiply,
 //           and its own P V runs, it turns integers into scores and scores into probabilities
 // Bound by: the tensor cores, which have as much to do as in FP16 where queries have a residual term.
-// docs/hopper-fp8.md has the measurements.
+// docs/hopper-8bit.md has the measurements.
 #include "../../ptx/address.cuh"
 #include "../../ptx/control.cuh"
 #include "../../ptx/mbarrier.cuh"

@@ -35,7 +35,7 @@ class Tiles:
         return ROWS * self.consumers
 
     def shared_bytes(self, head_dim: int, terms: int, stages: int) -> int:
-        """Int8Storage's size (int8_shared.cuh)."""
+        """SharedStorage's size (shared.cuh)."""
         rows = QUERY_STAGES * terms * self.block_m + 3 * stages * self.block_n
         scales = stages * 4 * self.block_n
         barriers = WORKS * 20 + (2 * QUERY_STAGES + 4 * stages) * 8

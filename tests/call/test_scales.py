@@ -102,6 +102,14 @@ def test_a_value_scale_for_a_value_without_codes() -> None:
         call(query=codes(torch.int8), key=codes(torch.int8), value=half())
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("options", [{"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}, {"precision": "fp8"}])
+def test_what_is_no_tensor_is_refused_by_name(name: str, options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {one: codes() if "q_scale" in options else half() for one in ("query", "key", "value")}
+    with pytest.raises(InvalidArgument, match=rf"^{name}: expected a torch.Tensor, got str"):
+        microsdpa.sdpa(**(given | {name: "no tensor"}), **options)
+
+
 @pytest.mark.parametrize("head_dim", [48, 80])
 def test_a_head_dimension_that_8_bits_do_not_have(head_dim: int) -> None:
     with pytest.raises(

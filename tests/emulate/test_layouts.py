@@ -10,7 +10,9 @@ import pytest
 from microsdpa.emulate import abi, build
 from microsdpa.errors import CompileError
 from microsdpa.evidence import fp8_products, probes
-from microsdpa.kernels import eight_bit_params
+from microsdpa.kernels import KernelSpec, catalogue, eight_bit_params
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.latency import spec as hopper_latency
 
 Structs = dict[str, type[ctypes.Structure]]
 KERNELS: dict[str, Structs] = {
@@ -77,3 +79,44 @@ def test_another_layout_is_found(before: str, after: str) -> None:
     assert before in text
     with pytest.raises(CompileError, match="refused"):
         compile_text(f"{text.replace(before, after)}\n{assertions(KERNELS['common/eight_bit_params.cuh'])}")
+
+
+ALIGNMENT = 'static_assert(alignof(T) <= 1024, "dynamic shared memory starts on 1024 bytes");'
+SOURCES = sorted({spec.source for spec in catalogue("sm_90a") if spec.shared_bytes})
+
+
+def configurations(source: str) -> list[KernelSpec]:
+    """Up to three configurations of a kernel, those that differ most."""
+    found = [spec for spec in catalogue("sm_90a") if spec.source == source and spec.shared_bytes]
+    return found[:: max(1, -(-len(found) // 3))]
+
+
+def struct_bytes(spec: KernelSpec) -> int:
+    """The size that Python computes of a kernel's struct: what the launch asks for, but where it asks for more."""
+    if spec.name != "hopper/latency":
+        return spec.shared_bytes
+    sizes = {name: int(value) for name, value in spec.template_args if value.isdigit()}
+    choice = hopper_latency.Latency(sizes["CLUSTER"], sizes["STAGES"], sizes["ROUNDS"])
+    assert spec.shared_bytes == max(choice.shared_bytes(sizes["HEAD_DIM"]), chip_of("sm_90a").shared_per_sm // 2)
+    return choice.shared_bytes(sizes["HEAD_DIM"])
+
+
+def assert_struct_size(spec: KernelSpec, size: int) -> None:
+    text = build.expanded(spec.source)
+    assert text.count(ALIGNMENT) == 1
+    text = text.replace(ALIGNMENT, f'static_assert(sizeof(T) == {size}, "another size");')
+    compile_text(f"{text}\nauto* const kernel = &{spec.expression};\n")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_launch_asks_for_the_shared_memory_of_the_kernels_struct(source: str) -> None:
+    for spec in configurations(source):
+        assert_struct_size(spec, struct_bytes(spec))
+
+
+@pytest.mark.parametrize("off", [-16, 16])
+def test_another_size_of_the_struct_is_found(off: int) -> None:
+    spec = configurations("hopper/split/kernel.cu")[0]
+    with pytest.raises(CompileError, match="refused") as caught:
+        assert_struct_size(spec, struct_bytes(spec) + off)
+    assert "another size" in caught.value.log

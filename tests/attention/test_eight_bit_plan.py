@@ -1,4 +1,4 @@
-"""plan() and explain() of calls with 8-bit operands, in the emulator; tests/launcher has their launches."""
+"""plan() and explain() of calls with 8-bit operands, in the emulator; tests/runtime has their launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared calls on CPU tensors; tests/launcher has their launches, tests/gpu the real ones."""
+"""Prepared calls on CPU tensors; tests/runtime has their launches, tests/gpu the real ones."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def attend(directory: Path, written_rows: int) -> tuple[torch.Tensor, torch.Tens
         )
         for second in ("false", "true")
     )
-    spec = KernelSpec(**{**vars(first), "then": second})
+    spec = KernelSpec(**{**vars(first), "next_kernel": second})
     query, key, value = (torch.randn(1, 1, ROWS, DIM).half() for _ in range(3))
     out = torch.empty_like(query)
     report = run.attention(spec, PROBLEM, (query, key, value, out, None), None, root=tree(directory))
