@@ -3,15 +3,15 @@
 Importing it initialises no CUDA and creates no file.
 """
 
-from microsdpa import integrations, torch_ops
-from microsdpa.api import sdpa
-from microsdpa.dropin import disable, enable, enabled
+from microsdpa import integrations
+from microsdpa.attention.api import sdpa
+from microsdpa.attention.explain import Explanation, explain
+from microsdpa.attention.plan import Plan, plan
+from microsdpa.attention.quantize import Quantized, quantize
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
-from microsdpa.explaining import explain
-from microsdpa.explanation import Explanation
-from microsdpa.flash_backend import register
-from microsdpa.prepared import Plan, plan
-from microsdpa.quantize import Quantized, quantize
+from microsdpa.integrations import torch_ops
+from microsdpa.integrations.dropin import disable, enable, enabled
+from microsdpa.integrations.flash_backend import register
 
 __version__ = "0.1.0"
 

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from microsdpa import __version__
-from microsdpa.arguments import check_impl as check_kernel
+from microsdpa.call.tensors import check_impl as check_kernel
 from microsdpa.console import print_error, print_json, print_status, print_table, progress
 from microsdpa.emulate.run import Schedule
 from microsdpa.errors import MicrosdpaError
@@ -45,9 +45,8 @@ from microsdpa.evidence.roofline_page import step as roofline_step
 from microsdpa.evidence.step import Step
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.evidence.timing import MODES
-from microsdpa.problem import capability_of, virtual
+from microsdpa.kernels.problem import OPERANDS, capability_of, virtual
 from microsdpa.runtime import launcher
-from microsdpa.specs.eight_bit import OPERANDS
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CANNOT_RUN = 1, 2, 3
 
@@ -217,7 +216,14 @@ def models_(
         raise typer.BadParameter("dtype: expected none on a CPU, where models are compared in float32")
     with progress() as bars:
         step = models.step(
-            bars, sample, seed, there, dtype and dtype.value, seconds, tuple(names or ()), output, _command()
+            bars,
+            None if sample is None else (sample, seed),
+            there,
+            dtype and dtype.value,
+            seconds,
+            tuple(names or ()),
+            output,
+            _command(),
         )
     _finish([step], as_json)
 
@@ -265,7 +271,7 @@ def bench(
 @app.command("tune")
 def tune_(
     suite: Annotated[str, typer.Option(help=f"Suite of cases: {', '.join(suites.names())}.")] = "small",
-    kernels: Annotated[str | None, typer.Option(help="Some kernels, such as hopper/fwd_latency; else all.")] = None,
+    kernels: Annotated[str | None, typer.Option(help="Some kernels, such as hopper/latency; else all.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -428,11 +434,16 @@ def resign_(
     results: Results = None,
     gpu: Annotated[str | None, typer.Option(help="One folder of the result files, such as h200; else all.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Compare only; write nothing.")] = False,
+    renamed: Annotated[
+        list[str] | None,
+        typer.Option(help="OLD=NEW: the old and the new name of a kernel; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Keep rows fresh whose kernels are the same machine code and launch as those of an old commit."""
     with progress() as bars:
-        step = resigning.step(old_ref, root, results or root / "benchmarks/results", gpu, dry_run, bars)
+        names = resigning.names_of(renamed or [])
+        step = resigning.step(old_ref, root, results or root / "benchmarks/results", gpu, dry_run, names, bars)
     _finish([step], as_json)
 
 

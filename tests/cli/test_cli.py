@@ -13,8 +13,8 @@ from microsdpa import cli
 from microsdpa.evidence import repro
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.results import read
+from microsdpa.kernels import catalogue
 from microsdpa.runtime import launcher
-from microsdpa.specs import catalogue
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = launcher.device_error()
@@ -57,9 +57,7 @@ def test_compile_prints_a_table_and_takes_targets_both_ways() -> None:
     for row in rows:
         assert row["registers"] > 16
         assert row["spill_bytes"] == 0
-        kernel, instruction = (
-            ("ampere/fwd_mma", "HMMA:") if row["target"] == "sm_89" else ("hopper/fwd_latency", "HGMMA:")
-        )
+        kernel, instruction = ("ampere/mma", "HMMA:") if row["target"] == "sm_89" else ("hopper/latency", "HGMMA:")
         assert row["kernel"] == kernel
         assert row["tensor_instructions"].startswith(instruction)
         assert row["failure"] == ""
@@ -91,7 +89,7 @@ def test_verify_checks_cases_and_writes_a_result_file(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "2 of 2 cases passed" in result.stdout
     if NO_GPU:
-        assert f"by ampere/fwd_mma in the emulator, on the CPU (not on a GPU: {NO_GPU})" in result.stdout
+        assert f"by ampere/mma in the emulator, on the CPU (not on a GPU: {NO_GPU})" in result.stdout
     files = list(tmp_path.rglob("verify.json"))
     assert [row["status"] for row in read(files[0])["rows"]] == ["ok", "ok"]
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import ctypes
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate import build
-from microsdpa.emulate.run import Report, Schedule, attention, launch
+from microsdpa.emulate.run import Report, Schedule, Shape, attention, launch
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make, make_masks
-from microsdpa.jit.source import CUDA_DIR
-from microsdpa.masks import Masks
-from microsdpa.problem import Problem
-from microsdpa.specs import KernelSpec, TensorMap
+from microsdpa.jit.source import KERNELS_DIR
+from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.problem import Problem
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -25,7 +26,7 @@ KERNELS = Path(__file__).parent / "kernels"
 def tree(directory: Path, edits: Mapping[str, tuple[str, str]] | None = None) -> Path:
     """A copy of the CUDA sources and of the test kernels (below test/), with one replacement in each edited file."""
     root = directory / "cuda"
-    shutil.copytree(CUDA_DIR, root)
+    shutil.copytree(KERNELS_DIR, root)
     shutil.copytree(KERNELS, root / "test")
     for name, (old, new) in (edits or {}).items():
         text = (root / name).read_text()
@@ -46,15 +47,13 @@ SHARED_BYTES = 256
 """Dynamic shared memory of every inline kernel."""
 
 PRELUDE = """
-#include "../core/softmax.cuh"
-#include "../ptx/barrier.cuh"
+#include "../common/softmax.cuh"
+#include "../ptx/address.cuh"
 #include "../ptx/cluster.cuh"
+#include "../ptx/control.cuh"
 #include "../ptx/cp_async.cuh"
-#include "../ptx/dynamic_shared.cuh"
-#include "../ptx/ldmatrix.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/mma.cuh"
-#include "../ptx/warp_role.cuh"
 #include "../ptx/wgmma.cuh"
 #include <mma.h>
 namespace test {
@@ -83,9 +82,7 @@ def run_inline(
         library,
         lambda at: InlineParams(at["in"], at["out"]),
         {"in": (source, False), "out": (out, True)},
-        grid=(blocks, 1, 1),
-        threads=threads,
-        shared_bytes=SHARED_BYTES,
+        Shape((blocks, 1, 1), threads, SHARED_BYTES),
         schedule=schedule,
         count_banks=banks,
     )
@@ -111,8 +108,7 @@ def row_sums(root: Path, keys: int, schedule: Schedule, banks: bool = False) -> 
         build.load(spec, root, "test::Params"),
         lambda at: RowSumsParams(at["query"], at["key"], at["out"], keys),
         {"query": (query, False), "key": (key, False), "out": (out, True)},
-        grid=(1, 1, 1),
-        threads=128,
+        Shape((1, 1, 1), 128),
         schedule=schedule,
         count_banks=banks,
     )
@@ -148,12 +144,7 @@ def hopper_product(root: Path, keys: int, schedule: Schedule) -> tuple[bool, Rep
         build.load(spec, root, "test::Params"),
         lambda at: ProductParams(at["out"], keys),
         {"query": (query, False), "key": (key, False), "value": (value, False), "out": (out, True)},
-        grid=(2, 1, 1),
-        threads=160,
-        shared_bytes=66 * 1024,
-        cluster=2,
-        programmatic=True,
-        tensor_maps=[(box.tensor, box) for box in PRODUCT_MAPS],
+        replace(Shape.of(spec, (2, 1, 1)), shared_bytes=66 * 1024, cluster=2, programmatic=True),
         schedule=schedule,
     )
     scores = (query[0, 0].double() @ key[0, 0].double().mT).half().double()
@@ -168,7 +159,7 @@ def check_in_every_order(spec: KernelSpec, problem: Problem, case: Case) -> None
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
         out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
         report = attention(
-            *(spec, problem, query, key, value, out, lse, case.scale),
+            *(spec, problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
             count_banks=True,
             masks=Masks(**masks),

@@ -7,7 +7,7 @@ import dataclasses
 WRONG = "wrong answer"
 
 ROW_SUMS, HOPPER = "test/row_sums.cu", "test/hopper_product.cu"
-SCALAR, SOFTMAX, TILE = "ladder/01_scalar.cu", "core/softmax.cuh", "core/tile.cuh"
+SCALAR, SOFTMAX, TILE = "ladder/01_scalar.cu", "common/softmax.cuh", "common/tile.cuh"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tilings of ampere/fwd_mma that no small problem selects, in the emulator: right, free of races and bank conflicts."""
+"""Tilings of ampere/mma that no small problem selects, in the emulator: right, free of races and bank conflicts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from harness import check_in_every_order
 
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate import run
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import problem_of
-from microsdpa.masks import Masks
-from microsdpa.problem import Problem
-from microsdpa.select import select
-from microsdpa.specs import ampere_tiles
-from microsdpa.specs.ampere import specification
-from microsdpa.specs.ampere_tiles import Tiling
+from microsdpa.kernels.ampere.mma import tiles as ampere_tiles
+from microsdpa.kernels.ampere.mma.spec import specification
+from microsdpa.kernels.ampere.mma.tiles import Tiling
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 RUNS = [
     (Case(1, 1, 140, 200, 64, causal="lower_right"), ampere_tiles.STREAM, 1),
@@ -83,7 +83,7 @@ def test_launches_that_begin_before_the_one_ahead_has_ended(case: Case, tiling: 
 def test_a_general_launch_that_begins_before_the_one_ahead_has_ended() -> None:
     case = Case(1, 1, 40, 90, 64, masks=("bool",))
     problem = problem_of(case, "sm_90a")
-    spec = select(problem, "ampere/fwd_general").spec
+    spec = select(problem, "ampere/general").spec
     assert spec.programmatic
     check_in_every_order(spec, problem, case)
 
@@ -121,7 +121,7 @@ def test_keys_that_a_mask_hides_are_not_loaded() -> None:
         masks = Masks(attn_mask=torch.arange(2048) >= hidden)
         problem = replace(case.problem("sm_80"), mask=masks.kind)
         spec = specification(problem, ampere_tiles.DECODE, 4)
-        report = run.attention(spec, problem, *tensors, torch.empty_like(tensors[0]), None, None, masks=masks)
+        report = run.attention(spec, problem, (*tensors, torch.empty_like(tensors[0]), None), None, masks=masks)
         loaded.append(report.counters["async_copy_bytes"])
     assert loaded[1] < loaded[0] / 3  # the last quarter, and the first tile of each warp
 
@@ -137,7 +137,7 @@ def test_a_probability_that_grows_too_large_is_taken_back(tiling: Tiling, keys: 
     problem = Problem(1, 1, 1, 16, keys, 64, "float16", target="sm_80")
     out, lse = torch.empty_like(query), torch.empty(1, 1, 16)
     spec = specification(problem, tiling)
-    run.attention(spec, problem, query, key, value, out, lse, None)
+    run.attention(spec, problem, (query, key, value, out, lse), None)
     expected, expected_lse = reference.oracle(query, key, value)
     torch.testing.assert_close(out.double(), expected.double(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-5, atol=1e-5)

@@ -16,17 +16,18 @@ import torch
 from harness import run_inline
 
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate import run
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.evidence.verify import problem_of
-from microsdpa.jit.source import CUDA_DIR
-from microsdpa.masks import Masks
-from microsdpa.problem import Problem
-from microsdpa.select import select
-from microsdpa.specs import FAMILIES, KernelSpec, ampere_tiles
-from microsdpa.specs.ampere import specification
+from microsdpa.jit.source import KERNELS_DIR
+from microsdpa.kernels import FAMILIES, KernelSpec
+from microsdpa.kernels.ampere.mma import tiles as ampere_tiles
+from microsdpa.kernels.ampere.mma.spec import specification
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 WRONG = "wrong answer"
 FAR = 2**31 + 64
@@ -129,7 +130,7 @@ MUTANTS = [
 def mutated(directory: Path, mutant: Mutant) -> Path:
     """A copy of the CUDA sources with the mutant's replacement."""
     root = directory / "cuda"
-    shutil.copytree(CUDA_DIR, root)
+    shutil.copytree(KERNELS_DIR, root)
     places = [
         path
         for path in sorted(root.rglob("*.cu*"))
@@ -149,7 +150,7 @@ def verdict(mutant: Mutant, root: Path, schedule: Schedule) -> str:
     out, lse = torch.full(query.shape, torch.nan, dtype=query.dtype), torch.full(query.shape[:3], torch.nan)
     try:
         run.attention(
-            *(mutant.kernel(problem), problem, query, key, value, out, lse, case.scale),
+            *(mutant.kernel(problem), problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
             masks=Masks(**masks),
             root=root,
@@ -170,7 +171,7 @@ def verdict(mutant: Mutant, root: Path, schedule: Schedule) -> str:
 def test_a_mutation_at_an_edge_is_caught(tmp_path: Path, mutant: Mutant) -> None:
     root = mutated(tmp_path, mutant)
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
-        assert verdict(mutant, CUDA_DIR, schedule) == ""
+        assert verdict(mutant, KERNELS_DIR, schedule) == ""
         said = verdict(mutant, root, schedule)
         assert re.search(mutant.said, said), said or "it passed"
 

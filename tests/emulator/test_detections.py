@@ -14,7 +14,7 @@ from harness import kernel, run_inline
 from microsdpa.emulate import build
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.errors import CompileError
-from microsdpa.specs import catalogue
+from microsdpa.kernels import catalogue
 
 KERNEL = "inline float sum(float4 v) { return v.x + v.y + v.z + v.w; } template <int UNUSED>\n__global__ void kernel(const __grid_constant__ Params p) {\n%s\n}\n}\n"
 SHARED = "  __shared__ float s[64];\n"
@@ -129,11 +129,11 @@ REFUSED = {
         "inline.cu:10: (race: this reads byte|read of shared memory that nothing)",
     ),
     "more registers than there are": (
-        "claim_registers<256>();\n  claim_registers<264>();",
+        "setmaxnreg_inc<256>();\n  setmaxnreg_inc<264>();",
         "expected a multiple of 8 from 24 to 256, got 264",
     ),
     "registers that go up by going down": (
-        "release_registers<40>();\n  release_registers<48>();",
+        "setmaxnreg_dec<40>();\n  setmaxnreg_dec<48>();",
         "setmaxnreg.dec: 48 registers, where the warp has 40",
     ),
     "peer outside the cluster": (
@@ -193,7 +193,7 @@ def test_it_is_refused_in_every_schedule(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("released", "message"), [(24, ""), (32, r"deadlock.*setmaxnreg\.inc")])
 def test_registers_come_from_what_the_block_was_launched_with(tmp_path: Path, released: int, message: str) -> None:
     """384 threads have 168 each, 64,512 in all: an H200 hangs where 65,536 are claimed."""
-    body = f"  if (threadIdx.x < 128) release_registers<{released}>(); else claim_registers<240>();"
+    body = f"  if (threadIdx.x < 128) setmaxnreg_dec<{released}>(); else setmaxnreg_inc<240>();"
     said = ""
     try:
         run_inline(KERNEL % body, tmp_path, 384)

@@ -11,7 +11,7 @@ from microsdpa.emulate import run
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs import FAMILIES
+from microsdpa.kernels import FAMILIES
 
 KERNELS = [family.name for family in FAMILIES]
 Tensors = tuple[torch.Tensor, ...]
@@ -52,7 +52,7 @@ def test_one_score_exceeds_the_first_ones(kernel: str, place: int, bits: int) ->
 @pytest.mark.parametrize("seqlen_q", [3, 40])
 def test_a_window_begins_anywhere_in_a_tile(seqlen_q: int, left: int) -> None:
     tensors = make(Case(1, 2, seqlen_q, 200, 64))
-    for kernel in ("ampere/fwd_general", *(["ampere/fwd_mma"] if seqlen_q <= 16 else [])):
+    for kernel in ("ampere/general", *(["ampere/mma"] if seqlen_q <= 16 else [])):
         assert_right(tensors, kernel, causal="lower_right", window=(left, 0))
 
 
@@ -89,7 +89,7 @@ def test_strides_are_followed_in_64_bits(kernel: str, dimension: int, spread: st
 
 
 @pytest.mark.parametrize("dimension", [0, 1, 2], ids=["batch", "head", "row"])
-@pytest.mark.parametrize("kernel", ["ampere/fwd_mma", "ampere/fwd_general"])
+@pytest.mark.parametrize("kernel", ["ampere/mma", "ampere/general"])
 def test_strides_of_masks_are_followed_in_64_bits(kernel: str, dimension: int) -> None:
     tensors = make(Case(2, 2, 2, 40, 64))
     mask = torch.rand(2, 2, 2, 40) < 0.6

@@ -14,12 +14,14 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs import KernelSpec, eight_bit
-from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, KernelSpec
+from microsdpa.kernels.ada.mma_8bit import spec as mma_8bit
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.ladder import eight_bit_spec
+from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.quantize.spec import SCHEMES
 
-RUNGS = sorted(f.short_name for f in EIGHT_BIT_FAMILIES if f.name.startswith("ladder/"))
+RUNGS = sorted(f.short_name for f in EIGHT_BIT_FAMILIES if f.name.startswith(("ladder/", "ada/")))
 CASES = [
     Case(1, 2, 37, 45, 64),
     Case(1, 1, 70, 133, 32, causal="upper_left"),
@@ -31,13 +33,13 @@ MANY_HEADS = [
     Case(1, 6, 9, 130, 64, heads_kv=2, causal="lower_right"),
     Case(2, 2, 20, 40, 128),
 ]
-"""Rung 14 takes larger tiles where they fill the chip, here one of two SMs; a CTA of rung 15 takes several."""
+"""ada/mma_8bit takes larger tiles where they fill the chip, here one of two SMs; a CTA of rung 12 takes several."""
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def test_every_family_is_tested() -> None:
     """Here, and those on wgmma in test_hopper_fp8.py and test_hopper_int8.py."""
-    on_wgmma = "hopper/fwd_throughput_fp8", "hopper/fwd_throughput_int8"
+    on_wgmma = "hopper/throughput_8bit", "hopper/throughput_8bit_qk"
     assert {f.short_name for f in EIGHT_BIT_FAMILIES} == {*RUNGS, *on_wgmma}
 
 
@@ -87,7 +89,7 @@ def test_every_rung_against_what_the_codes_stand_for(rung: str, case: Case) -> N
     assert result is out
     errors = compare.measure(out, expected)
     rounding = compare.UNIT_ROUNDOFF[out.dtype] * expected.abs()
-    if rung in ("ladder/10", "ladder/11"):
+    if rung in ("ladder/08", "ladder/09"):
         assert errors.max_abs <= 5e-3 + float(rounding.max())
         assert errors.rel_l1 <= 5e-4 + compare.UNIT_ROUNDOFF[out.dtype]
     else:
@@ -103,13 +105,14 @@ def test_every_rung_against_what_the_codes_stand_for(rung: str, case: Case) -> N
 
 @pytest.fixture
 def two_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit, "chip_of", lambda target: replace(chip_of(target), sms=2))
+    for module in (mma_8bit, eight_bit_spec):
+        monkeypatch.setattr(module, "chip_of", lambda target: replace(chip_of(target), sms=2))
 
 
 @pytest.mark.usefixtures("two_sms")
 @pytest.mark.parametrize("case", MANY_HEADS, ids=str)
 def test_tiles_for_many_heads(case: Case) -> None:
-    for rung in ("ladder/14", "ladder/15"):
+    for rung in ("ada/mma_8bit", "ladder/12"):
         test_every_rung_against_what_the_codes_stand_for(rung, case)
     for precision in OPERANDS:
         test_every_precision_against_the_original_tensors(precision, case)
@@ -184,7 +187,7 @@ def test_probabilities_do_not_saturate(kind: str) -> None:
     q, k, v = codes_of((query, key, value), block=1)
     plain = [x.dequantize() for x in (q, k, v)]
     expected, expected_lse = reference.oracle(*plain)
-    for rung in ("ladder/12", "ladder/13", "ladder/14", "ladder/15"):
+    for rung in ("ladder/10", "ladder/11", "ada/mma_8bit", "ladder/12"):
         out, lse = attend(q, k, v, rung)[:2]
         bound = probability_bound(plain, None) + 2**-11 * expected.abs() + 1e-4
         assert ((out.double() - expected).abs() <= bound).all()
@@ -230,7 +233,7 @@ def test_errors_do_not_grow_with_length() -> None:
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("operands", OPERANDS)
-@pytest.mark.parametrize(("rung", "heads"), [("ladder/13", 1), ("ladder/14", 1), ("ladder/14", 4)])
+@pytest.mark.parametrize(("rung", "heads"), [("ladder/11", 1), ("ada/mma_8bit", 1), ("ada/mma_8bit", 4)])
 @pytest.mark.usefixtures("two_sms")
 def test_no_bank_conflicts_and_every_product_on_tensor_cores(
     rung: str, heads: int, operands: Operands, head_dim: int, monkeypatch: pytest.MonkeyPatch
@@ -239,15 +242,15 @@ def test_no_bank_conflicts_and_every_product_on_tensor_cores(
     one_kernel = run.one_kernel
 
     def counted(spec: KernelSpec, *arguments: object) -> run.Report:
-        reports[spec.name.split("_")[0]] = one_kernel(spec, *arguments, count_banks=True)  # type: ignore[arg-type]
-        return reports[spec.name.split("_")[0]]
+        reports[spec.name] = one_kernel(spec, *arguments, count_banks=True)  # type: ignore[arg-type]
+        return reports[spec.name]
 
     monkeypatch.setattr(run, "one_kernel", counted)
     seqlen = 64 if heads == 1 else 16
     tensors = make(Case(1, heads, seqlen, 128, head_dim, heads_kv=1))
     microsdpa.sdpa(*tensors, precision=operands, enable_gqa=True, impl=f"emulate:{rung}")
-    found = reports[rung]
+    found = next(report for name, report in reports.items() if name.startswith(rung))
     assert found.bank_conflicts == 0, [site for site in found.bank_sites if site.conflicts]
-    products = RECIPES[operands].query_terms + 1  # Q K^T for each code of a query, and P V
-    rows = heads * (64 if rung == "ladder/13" or heads > 1 else seqlen)
+    products = SCHEMES[operands].query_terms + 1  # Q K^T for each code of a query, and P V
+    rows = heads * (64 if rung == "ladder/11" or heads > 1 else seqlen)
     assert found.counters["tensor_flops"] == products * 2 * rows * 128 * head_dim

@@ -7,25 +7,24 @@ import torch
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.problem import Causal
-from microsdpa.specs import KernelSpec
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitFamily, EightBitProblem, Operands
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
+from microsdpa.kernels.problem import Causal, Operands, Problem
+from microsdpa.kernels.quantize.spec import SCHEMES
 
 CASE = Case(1, 2, 70, 133, 64)
 
 
-def _computes(precision: Operands, family: EightBitFamily) -> bool:
-    problem = EightBitProblem(
+def _computes(precision: Operands, family: Family) -> bool:
+    problem = Problem(
         *(1, 2, 2, 70, 133, 64, "float16"),
         target=family.emulated_target,
         operands=precision,
-        query_terms=RECIPES[precision].query_terms,
+        query_terms=SCHEMES[precision].query_terms,
     )
     return isinstance(family.specify(problem), KernelSpec)
 
 
-CALLS = [(p, family.name) for p in RECIPES for family in EIGHT_BIT_FAMILIES if _computes(p, family)]
+CALLS = [(p, family.name) for p in SCHEMES for family in EIGHT_BIT_FAMILIES if _computes(p, family)]
 
 
 def attend(
@@ -38,7 +37,7 @@ def attend(
 
 
 def test_every_mode_has_kernels() -> None:
-    assert {precision for precision, _ in CALLS} == set(RECIPES)
+    assert {precision for precision, _ in CALLS} == set(SCHEMES)
     assert len(CALLS) >= 9
 
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 import microsdpa
 from argument_space import Form, assert_right, calls, forms
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate import run
 from microsdpa.evidence.cases import MASKINGS
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import check
-from microsdpa.masks import Masks
-from microsdpa.problem import MaskKind, Problem
-from microsdpa.select import select
+from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.select import select
 
-GENERAL = "emulate:ampere/fwd_general"
+GENERAL = "emulate:ampere/general"
 CASES = [
     *(Case(2, 4, 40, 90, 32, heads_kv=2, causal=causal, masks=masks) for causal, masks in MASKINGS),
     Case(2, 4, 40, 90, 64, heads_kv=2, dtype="bfloat16", masks=("bool", "window", "softcap", "alibi", "sinks")),
@@ -89,7 +89,7 @@ def test_a_tile_that_a_mask_hides_costs_no_product() -> None:
         problem = Problem(1, 1, 1, 64, 256, 64, "float16", mask=MaskKind("bool"), target="sm_89")
         spec = select(problem).spec
         out = torch.empty_like(query)
-        report = run.attention(spec, problem, query, key, value, out, None, None, masks=Masks(attn_mask=mask))
+        report = run.attention(spec, problem, (query, key, value, out, None), None, masks=Masks(attn_mask=mask))
         products.append(report.counters["tensor_instructions"])
     assert products[0] == 2 * products[1] == 4 * products[2]
 
@@ -100,8 +100,8 @@ def test_keys_outside_the_window_are_not_loaded() -> None:
     for window in ((-1, -1), (100, 0)):
         masks = Masks(window=window)
         problem = Problem(1, 1, 1, 64, 1024, 64, "float16", causal="lower_right", mask=masks.kind, target="sm_89")
-        spec = select(problem, "ampere/fwd_general").spec
-        report = run.attention(spec, problem, query, key, value, torch.empty_like(query), None, None, masks=masks)
+        spec = select(problem, "ampere/general").spec
+        report = run.attention(spec, problem, (query, key, value, torch.empty_like(query), None), None, masks=masks)
         loaded.append(report.counters["async_copy_bytes"])
     assert loaded[1] < loaded[0] / 4
 

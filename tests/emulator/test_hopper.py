@@ -1,4 +1,4 @@
-"""hopper/fwd_latency in the emulator: every way through its keys is right, free of races and of bank conflicts."""
+"""hopper/latency in the emulator: every way through its keys is right, free of races and of bank conflicts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.problem import Problem
-from microsdpa.specs.hopper import configuration, specification
+from microsdpa.kernels.hopper.latency.spec import configuration, specification
+from microsdpa.kernels.problem import Problem
 
 ONE_CTA, PAIR = 1, 2
 CASES = [
@@ -47,7 +47,7 @@ def test_rows_of_one_cta_may_overflow_alone(owner: int) -> None:
     problem = Problem(1, 1, 1, 64, 512, 64, case.dtype, target="sm_90a")
     spec = specification(problem, configuration(problem, PAIR))
     out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
-    report = run.attention(spec, problem, query, key, value, out, lse, None, schedule=Schedule(0, late=True))
+    report = run.attention(spec, problem, (query, key, value, out, lse), None, schedule=Schedule(0, late=True))
     straight = 2 * (2 * 4096 + 2 * 32 * 8)  # bytes that two CTAs send each other when nothing overflows
     assert report.counters["peer_bytes"] == straight * 3 // 2
     expected = reference.oracle(query, key, value)
@@ -67,7 +67,7 @@ def test_a_hidden_key_may_be_no_number() -> None:
     problem = Problem(1, 1, 1, 64, 256, 64, case.dtype, causal=case.causal, target="sm_90a")
     spec = specification(problem, configuration(problem, PAIR))
     out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
-    run.attention(spec, problem, query, key, value, out, lse, None, schedule=Schedule(0, late=True))
+    run.attention(spec, problem, (query, key, value, out, lse), None, schedule=Schedule(0, late=True))
     for got, exact, plain in zip((out, lse), expected, eager, strict=True):
         seen = slice(0, 63)
         assert compare.tolerance(plain[:, :, seen], exact[:, :, seen], got.dtype).admits(

@@ -1,4 +1,4 @@
-"""hopper/fwd_throughput_fp8 in the emulator: right for every kind of scale, free of races and of bank conflicts."""
+"""hopper/throughput_8bit in the emulator: right for every kind of scale, free of races and of bank conflicts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from microsdpa import quantize, reference
-from microsdpa.eight_bit import choose
-from microsdpa.eight_bit_launches import Place, attending
+from microsdpa import reference
+from microsdpa.attention import quantize
+from microsdpa.attention.quantize import Code, Granularity, Quantized, expand_scale
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.verify_eight_bit import allowed_in_place
-from microsdpa.quantize import Code, Granularity, Quantized, expand_scale
-from microsdpa.specs import KernelSpec, hopper_fp8
-from microsdpa.specs.chip import chip_of
-from microsdpa.specs.eight_bit import EightBitProblem, Operands
-from microsdpa.specs.hopper_eight_bit import too_small
-from microsdpa.specs.hopper_fp8 import Tiles, specification, throughput
+from microsdpa.execution.quantized import Place, attending
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
+from microsdpa.kernels.hopper.throughput_8bit.spec import Tiles, specification, throughput
+from microsdpa.kernels.problem import Operands, Problem
+from microsdpa.kernels.select import select
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""
@@ -54,8 +55,8 @@ INT8_CASES: list[tuple[Case, Granularity, int]] = [
 ]
 
 
-def problem_of(case: Case, key_block: int, operands: Operands = "fp8") -> EightBitProblem:
-    return EightBitProblem(
+def problem_of(case: Case, key_block: int, operands: Operands = "fp8") -> Problem:
+    return Problem(
         *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
         causal=case.causal,
         target="sm_90a",
@@ -65,7 +66,7 @@ def problem_of(case: Case, key_block: int, operands: Operands = "fp8") -> EightB
 
 
 def attend(
-    spec: KernelSpec, problem: EightBitProblem, case: Case, codes: tuple[Quantized, Quantized, Quantized]
+    spec: KernelSpec, problem: Problem, case: Case, codes: tuple[Quantized, Quantized, Quantized]
 ) -> tuple[torch.Tensor, ...]:
     """(output, LSE) of two schedules, the same bits in both."""
     names = ("query", "key", "value")
@@ -152,14 +153,11 @@ def test_scales_of_keys_in_place(head_dim: int, tiles: Tiles, operands: Operands
 @pytest.mark.parametrize("case", [Case(1, 2, 270, 200, 64, causal="upper_left"), Case(1, 1, 70, 1300, 128)], ids=str)
 def test_two_codes_in_place(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_fp8, "chip_of", lambda target: replace(chip_of(target), sms=1))
-    outcome = verify_eight_bit.check(case, "fp8", "cpu", "hopper/fwd_throughput_fp8")
+    outcome = verify_eight_bit.check(case, "fp8", "cpu", "hopper/throughput_8bit")
     assert not outcome.failure
 
 
 def test_auto_takes_it_where_it_fills_the_chip() -> None:
     few, many = problem_of(Case(1, 8, 512, 512, 64), 1), problem_of(Case(32, 8, 512, 512, 64), 1)
-    refused = too_small(few)
-    assert refused is not None
-    assert "32 tiles of 128 queries are too few" in refused.reason
-    assert ("hopper/fwd_throughput_fp8", refused.reason) in choose(few, "auto").reasons
-    assert choose(many, "auto").spec.name == "hopper/fwd_throughput_fp8"
+    assert "32 tiles of 128 queries are too few" in dict(select(few, "auto").reasons)["hopper/throughput_8bit"]
+    assert select(many, "auto").spec.name == "hopper/throughput_8bit"

@@ -1,4 +1,4 @@
-"""hopper/fwd_throughput_int8 in the emulator: right for one and two codes of Q, free of races and of bank conflicts."""
+"""hopper/throughput_8bit_qk in the emulator: right for one and two codes of Q, free of races and of bank conflicts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from microsdpa import quantize, reference
-from microsdpa.eight_bit import choose
-from microsdpa.eight_bit_launches import Place, attending
+from microsdpa import reference
+from microsdpa.attention import quantize
+from microsdpa.attention.quantize import RESIDUAL_STEPS, Granularity, expand_scale, residual
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.quantize import RESIDUAL_STEPS, Granularity, expand_scale, residual
-from microsdpa.specs.eight_bit import EightBitProblem
-from microsdpa.specs.hopper_int8 import Tiles, specification, throughput, tiles_for
+from microsdpa.execution.quantized import Place, attending
+from microsdpa.kernels.hopper.throughput_8bit_qk.spec import Tiles, specification, throughput, tiles_for
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""
@@ -32,8 +33,8 @@ CASES: list[tuple[Case, Granularity, int, int]] = [
 ]
 
 
-def problem_of(case: Case, key_block: int, terms: int) -> EightBitProblem:
-    return EightBitProblem(
+def problem_of(case: Case, key_block: int, terms: int) -> Problem:
+    return Problem(
         *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
         causal=case.causal,
         target="sm_90a",
@@ -98,6 +99,6 @@ def test_what_it_refuses() -> None:
 
 def test_auto_takes_it_where_it_fills_the_chip() -> None:
     few, many = (problem_of(Case(b, 8, 512, 512, 64), 1, 2) for b in (1, 32))
-    assert choose(few, "auto").spec.name.startswith("ladder/")
-    assert "hopper/fwd_throughput_int8" in dict(choose(few, "auto").reasons)
-    assert choose(many, "auto").spec.name == "hopper/fwd_throughput_int8"
+    assert select(few, "auto").spec.name == "ada/mma_8bit"
+    assert "hopper/throughput_8bit_qk" in dict(select(few, "auto").reasons)
+    assert select(many, "auto").spec.name == "hopper/throughput_8bit_qk"

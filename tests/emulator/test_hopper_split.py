@@ -1,4 +1,4 @@
-"""hopper/fwd_split in the emulator: every way through its keys is right, free of races and of bank conflicts."""
+"""hopper/split in the emulator: every way through its keys is right, free of races and of bank conflicts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from harness import check_in_every_order
 
 from microsdpa.evidence.inputs import Case
-from microsdpa.specs.hopper_split import Split, specification
+from microsdpa.kernels.hopper.split.spec import Split, specification
 
 ONE, TWO = Split(1), Split(2)
 CASES = [

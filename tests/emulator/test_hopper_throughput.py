@@ -1,4 +1,4 @@
-"""hopper/fwd_throughput in the emulator: every configuration is right, free of races and of bank conflicts."""
+"""hopper/throughput in the emulator: every configuration is right, free of races and of bank conflicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from harness import check_in_every_order
 
 from microsdpa.evidence.inputs import Case
-from microsdpa.specs.hopper_throughput import CANDIDATES, specification
+from microsdpa.kernels.hopper.throughput.spec import CANDIDATES, specification
 
 CASES = [
     (Case(1, 2, 256, 256, 64), 0),

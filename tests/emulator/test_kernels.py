@@ -15,9 +15,9 @@ from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.probe_list import PROBES, WIDTHS, Probe
 from microsdpa.evidence.probes import distance, inputs, run_emulated
 from microsdpa.evidence.verify import check
-from microsdpa.problem import Problem
-from microsdpa.select import select
-from microsdpa.specs import FAMILIES
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 SHAPES = [(1, 2, 37, 45), (2, 1, 5, 70), (1, 1, 33, 9)]
 CASES = [
@@ -72,12 +72,7 @@ def test_counters_are_exact() -> None:
         run.attention(
             select(problem, "ladder/01").spec,
             problem,
-            query,
-            key,
-            value,
-            out,
-            None,
-            None,
+            (query, key, value, out, None),
             schedule=Schedule(seed),
             count_banks=True,
         )
@@ -96,7 +91,7 @@ def test_counters_are_exact() -> None:
     assert counters["tensor_instructions"] == counters["async_copy_bytes"] == 0
     assert reports[0].bank_conflicts == 0
     assert {re.sub(r" <.*", "", site.place) for site in reports[0].bank_sites} == {
-        "core/tile.cuh:23",
+        "common/tile.cuh:23",
         "ladder/01_scalar.cu:40",
         "ladder/01_scalar.cu:43",
         "ladder/01_scalar.cu:57",
@@ -178,5 +173,5 @@ def test_a_head_dimension_that_a_kernel_lacks_is_refused() -> None:
 
 def test_explain_says_that_the_emulator_runs() -> None:
     found = microsdpa.explain(*make(Case(1, 1, 8, 8, 32)), impl="emulate")
-    assert found.runs == "emulate:ampere/fwd_mma"
-    assert "attention_forward<__half, 32" in str(found)
+    assert found.runs == "emulate:ampere/mma"
+    assert "microsdpa::ampere::mma::attention<__half, 32" in str(found)

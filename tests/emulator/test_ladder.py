@@ -12,9 +12,10 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Report
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.verify import check
-from microsdpa.problem import Causal, Problem
-from microsdpa.select import select
-from microsdpa.specs import FAMILIES, ladder
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.ladder import spec as ladder
+from microsdpa.kernels.problem import Causal, Problem
+from microsdpa.kernels.select import select
 
 RUNGS = [family.short_name for family in FAMILIES if family.name.startswith("ladder/")]
 # Less than a tile, several tiles with ragged ends, and every dtype, mask, layout and head dimension.
@@ -39,7 +40,7 @@ def report(rung: str, seqlen_q: int, seqlen_k: int, head_dim: int = 64, causal: 
     problem = Problem(1, 1, 1, seqlen_q, seqlen_k, head_dim, "float16", causal=mask, target="sm_89")
     spec = select(problem, rung).spec
     out = torch.empty_like(query)
-    return run.attention(spec, problem, query, key, value, out, None, None, count_banks=True)
+    return run.attention(spec, problem, (query, key, value, out, None), None, count_banks=True)
 
 
 @pytest.mark.parametrize("rung", RUNGS[1:])
@@ -71,7 +72,7 @@ def test_persistent_ctas_take_every_tile_once() -> None:
         spec = replace(select(problem, "ladder/06").spec, max_ctas=5)
         assert spec.grid(problem) == (5, 1, 1)
         out = torch.full_like(tensors[0], torch.nan)
-        run.attention(spec, problem, *tensors, out, None, None)
+        run.attention(spec, problem, (*tensors, out, None), None)
         expected, _ = reference.oracle(*tensors, causal=case.causal)
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-3)
 

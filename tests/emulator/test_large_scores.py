@@ -10,10 +10,11 @@ from microsdpa import reference
 from microsdpa.emulate import run
 from microsdpa.evidence.torch_cases import corners
 from microsdpa.evidence.verify_torch import check
-from microsdpa.problem import Causal, Problem
-from microsdpa.specs import FAMILIES, ampere_tiles
-from microsdpa.specs.ampere import specification
-from microsdpa.specs.ampere_tiles import Tiling
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.ampere.mma import tiles as ampere_tiles
+from microsdpa.kernels.ampere.mma.spec import specification
+from microsdpa.kernels.ampere.mma.tiles import Tiling
+from microsdpa.kernels.problem import Causal, Problem
 
 FUSED = "ladder/07_tuned"
 """Its page is about the scale in the exponent: README has the limit."""
@@ -51,7 +52,7 @@ def test_so_it_does_in_the_tilings_of_long_sequences(tiling: Tiling, scale: floa
     query, key, value = inputs(140, 330)
     problem = Problem(1, 2, 2, 140, 330, 64, "float16", target="sm_80")
     out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
-    run.attention(specification(problem, tiling), problem, query, key, value, out, lse, scale)
+    run.attention(specification(problem, tiling), problem, (query, key, value, out, lse), scale)
     expect(out, lse, reference.oracle(query, key, value, scale=scale))
 
 

@@ -8,8 +8,8 @@ import torch
 from harness import tree
 
 from microsdpa.emulate import run
-from microsdpa.problem import Problem
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Problem
 
 ROWS, DIM = 3, 32
 PROBLEM = Problem(1, 1, 1, ROWS, ROWS, DIM, "float16", target="sm_89")
@@ -32,7 +32,7 @@ def attend(directory: Path, written_rows: int) -> tuple[torch.Tensor, torch.Tens
     spec = KernelSpec(**{**vars(first), "then": second})
     query, key, value = (torch.randn(1, 1, ROWS, DIM).half() for _ in range(3))
     out = torch.empty_like(query)
-    report = run.attention(spec, PROBLEM, query, key, value, out, None, None, root=tree(directory))
+    report = run.attention(spec, PROBLEM, (query, key, value, out, None), None, root=tree(directory))
     return query, out, report
 
 

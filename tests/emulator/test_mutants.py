@@ -15,8 +15,8 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.problem import Problem
-from microsdpa.select import select
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 SCHEDULES = [Schedule(seed, late) for seed in range(5) for late in (True, False)]
 
@@ -27,7 +27,7 @@ def scalar_is_right(root: Path, schedule: Schedule) -> bool:
         problem = Problem(1, 2, 2, 37, 45, 32, "float16", causal, target="sm_89")  # type: ignore[arg-type]
         spec = select(problem, "ladder/01_scalar").spec
         out = torch.full_like(query, torch.nan)
-        run.attention(spec, problem, query, key, value, out, None, None, schedule=schedule, root=root)
+        run.attention(spec, problem, (query, key, value, out, None), None, schedule=schedule, root=root)
         expected, _ = reference.oracle(query, key, value, causal=causal)
         eager, _ = reference.eager(query, key, value, causal=causal)
         if not compare.tolerance(eager, expected, query.dtype).admits(compare.measure(out, expected)):

@@ -12,18 +12,19 @@ import torch
 from harness import tree
 
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate import run
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.evidence.verify import problem_of
-from microsdpa.jit.source import CUDA_DIR
-from microsdpa.masks import Masks
-from microsdpa.problem import Problem
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec, ampere_tiles
-from microsdpa.specs.ampere import specification
-from microsdpa.specs.ampere_tiles import Tiling
+from microsdpa.jit.source import KERNELS_DIR
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.ampere.mma import tiles as ampere_tiles
+from microsdpa.kernels.ampere.mma.spec import specification
+from microsdpa.kernels.ampere.mma.tiles import Tiling
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 WRONG = "wrong answer"
 Configure = Callable[[Problem], KernelSpec]
@@ -58,54 +59,54 @@ CLUSTERED = replace(ampere_tiles.DECODE_DEEP, clustered=True)
 STREAM, SMALL = ampere_tiles.STREAM_DEEP, Tiling(64, 1, 2)
 MASKED = "first_key + BLOCK_N > min(seen_first, params.seqlen_k)"
 MUTANTS = [
-    Mutant("stream: wait", "ampere/fwd_stream.cu", WAIT, "", Case(1, 1, 140, 330, 64), tiled(STREAM), AHEAD),
-    Mutant("mma: wait", "ampere/fwd_mma.cu", WAIT, "", Case(1, 1, 50, 170, 64), tiled(SMALL), AHEAD),
+    Mutant("stream: wait", "ampere/stream/kernel.cu", WAIT, "", Case(1, 1, 140, 330, 64), tiled(STREAM), AHEAD),
+    Mutant("mma: wait", "ampere/mma/kernel.cu", WAIT, "", Case(1, 1, 50, 170, 64), tiled(SMALL), AHEAD),
     Mutant(
-        *("merge: wait", "ampere/fwd_merge.cu", "    grid_dependency_wait();\n", "", Case(1, 2, 5, 700, 64)),
+        *("merge: wait", "ampere/combine/kernel.cu", "    grid_dependency_wait();\n", "", Case(1, 2, 5, 700, 64)),
         *(tiled(replace(ampere_tiles.DECODE_DEEP, split=4)), AHEAD),
     ),
     Mutant(
-        *("general: wait", "ampere/fwd_general.cu", WAIT, "", Case(1, 1, 40, 90, 64, masks=("bool",))),
-        *(named("ampere/fwd_general"), AHEAD),
+        *("general: wait", "ampere/general/kernel.cu", WAIT, "", Case(1, 1, 40, 90, 64, masks=("bool",))),
+        *(named("ampere/general"), AHEAD),
     ),
     Mutant(
         *(
             "cluster: bytes of uneven units",
-            "ampere/fwd_mma.cu",
+            "ampere/mma/kernel.cu",
             "own_units * SPLIT * shared",
             "units_each * SPLIT * shared",
         ),
         *(Case(1, 2, 1, 300, 96), tiled(replace(CLUSTERED, split=16)), "deadlock"),
     ),
     Mutant(
-        *("maximum kept for 2^20", "core/online_softmax.cuh", "SLACK = 8.0f", "SLACK = 20.0f"),
-        *(Case(1, 1, 16, 320, 64), named("ampere/fwd_general"), WRONG),
+        *("maximum kept for 2^20", "common/online_softmax.cuh", "SLACK = 8.0f", "SLACK = 20.0f"),
+        *(Case(1, 1, 16, 320, 64), named("ampere/general"), WRONG),
         jump=17.0,
     ),
     Mutant(
-        *("overflow at 64 times the limit", "core/online_softmax.cuh", "LIMIT = 16384.0f", "LIMIT = 1048576.0f"),
+        *("overflow at 64 times the limit", "common/online_softmax.cuh", "LIMIT = 16384.0f", "LIMIT = 1048576.0f"),
         *(Case(1, 1, 16, 320, 64), tiled(SMALL), WRONG),
         jump=17.0,
     ),
     Mutant(
-        *("mma: tail of one key", "ampere/fwd_mma.cu", MASKED, MASKED.replace("BLOCK_N >", "BLOCK_N - 1 >")),
+        *("mma: tail of one key", "ampere/mma/kernel.cu", MASKED, MASKED.replace("BLOCK_N >", "BLOCK_N - 1 >")),
         *(Case(1, 1, 50, 127, 64), tiled(SMALL), WRONG),
     ),
     Mutant(
-        *("mma: window's first tile", "ampere/fwd_mma.cu", "arguments.masks.lowest) / BLOCK_N;"),
+        *("mma: window's first tile", "ampere/mma/kernel.cu", "arguments.masks.lowest) / BLOCK_N;"),
         *(
             "arguments.masks.lowest + BLOCK_N - 1) / BLOCK_N;",
             Case(1, 2, 3, 200, 64, causal="lower_right", masks=("window",)),
         ),
-        *(named("ampere/fwd_mma"), WRONG),
+        *(named("ampere/mma"), WRONG),
     ),
     Mutant(
-        *("general: window's first tile", "ampere/fwd_general.cu", "params.masks.lowest) / BLOCK_N"),
+        *("general: window's first tile", "ampere/general/kernel.cu", "params.masks.lowest) / BLOCK_N"),
         *(
             "params.masks.lowest + BLOCK_N - 1) / BLOCK_N",
             Case(1, 2, 40, 200, 64, causal="lower_right", masks=("window",)),
         ),
-        *(named("ampere/fwd_general"), WRONG),
+        *(named("ampere/general"), WRONG),
     ),
 ]
 
@@ -121,7 +122,7 @@ def verdict(mutant: Mutant, root: Path, schedule: Schedule) -> str:
     try:
         spec = mutant.kernel(problem)
         run.attention(
-            *(spec, problem, query, key, value, out, lse, case.scale),
+            *(spec, problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
             masks=Masks(**masks),
             root=root,
@@ -137,6 +138,6 @@ def verdict(mutant: Mutant, root: Path, schedule: Schedule) -> str:
 def test_a_mutation_of_a_production_kernel_is_caught(tmp_path: Path, mutant: Mutant) -> None:
     root = tree(tmp_path, {mutant.file: (mutant.old, mutant.new)})
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
-        assert verdict(mutant, CUDA_DIR, schedule) == ""
+        assert verdict(mutant, KERNELS_DIR, schedule) == ""
         said = verdict(mutant, root, schedule)
         assert re.search(mutant.said, said), said or "it passed"

@@ -6,17 +6,25 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa.eight_bit_launches import quantize_query_key_value
+from microsdpa.attention.quantize import expand_scale, residual, rotate
 from microsdpa.emulate.run import Schedule, scheduled
-from microsdpa.quantize import expand_scale, residual, rotate
-from microsdpa.specs.quantize import RECIPES, Recipe
+from microsdpa.execution.quantized import quantize_query_key_value
+from microsdpa.kernels.quantize.spec import SCHEMES, QuantizationScheme
 
 CASES = [
-    (RECIPES["fp8"], (2, 4, 2, 70, 133, 64), torch.float16),
-    (RECIPES["int8_fp8"], (1, 2, 2, 65, 97, 128), torch.bfloat16),
-    (RECIPES["int8_fp16"], (1, 2, 1, 5, 31, 32), torch.float16),
-    (Recipe("sim_u8", "int8", block=64, smooth=False, hadamard=False), (1, 4, 2, 100, 150, 32), torch.float16),
-    (Recipe("e4m3", "sim_u8", block=128, smooth=True, hadamard=False), (1, 1, 1, 300, 40, 64), torch.bfloat16),
+    (SCHEMES["fp8"], (2, 4, 2, 70, 133, 64), torch.float16),
+    (SCHEMES["int8_fp8"], (1, 2, 2, 65, 97, 128), torch.bfloat16),
+    (SCHEMES["int8_fp16"], (1, 2, 1, 5, 31, 32), torch.float16),
+    (
+        QuantizationScheme("sim_u8", "int8", block=64, smooth=False, hadamard=False),
+        (1, 4, 2, 100, 150, 32),
+        torch.float16,
+    ),
+    (
+        QuantizationScheme("e4m3", "sim_u8", block=128, smooth=True, hadamard=False),
+        (1, 1, 1, 300, 40, 64),
+        torch.bfloat16,
+    ),
 ]
 
 
@@ -42,29 +50,31 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
     return [make(heads, seqlen_q), make(heads_kv, seqlen_k), make(heads_kv, seqlen_k)]
 
 
-@pytest.mark.parametrize(("recipe", "shape", "dtype"), CASES)
-def test_it_agrees_with_the_specification(recipe: Recipe, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("scheme", "shape", "dtype"), CASES)
+def test_it_agrees_with_the_specification(
+    scheme: QuantizationScheme, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     query, key, value = inputs(shape, dtype)
-    found = quantize_query_key_value(query, key, value, recipe, emulated=True)
-    q = microsdpa.quantize(query, recipe.code, "block", block=recipe.block, hadamard=recipe.hadamard)
+    found = quantize_query_key_value(query, key, value, scheme, emulated=True)
+    q = microsdpa.quantize(query, scheme.code, "block", block=scheme.block, hadamard=scheme.hadamard)
     k = microsdpa.quantize(
-        key, recipe.code, "block", block=recipe.block, hadamard=recipe.hadamard, smooth=recipe.smooth
+        key, scheme.code, "block", block=scheme.block, hadamard=scheme.hadamard, smooth=scheme.smooth
     )
     assert same(found.query[..., : shape[5]].contiguous(), q.codes)
     assert same(found.query_scale, q.scale)
     assert same(found.key, k.codes)
     assert same(found.key_scale, k.scale)
-    if recipe.smooth:
+    if scheme.smooth:
         assert same(found.key_mean, k.mean)
-    if recipe.query_terms == 2:
+    if scheme.query_terms == 2:
         rotated = rotate(query.float())
-        y = rotated / expand_scale(q.scale, "block", recipe.block, query.shape)
-        assert same(found.query[..., shape[5] :].contiguous(), residual(y, q.codes, recipe.code))
-    if recipe.value is None:
+        y = rotated / expand_scale(q.scale, "block", scheme.block, query.shape)
+        assert same(found.query[..., shape[5] :].contiguous(), residual(y, q.codes, scheme.code))
+    if scheme.value is None:
         assert found.value is value
         assert found.value_scale is None
     else:
-        v = microsdpa.quantize(value, recipe.value, "channel")
+        v = microsdpa.quantize(value, scheme.value, "channel")
         assert same(found.value, v.codes)
         assert same(found.value_scale, v.scale)
 
@@ -75,10 +85,10 @@ def test_every_half_has_the_same_code(code: str, value: str, nan: bool) -> None:
     """All 65,536 bit patterns, infinities among them, and NaN, of which some types make the scale NaN."""
     x = torch.arange(-32768, 32768, dtype=torch.int16).view(torch.float16).view(1, 1, 1024, 64)
     x = x if nan else x.masked_fill(x.isnan(), -torch.inf)
-    recipe = Recipe(code, value, smooth=False, hadamard=False)  # type: ignore[arg-type]
-    found = quantize_query_key_value(x, x, x, recipe, emulated=True)
-    rows = microsdpa.quantize(x, recipe.code, "block", block=1, allow_nonfinite=True)
-    channels = microsdpa.quantize(x, recipe.value, "channel", allow_nonfinite=True)  # type: ignore[arg-type]
+    scheme = QuantizationScheme(code, value, smooth=False, hadamard=False)  # type: ignore[arg-type]
+    found = quantize_query_key_value(x, x, x, scheme, emulated=True)
+    rows = microsdpa.quantize(x, scheme.code, "block", block=1, allow_nonfinite=True)
+    channels = microsdpa.quantize(x, scheme.value, "channel", allow_nonfinite=True)  # type: ignore[arg-type]
     assert same(found.query, rows.codes)
     assert same(found.key, rows.codes)
     assert same(found.key_scale, rows.scale)
@@ -88,9 +98,9 @@ def test_every_half_has_the_same_code(code: str, value: str, nan: bool) -> None:
 
 def test_strides_and_another_order_of_threads_change_nothing() -> None:
     query, key, value = inputs((2, 2, 2, 40, 70, 64), torch.float16)
-    first = quantize_query_key_value(query, key, value, RECIPES["fp8"], emulated=True)
+    first = quantize_query_key_value(query, key, value, SCHEMES["fp8"], emulated=True)
     views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
     with scheduled(Schedule(seed=7, late=False)):
-        second = quantize_query_key_value(*views, RECIPES["fp8"], emulated=True)
+        second = quantize_query_key_value(*views, SCHEMES["fp8"], emulated=True)
     for name in ("query", "key", "value", "query_scale", "key_scale", "value_scale", "key_mean"):
         assert same(getattr(first, name), getattr(second, name)), name

@@ -12,8 +12,7 @@ import pytest
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs import FAMILIES
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES
 
 EIGHT_BIT = {family.name for family in EIGHT_BIT_FAMILIES}
 # One of the mission's eight heads, which two cores share; CPU time, since a build and other processes are none of it.
@@ -26,7 +25,7 @@ def test_every_kernel_is_fast_enough(kernel: str) -> None:
     for case, seconds in BOUNDS:
         tensors = make(case)
         options: dict[str, object] = {}
-        if kernel == "hopper/fwd_throughput_int8":
+        if kernel == "hopper/throughput_8bit_qk":
             options = {"precision": "int8_fp16"}  # which quantises in the emulator as well
         elif kernel in EIGHT_BIT:
             codes = [microsdpa.quantize(x, "e4m3", "head") for x in tensors]

@@ -10,7 +10,7 @@ import pytest
 from microsdpa.evidence import accuracy, render, results
 from microsdpa.evidence.compare import Errors
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs.eight_bit import OPERANDS
+from microsdpa.kernels.problem import OPERANDS
 
 
 def test_the_gates_hold_for_the_mission_shape_with_outliers() -> None:

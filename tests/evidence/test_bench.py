@@ -14,8 +14,8 @@ from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.measuring import to_rehearse
 from microsdpa.evidence.peers import Call, Implementation, Tensors, ours
 from microsdpa.evidence.suites import Suite
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.runtime import launcher
-from microsdpa.specs.eight_bit import OPERANDS, Operands
 
 CASE = Case(1, 8, 512, 512, 64)  # its floor on an H200 is 0.54 us
 
@@ -305,7 +305,7 @@ def test_our_8_bit_calls_are_checked_timed_and_signed(precision: Operands, monke
         assert (row["status"], row["reason"]) == ("ok", "")
         assert row["dtype"] == {"fp8": "e4m3"}.get(precision, precision)
         assert row["precision"] == precision
-        assert row["kernel"].startswith("ladder/1")
+        assert row["kernel"].startswith("ada/mma_8bit")
         assert 0 < row["error"]["rel_l1"] < 0.06
         assert ("quantiser_signature" in row) == (row["op"] == "quantize+sdpa")
         assert not signatures.is_stale(row, "sm_89")
@@ -315,7 +315,7 @@ def test_our_8_bit_calls_are_checked_timed_and_signed(precision: Operands, monke
 
 
 @pytest.mark.usefixtures("on_a_pretended_h200")
-@pytest.mark.parametrize("rung", ["ladder/11_fp8_mma", "ladder/15_8bit_persistent"])
+@pytest.mark.parametrize("rung", ["ladder/09_fp8_mma", "ladder/12_8bit_persistent"])
 def test_a_rung_with_8_bits_is_timed_on_codes(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "prepare", lambda mode, calls: FakeRunner())
     bench = CaseBench(SMALL, device="cpu")
@@ -324,7 +324,7 @@ def test_a_rung_with_8_bits_is_timed_on_codes(rung: str, monkeypatch: pytest.Mon
     assert (row["status"], row["reason"], empty["op"]) == ("ok", "", "empty")
     assert (row["kernel"], row["requested"], row["dtype"], row["op"]) == (rung, rung, "e4m3", "sdpa")
     assert row["operands"] == "fp8"
-    assert 0 < row["error"]["rel_l1"] < (0.03 if "15" in rung else 0.001)
+    assert 0 < row["error"]["rel_l1"] < (0.03 if "persistent" in rung else 0.001)
     assert not signatures.is_stale(row, "sm_89")
     results.validate(json.loads(json.dumps(results.make("ladder", "microsdpa ladder", [row, empty]))), "test")
 
@@ -336,7 +336,7 @@ def test_one_code_a_query_is_timed_beside_peers_that_have_no_more(monkeypatch: p
     assert one_code.where == "device"
     row, empty = CaseBench(SMALL, device="cpu").run([one_code], ["graph"])
     assert (row["status"], row["reason"], row["dtype"], row["op"]) == ("ok", "", "e4m3", "sdpa")
-    assert row["kernel"] == "ladder/14_8bit_tuned"
+    assert row["kernel"] == "ada/mma_8bit"
     assert 0.02 < row["error"]["rel_l1"] < 0.09  # of the tensors, not of what the codes stand for
     assert not signatures.is_stale(row, "sm_89")
     results.validate(json.loads(json.dumps(results.make("fp8", "microsdpa bench", [row, empty]))), "test")
@@ -347,7 +347,7 @@ def test_one_code_a_query_is_timed_beside_peers_that_have_no_more(monkeypatch: p
 def test_a_head_dimension_that_8_bits_lack_is_a_refusal() -> None:
     rows = CaseBench(Case(1, 1, 8, 8, 48), device="cpu").run(ours("auto")[-1:], ["graph"])
     assert rows[0]["status"] == "unavailable"
-    assert "head_dim 48 with 8-bit operands" in rows[0]["reason"]
+    assert "head_dim 48 is not one of 32, 64, 128 with 8-bit operands" in rows[0]["reason"]
 
 
 def test_ours_is_measured_alone_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from microsdpa import reference
 from microsdpa.emulate import run
 from microsdpa.evidence import fuzz, fuzz_check, render, results
 from microsdpa.evidence.fuzz_calls import DOORS, Call, draw, simpler, tensors, valid
-from microsdpa.jit.source import CUDA_DIR
+from microsdpa.execution import backward
+from microsdpa.jit.source import KERNELS_DIR
 
 MASKED = Call(
     door="backward",
@@ -89,8 +90,8 @@ def test_every_door_is_judged(door: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
     launch = run.launch
 
-    def wrong(library: Any, make_params: Any, buffers: dict[str, Any], **options: Any) -> Any:
-        report = launch(library, make_params, buffers, **options)
+    def wrong(library: Any, make_params: Any, buffers: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        report = launch(library, make_params, buffers, *rest, **options)
         if "out" in buffers:
             buffers["out"][0].mul_(1.5)
         return report
@@ -100,19 +101,19 @@ def test_every_door_is_judged(door: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    backward = microsdpa.backward.gradients
+    gradients = backward.gradients
 
     def wrong(*arguments: Any) -> list[torch.Tensor]:
-        found = backward(*arguments)
+        found = gradients(*arguments)
         found[3] = found[3] * 2
         return found
 
-    monkeypatch.setattr("microsdpa.backward.gradients", wrong)
+    monkeypatch.setattr(backward, "gradients", wrong)
     assert fuzz_check.check(MASKED, "cpu").kind == "gradient of attn_mask"
 
 
 def test_an_error_is_a_failure_and_a_refusal_of_a_named_kernel_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = Call(impl="ampere/fwd_mma", head_dim=40)
+    named = Call(impl="ampere/mma", head_dim=40)
     with pytest.raises(microsdpa.UnsupportedProblem):
         fuzz_check.explained(named, "cpu")
     assert fuzz_check.check(named, "cpu").kind == "refused"
@@ -128,7 +129,7 @@ def test_an_error_is_a_failure_and_a_refusal_of_a_named_kernel_is_none(monkeypat
 def _mutant(directory: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """The kernels with one text replaced wherever it stands; the emulator runs these from now on."""
     root = directory / "cuda"
-    shutil.copytree(CUDA_DIR, root)
+    shutil.copytree(KERNELS_DIR, root)
     places = [path for path in root.rglob("*.cu*") if old in path.read_text()]
     assert places, f"no kernel reads {old!r}"
     for path in places:

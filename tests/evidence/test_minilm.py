@@ -10,7 +10,7 @@ import pytest
 from microsdpa.evidence import accuracy, minilm, render, results
 from microsdpa.evidence.compare import Errors
 from microsdpa.evidence.inputs import Case
-from microsdpa.specs.eight_bit import OPERANDS
+from microsdpa.kernels.problem import OPERANDS
 
 WORST_LAYER = {"fp8": 0.05, "int8_fp8": 0.04, "int8_fp16": 0.0125}
 

@@ -12,7 +12,7 @@ from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import mutate, results
 from microsdpa.evidence.mutate import CAUGHT, REDUNDANT, SAME, SURVIVED, Outcome
 from microsdpa.evidence.mutate_sites import Site, of_text, sites
-from microsdpa.jit.source import CUDA_DIR
+from microsdpa.jit.source import KERNELS_DIR
 
 TEXT = """\
 #include "fence.cuh"
@@ -56,7 +56,7 @@ def test_a_site_is_applied_where_it_is(tmp_path: Path) -> None:
 def test_every_production_kernel_has_cases_and_sites(kernel: str) -> None:
     computed = mutate.specifications(kernel)
     assert len(computed) >= 3
-    found = {site for _, spec in computed for stage in spec.stages for site in sites(stage.source, CUDA_DIR)}
+    found = {site for _, spec in computed for stage in spec.stages for site in sites(stage.source, KERNELS_DIR)}
     assert {site.kind for site in found} == {"removed", "shifted"}
     assert not any("ptx" in Path(site.file).parts for site in found)
 
@@ -75,10 +75,12 @@ def _general() -> str:
 def test_mutations_are_caught_survive_or_are_explained() -> None:
     kernel = _general()
     source = mutate.specifications(kernel)[0][1].source
-    text = (CUDA_DIR / source).read_text()
-    wait = next(site for site in sites(source, CUDA_DIR) if "cp_async_wait<0>" in site.text)
+    text = (KERNELS_DIR / source).read_text()
+    wait = next(site for site in sites(source, KERNELS_DIR) if "cp_async_wait<0>" in site.text)
     loop = "for (int tile = first_tile; tile < last_tile; ++tile)"
-    harmless = next(site for site in sites(source, CUDA_DIR) if site.text.startswith(loop))  # a tile that nobody sees
+    harmless = next(
+        site for site in sites(source, KERNELS_DIR) if site.text.startswith(loop)
+    )  # a tile that nobody sees
     proved = dataclasses.replace(harmless, explained="nobody sees the tile")
     start = text.index("\nnamespace") + 1
     comment = Site(source, 1, "removed", start, start, "/* nothing */ ", "")

@@ -11,10 +11,10 @@ from microsdpa import cli
 from microsdpa.evidence import ncu, profile, results
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.ncu import Launch
-from microsdpa.problem import Problem
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec
 
 NAMES = ["ID", "Kernel Name", "Block Size", "Grid Size", *ncu.metrics_for("sm_90a").values()]
 STALL_BY_LONG_SCOREBOARD = ncu.STALL.format("long_scoreboard")

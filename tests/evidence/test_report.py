@@ -55,7 +55,7 @@ def directory(tmp_path: Path) -> Path:
             rows.append(row(suites.load(suite).cases[0], "cuDNN FP8", 9.0, dtype="e4m3"))
         rows.append(row(Case(1, 8, 512, 512, 64), "empty kernel", 0.6, op="empty"))
         results.write(made(suite, rows), tmp_path)
-    rungs = {"ladder/01_scalar": 48.0, "ladder/02_wmma": 24.0, "ampere/fwd_mma": 5.0}
+    rungs = {"ladder/01_scalar": 48.0, "ladder/02_wmma": 24.0, "ampere/mma": 5.0}
     rows = [row(Case(1, 8, 512, 512, 64), "microsdpa", us, kernel=kernel) for kernel, us in rungs.items()]
     results.write(made("ladder", rows), tmp_path)
     wrong = Errors(0.1, 0.002, 0.03, 0.999, ())

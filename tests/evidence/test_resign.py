@@ -28,22 +28,25 @@ OTHER = "0" * 32
 
 CHANGES = {
     "renamed": (
-        ("cuda/ladder/01_scalar.cu", "score_rows", "scores_of_rows"),
-        ("cuda/ladder/01_scalar.cu", "scalar_attention", "attention_by_scalars"),
-        ("cuda/ladder/01_scalar.cu", "BLOCK_N", "KEYS_OF_A_TILE"),
-        ("specs/ladder.py", "microsdpa::scalar_attention", "microsdpa::attention_by_scalars"),
+        ("kernels/ladder/01_scalar.cu", "score_rows", "scores_of_rows"),
+        ("kernels/ladder/01_scalar.cu", " attention(", " attend("),
+        ("kernels/ladder/01_scalar.cu", "BLOCK_N", "KEYS_OF_A_TILE"),
+        ("kernels/ladder/spec.py", "rung_01::attention", "rung_01::attend"),
     ),
-    "other code": (("cuda/ladder/04_mma_sync.cu", "start_keys(0, 0)", "start_keys(BLOCK_N, 0)"),),
-    "more shared memory": (("specs/ladder.py", "pitch + warps * scratch", "pitch + warps * scratch + 16"),),
+    "other code": (("kernels/ladder/04_mma_sync.cu", "start_keys(0, 0)", "start_keys(BLOCK_N, 0)"),),
+    "more shared memory": (("kernels/ladder/spec.py", "pitch + warps * scratch", "pitch + warps * scratch + 16"),),
     "more threads": (
-        ("cuda/ladder/05_warp_roles.cu", "first_row", "row_of_the_tile"),
-        ("specs/ladder.py", "threads=32 * warps,\n        block_m=block_m,\n        shared_bytes=shared_bytes,",
+        ("kernels/ladder/05_warp_roles.cu", "first_row", "row_of_the_tile"),
+        ("kernels/ladder/spec.py", "threads=32 * warps,\n        block_m=block_m,\n        shared_bytes=shared_bytes,",
          "threads=32 * warps + 32 * bool(producers),\n        block_m=block_m,\n        shared_bytes=shared_bytes,"),
     ),
-    "quantiser": (("cuda/quantize/fused.cu", "AT_A_TIME", "ROWS_IN_FLIGHT"),),
-    "comment": (("cuda/ladder/07_tuned.cu", "\nnamespace microsdpa {", "\n// A comment.\n\nnamespace microsdpa {"),),
+    "quantiser": (("kernels/quantize/fused.cu", "AT_A_TIME", "ROWS_IN_FLIGHT"),),
+    "comment": (("kernels/ladder/07_tuned.cu", "\nnamespace microsdpa {", "\n// A comment.\n\nnamespace microsdpa {"),),
 }  # fmt: skip
 """(file, what it says, what it says then)"""
+NAMES = {"ampere/general": "ampere/any_mask", "ampere/mma": "ampere/tensor"}
+"""Kernels that have another name in the second commit: one in another folder, and one whose code changes too."""
+CHANGES["another name and other code"] = (("kernels/ampere/mma/kernel.cu", "1e-30f", "1e-20f"),)
 
 
 def rows() -> dict[str, results.Row]:
@@ -61,6 +64,8 @@ def rows() -> dict[str, results.Row]:
         "more threads": of_kernel("ladder/05_warp_roles"),
         "quantiser": precise | {"inputs": "float16", "precision": "fp8", "quantiser_signature": ""},
         "comment": of_kernel("ladder/07_tuned"),
+        "another name": of_kernel("ampere/general"),
+        "another name and other code": of_kernel("ampere/mma"),
     }
     for row in found.values():
         for field, kernel in recorded.of_row(row, TARGET).items():
@@ -113,8 +118,20 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Repository:
             text = (package / name).read_text()
             assert before in text, (name, before)
             (package / name).write_text(text.replace(before, after))
-    git(root, "commit", "-qam", "new")
+    rename_kernels(package)
+    git(root, "add", "-A")
+    git(root, "commit", "-qm", "new")
     return Repository(root, old, git(root, "rev-parse", "HEAD"))
+
+
+def rename_kernels(package: Path) -> None:
+    """What NAMES says; the first one's files move, too."""
+    (package / "kernels/ampere/general").rename(package / "kernels/ampere/any_mask")
+    for path in package.glob("kernels/**/*.py"):
+        text = (
+            path.read_text().replace("ampere.general", "ampere.any_mask").replace("ampere/general", "ampere/any_mask")
+        )
+        path.write_text(text.replace('"ampere/mma"', '"ampere/tensor"'))
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,7 @@ def done(repository: Repository) -> Done:
     members = rows()
     path = results.write(sealed(members), repository.results)
     before = path.read_text()
-    step = resign.step(repository.old, repository.root, repository.results)
+    step = resign.step(repository.old, repository.root, repository.results, renamed=NAMES)
     now = dict(zip(members, results.read(path)["rows"], strict=True))  # read() checks schema and checksum
     return Done(before, path, now, step.table[1:], step.summary)
 
@@ -168,6 +185,84 @@ def test_the_new_signature_is_the_new_trees(done: Done, repository: Repository) 
     assert answer["kernels"]["code_signature"]["signature"] == row["code_signature"]
 
 
+def renamed_by(old: str, repository: Repository) -> dict[str, str]:
+    new = NAMES[old]
+    command = f"microsdpa evidence resign {repository.old} --renamed {old}={new}"
+    return {"from": old, "to": new, "command": command, "commit": repository.new}
+
+
+def test_a_row_of_a_kernel_with_another_name_is_resigned_and_keeps_the_old_name(
+    done: Done, repository: Repository
+) -> None:
+    before, after = rows()["another name"], done.rows["another name"]
+    (signed,), named = after.pop("resigned"), after.pop("renamed")
+    told = renamed_by("ampere/general", repository)
+    assert named == [{"field": field, **told} for field in ("kernel", "requested")]
+    assert (signed["from"], signed["to"]) == (before["code_signature"], after["code_signature"])
+    assert signed["command"] == told["command"]
+    changed = {"kernel": "ampere/any_mask", "requested": "ampere/any_mask", "code_signature": after["code_signature"]}
+    assert after["code_signature"] != before["code_signature"]
+    assert after == json.loads(json.dumps(before | changed))
+    assert outcome(done, "ampere/any_mask") == ["resigned"]
+
+
+def test_a_changed_constant_is_not_resigned_whatever_the_kernel_is_called(done: Done, repository: Repository) -> None:
+    before, after = rows()["another name and other code"], done.rows["another name and other code"]
+    assert "resigned" not in after
+    assert after["code_signature"] == before["code_signature"]
+    told = renamed_by("ampere/mma", repository)
+    assert after["renamed"] == [{"field": field, **told} for field in ("kernel", "requested")]
+    assert (after["kernel"], after["requested"]) == ("ampere/tensor", "ampere/tensor")
+    (reason,) = outcome(done, "ampere/tensor")
+    assert reason.startswith("machine code: ")
+
+
+def test_a_kernel_with_another_name_that_nobody_told_stays_stale(repository: Repository) -> None:
+    path = written(repository, {"another name": rows()["another name"]})
+    before = path.read_bytes()
+    step = resign.step(repository.old, repository.root, repository.results)
+    ((*_, reason),) = step.table[1:]
+    assert reason.startswith("no kernel computes it now: ")
+    assert path.read_bytes() == before
+
+
+def test_a_profile_moves_to_a_file_of_the_new_name(repository: Repository) -> None:
+    made = sealed({"another name": rows()["another name"] | {"mode": "profile"}})
+    made |= {"suite": "profile_ampere_general", "command": "microsdpa profile ampere/general --shape 1,2,64,64,32"}
+    shutil.rmtree(repository.results, ignore_errors=True)
+    old = results.write(made | {"checksum": results.checksum(made)}, repository.results)
+    resign.step(repository.old, repository.root, repository.results, renamed=NAMES)
+    assert not old.exists()
+    found = results.read(old.with_name("profile_ampere_any_mask.json"))
+    assert (found["suite"], found["rows"][0]["kernel"]) == ("profile_ampere_any_mask", "ampere/any_mask")
+    assert found["command"] == "microsdpa profile ampere/any_mask --shape 1,2,64,64,32"
+    assert [entry["from"] for entry in found["renamed"]] == ["profile_ampere_general", made["command"]]
+    assert "resigned" in found["rows"][0]
+
+
+def test_names_are_found_as_whole_words() -> None:
+    names = resign.Names({"hopper/fast": "hopper/quick", "hopper/fast_8bit": "hopper/quick_8bit"})
+    row = {"kernel": "hopper/fast_8bit", "requested": None, "variant": "hopper/fast, 64 x 32"}
+    assert names.of_row(row) == {"kernel": "hopper/quick_8bit", "variant": "hopper/quick, 64 x 32"}
+    assert names.of("a/hopper/fast hopper/fast/b hopper/faster") == "a/hopper/fast hopper/fast/b hopper/faster"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["ampere/mma"], "expected OLD=NEW, got 'ampere/mma'"),
+        (["ampere/mma=a=b"], "expected OLD=NEW, got 'ampere/mma=a=b'"),
+        (["ampere/mma=mma"], "names such as ladder/01_scalar, got ampere/mma=mma"),
+        (["a/b=a/c", "a/b=a/d"], "one new name for each old one, got several for a/b"),
+        (["a/b=a/c", "a/d=a/c"], "one old name for each new one, and no chains, got a/c"),
+        (["a/b=a/c", "a/c=a/d"], "one old name for each new one, and no chains, got a/c"),
+    ],
+)
+def test_names_that_are_none_are_refused(options: list[str], said: str) -> None:
+    with pytest.raises(resign.ResignError, match=said):
+        resign.Names(resign.names_of(options))
+
+
 def test_other_machine_code_stays_stale(done: Done) -> None:
     assert done.rows["other code"] == json.loads(json.dumps(rows()["other code"]))
     (reason,) = outcome(done, "ladder/04_mma_sync")
@@ -196,7 +291,7 @@ def test_the_kernel_that_quantises_is_compared_too(done: Done) -> None:
 def test_every_other_row_is_left_alone(done: Done, name: str) -> None:
     assert done.rows[name] == json.loads(json.dumps(rows()[name]))
     assert outcome(done, "ladder/07_tuned") == []
-    assert "2 resigned" in done.summary
+    assert "3 resigned" in done.summary
     assert "wrote 1 files" in done.summary
 
 
@@ -269,7 +364,7 @@ def _checksum(path: Path, suite: str) -> dict[str, str]:
 
 def test_sources_that_are_not_committed_are_refused_but_by_a_dry_run(repository: Repository) -> None:
     written(repository, {"peer": rows()["peer"]})
-    header = repository.root / resign.PACKAGE / "cuda/core/new.cuh"
+    header = repository.root / resign.PACKAGE / "kernels/common/new.cuh"
     header.write_text("")
     try:
         with pytest.raises(resign.ResignError, match="as it is committed, got 1 changed files"):

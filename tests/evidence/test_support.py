@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from microsdpa import select
 from microsdpa.evidence import render, support
 from microsdpa.evidence.survey import TARGETS
-from microsdpa.specs import FAMILIES, Rejection
+from microsdpa.kernels import Rejection, policy
+from microsdpa.kernels.problem import Problem
 
 PAGE = Path(__file__).parents[2] / "docs/support.md"
 
@@ -34,18 +34,18 @@ def test_every_feature_has_a_kernel_for_every_head_dimension() -> None:
             assert cell.endswith(("1 to 256", "all others to 256")), line
     eight_bit = {line[0]: line[2:] for line in lines[-3:]}
     assert [cells[0] for cells in eight_bit.values()] == ["no"] * 3
-    assert all("ladder/14_8bit_tuned: 32, 64, 128" in cell for cells in eight_bit.values() for cell in cells[1:])
+    assert all("ada/mma_8bit: 32, 64, 128" in cell for cells in eight_bit.values() for cell in cells[1:])
 
 
 def test_a_kernel_that_goes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     before = support.markdown()
     gone = tuple(
         dataclasses.replace(family, specify=lambda _: Rejection("gone", "another"))
-        if family.name == "ampere/fwd_general"
+        if family.name == "ampere/general"
         else family
-        for family in FAMILIES
+        for family in policy.candidates(Problem(1, 1, 1, 1, 1, 64, "float16"), "auto")
     )
-    monkeypatch.setattr(select, "FAMILIES", gone)
+    monkeypatch.setattr(policy, "candidates", lambda problem, impl: gone)
     monkeypatch.setattr(support, "SIZES", support.SIZES[1:2])
     support.matrix.cache_clear()
     after = support.markdown()

@@ -13,14 +13,14 @@ from microsdpa.evidence import environment, graphs, render, results, survey, tim
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.suites import Suite
-from microsdpa.problem import Problem
+from microsdpa.kernels import configurations
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
-from microsdpa.specs import configurations
 
 REAL_BENCH = tune.CaseBench
 SMALL, WIDE = Case(1, 2, 64, 64, 64), Case(1, 2, 96, 64, 128, causal="upper_left")
-FASTEST = "hopper/fwd_latency, two CTAs a tile"
+FASTEST = "hopper/latency, two CTAs a tile"
 
 
 class Runner(timing.Runner):
@@ -73,25 +73,25 @@ def test_configurations_are_those_of_the_production_kernels() -> None:
     assert select(problem).spec in found.values()
     assert len(set(found.values())) == len(found)
     assert {spec.name for spec in found.values()} == {
-        *("hopper/fwd_latency", "hopper/fwd_split", "hopper/fwd_throughput", "ampere/fwd_mma")
+        *("hopper/latency", "hopper/split", "hopper/throughput", "ampere/mma")
     }
-    assert {spec.name for spec in configurations(SMALL.problem("sm_89")).values()} == {"ampere/fwd_mma"}
+    assert {spec.name for spec in configurations(SMALL.problem("sm_89")).values()} == {"ampere/mma"}
 
 
 def test_the_choice_is_measured_even_when_its_kernel_is_not_asked_for() -> None:
     problem = SMALL.problem("sm_90a")
-    found = tune.of_problem(problem, ["ampere/fwd_mma"])
+    found = tune.of_problem(problem, ["ampere/mma"])
     assert select(problem).spec in found.values()
-    assert sum(spec.name != "ampere/fwd_mma" for spec in found.values()) == 1
+    assert sum(spec.name != "ampere/mma" for spec in found.values()) == 1
 
 
 @pytest.mark.usefixtures("on_a_pretended_h200")
 def test_regret_is_how_much_longer_the_choice_takes(tmp_path: Path) -> None:
-    step = tune.step("small", ["hopper/fwd_latency"], output=tmp_path)
+    step = tune.step("small", ["hopper/latency"], output=tmp_path)
     assert step.status == "failed"
     assert "2 choices with a regret above 5%, 25.0% in the mean" in step.summary
     assert step.table[1] == [
-        *("(1, 2, 64, 64, 64), float16", "hopper/fwd_latency, one CTA a tile", "10.00"),
+        *("(1, 2, 64, 64, 64), float16", "hopper/latency, one CTA a tile", "10.00"),
         *(FASTEST, "8.00", "25.0%", "2"),
     ]
     written = results.read(next(tmp_path.rglob("tune_small.json")))
@@ -105,7 +105,7 @@ def test_regret_is_how_much_longer_the_choice_takes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_a_pretended_h200")
 def test_a_wrong_configuration_is_not_timed_and_fails_the_step() -> None:
-    step = tune.step("small", ["ampere/fwd_mma", "hopper/fwd_latency"])
+    step = tune.step("small", ["ampere/mma", "hopper/latency"])
     assert step.status == "failed"
     assert "1 wrong" in step.summary
     wrong = [row for row in step.data["rows"] if row["status"] == "wrong"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from microsdpa import eight_bit, eight_bit_launches
+from microsdpa.attention.quantize import encode
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import verify_codes, verify_eight_bit
 from microsdpa.evidence.inputs import Case
-from microsdpa.quantize import encode
+from microsdpa.execution import quantized
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.runtime import launcher
-from microsdpa.specs.eight_bit import OPERANDS, Operands
 
 CASES = [case for case in verify_eight_bit.cases() if case.seqlen_q * case.seqlen_k <= 10_000]
 
@@ -34,13 +34,13 @@ def test_cases_pass_on_a_gpu(precision: Operands) -> None:
 
 def test_a_kernel_can_be_named_and_ptx_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_eight_bit, "cases", lambda: [Case(1, 1, 5, 9, 32)])
-    found = verify_eight_bit.step("int8_fp8", kernel="ladder/13")
+    found = verify_eight_bit.step("int8_fp8", kernel="ladder/11")
     assert found.summary.startswith("1 of 1 cases with 8-bit operands passed")
-    found = verify_eight_bit.step("fp8", kernel="hopper/fwd_throughput_fp8")
-    assert found.summary.endswith("hopper/fwd_throughput_fp8 does not compute the other 1")
+    found = verify_eight_bit.step("fp8", kernel="hopper/throughput_8bit")
+    assert found.summary.endswith("hopper/throughput_8bit does not compute the other 1")
     with pytest.raises(
         InvalidArgument,
-        match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/fwd_throughput_fp8', 'hopper/fwd_",
+        match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/throughput_8bit', 'hopper/throughput_8bit_qk'",
     ):
         verify_eight_bit.step("fp8", kernel="ladder/07")
     monkeypatch.setattr(verify_eight_bit.launcher, "device_error", lambda: "no GPU")
@@ -49,7 +49,7 @@ def test_a_kernel_can_be_named_and_ptx_needs_a_gpu(monkeypatch: pytest.MonkeyPat
 
 def test_what_will_run_is_known_ahead() -> None:
     names = {spec.name for spec in verify_codes.kernels("sm_90a")}
-    assert names >= {"ladder/10_fp8_scalar", "ladder/15_8bit_persistent", "quantize/fused", "quantize/restore_lse"}
+    assert names >= {"ladder/08_fp8_scalar", "ladder/12_8bit_persistent", "quantize/fused", "quantize/restore_lse"}
     assert names >= {"probe/fp8_gemm", "probe/fp8_scores"}
 
 
@@ -57,8 +57,8 @@ def test_parts_pass_in_the_emulator_and_what_is_wrong_is_told(monkeypatch: pytes
     parts = verify_codes.parts("cpu")
     names = [name for name, _ in parts]
     assert len(names) == len(set(names))
-    assert {name.split()[0].split("_")[0].rstrip(",") for name in names} >= {"quantize", "FP8", "all", "ladder/15"}
-    quick = [(name, check) for name, check in parts if "ladder" not in name or ("ladder/15" in name and "d32" in name)]
+    assert {name.split()[0].split("_")[0].rstrip(",") for name in names} >= {"quantize", "FP8", "all", "ladder/12"}
+    quick = [(name, check) for name, check in parts if "ladder" not in name or ("ladder/12" in name and "d32" in name)]
     monkeypatch.setattr(verify_eight_bit, "cases", lambda: [Case(1, 1, 5, 9, 32)])
     step = verify_eight_bit.step("int8_fp8", parts=lambda device: quick)
     assert step.status == "passed", step.sections
@@ -83,9 +83,9 @@ def test_parts_pass_on_a_gpu(part: verify_codes.Part) -> None:
 
 
 def test_another_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantise = eight_bit_launches.quantize_query_key_value
+    quantise = quantized.quantize_query_key_value
 
-    def off_by_one(*arguments: object) -> eight_bit_launches.Codes:
+    def off_by_one(*arguments: object) -> quantized.Codes:
         codes = quantise(*arguments)  # type: ignore[arg-type]
         codes.key.view(torch.uint8)[0, 0, 0, 0] ^= 1
         return codes
@@ -97,9 +97,9 @@ def test_another_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", OPERANDS)
 def test_a_wrong_scale_is_seen(precision: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = eight_bit.run_attention
+    attend = quantized.run_attention
     monkeypatch.setattr(
-        eight_bit, "run_attention", lambda *arguments: attend(*arguments[:5], 1.3 * arguments[5], arguments[6])
+        quantized, "run_attention", lambda *arguments: attend(*arguments[:5], 1.3 * arguments[5], arguments[6])
     )
     found = verify_eight_bit.check(Case(1, 1, 40, 70, 32), precision, "cpu")
     assert "differs from the oracle" in found.failure

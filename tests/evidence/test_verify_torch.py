@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa import dropin
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import render, results, verify_torch
 from microsdpa.evidence.torch_cases import TorchCase, all_cases, corners, sample
 from microsdpa.evidence.verify_torch import EMULATED_WORK, OURS, REFUSED, TORCHS, check
+from microsdpa.integrations import dropin
 
 MASKED = TorchCase("masked", 1, 2, 12, 20, 16, mask="bool", mask_shape=(12, 20))
 BY_TORCH = {
@@ -101,9 +101,9 @@ def test_the_step_writes_a_result_that_is_rendered(monkeypatch: pytest.MonkeyPat
     assert "2 of 2 calls of torch's tests passed in the emulator" in step.summary
     (path,) = tmp_path.rglob("verify_torch.json")
     rows = {row["label"]: row for row in results.read(path)["rows"]}
-    assert rows["masked"]["kernel"] == "ampere/fwd_general"
+    assert rows["masked"]["kernel"] == "ampere/general"
     text = "<!-- microsdpa:table gpu=cpu suite=verify_torch -->\n<!-- microsdpa:end -->\n"
-    assert "| masked | ampere/fwd_general | 1 of 1 |" in render.rendered(text, tmp_path, "page")
+    assert "| masked | ampere/general | 1 of 1 |" in render.rendered(text, tmp_path, "page")
     assert verify_torch.NOT_RECORDED in render.rendered(text, tmp_path / "none", "page")
 
 

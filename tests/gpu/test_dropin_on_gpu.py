@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch.nn import attention
 
 import microsdpa
-from microsdpa import backward, flash_backend, nodes, reference
+from microsdpa import reference
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import MASKINGS
 from microsdpa.evidence.inputs import Case, make, make_masks
+from microsdpa.execution import backward, nodes
+from microsdpa.integrations import flash_backend
 
 pytestmark = pytest.mark.gpu
 

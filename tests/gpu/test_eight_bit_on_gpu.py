@@ -6,14 +6,16 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa import eight_bit, reference
+from microsdpa import reference
+from microsdpa.attention.quantize import expand_scale
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import MicrosdpaEightBit
 from microsdpa.evidence.short_sums import lost_of_scores
-from microsdpa.quantize import expand_scale
+from microsdpa.execution import forward
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, family_named
+from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.runtime import launcher
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, Operands, eight_bit_family_named
 
 pytestmark = pytest.mark.gpu
 CASE = Case(2, 4, 200, 300, 64, heads_kv=2, causal="lower_right")
@@ -31,7 +33,7 @@ def attend(case: Case, precision: Operands, **options: object) -> tuple[torch.Te
 def test_a_repeated_call_is_not_validated_again(precision: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
     first, lse = attend(CASE, precision)
     plans = launcher._library.plan_count()
-    monkeypatch.setattr(eight_bit, "check", lambda *_: pytest.fail("validated again"))
+    monkeypatch.setattr(forward, "check", lambda *_: pytest.fail("validated again"))
     for _ in range(3):
         again, lse_again = attend(CASE, precision)
         assert torch.equal(first, again)
@@ -93,7 +95,7 @@ def test_a_plan_object_computes_what_sdpa_does(layout: str, precision: Operands)
     assert plan.explanation.quantizer is not None
 
 
-ROUNDING_P_TO_HALF = ("ladder/10_fp8_scalar", "ladder/11_fp8_mma")
+ROUNDING_P_TO_HALF = ("ladder/08_fp8_scalar", "ladder/09_fp8_mma")
 
 
 @pytest.mark.parametrize("rung", sorted(family.name for family in EIGHT_BIT_FAMILIES))
@@ -113,7 +115,7 @@ def test_every_rung_on_codes(rung: str, head_dim: int) -> None:
     except microsdpa.UnsupportedProblem as refusal:
         pytest.skip(str(refusal))
     plain = [x.dequantize() for x in made]
-    family, lost = eight_bit_family_named(rung), None
+    family, lost = family_named(rung), None
     if family is not None and "fp8" in family.short_sums:
         of_query, of_key = (expand_scale(x.scale, x.granularity, x.block, x.codes.shape) for x in made[:2])
         lost = lost_of_scores((made[0].codes, made[1].codes), (of_query, of_key), head_dim**-0.5)

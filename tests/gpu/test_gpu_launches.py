@@ -15,10 +15,10 @@ import torch
 
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.jit import nvrtc
-from microsdpa.jit.source import CUDA_DIR, expand
-from microsdpa.problem import Problem, capability_of, target_of
+from microsdpa.jit.source import KERNELS_DIR, expand
+from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.problem import Problem, capability_of, target_of
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec, TensorMap
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ Launch = Callable[..., Any]
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     """launch(spec, query, key, value, out, lse=None): plan and launch a kernel of the test directories; gives `out`."""
     root = tmp_path / "cuda"
-    shutil.copytree(CUDA_DIR, root)
+    shutil.copytree(KERNELS_DIR, root)
     for directory in KERNELS:
         shutil.copytree(directory, root / "test", dirs_exist_ok=True)
     target = target_of(torch.cuda.get_device_capability())
@@ -52,7 +52,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
         )
         result = launcher.launch(query, key, value, out, lse, OPTIONS, None)
         if result is None:
-            launcher.prepare(problem, spec, query, key, value, out, OPTIONS)
+            launcher.prepare(problem, spec, (query, key, value, out, None, OPTIONS, None))
             result = launcher.launch(query, key, value, out, lse, OPTIONS, None)
         assert result is True
         return out
@@ -178,7 +178,7 @@ def two_launches(**fields: Any) -> KernelSpec:
         )
         for second in ("false", "true")
     )
-    return dataclasses.replace(first, then=second, **fields)
+    return dataclasses.replace(first, next_kernel=second, **fields)
 
 
 def test_kernels_follow_one_another_over_one_workspace(launch: Launch) -> None:

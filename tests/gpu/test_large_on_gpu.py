@@ -14,9 +14,9 @@ from microsdpa import reference
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case
-from microsdpa.specs import FAMILIES
-from microsdpa.specs.eight_bit import OPERANDS, Operands
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.quantize.spec import SCHEMES
 
 pytestmark = pytest.mark.gpu
 GIB = 2**30
@@ -89,7 +89,7 @@ def test_one_head_of_keys_is_longer_than_2_31_elements(seqlen_q: int, options: d
     assert_ends((query[:, :, -2:], key, value), out[:, :, -2:], lse[:, :, -2:], **options)
 
 
-@pytest.mark.parametrize("impl", ["auto", "ampere/fwd_mma", "ampere/fwd_general", "hopper/fwd_throughput"])
+@pytest.mark.parametrize("impl", ["auto", "ampere/mma", "ampere/general", "hopper/throughput"])
 @pytest.mark.parametrize("seqlen_q", [2**22, 2**22 + 1, 2**25 + 3])
 def test_many_queries_of_one_key(seqlen_q: int, impl: str) -> None:
     """The tiles of a head times the heads that lie in L2 together are 2^32 and more."""
@@ -104,10 +104,10 @@ def test_many_queries_of_one_key(seqlen_q: int, impl: str) -> None:
 
 @pytest.mark.parametrize("heads", [2**15, 2**16])
 def test_many_query_heads_of_one_key(heads: int) -> None:
-    """The heads of a section, as hopper/fwd_throughput deals them, were counted in 32 bits."""
+    """The heads of a section, as hopper/throughput deals them, were counted in 32 bits."""
     need(4)
     query, key, value = filled(1, heads, 65, 64), filled(1, 1, 1, 64), filled(1, 1, 1, 64)
-    for impl in ("auto", "hopper/fwd_throughput"):
+    for impl in ("auto", "hopper/throughput"):
         try:
             out = microsdpa.sdpa(query, key, value, is_causal=True, enable_gqa=True, impl=impl)
         except UnsupportedProblem as refusal:
@@ -144,7 +144,7 @@ def test_8_bit_operands_beyond_2_31_elements(precision: Operands) -> None:
     out, lse = microsdpa.sdpa(*tensors, precision=precision, return_lse=True)
     spec, case = microsdpa.explain(*tensors, precision=precision).spec, Case(1, 16, 512, 512, 64)
     for b in (0, -1):
-        _, plain = verify_eight_bit.specified([t[b][None].cpu() for t in tensors], RECIPES[precision])
+        _, plain = verify_eight_bit.specified([t[b][None].cpu() for t in tensors], SCHEMES[precision])
         expected, _ = reference.oracle(*plain)
         allowed = verify_eight_bit.allowed(plain, case, precision, expected, spec)
         assert ((out[b][None].cpu().double() - expected).abs() <= allowed).all()
@@ -189,4 +189,4 @@ def test_what_does_not_fit_a_launch_is_refused(shape: tuple[int, ...]) -> None:
     query = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device="cuda").expand(shape)
     key = torch.zeros(1, 1, 1, 16, dtype=torch.float16, device="cuda").expand(shape[0], 1, 1, 16)
     with pytest.raises(UnsupportedProblem, match="exceed"):
-        microsdpa.sdpa(query, key, key, enable_gqa=True, impl="ampere/fwd_mma")
+        microsdpa.sdpa(query, key, key, enable_gqa=True, impl="ampere/mma")

@@ -16,9 +16,9 @@ from microsdpa.evidence import compare
 from microsdpa.evidence.cases import MASKINGS, verify_cases
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.evidence.verify import check
-from microsdpa.problem import Causal
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.problem import Causal
 from microsdpa.runtime import launcher
-from microsdpa.specs import FAMILIES
 
 pytestmark = pytest.mark.gpu
 
@@ -219,7 +219,7 @@ def test_explain_names_the_kernel_and_whether_it_is_compiled() -> None:
     tensors = make(Case(1, 2, 16, 16, 128, dtype="bfloat16"), "cuda")
     microsdpa.sdpa(*tensors)
     found = microsdpa.explain(*tensors)
-    assert found.runs == ("hopper/fwd_latency" if torch.cuda.get_device_capability() == (9, 0) else "ampere/fwd_mma")
+    assert found.runs == ("hopper/latency" if torch.cuda.get_device_capability() == (9, 0) else "ampere/mma")
     assert found.compiled
     assert found.signature is not None
     assert found.signature in str(found)
@@ -267,7 +267,7 @@ def test_a_plan_object_with_masks_computes_what_sdpa_does(causal: Causal | None,
             assert torch.equal(found, expected)
             assert torch.equal(lse, expected_lse)
         assert close(expected.cpu(), make(other), causal=causal, **make_masks(other))
-    assert plan.explanation.runs == "ampere/fwd_general"
+    assert plan.explanation.runs == "ampere/general"
 
 
 def test_a_plan_object_with_masks_is_captured() -> None:

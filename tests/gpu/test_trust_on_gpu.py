@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 
 pytestmark = pytest.mark.gpu
-QUERIES = {"ampere/fwd_general": 20, "ampere/fwd_mma": 4}
+QUERIES = {"ampere/general": 20, "ampere/mma": 4}
 """Kernels that read masks, by the queries of a call that suits them."""
 
 
@@ -87,7 +87,7 @@ def full() -> Iterator[None]:
 
 
 OPTIONS: list[dict[str, Any]] = [
-    *({}, {"return_lse": True}, {"precision": "int8_fp8"}, {"window": (100, 0)}, {"impl": "ampere/fwd_mma"}),
+    *({}, {"return_lse": True}, {"precision": "int8_fp8"}, {"window": (100, 0)}, {"impl": "ampere/mma"}),
 ]
 LARGE = Case(8, 128, 1024, 1024, 64)
 """Its output has 128 MiB."""

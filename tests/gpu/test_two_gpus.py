@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import microsdpa
-from microsdpa import eight_bit_arguments, reference
+from microsdpa import reference
+from microsdpa.call.scales import _check_positive, _is_captured
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
@@ -109,7 +110,7 @@ def compiled(tensors: Tensors) -> Any:
 
 
 def one_kernel(tensors: Tensors) -> Any:
-    return microsdpa.sdpa(*tensors, impl="ampere/fwd_general")
+    return microsdpa.sdpa(*tensors, impl="ampere/general")
 
 
 DOORS: list[Callable[[Tensors], Any]] = [
@@ -182,11 +183,11 @@ def test_scales_are_not_read_where_their_device_is_captured(place: str, current:
         stream = torch.cuda.Stream()
     with torch.cuda.device(place), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         with torch.cuda.device(other):
-            assert eight_bit_arguments._is_captured(torch.device(place))
-            assert not eight_bit_arguments._is_captured(torch.device(other))
-            eight_bit_arguments._check_positive("q_scale", scale)  # a read would end the capture with an error
+            assert _is_captured(torch.device(place))
+            assert not _is_captured(torch.device(other))
+            _check_positive("q_scale", scale)  # a read would end the capture with an error
         torch.ones((), device=place)
-    assert not eight_bit_arguments._is_captured(torch.device(place))
+    assert not _is_captured(torch.device(place))
 
 
 @pytest.mark.parametrize(("place", "current"), PLACES[:2])

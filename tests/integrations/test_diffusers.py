@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa import dropin
+from microsdpa.integrations import dropin
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: pip install '.[integrations]'")
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn  # noqa: E402
@@ -116,7 +116,9 @@ def test_a_diffusion_transformer_computes_what_it_does_stock(
     stock = run(model, inputs, torch.bfloat16)
     calls: list[bool] = []
     attend = dropin.attend
-    monkeypatch.setattr(dropin, "attend", lambda *a, **options: calls.append(a[3] is not None) or attend(*a, **options))
+    monkeypatch.setattr(
+        dropin, "attend", lambda call, *a, **options: calls.append(call[3] is not None) or attend(call, *a, **options)
+    )
     register(strict=True, impl=impl)
     model.set_attention_backend(NAME)
     ours = run(model, inputs, torch.bfloat16, device)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa import arguments
+from microsdpa.call import tensors as call_tensors
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install '.[integrations]'"
@@ -344,7 +344,7 @@ def test_float32_is_transformers_own_and_as_fast_a_call(monkeypatch: pytest.Monk
         lambda *a, **o: calls.append((o["attn_mask"], o["is_causal"])) or stock(*a, **o),
     )
     query = half(1, 2, 5, 16).float()
-    assert torch.float32 not in arguments.DTYPES
+    assert torch.float32 not in call_tensors.DTYPES
     attend(torch.nn.Module(), query, query, query, mask_function(1, 5, 5, mask_function=CAUSAL))
     attend(torch.nn.Module(), query, query, query, mask_function(1, 5, 5, mask_function=BOTH_WAYS))
     assert calls == [(None, True), (None, False)]

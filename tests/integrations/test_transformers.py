@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa import dropin
+from microsdpa.integrations import dropin
 
 transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed: pip install '.[integrations]'"

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from microsdpa.problem import Problem
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 
 @pytest.fixture

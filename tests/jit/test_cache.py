@@ -14,7 +14,7 @@ import pytest
 from microsdpa.emulate import build as emulator
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.cache import CacheWarning, Entry, KernelCache, default_directory
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
 
 SIGNATURE = "ab" + "0" * 30
 ENTRY = Entry(b"cubin", "source", {"symbol": "kernel"})
@@ -208,7 +208,7 @@ def test_concurrent_processes_compile_once(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from microsdpa.jit import compile_kernel
-        from microsdpa.specs import catalogue
+        from microsdpa.kernels import catalogue
         kernel = compile_kernel(catalogue("sm_89")[0], "sm_89", Path(sys.argv[1]))
         print(kernel.cached, kernel.signature, len(kernel.cubin))
     """)

@@ -23,8 +23,8 @@ from microsdpa.jit.inspect import (
     tensor_instructions,
 )
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.jit.source import CUDA_DIR
-from microsdpa.specs import FAMILIES, KernelSpec, catalogue
+from microsdpa.jit.source import KERNELS_DIR
+from microsdpa.kernels import FAMILIES, KernelSpec, catalogue
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 PARTS = 4
@@ -144,7 +144,7 @@ def test_many_threads_may_be_the_first_to_compile(tmp_path: Path) -> None:
         import sys, threading
         from pathlib import Path
         from microsdpa.jit import compile_kernel
-        from microsdpa.specs import catalogue
+        from microsdpa.kernels import catalogue
         sys.setswitchinterval(1e-6)
         specs, done = catalogue("sm_89")[:8], []
         start = threading.Barrier(len(specs))
@@ -195,7 +195,7 @@ def test_is_compiled_sees_memory_and_disk(spec: KernelSpec, monkeypatch: pytest.
 
 
 def test_the_sources_ship_with_the_package() -> None:
-    assert (CUDA_DIR / "ladder/01_scalar.cu").is_file()
+    assert (KERNELS_DIR / "ladder/01_scalar.cu").is_file()
 
 
 def test_a_virtual_target_gives_ptx_that_a_driver_can_take(spec: KernelSpec, tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from microsdpa.jit import compile_kernel
-from microsdpa.problem import MaskKind, Problem
-from microsdpa.select import select
+from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.select import select
 
 KINDS = [
     MaskKind("float32", left=True, right=True),
@@ -19,7 +19,7 @@ KINDS = [
 def test_masks_of_numbers_do_not_spill(head_dim: int, kind: MaskKind) -> None:
     problem = Problem(1, 2, 2, 60, 100, head_dim, "float16", mask=kind, target="sm_90a")
     spec = select(problem).spec
-    assert spec.name == "ampere/fwd_general"
+    assert spec.name == "ampere/general"
     assert not compile_kernel(spec, problem.target).resources.uses_local_memory
 
 
@@ -36,7 +36,7 @@ def test_two_tiles_of_queries_a_warp_do_not_spill(head_dim: int) -> None:
 def test_masks_in_decoding_do_not_spill(head_dim: int, target: str, kind: MaskKind) -> None:
     problem = Problem(4, 32, 8, 1, 4096, head_dim, "float16", mask=kind, target=target)
     spec = select(problem).spec
-    assert spec.name == "ampere/fwd_mma"
+    assert spec.name == "ampere/mma"
     assert not compile_kernel(spec, problem.target).resources.uses_local_memory
 
 

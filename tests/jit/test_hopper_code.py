@@ -9,9 +9,10 @@ import pytest
 
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions
-from microsdpa.problem import Causal, DType, Problem
-from microsdpa.specs import hopper, hopper_split
-from microsdpa.specs.hopper_throughput import CANDIDATES, Tiles, specification
+from microsdpa.kernels.hopper.latency import spec as hopper_latency
+from microsdpa.kernels.hopper.split import spec as hopper_split
+from microsdpa.kernels.hopper.throughput.spec import CANDIDATES, Tiles, specification
+from microsdpa.kernels.problem import Causal, DType, Problem
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
 CONFIGURATIONS = [
@@ -23,7 +24,7 @@ CONFIGURATIONS = [
 
 
 @pytest.mark.parametrize(("head_dim", "candidate", "dtype", "causal"), CONFIGURATIONS, ids=str)
-def test_no_product_of_fwd_throughput_is_serialised(
+def test_no_product_of_throughput_is_serialised(
     head_dim: int, candidate: Tiles, dtype: str, causal: str | None
 ) -> None:
     problem = replace(LONG, head_dim=head_dim, dtype=cast("DType", dtype), causal=cast("Causal | None", causal))
@@ -42,28 +43,30 @@ def test_no_product_of_fwd_throughput_is_serialised(
 @pytest.mark.parametrize("causal", [None, "upper_left"])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize(("head_dim", "keys"), [(64, 100), (64, 512), (64, 500), (128, 256)])
-def test_no_product_of_fwd_latency_on_resident_tiles_is_serialised_or_waited_for_early(
+def test_no_product_of_latency_on_resident_tiles_is_serialised_or_waited_for_early(
     head_dim: int, keys: int, cluster: int, causal: str | None
 ) -> None:
     problem = Problem(1, 8, 8, 512, keys, head_dim, "float16", causal=cast("Causal | None", causal))
-    kernel = compile_kernel(hopper.specification(problem, hopper.configuration(problem, cluster)), "sm_90a")
+    kernel = compile_kernel(
+        hopper_latency.specification(problem, hopper_latency.configuration(problem, cluster)), "sm_90a"
+    )
     assert "C75" not in kernel.log
     assert not kernel.resources.uses_local_memory
 
 
 @pytest.mark.parametrize(("head_dim", "keys"), [(64, 4096), (128, 4096)])
-def test_no_product_of_fwd_latency_s_ring_is_serialised(head_dim: int, keys: int) -> None:
+def test_no_product_of_latency_s_ring_is_serialised(head_dim: int, keys: int) -> None:
     problem = Problem(1, 8, 8, 512, keys, head_dim, "float16")
-    choice = hopper.configuration(problem, 1)
+    choice = hopper_latency.configuration(problem, 1)
     assert choice.rounds == 0
-    kernel = compile_kernel(hopper.specification(problem, choice), "sm_90a")
+    kernel = compile_kernel(hopper_latency.specification(problem, choice), "sm_90a")
     assert "C75" not in kernel.log
     assert not kernel.resources.uses_local_memory
 
 
 @pytest.mark.parametrize("causal", [None, "upper_left"])
 @pytest.mark.parametrize("choice", hopper_split.CANDIDATES, ids=str)
-def test_no_product_of_fwd_split_is_serialised(choice: hopper_split.Split, causal: str | None) -> None:
+def test_no_product_of_split_is_serialised(choice: hopper_split.Split, causal: str | None) -> None:
     problem = replace(LONG, batch=1, heads=8, heads_kv=8, causal=cast("Causal | None", causal))
     kernel = compile_kernel(hopper_split.specification(problem, choice), "sm_90a")
     assert "C75" not in kernel.log

@@ -1,4 +1,4 @@
-"""What hopper/fwd_throughput_fp8 and hopper/fwd_throughput_int8 promise of their machine code, without a GPU."""
+"""What hopper/throughput_8bit and hopper/throughput_8bit_qk promise of their machine code, without a GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
-from microsdpa.problem import Causal, DType
-from microsdpa.specs import KernelSpec, hopper_int8
-from microsdpa.specs.eight_bit import EightBitProblem, Operands
-from microsdpa.specs.hopper_fp8 import throughput
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.hopper.throughput_8bit.spec import throughput
+from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
+from microsdpa.kernels.problem import Causal, DType, Operands, Problem
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from microsdpa.specs.hopper_fp8 import throughput
 def test_wgmma_runs_free_and_nothing_is_spilled(
     head_dim: int, causal: Causal | None, dtype: DType, operands: Operands, terms: int, key_block: int
 ) -> None:
-    problem = EightBitProblem(
+    problem = Problem(
         *(1, 16, 16, 4096, 4096, head_dim, dtype, causal),
         target="sm_90a",
         operands=operands,
@@ -44,7 +44,7 @@ def test_wgmma_runs_free_and_nothing_is_spilled(
 @pytest.mark.parametrize("operands", ["fp8", "int8_fp8"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_same_where_few_tiles_have_two_consumers(head_dim: int, operands: Operands) -> None:
-    problem = EightBitProblem(
+    problem = Problem(
         *(1, 4, 4, 512, 512, head_dim, "float16", "upper_left"), target="sm_90a", operands=operands, key_block=1
     )
     spec = throughput(problem)
@@ -59,7 +59,7 @@ def test_the_same_where_few_tiles_have_two_consumers(head_dim: int, operands: Op
 @pytest.mark.parametrize(("causal", "dtype"), [(None, "float16"), ("lower_right", "bfloat16")])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_int8_beside_16_bits_too(head_dim: int, causal: Causal | None, dtype: DType, terms: int) -> None:
-    problem = EightBitProblem(
+    problem = Problem(
         *(1, 16, 16, 4096, 4096, head_dim, dtype, causal), target="sm_90a", operands="int8_fp16", query_terms=terms
     )
     spec = hopper_int8.throughput(problem)

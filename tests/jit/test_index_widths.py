@@ -12,10 +12,10 @@ import pytest
 from index_widths import Widths
 
 from microsdpa.jit import nvrtc
-from microsdpa.jit.source import CUDA_DIR, expand
-from microsdpa.specs import KernelSpec, catalogue
+from microsdpa.jit.source import KERNELS_DIR, expand
+from microsdpa.kernels import KernelSpec, catalogue
 
-HEADS = "heads of all batch entries: more than 2^31 - 2^13 are refused (specs/spec.py, oversized)"
+HEADS = "heads of all batch entries: more than 2^31 - 2^13 are refused (kernels/spec.py, oversized)"
 TILES = "tiles of a launch: more than 2^31 - 1, less the CTAs of a persistent kernel, are refused"
 ROWS = "rows of a head, or of heads tiled together, and a tile past them: more than 2^31 - 2^13 are refused"
 KEYS = "keys of a head and some tiles past them: at most 2^30, and 2^31 - 2^13 with the queries"
@@ -26,47 +26,47 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     # source file or folder, words of the line, what the numbers are and why they fit 32 bits
     ("", "heads = params.batch * params.heads;", HEADS),
     ("", "% q_tiles * BLOCK_M;", ROWS),
-    ("ampere/fwd_general.cu", "const int heads = call.batch * call.heads;", HEADS),
-    ("ampere/fwd_general.cu", "static_cast<int>(blockIdx.x / heads)) * BLOCK_M;", ROWS),
-    ("ampere/fwd_general.cu", "opaque(tile * BLOCK_N)", KEYS),
-    ("ampere/fwd_general.cu", "const int first_key = tile * BLOCK_N;", KEYS),
-    ("ampere/fwd_general.cu", "if (tile + 1 < last_tile) load(tile + 1);", KEYS),
-    ("ampere/fwd_merge.cu", "% tiles * BLOCK_M +", ROWS),
-    ("ampere/fwd_merge.cu", "% (HEAD_DIM / 4) * 4;", PLACE),
-    ("ampere/fwd_mma.cu", "(first_tile + i * WARPS_N) * BLOCK_N;", KEYS),
-    ("ampere/fwd_mma.cu", "if (i + STAGES - 1 < count) {", KEYS),
-    ("ampere/fwd_mma.cu", "column = i % (HEAD_DIM / 4) * 4;", PLACE),
-    ("ampere/fwd_mma.cu", "thread = threadIdx.x % C::GROUP_THREADS;", PLACE),
-    ("ampere/fwd_stream.cu", "index / (together * tiles) * together;", TILES),
-    ("ampere/fwd_stream.cu", "rest = index - first * tiles;", TILES),
-    ("ampere/fwd_stream.cu", "(tiles - 1 - rest / in_group) * BLOCK_M;", ROWS),
-    ("ampere/mma_plan.cuh", "(tiles - 1 - index / columns) * BLOCK_M", ROWS),
-    ("core/async_tile.cuh", "i < ROWS * PER_ROW", PLACE),
-    ("core/eight_bit_params.cuh", "head(index % params.heads),", TILES),
-    ("core/eight_bit_params.cuh", "(row >> shift) * step;", ROWS),
-    ("core/online_softmax.cuh", "float normalizer(float sum)", PLACE),
-    ("core/scheduler.cuh", "heads(params.batch * params.heads)", HEADS),
-    ("core/scheduler.cuh", "index < heads * q_tiles;", TILES),
-    ("core/scheduler.cuh", "index % q_tiles) * BLOCK_M;", ROWS),
-    ("core/swizzle.cuh", "(valid ? row : 0) * row_stride + column;", PLACE),
-    ("core/swizzle.cuh", "i / IN_PANEL * PANEL + i % CHUNKS * CHUNK);", PLACE),
-    ("core/tile.cuh", "i % PER_ROW * WIDTH;", PLACE),
-    ("hopper/fp8_scores.cuh", "first_row = next.first_row + ROWS * warpgroup;", ROWS),
-    ("hopper/fp8_scores.cuh", "tile = 0, tiles = next.tiles;", ROWS),
-    ("hopper/fwd_latency.cu", "work.first_row = BLOCK_M *", ROWS),
-    ("hopper/fwd_throughput.cu", "warpgroup - 1);", PLACE),
-    ("hopper/fwd_throughput_int8.cu", "warp / 4 - 1);", PLACE),
-    ("hopper/split_shared.cuh", "first_row[i] = ROWS * tile;", ROWS),
-    ("hopper/throughput_shared.cuh", "heads(params.batch * params.heads),", HEADS),
-    ("hopper/throughput_shared.cuh", "params.batch * params.heads_kv);", HEADS),
-    ("hopper/throughput_shared.cuh", "min(heads, key_heads * (params.heads / params.heads_kv));", HEADS),
-    ("hopper/throughput_shared.cuh", "round / rounds * section_heads < heads;", HEADS),
-    ("hopper/throughput_shared.cuh", "(section_heads * tiles + ctas - 1) / ctas;", TILES),
-    ("hopper/throughput_shared.cuh", "index >= in_section * tiles", TILES),
-    ("hopper/throughput_shared.cuh", "section % ctas * (ctas - shift)", "a chip's CTAs, squared"),
-    ("hopper/throughput_shared.cuh", "int cta = static_cast<int>(blockIdx.x);", "a chip's CTAs, squared"),
-    ("hopper/throughput_shared.cuh", "round * ctas >= whole * heads;", ROUNDS),
-    ("hopper/throughput_shared.cuh", "round_of_section * ctas +", ROUNDS),
+    ("ampere/general/kernel.cu", "const int heads = call.batch * call.heads;", HEADS),
+    ("ampere/general/kernel.cu", "static_cast<int>(blockIdx.x / heads)) * BLOCK_M;", ROWS),
+    ("ampere/general/kernel.cu", "opaque(tile * BLOCK_N)", KEYS),
+    ("ampere/general/kernel.cu", "const int first_key = tile * BLOCK_N;", KEYS),
+    ("ampere/general/kernel.cu", "if (tile + 1 < last_tile) load(tile + 1);", KEYS),
+    ("ampere/combine/kernel.cu", "% tiles * BLOCK_M +", ROWS),
+    ("ampere/combine/kernel.cu", "% (HEAD_DIM / 4) * 4;", PLACE),
+    ("ampere/mma/kernel.cu", "(first_tile + i * WARPS_N) * BLOCK_N;", KEYS),
+    ("ampere/mma/kernel.cu", "if (i + STAGES - 1 < count) {", KEYS),
+    ("ampere/mma/kernel.cu", "column = i % (HEAD_DIM / 4) * 4;", PLACE),
+    ("ampere/mma/kernel.cu", "thread = threadIdx.x % C::GROUP_THREADS;", PLACE),
+    ("ampere/stream/kernel.cu", "index / (together * tiles) * together;", TILES),
+    ("ampere/stream/kernel.cu", "rest = index - first * tiles;", TILES),
+    ("ampere/stream/kernel.cu", "(tiles - 1 - rest / in_group) * BLOCK_M;", ROWS),
+    ("ampere/mma/shared.cuh", "(tiles - 1 - index / columns) * BLOCK_M", ROWS),
+    ("common/async_tile.cuh", "i < ROWS * PER_ROW", PLACE),
+    ("common/eight_bit_params.cuh", "head(index % params.heads),", TILES),
+    ("common/eight_bit_params.cuh", "(row >> shift) * step;", ROWS),
+    ("common/online_softmax.cuh", "float normalizer(float sum)", PLACE),
+    ("common/tile_scheduler.cuh", "heads(params.batch * params.heads)", HEADS),
+    ("common/tile_scheduler.cuh", "index < heads * q_tiles;", TILES),
+    ("common/tile_scheduler.cuh", "index % q_tiles) * BLOCK_M;", ROWS),
+    ("common/swizzle.cuh", "(valid ? row : 0) * row_stride + column;", PLACE),
+    ("common/swizzle.cuh", "i / IN_PANEL * PANEL + i % CHUNKS * CHUNK);", PLACE),
+    ("common/tile.cuh", "i % PER_ROW * WIDTH;", PLACE),
+    ("hopper/throughput_8bit/scores.cuh", "first_row = next.first_row + ROWS * warpgroup;", ROWS),
+    ("hopper/throughput_8bit/scores.cuh", "tile = 0, tiles = next.tiles;", ROWS),
+    ("hopper/latency/kernel.cu", "work.first_row = BLOCK_M *", ROWS),
+    ("hopper/throughput/kernel.cu", "warpgroup - 1);", PLACE),
+    ("hopper/throughput_8bit_qk/kernel.cu", "warp / 4 - 1);", PLACE),
+    ("hopper/split/shared.cuh", "first_row[i] = ROWS * tile;", ROWS),
+    ("hopper/common/tile_scheduler.cuh", "heads(params.batch * params.heads),", HEADS),
+    ("hopper/common/tile_scheduler.cuh", "params.batch * params.heads_kv);", HEADS),
+    ("hopper/common/tile_scheduler.cuh", "min(heads, key_heads * (params.heads / params.heads_kv));", HEADS),
+    ("hopper/common/tile_scheduler.cuh", "round / rounds * section_heads < heads;", HEADS),
+    ("hopper/common/tile_scheduler.cuh", "(section_heads * tiles + ctas - 1) / ctas;", TILES),
+    ("hopper/common/tile_scheduler.cuh", "index >= in_section * tiles", TILES),
+    ("hopper/common/tile_scheduler.cuh", "section % ctas * (ctas - shift)", "a chip's CTAs, squared"),
+    ("hopper/common/tile_scheduler.cuh", "int cta = static_cast<int>(blockIdx.x);", "a chip's CTAs, squared"),
+    ("hopper/common/tile_scheduler.cuh", "round * ctas >= whole * heads;", ROUNDS),
+    ("hopper/common/tile_scheduler.cuh", "round_of_section * ctas +", ROUNDS),
     ("ladder/01_scalar.cu", "const int first_row = tile * BLOCK_M;", ROWS),
     ("ladder/05_warp_roles.cu", "first_key = tile * BLOCK_N;", KEYS),
     ("ladder/06_persistent.cu", "first_key = next * BLOCK_N;", KEYS),
@@ -74,15 +74,15 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ladder/06_persistent.cu", "named_barrier_sync(EMPTY + stage", PLACE),
     ("ladder/07_tuned.cu", "(i * Shape::KEY_GROUPS + group) * BLOCK_N;", KEYS),
     ("ladder/07_tuned.cu", "% (Shape::HEAD_DIM / COLUMNS) * COLUMNS;", PLACE),
-    ("ladder/10_fp8_scalar.cu", "column = i % (HEAD_DIM / 4) * 4;", PLACE),
-    ("ladder/10_fp8_scalar.cu", "(rows(row) + column);", ROWS),
-    ("ladder/14_8bit_tuned.cu", "(key_scale + 8 * n);", PLACE),
-    ("ladder/14_8bit_tuned.cu", "(i * Shape::KEY_GROUPS + group) * BLOCK_N;", KEYS),
-    ("ladder/14_8bit_tuned.cu", "index % q_tiles) * S::BLOCK_M;", ROWS),
-    ("ladder/14_8bit_tuned.cu", "start_key(i + STAGES);", KEYS),
-    ("ladder/15_8bit_persistent.cu", "first_key = next * Shape::BLOCK_N;", KEYS),
-    ("ladder/15_8bit_persistent.cu", "named_barrier_sync(EMPTY + stage", PLACE),
-    ("ptx/shared_address.cuh", "__cvta_generic_to_shared(pointer)", PLACE),
+    ("ladder/08_fp8_scalar.cu", "column = i % (HEAD_DIM / 4) * 4;", PLACE),
+    ("ladder/08_fp8_scalar.cu", "(rows(row) + column);", ROWS),
+    ("ada/mma_8bit/kernel.cu", "(key_scale + 8 * n);", PLACE),
+    ("ada/mma_8bit/kernel.cu", "(i * Shape::KEY_GROUPS + group) * BLOCK_N;", KEYS),
+    ("ada/mma_8bit/kernel.cu", "index % q_tiles) * S::BLOCK_M;", ROWS),
+    ("ada/mma_8bit/kernel.cu", "start_key(i + STAGES);", KEYS),
+    ("ladder/12_8bit_persistent.cu", "first_key = next * Shape::BLOCK_N;", KEYS),
+    ("ladder/12_8bit_persistent.cu", "named_barrier_sync(EMPTY + stage", PLACE),
+    ("ptx/address.cuh", "__cvta_generic_to_shared(pointer)", PLACE),
     ("quantize/fused.cu", "heads_kv = params.batch * params.heads_kv;", HEADS),
     ("quantize/fused.cu", "if (index < heads_kv * key_tiles) {", TILES),
     ("quantize/fused.cu", "if (index < heads_kv * parts) {", TILES),
@@ -103,7 +103,7 @@ def _sources() -> Iterator[tuple[str, KernelSpec, str]]:
             yield from ((source, spec, target) for spec in found[::step][:4])
 
 
-def _places(spec: KernelSpec, target: str, root: Path = CUDA_DIR) -> set[tuple[str, str]]:
+def _places(spec: KernelSpec, target: str, root: Path = KERNELS_DIR) -> set[tuple[str, str]]:
     """(source file, line) of every number that could outgrow 32 bits."""
     virtual = target.replace("sm_", "compute_")
     ptx = nvrtc.compile_cubin(expand(spec.source, root), spec.source, spec.expression, virtual, spec.flags).code
@@ -129,14 +129,14 @@ def test_every_number_that_could_outgrow_32_bits_is_explained() -> None:
 CUTS = [
     ("quantize/fused.cu", "params.key_mean[static_cast<int64>(head) * HEAD_DIM", "params.key_mean[head * HEAD_DIM"),
     ("quantize/fused.cu", "params.key_codes + static_cast<int64>(head) *", "params.key_codes + head *"),
-    ("core/head.cuh", "params.lse + static_cast<int64>(index) *", "params.lse + index *"),
+    ("common/head.cuh", "params.lse + static_cast<int64>(index) *", "params.lse + index *"),
 ]
 
 
 @pytest.mark.parametrize(("source", "wide", "narrow"), CUTS)
 def test_a_number_that_is_cut_to_32_bits_is_found(source: str, wide: str, narrow: str, tmp_path: Path) -> None:
     root = tmp_path / "cuda"
-    shutil.copytree(CUDA_DIR, root)
+    shutil.copytree(KERNELS_DIR, root)
     text = (root / source).read_text()
     assert text.count(wide) == 1
     (root / source).write_text(text.replace(wide, narrow))

@@ -9,10 +9,9 @@ import pytest
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.occupancy import Occupancy, occupancy
-from microsdpa.problem import Problem
-from microsdpa.select import select
-from microsdpa.specs import FAMILIES, KernelSpec
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 RUNGS = [family.short_name for family in FAMILIES if family.name.startswith("ladder/")]
@@ -68,13 +67,13 @@ def test_a_persistent_launch_has_no_more_ctas_than_the_chip_holds(target: str, h
 def test_the_page_about_the_l4_has_the_compilers_figures() -> None:
     """58 SMs of sm_89; registers may differ by a few between versions of the compiler, what fits an SM may not."""
     page = (Path(__file__).parents[2] / "docs/roofline-l4.md").read_text()
-    fp8 = EightBitProblem(1, 8, 8, 512, 512, 64, "float16", None, target="sm_89", operands="fp8", query_terms=1)
-    eight_bit = [family.specify(fp8) for family in EIGHT_BIT_FAMILIES if family.name.startswith("ladder/")]
+    fp8 = Problem(1, 8, 8, 512, 512, 64, "float16", None, target="sm_89", operands="fp8", query_terms=1)
+    eight_bit = [family.specify(fp8) for family in EIGHT_BIT_FAMILIES if family.name.startswith(("ladder/", "ada/"))]
     kernels = [compile_kernel(spec, "sm_89") for spec in eight_bit if isinstance(spec, KernelSpec)]
     assert len(kernels) == len(eight_bit)
     for kernel in [*(compiled(rung, "sm_89") for rung in RUNGS), *kernels]:
         spec, found = kernel.spec, held(kernel)
-        line = next(line for line in page.splitlines() if line.startswith(f"| {spec.name.split('/')[1]} |"))
+        line = next(line for line in page.splitlines() if line.startswith(f"| {spec.name.removeprefix('ladder/')} |"))
         threads, registers, shared, ctas, share, grid, busiest, balance = (c.strip() for c in line.split("|")[2:-1])
         tiles = 8 * 512 // spec.block_m
         rows = -(-tiles // 58) * spec.block_m

@@ -1,4 +1,4 @@
-"""Every instruction of cuda/ptx/ has a probe: what `microsdpa probe` compares, it compares of all of them."""
+"""Every instruction of kernels/ptx/ has a probe: what `microsdpa probe` compares, it compares of all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cuda.bindings import nvrtc as bindings
 from microsdpa.emulate import build
 from microsdpa.evidence.probe_list import PROBES
 from microsdpa.jit import nvrtc
-from microsdpa.jit.source import CUDA_DIR, expand
+from microsdpa.jit.source import KERNELS_DIR, expand
 
-HEADERS = sorted((CUDA_DIR / "ptx").glob("*.cuh"))
+HEADERS = sorted((KERNELS_DIR / "ptx").glob("*.cuh"))
 PROBED = sorted({probe.source for probe in PROBES})
 _LITERALS = r'(?:"(?:[^"\\]|\\.)*"\s*)+'
 
@@ -65,7 +65,7 @@ def test_every_function_of_every_header_is_called_by_a_probe() -> None:
         defined.update(
             re.findall(r"^__device__ __forceinline__ .*?(\w+|operator.)\(", header.read_text(), re.MULTILINE)
         )
-    texts = [path.read_text() for path in [*HEADERS, *(CUDA_DIR / source for source in PROBED)]]
+    texts = [path.read_text() for path in [*HEADERS, *(KERNELS_DIR / source for source in PROBED)]]
     code = re.sub(r"//.*", "", "\n".join(texts))
     assert len(defined) > 50
     for name, definitions in defined.items():

@@ -8,15 +8,15 @@ import pytest
 from microsdpa.jit import nvrtc
 from microsdpa.jit.signature import code_signature, signature
 from microsdpa.jit.source import expand, tokens, toolkit_headers
-from microsdpa.specs import KernelSpec, TensorMap
+from microsdpa.kernels import KernelSpec, TensorMap
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    (tmp_path / "core").mkdir()
-    (tmp_path / "kernel.cu").write_text('#include "core/a.cuh"\n#include "core/b.cuh"\nint main_line;\n')
-    (tmp_path / "core/a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
-    (tmp_path / "core/b.cuh").write_text("#pragma once\n#include <toolkit.h>\nint b;\n")
+    (tmp_path / "common").mkdir()
+    (tmp_path / "kernel.cu").write_text('#include "common/a.cuh"\n#include "common/b.cuh"\nint main_line;\n')
+    (tmp_path / "common/a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
+    (tmp_path / "common/b.cuh").write_text("#pragma once\n#include <toolkit.h>\nint b;\n")
     return tmp_path
 
 
@@ -31,8 +31,8 @@ def test_expansion_includes_each_header_once_and_keeps_lines(tree: Path) -> None
 
 
 def test_a_missing_header_is_named_with_its_place(tree: Path) -> None:
-    (tree / "core/a.cuh").write_text('\n#include "gone.cuh"\n')
-    with pytest.raises(FileNotFoundError, match=r"core/a\.cuh:2: no file 'gone\.cuh'"):
+    (tree / "common/a.cuh").write_text('\n#include "gone.cuh"\n')
+    with pytest.raises(FileNotFoundError, match=r"common/a\.cuh:2: no file 'gone\.cuh'"):
         expand("kernel.cu", tree)
 
 
@@ -60,8 +60,8 @@ def test_every_part_of_a_configuration_changes_the_signature(spec: KernelSpec) -
         {"programmatic": True},
         {"tensor_maps": (TensorMap("key", 64, 64),)},
         {"tensor_maps": (TensorMap("key", 64, 64, 0),)},
-        {"then": spec},
-        {"then": dataclasses.replace(spec, split=2)},
+        {"next_kernel": spec},
+        {"next_kernel": dataclasses.replace(spec, split=2)},
     ]
     variants = [spec, *(dataclasses.replace(spec, **change) for change in changes)]  # type: ignore[arg-type]
     for make in (code_signature, signature):
@@ -73,7 +73,7 @@ def test_a_changed_header_changes_both_signatures(
 ) -> None:
     monkeypatch.setattr("microsdpa.jit.signature.expand", lambda source: expand("kernel.cu", tree))
     before = code_signature(spec, "sm_89"), signature(spec, "sm_89")
-    (tree / "core/b.cuh").write_text("#pragma once\n#include <toolkit.h>\nint b = 1;\n")
+    (tree / "common/b.cuh").write_text("#pragma once\n#include <toolkit.h>\nint b = 1;\n")
     after = code_signature(spec, "sm_89"), signature(spec, "sm_89")
     assert before[0] != after[0]
     assert before[1] != after[1]

@@ -1,4 +1,4 @@
-"""Machine code of ampere/fwd_stream, which no small problem of the catalogue selects: no spills, eight warps an SM."""
+"""Machine code of ampere/stream, which no small problem of the catalogue selects: no spills, eight warps an SM."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import product
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.problem import Causal, Problem
-from microsdpa.select import select
+from microsdpa.kernels.problem import Causal, Problem
+from microsdpa.kernels.select import select
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 MASKS: tuple[Causal | None, ...] = (None, "upper_left")
@@ -24,8 +24,8 @@ BUDGET = {("sm_90a", 64): 8, ("sm_90a", 128): 8, ("sm_89", 64): 8, ("sm_89", 128
 
 
 def test_no_spills_and_as_many_warps_as_designed() -> None:
-    specs = [select(problem, "ampere/fwd_mma").spec for problem in PROBLEMS]
-    assert {spec.source for spec in specs} == {"ampere/fwd_stream.cu"}
+    specs = [select(problem, "ampere/mma").spec for problem in PROBLEMS]
+    assert {spec.source for spec in specs} == {"ampere/stream/kernel.cu"}
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         kernels = list(pool.map(lambda job: compile_kernel(job[0], job[1].target), zip(specs, PROBLEMS, strict=True)))
     for kernel, problem in zip(kernels, PROBLEMS, strict=True):

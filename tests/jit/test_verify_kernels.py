@@ -6,15 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from microsdpa.eight_bit import choose
 from microsdpa.evidence import verify_codes, verify_eight_bit
 from microsdpa.evidence.cases import verify_cases
 from microsdpa.evidence.verify import problem_of
 from microsdpa.jit import compile_kernel
-from microsdpa.problem import Causal, DType, Problem
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec, hopper
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.hopper.latency import spec as hopper_latency
+from microsdpa.kernels.problem import Causal, DType, Problem
+from microsdpa.kernels.quantize.spec import SCHEMES
+from microsdpa.kernels.select import select
 
 TARGET = "sm_90a"
 
@@ -42,20 +42,20 @@ def test_every_verify_case_has_its_kernels() -> None:
 
 def test_every_verify_case_in_eight_bits_has_its_kernels() -> None:
     kernels = set(verify_codes.kernels(TARGET))
-    every = [(case, precision) for case in verify_eight_bit.cases() for precision in RECIPES]
+    every = [(case, precision) for case in verify_eight_bit.cases() for precision in SCHEMES]
     computed = [one for one in every if verify_eight_bit.computed_by("auto", *one, TARGET)]
     assert len(computed) > 50
-    kernels |= {choose(verify_eight_bit.problem_of(*one, TARGET), "auto").spec for one in computed}
+    kernels |= {select(verify_eight_bit.problem_of(*one, TARGET), "auto").spec for one in computed}
     assert failures(kernels) == []
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("causal", [None, "upper_left"])
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 128)])
-def test_fwd_latency_compiles_for_any_number_of_keys(
+def test_latency_compiles_for_any_number_of_keys(
     dtype: DType, head_dim: int, causal: Causal | None, cluster: int
 ) -> None:
     problems = [Problem(1, 4, 4, 512, 128 * keys - 7, head_dim, dtype, causal, target=TARGET) for keys in range(1, 17)]
-    kernels = {hopper.specification(one, hopper.configuration(one, cluster)) for one in problems}
+    kernels = {hopper_latency.specification(one, hopper_latency.configuration(one, cluster)) for one in problems}
     assert len(kernels) > 2
     assert failures(kernels) == []

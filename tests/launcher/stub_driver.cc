@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "../../src/microsdpa/cuda/core/mask_params.cuh"
+#include "../../src/microsdpa/kernels/common/mask_params.cuh"
 
 namespace {
 thread_local std::vector<CUcontext> contexts;

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 from fake_cuda import KDL_BFLOAT, integer, last, record, set_context, set_integer, tensor
 
 from microsdpa.runtime import launcher
@@ -49,10 +49,17 @@ def call(**changes: Any) -> list[Any]:
     return list((arguments | changes).values())
 
 
-def kernel(function: int = 0x3000, grid: tuple[int, ...] = (7, 1, 1), maps: tuple[int, ...] = (), **fields: int) -> Any:
-    """One kernel of a plan; `maps` are (operand, rows, columns, swizzle) of each of its tensor maps."""
+def kernel(
+    function: int = 0x3000, grid: tuple[int, ...] = (7, 1, 1), maps: tuple[int, ...] = (), **fields: int
+) -> list[int]:
+    """The integers of a plan's kernel, whose parameter is that of kernels with 16-bit operands.
+
+    `maps` are (operand, rows, columns, swizzle) of each of its tensor maps, which describe the operands themselves.
+    """
     rest = {"threads": 128, "shared_bytes": 4096, "cluster": 1, "programmatic": 0} | fields
-    return tvm_ffi.Shape([function, *grid, *rest.values(), *maps])
+    boxes = [maps[i : i + 4] for i in range(0, len(maps), 4)]
+    own = [0, 0, 0, 0]  # only_with_lse; bytes of a parameter, addresses and numbers of its own
+    return [function, *grid, *rest.values(), *own, len(boxes), *(n for box in boxes for n in (*box, *[0] * 10))]
 
 
 def check_allocated_lse(lse: Any, address: int, among_others: bool = False) -> None:
@@ -66,9 +73,24 @@ def check_allocated_lse(lse: Any, address: int, among_others: bool = False) -> N
     assert among_others or integer("stub_last_bytes") == LSE_BYTES
 
 
-def register(arguments: list[Any], kernels: list[Any] | None = None, workspace_bytes: int = 0) -> None:
-    query, key, value, out, _, options, _ = arguments
-    library.register_plan(query, key, value, out, options, PRIMARY, kernels or [kernel()], workspace_bytes, 3)
+def packed(*integers: int) -> bytes:
+    return struct.pack(f"{len(integers)}q", *integers)
+
+
+def register(
+    arguments: list[Any],
+    kernels: list[list[int]] | None = None,
+    workspace_bytes: int = 0,
+    growth: tuple[int, int] = (1, 0),
+) -> None:
+    """Register the plan of a call's arguments, whatever of them there are."""
+    kernels = kernels or [kernel()]
+    numbers = packed(PRIMARY, workspace_bytes, *growth, len(kernels), *(n for each in kernels for n in each))
+    library.register_plan(numbers, b"", *arguments)
+
+
+def prepared(arguments: list[Any]) -> Any:
+    return library.prepared_call(*arguments)
 
 
 @pytest.fixture

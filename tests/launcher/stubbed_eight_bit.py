@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import tvm_ffi
 from fake_cuda import FakeCuda, install_allocator, integer, last, record, set_integer
 from stub_harness import (
     ADDRESSES,
@@ -23,16 +22,22 @@ from stub_harness import (
     _clean,
     check_allocated_lse,
     library,
+    packed,
 )
 
-from microsdpa import api, eight_bit, eight_bit_arguments
-from microsdpa.eight_bit import NO_SCALES, Call
-from microsdpa.prepared import Expected, make_plan
+from microsdpa.attention import api
+from microsdpa.attention.plan import Expected, make_plan
+from microsdpa.call.call import NO_SCALES, Call, Scales
+from microsdpa.call.masks import NONE
+from microsdpa.call.options import Options
+from microsdpa.call.validate import Checked
+from microsdpa.execution import forward, quantized
+from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams
+from microsdpa.kernels.problem import Operands, Problem
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec, TensorMap
-from microsdpa.specs.eight_bit import EightBitProblem, Operands
-from microsdpa.specs.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.runtime.launcher import NO_MASKS
 
 __all__ = ["_clean"]
 
@@ -44,7 +49,7 @@ class Tensor(FakeCuda):
     """A tensor that the launcher reads as one on a GPU, and Python as much of torch's as it looks at."""
 
     requires_grad = False
-    device = SimpleNamespace(index=0)
+    device = SimpleNamespace(index=0, type="cuda")
 
     def __init__(self, shape: tuple[int, ...], address: int, dtype: torch.dtype = torch.float16, **rest: Any) -> None:
         codes = {torch.float16: KDL_FLOAT, torch.float32: KDL_FLOAT, torch.float8_e4m3fn: KDL_E4M3, torch.int8: KDL_INT}
@@ -53,6 +58,9 @@ class Tensor(FakeCuda):
 
     def stride(self) -> tuple[int, ...]:
         return tuple(self.strides)
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     def element_size(self) -> int:
         return self.dtype.itemsize
@@ -93,14 +101,31 @@ def output() -> Tensor:
     return Tensor(SHAPE, ADDRESSES[3])
 
 
-def validated(precision: Operands | None, scale: float = 0.5, operands: Operands = "fp8") -> Call:
-    """What check() gives for the shapes of the stub's tensors."""
-    recipe = RECIPES[precision] if precision else None
-    terms = recipe.query_terms if recipe else 1
-    problem = EightBitProblem(
-        *(2, 4, 2, 16, 24, 32, "float16"), target="sm_89", operands=precision or operands, query_terms=terms
-    )
-    return Call(problem, recipe, eight_bit.choose(problem, "auto"), scale, False)
+def validated(call: Call) -> Checked:
+    """What check() gives for the stub's tensors."""
+    scale, precision = call.options.scale, call.options.precision
+    scales = NO_SCALES if precision else call.scales
+    return Checked(call, "auto", False, None, scale, NONE, torch.float16, precision or "fp8", scales)
+
+
+def problem_of(checked: Checked) -> Problem:
+    """The problem of the shapes of the stub's tensors."""
+    terms = checked.scheme.query_terms if checked.scheme else 1
+    return Problem(*(2, 4, 2, 16, 24, 32, "float16"), target="sm_89", operands=checked.operands, query_terms=terms)
+
+
+def register(*given: Any, options: Options, scales: Scales = NO_SCALES) -> Checked:
+    """Register the plan of a call that has been validated; `given` are its tensors and its output."""
+    *inputs, out = given
+    checked = validated(Call(tuple(inputs), scales=scales, options=options))  # type: ignore[arg-type]
+    problem = problem_of(checked)
+    planned = quantized.planned(checked, problem, select(problem).spec, out)
+    launcher.register(forward.foreign_call(checked, out), *planned)
+    return checked
+
+
+QUANTISING = Options(enable_gqa=True, scale=0.5, precision="fp8")
+VALUES = Options(enable_gqa=True)
 
 
 @pytest.fixture
@@ -108,11 +133,12 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls that were validated in Python; the stub's tensors are no torch tensors, and pass."""
     seen: list[Any] = []
 
-    def check(query: Any, key: Any, value: Any, precision: Any, scales: Any, *rest: Any) -> Call:
-        seen.append(rest)
-        return validated(precision, 32**-0.5 if rest[2] is None else rest[2])
+    def check(call: Call) -> Checked:
+        seen.append(call)
+        return validated(call)
 
-    monkeypatch.setattr(eight_bit, "check", check)
+    monkeypatch.setattr(forward, "check", check)
+    monkeypatch.setattr(forward, "problem_of", lambda checked, out: problem_of(checked))
     return seen
 
 
@@ -187,10 +213,9 @@ def test_an_lse_has_a_launch_of_its_own(checks: list[Any]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"scale": 0.3},
         {"causal": "lower_right"},
         {"precision": "int8_fp8"},
-        {"impl": "ladder/13"},
+        {"impl": "ladder/11"},
         {"query": Tensor(SHAPE, ADDRESSES[0], strides=(16 * 4 * 32, 32, 4 * 32, 1))},
         {"value": Tensor(KV, ADDRESSES[2], strides=(24 * 2 * 32, 32, 64, 1))},
         {"out": Tensor(SHAPE, ADDRESSES[3], strides=(16 * 4 * 32, 32, 4 * 32, 1))},
@@ -209,9 +234,11 @@ def test_another_call_has_another_plan(change: dict[str, Any], checks: list[Any]
     assert len(checks) == 2
 
 
-def test_an_explicit_default_scale_is_the_same_call(checks: list[Any]) -> None:
+def test_another_scale_is_the_same_plan(checks: list[Any]) -> None:
     attend(*tensors())
-    attend(*tensors(), scale=1 / math.sqrt(32))
+    for scale in (1 / math.sqrt(32), 0.3):
+        attend(*tensors(), scale=scale)
+        assert params(EightBitParams).scale_log2 == pytest.approx(scale * math.log2(math.e), rel=1e-7)
     assert len(checks) == 1
 
 
@@ -232,7 +259,7 @@ def test_what_validation_must_see_goes_there(wrong: str, checks: list[Any]) -> N
         raise SeenError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eight_bit, "check", check)
+        patch.setattr(forward, "check", check)
         patch.setattr(torch, "is_grad_enabled", lambda: wrong == "grad")
         with pytest.raises(SeenError):
             attend(q, k, v, **options)
@@ -244,9 +271,8 @@ def scales(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def test_codes_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bit_arguments, "known_positive", lambda scales: True)
-    monkeypatch.setattr(eight_bit_arguments, "check_scales", lambda q, k, v, scales: scales)
-    monkeypatch.setattr(eight_bit.torch, "Tensor", Tensor)
+    monkeypatch.setattr(forward, "known_positive", lambda scales: True)
+    monkeypatch.setattr(torch, "Tensor", Tensor)
     codes = tensors(torch.float8_e4m3fn)
     before = record.launches
     for _ in range(2):
@@ -268,10 +294,8 @@ def test_codes_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest
 
 def test_a_plan_object_launches_without_the_table() -> None:
     given = tensors()
-    options = api.OPTIONS[False, None, True, "auto"]  # any number
     like_out = empty_like(given[0])
-    eight_bit.register(validated("fp8"), *given, like_out, options, 0.5, NO_SCALES)  # type: ignore[arg-type]
-    launch = launcher.prepared_eight_bit_call(*given, like_out, options, 0.5)  # type: ignore[arg-type]
+    launch = forward.prepared(register(*given, like_out, options=QUANTISING), like_out)  # type: ignore[arg-type]
     library.clear_plans()
     plan = make_plan(launch, Expected({}, True, {"return_lse": True}), SimpleNamespace())  # type: ignore[arg-type]
     before = record.launches
@@ -288,10 +312,10 @@ def test_a_plan_object_launches_without_the_table() -> None:
         assert params(EightBitParams, 1 if address else 0).lse == address
     assert launch(*tensors(torch.int8), like_out, None) is None
     assert launch(Tensor(SHAPE, NO_MEMORY), *given[1:], like_out, None) is None
-    with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
+    with pytest.raises(TypeError, match="from type `None` to `DLTensor\\*`"):
         launch(*given, None, None)
     with pytest.raises(RuntimeError, match="is not found"):
-        launcher.prepared_eight_bit_call(*given, like_out, options, 0.7)  # type: ignore[arg-type]
+        launcher.prepared_call((*given, like_out, None, QUANTISING.code, 0.7))
 
 
 def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[Any]) -> None:
@@ -301,16 +325,11 @@ def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[
         launcher.Mapped("query", 0, SHAPE, (4096, 2048, 32, 1), 1),
         launcher.Mapped("workspace", 512, KV, (9008, 4096, 48, 1), 1),
     )
-    call = *tensors(), output(), 5, None, *NO_SCALES
-    launcher.prepare_eight_bit(
-        call,
-        [launcher.FilledKernel(spec, (1, 1, 1), bytes(64), ((8, "workspace", 0),), mapped)],
-        "sm_89",
-        4096,
-    )
+    kernel = launcher.PlannedKernel(spec, (1, 1, 1), bytes(64), ((8, "workspace", 0),), (), mapped)
+    launcher.register((*tensors(), output(), None, 5, None), [kernel], "sm_89", 4096)
     set_integer("stub_tensor_maps", 2)
     try:
-        launcher.launch_eight_bit(*tensors(offset=0x1000), output(), None, 5, None, *NO_SCALES)
+        launcher.launch(*tensors(offset=0x1000), output(), None, 5, None)
     finally:
         set_integer("stub_tensor_maps", 0)
     first, second = (Map.of(list(words)) for words in last().tensor_maps[:2])
@@ -323,29 +342,29 @@ def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[
 
 def test_tensors_without_memory_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
-    monkeypatch.setattr(eight_bit.torch, "Tensor", Tensor)
-    eight_bit.register(validated(None), *codes, output(), 5, None, given)  # type: ignore[arg-type]
-    assert launcher.launch_eight_bit(*codes, output(), None, 5, 0.5, *given) is None
-    assert launcher.launch_eight_bit(*codes, output(), None, 5, None, *given) is True
+    monkeypatch.setattr(torch, "Tensor", Tensor)
+    code = register(*codes, output(), options=VALUES, scales=Scales(*given)).call.options.code
+    assert launcher.launch(*codes, output(), None, code, 1e300, *NO_MASKS, *given) is None
+    assert launcher.launch(*codes, output(), None, code, None, *NO_MASKS, *given) is True
     for index in range(3):
         traced = list(codes)
         traced[index] = Tensor(tuple(traced[index].shape), NO_MEMORY, torch.float8_e4m3fn)
-        assert launcher.launch_eight_bit(*traced, output(), None, 5, None, *given) is None
+        assert launcher.launch(*traced, output(), None, code, None, *NO_MASKS, *given) is None
         without = list(given)
         without[index] = Tensor(tuple(without[index].shape), NO_MEMORY, torch.float32)
-        assert launcher.launch_eight_bit(*codes, output(), None, 5, None, *without) is None
-    assert launcher.launch_eight_bit(*codes, Tensor(SHAPE, NO_MEMORY), None, 5, None, *given) is None
+        assert launcher.launch(*codes, output(), None, code, None, *NO_MASKS, *without) is None
+    assert launcher.launch(*codes, Tensor(SHAPE, NO_MEMORY), None, code, None, *NO_MASKS, *given) is None
 
 
 def test_codes_with_an_lse_have_the_callers_or_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
-    monkeypatch.setattr(eight_bit.torch, "Tensor", Tensor)
-    eight_bit.register(validated(None), *codes, output(), 5, None, given)  # type: ignore[arg-type]
-    lse = launcher.launch_eight_bit(*codes, output(), True, 5, None, *given)
+    monkeypatch.setattr(torch, "Tensor", Tensor)
+    code = register(*codes, output(), options=VALUES, scales=Scales(*given)).call.options.code
+    lse = launcher.launch(*codes, output(), True, code, None, *NO_MASKS, *given)
     check_allocated_lse(lse, params(EightBitParams).lse)
     set_integer("stub_last_bytes", -1)
     for wanted, address in ((Tensor(SHAPE[:3], LSE, torch.float32), LSE), (None, None), (False, None)):
-        assert launcher.launch_eight_bit(*codes, output(), wanted, 5, None, *given) is True
+        assert launcher.launch(*codes, output(), wanted, code, None, *NO_MASKS, *given) is True
         assert params(EightBitParams).lse == address
     assert integer("stub_last_bytes") == -1
 
@@ -357,15 +376,18 @@ def test_a_failed_launch_is_told(checks: list[Any]) -> None:
         attend(*tensors())
 
 
-def test_a_plan_that_cannot_be_is_refused() -> None:
-    call = *tensors(), output(), 5, None, *NO_SCALES
-    fields = tvm_ffi.Shape([0x3000, 1, 1, 1, 128, 0, 1, 0, 0])
-    for kernel, size, pointer, words in (
-        (tvm_ffi.Shape([1, 2]), 64, [], "expected 9 integers each"),
-        (fields, 513, [], "parameters of at most 512 bytes"),
-        (fields, 64, [0, 1], "3 integers a pointer"),
-        (fields, 64, [57, 0, 0], "a place in 64 bytes of parameters"),
-        (fields, 64, [0, 9, 0], "an operand below 9"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            library.register_eight_bit_plan(*call, PRIMARY, [kernel], [bytes(size)], [tvm_ffi.Shape(pointer)], 0)
+@pytest.mark.parametrize(
+    ("size", "own", "words"),
+    [
+        (513, (513, 0, 0), "expected at most 512 bytes of a parameter, got 513"),
+        (64, (65, 0, 0), "expected 65 bytes more, got 64"),
+        (64, (64, 1, 57, 0, 0, 0), "a place in 64 bytes of a parameter, got 57"),
+        (64, (64, 1, 0, 12, 0, 0), "an operand below 12, got 12"),
+        (64, (64, 0, 1, 61, 0), "a place in 64 bytes of a parameter, got 61"),
+        (64, (64, 0, 1, 0, 3), "an operand below 3, got 3"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(size: int, own: tuple[int, ...], words: str) -> None:
+    numbers = packed(PRIMARY, 0, 1, 0, 1, 0x3000, 1, 1, 1, 128, 0, 1, 0, 0, *own, 0)
+    with pytest.raises(ValueError, match=words):
+        library.register_plan(numbers, bytes(size), *tensors(), output(), None, 5, None)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import install_allocator, integer, last, record, set_integer, tensor
-from stub_harness import NO_MEMORY, PRIMARY, SHAPE, _clean, call, check_allocated_lse, kernel
+from stub_harness import ADDRESSES, NO_MEMORY, PRIMARY, SHAPE, _clean, call, check_allocated_lse, prepared, register
 
-from microsdpa import api
-from microsdpa.explanation import Explanation
-from microsdpa.masks import Masks
-from microsdpa.prepared import Expected, make_masked_plan
-from microsdpa.problem import Problem
+from microsdpa.attention import api
+from microsdpa.attention.explain import Explanation
+from microsdpa.attention.plan import Expected, make_masked_plan
+from microsdpa.call.masks import Masks
+from microsdpa.kernels.problem import Problem
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean"]
@@ -36,16 +36,11 @@ def mask(*shape: int, address: int = MASK, **options: Any) -> Any:
 
 
 def masked(**changes: Any) -> list[Any]:
-    """Arguments of launch_masked()."""
+    """Arguments of launch() with masks, causal and aligned to the lower right."""
     names = "attn_mask", "alibi_slopes", "sinks", "left", "right", "softcap"
     plain = {name: value for name, value in changes.items() if name not in names}
     rest = {"attn_mask": None, "alibi_slopes": None, "sinks": None, "left": -1, "right": -1, "softcap": None}
-    return [*call(**plain), *(rest | {k: v for k, v in changes.items() if k in names}).values()]
-
-
-def register(arguments: list[Any]) -> None:
-    query, key, value, out, _, options, _, *masks = arguments
-    library.register_masked_plan(query, key, value, out, options, PRIMARY, [kernel()], 0, 3, *masks, 8, -5)
+    return [*call(**({"options": 6} | plain)), *(rest | {k: v for k, v in changes.items() if k in names}).values()]
 
 
 def test_masks_of_any_rank_are_broadcast() -> None:
@@ -59,7 +54,7 @@ def test_masks_of_any_rank_are_broadcast() -> None:
     ):
         arguments = masked(attn_mask=mask(*shape, strides=strides))
         register(arguments)
-        assert launcher.launch_masked(*arguments) is True
+        assert launcher.launch(*arguments) is True
         assert [*last().mask_strides, last().mask_column_stride] == expected
         assert last().mask == MASK
 
@@ -68,14 +63,32 @@ def test_the_kernel_gets_the_masks_and_the_call() -> None:
     slopes, sinks = mask(2, 4, address=SLOPES, code=2, bits=32), mask(4, address=SINKS, code=2, bits=16)
     arguments = masked(alibi_slopes=slopes, sinks=sinks, left=5, right=7, softcap=2.5, scale=0.5)
     register(arguments)
-    assert launcher.launch_masked(*arguments)
+    assert launcher.launch(*arguments)
     found = last()
     assert (found.mask, found.slopes, found.sinks) == (None, SLOPES, SINKS)
     assert (found.slope_batch_stride, found.slope_head_stride, found.sink_head_stride) == (4, 1, 1)
-    assert (found.position, found.lowest, found.params.diagonal) == (8, -5, 3)
+    assert (found.position, found.lowest, found.params.diagonal) == (8, 3, 8)
     assert found.softcap_log2 == pytest.approx(2.5 * math.log2(math.e), rel=1e-7)
     assert found.params.scale_log2 == pytest.approx(0.5 * math.log2(math.e), rel=1e-7)
     assert found.params.query == 0x100000
+
+
+@pytest.mark.parametrize(("options", "causal"), [(4, None), (5, "upper_left"), (6, "lower_right")])
+@pytest.mark.parametrize("ends", [(-1, -1), (0, 0), (3, -1), (-1, 5), (40, 2**31), (2**31, 7), (2**62, 2**62)])
+@pytest.mark.parametrize("lengths", [(16, 24), (24, 16)])
+def test_the_bounds_are_those_of_masks(
+    options: int, causal: Any, ends: tuple[int, int], lengths: tuple[int, int]
+) -> None:
+    """The launcher and masks.py say the same."""
+    seqlen_q, seqlen_k = lengths
+    sizes = {"query": (2, 4, seqlen_q, 32), "key": (2, 2, seqlen_k, 32), "value": (2, 2, seqlen_k, 32)}
+    given = {name: tensor(shape, address) for (name, shape), address in zip(sizes.items(), ADDRESSES, strict=False)}
+    out = tensor(sizes["query"], ADDRESSES[3])
+    arguments = masked(**given, out=out, options=options, left=ends[0], right=ends[1], softcap=1.0)
+    register(arguments)
+    assert launcher.launch(*arguments) is True
+    expected = Masks(window=ends).bounds(causal, seqlen_q, seqlen_k)
+    assert (last().position, last().lowest, last().params.diagonal) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,8 +118,8 @@ def test_the_kernel_gets_the_masks_and_the_call() -> None:
 def test_a_call_with_other_masks_misses(changes: dict[str, Any]) -> None:
     arguments = {"attn_mask": mask(16, 24), "softcap": 1.0}
     register(masked(**arguments))
-    assert launcher.launch_masked(*masked(**arguments)) is True
-    assert launcher.launch_masked(*masked(**(arguments | changes))) is None
+    assert launcher.launch(*masked(**arguments)) is True
+    assert launcher.launch(*masked(**(arguments | changes))) is None
     assert launcher.launch(*call()) is None
 
 
@@ -116,8 +129,8 @@ def test_each_of_the_masks_needs_memory(name: str) -> None:
         return masked(**{name: mask(4, address=address, code=2, bits=32)})
 
     register(given(MASK))
-    assert launcher.launch_masked(*given(MASK)) is True
-    assert launcher.launch_masked(*given(NO_MEMORY)) is None
+    assert launcher.launch(*given(MASK)) is True
+    assert launcher.launch(*given(NO_MEMORY)) is None
     assert prepared(given(NO_MEMORY)) is None
     with pytest.raises(ValueError, match="CUDA tensors that do not overlap"):
         register(given(NO_MEMORY))
@@ -126,18 +139,18 @@ def test_each_of_the_masks_needs_memory(name: str) -> None:
 def test_an_lse_is_the_callers_or_allocated_or_none() -> None:
     install_allocator()
     register(masked(left=3))
-    check_allocated_lse(launcher.launch_masked(*masked(left=3, lse=True)), last().params.lse)
+    check_allocated_lse(launcher.launch(*masked(left=3, lse=True)), last().params.lse)
     set_integer("stub_last_bytes", -1)
     for lse, address in ((tensor((2, 4, 16), 0x500000), 0x500000), (None, None), (False, None)):
-        assert launcher.launch_masked(*masked(left=3, lse=lse)) is True
+        assert launcher.launch(*masked(left=3, lse=lse)) is True
         assert last().params.lse == address
-    assert launcher.launch_masked(*masked(left=4, lse=True)) is None
+    assert launcher.launch(*masked(left=4, lse=True)) is None
     assert integer("stub_last_bytes") == -1
 
 
 def test_another_mask_of_the_same_form_and_another_cap_hit() -> None:
     register(masked(attn_mask=mask(16, 24), softcap=1.0))
-    assert launcher.launch_masked(*masked(attn_mask=mask(16, 24, address=0x900000), softcap=3.0))
+    assert launcher.launch(*masked(attn_mask=mask(16, 24, address=0x900000), softcap=3.0))
     assert last().mask == 0x900000
     assert last().softcap_log2 == pytest.approx(3.0 * math.log2(math.e), rel=1e-7)
 
@@ -146,7 +159,7 @@ def test_plans_with_masks_are_counted_and_cleared() -> None:
     register(masked(left=3))
     assert library.plan_count() == 1
     library.clear_plans()
-    assert launcher.launch_masked(*masked(left=3)) is None
+    assert launcher.launch(*masked(left=3)) is None
 
 
 def test_a_plan_of_a_mask_that_cannot_be_read_is_refused() -> None:
@@ -155,18 +168,19 @@ def test_a_plan_of_a_mask_that_cannot_be_read_is_refused() -> None:
 
 
 def test_prepare_registers_what_sdpa_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    from microsdpa.specs import KernelSpec
+    from microsdpa.kernels import KernelSpec
 
     spec = KernelSpec("test/masked", "", "", (), threads=64, block_m=16, params="microsdpa::MaskedParams")
     monkeypatch.setattr(launcher, "compile_kernel", lambda stage, target: None)
     monkeypatch.setattr(launcher, "load_kernel", lambda kernel, device: (0x5000, PRIMARY))
-    query, key, value, out, _, options, _ = call()
+    query, key, value, out, *_ = call()
     masks = Masks(window=(6, 2), softcap=2.0)
     problem = Problem(2, 4, 2, 16, 24, 32, "float16", causal="lower_right", mask=masks.kind)
     query_like = type("Query", (), {"device": type("Device", (), {"index": 0})})
     monkeypatch.setattr(launcher, "_library", _Forward(query, query_like))
-    launcher.prepare(problem, spec, query_like, key, value, out, options, masks)  # type: ignore[arg-type]
-    assert launcher.launch_masked(query, key, value, out, None, options, None, None, None, None, 6, 2, 2.0) is True
+    rest = key, value, out, None, 6, None, None, None, None, 6, 2, 2.0
+    launcher.prepare(problem, spec, (query_like, *rest))
+    assert launcher.launch(query, *rest) is True
     assert (last().position, last().lowest, last().params.diagonal) == (8, 2, 8)
     assert record.launches
 
@@ -185,18 +199,13 @@ class _Forward:
 def test_sdpa_finds_a_plan_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the public call, with arguments that Python passes through."""
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(api, "_launch_masked", lambda *a: seen.append(a) or True)
+    monkeypatch.setattr(api, "_launch", lambda *a: seen.append(a) or True)
     q = type("Tensor", (), {"requires_grad": False})()
     assert api.sdpa(q, q, q, window=(3, 4), out=q) is q
     assert api.sdpa(q, q, q, causal="lower_right", attn_mask=q, softcap=2.0, out=q, scale=0.5) is q
-    options = api.OPTIONS[False, None, False, "auto"], api.OPTIONS[False, "lower_right", False, "auto"]
+    options = api.OPTIONS[False, None, False, "auto", None], api.OPTIONS[False, "lower_right", False, "auto", None]
     assert seen[0] == (q, q, q, q, False, options[0], None, None, None, None, 3, 4, None)
     assert seen[1] == (q, q, q, q, False, options[1], 0.5, q, None, None, -1, -1, 2.0)
-
-
-def prepared(arguments: list[Any]) -> Any:
-    query, key, value, out, _, options, scale, *masks = arguments
-    return library.prepared_masked_call(query, key, value, out, options, scale, *masks)
 
 
 def test_a_prepared_call_with_masks_launches_its_plan_without_the_table() -> None:
@@ -210,7 +219,7 @@ def test_a_prepared_call_with_masks_launches_its_plan_without_the_table() -> Non
     assert launch(*other[:4], lse, mask(16, 24, address=0xA00000), None, None) is True
     found = last()
     assert (found.params.query, found.params.lse, found.mask) == (0x900000, 0x500000, 0xA00000)
-    assert (found.slopes, found.sinks, found.position, found.lowest) == (None, None, 8, -5)
+    assert (found.slopes, found.sinks, found.position, found.lowest) == (None, None, 8, 3)
     assert found.softcap_log2 == pytest.approx(2.0 * math.log2(math.e), rel=1e-7)
     assert found.params.scale_log2 == pytest.approx(0.5 * math.log2(math.e), rel=1e-7)
 

@@ -26,15 +26,17 @@ from stub_harness import (
     kernel,
     library,
     maps_of_last,
+    packed,
+    prepared,
     register,
 )
 
-from microsdpa import api
-from microsdpa.explanation import Explanation
-from microsdpa.prepared import Expected, make_plan
-from microsdpa.problem import Problem
+from microsdpa.attention import api
+from microsdpa.attention.explain import Explanation
+from microsdpa.attention.plan import Expected, make_plan
+from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.problem import Problem
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec, TensorMap
 
 __all__ = ["_clean", "_four_maps", "_programmatic"]
 
@@ -76,18 +78,28 @@ def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     install_allocator()
     maps = tuple(TensorMap(name, 64, 32, 64) for name in ("value", "out", "key", "query"))
-    then = KernelSpec(
-        "test/then", "", "", (), threads=64, block_m=4, tensor_maps=maps, programmatic=True, workspace_row_bytes=24
+    second = KernelSpec(
+        "test/second", "", "", (), threads=64, block_m=4, tensor_maps=maps, programmatic=True, workspace_row_bytes=24
     )
     spec = KernelSpec(
-        "test/first", "", "", (), 256, 8, shared_bytes=100, cluster=2, split=2, tensor_maps=maps[:1] * 4, then=then
+        "test/first",
+        "",
+        "",
+        (),
+        256,
+        8,
+        shared_bytes=100,
+        cluster=2,
+        split=2,
+        tensor_maps=maps[:1] * 4,
+        next_kernel=second,
     )
     problem = Problem(2, 4, 2, 16, 24, 32, "float16", causal="lower_right", target="sm_90a")
     shapes = (SHAPE, KV, KV, SHAPE)
     tensors = [tensor(shape, at, device=device) for shape, at in zip(shapes, ADDRESSES, strict=True)]
-    launcher.prepare(problem, spec, *tensors, options=5)
+    launcher.prepare(problem, spec, (*tensors, None, 6, None))
     with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", device), 0xABC):
-        launcher.launch(*tensors, None, 5, None)
+        launcher.launch(*tensors, None, 6, None)
     first, second = last(1), last()
     assert first.context == second.context == PRIMARY + device
     assert first.stream == second.stream == 0xABC
@@ -99,11 +111,6 @@ def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyP
     assert maps_of_last()[0].box == (32, 64, 1, 1)
     assert integer("stub_last_bytes") == 24 * 2 * 4 * 16
     assert second.params.diagonal == 24 - 16
-
-
-def prepared(arguments: list[Any]) -> Any:
-    query, key, value, out, _, options, scale = arguments
-    return library.prepared_call(query, key, value, out, options, scale)
 
 
 def test_a_prepared_call_launches_its_plan_without_the_table() -> None:
@@ -153,9 +160,9 @@ def test_a_prepared_call_allocates_the_lse_that_is_asked_for() -> None:
 
 def test_a_prepared_call_always_has_an_output() -> None:
     register(call())
-    with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
+    with pytest.raises(TypeError, match="from type `None` to `DLTensor\\*`"):
         prepared(call(out=None))
-    with pytest.raises(TypeError, match="Expected `DLTensor\\*` but got `None`"):
+    with pytest.raises(TypeError, match="from type `None` to `DLTensor\\*`"):
         prepared(call())(*call(out=None)[:4], None)
 
 
@@ -267,14 +274,33 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
     set_integer("stub_version", 13000)
 
 
-def test_a_plan_of_the_wrong_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected 8 integers each and 4 for each of at most 8 tensor maps, got 2"):
-        register(call(), [tvm_ffi.Shape([1, 2])])
-    for maps in ((0, 64, 64), (0, 64, 64, 128) * 9):
-        with pytest.raises(ValueError, match=f"got {8 + len(maps)}"):
-            register(call(), [kernel(maps=maps)])
-    with pytest.raises(ValueError, match="expected an operand below 4, got 4"):
-        register(call(), [kernel(maps=(4, 64, 64, 128))])
+@pytest.mark.parametrize(
+    ("kernels", "words"),
+    [
+        ([[1, 2]], "expected more than 7 integers"),
+        ([kernel(maps=(0, 64, 64, 128))[:-1]], "expected more than 31 integers"),
+        ([[*kernel(), 0]], "expected no more after 1 kernels"),
+        ([kernel(maps=(0, 64, 64, 128) * 9)], "expected at most 8 tensor maps, got 9"),
+        ([kernel()] * 9, "expected at most 8 kernels, got 9"),
+        ([kernel(maps=(12, 64, 64, 128))], "expected an operand below 12, got 12"),
+    ],
+)
+def test_a_plan_of_other_integers_is_refused(kernels: list[list[int]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        register(call(), kernels)
+    assert library.plan_count() == 0
+
+
+def test_a_plan_without_a_call_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected numbers, params and a call"):
+        library.register_plan(b"", b"")
+    with pytest.raises(TypeError, match="expected 7 to 16 arguments, got 6"):
+        library.register_plan(b"", b"", *call()[:6])
+    with pytest.raises(TypeError, match="expected 7 to 16 arguments, got 17"):
+        launcher.launch(*call(), *[None] * 10)
+
+
+def test_a_tensor_map_that_cannot_be_is_refused() -> None:
     with pytest.raises(RuntimeError, match="swizzle of 0, 32, 64 or 128 bytes, got 16"):
         register(call(), [kernel(maps=(0, 64, 64, 16))])
     assert library.plan_count() == 0
@@ -287,7 +313,8 @@ def test_a_plan_of_tensors_that_cannot_launch_is_refused() -> None:
 
 def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
     params = bytes(range(1, 201)) + bytes(200)
-    library.launch_one(0xABC, PRIMARY, kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000), params)
+    integers = packed(PRIMARY, *kernel(grid=(5, 1, 1), cluster=2, programmatic=1, shared_bytes=70_000)[:8], 0)
+    library.launch_one(0xABC, integers, params)
     found = last()
     assert found.stream == 0xABC
     assert list(found.grid) == [5, 1, 1]
@@ -296,8 +323,8 @@ def test_one_kernel_with_parameters_that_the_caller_has_filled() -> None:
     assert list(found.cluster) == [2, 1, 1]
     given = bytes(found.params)
     assert given == params[: len(given)]
-    with pytest.raises(ValueError, match="fields: expected 8 integers and 14 for each tensor map, got 7"):
-        library.launch_one(0, PRIMARY, tvm_ffi.Shape([1] * 7), params)
+    with pytest.raises(ValueError, match="expected more than 9 integers"):
+        library.launch_one(0, integers[:-8], params)
     set_integer("stub_error", LAUNCH_FAILED)
     with pytest.raises(RuntimeError, match="the stub was told to fail"):
-        library.launch_one(0, PRIMARY, kernel(), params)
+        library.launch_one(0, integers, params)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from microsdpa.problem import Problem
-from microsdpa.select import select
-from microsdpa.specs import ampere_tiles as tiles
-from microsdpa.specs.chip import CHIPS, chip_of
+from microsdpa.kernels.ampere.mma import tiles
+from microsdpa.kernels.chip import CHIPS, chip_of
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_120")
@@ -29,7 +29,7 @@ def test_every_choice_is_legal(target: str) -> None:
         tiling = tiles.choose(here)
         assert tiling in tiles.candidates(here)
         assert tiles.illegal(here, tiling) == ""
-        spec = select(here, "ampere/fwd_mma").spec
+        spec = select(here, "ampere/mma").spec
         assert spec.shared_bytes <= chip_of(target).shared_per_cta
         assert spec.grid(here)[0] == tiles.ctas_of(here, tiling)
 
@@ -67,7 +67,7 @@ def test_measured_choices(change: dict[str, int], tiling: tiles.Tiling) -> None:
 def test_ctas_that_begin_late(change: dict[str, object], late: int) -> None:
     short = replace(MISSION, batch=32, heads=16, heads_kv=16, head_dim=128)
     problem = replace(short, **change)  # type: ignore[arg-type]
-    arguments = dict(select(problem, "ampere/fwd_mma").spec.template_args)
+    arguments = dict(select(problem, "ampere/mma").spec.template_args)
     assert arguments["LATE"] == str(late)
 
 
@@ -94,10 +94,10 @@ def test_illegal_tilings_say_why() -> None:
 @pytest.mark.parametrize("target", ["sm_80", "sm_89"])
 def test_long_keys_are_split_among_ctas_where_few_queries_leave_the_chip_empty(target: str) -> None:
     problem = replace(MISSION, heads=32, heads_kv=8, seqlen_q=1, seqlen_k=8192, head_dim=128, target=target)
-    spec = select(problem, "ampere/fwd_mma").spec
+    spec = select(problem, "ampere/mma").spec
     assert spec.split > 1
     assert spec.pack == 4
-    assert [stage.source for stage in spec.stages] == ["ampere/fwd_mma.cu", "ampere/fwd_merge.cu"]
+    assert [stage.source for stage in spec.stages] == ["ampere/mma/kernel.cu", "ampere/combine/kernel.cu"]
     assert spec.workspace_bytes(problem) == spec.split * 32 * (128 * 4 + 8)
     assert tiles.choose(replace(problem, seqlen_k=64)).split == 1
     assert not any(tiling.clustered for tiling in tiles.candidates(problem) if not tiles.illegal(problem, tiling))
@@ -121,7 +121,7 @@ def test_decoding_on_an_h200(change: dict[str, int], split: int, clustered: bool
     decoding = replace(MISSION, heads=32, heads_kv=8, seqlen_q=1, head_dim=128)
     problem = replace(decoding, **change)  # type: ignore[arg-type]
     spec = select(problem).spec
-    assert spec.name == "ampere/fwd_mma"
+    assert spec.name == "ampere/mma"
     assert tiles.choose(problem) == replace(base, split=split, clustered=clustered)
     assert tiles.choose(problem) in tiles.candidates(problem)
     assert (spec.cluster, len(spec.stages)) == (split if clustered else 1, 2 if split > 1 and not clustered else 1)
@@ -130,7 +130,7 @@ def test_decoding_on_an_h200(change: dict[str, int], split: int, clustered: bool
 
 def test_few_tiles_of_queries_and_long_keys_on_an_h200() -> None:
     problem = replace(MISSION, heads=16, heads_kv=16, seqlen_q=64, seqlen_k=4096)
-    assert select(problem).spec.name == "ampere/fwd_mma"
+    assert select(problem).spec.name == "ampere/mma"
     assert tiles.choose(problem) == replace(tiles.PAIRED, split=8)
     assert tiles.choose(replace(problem, head_dim=256)) == replace(tiles.LARGE_HEADS, split=8)
 

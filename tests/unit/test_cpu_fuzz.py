@@ -144,7 +144,7 @@ def test_masks_of_another_type_take_torchs_way(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object) -> torch.Tensor:
         raise AssertionError("scores were computed apart from torch")
 
-    monkeypatch.setattr("microsdpa.torch_cpu.scores", refuse)
+    monkeypatch.setattr("microsdpa.execution.torch_cpu.scores", refuse)
     query, key, value = (torch.randn(1, 2, 7, 16).half() for _ in range(3))
     mask = torch.randn(2, 1, 7, 7)[:1]
     out = microsdpa.sdpa(query, key, value, attn_mask=mask)
@@ -160,7 +160,7 @@ def test_the_default_device_is_not_where_results_are() -> None:
         {"attn_mask": mask},
         {"causal": "lower_right", "sinks": torch.zeros(2)},
         {"impl": "emulate", "causal": "upper_left"},
-        {"impl": "emulate:ampere/fwd_general", "attn_mask": mask},
+        {"impl": "emulate:ampere/general", "attn_mask": mask},
         {"impl": "emulate", "precision": "int8_fp8"},
     ]
     expected = [microsdpa.sdpa(query, key, value, return_lse=True, **call) for call in calls]

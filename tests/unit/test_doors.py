@@ -22,8 +22,13 @@ from torch.autograd.profiler import profile
 from torch.nn.attention.bias import causal_lower_right
 
 import microsdpa
-from microsdpa import api, dropin, eight_bit, eight_bit_arguments, flash_backend, forward, prepared, validation
-from microsdpa.explanation import Explanation
+from microsdpa.attention import api, explain
+from microsdpa.attention import plan as plans
+from microsdpa.attention.explain import Explanation
+from microsdpa.call import validate
+from microsdpa.call.scales import check_scales
+from microsdpa.execution import forward
+from microsdpa.integrations import dropin, flash_backend
 from microsdpa.jit import signature as signatures
 
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM = 2, 4, 2, 16, 24, 32
@@ -82,10 +87,9 @@ class Launcher:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     found = Launcher()
-    for module in (api, forward, eight_bit, dropin):
-        for name in ("_launch", "_launch_masked"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, found)
+    for module in (api, forward, dropin):
+        if hasattr(module, "_launch"):
+            monkeypatch.setattr(module, "_launch", found)
     return found
 
 
@@ -210,9 +214,7 @@ def codes(name: str, of: tuple[torch.dtype, ...], dtype: torch.dtype, **options:
         scales = [torch.ones(BATCH, HEADS), torch.ones(BATCH, HEADS), torch.ones(())]
         q_scale, k_scale = scales[:2]
         v_scale = None if of[2] in (torch.float16, torch.bfloat16) else scales[2]
-        eight_bit_arguments.check_scales(
-            query, key, value, (q_scale, k_scale, v_scale)
-        )  # as the first call on a GPU does
+        check_scales(query, key, value, (q_scale, k_scale, v_scale))  # as the first call on a GPU does
         made = {key: value() if callable(value) else value for key, value in options.items()}
         made |= {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         return lambda: microsdpa.sdpa(query, key, value, **made)
@@ -384,7 +386,7 @@ def compiled_dropin(backend: str) -> Opening:
         setting.enter_context(microsdpa.enabled(strict=True, impl=KERNEL))
         # Tracing asks whether the kernel runs on a CPU; without a graph, the launch is tried first.
         patch = setting.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(validation, "runs_on_cpu", lambda impl: True)
+        patch.setattr(validate, "runs_on_cpu", lambda impl: True)
         return compiled(lambda *t: F.scaled_dot_product_attention(*t), backend)(setting)
 
     return start
@@ -460,7 +462,7 @@ def plan(make: Callable[..., Any], *, out: bool = False, masked: bool = False, *
     """The function that a plan is; plan() itself makes none that launches for CPU tensors."""
 
     def start(setting: Setting) -> Callable[[], Any]:
-        expected = prepared.Expected({}, True, {"return_lse": False} | options)
+        expected = plans.Expected({}, True, {"return_lse": False} | options)
         made = make(setting.launcher, expected, Explanation("stub", "a test"))
         given, rest = tensors(), {"out": output()} if out else {}
         rest |= {"attn_mask": bits()} if masked else {}
@@ -470,13 +472,13 @@ def plan(make: Callable[..., Any], *, out: bool = False, masked: bool = False, *
 
 
 PLANS = [
-    Door("plan", plan(prepared.make_plan)),
-    Door("plan, return_lse", plan(prepared.make_plan, return_lse=True), lse=True, gives_lse=True),
-    Door("plan, out", plan(prepared.make_plan, out=True), NOTHING),
-    Door("plan with a mask", plan(prepared.make_masked_plan, masked=True)),
+    Door("plan", plan(plans.make_plan)),
+    Door("plan, return_lse", plan(plans.make_plan, return_lse=True), lse=True, gives_lse=True),
+    Door("plan, out", plan(plans.make_plan, out=True), NOTHING),
+    Door("plan with a mask", plan(plans.make_masked_plan, masked=True)),
     Door(
         "plan with a mask, out, return_lse",
-        plan(prepared.make_masked_plan, masked=True, out=True, return_lse=True),
+        plan(plans.make_masked_plan, masked=True, out=True, return_lse=True),
         NOTHING,
         lse=True,
         gives_lse=True,
@@ -545,7 +547,7 @@ def _asks_for_a_file(*given: torch.Tensor) -> Any:
 
 def _computes_a_signature(*given: torch.Tensor) -> Any:
     with suppress(AssertionError, AttributeError):
-        eight_bit.signature(None, "sm_90a")  # type: ignore[arg-type, attr-defined]
+        explain.signature(None, "sm_90a")  # type: ignore[arg-type, attr-defined]
     return microsdpa.sdpa(*given)
 
 

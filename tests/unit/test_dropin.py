@@ -15,9 +15,13 @@ from torch.nn import attention
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import microsdpa
-from microsdpa import dropin, flash_backend, reference, validation
+from microsdpa import reference
+from microsdpa.call.call import Call, MaskTensors
+from microsdpa.call.options import Options
+from microsdpa.call.validate import check
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
+from microsdpa.integrations import dropin, flash_backend
 
 TORCHS_OWN = F.scaled_dot_product_attention
 
@@ -344,7 +348,7 @@ def test_what_is_refused_when_traced_is_what_is_refused_at_once(impl: str) -> No
                         options: dict[str, Any] = {"enable_gqa": gqa, "impl": impl}
                         reason = dropin.why_not_traced(*tensors, mask, options)
                         try:
-                            validation.validate(*tensors, False, None, None, gqa, impl, (mask, None, None, None, None))
+                            check(Call(tensors, MaskTensors(mask), options=Options(enable_gqa=gqa, impl=impl)))
                             refused = False
                         except microsdpa.InvalidArgument:
                             refused = True

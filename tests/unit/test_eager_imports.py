@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from microsdpa.arguments import allocated_strides, allocation_is_aligned, is_aligned
+from microsdpa.call.tensors import allocated_strides, allocation_is_aligned, is_aligned
 from microsdpa.evidence.start_program import SLOW
 
 CALLS = (
@@ -34,15 +34,17 @@ CALLS = (
     "torch.ops.microsdpa.attention(*leaves)[0].sum().backward()",
     "microsdpa.enable(); F.scaled_dot_product_attention(*leaves, mask).sum().backward()",
     # What torch's own backward passes are reached through on a GPU.
-    "nodes._operator_for = lambda *_: nodes.FLASH; nodes.attend(leaves, forward.NO_TENSORS, forward.PLAIN)",
-    "nodes._operator_for = lambda *_: nodes.CUDNN; nodes.attend(more, forward.NO_TENSORS, forward.PLAIN)",
+    "nodes._operator_for = lambda *_: nodes.FLASH; nodes.attend(leaves, NO_TENSORS, PLAIN)",
+    "nodes._operator_for = lambda *_: nodes.CUDNN; nodes.attend(more, NO_TENSORS, PLAIN)",
 )
 SETUP = """
 import sys, torch
 import torch.nn.functional as F
 known = set(sys.modules)
 import microsdpa
-from microsdpa import forward, nodes
+from microsdpa.call.call import NO_TENSORS
+from microsdpa.call.options import PLAIN
+from microsdpa.execution import nodes
 q, k, v = (torch.randn(1, 2, 16, 32).half() for _ in range(3))
 leaves, more = (tuple(torch.randn(1, 2, 16, n).half().requires_grad_() for _ in range(3)) for n in (32, 64))
 mask, slopes = torch.zeros(16, 16), torch.ones(2, requires_grad=True)

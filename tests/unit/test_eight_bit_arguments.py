@@ -105,7 +105,7 @@ def test_a_value_scale_for_a_value_without_codes() -> None:
 @pytest.mark.parametrize("head_dim", [48, 80])
 def test_a_head_dimension_that_8_bits_do_not_have(head_dim: int) -> None:
     with pytest.raises(
-        UnsupportedProblem, match=rf"head_dim {head_dim} with 8-bit operands .* nearest supported: head_dim"
+        UnsupportedProblem, match=rf"head_dim {head_dim} is not .* with 8-bit operands; nearest supported: head_dim"
     ):
         microsdpa.sdpa(half(head_dim), half(head_dim), half(head_dim), precision="fp8", impl="emulate")
 
@@ -119,11 +119,11 @@ def test_precision_and_where_it_runs() -> None:
         microsdpa.sdpa(half(), half(), half(), precision="fp8")
     with pytest.raises(
         InvalidArgument,
-        match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/fwd_throughput_fp8', 'hopper/fwd_",
+        match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/throughput_8bit', 'hopper/throughput_8bit_qk'",
     ):
         microsdpa.sdpa(half(), half(), half(), precision="fp8", impl="ladder/01")
     with pytest.raises(UnsupportedProblem, match="this rung takes Q, K and V of one E4M3 code an element"):
-        microsdpa.sdpa(half(), half(), half(), precision="int8_fp8", impl="emulate:ladder/12")
+        microsdpa.sdpa(half(), half(), half(), precision="int8_fp8", impl="emulate:ladder/10")
     with pytest.raises(UnsupportedProblem, match="requires grad"):
         microsdpa.sdpa(half().requires_grad_(), half(), half(), precision="fp8", impl="emulate")
 
@@ -141,8 +141,8 @@ def test_rows_off_16_bytes_and_outputs() -> None:
 
 
 def test_targets_without_8_bit_products() -> None:
-    from microsdpa.eight_bit import choose
-    from microsdpa.specs.eight_bit import EightBitProblem
+    from microsdpa.kernels.problem import Problem
+    from microsdpa.kernels.select import select
 
     with pytest.raises(UnsupportedProblem, match="sm_86 has no 8-bit floating-point products"):
-        choose(EightBitProblem(1, 1, 1, 8, 8, 32, "float16", target="sm_86"), "auto")
+        select(Problem(1, 1, 1, 8, 8, 32, "float16", target="sm_86", operands="fp8"), "auto")

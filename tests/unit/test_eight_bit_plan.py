@@ -8,8 +8,8 @@ import torch
 import microsdpa
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.specs.eight_bit import OPERANDS, Operands
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.quantize.spec import SCHEMES
 
 CASE = Case(1, 2, 20, 24, 32)
 
@@ -20,7 +20,7 @@ def test_a_plan_computes_what_sdpa_does(precision: Operands) -> None:
     tensors = make(Case(1, 2, 20, 24, 32, seed=4))
     expected = microsdpa.sdpa(*tensors, precision=precision, return_lse=True, is_causal=True, impl="emulate")
     assert all(torch.equal(a, b) for a, b in zip(plan(*tensors), expected, strict=True))
-    assert plan.explanation.runs.startswith("emulate:ladder/1")
+    assert plan.explanation.runs.startswith("emulate:ada/mma_8bit")
 
 
 def test_a_plan_refuses_what_sdpa_does() -> None:
@@ -33,12 +33,12 @@ def test_a_plan_refuses_what_sdpa_does() -> None:
 @pytest.mark.parametrize("precision", OPERANDS)
 def test_explain_names_both_kernels(precision: Operands) -> None:
     found = microsdpa.explain(*make(CASE), precision=precision, impl="emulate")
-    assert found.runs.startswith("emulate:ladder/1")
+    assert found.runs.startswith("emulate:ada/mma_8bit")
     assert found.quantizer is not None
-    assert dict(found.quantizer.template_args)["TERMS"] == str(RECIPES[precision].query_terms)
+    assert dict(found.quantizer.template_args)["TERMS"] == str(SCHEMES[precision].query_terms)
     assert found.quantizer.expression in str(found)
-    named = microsdpa.explain(*make(CASE), precision=precision, impl="emulate:ladder/13")
-    assert named.runs == "emulate:ladder/13_8bit_cp_async"
+    named = microsdpa.explain(*make(CASE), precision=precision, impl="emulate:ladder/11")
+    assert named.runs == "emulate:ladder/11_8bit_cp_async"
 
 
 def test_explain_of_codes_and_of_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Which configuration of hopper/fwd_latency a problem gets, and which problems it refuses."""
+"""Which configuration of hopper/latency a problem gets, and which problems it refuses."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import dataclasses
 
 import pytest
 
-from microsdpa.problem import Problem
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec, Rejection, hopper
-from microsdpa.specs.chip import chip_of
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.latency import spec as hopper_latency
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16")
 
 
 def specify(**changes: object) -> KernelSpec:
-    spec = hopper.latency(dataclasses.replace(MISSION, **changes))
+    spec = hopper_latency.latency(dataclasses.replace(MISSION, **changes))
     assert isinstance(spec, KernelSpec)
     return spec
 
 
 def test_a_pair_of_ctas_shares_a_query_tile_while_all_fit_the_chip() -> None:
-    assert select(MISSION).spec.name == "hopper/fwd_latency"
+    assert select(MISSION).spec.name == "hopper/latency"
     spec = specify()
     assert spec.cluster == 2
     assert spec.grid(MISSION) == (16, 8, 1)
@@ -34,15 +36,15 @@ def test_keys_that_one_cta_computes_in_one_round_are_not_split() -> None:
 
 def test_shared_memory_fits_the_chip_and_keeps_ctas_apart() -> None:
     chip = chip_of("sm_90a")
-    for head_dim in hopper.HEAD_DIMS:
+    for head_dim in hopper_latency.HEAD_DIMS:
         for keys in range(1, 4097, 63):
             for cluster in (1, 2):
                 problem = dataclasses.replace(MISSION, seqlen_k=keys, head_dim=head_dim)
-                choice = hopper.configuration(problem, cluster)
-                spec = hopper.specification(problem, choice)
+                choice = hopper_latency.configuration(problem, cluster)
+                spec = hopper_latency.specification(problem, choice)
                 assert choice.shared_bytes(head_dim) <= spec.shared_bytes <= chip.shared_per_cta
                 assert 2 * spec.shared_bytes > chip.shared_per_sm - 2048
-                assert choice.rounds in (0, hopper.key_rounds(problem, cluster))
+                assert choice.rounds in (0, hopper_latency.key_rounds(problem, cluster))
                 assert choice.rounds <= choice.stages
 
 
@@ -56,7 +58,7 @@ def test_shared_memory_fits_the_chip_and_keeps_ctas_apart() -> None:
     ],
 )
 def test_refusals_say_why(changes: dict[str, object], reason: str) -> None:
-    found = hopper.latency(dataclasses.replace(MISSION, **changes))
-    assert isinstance(found, Rejection)
-    assert reason in found.reason
-    assert found.nearest
+    with pytest.raises(UnsupportedProblem) as caught:
+        select(dataclasses.replace(MISSION, **changes), "hopper/latency")
+    assert reason in caught.value.reason
+    assert caught.value.nearest

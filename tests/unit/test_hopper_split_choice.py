@@ -1,4 +1,4 @@
-"""When impl="auto" takes hopper/fwd_split, how many query tiles share a CTA, and which problems it refuses."""
+"""When impl="auto" takes hopper/split, how many query tiles share a CTA, and which problems it refuses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from microsdpa.problem import Problem
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec, Rejection, hopper_split
-from microsdpa.specs.chip import chip_of
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.split import spec as hopper_split
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 WIDE = Problem(1, 16, 16, 1024, 1024, 64, "float16")
 
@@ -17,16 +19,16 @@ WIDE = Problem(1, 16, 16, 1024, 1024, 64, "float16")
 @pytest.mark.parametrize(
     ("change", "kernel", "query_tiles"),
     [
-        ({}, "hopper/fwd_split", 2),
-        ({"seqlen_q": 512, "seqlen_k": 512, "batch": 2, "causal": "upper_left"}, "hopper/fwd_split", 2),
-        ({"heads": 8, "heads_kv": 8}, "hopper/fwd_split", 1),
-        ({"heads": 8, "heads_kv": 2, "causal": "lower_right"}, "hopper/fwd_split", 1),
-        ({"heads": 4, "heads_kv": 4}, "hopper/fwd_latency", 1),  # a pair of CTAs a query tile
-        ({"seqlen_q": 512, "seqlen_k": 512}, "hopper/fwd_latency", 1),
-        ({"seqlen_q": 1, "batch": 8}, "ampere/fwd_mma", 1),
-        ({"head_dim": 128}, "hopper/fwd_throughput", 0),
-        ({"heads": 32, "heads_kv": 32}, "hopper/fwd_throughput", 2),
-        ({"seqlen_q": 64, "seqlen_k": 64, "heads": 128, "heads_kv": 128, "batch": 2}, "hopper/fwd_latency", 2),
+        ({}, "hopper/split", 2),
+        ({"seqlen_q": 512, "seqlen_k": 512, "batch": 2, "causal": "upper_left"}, "hopper/split", 2),
+        ({"heads": 8, "heads_kv": 8}, "hopper/split", 1),
+        ({"heads": 8, "heads_kv": 2, "causal": "lower_right"}, "hopper/split", 1),
+        ({"heads": 4, "heads_kv": 4}, "hopper/latency", 1),  # a pair of CTAs a query tile
+        ({"seqlen_q": 512, "seqlen_k": 512}, "hopper/latency", 1),
+        ({"seqlen_q": 1, "batch": 8}, "ampere/mma", 1),
+        ({"head_dim": 128}, "hopper/throughput", 0),
+        ({"heads": 32, "heads_kv": 32}, "hopper/throughput", 2),
+        ({"seqlen_q": 64, "seqlen_k": 64, "heads": 128, "heads_kv": 128, "batch": 2}, "hopper/latency", 2),
     ],
 )
 def test_choices(change: dict[str, int], kernel: str, query_tiles: int) -> None:
@@ -55,12 +57,12 @@ def test_every_candidate_has_an_sm_to_itself(choice: hopper_split.Split) -> None
     ],
 )
 def test_refusals(change: dict[str, int], reason: str) -> None:
-    refusal = hopper_split.split(replace(WIDE, **change))  # type: ignore[arg-type]
-    assert isinstance(refusal, Rejection)
-    assert refusal.reason == reason
+    with pytest.raises(UnsupportedProblem) as caught:
+        select(replace(WIDE, **change), "hopper/split")  # type: ignore[arg-type]
+    assert caught.value.reason == f"hopper/split: {reason}"
 
 
 def test_it_can_be_named_for_any_shape() -> None:
     small = replace(WIDE, heads=1, heads_kv=1, seqlen_q=1, seqlen_k=1)
     assert isinstance(hopper_split.split(small), KernelSpec)
-    assert select(small, "hopper/fwd_split").spec.name == "hopper/fwd_split"
+    assert select(small, "hopper/split").spec.name == "hopper/split"

@@ -1,4 +1,4 @@
-"""Which tiles hopper/fwd_throughput takes, when impl="auto" takes it, and which problems it refuses."""
+"""Which tiles hopper/throughput takes, when impl="auto" takes it, and which problems it refuses."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from microsdpa.problem import Causal, Problem
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec, Rejection
-from microsdpa.specs import hopper_throughput as tiles
-from microsdpa.specs.chip import REGISTERS_PER_SM, chip_of
+from microsdpa.kernels import KernelSpec, Rejection
+from microsdpa.kernels.chip import REGISTERS_PER_SM, chip_of
+from microsdpa.kernels.hopper.throughput import spec as tiles
+from microsdpa.kernels.problem import Causal, Problem
+from microsdpa.kernels.select import select
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
 
@@ -77,19 +77,19 @@ def test_the_grid_is_the_chip() -> None:
 def test_auto_takes_it_where_it_is_faster(head_dim: int) -> None:
     problem = replace(LONG, head_dim=head_dim)
     selection = select(problem)
-    assert selection.spec.name == "hopper/fwd_throughput"
+    assert selection.spec.name == "hopper/throughput"
     if head_dim in (64, 128):
         assert selection.reasons[0] == (
-            *("hopper/fwd_latency", "its tiles of 64 queries are more than the SMs: hopper/fwd_throughput is faster"),
+            *("hopper/latency", "its tiles of 64 queries are more than the SMs: hopper/throughput is faster"),
         )
     small = replace(problem, batch=1, heads=8, heads_kv=8, seqlen_q=512, seqlen_k=512)
-    assert select(small).spec.name == ("hopper/fwd_latency" if head_dim in (64, 128) else "hopper/fwd_throughput")
-    assert select(small, "hopper/fwd_throughput").spec.name == "hopper/fwd_throughput"
+    assert select(small).spec.name == ("hopper/latency" if head_dim in (64, 128) else "hopper/throughput")
+    assert select(small, "hopper/throughput").spec.name == "hopper/throughput"
     decoding = replace(problem, seqlen_q=1)
-    assert select(decoding).spec.name == "ampere/fwd_mma"
+    assert select(decoding).spec.name == "ampere/mma"
     few_long = replace(problem, batch=1, heads=8, heads_kv=8, seqlen_q=64, seqlen_k=4096)
-    kernels = {64: "ampere/fwd_mma", 96: "hopper/fwd_throughput", 128: "hopper/fwd_latency"}
-    assert select(few_long).spec.name == kernels.get(head_dim, "ampere/fwd_mma")
+    kernels = {64: "ampere/mma", 96: "hopper/throughput", 128: "hopper/latency"}
+    assert select(few_long).spec.name == kernels.get(head_dim, "ampere/mma")
 
 
 @pytest.mark.parametrize(
@@ -100,16 +100,16 @@ def test_problems_of_two_rounds_of_small_tiles(
     batch: int, heads: int, seqlen: int, head_dim: int, causal: Causal | None
 ) -> None:
     problem = Problem(batch, heads, heads, seqlen, seqlen, head_dim, "float16", causal=causal)
-    assert select(problem).spec.name == "hopper/fwd_throughput"
+    assert select(problem).spec.name == "hopper/throughput"
     few = replace(problem, batch=1, heads=8, heads_kv=8, seqlen_q=512, seqlen_k=512)
-    assert select(few).spec.name == "hopper/fwd_latency"
+    assert select(few).spec.name == "hopper/latency"
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"target": "sm_89"}, "sm_89 has no wgmma"),
-        ({"head_dim": 80}, "head_dim 80 is none of 64, 96, 128, 192, 256"),
+        ({"head_dim": 80}, "head_dim 80 is not 64, 96, 128, 192 or 256"),
         ({"alignment": 2}, "not aligned to 16 bytes"),
         ({"batch": 2**30}, "query tiles exceed 536870912"),
     ],

@@ -15,106 +15,25 @@ import microsdpa
 
 SOURCE = Path(__file__).parents[2] / "src/microsdpa"
 
-# cli -> evidence -> api -> {select, runtime}; runtime -> jit -> specs; select -> specs -> problem.
+# cli -> evidence -> integrations -> attention -> execution -> runtime -> {call, jit} -> kernels.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "problem": set(),
     "reference": set(),
-    "specs": {"problem"},
-    "select": {"errors", "problem", "specs"},
-    "jit": {"errors", "problem", "specs"},
-    "masks": {"errors", "problem"},
-    "runtime": {"errors", "jit", "masks", "problem", "specs"},
-    "torch_cpu": {"masks", "problem"},
-    "arguments": {"errors", "problem", "specs"},
-    "emulate": {"errors", "jit", "masks", "problem", "specs"},
-    "explanation": {"specs"},
-    "options": {"specs"},
-    "problems": {"arguments", "errors", "masks", "problem", "runtime", "specs"},
-    "validation": {"arguments", "errors", "masks", "problem"},
-    "forward": {
-        *("emulate", "masks", "options", "problem", "problems", "runtime", "select", "torch_cpu", "validation"),
-    },
-    "nodes": {"arguments", "forward", "masks", "problem", "runtime"},
-    "backward": {"forward", "masks", "nodes", "problem", "torch_cpu"},
-    "autograd": {"arguments", "backward", "forward", "masks", "nodes"},
-    "api": {
-        *("autograd", "eight_bit", "errors", "forward", "masks", "options", "problem", "runtime", "specs"),
-        *("transforms", "validation"),
-    },
-    "transforms": {"arguments", "errors", "forward", "masks"},
-    "explaining": {
-        *("eight_bit", "explanation", "jit", "masks", "problem", "problems", "select", "specs", "validation"),
-    },
-    "quantize": {"errors"},
-    "eight_bit_arguments": {"arguments", "errors", "specs"},
-    "eight_bit_launches": {
-        *("arguments", "eight_bit_arguments", "emulate", "errors", "problem", "quantize", "runtime", "specs"),
-    },
-    "eight_bit": {
-        *("arguments", "eight_bit_arguments", "eight_bit_launches", "errors", "explanation", "forward", "jit"),
-        *("options", "problem", "runtime", "select", "specs"),
-    },
-    "prepared": {
-        "",
-        "api",
-        "arguments",
-        "eight_bit",
-        "errors",
-        "explaining",
-        "explanation",
-        "forward",
-        "problem",
-        "runtime",
-        "specs",
-        "masks",
-        "validation",
-    },
-    "": {
-        "api",
-        "dropin",
-        "errors",
-        "explaining",
-        "explanation",
-        "flash_backend",
-        "integrations",
-        "prepared",
-        "quantize",
-        "torch_ops",
-    },
-    "evidence": {
-        *(
-            "",
-            "api",
-            "arguments",
-            "dropin",
-            "integrations",
-            "eight_bit",
-            "eight_bit_arguments",
-            "eight_bit_launches",
-            "emulate",
-            "errors",
-            "explanation",
-            "jit",
-            "masks",
-            "options",
-            "problem",
-            "quantize",
-            "reference",
-            "runtime",
-            "select",
-            "specs",
-        )
-    },
-    "torch_ops": {"", "autograd", "backward", "errors", "forward", "masks", "transforms"},
-    "dropin": {
-        *("", "api", "arguments", "autograd", "errors", "forward", "options", "problem", "runtime"),
-        *("specs", "torch_cpu", "validation"),
-    },
-    "flash_backend": {"", "errors", "forward", "nodes", "problem"},
-    "integrations": {"api", "arguments", "dropin", "errors", "problem"},
     "console": set(),
-    "cli": {"", "arguments", "console", "emulate", "errors", "evidence", "problem", "runtime", "specs"},
+    "kernels": {"errors"},
+    "jit": {"errors", "kernels"},
+    "call": {"errors", "kernels"},
+    "runtime": {"call", "errors", "jit", "kernels"},
+    "emulate": {"call", "errors", "jit", "kernels"},
+    "execution": {"call", "emulate", "errors", "kernels", "runtime"},
+    "attention": {"call", "errors", "execution", "jit", "kernels", "runtime"},
+    "integrations": {"", "attention", "call", "errors", "execution", "kernels", "runtime"},
+    "": {"attention", "errors", "integrations"},
+    "evidence": {
+        *("", "attention", "call", "emulate", "errors", "execution", "integrations", "jit", "kernels", "reference"),
+        "runtime",
+    },
+    "cli": {"", "call", "console", "emulate", "errors", "evidence", "kernels", "runtime"},
     "__main__": {"cli"},
 }
 
@@ -148,20 +67,29 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 def test_the_checker_sees_imports() -> None:
-    assert "runtime" in imported_rooms(SOURCE / "api.py")
+    assert "runtime" in imported_rooms(SOURCE / "attention/api.py")
     assert "" in imported_rooms(SOURCE / "evidence/verify.py")
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "cuda").rglob("*.cu*")), ids=lambda p: p.name)
+KERNELS = SOURCE / "kernels"
+ROOMS = {"prelude.cuh": 0, "ptx": 1, "common": 2, "hopper/common": 3}
+"""What several kernels share, each of which includes only what is before it; a kernel's own folder comes last."""
+
+
+def cuda_room(path: Path) -> str:
+    """The folder of a CUDA file, where it says who may include it."""
+    inner = path.relative_to(KERNELS)
+    return str(inner if len(inner.parts) == 1 else inner.parent)
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda p: str(p.relative_to(KERNELS)))
 def test_cuda_includes_go_one_way(path: Path) -> None:
-    order = {"prelude.cuh": 0, "ptx": 1, "core": 2, "ladder": 3, "probes": 3, "quantize": 3, "ampere": 3, "hopper": 3}
-    mine = path.relative_to(SOURCE / "cuda").parts[0]
-    text = path.read_text()
+    mine, text = cuda_room(path), path.read_text()
     for include in re.findall(r'#include "([^"]+)"', text):
-        target = (path.parent / include).resolve().relative_to(SOURCE / "cuda").parts[0]
-        assert target == mine or order[target] < order[mine], f"{path.name} includes {include}"
+        target = cuda_room((path.parent / include).resolve())
+        assert target == mine or ROOMS[target] < ROOMS.get(mine, len(ROOMS)), f"{path.name} includes {include}"
     if mine != "ptx":
-        assert "asm" not in re.findall(r"\basm\b", text), "inline assembly lives in cuda/ptx"
+        assert "asm" not in re.findall(r"\basm\b", text), "inline assembly lives in kernels/ptx"
 
 
 def files_created_by(code: str, home: Path) -> set[str]:

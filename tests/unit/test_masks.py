@@ -10,12 +10,12 @@ import torch
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import MASKINGS
 from microsdpa.evidence.inputs import Case, make, make_masks
-from microsdpa.masks import Masks
-from microsdpa.problem import MaskKind, Problem
-from microsdpa.select import select
+from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.select import select
 
 CASES = [Case(2, 4, 20, 33, 16, heads_kv=2, causal=causal, masks=masks) for causal, masks in MASKINGS]
 
@@ -72,16 +72,16 @@ def test_every_mask_has_a_kernel_and_the_others_say_why_not() -> None:
     for kind in kinds:
         for head_dim, alignment in ((64, 16), (40, 2), (256, 16)):
             selection = select(Problem(1, 8, 8, 512, 512, head_dim, "bfloat16", mask=kind, alignment=alignment))
-            assert selection.spec.name == "ampere/fwd_general"
+            assert selection.spec.name == "ampere/general"
             assert any(f"the causal mask only, not {kind}" in rejection.reason for _, rejection in selection.rejections)
 
 
 def test_explain_says_what_would_be_faster() -> None:
     query, key, value = make(Case(1, 2, 17, 20, 64))
     found = microsdpa.explain(query, key, value, softcap=2.0, impl="emulate")
-    assert found.runs == "emulate:ampere/fwd_general"
-    assert "faster     ampere/fwd_mma, for a call without softcap" in str(found)
-    assert "rejected   ampere/fwd_mma: it knows the causal mask only, not softcap" in str(found)
+    assert found.runs == "emulate:ampere/general"
+    assert "faster     ampere/mma, for a call without softcap" in str(found)
+    assert "rejected   ampere/mma: it knows the causal mask only, not softcap" in str(found)
 
 
 def test_a_window_without_ends_is_none() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa import autograd, backward, forward, nodes
+from microsdpa.call.call import NO_TENSORS, MaskTensors, mask_tensors
+from microsdpa.call.masks import NONE, Masks
+from microsdpa.call.options import PLAIN, Options
 from microsdpa.evidence.inputs import Case, make, make_masks
-from microsdpa.forward import MaskTensors, Options
-from microsdpa.masks import NONE, Masks
+from microsdpa.execution import autograd, backward, forward, nodes
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ def _backward_on_cpu() -> Iterator[None]:
     ) -> Any:
         assert lse.shape == (*q.shape[:3], 1)
         masks = NONE if bias is None else Masks(bias)
-        found = backward._through_math(grad, None, q, k, v, "upper_left" if rest[-1] else None, scale, masks)
+        found = backward._through_math((grad, None), (q, k, v), "upper_left" if rest[-1] else None, scale, masks)
         return tuple(found[:3])  # not that of the mask
 
     def flash(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, scale: Any = None) -> Any:
         assert lse.shape == q.shape[:3]
         causal = "lower_right" if rest[5] else None
-        return tuple(backward._through_math(grad, None, q, k, v, causal, scale, NONE))
+        return tuple(backward._through_math((grad, None), (q, k, v), causal, scale, NONE))
 
     library = torch.library.Library("aten", "IMPL")
     library.impl(f"{nodes.CUDNN}_backward", cudnn, "CPU")
@@ -66,7 +67,7 @@ def _kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         is_causal, alignment, gqa = codes[code]
         options = Options(is_causal, alignment, scale, gqa)
         assert causal == (is_causal or alignment is not None)
-        return forward.attend((query, key, value), forward.mask_tensors(mask, None, None), options, True)
+        return forward.attend((query, key, value), mask_tensors(mask, None, None), options, True)
 
     def cudnn(
         q: Any, k: Any, v: Any, bias: Any, lse: bool, p: float = 0.0, causal: bool = False, scale: Any = None
@@ -132,11 +133,11 @@ def test_what_a_call_has_no_plan_for_is_made_or_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(nodes, "calls", lambda: {nodes.CUDNN: (no_plan, None)})
     query, key, value = (t.requires_grad_() for t in make(Case(1, 2, 8, 8, 16)))
     with pytest.raises(microsdpa.InvalidArgument, match="softcap"):
-        nodes.attend((query, key, value), forward.NO_TENSORS, Options(softcap=-1.0))
+        nodes.attend((query, key, value), NO_TENSORS, Options(softcap=-1.0))
     assert calls == ["operator"]
     monkeypatch.setattr(forward, "first_call", lambda *_: calls.append("plan"))
     with pytest.raises(RuntimeError, match="no plan"):
-        nodes.attend((query, key, value), forward.NO_TENSORS, forward.PLAIN)
+        nodes.attend((query, key, value), NO_TENSORS, PLAIN)
     assert calls[1:] == ["operator", "plan", "operator"]
 
 
@@ -152,14 +153,14 @@ def test_what_was_said_of_a_call_is_taken_back_when_it_fails(monkeypatch: pytest
     monkeypatch.setattr(nodes.launcher, "expect_no_node", lambda: said.append("taken back"))
     inputs = tuple(t.requires_grad_() for t in make(Case(1, 2, 8, 8, 16)))
     with pytest.raises(microsdpa.InvalidArgument, match="softcap"):
-        nodes.attend(inputs, forward.NO_TENSORS, Options(causal="lower_right", softcap=-1.0))  # type: ignore[arg-type]
+        nodes.attend(inputs, NO_TENSORS, Options(causal="lower_right", softcap=-1.0))  # type: ignore[arg-type]
     assert said == ["told", "taken back"]
 
 
 @pytest.mark.parametrize("options", [Options(causal="left"), Options(window=[1, 2]), Options(impl="none")])  # type: ignore[arg-type]
 def test_options_that_are_not_valid_have_no_operator(options: Options) -> None:
     inputs = tuple(t.requires_grad_() for t in make(Case(1, 2, 8, 8, 16)))
-    assert nodes.operator_for(inputs, forward.NO_TENSORS, options) == ("", False)  # type: ignore[arg-type]
+    assert nodes.operator_for(inputs, NO_TENSORS, options) == ("", False)  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA: tests/gpu has its kernels")

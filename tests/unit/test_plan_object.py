@@ -66,7 +66,7 @@ def test_a_plan_with_masks_computes_what_sdpa_does(impl: str, causal: Any, masks
     found = plan(*tensors, out=out, **arrays)
     assert found[0] is out
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert impl == "auto" or plan.explanation.runs == "emulate:ampere/fwd_mma"
+    assert impl == "auto" or plan.explanation.runs == "emulate:ampere/mma"
 
 
 WRONG_MASKS: list[tuple[str, dict[str, Any], str]] = [
@@ -206,4 +206,4 @@ def test_an_output_whose_rows_are_off_16_bytes_changes_what_explain_says() -> No
     tensor = torch.zeros(1, 2, 4, 32).half()
     out = torch.empty(1, 2, 4, 33).half()[..., 1:]
     found = [microsdpa.explain(tensor, tensor, tensor, out=given, impl="emulate").runs for given in (None, out)]
-    assert found == ["emulate:ampere/fwd_mma", "emulate:ampere/fwd_general"]
+    assert found == ["emulate:ampere/mma", "emulate:ampere/general"]

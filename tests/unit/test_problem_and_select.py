@@ -6,12 +6,20 @@ import random
 import pytest
 import torch
 
-from microsdpa.arguments import is_bulk_addressable
+from microsdpa.call.tensors import is_bulk_addressable
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import MaskKind, Problem, capability_of, target_of, virtual
-from microsdpa.select import chosen, select
-from microsdpa.specs import FAMILIES, Family, KernelSpec, TensorMap, catalogue, family_named
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES
+from microsdpa.kernels import (
+    EIGHT_BIT_FAMILIES,
+    FAMILIES,
+    Family,
+    KernelSpec,
+    TensorMap,
+    catalogue,
+    family_named,
+    policy,
+)
+from microsdpa.kernels.problem import MaskKind, Problem, capability_of, target_of, virtual
+from microsdpa.kernels.select import chosen, select
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 
@@ -63,9 +71,10 @@ def test_tensor_maps_need_a_layout_that_bulk_copies_address(
 ) -> None:
     plain = KernelSpec("test/plain", "test/plain.cu", "plain", (), threads=128, block_m=64)
     mapped = dataclasses.replace(plain, name="test/mapped", tensor_maps=(TensorMap("query", 64, 64),))
-    split = dataclasses.replace(plain, name="test/split", then=mapped)
+    split = dataclasses.replace(plain, name="test/split", next_kernel=mapped)
     families = tuple(Family(spec.name, "", lambda _, spec=spec: spec) for spec in (mapped, split, plain))  # type: ignore[misc]
-    monkeypatch.setattr("microsdpa.select.FAMILIES", families)
+    monkeypatch.setattr(policy, "candidates", lambda problem, impl: families)
+    monkeypatch.setattr(policy, "skip_reason", lambda family, problem: None)
     assert select(MISSION).spec is mapped
     selection = select(dataclasses.replace(MISSION, **change))  # type: ignore[arg-type]
     assert selection.spec is plain
@@ -73,18 +82,18 @@ def test_tensor_maps_need_a_layout_that_bulk_copies_address(
     assert all(reason in rejection.reason for _, rejection in selection.rejections)
 
 
-@pytest.mark.parametrize(("head_dim", "nearest"), [(8, 16), (72, 64), (100, 96), (264, 256), (512, 256)])
+@pytest.mark.parametrize(("head_dim", "nearest"), [(8, 16), (72, 80), (100, 96), (264, 256), (512, 256)])
 def test_the_production_kernel_takes_multiples_of_16(head_dim: int, nearest: int) -> None:
     with pytest.raises(UnsupportedProblem, match=f"head_dim {head_dim} is not a multiple of 16") as caught:
-        select(dataclasses.replace(MISSION, head_dim=head_dim), "ampere/fwd_mma")
+        select(dataclasses.replace(MISSION, head_dim=head_dim), "ampere/mma")
     assert caught.value.nearest == f"head_dim {nearest}"
 
 
 def test_unaligned_tensors_fall_to_the_general_kernel() -> None:
     selection = select(dataclasses.replace(MISSION, alignment=2))
-    assert selection.spec.name == "ampere/fwd_general"
+    assert selection.spec.name == "ampere/general"
     name, rejection = selection.rejections[-1]
-    assert name == "ampere/fwd_mma"
+    assert name == "ampere/mma"
     assert rejection.nearest == "tensors whose rows start on 16 bytes"
 
 
@@ -167,7 +176,7 @@ def test_the_quick_choice_is_the_choice() -> None:
             bulk=draw.random() < 0.9,
             target=draw.choice(("sm_80", "sm_89", "sm_90a", "sm_120", "sm_75")),
         )
-        impl = draw.choice(("auto", "auto", "auto", "hopper/fwd_latency", "ampere/fwd_mma", "ladder/01_scalar"))
+        impl = draw.choice(("auto", "auto", "auto", "hopper/latency", "ampere/mma", "ladder/01_scalar"))
         try:
             expected = select(problem, impl).spec
         except UnsupportedProblem:

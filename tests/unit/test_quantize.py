@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa.errors import InvalidArgument
-from microsdpa.quantize import (
-    CODE_DTYPE,
+from microsdpa.attention.quantize import (
     LARGEST,
     RESIDUAL_STEPS,
     Code,
@@ -19,6 +17,8 @@ from microsdpa.quantize import (
     residual,
     rotate,
 )
+from microsdpa.call.scales import CODE_DTYPE
+from microsdpa.errors import InvalidArgument
 
 CODES: tuple[Code, ...] = ("e4m3", "int8", "sim_u8")
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "channel", "block")

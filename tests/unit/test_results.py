@@ -10,8 +10,8 @@ import pytest
 from microsdpa.evidence import environment, probes, render, results, signatures, wording
 from microsdpa.evidence.inputs import Case
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import Problem
-from microsdpa.select import select
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 MISSION = Case(1, 8, 512, 512, 64)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa import eight_bit, eight_bit_launches
 from microsdpa.emulate import run
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import MaskKind, Problem
-from microsdpa.select import select
-from microsdpa.specs import FAMILIES, KernelSpec
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, EightBitProblem
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.execution import quantized
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec
+from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.quantize.spec import SCHEMES
+from microsdpa.kernels.select import select
 
 EXTREMES: tuple[tuple[int, int, int, int, int], ...] = (  # batch, heads, heads of keys, queries, keys
     (1, 1, 1, 2**30, 1),
@@ -71,10 +70,10 @@ def test_what_is_launched_fits(sizes: tuple[int, ...], target: str) -> None:
 
 @pytest.mark.parametrize("sizes", EXTREMES, ids=str)
 def test_what_is_launched_with_8_bit_operands_fits(sizes: tuple[int, ...]) -> None:
-    for head_dim, operands, impl in product((64, 256), RECIPES, ("auto", *(f.name for f in EIGHT_BIT_FAMILIES))):
-        problem = EightBitProblem(*sizes, head_dim, "float16", target="sm_90a", operands=operands)
+    for head_dim, operands, impl in product((64, 256), SCHEMES, ("auto", *(f.name for f in EIGHT_BIT_FAMILIES))):
+        problem = Problem(*sizes, head_dim, "float16", target="sm_90a", operands=operands)
         try:
-            spec = eight_bit.choose(problem, impl).spec
+            spec = select(problem, impl).spec
         except UnsupportedProblem:
             continue
         assert_fits(spec, problem)
@@ -83,19 +82,19 @@ def test_what_is_launched_with_8_bit_operands_fits(sizes: tuple[int, ...]) -> No
 def test_too_many_ctas_of_a_quantiser_are_refused() -> None:
     """As many tensors would have is enough: nothing is allocated on the meta device."""
     shape = (2**16, 2**15, 1, 64)
-    codes, _ = eight_bit_launches.in_one_tensor(
-        "workspace", eight_bit_launches.code_shapes(RECIPES["fp8"], torch.Size(shape), torch.Size(shape))
+    codes, _ = quantized.in_one_tensor(
+        "workspace", quantized.code_shapes(SCHEMES["fp8"], torch.Size(shape), torch.Size(shape))
     )
-    inputs = {n: eight_bit_launches.Place(n, shape, (2**21, 64, 64, 1), 2) for n in ("query", "key", "value")}
+    inputs = {n: quantized.Place(n, shape, (2**21, 64, 64, 1), 2) for n in ("query", "key", "value")}
     with pytest.raises(UnsupportedProblem, match="CTAs of quantize/fused exceed the 2147483647 of one launch"):
-        eight_bit_launches.quantising(RECIPES["fp8"], "float16", inputs | codes)
+        quantized.quantising(SCHEMES["fp8"], "float16", inputs | codes)
 
 
 def test_a_refusal_names_the_number_and_what_would_do() -> None:
     with pytest.raises(UnsupportedProblem) as caught:
-        select(Problem(1, 2**28, 1, 8, 1, 64, "float16", target="sm_89"), "ampere/fwd_mma")
+        select(Problem(1, 2**28, 1, 8, 1, 64, "float16", target="sm_89"), "ampere/mma")
     assert str(caught.value) == (
-        "ampere/fwd_mma: 2147483648 rows of the query heads of a key head exceed the 2147475456 that a kernel counts; "
+        "ampere/mma: 2147483648 rows of the query heads of a key head exceed the 2147475456 that a kernel counts; "
         "nearest supported: fewer query heads of a key head"
     )
 
@@ -103,12 +102,12 @@ def test_a_refusal_names_the_number_and_what_would_do() -> None:
 def test_many_queries_of_one_key_have_their_tiles() -> None:
     """The first two CTAs of 8,192: 2^19 heads that lie in L2 together, times the tiles of one, would be 2^32."""
     problem = Problem(1, 1, 1, 2**20, 1, 16, "float16", target="sm_89")
-    spec = select(problem, "ampere/fwd_mma").spec
-    assert spec.source == "ampere/fwd_stream.cu"
+    spec = select(problem, "ampere/mma").spec
+    assert spec.source == "ampere/stream/kernel.cu"
     first_two = replace(spec, max_ctas=2)
     query, key, value = (torch.randn(1, 1, rows, 16).half() for rows in (2**20, 1, 1))
     out = torch.full_like(query, torch.nan)
-    run.attention(first_two, problem, query, key, value, out, None, None)
+    run.attention(first_two, problem, (query, key, value, out, None))
     written = ~out[0, 0, :, 0].isnan()
     assert int(written.sum()) == 2 * spec.block_m
     assert (out[0, 0, written] == value[0, 0]).all()

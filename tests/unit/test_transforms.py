@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 import microsdpa
-from microsdpa import autograd
 from microsdpa.evidence.inputs import Case, make
+from microsdpa.execution import autograd
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::torch.jit.TracerWarning")
 IMPLS = ["auto", "emulate"]

@@ -1,4 +1,4 @@
-"""The structs of runtime/launch.h and cuda/core/params.cuh, as ctypes."""
+"""The structs of runtime/launch.h and kernels/common/params.cuh, as ctypes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 10, 16, 128, 4096
 
 
 class Params(ctypes.Structure):
-    """AttentionParams of cuda/core/params.cuh."""
+    """AttentionParams of kernels/common/params.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse", "workspace")),
@@ -19,7 +19,7 @@ class Params(ctypes.Structure):
 
 
 class MaskedParams(ctypes.Structure):
-    """MaskedParams of cuda/core/mask_params.cuh."""
+    """MaskedParams of kernels/common/mask_params.cuh."""
 
     _fields_ = (
         ("call", Params),

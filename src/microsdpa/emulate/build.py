@@ -19,8 +19,8 @@ from pathlib import Path
 from microsdpa.emulate import abi
 from microsdpa.errors import CompileError
 from microsdpa.jit import cache, nvrtc
-from microsdpa.jit.source import CUDA_DIR, expand
-from microsdpa.specs import KernelSpec
+from microsdpa.jit.source import KERNELS_DIR, expand, tokens
+from microsdpa.kernels import KernelSpec
 
 HERE = Path(__file__).resolve().parent
 RUNTIME_SOURCES = tuple(sorted(path.name for path in (HERE / "runtime").glob("*.cc")))
@@ -84,8 +84,8 @@ def _include_flags() -> tuple[str, ...]:
     return (f"-I{HERE / 'include'}", *(flag for place in places for flag in ("-isystem", str(place))))
 
 
-def expanded(source: str, root: Path = CUDA_DIR) -> str:
-    """A kernel's source with its headers, where the emulator's bodies of cuda/ptx replace those for a GPU."""
+def expanded(source: str, root: Path = KERNELS_DIR) -> str:
+    """A kernel's source with its headers, where the emulator's bodies of kernels/ptx replace those for a GPU."""
     return expand(source, root, overrides=HERE)
 
 
@@ -130,11 +130,14 @@ def _runtime_sources() -> str:
 
 
 def source_signature(spec: KernelSpec) -> str:
-    """Identity of what the emulator runs for `spec`: the kernel, the instructions' bodies and the runtime."""
-    return _digest([spec.expression, expanded(spec.source), _headers(), _runtime_sources()])
+    """Identity of what the emulator runs for `spec`: the kernel, the instructions' bodies and the runtime.
+
+    Comments and the names of files do not count.
+    """
+    return _digest([spec.expression, tokens(expanded(spec.source)), _headers(), _runtime_sources()])
 
 
-def load(spec: KernelSpec, root: Path = CUDA_DIR, params: str = "") -> Library:
+def load(spec: KernelSpec, root: Path = KERNELS_DIR, params: str = "") -> Library:
     """Build and load the kernel of `spec`; built libraries are cached. `params` is its parameter, if not spec.params.
 
     Raises:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
+from microsdpa.call.masks import NONE, Masks
 from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
-from microsdpa.jit.source import CUDA_DIR
-from microsdpa.masks import NONE, Masks
-from microsdpa.problem import Problem
-from microsdpa.specs import KernelSpec, TensorMap
+from microsdpa.jit.source import KERNELS_DIR
+from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.problem import Problem
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
 
@@ -93,17 +93,39 @@ class Report:
         return self.counters["bank_wavefronts"] - self.counters["bank_ideal"]
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Of a launch.
+
+    Attributes:
+        threads: of a CTA.
+        shared_bytes: dynamic shared memory of a CTA.
+        cluster: CTAs along x of a cluster.
+        programmatic: whether the kernel waits itself for the one ahead of it.
+        tensor_maps: for each bulk-copy descriptor that the kernel takes after its parameter, the name of the buffer, a
+            [B, H, S, D] tensor, and the box.
+    """
+
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int = 0
+    cluster: int = 1
+    programmatic: bool = False
+    tensor_maps: tuple[tuple[str, TensorMap], ...] = ()
+
+    @staticmethod
+    def of(spec: KernelSpec, grid: tuple[int, int, int]) -> Shape:
+        """That of a kernel whose buffers have the names of its tensor maps."""
+        maps = tuple((box.tensor, box) for box in spec.tensor_maps)
+        return Shape(grid, spec.threads, spec.shared_bytes, spec.cluster, spec.programmatic, maps)
+
+
 def launch(
     library: build.Library,
     make_params: Callable[[dict[str, int]], ctypes.Structure],
     buffers: dict[str, tuple[torch.Tensor, bool]],
+    shape: Shape,
     *,
-    grid: tuple[int, int, int],
-    threads: int,
-    shared_bytes: int = 0,
-    cluster: int = 1,
-    programmatic: bool = False,
-    tensor_maps: Sequence[tuple[str, TensorMap]] = (),
     schedule: Schedule | None = None,
     count_banks: bool = False,
     workers: int | None = None,
@@ -112,19 +134,19 @@ def launch(
 
     `buffers` names the tensors whose memory the kernel may touch, and whether it may write there; any other access to
     global memory is an error. The kernel works on copies that lie far apart, so that an access past the end of one is
-    never inside another; `make_params` gets their addresses and gives the kernel's parameter. `tensor_maps` gives, for
-    each bulk-copy descriptor that the kernel takes after it, the buffer's name, a [B, H, S, D] tensor, and the box.
+    never inside another; `make_params` gets their addresses and gives the kernel's parameter.
 
     Raises:
         EmulationError: the kernel did something illegal or racy.
     """
     schedule = schedule or _schedule.get()
     copies = _Copies({name: tensor for name, (tensor, _) in buffers.items()})
+    grid, cluster = shape.grid, shape.cluster
     if grid[0] % cluster:
         raise ValueError(f"grid: expected a multiple of the cluster's {cluster} CTAs along x, got {grid[0]}")
     if len(buffers) > abi.MAX_BUFFERS:
         raise ValueError(f"buffers: expected at most {abi.MAX_BUFFERS}, got {len(buffers)}")
-    views = [_view(map_, buffers[name][0], copies.addresses[name]) for name, map_ in tensor_maps]
+    views = [_view(map_, buffers[name][0], copies.addresses[name]) for name, map_ in shape.tensor_maps]
     params = _packed(make_params(copies.addresses), views)
     request = abi.Launch(
         entry=library.entry,
@@ -133,14 +155,14 @@ def launch(
         params=params.data_ptr(),
         params_bytes=params.numel(),
         grid=grid,
-        threads=threads,
-        dynamic_shared_bytes=shared_bytes,
+        threads=shape.threads,
+        dynamic_shared_bytes=shape.shared_bytes,
         buffer_count=len(buffers),
         workers=min(workers or os.cpu_count() or 1, math.prod(grid) // cluster),
         late=schedule.late,
         count_banks=count_banks,
         cluster=cluster,
-        programmatic=programmatic,
+        programmatic=shape.programmatic,
         seed=schedule.seed,
         guard_count=len(library.guards),
         guards=library.guards,
@@ -279,7 +301,9 @@ def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
         else:
             # addr2line completes the relative names of #line directives with the build directory.
             short = re.sub(
-                r"^.*?((?:core|ptx|ladder|ampere|hopper|include)/(?=[^/]*$)|(?=[^/]*$))", r"\1", line.split(" (")[0]
+                r"^.*?((?:(?:common|ptx|ladder|include|quantize)|(?:hopper|ampere|ada)/\w+)/(?=[^/]*$)|(?=[^/]*$))",
+                r"\1",
+                line.split(" (")[0],
             )
             if short not in current and not short.startswith("entry:"):
                 current.append(short)
@@ -289,24 +313,22 @@ def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
 def attention(
     spec: KernelSpec,
     problem: Problem,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scale: float | None,
+    operands: tuple[torch.Tensor | None, ...],
+    scale: float | None = None,
     *,
     schedule: Schedule | None = None,
     masks: Masks = NONE,
     count_banks: bool = False,
-    root: Path = CUDA_DIR,
+    root: Path = KERNELS_DIR,
 ) -> Report:
     """Run the kernels of `spec` on CPU tensors, which must have been validated for `problem`.
 
+    `operands` are query, key, value and out, and then the tensor for the LSE, or None for none.
     `root` is the tree that the kernels' sources are taken from. The report is of all kernels together.
     """
     factor = problem.head_dim**-0.5 if scale is None else scale
-    tensors = {"query": query, "key": key, "value": value, "out": out}
+    *given, lse = operands
+    tensors = {name: t for name, t in zip(("query", "key", "value", "out"), given, strict=True) if t is not None}
     buffers = {name: (tensor, name == "out") for name, tensor in tensors.items()}
     if lse is not None:
         buffers["lse"] = (lse, True)
@@ -362,12 +384,7 @@ def attention(
             build.load(stage, root),
             functools.partial(params, kind=stage.params),
             buffers,
-            grid=stage.grid(problem),
-            threads=stage.threads,
-            shared_bytes=stage.shared_bytes,
-            cluster=stage.cluster,
-            programmatic=stage.programmatic,
-            tensor_maps=[(box.tensor, box) for box in stage.tensor_maps],
+            Shape.of(stage, stage.grid(problem)),
             schedule=schedule,
             count_banks=count_banks,
         )
@@ -399,11 +416,7 @@ def one_kernel(
         build.load(spec, params=spec.params),
         fill,
         buffers,
-        grid=grid,
-        threads=spec.threads,
-        shared_bytes=spec.shared_bytes,
-        programmatic=spec.programmatic,
-        tensor_maps=[(box.tensor, box) for box in spec.tensor_maps],
+        Shape.of(spec, grid),
         schedule=schedule,
         count_banks=count_banks,
     )

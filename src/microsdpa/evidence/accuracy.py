@@ -15,11 +15,10 @@ from microsdpa.evidence import compare, minilm, results, signatures, verify_eigh
 from microsdpa.evidence.inputs import Case, Kind, make
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.wording import provenance
-from microsdpa.problem import target_of
+from microsdpa.kernels import emulated_target
+from microsdpa.kernels.problem import OPERANDS, Operands, target_of
+from microsdpa.kernels.quantize.spec import SCHEMES
 from microsdpa.runtime import launcher
-from microsdpa.specs import emulated_target
-from microsdpa.specs.eight_bit import OPERANDS, Operands
-from microsdpa.specs.quantize import RECIPES
 
 KINDS: tuple[Kind, ...] = ("normal", "outliers", "key_bias")
 SEEDS = 5
@@ -101,7 +100,7 @@ def _on_codes(
     out: torch.Tensor,
     expected: torch.Tensor,
 ) -> OnCodes:
-    _, plain = verify_eight_bit.specified(tensors, RECIPES[precision])
+    _, plain = verify_eight_bit.specified(tensors, SCHEMES[precision])
     of_codes, _ = reference.oracle(*plain, causal=case.causal)
     allowed = verify_eight_bit.allowed(plain, case, precision, of_codes)
     query, key, value = plain

@@ -9,19 +9,18 @@ from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.roofline import floor
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, find_nvdisasm, tensor_instructions
-from microsdpa.problem import Problem
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Problem
 
 DEVICE = DEVICES["l4"]
 TARGET = DEVICE.target
 ARITHMETIC = {
     "01": "float32",
-    "10": "float32",
-    "11": "e4m3_fp16",
+    "08": "float32",
+    "09": "e4m3_fp16",
+    "10": "e4m3",
+    "11": "e4m3",
     "12": "e4m3",
-    "13": "e4m3",
-    "14": "e4m3",
-    "15": "e4m3",
 }
 """What a rung's products are computed in, by its number, where that is not the inputs' type."""
 NOT_COUNTED = "not counted"
@@ -57,7 +56,7 @@ def balance(spec: KernelSpec, problem: Problem) -> float:
 
 
 def expectation(rung: str, spec: KernelSpec, problem: Problem, case: Case) -> Expectation:
-    """Of a rung such as "ladder/13_8bit_cp_async", whose kernel for sm_89 is `spec`."""
+    """Of a rung such as "ladder/11_8bit_cp_async", whose kernel for sm_89 is `spec`."""
     number = rung.split("/")[1][:2]
     limit = floor(case, DEVICE, ARITHMETIC.get(number, case.dtype))
     least = None if limit is None else limit.warm_us / balance(spec, problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from microsdpa.evidence.inputs import Case, Kind, Layout, Masking
-from microsdpa.problem import Causal, DType
+from microsdpa.kernels.problem import Causal, DType
 
 DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
 ALIGNMENTS: tuple[Causal, ...] = ("upper_left", "lower_right")

@@ -9,7 +9,7 @@ import torch
 from microsdpa.evidence import environment
 from microsdpa.evidence.devices import DEVICES, Device
 from microsdpa.evidence.statistics import median
-from microsdpa.problem import target_of
+from microsdpa.kernels.problem import target_of
 
 PRODUCT_SIZE, COPY_BYTES, REPEATS = 8192, 2**31, 15
 

@@ -19,13 +19,13 @@ from torch.nn import attention
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.evidence import compare, results, signatures, statistics, timing
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.peers.ours import RungCodes
-from microsdpa.masks import Masks
-from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 
 SUITE = "doors"
 OURS, TORCHS = "microsdpa", "torch"

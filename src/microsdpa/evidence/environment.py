@@ -16,7 +16,7 @@ import torch
 import microsdpa
 from microsdpa.evidence import nvml
 from microsdpa.jit import nvrtc
-from microsdpa.problem import target_of
+from microsdpa.kernels.problem import target_of
 from microsdpa.runtime import launcher
 
 SETTLING_SECONDS = 0.03

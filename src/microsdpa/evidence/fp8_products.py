@@ -1,4 +1,4 @@
-"""The two products of 8-bit attention by themselves: the FP8 GEMM and FP8 Q K^T (cuda/probes/fp8_products.cu)."""
+"""The two products of 8-bit attention by themselves: the FP8 GEMM and FP8 Q K^T (kernels/probes/fp8_products.cu)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from microsdpa.emulate import run
 from microsdpa.errors import InvalidArgument
-from microsdpa.problem import target_of
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import target_of
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec
 
 TILE = 64
 
 
 class ProductParams(ctypes.Structure):
-    """ProductParams of cuda/probes/fp8_products.cu."""
+    """ProductParams of kernels/probes/fp8_products.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("a", "b", "c")),

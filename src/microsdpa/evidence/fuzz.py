@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import microsdpa
-from microsdpa import eight_bit_arguments
-from microsdpa.arguments import is_aligned
+from microsdpa.attention.explain import Explanation
+from microsdpa.call.masks import Masks
+from microsdpa.call.scales import key_block
+from microsdpa.call.tensors import is_aligned
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare, results, survey
 from microsdpa.evidence.fuzz_calls import Call, draw, simpler, tensors
 from microsdpa.evidence.fuzz_check import Outcome, check, explained, quantized
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.explanation import Explanation
 from microsdpa.jit.signature import code_signature
-from microsdpa.masks import Masks
-from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES
+from microsdpa.kernels import KernelSpec, emulated_target
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec, emulated_target
 
 SUITE = "verify_fuzz"
 COMMAND = "microsdpa verify --fuzz 10000"
@@ -153,7 +153,7 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
     if call.door == "codes":
         query, key, _ = quantized(call, tensors(call, "cpu"))
         operands = "fp8" if query.code == "e4m3" else "int8_fp8"
-        block = eight_bit_arguments.key_block(key.codes, key.scale)
+        block = key_block(key.codes, key.scale)
         return fields | {"operands": operands, "inputs": "float16", "key_block": block}
     made = tensors(call, device)
     kind = Masks(window=call.window, softcap=call.softcap, **made.masks).kind

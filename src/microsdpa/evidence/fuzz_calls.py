@@ -11,9 +11,8 @@ from typing import Any, Literal
 import torch
 
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case
-from microsdpa.problem import Causal, DType
-from microsdpa.specs import FAMILIES
-from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.problem import OPERANDS, Causal, DType, Operands
 
 Door = Literal["sdpa", "out", "plan", "operator", "enable", "backward", "precision", "codes"]
 CausalOption = Literal["none", "is_causal", "upper_left", "lower_right"]

@@ -13,16 +13,16 @@ import torch.nn.functional as F
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.attention.explain import Explanation
+from microsdpa.attention.quantize import Quantized, expand_scale, quantize
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.fuzz_calls import EIGHT_BIT_DOORS, Call, Granularity, Tensors, emulated_impl, tensors
 from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, specified
-from microsdpa.explanation import Explanation
-from microsdpa.quantize import Quantized, expand_scale, quantize
-from microsdpa.specs.eight_bit import eight_bit_family_named
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.kernels import family_named
+from microsdpa.kernels.quantize.spec import SCHEMES
 
 __all__ = ["Call", "Outcome", "check", "explained", "quantized"]
 
@@ -268,12 +268,12 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     options = _options(call, there, device)
     operands = call.operands
     if call.door == "precision":
-        recipe = RECIPES[operands]
-        codes, (q, k, v) = specified((here.query, here.key, here.value), recipe)
+        scheme = SCHEMES[operands]
+        codes, (q, k, v) = specified((here.query, here.key, here.value), scheme)
         options["precision"] = operands
         of_scores = codes.query, codes.key
         granularity: Granularity = "block"
-        scales, block = (codes.query_scale, codes.key_scale), recipe.block
+        scales, block = (codes.query_scale, codes.key_scale), scheme.block
         mean = codes.key_mean
     else:
         operands = "int8_fp8" if operands == "int8_fp16" else operands
@@ -289,7 +289,7 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     case = call.case()
     expected, expected_lse = reference.oracle(*plain_inputs, causal=call.alignment)
     spec = microsdpa.explain(*inputs, **options).spec
-    family = eight_bit_family_named(spec.name) if spec else None
+    family = family_named(spec.name) if spec else None
     if family is not None and operands in family.short_sums:
         wide = tuple(expand_scale(scale, granularity, block, x.shape) for scale, x in zip(scales, (q, k), strict=True))
         lost = lost_of_scores(of_scores, wide, factor)  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ import torch
 
 from microsdpa.evidence.peers import Call
 from microsdpa.jit import compile_kernel
-from microsdpa.problem import target_of
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import target_of
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec
 
 EMPTY = KernelSpec(
     name="probe/empty",

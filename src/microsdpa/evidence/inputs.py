@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from microsdpa.problem import Causal, DType, Problem
+from microsdpa.kernels.problem import Causal, DType, Problem
 
 Kind = Literal["normal", "mean", "outliers", "key_bias"]
 Layout = Literal["bhsd", "bshd", "unaligned"]

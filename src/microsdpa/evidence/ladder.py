@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from microsdpa import eight_bit_launches, reference
-from microsdpa.eight_bit import choose
+from microsdpa import reference
 from microsdpa.emulate import build
 from microsdpa.emulate import run as emulator
 from microsdpa.evidence import ada, compare, ladder_table, results, worker
@@ -21,13 +20,14 @@ from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers.ours import RungCodes
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import Suite, load
+from microsdpa.execution import quantized
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.problem import Problem, capability_of, target_of
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named
+from microsdpa.kernels.eight_bit import MIN_CAPABILITY
+from microsdpa.kernels.problem import Problem, capability_of, target_of
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
-from microsdpa.specs import FAMILIES, KernelSpec
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, MIN_CAPABILITY, EightBitProblem, eight_bit_family_named
 
 SUITE = "ladder"
 TORCH_PEERS = "torch,torch-flash,torch-cudnn,torch-efficient,torch-math"
@@ -75,10 +75,14 @@ def rungs(target: str = ada.TARGET) -> list[str]:
 def specification(rung: str, case: Case, target: str) -> tuple[KernelSpec, Problem]:
     """The kernel of a rung for a case, and its problem; with 8 bits that of E4M3 codes with a scale a head."""
     problem = case.problem(target)
-    if not eight_bit_family_named(rung):
-        return select(problem, rung).spec, problem
-    codes = EightBitProblem(**vars(problem), operands="fp8", query_terms=1, key_block=0)
-    return choose(codes, rung).spec, codes
+    if _takes_eight_bits(rung):
+        problem = replace(problem, operands="fp8", key_block=0)
+    return select(problem, rung).spec, problem
+
+
+def _takes_eight_bits(rung: str) -> bool:
+    family = family_named(rung)
+    return family is not None and family.eight_bit
 
 
 def figures(rung: str, case: Case, target: str) -> Figures:
@@ -111,14 +115,14 @@ def emulated(rung: str, target: str) -> tuple[emulator.Report, float]:
     tensors = make(EMULATED)
     spec, problem = specification(rung, EMULATED, target)
     out = torch.full_like(tensors[0], torch.nan)
-    if not isinstance(problem, EightBitProblem):
-        report = emulator.attention(spec, problem, *tensors, out, None, None, count_banks=True)
+    if problem.operands is None:
+        report = emulator.attention(spec, problem, (*tensors, out, None), count_banks=True)
         return report, compare.measure(out, reference.oracle(*tensors)[0]).max_abs
     made = RungCodes.of(tensors)
     inputs = dict(zip(("query", "key", "value"), made.codes, strict=True))
     inputs |= {f"{name}_scale": x.scale for name, x in zip(("query", "key", "value"), made.quantized, strict=True)}
-    places = {name: eight_bit_launches.Place.of(name, x) for name, x in {**inputs, "out": out}.items()}
-    launch = eight_bit_launches.attending(spec, problem, places, EMULATED.head_dim**-0.5)
+    places = {name: quantized.Place.of(name, x) for name, x in {**inputs, "out": out}.items()}
+    launch = quantized.attending(spec, problem, places, EMULATED.head_dim**-0.5)
     report = emulator.one_kernel(launch.spec, launch.grid, launch.filled, inputs, {"out": out}, count_banks=True)
     return report, compare.measure(out, reference.oracle(*made.dequantized())[0]).max_abs
 
@@ -186,7 +190,7 @@ def _all_figures(suite: Suite, names: list[str], target: str, advance: Callable[
 
 def _what(suite: Suite, rung: str) -> tuple[Suite, list[str], str, str]:
     """What worker.run takes for a rung, or for torch under the empty name."""
-    if eight_bit_family_named(rung):
+    if _takes_eight_bits(rung):
         suite = replace(suite, eight_bit=frozenset(suite.cases))
     return suite, ["graph"], rung or "auto", "none" if rung else TORCH_PEERS
 

@@ -15,10 +15,10 @@ HEAD = [
     *("registers", "shared KB", "CTAs an SM", "occupancy", "spilled B", "bank conflicts", "tensor instr.", "max error"),
     "L4 by the roofline, not measured: us at least",
 ]
-BUILT_ON = {"ladder/10_fp8_scalar": "", "ladder/15_8bit_persistent": "ladder/13_8bit_cp_async"}
-"""The rung before, where it is not the one of the number before; the first with 8 bits has none."""
+FIRST_OF_8_BITS = "ladder/08_fp8_scalar"
+"""It is no step from the rung before, which has 16 bits."""
 EIGHT_BIT_NOTE = (
-    "\nRungs from 10 on take E4M3 codes with a scale a head; their errors are those against attention on what the codes"
+    "\nRungs from 08 on take E4M3 codes with a scale a head; their errors are those against attention on what the codes"
     " stand for, and the time of making codes is not in theirs. Hopper's `mma.sync` has no E4M3: the compiler turns"
     " QMMA into conversions and HMMA there, so that these times say nothing of Ada.\n"
 )
@@ -51,7 +51,7 @@ def columns(rows: list[Row], device: Device | None, best_us: float | None = None
 def rung_before(rung: str, rungs: list[str]) -> str:
     """The one of `rungs` that a rung adds an idea to; empty when there is none."""
     at = rungs.index(rung)
-    return BUILT_ON.get(rung, rungs[at - 1] if at else "")
+    return rungs[at - 1] if at and rung != FIRST_OF_8_BITS else ""
 
 
 def _figures(row: Row) -> list[str]:
@@ -107,8 +107,7 @@ def markdown(result: Result, options: dict[str, str], stale: set[str]) -> str:
     says so.
     """
     lines = shapes(result) if options.get("table") == "shapes" else mission(result)
-    measured = [row["kernel"] for row in _ours(result["rows"]) if row["kernel"].startswith("ladder/")]
-    if not measured:
+    if not _ours(result["rows"]):
         return NOT_RECORDED  # the suite was run with another kernel
     if rung := options.get("rung"):
         at = next((i for i, line in enumerate(lines) if line[0].startswith(f"ladder/{rung}_")), None)
@@ -125,7 +124,7 @@ def markdown(result: Result, options: dict[str, str], stale: set[str]) -> str:
 
 
 def _ours(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if row["impl"] == "microsdpa"]
+    return [row for row in rows if row["impl"] == "microsdpa" and (row["kernel"] or "").startswith("ladder/")]
 
 
 def _best_torch(rows: list[Row]) -> float | None:

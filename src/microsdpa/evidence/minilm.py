@@ -16,7 +16,7 @@ import microsdpa
 from microsdpa import reference
 from microsdpa.evidence import compare, results, signatures
 from microsdpa.evidence.inputs import Case
-from microsdpa.specs.eight_bit import OPERANDS, Operands
+from microsdpa.kernels.problem import OPERANDS, Operands
 
 NAME = "MiniLM"
 LEAST_COSINE = 0.9995

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 import microsdpa
-from microsdpa import api, arguments
+from microsdpa.attention import api
+from microsdpa.call import tensors
 from microsdpa.evidence import model_processes, results, tiny
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.model_processes import EagerLost
@@ -82,11 +83,11 @@ class Found:
 @contextlib.contextmanager
 def float32_through_torch() -> Iterator[None]:
     """Let sdpa take float32 on a CPU, where torch computes it: half precision would hide small differences."""
-    arguments.DTYPES[torch.float32] = "float32"  # type: ignore[assignment]
+    tensors.DTYPES[torch.float32] = "float32"  # type: ignore[assignment]
     try:
         yield
     finally:
-        del arguments.DTYPES[torch.float32]
+        del tensors.DTYPES[torch.float32]
 
 
 def _logits(output: Any) -> torch.Tensor:
@@ -338,6 +339,8 @@ def check(
             found.scenarios.append(Outcome(name, reason=f"not run: eager loses the device: {lost[name]}"))
         elif not only or name in only:
             found.scenarios.append(_scenario(models, name, run, device, dtype, found, fallbacks))
+            if device != "cpu":
+                torch.cuda.synchronize()  # what was lost is lost here, and not in the next scenario
     compared = [outcome for outcome in found.scenarios if outcome.error is not None]
     wrong = [outcome for outcome in compared if outcome.wrong]
     refused = [outcome for outcome in found.scenarios if outcome.reason.startswith("refused")]
@@ -381,8 +384,8 @@ def _scenario(
         expected = output("eager", torch.float32)
         plain = output("eager") if dtype != torch.float32 else None
     except Exception as error:
-        if _is_lost(error):
-            raise EagerLost(name, tiny._line(error)) from error
+        if lost := _lost(error, device):
+            raise EagerLost(name, lost) from error
         return Outcome(name, reason=f"not run: eager raises {type(error).__name__}: {tiny._line(error)}")
     run = run_ours
     try:
@@ -391,7 +394,7 @@ def _scenario(
     except microsdpa.UnsupportedProblem as error:
         return Outcome(name, reason=f"refused: {tiny._line(error)}")
     except Exception as error:
-        if _is_lost(error):
+        if _lost(error, device):
             raise
         raised = f"raises {type(error).__name__}: {tiny._line(error)}"
         with contextlib.suppress(Exception):
@@ -412,9 +415,17 @@ def _scenario(
     return outcome
 
 
-def _is_lost(error: Exception) -> bool:
-    """Whether it is an error of the device, after which nothing more can be run in this process."""
-    return "CUDA error" in str(error) or "cudaError" in str(error)
+def _lost(error: Exception, device: str) -> str:
+    """What ended the use of the device in this process: the error, or a kernel launched before it; or nothing."""
+    if "CUDA error" in str(error):
+        return tiny._line(error)
+    if device == "cpu":
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as late:
+        return tiny._line(late)
+    return ""
 
 
 def _largest(tensor: torch.Tensor) -> float:
@@ -435,7 +446,7 @@ def _distance(ours: torch.Tensor, expected: torch.Tensor) -> float:
 @contextlib.contextmanager
 def _counted(found: Found, fallbacks: list[str]) -> Iterator[None]:
     """Count the calls that microsdpa computes, with the sizes of the first, and note why others are left."""
-    from microsdpa import dropin
+    from microsdpa.integrations import dropin
 
     sdpa, note = api.sdpa, dropin.note_fallback
 
@@ -533,8 +544,7 @@ def _finite(number: float | None) -> float | None:
 
 def step(
     progress: Progress = no_progress,
-    count: int | None = None,
-    seed: int = 0,
+    sample: tuple[int, int] | None = None,
     device: str = "cpu",
     dtype: str | None = None,
     seconds: float | None = None,
@@ -542,7 +552,10 @@ def step(
     output: Path | None = None,
     command: str = "microsdpa models",
 ) -> Step:
-    """All models, or `count` of them at random, or those of `kinds`; on a GPU in half precision, else in FP32."""
+    """All models, or some at random, or those of `kinds`; on a GPU in half precision, else in FP32.
+
+    `sample` says how many, and the seed of the choice.
+    """
     if reason := absence():
         return Step(SUITE, "not run", reason)
     if device != "cpu" and not torch.cuda.is_available():
@@ -551,8 +564,8 @@ def step(
     todo = tiny.candidates()
     if kinds:
         todo = [candidate for candidate in todo if candidate.kind in kinds]
-    if count is not None and count < len(todo):
-        chosen = torch.randperm(len(todo), generator=torch.Generator().manual_seed(seed))[:count].tolist()
+    if sample is not None and sample[0] < len(todo):
+        chosen = torch.randperm(len(todo), generator=torch.Generator().manual_seed(sample[1]))[: sample[0]].tolist()
         todo = [todo[index] for index in sorted(chosen)]
     advance = progress(SUITE, len(todo))
     until = time.monotonic() + (float("inf") if seconds is None else seconds)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate import build, run
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.errors import CompileError, InvalidArgument
@@ -31,10 +32,9 @@ from microsdpa.evidence.mutate_sites import EXPLAINED, Site, sites
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.verify import problem_of
 from microsdpa.jit.signature import code_signature
-from microsdpa.jit.source import CUDA_DIR
-from microsdpa.masks import Masks
-from microsdpa.problem import Problem
-from microsdpa.specs import FAMILIES, KernelSpec, family_named
+from microsdpa.jit.source import KERNELS_DIR
+from microsdpa.kernels import FAMILIES, KernelSpec, family_named
+from microsdpa.kernels.problem import Problem
 
 CASES = (
     Case(1, 2, 65, 130, 64),
@@ -96,7 +96,7 @@ def wrong(case: Case, spec: KernelSpec, problem: Problem, root: Path, schedule: 
     out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
     try:
         run.attention(
-            *(spec, problem, query, key, value, out, lse, case.scale),
+            *(spec, problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
             masks=Masks(**masks),
             root=root,
@@ -116,7 +116,7 @@ def tried(kernel: str, root: Path) -> tuple[str, str]:
     same = True
     for case, spec in specifications(kernel):
         try:
-            if root != CUDA_DIR and all(_code(stage, root) == _code(stage, CUDA_DIR) for stage in spec.stages):
+            if root != KERNELS_DIR and all(_code(stage, root) == _code(stage, KERNELS_DIR) for stage in spec.stages):
                 continue
             same = False
             for schedule in SCHEDULES:
@@ -140,10 +140,10 @@ def _code(spec: KernelSpec, root: Path) -> bytes:
 def _outcome(kernel: str, site: Site | None, cache: str) -> tuple[str, str]:
     """tried() in a process of its own: a mutation may hang or crash. Without a site, the kernel is as it is."""
     with tempfile.TemporaryDirectory() as directory:
-        root = CUDA_DIR
+        root = KERNELS_DIR
         if site is not None:
-            root = Path(directory, "cuda")
-            shutil.copytree(CUDA_DIR, root)
+            root = Path(directory, "kernels")
+            shutil.copytree(KERNELS_DIR, root)
             site.apply(root)
         command = [sys.executable, "-m", "microsdpa.evidence.mutate", kernel, str(root)]
         environment = os.environ | {"MICROSDPA_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
@@ -194,7 +194,9 @@ def step(
     """All mutations of one kernel, or `sample` of them at even distances; it fails when one survives unexplained."""
     computed = specifications(kernel)
     chosen = list(
-        dict.fromkeys(site for _, spec in computed for stage in spec.stages for site in sites(stage.source, CUDA_DIR))
+        dict.fromkeys(
+            site for _, spec in computed for stage in spec.stages for site in sites(stage.source, KERNELS_DIR)
+        )
     )
     everything = len(chosen)
     if sample is not None and sample < everything:

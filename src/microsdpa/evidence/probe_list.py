@@ -1,4 +1,4 @@
-"""The probes: instructions of cuda/ptx/, each with its inputs and the distance from a GPU's results that is allowed."""
+"""The probes: instructions of kernels/ptx/, each with its inputs and the allowed distance from a GPU's results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from microsdpa.evidence.probe_operands import (
     wmma,
     wmma_magnitude,
 )
-from microsdpa.specs import KernelSpec, TensorMap
+from microsdpa.kernels import KernelSpec, TensorMap
 
 BLOCKS = 64
 INSTRUCTIONS, WMMA = "probes/instructions.cu", "probes/wmma.cu"
 HOPPER, WGMMA = "probes/hopper.cu", "probes/wgmma.cu"
 WIDTHS = (32, 64, 96, 128, 192, 256)
-"""Every n of wgmma that cuda/ptx/ has."""
+"""Every n of wgmma that kernels/ptx/ has."""
 ADDED, FROM_ZERO = "microsdpa::Start::ADDED", "microsdpa::Start::ZERO"
 
 

@@ -88,7 +88,7 @@ def mma_magnitude(dtype: torch.dtype) -> Scale:
         start = warps[:, :, 6:].contiguous().view(torch.float32).double().abs()
         a = torch.zeros(len(warps), 16, depth, dtype=torch.float64)
         b = torch.zeros(len(warps), depth, 8, dtype=torch.float64)
-        for lane in range(32):  # the fragments of cuda/ptx/mma.cuh
+        for lane in range(32):  # the fragments of kernels/ptx/mma.cuh
             group, t = divmod(lane, 4)
             for i in range(4):
                 row, column = group + 8 * (i % 2), per_word * t + 4 * per_word * (i // 2)

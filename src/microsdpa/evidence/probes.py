@@ -1,4 +1,4 @@
-"""The emulator against a GPU, instruction by instruction, on the same inputs (cuda/probes/instructions.cu)."""
+"""The emulator against a GPU, instruction by instruction, on the same inputs (kernels/probes/instructions.cu)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import microsdpa
 from microsdpa.emulate import build
-from microsdpa.emulate.run import Schedule
+from microsdpa.emulate.run import Schedule, Shape
 from microsdpa.emulate.run import launch as emulate
 from microsdpa.evidence import results
 from microsdpa.evidence.inputs import Case
@@ -21,15 +21,15 @@ from microsdpa.evidence.probe_list import PROBES, Probe
 from microsdpa.evidence.probe_operands import Words
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import capability_of
+from microsdpa.kernels import TensorMap
+from microsdpa.kernels.problem import capability_of
 from microsdpa.runtime.launcher import load_kernel
-from microsdpa.specs import TensorMap
 
 PARAMS = "microsdpa::ProbeParams"
 
 
 class ProbeParams(ctypes.Structure):
-    """ProbeParams of cuda/probes/instructions.cu."""
+    """ProbeParams of kernels/probes/instructions.cu."""
 
     _fields_ = (("input", ctypes.c_void_p), ("out", ctypes.c_void_p))
 
@@ -47,11 +47,13 @@ def run_emulated(probe: Probe, words: Words, schedule: Schedule | None = None) -
         build.load(probe.spec, params=PARAMS),
         lambda at: ProbeParams(at["query"], at["out"]),
         {"query": (probe.seen(words), False), "out": (probe.seen(out), True)},
-        grid=(probe.blocks, 1, 1),
-        threads=probe.threads,
-        shared_bytes=probe.shared_bytes,
-        cluster=probe.cluster,
-        tensor_maps=[(box.tensor, box) for box in probe.tensor_maps],
+        Shape(
+            (probe.blocks, 1, 1),
+            probe.threads,
+            probe.shared_bytes,
+            probe.cluster,
+            tensor_maps=tuple((box.tensor, box) for box in probe.tensor_maps),
+        ),
         schedule=schedule,
     )
     return out

@@ -18,10 +18,10 @@ from microsdpa.evidence.step import Step
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.jit.signature import code_signature, signature
-from microsdpa.problem import target_of
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import target_of
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec
 
 SECTOR_BYTES = 32
 LEAST_TENSOR_ACTIVE, LEAST_OCCUPANCY, LEAST_MEMORY_EFFICIENCY, MOST_WAITING = 20.0, 25.0, 0.70, 0.25

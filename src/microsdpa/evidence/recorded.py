@@ -1,6 +1,6 @@
 """Which kernels a row of a result file stands for, by the specifications of the checkout that asks.
 
-`resign` runs this module with the specifications of older checkouts too, so it imports nothing else of `evidence`.
+`resign` runs this module of old and new checkouts, without the package's host code: it imports nothing of `evidence`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from microsdpa.eight_bit import choose
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.problem import Causal, DType, MaskKind, Problem
-from microsdpa.select import select
-from microsdpa.specs import Grid, KernelSpec, configurations
-from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem, Operands
-from microsdpa.specs.quantize import RECIPES, fused, fused_grid, part_rows
+from microsdpa.kernels import Grid, KernelSpec, configurations
+from microsdpa.kernels.problem import OPERANDS, Causal, DType, MaskKind, Operands, Problem
+from microsdpa.kernels.quantize.spec import SCHEMES, fused, fused_grid, part_rows
+from microsdpa.kernels.select import select
 
 Row = dict[str, Any]
 
@@ -47,14 +45,14 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
     """
     if precision := precision_of(row):
         problem = quantised_problem(precision, row["shape"], row["inputs"], row["mask"], target)
-        found = {"code_signature": Kernel.of(choose(problem, "auto").spec, problem)}
+        found = {"code_signature": Kernel.of(select(problem, "auto").spec, problem)}
         if "quantiser_signature" in row:
             found["quantiser_signature"] = _quantiser(problem)
         return found
     if operands := row.get("operands"):  # codes, as sdpa takes them
         shared: dict[str, Any] = {"operands": operands, "key_block": row.get("key_block", 0), "target": target}
-        codes = EightBitProblem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
-        return {"code_signature": Kernel.of(choose(codes, row["requested"]).spec, codes)}
+        codes = Problem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
+        return {"code_signature": Kernel.of(select(codes, row["requested"]).spec, codes)}
     plain = problem_of(row, target)
     if "chosen" in row:  # of `microsdpa tune`: one configuration of many
         return {"code_signature": Kernel.of(_configuration(plain, row["variant"]), plain)}
@@ -70,17 +68,15 @@ def precision_of(row: Row) -> Operands | None:
     return cast("Operands | None", precision)
 
 
-def quantised_problem(
-    precision: Operands, shape: dict[str, int], dtype: DType, mask: str, target: str
-) -> EightBitProblem:
+def quantised_problem(precision: Operands, shape: dict[str, int], dtype: DType, mask: str, target: str) -> Problem:
     """What the attention kernel of a call that quantises gets."""
-    return EightBitProblem(
+    return Problem(
         **_sizes(shape),
         dtype=dtype,
         causal=_causal(mask),
         target=target,
         operands=precision,
-        query_terms=RECIPES[precision].query_terms,
+        query_terms=SCHEMES[precision].query_terms,
     )
 
 
@@ -96,11 +92,12 @@ def problem_of(row: Row, target: str) -> Problem:
     )
 
 
-def _quantiser(problem: EightBitProblem) -> Kernel:
-    recipe, p = RECIPES[problem.operands], problem
-    grid = fused_grid(recipe, p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k)
-    numbers = (part_rows(recipe, p.batch * p.heads_kv, p.seqlen_k),)
-    return Kernel(fused(recipe, p.dtype, p.head_dim), (grid,), numbers)
+def _quantiser(problem: Problem) -> Kernel:
+    assert problem.operands is not None
+    scheme, p = SCHEMES[problem.operands], problem
+    grid = fused_grid(scheme, p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k)
+    numbers = (part_rows(scheme, p.batch * p.heads_kv, p.seqlen_k),)
+    return Kernel(fused(scheme, p.dtype, p.head_dim), (grid,), numbers)
 
 
 def _configuration(problem: Problem, label: str) -> KernelSpec:

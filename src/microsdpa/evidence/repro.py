@@ -40,10 +40,10 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
 from microsdpa.evidence.verify import as_row, check, problem_of
 from microsdpa.evidence.wording import case_name, quoted_us
-from microsdpa.problem import target_of
+from microsdpa.kernels import catalogue, emulated_target
+from microsdpa.kernels.problem import target_of
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
-from microsdpa.specs import catalogue, emulated_target
 
 COMMAND = "microsdpa repro"
 SUITES = ("mission", "small", "decode", "fp8", "real", "prefill")
@@ -157,7 +157,7 @@ def emulate_step(case: Case, impl: str, schedule: Schedule) -> Step:
     spec = select(problem, impl).spec
     out = torch.full_like(query, torch.nan)
     start = time.perf_counter()
-    report = run_kernel(spec, problem, query, key, value, out, None, case.scale, schedule=schedule, count_banks=True)
+    report = run_kernel(spec, problem, (query, key, value, out, None), case.scale, schedule=schedule, count_banks=True)
     seconds = time.perf_counter() - start
     expected, _ = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
     eager, _ = reference.eager(query, key, value, causal=case.causal, scale=case.scale)

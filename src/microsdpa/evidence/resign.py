@@ -4,6 +4,9 @@ A code signature is made of the tokens of a kernel's sources, so a rename makes 
 kernels of an old checkout and of this one are compiled by one compiler and compared. Rows of which nothing differs get
 the new signature, and keep the old one beside it.
 
+Kernels that have another name now are told to it. Their rows get the new names, also those that stay stale, and keep
+the old names beside them.
+
 Rows of `microsdpa probe` are not looked at: they are of the emulator too, which runs no machine code.
 """
 
@@ -12,12 +15,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +33,7 @@ from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.jit.cache import default_directory
 from microsdpa.jit.machine_code import differences
-from microsdpa.problem import virtual
+from microsdpa.kernels.problem import virtual
 
 PACKAGE = "src/microsdpa"
 COMMAND = "microsdpa evidence resign"
@@ -41,6 +45,9 @@ HEAD = ["file", "kernel", "rows", "outcome"]
 RESIGNED, RESIGNABLE = "resigned", "can be resigned"
 EMULATED = "it ran in the emulator, which runs no machine code; record it again"
 _RUN = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+NAMED = ("kernel", "requested", "variant")
+"""Fields of a row that may have the name of a kernel."""
+_KERNEL_NAME = re.compile(r"[a-z]\w*(/\w+)+")
 _NOT_SENT = ("samples_us", "metrics", "gates", "figures", "error")
 
 Kernels = dict[str, dict[str, Any]]
@@ -104,22 +111,97 @@ class Stale:
     Attributes:
         target: that its kernels were specified for.
         compiled_for: the same, or its PTX.
+        names: its fields that name a kernel by another name now, and these.
         reason: why it stays stale; empty where it does not.
         changed: its fields that get new signatures, and these.
     """
 
     file: Path
     row: Row
+    names: dict[str, str]
     target: str
     compiled_for: str
     reason: str = ""
     changed: dict[str, str] = field(default_factory=dict)
 
     @property
-    def job(self) -> dict[str, Any]:
-        """What resign_worker has to know of it."""
+    def kernel(self) -> str:
+        """What its kernel is called now, or who else is timed."""
+        return str(self.names.get("kernel") or self.row["kernel"] or self.row["impl"])
+
+    def job(self, new: bool) -> dict[str, Any]:
+        """What resign_worker has to know of it, by the names of the old checkout or of the new one."""
         row = {name: value for name, value in self.row.items() if name not in _NOT_SENT}
+        if new:
+            row |= self.names
         return {"row": row, "target": self.target, "compiled_for": self.compiled_for}
+
+
+class Names:
+    """The new names of kernels by the old ones."""
+
+    def __init__(self, renamed: Mapping[str, str]) -> None:
+        for old, new in renamed.items():
+            if not _KERNEL_NAME.fullmatch(old) or not _KERNEL_NAME.fullmatch(new):
+                raise ResignError(f"renamed: expected OLD=NEW with names such as ladder/01_scalar, got {old}={new}")
+        news = list(renamed.values())
+        if again := sorted({name for name in news if name in renamed or news.count(name) > 1}):
+            raise ResignError(f"renamed: expected one old name for each new one, and no chains, got {', '.join(again)}")
+        self.renamed = dict(renamed)
+        any_of = "|".join(map(re.escape, renamed)) or "(?!)"
+        self._pattern = re.compile(rf"(?<![\w/])(?:{any_of})(?![\w/])")
+
+    def of(self, text: str) -> str:
+        """A text with new names in the place of old ones."""
+        return self._pattern.sub(lambda match: self.renamed[match[0]], text)
+
+    def command(self, old_commit: str, texts: Iterable[str]) -> str:
+        """The command that is noted where texts are renamed: with what it was told of the kernels in them."""
+        found = dict.fromkeys(match[0] for text in texts for match in self._pattern.finditer(text))
+        return f"{COMMAND} {old_commit}" + "".join(f" --renamed {old}={self.renamed[old]}" for old in found)
+
+    def of_suite(self, suite: str) -> str:
+        """The same of a suite, such as "profile_ladder_01_scalar"."""
+        slugs = {f"profile_{_slug(old)}": f"profile_{_slug(new)}" for old, new in self.renamed.items()}
+        return slugs.get(suite, suite)
+
+    def of_row(self, row: Row) -> dict[str, str]:
+        """Fields of a row that change, and what they become."""
+        found = {field: self.of(row[field]) for field in NAMED if isinstance(row.get(field), str)}
+        return {field: name for field, name in found.items() if name != row[field]}
+
+    def put_into(self, result: Result, old_commit: str, commit: str) -> bool:
+        """Rename in a result and its rows, and note in each what it was called; whether anything changed."""
+        changed = False
+        of_file = {"suite": self.of_suite(result["suite"]), "command": self.of(result["command"])}
+        of_file = {field: name for field, name in of_file.items() if name != result[field]}
+        for place, names in ((result, of_file), *((row, self.of_row(row)) for row in result["rows"])):
+            if names:
+                told = {"command": self.command(old_commit, (place[field] for field in names)), "commit": commit}
+                entries = [{"field": field, "from": place[field], "to": name, **told} for field, name in names.items()]
+                place["renamed"] = [*place.get("renamed", []), *entries]
+                place.update(names)
+                changed = True
+        return changed
+
+
+def _slug(kernel: str) -> str:
+    return kernel.replace("/", "_")
+
+
+def names_of(options: Iterable[str]) -> dict[str, str]:
+    """The new names of kernels by the old ones, from options such as "ladder/01_scalar=ladder/01_plain".
+
+    Raises:
+        ResignError: an option is none of these, or a kernel has two new names.
+    """
+    pairs = [option.split("=") for option in options]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise ResignError(f"renamed: expected OLD=NEW, got {'='.join(pair)!r}")
+    if twice := sorted({old for old, _ in pairs if [a for a, _ in pairs].count(old) > 1}):
+        raise ResignError(f"renamed: expected one new name for each old one, got several for {', '.join(twice)}")
+    return {old: new for old, new in pairs}
 
 
 def step(
@@ -128,28 +210,35 @@ def step(
     results_directory: Path,
     gpu: str | None = None,
     dry_run: bool = False,
+    renamed: Mapping[str, str] | None = None,
     progress: Progress = no_progress,
 ) -> Step:
     """Resign the rows below `results_directory`, or of one GPU's folder, that were recorded with the code of `old_ref`.
 
+    `renamed` has the new names of kernels by the old ones.
+
     Raises:
-        ResignError: a checkout cannot be used, or there is no such folder.
+        ResignError: a checkout cannot be used, there is no such folder, or the names are not those of two kernels.
         ResultFileError: a result file is damaged or was edited; no file is written.
     """
+    names = Names(renamed or {})
     files = _read(results_directory, gpu)
     with tempfile.TemporaryDirectory(prefix="microsdpa-resign-") as scratch:
         new = _this(root, must_be_clean=not dry_run)
         with _old(old_ref, root, Path(scratch)) as old:
-            rows, fresh, nvrtc = _compared(files, old, new, Path(scratch), progress)
+            rows, fresh, nvrtc = _compared(files, old, new, names, Path(scratch), progress)
     written: list[Path] = []
     resigned = [row for row in rows if not row.reason]
     if not dry_run:
         for row in resigned:
-            _resign(row, old.commit, new.commit, nvrtc)
-        changed = {row.file for row in resigned}
-        for path in sorted(changed):
+            command = names.command(old.commit, (row.row[field] for field in row.names))
+            _resign(row, {"command": command, "commit": new.commit, "nvrtc": nvrtc})
+        named = {path for path, result in files.items() if names.put_into(result, old.commit, new.commit)}
+        for path in sorted(named | {row.file for row in resigned}):
             result = files[path]
             written.append(results.write(result | {"checksum": results.checksum(result)}, results_directory))
+            if written[-1] != path:
+                path.unlink()
     verb = RESIGNABLE if dry_run else RESIGNED
     summary = (
         f"{fresh} rows are fresh; of {len(rows)} stale ones {len(resigned)} {'can be ' * dry_run}resigned "
@@ -220,21 +309,21 @@ def _commit_of(path: Path) -> str:
 
 
 def _compared(
-    files: dict[Path, Result], old: Checkout, new: Checkout, scratch: Path, progress: Progress
+    files: dict[Path, Result], old: Checkout, new: Checkout, names: Names, scratch: Path, progress: Progress
 ) -> tuple[list[Stale], int, str]:
     """The stale rows, each with the reason why it stays so or with new signatures; the number of others; NVRTC."""
     signed = [
-        _signed(path, row, result)
+        _signed(path, row, result, names)
         for path, result in files.items()
         for row in result["rows"]
         if row.get("code_signature") and not row.get("emulator_signature")
     ]
     advance = progress("resign", 4)
-    now, nvrtc = new.ask([row.job for row in signed], scratch)
+    now, nvrtc = new.ask([row.job(new=True) for row in signed], scratch)
     advance("signatures of this checkout")
     stale = [(row, answer) for row, answer in zip(signed, now, strict=True) if _is_stale(row.row, answer)]
     rows = [row for row, _ in stale]
-    then, nvrtc_then = old.ask([row.job for row in rows], scratch)
+    then, nvrtc_then = old.ask([row.job(new=False) for row in rows], scratch)
     advance("signatures of the old one")
     if nvrtc != nvrtc_then:
         raise ResignError(f"expected one NVRTC for both checkouts, got {nvrtc} and {nvrtc_then}")
@@ -245,7 +334,7 @@ def _compared(
         if row.reason:
             continue
         row.changed = _changed(row.row, after["kernels"])
-        row.reason = _launched_otherwise(row, before["kernels"], after["kernels"])
+        row.reason = _launched_otherwise(row, before["kernels"], after["kernels"], names)
         for name in row.changed if not row.reason else ():
             for index, (a, b) in enumerate(_stages(name, before, after)):
                 if a["signature"] != b["signature"]:
@@ -261,9 +350,11 @@ def _compared(
     return rows, len(signed) - len(rows), nvrtc
 
 
-def _signed(path: Path, row: Row, result: Result) -> Stale:
+def _signed(path: Path, row: Row, result: Result, names: Names) -> Stale:
     target = row.get("target") or result["environment"].get("target") or ""
-    return Stale(path, row, target, virtual(target) if result["suite"].startswith(PTX_SUITE) else target)
+    return Stale(
+        path, row, names.of_row(row), target, virtual(target) if result["suite"].startswith(PTX_SUITE) else target
+    )
 
 
 def _pair(row: Stale, a: dict[str, Any], b: dict[str, Any]) -> str:
@@ -299,11 +390,11 @@ def _not_of(row: Stale, result: Result, before: dict[str, Any], after: dict[str,
     return ""
 
 
-def _launched_otherwise(row: Stale, before: Kernels, after: Kernels) -> str:
+def _launched_otherwise(row: Stale, before: Kernels, after: Kernels, names: Names) -> str:
     """How the kernels' names and launches differ; empty where they do not."""
     for name in row.changed:
         a, b = before[name], after[name]
-        if a["name"] != b["name"]:
+        if names.of(a["name"]) != b["name"]:
             return f"another kernel runs now: {b['name']}, not {a['name']}"
         if len(a["stages"]) != len(b["stages"]):
             return f"launch: {len(a['stages'])} kernels, now {len(b['stages'])}"
@@ -322,10 +413,16 @@ def _machine_code(
     rows: list[Stale], wanted: dict[str, Stage], old: Checkout, new: Checkout, scratch: Path
 ) -> dict[str, str]:
     """How the machine code of each pair of stages differs; empty where it does not."""
-    jobs = [rows[n].job | {"field": name, "stage": stage} for n, name, stage in wanted.values()]
-    if not jobs:
+    if not wanted:
         return {}
-    before, after = (checkout.ask(jobs, scratch, compiled=True)[0] for checkout in (old, new))
+
+    def made(checkout: Checkout) -> dict[str, Any]:
+        of_new = checkout is new
+        jobs = [rows[n].job(of_new) | {"field": name, "stage": stage} for n, name, stage in wanted.values()]
+        answers: dict[str, Any] = checkout.ask(jobs, scratch, compiled=True)[0]
+        return answers
+
+    before, after = made(old), made(new)
     found = {}
     for pair in wanted:
         target, *signatures = pair.split()
@@ -343,29 +440,16 @@ def _machine_code(
     return found
 
 
-def _resign(row: Stale, old_commit: str, commit: str, nvrtc: str) -> None:
+def _resign(row: Stale, told: dict[str, str]) -> None:
     """Put the new signatures into a row, and what they stand for."""
     row.row["resigned"] = [
         *row.row.get("resigned", []),
-        *(
-            {
-                "field": name,
-                "from": row.row[name],
-                "to": signature,
-                "command": f"{COMMAND} {old_commit}",
-                "commit": commit,
-                "nvrtc": nvrtc,
-            }
-            for name, signature in row.changed.items()
-        ),
+        *({"field": name, "from": row.row[name], "to": signature, **told} for name, signature in row.changed.items()),
     ]
     row.row |= row.changed
 
 
 def _table(rows: list[Stale], verb: str) -> list[list[str]]:
     """A line for each file, kernel and outcome."""
-    counted = Counter(
-        (f"{row.file.parent.name}/{row.file.name}", row.row["kernel"] or row.row["impl"], row.reason or verb)
-        for row in rows
-    )
+    counted = Counter((f"{row.file.parent.name}/{row.file.name}", row.kernel, row.reason or verb) for row in rows)
     return [HEAD, *([file, kernel, str(n), outcome] for (file, kernel, outcome), n in counted.items())]

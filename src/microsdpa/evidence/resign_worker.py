@@ -1,7 +1,7 @@
 """What `microsdpa evidence resign` asks of one checkout, in a process of its own: signatures, launches, machine code.
 
-Run as a script, never imported. It takes the specifications, the signatures and the compilation of the checkout whose
-package is named, old or new. Of this file's own checkout it takes recorded.py alone.
+Run as a script, never imported. It takes recorded.py, the specifications, the signatures and the compilation of the
+checkout whose package is named, old or new.
 
 The host launcher is not loaded, and the package's __init__ does not run: neither is needed, and an old launcher would
 have to be built first.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import json
 import os
 import sys
@@ -22,8 +21,10 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "microsdpa"
+FOLLOWING = ("then", "next_kernel")
+"""What checkouts call the field of a KernelSpec that has the kernel after it."""
 NAMING = frozenset(
-    {"name", "source", "template", "template_args", "local_memory", "low_occupancy", "then", "params", "flags"}
+    {"name", "source", "template", "template_args", "local_memory", "low_occupancy", "params", "flags", *FOLLOWING}
 )
 """Fields of a KernelSpec that say how a kernel is called or made; the others say how it is launched."""
 
@@ -43,20 +44,14 @@ class OfCheckout:
 
 
 def take_modules_of(package: Path) -> ModuleType:
-    """Make `import microsdpa.…` take the modules below `package`; gives this checkout's recorded.py, run with them."""
+    """Make `import microsdpa.…` take the modules below `package`; gives its module evidence.recorded."""
     root = ModuleType(PACKAGE)
     root.__path__ = [str(package)]
     launcher = ModuleType(f"{PACKAGE}.runtime.launcher")
     launcher.__getattr__ = lambda name: None  # type: ignore[method-assign]
     sys.modules |= {PACKAGE: root, launcher.__name__: launcher}
     sys.meta_path.insert(0, OfCheckout)
-    spec = importlib.util.spec_from_file_location("recorded", Path(__file__).with_name("recorded.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    recorded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = recorded
-    spec.loader.exec_module(recorded)
-    return recorded
+    return importlib.import_module(f"{PACKAGE}.evidence.recorded")
 
 
 def module(name: str) -> Any:
@@ -66,7 +61,8 @@ def module(name: str) -> Any:
 
 def alone(stage: Any) -> Any:
     """A stage without those after it."""
-    return dataclasses.replace(stage, then=None)
+    (following,) = {field.name for field in dataclasses.fields(stage)} & set(FOLLOWING)
+    return dataclasses.replace(stage, **{following: None})
 
 
 def launch(stage: Any) -> dict[str, str]:

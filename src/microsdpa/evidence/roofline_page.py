@@ -15,8 +15,8 @@ from microsdpa.evidence.timing import ON_DEVICE
 from microsdpa.evidence.wording import quoted_us
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.occupancy import occupancy
-from microsdpa.select import select
-from microsdpa.specs import FAMILIES
+from microsdpa.kernels import FAMILIES
+from microsdpa.kernels.select import select
 
 ARITHMETIC = ("float16", "e4m3", "int8")
 MISSION = Case(1, 8, 512, 512, 64)
@@ -25,7 +25,7 @@ TARGETS_US = (16.0, 12.0, 10.0, 8.0, 5.0)
 
 TECHNIQUES: tuple[tuple[str, str, str, float, float], ...] = (
     ("fusion into one kernel", "", "", 3.0, 10.0),
-    ("FP8 instead of FP16", "ladder/04_mma_sync", "ladder/13_8bit_cp_async", 1.5, 2.0),
+    ("FP8 instead of FP16", "ladder/04_mma_sync", "ladder/11_8bit_cp_async", 1.5, 2.0),
     ("cp.async double buffering", "ladder/02_wmma", "ladder/03_cp_async", 1.1, 1.3),
     ("persistent CTAs", "ladder/05_warp_roles", "ladder/06_persistent", 1.1, 1.4),
     ("swizzle and micro-optimisations", "ladder/06_persistent", "ladder/07_tuned", 1.05, 1.15),

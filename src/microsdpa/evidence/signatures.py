@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from microsdpa.eight_bit import choose
+from microsdpa.attention.explain import Explanation
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import recorded
 from microsdpa.evidence.recorded import problem_of
 from microsdpa.evidence.results import Row
-from microsdpa.explanation import Explanation
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import DType
+from microsdpa.kernels import emulated_target
+from microsdpa.kernels.problem import DType, Operands
+from microsdpa.kernels.quantize.spec import SCHEMES, fused
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.specs import emulated_target
-from microsdpa.specs.eight_bit import Operands
-from microsdpa.specs.quantize import RECIPES, fused
 
 __all__ = ["is_stale", "of_call", "of_precision", "problem_of"]
 
@@ -39,9 +38,9 @@ def of_precision(
 ) -> dict[str, str]:
     """What a call that quantises runs now: the code signatures of both of its kernels."""
     problem = recorded.quantised_problem(precision, shape, dtype, mask, target)
-    quantiser = fused(RECIPES[precision], dtype, shape["d"])
+    quantiser = fused(SCHEMES[precision], dtype, shape["d"])
     return {
-        "code_signature": code_signature(choose(problem, impl).spec, target),
+        "code_signature": code_signature(select(problem, impl).spec, target),
         "quantiser_signature": code_signature(quantiser, target),
     }
 

@@ -6,12 +6,10 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from microsdpa.eight_bit import choose
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence.survey import TARGETS
-from microsdpa.problem import DType, MaskKind, Problem
-from microsdpa.select import select
-from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem
+from microsdpa.kernels.problem import OPERANDS, DType, MaskKind, Problem
+from microsdpa.kernels.select import select
 
 GPUS = {"sm_80": "A100", "sm_89": "L4, RTX 4090", "sm_90a": "H100, H200", "sm_120": "RTX 5090"}
 DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
@@ -53,23 +51,18 @@ def dimensions(found: Iterable[int]) -> str:
 
 def _kernel(problem: Problem) -> str | None:
     """What impl="auto" runs; None when nothing does."""
-    if isinstance(problem, EightBitProblem):
-        try:
-            return choose(problem, "auto").spec.name
-        except UnsupportedProblem:
-            return None
     try:
         return select(problem).spec.name
     except UnsupportedProblem:
         return None
 
 
-def _cell(kind: type[Problem], dtype: DType, target: str, **feature: Any) -> str:
+def _cell(dtype: DType, target: str, **feature: Any) -> str:
     kernels: dict[str, set[int]] = {}
     for batch, heads, seqlen_q, seqlen_k in SIZES:
         for head_dim in range(1, LARGEST + 1):
             sizes = {"batch": batch, "heads": heads, "heads_kv": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-            problem = kind(**(sizes | {"head_dim": head_dim, "dtype": dtype, "target": target} | feature))
+            problem = Problem(**(sizes | {"head_dim": head_dim, "dtype": dtype, "target": target} | feature))
             if name := _kernel(problem):
                 kernels.setdefault(name, set()).add(head_dim)
     order = sorted(kernels, key=lambda name: len(kernels[name]))  # "other" and "all others" come last
@@ -84,14 +77,14 @@ def matrix() -> list[list[str]]:
     """
     lines = [["", "type", *(f"{GPUS[target]} ({target})" for target in TARGETS)]]
     for label, feature in FEATURES.items():
-        by_type = {dtype: [_cell(Problem, dtype, target, **feature) for target in TARGETS] for dtype in DTYPES}
+        by_type = {dtype: [_cell(dtype, target, **feature) for target in TARGETS] for dtype in DTYPES}
         same = by_type[DTYPES[0]] == by_type[DTYPES[1]]
         lines += [
             [label, " and ".join(DTYPES) if same else dtype, *by_type[dtype]]
             for dtype in (DTYPES[:1] if same else DTYPES)
         ]
     for operands in OPERANDS:
-        cells = [_cell(EightBitProblem, "float16", target, operands=operands) for target in TARGETS]
+        cells = [_cell("float16", target, operands=operands) for target in TARGETS]
         lines.append([f'`precision="{operands}"`', "quantised from either", *cells])
     return lines
 

@@ -14,10 +14,10 @@ from microsdpa.evidence import environment
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.cache import default_directory
 from microsdpa.jit.inspect import count_instructions, find_nvdisasm, tensor_instructions
-from microsdpa.problem import Problem, capability_of
+from microsdpa.kernels import FAMILIES, KernelSpec, catalogue
+from microsdpa.kernels.problem import Problem, capability_of
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
-from microsdpa.specs import FAMILIES, KernelSpec, catalogue
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from microsdpa.evidence.inputs import TORCH_DTYPE
-from microsdpa.problem import DType, MaskKind, Problem
+from microsdpa.kernels.problem import DType, MaskKind, Problem
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of F.scaled_dot_product_attention."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from microsdpa.call.options import OPTIONS
 from microsdpa.evidence import results, survey
 from microsdpa.evidence.bench import CaseBench
 from microsdpa.evidence.inputs import Case
@@ -22,11 +23,10 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import load
 from microsdpa.evidence.wording import case_name, provenance
 from microsdpa.jit.signature import code_signature, signature
-from microsdpa.options import OPTIONS
-from microsdpa.problem import Problem
+from microsdpa.kernels import KernelSpec, configurations
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec, configurations
 
 COMMAND = "microsdpa tune"
 PREFIX = "tune_"
@@ -58,10 +58,11 @@ class Configuration(Implementation):
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
         """A plan of its own, which later calls of sdpa do not find."""
-        options = OPTIONS[False, case.causal, case.kv_heads != case.heads, "auto"]
+        options = OPTIONS[False, case.causal, case.kv_heads != case.heads, "auto", None]
         query, key, value = tensors
-        launcher.prepare(case.problem(self.target), self.spec, query, key, value, out, options)
-        launch = launcher.prepared_call(query, key, value, out, options, case.scale)
+        foreign = query, key, value, out, None, options, case.scale
+        launcher.prepare(case.problem(self.target), self.spec, foreign)
+        launch = launcher.prepared_call(foreign)
         launcher.forget_plans()
 
         def call() -> torch.Tensor:

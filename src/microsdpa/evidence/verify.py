@@ -9,12 +9,12 @@ import torch
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.call.masks import Masks
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare, results
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.jit.signature import code_signature
-from microsdpa.masks import Masks
-from microsdpa.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem
 from microsdpa.runtime import launcher
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
@@ -10,15 +11,16 @@ import torch
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.eight_bit import choose
+from microsdpa.attention.quantize import Code, Granularity, decode, encode
+from microsdpa.call.scales import CODE_DTYPE
 from microsdpa.evidence import compare, fp8_products, survey, verify_eight_bit
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make
 from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, RungCodes
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, SUM_BITS, allowed
-from microsdpa.quantize import CODE_DTYPE, Code, Granularity, decode, encode
-from microsdpa.specs import KernelSpec
-from microsdpa.specs.eight_bit import EIGHT_BIT_FAMILIES, OPERANDS, EightBitFamily, EightBitProblem
-from microsdpa.specs.quantize import RECIPES, fused, restore_lse
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
+from microsdpa.kernels.problem import OPERANDS
+from microsdpa.kernels.quantize.spec import SCHEMES, fused, restore_lse
+from microsdpa.kernels.select import select
 
 Part = tuple[str, Callable[[], str]]
 """What is checked, and the check: why it failed, empty when it passed."""
@@ -49,13 +51,13 @@ def kernels(target: str) -> set[KernelSpec]:
     """What `verify --precision all` runs on a target, cases of both parts."""
     found = {fp8_products.specification(scores) for scores in (False, True)}
     for case in (*RUNG_CASES, MISSION):
-        codes = EightBitProblem(**vars(case.problem(target)), key_block=0)
+        codes = replace(case.problem(target), operands="fp8", key_block=0)
         found |= {spec for rung in rungs() if isinstance(spec := rung.specify(codes), KernelSpec)}
     for case, precision in product(verify_eight_bit.cases(), OPERANDS):
         if not verify_eight_bit.computed_by("auto", case, precision, target):
             continue
-        spec = choose(verify_eight_bit.problem_of(case, precision, target), "auto").spec
-        found |= {spec, fused(RECIPES[precision], case.dtype, case.head_dim)}
+        spec = select(verify_eight_bit.problem_of(case, precision, target), "auto").spec
+        found |= {spec, fused(SCHEMES[precision], case.dtype, case.head_dim)}
         found.add(restore_lse(case.dtype, case.head_dim))
     return found
 
@@ -65,9 +67,9 @@ def compile_ahead(target: str) -> None:
     survey.compile_together((spec, target) for spec in kernels(target))
 
 
-def rungs() -> list[EightBitFamily]:
-    """Those of the ladder that take codes."""
-    families = [family for family in EIGHT_BIT_FAMILIES if family.name.startswith("ladder/")]
+def rungs() -> list[Family]:
+    """Those of the ladder that take codes, and Ada's kernel."""
+    families = [family for family in EIGHT_BIT_FAMILIES if family.name.startswith(("ladder/", "ada/"))]
     return sorted(families, key=lambda family: family.name)
 
 

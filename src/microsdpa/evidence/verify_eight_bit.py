@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 
 import microsdpa
-from microsdpa import eight_bit_arguments, reference
-from microsdpa.eight_bit import choose
-from microsdpa.eight_bit_launches import Codes, quantize_query_key_value
+from microsdpa import reference
+from microsdpa.attention.quantize import (
+    RESIDUAL_STEPS,
+    decode,
+    encode,
+    expand_scale,
+    mean_of_rows,
+    residual,
+    rotate,
+    scales,
+)
+from microsdpa.call.tensors import check_impl
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
@@ -20,12 +29,13 @@ from microsdpa.evidence.cases import NOTE_SHAPES
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import allowed_of_values, lost_of_scores
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.quantize import RESIDUAL_STEPS, decode, encode, expand_scale, mean_of_rows, residual, rotate, scales
+from microsdpa.execution.quantized import Codes, quantize_query_key_value
+from microsdpa.kernels import KernelSpec, emulated_target, family_named
+from microsdpa.kernels.hopper.throughput_8bit.spec import LARGEST_CODE
+from microsdpa.kernels.problem import OPERANDS, Operands, Problem
+from microsdpa.kernels.quantize.spec import SCHEMES, QuantizationScheme
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.specs import KernelSpec, emulated_target
-from microsdpa.specs.eight_bit import OPERANDS, EightBitProblem, Operands, eight_bit_family_named
-from microsdpa.specs.hopper_fp8 import LARGEST_CODE
-from microsdpa.specs.quantize import RECIPES, Recipe
 
 SUM_BITS = 13
 """Bits of the summed magnitudes that an 8-bit floating-point product keeps at least."""
@@ -52,32 +62,32 @@ class Outcome:
     failure: str
 
 
-def specified(tensors: Sequence[torch.Tensor], recipe: Recipe) -> tuple[Codes, tuple[torch.Tensor, ...]]:
+def specified(tensors: Sequence[torch.Tensor], scheme: QuantizationScheme) -> tuple[Codes, tuple[torch.Tensor, ...]]:
     """Codes as quantize.py makes them of Q, K and V, and the rotated Q, K and V in FP64 that they stand for."""
     query, key, value = (tensor.float() for tensor in tensors)
-    mean = mean_of_rows(key) if recipe.smooth else None
+    mean = mean_of_rows(key) if scheme.smooth else None
     if mean is not None:
         key = key - mean[:, :, None]
-    if recipe.hadamard:
+    if scheme.hadamard:
         query, key = rotate(query), rotate(key)
     found = []
     for x in (query, key):
-        scale = scales(x, recipe.code, "block", recipe.block)
-        wide = expand_scale(scale, "block", recipe.block, x.shape)
-        found.append((x / wide, scale, wide, encode(x / wide, recipe.code)))
+        scale = scales(x, scheme.code, "block", scheme.block)
+        wide = expand_scale(scale, "block", scheme.block, x.shape)
+        found.append((x / wide, scale, wide, encode(x / wide, scheme.code)))
     (y, q_scale, q_wide, q_codes), (_, k_scale, k_wide, k_codes) = found
-    plain_q = decode(q_codes, recipe.code).double()
-    if recipe.query_terms == 2:
-        rest = residual(y, q_codes, recipe.code)
-        plain_q += decode(rest, recipe.code).double() / RESIDUAL_STEPS[recipe.code]
+    plain_q = decode(q_codes, scheme.code).double()
+    if scheme.query_terms == 2:
+        rest = residual(y, q_codes, scheme.code)
+        plain_q += decode(rest, scheme.code).double() / RESIDUAL_STEPS[scheme.code]
         q_codes = torch.cat((q_codes.view(torch.uint8), rest.view(torch.uint8)), dim=-1).view(q_codes.dtype)
-    plain_k = decode(k_codes, recipe.code).double() * k_wide
-    if recipe.value is None:
+    plain_k = decode(k_codes, scheme.code).double() * k_wide
+    if scheme.value is None:
         v_codes, v_scale, plain_v = tensors[2], None, value.double()
     else:
-        v_scale = scales(value, recipe.value, "channel", 1)
-        v_codes = encode(value / v_scale[:, :, None], recipe.value)
-        plain_v = decode(v_codes, recipe.value).double() * v_scale[:, :, None]
+        v_scale = scales(value, scheme.value, "channel", 1)
+        v_codes = encode(value / v_scale[:, :, None], scheme.value)
+        plain_v = decode(v_codes, scheme.value).double() * v_scale[:, :, None]
     codes = Codes(q_codes, k_codes, v_codes, q_scale, k_scale, v_scale, mean)
     return codes, (plain_q * q_wide, plain_k, plain_v)
 
@@ -143,10 +153,10 @@ def allowed(
 def check(case: Case, precision: Operands, device: str, kernel: str = "auto") -> Outcome:
     """Quantise and attend twice, the second time into a poisoned output, by the kernel of that name."""
     tensors = make(case)
-    codes, plain = specified(tensors, RECIPES[precision])
+    codes, plain = specified(tensors, SCHEMES[precision])
     expected, expected_lse = reference.oracle(*plain, causal=case.causal)
     query, key, value = make(case, device)
-    made = quantize_query_key_value(query, key, value, RECIPES[precision], device == "cpu")
+    made = quantize_query_key_value(query, key, value, SCHEMES[precision], device == "cpu")
     for name, wanted in vars(codes).items():
         got = getattr(made, name)
         if wanted is not None and not torch.equal(got.cpu().contiguous().view(torch.uint8), _bytes(wanted)):
@@ -155,9 +165,9 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
     options: dict[str, Any] = {"precision": precision, "causal": case.causal, "enable_gqa": True}
     options["impl"] = kernel if device == "cuda" else f"emulate:{kernel}"
     spec = microsdpa.explain(query, key, value, **options).spec
-    family = eight_bit_family_named(spec.name) if spec else None
+    family = family_named(spec.name) if spec else None
     if family is not None and precision in family.short_sums:
-        block = RECIPES[precision].block
+        block = SCHEMES[precision].block
         wide = (
             expand_scale(codes.query_scale, "block", block, plain[0].shape),
             expand_scale(codes.key_scale, "block", block, plain[1].shape),
@@ -194,21 +204,19 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def problem_of(case: Case, precision: Operands, target: str) -> EightBitProblem:
+def problem_of(case: Case, precision: Operands, target: str) -> Problem:
     """What sdpa(precision=) makes of a case."""
-    recipe = RECIPES[precision]
-    return EightBitProblem(
-        **vars(case.problem(target)), operands=precision, query_terms=recipe.query_terms, key_block=recipe.block
-    )
+    scheme = SCHEMES[precision]
+    return replace(case.problem(target), operands=precision, query_terms=scheme.query_terms, key_block=scheme.block)
 
 
 def computed_by(kernel: str, case: Case, precision: Operands, target: str) -> bool:
     """Whether the kernel of that name computes a case on the GPU that it is for, or "auto" does on `target`."""
-    family = eight_bit_family_named(kernel)
+    family = family_named(kernel)
     if family is not None:
         return isinstance(family.specify(problem_of(case, precision, family.emulated_target)), KernelSpec)
     try:
-        return bool(choose(problem_of(case, precision, target), "auto"))
+        return bool(select(problem_of(case, precision, target), "auto"))
     except UnsupportedProblem:
         return False
 
@@ -228,7 +236,7 @@ def step(
     Raises:
         InvalidArgument: no 8-bit kernel is called `kernel`.
     """
-    eight_bit_arguments.check_impl(kernel)
+    check_impl(kernel, eight_bit=True)
     reason = launcher.device_error()
     if ptx and reason:
         return Step("verify", "not run", f"PTX needs a GPU to run on: {reason}")

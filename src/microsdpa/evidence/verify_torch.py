@@ -19,10 +19,10 @@ from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.torch_cases import Call, TorchCase, all_cases, corners, sample
 from microsdpa.jit.signature import code_signature
-from microsdpa.problem import capability_of
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import capability_of
+from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.select import select
-from microsdpa.specs import KernelSpec
 
 OURS, TORCHS, REFUSED = "microsdpa", "torch", "refused"
 EMULATED_WORK = 2**20

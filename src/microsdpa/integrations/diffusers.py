@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from microsdpa import api, dropin
-from microsdpa.arguments import check_impl
+from microsdpa.attention import api
+from microsdpa.call.tensors import check_impl
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.integrations import versions
+from microsdpa.integrations import dropin, versions
 
 NAME = "microsdpa"
 
@@ -69,8 +69,8 @@ def register(*, strict: bool = False, impl: str = "auto") -> None:
             result = api.sdpa(query, key, value, is_causal=is_causal, return_lse=True, **given)
             assert isinstance(result, tuple)
             return result[0].transpose(1, 2), result[1].transpose(1, 2)
-        options: dict[str, Any] = {"strict": strict, "impl": impl}
-        out = dropin.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
+        call = query, key, value, attn_mask, dropout_p, is_causal
+        out = dropin.attend(call, scale, enable_gqa, strict=strict, impl=impl)
         return out.transpose(1, 2)
 
     member = _member(AttentionBackendName)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from microsdpa.problem import Causal
+from microsdpa.kernels.problem import Causal
 
 EVERYTHING = -1
 """End of a pattern that hides nothing on its side, as in sdpa's window."""

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa import api, dropin
-from microsdpa.arguments import check_impl
+from microsdpa.attention import api
+from microsdpa.call.tensors import check_impl
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.integrations import versions
+from microsdpa.integrations import dropin, versions
 from microsdpa.integrations.patterns import EVERYTHING, Pattern, PatternMask, describe
 
 NAME = "microsdpa"

@@ -11,8 +11,8 @@ from microsdpa.jit import cache, nvrtc
 from microsdpa.jit.inspect import Resources, resources_from_cubin, resources_from_log
 from microsdpa.jit.signature import code_signature, signature
 from microsdpa.jit.source import expand
-from microsdpa.problem import VIRTUAL
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import VIRTUAL
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from microsdpa.errors import CompileError
-from microsdpa.problem import capability_of
+from microsdpa.kernels.problem import capability_of
 
 TENSOR_OPCODES = frozenset({"HMMA", "QMMA", "IMMA", "DMMA", "OMMA", "HGMMA", "QGMMA", "IGMMA", "UTCHMMA", "UTCQMMA"})
 

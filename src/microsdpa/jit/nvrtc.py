@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from microsdpa.errors import CompileError
-from microsdpa.problem import VIRTUAL, capability_of
+from microsdpa.kernels.problem import VIRTUAL, capability_of
 
 _import_lock = threading.Lock()
 

@@ -1,6 +1,6 @@
 """Occupancy: how many CTAs of a compiled kernel one SM holds at a time, and what keeps it from holding more.
 
-The limits are those of specs/chip.py; the rules, and the units in which things are given out, are those of the CUDA
+The limits are those of kernels/chip.py; the rules, and the units in which things are given out, are those of the CUDA
 Occupancy Calculator.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from microsdpa.problem import capability_of
-from microsdpa.specs.chip import MULTIPROCESSORS, REGISTERS_PER_SM, WARP
+from microsdpa.kernels.chip import MULTIPROCESSORS, REGISTERS_PER_SM, WARP
+from microsdpa.kernels.problem import capability_of
 
 PARTITIONS = 4  # of an SM, among which its registers are divided
 REGISTER_UNIT = 256  # registers are given to warps in multiples of this

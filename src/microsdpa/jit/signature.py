@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from microsdpa.jit import nvrtc
 from microsdpa.jit.source import expand, tokens, toolkit_headers
-from microsdpa.specs import KernelSpec
+from microsdpa.kernels import KernelSpec
 
 CACHE_FORMAT = 1
 
@@ -39,7 +39,7 @@ def _code(spec: KernelSpec, target: str, text: Callable[[str], str]) -> str:
             "target": target,
             "source": text(expand(spec.source)),
             **_launch(spec),
-            **({"then": _code(spec.then, target, text)} if spec.then else {}),
+            **({"next": _code(spec.next_kernel, target, text)} if spec.next_kernel else {}),
         }
     )
 

@@ -8,13 +8,13 @@ import posixpath
 import re
 from pathlib import Path
 
-CUDA_DIR = Path(__file__).resolve().parent.parent / "cuda"
+KERNELS_DIR = Path(__file__).resolve().parent.parent / "kernels"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"(?P<local>[^"]+)"|<(?P<system>[^>]+)>)', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
 
 
-def expand(source: str, root: Path = CUDA_DIR, overrides: Path | None = None) -> str:
+def expand(source: str, root: Path = KERNELS_DIR, overrides: Path | None = None) -> str:
     """The text of `source` (a path below `root`) with every `#include "..."` expanded once, transitively.
 
     A header ptx/NAME is taken from `overrides`, when given: other bodies for the instructions of the same name.

@@ -1,19 +1,57 @@
-// One call's tensors, read into what a plan is found by.
+// One call: its arguments, and what a plan is found by.
 #pragma once
 
 #include <dlpack/dlpack.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 
-#include "plan.h"
+#include "tensor_key.h"
 #include "tracing.h"
 
 namespace microsdpa {
 
+// Arguments of a call as they came. Tensors that are not given are null.
+struct Arguments {
+  const DLTensor* tensors[KEYED_OPERANDS]{};
+  std::int64_t options = 0;
+  std::int64_t left = -1, right = -1;  // ends of the window; -1 for none
+  bool capped = false;                 // whether there is a soft cap
+};
+
+// Everything a plan may depend on. Compared as bytes: no padding, every field always written. The values of the scale
+// and of the soft cap are no part of it.
+struct CallKey {
+  std::int64_t options;    // the caller's code for causal, enable_gqa, impl and precision
+  std::int64_t alignment;  // 16 when every row of query, key, value and out starts on 16 bytes, else 0
+  std::int64_t left, right, capped;
+  std::int64_t given;  // a bit for each operand from MASK on
+  TensorKey tensors[KEYED_OPERANDS];
+
+  // Most calls have dense operands alone: the others are then neither compared nor hashed.
+  std::size_t bytes() const {
+    return offsetof(CallKey, tensors) + (given ? KEYED_OPERANDS : DENSE_OPERANDS) * sizeof(TensorKey);
+  }
+
+  bool operator==(const CallKey& other) const { return given == other.given && !std::memcmp(this, &other, bytes()); }
+
+  // Whether the kernels chosen for this call compute `call` too: only its alignment may differ, for the better.
+  bool admits(const CallKey& call) const {
+    CallKey same = call;
+    same.alignment = alignment;
+    return call.alignment >= alignment && *this == same;
+  }
+
+  // The causal mask's alignment, which the options' lowest two bits have: 0 for none, 1 upper left, 2 lower right.
+  std::int64_t causal() const { return options & 3; }
+};
+static_assert(sizeof(CallKey) == 6 * 8 + KEYED_OPERANDS * 72, "CallKey must have no padding");
+
 struct Call {
   const DLTensor* query;
-  std::uintptr_t addresses[OPERANDS];
-  PlanKey plan_key;
+  Addresses addresses{};
+  CallKey key;
 };
 
 inline std::uintptr_t address(const DLTensor& tensor) {
@@ -29,6 +67,20 @@ inline TensorKey describe(const DLTensor& tensor) {
   }
   key.dtype_and_device = TensorKey::pack(tensor.dtype, tensor.device);
   return key;
+}
+
+// Sizes and strides of a tensor of at most four dimensions, aligned to the last; false for any other. What is
+// broadcast has a stride of zero.
+inline bool describe_broadcast(const DLTensor& tensor, TensorKey& key) {
+  if (tensor.ndim > 4 || (tensor.ndim && !tensor.strides) || tensor.device.device_type != kDLCUDA) return false;
+  if (!address(tensor)) return false;
+  for (int i = 0; i < 4; ++i) {
+    const int dimension = i - (4 - tensor.ndim);
+    key.shape[i] = dimension < 0 ? 1 : tensor.shape[dimension];
+    key.strides[i] = key.shape[i] > 1 ? tensor.strides[dimension] : 0;
+  }
+  key.dtype_and_device = TensorKey::pack(tensor.dtype, tensor.device);
+  return true;
 }
 
 // Bits that must be zero for every row to start on 16 bytes: base address and outer strides, in bytes.
@@ -51,30 +103,45 @@ inline bool meets(std::uintptr_t a, const TensorKey& a_key, std::uintptr_t b, co
 }
 
 // False when no plan can exist for the call: Python's validation then finds the reason.
-inline bool parse(const DLTensor* query, const DLTensor* key, const DLTensor* value, const DLTensor* out,
-                  std::int64_t options, Call& call) {
+inline bool parse(const Arguments& arguments, Call& call) {
   // A launch would not be in the graph: the caller is told that there is no plan, and calls an operator.
   if (torch_is_tracing()) return false;
-  call.query = query;
-  PlanKey& k = call.plan_key;
-  const DLTensor* const tensors[OPERANDS] = {query, key, value, out};
-  TensorKey* const keys[OPERANDS] = {&k.query, &k.key, &k.value, &k.out};
+  CallKey& k = call.key;
+  call.query = arguments.tensors[QUERY];
+#include "tracing.h"
   std::uint64_t bits = 0;
-  for (int i = 0; i < OPERANDS; ++i) {
-    if (!tensors[i]) return false;
-    const DLTensor& tensor = *tensors[i];
+  for (int i = 0; i < DENSE_OPERANDS; ++i) {
+    if (!arguments.tensors[i]) return false;
+    const DLTensor& tensor = *arguments.tensors[i];
     if (tensor.ndim != 4 || !tensor.strides || tensor.device.device_type != kDLCUDA) return false;
     call.addresses[i] = address(tensor);
     // A tensor without memory is a tracer's, as torch's FakeTensor is.
     if (!call.addresses[i]) return false;
-    *keys[i] = describe(tensor);
-    bits |= alignment_bits(call.addresses[i], *keys[i]);
+    k.tensors[i] = describe(tensor);
+    bits |= alignment_bits(call.addresses[i], k.tensors[i]);
   }
-  k.options = options;
+  k.options = arguments.options;
   k.alignment = bits % 16 == 0 ? 16 : 0;
+  k.left = arguments.left, k.right = arguments.right, k.capped = arguments.capped;
+  k.given = 0;
+  for (int i = DENSE_OPERANDS; i < KEYED_OPERANDS; ++i) k.given |= std::int64_t(arguments.tensors[i] != nullptr) << i;
+  if (k.given) {
+    for (int i = DENSE_OPERANDS; i < KEYED_OPERANDS; ++i) {
+      k.tensors[i] = TensorKey{};
+      if (!arguments.tensors[i]) continue;
+      const DLTensor& tensor = *arguments.tensors[i];
+      if (!describe_broadcast(tensor, k.tensors[i])) return false;
+      // [B, H] and [1, B, H] are not the same scales: the rank is part of the key.
+      if (i >= QUERY_SCALE) k.tensors[i].dtype_and_device |= std::uint64_t(tensor.ndim) << 56;
+      call.addresses[i] = address(tensor);
+    }
+  }
   // An output that overlaps an input would be read after it is written.
-  const auto overlaps = [&](int i) { return meets(call.addresses[OUT], k.out, call.addresses[i], *keys[i]); };
-  return !(overlaps(QUERY) || overlaps(KEY) || overlaps(VALUE));
+  for (int i = 0; i < (k.given ? KEYED_OPERANDS : DENSE_OPERANDS); ++i) {
+    if (i == OUT || !call.addresses[i]) continue;
+    if (meets(call.addresses[OUT], k.tensors[OUT], call.addresses[i], k.tensors[i])) return false;
+  }
+  return true;
 }
 
 }  // namespace microsdpa

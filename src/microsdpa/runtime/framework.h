@@ -91,13 +91,16 @@ struct LseArgument {
   }
 };
 
-inline double softmax_scale(const Optional<double>& scale, std::int64_t head_dim) {
-  return scale.has_value() ? scale.value() : 1.0 / std::sqrt(static_cast<double>(head_dim));
-}
+// The softmax's scale and the soft cap of one call; a soft cap of 1 stands for none.
+struct Factors {
+  double scale, softcap;
 
-// What validation admits of scales and soft caps, so that float32 holds them: LARGEST_FACTOR and SMALLEST_FACTOR of
-// problem.py.
-inline bool is_scale(double scale) { return std::abs(scale) <= 0x1p127; }
-inline bool is_softcap(double cap) { return cap >= 0x1p-126 && cap <= 0x1p127; }
+  Factors(const Optional<double>& given, const Optional<double>& cap, std::int64_t head_dim)
+      : scale(given.has_value() ? given.value() : 1.0 / std::sqrt(static_cast<double>(head_dim))),
+        softcap(cap.has_value() ? cap.value() : 1.0) {}
+
+  // What validation admits, so that float32 holds them: LARGEST_FACTOR and SMALLEST_FACTOR of kernels/problem.py.
+  bool valid() const { return std::abs(scale) <= 0x1p127 && softcap >= 0x1p-126 && softcap <= 0x1p127; }
+};
 
 }  // namespace microsdpa

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../cuda/core/params.cuh"
+#include "../kernels/common/params.cuh"
 #include "driver.h"
 #include "tensor_map.h"
 
@@ -32,7 +32,7 @@ struct KernelLaunch {
     CUtensorMap moved[MAX_TENSOR_MAPS];
     for (std::size_t i = 0; i < tensor_maps.size(); ++i) {
       const EncodedTensorMap& encoded = tensor_maps[i];
-      const std::uintptr_t address = addresses[encoded.operand] + encoded.offset;
+      const std::uintptr_t address = addresses[encoded.spec.operand] + encoded.spec.offset;
       arguments[1 + i] = const_cast<CUtensorMap*>(&encoded.map);
       if (address != encoded.address) {
         moved[i] = encoded.map;

@@ -3,339 +3,413 @@
 // Nothing here validates an argument in words. A plan is registered only for arguments that Python has
 // validated, and its key holds all that the validation looked at; any other call misses, and Python then says
 // what is wrong.
-#include <tvm/ffi/container/array.h>
-#include <tvm/ffi/container/shape.h>
 #include <tvm/ffi/string.h>
 
 #include <algorithm>
+#include <cstddef>
 
-#include "eight_bit_call.h"
+#include "../kernels/common/mask_params.cuh"
 #include "framework.h"
-#include "masked_call.h"
+#include "launch.h"
 #include "plan.h"
 #include "torch_nodes.h"
 
 namespace microsdpa {
 namespace {
 
-PlanTable<PlanKey>& plans() {
-  static PlanTable<PlanKey> table;
+PlanTable& plans() {
+  static PlanTable table;
   return table;
 }
 
-PlanTable<MaskedKey>& masked_plans() {
-  static PlanTable<MaskedKey> table;
+// Plans by what they keep when K grows: growing_key() gives the keys.
+PlanTable& growing_plans() {
+  static PlanTable table;
   return table;
-}
-
-// Launches the plan of a call, whose parameters are filled into a copy of the plan's; gives what LseArgument does.
-ffi::Any execute(const Plan& plan, const Call& call, ffi::AnyView wanted_lse, double scale, AttentionParams& params) {
-  const LseArgument lse(wanted_lse, *call.query);
-  Optional<ffi::Tensor> workspace;
-  params.query = reinterpret_cast<const void*>(call.addresses[QUERY]);
-  params.key = reinterpret_cast<const void*>(call.addresses[KEY]);
-  params.value = reinterpret_cast<const void*>(call.addresses[VALUE]);
-  params.out = reinterpret_cast<void*>(call.addresses[OUT]);
-  params.lse = reinterpret_cast<float*>(lse.address);
-  params.scale_log2 = static_cast<float>(scale * LOG2_E);
-  if (plan.workspace_bytes) {
-    workspace = allocate(&plan.workspace_bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
-    params.workspace = workspace.value().data_ptr();
-  }
-
-  const CUstream stream = current_stream(call.query->device);
-  guarded([&] {
-    ScopedContext current(driver(), plan.context);
-    for (const KernelLaunch& kernel : plan.kernels) kernel.issue(driver(), stream, &params, call.addresses);
-  });
-  return lse.result();
-}
-
-MaskArguments mask_arguments(ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks, std::int64_t left,
-                             std::int64_t right, const Optional<double>& softcap) {
-  return {{optional_tensor(mask), optional_tensor(slopes), optional_tensor(sinks)}, left, right, softcap.has_value()};
-}
-
-// execute() with masks; a soft cap of 1 stands for none.
-ffi::Any execute_masked(const Plan& plan, const Call& call, ffi::AnyView lse, double scale, double softcap,
-                        const MaskArguments& masks) {
-  MaskedParams params = plan.params;
-  const DLTensor* const* tensors = masks.tensors;
-  if (tensors[MASK]) params.masks.mask = reinterpret_cast<const void*>(address(*tensors[MASK]));
-  if (tensors[SLOPES]) params.masks.slopes = reinterpret_cast<const float*>(address(*tensors[SLOPES]));
-  if (tensors[SINKS]) params.masks.sinks = reinterpret_cast<const void*>(address(*tensors[SINKS]));
-  params.masks.softcap_log2 = static_cast<float>(softcap * LOG2_E);
-  return execute(plan, call, lse, scale, params.call);
-}
-
-}  // namespace
-
-// The hot path. Gives None when there is no plan, else what LseArgument gives.
-ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse, std::int64_t options,
-              Optional<double> scale) {
-  Call call;
-  if (!parse(query, key, value, out, options, call)) return nullptr;
-  std::shared_ptr<const Plan> plan = plans().find(call.plan_key);
-  const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
-  if (!plan || !is_scale(factor)) return nullptr;
-  AttentionParams params = plan->params.call;
-  return execute(*plan, call, lse, factor, params);
-}
-
-// The same with masks.
-ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse,
-                     std::int64_t options, Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes,
-                     ffi::AnyView sinks, std::int64_t left, std::int64_t right, Optional<double> softcap) {
-  Call call;
-  MaskedKey masked_key;
-  const MaskArguments masks = mask_arguments(mask, slopes, sinks, left, right, softcap);
-  if (!parse(query, key, value, out, options, call)) return nullptr;
-  if (!parse_masks(call, masks, masked_key)) return nullptr;
-  std::shared_ptr<const Plan> plan = masked_plans().find(masked_key);
-  const double factor = softmax_scale(scale, call.plan_key.query.shape[3]);
-  const double cap = softcap.has_value() ? softcap.value() : 1.0;
-  if (!plan || !is_scale(factor) || !is_softcap(cap)) return nullptr;
-  return execute_masked(*plan, call, lse, factor, cap, masks);
-}
-
-namespace {
-
-// A function of (query, key, value, out, lse) that launches the plan of these arguments without looking it up: it gives
-// what sdpa() does, and None for tensors that differ from these in more than their addresses. None when there is no
-// plan.
-ffi::Any prepared_call(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
-                       Optional<double> scale) {
-  Call first;
-  if (!parse(query, key, value, out, options, first)) return nullptr;
-  std::shared_ptr<const Plan> plan = plans().find(first.plan_key);
-  const double factor = softmax_scale(scale, first.plan_key.query.shape[3]);
-  if (!plan || !is_scale(factor)) return nullptr;
-  return ffi::Function::FromTyped([plan, expected = first.plan_key, factor](DLTensor* query, DLTensor* key,
-                                                                            DLTensor* value, DLTensor* out,
-                                                                            ffi::AnyView lse) -> ffi::Any {
-    Call call;
-    const bool parsed = parse(query, key, value, out, expected.options, call);
-    if (!parsed || !expected.admits(call.plan_key)) return nullptr;
-    AttentionParams params = plan->params.call;
-    return execute(*plan, call, lse, factor, params);
-  });
-}
-
-// The same with masks, whose tensors follow the LSE's; the window and the soft cap are the plan's.
-ffi::Any prepared_masked_call(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
-                              Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks,
-                              std::int64_t left, std::int64_t right, Optional<double> softcap) {
-  Call first;
-  MaskedKey first_key;
-  if (!parse(query, key, value, out, options, first)) return nullptr;
-  if (!parse_masks(first, mask_arguments(mask, slopes, sinks, left, right, softcap), first_key)) return nullptr;
-  std::shared_ptr<const Plan> plan = masked_plans().find(first_key);
-  const double factor = softmax_scale(scale, first.plan_key.query.shape[3]);
-  const double cap = softcap.has_value() ? softcap.value() : 1.0;
-  if (!plan || !is_scale(factor) || !is_softcap(cap)) return nullptr;
-  return ffi::Function::FromTyped([plan, expected = first_key, factor, cap](
-                                      DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse,
-                                      ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks) -> ffi::Any {
-    Call call;
-    MaskedKey masked_key;
-    MaskArguments masks = mask_arguments(mask, slopes, sinks, expected.left, expected.right, {});
-    masks.capped = expected.capped != 0;
-    const bool parsed = parse(query, key, value, out, expected.call.options, call);
-    if (!parsed || !parse_masks(call, masks, masked_key) || !expected.admits(masked_key)) return nullptr;
-    return execute_masked(*plan, call, lse, factor, cap, masks);
-  });
 }
 
 Strides outer_strides(const TensorKey& key) { return {key.strides[0], key.strides[1], key.strides[2]}; }
 
-// Integers of a kernel in register_plan(), and then of each of its tensor maps.
-enum KernelField { FUNCTION, GRID_X, GRID_Y, GRID_Z, THREADS, SHARED_BYTES, CLUSTER, PROGRAMMATIC, KERNEL_FIELDS };
-enum TensorMapField { OPERAND, ROWS, COLUMNS, SWIZZLE, TENSOR_MAP_FIELDS };
+// The parameter of kernels with 16-bit operands: all but addresses, scale and soft cap.
+MaskedParams standard_params(const CallKey& k) {
+  MaskedParams found{};
+  AttentionParams& call = found.call;
+  call.query_strides = outer_strides(k.tensors[QUERY]);
+  call.key_strides = outer_strides(k.tensors[KEY]);
+  call.value_strides = outer_strides(k.tensors[VALUE]);
+  call.out_strides = outer_strides(k.tensors[OUT]);
+  const std::int64_t (&query)[4] = k.tensors[QUERY].shape, (&key)[4] = k.tensors[KEY].shape;
+  call.batch = static_cast<int32>(query[0]);
+  call.heads = static_cast<int32>(query[1]);
+  call.heads_kv = static_cast<int32>(key[1]);
+  call.seqlen_q = static_cast<int32>(query[2]);
+  call.seqlen_k = static_cast<int32>(key[2]);
 
-KernelLaunch without_tensor_maps(const ffi::Shape& fields) {
-  KernelLaunch kernel{};
-  kernel.function = reinterpret_cast<CUfunction>(fields[FUNCTION]);
-  for (int i = 0; i < 3; ++i) kernel.grid[i] = static_cast<unsigned>(fields[GRID_X + i]);
-  kernel.threads = static_cast<unsigned>(fields[THREADS]);
-  kernel.shared_bytes = static_cast<unsigned>(fields[SHARED_BYTES]);
-  kernel.cluster = static_cast<unsigned>(fields[CLUSTER]);
-  kernel.programmatic = fields[PROGRAMMATIC] != 0;
-  return kernel;
-}
-
-KernelLaunch kernel_launch(const ffi::Shape& fields, const Call& call) {
-  const std::size_t maps = fields.size() < KERNEL_FIELDS ? 0 : (fields.size() - KERNEL_FIELDS) / TENSOR_MAP_FIELDS;
-  TVM_FFI_CHECK(fields.size() == KERNEL_FIELDS + maps * TENSOR_MAP_FIELDS && maps <= KernelLaunch::MAX_TENSOR_MAPS,
-                ValueError)
-      << "kernels: expected " << int(KERNEL_FIELDS) << " integers each and " << int(TENSOR_MAP_FIELDS)
-      << " for each of at most " << KernelLaunch::MAX_TENSOR_MAPS << " tensor maps, got " << fields.size();
-  KernelLaunch kernel = without_tensor_maps(fields);
-  for (std::size_t i = 0; i < maps; ++i) {
-    const std::int64_t* field = fields.data() + KERNEL_FIELDS + i * TENSOR_MAP_FIELDS;
-    TVM_FFI_CHECK(field[OPERAND] >= 0 && field[OPERAND] < OPERANDS, ValueError)
-        << "kernels: expected an operand below " << int(OPERANDS) << ", got " << field[OPERAND];
-    const TensorMapSpec spec{static_cast<int>(field[OPERAND]), static_cast<unsigned>(field[ROWS]),
-                             static_cast<unsigned>(field[COLUMNS]), static_cast<unsigned>(field[SWIZZLE]), 0};
-    const TensorKey* keys[] = {&call.plan_key.query, &call.plan_key.key, &call.plan_key.value, &call.plan_key.out};
-    kernel.tensor_maps.push_back(encode_tensor_map(driver(), spec, *keys[spec.operand], call.addresses[spec.operand]));
+  // Ends out of every key's reach are brought near: sums of them must stay in 32 bits. Masks.bounds() says the same.
+  constexpr std::int64_t FAR = std::int64_t(1) << 40;
+  const std::int64_t position = k.causal() == 2 ? key[2] - query[2] : 0;
+  const std::int64_t furthest = k.causal() ? position : position + std::min(k.right, FAR);
+  call.diagonal = static_cast<int32>(std::min(furthest, key[2]));
+  MaskParams& masks = found.masks;
+  masks.position = static_cast<int32>(position);
+  masks.lowest = static_cast<int32>(std::max(position - std::min(k.left, FAR), -query[2]));
+  if (k.given) {
+    const std::int64_t (&mask)[4] = k.tensors[MASK].strides;
+    masks.mask_strides = {mask[0], mask[1], mask[2]};
+    masks.mask_column_stride = mask[3];
+    masks.slope_batch_stride = k.tensors[SLOPES].strides[2];
+    masks.slope_head_stride = k.tensors[SLOPES].strides[3];
+    masks.sink_head_stride = k.tensors[SINKS].strides[3];
   }
-  return kernel;
+  return found;
 }
 
-// Integers of a tensor map of a kernel with 8-bit operands: the operand that it describes a [B, H, S, D] array of, the
-// bytes from its start to the array, the array's shape, its strides in elements and their bytes, and the box.
-enum ArrayField {
-  OF,
-  STARTS_AT,
-  SHAPE,
-  STRIDES = SHAPE + 4,
-  BYTES = STRIDES + 4,
-  BOX_ROWS,
-  BOX_COLUMNS,
-  BOX_SWIZZLE,
-  ARRAY_FIELDS
-};
+bool is_masked(const CallKey& k) { return k.given || k.left != -1 || k.right != -1 || k.capped; }
 
-// The tensor map of an array in memory that starts at `address`.
-EncodedTensorMap array_tensor_map(const std::int64_t* field, std::uintptr_t address) {
-  TensorKey array{};
-  std::copy_n(field + SHAPE, 4, array.shape);
-  std::copy_n(field + STRIDES, 4, array.strides);
-  array.dtype_and_device = TensorKey::pack({kDLUInt, static_cast<std::uint8_t>(8 * field[BYTES]), 1}, {});
-  const TensorMapSpec spec{static_cast<int>(field[OF]), static_cast<unsigned>(field[BOX_ROWS]),
-                           static_cast<unsigned>(field[BOX_COLUMNS]), static_cast<unsigned>(field[BOX_SWIZZLE]),
-                           static_cast<std::uintptr_t>(field[STARTS_AT])};
-  return encode_tensor_map(driver(), spec, array, address);
+void fill_standard(PlannedKernel& kernel, const CallKey& k) {
+  const MaskedParams params = standard_params(k);
+  const bool masked = is_masked(k);
+  kernel.params.assign(reinterpret_cast<const char*>(&params), masked ? sizeof(MaskedParams) : sizeof(AttentionParams));
+  kernel.pointers = {
+      {offsetof(AttentionParams, query), QUERY, 0}, {offsetof(AttentionParams, key), KEY, 0},
+      {offsetof(AttentionParams, value), VALUE, 0}, {offsetof(AttentionParams, out), OUT, 0},
+      {offsetof(AttentionParams, lse), LSE, 0},     {offsetof(AttentionParams, workspace), WORKSPACE, 0}};
+  kernel.numbers = {{offsetof(AttentionParams, scale_log2), SCALE_LOG2}};
+  if (!masked) return;
+  constexpr std::size_t MASKS = offsetof(MaskedParams, masks);
+  kernel.pointers.push_back({MASKS + offsetof(MaskParams, mask), MASK, 0});
+  kernel.pointers.push_back({MASKS + offsetof(MaskParams, slopes), SLOPES, 0});
+  kernel.pointers.push_back({MASKS + offsetof(MaskParams, sinks), SINKS, 0});
+  kernel.numbers.push_back({MASKS + offsetof(MaskParams, softcap_log2), SOFTCAP_LOG2});
 }
 
-// Launches one kernel, given by its KernelFields and ArrayFields, where an array's start is its address, on a stream,
-// which the caller names: the framework tells its current one only to calls with tensors. `params` is the kernel's
-// first argument.
-void launch_one(std::int64_t stream, std::int64_t context, ffi::Shape fields, ffi::Bytes params) {
-  TVM_FFI_CHECK(fields.size() >= KERNEL_FIELDS && (fields.size() - KERNEL_FIELDS) % ARRAY_FIELDS == 0, ValueError)
-      << "fields: expected " << int(KERNEL_FIELDS) << " integers and " << int(ARRAY_FIELDS)
-      << " for each tensor map, got " << fields.size();
+// What calls have in common that differ in the length of K, in strides of K, V and mask, and so in addresses. False for
+// a call that is none of those.
+bool growing_key(const CallKey& key, CallKey& common) {
+  constexpr std::int64_t MASKS = 1 << MASK | 1 << SLOPES | 1 << SINKS;
+  const std::int64_t length = key.tensors[KEY].shape[2];
+  if (length < 2 || key.tensors[VALUE].shape[2] != length || (key.given & ~MASKS)) return false;
+  common = key;
+  for (const Operand operand : {KEY, VALUE}) {
+    TensorKey& tensor = common.tensors[operand];
+    if (tensor.shape[3] > 1 && tensor.strides[3] != 1) return false;
+    tensor.shape[2] = 0;
+    std::fill_n(tensor.strides, 3, 0);
+  }
+  if (key.given & 1 << MASK) {
+    TensorKey& mask = common.tensors[MASK];
+    if (mask.shape[3] == length) mask.shape[3] = 0;
+    std::fill_n(mask.strides, 4, 0);
+  }
+  return true;
+}
+
+// Bulk copies address strides below 2^40 bytes.
+bool is_bulk(const TensorKey& tensor) {
+  return std::all_of(tensor.strides, tensor.strides + 3, [&](std::int64_t stride) {
+    return std::uint64_t(stride) * tensor.element_bytes() < std::uint64_t(1) << 40;
+  });
+}
+
+// The plan of a call whose K has another length than that of a plan before it; null where there is none.
+std::shared_ptr<const Plan> grown_plan(const Call& call) {
+  CallKey common;
+  if (!growing_key(call.key, common)) return nullptr;
+  const std::shared_ptr<const Plan> before = growing_plans().find(common);
+  if (!before || !before->growth.has(call.key.tensors[KEY].shape[2])) return nullptr;
+  auto plan = std::make_shared<Plan>(*before);
   guarded([&] {
-    ScopedContext current(driver(), reinterpret_cast<CUcontext>(context));
-    KernelLaunch kernel = without_tensor_maps(fields);
-    for (std::size_t at = KERNEL_FIELDS; at < fields.size(); at += ARRAY_FIELDS) {
-      kernel.tensor_maps.push_back(array_tensor_map(fields.data() + at, 0));
+    ScopedContext current(driver(), plan->context);
+    for (PlannedKernel& kernel : plan->kernels) {
+      fill_standard(kernel, call.key);
+      for (EncodedTensorMap& map : kernel.launch.tensor_maps) {
+        const TensorKey& tensor = call.key.tensors[map.spec.operand];
+        if (!is_bulk(tensor)) return plan.reset();
+        map = encode_tensor_map(driver(), map.spec, tensor, call.addresses[map.spec.operand]);
+      }
     }
-    const Addresses none{};
-    kernel.issue(driver(), reinterpret_cast<CUstream>(stream), const_cast<char*>(params.data()), none);
   });
-}
-
-Plan make_plan(const Call& call, std::int64_t context, const ffi::Array<ffi::Shape>& kernels,
-               std::int64_t workspace_bytes, std::int64_t diagonal) {
-  const PlanKey& k = call.plan_key;
-  Plan plan{};
-  plan.context = reinterpret_cast<CUcontext>(context);
-  guarded([&] {
-    ScopedContext current(driver(), plan.context);
-    for (const ffi::Shape& fields : kernels) plan.kernels.push_back(kernel_launch(fields, call));
-  });
-  plan.workspace_bytes = workspace_bytes;
-  AttentionParams& params = plan.params.call;
-  params.query_strides = outer_strides(k.query);
-  params.key_strides = outer_strides(k.key);
-  params.value_strides = outer_strides(k.value);
-  params.out_strides = outer_strides(k.out);
-  params.batch = static_cast<int32>(k.query.shape[0]);
-  params.heads = static_cast<int32>(k.query.shape[1]);
-  params.heads_kv = static_cast<int32>(k.key.shape[1]);
-  params.seqlen_q = static_cast<int32>(k.query.shape[2]);
-  params.seqlen_k = static_cast<int32>(k.key.shape[2]);
-  params.diagonal = static_cast<int32>(diagonal);
+  if (plan) plans().insert(call.key, plan);
   return plan;
 }
 
-constexpr const char* BAD_CALL = "expected [B, H, S, D] CUDA tensors that do not overlap";
-
-// Registers the plan of a validated call. The tensors and options are the arguments that sdpa() will be called
-// with; `kernels` are launched in their order, each given by its KernelFields and TensorMapFields.
-void register_plan(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
-                   std::int64_t context, ffi::Array<ffi::Shape> kernels, std::int64_t workspace_bytes,
-                   std::int64_t diagonal) {
-  Call call;
-  TVM_FFI_CHECK(parse(query, key, value, out, options, call), ValueError) << BAD_CALL;
-  plans().insert(call.plan_key, make_plan(call, context, kernels, workspace_bytes, diagonal));
+std::shared_ptr<const Plan> plan_of(const Call& call) {
+  std::shared_ptr<const Plan> plan = plans().find(call.key);
+  return plan ? plan : grown_plan(call);
 }
 
-// The same for sdpa_masked().
-void register_masked_plan(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
-                          std::int64_t context, ffi::Array<ffi::Shape> kernels, std::int64_t workspace_bytes,
-                          std::int64_t diagonal, ffi::AnyView mask, ffi::AnyView slopes, ffi::AnyView sinks,
-                          std::int64_t left, std::int64_t right, Optional<double> softcap, std::int64_t position,
-                          std::int64_t lowest) {
-  Call call;
-  MaskedKey masked_key;
-  const MaskArguments masks = mask_arguments(mask, slopes, sinks, left, right, softcap);
-  TVM_FFI_CHECK(parse(query, key, value, out, options, call) && parse_masks(call, masks, masked_key), ValueError)
-      << BAD_CALL;
-  Plan plan = make_plan(call, context, kernels, workspace_bytes, diagonal);
-  plan.params.masks = mask_params(masked_key, position, lowest);
-  masked_plans().insert(masked_key, plan);
-}
-
-// Integers of a pointer in register_eight_bit_plan().
-enum PointerField { AT, POINTS_TO, OFFSET, POINTER_FIELDS };
-
-// The same for sdpa_eight_bit(). `kernels` are given by their KernelFields, whether only calls with an LSE launch them,
-// and ArrayFields; `params` are their parameters, and `pointers` where in these addresses belong.
-void register_eight_bit_plan(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, std::int64_t options,
-                             Optional<double> scale, ffi::AnyView query_scale, ffi::AnyView key_scale,
-                             ffi::AnyView value_scale, std::int64_t context, ffi::Array<ffi::Shape> kernels,
-                             ffi::Array<ffi::Bytes> params, ffi::Array<ffi::Shape> pointers,
-                             std::int64_t workspace_bytes) {
-  EightBitCall call;
-  const DLTensor* const scales[] = {optional_tensor(query_scale), optional_tensor(key_scale),
-                                    optional_tensor(value_scale)};
-  TVM_FFI_CHECK(call.parse(query, key, value, out, options, scale, scales), ValueError) << BAD_CALL;
-  EightBitPlan plan{reinterpret_cast<CUcontext>(context), {}, workspace_bytes};
-  for (std::size_t i = 0; i < kernels.size(); ++i) {
-    const ffi::Shape fields = kernels[i], places = pointers[i];
-    const ffi::Bytes bytes = params[i];
-    constexpr std::size_t OWN = KERNEL_FIELDS + 1;
-    const std::size_t maps = fields.size() < OWN ? 0 : (fields.size() - OWN) / ARRAY_FIELDS;
-    TVM_FFI_CHECK(fields.size() == OWN + maps * ARRAY_FIELDS && maps <= KernelLaunch::MAX_TENSOR_MAPS &&
-                      bytes.size() <= FilledKernel::MAX_PARAMS && places.size() % POINTER_FIELDS == 0,
-                  ValueError)
-        << "kernels: expected " << OWN << " integers each and " << int(ARRAY_FIELDS) << " for each of at most "
-        << KernelLaunch::MAX_TENSOR_MAPS << " tensor maps, parameters of at most " << FilledKernel::MAX_PARAMS
-        << " bytes and " << int(POINTER_FIELDS) << " integers a pointer, got " << fields.size() << ", " << bytes.size()
-        << " and " << places.size();
-    FilledKernel kernel{without_tensor_maps(fields), {bytes.data(), bytes.size()}, {}, fields[KERNEL_FIELDS] != 0};
-    for (const std::int64_t* p = places.data(); p < places.data() + places.size(); p += POINTER_FIELDS) {
-      TVM_FFI_CHECK(p[POINTS_TO] >= 0 && p[POINTS_TO] < EIGHT_BIT_OPERANDS && p[AT] >= 0 &&
-                        p[AT] + sizeof(std::uintptr_t) <= bytes.size(),
-                    ValueError)
-          << "pointers: expected an operand below " << int(EIGHT_BIT_OPERANDS) << " and a place in " << bytes.size()
-          << " bytes of parameters, got " << p[POINTS_TO] << " at " << p[AT];
-      kernel.pointers.push_back(
-          {static_cast<std::size_t>(p[AT]), static_cast<int>(p[POINTS_TO]), static_cast<std::uintptr_t>(p[OFFSET])});
-    }
-    guarded([&] {
-      ScopedContext current(driver(), plan.context);
-      for (std::size_t map = 0; map < maps; ++map) {
-        const std::int64_t* array = fields.data() + OWN + map * ARRAY_FIELDS;
-        TVM_FFI_CHECK(array[OF] >= 0 && array[OF] < EIGHT_BIT_OPERANDS, ValueError)
-            << "kernels: expected an operand below " << int(EIGHT_BIT_OPERANDS) << ", got " << array[OF];
-        // Memory that each call allocates has no address yet: the query's stands in until then.
-        const std::uintptr_t address = call.addresses[array[OF]];
-        kernel.launch.tensor_maps.push_back(array_tensor_map(array, address ? address : call.addresses[QUERY]));
-      }
-    });
-    plan.kernels.push_back(std::move(kernel));
+// Launches a plan; gives what LseArgument does.
+ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView wanted_lse, const Factors& factors) {
+  const LseArgument lse(wanted_lse, *call.query);
+  Optional<ffi::Tensor> workspace;
+  call.addresses[LSE] = lse.address;
+  if (plan.workspace_bytes) {
+    workspace = allocate(&plan.workspace_bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
+    call.addresses[WORKSPACE] = reinterpret_cast<std::uintptr_t>(workspace.value().data_ptr());
   }
-  eight_bit_plans().insert(call.key, plan);
+  Numbers numbers;
+  numbers[SCALE] = static_cast<float>(factors.scale);
+  numbers[SCALE_LOG2] = static_cast<float>(factors.scale * LOG2_E);
+  numbers[SOFTCAP_LOG2] = static_cast<float>(factors.softcap * LOG2_E);
+  const CUstream stream = current_stream(call.query->device);
+  guarded([&] {
+    ScopedContext current(driver(), plan.context);
+    for (const PlannedKernel& kernel : plan.kernels) {
+      if (!kernel.only_with_lse || lse.address) kernel.issue(driver(), stream, call.addresses, numbers);
+    }
+  });
+  return lse.result();
+}
+
+// Places of a call's arguments: query, key, value, out, LSE, options, scale; and then, as far as they are given, the
+// tensors and numbers of masks, and scales of 8-bit values.
+enum Argument {
+  LSE_ARGUMENT = OUT + 1,
+  OPTIONS_ARGUMENT,
+  SCALE_ARGUMENT,
+  FEWEST_ARGUMENTS,
+  MASK_ARGUMENT = FEWEST_ARGUMENTS,
+  SLOPES_ARGUMENT,
+  SINKS_ARGUMENT,
+  LEFT_ARGUMENT,
+  RIGHT_ARGUMENT,
+  SOFTCAP_ARGUMENT,
+  QUERY_SCALE_ARGUMENT,
+  MOST_ARGUMENTS = QUERY_SCALE_ARGUMENT + 3
+};
+
+Optional<double> optional_number(ffi::AnyView argument) { return argument.cast<Optional<double>>(); }
+
+struct GivenCall {
+  Arguments arguments;
+  ffi::AnyView lse;
+  Optional<double> scale, softcap;
+
+  explicit GivenCall(ffi::PackedArgs args) {
+    const int count = args.size();
+    TVM_FFI_CHECK(count >= FEWEST_ARGUMENTS && count <= MOST_ARGUMENTS, TypeError)
+        << "a call: expected " << int(FEWEST_ARGUMENTS) << " to " << int(MOST_ARGUMENTS) << " arguments, got " << count;
+    for (int i = 0; i < DENSE_OPERANDS; ++i) arguments.tensors[i] = args[i].cast<DLTensor*>();
+    lse = args[LSE_ARGUMENT];
+    arguments.options = args[OPTIONS_ARGUMENT].cast<std::int64_t>();
+    scale = optional_number(args[SCALE_ARGUMENT]);
+    if (count == FEWEST_ARGUMENTS) return;
+    for (int i = 0; i < 3 && MASK_ARGUMENT + i < count; ++i) {
+      arguments.tensors[MASK + i] = optional_tensor(args[MASK_ARGUMENT + i]);
+    }
+    if (count > LEFT_ARGUMENT) arguments.left = args[LEFT_ARGUMENT].cast<std::int64_t>();
+    if (count > RIGHT_ARGUMENT) arguments.right = args[RIGHT_ARGUMENT].cast<std::int64_t>();
+    if (count > SOFTCAP_ARGUMENT) softcap = optional_number(args[SOFTCAP_ARGUMENT]);
+    arguments.capped = softcap.has_value();
+    for (int i = 0; i < 3 && QUERY_SCALE_ARGUMENT + i < count; ++i) {
+      arguments.tensors[QUERY_SCALE + i] = optional_tensor(args[QUERY_SCALE_ARGUMENT + i]);
+    }
+  }
+
+  Factors factors() const { return Factors(scale, softcap, arguments.tensors[QUERY]->shape[3]); }
+};
+
+}  // namespace
+
+ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap) {
+  Call call;
+  if (!parse(arguments, call)) return nullptr;
+  const Factors factors(scale, softcap, arguments.tensors[QUERY]->shape[3]);
+  if (!factors.valid()) return nullptr;
+  const std::shared_ptr<const Plan> plan = plan_of(call);
+  if (!plan) return nullptr;
+  return execute(*plan, call, lse, factors);
+}
+
+namespace {
+
+// The hot path. Gives None when there is no plan, else what LseArgument gives.
+ffi::Any sdpa(ffi::PackedArgs args) {
+  const GivenCall given(args);
+  return attend(given.arguments, given.lse, given.scale, given.softcap);
+}
+
+// A function of (query, key, value, out, LSE, and tensors of masks and scales) that launches the plan of these
+// arguments without looking it up: it gives what sdpa() does, and None for tensors that differ from these in more than
+// their addresses. Window, soft cap and scale are those given here. None when there is no plan.
+ffi::Any prepared_call(ffi::PackedArgs args) {
+  const GivenCall given(args);
+  Call first;
+  if (!parse(given.arguments, first)) return nullptr;
+  const Factors factors = given.factors();
+  const std::shared_ptr<const Plan> plan = plan_of(first);
+  if (!plan || !factors.valid()) return nullptr;
+  return ffi::Function::FromPacked([plan, factors, expected = first.key](ffi::PackedArgs args, ffi::Any* result) {
+    TVM_FFI_CHECK(args.size() > OUT + 1 && args.size() <= KEYED_OPERANDS + 1, TypeError)
+        << "a prepared call: expected " << OUT + 2 << " to " << KEYED_OPERANDS + 1 << " arguments, got " << args.size();
+    Arguments arguments;
+    for (int i = 0; i < DENSE_OPERANDS; ++i) arguments.tensors[i] = args[i].cast<DLTensor*>();
+    for (int i = OUT + 2; i < args.size(); ++i) arguments.tensors[i - 1] = optional_tensor(args[i]);
+    arguments.options = expected.options;
+    arguments.left = expected.left, arguments.right = expected.right, arguments.capped = expected.capped != 0;
+    Call call;
+    *result = nullptr;
+    if (parse(arguments, call) && expected.admits(call.key)) *result = execute(*plan, call, args[OUT + 1], factors);
+  });
+}
+
+// Integers that Python packs into bytes.
+class Integers {
+ public:
+  explicit Integers(const ffi::Bytes& bytes)
+      : at_(bytes.data()), end_(bytes.data() + bytes.size()), size_(bytes.size() / 8) {}
+
+  std::int64_t next() {
+    TVM_FFI_CHECK(end_ - at_ >= 8, ValueError) << "numbers: expected more than " << size_ << " integers";
+    std::int64_t found;
+    std::memcpy(&found, at_, 8);
+    at_ += 8;
+    return found;
+  }
+
+  // A number of things, which do not exceed `most`.
+  std::size_t count(std::size_t most, const char* what) {
+    const std::int64_t found = next();
+    TVM_FFI_CHECK(found >= 0 && found <= static_cast<std::int64_t>(most), ValueError)
+        << "numbers: expected at most " << most << " " << what << ", got " << found;
+    return static_cast<std::size_t>(found);
+  }
+
+  int operand(int below) {
+    const std::int64_t found = next();
+    TVM_FFI_CHECK(found >= 0 && found < below, ValueError)
+        << "numbers: expected an operand below " << below << ", got " << found;
+    return static_cast<int>(found);
+  }
+
+  bool at_end() const { return at_ == end_; }
+
+ private:
+  const char *at_, *end_;
+  std::size_t size_;
+};
+
+// A kernel's function, grid, threads, bytes of shared memory, cluster, and whether its launch is programmatic.
+KernelLaunch read_launch(Integers& integers) {
+  KernelLaunch kernel{};
+  kernel.function = reinterpret_cast<CUfunction>(integers.next());
+  for (unsigned& ctas : kernel.grid) ctas = static_cast<unsigned>(integers.next());
+  kernel.threads = static_cast<unsigned>(integers.next());
+  kernel.shared_bytes = static_cast<unsigned>(integers.next());
+  kernel.cluster = static_cast<unsigned>(integers.next());
+  kernel.programmatic = integers.next() != 0;
+  return kernel;
+}
+
+// A tensor map: its operand, the box's rows, columns and swizzle, the bytes from the operand's start to an array, that
+// array's element bytes, shape and strides in elements. No element bytes stand for the operand as it is.
+EncodedTensorMap read_tensor_map(Integers& integers, const Addresses& addresses, const TensorKey* operands) {
+  TensorMapSpec spec{};
+  spec.operand = integers.operand(OPERANDS);
+  spec.rows = static_cast<unsigned>(integers.next());
+  spec.columns = static_cast<unsigned>(integers.next());
+  spec.swizzle = static_cast<unsigned>(integers.next());
+  spec.offset = static_cast<std::uintptr_t>(integers.next());
+  const std::int64_t bytes = integers.next();
+  TensorKey array{};
+  for (std::int64_t& size : array.shape) size = integers.next();
+  for (std::int64_t& stride : array.strides) stride = integers.next();
+  array.dtype_and_device = TensorKey::pack({kDLUInt, static_cast<std::uint8_t>(8 * bytes), 1}, {});
+  const bool whole = !bytes && operands && spec.operand < DENSE_OPERANDS;
+  // Memory that each call allocates has no address yet: the query's stands in until then.
+  const std::uintptr_t address = addresses[spec.operand] ? addresses[spec.operand] : addresses[QUERY];
+  return encode_tensor_map(driver(), spec, whole ? operands[spec.operand] : array, address);
+}
+
+std::vector<EncodedTensorMap> read_tensor_maps(Integers& integers, const Addresses& addresses,
+                                               const TensorKey* operands) {
+  std::vector<EncodedTensorMap> maps(integers.count(KernelLaunch::MAX_TENSOR_MAPS, "tensor maps"));
+  for (EncodedTensorMap& map : maps) map = read_tensor_map(integers, addresses, operands);
+  return maps;
+}
+
+// A kernel of a plan: its launch, whether only calls with an LSE launch it, the bytes of its parameter, the places of
+// addresses and numbers in it, and its tensor maps. No bytes stand for the parameter of kernels with 16-bit operands.
+PlannedKernel read_kernel(Integers& integers, const char*& params, const char* params_end, const Call& call) {
+  PlannedKernel kernel{read_launch(integers), {}, {}, {}, integers.next() != 0};
+  const std::size_t bytes = integers.count(PlannedKernel::MAX_PARAMS, "bytes of a parameter");
+  TVM_FFI_CHECK(params_end - params >= static_cast<std::ptrdiff_t>(bytes), ValueError)
+      << "params: expected " << bytes << " bytes more, got " << params_end - params;
+  if (bytes) {
+    kernel.params.assign(params, bytes), params += bytes;
+  } else {
+    fill_standard(kernel, call.key);
+  }
+  const auto place = [&](std::size_t size) {
+    const std::int64_t at = integers.next();
+    TVM_FFI_CHECK(at >= 0 && at + size <= kernel.params.size(), ValueError)
+        << "numbers: expected a place in " << kernel.params.size() << " bytes of a parameter, got " << at;
+    return static_cast<std::size_t>(at);
+  };
+  for (std::size_t left = integers.count(PlannedKernel::MAX_PARAMS / 8, "addresses"); left; --left) {
+    const std::size_t at = place(sizeof(std::uintptr_t));
+    const int operand = integers.operand(OPERANDS);
+    kernel.pointers.push_back({at, operand, static_cast<std::uintptr_t>(integers.next())});
+  }
+  for (std::size_t left = integers.count(PlannedKernel::MAX_PARAMS / 4, "numbers"); left; --left) {
+    const std::size_t at = place(sizeof(float));
+    kernel.numbers.push_back({at, integers.operand(NUMBERS)});
+  }
+  kernel.launch.tensor_maps = read_tensor_maps(integers, call.addresses, call.key.tensors);
+  return kernel;
+}
+
+// Registers the plan of a validated call. After `numbers` and `params` come the arguments that sdpa() will be called
+// with. The numbers are the context, bytes of scratch memory, the first and the last length of K that the plan is for,
+// and the kernels in the order of their launch.
+void register_plan(ffi::PackedArgs args) {
+  TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";
+  Integers integers(args[0].cast<ffi::Bytes>());
+  const ffi::Bytes params = args[1].cast<ffi::Bytes>();
+  const GivenCall given(args.Slice(2));
+  Call call;
+  TVM_FFI_CHECK(parse(given.arguments, call), ValueError)
+      << "expected [B, H, S, D] CUDA tensors that do not overlap the output";
+  auto plan = std::make_shared<Plan>();
+  plan->context = reinterpret_cast<CUcontext>(integers.next());
+  plan->workspace_bytes = integers.next();
+  plan->growth.first = integers.next(), plan->growth.last = integers.next();
+  const std::size_t kernels = integers.count(8, "kernels");
+  const char* at = params.data();
+  guarded([&] {
+    ScopedContext current(driver(), plan->context);
+    for (std::size_t i = 0; i < kernels; ++i) {
+      plan->kernels.push_back(read_kernel(integers, at, params.data() + params.size(), call));
+    }
+  });
+  TVM_FFI_CHECK(integers.at_end(), ValueError) << "numbers: expected no more after " << kernels << " kernels";
+  CallKey common;
+  if (plan->growth.first <= plan->growth.last && growing_key(call.key, common)) growing_plans().insert(common, plan);
+  plans().insert(call.key, plan);
+}
+
+// Launches one kernel on a stream, which the caller names: the framework tells its current one only to calls with
+// tensors. The numbers are the context, the launch and tensor maps of arrays that start at their offsets. `params` is
+// the kernel's first argument.
+void launch_one(std::int64_t stream, ffi::Bytes numbers, ffi::Bytes params) {
+  Integers integers(numbers);
+  guarded([&] {
+    ScopedContext current(driver(), reinterpret_cast<CUcontext>(integers.next()));
+    KernelLaunch kernel = read_launch(integers);
+    const Addresses none{};
+    kernel.tensor_maps = read_tensor_maps(integers, none, nullptr);
+    kernel.issue(driver(), reinterpret_cast<CUstream>(stream), const_cast<char*>(params.data()), none);
+  });
 }
 
 // 16 when the call's tensors allow 16-byte loads and stores of every row, else 0; -1 when `out` overlaps an
 // input or a tensor is no 4-dimensional CUDA tensor.
 std::int64_t alignment(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out) {
+  Arguments arguments;
+  arguments.tensors[QUERY] = query, arguments.tensors[KEY] = key;
+  arguments.tensors[VALUE] = value, arguments.tensors[OUT] = out;
   Call call;
-  return parse(query, key, value, out, 0, call) ? call.plan_key.alignment : -1;
+  return parse(arguments, call) ? call.key.alignment : -1;
 }
 
 // Clusters of more CTAs run on some GPUs only, and a kernel must ask for them.
@@ -380,22 +454,25 @@ std::int64_t driver_version() {
 // Lets kernels begin before the one ahead of them has ended, or not; gives what held before.
 bool set_programmatic(bool enabled) { return programmatic_enabled.exchange(enabled); }
 
-std::int64_t plan_count() { return plans().size() + masked_plans().size() + eight_bit_plans().size(); }
+std::int64_t plan_count() { return plans().size(); }
 
-void clear_plans() { plans().clear(), masked_plans().clear(), eight_bit_plans().clear(); }
+void clear_plans() { plans().clear(), growing_plans().clear(); }
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa, sdpa);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa_masked, sdpa_masked);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_call, prepared_call);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_masked_call, prepared_masked_call);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sdpa_eight_bit, sdpa_eight_bit);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepared_eight_bit_call, prepared_eight_bit_call);
+// A function of any number of arguments, exported as those are that TVM_FFI_DLL_EXPORT_TYPED_FUNC exports.
+#define MICROSDPA_EXPORT_PACKED(name, body)                                                                            \
+  extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_##name(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) { \
+    TVM_FFI_SAFE_CALL_BEGIN();                                                                                         \
+    const ffi::PackedArgs packed(reinterpret_cast<const ffi::AnyView*>(args), count);                                  \
+    *reinterpret_cast<ffi::Any*>(result) = body;                                                                       \
+    TVM_FFI_SAFE_CALL_END();                                                                                           \
+  }
+
+MICROSDPA_EXPORT_PACKED(sdpa, sdpa(packed))
+MICROSDPA_EXPORT_PACKED(prepared_call, prepared_call(packed))
+MICROSDPA_EXPORT_PACKED(register_plan, (register_plan(packed), nullptr))
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_plan, register_plan);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_masked_plan, register_masked_plan);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_eight_bit_plan, register_eight_bit_plan);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_nodes, register_nodes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_node_constants, set_node_constants);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(expect_node, expect_node);

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import os
+import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
-from microsdpa.masks import NONE, Masks
-from microsdpa.problem import Problem, target_of, virtual
+from microsdpa.kernels import Grid, KernelSpec
+from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.runtime.ffi import tvm_ffi
-from microsdpa.specs import Grid, KernelSpec
 
 LIBRARY = "libmicrosdpa_launcher.so"
 MIN_DRIVER = 13000
@@ -38,23 +37,21 @@ def _load_library() -> Any:
 _library = _load_library()
 tvm_ffi.register_error("microsdpa.OutOfMemoryError", torch.OutOfMemoryError)
 
-launch = _library.sdpa
-"""launch(query, key, value, out, lse, options, scale | None): the hot path.
+Call = tuple[Any, ...]
+"""Arguments of one call, in the order that the library has them.
+
+They are query, key, value, out, lse, options (a number of OPTIONS), and scale or None. As far as they are given,
+attn_mask, alibi_slopes, sinks, the window's ends (-1 for none) and softcap follow, NO_MASKS for none; and at last the
+scales of 8-bit query, key and value, tensors or None.
+"""
+
+NO_MASKS = None, None, None, -1, -1, None
+
+launch: Callable[..., Any] = _library.sdpa
+"""The hot path, a function of a Call's items.
 
 `lse` is a tensor [B, H, S_q] in FP32 to write to, True for one that is allocated, or None or False for none. Gives None
 when no plan is registered for the call, the LSE where it was allocated, and else True.
-"""
-
-launch_masked = _library.sdpa_masked
-"""launch with further arguments (attn_mask | None, alibi_slopes | None, sinks | None, left, right, softcap | None).
-
-left and right are the window's ends, -1 for none.
-"""
-
-launch_eight_bit = _library.sdpa_eight_bit
-"""launch of a call with 8-bit operands, with further arguments (query_scale, key_scale, value_scale).
-
-They are tensors, or None where there are no codes.
 """
 
 expect_node = _library.expect_node
@@ -78,56 +75,17 @@ def register_nodes(backend: str, cudnn: str | None, flash: str | None, plain: in
     return bool(_library.register_nodes(backend, cudnn, flash, plain, causal))
 
 
-def prepared_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    options: int,
-    scale: float | None,
-) -> Callable[..., Any]:
-    """`launch` for the plan of these arguments alone: a function of (query, key, value, out, lse).
+def prepared_call(call: Call) -> Callable[..., Any]:
+    """`launch` for the plan of these arguments alone: a function of (query, key, value, out, lse, *tensors).
 
-    It gives None for tensors that differ from these in more than their addresses.
+    The tensors are those of masks, and then scales, as far as they are given: attn_mask, alibi_slopes, sinks. Window,
+    soft cap and scale are the call's. It gives None for tensors that differ from the call's in more than addresses.
 
     Raises:
         RuntimeError: no plan is registered for the arguments.
     """
-    call: Callable[..., Any] = found(_library.prepared_call(query, key, value, out, options, scale))
-    return call
-
-
-def prepared_masked_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    options: int,
-    scale: float | None,
-    masks: Masks,
-) -> Callable[..., Any]:
-    """prepared_call with masks: a function of (query, key, value, out, lse, attn_mask, alibi_slopes, sinks).
-
-    The last three may be None; the window and the soft cap are those of `masks`.
-    """
-    arrays = masks.attn_mask, masks.alibi_slopes, masks.sinks
-    call: Callable[..., Any] = found(
-        _library.prepared_masked_call(query, key, value, out, options, scale, *arrays, *masks.ends, masks.softcap)
-    )
-    return call
-
-
-def prepared_eight_bit_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    options: int,
-    scale: float | None,
-) -> Callable[..., Any]:
-    """prepared_call for a call that quantises."""
-    call: Callable[..., Any] = found(_library.prepared_eight_bit_call(query, key, value, out, options, scale))
-    return call
+    prepared: Callable[..., Any] = found(_library.prepared_call(*call))
+    return prepared
 
 
 def found(result: Any) -> Any:
@@ -139,25 +97,6 @@ def found(result: Any) -> Any:
     if result is None:
         raise RuntimeError("the plan that was just registered is not found: please report this as a bug")
     return result
-
-
-def masked_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | bool,
-    options: int,
-    scale: float | None,
-    masks: Masks,
-) -> Any:
-    """`launch_masked` for a call whose plan is registered.
-
-    Raises:
-        RuntimeError: no plan is registered for the arguments.
-    """
-    arrays = masks.attn_mask, masks.alibi_slopes, masks.sinks
-    return found(launch_masked(query, key, value, out, lse, options, scale, *arrays, *masks.ends, masks.softcap))
 
 
 def forget_plans() -> None:
@@ -262,46 +201,18 @@ def load_kernel(kernel: CompiledKernel, device: int) -> tuple[int, int]:
         return handles
 
 
-_OPERANDS = ("query", "key", "value", "out")
+_OPERANDS = (
+    *("query", "key", "value", "out", "attn_mask", "alibi_slopes", "sinks"),
+    *("query_scale", "key_scale", "value_scale", "lse", "workspace"),
+)
+"""Names of what addresses in a parameter are of, in the library's order (tensor_key.h)."""
+SCALE, SCALE_LOG2 = 0, 1
+"""Numbers of a call that a parameter holds as floats: the softmax's scale, and the same times log2(e)."""
+NO_GROWTH = 1, 0
 
 
-def prepare(
-    problem: Problem,
-    spec: KernelSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    options: int,
-    masks: Masks = NONE,
-) -> None:
-    """Compile and load the kernels of `spec`, and register the plan that `launch` finds for these validated arguments.
-
-    Raises:
-        CompileError: the kernel does not compile.
-        RuntimeError: the driver refuses to load it.
-    """
-    kernels = []
-    for stage in spec.stages:
-        function, context = load_kernel(_compiled(stage, problem.target), query.device.index)
-        fields = [stage.threads, stage.shared_bytes, stage.cluster, int(stage.programmatic)]
-        for m in stage.tensor_maps:
-            fields += [_OPERANDS.index(m.tensor), m.rows, m.columns, m.swizzle]
-        kernels.append(tvm_ffi.Shape([function, *stage.grid(problem), *fields]))
-    workspace_bytes = max(stage.workspace_bytes(problem) for stage in spec.stages)
-    position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
-    call = query, key, value, out, options
-    if problem.mask is None:
-        _library.register_plan(*call, context, kernels, workspace_bytes, diagonal)
-    else:
-        arrays = masks.attn_mask, masks.alibi_slopes, masks.sinks
-        wanted = *arrays, *masks.ends, masks.softcap
-        _library.register_masked_plan(*call, context, kernels, workspace_bytes, diagonal, *wanted, position, lowest)
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """What a tensor map of a kernel with 8-bit operands describes: a [B, H, S, D] array in a tensor of the call.
+class Mapped(NamedTuple):
+    """What a tensor map describes: a [B, H, S, D] array in a tensor of the call.
 
     Attributes:
         offset: bytes from the tensor's start.
@@ -314,60 +225,95 @@ class Mapped:
     strides: tuple[int, ...]
     element_bytes: int
 
-    @property
-    def fields(self) -> tuple[int, ...]:
-        """What the library is told of the array."""
-        return *self.shape, *self.strides, self.element_bytes
 
-
-@dataclass(frozen=True)
-class FilledKernel:
-    """A kernel of a call with 8-bit operands.
+class PlannedKernel(NamedTuple):
+    """A kernel of a plan.
 
     Attributes:
-        params: its parameter, without addresses.
+        params: its parameter, without addresses; empty where it is that of kernels with 16-bit operands, of which the
+            library fills all.
         pointers: (bytes from the parameter's start, tensor, bytes from the tensor's start): where addresses belong. Of
             a tensor that a call does not have, it is null.
-        tensor_maps: what those of its specification describe.
+        numbers: (bytes from the parameter's start, SCALE or SCALE_LOG2): where numbers of a call belong.
+        tensor_maps: what those of its specification describe; the operands themselves where `params` is empty.
         only_with_lse: whether only calls with an LSE launch it.
     """
 
     spec: KernelSpec
     grid: Grid
-    params: bytes
-    pointers: tuple[tuple[int, str, int], ...]
+    params: bytes = b""
+    pointers: tuple[tuple[int, str, int], ...] = ()
+    numbers: tuple[tuple[int, int], ...] = ()
     tensor_maps: tuple[Mapped, ...] = ()
     only_with_lse: bool = False
 
 
-_EIGHT_BIT_OPERANDS = (*_OPERANDS, "lse", "workspace", "query_scale", "key_scale", "value_scale")
+def _packed(integers: list[int]) -> bytes:
+    return struct.pack(f"{len(integers)}q", *integers)
 
 
-def prepare_eight_bit(call: Sequence[Any], kernels: Sequence[FilledKernel], target: str, workspace_bytes: int) -> None:
-    """Compile and load kernels, and register the plan that `launch_eight_bit` finds for the arguments `call`.
+def _launch_integers(function: int, spec: KernelSpec, grid: Grid) -> list[int]:
+    return [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
 
-    `call` is (query, key, value, out, options, scale, query_scale, key_scale, value_scale).
+
+_WHOLE = (0,) * 10
+
+
+def _map_integers(spec: KernelSpec, maps: Sequence[Mapped], places: Sequence[tuple[int, int]]) -> list[int]:
+    """Of a specification's tensor maps; `places` are the operand of each and the bytes from its start to the array."""
+    found = [len(spec.tensor_maps)]
+    for i, (box, (operand, offset)) in enumerate(zip(spec.tensor_maps, places, strict=True)):
+        found += (operand, box.rows, box.columns, box.swizzle)
+        found += (offset, maps[i].element_bytes, *maps[i].shape, *maps[i].strides) if maps else _WHOLE
+    return found
+
+
+def register(
+    call: Call,
+    kernels: Sequence[PlannedKernel],
+    target: str,
+    workspace_bytes: int = 0,
+    growth: tuple[int, int] = NO_GROWTH,
+) -> None:
+    """Compile and load kernels, and register the plan that `launch` finds for these validated arguments.
+
+    `growth` is the first and the last length of K for which the kernels are the chosen ones: a call that differs in
+    this length, and in strides, gets a plan without coming here.
 
     Raises:
         CompileError: a kernel does not compile.
         RuntimeError: the driver refuses to load one.
     """
-    fields, context = [], 0
+    integers, context = [0, workspace_bytes, *growth, len(kernels)], 0
     for kernel in kernels:
-        spec = kernel.spec
+        spec, maps = kernel.spec, kernel.tensor_maps
         function, context = load_kernel(_compiled(spec, target), call[0].device.index)
-        launch = [function, *kernel.grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
-        launch.append(int(kernel.only_with_lse))
-        for box, m in zip(spec.tensor_maps, kernel.tensor_maps, strict=True):
-            launch += [_EIGHT_BIT_OPERANDS.index(m.tensor), m.offset, *m.fields, box.rows, box.columns, box.swizzle]
-        fields.append(tvm_ffi.Shape(launch))
-    pointers = [
-        [number for at, name, offset in kernel.pointers for number in (at, _EIGHT_BIT_OPERANDS.index(name), offset)]
-        for kernel in kernels
-    ]
-    params = [kernel.params for kernel in kernels]
-    shapes = [tvm_ffi.Shape(numbers) for numbers in pointers]
-    _library.register_eight_bit_plan(*call, context, fields, params, shapes, workspace_bytes)
+        integers += _launch_integers(function, spec, kernel.grid)
+        integers += (kernel.only_with_lse, len(kernel.params), len(kernel.pointers))
+        for at, name, offset in kernel.pointers:
+            integers += (at, _OPERANDS.index(name), offset)
+        integers.append(len(kernel.numbers))
+        for place in kernel.numbers:
+            integers += place
+        if maps:
+            places = [(_OPERANDS.index(m.tensor), m.offset) for m in maps]
+        else:
+            places = [(_OPERANDS.index(box.tensor), 0) for box in spec.tensor_maps]
+        integers += _map_integers(spec, maps, places)
+    integers[0] = context
+    _library.register_plan(_packed(integers), b"".join([kernel.params for kernel in kernels]), *call)
+
+
+def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int] = NO_GROWTH) -> None:
+    """register() for the kernels of `spec`, which have 16-bit operands.
+
+    Raises:
+        CompileError: a kernel does not compile.
+        RuntimeError: the driver refuses to load one.
+    """
+    kernels = [PlannedKernel(stage, stage.grid(problem)) for stage in spec.stages]
+    workspace_bytes = max([stage.workspace_bytes(problem) for stage in spec.stages])
+    register(call, kernels, problem.target, workspace_bytes, growth)
 
 
 def launch_one(
@@ -389,8 +335,8 @@ def launch_one(
         RuntimeError: the driver refuses to load or to launch it.
     """
     function, context = load_kernel(_compiled(spec, target), device)
-    fields = [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
-    for box, (address, m) in zip(spec.tensor_maps, arrays, strict=True):
-        fields += [0, address + m.offset, *m.fields, box.rows, box.columns, box.swizzle]
+    integers = [context, *_launch_integers(function, spec, grid)]
+    places = [(0, address + mapped.offset) for address, mapped in arrays]
+    integers += _map_integers(spec, [mapped for _, mapped in arrays], places)
     stream = torch.cuda.current_stream(device).cuda_stream
-    _library.launch_one(stream, context, tvm_ffi.Shape(fields), params)
+    _library.launch_one(stream, _packed(integers), params)

@@ -3,71 +3,88 @@
 
 #include <cuda.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "../cuda/core/mask_params.cuh"
+#include "call.h"
 #include "kernel_launch.h"
-#include "tensor_key.h"
 
 namespace microsdpa {
 
-// Everything a plan may depend on. Compared as bytes: no padding, every field always written.
-struct PlanKey {
-  TensorKey query, key, value, out;
-  std::int64_t options;    // the caller's code for causal, enable_gqa and impl
-  std::int64_t alignment;  // 16 when every row of every tensor starts on 16 bytes, else 0
-
-  // Whether the kernels chosen for this call compute `call` too: only its alignment may differ, for the better.
-  bool admits(const PlanKey& call) const {
-    return call.alignment >= alignment && !std::memcmp(this, &call, offsetof(PlanKey, alignment));
-  }
-};
-static_assert(sizeof(PlanKey) == 4 * 72 + 16, "PlanKey must have no padding");
-
-template <typename Key>
-struct HashOfBytes {
-  std::size_t operator()(const Key& key) const {
-    std::uint64_t words[sizeof(Key) / 8], hash = 0;
-    std::memcpy(words, &key, sizeof(key));
-    for (std::uint64_t word : words) hash = (hash ^ word) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
-    return hash;
-  }
+// Where in a kernel's parameter an address belongs: that of an operand, plus `offset` bytes; null for none.
+struct Pointer {
+  std::size_t at;
+  int operand;
+  std::uintptr_t offset;
 };
 
-template <typename Key>
-struct EqualBytes {
-  bool operator()(const Key& a, const Key& b) const { return !std::memcmp(&a, &b, sizeof(a)); }
+// Numbers of a call that are no part of its key.
+enum Number { SCALE, SCALE_LOG2, SOFTCAP_LOG2, NUMBERS };
+using Numbers = float[NUMBERS];
+
+// Where in a kernel's parameter a float belongs.
+struct NumberPlace {
+  std::size_t at;
+  int number;
+};
+
+// A kernel with its parameter, in which only what may differ from call to call is left open.
+struct PlannedKernel {
+  static constexpr std::size_t MAX_PARAMS = 512;
+
+  KernelLaunch launch;
+  std::string params;
+  std::vector<Pointer> pointers;
+  std::vector<NumberPlace> numbers;
+  bool only_with_lse;
+
+  void issue(const Driver& driver, CUstream stream, const Addresses& addresses, const Numbers& values) const {
+    alignas(16) char filled[MAX_PARAMS];
+    std::memcpy(filled, params.data(), params.size());
+    for (const Pointer& pointer : pointers) {
+      const std::uintptr_t base = addresses[pointer.operand], address = base ? base + pointer.offset : 0;
+      std::memcpy(filled + pointer.at, &address, sizeof(address));
+    }
+    for (const NumberPlace& place : numbers) std::memcpy(filled + place.at, &values[place.number], sizeof(float));
+    launch.issue(driver, stream, filled, addresses);
+  }
+};
+
+// Lengths of K for which a plan's kernels are the ones that would be chosen: such a call gets its plan from this one.
+// Sizes, strides and what the masks hide are then the call's own.
+struct Growth {
+  std::int64_t first, last;
+
+  bool has(std::int64_t seqlen_k) const { return first <= seqlen_k && seqlen_k <= last; }
 };
 
 struct Plan {
   CUcontext context;
-  std::vector<KernelLaunch> kernels;  // launched one after another with the same parameters
-  std::int64_t workspace_bytes;       // scratch memory of one call
-  MaskedParams params;                // all but the pointers, the scale and the soft cap
+  std::vector<PlannedKernel> kernels;  // launched one after another
+  std::int64_t workspace_bytes;        // scratch memory of one call
+  Growth growth;
 };
 
 // Readers share the lock, so concurrent callers do not wait for one another. Keys are compared as bytes.
-template <typename Key, typename Plan = microsdpa::Plan>
 class PlanTable {
  public:
-  std::shared_ptr<const Plan> find(const Key& key) const {
+  std::shared_ptr<const Plan> find(const CallKey& key) const {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     auto entry = plans_.find(key);
     return entry == plans_.end() ? nullptr : entry->second;
   }
 
   // Bounded: a program that never repeats a shape must not grow for ever. Plans are cheap to make again.
-  void insert(const Key& key, const Plan& plan) {
+  void insert(const CallKey& key, std::shared_ptr<const Plan> plan) {
     std::unique_lock<std::shared_mutex> lock(mutex_);
     if (plans_.size() >= MAX_PLANS) plans_.clear();
-    plans_[key] = std::make_shared<const Plan>(plan);
+    plans_[key] = std::move(plan);
   }
 
   std::int64_t size() const {
@@ -81,9 +98,19 @@ class PlanTable {
   }
 
  private:
+  struct Hash {
+    std::size_t operator()(const CallKey& key) const {
+      std::uint64_t words[sizeof(CallKey) / 8], hash = 0;
+      const std::size_t count = key.bytes() / 8;
+      std::memcpy(words, &key, count * 8);
+      for (std::size_t i = 0; i < count; ++i) hash = (hash ^ words[i]) * 0x9e3779b97f4a7c15u, hash ^= hash >> 29;
+      return hash;
+    }
+  };
+
   static constexpr std::size_t MAX_PLANS = 8192;
   mutable std::shared_mutex mutex_;
-  std::unordered_map<Key, std::shared_ptr<const Plan>, HashOfBytes<Key>, EqualBytes<Key>> plans_;
+  std::unordered_map<CallKey, std::shared_ptr<const Plan>, Hash> plans_;
 };
 
 }  // namespace microsdpa

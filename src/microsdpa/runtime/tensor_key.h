@@ -7,10 +7,29 @@
 
 namespace microsdpa {
 
-// Tensors of a call, in the order of its arguments.
-enum Operand { QUERY, KEY, VALUE, OUT, OPERANDS };
+// Tensors of a call. Those up to OUT are always there and have four dimensions; a call's key has all up to VALUE_SCALE;
+// the LSE and scratch memory are addresses alone.
+enum Operand {
+  QUERY,
+  KEY,
+  VALUE,
+  OUT,
+  DENSE_OPERANDS,
+  MASK = DENSE_OPERANDS,
+  SLOPES,
+  SINKS,
+  QUERY_SCALE,
+  KEY_SCALE,
+  VALUE_SCALE,
+  KEYED_OPERANDS,
+  LSE = KEYED_OPERANDS,
+  WORKSPACE,
+  OPERANDS
+};
 
-// Shape and strides of one [B, H, S, D] tensor, and its type and device.
+using Addresses = std::uintptr_t[OPERANDS];  // 0 for a tensor that the call does not have
+
+// Shape and strides of one tensor of four dimensions, and its type and device.
 struct TensorKey {
   std::int64_t shape[4];
   std::int64_t strides[4];

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../cuda/prelude.cuh"
+#include "../kernels/prelude.cuh"
 #include "driver.h"
 #include "tensor_key.h"
 
@@ -24,8 +24,7 @@ struct TensorMapSpec {
 struct EncodedTensorMap {
   CUtensorMap map;
   std::uintptr_t address;
-  int operand;
-  std::uintptr_t offset;
+  TensorMapSpec spec;
 };
 
 inline CUtensorMapDataType tensor_map_type(const TensorKey& tensor) {
@@ -65,7 +64,7 @@ inline EncodedTensorMap encode_tensor_map(const Driver& driver, const TensorMapS
   }
   const cuuint32_t box[RANK] = {spec.columns, spec.rows, 1, 1}, steps[RANK] = {1, 1, 1, 1};
   address += spec.offset;
-  EncodedTensorMap encoded{{}, address, spec.operand, spec.offset};
+  EncodedTensorMap encoded{{}, address, spec};
   driver.check(
       driver.tensor_map_encode(&encoded.map, tensor_map_type(tensor), RANK, reinterpret_cast<void*>(address), sizes,
                                strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, tensor_map_swizzle(spec.swizzle),

@@ -9,16 +9,10 @@
 #include <utility>
 
 #include "framework.h"
+#include "launch.h"
 #include "torch_shim.h"
 
 namespace microsdpa {
-
-// Of launcher.cc.
-ffi::Any sdpa(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse, std::int64_t options,
-              Optional<double> scale);
-ffi::Any sdpa_masked(DLTensor* query, DLTensor* key, DLTensor* value, DLTensor* out, ffi::AnyView lse,
-                     std::int64_t options, Optional<double> scale, ffi::AnyView mask, ffi::AnyView slopes,
-                     ffi::AnyView sinks, std::int64_t left, std::int64_t right, Optional<double> softcap);
 
 // What the next call of this thread asks for beyond the operator's arguments.
 struct ExpectedCall {
@@ -145,17 +139,17 @@ inline void attend_node(TorchValue* stack, NodeCall call, int lse_rank, TorchTen
   TorchView result(torch, out.get()), sums(torch, lse.get());
   const std::int64_t options =
       expected.given ? expected.options : (call.causal ? causal_options : plain_options).load();
-  const ffi::AnyView lse_view(&sums.tensor), none;
-  CurrentStream current(torch, q.device);
-  ffi::Any launched;
+  Arguments arguments;
+  arguments.tensors[QUERY] = &query.tensor, arguments.tensors[KEY] = &key.tensor;
+  arguments.tensors[VALUE] = &value.tensor, arguments.tensors[OUT] = &result.tensor;
+  arguments.options = options;
+  DLTensor mask = expected.mask;
   if (expected.masked) {
-    DLTensor mask = expected.mask;
     mask.shape = const_cast<std::int64_t*>(expected.sizes), mask.strides = const_cast<std::int64_t*>(expected.strides);
-    launched = sdpa_masked(&query.tensor, &key.tensor, &value.tensor, &result.tensor, lse_view, options, call.scale,
-                           &mask, none, none, -1, -1, {});
-  } else {
-    launched = sdpa(&query.tensor, &key.tensor, &value.tensor, &result.tensor, lse_view, options, call.scale);
+    arguments.tensors[MASK] = &mask;
   }
+  CurrentStream current(torch, q.device);
+  const ffi::Any launched = attend(arguments, ffi::AnyView(&sums.tensor), call.scale, {});
   if (launched == nullptr) throw std::runtime_error("no plan is registered for the call");
   if (expected.masked) {
     OwnedTensor seen = of_seen_rows(torch, std::move(lse));

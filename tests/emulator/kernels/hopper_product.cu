@@ -1,15 +1,13 @@
-// O = (Q K^T) V by a pair of CTAs: what a Hopper kernel synchronises, in as few lines as it takes.
+// O = (Q K^T) V by a pair of CTAs: what a Hopper kernel synchronizes, in as few lines as it takes.
 //
 // The CTAs take turns at the tiles of 64 keys. In each a producer warp copies tiles through a ring of two stages, and
 // four consumer warps multiply: S = Q K^T, S as P through shared memory, O += P V. CTA 1 then sends its sum to CTA 0.
-#include "../core/element.cuh"
-#include "../ptx/barrier.cuh"
+#include "../common/element.cuh"
+#include "../ptx/address.cuh"
 #include "../ptx/cluster.cuh"
-#include "../ptx/dynamic_shared.cuh"
-#include "../ptx/grid_dependency.cuh"
+#include "../ptx/control.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
-#include "../ptx/warp_role.cuh"
 #include "../ptx/wgmma.cuh"
 
 namespace test {

@@ -1,9 +1,8 @@
 // A small kernel with all that asynchronous Ampere kernels are made of: two-stage cp.async, XOR swizzle, ldmatrix, mma,
 // an online softmax. For 64 queries and any number of keys it gives each row's maximum score and the sum of 2^(score -
 // max).
+#include "../ptx/arithmetic.cuh"
 #include "../ptx/cp_async.cuh"
-#include "../ptx/ex2.cuh"
-#include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma.cuh"
 
 namespace test {

@@ -1,7 +1,7 @@
 // A kernel of two launches that share scratch memory: the first doubles Q into the workspace, the second copies the
 // workspace to the output. ROWS of the first launch are written.
-#include "../core/element.cuh"
-#include "../core/params.cuh"
+#include "../common/element.cuh"
+#include "../common/params.cuh"
 
 namespace test {
 

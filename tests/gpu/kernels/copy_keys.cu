@@ -1,8 +1,8 @@
 // Copies K to O, which have one shape, a box of ROWS rows by a CTA: in by one tensor map, out by another. The LSE gets
 // each CTA's rank in its cluster.
-#include "../core/params.cuh"
+#include "../common/params.cuh"
 #include "../ptx/cluster.cuh"
-#include "../ptx/grid_dependency.cuh"
+#include "../ptx/control.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/tma.cuh"
 

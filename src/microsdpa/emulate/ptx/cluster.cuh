@@ -1,7 +1,7 @@
-// Thread block clusters for the emulator; cuda/ptx/cluster.cuh says what each function does.
+// Thread block clusters for the emulator; kernels/ptx/cluster.cuh says what each function does.
 #pragma once
 
-#include "cluster_address.cuh"
+#include "address.cuh"
 #include "mbarrier.cuh"
 
 namespace microsdpa {

@@ -1,4 +1,4 @@
-// cp.async for the emulator; cuda/ptx/cp_async.cuh says what each function does.
+// cp.async for the emulator; kernels/ptx/cp_async.cuh says what each function does.
 #pragma once
 
 #include "../prelude.cuh"

@@ -1,10 +1,11 @@
-// mbarrier for the emulator; cuda/ptx/mbarrier.cuh says what each function does.
+// The instructions of kernels/ptx/mbarrier.cuh for the emulator.
 #pragma once
 
-#include "cluster_address.cuh"
-#include "shared_address.cuh"
+#include "address.cuh"
 
 namespace microsdpa {
+
+// mbarrier.
 
 struct alignas(8) Mbarrier {
   uint64 state;
@@ -38,6 +39,12 @@ inline void mbarrier_wait(Mbarrier& barrier, int parity, emulator::Place place =
 
 inline void mbarrier_wait_cluster(Mbarrier& barrier, int parity, emulator::Place place = emulator::Place::here()) {
   emulator::mbarrier_wait(emulator::shared_address(&barrier, place), parity, true, place);
+}
+
+// Waiting asleep, where every wait is.
+
+inline void mbarrier_wait_asleep(Mbarrier& barrier, int parity, emulator::Place place = emulator::Place::here()) {
+  mbarrier_wait(barrier, parity, place);
 }
 
 }  // namespace microsdpa

@@ -1,11 +1,13 @@
-// mma.sync for the emulator; cuda/ptx/mma.cuh gives shapes and fragments.
-//
-// Products are exact and sums are FP64, rounded to FP32 once per instruction: the hardware's sums have fewer bits.
+// The instructions of kernels/ptx/mma.cuh for the emulator.
 #pragma once
 
 #include "../prelude.cuh"
 
 namespace microsdpa {
+
+// mma.sync.
+//
+// Products are exact and sums are FP64, rounded to FP32 once per instruction: the hardware's sums have fewer bits.
 
 namespace emulated {
 
@@ -91,6 +93,79 @@ inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32 (&a)[4], const uint32 
 inline void mma_m16n8k32_s8(int32 (&d)[4], const uint32 (&a)[4], const uint32 (&b)[2],
                             emulator::Place place = emulator::Place::here()) {
   emulated::mma<signed char>("mma.m16n8k32.s8", d, a, b, place);
+}
+
+// ldmatrix.
+
+namespace emulated {
+
+struct alignas(16) Row {
+  unsigned short element[8];
+};
+
+template <int COUNT>
+struct MatrixLane {
+  Row row;  // the row whose address this lane gave
+  uint32 fragment[COUNT];
+};
+
+}  // namespace emulated
+
+template <int COUNT, bool TRANSPOSED = false>
+inline void ldmatrix(uint32 (&fragment)[COUNT], const void* row, emulator::Place place = emulator::Place::here()) {
+  static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "ldmatrix loads 1, 2 or 4 matrices");
+  using Lane = emulated::MatrixLane<COUNT>;
+  Lane mine{};
+  if (emulator::lane() < 8 * COUNT) mine.row = *static_cast<const emulated::Row*>(row);
+  emulator::warp_collective(
+      "ldmatrix", 0xffffffffu, &mine,
+      [](void* const(&lanes)[32], const void*) {
+        for (int t = 0; t < 32; ++t) {
+          for (int i = 0; i < COUNT; ++i) {
+            unsigned short pair[2];
+            for (int e = 0; e < 2; ++e) {
+              const int r = TRANSPOSED ? 2 * (t % 4) + e : t / 4, c = TRANSPOSED ? t / 4 : 2 * (t % 4) + e;
+              pair[e] = static_cast<const Lane*>(lanes[8 * i + r])->row.element[c];
+            }
+            static_cast<Lane*>(lanes[t])->fragment[i] = pair[0] | static_cast<uint32>(pair[1]) << 16;
+          }
+        }
+      },
+      nullptr, place);
+  for (int i = 0; i < COUNT; ++i) fragment[i] = mine.fragment[i];
+}
+
+// stmatrix.
+
+namespace emulated {
+
+struct alignas(16) StoredRow {
+  unsigned short element[8];
+};
+
+struct StoreLane {
+  uint32 fragment[4];
+  StoredRow row;  // the row whose address this lane gave
+};
+
+}  // namespace emulated
+
+inline void stmatrix(void* row, const uint32 (&fragment)[4], emulator::Place place = emulator::Place::here()) {
+  using Lane = emulated::StoreLane;
+  Lane mine{{fragment[0], fragment[1], fragment[2], fragment[3]}, {}};
+  emulator::warp_collective(
+      "stmatrix", 0xffffffffu, &mine,
+      [](void* const(&lanes)[32], const void*) {
+        for (int t = 0; t < 32; ++t) {
+          for (int i = 0; i < 4; ++i) {
+            const uint32 pair = static_cast<const Lane*>(lanes[t])->fragment[i];
+            auto& target = static_cast<Lane*>(lanes[8 * i + t / 4])->row;
+            for (int e = 0; e < 2; ++e) target.element[2 * (t % 4) + e] = static_cast<unsigned short>(pair >> 16 * e);
+          }
+        }
+      },
+      nullptr, place);
+  *static_cast<emulated::StoredRow*>(row) = mine.row;
 }
 
 }  // namespace microsdpa

@@ -1,7 +1,7 @@
-// Bulk copies for the emulator; cuda/ptx/tma.cuh says what each function does.
+// Bulk copies for the emulator; kernels/ptx/tma.cuh says what each function does.
 #pragma once
 
-#include "cluster_address.cuh"
+#include "address.cuh"
 #include "mbarrier.cuh"
 
 namespace microsdpa {

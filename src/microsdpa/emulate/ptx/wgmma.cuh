@@ -1,10 +1,10 @@
-// wgmma for the emulator; cuda/ptx/wgmma.cuh gives shapes, fragments and descriptors.
+// wgmma for the emulator; kernels/ptx/wgmma.cuh gives shapes, fragments and descriptors.
 //
 // Products are exact and sums are FP64, rounded to FP32 once per instruction, where the hardware's have fewer bits.
 // Sums of E4M3 are the hardware's, of 14 bits.
 #pragma once
 
-#include "shared_address.cuh"
+#include "address.cuh"
 
 namespace microsdpa {
 

@@ -8,17 +8,24 @@ from typing import Any
 import torch
 
 import microsdpa
-from microsdpa import Quantized, eight_bit
-from microsdpa.eight_bit_launches import quantize_query_key_value, run_attention
+from microsdpa import Quantized
+from microsdpa.call import call
+from microsdpa.call.masks import Masks
+from microsdpa.call.options import Options
+from microsdpa.call.validate import check
 from microsdpa.evidence import signatures
 from microsdpa.evidence.inputs import Case, make_masks
 from microsdpa.evidence.peers import quantised
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain
-from microsdpa.masks import Masks
-from microsdpa.specs.eight_bit import ALL_HEAD_DIMS, OPERANDS, Operands, eight_bit_family_named
-from microsdpa.specs.quantize import RECIPES
+from microsdpa.execution.choice import problem_of
+from microsdpa.execution.quantized import quantize_query_key_value, run_attention
+from microsdpa.kernels import family_named
+from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
+from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.quantize.spec import SCHEMES
+from microsdpa.kernels.select import select
 
-WIDE_PROBABILITIES = ("ladder/10_fp8_scalar", "ladder/11_fp8_mma")
+WIDE_PROBABILITIES = ("ladder/08_fp8_scalar", "ladder/09_fp8_mma")
 """Rungs on E4M3 codes that do not round P to E4M3, but to 16 bits or not at all."""
 
 
@@ -106,13 +113,14 @@ class MicrosdpaEightBit(Implementation):
                 sdpa, precision = microsdpa.sdpa, self.precision
                 return lambda: sdpa(query, key, value, precision=precision)
             return lambda: microsdpa.sdpa(query, key, value, precision=self.precision, impl=impl, **options)
-        how = False, case.causal, case.scale, options["enable_gqa"], None, impl
-        call = eight_bit.check(query, key, value, self.precision, eight_bit.NO_SCALES, *how)
-        assert call is not None
-        codes = quantize_query_key_value(*tensors, RECIPES[self.precision], call.emulated)
+        given = Options(False, case.causal, case.scale, options["enable_gqa"], impl=impl, precision=self.precision)
+        checked = check(call.Call(tensors, options=given))
+        problem = problem_of(checked)
+        spec = select(problem, checked.kernel).spec
+        codes = quantize_query_key_value(*tensors, SCHEMES[self.precision], checked.emulated)
 
         def attend() -> torch.Tensor:
-            run_attention(call.selection.spec, call.problem, codes, out, None, call.scale, call.emulated)
+            run_attention(spec, problem, codes, out, None, checked.factor, checked.emulated)
             return out
 
         return attend
@@ -212,7 +220,8 @@ def _impl(tensors: Tensors) -> str:
 
 def ours(impl: str) -> list[Implementation]:
     """Every way to call this library that is measured; those with 8 bits have an `arithmetic`."""
-    if eight_bit_family_named(impl):
+    family = family_named(impl)
+    if family and family.eight_bit:
         return [MicrosdpaRung(impl)]
     ways = [(write_out, prepared) for prepared in (False, True) for write_out in (False, True)]
     found: list[Implementation] = [Microsdpa(impl, write_out, prepared) for write_out, prepared in ways]

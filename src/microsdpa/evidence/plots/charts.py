@@ -13,7 +13,7 @@ from microsdpa.evidence.ladder_table import rung_before
 from microsdpa.evidence.plots.figure import OURS, PEER_COLOURS, Plot, finish, new_figure, series_colours
 from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.wording import provenance, quoted_us
-from microsdpa.problem import DType
+from microsdpa.kernels.problem import DType
 
 Results = dict[str, Result]
 """Result files of one GPU by suite."""
@@ -139,7 +139,7 @@ def throughput(results: Results) -> Plot:
 def ampere(results: Results) -> Plot:
     """The same of the mma.sync kernels, which are those of sm_80, sm_86, sm_89 and sm_120."""
     title = "mma.sync kernels: 16k tokens, hidden size 2048, FP16"
-    return _throughput(results, "ampere", "ampere", title, "microsdpa bench --suite ampere --impl ampere/fwd_mma")
+    return _throughput(results, "ampere", "ampere", title, "microsdpa bench --suite ampere --impl ampere/mma")
 
 
 def _throughput(results: Results, suite: str, name: str, title: str, command: str = "") -> Plot:

@@ -1,0 +1,1 @@
+"""What users call: sdpa, plan, explain and quantize."""

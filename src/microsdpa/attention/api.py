@@ -1,0 +1,165 @@
+"""The public call, sdpa(). Its first lines are the hot path: one foreign call for a call that has a plan."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+
+from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
+from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
+from microsdpa.call.validate import check
+from microsdpa.errors import InvalidArgument
+from microsdpa.execution import autograd, forward, transforms
+from microsdpa.execution.forward import MISSES
+from microsdpa.kernels.problem import Causal, Operands
+from microsdpa.runtime import launcher
+
+_launch = launcher.launch
+_empty_like = torch.empty_like
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    causal: Causal | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact.
+
+    Arithmetic and softmax are FP32; inputs and output are FP16 or BF16. Rows that see no key give zeros (LSE -inf).
+    Calls are asynchronous on the current stream of the tensors' device and may be captured in a CUDA graph.
+
+    Args:
+        query: [B, H, S_q, D], float16 or bfloat16, any strides with a unit stride along D.
+        key: [B, H_kv, S_k, D], like query.
+        value: [B, H_kv, S_k, D], like query.
+        is_causal: query i sees keys j <= i, aligned to the upper left, as in torch.
+        causal: the alignment by name: "upper_left", the same as is_causal=True, or "lower_right", where query i sees
+            keys j <= i + S_k - S_q, as in the FlashAttention libraries. torch.nn.attention.bias has the same names.
+        scale: factor of Q K^T, at most 2**127 in magnitude; 1/sqrt(D) when None.
+        enable_gqa: let H be a multiple of H_kv; query head h reads key head h // (H / H_kv).
+        return_lse: also return the natural logarithm of the softmax's denominator, [B, H, S_q] in FP32.
+        out: [B, H, S_q, D] tensor to write to; it must not overlap an input. Else an output is allocated in the
+            memory order of query.
+        impl: "auto", or the name of one kernel, such as "ladder/01_scalar", which is then never replaced by another.
+            "emulate", or "emulate:" and a kernel's name, runs the kernel on CPU tensors in the emulator, slowly and
+            with every access checked.
+        precision: None, or what the tensors are quantised to first, in one launch: "fp8" (E4M3), "int8_fp8" (Q and K in
+            INT8, P and V in E4M3) or "int8_fp16" (Q and K in INT8). docs/numerics.md has the errors of each.
+        q_scale: with 8-bit tensors (float8_e4m3fn, or int8 with a value of float8_e4m3fn, float16 or bfloat16): a
+            number or an FP32 tensor, a scalar, [B, H], [B, H_kv] or [B, H, blocks of S_q]; value = code * scale. The
+            output is then float16, or what `out` is, or of the value's type where that has 16 bits.
+        k_scale: the same for key: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
+        v_scale: for an 8-bit value: a scalar, [B, H_kv] or, for every channel, [B, H_kv, D].
+        attn_mask: broadcastable to [B, H, S_q, S_k]: bool, where False hides a key, or numbers in the inputs' type or
+            float32 that are added to the scores. With is_causal=True it is an error, as in torch; beside `causal` both
+            hold.
+        window: (left, right): query i sees keys p - left to p + right, where p is i, or i + S_k - S_q under
+            causal="lower_right"; -1 is no end.
+        softcap: scores x become softcap * tanh(x / softcap), before slopes and mask; from 2**-126 to 2**127.
+        alibi_slopes: [H] or [B, H], float32: slope * |p - key| is subtracted from the scores.
+        sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax and has no
+            value. The LSE counts it.
+
+    Returns:
+        The output, or (output, LSE) with return_lse.
+
+    Raises:
+        InvalidArgument: an argument that no call could accept.
+        UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
+        CompileError: the kernel does not compile on this machine.
+    """
+    if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
+        masked = attn_mask is not None or window is not None or softcap is not None
+        if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):
+            given = (query, key, value), (q_scale, k_scale, v_scale), (is_causal, causal, enable_gqa, impl, precision)
+            found = forward.launch_eight_bit(*given, scale, return_lse, out)
+            if found is not None:
+                return found if return_lse else found[0]  # type: ignore[return-value]
+        if not is_dynamo_compiling():
+            transforms.refuse_eight_bit()
+        masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
+        options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
+        found = forward.first_call(Call((query, key, value), masks, scales, options, return_lse, out))
+        return found if return_lse else found[0]  # type: ignore[return-value]
+    if is_dynamo_compiling():
+        traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl, None)
+        result, lse = autograd.operator((query, key, value), (attn_mask, alibi_slopes, sinks), traced, return_lse)
+        result = result if out is None else out.copy_(result)
+        return (result, lse) if return_lse else result  # type: ignore[return-value]
+    graded = False
+    try:
+        graded = _is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (attn_mask is not None and attn_mask.requires_grad)
+            or (alibi_slopes is not None and alibi_slopes.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
+            or (out is not None and out.requires_grad)
+            or forward_ad._current_level >= 0
+        )
+        if not graded:
+            # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
+            plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
+            code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
+            result = _empty_like(query) if out is None else out
+            if attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None:
+                lse = _launch(query, key, value, result, return_lse, code, scale)
+            elif is_causal and attn_mask is not None:
+                lse = None
+            else:
+                left, right = (-1, -1) if window is None else window
+                arrays = attn_mask, alibi_slopes, sinks
+                ends = left, right, softcap
+                lse = _launch(query, key, value, result, return_lse, code, scale, *arrays, *ends)
+            if lse is not None:
+                return (result, lse) if return_lse else result
+            del result  # a large output is not to be there twice
+    except MISSES:
+        pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
+    inputs, masks = (query, key, value), mask_tensors(attn_mask, alibi_slopes, sinks)
+    options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
+    transforms.refuse_tangents(*inputs, *masks)
+    if graded or autograd.is_traced(inputs):
+        found = _through_autograd(inputs, masks, options, return_lse, out)
+    else:
+        found = forward.first_call(Call(inputs, masks, options=options, return_lse=return_lse, out=out))
+    return found if return_lse else found[0]  # type: ignore[return-value]
+
+
+def _through_autograd(
+    inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool, out: torch.Tensor | None
+) -> forward.Result:
+    """A call that a gradient may be asked of, or that is traced into a graph."""
+    if autograd.is_traced(inputs):
+        if transforms.are_active():
+            result, lse = transforms.attend(inputs, masks, options)
+        else:
+            # A graph of torch.jit.trace may be run with other tensors, which require grad: it has the one that can.
+            result, lse = autograd.operator(inputs, masks, options, return_lse or transforms.is_jit_traced())
+        return result if out is None else out.copy_(result), lse
+    if out is not None:
+        check(Call(inputs, masks, options=options, out=out))
+        raise InvalidArgument(
+            "out", expected="None where an input requires grad", got="a tensor", hint="autograd needs a new output"
+        )
+    return autograd.attend(inputs, masks, options, return_lse)

@@ -1,0 +1,127 @@
+"""explain(): which kernel a call would run, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from microsdpa.call.call import Call, mask_tensors, scales_of
+from microsdpa.call.options import Options
+from microsdpa.call.validate import Checked, check, check_cpu_impl
+from microsdpa.execution.choice import problem_of
+from microsdpa.jit import is_compiled
+from microsdpa.jit.signature import signature
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Causal, Operands
+from microsdpa.kernels.quantize.spec import fused
+from microsdpa.kernels.select import select
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What sdpa would run for a call, and why.
+
+    Attributes:
+        runs: the kernel's name, or "torch" for torch's own attention.
+        reason: why.
+        spec: the kernel's configuration; None for torch.
+        signature: the compiled kernel's identity; None for torch and in the emulator.
+        compiled: whether the kernel is in memory or in the cache; None where there is no signature.
+        rejected: (kernel, reason) of every candidate tried before.
+        faster: (kernel, what the call would have to be) of the same candidates: those come first because they are
+            faster where they run.
+        quantizer: the configuration of the kernel that quantises the tensors before; None where none does.
+    """
+
+    runs: str
+    reason: str
+    spec: KernelSpec | None = None
+    signature: str | None = None
+    compiled: bool | None = None
+    rejected: tuple[tuple[str, str], ...] = ()
+    faster: tuple[tuple[str, str], ...] = ()
+    quantizer: KernelSpec | None = None
+
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        lines = [f"runs       {self.runs}", f"because    {self.reason}"]
+        if self.quantizer:
+            lines.append(f"quantizes  {self.quantizer.expression}")
+        if self.spec:
+            lines.append(f"kernel     {self.spec.expression}")
+        if self.signature:
+            lines.append(f"signature  {self.signature} ({'compiled' if self.compiled else 'not compiled yet'})")
+        lines += [f"rejected   {name}: {reason}" for name, reason in self.rejected]
+        lines += [f"faster     {name}, for {nearest}" for name, nearest in self.faster]
+        return "\n".join(lines)
+
+
+NOTHING_TO_COMPUTE = Explanation(
+    "torch", "there is nothing to compute: the output is empty, or zeros where there are no keys"
+)
+
+
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    causal: Causal | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+) -> Explanation:
+    """What sdpa would run for these arguments, without running or compiling it.
+
+    Arguments and errors are those of sdpa. Every kernel gives the LSE: return_lse changes nothing. `out` does where its
+    rows do not start on 16 bytes.
+    """
+    masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
+    options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
+    return explanation(check(Call((query, key, value), masks, scales, options, return_lse, out)))
+
+
+def explanation(checked: Checked) -> Explanation:
+    """What runs for a checked call.
+
+    Raises:
+        UnsupportedProblem: no kernel computes it.
+    """
+    if checked.is_empty:
+        return NOTHING_TO_COMPUTE
+    impl = checked.call.options.impl
+    if checked.call.inputs[0].device.type == "cpu" and not checked.emulated:
+        check_cpu_impl(impl)
+        return Explanation("torch", "the tensors are on the CPU, where impl='auto' uses torch's own attention")
+    problem = problem_of(checked)
+    selection = select(problem, checked.kernel)
+    spec, scheme = selection.spec, checked.scheme
+    details: dict[str, Any] = {
+        "spec": spec,
+        "quantizer": fused(scheme, problem.dtype, problem.head_dim) if scheme else None,
+        "rejected": selection.reasons,
+        "faster": selection.wishes,
+    }
+    if checked.emulated:
+        return Explanation(f"emulate:{spec.name}", "impl asks for the emulator, on the CPU", **details)
+    return Explanation(
+        runs=spec.name,
+        reason="impl names it" if impl != "auto" else "it is the first kernel that computes this problem",
+        signature=signature(spec, problem.target),
+        compiled=all(is_compiled(stage, problem.target) for stage in spec.stages),
+        **details,
+    )

@@ -1,0 +1,203 @@
+"""Quantisers: FP16, BF16 or FP32 tensors to codes of 8 bits with scales, and back. value = code * scale.
+
+This is the specification; kernels/quantize/fused.cu makes the same codes, bit for bit. All arithmetic is FP32, every
+operation rounded to nearest even: scale = max|x| / L, with L = 448 or 127 (1 where that is zero), y = x / scale, and
+    "e4m3"    y rounded to nearest even in E4M3, saturated at 448; NaN keeps being NaN (code 0x7f)
+    "int8"    y rounded to nearest even, -127 to 127; NaN becomes 0
+    "sim_u8"  the linear code of [-448, 448] in 0 to 255 of early FP8 simulations: (y + 448) * 255/896
+              rounded to nearest even; NaN becomes 0. Zero is no code of it: 0 comes back as 1.76 * scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from microsdpa.errors import InvalidArgument
+
+Code = Literal["e4m3", "int8", "sim_u8"]
+Granularity = Literal["tensor", "head", "channel", "block"]
+
+LARGEST: dict[str, float] = {"e4m3": 448.0, "int8": 127.0, "sim_u8": 448.0}
+RESIDUAL_STEPS: dict[str, float] = {"e4m3": 1.0, "int8": 256.0}
+SIM_U8_STEPS = torch.tensor(255.0 / 896.0, dtype=torch.float32, device="cpu")
+MEAN_GROUPS = 32
+"""Rows of K's mean are added up in this many sums, as the CTA of the CUDA kernel does."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes of a tensor [B, H, S, D] and what they mean.
+
+    Attributes:
+        codes: [B, H, S, D] as float8_e4m3fn, int8 or, for "sim_u8", uint8.
+        scale: FP32: a scalar for "tensor", [B, H] for "head", [B, H, D] for "channel", and [B, H, ceil(S / block)] for
+            "block".
+        block: rows of a block.
+        mean: [B, H, D] in FP32: what was taken off every row; None without `smooth`.
+        hadamard: whether rows were rotated.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    code: Code
+    granularity: Granularity
+    block: int
+    mean: torch.Tensor | None = None
+    hadamard: bool = False
+
+    def dequantize(self) -> torch.Tensor:
+        """The tensor that the codes stand for, [B, H, S, D] in FP32: rotated back, and with its mean."""
+        scale = expand_scale(self.scale, self.granularity, self.block, self.codes.shape)
+        x = decode(self.codes, self.code) * scale
+        if self.hadamard:
+            x = rotate(x)  # the matrix is its own inverse
+        return x if self.mean is None else x + self.mean[:, :, None]
+
+
+def quantize(
+    x: torch.Tensor,
+    code: Code = "e4m3",
+    granularity: Granularity = "tensor",
+    *,
+    block: int = 64,
+    smooth: bool = False,
+    hadamard: bool = False,
+    allow_nonfinite: bool = False,
+) -> Quantized:
+    """Quantise a tensor to 8 bits.
+
+    Args:
+        x: [B, H, S, D] in float16, bfloat16 or float32.
+        code: "e4m3", "int8" or "sim_u8".
+        granularity: what has a scale of its own: the "tensor", every "head" of a batch entry, every "channel" of a
+            head, or every "block" of rows of a head.
+        block: rows of a block: a power of two; 1 gives every row its scale.
+        smooth: first take the mean over S off every channel. For K this changes no probability: the scores of a query
+            all move by the same amount, and only LSE by scale * q . mean.
+        hadamard: rotate every row by the normalised Hadamard matrix of size D, a power of two, which spreads outliers
+            among the channels. Q K^T does not change when Q and K are both rotated.
+        allow_nonfinite: let NaN and infinities pass: infinities saturate, and do not count for a scale. E4M3 has a code
+            for NaN; of "int8" and "sim_u8", which have none, NaN makes the scale NaN that it shares. Without it they
+            are an error, for which a CUDA device has to be waited for.
+
+    Raises:
+        InvalidArgument: an argument is none of these, or x is not finite.
+    """
+    _check(x, code, granularity, block, hadamard)
+    if not allow_nonfinite and not bool(x.isfinite().all()):
+        raise InvalidArgument(
+            "x",
+            expected="finite values",
+            got="NaN or infinity",
+            hint="pass allow_nonfinite=True to saturate infinities and keep NaN",
+        )
+    values, mean = x.float(), None
+    if smooth:
+        mean = mean_of_rows(values)
+        values = values - mean[:, :, None]
+    if hadamard:
+        values = rotate(values)
+    scale = scales(values, code, granularity, block)
+    codes = encode(values / expand_scale(scale, granularity, block, x.shape), code)
+    return Quantized(codes, scale, code, granularity, block, mean, hadamard)
+
+
+def encode(y: torch.Tensor, code: Code) -> torch.Tensor:
+    """Codes of FP32 values that have been divided by their scale."""
+    if code == "e4m3":
+        codes = y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        nan = torch.tensor(0x7F, dtype=torch.uint8, device=y.device)
+        return torch.where(y.isnan(), nan, codes.view(torch.uint8)).view(torch.float8_e4m3fn)
+    if code == "int8":
+        return y.nan_to_num(0.0, torch.inf, -torch.inf).round().clamp(-127.0, 127.0).to(torch.int8)
+    linear = ((y.clamp(-448.0, 448.0) + 448.0) * SIM_U8_STEPS.to(y.device)).round()
+    return linear.nan_to_num(0.0).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, code: Code) -> torch.Tensor:
+    """What codes stand for, in FP32, before they are multiplied with their scale."""
+    return codes.float() / SIM_U8_STEPS.to(codes.device) - 448.0 if code == "sim_u8" else codes.float()
+
+
+def residual(y: torch.Tensor, codes: torch.Tensor, code: Code) -> torch.Tensor:
+    """Codes of what `codes` lack of the FP32 values y; one of them counts 1 / RESIDUAL_STEPS[code]."""
+    return encode((y - decode(codes, code)) * RESIDUAL_STEPS[code], code)
+
+
+def scales(values: torch.Tensor, code: Code, granularity: Granularity, block: int) -> torch.Tensor:
+    """FP32 scales of FP32 values [B, H, S, D]."""
+    magnitude = values.abs()
+    magnitude = magnitude.where(magnitude.isfinite() if code == "e4m3" else ~magnitude.isinf(), 0.0)
+    batch, heads, seqlen, _ = values.shape
+    if granularity == "block":
+        padded = torch.nn.functional.pad(magnitude, (0, 0, 0, -seqlen % block))
+        largest = padded.view(batch, heads, -1, block * values.shape[3]).amax(dim=3)
+    else:
+        largest = magnitude.amax(dim={"tensor": (0, 1, 2, 3), "head": (2, 3), "channel": (2,)}[granularity])
+    scale = largest / largest.new_full((), LARGEST[code])  # by a number, torch multiplies with its inverse on CUDA
+    return scale.where(scale != 0.0, 1.0).masked_fill(scale.isnan(), torch.nan)  # which has one pattern, as there
+
+
+def expand_scale(scale: torch.Tensor, granularity: Granularity, block: int, shape: torch.Size) -> torch.Tensor:
+    """Scales in a shape that multiplies with [B, H, S, D]."""
+    if granularity == "tensor":
+        return scale
+    if granularity == "head":
+        return scale[:, :, None, None]
+    if granularity == "channel":
+        return scale[:, :, None, :]
+    return scale.repeat_interleave(block, dim=2)[:, :, : shape[2], None]
+
+
+def mean_of_rows(values: torch.Tensor) -> torch.Tensor:
+    """Mean over S of FP32 [B, H, S, D], in one order of additions: by row number modulo 32, and then in halves."""
+    seqlen = values.shape[2]
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -seqlen % MEAN_GROUPS))
+    sums = torch.zeros_like(padded[:, :, :MEAN_GROUPS])
+    for rows in torch.split(padded, MEAN_GROUPS, dim=2):
+        sums = sums + rows
+    while sums.shape[2] > 1:
+        half = sums.shape[2] // 2
+        sums = sums[:, :, :half] + sums[:, :, half:]
+    return sums[:, :, 0] / torch.tensor(float(seqlen), dtype=torch.float32, device=values.device)
+
+
+def rotate(values: torch.Tensor) -> torch.Tensor:
+    """FP32 rows times the normalised Hadamard matrix of their size, a power of two; the neighbours first."""
+    size = values.shape[-1]
+    x = values
+    step = 1
+    while step < size:
+        pairs = x.reshape(*x.shape[:-1], size // (2 * step), 2, step)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        step *= 2
+    return x * root(size)
+
+
+def root(size: int) -> float:
+    """1 / sqrt(size) as FP32, which the CUDA kernel is given."""
+    return float(torch.tensor(size**-0.5, dtype=torch.float32, device="cpu"))
+
+
+def _check(x: object, code: object, granularity: object, block: object, hadamard: bool) -> None:
+    if not isinstance(x, torch.Tensor) or x.dim() != 4 or x.numel() == 0:
+        got = f"shape {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise InvalidArgument("x", expected="a tensor [B, H, S, D] with elements", got=got, hint="reshape it")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise InvalidArgument(
+            "x", expected="float16, bfloat16 or float32", got=str(x.dtype), hint="convert it, for example with .float()"
+        )
+    for name, value, known in (("code", code, get_args(Code)), ("granularity", granularity, get_args(Granularity))):
+        if value not in known:
+            expected = ", ".join(map(repr, known))
+            raise InvalidArgument(name, expected=f"one of {expected}", got=repr(value), hint=f"pass {known[0]!r}")
+    if not isinstance(block, int) or block < 1 or block & (block - 1):
+        raise InvalidArgument("block", expected="a power of two", got=repr(block), hint="pass 64, or 1 for every row")
+    if hadamard and x.shape[3] & (x.shape[3] - 1):
+        raise InvalidArgument(
+            "hadamard", expected="D, a power of two, with it", got=f"D = {x.shape[3]}", hint="pass hadamard=False"
+        )

@@ -1,0 +1,65 @@
+"""The options of a call, and their number in the plans' keys."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES
+from microsdpa.kernels.problem import OPERANDS, Causal, Operands
+
+_ALIGNMENTS: dict[tuple[bool, str | None], int] = {
+    (False, None): 0,
+    (True, None): 1,
+    (True, "upper_left"): 1,
+    (False, "upper_left"): 1,
+    (False, "lower_right"): 2,
+}
+"""Numbers of (is_causal, causal)."""
+_PRECISIONS: dict[str | None, int] = {precision: number for number, precision in enumerate((None, *OPERANDS))}
+
+
+def _impls() -> dict[tuple[str, str | None], int]:
+    """Numbers of (impl, precision). Kernels with 8-bit operands run with any precision, or with scales and None."""
+    numbers = {("auto", precision): number for precision, number in _PRECISIONS.items()}
+    for index, family in enumerate((*FAMILIES, *EIGHT_BIT_FAMILIES), start=1):
+        for precision, number in _PRECISIONS.items():
+            if family.eight_bit or precision is None:
+                code = index * len(_PRECISIONS) + number
+                numbers |= {(family.name, precision): code, (family.short_name, precision): code}
+    return numbers
+
+
+OPTIONS: dict[tuple[object, ...], int] = {
+    (*causal, gqa, *impl): causal_number | gqa << 2 | impl_number << 3
+    for (causal, causal_number), gqa, (impl, impl_number) in product(
+        _ALIGNMENTS.items(), (False, True), _impls().items()
+    )
+}
+"""A number for every valid (is_causal, causal, enable_gqa, impl, precision): their part of a plan's key."""
+
+
+class Options(NamedTuple):
+    """What a call asks for beside its tensors: arguments of sdpa, not validated yet."""
+
+    is_causal: bool = False
+    causal: Causal | None = None
+    scale: float | None = None
+    enable_gqa: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    impl: str = "auto"
+    precision: Operands | None = None
+
+    @property
+    def code(self) -> int:
+        """The number of these options in the plans' keys.
+
+        Raises:
+            KeyError: one of them is not valid.
+        """
+        return OPTIONS[self.is_causal, self.causal, self.enable_gqa, self.impl, self.precision]
+
+
+PLAIN = Options()
+PLAIN_CODE = PLAIN.code

@@ -1,0 +1,136 @@
+"""The check of a whole call: the one that every way to call attention goes through."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from microsdpa.call import masks as mask_checks
+from microsdpa.call import scales as scale_checks
+from microsdpa.call import tensors
+from microsdpa.call.call import NO_SCALES, NO_TENSORS, Call, Scales
+from microsdpa.call.masks import Masks
+from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.kernels.problem import Causal, Operands
+from microsdpa.kernels.quantize.spec import SCHEMES, QuantizationScheme
+
+
+class Checked(NamedTuple):
+    """A call whose arguments are valid.
+
+    Attributes:
+        kernel: "auto", or the name of a kernel.
+        emulated: whether it runs in the emulator.
+        causal: alignment of the causal mask.
+        scale: of the softmax; None for 1/sqrt(D).
+        operands: what the kernel reads in 8 bits; None for 16 bits.
+        dtype: of the output.
+        scales: of 8-bit values: FP32 tensors; none where there is nothing to compute.
+    """
+
+    call: Call
+    kernel: str
+    emulated: bool
+    causal: Causal | None
+    scale: float | None
+    masks: Masks
+    dtype: torch.dtype
+    operands: Operands | None = None
+    scales: Scales = NO_SCALES
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute."""
+        query, key, _ = self.call.inputs
+        return query.numel() == 0 or key.shape[2] == 0
+
+    @property
+    def scheme(self) -> QuantizationScheme | None:
+        """How the call quantizes its inputs; None where it does not."""
+        precision = self.call.options.precision
+        return SCHEMES[precision] if precision else None
+
+    @property
+    def factor(self) -> float:
+        """Scale of the softmax."""
+        return float(self.call.inputs[0].shape[3] ** -0.5) if self.scale is None else self.scale
+
+    def output(self) -> torch.Tensor:
+        """The tensor to write to: `out`, or memory in the order of query."""
+        query = self.call.inputs[0]
+        if self.call.out is not None:
+            return self.call.out
+        return torch.empty_like(query) if self.operands is None else torch.empty_like(query, dtype=self.dtype)
+
+
+def check(call: Call) -> Checked:
+    """Check all arguments.
+
+    Raises:
+        InvalidArgument: an argument that no call could accept.
+        UnsupportedProblem: no kernel computes a call of that kind.
+    """
+    options, (query, key, value), eight_bit = call.options, call.inputs, call.is_eight_bit
+    if eight_bit:
+        mask_checks.refuse(*call.masks, options.window, options.softcap)
+    kernel, emulated = tensors.kernel_of(tensors.check_impl(options.impl, eight_bit))
+    causal = tensors.check_causal(options.is_causal, options.causal)
+    scale = tensors.check_scale(options.scale)
+    tensors.check_not_nested(query=query, key=key, value=value)
+    if call.masks is not NO_TENSORS:
+        tensors.check_not_nested(**call.masks._asdict())
+    if eight_bit:
+        return _check_eight_bit(Checked(call, kernel, emulated, causal, scale, mask_checks.NONE, query.dtype))
+    tensors.check_tensors(query, key, value, options.enable_gqa)
+    if query.device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(
+            "query",
+            expected="a tensor on a CUDA device or the CPU",
+            got=str(query.device),
+            hint="move it to CUDA",
+        )
+    masks = mask_checks.check(call)
+    if call.out is not None:
+        tensors.check_out(call.out, query, query.dtype, (*call.inputs, *masks.tensors.values()))
+    return Checked(call, kernel, emulated, causal, scale, masks, query.dtype)
+
+
+def _check_eight_bit(checked: Checked) -> Checked:
+    """check() of what calls with 8-bit operands have more or otherwise."""
+    call, (query, key, value) = checked.call, checked.call.inputs
+    tensors.check_not_nested(out=call.out)
+    if call.options.precision is not None:
+        operands = scale_checks.check_precision(call)
+        tensors.check_tensors(query, key, value, call.options.enable_gqa)
+    else:
+        operands = scale_checks.check_values(query, key, value, call.options.enable_gqa)
+    dtype = scale_checks.output_type(query, value, call.out)
+    named = {"query": query, "key": key, "value": value}
+    tensors.check_grad(named)
+    scale_checks.check_place(query, checked.emulated)
+    if call.out is not None:
+        given = (scale for scale in call.scales if isinstance(scale, torch.Tensor))
+        tensors.check_out(call.out, query, dtype, (*call.inputs, *given))
+        named["out"] = call.out
+    checked = checked._replace(dtype=dtype, operands=operands)
+    if checked.is_empty:
+        return checked
+    scale_checks.check_aligned(named)
+    if call.has_values:
+        checked = checked._replace(scales=scale_checks.check_scales(*call.inputs, call.scales))
+    return checked
+
+
+def check_cpu_impl(impl: str) -> None:
+    """Refuse to replace a kernel that was asked for by name."""
+    if not runs_on_cpu(impl):
+        raise UnsupportedProblem(
+            f"impl {impl!r} runs on CUDA tensors and query is on the CPU",
+            nearest=f"CUDA tensors; on the CPU impl='auto', which is torch's own, or impl='emulate:{impl}'",
+        )
+
+
+def runs_on_cpu(impl: str) -> bool:
+    """Whether CPU tensors can be computed with `impl`."""
+    return impl == "auto" or tensors.kernel_of(impl)[1]

@@ -1,0 +1,72 @@
+"""From a checked call to the problem that it poses."""
+
+from __future__ import annotations
+
+import torch
+
+from microsdpa.call import tensors
+from microsdpa.call.scales import key_block
+from microsdpa.call.validate import Checked
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.kernels import emulated_target
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem
+from microsdpa.runtime import launcher
+
+
+def problem_of(checked: Checked, out: torch.Tensor | None = None) -> Problem:
+    """The problem that a call on a GPU, or in the emulator, poses.
+
+    `out` is the tensor to write to, if it is there already; else it is the call's, or one like query.
+
+    Raises:
+        UnsupportedProblem: the machine's driver or GPU cannot run a kernel.
+    """
+    call, (query, key, _) = checked.call, checked.call.inputs
+    out = call.out if out is None else out
+    given = call.inputs if out is None else (*call.inputs, out)
+    dtype = tensors.DTYPES[checked.dtype]
+    scheme = checked.scheme
+    return Problem(
+        batch=query.shape[0],
+        heads=query.shape[1],
+        heads_kv=key.shape[1],
+        seqlen_q=query.shape[2],
+        seqlen_k=key.shape[2],
+        head_dim=query.shape[3],
+        dtype=dtype,
+        causal=checked.causal,
+        mask=checked.masks.kind,
+        target=_target(checked),  # ahead of the alignment, which asks the driver
+        alignment=VECTOR_BYTES if _is_aligned(checked, out) else ELEMENT_BYTES[dtype],
+        bulk=all(map(tensors.is_bulk_addressable, given)),
+        operands=checked.operands,
+        query_terms=scheme.query_terms if scheme else 1,
+        key_block=key_block(key, checked.scales.k_scale) if call.has_values else scheme.block if scheme else 1,
+    )
+
+
+def _target(checked: Checked) -> str:
+    query = checked.call.inputs[0]
+    if checked.emulated:
+        if query.device.type != "cpu":
+            raise UnsupportedProblem(
+                f"impl 'emulate' runs on CPU tensors and query is on {query.device}",
+                nearest="query.cpu(), or impl='auto'",
+            )
+        return emulated_target(checked.kernel)
+    if reason := launcher.device_error():
+        impl = "auto" if checked.operands is None else "emulate"
+        raise UnsupportedProblem(reason, nearest=f"CPU tensors with impl={impl!r}")
+    return launcher.target_of_device(query.device)
+
+
+def _is_aligned(checked: Checked, out: torch.Tensor | None) -> bool:
+    """Whether every row of the inputs and the output starts on 16 bytes."""
+    if checked.operands is not None:
+        return True  # check() refuses others
+    inputs = checked.call.inputs
+    if checked.emulated:
+        return all(map(tensors.is_aligned, inputs if out is None else (*inputs, out)))
+    if out is None:
+        return all(map(tensors.is_aligned, inputs)) and tensors.allocation_is_aligned(inputs[0])
+    return launcher.alignment(*inputs, out) == VECTOR_BYTES

@@ -1,0 +1,203 @@
+"""Attention of one call without a gradient: by the plan that it has, or after validation by a plan made for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
+from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
+from microsdpa.call.scales import VALUE_DTYPES, known_positive, output_type
+from microsdpa.call.validate import Checked, check, check_cpu_impl
+from microsdpa.execution import quantized, torch_cpu
+from microsdpa.execution.choice import problem_of
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import chosen, select
+from microsdpa.runtime import launcher
+from microsdpa.runtime.launcher import NO_MASKS
+
+_launch = launcher.launch
+_empty_like = torch.empty_like
+
+MISSES = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
+"""What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
+
+Result = tuple[torch.Tensor, "torch.Tensor | None"]
+"""Output [B, H, S_q, D], and LSE [B, H, S_q] in FP32 where it is asked for."""
+
+
+def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool) -> Result:
+    """Attention of one call into a new output.
+
+    Raises:
+        MicrosdpaError: as sdpa.
+    """
+    found = launch(inputs, masks, options, return_lse)
+    return first_call(Call(inputs, masks, options=options, return_lse=return_lse)) if found is None else found
+
+
+def launch(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool) -> Result | None:
+    """Launch a call that has a plan; None for one that has none."""
+    query, key, value = inputs
+    try:
+        code, scale, result = PLAIN_CODE if options is PLAIN else options.code, options.scale, _empty_like(query)
+        if masks is NO_TENSORS and options.window is None and options.softcap is None:
+            lse = _launch(query, key, value, result, return_lse, code, scale)
+        elif options.is_causal and masks.attn_mask is not None:
+            return None
+        else:
+            left, right = options.window or (-1, -1)
+            rest = left, right, options.softcap
+            lse = _launch(query, key, value, result, return_lse, code, scale, *masks, *rest)
+    except MISSES:
+        return None
+    if lse is None:
+        return None
+    return result, lse if return_lse else None
+
+
+def launch_eight_bit(
+    inputs: Inputs,
+    scales: tuple[object, object, object],
+    options: tuple[object, ...],
+    scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+) -> Result | None:
+    """Launch a call with 8-bit operands that has a plan; None for one whose arguments have to be looked at.
+
+    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them.
+    """
+    query, key, value = inputs
+    try:
+        code = OPTIONS[options]
+        if options[4] is None and not known_positive(scales):
+            return None
+        if torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad or (out is not None and out.requires_grad)
+        ):
+            return None
+        if out is not None:
+            result = out
+        elif query.dtype in VALUE_DTYPES:
+            result = torch.empty_like(query, dtype=output_type(query, value, None))
+        else:
+            result = torch.empty_like(query)
+        rest = () if options[4] is not None else (*NO_MASKS, *scales)
+        lse = _launch(query, key, value, result, return_lse, code, scale, *rest)
+    except MISSES:
+        return None
+    if lse is None:
+        return None
+    return result, lse if return_lse else None
+
+
+def first_call(call: Call) -> Result:
+    """Validate a call that has no plan, make the plan, and launch; also all calls that no kernel is needed for.
+
+    Raises:
+        MicrosdpaError: as sdpa.
+    """
+    checked = check(call)
+    if checked.is_empty:
+        return _nothing(checked)
+    if checked.emulated:
+        return _emulate(checked)
+    query, key, value = call.inputs
+    if query.device.type == "cpu":
+        check_cpu_impl(call.options.impl)
+        how = checked.causal, checked.scale, checked.masks, call.return_lse
+        result, cpu_lse = torch_cpu.attend(query, key, value, *how)
+        return result if call.out is None else call.out.copy_(result), cpu_lse
+    out = checked.output()
+    found = None
+    if call.has_values:
+        found = launch_checked(checked, out)  # a plan may be there: scales can be numbers, or of the key's heads
+    if found is None:
+        prepare(checked, out)
+        found = launcher.found(launch_checked(checked, out))
+    return out, found if call.return_lse else None
+
+
+def prepare(checked: Checked, out: torch.Tensor) -> None:
+    """Compile the kernels of a call on CUDA tensors and register its plan.
+
+    Raises:
+        MicrosdpaError: as sdpa.
+    """
+    problem = problem_of(checked, out)
+    spec = chosen(problem, checked.kernel) or select(problem, checked.kernel).spec
+    call = foreign_call(checked, out)
+    if checked.operands is None:
+        launcher.prepare(problem, spec, call, _growth(problem, spec, checked.kernel))
+    else:
+        launcher.register(call, *quantized.planned(checked, problem, spec, out))
+
+
+MOST_GROWING_QUERIES = 16
+"""Queries of a call that decodes: its next one has a key more."""
+LENGTHS_AHEAD = 31
+
+
+def _growth(problem: Problem, spec: KernelSpec, kernel: str) -> tuple[int, int]:
+    """The first and the last length of K, from this problem's on, for which `spec` is the choice, as far as is looked.
+
+    Looking takes as long for a length as the choice. It is worth it for calls that decode: one in 32 is slow then.
+    """
+    last = problem.seqlen_k
+    if problem.seqlen_q <= MOST_GROWING_QUERIES:
+        while last - problem.seqlen_k < LENGTHS_AHEAD and chosen(replace(problem, seqlen_k=last + 1), kernel) == spec:
+            last += 1
+    return problem.seqlen_k, last
+
+
+def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
+    """The launcher's arguments for a call."""
+    call, masks = checked.call, checked.masks
+    given = *call.inputs, out, call.return_lse, call.options.code, checked.scale
+    if call.has_values:
+        return *given, *launcher.NO_MASKS, *checked.scales
+    if masks.kind is None:
+        return given
+    return *given, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap
+
+
+def launch_checked(checked: Checked, out: torch.Tensor) -> Any:
+    """Launch a call by its plan, and give what launcher.launch does."""
+    return _launch(*foreign_call(checked, out))
+
+
+def prepared(checked: Checked, out: torch.Tensor) -> Callable[..., Any]:
+    """The launch of a call's plan alone: a function of its tensors, with `lse` after `out`."""
+    return launcher.prepared_call(foreign_call(checked, out))
+
+
+def _nothing(checked: Checked) -> Result:
+    """The result of a call that has nothing to compute."""
+    call, query = checked.call, checked.call.inputs[0]
+    out = checked.output().zero_()
+    if not call.return_lse:
+        return out, None
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+    if checked.masks.sinks is not None:
+        lse.copy_(checked.masks.sinks[:, None].expand_as(lse))
+    return out, lse
+
+
+def _emulate(checked: Checked) -> Result:
+    """Run the kernels of a call in the emulator."""
+    call, problem = checked.call, problem_of(checked)
+    spec, query = select(problem, checked.kernel).spec, call.inputs[0]
+    out = checked.output()
+    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device) if call.return_lse else None
+    if checked.operands is not None:
+        quantized.emulate(checked, problem, spec, out, lse)
+        return out, lse
+    from microsdpa.emulate import run  # not imported with the package: few programs need it
+
+    run.attention(spec, problem, (*call.inputs, out, lse), checked.scale, masks=checked.masks)
+    return out, lse

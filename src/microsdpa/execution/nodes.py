@@ -1,0 +1,213 @@
+"""Attention whose gradient is a node of torch's own: its forward pass is microsdpa's, its backward pass torch's.
+
+torch's operators for its cuDNN and flash attention record such nodes. Each of the two has a kernel in the launcher
+(runtime/torch_nodes.h), for a backend that no tensor is on. A call names this backend, below the one of autograd that
+records the node: torch's own calls, whose tensors are on a GPU, never reach the kernel. So neither pass runs Python.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch._C import _get_cudnn_sdp_enabled
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
+from microsdpa.call.masks import UNBOUNDED
+from microsdpa.call.options import PLAIN_CODE, Options
+from microsdpa.call.tensors import is_aligned
+from microsdpa.execution import forward
+from microsdpa.kernels.problem import VECTOR_BYTES
+from microsdpa.runtime import launcher
+
+CUDNN = "_scaled_dot_product_cudnn_attention"
+FLASH = "_scaled_dot_product_flash_attention"
+BACKEND = "PrivateUse3"
+_OUTPUTS = (
+    "(Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor {}, "
+    "Tensor {}, Tensor debug_attn_mask)"
+)
+SCHEMAS = {
+    CUDNN: "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., "
+    "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> "
+    + _OUTPUTS.format("philox_seed", "philox_offset"),
+    FLASH: "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, bool "
+    "return_debug_mask=False, *, float? scale=None) -> " + _OUTPUTS.format("rng_state", "unused"),
+}
+"""The operators as they were when this was written: another torch may have others, whose nodes want other outputs."""
+
+DATA_CENTER = ((8, 0), (9, 0), (10, 0), (10, 3))
+LARGEST_SMALL_HEAD = 192
+"""Head dimension up to which torch's flash backward pass runs on GPUs of other compute capabilities too."""
+
+_DEFAULTS = PLAIN_CODE, Options(is_causal=True).code
+"""Options that the kernels take without and with a causal mask, where nothing more is said."""
+
+_MAX_REMEMBERED = 4096
+Choice = tuple[str, bool]
+"""The name of an operator, empty for none; and whether the kernel has to be told of the call's options and mask."""
+_NONE: Choice = ("", False)
+_remembered: dict[tuple[object, ...], Choice] = {}
+
+
+def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:
+    """The output of a call whose gradient a backward pass of torch's computes; None where it computes none.
+
+    The tensors are on a GPU, and no tracer or transform looks on.
+
+    Raises:
+        MicrosdpaError: as sdpa.
+    """
+    operator, told = operator_for(inputs, masks, options)
+    if not operator:
+        return None
+    try:
+        return _call(operator, told, inputs, masks, options)
+    except RuntimeError:
+        if told:
+            launcher.expect_no_node()
+    # The call has no plan: one is made, or what is wrong with the call is raised.
+    forward.first_call(Call(inputs, masks, options=options, return_lse=True))
+    return _call(operator, told, inputs, masks, options)
+
+
+def _call(operator: str, told: bool, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor:
+    query, key, value = inputs
+    causal = options.is_causal or options.causal is not None
+    call, keys = calls()[operator]
+    if operator == FLASH:
+        if told:
+            launcher.expect_node(options.code, None)
+        return call(keys, query, key, value, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
+    bias = None if masks.attn_mask is None else as_bias(masks.attn_mask, query, key)
+    if told:
+        launcher.expect_node(options.code, masks.attn_mask)
+    return call(keys, query, key, value, bias, True, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
+
+
+def operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> Choice:
+    """Which of torch's operators has the fastest backward pass that computes a call's gradient."""
+    query, key, value = inputs
+    if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % VECTOR_BYTES:
+        return _NONE
+    strides = query.stride(), key.stride(), value.stride()
+    known: tuple[object, ...] = query.shape, key.shape, *strides, query.dtype, query.get_device(), options
+    known = *known, torch.are_deterministic_algorithms_enabled(), _get_cudnn_sdp_enabled()
+    if masks is not NO_TENSORS:
+        mask = masks.attn_mask
+        of_mask = None if mask is None else (mask.dtype, mask.requires_grad, mask.shape)
+        known = *known, of_mask, masks.alibi_slopes is None and masks.sinks is None
+    try:
+        found = _remembered.get(known)
+        code = 0 if found else options.code
+    except (KeyError, TypeError):
+        return _NONE  # an option is not valid: it is named where options are checked
+    if found is None:
+        if len(_remembered) >= _MAX_REMEMBERED:
+            _remembered.clear()
+        name = _operator_for(inputs, masks, options)
+        name = name if name and _set_up(query.device) else ""
+        told = bool(name) and (masks.attn_mask is not None or code != _DEFAULTS[options.is_causal])
+        found = _remembered[known] = name, told
+    return found
+
+
+def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
+    query, key, value = inputs
+    plain = options.window in (None, (UNBOUNDED, UNBOUNDED)) and options.softcap is None
+    plain &= masks.alibi_slopes is None and masks.sinks is None
+    scaled = options.scale is None or (isinstance(options.scale, (int, float)) and options.scale > 0.0)
+    sound = query.dim() == key.dim() == value.dim() == 4 and query.numel() > 0 and key.numel() > 0
+    if not (plain and scaled and sound and all(map(is_aligned, inputs))):
+        return ""
+    causal = "upper_left" if options.is_causal else options.causal
+    cudnn, flash = (name in calls() for name in (CUDNN, FLASH))
+    cudnn &= _cudnn_computes(inputs, masks.attn_mask, causal)
+    flash &= _flash_computes(inputs, masks.attn_mask, causal)
+    # Up to Ada, the flash backward is the faster one.
+    if cudnn and not (flash and torch.cuda.get_device_capability(query.device) < (9, 0)):
+        return CUDNN
+    return FLASH if flash else ""
+
+
+def _cudnn_computes(inputs: Inputs, mask: torch.Tensor | None, causal: str | None) -> bool:
+    """Whether cuDNN's backward pass has the gradient: of a mask, or of a causal mask that is aligned upper left."""
+    query, key, value = inputs
+    if causal is not None and (mask is not None or (causal == "lower_right" and query.shape[2] != key.shape[2])):
+        return False
+    if mask is not None and (mask.dtype not in (torch.bool, query.dtype) or mask.requires_grad):
+        return False
+    shared = query.shape[1] != key.shape[1]
+    return can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, causal is not None, shared))
+
+
+def _flash_computes(inputs: Inputs, mask: torch.Tensor | None, causal: str | None) -> bool:
+    """Whether the flash backward pass has the gradient: its causal mask is aligned lower right.
+
+    It scales the -inf of what is hidden, so that every query has to see a key. Large heads do not fit consumer GPUs.
+    """
+    query, key, _ = inputs
+    if query.shape[3] > LARGEST_SMALL_HEAD and torch.cuda.get_device_capability(query.device) not in DATA_CENTER:
+        return False
+    aligned = causal != "upper_left" or query.shape[2] == key.shape[2]
+    reaches = causal is None or query.shape[2] <= key.shape[2]
+    return mask is None and aligned and reaches and query.shape[3] % 8 == 0
+
+
+def as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A mask as cuDNN's backward pass takes it: numbers in query's type, [B, H, S_q, S_k], the last stride 1."""
+    bias = mask
+    if mask.dtype == torch.bool:
+        bias = torch.where(mask, *_seen_and_hidden(query.dtype, mask.device))
+    bias = bias[(None,) * (4 - bias.dim())].expand(*query.shape[:3], key.shape[2])
+    return bias if bias.stride(3) == 1 else bias.contiguous()
+
+
+@functools.lru_cache
+def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """0 and -inf."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device), torch.full((), -torch.inf, dtype=dtype, device=device)
+
+
+def of_seen_rows(lse: torch.Tensor) -> torch.Tensor:
+    """An LSE [B, H, S_q] for a backward pass under a mask: +inf for a row that sees no key, which has -inf.
+
+    The weights of such a row, exp(score - LSE), are then zeros.
+    """
+    return lse.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)
+
+
+@functools.lru_cache
+def nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random state and mask of the dropout that there is not; nothing writes to them."""
+    with torch.inference_mode(False):
+        scalar = torch.zeros((), dtype=torch.int64, device=device)
+        return torch.zeros(2, dtype=torch.uint64, device=device), scalar, torch.empty(0, device=device)
+
+
+@functools.lru_cache
+def _set_up(device: torch.device) -> bool:
+    """Register the kernels, and what they give for a device; False where torch is built without CUDA."""
+    cudnn, flash = (name if name in calls() else None for name in (CUDNN, FLASH))
+    if not launcher.register_nodes(BACKEND, cudnn, flash, *_DEFAULTS):
+        return False
+    state, scalar, _ = nothing(device)  # kept for ever
+    with torch.inference_mode(False):
+        launcher.set_node_constants(device.index, state.data_ptr(), scalar.data_ptr())
+    return True
+
+
+@functools.cache
+def calls() -> dict[str, tuple[Any, Any]]:
+    """Of each operator that this torch has as it was: what calls it, and the keys of autograd and of BACKEND."""
+    key = torch._C.DispatchKey.__members__
+    keys = torch._C.DispatchKeySet(key[BACKEND]) | torch._C.DispatchKeySet(key[f"Autograd{BACKEND}"])
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in (CUDNN, FLASH):
+        operator = getattr(getattr(torch.ops.aten, name, None), "default", None)
+        if operator is not None and str(operator._schema) == f"aten::{name}{SCHEMAS[name]}":
+            found[name] = operator.redispatch, keys
+    return found

@@ -1,0 +1,356 @@
+"""The kernels of a call with 8-bit operands: their parameters, in which only addresses are left open, and one-off runs.
+
+A parameter is made once for shapes and strides; a plan then puts the addresses of each call in, as the emulator does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from microsdpa.call import tensors
+from microsdpa.call.scales import CODE_DTYPE, block_of
+from microsdpa.call.validate import Checked
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.eight_bit_params import (
+    ByteStrides,
+    ChannelScales,
+    EightBitParams,
+    QuantizeParams,
+    RestoreLseParams,
+    RowScales,
+)
+from microsdpa.kernels.problem import DType, Problem
+from microsdpa.kernels.quantize.spec import QuantizationScheme, fused, fused_grid, part_rows, restore_lse
+from microsdpa.kernels.spec import MAX_GRID_X, Grid
+from microsdpa.runtime import launcher
+
+ALL_ROWS = 31
+"""Shift that gives every row the first scale."""
+SECTION_BYTES = 256
+"""Alignment of what lies in a workspace."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Quantised operands of one call.
+
+    Attributes:
+        query: [B, H, S_q, terms * D] codes; with two terms a row's second half is what its first half lacks.
+        key: [B, H_kv, S_k, D] codes.
+        value: [B, H_kv, S_k, D] codes, or the tensor itself where `value_scale` is None.
+        query_scale: a scalar, [B, H] or [B, H, blocks of S_q], in FP32.
+        key_scale: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
+        value_scale: a scalar, [B, H_kv] or [B, H_kv, D].
+        key_mean: [B, H_kv, D]: what was taken off K.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_scale: torch.Tensor
+    key_scale: torch.Tensor
+    value_scale: torch.Tensor | None
+    key_mean: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operand lies.
+
+    Attributes:
+        tensor: the tensor of the call that holds it, by name.
+        strides: in elements.
+        offset: bytes from the tensor's start.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    element_bytes: int
+    offset: int = 0
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Place:
+        """All of a tensor."""
+        return cls(name, tuple(tensor.shape), tensor.stride(), tensor.element_size())
+
+    @property
+    def byte_strides(self) -> ByteStrides:
+        """Of its first three dimensions."""
+        return ByteStrides(*(stride * self.element_bytes for stride in self.strides[:3]))
+
+
+Places = Mapping[str, Place]
+"""Where each operand of a kernel lies, by the name that the kernel has for it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, its grid, and its parameter without addresses.
+
+    Attributes:
+        pointers: (bytes from the parameter's start, tensor, bytes from the tensor's start): where addresses belong.
+        tensor_maps: what the kernel's tensor maps describe.
+        numbers: (bytes from the parameter's start, SCALE or SCALE_LOG2 of the launcher): numbers that differ from call
+            to call; the parameter has those of this one.
+    """
+
+    spec: KernelSpec
+    grid: Grid
+    params: ctypes.Structure
+    pointers: tuple[tuple[int, str, int], ...]
+    tensor_maps: tuple[launcher.Mapped, ...] = ()
+    numbers: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what no GPU launches.
+
+        Raises:
+            UnsupportedProblem: there are too many CTAs.
+        """
+        if self.grid[0] > MAX_GRID_X:
+            raise UnsupportedProblem(
+                f"{self.grid[0]} CTAs of {self.spec.name} exceed the {MAX_GRID_X} of one launch",
+                nearest="a smaller batch",
+            )
+
+    def filled(self, addresses: Mapping[str, int]) -> ctypes.Structure:
+        """The parameter for tensors at these addresses; null where there is no such tensor."""
+        params = type(self.params).from_buffer_copy(self.params)
+        for at, tensor, offset in self.pointers:
+            address = addresses[tensor] + offset if tensor in addresses else 0
+            ctypes.c_uint64.from_buffer(params, at).value = address
+        return params
+
+
+def _pointers(params: type[ctypes.Structure], places: Places) -> tuple[tuple[int, str, int], ...]:
+    """Operands have pointers of their own name, or that name a struct which begins with one."""
+    return tuple((getattr(params, name).offset, place.tensor, place.offset) for name, place in places.items())
+
+
+def code_shapes(
+    scheme: QuantizationScheme, query: Sequence[int], key: Sequence[int]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of all that quantising [B, H, S_q, D] and [B, H_kv, S_k, D] gives."""
+    batch, heads, seqlen_q, head_dim = query
+    heads_kv, seqlen_k = key[1], key[2]
+    code, scale = CODE_DTYPE[scheme.code], torch.float32
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "query_codes": ((batch, heads, seqlen_q, scheme.query_terms * head_dim), code),
+        "key_codes": ((batch, heads_kv, seqlen_k, head_dim), code),
+        "query_scale": ((batch, heads, -(-seqlen_q // scheme.block)), scale),
+        "key_scale": ((batch, heads_kv, -(-seqlen_k // scheme.block)), scale),
+    }
+    if scheme.value:
+        shapes["value_codes"] = (batch, heads_kv, seqlen_k, head_dim), CODE_DTYPE[scheme.value]
+        shapes["value_scale"] = (batch, heads_kv, head_dim), scale
+    if scheme.smooth:
+        shapes["key_mean"] = (batch, heads_kv, head_dim), scale
+    return shapes
+
+
+def in_one_tensor(
+    name_of_all: str, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> tuple[dict[str, Place], int]:
+    """Places of dense arrays in one tensor, and its bytes."""
+    places, end = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        places[name] = Place(name_of_all, shape, strides, dtype.itemsize, end)
+        size = math.prod(shape) * dtype.itemsize
+        end += -(-size // SECTION_BYTES) * SECTION_BYTES
+    return places, end
+
+
+def quantising(scheme: QuantizationScheme, dtype: DType, places: Places) -> Launch:
+    """The launch that quantises; places of "query", "key" and "value", and of all that code_shapes() names."""
+    batch, heads, seqlen_q, head_dim = places["query"].shape
+    heads_kv, seqlen_k = places["key"].shape[1:3]
+    params = QuantizeParams(
+        **{f"{name}_strides": places[name].byte_strides for name in ("query", "key", "value")},
+        batch=batch,
+        heads=heads,
+        heads_kv=heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        part_rows=part_rows(scheme, batch * heads_kv, seqlen_k),
+        root=head_dim**-0.5,
+    )
+    grid = fused_grid(scheme, batch, heads, heads_kv, seqlen_q, seqlen_k)
+    return Launch(fused(scheme, dtype, head_dim), grid, params, _pointers(QuantizeParams, places))
+
+
+def attending(spec: KernelSpec, problem: Problem, places: Places, scale: float) -> Launch:
+    """The launch of an attention kernel; places of its operands, and "lse"; `scale` is the softmax's."""
+    params = EightBitParams(
+        **{f"{name}_strides": places[name].byte_strides for name in ("query", "key", "value", "out")},
+        query_scale=_row_scales(places["query_scale"], problem.seqlen_q),
+        key_scale=_row_scales(places["key_scale"], problem.seqlen_k),
+        batch=problem.batch,
+        heads=problem.heads,
+        heads_kv=problem.heads_kv,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        diagonal=problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0,
+        scale_log2=scale * math.log2(math.e),
+    )
+    if "value_scale" in places:
+        params.value_scale = ChannelScales(0, *(*places["value_scale"].strides, 0, 0, 0)[:3])
+    mapped = tuple(places[box.tensor] for box in spec.tensor_maps)
+    maps = tuple(launcher.Mapped(p.tensor, p.offset, p.shape, p.strides, p.element_bytes) for p in mapped)
+    numbers = ((EightBitParams.scale_log2.offset, launcher.SCALE_LOG2),)
+    return Launch(spec, spec.grid(problem), params, _pointers(EightBitParams, places), maps, numbers)
+
+
+def restoring(problem: Problem, places: Places, scale: float) -> Launch:
+    """The launch that gives the LSE back what smoothing took; places of "query", "key_mean" and "lse"."""
+    spec = restore_lse(problem.dtype, problem.head_dim)
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    params = RestoreLseParams(
+        query_strides=places["query"].byte_strides,
+        batch=problem.batch,
+        heads=problem.heads,
+        heads_kv=problem.heads_kv,
+        seqlen_q=problem.seqlen_q,
+        scale=scale,
+    )
+    numbers = ((RestoreLseParams.scale.offset, launcher.SCALE),)
+    grid = (-(-rows // spec.block_m), 1, 1)
+    return Launch(spec, grid, params, _pointers(RestoreLseParams, places), numbers=numbers)
+
+
+def _row_scales(place: Place, seqlen: int) -> RowScales:
+    batch, head = (*place.strides, 0, 0)[:2]
+    if len(place.shape) < 3:
+        return RowScales(0, batch, head, ALL_ROWS, 0)
+    block = block_of(seqlen, place.shape[2])
+    return RowScales(0, batch, head, block.bit_length() - 1, place.strides[2])
+
+
+def quantize_query_key_value(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scheme: QuantizationScheme, emulated: bool
+) -> Codes:
+    """Quantise validated FP16 or BF16 tensors in one launch; quantize.py says what the codes are."""
+    inputs = {"query": query, "key": key, "value": value}
+    shapes = code_shapes(scheme, query.shape, key.shape)
+    numbers, floats_bytes = in_one_tensor("floats", {n: s for n, s in shapes.items() if s[1] == torch.float32})
+    floats = torch.empty(floats_bytes // 4, dtype=torch.float32, device=query.device)
+    codes = {
+        name: torch.empty(shape, dtype=dtype, device=query.device)
+        for name, (shape, dtype) in shapes.items()
+        if name not in numbers
+    }
+    places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **codes}.items()} | numbers
+    run(quantising(scheme, tensors.DTYPES[query.dtype], places), inputs, codes | {"floats": floats}, emulated)
+    made = codes | {
+        name: floats.as_strided(place.shape, place.strides, place.offset // 4) for name, place in numbers.items()
+    }
+    return Codes(
+        query=made["query_codes"],
+        key=made["key_codes"],
+        value=made.get("value_codes", value),
+        query_scale=made["query_scale"],
+        key_scale=made["key_scale"],
+        value_scale=made.get("value_scale"),
+        key_mean=made.get("key_mean"),
+    )
+
+
+def run_attention(
+    spec: KernelSpec,
+    problem: Problem,
+    codes: Codes,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    emulated: bool,
+) -> None:
+    """Run an attention kernel on quantised operands; `scale` is the softmax's."""
+    inputs = {name: tensor for name, tensor in vars(codes).items() if tensor is not None and name != "key_mean"}
+    outputs = {"out": out} if lse is None else {"out": out, "lse": lse}
+    places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **outputs}.items()}
+    run(attending(spec, problem, places, scale), inputs, outputs, emulated)
+
+
+def run_restore_lse(
+    problem: Problem,
+    query: torch.Tensor,
+    key_mean: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    emulated: bool,
+) -> None:
+    """Give an LSE back what smoothing K took off it."""
+    inputs, outputs = {"query": query, "key_mean": key_mean}, {"lse": lse}
+    places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **outputs}.items()}
+    run(restoring(problem, places, scale), inputs, outputs, emulated)
+
+
+def run(
+    launch: Launch, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor], emulated: bool
+) -> None:
+    """Run one launch on tensors by name."""
+    if emulated:
+        from microsdpa.emulate import run as emulator  # not imported with the package: few programs need it
+
+        emulator.one_kernel(launch.spec, launch.grid, launch.filled, inputs, outputs)
+        return
+    device = next(iter(outputs.values())).device
+    addresses = {name: tensor.data_ptr() for name, tensor in {**inputs, **outputs}.items()}
+    params = bytes(launch.filled(addresses))
+    arrays = [(addresses[mapped.tensor], mapped) for mapped in launch.tensor_maps]
+    launcher.launch_one(launch.spec, launcher.target_of_device(device), launch.grid, params, device.index, arrays)
+
+
+def planned(
+    checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Tensor
+) -> tuple[list[launcher.PlannedKernel], str, int]:
+    """The kernels of a call on CUDA tensors, of which `spec` attends, their target, and bytes of scratch memory."""
+    call, scheme = checked.call, checked.scheme
+    query, key, value = call.inputs
+    names = "query_scale", "key_scale", "value_scale"
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, "out": out}
+    given |= zip(names, checked.scales, strict=True)
+    places = {name: Place.of(name, tensor) for name, tensor in given.items() if tensor is not None}
+    places["lse"] = Place("lse", (), (), 4)
+    launches, workspace_bytes = [], 0
+    if scheme is None:
+        launches.append(attending(spec, problem, places, checked.factor))
+    else:
+        values, workspace_bytes = in_one_tensor("workspace", code_shapes(scheme, query.shape, key.shape))
+        inputs = {name: places[name] for name in ("query", "key", "value")}
+        launches.append(quantising(scheme, problem.dtype, inputs | values))
+        operands = {name: values.get(f"{name}_codes", inputs[name]) for name in inputs}
+        operands |= {name: values[name] for name in names if name in values}
+        operands |= {name: places[name] for name in ("out", "lse")}
+        launches.append(attending(spec, problem, operands, checked.factor))
+        if scheme.smooth:
+            smoothed = {"query": inputs["query"], "key_mean": values["key_mean"], "lse": places["lse"]}
+            launches.append(restoring(problem, smoothed, checked.factor))
+    kernels = [
+        launcher.PlannedKernel(
+            *(launch.spec, launch.grid, bytes(launch.params), launch.pointers, launch.numbers, launch.tensor_maps),
+            only_with_lse=index == 2,
+        )
+        for index, launch in enumerate(launches)
+    ]
+    return kernels, problem.target, workspace_bytes
+
+
+def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Run the kernels of a call in the emulator; `spec` attends."""
+    query, key, value = checked.call.inputs
+    if checked.scheme is not None:
+        codes = quantize_query_key_value(query, key, value, checked.scheme, emulated=True)
+    else:
+        codes = Codes(query, key, value, *checked.scales)  # type: ignore[arg-type]
+    run_attention(spec, problem, codes, out, lse, checked.factor, True)
+    if lse is not None and codes.key_mean is not None:
+        run_restore_lse(problem, query, codes.key_mean, lse, checked.factor, True)

@@ -1,0 +1,146 @@
+"""torch.ops.microsdpa: the attention as an operator, for torch.compile and autograd. Imported with the package.
+
+attention(query, key, value, attn_mask, alibi_slopes, sinks, causal, scale, enable_gqa, window, softcap, impl) gives
+(output, LSE); the arguments are those of sdpa, `window` is [left, right]. Its gradient is attention_backward.
+attention_output gives the output alone, and has no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from microsdpa.call.call import NO_TENSORS, Inputs, MaskTensors, mask_tensors
+from microsdpa.call.masks import Masks
+from microsdpa.call.options import PLAIN, Options
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.execution import autograd, backward, forward, transforms
+
+_UNBOUNDED = (-1, -1)
+_library = torch.library.Library("microsdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
+# A call pays for every argument that it gives: what has its default is left out on the way to the functions below.
+_ARGUMENTS = (
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+    "str? causal=None, float? scale=None, bool enable_gqa=False, SymInt[2] window=[-1, -1], float? softcap=None, "
+    'str impl="auto")'
+)
+for _name, _result in (("attention", "(Tensor, Tensor)"), ("attention_output", "Tensor")):
+    _library.define(f"{_name}{_ARGUMENTS} -> {_result}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    causal: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: Any = _UNBOUNDED,
+    softcap: float | None = None,
+    impl: str = "auto",
+) -> tuple[Inputs, MaskTensors, Options]:
+    """The operator's arguments as the rest of the library has them."""
+    ends = None if window is _UNBOUNDED or tuple(window) == _UNBOUNDED else (window[0], window[1])
+    masks = mask_tensors(attn_mask, alibi_slopes, sinks)
+    return (query, key, value), masks, Options(False, causal, scale, enable_gqa, ends, softcap, impl)
+
+
+def _forward(*arguments: Any) -> forward.Result:
+    """Output [B, H, S_q, D], in the memory order of query, and LSE [B, H, S_q]; arguments and errors as in sdpa."""
+    return forward.attend(*_call(*arguments), True)
+
+
+def _output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The output [B, H, S_q, D] alone.
+
+    Raises:
+        UnsupportedProblem: an input requires grad, which this operator has none of.
+    """
+    inputs, masks, options = _call(query, key, value, *rest) if rest else _plain(query, key, value)
+    transforms.refuse_tangents(*inputs, *masks)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *masks) if t is not None):
+        raise UnsupportedProblem("attention_output has no gradient", nearest="torch.ops.microsdpa.attention")
+    return forward.attend(inputs, masks, options, False)[0]
+
+
+def _plain(*inputs: torch.Tensor) -> tuple[Inputs, MaskTensors, Options]:
+    return inputs, NO_TENSORS, PLAIN  # type: ignore[return-value]
+
+
+def _differentiable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> forward.Result:
+    """The operator where autograd looks at it: with a gradient when an input wants one."""
+    inputs, masks, options = _call(query, key, value, *rest) if rest else _plain(query, key, value)
+    transforms.refuse_tangents(*inputs, *masks)
+    eager = autograd.is_eager(inputs)
+    if torch.is_grad_enabled():
+        graded = query.requires_grad or key.requires_grad or value.requires_grad
+        if graded or any(t is not None and t.requires_grad for t in masks):
+            if transforms.are_active():
+                raise UnsupportedProblem("the operator has no gradient under torch.func", nearest="microsdpa.sdpa")
+            return autograd.record(inputs, masks, options, eager)
+    if eager:
+        return forward.attend(inputs, masks, options, True)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.microsdpa.attention.default(query, key, value, *rest)  # type: ignore[no-any-return]
+
+
+_library.impl("attention", _forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("attention_output", _output, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("attention", _differentiable, "Autograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("microsdpa::attention", lib=_library)  # type: ignore[untyped-decorator]
+def _(query: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("microsdpa::attention_output", lib=_library)  # type: ignore[untyped-decorator]
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+@torch.library.custom_op("microsdpa::attention_backward", mutates_args=())
+def attention_backward(
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: str | None,
+    scale: float | None,
+    window: list[int],
+    softcap: float | None,
+) -> list[torch.Tensor]:
+    """Gradients of query, key, value and, where given, of a float attn_mask, alibi_slopes and sinks, in this order."""
+    masks = Masks(attn_mask, (window[0], window[1]), softcap, alibi_slopes, sinks)
+    inputs, result = (query, key, value), (out, lse)
+    return backward.gradients((grad_out, grad_lse), inputs, result, causal, scale, masks)  # type: ignore[arg-type]
+
+
+@attention_backward.register_fake
+def _(grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *given: Any) -> list[torch.Tensor]:
+    tensors = given[:6]  # the inputs and the masks'
+    return [torch.empty_like(tensor) for tensor in tensors if tensor is not None and tensor.is_floating_point()]
+
+
+attention_backward.register_autograd(transforms.refuse_second_order)
+
+
+@attention_backward.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[torch.Tensor], list[int]]:
+    """One call for each element of a batch of torch.vmap, as jacobians have."""
+    found = []
+    for i in range(info.batch_size):
+        one = (a.select(dim, i) if isinstance(dim, int) else a for a, dim in zip(arguments, in_dims, strict=True))
+        found.append(attention_backward(*one))
+    stacked = [torch.stack(gradients) for gradients in zip(*found, strict=True)]
+    return stacked, [0] * len(stacked)

@@ -1,0 +1,27 @@
+"""Kernel specifications: what is compiled, and how it is launched, for a given problem."""
+
+from microsdpa.kernels.registry import (
+    EIGHT_BIT_FAMILIES,
+    FAMILIES,
+    Family,
+    catalogue,
+    configurations,
+    emulated_target,
+    family_named,
+)
+from microsdpa.kernels.spec import Grid, KernelSpec, Rejection, TensorMap, oversized
+
+__all__ = [
+    "EIGHT_BIT_FAMILIES",
+    "FAMILIES",
+    "Family",
+    "Grid",
+    "KernelSpec",
+    "Rejection",
+    "TensorMap",
+    "catalogue",
+    "configurations",
+    "emulated_target",
+    "family_named",
+    "oversized",
+]

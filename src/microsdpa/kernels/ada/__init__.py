@@ -1,0 +1,1 @@
+"""Kernels for Ada (sm_89) and newer GPUs without wgmma."""

@@ -1,0 +1,1 @@
+"""Attention on 8-bit mma.sync, with tiles for the problem."""

@@ -1,0 +1,1 @@
+"""Kernels on mma.sync, for sm_80 and newer."""

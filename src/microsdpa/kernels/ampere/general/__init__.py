@@ -1,0 +1,1 @@
+"""Attention with every mask, head dimension and layout."""

@@ -1,0 +1,70 @@
+"""Specification of the kernel that computes every call (kernels/ampere/general/kernel.cu)."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
+
+MAX_HEAD_DIM = 256
+WARPS = 4
+
+
+def forward(problem: Problem) -> KernelSpec | Rejection:
+    """The general kernel: any mask, any head dimension up to 256, any alignment."""
+    if capability_of(problem.target) < (8, 0):
+        return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
+    if problem.head_dim > MAX_HEAD_DIM:
+        return Rejection(
+            f"head_dim {problem.head_dim} is over {MAX_HEAD_DIM}", f"head_dim {MAX_HEAD_DIM}", MAX_HEAD_DIM
+        )
+    columns = -(-problem.head_dim // 16) * 16
+    row_tiles, block_n = _tile(problem)
+    vectors = problem.alignment >= VECTOR_BYTES and problem.head_dim % 8 == 0
+    mask = problem.mask or MaskKind()
+    programmatic = capability_of(problem.target) >= (9, 0)
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_N": block_n,
+        "ROW_TILES": row_tiles,
+        "WARPS": WARPS,
+        "LOAD_BYTES": VECTOR_BYTES if vectors else 2,
+        "MASK": CPP_TYPE[mask.tensor],
+        "LEFT": BOOLEAN[mask.left],
+        "RIGHT": BOOLEAN[mask.right or problem.causal is not None],
+        "SOFTCAP": BOOLEAN[mask.softcap],
+        "ALIBI": BOOLEAN[mask.alibi],
+        "SINK": CPP_TYPE[mask.sinks],
+        "PROGRAMMATIC": BOOLEAN[programmatic],
+    }
+    return KernelSpec(
+        name="ampere/general",
+        source="ampere/general/kernel.cu",
+        template="microsdpa::ampere::general::attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=32 * WARPS,
+        block_m=16 * row_tiles * WARPS,
+        shared_bytes=2 * columns * (16 * row_tiles * WARPS + 4 * block_n),
+        programmatic=programmatic,
+        params="microsdpa::MaskedParams",
+        local_memory="it computes what no other kernel does: refused, the call would have none",
+    )
+
+
+def _tile(problem: Problem) -> tuple[int, int]:
+    """(tiles of 16 queries that a warp owns, keys of a tile), as measured on an H200.
+
+    With two tiles of queries a warp reads shared memory half as often; they are for long rows of queries that fill the
+    chip, and take the keys that leave its registers room for the mask.
+    """
+    tensor = problem.mask.tensor if problem.mask else None
+    ctas = problem.batch * problem.heads * ceil(problem.seqlen_q / (32 * WARPS))
+    if problem.seqlen_q > 128 and ctas >= chip_of(problem.target).sms:
+        if problem.head_dim <= 64:
+            return 2, 64 if tensor in (None, "bool") else 32
+        if problem.head_dim <= 128 and tensor != "float32":
+            return 2, 32
+    return 1, 64 if problem.head_dim <= 128 else 32

@@ -1,0 +1,1 @@
+"""Attention on mma.sync, with tiles for the problem."""

@@ -1,0 +1,276 @@
+// Masks in a kernel: which keys a lane's rows see, and what becomes of their scores.
+#pragma once
+
+#include "../ptx/arithmetic.cuh"
+#include "element.cuh"
+#include "mask_params.cuh"
+#include "mma_tile.cuh"
+#include "online_softmax.cuh"
+
+namespace microsdpa {
+
+// Of the type of a mask's or sink's elements, which is void for none.
+template <typename T>
+constexpr bool PRESENT = true;
+template <>
+constexpr bool PRESENT<void> = false;
+template <typename T>
+constexpr bool is_bool = false;
+template <>
+constexpr bool is_bool<bool> = true;
+template <typename T>
+constexpr int BYTES_OF = sizeof(T);
+template <>
+constexpr int BYTES_OF<void> = 4;
+
+// -inf, in each of a word's elements.
+template <typename T>
+constexpr uint32 HIDING_WORD = 0xff800000u;
+template <>
+constexpr uint32 HIDING_WORD<__half> = 0xfc00fc00u;
+template <>
+constexpr uint32 HIDING_WORD<__nv_bfloat16> = 0xff80ff80u;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+
+// A score in base 2 with a mask's element added to it, which hides its key when it is -inf. Finite numbers stay finite:
+// the lowest one, with which some callers mean -inf, still leaves a row that has nothing else an average, as it does in
+// exact arithmetic. NaN stays NaN, which fmaxf would not let it.
+template <typename T>
+__device__ __forceinline__ float add_mask(float score, T element) {
+  constexpr float LOG2_E = 1.44269504088896340736f, LOWEST = -3.402823466e38f;
+  const float natural = to_float(element), scaled = natural * LOG2_E;
+  if (natural == negative_infinity()) return negative_infinity();
+  return BYTES_OF<T> == 2 && HIDING_WORD<T> == HIDING_WORD<__half> ? fmaf(natural, LOG2_E, score)
+                                                                   : score + (scaled < LOWEST ? LOWEST : scaled);
+}
+
+// The masks that a kernel is compiled for, beside a right end of what rows see.
+template <typename MASK_, bool LEFT_, bool SOFTCAP_, bool ALIBI_, typename SINK_>
+struct Masks {
+  using Params = MaskedParams;
+  using Mask = MASK_;
+  using Sink = SINK_;
+  static constexpr bool ANY = true, LEFT = LEFT_, SOFTCAP = SOFTCAP_, ALIBI = ALIBI_;
+  __device__ __forceinline__ static const AttentionParams& call(const MaskedParams& params) { return params.call; }
+};
+
+struct NoMasks {
+  using Params = AttentionParams;
+  static constexpr bool ANY = false, LEFT = false;
+  __device__ __forceinline__ static const AttentionParams& call(const AttentionParams& params) { return params; }
+};
+
+// A quarter of a tile's keys, which follow one another, is each lane's: its elements of a mask are one load's. So keys
+// stand in a tile in an order of their own. Gives the key in a row of the tile.
+template <int BLOCK_N>
+__device__ __forceinline__ unsigned key_in_row(unsigned row) {
+  return row % 8 / 2 * (BLOCK_N / 4) + row / 8 * 2 + row % 2;
+}
+
+// The rows of a warp, of which this lane has two in every ROW_TILES tiles of 16, and the keys that these see. Row r is
+// query r / PACK of head r % PACK of those that are tiled together.
+template <typename MASKS, bool RIGHT, int BLOCK_N, int PACK = 1, int ROW_TILES = 1>
+struct MaskedRows {
+  using Mask = typename MASKS::Mask;
+  static constexpr bool READS = PRESENT<Mask>, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
+  static constexpr int KEYS = BLOCK_N / 4;  // of a tile, this lane's; its accumulators [n][e] are of key 2 n + e % 2
+  static constexpr int BYTES = BYTES_OF<Mask>, WORDS = KEYS * BYTES / 4;
+  static constexpr uint32 ALL = KEYS == 16 ? 0xffffffffu : (1u << 2 * KEYS) - 1;
+  static constexpr float LOG2_E = 1.44269504088896340736f;
+  static_assert(KEYS <= 16 && KEYS % 4 == 0, "a lane has a bit for each of its scores");
+
+  // What the rows see of one tile.
+  struct View {
+    uint32 words[ROW_TILES][2][WORDS];  // elements of the mask
+    uint32 seen[ROW_TILES];             // bit KEYS half + j is the j-th key's, but for what a mask of numbers hides
+  };
+
+  const MaskedParams& params;
+  int64 batch;
+  int head;      // the first of the PACK
+  int first;     // this lane's first row
+  int rows;      // of the heads
+  bool vectors;  // a lane's elements of the mask can be read in 16 bytes, or all at once
+  float slope[ROW_TILES][2];
+
+  // The warp's first row is `warp_first` of the `rows` of a head, or of PACK heads from `head` on.
+  __device__ __forceinline__ MaskedRows(const MaskedParams& params, int64 batch, int head, int warp_first, int rows)
+      : params(params),
+        batch(batch),
+        head(head),
+        first(warp_first + lane_index() / 4),
+        rows(rows),
+        vectors(params.masks.mask_column_stride == 1) {
+    const MaskParams& masks = params.masks;
+    for_each([&](int t, int half) {
+      constexpr int VECTOR = WORDS % 4 == 0 ? 16 : 4 * WORDS;
+      if constexpr (READS) vectors = vectors && reinterpret_cast<uint64>(mask(first, t, half)) % VECTOR == 0;
+      if constexpr (MASKS::ALIBI) {
+        const int64 own_head = head + existing(t, half) % PACK;
+        slope[t][half] = LOG2_E * masks.slopes[batch * masks.slope_batch_stride + own_head * masks.slope_head_stride];
+      }
+    });
+  }
+
+  // One past the last key that a query sees, masks aside.
+  __device__ __forceinline__ static int last_seen(const MaskedParams& params, int query) {
+    return RIGHT ? min(params.call.seqlen_k, query + params.call.diagonal + 1) : params.call.seqlen_k;
+  }
+
+  // Adds the sinks of the warp's heads to rows that have seen nothing yet.
+  __device__ __forceinline__ void add_sinks(OnlineSoftmax<ROW_TILES>& softmax) const {
+    if constexpr (PRESENT<typename MASKS::Sink>) {
+      for_each([&](int t, int half) {
+        const int64 own_head = head + existing(t, half) % PACK;
+        const float logit = LOG2_E * to_float(static_cast<const typename MASKS::Sink*>(
+                                         params.masks.sinks)[own_head * params.masks.sink_head_stride]);
+        softmax.stabilizer[t][half] = logit;
+        softmax.sum[t][half] = lane_index() % 4 == 0 && logit > negative_infinity() ? 1.0f : 0.0f;
+      });
+    }
+  }
+
+  // Starts to read the mask for a tile of keys.
+  __device__ __forceinline__ void fetch(View& view, int first_key) const {
+    if constexpr (READS) {
+      const int start = first_key + lane_index() % 4 * KEYS;
+      // Where the rows begin is found again for every tile: registers are scarcer than instructions.
+      const int own = ROW_TILES > 1 ? opaque(first) : first;
+      if (vectors && start + KEYS <= params.call.seqlen_k) {
+        constexpr int AT_ONCE = WORDS % 4 == 0 ? 4 : WORDS;
+        for_each([&](int t, int half) {
+          const char* from = mask(own, t, half) + static_cast<int64>(start) * BYTES;
+#pragma unroll
+          for (int w = 0; w < WORDS; w += AT_ONCE) {
+            const auto loaded = *reinterpret_cast<const Vector<uint32, AT_ONCE>*>(from + 4 * w);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) view.words[t][half][w + i] = loaded.data[i];
+          }
+        });
+        return;
+      }
+      // A word of each row at a time: the addresses of all elements at once would take too many registers.
+      for_each([&](int t, int half) {
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) view.words[t][half][w] = 0;
+      });
+#pragma unroll 1
+      for (int key = start; key < start + KEYS; key += 4 / BYTES) {
+        for_each([&](int t, int half) {
+          uint32(&words)[WORDS] = view.words[t][half];
+#pragma unroll
+          for (int w = 0; w + 1 < WORDS; ++w) words[w] = words[w + 1];
+          words[WORDS - 1] = 0;
+#pragma unroll
+          for (int i = 0; i < 4 / BYTES; ++i) {
+            const int64 last = min(key + i, params.call.seqlen_k - 1);
+            words[WORDS - 1] |= code(mask(own, t, half) + last * params.masks.mask_column_stride * BYTES)
+                                << 8 * BYTES * i;
+          }
+        });
+      }
+    }
+  }
+
+  // Finds what the rows see of the tile; false when no row of the warp sees any key.
+  __device__ __forceinline__ bool look(View& view, int first_key) const {
+    const int start = first_key + lane_index() % 4 * KEYS;
+    uint32 any = 0;
+    for_each([&](int t, int half) {
+      const int row = first + 16 * t + 8 * half, query = row / PACK;
+      uint32 seen = row < rows ? below(last_seen(params, query) - start) : 0;
+      if constexpr (MASKS::LEFT) seen &= ~below(query + params.masks.lowest - start);
+      uint32 shown = 0;
+      if constexpr (HIDES) {
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) {  // four bytes to four bits, which are set for every byte but 0
+          const uint32 word = view.words[t][half][w];
+          const uint32 highest = ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
+          shown |= (highest * 0x00204081u >> 28) << 4 * w;
+        }
+        seen &= shown;
+      } else if constexpr (ADDS) {
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) shown |= view.words[t][half][w] ^ HIDING_WORD<Mask>;
+        if (shown == 0) seen = 0;
+      }
+      view.seen[t] = half == 0 ? seen : view.seen[t] | seen << KEYS;
+      any |= seen;
+    });
+    return __any_sync(FULL_WARP, any != 0);
+  }
+
+  // Turns products into scores, in base 2; of keys that a row does not see they are -inf.
+  __device__ __forceinline__ void apply(float (&s)[ROW_TILES][BLOCK_N / 8][4], const View& view, int first_key) const {
+    const float cap = params.masks.softcap_log2;
+    const int start = first_key + lane_index() % 4 * KEYS;
+    for_each([&](int t, int half) {
+#pragma unroll
+      for (int j = 0; j < KEYS; ++j) {
+        float& x = s[t][j / 2][2 * half + j % 2];
+        x *= params.call.scale_log2;
+        if constexpr (MASKS::SOFTCAP) x = cap * tanhf(x / cap);
+        if constexpr (MASKS::ALIBI) {
+          const int query = (first + 16 * t + 8 * half) / PACK;
+          x -= slope[t][half] * fabsf(static_cast<float>(query + params.masks.position - start - j));
+        }
+        if constexpr (ADDS) x = add_mask(x, element(view.words[t][half], j));
+      }
+    });
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) {
+      if (view.seen[t] == ALL) continue;
+#pragma unroll
+      for (int n = 0; n < BLOCK_N / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (!(view.seen[t] >> (e / 2 * KEYS + 2 * n + e % 2) & 1)) s[t][n][e] = negative_infinity();
+        }
+      }
+    }
+  }
+
+ private:
+  // Calls visit(tile, half) for each of the lane's rows.
+  template <typename Visit>
+  __device__ __forceinline__ static void for_each(Visit visit) {
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) {
+      visit(t, 0);
+      visit(t, 1);
+    }
+  }
+
+  // The lane's row, or the last one.
+  __device__ __forceinline__ int existing(int t, int half) const { return min(first + 16 * t + 8 * half, rows - 1); }
+
+  // That row of the mask, for the lane whose first row is `own`.
+  __device__ __forceinline__ const char* mask(int own, int t, int half) const {
+    const MaskParams& masks = params.masks;
+    const int row = min(own + 16 * t + 8 * half, rows - 1);
+    return static_cast<const char*>(masks.mask) +
+           BYTES * (batch * masks.mask_strides.batch + (head + row % PACK) * masks.mask_strides.head +
+                    row / PACK * masks.mask_strides.row);
+  }
+
+  // The first `count` of a lane's keys, as bits.
+  __device__ __forceinline__ static uint32 below(int count) { return (1u << min(max(count, 0), KEYS)) - 1; }
+
+  __device__ __forceinline__ static uint32 code(const char* element) {
+    if constexpr (BYTES == 1) return *reinterpret_cast<const unsigned char*>(element);
+    if constexpr (BYTES == 2) return *reinterpret_cast<const uint16*>(element);
+    return *reinterpret_cast<const uint32*>(element);
+  }
+
+  __device__ __forceinline__ static Mask element(const uint32 (&words)[WORDS], int j) {
+    if constexpr (BYTES == 4) {
+      return __uint_as_float(words[j]);
+    } else {
+      const uint16 bits = static_cast<uint16>(words[j / 2] >> 16 * (j % 2));
+      return *reinterpret_cast<const Mask*>(&bits);
+    }
+  }
+};
+
+}  // namespace microsdpa

@@ -1,0 +1,62 @@
+"""What the specifications of the kernels on Hopper's wgmma with 8-bit codes of Q and K have in common."""
+
+from __future__ import annotations
+
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import Problem, capability_of
+from microsdpa.kernels.spec import BOOLEAN, EIGHT_BIT_PARAMS, KernelSpec, Rejection, TensorMap, refused_head_dim
+
+ROWS = 64
+"""Queries of a consumer warpgroup."""
+WORKS = 4
+"""Descriptions of query tiles in shared memory, 20 bytes each."""
+MAX_TILES = 2**29
+"""Query tiles that the kernels count."""
+
+
+def refused(problem: Problem, head_dims: tuple[int, ...]) -> Rejection | None:
+    """Why no kernel on wgmma with these head dimensions computes a problem, whatever its tiles."""
+    if capability_of(problem.target) != (9, 0):
+        return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if problem.head_dim not in head_dims:
+        return refused_head_dim(problem.head_dim, head_dims)
+    return None
+
+
+def too_many(problem: Problem, block_m: int) -> Rejection | None:
+    """Why a kernel with query tiles of that size cannot count them."""
+    if problem.batch * problem.heads * -(-problem.seqlen_q // block_m) > MAX_TILES:
+        return Rejection(f"more than {MAX_TILES} query tiles", "a smaller batch")
+    return None
+
+
+def kernel(
+    problem: Problem,
+    folder: str,
+    arguments: dict[str, object],
+    consumers: int,
+    shared_bytes: int,
+    tensor_maps: tuple[TensorMap, ...],
+    local_memory: str = "",
+) -> KernelSpec:
+    """kernels/hopper/<folder>/kernel.cu with these template arguments, whose last one is CAUSAL."""
+    arguments = arguments | {"CAUSAL": problem.causal is not None}
+    return KernelSpec(
+        name=f"hopper/{folder}",
+        source=f"hopper/{folder}/kernel.cu",
+        template=f"microsdpa::hopper::{folder}::attention",
+        template_args=tuple((name, _spelled(value)) for name, value in arguments.items()),
+        threads=2 * ROWS * (1 + consumers),
+        block_m=ROWS * consumers,
+        local_memory=local_memory,
+        shared_bytes=shared_bytes,
+        max_ctas=chip_of(problem.target).sms,
+        tensor_maps=tensor_maps,
+        programmatic=True,
+        params=EIGHT_BIT_PARAMS,
+    )
+
+
+def _spelled(value: object) -> str:
+    """As C++ spells it."""
+    return BOOLEAN[value] if isinstance(value, bool) else str(value)

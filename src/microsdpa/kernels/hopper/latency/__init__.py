@@ -1,0 +1,1 @@
+"""Attention on wgmma for small problems."""

@@ -1,0 +1,311 @@
+// What a warpgroup of hopper/latency/kernel.cu does with its keys: S, probabilities, P V, and the rows' state.
+#pragma once
+
+#include "../../common/head.cuh"
+#include "../../common/mma_tile.cuh"
+#include "../../common/online_softmax.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/mma.cuh"
+#include "../../ptx/tma.cuh"
+#include "../../ptx/wgmma.cuh"
+#include "combine.cuh"
+#include "mask.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::hopper::latency {
+
+template <typename T, int HEAD_DIM>
+constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
+
+// Copies tiles of 64 rows of one head. Rows past the tensor become zeros. ANNOUNCED: `full` expects them already.
+template <typename T, int HEAD_DIM, int TILES = 1, bool ANNOUNCED = false>
+__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
+                                          int batch) {
+  static_assert(TILES == 1 || HEAD_DIM == PANEL, "tiles of one panel lie behind one another");
+  if (!ANNOUNCED) mbarrier_arrive_expect(full, TILES * TILE_BYTES<T, HEAD_DIM>);
+#pragma unroll
+  for (int panel = 0; panel < HEAD_DIM / PANEL; ++panel) {
+    tma_load(shared + panel * BLOCK_N * PANEL, map, full, panel * PANEL, row, head, batch);
+  }
+}
+
+// Whether a call without LSE leaves right behind its output: 0.02 us faster with two rounds and no mask, 0.01 slower
+// elsewhere.
+template <int CLUSTER, int ROUNDS, bool MASKED>
+constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
+
+// A warpgroup's way through its keys.
+template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
+struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTER, ROUNDS, MASKED>> {
+  using Base = Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTER, ROUNDS, MASKED>>;
+  using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
+  static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
+  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
+  static constexpr int QUADRUPLES = Base::QUADRUPLES;
+  // The last tile's probabilities are made for the peer's rows first.
+  static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
+  // S begins with the mask instead of 0, which is written while the first keys are on their way.
+  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2);
+  // The first tile's S comes in two halves; the stabilizer is found in one while the other is computed.
+  static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD);
+
+  const TensorMap& key_map;
+  const TensorMap& value_map;
+  const float scale;  // > 0, base 2
+
+  uint32 query[HEAD_DIM / 16][4];
+  float o[HEAD_DIM / 2];
+  float subtract[2];         // the stabilizers, finite
+  float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
+
+  // Q's fragments. A negative scale is a positive one of -Q.
+  __device__ __forceinline__ void load_query() {
+    const int lane = fragment.lane();
+    const int row = fragment.tile_row(lane / 8 % 2, lane % 8);
+    mbarrier_wait(shared.query_full(), 0);
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
+      ldmatrix(query[step], shared.query + step / 4 * BLOCK_M * PANEL + row * PANEL + chunk * 8);
+    }
+    if (params.scale_log2 < 0.0f) {
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 16; ++step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) query[step][i] ^= 0x80008000u;
+      }
+    }
+  }
+
+  // Starts S of a round, added to what is there when it is BEGUN, in PARTS groups of consecutive keys.
+  template <bool BEGUN = false, int PARTS = 1>
+  __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2], int round) {
+    constexpr int KEYS = BLOCK_N / PARTS;
+    const int stage = round % STAGES;
+    const uint64 key = matrix_descriptor(shared.key[stage][warpgroup], 16, 8 * PANEL * sizeof(T), Swizzle::BYTES_128);
+    mbarrier_wait(shared.key_full(stage, warpgroup), round / STAGES % 2);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 16; ++step) {
+        const int offset = step / 4 * BLOCK_N * PANEL + step % 4 * 16 + part * KEYS * PANEL;
+        wgmma<T, KEYS>(part_of<PARTS>(s, part), query[step], advance(key, offset * sizeof(T)), BEGUN || step > 0);
+      }
+      wgmma_commit();
+    }
+  }
+
+  // Adds P V of 16-key steps FIRST to LAST - 1 to `output`, which begins with them unless `begun`. The first of several
+  // calls for a tile WAITs for it: a wait takes some 60 clocks, also when there is nothing to wait for.
+  template <int FIRST, int LAST, bool WAIT = FIRST == 0>
+  __device__ __forceinline__ void accumulate(float (&output)[HEAD_DIM / 2], const uint32 (&p)[STEPS][4], int round,
+                                             bool begun) {
+    const int stage = round % STAGES;
+    const uint64 value = matrix_descriptor(shared.value[stage][warpgroup], BLOCK_N * PANEL * sizeof(T),
+                                           8 * PANEL * sizeof(T), Swizzle::BYTES_128);
+    if (WAIT && !(Base::Shared::FEW_COPIES && round > 0)) {
+      mbarrier_wait(shared.value_full(stage, warpgroup), round / STAGES % 2);
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int step = FIRST; step < LAST; ++step) {
+      const uint64 place = advance(value, 16 * PANEL * step * sizeof(T));
+      wgmma<T, HEAD_DIM, Major::MN>(output, p[step], place, begun || step > FIRST);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ TileMask<CLUSTER, CAUSAL> mask_of(int round) const {
+    return {params, fragment, work.first_row, work.first_key(round, warpgroup)};
+  }
+  __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) const {
+    if constexpr (MASKED) mask_of(round).apply(s);
+  }
+
+  // The largest scores of the thread's rows among the first KEYS of a tile, scaled, or what they were before.
+  template <int KEYS = BLOCK_N>
+  __device__ __forceinline__ void maxima(const float (&s)[BLOCK_N / 2], float (&largest)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float even = s[2 * half], odd = s[2 * half + 1];
+#pragma unroll
+      for (int n = 1; n < KEYS / 8; ++n) {
+        even = fmaxf(even, s[4 * n + 2 * half]);
+        odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
+      }
+      largest[half] = fmaxf(largest[half], quad_max(fmaxf(even, odd)) * scale);
+    }
+  }
+
+  // Exponent of a probability. EXACT, its product with the scale is rounded as the stabilizer was, which then may be as
+  // large as it likes.
+  template <int HALF, bool EXACT>
+  __device__ __forceinline__ float exponent(float score) const {
+    return EXACT ? __fmul_rn(score, scale) - subtract[HALF] : fmaf(score, scale, -subtract[HALF]);
+  }
+
+  // P of 16-key steps FIRST to LAST - 1 of one half of the rows, as A's fragments.
+  template <int HALF, int FIRST, int LAST, bool EXACT>
+  __device__ __forceinline__ void half_exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+    constexpr int PAIRS = QUARTER / 4 * (LAST - FIRST);
+    float sums[PAIRS];
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; ++pair) {
+      const int i = QUARTER * FIRST + 4 * pair + 2 * HALF;
+      s[i] = ex2_approx(exponent<HALF, EXACT>(s[i]));
+      s[i + 1] = ex2_approx(exponent<HALF, EXACT>(s[i + 1]));
+      sums[pair] = s[i] + s[i + 1];
+      p[i / QUARTER][i / 2 % 4] = pack<T>(s[i], s[i + 1]);
+    }
+    // A tree: additions that wait for one another would take as long as the exponentials.
+#pragma unroll
+    for (int width = PAIRS / 2; width > 0; width /= 2) {
+#pragma unroll
+      for (int pair = 0; pair < width; ++pair) sums[pair] += sums[pair + width];
+    }
+    sum[HALF] += sums[0];
+  }
+  template <int FIRST, int LAST, bool EXACT>
+  __device__ __forceinline__ void exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+    half_exponentials<0, FIRST, LAST, EXACT>(s, p);
+    half_exponentials<1, FIRST, LAST, EXACT>(s, p);
+  }
+
+  // What the rows of the other half are multiplied with beside those of HALF.
+  template <int HALF>
+  __device__ __forceinline__ static void clear_other(uint32 (&p)[STEPS][4]) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) p[step][1 - HALF] = p[step][3 - HALF] = 0;
+  }
+
+  // Moves to new stabilizers; O follows when the products that add to it have ended.
+  __device__ __forceinline__ void update_stabilizer(const float (&largest)[2], float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      factor[half] = ex2_approx(stabilizer[half] - (MASKED ? finite(largest[half]) : largest[half]));
+      sum[half] *= factor[half];
+      stabilizer[half] = largest[half];
+    }
+  }
+  __device__ __forceinline__ void subtract_stabilizers() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) subtract[half] = MASKED ? finite(stabilizer[half]) : stabilizer[half];
+  }
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // ROUNDS rounds with one stabilizer per row (unrolled.cuh).
+  template <bool KNOWN>
+  __device__ __forceinline__ void run_unrolled();
+  __device__ __forceinline__ void find_stabilizer(const float (&s)[BLOCK_N / 2]);
+  __device__ __forceinline__ void know_stabilizer();
+  template <bool KNOWN>
+  __device__ __forceinline__ void last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]);
+  template <bool KNOWN>
+  __device__ __forceinline__ void last_round_peer_first(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]);
+
+  // Any number of rounds, with the running maximum as stabilizer (online.cuh).
+  __device__ __forceinline__ void run_online();
+  __device__ __forceinline__ void advance_round(float (&s)[BLOCK_N / 2], float (&next)[BLOCK_N / 2],
+                                                uint32 (&p)[STEPS][4], float (&factor)[2], int round);
+  __device__ __forceinline__ void last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4], const float (&factor)[2],
+                                             int round);
+  __device__ __forceinline__ void refill(int key_round, int value_round);
+  template <typename Ring>
+  __device__ __forceinline__ void refill_place(Ring& ring, const TensorMap& map, bool is_key, int round);
+
+  // The warpgroups' stabilizers are their own: the larger ones become both's.
+  __device__ __forceinline__ void share_stabilizer() {
+    float larger[2], factor[2];
+    this->larger_stabilizers(larger);
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+    update_stabilizer(larger, factor);
+    rescale(factor);
+  }
+
+  // From the products in flight to the output. Gives whether it is wrong, because probabilities have overflowed.
+  __device__ __forceinline__ bool combine() {
+    this->publish_sums();
+    this->await(SUMS_PUBLISHED);
+#pragma unroll
+    for (int half = 0; half < Base::OWN_ROWS; ++half) this->row[half] = this->weights(half);
+    const bool wrong = ROUNDS > 0 && this->overflowed();  // known ahead of the output, acted on behind it
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+    Columns<QUADRUPLES> columns[2];
+    if constexpr (PEER_FIRST) {
+      wgmma_fence_registers(rest);
+      if constexpr (ROUNDS > 1) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) rest[i] += o[i];  // the peer's rows are not used any more
+      }
+      this->template give<0>(rest, columns[0]);
+    } else {
+      this->template give<0>(o, columns[0]);
+    }
+    if constexpr (CLUSTER == 1) this->template give<1>(o, columns[1]);
+    this->arrive(COLUMNS_GIVEN);
+    Columns<QUADRUPLES> peer;
+    if constexpr (CLUSTER == 2) this->receive(this->row[0], peer);
+    this->await(COLUMNS_GIVEN);
+    finish<0>(columns[0], peer);
+    if constexpr (CLUSTER == 1) finish<1>(columns[1], peer);
+    return wrong;
+  }
+  template <int HALF>
+  __device__ __forceinline__ void finish(Columns<QUADRUPLES>& columns, const Columns<QUADRUPLES>& peer) const {
+    const RowWeights& weights = this->row[HALF];
+    this->template take<HALF>(columns);
+#pragma unroll
+    for (int i = 0; i < QUADRUPLES; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = columns.part[i].data[e];
+        x = CLUSTER == 2 ? fmaf(x, weights.own, peer.part[i].data[e]) : x * weights.own;
+      }
+    }
+    this->store(HALF, columns);
+  }
+
+  __device__ __forceinline__ void run() {
+    this->find_place();
+    if constexpr (ROUNDS == 0) {
+      load_query();
+      run_online();
+      share_stabilizer();
+      if constexpr (CLUSTER == 2) {
+        Columns<QUADRUPLES> columns;
+        this->template give<1>(o, columns);
+        this->arrive(PEER_COLUMNS_GIVEN);
+        cluster_wait();
+        this->template send_columns<false>(columns);
+        this->template send_sum<false>();
+      }
+      combine();
+    } else {
+      run_unrolled<false>();
+      const bool wrong = combine();
+      constexpr bool LATE_LSE = LSE_LAST<CLUSTER, ROUNDS, MASKED>;
+      if (LATE_LSE && !wrong && this->place.lse == nullptr) return;
+      // Behind the output, so that the common case need not jump over it.
+      if (wrong) run_again();
+      if (LATE_LSE) this->store_lse(0);
+    }
+  }
+
+  // Again, right for any scores: with each row's largest one as stabilizer, at about twice the time.
+  __device__ __forceinline__ void run_again() {
+    __syncthreads();
+    this->deliver_again();
+    load_query();
+    know_stabilizer();
+    run_unrolled<true>();
+    combine();
+  }
+};
+
+}  // namespace microsdpa::hopper::latency

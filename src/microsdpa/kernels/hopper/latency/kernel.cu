@@ -1,0 +1,189 @@
+// One attention call in the time that a memory round trip takes: small problems, wgmma and TMA, no second launch.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M = 64 queries of one head per cluster. The
+// keys are dealt in tiles of BLOCK_N = 64 to the 2 CLUSTER warpgroups of the cluster, so that a whole chip takes part
+// in a problem of few queries: in turn, or, where one copy brings V, so that those of a CTA are consecutive.
+// Roles: one thread of warp 0 issues every copy, all warps compute; a warpgroup's rows meet its own keys, and the parts
+// are combined at the end (combine.cuh).
+// Pipeline: 1. all copies are issued, in the order in which they are needed   2. S of tile t + 1 while the exponentials
+//           of tile t run, relative to one stabilizer per row
+//           3. of the last tile the peer's rows first: their P V and their way to the peer beside the exponentials of
+//           the others   4. O's columns change warpgroups; 16-byte stores
+// Bound by: latencies one after another. Launch and first bytes take longer than the arithmetic, of which the
+// exponentials (16 per clock) and the products take the same; docs/hopper-latency.md has the time line.
+#include "../../common/head.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/arithmetic.cuh"
+#include "../../ptx/cluster.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/tma.cuh"
+#include "consumer.cuh"
+#include "online.cuh"
+#include "shared.cuh"
+#include "unrolled.cuh"
+
+namespace microsdpa::hopper::latency {
+
+// Grid: CLUSTER * heads, query tiles, batch. ROUNDS: as many for every CTA, or 0 for what the keys that it sees ask
+// for.
+template <int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS, bool CONSECUTIVE>
+__device__ __forceinline__ WorkTile work_of_cta(const AttentionParams& params) {
+  WorkTile work;
+  work.rank = CLUSTER == 1 ? 0 : static_cast<int>(blockIdx.x % CLUSTER);
+  work.head = static_cast<int>(blockIdx.x / CLUSTER);
+  work.head_kv = work.head / GROUP;
+  work.batch = static_cast<int>(blockIdx.z);
+  // Tiles that see the most keys first: they take longest.
+  work.first_row = BLOCK_M * static_cast<int>(CAUSAL ? gridDim.y - 1 - blockIdx.y : blockIdx.y);
+  work.rounds = ROUNDS;
+  if (ROUNDS == 0) {
+    constexpr int KEYS_A_ROUND = BLOCK_N * WARPGROUPS * CLUSTER;
+    work.rounds = max(1, (keys_seen<CAUSAL>(params, work.first_row, BLOCK_M) + KEYS_A_ROUND - 1) / KEYS_A_ROUND);
+  }
+  work.first_tile = WARPGROUPS * work.rank * (CONSECUTIVE ? ROUNDS : 1);
+  work.round_tiles = WARPGROUPS * (CONSECUTIVE ? 1 : CLUSTER);
+  return work;
+}
+
+// Barriers of what the peer sends, once or, after an overflow, twice.
+template <int CLUSTER, int ROUNDS, typename Shared>
+__device__ __forceinline__ void set_up_exchange(Shared& shared) {
+  if (CLUSTER == 1) return;
+#pragma unroll
+  for (int delivery = 0; delivery < (ROUNDS > 0 ? 2 : 1); ++delivery) {
+    PeerArrived& arrived = shared.peer_arrived[delivery];
+    mbarrier_init(arrived.row, 1);
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+      mbarrier_init(arrived.output[warpgroup], 1);
+    }
+  }
+}
+
+// Sets up what the peer's messages need. One thread.
+template <int CLUSTER, int ROUNDS, typename Shared>
+__device__ __forceinline__ void begin_exchange(Shared& shared) {
+  set_up_exchange<CLUSTER, ROUNDS>(shared);
+  mbarrier_init_fence();
+  if (CLUSTER == 2) expect_peer(shared, 0);
+}
+
+constexpr uint32 MAX_BATCH = 65535;  // CTAs along z
+
+// The tiles of K and V that shared memory has room for, in the order in which they are needed: issue and arrival are in
+// order, and the first tile of keys decides when the first product begins. A warpgroup needs K 0, K 1, V 0, K 2, V 1,
+// ... The second one starts a tile later than the first, which gives both their stabilizer.
+template <int STAGES>
+struct Tile {
+  int number;
+  __device__ __forceinline__ int warpgroup() const { return number % WARPGROUPS; }
+  __device__ __forceinline__ int turn() const { return number / WARPGROUPS; }
+  __device__ __forceinline__ bool is_key() const { return turn() == 0 || (turn() % 2 == 1 && turn() < 2 * STAGES - 1); }
+  __device__ __forceinline__ int round() const { return is_key() ? (turn() + 1) / 2 : (turn() - 1) / 2; }
+};
+// Whether the copy of another tile brings this one too.
+template <int HEAD_DIM, int STAGES, typename T>
+__device__ __forceinline__ bool comes_along(const SharedStorage<T, HEAD_DIM, STAGES>&, const Tile<STAGES>& tile) {
+  return SharedStorage<T, HEAD_DIM, STAGES>::FEW_COPIES && !tile.is_key() && tile.warpgroup() + tile.round() > 0;
+}
+template <int FIRST, int LAST, int HEAD_DIM, int STAGES, typename T>
+__device__ __forceinline__ void set_up_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared) {
+#pragma unroll
+  for (int number = FIRST; number < LAST; ++number) {
+    const Tile<STAGES> tile{number};
+    if (comes_along(shared, tile)) continue;
+    mbarrier_init(tile.is_key() ? shared.key_full(tile.round(), tile.warpgroup())
+                                : shared.value_full(tile.round(), tile.warpgroup()),
+                  1);
+  }
+  mbarrier_init_fence();
+}
+template <int FIRST, int LAST, int ROUNDS, bool ANNOUNCED = false, int HEAD_DIM, int STAGES, typename T>
+__device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared, const WorkTile& work,
+                                           const TensorMap& key, const TensorMap& value) {
+  constexpr int VALUE_TILES = SharedStorage<T, HEAD_DIM, STAGES>::VALUE_TILES;
+#pragma unroll
+  for (int number = FIRST; number < LAST; ++number) {
+    const Tile<STAGES> tile{number};
+    const int warpgroup = tile.warpgroup(), round = tile.round();
+    if (comes_along(shared, tile) || (ROUNDS < STAGES && round >= work.rounds)) continue;
+    const int first_key = work.first_key(round, warpgroup);
+    if (tile.is_key()) {
+      load_tile<T, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], key, shared.key_full(round, warpgroup),
+                                           first_key, work.head_kv, work.batch);
+    } else {
+      load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], value, shared.value_full(round, warpgroup),
+                                          first_key, work.head_kv, work.batch);
+    }
+  }
+}
+
+// Sets the barriers up, and issues the copies. One thread: two warps that issue them hold each other up. With few
+// copies, what is ahead of the first ones counts, also when the kernel before has not ended: the barriers of Q and of
+// one tile alone are set up and told their bytes first, and the exchange is set up by another warp.
+template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
+__device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared, const WorkTile& work,
+                                      const TensorMap& query, const TensorMap& key, const TensorMap& value) {
+  constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES>::FEW_COPIES;
+  constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
+  prefetch_tensor_map(query);
+  prefetch_tensor_map(key);
+  if (!FEW) prefetch_tensor_map(value);
+  mbarrier_init(shared.query_full(), 1);
+  set_up_tiles<0, FIRST_TILES>(shared);
+  if (FEW) {
+    mbarrier_arrive_expect(shared.query_full(), TILE_BYTES<T, HEAD_DIM>);
+    mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<T, HEAD_DIM>);
+  }
+
+  // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+  grid_dependency_wait();
+  load_tile<T, HEAD_DIM, 1, FEW>(shared.query, query, shared.query_full(), work.first_row, work.head, work.batch);
+  copy_tiles<0, FIRST_TILES, ROUNDS, FEW>(shared, work, key, value);
+  if constexpr (FEW) {
+    // Never true. Behind a branch that ptxas cannot decide it works out what later copies need after the first ones.
+    if (opaque(work.batch) > MAX_BATCH) return;
+    set_up_tiles<FIRST_TILES, TILES>(shared);
+    copy_tiles<FIRST_TILES, TILES, ROUNDS>(shared, work, key, value);
+  } else {
+    begin_exchange<CLUSTER, ROUNDS>(shared);
+  }
+}
+
+// ROUNDS: tiles of each warpgroup when known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key
+// head. MASKED: there may be tiles with keys that a row does not see.
+template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL, bool MASKED>
+__global__ void __launch_bounds__(THREADS, 1)
+    attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+  static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
+  static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "whole panels, of which each warpgroup finishes whole quadruples");
+  static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
+  using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
+  static_assert(!Shared::FEW_COPIES || ROUNDS == STAGES, "few copies are all there are");
+  auto& shared = dynamic_shared<Shared>();
+  // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
+  grid_dependency_launch();
+  const WorkTile work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(params);
+  if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
+  if (Shared::FEW_COPIES && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
+    prefetch_tensor_map(value);
+    begin_exchange<CLUSTER, ROUNDS>(shared);
+  }
+  __syncwarp();
+  // The barriers are fenced already; a release would cost a device-wide memory barrier. The peer is waited for when
+  // there is something to send.
+  if constexpr (CLUSTER == 2) cluster_arrive<false>();
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
+  const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
+  Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED> consumer{
+      {shared, params, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}},
+      key,
+      value,
+      scale};
+  consumer.run();
+}
+
+}  // namespace microsdpa::hopper::latency

@@ -1,0 +1,138 @@
+"""Specifications of hopper/latency/kernel.cu, and the choice among its configurations."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of, of_any_size
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
+
+ELEMENT = 2
+"""Bytes of an element."""
+BLOCK_M = BLOCK_N = 64
+"""Queries of a CTA, and keys of a tile."""
+WARPGROUPS = 2
+HEAD_DIMS = (64, 128)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """A configuration of hopper/latency/kernel.cu, apart from what the problem itself decides.
+
+    Attributes:
+        cluster: CTAs that share a query tile, each with a part of the keys.
+        stages: tiles of K and V that each warpgroup has room for.
+        rounds: tiles of each warpgroup, all resident; 0 for a ring of `stages`.
+    """
+
+    cluster: int
+    stages: int
+    rounds: int
+
+    def value_tiles(self, head_dim: int) -> int:
+        """Tiles of V that one copy brings: with few copies, all."""
+        return WARPGROUPS * self.stages if head_dim == 64 and self.stages <= 2 else 1
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """SharedStorage's size (latency_shared.cuh)."""
+        quadruples = head_dim // WARPGROUPS // 16
+        tiles = (BLOCK_M + 2 * WARPGROUPS * self.stages * BLOCK_N) * head_dim * ELEMENT
+        merging = (
+            (WARPGROUPS * 2 + WARPGROUPS * 2) * quadruples * 128 * 16  # from the neighbour; from the peer, twice
+            + WARPGROUPS * 2 * (BLOCK_M // 2) * (8 + 2 * 4)  # the peer's rows; references and sums
+            + WARPGROUPS * 16
+        )
+        copies = WARPGROUPS * self.stages + WARPGROUPS * self.stages // self.value_tiles(head_dim)
+        barriers = (1 + copies + 2 * (WARPGROUPS + 1)) * 8
+        return -(-(tiles + merging + barriers) // 1024) * 1024
+
+
+def key_rounds(problem: Problem, cluster: int) -> int:
+    """Tiles of keys that each warpgroup of a cluster computes for the query tile that sees the most."""
+    return -(-problem.seqlen_k // (BLOCK_N * WARPGROUPS * cluster))
+
+
+def configuration(problem: Problem, cluster: int) -> Latency:
+    """The configuration with `cluster` CTAs a query tile: everything resident when it fits, else the deepest ring."""
+    deepest = _deepest(cluster, problem.head_dim, chip_of(problem.target).shared_per_cta)
+    rounds = key_rounds(problem, cluster)
+    # Unrolled rounds are code; past four of them the loop costs as little. Four with a mask and a peer do not fit the
+    # registers at D = 64.
+    most = 3 if problem.head_dim == 64 and problem.causal is not None and cluster == 2 else 4
+    return Latency(cluster, rounds, rounds) if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
+
+
+@functools.lru_cache
+def _deepest(cluster: int, head_dim: int, shared_bytes: int) -> int:
+    """Tiles of K and V for each warpgroup that fit so much shared memory."""
+    return max(s for s in range(1, 7) if Latency(cluster, s, 0).shared_bytes(head_dim) <= shared_bytes)
+
+
+def specification(problem: Problem, choice: Latency) -> KernelSpec:
+    """The kernel of one configuration for a problem."""
+    whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
+    return _specification(of_any_size(problem), choice, whole)
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec:
+    """specification() for any problem of that kind; `whole`: the keys fill the tiles."""
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "CLUSTER": choice.cluster,
+        "STAGES": choice.stages,
+        "ROUNDS": choice.rounds,
+        "GROUP": problem.heads // problem.heads_kv,
+        "CAUSAL": BOOLEAN[problem.causal is not None],
+        "MASKED": BOOLEAN[problem.causal is not None or not whole],
+    }
+    # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
+    alone = chip_of(problem.target).shared_per_sm // 2
+    return KernelSpec(
+        name="hopper/latency",
+        source="hopper/latency/kernel.cu",
+        template="microsdpa::hopper::latency::attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=128 * WARPGROUPS,
+        block_m=BLOCK_M,
+        shared_bytes=max(choice.shared_bytes(problem.head_dim), alone),
+        low_occupancy="one CTA an SM, of two warpgroups: of a call this small, no SM has more to do",
+        cluster=choice.cluster,
+        split=choice.cluster,
+        grid_order="xyz",
+        tensor_maps=(
+            TensorMap("query", BLOCK_M, 64),
+            TensorMap("key", BLOCK_N, 64),
+            TensorMap("value", BLOCK_N * choice.value_tiles(problem.head_dim), 64),
+        ),
+        programmatic=True,
+    )
+
+
+def latency(problem: Problem) -> KernelSpec | Rejection:
+    """The kernel for small problems."""
+    if capability_of(problem.target) != (9, 0):
+        return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if problem.head_dim not in HEAD_DIMS:
+        return refused_head_dim(problem.head_dim, HEAD_DIMS)
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    return specification(problem, configuration(problem, cluster_for(problem)))
+
+
+def cluster_for(problem: Problem) -> int:
+    """CTAs that share a query tile."""
+    ctas = problem.batch * problem.heads * -(-problem.seqlen_q // BLOCK_M)
+    fits = 2 * ctas <= chip_of(problem.target).sms
+    return 2 if fits and problem.seqlen_k > WARPGROUPS * BLOCK_N else 1
+
+
+def configurations(problem: Problem) -> dict[str, KernelSpec]:
+    """Those of hopper/latency, by the CTAs that share a query tile."""
+    named = {1: "one CTA a tile", 2: "two CTAs a tile"}
+    return {label: specification(problem, configuration(problem, cluster)) for cluster, label in named.items()}

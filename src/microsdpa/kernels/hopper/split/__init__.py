@@ -1,0 +1,1 @@
+"""Attention on wgmma for problems of about one tile of queries per SM."""

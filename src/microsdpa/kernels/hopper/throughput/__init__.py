@@ -1,0 +1,1 @@
+"""Attention on wgmma for problems that fill the chip."""

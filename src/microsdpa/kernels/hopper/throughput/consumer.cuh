@@ -1,0 +1,346 @@
+// What a consumer warpgroup of hopper/throughput/kernel.cu does with its 64 rows of each query tile.
+#pragma once
+
+#include "../../ptx/control.cuh"
+#include "../../ptx/mma.cuh"
+#include "../../ptx/tma.cuh"
+#include "../common/tile_softmax.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::hopper::throughput {
+
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
+struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
+  using Base = TileSoftmax<T, BLOCK_N, false, false>;
+  using Base::rows, Base::scale, Base::STEPS;
+  using typename Base::Probabilities, typename Base::Scores;
+  using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
+  static constexpr int BLOCK_M = ROWS * CONSUMERS;
+  static constexpr int BOX = PANEL<HEAD_DIM>;
+  // What a consumer skips, others compute: K and V of it must not fill the rings while they wait for each other.
+  static_assert(!CAUSAL || (BLOCK_M - ROWS + BLOCK_N - 1) / BLOCK_N < STAGES, "room for the tiles that are skipped");
+
+  Shared& shared;
+  const AttentionParams& params;
+  const int warpgroup;  // among the consumers
+  const int thread;     // of the warpgroup
+
+  PipelineState<QUERY_STAGES> query_state;
+  PipelineState<STAGES> key_state, value_state;
+  float o[HEAD_DIM / 2];
+
+  // The query tile that scores are computed of.
+  int works = 0;    // its number
+  int written = 0;  // query tiles that this warpgroup has written
+  int all_tiles;    // of keys: the CTA's; 0 when there is no query tile
+  int tile = 0;     // of keys
+  int tiles;        // that this warpgroup's rows see
+  int skipped;      // that others' rows see
+  int last_key;     // that the first row sees, by the causal mask
+
+  __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& params, int warpgroup)
+      : Base(params.scale_log2),
+        shared(shared),
+        params(params),
+        warpgroup(warpgroup),
+        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)) {}
+
+  __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
+
+  // This warp is done with a tile in shared memory.
+  __device__ __forceinline__ void release(Mbarrier& done) const {
+    __syncwarp();
+    if (elect_one()) mbarrier_arrive(done);
+  }
+  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_full[key_state.stage], key_state.phase); }
+  __device__ __forceinline__ void end_key() {
+    release(shared.key_empty[key_state.stage]);
+    key_state.advance();
+  }
+  __device__ __forceinline__ void wait_value() {
+    mbarrier_wait(shared.value_full[value_state.stage], value_state.phase);
+  }
+  __device__ __forceinline__ void end_value() {
+    release(shared.value_empty[value_state.stage]);
+    value_state.advance();
+  }
+
+  // Consumers start their products in turn, so that some have their exponentials while others multiply.
+  __device__ __forceinline__ void pingpong_wait() const {
+    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
+  }
+  __device__ __forceinline__ void pingpong_arrive() const {
+    named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+  }
+
+  // Waits for a query tile. False when there is none, or none of its rows is this warpgroup's.
+  __device__ __forceinline__ bool begin_query() {
+    mbarrier_wait(shared.query_full[query_state.stage], query_state.phase);
+    const WorkTile work = shared.work[works % WORK_TILES];
+    all_tiles = work.tiles;
+    const int first_row = work.first_row + ROWS * warpgroup;
+    if (all_tiles == 0 || first_row >= params.seqlen_q) return false;
+    tile = 0;
+    tiles = CAUSAL ? key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS) : work.tiles;
+    skipped = work.tiles - tiles;
+    last_key = first_row + params.diagonal;
+    if (params.scale_log2 < 0.0f) negate_query();
+    return true;
+  }
+  // A negative scale is a positive one of -Q.
+  __device__ __forceinline__ void negate_query() {
+    auto* chunks = reinterpret_cast<uint4*>(shared.query[query_state.stage][warpgroup]);
+    for (int i = thread; i < ROWS * HEAD_DIM / 8; i += WARPGROUP_THREADS) {
+      const uint4 old = chunks[i];
+      chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
+    }
+    fence_proxy_async();
+    named_barrier_sync((QUERY_NEGATED + warpgroup) % BARRIERS, WARPGROUP_THREADS);
+  }
+  // Every lane arrives for itself, since each has read the query tile's description.
+  __device__ __forceinline__ void end_query() {
+    mbarrier_arrive(shared.query_empty[query_state.stage]);
+    query_state.advance();
+  }
+
+  // Starts S of the tile of keys.
+  __device__ __forceinline__ void score(Scores& s) {
+    const uint64 query =
+        matrix_descriptor(shared.query[query_state.stage][warpgroup], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+    const uint64 key = matrix_descriptor(shared.key[key_state.stage], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      const int panel = step / (BOX / 16), column = step % (BOX / 16) * 16;
+      wgmma<T, BLOCK_N>(s, advance(query, (panel * ROWS * BOX + column) * sizeof(T)),
+                        advance(key, (panel * BLOCK_N * BOX + column) * sizeof(T)), step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Starts O = P V, or adds to O.
+  __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
+    const uint64 value = matrix_descriptor(shared.value[value_state.stage], BLOCK_N * BOX * sizeof(T),
+                                           8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+    wgmma_fence_registers(o);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      wgmma<T, HEAD_DIM, Major::MN>(o, p[step], advance(value, 16 * BOX * step * sizeof(T)), add || step > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Keys that a row does not see get -inf.
+  __device__ __forceinline__ void mask(Scores& s) const {
+    const int keys = params.seqlen_k - BLOCK_N * tile;
+    const int first_visible = CAUSAL ? last_key - BLOCK_N * tile + 1 : BLOCK_N;
+    if (min(keys, first_visible) >= BLOCK_N) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Base::hide(s, half, CAUSAL ? min(keys, first_visible + tile_row(half)) : keys);
+    }
+  }
+
+  // Probabilities of a tile. The first one's stabilizers are a guess, which softmax_tile corrects where it does not
+  // fit.
+  __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2]) {
+    if (tile == 0) Base::guess_stabilizers(s);
+    return Base::softmax_tile(s, p, factor, false);
+  }
+
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // Writes O and LSE of a finished query tile.
+  __device__ __forceinline__ void finish(const WorkTile& work, const Rows& done) {
+    const int first_row = work.first_row + ROWS * warpgroup;
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(done.sum[half]);
+      inverse[half] = normalizer(sum);
+      const int row = first_row + tile_row(half);
+      if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
+        const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.stabilizer[half] * Base::scale_of(half), sum);
+      }
+    }
+#pragma unroll
+    for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
+      if (written > 0 || column > 0)
+        named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);  // what was there is stored
+      put<OUT_COLUMNS<HEAD_DIM>>(shared.out[warpgroup], column, inverse);
+      fence_proxy_async();
+      named_barrier_arrive(OUT_FULL + warpgroup, OUT_THREADS);
+    }
+    ++written;
+  }
+
+  // O times `factor`, from `first` on, as the tile that a bulk copy takes.
+  template <int COLUMNS>
+  __device__ __forceinline__ void put(T* tile, int first, const float (&factor)[2]) const {
+    constexpr int CHUNKS = BOX / 8;  // of a row of a panel, 16 bytes each
+    const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int block = 0; block < COLUMNS / 16; ++block) {
+      uint32 word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = (first + 16 * block) / 2 + 2 * i;
+        word[i] = pack<T>(o[at] * factor[i % 2], o[at + 1] * factor[i % 2]);
+      }
+      const int chunk = (2 * block % CHUNKS + lane / 16) ^ (row * CHUNKS / 8 % CHUNKS);
+      stmatrix(tile + 16 * block / BOX * ROWS * BOX + row * BOX + 8 * chunk, word);
+    }
+  }
+
+  // The query tile's tiles of V have all been read by this warpgroup, which skips those that are the others' alone.
+  __device__ __forceinline__ void end_values(int to_skip) {
+    for (int i = 0; CAUSAL && i < to_skip; ++i) {
+      wait_value();
+      end_value();
+    }
+  }
+
+  // The same for K: false when begin_query() is.
+  __device__ __forceinline__ bool next_query() {
+    for (int i = 0; CAUSAL && i < skipped; ++i) {
+      pingpong_wait();
+      pingpong_arrive();
+      wait_key();
+      end_key();
+    }
+    ++works;
+    return begin_query();
+  }
+  __device__ __forceinline__ const WorkTile& previous_work() const { return shared.work[(works - 1) % WORK_TILES]; }
+
+  // From P of one tile to P of the next: O += P V, S, exponentials. False when there is no next one to go on with.
+  __device__ __forceinline__ bool step(const Probabilities& p, Probabilities& next_p) {
+    const bool first = tile == 0, last = tile + 1 == tiles;
+    const int to_skip = skipped;
+    ++tile;
+    if (last && !next_query()) return false;
+    wait_key();
+    wait_value();
+    pingpong_wait();
+    Scores s;
+    float factor[2];
+    if constexpr (OVERLAP) {
+      score(s);
+      accumulate(p, !first);
+      pingpong_arrive();
+      wgmma_wait<1>();
+      wgmma_fence_registers(s);
+      end_key();
+      if (tile + 1 == tiles) end_query();
+      const Rows done = rows;
+      mask(s);
+      const bool moved = softmax_tile(s, next_p, factor);
+      wgmma_wait<0>();
+      wgmma_fence_registers(o);
+      end_value();
+      if (last) {
+        end_values(to_skip);
+        finish(previous_work(), done);
+      } else if (moved) {
+        rescale(factor);
+      }
+    } else {
+      accumulate(p, !first);
+      score(s);
+      wgmma_wait<1>();
+      pingpong_arrive();  // the next one's products follow S without a gap
+      wgmma_wait<0>();
+      wgmma_fence_registers(s);
+      wgmma_fence_registers(o);
+      end_key();
+      end_value();
+      if (tile + 1 == tiles) end_query();
+      if (last) {
+        end_values(to_skip);
+        finish(previous_work(), rows);
+      }
+      mask(s);
+      if (softmax_tile(s, next_p, factor) && !last) rescale(factor);
+    }
+    return true;
+  }
+
+  // Goes past a query tile that has no rows for this warpgroup.
+  __device__ __forceinline__ void skip_query() {
+    end_query();
+    for (int i = 0; i < all_tiles; ++i) {
+      pingpong_wait();
+      pingpong_arrive();
+      wait_key();
+      end_key();
+      wait_value();
+      end_value();
+    }
+    ++works;
+  }
+
+  // P of a query tile's first tile, when there is no P V to run beside S.
+  __device__ __forceinline__ void begin(Probabilities& p) {
+    wait_key();
+    pingpong_wait();
+    Scores s;
+    score(s);
+    pingpong_arrive();
+    wgmma_wait<0>();
+    wgmma_fence_registers(s);
+    end_key();
+    if (tiles == 1) end_query();
+    mask(s);
+    float factor[2];
+    softmax_tile(s, p, factor);
+  }
+
+  // P V of a query tile's last tile, when no S runs beside it; `tiles` is still its query tile's.
+  __device__ __forceinline__ void end(const Probabilities& p) {
+    wait_value();
+    accumulate(p, tiles > 1);
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+    end_value();
+    end_values(skipped);
+    finish(previous_work(), rows);
+  }
+
+  // From a query tile on to the last one before there is none for this warpgroup.
+  __device__ __forceinline__ void go_on() {
+    Probabilities p[OVERLAP ? 2 : 1];
+    begin(p[0]);
+    if constexpr (OVERLAP) {  // which registers hold P is known when compiling
+      while (true) {
+        if (!step(p[0], p[1])) return end(p[0]);
+        if (!step(p[1], p[0])) return end(p[1]);
+      }
+    } else {
+      while (step(p[0], p[0])) {
+      }
+      end(p[0]);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (warpgroup == CONSUMERS - 1) pingpong_arrive();
+    bool found = begin_query();
+    while (all_tiles > 0) {
+      if (found) {
+        go_on();  // and has asked for a query tile in vain
+        found = false;
+      } else {
+        skip_query();
+        found = begin_query();
+      }
+    }
+    if (warpgroup == 0) pingpong_wait();  // nobody else takes the last one
+  }
+};
+
+}  // namespace microsdpa::hopper::throughput

@@ -1,0 +1,184 @@
+// Attention calls that fill the chip: hundreds of TFLOP/s from tensor cores that seldom wait.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for tiles of BLOCK_M = 64 CONSUMERS queries of one
+// head. One CTA per SM stays and takes one tile after the other. Roles: one warp of the first warpgroup issues the
+// loads, the others the stores; each of the other warpgroups, the consumers, computes 64 rows with BLOCK_N keys at a
+// time. Pipeline:
+//   1. TMA fills rings of Q, K and V tiles, across query tiles
+//   2. a consumer starts P V of a tile of keys and S of the next one, also of the next query tile's first
+//   3. it turns the scores into probabilities while other consumers' products run, or its own P V
+//   4. a finished O goes to shared memory, from where TMA stores it while the next products run
+// Bound by: the tensor cores and the power they take at D = 128 and more; at D = 64 the exponentials (16 per clock)
+//           take as long as the products. docs/hopper-throughput.md has the measurements.
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/tma.cuh"
+#include "consumer.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::hopper::throughput {
+
+// Registers of a thread, which the warpgroups share out anew once they know their roles.
+template <int CONSUMERS>
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 2   ? 232
+                                   : CONSUMERS == 3 ? 160
+                                                    : 112;
+template <int CONSUMERS>
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+
+constexpr int STORERS = 3;  // warps of the first warpgroup, beside the one that loads
+
+// Copies TILE_ROWS rows of one head, from `row` on. Rows past the tensor become zeros.
+template <int TILE_ROWS, int HEAD_DIM, typename T>
+__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
+                                          int batch) {
+#pragma unroll
+  for (int panel = 0; panel < HEAD_DIM / PANEL<HEAD_DIM>; ++panel) {
+    tma_load(shared + panel * TILE_ROWS * PANEL<HEAD_DIM>, map, full, panel * PANEL<HEAD_DIM>, row, head, batch);
+  }
+}
+
+// Issues every copy of the CTA, in the order in which the tiles are needed, and says which query tiles they are of. One
+// thread.
+template <bool CAUSAL, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
+__device__ __forceinline__ void produce(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>& shared,
+                                        const AttentionParams& params, const TensorMap& query, const TensorMap& key,
+                                        const TensorMap& value) {
+  constexpr int BLOCK_M = ROWS * CONSUMERS;
+  constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
+  constexpr int QUERY_BYTES = BLOCK_M * HEAD_DIM * static_cast<int>(sizeof(T));
+  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params);
+  PipelineState<QUERY_STAGES> query_state;
+  PipelineState<STAGES> key_state, value_state;
+  int works = 0;
+
+  // Says what comes next, once there is room for its queries.
+  auto announce = [&](const WorkTile& work) {
+    mbarrier_wait(shared.query_empty[query_state.stage], query_state.phase ^ 1);
+    shared.work[works++ % WORK_TILES] = work;
+  };
+
+  for (int round = 0; schedule.has(round); ++round) {
+    const WorkTile work = schedule.work(round);
+    if (work.tiles == 0) continue;
+    announce(work);
+    Mbarrier& query_full = shared.query_full[query_state.stage];
+    mbarrier_arrive_expect(query_full, QUERY_BYTES);
+#pragma unroll
+    for (int i = 0; i < CONSUMERS; ++i) {
+      load_tile<ROWS, HEAD_DIM>(shared.query[query_state.stage][i], query, query_full, work.first_row + ROWS * i,
+                                work.head, work.batch);
+    }
+    query_state.advance();
+
+    const int head_kv = work.head / (params.heads / params.heads_kv);
+    for (int tile = 0; tile <= work.tiles; ++tile) {  // K of a tile is needed before V of the one ahead of it
+      if (tile < work.tiles) {
+        Mbarrier& full = shared.key_full[key_state.stage];
+        mbarrier_wait(shared.key_empty[key_state.stage], key_state.phase ^ 1);
+        mbarrier_arrive_expect(full, TILE_BYTES);
+        load_tile<BLOCK_N, HEAD_DIM>(shared.key[key_state.stage], key, full, BLOCK_N * tile, head_kv, work.batch);
+        key_state.advance();
+      }
+      if (tile > 0) {
+        Mbarrier& full = shared.value_full[value_state.stage];
+        mbarrier_wait(shared.value_empty[value_state.stage], value_state.phase ^ 1);
+        mbarrier_arrive_expect(full, TILE_BYTES);
+        load_tile<BLOCK_N, HEAD_DIM>(shared.value[value_state.stage], value, full, BLOCK_N * (tile - 1), head_kv,
+                                     work.batch);
+        value_state.advance();
+      }
+    }
+  }
+  announce({0, 0, 0, 0});
+  mbarrier_arrive(shared.query_full[query_state.stage]);
+}
+
+// Copies what some of the consumers leave in shared memory to O: `first`, and every STORERS-th after it. One warp.
+template <bool CAUSAL, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
+__device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>& shared,
+                                      const AttentionParams& params, const TensorMap& out, int first) {
+  const Schedule<CAUSAL, ROWS * CONSUMERS, BLOCK_N, HEAD_DIM> schedule(params);
+  const bool elected = elect_one();
+  int before = 0;  // consumers, one bit each, that have written
+  for (int round = 0; schedule.has(round); ++round) {
+    const WorkTile work = schedule.work(round);
+    if (work.tiles == 0) continue;
+    for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
+      for (int i = first; i < CONSUMERS; i += STORERS) {
+        const int first_row = work.first_row + ROWS * i;
+        if (first_row >= params.seqlen_q) continue;
+        if (before >> i & 1) {
+          if (elected) tma_store_wait_read<0>();
+          __syncwarp();
+          named_barrier_arrive(OUT_EMPTY + i, OUT_THREADS);
+        }
+        named_barrier_sync(OUT_FULL + i, OUT_THREADS);
+        if (elected) {
+#pragma unroll
+          for (int panel = 0; panel < OUT_COLUMNS<HEAD_DIM> / PANEL<HEAD_DIM>; ++panel) {
+            tma_store(out, shared.out[i] + panel * ROWS * PANEL<HEAD_DIM>, column + panel * PANEL<HEAD_DIM>, first_row,
+                      work.head, work.batch);
+          }
+          tma_store_commit();
+        }
+        before |= 1 << i;
+        __syncwarp();
+      }
+    }
+  }
+  if (elected) tma_store_wait_read<0>();
+}
+
+// STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
+// beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone.
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
+    attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
+              const __grid_constant__ TensorMap out) {
+  static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
+  auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>>();
+  // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
+  grid_dependency_launch();
+  if (threadIdx.x == 0) {
+    constexpr int READERS = 4 * CONSUMERS;  // warps
+#pragma unroll
+    for (int stage = 0; stage < QUERY_STAGES; ++stage) {
+      mbarrier_init(shared.query_full[stage], 1);
+      mbarrier_init(shared.query_empty[stage], CONSUMERS * WARPGROUP_THREADS);
+    }
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(shared.key_full[stage], 1);
+      mbarrier_init(shared.key_empty[stage], READERS);
+      mbarrier_init(shared.value_full[stage], 1);
+      mbarrier_init(shared.value_empty[stage], READERS);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
+  if (warpgroup == 0) {
+    setmaxnreg_dec<PRODUCER_REGISTERS<CONSUMERS>>();
+    const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    if (warp == 0 && elect_one()) {
+      prefetch_tensor_map(query);
+      prefetch_tensor_map(key);
+      prefetch_tensor_map(value);
+      // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+      grid_dependency_wait();
+      produce<CAUSAL>(shared, params, query, key, value);
+    } else if (warp > 0) {
+      store<CAUSAL>(shared, params, out, warp - 1);
+    }
+  } else {
+    setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();
+    Consumer<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL> consumer(shared, params,
+                                                                                              warpgroup - 1);
+    consumer.run();
+  }
+}
+
+}  // namespace microsdpa::hopper::throughput

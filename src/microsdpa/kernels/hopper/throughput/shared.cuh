@@ -1,0 +1,35 @@
+// Shared memory of hopper/throughput/kernel.cu.
+#pragma once
+
+#include "../../ptx/mbarrier.cuh"
+#include "../common/pipeline.cuh"
+#include "../common/tile_scheduler.cuh"
+#include "../common/warpgroup.cuh"
+
+namespace microsdpa::hopper::throughput {
+
+// Columns of O that wait for a bulk copy at once: all, where shared memory has room for them.
+template <int HEAD_DIM>
+constexpr int OUT_COLUMNS = HEAD_DIM <= 128       ? HEAD_DIM
+                            : HEAD_DIM % 128 == 0 ? 128
+                                                  : 64;
+
+// Tiles are cut into panels of PANEL columns, stored one after another.
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
+struct SharedStorage {
+  static_assert(QUERY_STAGES + 2 <= WORK_TILES, "a query tile is described while consumers may ask");
+
+  alignas(1024) T query[QUERY_STAGES][CONSUMERS][ROWS * HEAD_DIM];
+  alignas(1024) T key[STAGES][BLOCK_N * HEAD_DIM];
+  alignas(1024) T value[STAGES][BLOCK_N * HEAD_DIM];
+  alignas(1024) T out[CONSUMERS][ROWS * OUT_COLUMNS<HEAD_DIM>];
+  WorkTile work[WORK_TILES];
+  Mbarrier query_full[QUERY_STAGES];
+  Mbarrier query_empty[QUERY_STAGES];
+  Mbarrier key_full[STAGES];
+  Mbarrier key_empty[STAGES];
+  Mbarrier value_full[STAGES];
+  Mbarrier value_empty[STAGES];
+};
+
+}  // namespace microsdpa::hopper::throughput

@@ -1,0 +1,201 @@
+"""Specifications of hopper/throughput/kernel.cu: its tiles, which are legal for a problem, and which is chosen."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import ceil
+
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of, of_any_size
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
+
+ELEMENT = 2
+"""Bytes of an element."""
+ROWS = 64
+"""Queries of a consumer warpgroup."""
+WORKS = 4
+"""Descriptions of query tiles in shared memory, 16 bytes each."""
+DEEPEST = 6
+"""Tiles of K, and of V, at most: more would not be ahead of anything."""
+ALONE = 0.6
+"""Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
+MAX_TILES = 2**29
+"""Query tiles that the kernel counts."""
+
+
+def out_columns(head_dim: int) -> int:
+    """Columns of O that wait in shared memory to be stored."""
+    return head_dim if head_dim <= 128 else 128 if head_dim % 128 == 0 else 64
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A configuration of hopper/throughput/kernel.cu, apart from what the problem itself decides.
+
+    Attributes:
+        consumers: warpgroups that compute, of 64 queries each.
+        block_n: keys of a tile.
+        overlap: whether a warpgroup's exponentials run beside its own P V, in turn with the other warpgroup's.
+        tile_clocks: clocks of an SM for a tile of keys, all warpgroups together, in long sequences (H200).
+        around_clocks: clocks more for each query tile (H200).
+    """
+
+    consumers: int
+    block_n: int
+    overlap: bool
+    tile_clocks: int
+    around_clocks: int
+
+    def __str__(self) -> str:
+        """For a table."""
+        return f"{self.block_m} x {self.block_n}{' overlapped' if self.overlap else ''}"
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a CTA."""
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the consumers, and a warpgroup of which one thread copies."""
+        return 128 * (self.consumers + 1)
+
+    def shared_bytes(self, head_dim: int, stages: int, query_stages: int) -> int:
+        """SharedStorage's size (throughput_shared.cuh)."""
+        tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * head_dim * ELEMENT
+        tiles += self.block_m * out_columns(head_dim) * ELEMENT
+        barriers = (2 * query_stages + 4 * stages) * 8
+        return ceil((tiles + 16 * WORKS + barriers) / 1024) * 1024
+
+    def rings(self, head_dim: int, shared_per_cta: int) -> tuple[int, int] | None:
+        """(tiles of K and of V, tiles of Q) that fit: two query tiles if two of the others fit as well."""
+        for query_stages in (2, 1):
+            for stages in range(DEEPEST, 1, -1):
+                if self.shared_bytes(head_dim, stages, query_stages) <= shared_per_cta:
+                    return stages, query_stages
+        return None
+
+
+CANDIDATES: dict[int, tuple[Tiles, ...]] = {
+    64: (Tiles(3, 128, False, 2650, 3100), Tiles(4, 64, False, 1870, 3700), Tiles(2, 128, True, 2210, 3500)),
+    96: (Tiles(2, 128, True, 2350, 4000),),
+    128: (Tiles(2, 128, True, 2600, 4300),),
+    192: (Tiles(2, 64, True, 1900, 6000),),
+    256: (Tiles(2, 64, True, 2400, 7700),),
+}
+"""Tiles that compile without spills, by head dimension. The clocks for D = 192 are an estimate."""
+
+
+def key_tiles(problem: Problem, tiles: Tiles) -> float:
+    """Tiles of keys that a warpgroup computes for a query tile, in the mean."""
+    whole = ceil(problem.seqlen_k / tiles.block_n)
+    return whole if problem.causal is None else (whole + 1) / 2
+
+
+def query_tiles(problem: Problem, tiles: Tiles) -> int:
+    """Query tiles of all heads."""
+    return problem.batch * problem.heads * ceil(problem.seqlen_q / tiles.block_m)
+
+
+def rounds(problem: Problem, tiles: Tiles) -> float:
+    """Times of a whole query tile that the launch takes; causal ones share their different lengths out evenly."""
+    sms = chip_of(problem.target).sms
+    total = query_tiles(problem, tiles) / sms
+    if problem.causal is not None and total > 1:
+        return total
+    whole, rest = divmod(problem.seqlen_q, tiles.block_m)
+    busy = ceil(rest / ROWS)
+    if whole == 0 or busy in (0, tiles.consumers):
+        return ceil(total)
+    # Heads' last tiles, in which some consumers are idle, come after all others and fill the CTAs from the last one on.
+    last_takes = ALONE + (1 - ALONE) * busy / tiles.consumers
+    heads = problem.batch * problem.heads
+    before, more = divmod(heads * whole, sms)
+    free = sms - more if more else 0
+    after, left = divmod(max(heads - free, 0), sms)
+    with_one_more = before + (more > 0) + last_takes * (after + (left > free))
+    with_none = before + last_takes * ((more > 0) + after + (left > 0))
+    return max(with_one_more, with_none)
+
+
+def cost(problem: Problem, tiles: Tiles) -> float:
+    """Clocks that the launch is expected to take."""
+    return rounds(problem, tiles) * (key_tiles(problem, tiles) * tiles.tile_clocks + tiles.around_clocks)
+
+
+def choose(problem: Problem) -> Tiles:
+    """The tiles of the lowest cost."""
+    return min(CANDIDATES[problem.head_dim], key=lambda tiles: cost(problem, tiles))
+
+
+def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
+    """The kernel of one configuration for a problem.
+
+    Raises:
+        ValueError: the tiles do not fit the shared memory of the problem's GPU.
+    """
+    return _specification(of_any_size(problem), tiles)
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
+    """specification() for any problem of that kind, whatever its size."""
+    chip = chip_of(problem.target)
+    rings = tiles.rings(problem.head_dim, chip.shared_per_cta)
+    if rings is None:
+        raise ValueError(
+            f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {problem.head_dim}, got {tiles}"
+        )
+    stages, query_stages = rings
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_N": tiles.block_n,
+        "CONSUMERS": tiles.consumers,
+        "STAGES": stages,
+        "QUERY_STAGES": query_stages,
+        "OVERLAP": BOOLEAN[tiles.overlap],
+        "CAUSAL": BOOLEAN[problem.causal is not None],
+    }
+    columns = 64 if problem.head_dim % 64 == 0 else 32
+    boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))
+    return KernelSpec(
+        name="hopper/throughput",
+        source="hopper/throughput/kernel.cu",
+        template="microsdpa::hopper::throughput::attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=tiles.threads,
+        block_m=tiles.block_m,
+        shared_bytes=tiles.shared_bytes(problem.head_dim, stages, query_stages),
+        low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
+        max_ctas=chip.sms,
+        tensor_maps=tuple(
+            TensorMap(name, rows, columns, columns * ELEMENT_BYTES[problem.dtype])  # type: ignore[arg-type]
+            for name, rows in boxes
+        ),
+        programmatic=True,
+    )
+
+
+def throughput(problem: Problem) -> KernelSpec | Rejection:
+    """The kernel for problems that fill the chip."""
+    if capability_of(problem.target) != (9, 0):
+        return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if problem.head_dim not in CANDIDATES:
+        return refused_head_dim(problem.head_dim, CANDIDATES)
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    tiles = choose(problem)
+    if query_tiles(problem, tiles) > MAX_TILES:
+        return Rejection(f"{query_tiles(problem, tiles)} query tiles exceed {MAX_TILES}", "a smaller batch")
+    return specification(problem, tiles)
+
+
+def configurations(problem: Problem) -> dict[str, KernelSpec]:
+    """Those of hopper/throughput, by their tiles."""
+    shared = chip_of(problem.target).shared_per_cta
+    fitting = [t for t in CANDIDATES[problem.head_dim] if t.rings(problem.head_dim, shared)]
+    return {str(tiles): specification(problem, tiles) for tiles in fitting}

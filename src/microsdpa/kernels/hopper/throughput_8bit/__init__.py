@@ -1,0 +1,1 @@
+"""Attention on wgmma with Q, K, V and P in 8 bits."""

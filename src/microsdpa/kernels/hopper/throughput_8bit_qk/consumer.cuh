@@ -1,0 +1,243 @@
+// What a consumer warpgroup of hopper/throughput_8bit_qk/kernel.cu does with its 64 rows of each query tile.
+#pragma once
+
+#include "../../ptx/control.cuh"
+#include "../common/tile_softmax.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::hopper::throughput_8bit_qk {
+
+template <typename Shared, bool CAUSAL>
+struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
+  using T = typename Shared::T;
+  static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
+  static constexpr int TERMS = Shared::TERMS, BOX = Shared::BOX;
+  static constexpr int SECOND_STEPS = 256;  // a residual term counts this much less
+  using Base = TileSoftmax<T, BLOCK_N, true>;
+  using Base::rows, Base::scale, Base::STEPS;
+  using typename Base::Probabilities, typename Base::Scores;
+  using Sums = int32[TERMS][BLOCK_N / 2];
+
+  Shared& shared;
+  const EightBitParams& params;
+  const int warpgroup;  // among the consumers
+  const int thread;     // of the warpgroup
+
+  PipelineState<Shared::QUERY_STAGES> query_state;
+  PipelineState<Shared::STAGES> key_state, value_state;
+  float o[HEAD_DIM / 2];
+
+  // The query tile that scores are computed of.
+  int works = 0;  // its number
+  int tile = 0;   // of keys
+  int tiles;
+  int first_row;  // of the warpgroup
+
+  __device__ __forceinline__ Consumer(Shared& shared, const EightBitParams& params, int warpgroup)
+      : shared(shared),
+        params(params),
+        warpgroup(warpgroup),
+        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)) {}
+
+  __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
+
+  // This warp is done with a tile in shared memory.
+  __device__ __forceinline__ void release(Mbarrier& done) const {
+    __syncwarp();
+    if (elect_one()) mbarrier_arrive(done);
+  }
+
+  // Consumers start their products in turn, so that one has its exponentials while another multiplies.
+  __device__ __forceinline__ void pingpong_wait() const {
+    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
+  }
+  __device__ __forceinline__ void pingpong_arrive() const {
+    named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+  }
+
+  // Waits for the next query tile; false when there is none.
+  __device__ __forceinline__ bool begin_query() {
+    mbarrier_wait(shared.query_full[query_state.stage], query_state.phase);
+    const WorkTile& work = shared.work[works % WORK_TILES];
+#pragma unroll
+    for (int half = 0; half < 2 && works > 0; ++half) rows.stabilizer[half] *= scale[half];  // for the LSE
+    if (work.tiles == 0) return false;
+    tile = 0, tiles = work.tiles;
+    first_row = work.first_row + ROWS * warpgroup;
+    const float all = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(first_row + tile_row(half), params.seqlen_q - 1);
+      scale[half] = all * *params.query_scale.at(work.batch, work.head, row) / (TERMS == 1 ? 1 : SECOND_STEPS);
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_full[key_state.stage], key_state.phase); }
+  __device__ __forceinline__ void wait_value() {
+    mbarrier_wait(shared.value_full[value_state.stage], value_state.phase);
+  }
+  __device__ __forceinline__ void end_value() {
+    release(shared.value_empty[value_state.stage]);
+    value_state.advance();
+  }
+
+  // Starts the products with the tile of keys.
+  __device__ __forceinline__ void score(Sums& sums) {
+    const uint64 key = rows_descriptor<HEAD_DIM>(shared.key[key_state.stage]);
+    const uint64 query = rows_descriptor<HEAD_DIM>(shared.query[query_state.stage][warpgroup][0]);
+    wgmma_fence();
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) {
+#pragma unroll
+      for (int step = 0; step < HEAD_DIM / 32; ++step) {
+        wgmma<signed char, BLOCK_N>(sums[term], advance(query, term * ROWS * HEAD_DIM + 32 * step),
+                                    advance(key, 32 * step), step > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // Scores of complete sums, -inf where a row does not see a key.
+  __device__ __forceinline__ void take_scores(Sums& sums, Scores& s) {
+    using OfTwoKeys = Vector<float, 2>;
+    const float* scales = shared.key_scale[key_state.stage];
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) wgmma_fence_registers(sums[term]);
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / 8; ++n) {
+      const OfTwoKeys scale = *reinterpret_cast<const OfTwoKeys*>(scales + 8 * n + 2 * (thread % 4));
+#pragma unroll
+      for (int i = 4 * n; i < 4 * n + 4; ++i) {
+        const int32 sum = TERMS == 1 ? sums[0][i] : sums[0][i] * SECOND_STEPS + sums[TERMS - 1][i];  // below 2^30
+        s[i] = static_cast<float>(sum) * scale.data[i % 2];
+      }
+    }
+    // Every lane arrives: each has read scales of keys, and the query tile's description, for itself.
+    mbarrier_arrive(shared.key_empty[key_state.stage]);
+    key_state.advance();
+    if (tile + 1 == tiles) {
+      mbarrier_arrive(shared.query_empty[query_state.stage]);
+      query_state.advance();
+    }
+    const int keys = params.seqlen_k - BLOCK_N * tile;
+    const int first_visible = CAUSAL ? first_row + params.diagonal - BLOCK_N * tile + 1 : BLOCK_N;
+    if (min(keys, first_visible) >= BLOCK_N) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Base::hide(s, half, CAUSAL ? min(keys, first_visible + tile_row(half)) : keys);
+    }
+  }
+
+  // Starts O = P V, or adds to O.
+  __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
+    const uint64 value = matrix_descriptor(shared.value[value_state.stage], BLOCK_N * BOX * sizeof(T),
+                                           8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
+    wgmma_fence_registers(o);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      wgmma<T, HEAD_DIM, Major::MN>(o, p[step], advance(value, 16 * BOX * step * sizeof(T)), add || step > 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void rescale(const float (&by)[2]) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= by[i / 2 % 2];
+  }
+
+  // Writes O and LSE of a finished query tile. A quad exchanges its words, so that a lane has eight neighbours.
+  __device__ __forceinline__ void finish(const WorkTile& of, const Rows& done) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(done.sum[half]), inverse = normalizer(sum);
+      const int row = of.first_row + ROWS * warpgroup + tile_row(half);
+      const bool real = row < params.seqlen_q;
+      if (params.lse != nullptr && real && thread % 4 == 0) {
+        const int64 head = static_cast<int64>(of.batch) * params.heads + of.head;
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.stabilizer[half], sum);
+      }
+      T* out = const_cast<T*>(params.out_strides.at<T>(params.out, of.batch, of.head, row)) + 8 * (thread % 4);
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 32; ++i) {
+        uint32 word[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int at = 16 * i + 4 * j + 2 * half;
+          word[j] = pack<T>(o[at] * inverse, o[at + 1] * inverse);
+        }
+        const uint4 eight = transpose_quad(word[0], word[1], word[2], word[3]);
+        if (real) *reinterpret_cast<uint4*>(out + 32 * i) = eight;
+      }
+    }
+  }
+
+  // From P of one tile to P of the next: O += P V, S, exponentials. False when there is no next one.
+  __device__ __forceinline__ bool step(const Probabilities& p, Probabilities& next_p) {
+    const bool first = tile == 0, last = tile + 1 == tiles;
+    ++tile;
+    if (last) {
+      ++works;
+      if (!begin_query()) return false;
+    }
+    wait_key();
+    wait_value();
+    pingpong_wait();
+    Sums sums;
+    Scores s;
+    score(sums);
+    accumulate(p, !first);
+    pingpong_arrive();
+    wgmma_wait<1>();
+    take_scores(sums, s);
+    const Rows done = rows;
+    float correction[2];
+    const bool moved = Base::softmax_tile(s, next_p, correction, tile == 0);
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+    end_value();
+    if (last) {
+      finish(shared.work[(works - 1) % WORK_TILES], done);
+    } else if (moved) {
+      rescale(correction);
+    }
+    return true;
+  }
+
+  // P of the very first tile.
+  __device__ __forceinline__ bool begin(Probabilities& p) {
+    if (!begin_query()) return false;
+    if (warpgroup == CONSUMERS - 1) pingpong_arrive();
+    wait_key();
+    Sums sums;
+    Scores s;
+    score(sums);
+    wgmma_wait<0>();
+    take_scores(sums, s);
+    float correction[2];
+    Base::softmax_tile(s, p, correction, true);
+    return true;
+  }
+
+  // P V of the very last tile; `tiles` is still its query tile's.
+  __device__ __forceinline__ void end(const Probabilities& p) {
+    wait_value();
+    accumulate(p, tiles > 1);
+    wgmma_wait<0>();
+    wgmma_fence_registers(o);
+    finish(shared.work[(works - 1) % WORK_TILES], rows);
+    if (warpgroup == 0) pingpong_wait();  // nobody else takes the last one
+  }
+
+  __device__ __forceinline__ void run() {
+    Probabilities p[2];
+    if (!begin(p[0])) return;
+    while (true) {  // which registers hold P is known when compiling
+      if (!step(p[0], p[1])) return end(p[0]);
+      if (!step(p[1], p[0])) return end(p[1]);
+    }
+  }
+};
+
+}  // namespace microsdpa::hopper::throughput_8bit_qk

@@ -1,0 +1,1 @@
+"""The ladder: teaching kernels, one idea per rung."""

@@ -1,0 +1,167 @@
+"""Policy: which kernel should run. A specification says what its kernel can compute; the rules here say what it is for.
+
+impl="auto" tries the kernels of PREFERENCES in their order. A kernel is skipped where a later one is faster: its rule
+gives the reason. The limits are measurements on an H200 (docs/tuning-log.md, docs/hopper-split.md and
+docs/hopper-throughput.md). The ladder's kernels teach, and run where they are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+from microsdpa.kernels.ampere.mma.tiles import splits_long_keys
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
+from microsdpa.kernels.problem import Operands, Problem
+from microsdpa.kernels.registry import Family, family_named
+from microsdpa.kernels.spec import Rejection
+
+Rule = Callable[[Problem], Rejection | None]
+
+TILE = 64
+"""Queries of a wgmma tile."""
+DECODING_QUERIES = 16
+"""Up to so many queries a head, ampere/mma's tiles of 16 rows are faster."""
+SEPARATE_HEADS = 32
+"""From so many heads on that share no keys, SMs are busy enough with tiles of 64 rows."""
+MOST_DECODED_KEYS, MOST_SEPARATE_KEYS = 128, 512
+"""Keys up to which tiles of 64 rows decode as fast, and the same for heads that share no keys."""
+LEAST_SPLIT_KEYS = 1024
+"""From here on four warpgroups of a CTA are faster than two, where both have one query tile a CTA."""
+EIGHT_BIT_TILE = 128
+FEWEST_TILES: dict[Operands, dict[int, int]] = {
+    "fp8": {64: 48, 128: 32},
+    "int8_fp8": {64: 48, 128: 32},
+    "int8_fp16": {64: 128, 128: 48},
+}
+"""Tiles of EIGHT_BIT_TILE queries from which on 8-bit wgmma is faster than 8-bit mma.sync, by head dimension."""
+
+
+def _tiles(problem: Problem, queries: int = TILE) -> int:
+    """Tiles of so many queries, of all heads."""
+    return problem.batch * problem.heads * ceil(problem.seqlen_q / queries)
+
+
+def _decodes(problem: Problem) -> bool:
+    """Whether few queries meet so many keys that ampere/mma is faster than tiles of 64 queries.
+
+    It has all heads of a key head in one tile of 16 rows, and parts of the keys for every SM.
+    """
+    if problem.seqlen_q > DECODING_QUERIES:
+        return problem.head_dim == 64 and splits_long_keys(problem)
+    heads = problem.batch * problem.heads
+    if heads > chip_of(problem.target).sms:
+        return True
+    separate = problem.heads == problem.heads_kv and heads >= SEPARATE_HEADS
+    return problem.seqlen_k > (MOST_SEPARATE_KEYS if separate else MOST_DECODED_KEYS)
+
+
+def _is_for_split(problem: Problem) -> bool:
+    """Whether hopper/split is the fastest kernel.
+
+    That is where all CTAs of two query tiles are on the chip at once, but not those of one; and for long keys where
+    hopper/latency has no SM to spare for a second CTA a query tile.
+    """
+    if problem.head_dim != 64 or problem.seqlen_q <= TILE:
+        return False
+    sms, tiles = chip_of(problem.target).sms, _tiles(problem)
+    if tiles > sms:
+        return _tiles(problem, 2 * TILE) <= sms
+    return 2 * tiles > sms and problem.seqlen_k >= LEAST_SPLIT_KEYS
+
+
+def _is_for_throughput(problem: Problem) -> bool:
+    """Whether hopper/throughput is the fastest kernel.
+
+    Against hopper/latency, for D = 64 and 128, that is where the latter's tiles of 64 queries are more than the
+    SMs; against ampere/mma, where there are queries for a warpgroup, unless long keys want to be divided.
+    """
+    if problem.head_dim not in (64, 128):
+        return problem.seqlen_q >= TILE and not (problem.head_dim > 128 and splits_long_keys(problem))
+    return problem.seqlen_q > TILE and _tiles(problem) > chip_of(problem.target).sms
+
+
+def _skip_latency(problem: Problem) -> Rejection | None:
+    if _decodes(problem):
+        return Rejection(
+            f"{problem.seqlen_k} keys are too many for tiles of {TILE} queries with {problem.seqlen_q} in "
+            f"{problem.heads} heads: ampere/mma is faster",
+            "fewer keys, or more queries",
+        )
+    if _is_for_split(problem):
+        return Rejection(
+            "its CTAs of two warpgroups do not fill the chip as hopper/split's do",
+            "fewer heads or shorter sequences",
+        )
+    if problem.head_dim in hopper_throughput.CANDIDATES and _is_for_throughput(problem):
+        return Rejection(
+            f"its tiles of {TILE} queries are more than the SMs: hopper/throughput is faster",
+            "fewer heads or shorter sequences",
+        )
+    return None
+
+
+def _skip_split(problem: Problem) -> Rejection | None:
+    if _is_for_split(problem):
+        return None
+    return Rejection("its CTAs would leave SMs idle or come in several rounds", "about 16,384 queries of all heads")
+
+
+def _skip_throughput(problem: Problem) -> Rejection | None:
+    if _is_for_throughput(problem):
+        return None
+    return Rejection("too few queries for its tiles: other kernels are faster", "more heads or longer sequences")
+
+
+def _skip_eight_bit_throughput(problem: Problem) -> Rejection | None:
+    """Other kernels with 8-bit operands have no D = 256."""
+    if problem.operands is None or problem.head_dim not in FEWEST_TILES[problem.operands]:
+        return None
+    tiles = _tiles(problem, EIGHT_BIT_TILE)
+    fewest = FEWEST_TILES[problem.operands][problem.head_dim]
+    if tiles >= (fewest if problem.seqlen_q >= EIGHT_BIT_TILE else chip_of(problem.target).sms):
+        return None
+    return Rejection(
+        f"{tiles} tiles of {EIGHT_BIT_TILE} queries are too few for it: other kernels are faster",
+        "more heads or longer sequences",
+    )
+
+
+def _never(_: Problem) -> None:
+    """A kernel that no later one is faster than."""
+
+
+PREFERENCES: dict[str, Rule] = {
+    "hopper/latency": _skip_latency,
+    "hopper/split": _skip_split,
+    "hopper/throughput": _skip_throughput,
+    "ampere/mma": _never,
+    "ampere/general": _never,
+    "hopper/throughput_8bit": _skip_eight_bit_throughput,
+    "hopper/throughput_8bit_qk": _skip_eight_bit_throughput,
+    "ada/mma_8bit": _never,
+}
+"""The kernels that impl="auto" tries, in this order, with the rule of each; the most general one comes last."""
+
+
+def _automatic(eight_bit: bool) -> tuple[Family, ...]:
+    families = filter(None, map(family_named, PREFERENCES))
+    return tuple(family for family in families if family.eight_bit == eight_bit)
+
+
+_AUTOMATIC = {eight_bit: _automatic(eight_bit) for eight_bit in (False, True)}
+
+
+def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
+    """Kernels that `impl` admits for a problem: those of PREFERENCES for "auto", else the one of that name, or none."""
+    eight_bit = problem.operands is not None
+    if impl == "auto":
+        return _AUTOMATIC[eight_bit]
+    family = family_named(impl)
+    return (family,) if family and family.eight_bit == eight_bit else ()
+
+
+def skip_reason(family: Family, problem: Problem) -> Rejection | None:
+    """Why impl="auto" skips a kernel, whether or not it computes the problem; None when it does not skip it."""
+    return PREFERENCES[family.name](problem)

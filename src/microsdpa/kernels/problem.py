@@ -1,0 +1,152 @@
+"""Problem: the frozen description of one attention call, all that kernel selection may depend on."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+DType = Literal["float16", "bfloat16"]
+Causal = Literal["upper_left", "lower_right"]
+MaskType = Literal["bool", "float16", "bfloat16", "float32"]
+Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
+"""What Q and K, and then V and P, are in 8 bits: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
+OPERANDS: tuple[Operands, ...] = get_args(Operands)
+
+ELEMENT_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2}
+VECTOR_BYTES = 16
+"""Alignment, in bytes, at which every row of every tensor can be read with the widest loads."""
+SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-126, 2.0**127
+"""Least soft cap, and largest scale and soft cap: float32 holds them and log2(e) times them with full precision."""
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """What decides about the scores of a call beside a causal mask; sizes and values are not part of it.
+
+    Attributes:
+        tensor: element type of a mask tensor; "bool" hides, the others are added to the scores.
+        left: whether a window hides keys far before a query.
+        right: whether a window hides keys far after a query.
+        softcap: whether scores are soft-capped.
+        alibi: whether there are ALiBi slopes.
+        sinks: element type of the heads' sink logits.
+    """
+
+    tensor: MaskType | None = None
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: MaskType | None = None
+
+    def __str__(self) -> str:
+        """What there is, for a message."""
+        parts = [f"a {self.tensor} mask"] if self.tensor else []
+        parts += ["a window"] if self.left or self.right else []
+        parts += ["softcap"] if self.softcap else []
+        parts += ["ALiBi slopes"] if self.alibi else []
+        parts += ["sinks"] if self.sinks else []
+        return " and ".join(parts)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of attention: O = softmax(scale * Q K^T + mask) V.
+
+    Q and O are [batch, heads, seqlen_q, head_dim]; K and V are [batch, heads_kv, seqlen_k, head_dim]; query
+    head h reads key head h // (heads / heads_kv).
+
+    Attributes:
+        causal: None; "upper_left" lets query i see keys j <= i; "lower_right" lets it see
+            j <= i + seqlen_k - seqlen_q.
+        mask: what else decides about the scores; None for nothing.
+        alignment: bytes that divide every base pointer and every row, head and batch stride: 16, or else the
+            size of one element.
+        bulk: whether tensor maps can describe every tensor: no stride reaches 2**40 bytes.
+        target: compilation target of the device, such as "sm_90a".
+        operands: types of Q, K, V and P where they have 8 bits, and `dtype` is the output's; None for 16 bits.
+        query_terms: 8-bit values whose sum an element of Q is, side by side in its rows.
+        key_block: keys of a head that share a scale of 8-bit values, a power of two; 0 when all do.
+    """
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    dtype: DType
+    causal: Causal | None = None
+    mask: MaskKind | None = None
+    alignment: int = VECTOR_BYTES
+    bulk: bool = True
+    target: str = "sm_90a"
+    operands: Operands | None = None
+    query_terms: int = 1
+    key_block: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of both matrix products, halved when causal (the usual convention)."""
+        total = 4 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.head_dim
+        return total // 2 if self.causal else total
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of Q, K, V and O, each counted once."""
+        rows = 2 * self.heads * self.seqlen_q + 2 * self.heads_kv * self.seqlen_k
+        return self.batch * rows * self.head_dim * ELEMENT_BYTES[self.dtype]
+
+
+def of_any_size(problem: Problem) -> Problem:
+    """What many problems have in common: `problem` with one batch entry, query and key, and a group of query heads."""
+    group, p = problem.heads // problem.heads_kv, problem
+    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_any_size(
+    heads: int,
+    head_dim: int,
+    dtype: DType,
+    causal: Causal | None,
+    mask: MaskKind | None,
+    alignment: int,
+    target: str,
+) -> Problem:
+    return Problem(1, heads, 1, 1, 1, head_dim, dtype, causal, mask, alignment, target=target)
+
+
+VIRTUAL = "compute_"
+"""How targets begin that name PTX, which a driver compiles for the GPU at hand, and not machine code."""
+
+
+def virtual(target: str) -> str:
+    """The PTX of a target: "sm_89" gives "compute_89".
+
+    Raises:
+        ValueError: the target has features of its own, as sm_90a does: its PTX runs nowhere else.
+    """
+    if not target.removeprefix("sm_").isdecimal():
+        raise ValueError(f"target: expected one whose PTX runs on later GPUs, such as 'sm_89', got {target!r}")
+    return target.replace("sm_", VIRTUAL)
+
+
+def target_of(capability: tuple[int, int]) -> str:
+    """Compilation target of a compute capability: (9, 0) gives "sm_90a", since wgmma needs the "a" features."""
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
+
+
+@functools.lru_cache
+def capability_of(target: str) -> tuple[int, int]:
+    """Compute capability of a target: "sm_90a" gives (9, 0), and "compute_89", its PTX, (8, 9).
+
+    Raises:
+        ValueError: `target` is not of the form sm_NN, sm_NNa or compute_NN.
+    """
+    digits = target.removeprefix(VIRTUAL).removeprefix("sm_").rstrip("af")
+    if not target.startswith(("sm_", VIRTUAL)) or not digits.isdecimal() or len(digits) < 2:
+        raise ValueError(f"target: expected a name such as 'sm_89' or 'sm_90a', got {target!r}")
+    return int(digits[:-1]), int(digits[-1])

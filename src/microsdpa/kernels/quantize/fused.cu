@@ -1,0 +1,338 @@
+// Quantizes Q, K and V in one launch: quantized values, scales and, with SMOOTH, the mean that is taken off K.
+//
+// A CTA has 32 rows of HEAD_DIM / 8 threads; a thread has 8 channels of a row. Blocks of the grid, the longest first:
+//   keys: one for each ROWS rows, or with SMOOTH for each part of a head
+//   values (where VALUE is a format): one for each part of a head   queries: one for each ROWS rows of a head
+// Q and K have a scale for each BLOCK rows, or for each row where BLOCK is 1; V has one for each channel. K's mean over
+// its rows is taken off first; then Q and K are rotated, with HADAMARD, by a normalized Hadamard matrix. With TERMS 2 a
+// row of Q's quantized values is followed by the residual terms.
+// A part is up to a quarter of the rows: each of its CTAs reads the whole head for the mean, or for the channels'
+// scales, and then encodes its own rows. Rows are loaded AT_A_TIME, so that a thread waits for memory once for all of
+// them. Bound by: the latency of reading a head for the mean and the scales of channels.
+#include "../common/codes.cuh"
+#include "../common/softmax.cuh"
+
+namespace microsdpa::quantize {
+
+// Distances in bytes; rows are dense.
+struct RowStrides {
+  int64 batch;
+  int64 head;
+  int64 row;
+};
+
+struct QuantizeParams {
+  const void* query;           // [B, H, S_q, D]
+  const void* key;             // [B, H_kv, S_k, D]
+  const void* value;           // [B, H_kv, S_k, D]
+  unsigned char* query_codes;  // [B, H, S_q, TERMS * D], contiguous
+  unsigned char* key_codes;    // [B, H_kv, S_k, D], contiguous
+  unsigned char* value_codes;  // [B, H_kv, S_k, D], contiguous
+  float* query_scale;          // [B, H, blocks of S_q]
+  float* key_scale;            // [B, H_kv, blocks of S_k]
+  float* value_scale;          // [B, H_kv, D]
+  float* key_mean;             // [B, H_kv, D]
+  RowStrides query_strides;
+  RowStrides key_strides;
+  RowStrides value_strides;
+  int32 batch;
+  int32 heads;
+  int32 heads_kv;
+  int32 seqlen_q;
+  int32 seqlen_k;
+  int32 part_rows;  // of K where its mean is taken, and of V: rows of a CTA, a multiple of ROWS_OF_CTA
+  float root;       // 1 / sqrt(D)
+};
+
+constexpr int GROUPS = 32;  // rows that a CTA has in its hands at a time
+constexpr int CHUNK = 8;    // channels of a thread
+constexpr int AT_A_TIME = 2;
+
+template <int HEAD_DIM>
+struct SharedStorage {
+  float channels[GROUPS][HEAD_DIM + 4];
+  float rows[GROUPS];
+};
+
+// Which row of 32 and which chunk of its channels per thread has.
+template <int HEAD_DIM>
+struct Place {
+  static constexpr int CHUNKS = HEAD_DIM / CHUNK;
+  static constexpr int THREADS = GROUPS * CHUNKS;
+  int row = threadIdx.x / CHUNKS;
+  int chunk = threadIdx.x % CHUNKS;
+};
+
+// One head of one tensor.
+template <typename T>
+struct Rows {
+  const char* base;
+  int64 stride;  // bytes
+  int count;
+
+  __device__ __forceinline__ Rows(const void* tensor, const RowStrides& strides, int index, int heads, int count)
+      : base(static_cast<const char*>(tensor) + index / heads * strides.batch + index % heads * strides.head),
+        stride(strides.row),
+        count(count) {}
+
+  // Eight channels of a row, those from 8 * `chunk` on; zeros where there is no such row.
+  __device__ __forceinline__ void load(float (&x)[CHUNK], int row, int chunk) const {
+    using Chunk = Vector<T, CHUNK>;
+    Chunk loaded{};
+    if (row < count) loaded = *reinterpret_cast<const Chunk*>(base + row * stride + chunk * sizeof(Chunk));
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) x[i] = to_float(loaded.data[i]);
+  }
+};
+
+// Multiplies a row, which CHUNKS neighbouring lanes hold, with the Hadamard matrix of its size, and with `root`.
+template <int CHUNKS>
+__device__ __forceinline__ void rotate(float (&x)[CHUNK], int chunk, float root) {
+#pragma unroll
+  for (int step = 1; step < CHUNK; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+      if (i & step) continue;
+      const float a = x[i], b = x[i | step];
+      x[i] = a + b;
+      x[i | step] = a - b;
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < CHUNKS; step *= 2) {
+    const float sign = chunk & step ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+      const float other = __shfl_xor_sync(FULL_WARP, x[i], step);
+      x[i] = fmaf(x[i], sign, other);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < CHUNK; ++i) x[i] *= root;
+}
+
+using Codes = Vector<unsigned char, CHUNK>;
+
+// Mean over all rows of a head, in shared.channels[0]: row r is added to the sum of r % 32, in order; then the sums are
+// added in halves.
+template <int HEAD_DIM, typename T>
+__device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows) {
+  const Place<HEAD_DIM> place;
+  float sum[CHUNK] = {};
+  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
+    float x[AT_A_TIME][CHUNK];
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) sum[i] += x[j][i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = sum[i];
+  for (int half = GROUPS / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (place.row < half) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) {
+        const int c = place.chunk * CHUNK + i;
+        shared.channels[place.row][c] += shared.channels[place.row + half][c];
+      }
+    }
+  }
+  __syncthreads();
+  if (place.row == 0) {
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) shared.channels[0][place.chunk * CHUNK + i] /= static_cast<float>(rows.count);
+  }
+  __syncthreads();
+}
+
+// Quantizes rows [first, last) of a head.
+template <typename Code, int HEAD_DIM, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD, typename T>
+__device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first, int last,
+                                              unsigned char* codes, float* scales, float root) {
+  const Place<HEAD_DIM> place;
+  const auto load = [&](float (&x)[CHUNK], int row) {
+    rows.load(x, row, place.chunk);
+    if (SMOOTH && row < rows.count) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) x[i] -= shared.channels[0][place.chunk * CHUNK + i];
+    }
+    if (HADAMARD) rotate<HEAD_DIM / CHUNK>(x, place.chunk, root);
+  };
+  const auto largest_of_row = [&](const float (&x)[CHUNK]) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) largest = larger_magnitude<Code>(largest, x[i]);
+#pragma unroll
+    for (int step = 1; step < HEAD_DIM / CHUNK; step *= 2) {
+      largest = larger<Code>(largest, __shfl_xor_sync(FULL_WARP, largest, step));
+    }
+    return largest;
+  };
+  const auto store = [&](const float (&x)[CHUNK], int row, float scale) {
+    unsigned char* to = codes + static_cast<int64>(row) * TERMS * HEAD_DIM + place.chunk * CHUNK;
+    Codes encoded[TERMS];
+    float y[CHUNK], same_scale[CHUNK], inverse[CHUNK];
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) same_scale[i] = scale, inverse[i] = 1.0f / scale;
+    divide(y, x, same_scale, inverse);
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) {
+      encoded[0].data[i] = Code::encode(y[i]);
+      if constexpr (TERMS == 2) {
+        encoded[1].data[i] = Code::encode((y[i] - Code::decode(encoded[0].data[i])) * Code::STEPS);
+      }
+    }
+#pragma unroll
+    for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Codes*>(to + term * HEAD_DIM) = encoded[term];
+  };
+
+  constexpr int STEP = BLOCK == 1 ? AT_A_TIME * GROUPS : BLOCK;
+  for (int block = first; block < last; block += STEP) {
+    const int end = min(block + STEP, last);
+    if constexpr (BLOCK == 1) {
+      float x[AT_A_TIME][CHUNK];
+#pragma unroll
+      for (int j = 0; j < AT_A_TIME; ++j) load(x[j], block + j * GROUPS + place.row);
+#pragma unroll
+      for (int j = 0; j < AT_A_TIME; ++j) {
+        const int row = block + j * GROUPS + place.row;
+        const float scale = scale_of<Code>(largest_of_row(x[j]));
+        if (row < end) {
+          store(x[j], row, scale);
+          if (place.chunk == 0) scales[row] = scale;
+        }
+      }
+    } else {
+      float x[CHUNK], largest = 0.0f;
+      for (int r = 0; r < end - block; r += GROUPS) {
+        load(x, block + r + place.row);
+        const float of_row = largest_of_row(x);
+        if (block + r + place.row < end) largest = larger<Code>(largest, of_row);
+      }
+      __syncthreads();  // everyone has read the last block's maximum
+      if (place.chunk == 0) shared.rows[place.row] = largest;
+      __syncthreads();
+      largest = shared.rows[threadIdx.x % 32];
+      for (int offset = 16; offset > 0; offset /= 2) {
+        largest = larger<Code>(largest, __shfl_xor_sync(FULL_WARP, largest, offset));
+      }
+      const float scale = scale_of<Code>(largest);
+      if (threadIdx.x == 0) scales[block / BLOCK] = scale;
+      for (int r = 0; r < end - block; r += GROUPS) {
+        load(x, block + r + place.row);
+        if (block + r + place.row < end) store(x, block + r + place.row, scale);
+      }
+    }
+  }
+}
+
+// Quantizes rows [first, last) of a head of V, with a scale for each channel of the head.
+template <typename Code, int HEAD_DIM, typename T>
+__device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first,
+                                                  int last, unsigned char* codes, float* scales) {
+  const Place<HEAD_DIM> place;
+  float largest[CHUNK] = {};
+  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
+    float x[AT_A_TIME][CHUNK];
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) {
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude<Code>(largest[i], x[j][i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = largest[i];
+  __syncthreads();
+  if (threadIdx.x < HEAD_DIM) {  // a channel each
+    const int channel = threadIdx.x;
+    float m = 0.0f;
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) m = larger<Code>(m, shared.channels[group][channel]);
+    const float scale = scale_of<Code>(m);
+    shared.channels[0][channel] = scale;
+    shared.channels[1][channel] = 1.0f / scale;
+    if (first == 0) scales[channel] = scale;
+  }
+  __syncthreads();
+  float scale[CHUNK], inverse[CHUNK];
+#pragma unroll
+  for (int i = 0; i < CHUNK; ++i) {
+    scale[i] = shared.channels[0][place.chunk * CHUNK + i];
+    inverse[i] = shared.channels[1][place.chunk * CHUNK + i];
+  }
+  for (int row = first + place.row; row < last; row += AT_A_TIME * GROUPS) {
+    float x[AT_A_TIME][CHUNK];
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
+#pragma unroll
+    for (int j = 0; j < AT_A_TIME; ++j) {
+      if (row + j * GROUPS >= last) break;
+      float y[CHUNK];
+      divide(y, x[j], scale, inverse);
+      Codes encoded;
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Code::encode(y[i]);
+      unsigned char* to = codes + static_cast<int64>(row + j * GROUPS) * HEAD_DIM + place.chunk * CHUNK;
+      *reinterpret_cast<Codes*>(to) = encoded;
+    }
+  }
+}
+
+// Of a head's rows, a CTA takes this many: whole blocks.
+template <int BLOCK>
+constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;
+
+template <typename T, int HEAD_DIM, typename Code, typename Value, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD>
+__global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
+    quantize_query_key_value(const __grid_constant__ QuantizeParams params) {
+  constexpr int ROWS = ROWS_OF_CTA<BLOCK>;
+  static_assert(ROWS % BLOCK == 0, "CTAs take whole blocks");
+  __shared__ SharedStorage<HEAD_DIM> shared;
+  const int query_tiles = (params.seqlen_q + ROWS - 1) / ROWS;
+  const int key_rows = SMOOTH ? params.part_rows : ROWS;
+  const int key_tiles = (params.seqlen_k + key_rows - 1) / key_rows;
+  const int heads_kv = params.batch * params.heads_kv;
+  int index = blockIdx.x;
+
+  if (index < heads_kv * key_tiles) {
+    const int head = index / key_tiles, first = index % key_tiles * key_rows;
+    const Rows<T> rows(params.key, params.key_strides, head, params.heads_kv, params.seqlen_k);
+    if constexpr (SMOOTH) {
+      mean_of_rows(shared, rows);
+      if (first == 0 && threadIdx.x < HEAD_DIM)
+        params.key_mean[static_cast<int64>(head) * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
+    }
+    quantize_rows<Code, HEAD_DIM, 1, BLOCK, SMOOTH, HADAMARD>(
+        shared, rows, first, min(first + key_rows, params.seqlen_k),
+        params.key_codes + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
+        params.key_scale + static_cast<int64>(head) * ((params.seqlen_k + BLOCK - 1) / BLOCK), params.root);
+    return;
+  }
+  index -= heads_kv * key_tiles;
+  if constexpr (Value::LARGEST > 0.0f) {
+    const int parts = (params.seqlen_k + params.part_rows - 1) / params.part_rows;
+    if (index < heads_kv * parts) {
+      const int head = index / parts, first = index % parts * params.part_rows;
+      const Rows<T> rows(params.value, params.value_strides, head, params.heads_kv, params.seqlen_k);
+      quantize_channels<Value, HEAD_DIM>(shared, rows, first, min(first + params.part_rows, params.seqlen_k),
+                                         params.value_codes + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
+                                         params.value_scale + static_cast<int64>(head) * HEAD_DIM);
+      return;
+    }
+    index -= heads_kv * parts;
+  }
+  const int head = index / query_tiles, first = index % query_tiles * ROWS;
+  const Rows<T> rows(params.query, params.query_strides, head, params.heads, params.seqlen_q);
+  quantize_rows<Code, HEAD_DIM, TERMS, BLOCK, false, HADAMARD>(
+      shared, rows, first, min(first + ROWS, params.seqlen_q),
+      params.query_codes + static_cast<int64>(head) * params.seqlen_q * TERMS * HEAD_DIM,
+      params.query_scale + static_cast<int64>(head) * ((params.seqlen_q + BLOCK - 1) / BLOCK), params.root);
+}
+
+}  // namespace microsdpa::quantize

@@ -1,0 +1,122 @@
+"""Specifications of the kernels around quantized attention.
+
+One quantizes Q, K and V; the other gives the LSE back what smoothing K took off it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY
+from microsdpa.kernels.problem import DType, Operands, capability_of
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec
+
+GROUPS, CHUNK = 32, 8
+"""Rows that a CTA has at a time, and channels of a thread."""
+PARTS, PART_CTAS = 4, 128
+"""CTAs of a head of which every one has to read all rows, at most, and of all heads."""
+RESTORE_THREADS = 128
+
+CodeName = Literal["e4m3", "int8", "sim_u8"]
+CPP_CODE: dict[str, str] = {"e4m3": "E4m3", "int8": "Int8", "sim_u8": "SimulatedU8"}
+
+
+@dataclass(frozen=True)
+class QuantizationScheme:
+    """How Q, K and V are quantised.
+
+    Attributes:
+        code: of Q and K.
+        value: of V; None leaves V as it is.
+        query_terms: codes of Q, side by side; the second is what the first lacks. Of "sim_u8" there is one.
+        block: rows of Q and K that share a scale, a power of two.
+        smooth: whether K's mean is taken off.
+        hadamard: whether Q and K are rotated.
+    """
+
+    code: CodeName = "e4m3"
+    value: CodeName | None = "e4m3"
+    query_terms: int = 1
+    block: int = 1
+    smooth: bool = True
+    hadamard: bool = True
+
+
+SCHEMES: dict[Operands, QuantizationScheme] = {
+    "fp8": QuantizationScheme("e4m3", "e4m3", query_terms=2),
+    "int8_fp8": QuantizationScheme("int8", "e4m3"),
+    "int8_fp16": QuantizationScheme("int8", None, query_terms=2),
+}
+"""What sdpa(precision=) does; docs/numerics.md says why."""
+
+
+def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int) -> KernelSpec:
+    """The quantising kernel."""
+    arguments = {
+        "T": CPP_TYPE[dtype],
+        "HEAD_DIM": str(head_dim),
+        "CODE": f"microsdpa::code::{CPP_CODE[scheme.code]}",
+        "VALUE": f"microsdpa::code::{CPP_CODE[scheme.value] if scheme.value else 'None'}",
+        "TERMS": str(scheme.query_terms),
+        "BLOCK": str(scheme.block),
+        "SMOOTH": BOOLEAN[scheme.smooth],
+        "HADAMARD": BOOLEAN[scheme.hadamard],
+    }
+    return KernelSpec(
+        name="quantize/fused",
+        source="quantize/fused.cu",
+        template="microsdpa::quantize::quantize_query_key_value",
+        template_args=tuple(arguments.items()),
+        threads=GROUPS * head_dim // CHUNK,
+        block_m=rows_of_cta(scheme),
+        params="microsdpa::quantize::QuantizeParams",
+    )
+
+
+def rows_of_cta(scheme: QuantizationScheme) -> int:
+    """Rows of Q, and without smoothing of K, that a CTA takes: whole blocks."""
+    return max(2 * GROUPS, scheme.block)
+
+
+def part_rows(scheme: QuantizationScheme, heads: int, seqlen_k: int) -> int:
+    """Rows of V, and with smoothing of K, that a CTA encodes, having read all of the head; `heads` of all batches."""
+    rows, parts = rows_of_cta(scheme), max(1, min(PARTS, PART_CTAS // heads))
+    return max(1, -(-seqlen_k // (parts * rows))) * rows
+
+
+def fused_grid(scheme: QuantizationScheme, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Grid:
+    """CTAs for K, then V, then Q."""
+    rows, part = rows_of_cta(scheme), part_rows(scheme, batch * heads_kv, seqlen_k)
+    key_tiles = -(-seqlen_k // (part if scheme.smooth else rows))
+    value_tiles = -(-seqlen_k // part) if scheme.value else 0
+    return batch * (heads * -(-seqlen_q // rows) + heads_kv * (key_tiles + value_tiles)), 1, 1
+
+
+def restore_lse(dtype: DType, head_dim: int) -> KernelSpec:
+    """The kernel that adds scale * q . mean(K) to the LSE."""
+    arguments = {"T": CPP_TYPE[dtype], "HEAD_DIM": str(head_dim), "THREADS": str(RESTORE_THREADS)}
+    return KernelSpec(
+        name="quantize/restore_lse",
+        source="quantize/restore_lse.cu",
+        template="microsdpa::quantize::restore_lse",
+        template_args=tuple(arguments.items()),
+        threads=RESTORE_THREADS,
+        block_m=RESTORE_THREADS * CHUNK // head_dim,
+        params="microsdpa::quantize::RestoreLseParams",
+    )
+
+
+def quantize_catalogue(target: str) -> list[KernelSpec]:
+    """The configurations that sdpa(precision=) uses on `target`."""
+    if capability_of(target) < MIN_CAPABILITY:
+        return []
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16")
+    dims = ALL_HEAD_DIMS if capability_of(target) == (9, 0) else HEAD_DIMS
+    quantisers = [
+        fused(scheme, dtype, d)
+        for scheme, dtype, d in product(SCHEMES.values(), dtypes, dims)
+        if d in HEAD_DIMS or scheme.value is not None
+    ]
+    return [*quantisers, *(restore_lse(dtype, d) for dtype, d in product(dtypes, dims))]

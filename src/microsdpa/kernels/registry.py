@@ -1,0 +1,252 @@
+"""The families of kernels: what there is, and what each can compute. policy.py says which of them should run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle, product
+
+from microsdpa.kernels.ada.mma_8bit import spec as ada_mma_8bit
+from microsdpa.kernels.ampere.general import spec as ampere_general
+from microsdpa.kernels.ampere.mma import spec as ampere_mma
+from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
+from microsdpa.kernels.hopper.latency import spec as hopper_latency
+from microsdpa.kernels.hopper.split import spec as hopper_split
+from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
+from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
+from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
+from microsdpa.kernels.ladder import eight_bit_spec as eight_bit_ladder
+from microsdpa.kernels.ladder import spec as ladder
+from microsdpa.kernels.problem import (
+    ELEMENT_BYTES,
+    OPERANDS,
+    VECTOR_BYTES,
+    Causal,
+    DType,
+    MaskKind,
+    Operands,
+    Problem,
+)
+from microsdpa.kernels.quantize.spec import quantize_catalogue
+from microsdpa.kernels.spec import KernelSpec, Rejection
+
+EMULATED_TARGET = "sm_89"
+"""GPU that the emulator chooses kernels for, unless a kernel that needs another one is named."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Kernels of one design.
+
+    Attributes:
+        specify: gives the configuration for a problem, or says why there is none.
+        emulated_target: the GPU that the emulator takes when the family is named.
+        masks: whether the family knows masks other than the causal one, at least for some problems.
+        any_layout: whether it takes any head dimension and alignment.
+        eight_bit: whether its problems have 8-bit operands; those of the other families have none.
+        short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
+        configurations: every configuration that computes a problem, by a name for a table; for a family with a choice.
+    """
+
+    name: str
+    summary: str
+    specify: Callable[[Problem], KernelSpec | Rejection]
+    emulated_target: str = EMULATED_TARGET
+    masks: bool = False
+    any_layout: bool = False
+    eight_bit: bool = False
+    short_sums: tuple[Operands, ...] = ()
+    configurations: Callable[[Problem], dict[str, KernelSpec]] = lambda _: {}
+
+    @property
+    def short_name(self) -> str:
+        """The name up to the rung's number: "ladder/01" for "ladder/01_scalar"."""
+        return self.name.split("_")[0] if self.name.startswith("ladder/") else self.name
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        "hopper/latency",
+        "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
+        hopper_latency.latency,
+        emulated_target="sm_90a",
+        configurations=hopper_latency.configurations,
+    ),
+    Family(
+        "hopper/split",
+        "problems of about one tile of queries an SM: four warpgroups share its keys; sm_90a",
+        hopper_split.split,
+        emulated_target="sm_90a",
+        configurations=hopper_split.configurations,
+    ),
+    Family(
+        "hopper/throughput",
+        "problems that fill the chip: wgmma and TMA, specialised warps, CTAs that stay; sm_90a",
+        hopper_throughput.throughput,
+        emulated_target="sm_90a",
+        configurations=hopper_throughput.configurations,
+    ),
+    Family(
+        "ampere/mma",
+        "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer",
+        ampere_mma.forward,
+        masks=True,
+        configurations=ampere_mma.configurations,
+    ),
+    Family(
+        "ampere/general",
+        "every mask, head dimension and layout, on mma.sync; sm_80 and newer",
+        ampere_general.forward,
+        masks=True,
+        any_layout=True,
+    ),
+    Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
+    Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
+    Family("ladder/03_cp_async", "and asynchronous copies of K and V, double-buffered", ladder.cp_async),
+    Family("ladder/04_mma_sync", "mma.sync on swizzled shared memory, P in registers", ladder.mma_sync),
+    Family("ladder/05_warp_roles", "and warps that only copy beside warps that only compute", ladder.warp_roles),
+    Family("ladder/06_persistent", "and CTAs that take one tile after the other", ladder.persistent),
+    Family("ladder/07_tuned", "rung 04 with tiles for the problem and the keys divided among warps", ladder.tuned),
+)
+
+"""Families for operands of 16 bits."""
+
+EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "hopper/throughput_8bit",
+        "E4M3 or INT8 wgmma for Q K^T, E4M3 for P V, TMA, V transposed on its way; sm_90a",
+        hopper_fp8.throughput,
+        emulated_target="sm_90a",
+        eight_bit=True,
+        short_sums=("fp8",),
+    ),
+    Family(
+        "hopper/throughput_8bit_qk",
+        "INT8 wgmma for Q K^T, 16 bits for P V, TMA; sm_90a",
+        hopper_int8.throughput,
+        emulated_target="sm_90a",
+        eight_bit=True,
+    ),
+    *(
+        Family(name, summary, specify, eight_bit=True)
+        for name, summary, specify in (
+            (
+                "ada/mma_8bit",
+                "8-bit mma.sync, tiles for the problem, keys divided among warps; sm_89 and newer",
+                ada_mma_8bit.mma_8bit,
+            ),
+            ("ladder/11_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", eight_bit_ladder.cp_async),
+            ("ladder/08_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", eight_bit_ladder.scalar),
+            ("ladder/09_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", eight_bit_ladder.mma),
+            ("ladder/10_fp8_probability", "P V by 8-bit mma.sync too", eight_bit_ladder.probability),
+            (
+                "ladder/12_8bit_persistent",
+                "rung 11 with copying warps and persistent CTAs",
+                eight_bit_ladder.persistent,
+            ),
+        )
+    ),
+)
+"""Families for 8-bit operands."""
+
+
+@functools.lru_cache(maxsize=256)
+def family_named(name: str) -> Family | None:
+    """The family called `name`, by its full or its short name; None when there is none."""
+    return next((f for f in (*FAMILIES, *EIGHT_BIT_FAMILIES) if name in (f.name, f.short_name)), None)
+
+
+def emulated_target(impl: str) -> str:
+    """The GPU that the emulator takes for "auto" or a kernel's name."""
+    family = family_named(impl)
+    return family.emulated_target if family else EMULATED_TARGET
+
+
+def configurations(problem: Problem) -> dict[str, KernelSpec]:
+    """Every configuration of the production kernels that computes a problem, by a name for a table."""
+    found: dict[str, KernelSpec] = {}
+    for family in FAMILIES:
+        if problem.mask is None and not family.name.startswith("ladder/"):
+            specs = family.configurations(problem) if isinstance(family.specify(problem), KernelSpec) else {}
+            found |= {f"{family.name}, {label}": spec for label, spec in specs.items()}
+    return found
+
+
+GENERAL_HEAD_DIMS = (40, 64, 128, 256)
+MASK_KINDS: tuple[MaskKind | None, ...] = (
+    None,
+    MaskKind("bool", left=True),
+    MaskKind("float32", True, True, True, True, "float32"),
+    MaskKind(right=True, softcap=True, sinks="float16"),
+)
+
+
+def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
+    """Configurations that the families make for `target`.
+
+    By default a few of each family, among which are every head dimension, dtype, mask and alignment; with `every`, all
+    combinations of them. A family that takes any head dimension is shown at a few. The kernels for 8-bit operands come
+    last, by default those for one head dimension.
+    """
+    specs: dict[KernelSpec, None] = {}
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16")
+    masks: tuple[Causal | None, ...] = (None, "upper_left")
+    variants = list(product(dtypes, masks, (False, True)))  # the last: rows that are aligned to elements only
+    opposites = [(5, 2), (0, 7), (6, 1), (3, 4)]  # two variants that have nothing in common, four times
+    for family in FAMILIES:
+        found = 0
+        kinds = MASK_KINDS if family.any_layout else (None,)
+        for head_dim in GENERAL_HEAD_DIMS if family.any_layout else range(16, 257, 16):
+            results = [
+                family.specify(
+                    Problem(
+                        *(1, 8, 8, 512, 512, head_dim, dtype),
+                        causal=causal,
+                        mask=kinds[(found + i) % len(kinds)],
+                        alignment=ELEMENT_BYTES[dtype] if unaligned else VECTOR_BYTES,
+                        target=target,
+                    )
+                )
+                for i, (dtype, causal, unaligned) in enumerate(variants)
+            ]
+            chosen = range(len(variants)) if every else opposites[found % len(opposites)]
+            for i in chosen:
+                # A family that refuses unaligned rows is shown with aligned ones.
+                result = results[i] if isinstance(results[i], KernelSpec) else results[i - i % 2]
+                if isinstance(result, KernelSpec):
+                    specs |= dict.fromkeys(result.stages)
+            found += any(isinstance(result, KernelSpec) for result in results)
+        if family.masks and not family.any_layout:
+            for kind, dtype in zip(MASK_KINDS[1:], cycle(dtypes)):
+                result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))
+                if isinstance(result, KernelSpec):
+                    specs |= dict.fromkeys(result.stages)
+    quantized = [*_eight_bit_catalogue(target), *quantize_catalogue(target)]
+    if not every:
+        quantized = [s for s in quantized if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]
+        quantized = [s for s in quantized if ("CAUSAL", "false") not in s.template_args]
+    return [*specs, *quantized]
+
+
+def _eight_bit_catalogue(target: str) -> list[KernelSpec]:
+    """Every configuration that the families for 8-bit operands make for `target`."""
+    specs: dict[KernelSpec, None] = {}
+    dtypes: tuple[DType, ...] = ("float16", "bfloat16")
+    masks: tuple[Causal | None, ...] = (None, "upper_left")
+    heads = 8, 256  # few tiles of queries, and many
+    for family, head_dim, dtype, causal, operands, terms, h in product(
+        EIGHT_BIT_FAMILIES, ALL_HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
+    ):
+        if terms == 2 and operands == "int8_fp8":
+            continue
+        problem = Problem(
+            *(1, h, h, 512, 512, head_dim, dtype),
+            causal=causal,
+            target=target,
+            operands=operands,
+            query_terms=terms,
+        )
+        if isinstance(result := family.specify(problem), KernelSpec):
+            specs[result] = None
+    return list(specs)

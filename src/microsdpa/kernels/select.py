@@ -1,0 +1,99 @@
+"""Selection: from a problem to the kernel that computes it, with the reason of every rejection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.kernels import Family, KernelSpec, Rejection, oversized, policy
+from microsdpa.kernels.problem import VECTOR_BYTES, Problem
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The chosen specification, and why every family tried before it was rejected."""
+
+    spec: KernelSpec
+    rejections: tuple[tuple[str, Rejection], ...]
+
+    @property
+    def reasons(self) -> tuple[tuple[str, str], ...]:
+        """(kernel, why it was rejected)."""
+        return tuple((name, rejection.reason) for name, rejection in self.rejections)
+
+    @property
+    def wishes(self) -> tuple[tuple[str, str], ...]:
+        """(kernel, the nearest problem that it would compute)."""
+        return tuple((name, rejection.nearest) for name, rejection in self.rejections)
+
+
+def _refuse_mask(problem: Problem, family: Family) -> Rejection | None:
+    """Why a family cannot apply the problem's mask; None when it can."""
+    if problem.mask is None or family.masks:
+        return None
+    return Rejection(f"it knows the causal mask only, not {problem.mask}", f"a call without {problem.mask}")
+
+
+def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
+    """Why the tensor maps of `spec` cannot describe the problem's tensors; None when they can."""
+    if not any(stage.tensor_maps for stage in spec.stages):
+        return None
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            "a row of a tensor does not start on 16 bytes, as bulk copies need",
+            "tensors whose address and outer strides are multiples of 16 bytes, such as .contiguous() gives",
+        )
+    if not problem.bulk:
+        return Rejection(
+            "a stride of a tensor is 2**40 bytes or more, which bulk copies cannot address",
+            "tensors whose strides are smaller, such as .contiguous() gives",
+        )
+    return None
+
+
+def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
+    """What select() chooses, without its reasons and in a fifth of the time; None where it raises."""
+    for family in policy.candidates(problem, impl):
+        if _refuse_mask(problem, family) or (impl == "auto" and policy.skip_reason(family, problem)):
+            continue
+        result = family.specify(problem)
+        if isinstance(result, KernelSpec) and not (_refuse_layout(problem, result) or oversized(problem, result)):
+            return result
+    return None
+
+
+def select(problem: Problem, impl: str = "auto") -> Selection:
+    """Choose the kernel for `problem` among those that `impl` admits.
+
+    Pure: the answer depends on the arguments alone.
+
+    Raises:
+        UnsupportedProblem: every kernel rejected the problem; the reasons are in the message.
+    """
+    rejections: list[tuple[str, Rejection]] = []
+    for family in policy.candidates(problem, impl):
+        result = _refuse_mask(problem, family) or family.specify(problem)
+        if isinstance(result, KernelSpec):
+            refusal = _refuse_layout(problem, result) or oversized(problem, result)
+            refusal = refusal or (policy.skip_reason(family, problem) if impl == "auto" else None)
+            if refusal is None:
+                return Selection(result, tuple(rejections))
+            result = refusal
+        rejections.append((family.name, result))
+    reasons = "; ".join(f"{name}: {rejection.reason}" for name, rejection in rejections)
+    nearest = _nearest(problem, impl, [rejection for _, rejection in rejections])
+    raise UnsupportedProblem(reasons or f"no kernel is called {impl!r}", nearest=nearest)
+
+
+def _nearest(problem: Problem, impl: str, rejections: list[Rejection]) -> str:
+    """The least change that would have the problem computed.
+
+    It is the nearest head dimension that one of the kernels computes, or else what the last and most general one wants.
+    """
+    if not rejections:
+        return "impl='auto'"
+    dims = {rejection.head_dim for rejection in rejections} - {0}
+    for head_dim in sorted(dims, key=lambda d: (abs(d - problem.head_dim), -d)):
+        if chosen(replace(problem, head_dim=head_dim), impl) is not None:
+            return f"head_dim {head_dim}"
+    return rejections[-1].nearest

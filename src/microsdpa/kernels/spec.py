@@ -1,0 +1,170 @@
+"""KernelSpec: one compile-time configuration of one kernel, the unit that is compiled, cached and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from microsdpa.kernels.problem import Problem
+
+Grid = tuple[int, int, int]
+
+EIGHT_BIT_PARAMS = "microsdpa::EightBitParams"
+"""First parameter of the kernels with 8-bit operands."""
+CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
+"""Types as templates name them; no tensor is `void`."""
+BOOLEAN = {True: "true", False: "false"}
+MAX_GRID_X = 2**31 - 1
+MAX_GRID_YZ = 65_535
+MAX_NUMBER = 2**31 - 2**13
+"""Rows, heads and positions up to here have room for a tile of each behind them in the kernels' 32-bit numbers."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a kernel does not compute a problem, or should not, and the nearest thing that it would compute.
+
+    Attributes:
+        head_dim: the head dimension to which `nearest` would change the problem; 0 where that is not what it changes.
+    """
+
+    reason: str
+    nearest: str
+    head_dim: int = 0
+
+
+def refused_head_dim(head_dim: int, known: Iterable[int], listed: str = "") -> Rejection:
+    """The rejection of a head dimension that is not among `known`, which `listed` says in words.
+
+    Of two that are as near it names the larger one, to which zeros pad a tensor.
+    """
+    dims = sorted(known)
+    nearest = min(dims, key=lambda d: (abs(d - head_dim), -d))
+    listed = listed or " or ".join(filter(None, (", ".join(map(str, dims[:-1])), str(dims[-1]))))
+    return Rejection(f"head_dim {head_dim} is not {listed}", f"head_dim {nearest}", nearest)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A bulk-copy descriptor (CUtensorMap) that the kernel gets for one tensor, after its parameters.
+
+    The tensor is seen as [D, S, H, B], innermost first; a box is `columns` elements of `rows` rows of one head.
+    Elements outside the tensor read as zeros and are not written.
+
+    Attributes:
+        tensor: "query", "key", "value" or "out".
+        rows: rows of a box.
+        columns: elements of a row of the box; columns * element size is at most `swizzle` bytes when there is one.
+        swizzle: bytes of the shared-memory pattern: 0 (none), 32, 64 or 128.
+    """
+
+    tensor: Literal["query", "key", "value", "out"]
+    rows: int
+    columns: int
+    swizzle: int = 128
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel template and the arguments that make it one kernel.
+
+    Attributes:
+        name: family name, such as "ladder/01_scalar".
+        source: path of the .cu file below microsdpa/kernels.
+        template: qualified name of the __global__ function template.
+        template_args: (parameter name, C++ spelling) in the template's order.
+        threads: threads per CTA.
+        block_m: query rows that a CTA computes.
+        shared_bytes: dynamic shared memory, in bytes (static shared memory is the compiler's to report).
+        local_memory: why this kernel may spill or use local memory; empty means that it may not.
+        low_occupancy: why this kernel may keep less than a quarter of an SM's warps busy; empty means that it may not.
+        cluster: CTAs along x that form a thread block cluster (sm_90 and newer); 1 for none.
+        split: CTAs that share a query tile, each with a part of the keys.
+        grid_order: how the launch numbers its CTAs: "x", all along x (parts, query tiles, heads, batch), or "xyz",
+            parts and heads along x, query tiles along y and batch along z, which spares the kernel its divisions.
+        pack: query heads of one key head whose rows are tiled together.
+        max_ctas: CTAs of a persistent kernel's launch at most; 0 for one a tile.
+        tensor_maps: descriptors that follow AttentionParams as the kernel's parameters, in this order.
+        programmatic: launched so that it may begin before the kernel ahead of it in the stream has ended
+            (programmatic dependent launch). The kernel waits itself before it touches global memory, and at least one
+            of its threads waits in every launch: the next kernel relies on this one to end after the one ahead of it.
+        workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
+        next_kernel: kernel launched after this one with the same parameters.
+        params: C++ type of the kernel's first parameter.
+    """
+
+    name: str
+    source: str
+    template: str
+    template_args: tuple[tuple[str, str], ...]
+    threads: int
+    block_m: int
+    shared_bytes: int = 0
+    local_memory: str = ""
+    low_occupancy: str = ""
+    cluster: int = 1
+    split: int = 1
+    grid_order: Literal["x", "xyz"] = "x"
+    pack: int = 1
+    max_ctas: int = 0
+    tensor_maps: tuple[TensorMap, ...] = ()
+    programmatic: bool = False
+    workspace_row_bytes: int = 0
+    next_kernel: KernelSpec | None = None
+    params: str = "microsdpa::AttentionParams"
+    flags: tuple[str, ...] = field(default=("-std=c++17", "-lineinfo"))
+
+    @property
+    def expression(self) -> str:
+        """The C++ name of the instantiated kernel, as NVRTC's name expressions want it."""
+        return f"{self.template}<{', '.join(value for _, value in self.template_args)}>"
+
+    @property
+    def stages(self) -> tuple[KernelSpec, ...]:
+        """The kernels of one call in the order of their launch: this one, and those after it."""
+        return (self, *(self.next_kernel.stages if self.next_kernel else ()))
+
+    def grid(self, problem: Problem) -> Grid:
+        """CTAs along x, which alone goes past 65,535: parts times query tiles times heads times batch."""
+        x, y, z = self.work(problem)
+        return min(x, self.max_ctas) if self.max_ctas else x, y, z
+
+    def work(self, problem: Problem) -> Grid:
+        """The grid that has a CTA for every piece of work."""
+        tiles = -(-problem.seqlen_q * self.pack // self.block_m)
+        if self.grid_order == "xyz":
+            return self.split * problem.heads // self.pack, tiles, problem.batch
+        return self.split * tiles * problem.batch * problem.heads // self.pack, 1, 1
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        """Scratch memory of one call."""
+        return self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q
+
+
+def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:
+    """Why the launch of `spec` would be too large for the GPU, or for the kernel's 32-bit numbers; None when it is not.
+
+    Tensors may have any number of elements: kernels address them in 64 bits.
+    """
+    x, y, z = spec.work(problem)
+    # A persistent kernel counts all tiles, and goes on by its CTAs until it has passed the last one.
+    most = MAX_GRID_X - spec.max_ctas
+    if x > most:
+        return Rejection(f"{x} tiles exceed the {most} CTAs of one launch", "a smaller batch")
+    if y > MAX_GRID_YZ or z > MAX_GRID_YZ:
+        return Rejection(
+            f"{y} query tiles of {z} batch entries exceed the {MAX_GRID_YZ} CTAs along y or z",
+            "a smaller batch or shorter sequences",
+        )
+    if (heads := problem.batch * problem.heads) > MAX_NUMBER:
+        return _uncountable(heads, "heads of all batch entries", "a smaller batch")
+    if (rows := problem.seqlen_q * spec.pack) > MAX_NUMBER:
+        return _uncountable(rows, "rows of the query heads of a key head", "fewer query heads of a key head")
+    if (both := problem.seqlen_q + problem.seqlen_k) > MAX_NUMBER:
+        return _uncountable(both, "queries and keys", "shorter sequences")
+    return oversized(problem, spec.next_kernel) if spec.next_kernel else None
+
+
+def _uncountable(number: int, what: str, nearest: str) -> Rejection:
+    return Rejection(f"{number} {what} exceed the {MAX_NUMBER} that a kernel counts", nearest)

@@ -1,0 +1,31 @@
+"""Lengths of K for which a decoding call's kernel is chosen at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from microsdpa.execution import forward
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import chosen
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 100, 305, 511, 1000, 2040, 4095])
+@pytest.mark.parametrize("heads_kv", [2, 8])
+def test_the_choice_is_the_same_for_all_of_them_and_for_no_further_one(seqlen_k: int, heads_kv: int) -> None:
+    problem = Problem(1, 32, heads_kv, 1, seqlen_k, 128, "float16", causal="lower_right", target="sm_90a")
+    spec = chosen(problem)
+    assert spec is not None
+    first, last = forward._growth(problem, spec, "auto")
+    assert first == seqlen_k <= last <= seqlen_k + forward.LENGTHS_AHEAD
+    assert all(chosen(replace(problem, seqlen_k=length)) == spec for length in range(first, last + 1))
+    if last < seqlen_k + forward.LENGTHS_AHEAD:
+        assert chosen(replace(problem, seqlen_k=last + 1)) != spec
+
+
+def test_a_prefill_looks_no_further() -> None:
+    problem = Problem(1, 32, 8, 512, 512, 128, "float16", target="sm_90a")
+    spec = chosen(problem)
+    assert spec is not None
+    assert forward._growth(problem, spec, "auto") == (512, 512)

@@ -1,0 +1,69 @@
+"""No function of the host side has more than eight parameters: what belongs together travels together."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src/microsdpa"
+MOST = 8
+SIGNATURES = {
+    # What users call: the arguments of sdpa.
+    ("attention/api.py", "sdpa"),
+    ("attention/explain.py", "explain"),
+    ("attention/plan.py", "plan"),
+    # Signatures that a framework prescribes: an autograd function, operators' schemas, attention and mask functions.
+    ("execution/autograd.py", "_Attention.forward"),
+    ("integrations/torch_ops.py", "_call"),
+    ("integrations/torch_ops.py", "attention_backward"),
+    ("integrations/diffusers.py", "register.attention"),
+    ("integrations/transformers.py", "register.forward"),
+    ("integrations/transformers.py", "mask_function"),
+    # Options of the command line.
+    ("cli.py", "verify"),
+    # The oracle has the arguments of sdpa, and a kernel in Triton's language those of a kernel.
+    ("reference.py", "oracle"),
+    ("reference.py", "eager"),
+    ("reference.py", "_attention"),
+    ("evidence/peers/triton_kernel.py", "fused_attention"),
+}
+"""Functions that have more, by file and name."""
+
+
+def functions(node: ast.AST, name: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function below a node, by its qualified name."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inner = f"{name}.{child.name}".lstrip(".")
+            if not isinstance(child, ast.ClassDef):
+                yield inner, child
+            yield from functions(child, inner)
+        else:
+            yield from functions(child, name)
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many parameters a function has; *args and **kwargs are one each."""
+    given = function.args
+    named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+    return len(named) + (given.vararg is not None) + (given.kwarg is not None)
+
+
+def crowded() -> set[tuple[str, str]]:
+    """Functions of the package with more than MOST parameters."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for name, function in functions(ast.parse(path.read_text(encoding="utf-8"))):
+            if parameters(function) > MOST:
+                found.add((str(path.relative_to(SOURCE)), name))
+    return found
+
+
+def test_no_function_but_the_named_has_more_than_eight_parameters() -> None:
+    assert crowded() == SIGNATURES
+
+
+def test_every_kind_of_parameter_counts() -> None:
+    text = "class C:\n  def f(self, a, /, b, *args, c, **rest):\n    def g(x): ..."
+    assert [(name, parameters(function)) for name, function in functions(ast.parse(text))] == [("C.f", 6), ("C.f.g", 1)]

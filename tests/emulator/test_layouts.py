@@ -1,0 +1,79 @@
+"""The structs that Python fills are those of C++: the host's compiler compares sizes and the place of every member."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+import pytest
+
+from microsdpa.emulate import abi, build
+from microsdpa.errors import CompileError
+from microsdpa.evidence import fp8_products, probes
+from microsdpa.kernels import eight_bit_params
+
+Structs = dict[str, type[ctypes.Structure]]
+KERNELS: dict[str, Structs] = {
+    "common/mask_params.cuh": {"AttentionParams": abi.Params, "MaskedParams": abi.MaskedParams},
+    "common/eight_bit_params.cuh": {
+        name: getattr(eight_bit_params, name)
+        for name in ("ByteStrides", "RowScales", "ChannelScales", "EightBitParams")
+    },
+    "quantize/fused.cu": {"quantize::QuantizeParams": eight_bit_params.QuantizeParams},
+    "quantize/restore_lse.cu": {"quantize::RestoreLseParams": eight_bit_params.RestoreLseParams},
+    "probes/probe.cuh": {"ProbeParams": probes.ProbeParams},
+    "probes/fp8_products.cu": {"ProductParams": fp8_products.ProductParams},
+}
+RUNTIME: Structs = {
+    f"emulator::{name}": getattr(abi, name)
+    for name in ("Buffer", "TensorView", "Launch", "SiteCounters", "Counters", "Outcome")
+}
+MEMBERS = {abi.MaskedParams: lambda name: name if name == "call" else f"masks.{name}"}
+"""What C++ calls members, where that is not what Python does."""
+
+
+def assertions(structs: Structs) -> str:
+    """One line for each fact of a struct."""
+    lines = []
+    for name, struct in structs.items():
+        cpp = f"microsdpa::{name}"
+        lines.append(f'static_assert(sizeof({cpp}) == {ctypes.sizeof(struct)}, "size");')
+        for member, *_ in struct._fields_:
+            there = MEMBERS.get(struct, str)(member)
+            lines.append(f'static_assert(offsetof({cpp}, {there}) == {getattr(struct, member).offset}, "{there}");')
+    return "#include <cstddef>\n" + "\n".join(lines) + "\n"
+
+
+def compile_text(text: str) -> None:
+    command = [build.compiler(), *build._kernel_flags(), *build._include_flags(), "-include", "device.h"]
+    run = subprocess.run(
+        [*command, "-fsyntax-only", "-x", "c++", "-"], input=text, capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        raise CompileError("refused", log=run.stderr, source=None)
+
+
+@pytest.mark.parametrize("source", KERNELS)
+def test_parameters_are_laid_out_as_the_kernels_read_them(source: str) -> None:
+    compile_text(f"{build.expanded(source)}\n{assertions(KERNELS[source])}")
+
+
+def test_the_emulators_structs_are_laid_out_as_its_runtime_reads_them() -> None:
+    compile_text((build.HERE / "runtime/launch.h").read_text().replace("#pragma once", "") + assertions(RUNTIME))
+
+
+def test_every_struct_that_python_fills_is_compared() -> None:
+    compared = {struct for structs in (*KERNELS.values(), RUNTIME) for struct in structs.values()}
+    for module in (abi, eight_bit_params, probes, fp8_products):
+        found = {s for s in vars(module).values() if isinstance(s, type) and issubclass(s, ctypes.Structure)}
+        assert found <= compared
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("int64 head;", "int32 head;"), ("  int64 row;\n", ""), ("int64 batch;\n  int64 head;", "")]
+)
+def test_another_layout_is_found(before: str, after: str) -> None:
+    text = build.expanded("common/eight_bit_params.cuh")
+    assert before in text
+    with pytest.raises(CompileError, match="refused"):
+        compile_text(f"{text.replace(before, after)}\n{assertions(KERNELS['common/eight_bit_params.cuh'])}")

@@ -1,0 +1,105 @@
+"""Calls whose K has another length than before, against the stub driver; test_launcher.py runs this file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_cuda import last, record, set_integer, tensor
+from stub_harness import ADDRESSES, KV, SHAPE, _clean, _four_maps, call, kernel, library, maps_of_last, register
+
+from microsdpa.call.masks import Masks
+from microsdpa.runtime import launcher
+
+__all__ = ["_clean", "_four_maps"]
+MAPS = (0, 64, 32, 64, 1, 64, 32, 64, 2, 64, 32, 64, 3, 64, 32, 64)
+
+
+def of_length(seqlen_k: int, heads: int = 2, dtype: int = 2, value_length: int | None = None, **rest: Any) -> list[Any]:
+    """A call whose K and V have a length, dense."""
+    shapes = (KV[0], heads, seqlen_k, KV[3]), (KV[0], heads, value_length or seqlen_k, KV[3])
+    key, value = (tensor(s, at, code=dtype) for s, at in zip(shapes, ADDRESSES[1:3], strict=True))
+    return call(**({"key": key, "value": value, "options": 6} | rest))
+
+
+def test_a_longer_k_gets_the_plan_of_the_one_before() -> None:
+    register(of_length(24), growth=(24, 40))
+    assert library.plan_count() == 1
+    for length in (25, 40, 32):
+        assert launcher.launch(*of_length(length)) is True
+        params = last().params
+        assert (params.seqlen_q, params.seqlen_k, params.diagonal) == (16, length, length - 16)
+        assert list(params.key_strides) == list(params.value_strides) == [2 * length * 32, length * 32, 32]
+    assert library.plan_count() == 4
+    before = record.encoded
+    assert launcher.launch(*of_length(32)) is True
+    assert record.encoded == before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        of_length(23),
+        of_length(41),
+        of_length(32, heads=1),
+        of_length(32, dtype=4),
+        of_length(32, value_length=31),
+        of_length(32, options=5),
+        of_length(32, query=tensor((2, 4, 17, 32), ADDRESSES[0]), out=tensor((2, 4, 17, 32), ADDRESSES[3])),
+        of_length(32, query=tensor(SHAPE, ADDRESSES[0] + 2)),
+        of_length(32, key=tensor((2, 2, 32, 32), ADDRESSES[1], strides=(2048, 1024, 1, 32))),
+        [*of_length(32), None, None, None, 3, -1, None],
+        [*of_length(32), None, None, None, -1, -1, 2.0],
+        [*of_length(32), *[None] * 3, -1, -1, None, *(tensor((2, n), 0x600000, bits=32) for n in (4, 2, 2))],
+    ],
+    ids=("shorter", "longer", "heads", "dtype", "V", "causal", "S_q", "alignment", "D", "window", "softcap", "scales"),
+)
+def test_what_the_kernels_were_not_chosen_for_has_no_plan(other: list[Any]) -> None:
+    register(of_length(24), growth=(24, 40))
+    assert launcher.launch(*other) is None
+
+
+def test_strides_are_the_calls_own() -> None:
+    register(of_length(24), growth=(24, 24))
+    shape = (2, 2, 24, 32)
+    strided = tensor(shape, ADDRESSES[1], strides=(24 * 64, 32, 64, 1))
+    assert launcher.launch(*of_length(24, key=strided)) is True
+    assert list(last().params.key_strides) == [24 * 64, 32, 64]
+    assert list(last().params.value_strides) == [2 * 24 * 32, 24 * 32, 32]
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_tensor_maps_are_of_the_new_length() -> None:
+    register(of_length(24), [kernel(maps=MAPS)], growth=(24, 40))
+    encoded = record.encoded
+    assert launcher.launch(*of_length(33)) is True
+    assert record.encoded == encoded + 4
+    query, key, value, _ = maps_of_last()
+    assert query.sizes == (32, 16, 4, 2)
+    assert key.sizes == value.sizes == (32, 33, 2, 2)
+    assert key.strides == (64, 33 * 64, 2 * 33 * 64)
+    far = tensor((2, 2, 33, 32), ADDRESSES[1], strides=(2**39, 33 * 32, 32, 1))
+    assert launcher.launch(*of_length(33, key=far)) is None
+
+
+def test_masks_grow_along() -> None:
+    def masked(length: int, columns: int | None = None) -> list[Any]:
+        mask = tensor((2, 1, 16, columns or length), 0x600000, code=6, bits=8)
+        return [*of_length(length), mask, None, None, 9, -1, None]
+
+    set_integer("stub_masked", 1)
+    try:
+        register(masked(24), growth=(24, 40))
+        assert launcher.launch(*masked(30)) is True
+        assert [*last().mask_strides, last().mask_column_stride] == [16 * 30, 0, 30, 1]
+        bounds = Masks(window=(9, -1)).bounds("lower_right", 16, 30)
+        assert (last().position, last().lowest, last().params.diagonal) == bounds
+        assert launcher.launch(*masked(30, columns=1)) is None
+    finally:
+        set_integer("stub_masked", 0)
+
+
+def test_plans_that_are_forgotten_grow_no_more() -> None:
+    register(of_length(24), growth=(24, 40))
+    library.clear_plans()
+    assert launcher.launch(*of_length(25)) is None

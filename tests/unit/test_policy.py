@@ -1,0 +1,141 @@
+"""Which kernels impl="auto" tries, why it skips one, and what an error calls the nearest supported problem."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named, policy
+from microsdpa.kernels.problem import OPERANDS, MaskKind, Problem
+from microsdpa.kernels.select import select
+
+SMALL = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
+CODES = replace(SMALL, operands="fp8")
+MASK = MaskKind("bool")
+
+
+@pytest.mark.parametrize("problem", [SMALL, CODES], ids=["16 bits", "8 bits"])
+def test_auto_tries_the_kernels_of_the_policy_in_its_order(problem: Problem) -> None:
+    names = [family.name for family in policy.candidates(problem, "auto")]
+    assert names == [name for name in policy.PREFERENCES if name in names]
+    assert names
+    assert all(family.eight_bit == (problem is CODES) for family in policy.candidates(problem, "auto"))
+
+
+def test_every_preferred_name_is_a_kernels() -> None:
+    families = {name: family_named(name) for name in policy.PREFERENCES}
+    assert all(families.values()), families
+
+
+def test_the_ladder_runs_where_it_is_named_and_is_not_in_an_error() -> None:
+    automatic = {family.name for family in policy.candidates(SMALL, "auto")}
+    assert not [name for name in automatic if name.startswith("ladder/")]
+    for family in FAMILIES:
+        if family.name.startswith("ladder/"):
+            assert select(SMALL, family.name).spec.name == select(SMALL, family.short_name).spec.name == family.name
+    with pytest.raises(UnsupportedProblem) as caught:
+        select(replace(SMALL, head_dim=300))
+    assert "ladder" not in caught.value.reason
+
+
+def test_a_kernel_for_other_operands_is_no_candidate() -> None:
+    for family in FAMILIES:
+        assert policy.candidates(CODES, family.name) == ()
+    for family in EIGHT_BIT_FAMILIES:
+        assert policy.candidates(SMALL, family.name) == ()
+        assert policy.candidates(CODES, family.name) == (family,)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "problem", "reason"),
+    [
+        (
+            "hopper/latency",
+            replace(SMALL, seqlen_q=1, seqlen_k=4096),
+            "4096 keys are too many .* with 1 in 8 heads",
+        ),
+        ("hopper/latency", replace(SMALL, seqlen_q=256, seqlen_k=8192, heads=1, heads_kv=1), "too many for tiles"),
+        ("hopper/latency", replace(SMALL, seqlen_q=1024, seqlen_k=1024, heads=16, heads_kv=16), "hopper/split"),
+        ("hopper/latency", replace(SMALL, batch=16), "hopper/throughput is faster"),
+        ("hopper/split", replace(SMALL, seqlen_q=1, seqlen_k=4096), "leave SMs idle or come in several rounds"),
+        ("hopper/throughput", replace(SMALL, seqlen_q=1, seqlen_k=4096), "too few queries"),
+        ("hopper/throughput_8bit", CODES, "32 tiles of 128 queries are too few"),
+        ("hopper/throughput_8bit_qk", replace(CODES, operands="int8_fp16"), "32 tiles of 128 queries are too few"),
+    ],
+)
+def test_a_skip_has_its_reason_and_explains_itself(kernel: str, problem: Problem, reason: str) -> None:
+    family = family_named(kernel)
+    assert family is not None
+    assert isinstance(family.specify(problem), KernelSpec), (
+        "the kernel computes the problem: it is only not the fastest"
+    )
+    skipped = policy.skip_reason(family, problem)
+    assert skipped is not None
+    assert re.search(reason, skipped.reason)
+    assert skipped.nearest
+    assert (kernel, skipped.reason) in select(problem).reasons
+    assert select(problem, kernel).spec.name == kernel
+
+
+def test_the_kernel_that_runs_is_skipped_by_no_rule_and_those_before_it_have_a_reason() -> None:
+    draw = random.Random(7)
+    for _ in range(400):
+        problem = Problem(
+            *(draw.choice((1, 4, 40)), 8, draw.choice((1, 8))),
+            *(draw.choice((1, 17, 64, 512, 2048)), draw.choice((16, 512, 4096))),
+            *(draw.choice((32, 40, 64, 96, 128, 256)), "float16"),
+            mask=draw.choice((None, None, MASK)),
+            target=draw.choice(("sm_80", "sm_89", "sm_90a", "sm_120")),
+        )
+        selection = select(problem)
+        tried = [family.name for family in policy.candidates(problem, "auto")]
+        assert [name for name, _ in selection.reasons] == tried[: tried.index(selection.spec.name)]
+        family = family_named(selection.spec.name)
+        assert family is not None
+        assert policy.skip_reason(family, problem) is None
+        assert all(reason for _, reason in selection.reasons)
+
+
+@pytest.mark.parametrize(
+    ("problem", "impl", "nearest"),
+    [
+        (replace(SMALL, head_dim=300), "auto", "head_dim 256"),
+        (replace(SMALL, head_dim=300, target="sm_89"), "auto", "head_dim 256"),
+        (replace(SMALL, head_dim=300, mask=MASK), "auto", "head_dim 256"),
+        (replace(SMALL, head_dim=300), "hopper/latency", "head_dim 128"),
+        (replace(SMALL, head_dim=300), "ampere/general", "head_dim 256"),
+        (replace(SMALL, target="sm_75"), "auto", "a GPU of compute capability 8.0 or newer"),
+        (replace(SMALL, head_dim=300, target="sm_75"), "auto", "a GPU of compute capability 8.0 or newer"),
+        (replace(CODES, head_dim=200), "auto", "head_dim 256"),
+        (replace(CODES, head_dim=200, operands="int8_fp16"), "auto", "head_dim 128"),
+        (replace(CODES, head_dim=200, target="sm_89"), "auto", "head_dim 128"),
+        (replace(CODES, head_dim=48), "auto", "head_dim 64"),
+        (replace(CODES, target="sm_86"), "auto", "float16 or bfloat16 tensors without precision="),
+        (replace(SMALL, mask=MASK), "hopper/latency", "a call without a bool mask"),
+    ],
+)
+def test_the_nearest_supported_problem_is_the_nearest(problem: Problem, impl: str, nearest: str) -> None:
+    with pytest.raises(UnsupportedProblem) as caught:
+        select(problem, impl)
+    assert caught.value.nearest == nearest
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("operands", [None, *OPERANDS])
+def test_no_head_dimension_that_is_computed_is_nearer(operands: str | None, target: str) -> None:
+    """The head dimension that an error names is computed, and none between it and the one asked for is."""
+    computed: set[int] = set()
+    refused: dict[int, str] = {}
+    for head_dim in range(1, 513):
+        try:
+            select(replace(SMALL, head_dim=head_dim, operands=operands, target=target))  # type: ignore[arg-type]
+            computed.add(head_dim)
+        except UnsupportedProblem as error:
+            refused[head_dim] = error.nearest
+    assert refused
+    for head_dim, nearest in refused.items():
+        assert nearest == f"head_dim {min(computed, key=lambda d: (abs(d - head_dim), -d))}"
