@@ -22,6 +22,7 @@ from microsdpa.evidence import (
     ceilings,
     fuzz,
     models,
+    mutate,
     profile,
     suites,
     tune,
@@ -443,6 +444,20 @@ def resign_(
     with progress() as bars:
         names = resigning.names_of(renamed or [])
         step = resigning.step(old_ref, root, results or root / "benchmarks/results", gpu, dry_run, names, bars)
+    _finish([step], as_json)
+
+
+@evidence.command("mutate")
+def mutate_(
+    kernel: Annotated[str, typer.Argument(help=f"One of {', '.join(mutate.kernels())}.")],
+    jobs: Annotated[int, typer.Option(min=0, help="Processes at a time; 0 for one on each core.")] = 0,
+    sample: Annotated[int | None, typer.Option(min=1, help="So many mutations, evenly chosen; else all.")] = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Leave out each fence and wait of a kernel, and move each comparison with a length: does the emulator see it?"""
+    with progress() as bars:
+        step = mutate.step(kernel, jobs, sample, bars, output, _command())
     _finish([step], as_json)
 
 

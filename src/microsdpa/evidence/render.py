@@ -22,6 +22,7 @@ from microsdpa.evidence import (
     fuzz,
     ladder_table,
     models,
+    mutate,
     probes,
     results,
     statistics,
@@ -126,6 +127,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     result = results.read(path)
     if options["suite"] == "verify_torch":
         return verify_torch.markdown(result, is_stale) + f"\n{provenance(result)}"
+    if options["suite"].startswith(mutate.PREFIX):
+        return mutate.markdown(result, is_stale) + f"\n{provenance(result)}"
     if options["suite"] == fuzz.SUITE:
         return fuzz.markdown(result, is_stale) + f"\n{provenance(result)}"
     if options["suite"] == models.SUITE:
