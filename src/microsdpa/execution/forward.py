@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
 from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
-from microsdpa.call.scales import VALUE_DTYPES, known_positive, output_type
+from microsdpa.call.scales import known_positive, output_type
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.execution import quantized, torch_cpu
 from microsdpa.execution.choice import problem_of
@@ -83,10 +82,10 @@ def launch_eight_bit(
             return None
         if out is not None:
             result = out
-        elif query.dtype in VALUE_DTYPES:
-            result = torch.empty_like(query, dtype=output_type(query, value, None))
+        elif options[4] is None:
+            result = _empty_like(query, dtype=output_type(query, value, None))
         else:
-            result = torch.empty_like(query)
+            result = _empty_like(query)
         rest = () if options[4] is not None else (*NO_MASKS, *scales)
         lse = _launch(query, key, value, result, return_lse, code, scale, *rest)
     except MISSES:
@@ -138,19 +137,25 @@ def prepare(checked: Checked, out: torch.Tensor) -> None:
         launcher.register(call, *quantized.planned(checked, problem, spec, out))
 
 
-MOST_GROWING_QUERIES = 16
-"""Queries of a call that decodes: its next one has a key more."""
-LENGTHS_AHEAD = 31
+LENGTHS_AHEAD = 15
+"""Lengths of K that are looked at ahead: choosing a kernel for each takes as long as for the call itself."""
+_MAX_DECODING = 256
+_decoding: dict[Problem, int] = {}
+"""The length of K of the latest call of its kind that had no plan."""
 
 
 def _growth(problem: Problem, spec: KernelSpec, kernel: str) -> tuple[int, int]:
-    """The first and the last length of K, from this problem's on, for which `spec` is the choice, as far as is looked.
+    """The first and the last length of K, from this problem's on, for which `spec` is known to be the choice.
 
-    Looking takes as long for a length as the choice. It is worth it for calls that decode: one in 32 is slow then.
+    It is looked ahead where K has grown since the latest call of that kind, as it does in decoding.
     """
-    last = problem.seqlen_k
-    if problem.seqlen_q <= MOST_GROWING_QUERIES:
-        while last - problem.seqlen_k < LENGTHS_AHEAD and chosen(replace(problem, seqlen_k=last + 1), kernel) == spec:
+    kind, last = problem.with_keys(0), problem.seqlen_k
+    grown = last - _decoding.get(kind, last)
+    if len(_decoding) >= _MAX_DECODING:
+        _decoding.clear()
+    _decoding[kind] = last
+    if 0 < grown <= LENGTHS_AHEAD + 1:
+        while last - problem.seqlen_k < LENGTHS_AHEAD and chosen(problem.with_keys(last + 1), kernel) is spec:
             last += 1
     return problem.seqlen_k, last
 
