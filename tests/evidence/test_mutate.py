@@ -12,6 +12,7 @@ from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import mutate, results
 from microsdpa.evidence.mutate import CAUGHT, REDUNDANT, SAME, SURVIVED, Outcome
 from microsdpa.evidence.mutate_sites import Site, of_text, sites
+from microsdpa.evidence.signatures import is_stale
 from microsdpa.jit.source import KERNELS_DIR
 
 TEXT = """\
@@ -103,6 +104,6 @@ def test_the_table_is_recorded_and_a_survivor_fails(tmp_path: Path, monkeypatch:
     (path,) = tmp_path.rglob("mutations_*.json")
     result = results.read(path)
     assert [row["status"] for row in result["rows"]] == ["ok"] * 4 + ["wrong"]
-    text = mutate.markdown(result, lambda row, target: False)
+    text = mutate.markdown(result, is_stale)
     assert f"| {kernel} | 5 | 4 | 0 | 0 | 0 | 1 |" in text
     assert text.count("- survived: `") == 1

@@ -209,6 +209,7 @@ def step(
             kernel=kernel,
             code_signature=code_signature(spec, TARGET),
             target=TARGET,
+            requested=kernel,
             op="mutation",
             mode="verify",
             label=outcome.verdict,
