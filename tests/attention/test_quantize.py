@@ -176,3 +176,21 @@ def test_a_second_code_has_what_the_first_lacks(code: Code, better: float) -> No
 def test_what_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidArgument, match=words):
         microsdpa.quantize(**({"x": torch.zeros(1, 1, 2, 32)} | change))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("seqlen", [128, 100])
+def test_strides_change_nothing(granularity: Granularity, seqlen: int) -> None:
+    """Views of [B, S, H, D] and [S, B, H, D], and every second row."""
+    dense = torch.randn(2, 4, seqlen, 64).half()
+    expected = microsdpa.quantize(dense, "e4m3", granularity)
+    apart = torch.zeros(2, 4, 2 * seqlen, 64).half()
+    apart[:, :, ::2] = dense
+    views = (
+        dense.transpose(1, 2).contiguous().transpose(1, 2),
+        dense.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    )
+    for view in (*views, apart[:, :, ::2]):
+        found = microsdpa.quantize(view, "e4m3", granularity)
+        assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(found.scale, expected.scale)

@@ -131,10 +131,9 @@ def scales(values: torch.Tensor, code: Code, granularity: Granularity, block: in
     """FP32 scales of FP32 values [B, H, S, D]."""
     magnitude = values.abs()
     magnitude = magnitude.where(magnitude.isfinite() if code == "e4m3" else ~magnitude.isinf(), 0.0)
-    batch, heads, seqlen, _ = values.shape
     if granularity == "block":
-        padded = torch.nn.functional.pad(magnitude, (0, 0, 0, -seqlen % block))
-        largest = padded.view(batch, heads, -1, block * values.shape[3]).amax(dim=3)
+        padded = torch.nn.functional.pad(magnitude, (0, 0, 0, -values.shape[2] % block))
+        largest = padded.unflatten(2, (-1, block)).amax(dim=(3, 4))
     else:
         largest = magnitude.amax(dim={"tensor": (0, 1, 2, 3), "head": (2, 3), "channel": (2,)}[granularity])
     scale = largest / largest.new_full((), LARGEST[code])  # by a number, torch multiplies with its inverse on CUDA
