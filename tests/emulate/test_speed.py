@@ -1,4 +1,4 @@
-"""How long the emulator takes: the mission shape ten seconds on two cores, small calls one, in any kernel.
+"""How long the emulator takes: the headline shape ten seconds on two cores, small calls one, in any kernel.
 
 CPU time stretches as well where other processes have the caches, the memory and the other half of a core. A kernel
 fails that takes four times as long in the best of three runs: what would make the emulator useless, and no load does.

@@ -1,4 +1,4 @@
-"""The accuracy of 8-bit attention: its gates, at the mission shape in the emulator, and the tables of its results."""
+"""The accuracy of 8-bit attention: its gates, at the headline shape in the emulator, and the tables of its results."""
 
 from __future__ import annotations
 

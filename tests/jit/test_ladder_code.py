@@ -15,7 +15,7 @@ from microsdpa.kernels.select import select
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 RUNGS = [family.short_name for family in FAMILIES if family.name.startswith("ladder/")]
-# CTAs that one SM holds of each rung at the mission shape, at least: on sm_80, sm_89, sm_90a and sm_120.
+# CTAs that one SM holds of each rung at the headline shape, at least: on sm_80, sm_89, sm_90a and sm_120.
 CTAS = {
     "ladder/01": (5, 5, 5, 5),
     "ladder/02": (3, 1, 3, 1),

@@ -119,7 +119,7 @@ def _on_codes(
 
 
 def cases(seeds: int) -> list[Case]:
-    """The mission shape in every kind, and then 32 queries of every head for every number of keys."""
+    """The headline shape in every kind, and then 32 queries of every head for every number of keys."""
     mission = [Case(1, 8, 512, 512, 64, kind=kind, seed=seed) for kind in KINDS for seed in range(seeds)]
     return mission + [Case(1, 8, 32, length, 64, seed=100) for length in LENGTHS]
 
@@ -133,7 +133,7 @@ def gate(precision: str, kind: str, found: dict[tuple[str, str], Gate]) -> Gate:
 
 
 def means(measured: Iterable[Measured]) -> dict[tuple[str, str], Gate]:
-    """Mean RMSE and relative L1 over the seeds, of every precision and kind at the mission shape."""
+    """Mean RMSE and relative L1 over the seeds, of every precision and kind at the headline shape."""
     groups: dict[tuple[str, str], list[compare.Errors]] = {}
     for m in measured:
         if m.case.seqlen_q == MISSION_ROWS:

@@ -21,7 +21,7 @@ from microsdpa.kernels.select import select
 ARITHMETIC = ("float16", "e4m3", "int8")
 MISSION = Case(1, 8, 512, 512, 64)
 TARGETS_US = (16.0, 12.0, 10.0, 8.0, 5.0)
-"""What the notes that this project began with set out to reach on an L4, at the mission shape."""
+"""What the notes that this project began with set out to reach on an L4, at the headline shape."""
 
 TECHNIQUES: tuple[tuple[str, str, str, float, float], ...] = (
     ("fusion into one kernel", "", "", 3.0, 10.0),
@@ -173,7 +173,7 @@ def _gains(device: Device, directory: Path) -> list[list[str]]:
 
 
 def ladder_times(path: Path) -> dict[str, float]:
-    """Microseconds in a graph at the mission shape of every rung of a ladder's result file, in the rungs' order."""
+    """Microseconds in a graph at the headline shape of every rung of a ladder's result file, in the rungs' order."""
     if not path.is_file():
         return {}
     rows = [row for row in results.read(path)["rows"] if row["mode"] == "graph" and row["status"] == "ok"]

@@ -40,7 +40,7 @@ MISSION = Case(1, 8, 512, 512, 64)
 
 
 def parts(device: str) -> list[Part]:
-    """Every part, on the GPU or in the emulator, where the mission shape would take minutes."""
+    """Every part, on the GPU or in the emulator, where the headline shape would take minutes."""
     cases = (*RUNG_CASES, MISSION) if device == "cuda" else RUNG_CASES
     found = [*_quantisers(device), *_products(device)]
     names = [family.name for family in rungs()]

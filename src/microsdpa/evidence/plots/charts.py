@@ -98,8 +98,8 @@ def _bars(axis: Any, entries: Sequence[Bar], unit: str) -> None:
 
 
 def latency(results: Results) -> Plot:
-    """Microseconds a call at the mission shape, in a graph."""
-    name, title = "latency", "Latency at the mission shape: B=1, H=8, S=512, D=64, FP16"
+    """Microseconds a call at the headline shape, in a graph."""
+    name, title = "latency", "Latency at the headline shape: B=1, H=8, S=512, D=64, FP16"
     result = results.get("mission")
     rows = sorted(_rows(result, shape=MISSION, mask="none", dtype="float16"), key=quoted_us)
     if not rows or result is None:
@@ -111,8 +111,8 @@ def latency(results: Results) -> Plot:
 
 
 def ladder(results: Results) -> Plot:
-    """Every rung of the ladder at the mission shape."""
-    name, title = "ladder", "The ladder at the mission shape: each rung adds one idea"
+    """Every rung of the ladder at the headline shape."""
+    name, title = "ladder", "The ladder at the headline shape: each rung adds one idea"
     result = results.get("ladder")
     rows = _rows(result, shape=MISSION, mask="none", inputs="float16") or _rows(result, shape=MISSION, mask="none")
     ours = [row for row in rows if row["kernel"]]
@@ -193,8 +193,8 @@ def _throughput_panel(axis: Any, rows: list[Row], names: list[str], colours: dic
 
 
 def accuracy(results: Results) -> Plot:
-    """Error against time of every implementation of the 8-bit suite, at the mission shape, for each kind of input."""
-    name, title = "accuracy", "Accuracy against speed: 8-bit and 16-bit at the mission shape"
+    """Error against time of every implementation of the 8-bit suite, at the headline shape, for each kind of input."""
+    name, title = "accuracy", "Accuracy against speed: 8-bit and 16-bit at the headline shape"
     result = results.get("fp8")
     rows = [r for r in _rows(result, shape=MISSION, mask="none") if r["error"] and r["error"]["rel_l1"]]
     if not rows or result is None:
@@ -341,7 +341,7 @@ def _intensities(used: list[Result]) -> tuple[list[tuple[float, float]], list[tu
 
 def host_overhead(results: Results) -> Plot:
     """CPU time to issue a call."""
-    name, title = "host", "Host overhead: CPU time to issue one call at the mission shape"
+    name, title = "host", "Host overhead: CPU time to issue one call at the headline shape"
     result = results.get("mission")
     rows = sorted(_rows(result, "host", shape=MISSION, mask="none", dtype="float16"), key=quoted_us)
     if not rows or result is None:
