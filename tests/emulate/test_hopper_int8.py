@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from microsdpa import reference
-from microsdpa.attention import quantize
+from microsdpa import quantize, reference
 from microsdpa.attention.quantize import RESIDUAL_STEPS, Granularity, expand_scale, residual
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule

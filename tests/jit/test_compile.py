@@ -94,7 +94,7 @@ def test_a_kernel_that_spills_is_refused_unless_its_spec_says_why(
     with pytest.raises(CompileError, match="64 bytes of stack, 32 of spill stores") as caught:
         compile_kernel(spec, "sm_89", tmp_path / "a")
     assert caught.value.source is not None
-    assert "scalar_attention" in Path(caught.value.source).read_text()
+    assert "rung_01" in Path(caught.value.source).read_text()
     excused = dataclasses.replace(spec, local_memory="a test")
     assert compile_kernel(excused, "sm_89", tmp_path / "b").resources == spilled
 

@@ -86,6 +86,7 @@ def _eight_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(forward, "_empty_like", empty_like)
     install_allocator()
     set_integer("stub_raw_bytes", 512)
     yield

@@ -1,0 +1,118 @@
+// Kernels of a plan, read from the integers that Python packs (launcher.py, register() and launch_one()).
+#pragma once
+
+#include <cstring>
+
+#include "framework.h"
+#include "plan.h"
+#include "standard_params.h"
+
+namespace microsdpa {
+
+// Integers that Python packs into bytes.
+class Integers {
+ public:
+  explicit Integers(const ffi::Bytes& bytes)
+      : at_(bytes.data()), end_(bytes.data() + bytes.size()), size_(bytes.size() / 8) {}
+
+  std::int64_t next() {
+    TVM_FFI_CHECK(end_ - at_ >= 8, ValueError) << "numbers: expected more than " << size_ << " integers";
+    std::int64_t found;
+    std::memcpy(&found, at_, 8);
+    at_ += 8;
+    return found;
+  }
+
+  // A number of things, which do not exceed `most`.
+  std::size_t count(std::size_t most, const char* what) {
+    const std::int64_t found = next();
+    TVM_FFI_CHECK(found >= 0 && found <= static_cast<std::int64_t>(most), ValueError)
+        << "numbers: expected at most " << most << " " << what << ", got " << found;
+    return static_cast<std::size_t>(found);
+  }
+
+  int operand(int below) {
+    const std::int64_t found = next();
+    TVM_FFI_CHECK(found >= 0 && found < below, ValueError)
+        << "numbers: expected an operand below " << below << ", got " << found;
+    return static_cast<int>(found);
+  }
+
+  bool at_end() const { return at_ == end_; }
+
+ private:
+  const char *at_, *end_;
+  std::size_t size_;
+};
+
+// A kernel's function, grid, threads, bytes of shared memory, cluster, and whether its launch is programmatic.
+inline KernelLaunch read_launch(Integers& integers) {
+  KernelLaunch kernel{};
+  kernel.function = reinterpret_cast<CUfunction>(integers.next());
+  for (unsigned& ctas : kernel.grid) ctas = static_cast<unsigned>(integers.next());
+  kernel.threads = static_cast<unsigned>(integers.next());
+  kernel.shared_bytes = static_cast<unsigned>(integers.next());
+  kernel.cluster = static_cast<unsigned>(integers.next());
+  kernel.programmatic = integers.next() != 0;
+  return kernel;
+}
+
+// A tensor map: its operand, the box's rows, columns and swizzle, the bytes from the operand's start to an array, that
+// array's element bytes, shape and strides in elements. No element bytes stand for the operand as it is.
+inline EncodedTensorMap read_tensor_map(Integers& integers, const Addresses& addresses, const TensorKey* operands) {
+  TensorMapSpec spec{};
+  spec.operand = integers.operand(OPERANDS);
+  spec.rows = static_cast<unsigned>(integers.next());
+  spec.columns = static_cast<unsigned>(integers.next());
+  spec.swizzle = static_cast<unsigned>(integers.next());
+  spec.offset = static_cast<std::uintptr_t>(integers.next());
+  const std::int64_t bytes = integers.next();
+  TensorKey array{};
+  for (std::int64_t& size : array.shape) size = integers.next();
+  for (std::int64_t& stride : array.strides) stride = integers.next();
+  array.dtype_and_device = TensorKey::pack({kDLUInt, static_cast<std::uint8_t>(8 * bytes), 1}, {});
+  const bool whole = !bytes && operands && spec.operand < DENSE_OPERANDS;
+  // Memory that each call allocates has no address yet: the query's stands in until then.
+  const std::uintptr_t address = addresses[spec.operand] ? addresses[spec.operand] : addresses[QUERY];
+  return encode_tensor_map(driver(), spec, whole ? operands[spec.operand] : array, address);
+}
+
+inline std::vector<EncodedTensorMap> read_tensor_maps(Integers& integers, const Addresses& addresses,
+                                                      const TensorKey* operands) {
+  std::vector<EncodedTensorMap> maps(integers.count(KernelLaunch::MAX_TENSOR_MAPS, "tensor maps"));
+  for (EncodedTensorMap& map : maps) map = read_tensor_map(integers, addresses, operands);
+  return maps;
+}
+
+// A kernel of a plan: its launch, whether only calls with an LSE launch it, the bytes of its parameter, the places of
+// addresses and numbers in it, and its tensor maps. No bytes stand for the parameter of kernels with 16-bit operands.
+inline PlannedKernel read_kernel(Integers& integers, const char*& params, const char* params_end, const Call& call) {
+  PlannedKernel kernel{read_launch(integers), {}, {}, {}, integers.next() != 0};
+  const std::size_t bytes = integers.count(PlannedKernel::MAX_PARAMS, "bytes of a parameter");
+  TVM_FFI_CHECK(params_end - params >= static_cast<std::ptrdiff_t>(bytes), ValueError)
+      << "params: expected " << bytes << " bytes more, got " << params_end - params;
+  if (bytes) {
+    kernel.params.assign(params, bytes), params += bytes;
+  } else {
+    fill_standard(kernel, call.key);
+  }
+  const auto place = [&](std::size_t size) {
+    const std::int64_t at = integers.next();
+    TVM_FFI_CHECK(at >= 0 && at + size <= kernel.params.size(), ValueError)
+        << "numbers: expected a place in " << kernel.params.size() << " bytes of a parameter, got " << at;
+    return static_cast<std::size_t>(at);
+  };
+  for (std::size_t left = integers.count(PlannedKernel::MAX_PARAMS / 8, "addresses"); left; --left) {
+    const std::size_t at = place(sizeof(std::uintptr_t));
+    const int operand = integers.operand(OPERANDS);
+    kernel.pointers.push_back({at, operand, static_cast<std::uintptr_t>(integers.next())});
+  }
+  for (std::size_t left = integers.count(PlannedKernel::MAX_PARAMS / 4, "numbers"); left; --left) {
+    const std::size_t at = place(sizeof(float));
+    kernel.numbers.push_back({at, integers.operand(NUMBERS)});
+  }
+  kernel.launch.tensor_maps = read_tensor_maps(integers, call.addresses, call.key.tensors);
+  return kernel;
+}
+
+}  // namespace microsdpa

@@ -1,0 +1,67 @@
+// The parameter of kernels with 16-bit operands, filled from the key of a call.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+
+#include "../kernels/common/mask_params.cuh"
+#include "plan.h"
+
+namespace microsdpa {
+
+inline Strides outer_strides(const TensorKey& key) { return {key.strides[0], key.strides[1], key.strides[2]}; }
+
+// The parameter of kernels with 16-bit operands: all but addresses, scale and soft cap.
+inline MaskedParams standard_params(const CallKey& k) {
+  MaskedParams found{};
+  AttentionParams& call = found.call;
+  call.query_strides = outer_strides(k.tensors[QUERY]);
+  call.key_strides = outer_strides(k.tensors[KEY]);
+  call.value_strides = outer_strides(k.tensors[VALUE]);
+  call.out_strides = outer_strides(k.tensors[OUT]);
+  const std::int64_t (&query)[4] = k.tensors[QUERY].shape, (&key)[4] = k.tensors[KEY].shape;
+  call.batch = static_cast<int32>(query[0]);
+  call.heads = static_cast<int32>(query[1]);
+  call.heads_kv = static_cast<int32>(key[1]);
+  call.seqlen_q = static_cast<int32>(query[2]);
+  call.seqlen_k = static_cast<int32>(key[2]);
+
+  // Ends out of every key's reach are brought near: sums of them must stay in 32 bits. Masks.bounds() says the same.
+  constexpr std::int64_t FAR = std::int64_t(1) << 40;
+  const std::int64_t position = k.causal() == 2 ? key[2] - query[2] : 0;
+  const std::int64_t furthest = k.causal() ? position : position + std::min(k.right, FAR);
+  call.diagonal = static_cast<int32>(std::min(furthest, key[2]));
+  MaskParams& masks = found.masks;
+  masks.position = static_cast<int32>(position);
+  masks.lowest = static_cast<int32>(std::max(position - std::min(k.left, FAR), -query[2]));
+  if (k.given) {
+    const std::int64_t (&mask)[4] = k.tensors[MASK].strides;
+    masks.mask_strides = {mask[0], mask[1], mask[2]};
+    masks.mask_column_stride = mask[3];
+    masks.slope_batch_stride = k.tensors[SLOPES].strides[2];
+    masks.slope_head_stride = k.tensors[SLOPES].strides[3];
+    masks.sink_head_stride = k.tensors[SINKS].strides[3];
+  }
+  return found;
+}
+
+inline bool is_masked(const CallKey& k) { return k.given || k.left != -1 || k.right != -1 || k.capped; }
+
+inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
+  const MaskedParams params = standard_params(k);
+  const bool masked = is_masked(k);
+  kernel.params.assign(reinterpret_cast<const char*>(&params), masked ? sizeof(MaskedParams) : sizeof(AttentionParams));
+  kernel.pointers = {
+      {offsetof(AttentionParams, query), QUERY, 0}, {offsetof(AttentionParams, key), KEY, 0},
+      {offsetof(AttentionParams, value), VALUE, 0}, {offsetof(AttentionParams, out), OUT, 0},
+      {offsetof(AttentionParams, lse), LSE, 0},     {offsetof(AttentionParams, workspace), WORKSPACE, 0}};
+  kernel.numbers = {{offsetof(AttentionParams, scale_log2), SCALE_LOG2}};
+  if (!masked) return;
+  constexpr std::size_t MASKS = offsetof(MaskedParams, masks);
+  kernel.pointers.push_back({MASKS + offsetof(MaskParams, mask), MASK, 0});
+  kernel.pointers.push_back({MASKS + offsetof(MaskParams, slopes), SLOPES, 0});
+  kernel.pointers.push_back({MASKS + offsetof(MaskParams, sinks), SINKS, 0});
+  kernel.numbers.push_back({MASKS + offsetof(MaskParams, softcap_log2), SOFTCAP_LOG2});
+}
+
+}  // namespace microsdpa
