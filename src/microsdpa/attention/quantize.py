@@ -133,7 +133,8 @@ def scales(values: torch.Tensor, code: Code, granularity: Granularity, block: in
     magnitude = magnitude.where(magnitude.isfinite() if code == "e4m3" else ~magnitude.isinf(), 0.0)
     if granularity == "block":
         padded = torch.nn.functional.pad(magnitude, (0, 0, 0, -values.shape[2] % block))
-        largest = padded.unflatten(2, (-1, block)).amax(dim=(3, 4))
+        batch, heads, rows, head_dim = padded.shape
+        largest = padded.reshape(batch, heads, rows // block, block * head_dim).amax(dim=3)
     else:
         largest = magnitude.amax(dim={"tensor": (0, 1, 2, 3), "head": (2, 3), "channel": (2,)}[granularity])
     scale = largest / largest.new_full((), LARGEST[code])  # by a number, torch multiplies with its inverse on CUDA
