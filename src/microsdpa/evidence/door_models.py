@@ -275,6 +275,7 @@ class _Loops(Runner):
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.call()  # it compiles the kernels of all lengths
 
     def turn(self) -> list[float]:
         """One loop."""
