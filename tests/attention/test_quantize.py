@@ -1,4 +1,4 @@
-"""The quantisers: every code, every FP16 value, every granularity; what is refused."""
+"""The quantizers: every code, every FP16 value, every granularity; what is refused."""
 
 from __future__ import annotations
 

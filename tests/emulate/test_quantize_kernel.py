@@ -1,4 +1,4 @@
-"""The quantising kernel makes the codes of quantize.py, bit for bit."""
+"""The quantizing kernel makes the codes of quantize.py, bit for bit."""
 
 from __future__ import annotations
 

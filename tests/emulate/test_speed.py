@@ -26,7 +26,7 @@ def test_every_kernel_is_fast_enough(kernel: str) -> None:
         tensors = make(case)
         options: dict[str, object] = {}
         if kernel == "hopper/throughput_8bit_qk":
-            options = {"precision": "int8_fp16"}  # which quantises in the emulator as well
+            options = {"precision": "int8_fp16"}  # which quantizes in the emulator as well
         elif kernel in EIGHT_BIT:
             codes = [microsdpa.quantize(x, "e4m3", "head") for x in tensors]
             tensors = tuple(x.codes for x in codes)  # type: ignore[assignment]

@@ -12,7 +12,7 @@ from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import compare
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.peers import PEERS, Implementation, choose, quantised, slug
+from microsdpa.evidence.peers import PEERS, Implementation, choose, quantized, slug
 from microsdpa.evidence.peers.flash_attn import FlashAttention2, FlashAttention3Fp8, FlashAttention4
 from microsdpa.evidence.peers.flash_infer import FlashInfer
 from microsdpa.evidence.peers.sage_attention import SageAttention
@@ -130,17 +130,17 @@ def test_the_8_bit_reference_is_attention_with_an_8_bit_error(arithmetic: str, c
     case = Case(1, 4, 50, 70, 64, heads_kv=2, causal=causal)
     tensors = make(case)
     expected, _ = reference.oracle(*tensors, causal=causal)
-    found = compare.measure(quantised.eager(*tensors, causal, None, arithmetic), expected)
+    found = compare.measure(quantized.eager(*tensors, causal, None, arithmetic), expected)
     low, high = (0.01, 0.09) if arithmetic == "e4m3" else (0.0005, 0.03)
     assert low < found.rel_l1 < high
 
 
 def test_e4m3_codes_reach_448_and_zeros_stay_zeros() -> None:
     x = torch.randn(2, 4, 8, 16)
-    codes, scale = quantised.per_tensor_e4m3(x)
+    codes, scale = quantized.per_tensor_e4m3(x)
     assert float(codes.float().abs().max()) == 448
     assert float((codes.float() * scale - x).abs().max()) <= float(x.abs().max()) * 2**-4
-    codes, scale = quantised.per_head_e4m3(x, 2)
+    codes, scale = quantized.per_head_e4m3(x, 2)
     assert scale.shape == (2, 2)
     assert float(codes.float()[0, :2].abs().max()) == 448
-    assert not quantised.per_tensor_e4m3(torch.zeros(3))[0].float().any()
+    assert not quantized.per_tensor_e4m3(torch.zeros(3))[0].float().any()

@@ -40,7 +40,7 @@ CHANGES = {
         ("kernels/ladder/spec.py", "threads=32 * warps,\n        block_m=block_m,\n        shared_bytes=shared_bytes,",
          "threads=32 * warps + 32 * bool(producers),\n        block_m=block_m,\n        shared_bytes=shared_bytes,"),
     ),
-    "quantiser": (("kernels/quantize/fused.cu", "AT_A_TIME", "ROWS_IN_FLIGHT"),),
+    "quantizer": (("kernels/quantize/fused.cu", "AT_A_TIME", "ROWS_IN_FLIGHT"),),
     "comment": (("kernels/ladder/07_tuned.cu", "\nnamespace microsdpa::", "\n// A comment.\n\nnamespace microsdpa::"),),
 }  # fmt: skip
 """(file, what it says, what it says then)"""
@@ -62,7 +62,7 @@ def rows() -> dict[str, results.Row]:
         "other code": of_kernel("ladder/04_mma_sync"),
         "more shared memory": of_kernel("ladder/02_wmma"),
         "more threads": of_kernel("ladder/05_warp_roles"),
-        "quantiser": precise | {"inputs": "float16", "precision": "fp8", "quantiser_signature": ""},
+        "quantizer": precise | {"inputs": "float16", "precision": "fp8", "quantiser_signature": ""},
         "comment": of_kernel("ladder/07_tuned"),
         "another name": of_kernel("ampere/general"),
         "another name and other code": of_kernel("ampere/mma"),
@@ -280,8 +280,8 @@ def test_another_launch_of_the_same_code_stays_stale(done: Done, name: str, kern
     assert reason.startswith(f"launch: {what} ")
 
 
-def test_the_kernel_that_quantises_is_compared_too(done: Done) -> None:
-    before, after = rows()["quantiser"], done.rows["quantiser"]
+def test_the_kernel_that_quantizes_is_compared_too(done: Done) -> None:
+    before, after = rows()["quantizer"], done.rows["quantizer"]
     assert after["code_signature"] == before["code_signature"]
     assert after["quantiser_signature"] != before["quantiser_signature"]
     assert [entry["field"] for entry in after["resigned"]] == ["quantiser_signature"]

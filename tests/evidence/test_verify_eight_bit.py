@@ -62,7 +62,7 @@ def test_parts_pass_in_the_emulator_and_what_is_wrong_is_told(monkeypatch: pytes
     monkeypatch.setattr(verify_eight_bit, "cases", lambda: [Case(1, 1, 5, 9, 32)])
     step = verify_eight_bit.step("int8_fp8", parts=lambda device: quick)
     assert step.status == "passed", step.sections
-    assert step.summary.endswith(f"; {len(quick)} of {len(quick)} quantisers, products and rungs on codes")
+    assert step.summary.endswith(f"; {len(quick)} of {len(quick)} quantizers, products and rungs on codes")
 
     monkeypatch.setattr(verify_codes, "MOST_RAW", 1e-5)
     scores = verify_codes.fp8_products.scores
@@ -83,10 +83,10 @@ def test_parts_pass_on_a_gpu(part: verify_codes.Part) -> None:
 
 
 def test_another_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantise = quantized.quantize_query_key_value
+    quantize = quantized.quantize_query_key_value
 
     def off_by_one(*arguments: object) -> quantized.Codes:
-        codes = quantise(*arguments)  # type: ignore[arg-type]
+        codes = quantize(*arguments)  # type: ignore[arg-type]
         codes.key.view(torch.uint8)[0, 0, 0, 0] ^= 1
         return codes
 

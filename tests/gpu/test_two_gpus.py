@@ -65,7 +65,7 @@ def split(tensors: Tensors) -> Any:
     return microsdpa.sdpa(tensors[0][:1, :1, :1], key[:1, :1], value[:1, :1], return_lse=True)
 
 
-def quantised(tensors: Tensors) -> Any:
+def quantized(tensors: Tensors) -> Any:
     return microsdpa.sdpa(*tensors, precision="int8_fp8", return_lse=True)
 
 
@@ -114,7 +114,7 @@ def one_kernel(tensors: Tensors) -> Any:
 
 
 DOORS: list[Callable[[Tensors], Any]] = [
-    *(plain, out_given, causal, masked, decoding, split, quantised, codes, number_scales, planned, planned_masks),
+    *(plain, out_given, causal, masked, decoding, split, quantized, codes, number_scales, planned, planned_masks),
     *(enabled, operator, gradients, compiled, one_kernel),
 ]
 
@@ -153,7 +153,7 @@ def test_the_answer_is_the_oracles(place: str, current: int) -> None:
 
 
 @pytest.mark.parametrize(("place", "current"), PLACES)
-@pytest.mark.parametrize("door", [plain, masked, decoding, split, quantised, planned])
+@pytest.mark.parametrize("door", [plain, masked, decoding, split, quantized, planned])
 def test_graphs_that_are_captured_there(door: Callable[[Tensors], Any], place: str, current: int) -> None:
     """The stream that captures is of the tensors' device, and another one is current; it is the first such call."""
     torch.cuda.set_device(current)

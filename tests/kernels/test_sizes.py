@@ -79,7 +79,7 @@ def test_what_is_launched_with_8_bit_operands_fits(sizes: tuple[int, ...]) -> No
         assert_fits(spec, problem)
 
 
-def test_too_many_ctas_of_a_quantiser_are_refused() -> None:
+def test_too_many_ctas_of_a_quantizer_are_refused() -> None:
     """As many tensors would have is enough: nothing is allocated on the meta device."""
     shape = (2**16, 2**15, 1, 64)
     codes, _ = quantized.in_one_tensor(

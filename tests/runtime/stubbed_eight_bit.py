@@ -162,8 +162,8 @@ def test_a_repeated_call_is_validated_and_planned_once(precision: Operands, chec
         assert tuple(out.shape) == SHAPE
         assert out.dtype == torch.float16
         assert record.launches == before + 2 * (turn + 1)
-        quantise, attention = params(QuantizeParams, 1), params(EightBitParams)
-        assert [quantise.query, quantise.key, quantise.value] == [a + 0x100 * turn for a in ADDRESSES[:3]]
+        quantize, attention = params(QuantizeParams, 1), params(EightBitParams)
+        assert [quantize.query, quantize.key, quantize.value] == [a + 0x100 * turn for a in ADDRESSES[:3]]
         assert attention.out == out.data_ptr()
         assert attention.lse is None
     assert len(checks) == 1
@@ -171,21 +171,21 @@ def test_a_repeated_call_is_validated_and_planned_once(precision: Operands, chec
 
 def test_the_kernels_share_one_workspace(checks: list[Any]) -> None:
     attend(*tensors())
-    quantise, attention = params(QuantizeParams, 1), params(EightBitParams)
-    codes = quantise.query_codes, quantise.key_codes, quantise.value_codes
+    quantize, attention = params(QuantizeParams, 1), params(EightBitParams)
+    codes = quantize.query_codes, quantize.key_codes, quantize.value_codes
     assert codes == (attention.query, attention.key, attention.value)
-    assert quantise.query_scale == attention.query_scale.data
-    assert quantise.key_scale == attention.key_scale.data
-    assert quantise.value_scale == attention.value_scale.data
+    assert quantize.query_scale == attention.query_scale.data
+    assert quantize.key_scale == attention.key_scale.data
+    assert quantize.value_scale == attention.value_scale.data
     places = sorted(
         [
-            (quantise.query_codes, 2 * 4 * 16 * 64),  # two codes a query
-            (quantise.key_codes, 2 * 2 * 24 * 32),
-            (quantise.value_codes, 2 * 2 * 24 * 32),
-            (quantise.query_scale, 2 * 4 * 16 * 4),
-            (quantise.key_scale, 2 * 2 * 24 * 4),
-            (quantise.value_scale, 2 * 2 * 32 * 4),
-            (quantise.key_mean, 2 * 2 * 32 * 4),
+            (quantize.query_codes, 2 * 4 * 16 * 64),  # two codes a query
+            (quantize.key_codes, 2 * 2 * 24 * 32),
+            (quantize.value_codes, 2 * 2 * 24 * 32),
+            (quantize.query_scale, 2 * 4 * 16 * 4),
+            (quantize.key_scale, 2 * 2 * 24 * 4),
+            (quantize.value_scale, 2 * 2 * 32 * 4),
+            (quantize.key_mean, 2 * 2 * 32 * 4),
         ]
     )
     for (start, size), (following, _) in itertools.pairwise(places):

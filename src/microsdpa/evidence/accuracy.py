@@ -78,7 +78,7 @@ class OnCodes:
 
 
 def measure(precision: Operands, case: Case, device: str) -> Measured:
-    """Quantise and attend, on the GPU or in the emulator, and compare with the oracle on the original tensors."""
+    """Quantize and attend, on the GPU or in the emulator, and compare with the oracle on the original tensors."""
     tensors = make(case, device)
     expected, _ = reference.oracle(*tensors, causal=case.causal)
     out = microsdpa.sdpa(

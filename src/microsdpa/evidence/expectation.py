@@ -7,7 +7,7 @@ import torch
 from microsdpa import reference
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make_masks
-from microsdpa.evidence.peers import Tensors, quantised
+from microsdpa.evidence.peers import Tensors, quantized
 
 
 class Expectation:
@@ -23,7 +23,7 @@ class Expectation:
     def tolerance(self, arithmetic: str) -> compare.Tolerance:
         """Twice the error of plain operations in the same arithmetic, plus one rounding of the output.
 
-        As in quantised.eager, "codes, e4m3" rounds P alone.
+        As in quantized.eager, "codes, e4m3" rounds P alone.
         """
         if arithmetic not in self._allowed:
             self._allowed[arithmetic] = self._derive(arithmetic)
@@ -34,7 +34,7 @@ class Expectation:
         if not arithmetic:
             eager, _ = reference.eager(*tensors, causal=case.causal, scale=case.scale, **self._masks)
             return compare.tolerance(eager, self.output, tensors[0].dtype)
-        eager = quantised.eager(*tensors, case.causal, case.scale, arithmetic)
+        eager = quantized.eager(*tensors, case.causal, case.scale, arithmetic)
         dtype = torch.float8_e4m3fn if arithmetic == "e4m3" else TORCH_DTYPE[case.dtype]
         return compare.tolerance(eager, self.output, dtype)
 

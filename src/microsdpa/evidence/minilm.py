@@ -134,7 +134,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: fl
     return reference.oracle(query, key, value, scale=scale)[0].to(query.dtype)
 
 
-def quantised(precision: Operands, device: str) -> Attend:
+def quantized(precision: Operands, device: str) -> Attend:
     """sdpa(precision=), on the GPU or in the emulator."""
     impl = "auto" if device == "cuda" else "emulate"
 
@@ -157,7 +157,7 @@ def measure(
         _, heads, seqlen, head_dim = operands[0][0].shape
         case = Case(1, heads, seqlen, seqlen, head_dim)
         for precision in OPERANDS:
-            attend = quantised(precision, device)
+            attend = quantized(precision, device)
             for layer, tensors in enumerate(operands, start=1):
                 expected, _ = reference.oracle(*tensors)
                 query, key, value = (tensor.to(device) for tensor in tensors)

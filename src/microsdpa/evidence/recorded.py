@@ -44,10 +44,10 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
         UnsupportedProblem: no kernel computes what the row was measured on.
     """
     if precision := precision_of(row):
-        problem = quantised_problem(precision, row["shape"], row["inputs"], row["mask"], target)
+        problem = quantized_problem(precision, row["shape"], row["inputs"], row["mask"], target)
         found = {"code_signature": Kernel.of(select(problem, "auto").spec, problem)}
         if "quantiser_signature" in row:
-            found["quantiser_signature"] = _quantiser(problem)
+            found["quantiser_signature"] = _quantizer(problem)
         return found
     if operands := row.get("operands"):  # codes, as sdpa takes them
         shared: dict[str, Any] = {"operands": operands, "key_block": row.get("key_block", 0), "target": target}
@@ -63,13 +63,13 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
 
 
 def precision_of(row: Row) -> Operands | None:
-    """The `precision` of a call that quantises; rows of `microsdpa accuracy` have it for their dtype."""
+    """The `precision` of a call that quantizes; rows of `microsdpa accuracy` have it for their dtype."""
     precision = row.get("precision") or (row["dtype"] if row["dtype"] in OPERANDS else None)
     return cast("Operands | None", precision)
 
 
-def quantised_problem(precision: Operands, shape: dict[str, int], dtype: DType, mask: str, target: str) -> Problem:
-    """What the attention kernel of a call that quantises gets."""
+def quantized_problem(precision: Operands, shape: dict[str, int], dtype: DType, mask: str, target: str) -> Problem:
+    """What the attention kernel of a call that quantizes gets."""
     return Problem(
         **_sizes(shape),
         dtype=dtype,
@@ -92,7 +92,7 @@ def problem_of(row: Row, target: str) -> Problem:
     )
 
 
-def _quantiser(problem: Problem) -> Kernel:
+def _quantizer(problem: Problem) -> Kernel:
     assert problem.operands is not None
     scheme, p = SCHEMES[problem.operands], problem
     grid = fused_grid(scheme, p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k)

@@ -299,7 +299,7 @@ def _ratio(rows: Iterable[results.Row]) -> str:
 
 
 def _eight_bit_ratios(rows: Iterable[results.Row]) -> str:
-    """The fastest 8-bit peer over the fastest precision of ours: both on codes, and both quantising in the call."""
+    """The fastest 8-bit peer over the fastest precision of ours: both on codes, and both quantizing in the call."""
     timed = [row for row in rows if row["status"] == "ok" and row["dtype"] not in SIXTEEN_BIT]
     found = []
     for op in dict.fromkeys(row["op"] for row in timed):

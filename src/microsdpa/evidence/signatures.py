@@ -36,12 +36,12 @@ def of_call(found: Explanation, query: torch.Tensor, quantizes: bool = False) ->
 def of_precision(
     precision: Operands, shape: dict[str, int], dtype: DType, mask: str, target: str, impl: str = "auto"
 ) -> dict[str, str]:
-    """What a call that quantises runs now: the code signatures of both of its kernels."""
-    problem = recorded.quantised_problem(precision, shape, dtype, mask, target)
-    quantiser = fused(SCHEMES[precision], dtype, shape["d"])
+    """What a call that quantizes runs now: the code signatures of both of its kernels."""
+    problem = recorded.quantized_problem(precision, shape, dtype, mask, target)
+    quantizer = fused(SCHEMES[precision], dtype, shape["d"])
     return {
         "code_signature": code_signature(select(problem, impl).spec, target),
-        "quantiser_signature": code_signature(quantiser, target),
+        "quantiser_signature": code_signature(quantizer, target),
     }
 
 

@@ -85,7 +85,7 @@ def matrix() -> list[list[str]]:
         ]
     for operands in OPERANDS:
         cells = [_cell("float16", target, operands=operands) for target in TARGETS]
-        lines.append([f'`precision="{operands}"`', "quantised from either", *cells])
+        lines.append([f'`precision="{operands}"`', "quantized from either", *cells])
     return lines
 
 

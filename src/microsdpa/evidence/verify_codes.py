@@ -1,4 +1,4 @@
-"""Verification of what 8-bit attention is made of: the quantisers, both products, and every rung on codes."""
+"""Verification of what 8-bit attention is made of: the quantizers, both products, and every rung on codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MISSION = Case(1, 8, 512, 512, 64)
 def parts(device: str) -> list[Part]:
     """Every part, on the GPU or in the emulator, where the headline shape would take minutes."""
     cases = (*RUNG_CASES, MISSION) if device == "cuda" else RUNG_CASES
-    found = [*_quantisers(device), *_products(device)]
+    found = [*_quantizers(device), *_products(device)]
     names = [family.name for family in rungs()]
     return found + [(f"{rung}, codes, {case}", _rung(rung, case, device)) for rung in names for case in cases]
 
@@ -73,7 +73,7 @@ def rungs() -> list[Family]:
     return sorted(families, key=lambda family: family.name)
 
 
-def _quantisers(device: str) -> Iterator[Part]:
+def _quantizers(device: str) -> Iterator[Part]:
     x = make(Case(2, 3, 70, 70, 32, kind="outliers"))[0]
     halves = torch.arange(-32768, 32768, dtype=torch.int16).view(torch.float16).view(1, 1, 1024, 64)
     for code in get_args(Code):

@@ -151,7 +151,7 @@ def allowed(
 
 
 def check(case: Case, precision: Operands, device: str, kernel: str = "auto") -> Outcome:
-    """Quantise and attend twice, the second time into a poisoned output, by the kernel of that name."""
+    """Quantize and attend twice, the second time into a poisoned output, by the kernel of that name."""
     tensors = make(case)
     codes, plain = specified(tensors, SCHEMES[precision])
     expected, expected_lse = reference.oracle(*plain, causal=case.causal)
@@ -268,7 +268,7 @@ def step(
     if not beside:
         return Step("verify", "failed" if failed else "passed", summary, table)
     wrong = [name for name, why in found.items() if why]
-    summary += f"; {len(beside) - len(wrong)} of {len(beside)} quantisers, products and rungs on codes"
+    summary += f"; {len(beside) - len(wrong)} of {len(beside)} quantizers, products and rungs on codes"
     lines = [["part", "outcome"], *([name, why or "passed"] for name, why in found.items())]
-    sections = [("Quantisers, products and rungs on codes", lines)]
+    sections = [("Quantizers, products and rungs on codes", lines)]
     return Step("verify", "failed" if failed or wrong else "passed", summary, table, sections)

@@ -137,7 +137,7 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
                 ada_mma_8bit.mma_8bit,
             ),
             ("ladder/11_8bit_cp_async", "8-bit mma.sync, asynchronous copies, E4M3 or INT8", eight_bit_ladder.cp_async),
-            ("ladder/08_fp8_scalar", "E4M3 dequantised on load, FP32 arithmetic", eight_bit_ladder.scalar),
+            ("ladder/08_fp8_scalar", "E4M3 dequantized on load, FP32 arithmetic", eight_bit_ladder.scalar),
             ("ladder/09_fp8_mma", "Q K^T by 8-bit mma.sync, P and V in FP16", eight_bit_ladder.mma),
             ("ladder/10_fp8_probability", "P V by 8-bit mma.sync too", eight_bit_ladder.probability),
             (

@@ -8,7 +8,7 @@ import torch
 
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, misaligned
-from microsdpa.evidence.peers.quantised import E4M3_MAX, per_tensor_e4m3
+from microsdpa.evidence.peers.quantized import E4M3_MAX, per_tensor_e4m3
 
 
 class CudnnFp8(Implementation):
@@ -18,7 +18,7 @@ class CudnnFp8(Implementation):
     arithmetic = "e4m3"
     module = "cudnn"
     package = "nvidia-cudnn-frontend"
-    configuration = "`pygraph.sdpa_fp8`, E4M3 in and out, quantised before timing, a scale a tensor"
+    configuration = "`pygraph.sdpa_fp8`, E4M3 in and out, quantized before timing, a scale a tensor"
 
     def __init__(self) -> None:
         self._handle: Any = None

@@ -9,7 +9,7 @@ import torch
 
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, misaligned
-from microsdpa.evidence.peers.quantised import per_head_e4m3
+from microsdpa.evidence.peers.quantized import per_head_e4m3
 
 
 class _FlashAttention(Implementation):
@@ -72,10 +72,10 @@ class FlashAttention3Fp8(FlashAttention3):
 
     name = "flash-attn 3 FP8"
     arithmetic = "e4m3"
-    configuration = "`flash_attn_interface.flash_attn_func` on E4M3 inputs, quantised before timing, a scale a head"
+    configuration = "`flash_attn_interface.flash_attn_func` on E4M3 inputs, quantized before timing, a scale a head"
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
-        """Quantised before timing; a query's scale is that of its group of heads, as the library takes it."""
+        """Quantized before timing; a query's scale is that of its group of heads, as the library takes it."""
         attend = importlib.import_module(self.module).flash_attn_func
         (query, q_scale), (key, k_scale), (value, v_scale) = (per_head_e4m3(t, case.kv_heads) for t in tensors)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))

@@ -26,9 +26,9 @@ class Implementation:
         variant: what is special about the call, such as writing to a given output; empty otherwise.
         where: "host" for variants that do on the device what another does too, "device" for calls whose time on the
             host is no user's; else empty.
-        op: what one call does: "sdpa", or "quantize+sdpa" when it quantises its 16-bit inputs itself.
+        op: what one call does: "sdpa", or "quantize+sdpa" when it quantizes its 16-bit inputs itself.
         arithmetic: type of the matrix products, "e4m3" for example; empty for that of the inputs.
-        rounding: what its tolerance is derived from, as quantised.eager has it, where that is not its arithmetic.
+        rounding: what its tolerance is derived from, as quantized.eager has it, where that is not its arithmetic.
         module: the module that the peer is imported from; empty when it comes with torch.
         package: what pip installs it as.
         configuration: one line for docs/measuring.md: how the peer is called.

@@ -15,7 +15,7 @@ from microsdpa.call.options import Options
 from microsdpa.call.validate import check
 from microsdpa.evidence import signatures
 from microsdpa.evidence.inputs import Case, make_masks
-from microsdpa.evidence.peers import quantised
+from microsdpa.evidence.peers import quantized
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain
 from microsdpa.execution.choice import problem_of
 from microsdpa.execution.quantized import quantize_query_key_value, run_attention
@@ -82,7 +82,7 @@ class Microsdpa(Implementation):
 
 
 class MicrosdpaEightBit(Implementation):
-    """microsdpa.sdpa(precision=), which quantises in the call, or its attention alone, on codes made before."""
+    """microsdpa.sdpa(precision=), which quantizes in the call, or its attention alone, on codes made before."""
 
     name = "microsdpa"
 
@@ -100,7 +100,7 @@ class MicrosdpaEightBit(Implementation):
         return microsdpa.__version__
 
     def identity(self, case: Case, tensors: Tensors) -> dict[str, object]:
-        """The kernel, and the one that quantises where the call does."""
+        """The kernel, and the one that quantizes where the call does."""
         found = microsdpa.explain(*tensors, **_options(case), precision=self.precision, impl=_impl(tensors))
         return signatures.of_call(found, tensors[0], quantizes=not self.codes) | {"precision": self.precision}
 
@@ -163,7 +163,7 @@ class MicrosdpaRung(Implementation):
 
     def __init__(self, impl: str) -> None:
         self.impl = impl
-        self.rounding = f"{quantised.CODES}{'float16' if impl in WIDE_PROBABILITIES else 'e4m3'}"
+        self.rounding = f"{quantized.CODES}{'float16' if impl in WIDE_PROBABILITIES else 'e4m3'}"
 
     @property
     def version(self) -> str:

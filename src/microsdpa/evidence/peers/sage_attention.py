@@ -1,4 +1,4 @@
-"""SageAttention: INT8 Q K^T, with K smoothed; it quantises its 16-bit inputs itself."""
+"""SageAttention: INT8 Q K^T, with K smoothed; it quantizes its 16-bit inputs itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SageAttention(Implementation):
     arithmetic = "int8"
     module = "sageattention"
     package = "sageattention"
-    configuration = '`sageattn(tensor_layout="HND")`; the call quantises its 16-bit inputs itself'
+    configuration = '`sageattn(tensor_layout="HND")`; the call quantizes its 16-bit inputs itself'
 
     def refuses(self, case: Case) -> str:
         """Causal masks are aligned to the upper left."""

@@ -11,7 +11,7 @@ from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, EIGHT_BIT_PARAMS, KernelSp
 
 
 def scalar(problem: Problem) -> KernelSpec | Rejection:
-    """Rung 08: E4M3 dequantised on load, FP32 arithmetic on the CUDA cores."""
+    """Rung 08: E4M3 dequantized on load, FP32 arithmetic on the CUDA cores."""
     block_m, warps = 16, 4
     spec = _spec("08_fp8_scalar", problem, {"BLOCK_M": block_m, "WARPS": warps}, 32 * warps, block_m, 0)
     return _only_plain_fp8(problem) or refused(problem) or spec

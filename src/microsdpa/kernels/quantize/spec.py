@@ -25,7 +25,7 @@ CPP_CODE: dict[str, str] = {"e4m3": "E4m3", "int8": "Int8", "sim_u8": "Simulated
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How Q, K and V are quantised.
+    """How Q, K and V are quantized.
 
     Attributes:
         code: of Q and K.
@@ -53,7 +53,7 @@ SCHEMES: dict[Operands, QuantizationScheme] = {
 
 
 def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int) -> KernelSpec:
-    """The quantising kernel."""
+    """The quantizing kernel."""
     arguments = {
         "T": CPP_TYPE[dtype],
         "HEAD_DIM": str(head_dim),
@@ -114,9 +114,9 @@ def quantize_catalogue(target: str) -> list[KernelSpec]:
         return []
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
     dims = ALL_HEAD_DIMS if capability_of(target) == (9, 0) else HEAD_DIMS
-    quantisers = [
+    quantizers = [
         fused(scheme, dtype, d)
         for scheme, dtype, d in product(SCHEMES.values(), dtypes, dims)
         if d in HEAD_DIMS or scheme.value is not None
     ]
-    return [*quantisers, *(restore_lse(dtype, d) for dtype, d in product(dtypes, dims))]
+    return [*quantizers, *(restore_lse(dtype, d) for dtype, d in product(dtypes, dims))]

@@ -1,4 +1,4 @@
-"""Quantisation for peers that take 8-bit inputs, and the 8-bit eager reference that their tolerance is derived from."""
+"""Quantization for peers that take 8-bit inputs, and the 8-bit eager reference that their tolerance is derived from."""
 
 from __future__ import annotations
 
