@@ -43,14 +43,19 @@ def test_the_hot_path_with_a_stub_driver(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("no C++ compiler to build the stub driver with")
     includes = [*nvrtc.include_directories(), libinfo.find_dlpack_include_path()]
-    subprocess.run(
-        [
-            *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"),
-            *(option for directory in includes for option in ("-isystem", directory)),
-            *(str(HERE / "stub_driver.cc"), "-o", str(tmp_path / "libcuda.so.1")),
-        ],
-        check=True,
+    stubs = (
+        ("stub_driver.cc", "libcuda.so.1", "libcuda.so.1"),
+        ("stub_torch_cuda.cc", "libtorch_cuda.so", "stub_torch_cuda.so"),  # found by its soname where it is loaded
     )
+    for source, soname, file in stubs:
+        subprocess.run(
+            [
+                *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", f"-Wl,-soname,{soname}"),
+                *(option for directory in includes for option in ("-isystem", directory)),
+                *(str(HERE / source), "-o", str(tmp_path / file)),
+            ],
+            check=True,
+        )
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, sorted(HERE.glob("stubbed_*.py")))],
         env=os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"},
