@@ -220,13 +220,17 @@ def _refuse_value(name: str, value: float) -> None:
 
 def _is_known(scale: torch.Tensor) -> bool:
     """Whether the values of a scale have been checked, and it has not changed since."""
-    entry = _positive.get(id(scale))
-    return entry is not None and entry[0]() is scale and entry[1] == _changes(scale)
+    return known_positive((scale,))
 
 
-def known_positive(scales: tuple[object, object, object]) -> bool:
-    """Whether the values of all tensors among the scales have been checked; numbers have not."""
+def known_positive(scales: tuple[object, ...]) -> bool:
+    """Whether the values of all tensors among the scales have been checked, and none has changed; numbers have not."""
     for scale in scales:
-        if scale is not None and not (isinstance(scale, torch.Tensor) and _is_known(scale)):
-            return False
+        if scale is not None:
+            entry = _positive.get(id(scale))
+            if entry is None:
+                return False
+            tensor, changes = entry[0](), entry[1]
+            if tensor is None or tensor is not scale or (changes != UNCOUNTED and changes != tensor._version):
+                return False
     return True
