@@ -155,6 +155,10 @@ def test_what_was_said_of_a_call_is_taken_back_when_it_fails(monkeypatch: pytest
     with pytest.raises(microsdpa.InvalidArgument, match="softcap"):
         nodes.attend(inputs, NO_TENSORS, Options(causal="lower_right", softcap=-1.0))  # type: ignore[arg-type]
     assert said == ["told", "taken back"]
+    monkeypatch.setattr(forward, "first_call", lambda *_: said.append("plan"))
+    with pytest.raises(RuntimeError, match="no plan"):
+        nodes.attend(inputs, NO_TENSORS, Options(causal="lower_right"))  # type: ignore[arg-type]
+    assert said[2:] == ["told", "taken back", "plan", "told", "taken back"]
 
 
 @pytest.mark.parametrize("options", [Options(causal="left"), Options(window=[1, 2]), Options(impl="none")])  # type: ignore[arg-type]

@@ -63,27 +63,31 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor
     operator, told = operator_for(inputs, masks, options)
     if not operator:
         return None
+    call = _call_told if told else _call
     try:
-        return _call(operator, told, inputs, masks, options)
+        return call(operator, inputs, masks, options)
     except RuntimeError:
-        if told:
-            launcher.expect_no_node()
-    # The call has no plan: one is made, or what is wrong with the call is raised.
+        pass  # the call has no plan: one is made, or what is wrong with the call is raised
     forward.first_call(Call(inputs, masks, options=options, return_lse=True))
-    return _call(operator, told, inputs, masks, options)
+    return call(operator, inputs, masks, options)
 
 
-def _call(operator: str, told: bool, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor:
+def _call_told(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor:
+    """_call() whose kernel is told of the options and the mask; nothing of it is left for a later call."""
+    launcher.expect_node(options.code, masks.attn_mask)
+    try:
+        return _call(operator, inputs, masks, options)
+    finally:
+        launcher.expect_no_node()
+
+
+def _call(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor:
     query, key, value = inputs
     causal = options.is_causal or options.causal is not None
     call, keys = calls()[operator]
     if operator == FLASH:
-        if told:
-            launcher.expect_node(options.code, None)
         return call(keys, query, key, value, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
     bias = None if masks.attn_mask is None else as_bias(masks.attn_mask, query, key)
-    if told:
-        launcher.expect_node(options.code, masks.attn_mask)
     return call(keys, query, key, value, bias, True, 0.0, causal, scale=options.scale)[0]  # type: ignore[no-any-return]
 
 
