@@ -10,9 +10,9 @@ namespace microsdpa::hopper::throughput {
 
 // Columns of O that wait for a bulk copy at once: all, where shared memory has room for them.
 template <int HEAD_DIM>
-constexpr int OUT_COLUMNS = HEAD_DIM <= 128       ? HEAD_DIM
-                            : HEAD_DIM % 128 == 0 ? 128
-                                                  : 64;
+constexpr int OUT_COLUMNS = HEAD_DIM <= 128 || HEAD_DIM % 64 != 0 ? HEAD_DIM
+                            : HEAD_DIM % 128 == 0                 ? 128
+                                                                  : 64;
 
 // Tiles are cut into panels of PANEL columns, stored one after another.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>

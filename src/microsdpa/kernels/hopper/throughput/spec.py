@@ -26,7 +26,7 @@ MAX_TILES = 2**29
 
 def out_columns(head_dim: int) -> int:
     """Columns of O that wait in shared memory to be stored."""
-    return head_dim if head_dim <= 128 else 128 if head_dim % 128 == 0 else 64
+    return head_dim if head_dim <= 128 or head_dim % 64 else 128 if head_dim % 128 == 0 else 64
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,22 @@ class Tiles:
 
 
 CANDIDATES: dict[int, tuple[Tiles, ...]] = {
+    32: (Tiles(3, 128, False, 2200, 3100), Tiles(4, 64, False, 1600, 3700), Tiles(2, 128, True, 1900, 3500)),
     64: (Tiles(3, 128, False, 2650, 3100), Tiles(4, 64, False, 1870, 3700), Tiles(2, 128, True, 2210, 3500)),
     96: (Tiles(2, 128, True, 2350, 4000),),
     128: (Tiles(2, 128, True, 2600, 4300),),
+    160: (Tiles(2, 96, True, 2500, 5200),),
     192: (Tiles(2, 64, True, 1900, 6000),),
     256: (Tiles(2, 64, True, 2400, 7700),),
 }
-"""Tiles that compile without spills, by head dimension. The clocks for D = 192 are an estimate."""
+"""Tiles that compile without spills, by head dimension. The clocks for D = 32, 160 and 192 are estimates."""
+HEAD_DIMS = range(8, max(CANDIDATES) + 1, 8)
+"""Head dimensions whose rows a bulk copy can read."""
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension of the kernel for one of HEAD_DIMS: bulk copies fill the columns beyond a tensor's with zeros."""
+    return min(dim for dim in CANDIDATES if dim >= head_dim)
 
 
 def key_tiles(problem: Problem, tiles: Tiles) -> float:
@@ -126,7 +135,7 @@ def cost(problem: Problem, tiles: Tiles) -> float:
 
 def choose(problem: Problem) -> Tiles:
     """The tiles of the lowest cost."""
-    return min(CANDIDATES[problem.head_dim], key=lambda tiles: cost(problem, tiles))
+    return min(CANDIDATES[padded(problem.head_dim)], key=lambda tiles: cost(problem, tiles))
 
 
 def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
@@ -141,16 +150,16 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
 @functools.lru_cache(maxsize=1024)
 def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
-    chip = chip_of(problem.target)
-    rings = tiles.rings(problem.head_dim, chip.shared_per_cta)
+    chip, head_dim = chip_of(problem.target), padded(problem.head_dim)
+    rings = tiles.rings(head_dim, chip.shared_per_cta)
     if rings is None:
         raise ValueError(
-            f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {problem.head_dim}, got {tiles}"
+            f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {head_dim}, got {tiles}"
         )
     stages, query_stages = rings
     arguments = {
         "T": CPP_TYPE[problem.dtype],
-        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM": head_dim,
         "BLOCK_N": tiles.block_n,
         "CONSUMERS": tiles.consumers,
         "STAGES": stages,
@@ -158,7 +167,7 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
         "OVERLAP": BOOLEAN[tiles.overlap],
         "CAUSAL": BOOLEAN[problem.causal is not None],
     }
-    columns = 64 if problem.head_dim % 64 == 0 else 32
+    columns = 64 if head_dim % 64 == 0 else 32
     boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))
     return KernelSpec(
         name="hopper/throughput",
@@ -167,7 +176,7 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,
-        shared_bytes=tiles.shared_bytes(problem.head_dim, stages, query_stages),
+        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         max_ctas=chip.sms,
         tensor_maps=tuple(
@@ -182,8 +191,8 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for problems that fill the chip."""
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
-    if problem.head_dim not in CANDIDATES:
-        return refused_head_dim(problem.head_dim, CANDIDATES)
+    if problem.head_dim not in HEAD_DIMS:
+        return refused_head_dim(problem.head_dim, HEAD_DIMS, f"a multiple of 8 up to {HEAD_DIMS[-1]}")
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
@@ -197,5 +206,6 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
 def configurations(problem: Problem) -> dict[str, KernelSpec]:
     """Those of hopper/throughput, by their tiles."""
     shared = chip_of(problem.target).shared_per_cta
-    fitting = [t for t in CANDIDATES[problem.head_dim] if t.rings(problem.head_dim, shared)]
+    head_dim = padded(problem.head_dim)
+    fitting = [t for t in CANDIDATES[head_dim] if t.rings(head_dim, shared)]
     return {str(tiles): specification(problem, tiles) for tiles in fitting}
