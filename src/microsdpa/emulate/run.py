@@ -310,6 +310,11 @@ def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
     return {place: " < ".join(lines.get(place, ["?"])[:3]) for place in places}
 
 
+def _broadcast(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A mask for every score, or int32 ranges for every row."""
+    return mask.expand(*shape[:3], 2) if mask.dtype == torch.int32 else mask.expand(shape)
+
+
 def attention(
     spec: KernelSpec,
     problem: Problem,
@@ -339,7 +344,7 @@ def attention(
     slopes, sinks = masks.alibi_slopes, masks.sinks
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     mask_operands = {
-        "mask": None if masks.attn_mask is None else masks.attn_mask.expand(shape),
+        "mask": None if masks.attn_mask is None else _broadcast(masks.attn_mask, shape),
         "slopes": None if slopes is None else slopes.expand(shape[:2]),
         "sinks": sinks,
     }
