@@ -178,7 +178,8 @@ def fitting(problem: Problem) -> tuple[Tiles, ...]:
         panel, found = PANEL_BYTES // element, (*found, *MASKED_CANDIDATES.get(head_dim, ()))
         found = tuple(t for t in found if t.consumers == 2 and t.block_n <= most and t.block_n % panel == 0)
     elif problem.mask is not None and problem.mask.tensor is not None:
-        found = tuple(t for t in found if t.consumers <= 3)  # small query tiles visit fewer tiles of keys
+        # Small query tiles visit fewer tiles of keys, where queries have masks of their own.
+        found = tuple(t for t in found if t.consumers <= (2 if problem.mask.per_query else 3))
     return tuple(t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element))
 
 
