@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
 from microsdpa.call.call import Call
+from microsdpa.call.tensors import TENSOR_MAP_STRIDE_LIMIT
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, Causal, MaskKind, MaskType
+from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, MaskKind, MaskType
 
 MASK_TYPES: dict[torch.dtype, MaskType] = {
     torch.bool: "bool",
@@ -68,6 +69,24 @@ class Masks:
             sinks=None if self.sinks is None else MASK_TYPES[self.sinks.dtype],
         )
         return None if kind == MaskKind() else kind
+
+    @property
+    def kind_in_memory(self) -> MaskKind | None:
+        """`kind`, with what there is to know of the mask tensor's memory."""
+        kind, mask = self.kind, self.attn_mask
+        if kind is None or mask is None:
+            return kind
+        sizes, strides = (1, 1, 1, 1, *mask.shape)[-4:], (0, 0, 0, 0, *mask.stride())[-4:]
+        used = [stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True)]
+        outer = [stride * mask.element_size() for stride in used[:3]]
+        aligned = all(place % VECTOR_BYTES == 0 for place in (mask.data_ptr(), *outer))
+        return replace(
+            kind,
+            per_batch=used[0] != 0,
+            per_head=used[1] != 0,
+            per_query=used[2] != 0,
+            bulk=kind.tensor != "bool" and aligned and used[3] == 1 and max(outer) < TENSOR_MAP_STRIDE_LIMIT,
+        )
 
     def bounds(self, causal: Causal | None, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:
         """(position, lowest, diagonal): query i stands at key i + position; it sees i + lowest to i + diagonal."""

@@ -116,7 +116,7 @@ class Shape:
     @staticmethod
     def of(spec: KernelSpec, grid: tuple[int, int, int]) -> Shape:
         """That of a kernel whose buffers have the names of its tensor maps."""
-        maps = tuple((box.tensor, box) for box in spec.tensor_maps)
+        maps = tuple(("mask" if box.tensor == "attn_mask" else box.tensor, box) for box in spec.tensor_maps)
         return Shape(grid, spec.threads, spec.shared_bytes, spec.cluster, spec.programmatic, maps)
 
 
@@ -376,7 +376,10 @@ def attention(
             softcap_log2=(masks.softcap or 0.0) * math.log2(math.e),
         )
         if "mask" in present:
-            *outer, everything.mask_column_stride = present["mask"].stride()
+            mask = present["mask"]
+            # The stride of a dimension of size one says nothing about memory.
+            strides = (stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True))
+            *outer, everything.mask_column_stride = strides
             everything.mask_strides = (ctypes.c_int64 * 3)(*outer)
         if "slopes" in present:
             everything.slope_batch_stride, everything.slope_head_stride = present["slopes"].stride()

@@ -162,7 +162,7 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
     if documents is not None or blocks is not None:
         inputs = made.query, made.key, made.value
         masks["attn_mask"] = combined(inputs, masks.get("attn_mask"), documents, blocks)
-    kind = Masks(window=call.window, softcap=call.softcap, **masks).kind
+    kind = Masks(window=call.window, softcap=call.softcap, **masks).kind_in_memory
     given = [made.query, made.key, made.value, *([made.out] if call.door == "out" else [])]
     aligned = VECTOR_BYTES if all(map(is_aligned, given)) else ELEMENT_BYTES[call.dtype]
     return fields | {"alignment": aligned, **({"mask_kind": dataclasses.asdict(kind)} if kind else {})}

@@ -32,6 +32,10 @@ class MaskKind:
         softcap: whether scores are soft-capped.
         alibi: whether there are ALiBi slopes.
         sinks: element type of the heads' sink logits.
+        per_batch: whether batch entries have masks of their own.
+        per_head: whether heads do.
+        per_query: whether queries do.
+        bulk: whether tensor maps can describe the mask tensor, whose rows then start on 16 bytes.
     """
 
     tensor: MaskType | None = None
@@ -40,6 +44,10 @@ class MaskKind:
     softcap: bool = False
     alibi: bool = False
     sinks: MaskType | None = None
+    per_batch: bool = False
+    per_head: bool = False
+    per_query: bool = False
+    bulk: bool = False
 
     def __str__(self) -> str:
         """What there is, for a message."""
