@@ -197,3 +197,4 @@ def test_ranges_of_keys_are_for_kernels_that_say_so() -> None:
             select(problem, family.name)
     assert select(problem).spec.name in {family.name for family in FAMILIES if family.ranges}
     assert chosen(problem) == select(problem).spec
+    assert select(problem).spec.name == "hopper/throughput"

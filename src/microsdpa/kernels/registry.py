@@ -88,6 +88,7 @@ FAMILIES: tuple[Family, ...] = (
         hopper_throughput.throughput,
         emulated_target="sm_90a",
         masks=True,
+        ranges=True,
         configurations=hopper_throughput.configurations,
     ),
     Family(
