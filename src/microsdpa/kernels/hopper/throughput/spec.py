@@ -239,7 +239,7 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
         shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         max_ctas=chip.sms,
-        local_memory=MASK_SPILLS if mask is not None and (element or mask.tensor) else "",
+        local_memory=MASK_SPILLS if mask is not None else "",
         tensor_maps=tuple(maps),
         programmatic=True,
         tile_lists=lists,
