@@ -39,6 +39,8 @@ CASES = [
     (Case(1, 2, 200, 300, 64, masks=("float32",), causal="lower_right", scale=0.0), 0),
     (Case(2, 2, 400, 400, 64, masks=("documents",), causal="lower_right"), 0),
     (Case(1, 2, 300, 300, 128, masks=("documents", "softcap", "sinks")), 0),
+    (Case(1, 2, 140, 304, 160, masks=("additive",)), 0),
+    (Case(1, 2, 140, 304, 160, masks=("float32",), causal="lower_right"), 0),
     (Case(1, 2, 200, 304, 72, masks=("left padding, numbers",)), 1),
 ]
 THROUGHPUT = "emulate:hopper/throughput"

@@ -105,6 +105,7 @@ __device__ __forceinline__ void produce_masks(
   using Ring = typename SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>::Masks;
   constexpr int BLOCK_M = ROWS * CONSUMERS, PANEL_COLUMNS = AddedTile<MASK>::PANEL_COLUMNS;
   constexpr int TILE_BYTES = ROWS * BLOCK_N * static_cast<int>(sizeof(MASK));
+  static_assert(BLOCK_N % PANEL_COLUMNS == 0, "whole panels arrive");
   const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params.call);
   const Strides& strides = params.masks.mask_strides;
   Ring& ring = shared;

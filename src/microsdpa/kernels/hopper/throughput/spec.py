@@ -31,6 +31,8 @@ ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
 LISTED = ("bool", "int32")
 """Element types of masks that say which keys are visible."""
+PANEL_BYTES = 128
+"""Of a row of a mask's tile: the copies' pattern repeats."""
 LIST_THREADS = 512
 """Of the kernel that lists the tiles of a mask."""
 MAX_TILES = 2**29
@@ -111,6 +113,7 @@ MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
 MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     96: (Tiles(2, 64, True, 1400, 4000),),
     128: (Tiles(2, 64, True, 1500, 4300),),
+    160: (Tiles(2, 64, True, 1800, 5200),),
 }
 """More tiles for masks of numbers, where theirs take shared memory."""
 HEAD_DIMS = range(8, max(CANDIDATES) + 1, 8)
@@ -170,7 +173,11 @@ def fitting(problem: Problem) -> tuple[Tiles, ...]:
     found = CANDIDATES[head_dim]
     if element:
         # A mask of numbers leaves no registers for small shares of them, and half a tile room for its own.
-        found = tuple(t for t in (*found, *MASKED_CANDIDATES.get(head_dim, ())) if t.consumers == 2)
+        found = tuple(
+            t
+            for t in (*found, *MASKED_CANDIDATES.get(head_dim, ()))
+            if t.consumers == 2 and t.block_n % (PANEL_BYTES // element) == 0
+        )
     elif problem.mask is not None and problem.mask.tensor is not None:
         found = tuple(t for t in found if t.consumers <= 3)  # small query tiles visit fewer tiles of keys
     return tuple(t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element))
@@ -226,7 +233,7 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
         for name, rows in boxes
     ]
     if element:
-        maps.append(TensorMap("attn_mask", ROWS, 128 // element))
+        maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
     listed = mask if mask is not None and mask.tensor in LISTED else None
     lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor == "bool") if listed else None
     return KernelSpec(
