@@ -43,7 +43,7 @@ class Family:
         specify: gives the configuration for a problem, or says why there is none.
         emulated_target: the GPU that the emulator takes when the family is named.
         masks: whether the family knows masks other than the causal one, at least for some problems.
-        ranges: whether it knows ranges of keys, which are int32, as a mask.
+        ranges: whether it knows ranges of keys, which are int32, and tables of blocks, which are uint8, as masks.
         any_layout: whether it takes any head dimension and alignment.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
         short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
