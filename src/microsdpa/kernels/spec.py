@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.problem import MaskKind, Problem
 
 Grid = tuple[int, int, int]
 
@@ -140,6 +140,19 @@ class KernelSpec:
     def workspace_bytes(self, problem: Problem) -> int:
         """Scratch memory of one call."""
         return self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q
+
+
+def masks_type(mask: MaskKind | None) -> str:
+    """The C++ type that says which masks a kernel is compiled for."""
+    if mask is None:
+        return "microsdpa::NoMasks"
+    flags = ", ".join(BOOLEAN[flag] for flag in (mask.left, mask.softcap, mask.alibi))
+    return f"microsdpa::Masks<{CPP_TYPE[mask.tensor]}, {flags}, {CPP_TYPE[mask.sinks]}>"
+
+
+def params_type(mask: MaskKind | None) -> str:
+    """The C++ type of such a kernel's first parameter."""
+    return "microsdpa::AttentionParams" if mask is None else "microsdpa::MaskedParams"
 
 
 def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:

@@ -6,11 +6,93 @@
 
 namespace microsdpa::hopper::latency {
 
+// Reads what masks need, and works out what S begins with, while the first keys are on their way.
+//
+// The stabilizer is found in products, to which the largest number that masks add to a score of the row is added: so it
+// is near the row's largest score whatever keys are hidden, and -inf when all of the CTA's are. Of the first 16 keys
+// those that are hidden do not count, unless all are.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::begin_masks(float (&s)[2][BLOCK_N / 2]) {
+  using Rules = ScoreMasks<MASKS, CLUSTER, CAUSAL>;
+  const Rules rules = score_masks();
+  if (Rules::READS || MASKS::ALIBI || Rules::SINKS) grid_dependency_wait();
+  masks.slope = rules.slope();
+  masks.sink = rules.sink();
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round) rules.fetch(masks.view[round], work.first_key(round, warpgroup));
+  bool shown[2] = {};
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round) {
+    rules.settle(masks.view[round]);
+    if constexpr (MASK_AHEAD) rules.begin(s[round], masks.view[round], masks.slope, work.first_key(round, warpgroup));
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float largest = negative_infinity();
+    if constexpr (MASK_AHEAD && (Rules::ADDS || (Rules::HIDES && MASKS::ALIBI))) {
+#pragma unroll
+      for (int round = 0; round < ROUNDS; ++round) {
+#pragma unroll
+        for (int n = 0; n < BLOCK_N / 8; ++n) {
+          largest = fmaxf(largest, fmaxf(s[round][4 * n + 2 * half], s[round][4 * n + 2 * half + 1]));
+        }
+      }
+      largest = quad_max(largest) * scale;
+    } else if constexpr (Rules::HIDES) {
+#pragma unroll
+      for (int round = 0; round < ROUNDS; ++round) {
+        const int first_key = work.first_key(round, warpgroup);
+        const KeyBits bits = rules.seen(masks.view[round], half, first_key);
+        if (bits.word[0] | bits.word[1]) largest = fmaxf(largest, rules.highest(half, masks.slope, first_key));
+      }
+    } else {
+#pragma unroll
+      for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
+        const int first_key = work.first_key(tile / WARPGROUPS, tile % WARPGROUPS);
+        largest = fmaxf(largest, rules.highest(half, masks.slope, first_key));
+      }
+    }
+    masks.highest[half] = largest;
+
+    // The first 16 keys.
+    const KeyBits bits = rules.seen(masks.view[0], half, work.first_key(0, warpgroup));
+    float any = negative_infinity();
+#pragma unroll
+    for (int n = 0; n < STABILIZER_KEYS / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& first = masks.first[4 * n + 2 * half + e];
+        const bool seen = bits.word[0] >> (8 * n + 2 * fragment.quad_lane() + e) & 1;
+        first = MASK_AHEAD ? s[0][4 * n + 2 * half + e] : seen ? 0.0f : negative_infinity();
+        any = fmaxf(any, first);
+      }
+    }
+    shown[half] = quad_max(any) != negative_infinity();
+  }
+#pragma unroll
+  for (int i = 0; i < STABILIZER_KEYS / 2; ++i) {
+    const float counted = masks.first[i] == negative_infinity() && shown[i / 2 % 2] ? negative_infinity() : 0.0f;
+    (MASK_AHEAD ? s[0][i] : masks.first[i]) = counted;
+  }
+  if constexpr (Rules::READS) {
+    const int row = fragment.row_of_half();
+    if (warpgroup == 1 && fragment.quad_lane() == 0) {
+      shared.sum[1][0][row] = masks.highest[0];
+      shared.sum[1][1][row] = masks.highest[1];
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) masks.highest[half] = fmaxf(masks.highest[half], shared.sum[1][half][row]);
+    }
+  }
+}
+
 // The stabilizer of both warpgroups: the first one's, whose first tile comes first. A row that sees none of its keys
 // sees none of this CTA's.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::find_stabilizer(
-    const float (&s)[BLOCK_N / 2]) {
+template <typename C>
+template <int N>
+__device__ __forceinline__ void Consumer<C>::find_stabilizer(const float (&s)[N]) {
   const int row = fragment.row_of_half();
   if (warpgroup == 0) {
     stabilizer[0] = stabilizer[1] = negative_infinity();
@@ -18,7 +100,16 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     // A large one becomes no number. Nor is then the row's sum, which calls for the second pass.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool large = MASKED ? is_large(stabilizer[half]) : fabsf(stabilizer[half]) >= LARGE_STABILIZER;
+      bool large = MASKED ? is_large(stabilizer[half]) : fabsf(stabilizer[half]) >= LARGE_STABILIZER;
+      if constexpr (MASKS::ANY) {
+        const bool sees = masks.highest[half] != negative_infinity();
+        stabilizer[half] = sees ? stabilizer[half] + masks.highest[half] - HEADROOM<T> : negative_infinity();
+        large = sees && !(fabsf(stabilizer[half]) < LARGE_STABILIZER);
+        if (ScoreMasks<MASKS, CLUSTER, CAUSAL>::SINKS && work.rank == 0) {
+          large |= is_large(masks.sink);
+          stabilizer[half] = fmaxf(stabilizer[half], masks.sink);
+        }
+      }
       if (large) stabilizer[half] = __uint_as_float(0x7fffffffu);
     }
     if (fragment.quad_lane() == 0) {
@@ -35,12 +126,16 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     stabilizer[1] = shared.stabilizer[0][1][row];
   }
   subtract_stabilizers();
+  if constexpr (MASKS::ANY) sum[0] = sink_part(0), sum[1] = sink_part(1);
 }
 
 // The largest score of each row among this CTA's keys becomes its stabilizer.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::know_stabilizer() {
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::know_stabilizer() {
   float s[BLOCK_N / 2], own[2] = {negative_infinity(), negative_infinity()};
+  if constexpr (MASKS::ANY) {
+    if (work.rank == 0) own[0] = own[1] = masks.sink;
+  }
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
     score(s, round);
@@ -55,10 +150,9 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   subtract_stabilizers();
 }
 
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
+template <typename C>
 template <bool KNOWN>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::last_round(
-    float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+__device__ __forceinline__ void Consumer<C>::last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
   constexpr int ROUND = ROUNDS - 1;
   exponentials<0, 2, KNOWN>(s, p);
   accumulate<0, 2>(o, p, ROUND, ROUND > 0);
@@ -68,10 +162,9 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
 
 // The last tile, when another CTA finishes half of the rows: those first, so that they travel while the exponentials
 // of the others run. Zeros keep them company, and the others' products have sums of their own.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
+template <typename C>
 template <bool KNOWN>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::last_round_peer_first(
-    float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+__device__ __forceinline__ void Consumer<C>::last_round_peer_first(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
   constexpr int ROUND = ROUNDS - 1;
   uint32 given[STEPS][4];
   clear_other<1>(given);
@@ -96,14 +189,17 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
 // waited for, and the warpgroups' parts of O add up. The stabilizer is the largest of the first scores, or KNOWN.
 // Right unless a score exceeds the stabilizer by so much that P overflows, or a stabilizer is large, which the sums
 // then show.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
+template <typename C>
 template <bool KNOWN>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::run_unrolled() {
+__device__ __forceinline__ void Consumer<C>::run_unrolled() {
   float s[2][BLOCK_N / 2];
   uint32 p[2][STEPS][4];
   sum[0] = sum[1] = 0.0f;
+  if constexpr (MASKS::ANY && KNOWN) sum[0] = sink_part(0), sum[1] = sink_part(1);
   constexpr bool BEGUN = MASK_AHEAD && !KNOWN;
-  if constexpr (BEGUN) {
+  if constexpr (MASKS::ANY && !KNOWN) {
+    begin_masks(s);
+  } else if constexpr (BEGUN) {
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
   }
@@ -118,14 +214,28 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     wgmma_wait<1>();
     wgmma_fence_registers(part_of<2>(s[0], 0));
     find_stabilizer(s[0]);
+    if constexpr (MASKS::ANY) {
+#pragma unroll
+      for (int i = 0; i < STABILIZER_KEYS / 2; ++i) s[0][i] += masks.first[i];
+    }
     wgmma_wait<0>();
     wgmma_fence_registers(part_of<2>(s[0], 1));
   } else {
     score(s[0], 0);
     wgmma_wait<0>();
     wgmma_fence_registers(s[0]);
-    mask(s[0], 0);
-    if constexpr (!KNOWN) find_stabilizer(s[0]);
+    if constexpr (MASKS::ANY && !KNOWN) {
+      const auto rules = score_masks();
+      rules.cap(s[0]);
+      float counted[STABILIZER_KEYS / 2];
+#pragma unroll
+      for (int i = 0; i < STABILIZER_KEYS / 2; ++i) counted[i] = s[0][i] + masks.first[i];
+      find_stabilizer(counted);
+      rules.finish(s[0], masks.view[0], masks.slope, work.first_key(0, warpgroup));
+    } else {
+      mask(s[0], 0);
+      if constexpr (!KNOWN) find_stabilizer(s[0]);
+    }
   }
   if constexpr (ROUNDS > 1) score<BEGUN>(s[1], 1);
 #pragma unroll
@@ -141,7 +251,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
       wgmma_wait<1>();
     }
     wgmma_fence_registers(next);
-    if constexpr (!BEGUN) mask(next, round + 1);
+    if constexpr (!BEGUN) mask<!KNOWN>(next, round + 1);
   }
   if constexpr (PEER_FIRST) {
     last_round_peer_first<KNOWN>(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);
