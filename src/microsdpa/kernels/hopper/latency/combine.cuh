@@ -153,7 +153,8 @@ struct Exchange {
     if (sends && fragment.quad_lane() == 0) {
       const int peer = 1 - work.rank;
       store_async(peer_address(&shared.from_peer[AGAIN].row[warpgroup][fragment.row_of_half()], peer), stabilizer[1],
-                  wrong && !C::MASKS::ANY ? -negative_infinity() : sum[1], peer_address(&shared.peer_arrived[AGAIN].row, peer));
+                  wrong && !C::MASKS::ANY ? -negative_infinity() : sum[1],
+                  peer_address(&shared.peer_arrived[AGAIN].row, peer));
     }
     __syncwarp();
   }

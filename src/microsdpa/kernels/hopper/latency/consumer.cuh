@@ -43,7 +43,7 @@ struct Configuration {
   using T = T_;
   using MASKS = MASKS_;
   static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ROUNDS = ROUNDS_;
-  static constexpr bool CAUSAL = CAUSAL_, MASKED = MASKED_;
+  static constexpr bool CAUSAL = CAUSAL_, RAGGED = MASKED_, MASKED = MASKED_ || MASKS::ANY;
   static constexpr bool LATE_LSE = LSE_LAST<CLUSTER, ROUNDS, MASKED>;
 };
 
@@ -53,6 +53,7 @@ struct Consumer : Exchange<C> {
   using Base = Exchange<C>;
   using T = typename C::T;
   using MASKS = typename C::MASKS;
+  using Rules = ScoreMasks<MASKS, C::CLUSTER, C::CAUSAL, C::RAGGED>;
   using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
@@ -68,7 +69,7 @@ struct Consumer : Exchange<C> {
   template <bool EXACT>
   static constexpr bool SCORED = MASKS::ANY && (EXACT || !MASK_AHEAD);
   // The first tile's S comes in two halves; the stabilizer is found in one while the other is computed.
-  static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD);
+  static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD || MASKS::ANY);
 
   const TensorMap& key_map;
   const TensorMap& value_map;
@@ -78,7 +79,7 @@ struct Consumer : Exchange<C> {
   uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];
   float subtract[2];  // the stabilizers, finite
-  MaskState<MASKS, CLUSTER, CAUSAL, ROUNDS == 0 ? 1 : ROUNDS> masks;
+  MaskState<MASKS, CLUSTER, CAUSAL, C::RAGGED, ROUNDS == 0 ? 1 : ROUNDS> masks;
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Q's fragments. A negative scale is a positive one of -Q.
@@ -142,19 +143,17 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ TileMask<CLUSTER, CAUSAL> mask_of(int round) const {
     return {params, fragment, work.first_row, work.first_key(round, warpgroup)};
   }
-  __device__ __forceinline__ ScoreMasks<MASKS, CLUSTER, CAUSAL> score_masks() const {
-    return {arguments, work, fragment, scale};
-  }
-  // Makes scores of a tile's products. READ: what masks say of the tile is there already.
+  __device__ __forceinline__ Rules score_masks() const { return {arguments, work, fragment, scale}; }
+  // Makes scores of a tile's products. READ: what masks say of the tile is there and settled.
   template <bool READ = false>
   __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) {
     if constexpr (MASKS::ANY) {
       auto& view = masks.view[READ ? round : 0];
-      if (!READ && ROUNDS > 0) score_masks().fetch(view, work.first_key(round, warpgroup));
-      score_masks().settle(view);
+      if (!READ && ROUNDS > 0) score_masks().fetch(view, masks.rows, work.first_key(round, warpgroup));
+      if (!READ) score_masks().settle(view);
       score_masks().score(s, view, masks.slope, work.first_key(round, warpgroup));
       // In a ring the next tile's mask is read a tile ahead.
-      if (ROUNDS == 0) score_masks().fetch(view, work.first_key(round + 1, warpgroup));
+      if (ROUNDS == 0) score_masks().fetch(view, masks.rows, work.first_key(round + 1, warpgroup));
     } else if constexpr (MASKED) {
       mask_of(round).apply(s);
     }
@@ -163,7 +162,7 @@ struct Consumer : Exchange<C> {
   // What a row's sum begins with, in one thread: its sink's part.
   __device__ __forceinline__ float sink_part(int half) const {
     if constexpr (MASKS::ANY) {
-      if (ScoreMasks<MASKS, CLUSTER, CAUSAL>::SINKS && work.rank == 0 && warpgroup == 0 && fragment.quad_lane() == 0) {
+      if (Rules::SINKS && work.rank == 0 && warpgroup == 0 && fragment.quad_lane() == 0) {
         return ex2_approx(masks.sink - finite(stabilizer[half]));
       }
     }
@@ -249,7 +248,10 @@ struct Consumer : Exchange<C> {
   // ROUNDS rounds with one stabilizer per row (unrolled.cuh).
   template <bool KNOWN>
   __device__ __forceinline__ void run_unrolled();
-  __device__ __forceinline__ void begin_masks(float (&s)[2][BLOCK_N / 2]);
+  __device__ __forceinline__ void read_masks();
+  __device__ __forceinline__ void all_highest(float (&highest)[2]) const;
+  __device__ __forceinline__ void begin_first(float (&s)[BLOCK_N / 2]);
+  __device__ __forceinline__ void begin_others(float (&s)[2][BLOCK_N / 2]);
   template <int N>
   __device__ __forceinline__ void find_stabilizer(const float (&s)[N]);
   __device__ __forceinline__ void know_stabilizer();

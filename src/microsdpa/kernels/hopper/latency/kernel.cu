@@ -159,7 +159,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
 
 // HEAD_DIM: columns of the tiles, of which the tensors have the first COLUMNS. ROUNDS: tiles of each warpgroup when
 // known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key head. CAUSAL: what a row sees has a
-// right end. MASKED: there may be tiles with keys that a row does not see. MASKS: what else decides about scores.
+// right end. MASKED: keys do not fill the tiles, or have such an end. MASKS: what else decides about scores.
 template <typename T, int HEAD_DIM, int COLUMNS, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL,
           bool MASKED, typename MASKS>
 __global__ void __launch_bounds__(THREADS, 1)

@@ -75,12 +75,12 @@ __device__ __forceinline__ void Consumer<C>::run_online() {
   sum[0] = sum[1] = 0.0f;
   stabilizer[0] = stabilizer[1] = negative_infinity();
   if constexpr (MASKS::ANY) {
-    using Rules = ScoreMasks<MASKS, CLUSTER, CAUSAL>;
     if (Rules::READS || MASKS::ALIBI || Rules::SINKS) grid_dependency_wait();
     masks.slope = score_masks().slope();
     masks.sink = score_masks().sink();
     if (work.rank == 0 && warpgroup == 0) stabilizer[0] = stabilizer[1] = masks.sink;
-    score_masks().fetch(masks.view[0], work.first_key(0, warpgroup));
+    masks.rows = score_masks().find_rows();
+    score_masks().fetch(masks.view[0], masks.rows, work.first_key(0, warpgroup));
   }
   score(s[0], 0);
   score(s[1], min(1, work.rounds - 1));

@@ -103,7 +103,7 @@ def _deepest(cluster: int, head_dim: int, shared_bytes: int) -> int:
 
 def specification(problem: Problem, choice: Latency) -> KernelSpec:
     """The kernel of one configuration for a problem."""
-    whole = problem.mask is None and problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
+    whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
     return _specification(of_any_size(problem), choice, whole)
 
 
@@ -121,7 +121,7 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         "ROUNDS": choice.rounds,
         "GROUP": problem.heads // problem.heads_kv,
         "CAUSAL": BOOLEAN[right],
-        "MASKED": BOOLEAN[right or mask is not None or not whole],
+        "MASKED": BOOLEAN[right or not whole],
         "MASKS": masks_type(mask),
     }
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.

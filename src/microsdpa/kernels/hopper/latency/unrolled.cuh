@@ -6,85 +6,110 @@
 
 namespace microsdpa::hopper::latency {
 
-// Reads what masks need, and works out what S begins with, while the first keys are on their way.
-//
-// The stabilizer is found in products, to which the largest number that masks add to a score of the row is added: so it
-// is near the row's largest score whatever keys are hidden, and -inf when all of the CTA's are. Of the first 16 keys
-// those that are hidden do not count, unless all are.
+// Works out all that masks do not have to be read for, and starts to read the others.
 template <typename C>
-__device__ __forceinline__ void Consumer<C>::begin_masks(float (&s)[2][BLOCK_N / 2]) {
-  using Rules = ScoreMasks<MASKS, CLUSTER, CAUSAL>;
+__device__ __forceinline__ void Consumer<C>::read_masks() {
   const Rules rules = score_masks();
+  masks.rows = rules.find_rows();
+  if constexpr (Rules::READS) {
+    masks.rows.hold();
+  } else if constexpr (!MASKS::ALIBI) {
+    all_highest(masks.highest);
+  }
   if (Rules::READS || MASKS::ALIBI || Rules::SINKS) grid_dependency_wait();
   masks.slope = rules.slope();
   masks.sink = rules.sink();
 #pragma unroll
-  for (int round = 0; round < ROUNDS; ++round) rules.fetch(masks.view[round], work.first_key(round, warpgroup));
-  bool shown[2] = {};
-#pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
-    rules.settle(masks.view[round]);
-    if constexpr (MASK_AHEAD) rules.begin(s[round], masks.view[round], masks.slope, work.first_key(round, warpgroup));
+    rules.fetch(masks.view[round], masks.rows, work.first_key(round, warpgroup));
   }
+}
+
+// Not less than what is added to a row's scores of any tile of the CTA, where no mask tensor does.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::all_highest(float (&highest)[2]) const {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float largest = negative_infinity();
-    if constexpr (MASK_AHEAD && (Rules::ADDS || (Rules::HIDES && MASKS::ALIBI))) {
+    highest[half] = negative_infinity();
 #pragma unroll
-      for (int round = 0; round < ROUNDS; ++round) {
-#pragma unroll
-        for (int n = 0; n < BLOCK_N / 8; ++n) {
-          largest = fmaxf(largest, fmaxf(s[round][4 * n + 2 * half], s[round][4 * n + 2 * half + 1]));
-        }
-      }
-      largest = quad_max(largest) * scale;
-    } else if constexpr (Rules::HIDES) {
-#pragma unroll
-      for (int round = 0; round < ROUNDS; ++round) {
-        const int first_key = work.first_key(round, warpgroup);
-        const KeyBits bits = rules.seen(masks.view[round], half, first_key);
-        if (bits.word[0] | bits.word[1]) largest = fmaxf(largest, rules.highest(half, masks.slope, first_key));
-      }
-    } else {
-#pragma unroll
-      for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
-        const int first_key = work.first_key(tile / WARPGROUPS, tile % WARPGROUPS);
-        largest = fmaxf(largest, rules.highest(half, masks.slope, first_key));
-      }
+    for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
+      const int first_key = work.first_key(tile / WARPGROUPS, tile % WARPGROUPS);
+      highest[half] = fmaxf(highest[half], score_masks().highest_of_keys(half, masks.slope, first_key));
     }
-    masks.highest[half] = largest;
+  }
+}
 
-    // The first 16 keys.
-    const KeyBits bits = rules.seen(masks.view[0], half, work.first_key(0, warpgroup));
-    float any = negative_infinity();
+// What S of the first tile begins with: the mask, but of the first 16 keys nothing, in which the stabilizer is found.
+// Those that are hidden do not count, unless all are.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::begin_first(float (&s)[BLOCK_N / 2]) {
+  const Rules rules = score_masks();
+  const int first_key = work.first_key(0, warpgroup);
+  rules.settle(masks.view[0]);
+  if constexpr (MASKS::ALIBI && !Rules::READS) all_highest(masks.highest);
+  if constexpr (MASK_AHEAD) rules.begin(s, masks.view[0], masks.slope, first_key);
 #pragma unroll
-    for (int n = 0; n < STABILIZER_KEYS / 8; ++n) {
+  for (int half = 0; half < 2; ++half) {
+    [[maybe_unused]] const KeyBits bits = rules.seen(masks.view[0], half, first_key);
+    float shown = negative_infinity();
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& first = masks.first[4 * n + 2 * half + e];
-        const bool seen = bits.word[0] >> (8 * n + 2 * fragment.quad_lane() + e) & 1;
-        first = MASK_AHEAD ? s[0][4 * n + 2 * half + e] : seen ? 0.0f : negative_infinity();
-        any = fmaxf(any, first);
-      }
+    for (int i = 2 * half; i < STABILIZER_KEYS / 2; i += i % 2 == 0 ? 1 : 3) {
+      const int key = i / 4 * 8 + i % 2;
+      const bool seen = bits.word[0] >> (2 * fragment.quad_lane() + key) & 1;
+      masks.first[i] = MASK_AHEAD ? s[i] : seen ? 0.0f : negative_infinity();
+      shown = fmaxf(shown, masks.first[i]);
     }
-    shown[half] = quad_max(any) != negative_infinity();
-  }
+    shown = quad_max(shown);
 #pragma unroll
-  for (int i = 0; i < STABILIZER_KEYS / 2; ++i) {
-    const float counted = masks.first[i] == negative_infinity() && shown[i / 2 % 2] ? negative_infinity() : 0.0f;
-    (MASK_AHEAD ? s[0][i] : masks.first[i]) = counted;
+    for (int i = 2 * half; i < STABILIZER_KEYS / 2; i += i % 2 == 0 ? 1 : 3) {
+      const bool counts = masks.first[i] != negative_infinity() || shown == negative_infinity();
+      (MASK_AHEAD ? s[i] : masks.first[i]) = counts ? 0.0f : negative_infinity();
+    }
   }
-  if constexpr (Rules::READS) {
-    const int row = fragment.row_of_half();
-    if (warpgroup == 1 && fragment.quad_lane() == 0) {
+}
+
+// Beside the products of the first tile, without a branch that ptxas would have wait for them: what S of the later
+// tiles begins with, and the largest number that masks add to a score of each row. This one and the largest product of
+// the first keys make the stabilizer: it is near the row's largest score whatever keys are hidden, and -inf when all of
+// the CTA's are.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::begin_others(float (&s)[2][BLOCK_N / 2]) {
+  const Rules rules = score_masks();
+  if constexpr (ROUNDS > 1) {
+    // Long over. What follows depends on shuffles behind it: ptxas would put it amid the products and delay these.
+    mbarrier_wait(shared.query_full(), 0);
+#pragma unroll
+    for (int round = 1; round < ROUNDS; ++round) {
+      rules.settle(masks.view[round]);
+      const int first_key = __shfl_sync(FULL_WARP, work.first_key(round, warpgroup), 0);
+      if constexpr (MASK_AHEAD) rules.begin(s[round], masks.view[round], masks.slope, first_key);
+    }
+  }
+  if constexpr (!Rules::READS) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    masks.highest[half] = negative_infinity();
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+      const float highest = rules.highest(masks.view[round], half, masks.slope, work.first_key(round, warpgroup));
+      masks.highest[half] = fmaxf(masks.highest[half], highest);
+    }
+    if constexpr (Rules::ADDS) masks.highest[half] = quad_max(masks.highest[half]);
+  }
+  wgmma_fence_registers(masks.highest);
+  // The first warpgroup, which finds the stabilizer, is told the second one's.
+  const int row = fragment.row_of_half();
+  if (warpgroup == 0) {
+    named_barrier_sync(MASKS_READ, THREADS);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) masks.highest[half] = fmaxf(masks.highest[half], shared.sum[1][half][row]);
+  } else {
+    if (fragment.quad_lane() == 0) {
       shared.sum[1][0][row] = masks.highest[0];
       shared.sum[1][1][row] = masks.highest[1];
     }
-    __syncthreads();
-    if (warpgroup == 0) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) masks.highest[half] = fmaxf(masks.highest[half], shared.sum[1][half][row]);
-    }
+    named_barrier_arrive(MASKS_READ, THREADS);
+    named_barrier_sync(MASKS_SENT, WARPGROUP_THREADS);  // for racecheck, as below
   }
 }
 
@@ -105,7 +130,7 @@ __device__ __forceinline__ void Consumer<C>::find_stabilizer(const float (&s)[N]
         const bool sees = masks.highest[half] != negative_infinity();
         stabilizer[half] = sees ? stabilizer[half] + masks.highest[half] - HEADROOM<T> : negative_infinity();
         large = sees && !(fabsf(stabilizer[half]) < LARGE_STABILIZER);
-        if (ScoreMasks<MASKS, CLUSTER, CAUSAL>::SINKS && work.rank == 0) {
+        if (Rules::SINKS && work.rank == 0) {
           large |= is_large(masks.sink);
           stabilizer[half] = fmaxf(stabilizer[half], masks.sink);
         }
@@ -198,7 +223,8 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   if constexpr (MASKS::ANY && KNOWN) sum[0] = sink_part(0), sum[1] = sink_part(1);
   constexpr bool BEGUN = MASK_AHEAD && !KNOWN;
   if constexpr (MASKS::ANY && !KNOWN) {
-    begin_masks(s);
+    read_masks();
+    begin_first(s[0]);
   } else if constexpr (BEGUN) {
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
@@ -207,35 +233,42 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   if constexpr (BEGUN) {
     // Each of them in a register of its own, or ptxas would wait for the products.
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) wgmma_fence_registers(s[round]);
+    for (int round = 0; round < (MASKS::ANY ? 1 : ROUNDS); ++round) wgmma_fence_registers(s[round]);
   }
   if constexpr (FIRST_IN_HALVES && !KNOWN) {
     score<BEGUN, 2>(s[0], 0);
+    if constexpr (MASKS::ANY) {
+      begin_others(s);
+      if constexpr (MASK_AHEAD && ROUNDS > 1) wgmma_fence_registers(s[1]);
+    }
     wgmma_wait<1>();
     wgmma_fence_registers(part_of<2>(s[0], 0));
-    find_stabilizer(s[0]);
-    if constexpr (MASKS::ANY) {
-#pragma unroll
-      for (int i = 0; i < STABILIZER_KEYS / 2; ++i) s[0][i] += masks.first[i];
-    }
-    wgmma_wait<0>();
-    wgmma_fence_registers(part_of<2>(s[0], 1));
-  } else {
-    score(s[0], 0);
-    wgmma_wait<0>();
-    wgmma_fence_registers(s[0]);
-    if constexpr (MASKS::ANY && !KNOWN) {
+    if constexpr (IS_CAPPED<MASKS>) {
       const auto rules = score_masks();
-      rules.cap(s[0]);
+      rules.template cap<0, BLOCK_N / 4>(s[0]);
       float counted[STABILIZER_KEYS / 2];
 #pragma unroll
       for (int i = 0; i < STABILIZER_KEYS / 2; ++i) counted[i] = s[0][i] + masks.first[i];
       find_stabilizer(counted);
+      wgmma_wait<0>();
+      wgmma_fence_registers(part_of<2>(s[0], 1));
+      rules.template cap<BLOCK_N / 4, BLOCK_N / 2>(s[0]);
       rules.finish(s[0], masks.view[0], masks.slope, work.first_key(0, warpgroup));
     } else {
-      mask(s[0], 0);
-      if constexpr (!KNOWN) find_stabilizer(s[0]);
+      find_stabilizer(s[0]);
+      if constexpr (MASKS::ANY) {
+#pragma unroll
+        for (int i = 0; i < STABILIZER_KEYS / 2; ++i) s[0][i] += masks.first[i];
+      }
+      wgmma_wait<0>();
+      wgmma_fence_registers(part_of<2>(s[0], 1));
     }
+  } else {
+    score(s[0], 0);
+    wgmma_wait<0>();
+    wgmma_fence_registers(s[0]);
+    mask(s[0], 0);
+    if constexpr (!KNOWN) find_stabilizer(s[0]);
   }
   if constexpr (ROUNDS > 1) score<BEGUN>(s[1], 1);
 #pragma unroll
