@@ -28,11 +28,13 @@ KINDS: tuple[tuple[Masking, ...], ...] = (
     ("additive",),
     ("float32",),
     ("window",),
+    ("documents",),
     ("softcap",),
     ("alibi",),
     ("sinks",),
     ("bool", "window", "alibi", "sinks"),
     ("float32", "window", "alibi", "sinks"),
+    ("documents", "window", "alibi", "sinks"),
     ("bool", "window", "softcap", "alibi", "sinks"),
     ("additive", "window", "softcap", "alibi", "sinks"),
 )

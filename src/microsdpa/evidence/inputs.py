@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 import torch
 
+from microsdpa.call.blocks import BlockTable
+from microsdpa.call.documents import document_ranges
+from microsdpa.call.masks import Masks, dense
 from microsdpa.call.tensors import DTYPES
 from microsdpa.kernels.problem import Causal, DType, Problem
 
@@ -21,11 +24,22 @@ Masking = Literal[
     "additive",
     "float32",
     "window",
+    "window 1024",
+    "window 4096",
+    "window as a mask",
+    "documents",
+    "blocks 10%",
+    "blocks 30%",
+    "blocks 50%",
     "softcap",
     "alibi",
     "sinks",
 ]
 
+BLOCK = 128
+"""Rows and keys of a block of the block masks."""
+BLOCK_SHARES = {f"blocks {percent}%": percent / 100 for percent in (10, 30, 50)}
+"""Share of the blocks that are shown, by the masking."""
 TORCH_DTYPE: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -121,6 +135,9 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
     causal mask of their last S_q tokens: up to half of the keys are hidden, a padded query sees itself. As numbers it
     has the lowest one for what is hidden, in the inputs' type. "text" is [B, 1, 1, S_k] and hides some of the first
     eighth of the keys. "additive" is [H, S_q, S_k] in the inputs' type, -inf in places; "float32" is [S_q, S_k].
+    "window 1024" shows a query the 1,024 keys before it and its own; "window as a mask" is [S_q, S_k] and shows 128.
+    "documents" has the ranges of keys of a query's own document, as documents() has them; "blocks 30%" is a BlockTable
+    that shows 30% of the blocks, as block_table() has them.
     """
     generator = torch.Generator().manual_seed(7 + case.seed)
     b, h, s_q, s_k = case.batch, case.heads, case.seqlen_q, case.seqlen_k
@@ -152,6 +169,16 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
             found["attn_mask"] = bias.to(TORCH_DTYPE[case.dtype] if name == "additive" else torch.float32).to(device)
         elif name == "window":
             found["window"] = (s_k // 3, s_k // 5)
+        elif name in ("window 1024", "window 4096"):
+            found["window"] = (int(name.split()[1]), 0)
+        elif name == "window as a mask":
+            distance = torch.arange(s_q, device=device)[:, None] - torch.arange(s_k, device=device)
+            found["attn_mask"] = (distance >= 0) & (distance < 128)
+        elif name == "documents":
+            of_query, of_key = documents(case)
+            found["attn_mask"] = document_ranges((of_query.to(device), of_key.to(device)))
+        elif name in BLOCK_SHARES:
+            found["block_mask"] = BlockTable(block_table(case, BLOCK_SHARES[name]).to(device), BLOCK, s_q, s_k)
         elif name == "softcap":
             found["softcap"] = 3.0
         elif name == "alibi":
@@ -159,6 +186,59 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
         else:
             found["sinks"] = torch.randn(h, generator=generator).to(TORCH_DTYPE[case.dtype]).to(device)
     return found
+
+
+def masks_of(case: Case, device: str = "cpu") -> Masks:
+    """What make_masks gives, as kernels have it."""
+    given = make_masks(case, device)
+    table: BlockTable | None = given.pop("block_mask", None)
+    return Masks(**given) if table is None else Masks(**given | {"attn_mask": table.mask})
+
+
+def documents(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [B, S_q] and [B, S_k] of documents that share a sequence, int32: in order, none over a quarter of the keys.
+
+    Queries stand among the keys at equal distances: where there are as many, they are the same tokens.
+    """
+    generator = torch.Generator().manual_seed(11 + case.seed)
+    longest = max(1, case.seqlen_k // 4)
+    lengths = torch.randint(max(1, longest // 8), longest + 1, (case.batch, 40), generator=generator)
+    positions = torch.arange(case.seqlen_k).expand(case.batch, -1).contiguous()
+    of_key = torch.searchsorted(lengths.cumsum(dim=1), positions, right=True).int()
+    return of_key[:, torch.arange(case.seqlen_q) * case.seqlen_k // case.seqlen_q], of_key
+
+
+def block_table(case: Case, share: float) -> torch.Tensor:
+    """Blocks that are shown, bool [1, 1, blocks of S_q, blocks of S_k]: a share of them, and one of every row."""
+    generator = torch.Generator().manual_seed(13 + case.seed)
+    rows, keys = (-(-length // BLOCK) for length in (case.seqlen_q, case.seqlen_k))
+    order = torch.rand(rows, keys, generator=generator)
+    own = torch.arange(rows)
+    order[own, own * keys // rows] = -1.0
+    least = order.flatten().sort().values[max(rows, round(share * rows * keys)) - 1]
+    return (order <= least)[None, None]
+
+
+def dense_mask(case: Case, device: str = "cpu") -> torch.Tensor | None:
+    """All that hides keys in a case, and its slopes, as one tensor of those that torch takes; None for nothing.
+
+    It is bool, or numbers in the inputs' type, and broadcasts to [B, H, S_q, S_k].
+    """
+    masks = masks_of(case, device)
+    mask, slopes = masks.attn_mask, masks.alibi_slopes
+    if mask is not None:
+        mask = dense(mask, case.seqlen_k)
+    visible = masks.visible(case.causal, case.seqlen_q, case.seqlen_k, torch.device(device))
+    if slopes is not None:
+        position = masks.bounds(case.causal, case.seqlen_q, case.seqlen_k)[0]
+        away = torch.arange(case.seqlen_k, device=device) - torch.arange(case.seqlen_q, device=device)[:, None]
+        bias = -slopes.expand(case.batch, -1)[:, :, None, None] * (away - position).abs()
+        if mask is not None:
+            bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+        mask = bias.to(TORCH_DTYPE[case.dtype])
+    if mask is None or visible is None:
+        return visible if mask is None else mask
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
 def _laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:

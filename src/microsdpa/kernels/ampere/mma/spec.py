@@ -14,7 +14,7 @@ from microsdpa.kernels.ampere.mma.tiles import (
     packed_heads,
 )
 from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, masks_type, params_type, refused_head_dim
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, masks_type, refused_head_dim
 
 HEAD_DIMS = range(16, 257, 16)
 STREAM_SPILLS = (
@@ -68,7 +68,7 @@ def _specification(problem: Problem, tiling: Tiling, pack: int, late: int) -> Ke
         programmatic=programmatic,
         workspace_row_bytes=tiling.split * (4 * problem.head_dim + 8) if in_two_kernels else 0,
         next_kernel=_combine(problem, tiling.split, programmatic) if in_two_kernels else None,
-        params=params_type(problem.mask),
+        params="microsdpa::MaskedParams" if problem.mask else "microsdpa::AttentionParams",
     )
 
 

@@ -151,7 +151,7 @@ struct Consumer : Exchange<C> {
       auto& view = masks.view[READ ? round : 0];
       if (!READ && ROUNDS > 0) score_masks().fetch(view, masks.rows, work.first_key(round, warpgroup));
       if (!READ) score_masks().settle(view);
-      score_masks().score(s, view, masks.slope, work.first_key(round, warpgroup));
+      score_masks().score(s, view, masks.rows, masks.slope, work.first_key(round, warpgroup));
       // In a ring the next tile's mask is read a tile ahead.
       if (ROUNDS == 0) score_masks().fetch(view, masks.rows, work.first_key(round + 1, warpgroup));
     } else if constexpr (MASKED) {

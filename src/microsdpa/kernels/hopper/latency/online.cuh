@@ -75,11 +75,12 @@ __device__ __forceinline__ void Consumer<C>::run_online() {
   sum[0] = sum[1] = 0.0f;
   stabilizer[0] = stabilizer[1] = negative_infinity();
   if constexpr (MASKS::ANY) {
-    if (Rules::READS || MASKS::ALIBI || Rules::SINKS) grid_dependency_wait();
+    if constexpr (Rules::WAITS) grid_dependency_wait();
     masks.slope = score_masks().slope();
     masks.sink = score_masks().sink();
     if (work.rank == 0 && warpgroup == 0) stabilizer[0] = stabilizer[1] = masks.sink;
     masks.rows = score_masks().find_rows();
+    score_masks().read_ranges(masks.rows);
     score_masks().fetch(masks.view[0], masks.rows, work.first_key(0, warpgroup));
   }
   score(s[0], 0);

@@ -80,9 +80,11 @@ __device__ __forceinline__ uint32 bits_of_bytes(uint32 word) {
 template <typename MASKS, int CLUSTER, bool RIGHT, bool RAGGED>
 struct ScoreMasks {
   using Mask = typename MASKS::Mask;
-  static constexpr bool READS = PRESENT<Mask>, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
-  static constexpr bool SOME_HIDDEN = HIDES || MASKS::LEFT || RAGGED;  // but for what a mask of numbers hides
+  static constexpr bool RANGED = MASKS::RANGED;
+  static constexpr bool READS = PRESENT<Mask> && !RANGED, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
+  static constexpr bool SOME_HIDDEN = HIDES || RANGED || MASKS::LEFT || RAGGED;  // but for what a mask of numbers hides
   static constexpr bool SINKS = PRESENT<typename MASKS::Sink>;
+  static constexpr bool WAITS = PRESENT<Mask> || MASKS::ALIBI || SINKS;  // for the kernel ahead, which may write them
   static constexpr int BYTES = BYTES_OF<Mask>;
   static constexpr int WORDS = READS ? 4 * BYTES : 1;  // of the sixteen elements that a thread reads of a row and tile
 
@@ -90,10 +92,11 @@ struct ScoreMasks {
   struct View {
     uint32 words[2][WORDS];
   };
-  // Bytes from the mask's first element to those of a thread's rows.
+  // Of a thread's rows of the mask, the bytes to them from its first element, or the keys that they see.
   struct Rows {
     int64 start[2];
     bool vectors;
+    KeyRange range[2];
 
     // Keeps the compiler from working it out later.
     __device__ __forceinline__ void hold() {
@@ -113,13 +116,17 @@ struct ScoreMasks {
 
   __device__ __forceinline__ int row(int half) const { return work.first_row + fragment.tile_row(half); }
 
-  // Keys that a row sees, masks aside, from the first key of a tile on.
-  __device__ __forceinline__ int first_seen(int row, int first_key) const {
-    return MASKS::LEFT ? max(row + params.masks.lowest - first_key, 0) : 0;
+  // Keys that a row sees, other masks aside, from the first key of a tile on.
+  __device__ __forceinline__ int first_seen(const Rows& rows, int half, int first_key) const {
+    int first = MASKS::LEFT ? max(row(half) + params.masks.lowest, 0) : 0;
+    if constexpr (RANGED) first = max(first, rows.range[half].first);
+    return max(first - first_key, 0);
   }
-  __device__ __forceinline__ int end_seen(int row, int first_key) const {
-    const int keys = params.call.seqlen_k - first_key;
-    return min(RIGHT ? min(keys, row + params.call.diagonal - first_key + 1) : keys, BLOCK_N);
+  __device__ __forceinline__ int end_seen(const Rows& rows, int half, int first_key) const {
+    int end = params.call.seqlen_k;
+    if constexpr (RIGHT) end = min(end, row(half) + params.call.diagonal + 1);
+    if constexpr (RANGED) end = min(end, rows.range[half].last);
+    return min(end - first_key, BLOCK_N);
   }
 
   // Bytes to a row of the mask, to the last one for those past it.
@@ -151,6 +158,17 @@ struct ScoreMasks {
   // Of four vectors that a row of numbers in FP32 has for a quad, the one that a lane reads.
   __device__ __forceinline__ int place() const {
     return BYTES == 4 ? fragment.quad_lane() % 2 * 2 + fragment.quad_lane() / 2 : fragment.quad_lane();
+  }
+
+  // Reads the ends of the keys that rows see.
+  __device__ __forceinline__ void read_ranges(Rows& rows) const {
+    if constexpr (RANGED) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto* ends = reinterpret_cast<const int32*>(mask() + distance_of_row(row(half)));
+        rows.range[half] = {max(ends[0], 0), min(ends[params.masks.mask_column_stride], params.call.seqlen_k)};
+      }
+    }
   }
 
   // Starts to read the mask for a tile.
@@ -264,8 +282,8 @@ struct ScoreMasks {
   }
 
   // The keys of a tile that a row sees, but for those that a mask of numbers hides.
-  __device__ __forceinline__ KeyBits seen(const View& view, int half, int first_key) const {
-    KeyBits bits = KeyBits::interval(first_seen(row(half), first_key), end_seen(row(half), first_key));
+  __device__ __forceinline__ KeyBits seen(const View& view, const Rows& rows, int half, int first_key) const {
+    KeyBits bits = KeyBits::interval(first_seen(rows, half, first_key), end_seen(rows, half, first_key));
     if constexpr (HIDES) bits.word[0] &= view.words[half][0], bits.word[1] &= view.words[half][1];
     return bits;
   }
@@ -313,7 +331,8 @@ struct ScoreMasks {
 
   // What S begins with: the part of the score beside the product, divided by the scale. Where that is out of the range
   // of floats the row's sum or its stabilizer shows it, and all is computed again with `score`.
-  __device__ __forceinline__ void begin(float (&s)[BLOCK_N / 2], const View& view, float slope, int first_key) const {
+  __device__ __forceinline__ void begin(float (&s)[BLOCK_N / 2], const View& view, const Rows& rows, float slope,
+                                        int first_key) const {
     const float inverse = 1.0f / scale, factor = LOG2_E * inverse;
     float steep = slope * inverse;
     if (!(fabsf(steep) < 1e30f)) steep = __uint_as_float(0x7fffffffu);
@@ -334,7 +353,7 @@ struct ScoreMasks {
           }
         }
       }
-      if constexpr (SOME_HIDDEN) hide(s, half, seen(view, half, first_key));
+      if constexpr (SOME_HIDDEN) hide(s, half, seen(view, rows, half, first_key));
     }
   }
 
@@ -363,7 +382,8 @@ struct ScoreMasks {
   }
 
   // What follows the soft cap.
-  __device__ __forceinline__ void finish(float (&s)[BLOCK_N / 2], const View& view, float slope, int first_key) const {
+  __device__ __forceinline__ void finish(float (&s)[BLOCK_N / 2], const View& view, const Rows& rows, float slope,
+                                         int first_key) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float away = MASKS::ALIBI ? distance(half, first_key) : 0.0f;
@@ -376,19 +396,20 @@ struct ScoreMasks {
           if constexpr (ADDS) x = add_mask(x, element(view.words[half], n, e));
         }
       }
-      if constexpr (SOME_HIDDEN) hide(s, half, seen(view, half, first_key));
+      if constexpr (SOME_HIDDEN) hide(s, half, seen(view, rows, half, first_key));
     }
   }
 
   // From products to scores, base 2.
-  __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2], const View& view, float slope, int first_key) const {
+  __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2], const View& view, const Rows& rows, float slope,
+                                        int first_key) const {
     cap(s);
-    finish(s, view, slope, first_key);
+    finish(s, view, rows, slope, first_key);
   }
 
   // Not less than what is added to any score of a row in a tile, by all but a mask tensor; -inf when it sees no key.
-  __device__ __forceinline__ float highest_of_keys(int half, float slope, int first_key) const {
-    const int first = first_seen(row(half), first_key), last = end_seen(row(half), first_key) - 1;
+  __device__ __forceinline__ float highest_of_keys(const Rows& rows, int half, float slope, int first_key) const {
+    const int first = first_seen(rows, half, first_key), last = end_seen(rows, half, first_key) - 1;
     if (last < first) return negative_infinity();
     if constexpr (!MASKS::ALIBI) return 0.0f;
     const int own = row(half) + params.masks.position - first_key;
@@ -396,10 +417,11 @@ struct ScoreMasks {
     return fmaxf(added(min(max(own, first), last)), fmaxf(added(first), added(last)));
   }
   // The same with the tensor, of which a thread looks at its own numbers.
-  __device__ __forceinline__ float highest(const View& view, int half, float slope, int first_key) const {
-    float found = highest_of_keys(half, slope, first_key);
+  __device__ __forceinline__ float highest(const View& view, const Rows& rows, int half, float slope,
+                                           int first_key) const {
+    float found = highest_of_keys(rows, half, slope, first_key);
     if constexpr (HIDES) {
-      const KeyBits bits = seen(view, half, first_key);
+      const KeyBits bits = seen(view, rows, half, first_key);
       found = bits.word[0] | bits.word[1] ? found : negative_infinity();
     } else if constexpr (ADDS) {
       float even = negative_infinity(), odd = even;
@@ -417,7 +439,7 @@ struct ScoreMasks {
 
 template <int CLUSTER, bool RIGHT, bool RAGGED>
 struct ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED> {
-  static constexpr bool ADDS = false, HIDES = false;
+  static constexpr bool ADDS = false, HIDES = false, RANGED = false;
 };
 
 // What a thread keeps of its masks: of TILES tiles at once.

@@ -14,7 +14,6 @@ from microsdpa.kernels.spec import (
     Rejection,
     TensorMap,
     masks_type,
-    params_type,
     refused_head_dim,
 )
 
@@ -92,7 +91,7 @@ def configuration(problem: Problem, cluster: int) -> Latency:
 
 def _most_masked(mask: MaskKind) -> int:
     """Rounds that are unrolled under masks. Numbers behind a soft cap would take too many registers."""
-    return 0 if mask.softcap and mask.tensor not in (None, "bool") else 2
+    return 0 if mask.softcap and mask.tensor not in (None, "bool", "int32") else 2
 
 
 @functools.lru_cache
@@ -145,7 +144,7 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
             TensorMap("value", BLOCK_N * choice.value_tiles(head_dim), PANEL),
         ),
         programmatic=True,
-        params=params_type(mask),
+        params="microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams",
     )
 
 

@@ -13,10 +13,11 @@ __device__ __forceinline__ void Consumer<C>::read_masks() {
   masks.rows = rules.find_rows();
   if constexpr (Rules::READS) {
     masks.rows.hold();
-  } else if constexpr (!MASKS::ALIBI) {
+  } else if constexpr (!MASKS::ALIBI && !Rules::RANGED) {
     all_highest(masks.highest);
   }
-  if (Rules::READS || MASKS::ALIBI || Rules::SINKS) grid_dependency_wait();
+  if constexpr (Rules::WAITS) grid_dependency_wait();
+  rules.read_ranges(masks.rows);
   masks.slope = rules.slope();
   masks.sink = rules.sink();
 #pragma unroll
@@ -34,7 +35,7 @@ __device__ __forceinline__ void Consumer<C>::all_highest(float (&highest)[2]) co
 #pragma unroll
     for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
       const int first_key = work.first_key(tile / WARPGROUPS, tile % WARPGROUPS);
-      highest[half] = fmaxf(highest[half], score_masks().highest_of_keys(half, masks.slope, first_key));
+      highest[half] = fmaxf(highest[half], score_masks().highest_of_keys(masks.rows, half, masks.slope, first_key));
     }
   }
 }
@@ -46,11 +47,11 @@ __device__ __forceinline__ void Consumer<C>::begin_first(float (&s)[BLOCK_N / 2]
   const Rules rules = score_masks();
   const int first_key = work.first_key(0, warpgroup);
   rules.settle(masks.view[0]);
-  if constexpr (MASKS::ALIBI && !Rules::READS) all_highest(masks.highest);
-  if constexpr (MASK_AHEAD) rules.begin(s, masks.view[0], masks.slope, first_key);
+  if constexpr ((MASKS::ALIBI || Rules::RANGED) && !Rules::READS) all_highest(masks.highest);
+  if constexpr (MASK_AHEAD) rules.begin(s, masks.view[0], masks.rows, masks.slope, first_key);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    [[maybe_unused]] const KeyBits bits = rules.seen(masks.view[0], half, first_key);
+    [[maybe_unused]] const KeyBits bits = rules.seen(masks.view[0], masks.rows, half, first_key);
     float shown = negative_infinity();
 #pragma unroll
     for (int i = 2 * half; i < STABILIZER_KEYS / 2; i += i % 2 == 0 ? 1 : 3) {
@@ -82,7 +83,7 @@ __device__ __forceinline__ void Consumer<C>::begin_others(float (&s)[2][BLOCK_N 
     for (int round = 1; round < ROUNDS; ++round) {
       rules.settle(masks.view[round]);
       const int first_key = __shfl_sync(FULL_WARP, work.first_key(round, warpgroup), 0);
-      if constexpr (MASK_AHEAD) rules.begin(s[round], masks.view[round], masks.slope, first_key);
+      if constexpr (MASK_AHEAD) rules.begin(s[round], masks.view[round], masks.rows, masks.slope, first_key);
     }
   }
   if constexpr (!Rules::READS) return;
@@ -91,7 +92,8 @@ __device__ __forceinline__ void Consumer<C>::begin_others(float (&s)[2][BLOCK_N 
     masks.highest[half] = negative_infinity();
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
-      const float highest = rules.highest(masks.view[round], half, masks.slope, work.first_key(round, warpgroup));
+      const float highest =
+          rules.highest(masks.view[round], masks.rows, half, masks.slope, work.first_key(round, warpgroup));
       masks.highest[half] = fmaxf(masks.highest[half], highest);
     }
     if constexpr (Rules::ADDS) masks.highest[half] = quad_max(masks.highest[half]);
@@ -253,7 +255,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
       wgmma_wait<0>();
       wgmma_fence_registers(part_of<2>(s[0], 1));
       rules.template cap<BLOCK_N / 4, BLOCK_N / 2>(s[0]);
-      rules.finish(s[0], masks.view[0], masks.slope, work.first_key(0, warpgroup));
+      rules.finish(s[0], masks.view[0], masks.rows, masks.slope, work.first_key(0, warpgroup));
     } else {
       find_stabilizer(s[0]);
       if constexpr (MASKS::ANY) {
