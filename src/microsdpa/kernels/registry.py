@@ -73,6 +73,7 @@ FAMILIES: tuple[Family, ...] = (
         "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
         hopper_latency.latency,
         emulated_target="sm_90a",
+        masks=True,
         configurations=hopper_latency.configurations,
     ),
     Family(
