@@ -74,6 +74,7 @@ FAMILIES: tuple[Family, ...] = (
         hopper_latency.latency,
         emulated_target="sm_90a",
         masks=True,
+        ranges=True,
         configurations=hopper_latency.configurations,
     ),
     Family(
