@@ -8,6 +8,7 @@ from microsdpa.attention.api import sdpa
 from microsdpa.attention.explain import Explanation, explain
 from microsdpa.attention.plan import Plan, plan
 from microsdpa.attention.quantize import Quantized, quantize
+from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.integrations import torch_ops
 from microsdpa.integrations.dropin import disable, enable, enabled
@@ -33,5 +34,6 @@ __all__ = [
     "quantize",
     "register",
     "sdpa",
+    "sdpa_varlen",
     "torch_ops",
 ]

@@ -129,11 +129,14 @@ def check(call: Call) -> Masks:
     """
     (query, key, _), options = call.inputs, call.options
     attn_mask, alibi_slopes, sinks = call.masks
-    (batch, heads, seqlen_q, _), seqlen_k = query.shape, key.shape[2]
+    if call.sequences is not None:
+        batch, heads = call.sequences.batch(query), query.shape[-2]
+    else:
+        batch, heads = query.shape[:2]
     refuse_both(options.is_causal, attn_mask)
     if attn_mask is not None:
         mask = _check_tensor("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
-        _check_broadcast("attn_mask", mask, (batch, heads, seqlen_q, seqlen_k), "[B, H, S_q, S_k]")
+        _check_broadcast("attn_mask", mask, (batch, heads, query.shape[2], key.shape[2]), "[B, H, S_q, S_k]")
     if alibi_slopes is not None:
         slopes = _check_tensor("alibi_slopes", alibi_slopes, query, (torch.float32,))
         if tuple(slopes.shape) not in ((heads,), (batch, heads)):

@@ -1,8 +1,10 @@
 """Kernel specifications: what is compiled, and how it is launched, for a given problem."""
 
 from microsdpa.kernels.registry import (
+    ALL_FAMILIES,
     EIGHT_BIT_FAMILIES,
     FAMILIES,
+    VARLEN_FAMILIES,
     Family,
     catalogue,
     configurations,
@@ -12,6 +14,7 @@ from microsdpa.kernels.registry import (
 from microsdpa.kernels.spec import Grid, KernelSpec, Rejection, TensorMap, oversized
 
 __all__ = [
+    "ALL_FAMILIES",
     "EIGHT_BIT_FAMILIES",
     "FAMILIES",
     "Family",
@@ -19,6 +22,7 @@ __all__ = [
     "KernelSpec",
     "Rejection",
     "TensorMap",
+    "VARLEN_FAMILIES",
     "catalogue",
     "configurations",
     "emulated_target",

@@ -10,6 +10,7 @@ from itertools import cycle, product
 from microsdpa.kernels.ada.mma_8bit import spec as ada_mma_8bit
 from microsdpa.kernels.ampere.general import spec as ampere_general
 from microsdpa.kernels.ampere.mma import spec as ampere_mma
+from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.split import spec as hopper_split
@@ -45,6 +46,7 @@ class Family:
         masks: whether the family knows masks other than the causal one, at least for some problems.
         any_layout: whether it takes any head dimension and alignment.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
+        varlen: whether its problems have sequences of many lengths; those of the other families have none.
         short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
         configurations: every configuration that computes a problem, by a name for a table; for a family with a choice.
     """
@@ -56,6 +58,7 @@ class Family:
     masks: bool = False
     any_layout: bool = False
     eight_bit: bool = False
+    varlen: bool = False
     short_sums: tuple[Operands, ...] = ()
     configurations: Callable[[Problem], dict[str, KernelSpec]] = lambda _: {}
 
@@ -150,11 +153,24 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
 )
 """Families for 8-bit operands."""
 
+VARLEN_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "ampere/varlen",
+        "packed sequences and paged caches, on mma.sync; lengths on the device, keys divided among CTAs; sm_80 and newer",
+        ampere_varlen.forward,
+        masks=True,
+        varlen=True,
+    ),
+)
+"""Families for sequences of many lengths."""
+
+ALL_FAMILIES = (*FAMILIES, *EIGHT_BIT_FAMILIES, *VARLEN_FAMILIES)
+
 
 @functools.lru_cache(maxsize=256)
 def family_named(name: str) -> Family | None:
     """The family called `name`, by its full or its short name; None when there is none."""
-    return next((f for f in (*FAMILIES, *EIGHT_BIT_FAMILIES) if name in (f.name, f.short_name)), None)
+    return next((f for f in ALL_FAMILIES if name in (f.name, f.short_name)), None)
 
 
 def emulated_target(impl: str) -> str:

@@ -27,7 +27,9 @@ struct KernelLaunch {
 
   // `params` is the kernel's first argument. `addresses` are the operands' addresses in this call, of those at least
   // that have tensor maps. Nothing that is shared between calls is written.
-  void issue(const Driver& driver, CUstream stream, void* params, const std::uintptr_t* addresses) const {
+  // `ctas`, unless it is 0, replaces the grid.
+  void issue(const Driver& driver, CUstream stream, void* params, const std::uintptr_t* addresses,
+             unsigned ctas = 0) const {
     void* arguments[1 + MAX_TENSOR_MAPS] = {params};
     CUtensorMap moved[MAX_TENSOR_MAPS];
     for (std::size_t i = 0; i < tensor_maps.size(); ++i) {
@@ -43,7 +45,7 @@ struct KernelLaunch {
     }
     CUlaunchAttribute attributes[2];
     CUlaunchConfig config{};
-    config.gridDimX = grid[0], config.gridDimY = grid[1], config.gridDimZ = grid[2];
+    config.gridDimX = ctas ? ctas : grid[0], config.gridDimY = grid[1], config.gridDimZ = grid[2];
     config.blockDimX = threads, config.blockDimY = 1, config.blockDimZ = 1;
     config.sharedMemBytes = shared_bytes;
     config.hStream = stream;

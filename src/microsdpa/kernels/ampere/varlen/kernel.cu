@@ -1,0 +1,288 @@
+// Exact attention for sequences of many lengths, packed or in pages of a cache: on mma.sync, in one launch.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE. A row is a query of one of the PACK query heads that
+// share a key head. Lengths and pages are on the device alone: every CTA finds its part of the call from them.
+// Tiles:    Q [BLOCK_M, COLUMNS]; each warp owns 16 ROW_TILES of its rows, as accumulators in registers. A CTA has
+//           WARPS_N groups of WARPS_M warps. Each group has its own ring of STAGES tiles of K and V
+//           [BLOCK_N, COLUMNS], and takes every WARPS_N-th of them.
+// Pipeline: 1. a row's page is read one tile ahead of its copy      2. cp.async fills the ring, STAGES - 1 tiles ahead
+//           3. S = Q K^T by ldmatrix and mma, masks, online softmax in registers     4. O += P V
+//           The groups' parts are combined through shared memory. Where CTAs share rows, each leaves its part in the
+//           workspace, and the one that is ready last combines them, in their order.
+// Bound by: memory where few queries meet many keys; latency where there are few of both.
+#include "../../common/combine.cuh"
+#include "../../common/mma_tile.cuh"
+#include "../../common/online_softmax.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
+#include "masks.cuh"
+#include "scheduler.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::ampere::varlen {
+
+template <int THREADS, int GROUPS>
+__device__ __forceinline__ void group_sync(int group) {
+  if constexpr (GROUPS == 1) {
+    __syncthreads();
+  } else if constexpr (THREADS == 32) {
+    __syncwarp();
+  } else {
+    named_barrier_sync(1 + group, THREADS);
+  }
+}
+
+// Tiles of K and V on their way to a group's ring. A thread copies one chunk of every ROWS-th row of each panel.
+template <typename C, bool PAGED>
+struct Source {
+  using Tile = typename C::KeyTile;
+  static constexpr int ROWS = C::GROUP_THREADS / Tile::CHUNKS, PASSES = C::BLOCK_N / ROWS;
+  static_assert(C::BLOCK_N % ROWS == 0, "the threads copy whole rows");
+
+  const VarlenParams& params;
+  const Keys<PAGED> keys;
+  const int from, end;  // keys that are read
+  int misplaced = 0;
+
+  struct Pages {
+    int of_row[PAGED ? PASSES : 1];
+  };
+
+  __device__ __forceinline__ Source(const VarlenParams& params, const Keys<PAGED>& keys, int from, int end)
+      : params(params), keys(keys), from(from), end(end) {}
+
+  __device__ __forceinline__ static unsigned row() { return threadIdx.x % C::GROUP_THREADS / Tile::CHUNKS; }
+  __device__ __forceinline__ bool is_read(int key) const { return key >= from && key < end; }
+
+  // Looks up the pages of the thread's rows of a tile.
+  __device__ __forceinline__ void fetch(Pages& pages, int first_key) const {
+    if constexpr (PAGED) {
+#pragma unroll
+      for (int p = 0; p < PASSES; ++p) {
+        const int key = first_key + p * ROWS + row();
+        pages.of_row[p] = is_read(key) ? keys.page(params, key) : 0;
+      }
+    }
+  }
+
+  // Starts copying a tile; rows that are not read become zeros.
+  __device__ __forceinline__ void copy_async(Tile& key_tile, Tile& value_tile, const Pages& pages, int first_key) {
+    const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK;
+    const auto* key_base = static_cast<const typename C::T*>(params.key);
+    const auto* value_base = static_cast<const typename C::T*>(params.value);
+#pragma unroll
+    for (int p = 0; p < PASSES; ++p) {
+      const int key = first_key + p * ROWS + row();
+      const int page = PAGED ? pages.of_row[p] : 0;
+      bool valid = is_read(key);
+      if (PAGED && static_cast<uint32>(page) >= static_cast<uint32>(params.pages)) {
+        misplaced |= valid;
+        valid = false;
+      }
+      // An address that is not read still has to be one that exists.
+      const auto* k = key_base + (valid ? keys.key + keys.offset(params, params.key_strides, key, page) : 0) + column;
+      const auto* v =
+          value_base + (valid ? keys.value + keys.offset(params, params.value_strides, key, page) : 0) + column;
+#pragma unroll
+      for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) copy(key_tile, p, column, c, k, key_base, valid);
+#pragma unroll
+      for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) copy(value_tile, p, column, c, v, value_base, valid);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void copy(Tile& tile, int pass, unsigned column, int panel, const typename C::T* from,
+                                              const typename C::T* anywhere, bool valid) {
+    const bool inside = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + panel < C::HEAD_DIM;
+    cp_async<16>(tile.at(pass * ROWS + row(), column + panel), inside ? from + panel : anywhere,
+                 valid && inside ? 16 : 0);
+  }
+};
+
+// Rows of a tile of queries in Q, O and LSE.
+template <int PACK>
+struct Rows {
+  int64 b;
+  int head;         // the first of the PACK
+  int first_query;  // of the sequence, in packed tensors
+  int first_row;    // of the tile, in the sequence
+
+  template <typename Pointer>
+  __device__ __forceinline__ Pointer at(Pointer base, const Strides& strides, int r) const {
+    r += first_row;
+    return base + b * strides.batch + (head + r % PACK) * strides.head + (first_query + r / PACK) * strides.row;
+  }
+  __device__ __forceinline__ float* lse(const VarlenParams& params, int r) const {
+    return at(params.lse, Strides{params.lse_batch_stride, params.lse_head_stride, 1}, r);
+  }
+};
+
+// Gives four columns of the row's O, and its statistics, of any number of parts, in their order.
+template <typename Stats, typename Values>
+__device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, Stats stats, Values values) {
+  constexpr int AT_ONCE = 8;
+  Values4 total{};
+  combined = {negative_infinity(), 0.0f};
+  for (int first = 0; first < parts; first += AT_ONCE) {
+    RowStats some;
+    const Values4 added = combine_parts<AT_ONCE>(
+        some,
+        [&](int i) { return first + i < parts ? stats(first + i) : RowStats{negative_infinity(), 0.0f}; },
+        [&](int i) { return first + i < parts ? values(first + i) : Values4{}; });
+    const float largest = fmaxf(combined.stabilizer, some.stabilizer);
+    const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
+    const float before = ex2_approx(combined.stabilizer - stabilizer), now = ex2_approx(some.stabilizer - stabilizer);
+    combined = {largest, combined.sum * before + some.sum * now};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) total.data[c] = total.data[c] * before + added.data[c] * now;
+  }
+  return total;
+}
+
+template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
+          int PACK, bool PAGED, bool PROGRAMMATIC, typename MASKS>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
+    attention(const __grid_constant__ VarlenParams params) {
+  using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
+  constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
+  auto& shared = dynamic_shared<Shared<C>>();
+  const int group = WARPS_N == 1 ? 0 : threadIdx.x / C::GROUP_THREADS;
+  const int warp_row = threadIdx.x % C::GROUP_THREADS / 32 * C::WARP_ROWS;
+  auto& query_tile = shared.streaming.query;
+  auto& ring = shared.streaming.ring[group];
+
+  if (PROGRAMMATIC) grid_dependency_wait();
+  TileScheduler<MASKS, PACK, BLOCK_M, C::TILE> scheduler(params);
+  for (WorkTile work; scheduler.next(work);) {
+    const Sequence sequence(params, work.b);
+    const int rows = min(BLOCK_M, sequence.queries * PACK - work.first_row);
+    const Rows<PACK> place{work.b, work.head_kv * PACK, sequence.first_query, work.first_row};
+    const MaskedRows<MASKS, PACK, ROW_TILES> masked(params, sequence, work.b, place.head, work.first_row + warp_row);
+
+    // Keys that no row of the tile sees are never read, nor are their pages looked up.
+    const int from = masked.visibility.first(params, work.first_row);
+    const int end = masked.visibility.end(params, work.first_row + rows - 1);
+    const int first_tile = max(work.first_tile, from / C::TILE);
+    const int count = min(work.end_tile, (end + C::TILE - 1) / C::TILE) - first_tile;
+    const auto first_key_of = [&](int i) { return (first_tile + i) * C::TILE + group * BLOCK_N; };
+    Source<C, PAGED> source(params, Keys<PAGED>(params, sequence, work.b, work.head_kv), from, end);
+    typename Source<C, PAGED>::Pages pages[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) source.fetch(pages[i], first_key_of(i));
+
+    const T* query = static_cast<const T*>(params.query);
+    C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
+      const bool valid = static_cast<int>(r) < rows && static_cast<int>(column) < HEAD_DIM;
+      cp_async<16>(query_tile.at(r, column), valid ? place.at(query, params.query_strides, r) + column : query,
+                   valid ? 16 : 0);
+    });
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (i < count) source.copy_async(ring.key[i], ring.value[i], pages[i], first_key_of(i));
+      cp_async_commit();
+    }
+    source.fetch(pages[0], first_key_of(AHEAD));
+    if (PROGRAMMATIC) grid_dependency_launch();
+    cp_async_wait<AHEAD - 1>();
+    __syncthreads();  // the rows are there
+    const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(query_tile, warp_row);
+
+    OnlineSoftmax<ROW_TILES> softmax;
+    float o[ROW_TILES][COLUMNS / 8][4] = {};
+    if (work.part == 0 && group == 0) masked.add_sinks(softmax);
+    for (int i = 0; i < count; ++i) {
+      cp_async_wait<AHEAD - 1>();
+      group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads tile i - 1 any more
+      const int next = i + AHEAD;
+      if (next < count) {
+        source.copy_async(ring.key[next % STAGES], ring.value[next % STAGES], pages[0], first_key_of(next));
+        source.fetch(pages[0], first_key_of(next + 1));
+      }
+      cp_async_commit();
+      const int first_key = first_key_of(i);
+      if (first_key >= end || first_key + BLOCK_N <= from) continue;
+      float s[ROW_TILES][BLOCK_N / 8][4];
+      multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, ring.key[i % STAGES], 0);
+      masked.template apply<BLOCK_N>(s, first_key);
+      softmax.template update<BLOCK_N, COLUMNS>(s, o, 1.0f);
+      multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, s, ring.value[i % STAGES], 0);
+    }
+    cp_async_wait<0>();
+    const int misplaced = __any_sync(FULL_WARP, source.misplaced);
+    if (lane_index() == 0) shared.misplaced[threadIdx.x / 32] = misplaced;
+    __syncthreads();  // all groups are done with their tiles
+
+    auto& combining = shared.combining;
+    constexpr int PITCH = Combining<C>::PITCH, UNITS = COLUMNS / 4;
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = warp_row + 16 * t + 8 * half + lane_index() / 4;
+        const float sum = softmax.total(t, half);
+        if (lane_index() % 4 == 0) combining.stats[group][r] = {softmax.stabilizer[t][half], sum};
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; ++n) {
+          const Vector<float, 2> pair = {{o[t][n][2 * half], o[t][n][2 * half + 1]}};
+          *reinterpret_cast<Vector<float, 2>*>(&combining.part[group][r * PITCH + 8 * n + lane_index() % 4 * 2]) = pair;
+        }
+      }
+    }
+    __syncthreads();
+    bool is_wrong = false;
+    if constexpr (PAGED) {
+#pragma unroll
+      for (int w = 0; w < WARPS_M * WARPS_N; ++w) is_wrong |= shared.misplaced[w] != 0;
+    }
+
+    const auto store = [&](int r, int column, const Values4& values, const RowStats& stats) {
+      if (column < HEAD_DIM) {
+        const float inverse = normalizer(stats.sum);
+        const Vector<uint32, 2> packed = {pack<T>(values.data[0] * inverse, values.data[1] * inverse),
+                                          pack<T>(values.data[2] * inverse, values.data[3] * inverse)};
+        *reinterpret_cast<Vector<uint32, 2>*>(place.at(static_cast<T*>(params.out), params.out_strides, r) + column) =
+            packed;
+      }
+      if (params.lse != nullptr && column == 0) *place.lse(params, r) = log_sum_exp(stats.stabilizer, stats.sum);
+    };
+    const Partials<C> partials(params);
+    for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
+      const int r = i / UNITS, column = i % UNITS * 4;
+      RowStats stats;
+      const Values4 values = combine_parts<WARPS_N>(
+          stats, [&](int part) { return combining.stats[part][r]; },
+          [&](int part) { return *reinterpret_cast<const Values4*>(&combining.part[part][r * PITCH + column]); });
+      if (is_wrong) stats.sum = __uint_as_float(0x7fffffffu);  // NaN: never a value of memory that is not the cache's
+      if (work.parts == 1) {
+        store(r, column, values, stats);
+      } else {
+        *partials.values(work.owner, work.part, r, column) = values;
+        if (column == 0) *partials.stats(work.owner, work.part, r) = stats;
+      }
+    }
+    if (work.parts > 1) {
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        uint32& arrivals = params.arrivals[work.owner];
+        shared.is_last = atomicAdd(&arrivals, 1u) == static_cast<uint32>(work.parts - 1);
+        if (shared.is_last) arrivals = 0;  // for the next launch
+        __threadfence();
+      }
+      __syncthreads();
+      if (shared.is_last) {
+        for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
+          const int r = i / UNITS, column = i % UNITS * 4;
+          RowStats stats;
+          const Values4 values = combine_many(
+              stats, work.parts, [&](int part) { return *partials.stats(work.owner, part, r); },
+              [&](int part) { return *partials.values(work.owner, part, r, column); });
+          store(r, column, values, stats);
+        }
+      }
+    }
+    __syncthreads();  // before the next tiles come
+  }
+}
+
+}  // namespace microsdpa::ampere::varlen

@@ -1,0 +1,168 @@
+"""Specifications of the kernel for sequences of many lengths."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from math import ceil
+
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, refused_head_dim
+
+HEAD_DIMS = range(8, 257, 8)
+MOST_KEYS = 2**29
+"""Keys of a sequence, or of all packed ones: positions and ends of windows are sums of two such numbers."""
+ELEMENT = 2
+"""Bytes of an element."""
+MOST_RESIDENT = 2
+"""CTAs of an SM: more of them would divide keys further than they share memory."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A configuration of ampere/varlen.
+
+    Attributes:
+        block_n: keys of a group's tile.
+        row_tiles: 16-row tiles of queries that a warp owns.
+        warps_m: warps of a group, which share keys.
+        warps_n: groups, each with its own keys.
+        stages: tiles of K and V in shared memory, of each group.
+        kept: blocks of 16 columns of Q that stay in registers; at most all.
+    """
+
+    block_n: int
+    row_tiles: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    kept: int = 16
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a CTA."""
+        return 16 * self.row_tiles * self.warps_m
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def tile(self) -> int:
+        """Keys that the groups of a CTA take at a time."""
+        return self.block_n * self.warps_n
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: the query tile and the rings, or the groups' results that replace them; and flags."""
+        columns = ceil(head_dim / 16) * 16
+        ring = 2 * self.stages * self.block_n * columns * ELEMENT
+        streaming = self.block_m * columns * ELEMENT + self.warps_n * ring
+        combining = self.warps_n * self.block_m * (4 * (columns + 8) + 8)
+        flags = 4 * (self.warps_m * self.warps_n + 1)
+        return ceil((ceil(max(streaming, combining) / 128) * 128 + flags) / 128) * 128
+
+
+FEW, FEW_LARGE = Tiling(16, 1, 1, 8, 3), Tiling(16, 1, 1, 4, 3, kept=0)
+SOME, SOME_LARGE = Tiling(16, 2, 1, 8, 3, kept=0), Tiling(32, 1, 2, 2, 2, kept=0)
+MANY = Tiling(16, 2, 2, 4, 3, kept=0)
+"""Tiles for up to 16 rows of a sequence, for up to 32, and for more; and for head dimensions over 128."""
+
+
+def tiling_of(problem: Problem) -> Tiling:
+    """The tiles for a problem, by the rows that a sequence has of a key head."""
+    rows, large = problem.seqlen_q * problem.heads // problem.heads_kv, problem.head_dim > 128
+    if rows <= 16:
+        tiling = FEW_LARGE if large else FEW
+    elif large:
+        tiling = SOME_LARGE
+    else:
+        # A group of two warps copies 32 rows of 16 columns at a time: its tiles have fewer.
+        tiling = SOME if rows <= 32 or ceil(problem.head_dim / 16) % 2 else MANY
+    shared = chip_of(problem.target).shared_per_cta
+    while tiling.shared_bytes(problem.head_dim) > shared:  # where a chip has less of it
+        if tiling.stages > 2:
+            tiling = replace(tiling, stages=tiling.stages - 1)
+        else:
+            tiling = replace(tiling, warps_n=tiling.warps_n // 2)
+    return tiling
+
+
+def forward(problem: Problem) -> KernelSpec | Rejection:
+    """The kernel for packed tensors and paged caches."""
+    if capability_of(problem.target) < (8, 0):
+        return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
+    if problem.head_dim not in HEAD_DIMS:
+        return refused_head_dim(problem.head_dim, HEAD_DIMS, "a multiple of 8 up to 256")
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    return specification(problem, tiling_of(problem))
+
+
+def specification(problem: Problem, tiling: Tiling) -> KernelSpec:
+    """The kernel of one tiling for a problem."""
+    return _specification(of_any_size(problem), tiling, problem.varlen == "paged")
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, tiling: Tiling, paged: bool) -> KernelSpec:
+    """specification() for any problem of that kind, whatever its size."""
+    mask, programmatic = problem.mask or MaskKind(), capability_of(problem.target) >= (9, 0)
+    right = mask.right or problem.causal is not None
+    flags = ", ".join(BOOLEAN[flag] for flag in (mask.left, right, mask.softcap, mask.alibi))
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_N": tiling.block_n,
+        "ROW_TILES": tiling.row_tiles,
+        "WARPS_M": tiling.warps_m,
+        "WARPS_N": tiling.warps_n,
+        "STAGES": tiling.stages,
+        "KEPT": min(tiling.kept, ceil(problem.head_dim / 16)),
+        "PACK": problem.heads // problem.heads_kv,
+        "PAGED": BOOLEAN[paged],
+        "PROGRAMMATIC": BOOLEAN[programmatic],
+        "MASKS": f"microsdpa::ampere::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
+    }
+    chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim)
+    resident = max(1, min(chip.shared_per_sm // (shared_bytes + 1024), MOST_RESIDENT))
+    return KernelSpec(
+        name="ampere/varlen",
+        source="ampere/varlen/kernel.cu",
+        template="microsdpa::ampere::varlen::attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=tiling.threads,
+        block_m=tiling.block_m,
+        shared_bytes=shared_bytes,
+        pack=problem.heads // problem.heads_kv,
+        max_ctas=resident * chip.sms,
+        programmatic=programmatic,
+        params="microsdpa::VarlenParams",
+    )
+
+
+def workspace_bytes(spec: KernelSpec) -> int:
+    """Scratch memory of a call whose keys are divided: two partial outputs for each CTA."""
+    head_dim = dict(spec.template_args)["HEAD_DIM"]
+    columns = ceil(int(head_dim) / 16) * 16
+    return 2 * spec.max_ctas * spec.block_m * (columns + 2) * 4
+
+
+def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
+    """Whether CTAs take equal parts of all keys, for `queries` of all sequences together.
+
+    They do where a sequence has one tile of rows, as in decoding, and where there are fewer tiles than CTAs. Else each
+    CTA takes a tile, with the keys that it sees.
+    """
+    one = problem.seqlen_q * spec.pack <= spec.block_m
+    return one or ceil(queries * spec.pack / spec.block_m) * problem.heads_kv <= spec.max_ctas
+
+
+def grid_of(spec: KernelSpec, problem: Problem, queries: int) -> Grid:
+    """CTAs of a launch: as many as run at a time, or one for every tile of rows that there may be."""
+    if divides_keys(spec, problem, queries):
+        return spec.max_ctas, 1, 1
+    return (queries * spec.pack // spec.block_m + problem.batch) * problem.heads_kv, 1, 1
