@@ -1,0 +1,243 @@
+"""Calls with sequences of many lengths against the stub driver; test_launcher.py runs this file in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import integer, last, record, set_integer, tensor
+from stub_harness import PRIMARY, _clean, packed
+
+from microsdpa.call.call import Call, mask_tensors
+from microsdpa.call.options import VARLEN_OPTIONS, Options
+from microsdpa.call.sequences import Sequences
+from microsdpa.call.validate import check
+from microsdpa.emulate.abi import VarlenParams
+from microsdpa.execution import varlen
+from microsdpa.execution.choice import problem_of
+from microsdpa.kernels.ampere.varlen import spec as kernel
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
+from microsdpa.runtime import launcher
+from microsdpa.runtime.launcher import NO_SCALES
+
+__all__ = ["_clean"]
+library = launcher._library
+FUNCTION = 0x3000
+NAMES = ("query", "key", "value", "out", "query_offsets", "key_offsets", "lengths", "page_table", "slopes", "sinks")
+ADDRESSES = {name: 0x1000000000 * (index + 1) for index, name in enumerate(NAMES)}
+KDL_INT = 0
+
+
+@pytest.fixture(autouse=True)
+def _raw() -> Iterator[None]:
+    set_integer("stub_raw_bytes", ctypes.sizeof(VarlenParams))
+    yield
+    set_integer("stub_raw_bytes", 0)
+    set_integer("stub_capturing", 0)
+
+
+@dataclass
+class Given:
+    """A call by the shapes of its tensors; integers are int32."""
+
+    query: tuple[int, ...] = (3, 1, 8, 64)
+    key: tuple[int, ...] = (40, 16, 2, 64)
+    integers: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"lengths": (3,), "page_table": (3, 7)})
+    transposed: bool = False  # the cache is a view of [pages, H_kv, page, D]
+    slopes: tuple[int, ...] | None = None
+    sinks: bool = False
+    causal: bool = True
+    max_queries: int | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float | None = None
+    lse: bool = False
+
+    def torch_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of these shapes on the CPU."""
+        cache = self.key[0], *((self.key[2], self.key[1]) if self.transposed else self.key[1:3]), self.key[-1]
+        if len(self.key) == 3:
+            cache = self.key
+        keys = [torch.zeros(cache, dtype=torch.float16) for _ in range(2)]
+        if self.transposed:
+            keys = [key.transpose(1, 2) for key in keys]
+        query = torch.zeros(self.query, dtype=torch.float16)
+        found = {"query": query, "key": keys[0], "value": keys[1], "out": torch.zeros_like(query)}
+        found |= {name: torch.zeros(shape, dtype=torch.int32) for name, shape in self.integers.items()}
+        if self.slopes:
+            found["slopes"] = torch.zeros(self.slopes)
+        if self.sinks:
+            found["sinks"] = torch.zeros(self.query[-2])
+        return found
+
+    def call(self, **changes: Any) -> list[Any]:
+        """Arguments of launch()."""
+        tensors = {
+            name: tensor(
+                tuple(t.shape),
+                ADDRESSES[name],
+                strides=t.stride(),
+                code=KDL_INT if t.dtype == torch.int32 else 2,
+                bits=8 * t.element_size(),
+            )
+            for name, t in self.torch_tensors().items()
+        } | changes
+        get = tensors.get
+        code = VARLEN_OPTIONS[self.causal, "auto"]
+        return [
+            *(get("query"), get("key"), get("value"), get("out"), self.lse, code, None),
+            *(None, get("slopes"), get("sinks"), *self.window, self.softcap, *NO_SCALES),
+            *(get(name) for name in NAMES[4:8]),
+            self.max_queries,
+        ]
+
+    def expected(self) -> tuple[VarlenParams, int, Problem]:
+        """What Python fills for the emulator, the number of CTAs, and the problem."""
+        t = self.torch_tensors()
+        options = Options(False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, "emulate")
+        sequences = Sequences(*(t.get(name) for name in NAMES[4:8]), self.max_queries)
+        masks = mask_tensors(None, t.get("slopes"), t.get("sinks"))
+        inputs = t["query"], t["key"], t["value"]
+        checked = check(Call(inputs, masks, options=options, return_lse=self.lse, out=t["out"], sequences=sequences))
+        problem = problem_of(checked)
+        spec = select(problem, "auto").spec
+        params = varlen.parameters(checked, problem, spec, {name: ADDRESSES[name] for name in t})
+        assert isinstance(params, VarlenParams)
+        return params, kernel.grid_of(spec, problem, sequences.queries(t["query"]))[0], problem
+
+
+def register(given: Given) -> None:
+    """Register the plan that Python makes for a call."""
+    spec = select(given.expected()[2], "auto").spec
+    own = FUNCTION, spec.max_ctas, 1, 1, spec.threads, 0, 1, 0, 0, 8, 0, 0, 0
+    launch = spec.block_m, spec.max_ctas, kernel.workspace_bytes(spec)
+    library.register_plan(packed(PRIMARY, 0, 1, 0, *launch, 1, *own), bytes(8), *given.call())
+
+
+CASES = {
+    "decode, pages": Given(),
+    "decode, pages of another order": Given(transposed=True),
+    "odd pages": Given(key=(40, 12, 2, 64), integers={"lengths": (3,), "page_table": (3, 5)}),
+    "packed queries on pages": Given(
+        query=(50, 8, 64), integers={"query_offsets": (4,), "lengths": (3,), "page_table": (3, 9)}, max_queries=40
+    ),
+    "packed prompts": Given(
+        query=(9000, 8, 64), key=(9000, 2, 64), integers={"query_offsets": (4,), "key_offsets": (4,)}, lse=True
+    ),
+    "dense": Given(key=(3, 99, 2, 64), integers={"lengths": (3,)}, causal=False, lse=True),
+    "dense without lengths": Given(key=(3, 99, 2, 64), integers={}),
+    "one sequence": Given(query=(1, 5, 8, 64), integers={"lengths": (1,), "page_table": (1, 7)}),
+    "masks": Given(slopes=(3, 8), sinks=True, window=(5, -1), softcap=2.0),
+    "slopes of heads": Given(slopes=(8,), window=(5, 9), causal=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_launcher_fills_what_python_fills(name: str) -> None:
+    given = CASES[name]
+    register(given)
+    lse = launcher.launch(*given.call())
+    assert lse is not None
+    params, ctas, _ = given.expected()
+    got = VarlenParams.from_buffer_copy(bytes(last().raw)[: ctypes.sizeof(VarlenParams)])
+    assert last().grid[0] == ctas
+    assert bool(got.workspace) == bool(got.arrivals) == bool(params.divides_keys)
+    if given.lse:
+        packed_queries = "query_offsets" in given.integers
+        batch, *_ = given.query
+        shape = (8, batch) if packed_queries else (batch, 8, given.query[1])
+        assert (tuple(lse.shape), lse.data_ptr()) == (shape, got.lse)
+    for member, kind in VarlenParams._fields_:
+        if member in ("lse", "workspace", "arrivals"):
+            continue
+        one, other = getattr(got, member), getattr(params, member)
+        if issubclass(kind, ctypes.Array):
+            same_size = [size > 1 for size in _sizes(given, member)]
+            one, other = ([x for x, kept in zip(s, same_size, strict=True) if kept] for s in (one, other))
+        if member == "softcap_log2" and given.softcap is None:
+            continue  # the kernel is compiled without
+        if member in ("left", "right") and other < 0:
+            continue
+        assert one == pytest.approx(other), member
+
+
+def _sizes(given: Given, member: str) -> tuple[int, int, int]:
+    """Sizes of the dimensions whose strides a member has: the stride of a dimension of size one says nothing."""
+    shape = given.query if member.startswith(("query", "out")) else given.key
+    *batch, row, head, _ = shape
+    return (batch[0] if batch else 2), head, row
+
+
+def test_one_plan_serves_all_sizes() -> None:
+    register(CASES["decode, pages"])
+    grown = Given((200, 1, 8, 64), (5000, 32, 2, 64), {"lengths": (200,), "page_table": (200, 50)})
+    assert launcher.launch(*grown.call()) is True
+    got = VarlenParams.from_buffer_copy(bytes(last().raw)[: ctypes.sizeof(VarlenParams)])
+    assert (got.batch, got.page_size, got.pages, got.most_keys) == (200, 32, 5000, 1600)
+
+
+def test_one_plan_serves_all_packed_queries_of_a_class() -> None:
+    given = CASES["packed queries on pages"]
+    register(given)
+    for queries, hint in ((51, 40), (120, 33), (64, 64)):
+        other = Given((queries, 8, 64), integers=given.integers, max_queries=hint)
+        assert launcher.launch(*other.call()) is True
+    assert launcher.launch(*Given((120, 8, 64), integers=given.integers, max_queries=65).call()) is None
+
+
+MISSES: dict[str, dict[str, Any]] = {
+    "lengths of another batch": {"lengths": tensor((4,), 0x700000, code=KDL_INT, bits=32)},
+    "lengths in 64 bits": {"lengths": tensor((3,), 0x700000, code=KDL_INT, bits=64)},
+    "a table of another batch": {"page_table": tensor((2, 7), 0x700000, code=KDL_INT, bits=32)},
+    "a table on another device": {"page_table": tensor((3, 7), 0x700000, code=KDL_INT, bits=32, device=1)},
+    "a table with a stride": {"page_table": tensor((3, 7), 0x700000, code=KDL_INT, bits=32, strides=(14, 2))},
+    "value of another shape": {"value": tensor((40, 16, 1, 64), 0x300000)},
+    "value of another type": {"value": tensor((40, 16, 2, 64), 0x300000, code=4)},
+    "key that is not aligned": {"key": tensor((40, 16, 2, 64), ADDRESSES["key"] + 8)},
+    "rows of key that are not aligned": {"key": tensor((40, 16, 2, 64), 0x200000, strides=(2100, 130, 65, 1))},
+    "D with a stride": {"key": tensor((40, 16, 2, 64), 0x200000, strides=(4096, 256, 128, 2))},
+    "out of another shape": {"out": tensor((3, 1, 4, 64), 0x400000)},
+    "out over query": {"out": tensor((3, 1, 8, 64), ADDRESSES["query"])},
+    "out over the table": {"out": tensor((3, 1, 8, 64), ADDRESSES["page_table"])},
+    "no table": {"page_table": None},
+}
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_other_arguments_miss(name: str) -> None:
+    register(CASES["decode, pages"])
+    launches = record.launches
+    assert launcher.launch(*CASES["decode, pages"].call(**MISSES[name])) is None
+    assert record.launches == launches
+
+
+@pytest.mark.parametrize(
+    "changes", [{"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}]
+)
+def test_another_kind_of_mask_misses(changes: dict[str, Any]) -> None:
+    register(CASES["decode, pages"])
+    assert launcher.launch(*Given(**changes).call()) is None
+
+
+def test_a_stream_has_counters_of_its_own_and_every_capture_too() -> None:
+    given = CASES["decode, pages"]
+    register(given)
+
+    def counters() -> int:
+        assert launcher.launch(*given.call()) is True
+        return int(VarlenParams.from_buffer_copy(bytes(last().raw)[: ctypes.sizeof(VarlenParams)]).arrivals)
+
+    own = counters()
+    assert own == counters() != 0
+    blocks = integer("stub_blocks")
+    set_integer("stub_capturing", 1)
+    captured = {counters() for _ in range(300)}
+    assert len(captured) == 300
+    assert own not in captured
+    assert integer("stub_blocks") > blocks
+    set_integer("stub_capturing", 0)
+    assert counters() == own
