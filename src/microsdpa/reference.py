@@ -62,7 +62,9 @@ class Sequence:
         return lse[self.index] if self.first is None else lse[:, self.first : self.first + self.tensors[0].shape[2]]
 
 
-def sequences(inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], given: dict[str, torch.Tensor]) -> Iterator[Sequence]:
+def sequences(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], given: dict[str, torch.Tensor]
+) -> Iterator[Sequence]:
     """The sequences of a call of sdpa_varlen, whose tensors of offsets, lengths and pages are `given` by name."""
     query, key, value = inputs
     offsets, key_offsets = given.get("query_offsets"), given.get("key_offsets")

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "call": {"errors", "kernels"},
     "runtime": {"call", "errors", "jit", "kernels"},
     "emulate": {"call", "errors", "jit", "kernels"},
-    "execution": {"call", "emulate", "errors", "kernels", "runtime"},
+    "execution": {"call", "emulate", "errors", "kernels", "reference", "runtime"},
     "attention": {"call", "errors", "execution", "jit", "kernels", "runtime"},
     "integrations": {"", "attention", "call", "errors", "execution", "kernels", "runtime"},
     "": {"attention", "errors", "integrations"},

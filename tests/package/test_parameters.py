@@ -13,6 +13,7 @@ SIGNATURES = {
     ("attention/api.py", "sdpa"),
     ("attention/explain.py", "explain"),
     ("attention/plan.py", "plan"),
+    ("attention/varlen.py", "sdpa_varlen"),
     # Signatures that a framework prescribes: an autograd function, operators' schemas, attention and mask functions.
     ("execution/autograd.py", "_Attention.forward"),
     ("integrations/torch_ops.py", "_call"),

@@ -1,4 +1,4 @@
-"""Calls with sequences of many lengths against the stub driver; test_launcher.py runs this file in a process of its own."""
+"""sdpa_varlen against the stub driver; test_launcher.py runs this file in a process of its own."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ class Given:
     def expected(self) -> tuple[VarlenParams, int, Problem]:
         """What Python fills for the emulator, the number of CTAs, and the problem."""
         t = self.torch_tensors()
-        options = Options(False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, "emulate")
+        options = Options(
+            False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, "emulate"
+        )
         sequences = Sequences(*(t.get(name) for name in NAMES[4:8]), self.max_queries)
         masks = mask_tensors(None, t.get("slopes"), t.get("sinks"))
         inputs = t["query"], t["key"], t["value"]

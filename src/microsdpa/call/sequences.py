@@ -35,7 +35,9 @@ class Sequences(NamedTuple):
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that are given, by name."""
-        return {name: tensor for name, tensor in list(zip(self._fields, self, strict=True))[:4] if tensor is not None}
+        given = {"query_offsets": self.query_offsets, "key_offsets": self.key_offsets, "lengths": self.lengths}
+        given["page_table"] = self.page_table
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     @property
     def layout(self) -> Varlen:
@@ -160,14 +162,21 @@ def _check_tensor(name: str, tensor: object, query: object) -> None:
 def _check_sizes(query: torch.Tensor, key: torch.Tensor, sequences: Sequences) -> None:
     """Check the tensors of integers, and that all fits the kernels' 32-bit numbers."""
     batch = sequences.batch(query)
-    shapes = {"query_offsets": (batch + 1,), "key_offsets": (batch + 1,), "lengths": (batch,), "page_table": (batch, -1)}
+    shapes = {
+        "query_offsets": (batch + 1,),
+        "key_offsets": (batch + 1,),
+        "lengths": (batch,),
+        "page_table": (batch, -1),
+    }
     for name, tensor in sequences.tensors.items():
         shape = shapes[name]
         if tensor.dtype != torch.int32:
             raise InvalidArgument(
                 name, expected="torch.int32", got=str(tensor.dtype), hint="convert it once with .to(torch.int32)"
             )
-        fits = tensor.dim() == len(shape) and all(want in (-1, is_) for want, is_ in zip(shape, tensor.shape, strict=True))
+        fits = tensor.dim() == len(shape) and all(
+            want in (-1, is_) for want, is_ in zip(shape, tensor.shape, strict=True)
+        )
         if not fits or (name == "query_offsets" and batch < 0):
             words = "[B, n]" if name == "page_table" else "[B]" if name == "lengths" else "[B + 1]"
             raise InvalidArgument(

@@ -70,8 +70,8 @@ class Problem:
         query_terms: 8-bit values whose sum an element of Q is, side by side in its rows.
         key_block: keys of a head that share a scale of 8-bit values, a power of two; 0 when all do.
         varlen: how K and V lie where sequences have lengths of their own, which the device alone knows: in "rows" of
-            dense or packed tensors, or "paged". Then seqlen_q and seqlen_k are what a sequence has at most, and a causal
-            mask is "lower_right". None for sequences of one length.
+            dense or packed tensors, or "paged". Then seqlen_q and seqlen_k are what a sequence has at most, and a
+            causal mask is "lower_right". None for sequences of one length.
     """
 
     batch: int

@@ -42,9 +42,9 @@ Call = tuple[Any, ...]
 """Arguments of one call, in the order that the library has them.
 
 They are query, key, value, out, lse, options (a number of OPTIONS), and scale or None. As far as they are given,
-attn_mask, alibi_slopes, sinks, the window's ends (-1 for none) and softcap follow, NO_MASKS for none; the scales of 8-bit
-query, key and value, tensors or None; and at last, of sequences of many lengths, query_offsets, key_offsets, lengths,
-page_table and max_queries.
+attn_mask, alibi_slopes, sinks, the window's ends (-1 for none) and softcap follow, NO_MASKS for none; the scales of
+8-bit query, key and value, tensors or None; and at last, of sequences of many lengths, query_offsets, key_offsets,
+lengths, page_table and max_queries.
 """
 
 NO_MASKS = None, None, None, -1, -1, None

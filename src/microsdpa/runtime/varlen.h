@@ -70,7 +70,8 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t heads_kv = key->shape[key_rank - 2];
   if (heads_kv < 1 || heads < 1 || heads % heads_kv) return false;
   if (!has_rows(*query, query_rank, heads, head_dim, *query) || !has_rows(*out, query_rank, heads, head_dim, *query) ||
-      !has_rows(*key, key_rank, heads_kv, head_dim, *query) || !has_rows(*value, key_rank, heads_kv, head_dim, *query)) {
+      !has_rows(*key, key_rank, heads_kv, head_dim, *query) ||
+      !has_rows(*value, key_rank, heads_kv, head_dim, *query)) {
     return false;
   }
   for (int i = 0; i < query_rank; ++i) {
@@ -107,17 +108,19 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   k.left = arguments.left != -1, k.right = arguments.right != -1, k.capped = arguments.capped;
   if (arguments.left < -1 || arguments.right < -1) return false;
   for (int i = MASK; i < GIVEN_OPERANDS; ++i) k.given |= std::int64_t(arguments.tensors[i] != nullptr) << i;
-  const std::int64_t hint = arguments.max_queries ? std::min(arguments.max_queries, queries)
-                                                  : (queries + batch - 1) / batch;
+  const std::int64_t hint =
+      arguments.max_queries ? std::min(arguments.max_queries, queries) : (queries + batch - 1) / batch;
   const std::int64_t most = rounded_queries(query_offsets ? hint : query->shape[1]);
   k.tensors[QUERY] = {{query_rank, most, heads, head_dim}, {}, TensorKey::pack(query->dtype, query->device)};
   k.tensors[KEY] = {{key_rank, table != nullptr, heads_kv, head_dim}, {}, 0};
   if (slopes) {
     const bool each = slopes->ndim == 2;
-    if ((slopes->ndim != 1 && !each) || slopes->shape[slopes->ndim - 1] != heads || (each && slopes->shape[0] != batch)) {
+    if ((slopes->ndim != 1 && !each) || slopes->shape[slopes->ndim - 1] != heads ||
+        (each && slopes->shape[0] != batch)) {
       return false;
     }
-    if (TensorKey::pack(slopes->dtype, slopes->device) != TensorKey::pack({kDLFloat, 32, 1}, query->device)) return false;
+    if (TensorKey::pack(slopes->dtype, slopes->device) != TensorKey::pack({kDLFloat, 32, 1}, query->device))
+      return false;
     p.slopes = reinterpret_cast<const float*>(address(*slopes));
     p.slope_batch_stride = each ? slopes->strides[0] : 0;
     p.slope_head_stride = slopes->strides[slopes->ndim - 1];

@@ -31,18 +31,18 @@ struct VarlenParams {
   int64 slope_batch_stride;
   int64 slope_head_stride;
   int64 sink_head_stride;
-  int64 table_stride;    // from sequence to sequence
-  uint64 page_factor;    // a key's page is key * page_factor >> page_shift
+  int64 table_stride;  // from sequence to sequence
+  uint64 page_factor;  // a key's page is key * page_factor >> page_shift
   int32 page_shift;
   int32 page_size;
-  int32 pages;       // of the cache
-  int32 most_keys;   // of a sequence, or of all packed ones
+  int32 pages;      // of the cache
+  int32 most_keys;  // of a sequence, or of all packed ones
   int32 most_queries;
   int32 batch;
   int32 heads;
   int32 heads_kv;
-  int32 left;   // a query at key p sees keys from p - left
-  int32 right;  // to p + right
+  int32 left;          // a query at key p sees keys from p - left
+  int32 right;         // to p + right
   int32 divides_keys;  // whether CTAs take equal parts of all keys, or each a tile of queries
   float scale_log2;    // softmax scale times log2(e)
   float softcap_log2;  // times log2(e)

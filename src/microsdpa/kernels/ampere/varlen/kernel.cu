@@ -91,8 +91,8 @@ struct Source {
   }
 
  private:
-  __device__ __forceinline__ static void copy(Tile& tile, int pass, unsigned column, int panel, const typename C::T* from,
-                                              const typename C::T* anywhere, bool valid) {
+  __device__ __forceinline__ static void copy(Tile& tile, int pass, unsigned column, int panel,
+                                              const typename C::T* from, const typename C::T* anywhere, bool valid) {
     const bool inside = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + panel < C::HEAD_DIM;
     cp_async<16>(tile.at(pass * ROWS + row(), column + panel), inside ? from + panel : anywhere,
                  valid && inside ? 16 : 0);
@@ -126,8 +126,7 @@ __device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, S
   for (int first = 0; first < parts; first += AT_ONCE) {
     RowStats some;
     const Values4 added = combine_parts<AT_ONCE>(
-        some,
-        [&](int i) { return first + i < parts ? stats(first + i) : RowStats{negative_infinity(), 0.0f}; },
+        some, [&](int i) { return first + i < parts ? stats(first + i) : RowStats{negative_infinity(), 0.0f}; },
         [&](int i) { return first + i < parts ? values(first + i) : Values4{}; });
     const float largest = fmaxf(combined.stabilizer, some.stabilizer);
     const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
@@ -141,8 +140,7 @@ __device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, S
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
           int PACK, bool PAGED, bool PROGRAMMATIC, typename MASKS>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
-    attention(const __grid_constant__ VarlenParams params) {
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __grid_constant__ VarlenParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
   auto& shared = dynamic_shared<Shared<C>>();

@@ -30,8 +30,8 @@ template <typename MASKS, int PACK, int ROW_TILES>
 struct MaskedRows {
   const VarlenParams& params;
   const Visibility<MASKS, PACK> visibility;
-  int first;     // this lane's first row
-  int head;      // the first of the PACK
+  int first;  // this lane's first row
+  int head;   // the first of the PACK
   int b;
   int all_from;  // keys from here, and up to all_end, are seen by all rows of the warp
   int all_end;
