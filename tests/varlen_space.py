@@ -108,6 +108,66 @@ def call(form: Form, seed: int) -> dict[str, Any]:
     return given | {"causal": form.causal}
 
 
+def appending(form: Form, seed: int, rotary: int = 0, interleaved: bool = False) -> dict[str, Any]:
+    """call() with a new key for each query, and with `rotary` columns that are rotated."""
+    given = call(form, seed)
+    generator = torch.Generator().manual_seed(seed)
+    query, key, page_table = given["query"], given["key"], given.get("page_table")
+    shape = *query.shape[:-2], key.shape[-2], form.head_dim
+    new = {name: torch.randn(shape, generator=generator).to(form.dtype) for name in ("new_key", "new_value")}
+    if page_table is not None:  # pages that belong to one sequence alone, for the new keys
+        room = torch.arange(page_table.numel(), dtype=torch.int32).view(page_table.shape)
+        given["page_table"] = torch.cat([room + 3, room + 3 + room.numel()], dim=1)
+        pages = 3 + 2 * room.numel()
+        cache = (torch.randn(pages, *key.shape[1:], generator=generator).to(form.dtype) for _ in range(2))
+        given |= zip(("key", "value"), cache, strict=True)
+    if rotary:
+        angles = torch.rand(500, rotary // 2, generator=generator) * 6
+        types = torch.float32, form.dtype
+        new |= {"rotary_cos": angles.cos().to(types[seed % 2]), "rotary_sin": angles.sin().to(types[seed % 2])}
+        new["rotary_interleaved"] = interleaved
+    return given | new
+
+
+def rotated(rows: torch.Tensor, start: int, given: dict[str, Any]) -> torch.Tensor:
+    """Rows [S, heads, D] whose first one stands at `start`, in FP64 and rounded once."""
+    if "rotary_cos" not in given:
+        return rows
+    out, half = rows.double().clone(), given["rotary_cos"].shape[1]
+    for i in range(rows.shape[0]):
+        cos, sin = (given[name][start + i].double() for name in ("rotary_cos", "rotary_sin"))
+        for pair in range(half):
+            one, other = (2 * pair, 2 * pair + 1) if given["rotary_interleaved"] else (pair, pair + half)
+            x, y = rows[i, :, one].double(), rows[i, :, other].double()
+            out[i, :, one], out[i, :, other] = x * cos[pair] - y * sin[pair], x * sin[pair] + y * cos[pair]
+    return out.to(rows.dtype)
+
+
+def after_appending(given: dict[str, Any]) -> dict[str, Any]:
+    """The call that gives the same without appending: caches with the new keys, rotated queries, lengths that hold."""
+    names = "new_key", "new_value", "rotary_cos", "rotary_sin", "rotary_interleaved"
+    found = {name: value for name, value in given.items() if name not in names}
+    query, key, value = (given[name].clone() for name in ("query", "key", "value"))
+    lengths, table = given["lengths"].clone(), given.get("page_table")
+    for b in range(len(lengths)):
+        first, end = (
+            (0, query.shape[1]) if "query_offsets" not in given else map(int, given["query_offsets"][b : b + 2])
+        )
+        own = (b, slice(None)) if "query_offsets" not in given else slice(first, end)
+        start = int(lengths[b])
+        query[own] = rotated(given["query"][own], start, given)
+        new_key = rotated(given["new_key"][own], start, given)
+        for i in range(end - first):
+            at = start + i
+            page = key.shape[1]
+            if at >= (page if table is None else page * table.shape[1]):
+                break
+            place = (b, at) if table is None else (int(table[b, at // page]), at % page)
+            key[place], value[place] = new_key[i], given["new_value"][own][i]
+        lengths[b] += end - first
+    return found | {"query": query, "key": key, "value": value, "lengths": lengths}
+
+
 def moved(given: dict[str, Any], device: str) -> dict[str, Any]:
     """A call with its tensors on another device, of the same strides."""
 

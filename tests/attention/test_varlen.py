@@ -9,7 +9,7 @@ import torch
 
 import microsdpa
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from varlen_space import Form, assert_right, call
+from varlen_space import Form, after_appending, appending, assert_right, call
 
 FORMS = {
     "decode": Form(group=4),
@@ -130,3 +130,22 @@ def test_a_head_dimension_that_is_no_multiple_of_8_is_refused_by_the_kernel() ->
     memory = torch.zeros(9, 16, 2, 64, dtype=HALF)[..., :36]
     with pytest.raises(UnsupportedProblem, match="head_dim 40"):
         microsdpa.sdpa_varlen(**decode(key=memory, value=memory, query=memory[:3, :1], impl="emulate"))
+
+
+APPENDING = {
+    "decode": (Form(group=4), 0, False),
+    "decode, rotated": (Form(group=4), 64, False),
+    "several tokens, a part rotated in pairs": (Form(torch.float16, 64, 2, 5), 32, True),
+    "rows, rotated": (Form(torch.float16, 64, 2, 3, keys="dense"), 64, False),
+}
+
+
+@pytest.mark.parametrize("name", APPENDING)
+@pytest.mark.parametrize("seed", range(6))
+def test_new_keys_are_written_and_seen(name: str, seed: int) -> None:
+    given = appending(APPENDING[name][0], seed, *APPENDING[name][1:])
+    expected = after_appending(given)
+    out, lse = microsdpa.sdpa_varlen(**given, return_lse=True)
+    torch.testing.assert_close(given["key"], expected["key"], rtol=1e-2, atol=1e-3)
+    assert torch.equal(given["value"], expected["value"])
+    assert_right(out, lse, expected)

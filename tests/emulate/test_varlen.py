@@ -9,7 +9,7 @@ import torch
 
 import microsdpa
 from microsdpa.emulate.run import Schedule, scheduled
-from varlen_space import Form, assert_right, call
+from varlen_space import Form, after_appending, appending, assert_right, call
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMS = {
@@ -130,3 +130,22 @@ def test_a_sequence_has_the_same_output_wherever_its_pages_lie() -> None:
         cache_[moved[0]] = given[name][:7]
     elsewhere = given | {"key": key, "value": value, "page_table": moved.int()}
     assert all(torch.equal(a, b) for a, b in zip(emulated(given), emulated(elsewhere), strict=True))
+
+
+APPENDING = {
+    "decode": (Form(group=4), 0, False),
+    "decode, rotated": (Form(group=4), 64, False),
+    "several tokens, a part rotated in pairs": (Form(torch.float16, 64, 2, 5), 32, True),
+    "rows, rotated": (Form(torch.float16, 64, 2, 3, keys="dense"), 64, False),
+}
+
+
+@pytest.mark.parametrize("name", APPENDING)
+@pytest.mark.parametrize("seed", range(2))
+def test_new_keys_are_written_and_seen(name: str, seed: int) -> None:
+    given = appending(APPENDING[name][0], seed, *APPENDING[name][1:])
+    expected = after_appending(given)
+    out, lse = emulated(given, seed)
+    torch.testing.assert_close(given["key"], expected["key"], rtol=1e-2, atol=1e-3)
+    assert torch.equal(given["value"], expected["value"])
+    assert_right(out, lse, expected)

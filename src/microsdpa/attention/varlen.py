@@ -28,6 +28,11 @@ def sdpa_varlen(
     lengths: torch.Tensor | None = None,
     page_table: torch.Tensor | None = None,
     max_queries: int | None = None,
+    new_key: torch.Tensor | None = None,
+    new_value: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = False,
     causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
@@ -39,6 +44,8 @@ def sdpa_varlen(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of sequences of many lengths, packed or in the pages of a cache, in one launch.
+
+    New keys and values may be written to the cache, and queries and new keys rotated, in the same call.
 
     Offsets, lengths and pages stay on the device: nothing is read back and nothing is planned on the host, so one CUDA
     graph serves all lengths. Query i of a sequence stands at its key i + keys - queries: the last query at the last
@@ -60,6 +67,13 @@ def sdpa_varlen(
             read for it, and the outputs of the tile of queries that sees it are NaN.
         max_queries: queries that a packed sequence has at most: a hint for the choice of tiles, never a bound. The mean
             without it.
+        new_key: [queries, H_kv, D] or [B, S_q, H_kv, D], as query: written to the cache behind the keys that `lengths`
+            says, before attention, which sees them. What has no room in the cache is left out.
+        new_value: like new_key.
+        rotary_cos: [positions, R / 2], the inputs' type or float32: queries and new keys are rotated (RoPE) in their
+            first R columns. Query i of a sequence, and its new key, stand at position lengths + i.
+        rotary_sin: like rotary_cos.
+        rotary_interleaved: whether pairs that are rotated are neighbours, as in GPT-J; else they are R / 2 apart.
         causal: query at key p sees keys j <= p: FlashAttention's alignment to the lower right.
         scale: factor of Q K^T; 1/sqrt(D) when None.
         return_lse: also return the natural logarithm of the softmax's denominator in FP32, [H, queries] for packed
@@ -84,9 +98,10 @@ def sdpa_varlen(
             result = _empty_like(query) if out is None else out
             left, right = (-1, -1) if window is None else window
             lse = _launch(
-                *(query, key, value, result, return_lse, VARLEN_OPTIONS[causal, impl], scale),
+                *(query, key, value, result, return_lse, VARLEN_OPTIONS[causal, rotary_interleaved, impl], scale),
                 *(None, alibi_slopes, sinks, left, right, softcap, None, None, None),
                 *(query_offsets, key_offsets, lengths, page_table, max_queries),
+                *(new_key, new_value, rotary_cos, rotary_sin),
             )
             if lse is not None:
                 return (result, lse) if return_lse else result
@@ -95,9 +110,16 @@ def sdpa_varlen(
         pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
     if not isinstance(causal, bool):
         raise InvalidArgument("causal", expected="a bool", got=repr(causal), hint="True aligns to the lower right")
+    if not isinstance(rotary_interleaved, bool):
+        raise InvalidArgument(
+            "rotary_interleaved", expected="a bool", got=repr(rotary_interleaved), hint="True for neighbouring pairs"
+        )
     masks = mask_tensors(None, alibi_slopes, sinks)
     options = Options(False, "lower_right" if causal else None, scale, True, window, softcap, impl)
-    sequences = Sequences(query_offsets, key_offsets, lengths, page_table, max_queries)
+    sequences = Sequences(
+        *(query_offsets, key_offsets, lengths, page_table, max_queries),
+        *(new_key, new_value, rotary_cos, rotary_sin, rotary_interleaved),
+    )
     call = Call((query, key, value), masks, options=options, return_lse=return_lse, out=out, sequences=sequences)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     check_grad({name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)})

@@ -40,12 +40,16 @@ OPTIONS: dict[tuple[object, ...], int] = {
 
 VARLEN_BIT = 1 << 20
 """Set in the number of a call's options where it has sequences of many lengths."""
+INTERLEAVED_BIT = 1 << 21
 VARLEN_OPTIONS: dict[tuple[object, ...], int] = {
-    (causal, impl): VARLEN_BIT | OPTIONS[False, "lower_right" if causal else None, True, impl, None]
+    (causal, interleaved, impl): OPTIONS[False, "lower_right" if causal else None, True, impl, None]
+    | VARLEN_BIT
+    | INTERLEAVED_BIT * interleaved
     for causal in (False, True)
+    for interleaved in (False, True)
     for impl in ("auto", *(family.name for family in VARLEN_FAMILIES))
 }
-"""A number for every valid (causal, impl) of sdpa_varlen."""
+"""A number for every valid (causal, rotary_interleaved, impl) of sdpa_varlen."""
 
 
 class Options(NamedTuple):

@@ -8,8 +8,8 @@ import torch
 
 from microsdpa.call import tensors
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS
-from microsdpa.kernels.problem import Varlen
+from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, ROTARY_COLUMNS, Rotary
+from microsdpa.kernels.problem import MaskType, Varlen
 
 MOST_WORK = 2**31 - 2**20
 """Pieces of work, of 16 rows and 16 keys at least, that the scheduler counts in 32 bits."""
@@ -24,6 +24,11 @@ class Sequences(NamedTuple):
         lengths: [B], int32: keys of each sequence that are in use.
         page_table: [B, n], int32: pages of the cache that the keys of a sequence lie in, one after the other.
         max_queries: queries that a sequence has at most; a hint for the choice of tiles.
+        new_key: [queries, H_kv, D] or [B, S_q, H_kv, D], as query: keys that are written behind those in use.
+        new_value: like new_key.
+        rotary_cos: [positions, R / 2]: queries and new keys are rotated in their first R columns.
+        rotary_sin: like rotary_cos.
+        rotary_interleaved: whether pairs that are rotated are neighbours.
     """
 
     query_offsets: torch.Tensor | None = None
@@ -31,13 +36,33 @@ class Sequences(NamedTuple):
     lengths: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
     max_queries: int | None = None
+    new_key: torch.Tensor | None = None
+    new_value: torch.Tensor | None = None
+    rotary_cos: torch.Tensor | None = None
+    rotary_sin: torch.Tensor | None = None
+    rotary_interleaved: bool = False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that are given, by name."""
+        """The integers that are given, by name."""
         given = {"query_offsets": self.query_offsets, "key_offsets": self.key_offsets, "lengths": self.lengths}
         given["page_table"] = self.page_table
         return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    @property
+    def appended(self) -> dict[str, torch.Tensor]:
+        """What is written to the cache and rotated, as far as it is given, by name."""
+        given = {"new_key": self.new_key, "new_value": self.new_value}
+        given |= {"rotary_cos": self.rotary_cos, "rotary_sin": self.rotary_sin}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """How queries and new keys are rotated."""
+        if self.rotary_cos is None:
+            return None
+        dtype: MaskType = tensors.DTYPES.get(self.rotary_cos.dtype, "float32")
+        return Rotary(2 * self.rotary_cos.shape[1], self.rotary_interleaved, dtype)
 
     @property
     def layout(self) -> Varlen:
@@ -77,7 +102,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences
         UnsupportedProblem: no kernel computes a call of that kind.
     """
     given = {"query": query, "key": key, "value": value}
-    for name, tensor in {**given, **sequences.tensors}.items():
+    for name, tensor in {**given, **sequences.tensors, **sequences.appended}.items():
         _check_tensor(name, tensor, query)
     packed_query, packed_key = sequences.query_offsets is not None, sequences.key_offsets is not None
     if packed_key and sequences.page_table is not None:
@@ -142,6 +167,8 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences
             hint="each key head serves heads / heads_kv query heads",
         )
     _check_sizes(query, key, sequences)
+    if sequences.appended:
+        _check_appended(query, key, value, sequences)
 
 
 def _check_tensor(name: str, tensor: object, query: object) -> None:
@@ -216,3 +243,72 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, sequences: Sequences) -
             f"tiles of {rows * 16} rows by {most} keys exceed the {MOST_WORK} that a kernel counts",
             nearest="a page table that is less wide, or a smaller batch",
         )
+
+
+def _check_appended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> None:
+    """Check what is written to the cache and rotated before attention."""
+    given = sequences.appended
+    if sequences.lengths is None or sequences.key_offsets is not None:
+        raise InvalidArgument(
+            next(iter(given)),
+            expected="lengths of a cache beside it, dense or in pages",
+            got="no lengths" if sequences.lengths is None else "packed keys",
+            hint="lengths say how many keys each sequence has before",
+        )
+    for one, other in (("new_key", "new_value"), ("rotary_cos", "rotary_sin")):
+        if (one in given) != (other in given):
+            raise InvalidArgument(
+                other if one in given else one,
+                expected="a tensor beside the other of the two",
+                got="None",
+                hint="pass both",
+            )
+    for name in ("new_key", "new_value"):
+        if name not in given:
+            continue
+        tensor, shape = given[name], [*query.shape[:-2], key.shape[-2], query.shape[-1]]
+        if list(tensor.shape) != shape or tensor.dtype != query.dtype or (tensor.stride(-1) != 1 and shape[-1] > 1):
+            raise InvalidArgument(
+                name,
+                expected=f"a key for each query: shape {shape}, {query.dtype}, a stride of 1 along D",
+                got=f"shape {list(tensor.shape)}, {tensor.dtype}, strides {tensor.stride()}",
+                hint="new keys and values come with their queries",
+            )
+    if "new_key" in given:
+        for name, cache in (("key", key), ("value", value)):
+            if tensors.overlaps_itself(cache):
+                raise InvalidArgument(
+                    name,
+                    expected="a cache whose elements have memory of their own, since new keys are written to it",
+                    got=f"shape {list(cache.shape)} with strides {cache.stride()}",
+                    hint="pass the cache itself",
+                )
+            if any(tensors.memory_ranges_meet(cache, other) for other in (query, given["new_key"], given["new_value"])):
+                raise InvalidArgument(
+                    name,
+                    expected="memory that neither query nor new keys and values use",
+                    got="a cache that overlaps them",
+                    hint="clone what is in the cache",
+                )
+    if "rotary_cos" in given:
+        _check_rotary(query, given["rotary_cos"], given["rotary_sin"])
+
+
+def _check_rotary(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    for name, tensor in (("rotary_cos", cos), ("rotary_sin", sin)):
+        fits = tensor.dim() == 2 and tensor.shape == cos.shape and tensor.shape[0] > 0
+        columns = 2 * tensor.shape[-1] if tensor.dim() else 0
+        if not fits or columns % ROTARY_COLUMNS or not 0 < columns <= query.shape[-1]:
+            raise InvalidArgument(
+                name,
+                expected=f"shape [positions, R / 2], where R is a multiple of {ROTARY_COLUMNS} up to D",
+                got=f"shape {list(tensor.shape)}",
+                hint="one row for each position, one column for each pair",
+            )
+        if tensor.dtype not in (query.dtype, torch.float32) or tensor.dtype != cos.dtype or tensor.stride(1) != 1:
+            raise InvalidArgument(
+                name,
+                expected=f"{query.dtype} or torch.float32, one type for both, a stride of 1 along its rows",
+                got=f"{tensor.dtype}, strides {tensor.stride()}",
+                hint="convert it once with .to(torch.float32).contiguous()",
+            )

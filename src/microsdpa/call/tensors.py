@@ -266,7 +266,7 @@ def check_out(out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tupl
             got="requires_grad=True",
             hint="pass out.detach()",
         )
-    if _overlaps_itself(out):
+    if overlaps_itself(out):
         raise InvalidArgument(
             "out",
             expected="a tensor whose elements have memory of their own",
@@ -282,7 +282,8 @@ def check_out(out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tupl
         )
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor may share memory."""
     reach = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
         if stride < reach:

@@ -109,7 +109,9 @@ def check(call: Call) -> Checked:
         )
     masks = mask_checks.check(call)
     if call.out is not None:
-        others = *masks.tensors.values(), *(call.sequences.tensors.values() if call.sequences else ())
+        others = tuple(masks.tensors.values())
+        if call.sequences is not None:
+            others = *others, *call.sequences.tensors.values(), *call.sequences.appended.values()
         tensors.check_out(call.out, query, query.dtype, (*call.inputs, *others))
     return Checked(call, kernel, emulated, causal, scale, masks, query.dtype)
 

@@ -54,10 +54,22 @@ class VarlenParams(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 *("page_shift", "page_size", "pages", "most_keys", "most_queries"),
-                *("batch", "heads", "heads_kv", "left", "right", "divides_keys"),
+                *("batch", "heads", "heads_kv", "left", "right", "appends", "divides_keys"),
             )
         ),
         *((name, ctypes.c_float) for name in ("scale_log2", "softcap_log2")),
+    )
+
+
+class AppendParams(ctypes.Structure):
+    """AppendParams of kernels/common/varlen_params.cuh."""
+
+    _fields_ = (
+        ("call", VarlenParams),
+        *((name, ctypes.c_void_p) for name in ("new_key", "new_value", "rotary_cos", "rotary_sin", "rotated")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("new_key", "new_value")),
+        *((name, ctypes.c_int64) for name in ("cos_stride", "sin_stride")),
+        *((name, ctypes.c_int32) for name in ("positions", "queries")),
     )
 
 

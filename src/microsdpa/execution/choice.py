@@ -53,7 +53,8 @@ def _varlen(checked: Checked, out: torch.Tensor | None) -> Problem:
     assert sequences is not None
     query, key, _ = call.inputs
     dtype = tensors.DTYPES[checked.dtype]
-    given = call.inputs if out is None else (*call.inputs, out)
+    new = (t for t in (sequences.new_key, sequences.new_value) if t is not None)
+    given = *call.inputs, *new, *(() if out is None else (out,))
     return Problem(
         batch=sequences.batch(query),
         heads=query.shape[-2],

@@ -8,8 +8,10 @@ import math
 import torch
 
 from microsdpa import reference
+from microsdpa.call.call import Inputs
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import VARLEN_OPTIONS
+from microsdpa.call.sequences import Sequences
 from microsdpa.call.validate import Checked
 from microsdpa.execution import torch_cpu
 from microsdpa.kernels import KernelSpec
@@ -22,10 +24,17 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     """The launcher's arguments for a call."""
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
     assert sequences is not None
-    code = VARLEN_OPTIONS[checked.causal is not None, call.options.impl]
+    code = VARLEN_OPTIONS[checked.causal is not None, sequences.rotary_interleaved, call.options.impl]
     given = *call.inputs, out, call.return_lse, code, checked.scale
     tensors = None, masks.alibi_slopes, masks.sinks
-    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences
+    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-1]
+
+
+def append_kernel(checked: Checked, problem: Problem) -> KernelSpec | None:
+    """The kernel that writes to the cache before attention; None where nothing is written or rotated."""
+    sequences = checked.call.sequences
+    assert sequences is not None
+    return kernel.append(problem, sequences.rotary) if sequences.appended else None
 
 
 def parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]) -> ctypes.Structure:
@@ -55,6 +64,7 @@ def parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: 
         heads_kv=problem.heads_kv,
         left=min(left, kernel.MOST_KEYS),
         right=0 if checked.causal else min(right, kernel.MOST_KEYS),
+        appends=sequences.new_key is not None,
         divides_keys=kernel.divides_keys(spec, problem, sequences.queries(query)),
         scale_log2=checked.factor * math.log2(math.e),
         softcap_log2=(masks.softcap or 0.0) * math.log2(math.e),
@@ -66,6 +76,28 @@ def parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: 
         params.slope_batch_stride, params.slope_head_stride = slopes.stride()
     if masks.sinks is not None:
         (params.sink_head_stride,) = masks.sinks.stride()
+    return params
+
+
+def append_parameters(
+    checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]
+) -> ctypes.Structure:
+    """The parameter of the kernel that appends, as runtime/varlen.h fills it."""
+    from microsdpa.emulate import abi
+
+    sequences = checked.call.sequences
+    assert sequences is not None
+    own = {name: addresses[name] for name in (*sequences.appended, "rotated") if name in addresses}
+    rest = {name: address for name, address in addresses.items() if name not in own}
+    params = abi.AppendParams(
+        call=parameters(checked, problem, spec, rest), **own, queries=sequences.queries(checked.call.inputs[0])
+    )
+    for name in ("new_key", "new_value"):
+        if name in sequences.appended:
+            setattr(params, f"{name}_strides", (ctypes.c_int64 * 3)(*row_strides(sequences.appended[name])))
+    if sequences.rotary_cos is not None and sequences.rotary_sin is not None:
+        params.cos_stride, params.sin_stride = sequences.rotary_cos.stride(0), sequences.rotary_sin.stride(0)
+        params.positions = sequences.rotary_cos.shape[0]
     return params
 
 
@@ -93,6 +125,21 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
         inputs["slopes"] = masks.alibi_slopes
     if masks.sinks is not None:
         inputs["sinks"] = masks.sinks
+    if append := append_kernel(checked, problem):
+        queries, rotates = sequences.queries(query), sequences.rotary is not None
+        given = {name: tensor for name, tensor in inputs.items() if name not in ("key", "value", "slopes", "sinks")}
+        rotated = torch.empty(query.shape, dtype=query.dtype, device="cpu")
+        written = {"key": key, "value": value} | ({"rotated": rotated} if rotates else {})
+        run.one_kernel(
+            append,
+            kernel.append_grid(problem, queries, sequences.new_key is not None, rotates),
+            lambda addresses: append_parameters(checked, problem, spec, addresses),
+            given | sequences.appended,
+            written,
+        )
+        if rotates:
+            inputs["query"] = rotated
+            checked = checked._replace(call=checked.call._replace(inputs=(rotated, key, value)))
     grid = kernel.grid_of(spec, problem, sequences.queries(query))
     # All bits set are NaN in every type: what is read before it is written shows in the output.
     workspace = torch.full((kernel.workspace_bytes(spec),), 0xFF, dtype=torch.uint8, device="cpu")
@@ -106,11 +153,15 @@ def attend_on_cpu(checked: Checked) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output and, on demand, LSE of CPU tensors, by torch's own attention, a sequence at a time."""
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
     assert sequences is not None
-    out = checked.output().zero_()
+    out = checked.output()
+    inputs, given = call.inputs, sequences.tensors
+    if sequences.appended:
+        inputs, given = _append_on_cpu(inputs, sequences)
+    out.zero_()
     lse = torch.full(checked.lse_shape, -torch.inf, dtype=torch.float32, device=out.device)
     if masks.sinks is not None:
         lse.copy_(masks.sinks.float()[:, None].expand_as(lse))
-    for b, one in enumerate(reference.sequences(call.inputs, sequences.tensors)):
+    for b, one in enumerate(reference.sequences(inputs, given)):
         query, key, value = one.tensors
         if not query.shape[2] or not key.shape[2]:
             continue
@@ -123,3 +174,52 @@ def attend_on_cpu(checked: Checked) -> tuple[torch.Tensor, torch.Tensor | None]:
         if got_lse is not None:
             one.lse_rows(lse).copy_(got_lse[0])
     return out, lse if call.return_lse else None
+
+
+def _append_on_cpu(inputs: Inputs, sequences: Sequences) -> tuple[Inputs, dict[str, torch.Tensor]]:
+    """Write new keys and values to the cache; gives rotated queries beside it, and the lengths that hold now."""
+    query, key, value = inputs
+    assert sequences.lengths is not None
+    lengths, rotated = sequences.lengths.clamp(min=0), query.clone()
+    most, page = sequences.most_keys(key), key.shape[1]
+    for b, one in enumerate(reference.sequences(inputs, sequences.tensors)):
+        rows = one.rows(query)
+        position = torch.arange(rows.shape[0], device=query.device) + lengths[b]
+        if sequences.rotary is not None:
+            one.rows(rotated).copy_(_rotate(rows, position, sequences))
+        if sequences.new_key is None or sequences.new_value is None:
+            continue
+        new_key, new_value = one.rows(sequences.new_key), one.rows(sequences.new_value)
+        if sequences.rotary is not None:
+            new_key = _rotate(new_key, position, sequences)
+        kept = position < most
+        position = position[kept]
+        pages = position // page if sequences.page_table is None else sequences.page_table[b, position // page].long()
+        place = (torch.full_like(position, b), position) if sequences.page_table is None else (pages, position % page)
+        exists = (
+            (pages >= 0) & (pages < key.shape[0]) if sequences.page_table is not None else torch.ones_like(kept[kept])
+        )
+        place = place[0][exists], place[1][exists]
+        key[place], value[place] = new_key[kept][exists], new_value[kept][exists]
+    given = sequences.tensors
+    if sequences.new_key is not None:
+        counts = [one.tensors[0].shape[2] for one in reference.sequences(inputs, sequences.tensors)]
+        given["lengths"] = lengths + torch.tensor(counts, dtype=torch.int32, device=lengths.device)
+    return (rotated, key, value), given
+
+
+def _rotate(rows: torch.Tensor, position: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    """Rows [S, heads, D] rotated at their positions [S]."""
+    assert sequences.rotary is not None
+    assert sequences.rotary_cos is not None
+    assert sequences.rotary_sin is not None
+    columns, at = sequences.rotary.columns, position.clamp(max=sequences.rotary_cos.shape[0] - 1)
+    cos, sin = (angles[at].float()[:, None] for angles in (sequences.rotary_cos, sequences.rotary_sin))
+    turned, rest = rows[..., :columns].float(), rows[..., columns:]
+    if sequences.rotary.interleaved:
+        x, y = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1).flatten(-2)
+    else:
+        x, y = turned.chunk(2, dim=-1)
+        turned = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
+    return torch.cat([turned.to(rows.dtype), rest], dim=-1)

@@ -156,7 +156,7 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
 VARLEN_FAMILIES: tuple[Family, ...] = (
     Family(
         "ampere/varlen",
-        "packed sequences and paged caches on mma.sync: lengths on the device, keys divided among CTAs; sm_80 and newer",
+        "packed sequences and paged caches on mma.sync: lengths on the device, keys divided among CTAs",
         ampere_varlen.forward,
         masks=True,
         varlen=True,

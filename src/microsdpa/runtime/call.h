@@ -57,7 +57,7 @@ struct Call {
   const DLTensor* query;
   Addresses addresses{};
   CallKey key;
-  VarlenParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
+  AppendParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
 };
 
 inline std::uintptr_t address(const DLTensor& tensor) {

@@ -55,6 +55,8 @@ enum Argument {
   QUERY_SCALE_ARGUMENT,
   QUERY_OFFSETS_ARGUMENT = QUERY_SCALE_ARGUMENT + 3,
   MAX_QUERIES_ARGUMENT = QUERY_OFFSETS_ARGUMENT + 4,
+  NEW_KEY_ARGUMENT,
+  LAST_ARGUMENT = NEW_KEY_ARGUMENT + 3,
   MOST_ARGUMENTS
 };
 
@@ -95,6 +97,9 @@ struct GivenCall {
     }
     if (count > MAX_QUERIES_ARGUMENT) {
       arguments.max_queries = args[MAX_QUERIES_ARGUMENT].cast<Optional<std::int64_t>>().value_or(0);
+    }
+    for (int i = 0; i < 4 && NEW_KEY_ARGUMENT + i < count; ++i) {
+      arguments.tensors[NEW_KEY + i] = optional_tensor(args[NEW_KEY_ARGUMENT + i]);
     }
   }
 

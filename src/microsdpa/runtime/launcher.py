@@ -44,7 +44,7 @@ Call = tuple[Any, ...]
 They are query, key, value, out, lse, options (a number of OPTIONS), and scale or None. As far as they are given,
 attn_mask, alibi_slopes, sinks, the window's ends (-1 for none) and softcap follow, NO_MASKS for none; the scales of
 8-bit query, key and value, tensors or None; and at last, of sequences of many lengths, query_offsets, key_offsets,
-lengths, page_table and max_queries.
+lengths, page_table, max_queries, new_key, new_value, rotary_cos and rotary_sin.
 """
 
 NO_MASKS = None, None, None, -1, -1, None
@@ -321,16 +321,16 @@ def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, i
     register(call, kernels, problem.target, workspace_bytes, growth)
 
 
-def prepare_varlen(problem: Problem, spec: KernelSpec, call: Call) -> None:
-    """register() for the kernel of a call with sequences of many lengths, whose parameter varlen.h fills.
+def prepare_varlen(problem: Problem, spec: KernelSpec, call: Call, append: KernelSpec | None) -> None:
+    """register() for the kernels of a call with sequences of many lengths, whose parameters varlen.h fills.
 
     Raises:
         CompileError: the kernel does not compile.
         RuntimeError: the driver refuses to load it.
     """
     scratch = ampere_varlen.workspace_bytes(spec)
-    kernel = PlannedKernel(spec, (spec.max_ctas, 1, 1), bytes(8))
-    register(call, [kernel], problem.target, varlen=(spec.block_m, spec.max_ctas, scratch))
+    kernels = [PlannedKernel(one, (1, 1, 1), bytes(8)) for one in (append, spec) if one]
+    register(call, kernels, problem.target, varlen=(spec.block_m, spec.max_ctas, scratch))
 
 
 def launch_one(

@@ -49,6 +49,66 @@ inline std::uintptr_t end_of(const DLTensor& tensor) {
   return address(tensor) + (last + 1) * tensor.dtype.bits / 8;
 }
 
+// Whether a tensor that is written to meets another one of the call, but for those of `except`.
+inline bool meets_others(const DLTensor& written, const Arguments& arguments, std::uint64_t except) {
+  for (int i = 0; i < GIVEN_OPERANDS; ++i) {
+    const DLTensor* other = arguments.tensors[i];
+    if (!other || except >> i & 1) continue;
+    if (address(written) < end_of(*other) && address(*other) < end_of(written)) return true;
+  }
+  return false;
+}
+
+// Whether elements of a tensor may have memory of their own: no dimension is broadcast.
+inline bool is_written_once(const DLTensor& tensor) {
+  for (int i = 0; i < tensor.ndim; ++i) {
+    if (tensor.shape[i] > 1 && tensor.strides[i] < 1) return false;
+  }
+  return true;
+}
+
+// Reads what is appended to a cache, and how it is rotated, into a call whose other parts are read; false as parse().
+inline bool parse_append(const Arguments& arguments, Call& call) {
+  const DLTensor *query = arguments.tensors[QUERY], *key = arguments.tensors[KEY], *value = arguments.tensors[VALUE];
+  const DLTensor *new_key = arguments.tensors[NEW_KEY], *new_value = arguments.tensors[NEW_VALUE];
+  const DLTensor *cos = arguments.tensors[ROTARY_COS], *sin = arguments.tensors[ROTARY_SIN];
+  AppendParams& p = call.varlen;
+  if (!arguments.tensors[LENGTHS] || arguments.tensors[KEY_OFFSETS]) return false;
+  if (!new_key != !new_value || !cos != !sin) return false;
+  const int rank = query->ndim;
+  const std::int64_t head_dim = query->shape[rank - 1];
+  if (new_key) {
+    for (const DLTensor* tensor : {new_key, new_value}) {
+      if (!has_rows(*tensor, rank, p.call.heads_kv, head_dim, *query)) return false;
+      for (int i = 0; i < rank - 2; ++i) {
+        if (tensor->shape[i] != query->shape[i]) return false;
+      }
+    }
+    constexpr std::uint64_t CACHE = 1u << KEY | 1u << VALUE;
+    for (const DLTensor* tensor : {key, value}) {
+      if (!is_written_once(*tensor) || meets_others(*tensor, arguments, CACHE)) return false;
+    }
+    p.new_key = reinterpret_cast<const void*>(address(*new_key));
+    p.new_value = reinterpret_cast<const void*>(address(*new_value));
+    p.new_key_strides = row_strides(*new_key), p.new_value_strides = row_strides(*new_value);
+    p.call.appends = 1;
+  }
+  if (cos) {
+    for (const DLTensor* tensor : {cos, sin}) {
+      if (tensor->ndim != 2 || !tensor->strides || !address(*tensor) || tensor->strides[1] != 1) return false;
+      if (tensor->shape[0] < 1 || tensor->shape[0] > MOST_KEYS || tensor->shape[0] != cos->shape[0]) return false;
+      if (tensor->shape[1] != cos->shape[1]) return false;
+      if (TensorKey::pack(tensor->dtype, tensor->device) != TensorKey::pack(cos->dtype, query->device)) return false;
+    }
+    call.key.tensors[VALUE] = {{cos->shape[1]}, {}, TensorKey::pack(cos->dtype, cos->device)};
+    p.rotary_cos = reinterpret_cast<const void*>(address(*cos));
+    p.rotary_sin = reinterpret_cast<const void*>(address(*sin));
+    p.cos_stride = cos->strides[0], p.sin_stride = sin->strides[0];
+    p.positions = static_cast<int32>(cos->shape[0]);
+  }
+  return true;
+}
+
 // What tiles are chosen for: at most so many queries of a sequence, rounded up. most_queries() of call/sequences.py.
 inline std::int64_t rounded_queries(std::int64_t most) {
   std::int64_t rounded = 1;
@@ -76,8 +136,6 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   }
   for (int i = 0; i < query_rank; ++i) {
     if (query->shape[i] != out->shape[i] || query->shape[i] < 1) return false;
-    // Elements of an output have memory of their own: it is dense in the order of its dimensions, or like that.
-    if (out->shape[i] > 1 && out->strides[i] < (i + 1 < query_rank ? 1 : 0)) return false;
   }
   for (int i = 0; i < key_rank; ++i) {
     if (key->shape[i] != value->shape[i] || key->shape[i] < 1) return false;
@@ -96,12 +154,10 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t rows = (queries * heads + 15) / 16 + batch * heads_kv;
   if (most_keys < 1 || most_keys > MOST_KEYS || queries > MOST_KEYS || arguments.max_queries < 0) return false;
   if (rows * ((most_keys + 31) / 32) > MOST_WORK) return false;
-  for (const DLTensor* tensor : arguments.tensors) {
-    if (tensor && tensor != out && address(*out) < end_of(*tensor) && address(*tensor) < end_of(*out)) return false;
-  }
+  if (!is_written_once(*out) || meets_others(*out, arguments, 1u << OUT)) return false;
 
-  VarlenParams& p = call.varlen;
-  p = VarlenParams{};
+  call.varlen = AppendParams{};
+  VarlenParams& p = call.varlen.call;
   CallKey& k = call.key;
   std::memset(k.tensors, 0, sizeof(k.tensors));
   k.alignment = 16, k.given = 0;
@@ -157,15 +213,17 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   p.batch = static_cast<int32>(batch), p.heads = static_cast<int32>(heads), p.heads_kv = static_cast<int32>(heads_kv);
   p.left = static_cast<int32>(std::min(arguments.left, MOST_KEYS));
   p.right = k.causal() ? 0 : static_cast<int32>(std::min(arguments.right, MOST_KEYS));
-  return true;
+  call.varlen.queries = static_cast<int32>(queries);
+  constexpr std::int64_t APPENDED = 1 << NEW_KEY | 1 << NEW_VALUE | 1 << ROTARY_COS | 1 << ROTARY_SIN;
+  return !(k.given & APPENDED) || parse_append(arguments, call);
 }
 
 // The CTAs of a launch, and whether they take equal parts of all keys; divides_keys() and grid_of() of
 // kernels/ampere/varlen/spec.py say the same.
 inline unsigned varlen_ctas(const Call& call, const VarlenLaunch& launch, bool& divides_keys) {
-  const VarlenParams& p = call.varlen;
+  const VarlenParams& p = call.varlen.call;
   const std::int64_t pack = p.heads / p.heads_kv, most = call.key.tensors[QUERY].shape[1];
-  const std::int64_t queries = p.query_offsets ? p.most_queries : std::int64_t(p.batch) * p.most_queries;
+  const std::int64_t queries = call.varlen.queries;
   const std::int64_t tiles = (queries * pack + launch.block_m - 1) / launch.block_m;
   divides_keys = most * pack <= launch.block_m || tiles * p.heads_kv <= launch.ctas;
   return static_cast<unsigned>(divides_keys ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv);
@@ -173,9 +231,18 @@ inline unsigned varlen_ctas(const Call& call, const VarlenLaunch& launch, bool& 
 
 // The shape of a call's LSE: [H, queries], or [B, H, S_q]; gives its rank.
 inline int varlen_lse_shape(const Call& call, std::int64_t (&shape)[3]) {
-  const VarlenParams& p = call.varlen;
+  const VarlenParams& p = call.varlen.call;
   if (p.query_offsets) return shape[0] = p.heads, shape[1] = p.most_queries, 2;
   return shape[0] = p.batch, shape[1] = p.heads, shape[2] = p.most_queries, 3;
+}
+
+// The threads of the kernel that appends, each with 16 bytes.
+constexpr int APPEND_THREADS = 128;
+
+// CTAs that append and rotate; append_grid() of kernels/ampere/varlen/spec.py says the same.
+inline unsigned append_ctas(const AppendParams& params, std::int64_t head_dim) {
+  const std::int64_t rows = (params.new_key ? 2 * params.call.heads_kv : 0) + (params.rotary_cos ? params.call.heads : 0);
+  return static_cast<unsigned>((params.queries * rows * (head_dim / 8) + APPEND_THREADS - 1) / APPEND_THREADS);
 }
 
 // Launches a plan for sequences of many lengths; gives what LseArgument does.
@@ -183,12 +250,16 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   std::int64_t shape[3];
   const int rank = varlen_lse_shape(call, shape);
   const LseArgument lse(wanted_lse, *call.query, shape, rank);
-  VarlenParams& params = call.varlen;
+  VarlenParams& params = call.varlen.call;
+  const std::int64_t head_dim = call.query->shape[call.query->ndim - 1];
   bool divides_keys;
   const unsigned ctas = varlen_ctas(call, plan.varlen, divides_keys);
+  const std::int64_t row = params.heads * head_dim;  // of rotated queries
+  const std::int64_t rotated_bytes = call.varlen.rotary_cos ? call.varlen.queries * row * 2 : 0;
+  const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
   Optional<ffi::Tensor> workspace;
-  if (divides_keys) {
-    workspace = allocate(&plan.varlen.workspace_bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
+  if (bytes) {
+    workspace = allocate(&bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
     params.workspace = workspace.value().data_ptr();
   }
   params.lse = reinterpret_cast<float*>(lse.address);
@@ -199,7 +270,17 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   guarded([&] {
     ScopedContext current(driver(), plan.context);
     if (divides_keys) params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));
-    plan.kernels[0].launch.issue(driver(), stream, &params, call.addresses, ctas);
+    if (plan.kernels.size() > 1) {
+      if (rotated_bytes) {
+        call.varlen.rotated = static_cast<char*>(params.workspace) + (divides_keys ? plan.varlen.workspace_bytes : 0);
+      }
+      plan.kernels[0].launch.issue(driver(), stream, &call.varlen, call.addresses, append_ctas(call.varlen, head_dim));
+      if (rotated_bytes) {
+        params.query = call.varlen.rotated;
+        params.query_strides = {params.query_offsets ? 0 : params.most_queries * row, head_dim, row};
+      }
+    }
+    plan.kernels.back().launch.issue(driver(), stream, &params, call.addresses, ctas);
   });
   return lse.result();
 }

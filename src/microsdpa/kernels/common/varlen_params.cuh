@@ -43,9 +43,26 @@ struct VarlenParams {
   int32 heads_kv;
   int32 left;          // a query at key p sees keys from p - left
   int32 right;         // to p + right
+  int32 appends;        // whether a sequence's keys are `lengths` and one for each of its queries, which come after them
   int32 divides_keys;  // whether CTAs take equal parts of all keys, or each a tile of queries
   float scale_log2;    // softmax scale times log2(e)
-  float softcap_log2;  // times log2(e)
+  float softcap_log2;   // times log2(e)
+};
+
+// What the kernel gets that writes new keys and values to a cache, and rotates queries and new keys, before attention.
+struct AppendParams {
+  VarlenParams call;       // its query is not rotated yet
+  const void* new_key;     // [queries, H_kv, D] packed, or [B, S_q, H_kv, D]; null where there are none
+  const void* new_value;   // like new_key
+  const void* rotary_cos;  // [positions, ROTARY / 2]
+  const void* rotary_sin;  // [positions, ROTARY / 2]
+  void* rotated;           // [queries, H, D]: rotated queries
+  Strides new_key_strides;
+  Strides new_value_strides;
+  int64 cos_stride;  // from position to position
+  int64 sin_stride;
+  int32 positions;
+  int32 queries;  // of all sequences
 };
 
 }  // namespace microsdpa

@@ -14,7 +14,9 @@ struct Sequence {
       : queries(params.most_queries), keys(params.most_keys), first_query(0), first_key(0) {
     if (params.query_offsets != nullptr) range(params.query_offsets, b, params.most_queries, first_query, queries);
     if (params.key_offsets != nullptr) range(params.key_offsets, b, params.most_keys, first_key, keys);
-    if (params.lengths != nullptr) keys = min(keys, max(params.lengths[b], 0));
+    if (params.lengths != nullptr) {
+      keys = min(keys, max(params.lengths[b], 0) + (params.appends ? min(queries, keys) : 0));
+    }
   }
 
  private:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, MaskType, Problem, capability_of, of_any_size
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, refused_head_dim
 
 HEAD_DIMS = range(8, 257, 8)
@@ -17,6 +17,26 @@ ELEMENT = 2
 """Bytes of an element."""
 MOST_RESIDENT = 2
 """CTAs of an SM: more of them would divide keys further than they share memory."""
+
+
+APPEND_THREADS = 128
+ROTARY_COLUMNS = 16
+"""Columns that are rotated are a multiple of it."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding (RoPE) of queries and new keys.
+
+    Attributes:
+        columns: that are rotated, from the first on.
+        interleaved: whether pairs are neighbours; else they are half of `columns` apart.
+        dtype: of cosines and sines.
+    """
+
+    columns: int
+    interleaved: bool
+    dtype: MaskType
 
 
 @dataclass(frozen=True)
@@ -142,6 +162,36 @@ def _specification(problem: Problem, tiling: Tiling, paged: bool) -> KernelSpec:
         programmatic=programmatic,
         params="microsdpa::VarlenParams",
     )
+
+
+def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
+    """The kernel that writes new keys and values to the cache, and rotates them and queries."""
+    programmatic = capability_of(problem.target) >= (9, 0)
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "ROTARY": rotary.columns if rotary else 0,
+        "INTERLEAVED": BOOLEAN[rotary.interleaved if rotary else False],
+        "ANGLE": CPP_TYPE[rotary.dtype if rotary else "float32"],
+        "PAGED": BOOLEAN[problem.varlen == "paged"],
+        "PROGRAMMATIC": BOOLEAN[programmatic],
+    }
+    return KernelSpec(
+        name="ampere/varlen",
+        source="ampere/varlen/append.cu",
+        template="microsdpa::ampere::varlen::append",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=APPEND_THREADS,
+        block_m=1,
+        programmatic=programmatic,
+        params="microsdpa::AppendParams",
+    )
+
+
+def append_grid(problem: Problem, queries: int, new_keys: bool, rotates: bool) -> Grid:
+    """CTAs that append and rotate: a thread for every 16 bytes."""
+    rows = (2 * problem.heads_kv if new_keys else 0) + (problem.heads if rotates else 0)
+    return ceil(queries * rows * (problem.head_dim // 8) / APPEND_THREADS), 1, 1
 
 
 def workspace_bytes(spec: KernelSpec) -> int:
