@@ -9,6 +9,7 @@ import torch
 
 import microsdpa
 from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.execution import choice
 from varlen_space import Form, after_appending, appending, assert_right, call
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -149,3 +150,45 @@ def test_new_keys_are_written_and_seen(name: str, seed: int) -> None:
     torch.testing.assert_close(given["key"], expected["key"], rtol=1e-2, atol=1e-3)
     assert torch.equal(given["value"], expected["value"])
     assert_right(out, lse, expected)
+
+
+@pytest.fixture
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "emulated_target", lambda _: "sm_90a")
+
+
+CLUSTERED = {
+    "decode": Form(BF16, 64, group=4),
+    "decode, D = 128": Form(FP16, 128, group=8),
+    "rows": Form(FP16, 64, group=2, queries=5, keys="dense"),
+    "a window": Form(BF16, 64, 2, 3, "paged", True, (True, False), sinks=torch.float32),
+    "packed": Form(BF16, 64, 2, 6, "packed", False, (True, True)),
+}
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_one_sequence_is_computed_by_clusters(name: str) -> None:
+    alone = [seed for seed in range(40) if len(call(CLUSTERED[name], seed).get("lengths", [0, 0])) == 1]
+    if name == "packed":
+        alone = [seed for seed in range(40) if len(call(CLUSTERED[name], seed)["key_offsets"]) == 2]
+    for seed in alone[:4]:
+        given = call(CLUSTERED[name], seed)
+        assert_right(*emulated(given, seed), given)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("length", [0, 1, 129, 1100])
+def test_a_cluster_has_any_number_of_keys(length: int) -> None:
+    given = decode([length], [[(7 * i) % 200 for i in range(80)]])
+    out, lse = emulated(given)
+    assert_right(out, lse, given)
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_a_cluster_reads_no_page_that_the_cache_lacks() -> None:
+    out, lse = emulated(decode([40], [[1, -5, 3]]))
+    assert out.isnan().all()
+    assert lse.isnan().all()
+    given = decode([16], [[1, -5, 3]])
+    assert_right(*emulated(given), given)

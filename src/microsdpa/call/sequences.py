@@ -84,10 +84,13 @@ class Sequences(NamedTuple):
         return query.shape[0] if self.query_offsets is not None else query.shape[0] * query.shape[1]
 
     def most_queries(self, query: torch.Tensor) -> int:
-        """What tiles are chosen for: the hint, or the mean of packed sequences, rounded up to a power of two."""
+        """What tiles are chosen for: the hint, or the mean of packed sequences, rounded up to a power of two.
+
+        It is a bound where there is one sequence.
+        """
         if self.query_offsets is None:
             most = query.shape[1]
-        elif self.max_queries is not None:
+        elif self.max_queries is not None and self.batch(query) > 1:
             most = min(self.max_queries, query.shape[0])
         else:
             most = -(-query.shape[0] // max(1, self.batch(query)))

@@ -212,7 +212,7 @@ _OPERANDS = (
 SCALE, SCALE_LOG2 = 0, 1
 """Numbers of a call that a parameter holds as floats: the softmax's scale, and the same times log2(e)."""
 NO_GROWTH = 1, 0
-NO_VARLEN = 0, 0, 0
+NO_VARLEN = 0, 0, 0, 1
 
 
 class Mapped(NamedTuple):
@@ -278,7 +278,7 @@ def register(
     target: str,
     workspace_bytes: int = 0,
     growth: tuple[int, int] = NO_GROWTH,
-    varlen: tuple[int, int, int] = NO_VARLEN,
+    varlen: tuple[int, int, int, int] = NO_VARLEN,
 ) -> None:
     """Compile and load kernels, and register the plan that `launch` finds for these validated arguments.
 
@@ -330,7 +330,7 @@ def prepare_varlen(problem: Problem, spec: KernelSpec, call: Call, append: Kerne
     """
     scratch = ampere_varlen.workspace_bytes(spec)
     kernels = [PlannedKernel(one, (1, 1, 1), bytes(8)) for one in (append, spec) if one]
-    register(call, kernels, problem.target, varlen=(spec.block_m, spec.max_ctas, scratch))
+    register(call, kernels, problem.target, varlen=(spec.block_m, spec.max_ctas, scratch, spec.cluster))
 
 
 def launch_one(

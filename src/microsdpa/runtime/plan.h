@@ -65,9 +65,9 @@ struct Growth {
 };
 
 // What the launch of a plan for sequences of many lengths depends on, beside the call: the kernel's tiles of rows, the
-// most CTAs that share all keys, and bytes of scratch memory that these leave partial outputs in.
+// most CTAs that share all keys, bytes of scratch memory that these leave partial outputs in, and CTAs of a cluster.
 struct VarlenLaunch {
-  std::int64_t block_m, ctas, workspace_bytes;
+  std::int64_t block_m, ctas, workspace_bytes, cluster;
 };
 
 struct Plan {

@@ -12,6 +12,7 @@ namespace microsdpa {
 // Numbers that the kernel's 32 bits have room for; MOST_KEYS of kernels/ampere/varlen/spec.py, and MOST_WORK of
 // call/sequences.py.
 constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
+constexpr std::int64_t CLUSTERED_KEYS = 8192;  // as in spec.py
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.
 inline Strides row_strides(const DLTensor& tensor) {
@@ -165,9 +166,10 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   if (arguments.left < -1 || arguments.right < -1) return false;
   for (int i = MASK; i < GIVEN_OPERANDS; ++i) k.given |= std::int64_t(arguments.tensors[i] != nullptr) << i;
   const std::int64_t hint =
-      arguments.max_queries ? std::min(arguments.max_queries, queries) : (queries + batch - 1) / batch;
+      arguments.max_queries && batch > 1 ? std::min(arguments.max_queries, queries) : (queries + batch - 1) / batch;
   const std::int64_t most = rounded_queries(query_offsets ? hint : query->shape[1]);
-  k.tensors[QUERY] = {{query_rank, most, heads, head_dim}, {}, TensorKey::pack(query->dtype, query->device)};
+  const bool clustered = batch == 1 && most_keys <= CLUSTERED_KEYS;
+  k.tensors[QUERY] = {{query_rank, most, heads, head_dim}, {clustered}, TensorKey::pack(query->dtype, query->device)};
   k.tensors[KEY] = {{key_rank, table != nullptr, heads_kv, head_dim}, {}, 0};
   if (slopes) {
     const bool each = slopes->ndim == 2;
@@ -218,15 +220,21 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   return !(k.given & APPENDED) || parse_append(arguments, call);
 }
 
-// The CTAs of a launch, and whether they take equal parts of all keys; divides_keys() and grid_of() of
+// Finds the CTAs of a launch, and gives whether they take equal parts of all keys; divides_keys() and grid_of() of
 // kernels/ampere/varlen/spec.py say the same.
-inline unsigned varlen_ctas(const Call& call, const VarlenLaunch& launch, bool& divides_keys) {
+inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (&ctas)[3]) {
   const VarlenParams& p = call.varlen.call;
+  if (launch.cluster > 1) {
+    ctas[0] = static_cast<unsigned>(launch.cluster), ctas[1] = p.heads_kv, ctas[2] = p.batch;
+    return false;
+  }
   const std::int64_t pack = p.heads / p.heads_kv, most = call.key.tensors[QUERY].shape[1];
   const std::int64_t queries = call.varlen.queries;
   const std::int64_t tiles = (queries * pack + launch.block_m - 1) / launch.block_m;
-  divides_keys = most * pack <= launch.block_m || tiles * p.heads_kv <= launch.ctas;
-  return static_cast<unsigned>(divides_keys ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv);
+  const bool divides_keys = most * pack <= launch.block_m || tiles * p.heads_kv <= launch.ctas;
+  ctas[0] = divides_keys ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv;
+  ctas[1] = ctas[2] = 1;
+  return divides_keys;
 }
 
 // The shape of a call's LSE: [H, queries], or [B, H, S_q]; gives its rank.
@@ -252,8 +260,8 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const LseArgument lse(wanted_lse, *call.query, shape, rank);
   VarlenParams& params = call.varlen.call;
   const std::int64_t head_dim = call.query->shape[call.query->ndim - 1];
-  bool divides_keys;
-  const unsigned ctas = varlen_ctas(call, plan.varlen, divides_keys);
+  unsigned ctas[3];
+  const bool divides_keys = varlen_ctas(call, plan.varlen, ctas);
   const std::int64_t row = params.heads * head_dim;  // of rotated queries
   const std::int64_t rotated_bytes = call.varlen.rotary_cos ? call.varlen.queries * row * 2 : 0;
   const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
@@ -274,7 +282,8 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
       if (rotated_bytes) {
         call.varlen.rotated = static_cast<char*>(params.workspace) + (divides_keys ? plan.varlen.workspace_bytes : 0);
       }
-      plan.kernels[0].launch.issue(driver(), stream, &call.varlen, call.addresses, append_ctas(call.varlen, head_dim));
+      const unsigned append[3] = {append_ctas(call.varlen, head_dim), 1, 1};
+      plan.kernels[0].launch.issue(driver(), stream, &call.varlen, call.addresses, append);
       if (rotated_bytes) {
         params.query = call.varlen.rotated;
         params.query_strides = {params.query_offsets ? 0 : params.most_queries * row, head_dim, row};

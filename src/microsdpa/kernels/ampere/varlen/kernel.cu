@@ -8,12 +8,15 @@
 // Pipeline: 1. a row's page is read one tile ahead of its copy      2. cp.async fills the ring, STAGES - 1 tiles ahead
 //           3. S = Q K^T by ldmatrix and mma, masks, online softmax in registers     4. O += P V
 //           The groups' parts are combined through shared memory. Where CTAs share rows, each leaves its part in the
-//           workspace, and the one that is ready last combines them, in their order.
+//           workspace, and the one that is ready last combines them, in their order. For few sequences the CTAs of a
+//           cluster share the keys of one tile of rows, turn by turn, and send one another their parts (CLUSTER > 1,
+//           sm_90): which keys they take does not depend on the lengths, so that pages are looked up before these come.
 // Bound by: memory where few queries meet many keys; latency where there are few of both.
 #include "../../common/combine.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
 #include "../../ptx/address.cuh"
+#include "../../ptx/cluster.cuh"
 #include "../../ptx/control.cuh"
 #include "masks.cuh"
 #include "scheduler.cuh"
@@ -41,26 +44,26 @@ struct Source {
 
   const VarlenParams& params;
   const Keys<PAGED> keys;
-  const int from, end;  // keys that are read
+  int from = 0, end = 0;  // keys that are read
   int misplaced = 0;
 
   struct Pages {
     int of_row[PAGED ? PASSES : 1];
   };
 
-  __device__ __forceinline__ Source(const VarlenParams& params, const Keys<PAGED>& keys, int from, int end)
-      : params(params), keys(keys), from(from), end(end) {}
+  __device__ __forceinline__ Source(const VarlenParams& params, const Keys<PAGED>& keys)
+      : params(params), keys(keys) {}
 
   __device__ __forceinline__ static unsigned row() { return threadIdx.x % C::GROUP_THREADS / Tile::CHUNKS; }
   __device__ __forceinline__ bool is_read(int key) const { return key >= from && key < end; }
 
-  // Looks up the pages of the thread's rows of a tile.
+  // Looks up the pages of the thread's rows of a tile, also of keys that no row sees.
   __device__ __forceinline__ void fetch(Pages& pages, int first_key) const {
     if constexpr (PAGED) {
 #pragma unroll
       for (int p = 0; p < PASSES; ++p) {
         const int key = first_key + p * ROWS + row();
-        pages.of_row[p] = is_read(key) ? keys.page(params, key) : 0;
+        pages.of_row[p] = key < params.most_keys ? keys.page(params, key) : 0;
       }
     }
   }
@@ -139,35 +142,43 @@ __device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, S
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
-          int PACK, bool PAGED, bool PROGRAMMATIC, typename MASKS>
+          int PACK, bool PAGED, int CLUSTER, bool PROGRAMMATIC, typename MASKS>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __grid_constant__ VarlenParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
-  auto& shared = dynamic_shared<Shared<C>>();
+  auto& shared = dynamic_shared<Shared<C, CLUSTER>>();
   const int group = WARPS_N == 1 ? 0 : threadIdx.x / C::GROUP_THREADS;
   const int warp_row = threadIdx.x % C::GROUP_THREADS / 32 * C::WARP_ROWS;
   auto& query_tile = shared.streaming.query;
   auto& ring = shared.streaming.ring[group];
 
+  if constexpr (CLUSTER > 1) {
+    if (threadIdx.x == 0) {
+      mbarrier_init(shared.exchange.arrived, 1);
+      mbarrier_init_fence();
+    }
+  }
   if (PROGRAMMATIC) grid_dependency_wait();
-  TileScheduler<MASKS, PACK, BLOCK_M, C::TILE> scheduler(params);
+  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, CLUSTER> scheduler(params);
   for (WorkTile work; scheduler.next(work);) {
     const Sequence sequence(params, work.b);
     const int rows = min(BLOCK_M, sequence.queries * PACK - work.first_row);
     const Rows<PACK> place{work.b, work.head_kv * PACK, sequence.first_query, work.first_row};
     const MaskedRows<MASKS, PACK, ROW_TILES> masked(params, sequence, work.b, place.head, work.first_row + warp_row);
 
-    // Keys that no row of the tile sees are never read, nor are their pages looked up.
+    // Keys that no row of the tile sees are never read.
     const int from = masked.visibility.first(params, work.first_row);
     const int end = masked.visibility.end(params, work.first_row + rows - 1);
-    const int first_tile = max(work.first_tile, from / C::TILE);
-    const int count = min(work.end_tile, (end + C::TILE - 1) / C::TILE) - first_tile;
-    const auto first_key_of = [&](int i) { return (first_tile + i) * C::TILE + group * BLOCK_N; };
-    Source<C, PAGED> source(params, Keys<PAGED>(params, sequence, work.b, work.head_kv), from, end);
+    const int first_tile = CLUSTER > 1 ? from / C::TILE + work.part : max(work.first_tile, from / C::TILE);
+    const int end_tile = min(work.end_tile, (end + C::TILE - 1) / C::TILE);
+    const int count = (end_tile - first_tile + CLUSTER - 1) / CLUSTER;
+    const auto first_key_of = [&](int i) { return (first_tile + i * CLUSTER) * C::TILE + group * BLOCK_N; };
+    Source<C, PAGED> source(params, Keys<PAGED>(params, sequence, work.b, work.head_kv));
     typename Source<C, PAGED>::Pages pages[AHEAD];
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) source.fetch(pages[i], first_key_of(i));
 
+    source.from = from, source.end = end;
     const T* query = static_cast<const T*>(params.query);
     C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
       const bool valid = static_cast<int>(r) < rows && static_cast<int>(column) < HEAD_DIM;
@@ -181,6 +192,16 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
     }
     source.fetch(pages[0], first_key_of(AHEAD));
     if (PROGRAMMATIC) grid_dependency_launch();
+    // Units of the output that the cluster has, and those that each of its CTAs finishes.
+    [[maybe_unused]] const int units_each = (rows * (COLUMNS / 4) + CLUSTER - 1) / CLUSTER;
+    [[maybe_unused]] const int own_units = max(0, min(units_each, rows * (COLUMNS / 4) - work.part * units_each));
+    if constexpr (CLUSTER > 1) {
+      if (threadIdx.x == 0) {
+        mbarrier_arrive_expect(shared.exchange.arrived, own_units * CLUSTER * shared.exchange.UNIT_BYTES);
+      }
+      __syncwarp();
+      cluster_arrive<false>();  // waited for when there is something to send
+    }
     cp_async_wait<AHEAD - 1>();
     __syncthreads();  // the rows are there
     const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(query_tile, warp_row);
@@ -243,6 +264,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       }
       if (params.lse != nullptr && column == 0) *place.lse(params, r) = log_sum_exp(stats.stabilizer, stats.sum);
     };
+    if constexpr (CLUSTER > 1) cluster_wait();  // the others' barriers are set up
     const Partials<C> partials(params);
     for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
       const int r = i / UNITS, column = i % UNITS * 4;
@@ -251,12 +273,30 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
           stats, [&](int part) { return combining.stats[part][r]; },
           [&](int part) { return *reinterpret_cast<const Values4*>(&combining.part[part][r * PITCH + column]); });
       if (is_wrong) stats.sum = __uint_as_float(0x7fffffffu);  // NaN: never a value of memory that is not the cache's
-      if (work.parts == 1) {
+      if constexpr (CLUSTER > 1) {
+        const int to = i / units_each, unit = i % units_each;
+        const ClusterAddress arrived = peer_address(&shared.exchange.arrived, to);
+        store_async(peer_address(&shared.exchange.values[work.part][unit], to), values.data[0], values.data[1],
+                    values.data[2], values.data[3], arrived);
+        store_async(peer_address(&shared.exchange.stats[work.part][unit], to), stats.stabilizer, stats.sum, arrived);
+      } else if (work.parts == 1) {
         store(r, column, values, stats);
       } else {
         *partials.values(work.owner, work.part, r, column) = values;
         if (column == 0) *partials.stats(work.owner, work.part, r) = stats;
       }
+    }
+    if constexpr (CLUSTER > 1) {
+      mbarrier_wait_cluster(shared.exchange.arrived, 0);
+      for (int unit = threadIdx.x; unit < own_units; unit += C::THREADS) {
+        const int i = work.part * units_each + unit;
+        RowStats stats;
+        const Values4 values = combine_parts<CLUSTER>(
+            stats, [&](int part) { return shared.exchange.stats[part][unit]; },
+            [&](int part) { return shared.exchange.values[part][unit]; });
+        store(i / UNITS, i % UNITS * 4, values, stats);
+      }
+      return;
     }
     if (work.parts > 1) {
       __threadfence();

@@ -101,4 +101,32 @@ class TileScheduler {
   int sequence_ = 0, begin_ = 0;  // where at_ is, and where that sequence begins
 };
 
+// The clusters of a launch each have the only tile of rows of a sequence and key head: [CLUSTER, H_kv, B].
+struct ClusterScheduler {
+  bool done = false;
+
+  __device__ __forceinline__ explicit ClusterScheduler(const VarlenParams&) {}
+  __device__ __forceinline__ bool next(WorkTile& work) {
+    if (done) return false;
+    done = true;
+    work = {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), 0, 0, LAST_TILE,
+            static_cast<int>(blockIdx.x), 1, 0};
+    return true;
+  }
+
+ private:
+  static constexpr int LAST_TILE = 0x7fffffff;
+};
+
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int CLUSTER>
+struct SchedulerOf {
+  using Type = ClusterScheduler;
+};
+template <typename MASKS, int PACK, int BLOCK_M, int TILE>
+struct SchedulerOf<MASKS, PACK, BLOCK_M, TILE, 1> {
+  using Type = TileScheduler<MASKS, PACK, BLOCK_M, TILE>;
+};
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int CLUSTER>
+using Scheduler = typename SchedulerOf<MASKS, PACK, BLOCK_M, TILE, CLUSTER>::Type;
+
 }  // namespace microsdpa::ampere::varlen

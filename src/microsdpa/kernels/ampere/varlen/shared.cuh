@@ -4,6 +4,7 @@
 #include "../../common/combine.cuh"
 #include "../../common/swizzle.cuh"
 #include "../../common/varlen_params.cuh"
+#include "../../ptx/mbarrier.cuh"
 
 namespace microsdpa::ampere::varlen {
 
@@ -39,12 +40,26 @@ struct Combining {
   RowStats stats[C::WARPS_N][C::BLOCK_M];
 };
 
+// What a CTA gets from those of its cluster: every part of the output that it finishes, four columns per unit.
+template <typename C, int PARTS>
+struct Exchange {
+  static constexpr int UNITS = C::BLOCK_M * C::COLUMNS / 4 / PARTS;
+  static constexpr int UNIT_BYTES = sizeof(Values4) + sizeof(RowStats);
+  Values4 values[PARTS][UNITS];
+  RowStats stats[PARTS][UNITS];
+  Mbarrier arrived;
+};
+
 template <typename C>
+struct Exchange<C, 1> {};
+
+template <typename C, int CLUSTER>
 struct Shared {
   union {
     Streaming<C> streaming;
     Combining<C> combining;
   };
+  Exchange<C, CLUSTER> exchange;
   int misplaced[C::WARPS_M * C::WARPS_N];  // whether a warp met a page that the cache does not have
   int is_last;                             // whether this CTA's part of the rows was the last one to be ready
 };

@@ -49,6 +49,7 @@ class Tiling:
         warps_m: warps of a group, which share keys.
         warps_n: groups, each with its own keys.
         stages: tiles of K and V in shared memory, of each group.
+        cluster: CTAs of a cluster that share the keys of a sequence's only tile of rows; 1 for none.
         kept: blocks of 16 columns of Q that stay in registers; at most all.
     """
 
@@ -58,6 +59,7 @@ class Tiling:
     warps_n: int
     stages: int
     kept: int = 16
+    cluster: int = 1
 
     @property
     def block_m(self) -> int:
@@ -80,8 +82,9 @@ class Tiling:
         ring = 2 * self.stages * self.block_n * columns * ELEMENT
         streaming = self.block_m * columns * ELEMENT + self.warps_n * ring
         combining = self.warps_n * self.block_m * (4 * (columns + 8) + 8)
+        exchange = self.block_m * columns // 4 * (16 + 8) + 8 if self.cluster > 1 else 4
         flags = 4 * (self.warps_m * self.warps_n + 1)
-        return ceil((ceil(max(streaming, combining) / 128) * 128 + flags) / 128) * 128
+        return ceil((ceil(max(streaming, combining) / 128) * 128 + exchange + flags) / 128) * 128
 
 
 FEW, FEW_LARGE = Tiling(16, 1, 1, 8, 3), Tiling(16, 1, 1, 4, 3, kept=0)
@@ -90,8 +93,33 @@ MANY = Tiling(16, 2, 2, 4, 3, kept=0)
 """Tiles for up to 16 rows of a sequence, for up to 32, and for more; and for head dimensions over 128."""
 
 
+CLUSTERS = {8: 15, 4: 30, 2: 66}
+"""How many clusters of so many CTAs, one an SM, an H200 holds at a time."""
+CLUSTERED_KEYS = 8192
+"""Keys of a sequence up to which the CTAs of such clusters read them as fast as all CTAs do."""
+
+
 def tiling_of(problem: Problem) -> Tiling:
-    """The tiles for a problem, by the rows that a sequence has of a key head."""
+    """The tiles for a problem, by the rows that a sequence has of a key head; and clusters for one sequence."""
+    tiling = _tiles_of(problem)
+    one_tile = problem.seqlen_q * problem.heads // problem.heads_kv <= tiling.block_m
+    if (
+        capability_of(problem.target) != (9, 0)
+        or problem.batch > 1
+        or not one_tile
+        or problem.seqlen_k > CLUSTERED_KEYS
+    ):
+        return tiling
+    for cluster, most in CLUSTERS.items():
+        clustered = replace(tiling, cluster=cluster)
+        fits = clustered.shared_bytes(problem.head_dim) <= chip_of(problem.target).shared_per_cta
+        if fits and problem.heads_kv <= most and tiling.block_m * problem.head_dim % (4 * cluster) == 0:
+            return clustered
+    return tiling
+
+
+def _tiles_of(problem: Problem) -> Tiling:
+    """The tiles for a problem, without clusters."""
     rows, large = problem.seqlen_q * problem.heads // problem.heads_kv, problem.head_dim > 128
     if rows <= 16:
         tiling = FEW_LARGE if large else FEW
@@ -144,6 +172,7 @@ def _specification(problem: Problem, tiling: Tiling, paged: bool) -> KernelSpec:
         "KEPT": min(tiling.kept, ceil(problem.head_dim / 16)),
         "PACK": problem.heads // problem.heads_kv,
         "PAGED": BOOLEAN[paged],
+        "CLUSTER": tiling.cluster,
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "MASKS": f"microsdpa::ampere::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
     }
@@ -158,6 +187,7 @@ def _specification(problem: Problem, tiling: Tiling, paged: bool) -> KernelSpec:
         block_m=tiling.block_m,
         shared_bytes=shared_bytes,
         pack=problem.heads // problem.heads_kv,
+        cluster=tiling.cluster,
         max_ctas=resident * chip.sms,
         programmatic=programmatic,
         params="microsdpa::VarlenParams",
@@ -207,12 +237,16 @@ def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
     They do where a sequence has one tile of rows, as in decoding, and where there are fewer tiles than CTAs. Else each
     CTA takes a tile, with the keys that it sees.
     """
+    if spec.cluster > 1:
+        return False
     one = problem.seqlen_q * spec.pack <= spec.block_m
     return one or ceil(queries * spec.pack / spec.block_m) * problem.heads_kv <= spec.max_ctas
 
 
 def grid_of(spec: KernelSpec, problem: Problem, queries: int) -> Grid:
-    """CTAs of a launch: as many as run at a time, or one for every tile of rows that there may be."""
+    """CTAs of a launch: as many as run at a time, one for every tile of rows that there may be, or clusters."""
+    if spec.cluster > 1:
+        return spec.cluster, problem.heads_kv, problem.batch
     if divides_keys(spec, problem, queries):
         return spec.max_ctas, 1, 1
     return (queries * spec.pack // spec.block_m + problem.batch) * problem.heads_kv, 1, 1
