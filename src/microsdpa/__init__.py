@@ -9,6 +9,8 @@ from microsdpa.attention.explain import Explanation, explain
 from microsdpa.attention.plan import Plan, plan
 from microsdpa.attention.quantize import Quantized, quantize
 from microsdpa.attention.varlen import sdpa_varlen
+from microsdpa.call.blocks import BlockTable
+from microsdpa.call.documents import document_ranges
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.integrations import torch_ops
 from microsdpa.integrations.dropin import disable, enable, enabled
@@ -17,6 +19,7 @@ from microsdpa.integrations.flash_backend import register
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockTable",
     "CompileError",
     "Explanation",
     "InvalidArgument",
@@ -26,6 +29,7 @@ __all__ = [
     "UnsupportedProblem",
     "__version__",
     "disable",
+    "document_ranges",
     "enable",
     "enabled",
     "explain",

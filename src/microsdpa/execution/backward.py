@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from microsdpa.call.call import Inputs, MaskTensors
-from microsdpa.call.masks import Masks
+from microsdpa.call.masks import Masks, dense
 from microsdpa.call.options import Options
 from microsdpa.execution import nodes, torch_cpu
 from microsdpa.kernels.problem import Causal
@@ -29,6 +31,8 @@ def gradients(
     one query head at a time.
     """
     grad_out, grad_lse = grads
+    if masks.attn_mask is not None:
+        masks = replace(masks, attn_mask=dense(masks.attn_mask, inputs[1].shape[2]))
     # torch's backward passes have no gradient of a mask, which is to be among the results.
     numbers = masks.attn_mask is not None and masks.attn_mask.is_floating_point()
     if grad_lse is None and inputs[0].is_cuda and not numbers:

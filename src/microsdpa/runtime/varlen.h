@@ -161,7 +161,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   VarlenParams& p = call.varlen.call;
   CallKey& k = call.key;
   std::memset(k.tensors, 0, sizeof(k.tensors));
-  k.alignment = 16, k.given = 0;
+  k.alignment = k.mask_alignment = 16, k.given = 0;
   k.left = arguments.left != -1, k.right = arguments.right != -1, k.capped = arguments.capped;
   if (arguments.left < -1 || arguments.right < -1) return false;
   for (int i = MASK; i < GIVEN_OPERANDS; ++i) k.given |= std::int64_t(arguments.tensors[i] != nullptr) << i;
