@@ -3,7 +3,7 @@
 Importing it initialises no CUDA and creates no file.
 """
 
-from microsdpa import integrations
+from microsdpa import flash_attn, integrations
 from microsdpa.attention.api import sdpa
 from microsdpa.attention.explain import Explanation, explain
 from microsdpa.attention.plan import Plan, plan
@@ -33,6 +33,7 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "flash_attn",
     "integrations",
     "plan",
     "quantize",

@@ -28,7 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "execution": {"call", "emulate", "errors", "kernels", "reference", "runtime"},
     "attention": {"call", "errors", "execution", "jit", "kernels", "runtime"},
     "integrations": {"", "attention", "call", "errors", "execution", "kernels", "runtime"},
-    "": {"attention", "errors", "integrations"},
+    "flash_attn": {"attention", "errors"},
+    "": {"flash_attn", "attention", "errors", "integrations"},
     "evidence": {
         *("", "attention", "call", "emulate", "errors", "execution", "integrations", "jit", "kernels", "reference"),
         "runtime",

@@ -21,6 +21,12 @@ SIGNATURES = {
     ("integrations/diffusers.py", "register.attention"),
     ("integrations/transformers.py", "register.forward"),
     ("integrations/transformers.py", "mask_function"),
+    ("flash_attn/__init__.py", "flash_attn_func"),
+    ("flash_attn/__init__.py", "flash_attn_varlen_func"),
+    ("flash_attn/__init__.py", "flash_attn_with_kvcache"),
+    ("flash_attn/interface.py", "flash_attn_func"),
+    ("flash_attn/interface.py", "flash_attn_varlen_func"),
+    ("flash_attn/interface.py", "flash_attn_with_kvcache"),
     # Options of the command line.
     ("cli.py", "verify"),
     # The oracle has the arguments of sdpa, and a kernel in Triton's language those of a kernel.
