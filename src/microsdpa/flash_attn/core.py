@@ -109,7 +109,7 @@ def attend_cache(
     inputs: Inputs, masks: Masks, return_lse: bool, where: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Results:
     """flash_attn_with_kvcache: `where` says where keys lie, `new` what is appended and how it is rotated."""
-    query, key = inputs[:2]
+    query = inputs[0]
     offsets, table, lengths = where.get("cu_seqlens_q"), where.get("page_table"), where.get("cache_seqlens")
     batch = query.shape[0] if offsets is None else offsets.shape[0] - 1
     if isinstance(lengths, int):

@@ -1,7 +1,7 @@
 """The functions of FlashAttention 3 (flash_attn_interface) by their names and signatures.
 
-The keywords after `*` are those of vLLM's function of the same name. num_splits, pack_gqa, sm_margin, scheduler_metadata
-and fa_version are hints about FlashAttention's schedule, and change nothing here.
+The keywords after `*` are those of vLLM's function of the same name. num_splits, pack_gqa, sm_margin,
+scheduler_metadata and fa_version are hints about FlashAttention's schedule, and change nothing here.
 """
 
 from __future__ import annotations
