@@ -87,7 +87,7 @@ class Tiling:
         return ceil((ceil(max(streaming, combining) / 128) * 128 + exchange + flags) / 128) * 128
 
 
-FEW, FEW_LARGE = Tiling(16, 1, 1, 8, 3), Tiling(16, 1, 1, 4, 3, kept=0)
+FEW, FEW_LARGE = Tiling(16, 1, 1, 4, 3), Tiling(16, 1, 1, 4, 3, kept=0)
 SOME, SOME_LARGE = Tiling(16, 2, 1, 8, 3, kept=0), Tiling(32, 1, 2, 2, 2, kept=0)
 MANY = Tiling(16, 2, 2, 4, 3, kept=0)
 """Tiles for up to 16 rows of a sequence, for up to 32, and for more; and for head dimensions over 128."""
