@@ -35,6 +35,34 @@ __device__ __forceinline__ void group_sync(int group) {
   }
 }
 
+// A tile of rows, the keys that it sees, and how many of their tiles are its part.
+template <typename C, typename MASKS, int PACK, bool PAGED, int CLUSTER>
+struct Segment {
+  WorkTile work;
+  Sequence sequence;
+  Keys<PAGED> keys;
+  int rows;       // of the tile
+  int from, end;  // keys that are read: no row of the tile sees others
+  int first_tile, count;
+  int misplaced = 0;  // whether this thread met a page that the cache does not have
+
+  __device__ __forceinline__ Segment(const VarlenParams& params, const WorkTile& work)
+      : work(work), sequence(params, work.b), keys(params, sequence, work.b, work.head_kv) {
+    const Visibility<MASKS, PACK> visibility(sequence);
+    rows = min(C::BLOCK_M, sequence.queries * PACK - work.first_row);
+    from = visibility.first(params, work.first_row);
+    end = visibility.end(params, work.first_row + rows - 1);
+    first_tile = CLUSTER > 1 ? from / C::TILE + work.part : max(work.first_tile, from / C::TILE);
+    const int end_tile = min(work.end_tile, (end + C::TILE - 1) / C::TILE);
+    count = max(0, (end_tile - first_tile + CLUSTER - 1) / CLUSTER);
+  }
+  // The first key of a group's tile.
+  __device__ __forceinline__ int first_key(int i, int group) const {
+    return (first_tile + i * CLUSTER) * C::TILE + group * C::BLOCK_N;
+  }
+  __device__ __forceinline__ bool is_read(int key) const { return key >= from && key < end; }
+};
+
 // Tiles of K and V on their way to a group's ring. A thread copies one chunk of every ROWS-th row of each panel.
 template <typename C, bool PAGED>
 struct Source {
@@ -42,44 +70,40 @@ struct Source {
   static constexpr int ROWS = C::GROUP_THREADS / Tile::CHUNKS, PASSES = C::BLOCK_N / ROWS;
   static_assert(C::BLOCK_N % ROWS == 0, "the threads copy whole rows");
 
-  const VarlenParams& params;
-  const Keys<PAGED> keys;
-  int from = 0, end = 0;  // keys that are read
-  int misplaced = 0;
-
   struct Pages {
     int of_row[PAGED ? PASSES : 1];
   };
 
-  __device__ __forceinline__ Source(const VarlenParams& params, const Keys<PAGED>& keys)
-      : params(params), keys(keys) {}
-
   __device__ __forceinline__ static unsigned row() { return threadIdx.x % C::GROUP_THREADS / Tile::CHUNKS; }
-  __device__ __forceinline__ bool is_read(int key) const { return key >= from && key < end; }
 
   // Looks up the pages of the thread's rows of a tile, also of keys that no row sees.
-  __device__ __forceinline__ void fetch(Pages& pages, int first_key) const {
+  template <typename Segment>
+  __device__ __forceinline__ static void fetch(Pages& pages, const VarlenParams& params, const Segment& segment,
+                                               int first_key) {
     if constexpr (PAGED) {
 #pragma unroll
       for (int p = 0; p < PASSES; ++p) {
         const int key = first_key + p * ROWS + row();
-        pages.of_row[p] = key < params.most_keys ? keys.page(params, key) : 0;
+        pages.of_row[p] = key < params.most_keys ? segment.keys.page(params, key) : 0;
       }
     }
   }
 
   // Starts copying a tile; rows that are not read become zeros.
-  __device__ __forceinline__ void copy_async(Tile& key_tile, Tile& value_tile, const Pages& pages, int first_key) {
+  template <typename Segment>
+  __device__ __forceinline__ static void copy_async(Stage<C>& stage, const Pages& pages, const VarlenParams& params,
+                                                    Segment& segment, int first_key) {
     const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK;
     const auto* key_base = static_cast<const typename C::T*>(params.key);
     const auto* value_base = static_cast<const typename C::T*>(params.value);
+    const auto& keys = segment.keys;
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
       const int key = first_key + p * ROWS + row();
       const int page = PAGED ? pages.of_row[p] : 0;
-      bool valid = is_read(key);
+      bool valid = segment.is_read(key);
       if (PAGED && static_cast<uint32>(page) >= static_cast<uint32>(params.pages)) {
-        misplaced |= valid;
+        segment.misplaced |= valid;
         valid = false;
       }
       // An address that is not read still has to be one that exists.
@@ -87,9 +111,9 @@ struct Source {
       const auto* v =
           value_base + (valid ? keys.value + keys.offset(params, params.value_strides, key, page) : 0) + column;
 #pragma unroll
-      for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) copy(key_tile, p, column, c, k, key_base, valid);
+      for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) copy(stage.key, p, column, c, k, key_base, valid);
 #pragma unroll
-      for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) copy(value_tile, p, column, c, v, value_base, valid);
+      for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) copy(stage.value, p, column, c, v, value_base, valid);
     }
   }
 
@@ -109,6 +133,9 @@ struct Rows {
   int head;         // the first of the PACK
   int first_query;  // of the sequence, in packed tensors
   int first_row;    // of the tile, in the sequence
+
+  __device__ __forceinline__ Rows(const WorkTile& work, const Sequence& sequence, int pack)
+      : b(work.b), head(work.head_kv * pack), first_query(sequence.first_query), first_row(work.first_row) {}
 
   template <typename Pointer>
   __device__ __forceinline__ Pointer at(Pointer base, const Strides& strides, int r) const {
@@ -149,7 +176,6 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
   auto& shared = dynamic_shared<Shared<C, CLUSTER>>();
   const int group = WARPS_N == 1 ? 0 : threadIdx.x / C::GROUP_THREADS;
   const int warp_row = threadIdx.x % C::GROUP_THREADS / 32 * C::WARP_ROWS;
-  auto& query_tile = shared.streaming.query;
   auto& ring = shared.streaming.ring[group];
 
   if constexpr (CLUSTER > 1) {
@@ -160,41 +186,63 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
   }
   if (PROGRAMMATIC) grid_dependency_wait();
   Scheduler<MASKS, PACK, BLOCK_M, C::TILE, CLUSTER> scheduler(params);
-  for (WorkTile work; scheduler.next(work);) {
-    const Sequence sequence(params, work.b);
-    const int rows = min(BLOCK_M, sequence.queries * PACK - work.first_row);
-    const Rows<PACK> place{work.b, work.head_kv * PACK, sequence.first_query, work.first_row};
-    const MaskedRows<MASKS, PACK, ROW_TILES> masked(params, sequence, work.b, place.head, work.first_row + warp_row);
-
-    // Keys that no row of the tile sees are never read.
-    const int from = masked.visibility.first(params, work.first_row);
-    const int end = masked.visibility.end(params, work.first_row + rows - 1);
-    const int first_tile = CLUSTER > 1 ? from / C::TILE + work.part : max(work.first_tile, from / C::TILE);
-    const int end_tile = min(work.end_tile, (end + C::TILE - 1) / C::TILE);
-    const int count = (end_tile - first_tile + CLUSTER - 1) / CLUSTER;
-    const auto first_key_of = [&](int i) { return (first_tile + i * CLUSTER) * C::TILE + group * BLOCK_N; };
-    Source<C, PAGED> source(params, Keys<PAGED>(params, sequence, work.b, work.head_kv));
-    typename Source<C, PAGED>::Pages pages[AHEAD];
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) source.fetch(pages[i], first_key_of(i));
-
-    source.from = from, source.end = end;
+  WorkTile work;
+  if (!scheduler.next(work)) return;
+  using OwnSegment = Segment<C, MASKS, PACK, PAGED, CLUSTER>;
+  using OwnSource = Source<C, PAGED>;
+  // Tiles are loaded ahead: of `loading`, which is the segment that is computed or, where the ring flows, the next one.
+  OwnSegment loading(params, work);
+  typename OwnSource::Pages pages;  // of the next tile that is loaded
+  int loaded = 0, total = 0;        // tiles of the segment, and of all
+  int query_buffer = 0;             // of the segment that is computed
+  const auto load_query = [&](int buffer) {
+    const Rows<PACK> place(loading.work, loading.sequence, PACK);
     const T* query = static_cast<const T*>(params.query);
     C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
-      const bool valid = static_cast<int>(r) < rows && static_cast<int>(column) < HEAD_DIM;
-      cp_async<16>(query_tile.at(r, column), valid ? place.at(query, params.query_strides, r) + column : query,
-                   valid ? 16 : 0);
+      const bool valid = static_cast<int>(r) < loading.rows && static_cast<int>(column) < HEAD_DIM;
+      cp_async<16>(shared.streaming.query[buffer].at(r, column),
+                   valid ? place.at(query, params.query_strides, r) + column : query, valid ? 16 : 0);
     });
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      if (i < count) source.copy_async(ring.key[i], ring.value[i], pages[i], first_key_of(i));
-      cp_async_commit();
+  };
+  const auto begin_loading = [&](int buffer) {
+    loaded = 0;
+    OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
+    load_query(buffer);
+  };
+  // Starts copying the next tile of `loading`, if there is one, as a group of copies.
+  const auto load = [&]() {
+    if (loaded < loading.count) {
+      OwnSource::copy_async(ring[total % STAGES], pages, params, loading, loading.first_key(loaded, group));
+      ++loaded, ++total;
+      OwnSource::fetch(pages, params, loading, loading.first_key(loaded, group));
     }
-    source.fetch(pages[0], first_key_of(AHEAD));
-    if (PROGRAMMATIC) grid_dependency_launch();
+    cp_async_commit();
+  };
+  bool more = true, is_ahead = false;  // whether there are further segments, and `loading` is one of them
+  const auto go_ahead = [&]() {
+    if (!C::FLOWS || !more || is_ahead || loaded < loading.count) return;
+    more = scheduler.next(work);
+    if (!more) return;
+    loading = OwnSegment(params, work);
+    is_ahead = true;
+    begin_loading(1 - query_buffer);
+  };
+  begin_loading(0);
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) load();
+  if (PROGRAMMATIC) grid_dependency_launch();
+
+  int step = 0;          // tiles that were computed
+  bool drained = false;  // whether tiles were loaded so late that all of them have to be waited for
+  for (OwnSegment segment = loading;;) {
+    const Rows<PACK> place(segment.work, segment.sequence, PACK);
+    const int rows = segment.rows;
+    const MaskedRows<MASKS, PACK, ROW_TILES> masked(params, segment.sequence, segment.work.b, place.head,
+                                                    segment.work.first_row + warp_row);
     // Units of the output that the cluster has, and those that each of its CTAs finishes.
     [[maybe_unused]] const int units_each = (rows * (COLUMNS / 4) + CLUSTER - 1) / CLUSTER;
-    [[maybe_unused]] const int own_units = max(0, min(units_each, rows * (COLUMNS / 4) - work.part * units_each));
+    [[maybe_unused]] const int own_units =
+        max(0, min(units_each, rows * (COLUMNS / 4) - segment.work.part * units_each));
     if constexpr (CLUSTER > 1) {
       if (threadIdx.x == 0) {
         mbarrier_arrive_expect(shared.exchange.arrived, own_units * CLUSTER * shared.exchange.UNIT_BYTES);
@@ -202,48 +250,62 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       __syncwarp();
       cluster_arrive<false>();  // waited for when there is something to send
     }
-    cp_async_wait<AHEAD - 1>();
+    if (drained) {
+      cp_async_wait<0>();
+    } else {
+      cp_async_wait<AHEAD - 1>();
+    }
     __syncthreads();  // the rows are there
-    const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(query_tile, warp_row);
+    const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(shared.streaming.query[query_buffer],
+                                                                                  warp_row);
+    go_ahead();
 
     OnlineSoftmax<ROW_TILES> softmax;
     float o[ROW_TILES][COLUMNS / 8][4] = {};
-    if (work.part == 0 && group == 0) masked.add_sinks(softmax);
-    for (int i = 0; i < count; ++i) {
+    if (segment.work.part == 0 && group == 0) masked.add_sinks(softmax);
+    for (int i = 0; i < segment.count; ++i, ++step) {
       cp_async_wait<AHEAD - 1>();
-      group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads tile i - 1 any more
-      const int next = i + AHEAD;
-      if (next < count) {
-        source.copy_async(ring.key[next % STAGES], ring.value[next % STAGES], pages[0], first_key_of(next));
-        source.fetch(pages[0], first_key_of(next + 1));
-      }
-      cp_async_commit();
-      const int first_key = first_key_of(i);
-      if (first_key >= end || first_key + BLOCK_N <= from) continue;
+      group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads the one before any more
+      load();
+      go_ahead();
+      const int first_key = segment.first_key(i, group);
+      if (first_key >= segment.end || first_key + BLOCK_N <= segment.from) continue;
+      const Stage<C>& stage = ring[step % STAGES];
       float s[ROW_TILES][BLOCK_N / 8][4];
-      multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, ring.key[i % STAGES], 0);
+      multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, stage.key, 0);
       masked.template apply<BLOCK_N>(s, first_key);
       softmax.template update<BLOCK_N, COLUMNS>(s, o, 1.0f);
-      multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, s, ring.value[i % STAGES], 0);
+      multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, s, stage.value, 0);
     }
-    cp_async_wait<0>();
-    const int misplaced = __any_sync(FULL_WARP, source.misplaced);
+    if (!is_ahead) segment.misplaced |= loading.misplaced;
+    const int misplaced = __any_sync(FULL_WARP, segment.misplaced);
     if (lane_index() == 0) shared.misplaced[threadIdx.x / 32] = misplaced;
-    __syncthreads();  // all groups are done with their tiles
+    if constexpr (C::FLOWS) {
+      group_sync<C::GROUP_THREADS, WARPS_N>(group);  // the group is done with its last tile
+    } else {
+      cp_async_wait<0>();
+      __syncthreads();  // all groups are done with their tiles
+    }
 
-    auto& combining = shared.combining;
-    constexpr int PITCH = Combining<C>::PITCH, UNITS = COLUMNS / 4;
+    // The stage of the tile before the next one is free.
+    const int free_stage = (step + STAGES - 1) % STAGES;
+    const auto part_of = [&](int g) -> float* {
+      if constexpr (C::FLOWS) return shared.streaming.ring[g][free_stage].part;
+      return shared.combining.part[g];
+    };
+    constexpr int UNITS = COLUMNS / 4;
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = warp_row + 16 * t + 8 * half + lane_index() / 4;
         const float sum = softmax.total(t, half);
-        if (lane_index() % 4 == 0) combining.stats[group][r] = {softmax.stabilizer[t][half], sum};
+        if (lane_index() % 4 == 0) shared.stats[group][r] = {softmax.stabilizer[t][half], sum};
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; ++n) {
           const Vector<float, 2> pair = {{o[t][n][2 * half], o[t][n][2 * half + 1]}};
-          *reinterpret_cast<Vector<float, 2>*>(&combining.part[group][r * PITCH + 8 * n + lane_index() % 4 * 2]) = pair;
+          *reinterpret_cast<Vector<float, 2>*>(part_of(group) + place_in_part<C>(r, 8 * n + lane_index() % 4 * 2)) =
+              pair;
         }
       }
     }
@@ -270,26 +332,27 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       const int r = i / UNITS, column = i % UNITS * 4;
       RowStats stats;
       const Values4 values = combine_parts<WARPS_N>(
-          stats, [&](int part) { return combining.stats[part][r]; },
-          [&](int part) { return *reinterpret_cast<const Values4*>(&combining.part[part][r * PITCH + column]); });
+          stats, [&](int part) { return shared.stats[part][r]; },
+          [&](int part) { return *reinterpret_cast<const Values4*>(part_of(part) + place_in_part<C>(r, column)); });
       if (is_wrong) stats.sum = __uint_as_float(0x7fffffffu);  // NaN: never a value of memory that is not the cache's
       if constexpr (CLUSTER > 1) {
         const int to = i / units_each, unit = i % units_each;
         const ClusterAddress arrived = peer_address(&shared.exchange.arrived, to);
-        store_async(peer_address(&shared.exchange.values[work.part][unit], to), values.data[0], values.data[1],
+        store_async(peer_address(&shared.exchange.values[segment.work.part][unit], to), values.data[0], values.data[1],
                     values.data[2], values.data[3], arrived);
-        store_async(peer_address(&shared.exchange.stats[work.part][unit], to), stats.stabilizer, stats.sum, arrived);
-      } else if (work.parts == 1) {
+        store_async(peer_address(&shared.exchange.stats[segment.work.part][unit], to), stats.stabilizer, stats.sum,
+                    arrived);
+      } else if (segment.work.parts == 1) {
         store(r, column, values, stats);
       } else {
-        *partials.values(work.owner, work.part, r, column) = values;
-        if (column == 0) *partials.stats(work.owner, work.part, r) = stats;
+        *partials.values(segment.work.owner, segment.work.part, r, column) = values;
+        if (column == 0) *partials.stats(segment.work.owner, segment.work.part, r) = stats;
       }
     }
     if constexpr (CLUSTER > 1) {
       mbarrier_wait_cluster(shared.exchange.arrived, 0);
       for (int unit = threadIdx.x; unit < own_units; unit += C::THREADS) {
-        const int i = work.part * units_each + unit;
+        const int i = segment.work.part * units_each + unit;
         RowStats stats;
         const Values4 values = combine_parts<CLUSTER>(
             stats, [&](int part) { return shared.exchange.stats[part][unit]; },
@@ -298,14 +361,14 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       }
       return;
     }
-    if (work.parts > 1) {
-      __threadfence();
+    if (segment.work.parts > 1) {
       __syncthreads();
-      if (threadIdx.x == 0) {
-        uint32& arrivals = params.arrivals[work.owner];
-        shared.is_last = atomicAdd(&arrivals, 1u) == static_cast<uint32>(work.parts - 1);
-        if (shared.is_last) arrivals = 0;  // for the next launch
+      if (threadIdx.x == 0) {  // its fences order what the others wrote before the barrier, and read after the next
+        uint32& arrivals = params.arrivals[segment.work.owner];
         __threadfence();
+        shared.is_last = atomicAdd(&arrivals, 1u) == static_cast<uint32>(segment.work.parts - 1);
+        __threadfence();
+        if (shared.is_last) arrivals = 0;  // for the next launch
       }
       __syncthreads();
       if (shared.is_last) {
@@ -313,13 +376,27 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
           const int r = i / UNITS, column = i % UNITS * 4;
           RowStats stats;
           const Values4 values = combine_many(
-              stats, work.parts, [&](int part) { return *partials.stats(work.owner, part, r); },
-              [&](int part) { return *partials.values(work.owner, part, r, column); });
+              stats, segment.work.parts, [&](int part) { return *partials.stats(segment.work.owner, part, r); },
+              [&](int part) { return *partials.values(segment.work.owner, part, r, column); });
           store(r, column, values, stats);
         }
       }
     }
     __syncthreads();  // before the next tiles come
+    if (is_ahead) {
+      query_buffer = 1 - query_buffer, is_ahead = false;
+    } else {
+      if (!more || !scheduler.next(work)) return;
+      loading = OwnSegment(params, work);
+      begin_loading(query_buffer);
+    }
+    segment = loading;
+    drained = false;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (loaded < min(AHEAD, loading.count)) load(), drained = true;
+    }
+    if (loaded == 0) cp_async_commit(), drained = true;
   }
 }
 

@@ -109,8 +109,14 @@ struct ClusterScheduler {
   __device__ __forceinline__ bool next(WorkTile& work) {
     if (done) return false;
     done = true;
-    work = {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), 0, 0, LAST_TILE,
-            static_cast<int>(blockIdx.x), 1, 0};
+    work = {static_cast<int>(blockIdx.z),
+            static_cast<int>(blockIdx.y),
+            0,
+            0,
+            LAST_TILE,
+            static_cast<int>(blockIdx.x),
+            1,
+            0};
     return true;
   }
 

@@ -20,25 +20,38 @@ struct Tiles {
   static constexpr int TILE = BLOCK_N * WARPS_N;  // keys of all groups together
   using QueryTile = SwizzledTile<T, BLOCK_M, COLUMNS>;
   using KeyTile = SwizzledTile<T, BLOCK_N, COLUMNS>;
+  // Whether a group's result fits one stage of its ring: then the others are filled for the next tile of rows
+  // meanwhile.
+  static constexpr bool FLOWS = BLOCK_N >= BLOCK_M;
+};
+
+// A stage of a ring: keys and their values.
+template <typename C>
+union Stage {
+  struct {
+    typename C::KeyTile key, value;
+  };
+  float part[C::BLOCK_N * C::COLUMNS];  // the group's result, where it fits
 };
 
 template <typename C>
 struct Streaming {
-  typename C::QueryTile query;
-  struct {
-    typename C::KeyTile key[C::STAGES];
-    typename C::KeyTile value[C::STAGES];
-  } ring[C::WARPS_N];
+  typename C::QueryTile query[C::FLOWS ? 2 : 1];
+  Stage<C> ring[C::WARPS_N][C::STAGES];
 };
 
-// The groups' results, over the tiles that nobody needs any more.
+// The groups' results where they do not fit a stage: over the tiles that nobody needs any more.
 template <typename C>
 struct Combining {
-  // 8 floats of padding: four rows of a quad's eight floats are what half a warp stores at once.
-  static constexpr int PITCH = C::COLUMNS + 8;
-  alignas(16) float part[C::WARPS_N][C::BLOCK_M * PITCH];
-  RowStats stats[C::WARPS_N][C::BLOCK_M];
+  alignas(16) float part[C::FLOWS ? 1 : C::WARPS_N][C::FLOWS ? 4 : C::BLOCK_M * C::COLUMNS];
 };
+
+// Where the column of a row lies in a group's result: four rows of a quad's eight floats, which half a warp stores at
+// once, are in different banks.
+template <typename C>
+__device__ __forceinline__ int place_in_part(int r, int column) {
+  return r * C::COLUMNS + (C::COLUMNS % 32 == 0 ? column ^ r % 4 * 8 : column);
+}
 
 // What a CTA gets from those of its cluster: every part of the output that it finishes, four columns per unit.
 template <typename C, int PARTS>
@@ -59,6 +72,7 @@ struct Shared {
     Streaming<C> streaming;
     Combining<C> combining;
   };
+  RowStats stats[C::WARPS_N][C::BLOCK_M];  // of the groups' results
   Exchange<C, CLUSTER> exchange;
   int misplaced[C::WARPS_M * C::WARPS_N];  // whether a warp met a page that the cache does not have
   int is_last;                             // whether this CTA's part of the rows was the last one to be ready

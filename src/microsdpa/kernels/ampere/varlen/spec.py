@@ -80,11 +80,13 @@ class Tiling:
         """Dynamic shared memory: the query tile and the rings, or the groups' results that replace them; and flags."""
         columns = ceil(head_dim / 16) * 16
         ring = 2 * self.stages * self.block_n * columns * ELEMENT
-        streaming = self.block_m * columns * ELEMENT + self.warps_n * ring
-        combining = self.warps_n * self.block_m * (4 * (columns + 8) + 8)
+        flows = self.block_n >= self.block_m
+        streaming = (2 if flows else 1) * self.block_m * columns * ELEMENT + self.warps_n * ring
+        combining = 0 if flows else self.warps_n * self.block_m * columns * 4
+        stats = 8 * self.warps_n * self.block_m
         exchange = self.block_m * columns // 4 * (16 + 8) + 8 if self.cluster > 1 else 4
         flags = 4 * (self.warps_m * self.warps_n + 1)
-        return ceil((ceil(max(streaming, combining) / 128) * 128 + exchange + flags) / 128) * 128
+        return ceil((ceil(max(streaming, combining) / 128) * 128 + stats + exchange + flags) / 128) * 128
 
 
 FEW, FEW_LARGE = Tiling(16, 1, 1, 4, 3), Tiling(16, 1, 1, 4, 3, kept=0)
