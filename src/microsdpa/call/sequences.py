@@ -9,8 +9,9 @@ import torch
 from microsdpa.call import tensors
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, ROTARY_COLUMNS, Rotary
-from microsdpa.kernels.problem import MaskType, Varlen
+from microsdpa.kernels.problem import MaskType
 
+LARGEST_GRANULARITY = 64
 MOST_WORK = 2**31 - 2**20
 """Pieces of work, of 16 rows and 16 keys at least, that the scheduler counts in 32 bits."""
 
@@ -64,10 +65,12 @@ class Sequences(NamedTuple):
         dtype: MaskType = tensors.DTYPES.get(self.rotary_cos.dtype, "float32")
         return Rotary(2 * self.rotary_cos.shape[1], self.rotary_interleaved, dtype)
 
-    @property
-    def layout(self) -> Varlen:
-        """How K and V lie."""
-        return "rows" if self.page_table is None else "paged"
+    def granularity(self, key: torch.Tensor) -> int:
+        """The largest power of two, up to 64, that divides the keys of a page; 0 without pages."""
+        if self.page_table is None:
+            return 0
+        page = key.shape[1]
+        return min(page & -page, LARGEST_GRANULARITY)
 
     def batch(self, query: torch.Tensor) -> int:
         """How many sequences there are."""

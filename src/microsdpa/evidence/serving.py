@@ -298,7 +298,7 @@ def problem_of(cell: Cell, target: str) -> Problem:
         "bfloat16",
         causal="lower_right",
         target=target,
-        varlen="rows" if cell.queries is None else "paged",
+        varlen=min(cell.page & -cell.page, 64),
     )
 
 

@@ -67,7 +67,7 @@ def _varlen(checked: Checked, out: torch.Tensor | None) -> Problem:
         mask=checked.masks.kind,
         target=_target(checked),
         alignment=VECTOR_BYTES if all(map(tensors.is_aligned, given)) else ELEMENT_BYTES[dtype],
-        varlen=sequences.layout,
+        varlen=sequences.granularity(key),
     )
 
 

@@ -190,6 +190,7 @@ def configurations(problem: Problem) -> dict[str, KernelSpec]:
     return found
 
 
+ROTARY = ampere_varlen.Rotary(64, False, "float32")
 GENERAL_HEAD_DIMS = (40, 64, 128, 256)
 MASK_KINDS: tuple[MaskKind | None, ...] = (
     None,
@@ -239,11 +240,27 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))
                 if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)
+    specs |= dict.fromkeys(_varlen_catalogue(target))
     quantized = [*_eight_bit_catalogue(target), *quantize_catalogue(target)]
     if not every:
         quantized = [s for s in quantized if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]
         quantized = [s for s in quantized if ("CAUSAL", "false") not in s.template_args]
     return [*specs, *quantized]
+
+
+def _varlen_catalogue(target: str) -> list[KernelSpec]:
+    """A few configurations for sequences of many lengths: every choice of tiles, layout and mask among them."""
+    shared = {"causal": "lower_right", "target": target}
+    masks = cycle((None, None, MaskKind(left=True), MaskKind(None, True, True, True, True, "float32")))
+    specs: dict[KernelSpec, None] = {}
+    for head_dim, batch, queries in product((64, 72, 128, 256), (1, 8), (1, 8, 16, 512)):
+        for page, dtype in ((0, "float16"), (1, "float16"), (16, "bfloat16"), (64, "bfloat16")):
+            sizes = batch, 32, 8, queries, 4096, head_dim, dtype
+            problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
+            if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
+                specs[found] = None
+                specs[ampere_varlen.append(problem, None if page == 1 else ROTARY)] = None
+    return list(specs)
 
 
 def _eight_bit_catalogue(target: str) -> list[KernelSpec]:

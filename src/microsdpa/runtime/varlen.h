@@ -12,7 +12,8 @@ namespace microsdpa {
 // Numbers that the kernel's 32 bits have room for; MOST_KEYS of kernels/ampere/varlen/spec.py, and MOST_WORK of
 // call/sequences.py.
 constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
-constexpr std::int64_t CLUSTERED_KEYS = 8192;  // as in spec.py
+constexpr std::int64_t FEW_KEYS = 1024, CLUSTERED_KEYS = 8192;  // as in spec.py
+constexpr std::int64_t LARGEST_GRANULARITY = 64;                // as in sequences.py
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.
 inline Strides row_strides(const DLTensor& tensor) {
@@ -168,9 +169,10 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t hint =
       arguments.max_queries && batch > 1 ? std::min(arguments.max_queries, queries) : (queries + batch - 1) / batch;
   const std::int64_t most = rounded_queries(query_offsets ? hint : query->shape[1]);
-  const bool clustered = batch == 1 && most_keys <= CLUSTERED_KEYS;
+  const std::int64_t clustered = batch > 1 || most_keys > CLUSTERED_KEYS ? 0 : most_keys > FEW_KEYS ? 1 : 2;
   k.tensors[QUERY] = {{query_rank, most, heads, head_dim}, {clustered}, TensorKey::pack(query->dtype, query->device)};
-  k.tensors[KEY] = {{key_rank, table != nullptr, heads_kv, head_dim}, {}, 0};
+  const std::int64_t granularity = table ? std::min(page_size & -page_size, LARGEST_GRANULARITY) : 0;
+  k.tensors[KEY] = {{key_rank, granularity, heads_kv, head_dim}, {}, 0};
   if (slopes) {
     const bool each = slopes->ndim == 2;
     if ((slopes->ndim != 1 && !each) || slopes->shape[slopes->ndim - 1] != heads ||
@@ -249,7 +251,8 @@ constexpr int APPEND_THREADS = 128;
 
 // CTAs that append and rotate; append_grid() of kernels/ampere/varlen/spec.py says the same.
 inline unsigned append_ctas(const AppendParams& params, std::int64_t head_dim) {
-  const std::int64_t rows = (params.new_key ? 2 * params.call.heads_kv : 0) + (params.rotary_cos ? params.call.heads : 0);
+  const std::int64_t rows =
+      (params.new_key ? 2 * params.call.heads_kv : 0) + (params.rotary_cos ? params.call.heads : 0);
   return static_cast<unsigned>((params.queries * rows * (head_dim / 8) + APPEND_THREADS - 1) / APPEND_THREADS);
 }
 

@@ -94,13 +94,14 @@ __global__ void __launch_bounds__(128) append(const __grid_constant__ AppendPara
     const bool is_key = kind < call.heads_kv;
     const int head = is_key ? kind : kind - call.heads_kv;
     if (position >= call.most_keys) return;
-    const Keys<PAGED> keys(call, Sequence(call, b), b, head);
-    const int page = keys.page(call, position);
+    const Keys<PAGED ? ANY_PAGES : CONTIGUOUS> keys(call, Sequence(call, b), b, head);
+    const auto at = keys.place(call, position);
+    const int page = PAGED ? keys.table[at.number] : 0;
     if (PAGED && static_cast<uint32>(page) >= static_cast<uint32>(call.pages)) return;
     if (is_key) {
       const T* from = row_of(params.new_key, params.new_key_strides, head);
-      T* to = static_cast<T*>(const_cast<void*>(call.key)) + keys.key +
-              keys.offset(call, call.key_strides, position, page) + column;
+      T* to = static_cast<T*>(const_cast<void*>(call.key)) + keys.key + keys.offset(call.key_strides, page, at.within) +
+              column;
       if constexpr (ROTARY > 0) {
         *reinterpret_cast<Chunk<T>*>(to) = rotate<T, ROTARY, INTERLEAVED, ANGLE>(from, column, position, params);
       } else {
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(128) append(const __grid_constant__ AppendPara
     } else {
       const T* from = row_of(params.new_value, params.new_value_strides, head);
       T* to = static_cast<T*>(const_cast<void*>(call.value)) + keys.value +
-              keys.offset(call, call.value_strides, position, page) + column;
+              keys.offset(call.value_strides, page, at.within) + column;
       *reinterpret_cast<Chunk<T>*>(to) = *reinterpret_cast<const Chunk<T>*>(from + column);
     }
     return;

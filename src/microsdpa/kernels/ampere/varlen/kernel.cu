@@ -36,11 +36,11 @@ __device__ __forceinline__ void group_sync(int group) {
 }
 
 // A tile of rows, the keys that it sees, and how many of their tiles are its part.
-template <typename C, typename MASKS, int PACK, bool PAGED, int CLUSTER>
+template <typename C, typename MASKS, int PACK, Layout LAYOUT, int CLUSTER>
 struct Segment {
   WorkTile work;
   Sequence sequence;
-  Keys<PAGED> keys;
+  Keys<LAYOUT> keys;
   int rows;       // of the tile
   int from, end;  // keys that are read: no row of the tile sees others
   int first_tile, count;
@@ -64,28 +64,31 @@ struct Segment {
 };
 
 // Tiles of K and V on their way to a group's ring. A thread copies one chunk of every ROWS-th row of each panel.
-template <typename C, bool PAGED>
+template <typename C, Layout LAYOUT>
 struct Source {
   using Tile = typename C::KeyTile;
+  using T = typename C::T;
   static constexpr int ROWS = C::GROUP_THREADS / Tile::CHUNKS, PASSES = C::BLOCK_N / ROWS;
   static_assert(C::BLOCK_N % ROWS == 0, "the threads copy whole rows");
+  static constexpr bool APART = LAYOUT == ANY_PAGES;  // every row has a page of its own
 
+  // Where a tile lies, or each of the thread's rows of it.
   struct Pages {
-    int of_row[PAGED ? PASSES : 1];
+    int page[APART ? PASSES : 1], within[APART ? PASSES : 1];
   };
 
   __device__ __forceinline__ static unsigned row() { return threadIdx.x % C::GROUP_THREADS / Tile::CHUNKS; }
 
-  // Looks up the pages of the thread's rows of a tile, also of keys that no row sees.
+  // Looks up pages, also of keys that no row sees.
   template <typename Segment>
   __device__ __forceinline__ static void fetch(Pages& pages, const VarlenParams& params, const Segment& segment,
                                                int first_key) {
-    if constexpr (PAGED) {
 #pragma unroll
-      for (int p = 0; p < PASSES; ++p) {
-        const int key = first_key + p * ROWS + row();
-        pages.of_row[p] = key < params.most_keys ? segment.keys.page(params, key) : 0;
-      }
+    for (int p = 0; p < (APART ? PASSES : 1); ++p) {
+      const int key = APART ? first_key + p * ROWS + row() : first_key;
+      const auto place = segment.keys.place(params, key);
+      pages.within[p] = place.within;
+      pages.page[p] = LAYOUT != CONTIGUOUS && key < params.most_keys ? segment.keys.table[place.number] : 0;
     }
   }
 
@@ -94,35 +97,49 @@ struct Source {
   __device__ __forceinline__ static void copy_async(Stage<C>& stage, const Pages& pages, const VarlenParams& params,
                                                     Segment& segment, int first_key) {
     const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK;
-    const auto* key_base = static_cast<const typename C::T*>(params.key);
-    const auto* value_base = static_cast<const typename C::T*>(params.value);
+    const T* key_base = static_cast<const T*>(params.key);
+    const T* value_base = static_cast<const T*>(params.value);
     const auto& keys = segment.keys;
+    if constexpr (!APART) {
+      const bool exists =
+          LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[0]) < static_cast<uint32>(params.pages);
+      if (exists && first_key >= segment.from && first_key + C::BLOCK_N <= segment.end) {
+        const int within = pages.within[0] + row();
+        const T* k = key_base + keys.key + keys.offset(params.key_strides, pages.page[0], within) + column;
+        const T* v = value_base + keys.value + keys.offset(params.value_strides, pages.page[0], within) + column;
+        const int64 key_step = ROWS * params.key_strides.row, value_step = ROWS * params.value_strides.row;
+#pragma unroll
+        for (int p = 0; p < PASSES; ++p, k += key_step) copy_row(stage.key, p, column, k, key_base, true);
+#pragma unroll
+        for (int p = 0; p < PASSES; ++p, v += value_step) copy_row(stage.value, p, column, v, value_base, true);
+        return;
+      }
+    }
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
-      const int key = first_key + p * ROWS + row();
-      const int page = PAGED ? pages.of_row[p] : 0;
+      const int key = first_key + p * ROWS + row(), at = APART ? p : 0;
+      const int within = pages.within[at] + (APART ? 0 : p * ROWS + row());
       bool valid = segment.is_read(key);
-      if (PAGED && static_cast<uint32>(page) >= static_cast<uint32>(params.pages)) {
+      if (LAYOUT != CONTIGUOUS && static_cast<uint32>(pages.page[at]) >= static_cast<uint32>(params.pages)) {
         segment.misplaced |= valid;
         valid = false;
       }
       // An address that is not read still has to be one that exists.
-      const auto* k = key_base + (valid ? keys.key + keys.offset(params, params.key_strides, key, page) : 0) + column;
-      const auto* v =
-          value_base + (valid ? keys.value + keys.offset(params, params.value_strides, key, page) : 0) + column;
-#pragma unroll
-      for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) copy(stage.key, p, column, c, k, key_base, valid);
-#pragma unroll
-      for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) copy(stage.value, p, column, c, v, value_base, valid);
+      const int64 k = valid ? keys.key + keys.offset(params.key_strides, pages.page[at], within) : 0;
+      const int64 v = valid ? keys.value + keys.offset(params.value_strides, pages.page[at], within) : 0;
+      copy_row(stage.key, p, column, key_base + k + column, key_base, valid);
+      copy_row(stage.value, p, column, value_base + v + column, value_base, valid);
     }
   }
 
  private:
-  __device__ __forceinline__ static void copy(Tile& tile, int pass, unsigned column, int panel,
-                                              const typename C::T* from, const typename C::T* anywhere, bool valid) {
-    const bool inside = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + panel < C::HEAD_DIM;
-    cp_async<16>(tile.at(pass * ROWS + row(), column + panel), inside ? from + panel : anywhere,
-                 valid && inside ? 16 : 0);
+  __device__ __forceinline__ static void copy_row(Tile& tile, int pass, unsigned column, const T* from,
+                                                  const T* anywhere, bool valid) {
+#pragma unroll
+    for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) {
+      const bool inside = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + c < C::HEAD_DIM;
+      cp_async<16>(tile.at(pass * ROWS + row(), column + c), inside ? from + c : anywhere, valid && inside ? 16 : 0);
+    }
   }
 };
 
@@ -169,7 +186,7 @@ __device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, S
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
-          int PACK, bool PAGED, int CLUSTER, bool PROGRAMMATIC, typename MASKS>
+          int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __grid_constant__ VarlenParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
@@ -188,8 +205,8 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
   Scheduler<MASKS, PACK, BLOCK_M, C::TILE, CLUSTER> scheduler(params);
   WorkTile work;
   if (!scheduler.next(work)) return;
-  using OwnSegment = Segment<C, MASKS, PACK, PAGED, CLUSTER>;
-  using OwnSource = Source<C, PAGED>;
+  using OwnSegment = Segment<C, MASKS, PACK, LAYOUT, CLUSTER>;
+  using OwnSource = Source<C, LAYOUT>;
   // Tiles are loaded ahead: of `loading`, which is the segment that is computed or, where the ring flows, the next one.
   OwnSegment loading(params, work);
   typename OwnSource::Pages pages;  // of the next tile that is loaded
@@ -311,7 +328,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
     }
     __syncthreads();
     bool is_wrong = false;
-    if constexpr (PAGED) {
+    if constexpr (LAYOUT != CONTIGUOUS) {
 #pragma unroll
       for (int w = 0; w < WARPS_M * WARPS_N; ++w) is_wrong |= shared.misplaced[w] != 0;
     }

@@ -47,9 +47,13 @@ struct Visibility {
   }
 };
 
+// How keys lie: one behind the other, in pages of whole tiles of BLOCK_N keys, or in any pages.
+enum Layout { CONTIGUOUS, WHOLE_TILES, ANY_PAGES };
+
 // Where rows of K and V lie.
-template <bool PAGED>
+template <Layout LAYOUT>
 struct Keys {
+  static constexpr bool PAGED = LAYOUT != CONTIGUOUS;
   const int32* table;  // of the sequence
   int64 key, value;    // offsets of the sequence's first key, without pages; with them, of the head
 
@@ -58,23 +62,23 @@ struct Keys {
         key(start(params.key_strides, params, sequence, b, head_kv)),
         value(start(params.value_strides, params, sequence, b, head_kv)) {}
 
-  // The page of a key: one that the sequence has.
-  __device__ __forceinline__ int page(const VarlenParams& params, int index) const {
-    if constexpr (!PAGED) return 0;
-    return table[number(params, index)];
+  // A key's page, as the table numbers it, and its place there. Without pages all keys are on one.
+  struct Place {
+    int number, within;
+  };
+  __device__ __forceinline__ static Place place(const VarlenParams& params, int index) {
+    if constexpr (!PAGED) return {0, index};
+    const int number = static_cast<int>(static_cast<uint64>(index) * params.page_factor >> params.page_shift);
+    return {number, index - number * params.page_size};
   }
 
-  // Offset of a key from the first one of the head, on its page.
-  __device__ __forceinline__ static int64 offset(const VarlenParams& params, const Strides& strides, int index,
-                                                 int page) {
-    if constexpr (!PAGED) return index * strides.row;
-    return page * strides.batch + (index - number(params, index) * params.page_size) * strides.row;
+  // Offset of a key from the first one of the head.
+  __device__ __forceinline__ static int64 offset(const Strides& strides, int page, int within) {
+    const int64 row = static_cast<int64>(within) * strides.row;
+    return PAGED ? page * strides.batch + row : row;
   }
 
  private:
-  __device__ __forceinline__ static int number(const VarlenParams& params, int index) {
-    return static_cast<int>(static_cast<uint64>(index) * params.page_factor >> params.page_shift);
-  }
   __device__ __forceinline__ static int64 start(const Strides& strides, const VarlenParams& params,
                                                 const Sequence& sequence, int b, int head_kv) {
     const int64 head = head_kv * strides.head;

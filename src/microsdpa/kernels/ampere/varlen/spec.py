@@ -15,6 +15,7 @@ MOST_KEYS = 2**29
 """Keys of a sequence, or of all packed ones: positions and ends of windows are sums of two such numbers."""
 ELEMENT = 2
 """Bytes of an element."""
+SPILLS = "O and the tiles ahead take every register: some bytes of addresses and masks, once per tile"
 MOST_RESIDENT = 2
 """CTAs of an SM: more of them would divide keys further than they share memory."""
 
@@ -91,8 +92,12 @@ class Tiling:
 
 FEW, FEW_LARGE = Tiling(16, 1, 1, 4, 3), Tiling(16, 1, 1, 4, 3, kept=0)
 SOME, SOME_LARGE = Tiling(16, 2, 1, 8, 3, kept=0), Tiling(32, 1, 2, 2, 2, kept=0)
-MANY = Tiling(16, 2, 2, 4, 3, kept=0)
-"""Tiles for up to 16 rows of a sequence, for up to 32, and for more; and for head dimensions over 128."""
+MANY, PROMPTS = Tiling(16, 2, 2, 4, 3, kept=0), Tiling(64, 1, 4, 1, 2, kept=0)
+ONE = Tiling(16, 1, 1, 8, 3)
+"""Tiles for up to 16 rows of a sequence, for up to 32, up to 64, and more; for head dimensions over 128; and for one
+sequence of few rows."""
+FEW_KEYS = 1024
+"""Keys of one sequence up to which four warps of a cluster's CTAs are as fast as eight."""
 
 
 CLUSTERS = {8: 15, 4: 30, 2: 66}
@@ -113,7 +118,8 @@ def tiling_of(problem: Problem) -> Tiling:
     ):
         return tiling
     for cluster, most in CLUSTERS.items():
-        clustered = replace(tiling, cluster=cluster)
+        wide = tiling == FEW and problem.seqlen_k > FEW_KEYS
+        clustered = replace(ONE if wide else tiling, cluster=cluster)
         fits = clustered.shared_bytes(problem.head_dim) <= chip_of(problem.target).shared_per_cta
         if fits and problem.heads_kv <= most and tiling.block_m * problem.head_dim % (4 * cluster) == 0:
             return clustered
@@ -129,7 +135,7 @@ def _tiles_of(problem: Problem) -> Tiling:
         tiling = SOME_LARGE
     else:
         # A group of two warps copies 32 rows of 16 columns at a time: its tiles have fewer.
-        tiling = SOME if rows <= 32 or ceil(problem.head_dim / 16) % 2 else MANY
+        tiling = SOME if rows <= 32 or ceil(problem.head_dim / 16) % 2 else MANY if rows <= 64 else PROMPTS
     shared = chip_of(problem.target).shared_per_cta
     while tiling.shared_bytes(problem.head_dim) > shared:  # where a chip has less of it
         if tiling.stages > 2:
@@ -154,11 +160,18 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
 
 def specification(problem: Problem, tiling: Tiling) -> KernelSpec:
     """The kernel of one tiling for a problem."""
-    return _specification(of_any_size(problem), tiling, problem.varlen == "paged")
+    return _specification(of_any_size(problem), tiling, _layout(problem, tiling))
+
+
+def _layout(problem: Problem, tiling: Tiling) -> str:
+    """How keys lie for tiles of so many."""
+    if not problem.varlen:
+        return "CONTIGUOUS"
+    return "ANY_PAGES" if problem.varlen % tiling.block_n else "WHOLE_TILES"
 
 
 @functools.lru_cache(maxsize=1024)
-def _specification(problem: Problem, tiling: Tiling, paged: bool) -> KernelSpec:
+def _specification(problem: Problem, tiling: Tiling, layout: str) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     mask, programmatic = problem.mask or MaskKind(), capability_of(problem.target) >= (9, 0)
     right = mask.right or problem.causal is not None
@@ -173,7 +186,7 @@ def _specification(problem: Problem, tiling: Tiling, paged: bool) -> KernelSpec:
         "STAGES": tiling.stages,
         "KEPT": min(tiling.kept, ceil(problem.head_dim / 16)),
         "PACK": problem.heads // problem.heads_kv,
-        "PAGED": BOOLEAN[paged],
+        "LAYOUT": f"microsdpa::ampere::varlen::{layout}",
         "CLUSTER": tiling.cluster,
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "MASKS": f"microsdpa::ampere::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
@@ -188,6 +201,7 @@ def _specification(problem: Problem, tiling: Tiling, paged: bool) -> KernelSpec:
         threads=tiling.threads,
         block_m=tiling.block_m,
         shared_bytes=shared_bytes,
+        local_memory=SPILLS if problem.head_dim > 128 or tiling.row_tiles > 1 or mask.alibi else "",
         pack=problem.heads // problem.heads_kv,
         cluster=tiling.cluster,
         max_ctas=resident * chip.sms,
@@ -205,7 +219,7 @@ def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
         "ROTARY": rotary.columns if rotary else 0,
         "INTERLEAVED": BOOLEAN[rotary.interleaved if rotary else False],
         "ANGLE": CPP_TYPE[rotary.dtype if rotary else "float32"],
-        "PAGED": BOOLEAN[problem.varlen == "paged"],
+        "PAGED": BOOLEAN[problem.varlen != 0],
         "PROGRAMMATIC": BOOLEAN[programmatic],
     }
     return KernelSpec(
