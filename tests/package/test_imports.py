@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "attention": {"call", "errors", "execution", "jit", "kernels", "runtime"},
     "integrations": {"", "attention", "call", "errors", "execution", "kernels", "runtime"},
     "flash_attn": {"attention", "errors"},
-    "": {"flash_attn", "attention", "errors", "integrations"},
+    "": {"attention", "call", "errors", "flash_attn", "integrations"},
     "evidence": {
         *("", "attention", "call", "emulate", "errors", "execution", "integrations", "jit", "kernels", "reference"),
         "runtime",

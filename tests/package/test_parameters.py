@@ -14,6 +14,7 @@ SIGNATURES = {
     ("attention/explain.py", "explain"),
     ("attention/plan.py", "plan"),
     ("attention/varlen.py", "sdpa_varlen"),
+    ("attention/plan.py", "make_masked_plan.prepared"),
     # Signatures that a framework prescribes: an autograd function, operators' schemas, attention and mask functions.
     ("execution/autograd.py", "_Attention.forward"),
     ("integrations/torch_ops.py", "_call"),
@@ -29,6 +30,7 @@ SIGNATURES = {
     ("flash_attn/interface.py", "flash_attn_with_kvcache"),
     # Options of the command line.
     ("cli.py", "verify"),
+    ("cli.py", "bench"),
     # The oracle has the arguments of sdpa, and a kernel in Triton's language those of a kernel.
     ("reference.py", "oracle"),
     ("reference.py", "eager"),

@@ -236,10 +236,10 @@ def _sizes(given: Given, member: str) -> tuple[int, int, int]:
 
 def test_one_plan_serves_all_sizes() -> None:
     register(CASES["decode, pages"])
-    grown = Given((200, 1, 8, 64), (5000, 32, 2, 64), {"lengths": (200,), "page_table": (200, 50)})
+    grown = Given((200, 1, 8, 64), (5000, 48, 2, 64), {"lengths": (200,), "page_table": (200, 50)})
     assert launcher.launch(*grown.call()) is True
     got = latest()
-    assert (got.batch, got.page_size, got.pages, got.most_keys) == (200, 32, 5000, 1600)
+    assert (got.batch, got.page_size, got.pages, got.most_keys) == (200, 48, 5000, 2400)
 
 
 def test_one_plan_serves_all_packed_queries_of_a_class() -> None:
