@@ -26,7 +26,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "grouped heads": {"heads_kv": 1},
     "rows off 16 bytes": {"alignment": 2},
     "bool `attn_mask`": {"mask": MaskKind("bool")},
-    "`attn_mask` of numbers": {"mask": MaskKind("float32")},
+    "`attn_mask` of numbers": {"mask": MaskKind("float32", bulk=True)},
     "`document_ids`, and other ranges of keys": {"mask": MaskKind("int32", per_query=True)},
     "`window`": {"mask": MaskKind(left=True, right=True)},
     "`softcap`": {"mask": MaskKind(softcap=True)},

@@ -3,8 +3,9 @@
 // Each CTA of list_tiles makes the list of one query tile, for all heads and batch entries that share the mask. Tiles
 // in which nothing is visible are left out; those in which nothing is hidden are marked. Of a boolean mask each warp
 // reads one tile and packs it: a lane of a wgmma accumulator finds the bits of its keys in one word. Of ranges of keys
-// the smallest and the largest ends say everything. Where few lists meet many keys, mark_tiles has all SMs read the
-// mask, and list_marked makes the lists of what it finds. Of booleans with a summary only what it calls mixed is read.
+// the smallest and the largest ends say everything. Of booleans with a summary only what it calls mixed is read. Where
+// few lists meet many keys, mark_tiles has all SMs read the mask, and list_marked makes the lists of what it finds.
+//
 // Bound by: the mask's bytes, which are read once.
 #include "../../ptx/control.cuh"
 #include "masks.cuh"
