@@ -112,9 +112,8 @@ struct TileSoftmax {
   // moved: O is then to be multiplied by `factor`. `look` has the maxima looked for at once.
   __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2], bool first,
                                                bool look = false) {
-    bool moved = first;
-    if (moved) rows.reset();
-    moved = moved || look;
+    bool moved = first || look;
+    if (first) rows.reset();
     float added[2];
     while (true) {
       float subtract[2] = {0.0f, 0.0f};

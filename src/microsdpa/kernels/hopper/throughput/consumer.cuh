@@ -26,15 +26,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
 
   Shared& shared;
   const AttentionParams& params;
-  const typename MASKS::Params& masked_params;
   const int warpgroup;  // among the consumers
   const int thread;     // of the warpgroup
 
   PipelineState<QUERY_STAGES> query_state;
   PipelineState<STAGES> key_state, value_state;
-  PipelineState<Shared::Masks::STAGES> mask_state;
   float o[HEAD_DIM / 2];
-  TileMasks<MASKS, CAUSAL, BLOCK_M, BLOCK_N> masks;
 
   // The query tile that scores are computed of.
   int works = 0;    // its number
@@ -45,13 +42,17 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   int skipped;      // that others' rows see
   int last_key;     // that the first row sees, by the causal mask
 
+  const typename MASKS::Params& masked_params;
+  PipelineState<Shared::Masks::STAGES> mask_state;
+  TileMasks<MASKS, CAUSAL, BLOCK_M, BLOCK_N> masks;
+
   __device__ __forceinline__ Consumer(Shared& shared, const typename MASKS::Params& params, int warpgroup)
       : Base(Masked::MODIFIED ? 1.0f : MASKS::call(params).scale_log2),
         shared(shared),
         params(MASKS::call(params)),
-        masked_params(params),
         warpgroup(warpgroup),
         thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
+        masked_params(params),
         masks(params) {}
 
   __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
@@ -190,10 +191,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // Adds the head's sink to a row's sum, of which it has a share but no value. Gives what O is to be multiplied by.
+  // Adds the head's sink to a row's sum, of which it has a share but no value, and scales the stabilizer. Gives what O
+  // is to be multiplied by.
   __device__ __forceinline__ float with_sink(int head, float& sum, float& stabilizer) const {
-    const float sink = decltype(masks)::sink_of(masked_params, head), larger = fmaxf(sink, stabilizer);
-    const float own = sum == 0.0f ? 0.0f : ex2_approx(stabilizer - finite(larger));
+    const float sink = decltype(masks)::sink_of(masked_params, head), scaled = stabilizer * Base::scale_of(0);
+    const float larger = fmaxf(sink, scaled);
+    const float own = sum == 0.0f ? 0.0f : ex2_approx(scaled - finite(larger));
     sum = sum * own + ex2_approx(sink - finite(larger)), stabilizer = larger;
     return own * normalizer(sum);
   }
@@ -204,7 +207,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum = quad_sum(done.sum[half]), stabilizer = done.stabilizer[half] * Base::scale_of(half);
+      float sum = quad_sum(done.sum[half]), stabilizer = done.stabilizer[half];
       if constexpr (Masked::SINKS) {
         inverse[half] = with_sink(work.head, sum, stabilizer);
       } else {
@@ -213,7 +216,8 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
       const int row = first_row + tile_row(half);
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
         const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(stabilizer, sum);
+        const float scale = Masked::SINKS ? 1.0f : Base::scale_of(half);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(stabilizer * scale, sum);
       }
     }
 #pragma unroll

@@ -177,11 +177,20 @@ __device__ __forceinline__ void store(
   if (elected) tma_store_wait_read<0>();
 }
 
-// `mask`: of a mask of numbers; else it is not used.
+template <typename First, typename... Others>
+__device__ __forceinline__ const First& first_of(const First& first, const Others&...) {
+  return first;
+}
+
+// STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
+// beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone. MAPS:
+// one more tensor map where there is a mask of numbers.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
-          typename MASKS>
-__device__ __forceinline__ void run(const typename MASKS::Params& params, const TensorMap& query, const TensorMap& key,
-                                    const TensorMap& value, const TensorMap& out, const TensorMap& mask) {
+          typename MASKS, typename... MAPS>
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
+    attention(const __grid_constant__ typename MASKS::Params params, const __grid_constant__ TensorMap query,
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
+              const __grid_constant__ TensorMap out, const __grid_constant__ MAPS... masks) {
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
   using Masked = MaskTraits<MASKS>;
   using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added>;
@@ -229,6 +238,7 @@ __device__ __forceinline__ void run(const typename MASKS::Params& params, const 
     } else if (Masked::ADDED && warp == 1 + STORERS) {
       if constexpr (Masked::ADDED) {
         if (!elect_one()) return;
+        const TensorMap& mask = first_of(masks...);
         prefetch_tensor_map(mask);
         grid_dependency_wait();
         produce_masks<CAUSAL, MASKS>(shared, params, mask);
@@ -242,29 +252,6 @@ __device__ __forceinline__ void run(const typename MASKS::Params& params, const 
                                                                                                      warpgroup - 1);
     consumer.run();
   }
-}
-
-// STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
-// beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone.
-template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
-          typename MASKS>
-__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    attention(const __grid_constant__ typename MASKS::Params params, const __grid_constant__ TensorMap query,
-              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-              const __grid_constant__ TensorMap out) {
-  run<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL, MASKS>(params, query, key, value, out,
-                                                                                     out);
-}
-
-// The same with a mask of numbers.
-template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
-          typename MASKS>
-__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    attention_with_mask(const __grid_constant__ MaskedParams params, const __grid_constant__ TensorMap query,
-                        const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-                        const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap mask) {
-  run<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL, MASKS>(params, query, key, value, out,
-                                                                                     mask);
 }
 
 }  // namespace microsdpa::hopper::throughput

@@ -96,6 +96,12 @@ struct VisitedTiles {
   }
 };
 
+template <int BLOCK_M, int BLOCK_N>
+struct VisitedTiles<NoMasks, BLOCK_M, BLOCK_N> {
+  __device__ __forceinline__ VisitedTiles(const AttentionParams&, const WorkTile&) {}
+  __device__ __forceinline__ int operator[](int place) const { return place; }
+};
+
 // The keys that a row sees by its range, in which any numbers may stand.
 __device__ __forceinline__ KeyRange range_of_row(const MaskedParams& params, int64 batch, int head, int row) {
   const MaskParams& masks = params.masks;

@@ -243,12 +243,13 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     ]
     if element:
         maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
+        arguments["MAPS"] = "microsdpa::TensorMap"
     listed = mask if mask is not None and mask.tensor in LISTED else None
     lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor != "int32") if listed else None
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/kernel.cu",
-        template=f"microsdpa::hopper::throughput::attention{'_with_mask' if element else ''}",
+        template="microsdpa::hopper::throughput::attention",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,
