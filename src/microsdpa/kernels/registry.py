@@ -44,6 +44,7 @@ class Family:
         specify: gives the configuration for a problem, or says why there is none.
         emulated_target: the GPU that the emulator takes when the family is named.
         masks: whether the family knows masks other than the causal one, at least for some problems.
+        ranges: whether it knows ranges of keys, which are int32, and tables of blocks, which are uint8, as masks.
         any_layout: whether it takes any head dimension and alignment.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
         varlen: whether its problems have sequences of many lengths; those of the other families have none.
@@ -56,6 +57,7 @@ class Family:
     specify: Callable[[Problem], KernelSpec | Rejection]
     emulated_target: str = EMULATED_TARGET
     masks: bool = False
+    ranges: bool = False
     any_layout: bool = False
     eight_bit: bool = False
     varlen: bool = False
@@ -74,6 +76,8 @@ FAMILIES: tuple[Family, ...] = (
         "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
         hopper_latency.latency,
         emulated_target="sm_90a",
+        masks=True,
+        ranges=True,
         configurations=hopper_latency.configurations,
     ),
     Family(
@@ -89,6 +93,7 @@ FAMILIES: tuple[Family, ...] = (
         hopper_throughput.throughput,
         emulated_target="sm_90a",
         masks=True,
+        ranges=True,
         configurations=hopper_throughput.configurations,
     ),
     Family(
@@ -96,6 +101,7 @@ FAMILIES: tuple[Family, ...] = (
         "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer",
         ampere_mma.forward,
         masks=True,
+        ranges=True,
         configurations=ampere_mma.configurations,
     ),
     Family(
@@ -103,6 +109,7 @@ FAMILIES: tuple[Family, ...] = (
         "every mask, head dimension and layout, on mma.sync; sm_80 and newer",
         ampere_general.forward,
         masks=True,
+        ranges=True,
         any_layout=True,
     ),
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),

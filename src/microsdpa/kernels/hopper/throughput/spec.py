@@ -29,7 +29,7 @@ DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
 ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
-LISTED = ("bool", "int32")
+LISTED = ("bool", "int32", "uint8")
 """Element types of masks that say which keys are visible."""
 PANEL_BYTES = 128
 """Of a row of a mask's tile: the copies' pattern repeats."""
@@ -244,7 +244,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     if element:
         maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
     listed = mask if mask is not None and mask.tensor in LISTED else None
-    lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor == "bool") if listed else None
+    lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor != "int32") if listed else None
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/kernel.cu",
@@ -276,7 +276,7 @@ def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool, marked: bool) ->
 def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causal: bool) -> KernelSpec:
     """One of the kernels of list_tiles.cu."""
     arguments = {
-        "MASK": CPP_TYPE[mask.tensor],
+        "MASK": "microsdpa::hopper::throughput::SummedBool" if mask.tensor == "uint8" else CPP_TYPE[mask.tensor],
         "BLOCK_M": lists.block_m,
         "BLOCK_N": lists.block_n,
         "CAUSAL": BOOLEAN[causal],
