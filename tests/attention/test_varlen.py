@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import microsdpa
+from microsdpa.attention import varlen
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from varlen_space import Form, after_appending, appending, assert_right, call
 
@@ -149,3 +151,31 @@ def test_new_keys_are_written_and_seen(name: str, seed: int) -> None:
     torch.testing.assert_close(given["key"], expected["key"], rtol=1e-2, atol=1e-3)
     assert torch.equal(given["value"], expected["value"])
     assert_right(out, lse, expected)
+
+
+def test_a_call_that_has_a_plan_is_one_foreign_call_and_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+    operators: list[str] = []
+
+    def launch(*given: Any) -> bool:
+        launches.append(given)
+        return True
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operators.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(varlen, "_launch", launch)
+    given = decode()
+    with Watched():
+        out = microsdpa.sdpa_varlen(**given, causal=True)
+    assert operators == ["aten.empty_like.default"]
+    ((query, key, value, result, lse, *rest),) = launches
+    assert query is given["query"]
+    assert key is given["key"]
+    assert value is given["value"]
+    assert result is out
+    assert lse is False
+    assert rest[-7] is given["lengths"]
+    assert rest[-6] is given["page_table"]

@@ -22,8 +22,32 @@ KEYS = "keys of a head and some tiles past them: at most 2^30, and 2^31 - 2^13 w
 PLACE = "a place in a tile, in a ring of tiles or in a warp: at most some thousands"
 ROUNDS = "2^29 query tiles at most, in rounds of a chip's CTAs and one more round for each section of heads"
 
+WORK = "pieces of work: keys are not divided where they are more than 2^31 - 2^20 (kernels/ampere/varlen/spec.py)"
+PACKED = "queries or keys, also packed ones: more than 2^29 are refused (call/sequences.py)"
+
 EXPLAINED: tuple[tuple[str, str, str], ...] = (
     # source file or folder, words of the line, what the numbers are and why they fit 32 bits
+    ("common/combine.cuh", "combined.sum += weight[part] * mine.sum;", "numbers of the softmax, in FP32"),
+    ("ampere/varlen/append.cu", "(index % CHUNKS) * 8;", PLACE),
+    (
+        "ampere/varlen/append.cu",
+        "const int rows = (params.new_key",
+        "heads of a token: more than 2^31 - 2^20 are refused",
+    ),
+    ("ampere/varlen/append.cu", "(blockIdx.x) * 128 + threadIdx.x;", "64 bits"),
+    ("ampere/varlen/append.cu", "kind -= 2 * call.heads_kv;", "heads of a token: more than 2^31 - 2^20 are refused"),
+    ("ampere/varlen/kernel.cu", "head(work.head_kv * pack)", "query heads of a call"),
+    ("ampere/varlen/kernel.cu", "column = i % UNITS * 4;", PLACE),
+    ("ampere/varlen/kernel.cu", "segment.work.part * units_each));", PLACE),
+    ("ampere/varlen/kernel.cu", "* C::TILE + group * C::BLOCK_N;", PACKED),
+    ("ampere/varlen/kernel.cu", "i % UNITS * 4, values, stats);", PLACE),
+    ("ampere/varlen/scheduler.cuh", "return row_tiles * heads_kv * weight;", WORK),
+    ("ampere/varlen/scheduler.cuh", "static_cast<int>(blockIdx.x) * each_);", WORK),
+    ("ampere/varlen/scheduler.cuh", "total += Extent(params, b).count();", WORK),
+    ("ampere/varlen/scheduler.cuh", "while (at_ >= begin_ + extent.count()) {", WORK),
+    ("ampere/varlen/scheduler.cuh", "unit / params_.heads_kv) * BLOCK_M;", PACKED),
+    ("ampere/varlen/sequence.cuh", "index - number * params.page_size};", PACKED),
+    ("ampere/varlen/shared.cuh", "(2 * (owner + part) + (part == 0)) * FLOATS;", "CTAs of a launch that divides keys"),
     ("", "heads = params.batch * params.heads;", HEADS),
     ("", "% q_tiles * BLOCK_M;", ROWS),
     ("ampere/general/kernel.cu", "const int heads = call.batch * call.heads;", HEADS),

@@ -8,12 +8,11 @@ import torch
 
 from microsdpa.call import tensors
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, ROTARY_COLUMNS, Rotary
+from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, ROTARY_COLUMNS, Rotary
 from microsdpa.kernels.problem import MaskType
 
 LARGEST_GRANULARITY = 64
-MOST_WORK = 2**31 - 2**20
-"""Pieces of work, of 16 rows and 16 keys at least, that the scheduler counts in 32 bits."""
+"""Keys of the largest tile: larger powers of two that divide a page say no more."""
 
 
 class Sequences(NamedTuple):
@@ -244,10 +243,9 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, sequences: Sequences) -
             nearest="a page table that is less wide, or a smaller batch",
         )
     rows = -(-sequences.queries(query) * query.shape[-2] // 16) + batch * key.shape[-2]
-    if rows * max(1, -(-most // 32)) > MOST_WORK:
+    if rows > MOST_WORK:
         raise UnsupportedProblem(
-            f"tiles of {rows * 16} rows by {most} keys exceed the {MOST_WORK} that a kernel counts",
-            nearest="a page table that is less wide, or a smaller batch",
+            f"{rows} tiles of 16 rows exceed the {MOST_WORK} that a kernel counts", nearest="a smaller batch"
         )
 
 

@@ -258,15 +258,16 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
 def _varlen_catalogue(target: str) -> list[KernelSpec]:
     """A few configurations for sequences of many lengths: every choice of tiles, layout and mask among them."""
     shared = {"causal": "lower_right", "target": target}
-    masks = cycle((None, None, MaskKind(left=True), MaskKind(None, True, True, True, True, "float32")))
+    masks = cycle((None, None, MaskKind(left=True), MaskKind(None, True, True, True, True, "float32"), None))
+    layouts = cycle(((16, "bfloat16"), (0, "float16"), (1, "float16"), (64, "bfloat16"), (32, "float16")))
     specs: dict[KernelSpec, None] = {}
-    for head_dim, batch, queries in product((64, 72, 128, 256), (1, 8), (1, 8, 16, 512)):
-        for page, dtype in ((0, "float16"), (1, "float16"), (16, "bfloat16"), (64, "bfloat16")):
-            sizes = batch, 32, 8, queries, 4096, head_dim, dtype
-            problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
-            if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
-                specs[found] = None
-                specs[ampere_varlen.append(problem, None if page == 1 else ROTARY)] = None
+    for head_dim, (batch, queries) in product((64, 72, 128, 256), ((1, 1), (8, 1), (8, 8), (8, 16), (8, 512))):
+        page, dtype = next(layouts)
+        sizes = batch, 32, 8, queries, 4096, head_dim, dtype
+        problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
+        if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
+            specs[found] = None
+            specs[ampere_varlen.append(problem, None if page == 1 else ROTARY)] = None
     return list(specs)
 
 

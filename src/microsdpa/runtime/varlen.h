@@ -9,8 +9,7 @@
 
 namespace microsdpa {
 
-// Numbers that the kernel's 32 bits have room for; MOST_KEYS of kernels/ampere/varlen/spec.py, and MOST_WORK of
-// call/sequences.py.
+// Numbers that the kernel's 32 bits have room for, as in kernels/ampere/varlen/spec.py.
 constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
 constexpr std::int64_t FEW_KEYS = 1024, CLUSTERED_KEYS = 8192;  // as in spec.py
 constexpr std::int64_t LARGEST_GRANULARITY = 64;                // as in sequences.py
@@ -155,7 +154,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t most_keys = table ? table->shape[1] * page_size : key->shape[key_offsets ? 0 : 1];
   const std::int64_t rows = (queries * heads + 15) / 16 + batch * heads_kv;
   if (most_keys < 1 || most_keys > MOST_KEYS || queries > MOST_KEYS || arguments.max_queries < 0) return false;
-  if (rows * ((most_keys + 31) / 32) > MOST_WORK) return false;
+  if (rows > MOST_WORK) return false;
   if (!is_written_once(*out) || meets_others(*out, arguments, 1u << OUT)) return false;
 
   call.varlen = AppendParams{};
@@ -233,7 +232,9 @@ inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (
   const std::int64_t pack = p.heads / p.heads_kv, most = call.key.tensors[QUERY].shape[1];
   const std::int64_t queries = call.varlen.queries;
   const std::int64_t tiles = (queries * pack + launch.block_m - 1) / launch.block_m;
-  const bool divides_keys = most * pack <= launch.block_m || tiles * p.heads_kv <= launch.ctas;
+  const std::int64_t parts =
+      ((queries * p.heads + 15) / 16 + std::int64_t(p.batch) * p.heads_kv) * ((p.most_keys + 15) / 16);
+  const bool divides_keys = (most * pack <= launch.block_m || tiles * p.heads_kv <= launch.ctas) && parts <= MOST_WORK;
   ctas[0] = divides_keys ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv;
   ctas[1] = ctas[2] = 1;
   return divides_keys;

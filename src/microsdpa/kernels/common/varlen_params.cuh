@@ -43,10 +43,10 @@ struct VarlenParams {
   int32 heads_kv;
   int32 left;          // a query at key p sees keys from p - left
   int32 right;         // to p + right
-  int32 appends;        // whether a sequence's keys are `lengths` and one for each of its queries, which come after them
+  int32 appends;       // whether a sequence's keys are `lengths`, and behind them one for each of its queries
   int32 divides_keys;  // whether CTAs take equal parts of all keys, or each a tile of queries
   float scale_log2;    // softmax scale times log2(e)
-  float softcap_log2;   // times log2(e)
+  float softcap_log2;  // times log2(e)
 };
 
 // What the kernel gets that writes new keys and values to a cache, and rotates queries and new keys, before attention.

@@ -13,6 +13,8 @@ from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejectio
 HEAD_DIMS = range(8, 257, 8)
 MOST_KEYS = 2**29
 """Keys of a sequence, or of all packed ones: positions and ends of windows are sums of two such numbers."""
+MOST_WORK = 2**31 - 2**20
+"""Pieces of work, of 16 rows and 16 keys at least, that the scheduler counts in 32 bits."""
 ELEMENT = 2
 """Bytes of an element."""
 SPILLS = "O and the tiles ahead take every register: some bytes of addresses and masks, once per tile"
@@ -250,10 +252,11 @@ def workspace_bytes(spec: KernelSpec) -> int:
 def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
     """Whether CTAs take equal parts of all keys, for `queries` of all sequences together.
 
-    They do where a sequence has one tile of rows, as in decoding, and where there are fewer tiles than CTAs. Else each
-    CTA takes a tile, with the keys that it sees.
+    They do where a sequence has one tile of rows, as in decoding, and where there are fewer tiles than CTAs, unless the
+    parts are too many to be counted. Else each CTA takes a tile, with the keys that it sees.
     """
-    if spec.cluster > 1:
+    rows = -(-queries * problem.heads // 16) + problem.batch * problem.heads_kv
+    if spec.cluster > 1 or rows * -(-problem.seqlen_k // 16) > MOST_WORK:
         return False
     one = problem.seqlen_q * spec.pack <= spec.block_m
     return one or ceil(queries * spec.pack / spec.block_m) * problem.heads_kv <= spec.max_ctas
