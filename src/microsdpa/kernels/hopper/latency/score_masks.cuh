@@ -85,7 +85,8 @@ struct ScoreMasks {
   static constexpr bool READS = PRESENT<Mask> && !RANGED, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
   static constexpr bool SOME_HIDDEN = HIDES || RANGED || MASKS::LEFT || RAGGED;  // but for what a mask of numbers hides
   static constexpr bool SINKS = PRESENT<typename MASKS::Sink>;
-  static constexpr bool WAITS = PRESENT<Mask> || MASKS::ALIBI || SINKS;  // for the kernel ahead, which may write them
+  static constexpr bool READS_ROWS = !READS && (RANGED || MASKS::ALIBI);  // numbers of a row or of all
+  static constexpr bool WAITS = PRESENT<Mask> || MASKS::ALIBI || SINKS;   // for the kernel ahead, which may write them
   static constexpr int BYTES = BYTES_OF<Mask>;
   static constexpr int WORDS = READS ? 4 * BYTES : 1;  // of the sixteen elements that a thread reads of a row and tile
 
@@ -439,7 +440,7 @@ struct ScoreMasks {
 
 template <int CLUSTER, bool RIGHT, bool RAGGED>
 struct ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED> {
-  static constexpr bool READS = false, ADDS = false;
+  static constexpr bool READS = false, READS_ROWS = false, ADDS = false;
 };
 
 // What a thread keeps of its masks: of TILES tiles at once.
