@@ -17,6 +17,7 @@ from microsdpa.kernels.hopper.latency import spec as hopper_latency
 Structs = dict[str, type[ctypes.Structure]]
 KERNELS: dict[str, Structs] = {
     "common/mask_params.cuh": {"AttentionParams": abi.Params, "MaskedParams": abi.MaskedParams},
+    "common/varlen_params.cuh": {"VarlenParams": abi.VarlenParams},
     "common/eight_bit_params.cuh": {
         name: getattr(eight_bit_params, name)
         for name in ("ByteStrides", "RowScales", "ChannelScales", "EightBitParams")

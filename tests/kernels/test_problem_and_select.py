@@ -9,7 +9,7 @@ import torch
 from microsdpa.call.tensors import is_bulk_addressable
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import (
-    EIGHT_BIT_FAMILIES,
+    ALL_FAMILIES,
     FAMILIES,
     Family,
     KernelSpec,
@@ -121,7 +121,7 @@ def test_unaligned_tensors_get_element_loads() -> None:
 def test_the_catalogue_has_no_kernel_twice_and_every_family() -> None:
     specs = catalogue("sm_90a")
     assert len(set(specs)) == len(specs)
-    assert {spec.name for spec in specs} == {family.name for family in (*FAMILIES, *EIGHT_BIT_FAMILIES)} | {
+    assert {spec.name for spec in specs} == {family.name for family in ALL_FAMILIES} | {
         "quantize/fused",
         "quantize/restore_lse",
     }
@@ -184,3 +184,17 @@ def test_the_quick_choice_is_the_choice() -> None:
         assert chosen(problem, impl) == expected, (problem, impl)
         answers += expected is not None
     assert answers > 1000
+
+
+def test_ranges_of_keys_are_for_kernels_that_say_so() -> None:
+    """Of a kernel that does not, int32 would be numbers to be added."""
+    kind = MaskKind("int32", per_query=True, bulk=True)
+    problem = Problem(2, 16, 16, 2048, 2048, 128, "float16", mask=kind, target="sm_90a")
+    for family in FAMILIES:
+        if family.ranges:
+            continue
+        with pytest.raises(UnsupportedProblem, match=r"not know ranges of keys|not ranges of keys"):
+            select(problem, family.name)
+    assert select(problem).spec.name in {family.name for family in FAMILIES if family.ranges}
+    assert chosen(problem) == select(problem).spec
+    assert select(problem).spec.name == "hopper/throughput"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from microsdpa.call import masks, tensors
 from microsdpa.call.blocks import table_of
 from microsdpa.call.call import Inputs
-from microsdpa.call.documents import mask_of_documents
+from microsdpa.call.documents import is_traced, mask_of_documents
 from microsdpa.kernels.problem import Causal
 
 
@@ -20,13 +21,16 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
         InvalidArgument: one of them cannot belong to the call.
     """
     query, key, value = inputs
-    if not all(isinstance(t, torch.Tensor) and not t.is_nested and t.dim() == 4 for t in (query, key)):
-        tensors.check_not_nested(query=query, key=key, value=value)
-        tensors.check_tensors(query, key, value, True)
+    for tensor in (query, key):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 4:
+            tensors.check_not_nested(query=query, key=key, value=value)
+            tensors.check_tensors(query, key, value, True)
     found = None if document_ids is None else mask_of_documents(document_ids, query, key)
     if block_mask is not None:
         table = table_of(block_mask)
         table.check(query, key)
+        if found is None and attn_mask is None and _is_plain(inputs):
+            return table.memory
         found = table.mask if found is None else table.mask & masks.dense(found, key.shape[2])
     assert found is not None
     if attn_mask is None:
@@ -35,6 +39,14 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
     if given.is_floating_point():
         return torch.where(shown, given, -torch.inf)
     return masks.dense(given, key.shape[2]) & shown
+
+
+def _is_plain(inputs: Inputs) -> bool:
+    """Whether kernels alone will read the mask: no tracer, transform or backward pass, which take booleans."""
+    query, key, value = inputs
+    if is_dynamo_compiling() or is_traced(query):
+        return False
+    return not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
 
 
 def with_causal(is_causal: bool, causal: Causal | None, attn_mask: object) -> Causal | None:

@@ -8,7 +8,7 @@
 namespace microsdpa {
 
 // Tensors of a call. Those up to OUT are always there and have four dimensions; a call's key has all up to VALUE_SCALE;
-// the LSE and scratch memory are addresses alone.
+// the LSE and scratch memory are addresses alone. Those from QUERY_OFFSETS on say where sequences of many lengths lie.
 enum Operand {
   QUERY,
   KEY,
@@ -24,7 +24,16 @@ enum Operand {
   KEYED_OPERANDS,
   LSE = KEYED_OPERANDS,
   WORKSPACE,
-  OPERANDS
+  OPERANDS,
+  QUERY_OFFSETS = OPERANDS,
+  KEY_OFFSETS,
+  LENGTHS,
+  PAGE_TABLE,
+  NEW_KEY,
+  NEW_VALUE,
+  ROTARY_COS,
+  ROTARY_SIN,
+  GIVEN_OPERANDS
 };
 
 using Addresses = std::uintptr_t[OPERANDS];  // 0 for a tensor that the call does not have
