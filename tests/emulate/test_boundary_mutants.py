@@ -60,6 +60,13 @@ def jump(tensors: Tensors) -> Tensors:
     return query, key, value
 
 
+def loud_padding(tensors: Tensors) -> Tensors:
+    """The first 16 keys, which padding hides, have far larger products than all others."""
+    query, key, value = tensors[0].abs(), tensors[1].clone(), tensors[2]
+    key[:, :, :16] = key[:, :, :16].abs() * 4
+    return query, key, value
+
+
 def apart(dimension: int) -> Callable[[Tensors], Tensors]:
     """Batch entries, heads or rows that are FAR from one another in memory, which nothing else is written to."""
 
@@ -106,6 +113,22 @@ MUTANTS = [
     Mutant(
         *("latency: tail of one key", "latency", "if (visible(0) < BLOCK_N) hide(s);"),
         *("if (visible(0) < BLOCK_N - 1) hide(s);", Case(1, 1, 64, 255, 64), of_family("latency")),
+    ),
+    Mutant(
+        *("latency: tail of one key under masks", "latency", "int end = params.call.seqlen_k;"),
+        *("int end = params.call.seqlen_k + 1;", Case(1, 1, 64, 255, 64, masks=("softcap",)), of_family("latency")),
+    ),
+    Mutant(
+        *("latency: hidden keys have probabilities", "latency", "i % 2) ? found : 0.0f;", "i % 2) ? found : found;"),
+        *(Case(1, 1, 64, 255, 64, masks=("bool",)), of_family("latency")),
+    ),
+    Mutant(
+        *("latency: probabilities below FP16's range", "latency", "LEAST_SUM = 0.015625f;", "LEAST_SUM = 0.0f;"),
+        *(Case(1, 1, 64, 512, 64, masks=("left padding",)), of_family("latency"), WRONG, loud_padding),
+    ),
+    Mutant(
+        *("latency: largest number of a mask not waited for", "latency", "named_barrier_sync(MASKS_READ, THREADS);"),
+        *("", Case(1, 1, 64, 256, 64, masks=("additive",)), of_family("latency"), "race|nothing has written|barrier"),
     ),
     Mutant("split: tail of one key", "split", PASSED_OVER, ONE_LESS, Case(1, 2, 130, 575, 64), of_family("split")),
     Mutant(

@@ -320,3 +320,12 @@ def test_a_plan_object_refuses_other_tensors() -> None:
         plan(q, k, v, out=q)
     with pytest.raises(microsdpa.UnsupportedProblem, match="query requires grad"):
         plan(q.clone().requires_grad_(), k, v)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
+@pytest.mark.parametrize(("causal", "masks"), MASKINGS)
+def test_masks_at_the_headline_shape(causal: Causal | None, masks: Any, head_dim: int) -> None:
+    """Tiles whose masks are read ahead of the products, in every width."""
+    case = Case(1, 8, 512, 512, head_dim, causal=causal, masks=masks)
+    assert check(case, "cuda", "auto").failure == ""
+    assert check(dataclasses.replace(case, scale=3.0), "cuda", "auto").failure == ""  # out of range: computed again

@@ -12,7 +12,7 @@ from microsdpa.jit.inspect import count_instructions
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput.spec import CANDIDATES, Tiles, specification
-from microsdpa.kernels.problem import Causal, DType, Problem
+from microsdpa.kernels.problem import Causal, DType, MaskKind, Problem
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
 CONFIGURATIONS = [
@@ -52,6 +52,30 @@ def test_no_product_of_latency_on_resident_tiles_is_serialised_or_waited_for_ear
     )
     assert "C75" not in kernel.log
     assert not kernel.resources.uses_local_memory
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        MaskKind("bool"),
+        MaskKind("bfloat16"),
+        MaskKind("float32", True, True, False, True, "float32"),
+        MaskKind("int32", alibi=True),
+        MaskKind(left=True, right=True),
+        MaskKind("bool", True, True, True, True, "float16"),
+    ],
+    ids=str,
+)
+def test_no_product_of_latency_under_masks_is_serialised_or_waited_for_early(mask: MaskKind, head_dim: int) -> None:
+    problem = Problem(1, 8, 8, 512, 500, head_dim, "bfloat16", mask=mask)
+    for cluster in (1, 2):
+        keys = 500 if cluster == 2 else 250
+        choice = hopper_latency.configuration(replace(problem, seqlen_k=keys), cluster)
+        assert choice.rounds == 2
+        kernel = compile_kernel(hopper_latency.specification(replace(problem, seqlen_k=keys), choice), "sm_90a")
+        assert "C75" not in kernel.log
+        assert not kernel.resources.uses_local_memory
 
 
 @pytest.mark.parametrize(("head_dim", "keys"), [(64, 4096), (128, 4096)])

@@ -167,7 +167,7 @@ struct Consumer : Exchange<C> {
     masks.soft_cap = rules.find_soft_cap();
     if constexpr (Rules::READS) {
       masks.rows.hold();
-    } else if constexpr (!MASKS::ALIBI && !Rules::RANGED) {
+    } else if constexpr (!Rules::READS_ROWS) {
       look_at_rows();
     }
     if constexpr (Rules::WAITS) grid_dependency_wait();
@@ -178,7 +178,6 @@ struct Consumer : Exchange<C> {
     for (int round = 0; round < (ROUNDS == 0 ? 1 : ROUNDS); ++round) {
       rules.fetch(masks.view[round], masks.rows, work.first_key(round, warpgroup));
     }
-    if constexpr (!Rules::READS && (MASKS::ALIBI || Rules::RANGED)) look_at_rows();
   }
   // Of rows without a mask tensor: which keys they see, and not less than what is added to a score of any tile of the
   // CTA.

@@ -1,58 +1,20 @@
 // What masks make of the scores of hopper/latency/kernel.cu: windows, ALiBi, mask tensors, soft caps and sinks.
 //
 // A thread has two rows, and of every tile of 64 keys the keys 8 n + 2 q + e, where q is its place in the quad. Masks
-// are read straight from global memory while the first keys are on their way. Then S begins with what is added to it,
-// where there is no soft cap (`begin`); else it is added behind it (`finish`).
+// are read straight from global memory while the first keys are on their way. Unrolled rounds begin S with a mask's
+// numbers (`begin`), give no probability to keys that rows do not see (`seen`), and have ALiBi in their exponents. The
+// ring and the second pass make scores of products in the order of mask_params.cuh (`score`).
 #pragma once
 
 #include "../../common/accumulator.cuh"
 #include "../../common/masks.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "shared.cuh"
+#include "soft_cap.cuh"
 
 namespace microsdpa::hopper::latency {
 
-constexpr float LOG2_E = 1.44269504088896340736f, LOWEST = -3.402823466e38f;
-
-// cap * tanh(x / cap) of any x, with an error of at most 5e-7 of it. The exponential unit has enough to do: the
-// quotient begins as a polynomial and is improved twice.
-__device__ __forceinline__ float soft_cap(float x, float cap, float inverse) {
-  const float y = x * inverse;
-  const float t = ex2_approx(-2.0f * LOG2_E * fabsf(y));
-  const float divisor = 1.0f + t;  // 1 to 2
-  float quotient = fmaf(fmaf(0.323232323f, divisor, -1.454545455f), divisor, 2.121212121f);
-  quotient = fmaf(quotient, fmaf(-divisor, quotient, 1.0f), quotient);
-  quotient = fmaf(quotient, fmaf(-divisor, quotient, 1.0f), quotient);
-  const float large = copysignf(1.0f - t, y) * quotient;
-  const float square = y * y;
-  const float small = fmaf(y * square, fmaf(square, fmaf(square, -0.0539682540f, 0.133333333f), -0.333333333f), y);
-  return cap * (fabsf(y) < 0.25f ? small : large);
-}
-
-// The same for products of which no score exceeds the cap, with an error of at most 1e-7: a polynomial, least squares
-// that were weighted until all its largest relative errors were the same.
-struct SoftCap {
-  float limit;
-  float coefficient[7];
-
-  SoftCap() = default;
-  __device__ __forceinline__ SoftCap(float cap, float scale) {
-    constexpr float OF_TANH[7] = {1.0f,          -0.333328396f,   0.133252040f,  -0.0534570292f,
-                                  0.0202899761f, -0.00620337576f, 0.00104102155f};
-    const float factor = scale / cap;
-    limit = factor < 1e3f ? 1.0f / factor : -1.0f;  // powers of a larger one are out of range
-    float power = scale;
-#pragma unroll
-    for (int i = 0; i < 7; ++i) coefficient[i] = OF_TANH[i] * power, power *= factor * factor;
-  }
-  __device__ __forceinline__ float operator()(float product) const {
-    const float square = product * product;
-    float sum = coefficient[6];
-#pragma unroll
-    for (int i = 5; i >= 0; --i) sum = fmaf(sum, square, coefficient[i]);
-    return product * sum;
-  }
-};
+constexpr float LOWEST = -3.402823466e38f;
 
 // Of the 64 keys of a tile, a bit for each.
 struct KeyBits {
@@ -85,7 +47,8 @@ struct ScoreMasks {
   static constexpr bool READS = PRESENT<Mask> && !RANGED, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
   static constexpr bool SOME_HIDDEN = HIDES || RANGED || MASKS::LEFT || RAGGED;  // but for what a mask of numbers hides
   static constexpr bool SINKS = PRESENT<typename MASKS::Sink>;
-  static constexpr bool WAITS = PRESENT<Mask> || MASKS::ALIBI || SINKS;  // for the kernel ahead, which may write them
+  static constexpr bool READS_ROWS = !READS && (RANGED || MASKS::ALIBI);  // numbers of a row or of all
+  static constexpr bool WAITS = PRESENT<Mask> || MASKS::ALIBI || SINKS;   // for the kernel ahead, which may write them
   static constexpr int BYTES = BYTES_OF<Mask>;
   static constexpr int WORDS = READS ? 4 * BYTES : 1;  // of the sixteen elements that a thread reads of a row and tile
 
@@ -439,7 +402,7 @@ struct ScoreMasks {
 
 template <int CLUSTER, bool RIGHT, bool RAGGED>
 struct ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED> {
-  static constexpr bool READS = false, ADDS = false;
+  static constexpr bool READS = false, READS_ROWS = false, ADDS = false;
 };
 
 // What a thread keeps of its masks: of TILES tiles at once.

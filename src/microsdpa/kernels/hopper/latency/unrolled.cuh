@@ -43,10 +43,13 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
     }
     if constexpr (Rules::ADDS) {
       masks.highest[half] = quad_max(masks.highest[half]);
-      const float (&first)[STABILIZER_KEYS / 2] = masks.first;
-      const float shown =
-          fmaxf(fmaxf(first[2 * half], first[2 * half + 1]), fmaxf(first[2 * half + 4], first[2 * half + 5]));
-      masks.sees_first[half] = masks.sees_first[half] && quad_max(shown) != negative_infinity();
+      float shown = negative_infinity();
+#pragma unroll
+      for (int n = 0; n < STABILIZER_KEYS / 8; ++n) {
+        shown = fmaxf(shown, fmaxf(masks.first[4 * n + 2 * half], masks.first[4 * n + 2 * half + 1]));
+      }
+      shown = quad_max(shown);
+      masks.sees_first[half] = masks.sees_first[half] && shown != negative_infinity();
     }
   }
   wgmma_fence_registers(masks.highest);
@@ -196,6 +199,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
     for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
   }
   if constexpr (!KNOWN) load_query();
+  if constexpr (!KNOWN && Rules::READS_ROWS) look_at_rows();
   if constexpr (BEGUN) {
     // Each of them in a register of its own, or ptxas would wait for the products.
 #pragma unroll
