@@ -26,7 +26,7 @@ def test_masks_of_numbers_do_not_spill(head_dim: int, kind: MaskKind) -> None:
 RANGES = MaskKind("int32", left=True, right=True)
 
 
-@pytest.mark.parametrize("kind", [MaskKind("bool"), RANGES], ids=str)
+@pytest.mark.parametrize("kind", [MaskKind("bool"), RANGES, MaskKind("uint8")], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_two_tiles_of_queries_a_warp_do_not_spill(head_dim: int, kind: MaskKind, target: str) -> None:
