@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import microsdpa
 from argument_space import Form, assert_right, calls, forms
-from microsdpa import reference
+from microsdpa import BlockTable, reference
 from microsdpa.call.masks import Masks
 from microsdpa.emulate import run
 from microsdpa.evidence.cases import MASKINGS
@@ -125,6 +125,26 @@ def test_keys_that_no_range_of_a_tile_has_are_not_loaded(kernel: str, seqlen_q: 
         assert part < whole / 4
         assert nothing < part
     assert found[2][1] == 0
+
+
+@pytest.mark.parametrize("head_dim", [64, 40, 160])
+def test_keys_of_blocks_that_are_hidden_are_not_loaded(head_dim: int) -> None:
+    query, key, value = make(Case(2, 2, 200, 1024, head_dim))
+    seen = torch.zeros(2, 1, 4, 16, dtype=torch.bool)
+    found = []
+    for shown in ((slice(None),), (0, 0, slice(None), 5), (1, 0, 2, slice(3, 7))):
+        seen[shown] = True
+        table = BlockTable(seen, 64, 200, 1024)
+        seen[...] = False
+        masks = Masks(attn_mask=table.memory)
+        problem = Problem(2, 2, 2, 200, 1024, head_dim, "float16", mask=masks.kind, target="sm_89")
+        spec = select(problem).spec
+        out = torch.full_like(query, torch.nan)
+        report = run.attention(spec, problem, (query, key, value, out, None), None, masks=masks)
+        found.append(report.counters["async_copy_bytes"])
+        plain = microsdpa.sdpa(query, key, value, attn_mask=table.mask, impl=GENERAL)
+        assert torch.equal(out, plain)
+    assert max(found[1:]) < found[0] / 4
 
 
 def test_any_number_may_stand_in_a_range() -> None:

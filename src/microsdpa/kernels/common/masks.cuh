@@ -15,6 +15,15 @@ struct KeyRange {
   int32 last;
 };
 
+// Booleans, a byte each, with a summary behind those of each row: a byte for 32 keys (call/summary.py).
+struct SummedBool {
+  static constexpr int GRANULE = 32, ALIGNMENT = 128, NONE = 0, ALL = 2;
+  bool value;
+
+  // From a row's first boolean to its summary.
+  __device__ __forceinline__ static int summary(int keys) { return (keys + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+};
+
 // Of the type of a mask's or sink's elements, which is void for none.
 template <typename T>
 constexpr bool PRESENT = true;
@@ -24,6 +33,12 @@ template <typename T>
 constexpr bool is_bool = false;
 template <>
 constexpr bool is_bool<bool> = true;
+template <>
+constexpr bool is_bool<SummedBool> = true;
+template <typename T>
+constexpr bool is_summed = false;
+template <>
+constexpr bool is_summed<SummedBool> = true;
 template <typename T>
 constexpr bool is_range = false;
 template <>

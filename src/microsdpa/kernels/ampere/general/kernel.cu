@@ -113,23 +113,46 @@ __global__ void __launch_bounds__(32 * WARPS, 1) attention(const __grid_constant
   }
   const int first_tile = first_seen / BLOCK_N, last_tile = (last_seen + BLOCK_N - 1) / BLOCK_N;
 
-  const auto load = [&](int tile) {
+  // The first tile from `tile` on of which some row of the CTA sees a key, as far as that is known ahead; every warp
+  // finds the same one.
+  const auto next_tile = [&](int tile) {
+    if constexpr (is_summed<MASK>) {
+      const MaskParams& masks = params.masks;
+      const char* first = static_cast<const char*>(masks.mask) + SummedBool::summary(call.seqlen_k) +
+                          head_index / call.heads * masks.mask_strides.batch + head_of_batch * masks.mask_strides.head;
+      for (; tile < last_tile; ++tile) {
+        const int key =
+            tile * BLOCK_N + static_cast<int>(lane_index()) % (BLOCK_N / SummedBool::GRANULE) * SummedBool::GRANULE;
+        bool any = false;
+        for (int row = first_row + static_cast<int>(lane_index()) / (BLOCK_N / SummedBool::GRANULE);
+             row < min(first_row + BLOCK_M, call.seqlen_q); row += 32 * SummedBool::GRANULE / BLOCK_N) {
+          if (key < call.seqlen_k) {
+            any |= first[row * masks.mask_strides.row + key / SummedBool::GRANULE] != SummedBool::NONE;
+          }
+        }
+        if (__any_sync(FULL_WARP, any)) break;
+      }
+    }
+    return tile;
+  };
+  const auto load = [&](int tile, int stage) {
     // Where a thread's rows begin is found again for every tile: registers are scarcer than instructions.
     const int first = opaque(tile * BLOCK_N), own = opaque(static_cast<int>(threadIdx.x));
-    load_rows<HEAD_DIM, THREADS, LOAD_BYTES>(tiles.key[tile % 2], head.key + first * call.key_strides.row,
+    load_rows<HEAD_DIM, THREADS, LOAD_BYTES>(tiles.key[stage], head.key + first * call.key_strides.row,
                                              call.key_strides.row, call.seqlen_k - first, own, key_in_row<BLOCK_N>);
-    load_rows<HEAD_DIM, THREADS, LOAD_BYTES>(tiles.value[tile % 2], head.value + first * call.value_strides.row,
+    load_rows<HEAD_DIM, THREADS, LOAD_BYTES>(tiles.value[stage], head.value + first * call.value_strides.row,
                                              call.value_strides.row, call.seqlen_k - first, own, key_in_row<BLOCK_N>);
   };
   load_rows<HEAD_DIM, THREADS, LOAD_BYTES>(tiles.query, head.query + first_row * call.query_strides.row,
                                            call.query_strides.row, call.seqlen_q - first_row, threadIdx.x,
                                            [](unsigned row) { return row; });
   cp_async_commit();
-  if (first_tile < last_tile) load(first_tile);
+  int tile = next_tile(first_tile), stage = first_tile % 2;
+  if (tile < last_tile) load(tile, stage);
   cp_async_commit();
   if (PROGRAMMATIC) grid_dependency_launch();
   typename Rows::View view;
-  rows.fetch(view, first_tile * BLOCK_N);
+  rows.fetch(view, tile * BLOCK_N);
   cp_async_wait<1>();
   __syncthreads();
 
@@ -139,23 +162,24 @@ __global__ void __launch_bounds__(32 * WARPS, 1) attention(const __grid_constant
   rows.add_sinks(softmax);
   float o[ROW_TILES][COLUMNS / 8][4] = {};
 
-  for (int tile = first_tile; tile < last_tile; ++tile) {
+  for (int following; tile < last_tile; tile = following, stage ^= 1) {
+    following = next_tile(tile + 1);
     cp_async_wait<0>();
     __syncthreads();  // the tile is there, and nobody reads the one before it any more
-    if (tile + 1 < last_tile) load(tile + 1);
+    if (following < last_tile) load(following, stage ^ 1);
     cp_async_commit();
     const int first_key = tile * BLOCK_N;
     const bool visible = rows.look(view, first_key);
     uint32 p[ROW_TILES][BLOCK_N / 16][4];
     if (visible) {
       float s[ROW_TILES][BLOCK_N / 8][4];
-      multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, query, tiles.key[tile % 2], 0);
+      multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, query, tiles.key[stage], 0);
       rows.apply(s, view, first_key);
       softmax.template update<BLOCK_N, COLUMNS>(s, o, 1.0f);
       pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
     }
-    if (tile + 1 < last_tile) rows.fetch(view, first_key + BLOCK_N);
-    if (visible) multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, p, tiles.value[tile % 2], 0);
+    if (following < last_tile) rows.fetch(view, following * BLOCK_N);
+    if (visible) multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, p, tiles.value[stage], 0);
   }
 
   float scale[ROW_TILES][2];

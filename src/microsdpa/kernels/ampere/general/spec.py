@@ -32,7 +32,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         "ROW_TILES": row_tiles,
         "WARPS": WARPS,
         "LOAD_BYTES": VECTOR_BYTES if vectors else 2,
-        "MASK": CPP_TYPE[mask.tensor],
+        "MASK": "microsdpa::SummedBool" if mask.tensor == "uint8" else CPP_TYPE[mask.tensor],
         "LEFT": BOOLEAN[mask.left],
         "RIGHT": BOOLEAN[mask.right or problem.causal is not None],
         "SOFTCAP": BOOLEAN[mask.softcap],

@@ -14,16 +14,6 @@ namespace microsdpa::hopper::throughput {
 
 constexpr int LIST_WARPS = 16, MARK_WARPS = 8;
 
-// Booleans, one byte each, with a summary behind those of each row (call/summary.py): a byte for 32 keys.
-struct SummedBool {
-  static constexpr int GRANULE = 32, ALIGNMENT = 128, NONE = 0, ALL = 2;
-  bool value;
-};
-template <typename MASK>
-constexpr bool is_summed = false;
-template <>
-constexpr bool is_summed<SummedBool> = true;
-
 template <int BLOCK_N>
 constexpr uint32 ALL_OF_LANE = BLOCK_N == 128 ? 0xffffffffu : (1u << BLOCK_N / 4 % 32) - 1;
 
@@ -91,19 +81,26 @@ struct MaskReader {
     rows = List::has_rows(params) ? min(BLOCK_M, params.call.seqlen_q - first_row) : 1;
   }
 
-  // What the mask leaves of a tile of keys, by its summary; each lane reads rows of its own.
+  // What the mask leaves of a tile of keys, by its summary; each lane reads rows of its own. Two bytes or four may
+  // reach beyond the last key: a row's memory is filled up.
   __device__ __forceinline__ TileState summary(int tile) const {
-    constexpr int GRANULE = SummedBool::GRANULE, ALIGNMENT = SummedBool::ALIGNMENT, OWN = BLOCK_N / GRANULE;
+    constexpr int GRANULE = SummedBool::GRANULE, OWN = BLOCK_N / GRANULE, AT_ONCE = OWN % 4 == 0 ? 4 : OWN % 2 ? 1 : 2;
     const int keys = params.call.seqlen_k, left = (keys + GRANULE - 1) / GRANULE - OWN * tile;
-    const char* first = mask + (keys + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + OWN * tile;
+    const char* first = mask + SummedBool::summary(keys) + OWN * tile;
     bool any = false, all = true;
 #pragma unroll 4
     for (int row = static_cast<int>(lane_index()); row < rows; row += 32) {
+      const char* from = first + row * params.masks.mask_strides.row;
+      Vector<char, AT_ONCE> shown[OWN / AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < OWN / AT_ONCE; ++i) {
+        shown[i] =
+            *reinterpret_cast<const Vector<char, AT_ONCE>*>(from + (AT_ONCE == 1 ? min(i, left - 1) : AT_ONCE * i));
+      }
 #pragma unroll
       for (int i = 0; i < OWN; ++i) {
-        if (i >= left) break;
-        const char shown = first[row * params.masks.mask_strides.row + i];
-        any |= shown != SummedBool::NONE, all &= shown == SummedBool::ALL;
+        const char one = shown[i / AT_ONCE].data[i % AT_ONCE];
+        any |= one != SummedBool::NONE, all &= i >= left || one == SummedBool::ALL;
       }
     }
     return __any_sync(FULL_WARP, any) ? (__all_sync(FULL_WARP, all) ? WHOLE : PARTIAL) : HIDDEN;

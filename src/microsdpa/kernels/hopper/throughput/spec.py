@@ -277,7 +277,7 @@ def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool, marked: bool) ->
 def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causal: bool) -> KernelSpec:
     """One of the kernels of list_tiles.cu."""
     arguments = {
-        "MASK": "microsdpa::hopper::throughput::SummedBool" if mask.tensor == "uint8" else CPP_TYPE[mask.tensor],
+        "MASK": "microsdpa::SummedBool" if mask.tensor == "uint8" else CPP_TYPE[mask.tensor],
         "BLOCK_M": lists.block_m,
         "BLOCK_N": lists.block_n,
         "CAUSAL": BOOLEAN[causal],
