@@ -21,6 +21,7 @@ from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.params import MaskedParams, Params
 from microsdpa.kernels.problem import Problem
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
@@ -349,7 +350,7 @@ def attention(
 
     def params(addresses: dict[str, int], kind: str) -> ctypes.Structure:
         """Parameters of the C++ type `kind`: the call's, and for kernels that take them the masks'."""
-        filled = abi.Params(
+        filled = Params(
             **{name: address for name, address in addresses.items() if name not in present},
             batch=problem.batch,
             heads=problem.heads,
@@ -363,7 +364,7 @@ def attention(
             setattr(filled, f"{name}_strides", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
         if kind == "microsdpa::AttentionParams":
             return filled
-        everything = abi.MaskedParams(
+        everything = MaskedParams(
             call=filled,
             **{name: addresses[name] for name in present},
             position=position,

@@ -1,0 +1,197 @@
+"""Specifications of the kernels that compute gradients (kernels/ampere/backward/)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, MaskKind, Problem, capability_of
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, MAX_NUMBER, Grid, KernelSpec, Rejection
+
+MAX_HEAD_DIM = 256
+LARGEST_JOINT = 128
+"""Head dimension up to which the registers of a warp hold dK and dV of its keys together."""
+NAME = "ampere/backward"
+SPILLS = "it computes what no other kernel does: refused, the call would have no gradient"
+TERMS_WARPS = 4
+L2_BYTES = 2**24
+"""What the CTAs that run side by side walk over, at most: a part of the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A configuration of the gradients' kernel.
+
+    Attributes:
+        row_tiles: 16-row tiles that a warp owns.
+        warps: of a CTA.
+        block_walk: rows of a tile that is walked over.
+        step: of these rows, those whose products are in registers at a time.
+        stages: tiles in shared memory.
+        ctas: CTAs that an SM shall hold at once, which bounds the registers.
+    """
+
+    row_tiles: int = 1
+    warps: int = 4
+    block_walk: int = 64
+    step: int = 32
+    stages: int = 2
+    ctas: int = 2
+
+    @property
+    def block_own(self) -> int:
+        """Rows that a CTA owns."""
+        return 16 * self.row_tiles * self.warps
+
+    def shared_bytes(self, head_dim: int, weighted: bool) -> int:
+        """Dynamic shared memory: the owned rows, the ring, and what is known of the walked rows."""
+        columns = ceil(head_dim / 16) * 16
+        rows = 2 * self.block_own + 2 * self.stages * self.block_walk
+        terms = self.stages * self.block_walk * terms_bytes(weighted)
+        return ceil((2 * columns * rows + terms) / 128) * 128
+
+
+def terms_bytes(weighted: bool) -> int:
+    """Of what is known of a row: two numbers, or four."""
+    return 16 if weighted else 8
+
+
+def is_weighted(problem: Problem) -> bool:
+    """Whether a mask of numbers may make the LSE of a row so large that its rounding shows."""
+    return problem.mask is not None and problem.mask.tensor not in (None, "bool")
+
+
+def choose(problem: Problem) -> Tiling:
+    """The tiling for a problem."""
+    if problem.head_dim <= LARGEST_JOINT:
+        return Tiling()
+    tiling = Tiling(block_walk=32, ctas=1)
+    if tiling.shared_bytes(problem.head_dim, is_weighted(problem)) > chip_of(problem.target).shared_per_cta:
+        return replace(tiling, stages=1)
+    return tiling
+
+
+def refusal(problem: Problem) -> Rejection | None:
+    """Why there is no gradient of a problem; None where there is one."""
+    if capability_of(problem.target) < (8, 0):
+        return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
+    if problem.head_dim > MAX_HEAD_DIM:
+        return Rejection(
+            f"head_dim {problem.head_dim} is over {MAX_HEAD_DIM}", f"head_dim {MAX_HEAD_DIM}", MAX_HEAD_DIM
+        )
+    tiling = choose(problem)
+    ctas = max(gradients_grid(problem, tiling)[0], terms_grid(problem)[0])
+    if ctas > MAX_GRID_X:
+        return Rejection(f"{ctas} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
+    if problem.seqlen_q + problem.seqlen_k > MAX_NUMBER or problem.batch * problem.heads > MAX_NUMBER:
+        return Rejection("more rows or heads than a kernel counts", "a smaller batch or shorter sequences")
+    return None
+
+
+def _masks(problem: Problem) -> dict[str, str]:
+    mask = problem.mask or MaskKind()
+    return {
+        "MASK": CPP_TYPE[mask.tensor],
+        "LEFT": BOOLEAN[mask.left],
+        "RIGHT": BOOLEAN[mask.right or problem.causal is not None],
+        "SOFTCAP": BOOLEAN[mask.softcap],
+        "ALIBI": BOOLEAN[mask.alibi],
+    }
+
+
+def _load_bytes(problem: Problem) -> int:
+    vectors = problem.alignment >= VECTOR_BYTES and problem.head_dim % 8 == 0
+    return VECTOR_BYTES if vectors else ELEMENT_BYTES[problem.dtype]
+
+
+def terms(problem: Problem) -> KernelSpec:
+    """The kernel ahead: LSE and delta of every row."""
+    programmatic = capability_of(problem.target) >= (9, 0)
+    mask = problem.mask or MaskKind()
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "WARPS": TERMS_WARPS,
+        "LOAD_BYTES": _load_bytes(problem),
+        **_masks(problem),
+        "SINK": CPP_TYPE[mask.sinks],
+        "PROGRAMMATIC": BOOLEAN[programmatic],
+    }
+    return KernelSpec(
+        name=NAME,
+        source="ampere/backward/terms.cu",
+        template="microsdpa::ampere::backward::row_terms",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=32 * TERMS_WARPS,
+        block_m=_terms_rows(problem),
+        programmatic=programmatic,
+        params="microsdpa::ampere::backward::BackwardParams",
+    )
+
+
+def _terms_rows(problem: Problem) -> int:
+    """Rows of a CTA of the kernel ahead: as many lanes have a row as read it at once."""
+    chunks = ceil(problem.head_dim * ELEMENT_BYTES[problem.dtype] / _load_bytes(problem))
+    lanes = 32 if is_weighted(problem) or chunks > 16 else 16 if chunks > 8 else 8 if chunks > 4 else 4
+    return TERMS_WARPS * 32 // lanes
+
+
+def terms_grid(problem: Problem) -> Grid:
+    """CTAs of the kernel ahead."""
+    return ceil(problem.batch * problem.heads * problem.seqlen_q / _terms_rows(problem)), 1, 1
+
+
+def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
+    """The kernel that sums dQ, dK and dV."""
+    programmatic = capability_of(problem.target) >= (9, 0)
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "ROW_TILES": tiling.row_tiles,
+        "WARPS": tiling.warps,
+        "BLOCK_WALK": tiling.block_walk,
+        "STEP": tiling.step,
+        "STAGES": tiling.stages,
+        "CTAS": tiling.ctas,
+        "LOAD_BYTES": _load_bytes(problem),
+        "APART": BOOLEAN[problem.head_dim > LARGEST_JOINT],
+        **_masks(problem),
+        "PROGRAMMATIC": BOOLEAN[programmatic],
+    }
+    return KernelSpec(
+        name=NAME,
+        source="ampere/backward/kernel.cu",
+        template="microsdpa::ampere::backward::gradients",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=32 * tiling.warps,
+        block_m=tiling.block_own,
+        shared_bytes=tiling.shared_bytes(problem.head_dim, is_weighted(problem)),
+        local_memory=SPILLS,
+        programmatic=programmatic,
+        params="microsdpa::ampere::backward::BackwardParams",
+    )
+
+
+def gradients_grid(problem: Problem, tiling: Tiling) -> Grid:
+    """CTAs that own keys, and then those that own queries."""
+    keys = problem.batch * problem.heads_kv * ceil(problem.seqlen_k / tiling.block_own)
+    queries = problem.batch * problem.heads * ceil(problem.seqlen_q / tiling.block_own)
+    return keys * (2 if problem.head_dim > LARGEST_JOINT else 1) + queries, 1, 1
+
+
+def heads_together(problem: Problem) -> tuple[int, int]:
+    """Key heads, and query heads, whose CTAs run side by side: what they walk over stays in the L2 cache."""
+    row = 2 * problem.head_dim * ELEMENT_BYTES[problem.dtype]
+    group = problem.heads // problem.heads_kv
+    by_keys = L2_BYTES // max(1, problem.seqlen_q * group * row)
+    by_queries = L2_BYTES // max(1, problem.seqlen_k * row) * group
+    return (
+        max(1, min(by_keys, problem.batch * problem.heads_kv)),
+        max(1, min(by_queries, problem.batch * problem.heads)),
+    )
+
+
+def workspace_bytes(problem: Problem) -> int:
+    """Scratch memory of a call."""
+    return problem.batch * problem.heads * problem.seqlen_q * terms_bytes(is_weighted(problem))
