@@ -10,13 +10,14 @@ import pytest
 from microsdpa.emulate import abi, build
 from microsdpa.errors import CompileError
 from microsdpa.evidence import fp8_products, probes
-from microsdpa.kernels import KernelSpec, catalogue, eight_bit_params
+from microsdpa.kernels import KernelSpec, catalogue, eight_bit_params, params
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 
 Structs = dict[str, type[ctypes.Structure]]
 KERNELS: dict[str, Structs] = {
-    "common/mask_params.cuh": {"AttentionParams": abi.Params, "MaskedParams": abi.MaskedParams},
+    "common/mask_params.cuh": {"AttentionParams": params.Params, "MaskedParams": params.MaskedParams},
+    "ampere/backward/terms.cu": {"ampere::backward::BackwardParams": params.BackwardParams},
     "common/eight_bit_params.cuh": {
         name: getattr(eight_bit_params, name)
         for name in ("ByteStrides", "RowScales", "ChannelScales", "EightBitParams")
@@ -30,7 +31,7 @@ RUNTIME: Structs = {
     f"emulator::{name}": getattr(abi, name)
     for name in ("Buffer", "TensorView", "Launch", "SiteCounters", "Counters", "Outcome")
 }
-MEMBERS = {abi.MaskedParams: lambda name: name if name == "call" else f"masks.{name}"}
+MEMBERS = {params.MaskedParams: lambda name: name if name == "call" else f"masks.{name}"}
 """What C++ calls members, where that is not what Python does."""
 
 

@@ -45,5 +45,9 @@ class BackwardParams(ctypes.Structure):
         ("forward", MaskedParams),
         *((name, ctypes.c_void_p) for name in ("grad_out", "grad_lse", "grad_query", "grad_key", "grad_value")),
         *((f"{name}_strides", Strides) for name in ("grad_out", "grad_query", "grad_key", "grad_value")),
-        *((name, ctypes.c_int32) for name in ("key_heads", "query_heads")),
+        *((name, ctypes.c_void_p) for name in ("grad_mask", "grad_slopes", "grad_sinks", "slope_parts")),
+        ("grad_mask_strides", Strides),
+        ("grad_mask_column_stride", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("mask_batch", "mask_heads", "mask_rows", "mask_columns")),
+        *((name, ctypes.c_int32) for name in ("parts_of_slope", "slope_batch", "key_heads", "query_heads")),
     )

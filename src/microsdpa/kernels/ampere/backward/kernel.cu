@@ -52,7 +52,8 @@ struct Work {
   }
 };
 
-template <typename C, typename M, Role ROLE>
+// `SLOPES`: whether the CTAs that own queries sum the gradient of ALiBi's slopes too.
+template <typename C, typename M, Role ROLE, bool SLOPES>
 struct Walk {
   using T = typename C::T;
   using Terms = RowTerms<M::WEIGHTED>;
@@ -67,6 +68,7 @@ struct Walk {
   int batch, head, group;  // the first query head, and how many there are
   int first, rows;         // owned: the CTA's first, and all there are
   int first_tile, tiles;   // walked, of a head
+  float slope_sum = 0.0f;  // of dS times the distance, of this lane
 
   __device__ __forceinline__ Walk(const BackwardParams& params, Shared<C, M::WEIGHTED>& shared, const Work& work)
       : params(params), call(params.forward.call), shared(shared) {
@@ -156,7 +158,7 @@ struct Walk {
   // Turns S and dP into P and dS, or S into P where dS is not wanted.
   template <bool BOUNDED, typename TermsOf, typename Elements>
   __device__ __forceinline__ void weigh(Products& s, Products& dp, const HeadScores<M>& scores,
-                                        const Elements& elements, int own, int walked, TermsOf terms) const {
+                                        const Elements& elements, int own, int walked, TermsOf terms) {
     for_each(own, walked, [&](int t, int n, int e, int query, int key) {
       const Terms& of_row = terms(t, n, e);
       float bend = 1.0f;
@@ -169,6 +171,10 @@ struct Walk {
       s[t][n][e] = p;
       if constexpr (SUMS_OTHERS) {
         dp[t][n][e] = p * (dp[t][n][e] - of_row.delta);
+        if constexpr (SLOPES && !BY_KEYS) {
+          const float away = fabsf(static_cast<float>(query + params.forward.masks.position - key));
+          slope_sum = fmaf(dp[t][n][e], BOUNDED && !scores.is_within(query, key) ? 0.0f : away, slope_sum);
+        }
         if constexpr (M::SOFTCAP) dp[t][n][e] *= bend;
       }
     });
@@ -264,6 +270,12 @@ struct Walk {
     const float scale = params.forward.call.scale_log2 * LN_2;
     if constexpr (ROLE == QUERIES) {
       walk.store(shared.owned[0], sums, scale, params.grad_query, params.grad_query_strides);
+      if constexpr (SLOPES) {
+        const float sum = warp_sum(walk.slope_sum);
+        const int64 head = static_cast<int64>(walk.batch) * walk.call.heads + walk.head;
+        const int part = work.tile * (C::THREADS / 32) + threadIdx.x / 32;
+        if (lane_index() == 0) params.slope_parts[head * params.parts_of_slope + part] = sum;
+      }
     } else {
       if constexpr (SUMS_OTHERS) walk.store(shared.owned[0], sums, scale, params.grad_key, params.grad_key_strides);
       if constexpr (SUMS_VALUES) walk.store(shared.owned[1], values, 1.0f, params.grad_value, params.grad_value_strides);
@@ -272,7 +284,8 @@ struct Walk {
 };
 
 template <typename T, int HEAD_DIM, int ROW_TILES, int WARPS, int BLOCK_WALK, int STEP, int STAGES, int CTAS,
-          int LOAD_BYTES, bool APART, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI, bool PROGRAMMATIC>
+          int LOAD_BYTES, bool APART, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI,
+          bool SLOPES, bool PROGRAMMATIC>
 __global__ void __launch_bounds__(32 * WARPS, CTAS) gradients(const __grid_constant__ BackwardParams params) {
   using C = Tiles<T, HEAD_DIM, ROW_TILES, WARPS, BLOCK_WALK, STEP, STAGES, LOAD_BYTES>;
   using M = Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>;
@@ -285,14 +298,14 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) gradients(const __grid_const
   if (PROGRAMMATIC) grid_dependency_launch();
   if (index < by_keys) {
     const Work work(index, key_tiles, key_heads, params.key_heads);
-    Walk<C, M, APART ? KEYS : KEYS_AND_VALUES>::compute(params, shared, work);
+    Walk<C, M, APART ? KEYS : KEYS_AND_VALUES, SLOPES>::compute(params, shared, work);
   } else if (APART && index < 2 * by_keys) {
     const Work work(index - by_keys, key_tiles, key_heads, params.key_heads);
-    Walk<C, M, APART ? VALUES : KEYS_AND_VALUES>::compute(params, shared, work);
+    Walk<C, M, APART ? VALUES : KEYS_AND_VALUES, SLOPES>::compute(params, shared, work);
   } else {
     Work work(index - by_keys * (APART ? 2 : 1), query_tiles, query_heads, params.query_heads);
     work.tile = query_tiles - 1 - work.tile;  // under a causal mask the last queries see most
-    Walk<C, M, QUERIES>::compute(params, shared, work);
+    Walk<C, M, QUERIES, SLOPES>::compute(params, shared, work);
   }
 }
 

@@ -17,6 +17,15 @@ struct BackwardParams {
   Strides grad_query_strides;
   Strides grad_key_strides;
   Strides grad_value_strides;
+  void* grad_mask;         // of the mask's shape and type
+  float* grad_slopes;      // [H] or [B, H], contiguous
+  void* grad_sinks;        // [H], contiguous, of the sinks' type
+  float* slope_parts;      // [B, H, parts_of_slope]: what each warp of the CTAs that own queries has of a slope's
+  Strides grad_mask_strides;
+  int64 grad_mask_column_stride;
+  int32 mask_batch, mask_heads, mask_rows, mask_columns;  // the mask's shape: each is 1 or the whole
+  int32 parts_of_slope;
+  int32 slope_batch;  // batch entries that have slopes of their own: 1 or all
   int32 key_heads;    // key heads of all batch entries whose CTAs run side by side
   int32 query_heads;  // the same for query heads
 };

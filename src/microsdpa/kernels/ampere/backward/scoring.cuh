@@ -6,6 +6,11 @@
 
 namespace microsdpa::ampere::backward {
 
+// Stores a sum in the type of what it is the gradient of.
+__device__ __forceinline__ void store_as(float* to, float x) { *to = x; }
+__device__ __forceinline__ void store_as(__half* to, float x) { *to = from_float<__half>(x); }
+__device__ __forceinline__ void store_as(__nv_bfloat16* to, float x) { *to = from_float<__nv_bfloat16>(x); }
+
 // The masks that a kernel is compiled for.
 template <typename MASK, bool LEFT_, bool RIGHT_, bool SOFTCAP_, bool ALIBI_>
 struct Scoring {

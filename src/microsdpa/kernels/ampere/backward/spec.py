@@ -13,8 +13,10 @@ MAX_HEAD_DIM = 256
 LARGEST_JOINT = 128
 """Head dimension up to which the registers of a warp hold dK and dV of its keys together."""
 NAME = "ampere/backward"
+PARAMS = "microsdpa::ampere::backward::BackwardParams"
 SPILLS = "it computes what no other kernel does: refused, the call would have no gradient"
 TERMS_WARPS = 4
+SMALL_THREADS = 256
 L2_BYTES = 2**24
 """What the CTAs that run side by side walk over, at most: a part of the L2 cache."""
 
@@ -72,7 +74,7 @@ def choose(problem: Problem) -> Tiling:
     return tiling
 
 
-def refusal(problem: Problem) -> Rejection | None:
+def refusal(problem: Problem, tiling: Tiling) -> Rejection | None:
     """Why there is no gradient of a problem; None where there is one."""
     if capability_of(problem.target) < (8, 0):
         return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
@@ -80,7 +82,6 @@ def refusal(problem: Problem) -> Rejection | None:
         return Rejection(
             f"head_dim {problem.head_dim} is over {MAX_HEAD_DIM}", f"head_dim {MAX_HEAD_DIM}", MAX_HEAD_DIM
         )
-    tiling = choose(problem)
     ctas = max(gradients_grid(problem, tiling)[0], terms_grid(problem)[0])
     if ctas > MAX_GRID_X:
         return Rejection(f"{ctas} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
@@ -105,29 +106,34 @@ def _load_bytes(problem: Problem) -> int:
     return VECTOR_BYTES if vectors else ELEMENT_BYTES[problem.dtype]
 
 
+def _spec(problem: Problem, source: str, template: str, arguments: dict[str, str | int], threads: int) -> KernelSpec:
+    """One of the kernels; all have the same parameter, and wait for the kernel ahead of them."""
+    programmatic = capability_of(problem.target) >= (9, 0)
+    arguments = arguments | {"PROGRAMMATIC": BOOLEAN[programmatic]}
+    return KernelSpec(
+        name=NAME,
+        source=f"ampere/backward/{source}.cu",
+        template=f"microsdpa::ampere::backward::{template}",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=threads,
+        block_m=1,
+        local_memory=SPILLS,
+        programmatic=programmatic,
+        params=PARAMS,
+    )
+
+
 def terms(problem: Problem) -> KernelSpec:
     """The kernel ahead: LSE and delta of every row."""
-    programmatic = capability_of(problem.target) >= (9, 0)
-    mask = problem.mask or MaskKind()
-    arguments = {
+    arguments: dict[str, str | int] = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
         "WARPS": TERMS_WARPS,
         "LOAD_BYTES": _load_bytes(problem),
         **_masks(problem),
-        "SINK": CPP_TYPE[mask.sinks],
-        "PROGRAMMATIC": BOOLEAN[programmatic],
+        "SINK": CPP_TYPE[problem.mask.sinks if problem.mask else None],
     }
-    return KernelSpec(
-        name=NAME,
-        source="ampere/backward/terms.cu",
-        template="microsdpa::ampere::backward::row_terms",
-        template_args=tuple((name, str(value)) for name, value in arguments.items()),
-        threads=32 * TERMS_WARPS,
-        block_m=_terms_rows(problem),
-        programmatic=programmatic,
-        params="microsdpa::ampere::backward::BackwardParams",
-    )
+    return _spec(problem, "terms", "row_terms", arguments, 32 * TERMS_WARPS)
 
 
 def _terms_rows(problem: Problem) -> int:
@@ -142,10 +148,9 @@ def terms_grid(problem: Problem) -> Grid:
     return ceil(problem.batch * problem.heads * problem.seqlen_q / _terms_rows(problem)), 1, 1
 
 
-def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
-    """The kernel that sums dQ, dK and dV."""
-    programmatic = capability_of(problem.target) >= (9, 0)
-    arguments = {
+def gradients(problem: Problem, tiling: Tiling, slopes: bool = False) -> KernelSpec:
+    """The kernel that sums dQ, dK and dV; with `slopes` also the parts of the slopes' gradients."""
+    arguments: dict[str, str | int] = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
         "ROW_TILES": tiling.row_tiles,
@@ -157,19 +162,11 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
         "LOAD_BYTES": _load_bytes(problem),
         "APART": BOOLEAN[problem.head_dim > LARGEST_JOINT],
         **_masks(problem),
-        "PROGRAMMATIC": BOOLEAN[programmatic],
+        "SLOPES": BOOLEAN[slopes],
     }
-    return KernelSpec(
-        name=NAME,
-        source="ampere/backward/kernel.cu",
-        template="microsdpa::ampere::backward::gradients",
-        template_args=tuple((name, str(value)) for name, value in arguments.items()),
-        threads=32 * tiling.warps,
-        block_m=tiling.block_own,
-        shared_bytes=tiling.shared_bytes(problem.head_dim, is_weighted(problem)),
-        local_memory=SPILLS,
-        programmatic=programmatic,
-        params="microsdpa::ampere::backward::BackwardParams",
+    spec = _spec(problem, "kernel", "gradients", arguments, 32 * tiling.warps)
+    return replace(
+        spec, block_m=tiling.block_own, shared_bytes=tiling.shared_bytes(problem.head_dim, is_weighted(problem))
     )
 
 
@@ -192,6 +189,54 @@ def heads_together(problem: Problem) -> tuple[int, int]:
     )
 
 
-def workspace_bytes(problem: Problem) -> int:
-    """Scratch memory of a call."""
-    return problem.batch * problem.heads * problem.seqlen_q * terms_bytes(is_weighted(problem))
+def parts_of_slope(problem: Problem, tiling: Tiling) -> int:
+    """Parts of a head's slope gradient: one of each warp that owns queries."""
+    return ceil(problem.seqlen_q / tiling.block_own) * tiling.warps
+
+
+def workspace_bytes(problem: Problem, tiling: Tiling, slopes: bool) -> tuple[int, int]:
+    """Scratch memory of a call, and the bytes from its start to the parts of the slopes' gradients."""
+    rows = problem.batch * problem.heads * problem.seqlen_q * terms_bytes(is_weighted(problem))
+    return rows + 4 * problem.batch * problem.heads * parts_of_slope(problem, tiling) * slopes, rows
+
+
+def sink_gradients(problem: Problem) -> KernelSpec:
+    """The kernel that sums the sinks' gradients, a CTA for each head."""
+    assert problem.mask is not None
+    arguments: dict[str, str | int] = {
+        "SINK": CPP_TYPE[problem.mask.sinks],
+        "WEIGHTED": BOOLEAN[is_weighted(problem)],
+        "THREADS": SMALL_THREADS,
+    }
+    return _spec(problem, "small", "sink_gradients", arguments, SMALL_THREADS)
+
+
+def slope_gradients(problem: Problem) -> KernelSpec:
+    """The kernel that sums the slopes' gradients of their parts, a CTA for each slope."""
+    return _spec(problem, "small", "slope_gradients", {"THREADS": SMALL_THREADS}, SMALL_THREADS)
+
+
+MASK_WARPS = 4
+MASK_BLOCK = 16 * MASK_WARPS
+"""Queries and keys of a tile of the mask's gradient."""
+
+
+def mask_gradient(problem: Problem) -> KernelSpec:
+    """The kernel that sums the gradient of a mask of numbers."""
+    arguments: dict[str, str | int] = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "WARPS": MASK_WARPS,
+        "LOAD_BYTES": _load_bytes(problem),
+        **_masks(problem),
+    }
+    spec = _spec(problem, "mask", "mask_gradient", arguments, 32 * MASK_WARPS)
+    columns = ceil(problem.head_dim / 16) * 16
+    tiles, sums = 4 * MASK_BLOCK * columns * 2, 4 * MASK_BLOCK * (MASK_BLOCK + 1)
+    return replace(spec, block_m=MASK_BLOCK, shared_bytes=ceil((tiles + sums) / 128) * 128)
+
+
+def mask_grid(shape: tuple[int, int, int, int]) -> Grid:
+    """CTAs for a mask of this shape, [B, H, S_q, S_k] or 1 in places."""
+    batch, heads, rows, columns = shape
+    return batch * heads * ceil(rows / MASK_BLOCK) * ceil(columns / MASK_BLOCK), 1, 1
