@@ -404,20 +404,20 @@ def one_kernel(
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
     *,
-    schedule: Schedule | None = None,
     count_banks: bool = False,
+    root: Path = KERNELS_DIR,
 ) -> Report:
     """Run one kernel on CPU tensors; `fill` makes its parameter of the tensors' addresses, by name.
 
     The tensors that its bulk copies read are among `inputs`, under the names that its specification has for them.
+    `root` is the tree that its source is taken from.
     """
     buffers = {name: (tensor, False) for name, tensor in inputs.items()}
     buffers |= {name: (tensor, True) for name, tensor in outputs.items()}
     return launch(
-        build.load(spec, params=spec.params),
+        build.load(spec, root, spec.params),
         fill,
         buffers,
         Shape.of(spec, grid),
-        schedule=schedule,
         count_banks=count_banks,
     )

@@ -11,16 +11,15 @@ from microsdpa.call.call import Inputs, MaskTensors
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import Options
 from microsdpa.call.tensors import kernel_of
+from microsdpa.execution import gradients as kernels
 from microsdpa.execution import nodes, torch_cpu
-from microsdpa.execution.gradients import OF_MASK_TENSORS
-from microsdpa.execution.gradients import gradients as by_kernels
 from microsdpa.kernels.problem import Causal
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Output and LSE of a call."""
 
 
-ALL = tuple(OF_MASK_TENSORS)
+ALL = kernels.MASK_TENSORS
 """Tensors of masks that may want a gradient, by name."""
 
 
@@ -57,7 +56,7 @@ def gradients(
             return _through_cudnn(grad_out, inputs, result, causal, scale, masks.attn_mask)
         if operator == nodes.FLASH:
             return _through_flash(grad_out, inputs, result, causal, scale)
-    return by_kernels(grads, inputs, result, causal, scale, masks, wanted)
+    return kernels.compute(kernels.described(grads, inputs, result, causal, scale, masks, wanted))
 
 
 def _through_flash(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,13 +13,16 @@ from microsdpa.call.call import Inputs
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import Options
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.execution.quantized import Launch, run
+from microsdpa.execution.quantized import Launch
 from microsdpa.kernels import emulated_target
 from microsdpa.kernels.ampere.backward import spec as backward_spec
 from microsdpa.kernels.ampere.backward.spec import Tiling
 from microsdpa.kernels.params import BackwardParams, MaskedParams, Params, Strides
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
 from microsdpa.runtime import launcher
+
+if TYPE_CHECKING:
+    from microsdpa.emulate.run import Report
 
 MASK_TENSORS = "attn_mask", "alibi_slopes", "sinks"
 OF_CALL = "query", "key", "value", "out", "lse", "workspace"
@@ -155,17 +159,22 @@ _WRITTEN = {
 """Tensors that each kernel may touch, beside the workspace: in the emulator any other access is an error."""
 
 
-def emulate(of: Gradient, tiling: Tiling | None = None, target: str | None = None) -> None:
-    """Compute gradients of CPU tensors in the emulator."""
+def emulate(of: Gradient, tiling: Tiling | None = None, target: str = "", **options: Any) -> list[Report]:
+    """Compute gradients of CPU tensors in the emulator; `options` are those of its one_kernel()."""
+    from microsdpa.emulate import run  # not imported with the package: few programs need it
+
     problem = of.problem(target or emulated_target("auto"))
     found, workspace_bytes = launches(of, problem, tiling or backward_spec.choose(problem))
     # All bits set are NaN in every type: what is read before it is written shows in the gradients.
     workspace = torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8, device="cpu")
+    reports = []
     for launch in found:
         kernel = launch.spec.template.rsplit("::", 1)[1]
         inputs = {name: tensor for name, tensor in of.given.items() if name in _READ[kernel]}
         outputs = {name: tensor for name, tensor in of.made.items() if name in _WRITTEN.get(kernel, ())}
-        run(launch, inputs, outputs | {"workspace": workspace}, True)
+        outputs["workspace"] = workspace
+        reports.append(run.one_kernel(launch.spec, launch.grid, launch.filled, inputs, outputs, **options))
+    return reports
 
 
 def _launch(of: Gradient) -> None:
@@ -197,7 +206,7 @@ def _launch(of: Gradient) -> None:
         launcher.found(None)
 
 
-def gradients(
+def described(
     grads: tuple[torch.Tensor, torch.Tensor | None],
     inputs: Inputs,
     result: tuple[torch.Tensor, torch.Tensor],
@@ -205,19 +214,11 @@ def gradients(
     scale: float | None,
     masks: Masks,
     wanted: tuple[str, ...] = MASK_TENSORS,
-) -> list[torch.Tensor]:
-    """Gradients of query, key and value, and of those tensors of masks that are given and `wanted`.
-
-    Arguments as in backward.gradients().
-
-    Raises:
-        UnsupportedProblem: there are too many rows or heads.
-    """
+) -> Gradient:
+    """A call of backward.gradients(), with memory for the gradients: of query, key, value and what is `wanted`."""
     (grad_out, grad_lse), (query, key, value), (out, lse) = grads, inputs, result
     if grad_out.stride(3) != 1 and grad_out.shape[3] > 1:
         grad_out = grad_out.contiguous()
-    if grad_lse is not None:
-        grad_lse = grad_lse.float().contiguous()
     made = {"grad_query": torch.empty_like(query), "grad_key": torch.empty_like(key)}
     made["grad_value"] = torch.empty_like(value)
     for name, tensor in masks.tensors.items():
@@ -226,11 +227,19 @@ def gradients(
             made[OF_MASK_TENSORS[name]] = dense if name == "attn_mask" else dense.contiguous()
     given = {"query": query, "key": key, "value": value, "out": out, "lse": lse.contiguous(), "grad_out": grad_out}
     if grad_lse is not None:
-        given["grad_lse"] = grad_lse
+        given["grad_lse"] = grad_lse.float().contiguous()
     factor = query.shape[3] ** -0.5 if scale is None else scale
-    of = Gradient(given | masks.tensors, made, causal, factor, masks)
-    if query.device.type == "cpu":
+    return Gradient(given | masks.tensors, made, causal, factor, masks)
+
+
+def compute(of: Gradient) -> list[torch.Tensor]:
+    """The gradients of a call, in the order of Gradient.made.
+
+    Raises:
+        UnsupportedProblem: there are too many rows or heads.
+    """
+    if of.given["query"].device.type == "cpu":
         emulate(of)
     else:
         _launch(of)
-    return list(made.values())
+    return list(of.made.values())

@@ -36,7 +36,7 @@ struct NumberPlace {
 
 // A kernel with its parameter, in which only what may differ from call to call is left open.
 struct PlannedKernel {
-  static constexpr std::size_t MAX_PARAMS = 640;
+  static constexpr std::size_t MAX_PARAMS = 512;
 
   KernelLaunch launch;
   std::string params;

@@ -13,7 +13,8 @@ namespace microsdpa::ampere::backward {
 constexpr float LARGE_LSE = 16384.0f;
 
 // Lanes that read a row of so many chunks at once: a power of two.
-constexpr int lanes_of(int chunks) { return chunks > 16 ? 32 : chunks > 8 ? 16 : chunks > 4 ? 8 : 4; }
+template <int CHUNKS>
+constexpr int LANES_OF = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;
 
 template <typename T, int HEAD_DIM, int WARPS, int LOAD_BYTES, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP,
           bool ALIBI, typename SINK, bool PROGRAMMATIC>
@@ -21,7 +22,7 @@ __global__ void __launch_bounds__(32 * WARPS) row_terms(const __grid_constant__ 
   using M = Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>;
   constexpr float LOG2_E = 1.44269504088896340736f;
   constexpr int WIDTH = LOAD_BYTES / sizeof(T);
-  constexpr int LANES = M::WEIGHTED ? 32 : lanes_of((HEAD_DIM + WIDTH - 1) / WIDTH), ROWS = 32 * WARPS / LANES;
+  constexpr int LANES = M::WEIGHTED ? 32 : LANES_OF<(HEAD_DIM + WIDTH - 1) / WIDTH>, ROWS = 32 * WARPS / LANES;
   const AttentionParams& call = params.forward.call;
   if (PROGRAMMATIC) grid_dependency_wait();
   if (PROGRAMMATIC) grid_dependency_launch();
