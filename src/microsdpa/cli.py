@@ -166,13 +166,17 @@ def verify(
     random_calls: Annotated[
         int | None, typer.Option("--fuzz", min=1, help="Make so many random calls through every door instead.")
     ] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="With --fuzz: calls with gradients alone.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --sample or --fuzz.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Check every case against the FP64 oracle."""
+    if backward and random_calls is None:
+        raise typer.BadParameter("backward: expected --fuzz N beside it, got none")
     if random_calls is not None:
+        doors = ("backward",) if backward else DOORS
         with progress() as bars:
-            step = fuzz.step(random_calls, seed, bars, output, _command())
+            step = fuzz.step(random_calls, seed, bars, output, _command(), doors)
         _finish([step], as_json)
     if torch_cases:
         with progress() as bars:
