@@ -17,7 +17,7 @@ from microsdpa.kernels.hopper.latency import spec as hopper_latency
 Structs = dict[str, type[ctypes.Structure]]
 KERNELS: dict[str, Structs] = {
     "common/mask_params.cuh": {"AttentionParams": params.Params, "MaskedParams": params.MaskedParams},
-    "ampere/backward/terms.cu": {"ampere::backward::BackwardParams": params.BackwardParams},
+    "backward/terms.cu": {"backward::BackwardParams": params.BackwardParams},
     "common/eight_bit_params.cuh": {
         name: getattr(eight_bit_params, name)
         for name in ("ByteStrides", "RowScales", "ChannelScales", "EightBitParams")

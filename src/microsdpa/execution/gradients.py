@@ -15,8 +15,8 @@ from microsdpa.call.options import Options
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution.quantized import Launch
 from microsdpa.kernels import emulated_target
-from microsdpa.kernels.ampere.backward import spec as backward_spec
-from microsdpa.kernels.ampere.backward.spec import Tiling
+from microsdpa.kernels.backward import spec as backward_spec
+from microsdpa.kernels.backward.spec import Tiling
 from microsdpa.kernels.params import BackwardParams, MaskedParams, Params, Strides
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
 from microsdpa.runtime import launcher

@@ -3,11 +3,11 @@
 // As many lanes have a row as read it at once; with a mask of numbers a warp has it. Where such a mask made an LSE so
 // large that the logarithm of the sum is rounded away, the row's maximum and sum are made again from its scores.
 // Bound by: memory; dO and O are read once.
-#include "../../common/softmax.cuh"
-#include "../../ptx/control.cuh"
+#include "../common/softmax.cuh"
+#include "../ptx/control.cuh"
 #include "scoring.cuh"
 
-namespace microsdpa::ampere::backward {
+namespace microsdpa::backward {
 
 // LSE in base 2 from which on its rounding would show in probabilities.
 constexpr float LARGE_LSE = 16384.0f;
@@ -83,4 +83,4 @@ __global__ void __launch_bounds__(32 * WARPS) row_terms(const __grid_constant__ 
   if (lane == 0) static_cast<RowTerms<M::WEIGHTED>*>(call.workspace)[index] = terms;
 }
 
-}  // namespace microsdpa::ampere::backward
+}  // namespace microsdpa::backward

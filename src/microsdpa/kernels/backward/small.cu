@@ -3,10 +3,10 @@
 // A sink's probability is 2^(sink - LSE), and its value is zero: the gradient is minus the sum of that times delta. That
 // of a slope is minus the sum of dS times the distance, of which the CTAs that own queries have left their parts.
 // Bound by: the launch, and memory for many rows.
-#include "../../ptx/control.cuh"
+#include "../ptx/control.cuh"
 #include "scoring.cuh"
 
-namespace microsdpa::ampere::backward {
+namespace microsdpa::backward {
 
 // The sum over the CTA's threads, in thread 0.
 template <int THREADS>
@@ -59,4 +59,4 @@ __global__ void __launch_bounds__(THREADS) slope_gradients(const __grid_constant
   if (threadIdx.x == 0) params.grad_slopes[blockIdx.x] = sum;
 }
 
-}  // namespace microsdpa::ampere::backward
+}  // namespace microsdpa::backward

@@ -1,4 +1,4 @@
-"""Specifications of the kernels that compute gradients (kernels/ampere/backward/)."""
+"""Specifications of the kernels that compute gradients (kernels/backward/)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, MAX_NUMBER, Gr
 MAX_HEAD_DIM = 256
 LARGEST_JOINT = 128
 """Head dimension up to which the registers of a warp hold dK and dV of its keys together."""
-NAME = "ampere/backward"
-PARAMS = "microsdpa::ampere::backward::BackwardParams"
+NAME = "backward"
+PARAMS = "microsdpa::backward::BackwardParams"
 SPILLS = "it computes what no other kernel does: refused, the call would have no gradient"
 TERMS_WARPS = 4
 SMALL_THREADS = 256
@@ -32,6 +32,7 @@ class Tiling:
         step: of these rows, those whose products are in registers at a time.
         stages: tiles in shared memory.
         ctas: CTAs that an SM shall hold at once, which bounds the registers.
+        wgmma: whether warpgroups multiply by wgmma, with one row tile a warp; else warps do by mma.sync.
     """
 
     row_tiles: int = 1
@@ -40,6 +41,7 @@ class Tiling:
     step: int = 32
     stages: int = 2
     ctas: int = 2
+    wgmma: bool = False
 
     @property
     def block_own(self) -> int:
@@ -112,8 +114,8 @@ def _spec(problem: Problem, source: str, template: str, arguments: dict[str, str
     arguments = arguments | {"PROGRAMMATIC": BOOLEAN[programmatic]}
     return KernelSpec(
         name=NAME,
-        source=f"ampere/backward/{source}.cu",
-        template=f"microsdpa::ampere::backward::{template}",
+        source=f"backward/{source}.cu",
+        template=f"microsdpa::backward::{template}",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=threads,
         block_m=1,
@@ -160,6 +162,7 @@ def gradients(problem: Problem, tiling: Tiling, slopes: bool = False) -> KernelS
         "STAGES": tiling.stages,
         "CTAS": tiling.ctas,
         "LOAD_BYTES": _load_bytes(problem),
+        "WGMMA": BOOLEAN[tiling.wgmma],
         "APART": BOOLEAN[problem.head_dim > LARGEST_JOINT],
         **_masks(problem),
         "SLOPES": BOOLEAN[slopes],

@@ -1,9 +1,9 @@
 // BackwardParams: the one argument of the kernels that compute gradients.
 #pragma once
 
-#include "../../common/mask_params.cuh"
+#include "../common/mask_params.cuh"
 
-namespace microsdpa::ampere::backward {
+namespace microsdpa::backward {
 
 // The call's own parameter, of which the output and the LSE are read, and the gradients. The workspace has RowTerms.
 struct BackwardParams {
@@ -51,4 +51,4 @@ struct alignas(16) RowTerms<true> {
   __device__ __forceinline__ float weight() const { return factor; }
 };
 
-}  // namespace microsdpa::ampere::backward
+}  // namespace microsdpa::backward

@@ -9,26 +9,29 @@
 // Pipeline: 1. cp.async fills the ring, one tile ahead     2. S and dP of STEP walked rows; where keys are owned, their
 //           transposes     3. P and dS in registers, which are A operands     4. the sums
 // Bound by: shared memory, which each product of a warp reads one operand from, beside the tensor cores.
-#include "../../ptx/address.cuh"
-#include "../../ptx/control.cuh"
+#include "../ptx/address.cuh"
+#include "../ptx/control.cuh"
 #include "rows.cuh"
 #include "scoring.cuh"
+#include "warpgroup.cuh"
 
-namespace microsdpa::ampere::backward {
+namespace microsdpa::backward {
 
 // What a CTA sums. dK and dV of a large head do not fit the registers together.
 enum Role { KEYS_AND_VALUES, KEYS, VALUES, QUERIES };
 
 template <typename T_, int HEAD_DIM_, int ROW_TILES_, int WARPS_, int BLOCK_WALK_, int STEP_, int STAGES_,
-          int LOAD_BYTES_>
+          int LOAD_BYTES_, bool WGMMA_>
 struct Tiles {
   using T = T_;
   static constexpr int HEAD_DIM = HEAD_DIM_, ROW_TILES = ROW_TILES_, BLOCK_WALK = BLOCK_WALK_, STEP = STEP_;
   static constexpr int STAGES = STAGES_, LOAD_BYTES = LOAD_BYTES_, THREADS = 32 * WARPS_;
+  static constexpr bool WGMMA = WGMMA_;
   static constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_OWN = WARP_ROWS * WARPS_;
   using Owned = SwizzledTile<T, BLOCK_OWN, COLUMNS>;
   using Walked = SwizzledTile<T, BLOCK_WALK, COLUMNS>;
+  static constexpr int UNIT = WGMMA ? 64 : WARP_ROWS;  // rows whose warps multiply together
   static_assert(BLOCK_WALK % STEP == 0 && STEP % 16 == 0, "a tile has whole steps, and a step whole products");
 };
 
@@ -155,40 +158,45 @@ struct Walk {
     }
   }
 
-  // Turns S and dP into P and dS, or S into P where dS is not wanted.
+  // Turns S into P; `bend` is the derivative of the soft cap, where there is one.
   template <bool BOUNDED, typename TermsOf, typename Elements>
-  __device__ __forceinline__ void weigh(Products& s, Products& dp, const HeadScores<M>& scores,
-                                        const Elements& elements, int own, int walked, TermsOf terms) {
+  __device__ __forceinline__ void weigh(Products& s, Products& bend, const HeadScores<M>& scores,
+                                        const Elements& elements, int own, int walked, TermsOf terms) const {
     for_each(own, walked, [&](int t, int n, int e, int query, int key) {
       const Terms& of_row = terms(t, n, e);
-      float bend = 1.0f;
-      float p = ex2_approx(scores.exponent(s[t][n][e], elements[t][n][e], query, key, of_row.lse, bend));
+      float p = scores.exponent(s[t][n][e], elements[t][n][e], query, key, of_row.lse, bend[t][n][e]);
+      p = ex2_approx(p);
       if constexpr (M::WEIGHTED) p *= of_row.weight();
       bool seen = true;
       if constexpr (M::HIDES) seen = elements[t][n][e].value;
       if constexpr (BOUNDED) seen = seen && scores.is_within(query, key);
-      if (M::HIDES || BOUNDED) p = seen ? p : 0.0f;
-      s[t][n][e] = p;
-      if constexpr (SUMS_OTHERS) {
-        dp[t][n][e] = p * (dp[t][n][e] - of_row.delta);
-        if constexpr (SLOPES && !BY_KEYS) {
-          const float away = fabsf(static_cast<float>(query + params.forward.masks.position - key));
-          slope_sum = fmaf(dp[t][n][e], BOUNDED && !scores.is_within(query, key) ? 0.0f : away, slope_sum);
-        }
-        if constexpr (M::SOFTCAP) dp[t][n][e] *= bend;
+      s[t][n][e] = (M::HIDES || BOUNDED) && !seen ? 0.0f : p;
+    });
+  }
+
+  // Turns dP into dS.
+  template <typename TermsOf>
+  __device__ __forceinline__ void differentiate(Products& dp, const Products& p, const Products& bend, int own,
+                                                int walked, TermsOf terms) {
+    for_each(own, walked, [&](int t, int n, int e, int query, int key) {
+      float ds = p[t][n][e] * (dp[t][n][e] - terms(t, n, e).delta);
+      if constexpr (SLOPES && !BY_KEYS) {
+        // Past the last key there is no distance to speak of, and P is zero.
+        slope_sum = fmaf(ds, fabsf(static_cast<float>(query + params.forward.masks.position - key)), slope_sum);
       }
+      if constexpr (M::SOFTCAP) ds *= bend[t][n][e];
+      dp[t][n][e] = ds;
     });
   }
 
   // The sums of a warp's rows over everything that is walked: those of dS, and dV.
   __device__ __forceinline__ void run(Sums& sums, Sums& values) {
     const int warp_row = threadIdx.x / 32 * C::WARP_ROWS, own = first + warp_row, last_own = own + C::WARP_ROWS - 1;
+    const int unit = first + warp_row / C::UNIT * C::UNIT, last_of_unit = unit + C::UNIT - 1;
     const int turns = tiles * group;
     load_owned();
     if (C::STAGES > 1 && turns > 0) load_walked(0);
     cp_async_commit();
-    const QueryOperand<typename C::Owned, C::ROW_TILES, C::COLUMNS, 0> x(shared.owned[0], warp_row);
-    const QueryOperand<typename C::Owned, C::ROW_TILES, C::COLUMNS, 0> y(shared.owned[1], warp_row);
     Terms own_terms[C::ROW_TILES][2];
     if constexpr (!BY_KEYS) {
 #pragma unroll
@@ -198,39 +206,35 @@ struct Walk {
     }
 
     for (int turn = 0; turn < turns; ++turn) {
-      if constexpr (C::STAGES > 1) {
-        cp_async_wait<0>();
-        __syncthreads();  // the tile is there, and nobody reads the one before it any more
-        if (turn + 1 < turns) load_walked(turn + 1);
-        cp_async_commit();
-      } else {
+      if constexpr (C::STAGES == 1) {
         __syncthreads();
         load_walked(turn);
         cp_async_commit();
-        cp_async_wait<0>();
-        __syncthreads();
       }
+      cp_async_wait<0>();
+      if constexpr (C::WGMMA) fence_proxy_async();
+      __syncthreads();  // the tile is there, and nobody reads the one before it any more
+      if (C::STAGES > 1 && turn + 1 < turns) load_walked(turn + 1);
+      cp_async_commit();
       const int stage = turn % C::STAGES;
       const auto &u = shared.walked[0][stage], &w = shared.walked[1][stage];
       const HeadScores<M> scores(params.forward, batch, head + (BY_KEYS ? turn / tiles : 0));
 #pragma unroll 1
       for (int step = 0; step < C::BLOCK_WALK; step += C::STEP) {
         const int walked = (first_tile + turn % tiles) * C::BLOCK_WALK + step, last_walked = walked + C::STEP - 1;
-        const bool nothing = BY_KEYS ? walked >= call.seqlen_q || scores.sees_none(walked, last_walked, own, last_own)
-                                     : walked >= call.seqlen_k || scores.sees_none(own, last_own, walked, last_walked);
+        const bool nothing = BY_KEYS
+                                 ? walked >= call.seqlen_q || scores.sees_none(walked, last_walked, unit, last_of_unit)
+                                 : walked >= call.seqlen_k || scores.sees_none(unit, last_of_unit, walked, last_walked);
         if (nothing) continue;
         Element<typename M::Mask> elements[C::ROW_TILES][C::STEP / 8][4];
-        bool any = false;
         if constexpr (M::READS) {
+          bool any = false;
           for_each(own, walked, [&](int t, int n, int e, int query, int key) {
             elements[t][n][e] = scores.element(query, key);
             if constexpr (M::HIDES) any = any || elements[t][n][e].value;
           });
+          if (M::HIDES && !C::WGMMA && !__any_sync(FULL_WARP, any)) continue;
         }
-        if (M::HIDES && !__any_sync(FULL_WARP, any)) continue;
-        Products s, dp;
-        multiply_query_key<T, C::ROW_TILES, C::COLUMNS, C::STEP>(s, x, u, step);
-        if constexpr (SUMS_OTHERS) multiply_query_key<T, C::ROW_TILES, C::COLUMNS, C::STEP>(dp, y, w, step);
         const auto terms = [&](int t, int n, int e) -> const Terms& {
           if constexpr (BY_KEYS) {
             return shared.terms[stage][step + 8 * n + lane_index() % 4 * 2 + e % 2];
@@ -240,17 +244,60 @@ struct Walk {
         };
         const bool all = BY_KEYS ? scores.sees_all(walked, last_walked, own, last_own)
                                  : scores.sees_all(own, last_own, walked, last_walked);
-        if (all) {
-          weigh<false>(s, dp, scores, elements, own, walked, terms);
+        const auto weigh_all = [&](Products& s, Products& bend) {
+          if (all) {
+            weigh<false>(s, bend, scores, elements, own, walked, terms);
+          } else {
+            weigh<true>(s, bend, scores, elements, own, walked, terms);
+          }
+        };
+        Products s, dp, bend;
+        if constexpr (!C::WGMMA) {
+          multiply_query_key<T, C::ROW_TILES, C::COLUMNS, C::STEP>(s, operand(shared.owned[0], warp_row), u, step);
+          if constexpr (SUMS_OTHERS) {
+            multiply_query_key<T, C::ROW_TILES, C::COLUMNS, C::STEP>(dp, operand(shared.owned[1], warp_row), w, step);
+          }
+          weigh_all(s, bend);
+          if constexpr (SUMS_OTHERS) differentiate(dp, s, bend, own, walked, terms);
+          if constexpr (SUMS_VALUES) {
+            multiply_probability_value<T, C::ROW_TILES, C::COLUMNS, C::STEP>(values, s, w, step);
+          }
+          if constexpr (SUMS_OTHERS) {
+            multiply_probability_value<T, C::ROW_TILES, C::COLUMNS, C::STEP>(sums, dp, u, step);
+          }
         } else {
-          weigh<true>(s, dp, scores, elements, own, walked, terms);
+          // dP is multiplied while P is made of S, and dV is while dS is made of dP.
+          using Wgmma = WarpgroupProducts<C>;
+          uint32 p[1][C::STEP / 16][4], ds[1][C::STEP / 16][4];
+          Wgmma::scores(s, shared.owned[0], warp_row, u, step);
+          if constexpr (SUMS_OTHERS) Wgmma::scores(dp, shared.owned[1], warp_row, w, step);
+          wgmma_wait<SUMS_OTHERS ? 1 : 0>();
+          wgmma_fence_registers(flat(s));
+          weigh_all(s, bend);
+          if constexpr (SUMS_VALUES) {
+            pack_probabilities<T, 1, C::STEP>(p, s);
+            Wgmma::sum(values, p, w, step);
+          }
+          if constexpr (SUMS_OTHERS) {
+            wgmma_wait<SUMS_VALUES ? 1 : 0>();
+            wgmma_fence_registers(flat(dp));
+            differentiate(dp, s, bend, own, walked, terms);
+            pack_probabilities<T, 1, C::STEP>(ds, dp);
+            Wgmma::sum(sums, ds, u, step);
+          }
+          wgmma_wait<0>();
+          if constexpr (SUMS_VALUES) wgmma_fence_registers(flat(values));
+          if constexpr (SUMS_OTHERS) wgmma_fence_registers(flat(sums));
         }
-        if constexpr (SUMS_VALUES) multiply_probability_value<T, C::ROW_TILES, C::COLUMNS, C::STEP>(values, s, w, step);
-        if constexpr (SUMS_OTHERS) multiply_probability_value<T, C::ROW_TILES, C::COLUMNS, C::STEP>(sums, dp, u, step);
       }
     }
     cp_async_wait<0>();
     __syncthreads();  // also where nothing is walked over, the owned tiles are there to be written over
+  }
+
+  __device__ __forceinline__ static QueryOperand<typename C::Owned, C::ROW_TILES, C::COLUMNS, 0> operand(
+      const typename C::Owned& tile, int warp_row) {
+    return {tile, static_cast<unsigned>(warp_row)};
   }
 
   // Writes the rows of a sum that exist.
@@ -284,10 +331,10 @@ struct Walk {
 };
 
 template <typename T, int HEAD_DIM, int ROW_TILES, int WARPS, int BLOCK_WALK, int STEP, int STAGES, int CTAS,
-          int LOAD_BYTES, bool APART, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI,
+          int LOAD_BYTES, bool WGMMA, bool APART, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI,
           bool SLOPES, bool PROGRAMMATIC>
 __global__ void __launch_bounds__(32 * WARPS, CTAS) gradients(const __grid_constant__ BackwardParams params) {
-  using C = Tiles<T, HEAD_DIM, ROW_TILES, WARPS, BLOCK_WALK, STEP, STAGES, LOAD_BYTES>;
+  using C = Tiles<T, HEAD_DIM, ROW_TILES, WARPS, BLOCK_WALK, STEP, STAGES, LOAD_BYTES, WGMMA>;
   using M = Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>;
   const AttentionParams& call = params.forward.call;
   auto& shared = dynamic_shared<Shared<C, M::WEIGHTED>>();
@@ -309,4 +356,4 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) gradients(const __grid_const
   }
 }
 
-}  // namespace microsdpa::ampere::backward
+}  // namespace microsdpa::backward

@@ -5,12 +5,12 @@
 // is broadcast over every tile, that the elements are added to: of each it makes dS = P (dP - delta), and adds it up.
 // Tiles:    Q, dO, K and V [BLOCK, D]; each warp has 16 rows of the sum in registers.
 // Bound by: a masked training step's least product; nothing is ahead of the tile that is waited for.
-#include "../../ptx/address.cuh"
-#include "../../ptx/control.cuh"
+#include "../ptx/address.cuh"
+#include "../ptx/control.cuh"
 #include "rows.cuh"
 #include "scoring.cuh"
 
-namespace microsdpa::ampere::backward {
+namespace microsdpa::backward {
 
 template <typename T_, int HEAD_DIM_, int WARPS, int LOAD_BYTES_>
 struct MaskTiles {
@@ -133,4 +133,4 @@ __global__ void __launch_bounds__(32 * WARPS, 1) mask_gradient(const __grid_cons
   }
 }
 
-}  // namespace microsdpa::ampere::backward
+}  // namespace microsdpa::backward

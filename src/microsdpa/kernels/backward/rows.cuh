@@ -1,11 +1,11 @@
 // Rows of a head between global and shared memory: of any head dimension, on any alignment.
 #pragma once
 
-#include "../../common/element.cuh"
-#include "../../common/mma_tile.cuh"
-#include "../../ptx/cp_async.cuh"
+#include "../common/element.cuh"
+#include "../common/mma_tile.cuh"
+#include "../ptx/cp_async.cuh"
 
-namespace microsdpa::ampere::backward {
+namespace microsdpa::backward {
 
 // Brings rows of C::HEAD_DIM elements into a tile that may be wider; what does not exist becomes zeros. Rows on 16 bytes
 // are copied asynchronously, others at once.
@@ -63,4 +63,4 @@ __device__ __forceinline__ void store_rows(Tile& staging, unsigned warp_row,
   });
 }
 
-}  // namespace microsdpa::ampere::backward
+}  // namespace microsdpa::backward

@@ -1,10 +1,10 @@
 // What decides about the scores of a call: for one product of a query and a key, and for a tile of them.
 #pragma once
 
-#include "../../common/masks.cuh"
+#include "../common/masks.cuh"
 #include "params.cuh"
 
-namespace microsdpa::ampere::backward {
+namespace microsdpa::backward {
 
 // Stores a sum in the type of what it is the gradient of.
 __device__ __forceinline__ void store_as(float* to, float x) { *to = x; }
@@ -101,4 +101,4 @@ struct HeadScores {
   }
 };
 
-}  // namespace microsdpa::ampere::backward
+}  // namespace microsdpa::backward
