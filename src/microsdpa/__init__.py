@@ -8,6 +8,8 @@ from microsdpa.attention.api import sdpa
 from microsdpa.attention.explain import Explanation, explain
 from microsdpa.attention.plan import Plan, plan
 from microsdpa.attention.quantize import Quantized, quantize
+from microsdpa.call.blocks import BlockTable
+from microsdpa.call.documents import document_ranges
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.integrations import torch_ops
 from microsdpa.integrations.dropin import disable, enable, enabled
@@ -16,6 +18,7 @@ from microsdpa.integrations.flash_backend import register
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockTable",
     "CompileError",
     "Explanation",
     "InvalidArgument",
@@ -25,6 +28,7 @@ __all__ = [
     "UnsupportedProblem",
     "__version__",
     "disable",
+    "document_ranges",
     "enable",
     "enabled",
     "explain",

@@ -260,6 +260,9 @@ def bench(
         str | None, typer.Option(help="all, none, or a list, such as torch-flash,torch-cudnn; else the suite's own.")
     ] = None,
     impl: Impl = "auto",
+    cells: Annotated[str, typer.Option(help="Texts: cases whose name or label has one, such as documents,d72.")] = "",
+    part: Annotated[str, typer.Option(help="1/3: every third case; results of the other parts are kept.")] = "",
+    seconds: Annotated[float | None, typer.Option(help="Begin no case after so many seconds.", min=1)] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -268,7 +271,8 @@ def bench(
     if unknown := [mode for mode in chosen or [] if mode not in MODES]:
         raise typer.BadParameter(f"modes: expected some of {', '.join(MODES)}, got {', '.join(unknown)}")
     with progress() as bars:
-        step = reproduction.bench_step(bars, suite, chosen, check_kernel(impl), peers, output, _command())
+        some = suites.Some(cells, part, seconds)
+        step = reproduction.bench_step(bars, suite, chosen, check_kernel(impl), peers, output, _command(), some=some)
     _finish([step], as_json)
 
 

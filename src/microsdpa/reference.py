@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 MAX_CHUNK_SCORES = 2**25
@@ -19,6 +21,8 @@ def oracle(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    document_ids: Any = None,
+    block_mask: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in FP64: output [B, H, S_q, D] and LSE [B, H, S_q].
 
@@ -29,9 +33,13 @@ def oracle(
     The score of query i and key j is x = scale * q k; with softcap, softcap * tanh(x / softcap); with alibi_slopes ([H]
     or [B, H]) less slope * |p - j|, where p is i, or i + S_k - S_q under "lower_right"; plus attn_mask where it holds
     numbers. A key is hidden where attn_mask is False or -inf, and outside window: p - left <= j <= p + right, where -1
-    is no end. sinks ([H]) are one more score of each row, without a value; LSE counts them.
+    is no end. An attn_mask [..., 2] of int32 shows query i the keys attn_mask[..., i, 0] <= j < attn_mask[..., i, 1].
+    document_ids ([S], [B, S] or a pair of those of queries and keys) hide keys of other documents. block_mask (a
+    BlockMask of flex_attention, or what has such lists) hides keys of blocks that are not listed, and in those of
+    kv_indices what mask_mod hides. sinks ([H]) are one more score of each row, without a value; LSE counts them.
     """
-    return _attention(query, key, value, causal, scale, torch.float64, attn_mask, window, softcap, alibi_slopes, sinks)
+    rest = _with_hidden(query, key, attn_mask, document_ids, block_mask), window, softcap, alibi_slopes, sinks
+    return _attention(query, key, value, causal, scale, torch.float64, *rest)
 
 
 def eager(
@@ -46,12 +54,60 @@ def eager(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    document_ids: Any = None,
+    block_mask: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in the inputs' dtype: products, final scores, probabilities and output are each rounded to it.
 
     Its error against `oracle` is what an ordinary implementation costs. LSE is taken in FP32 from the rounded scores.
     """
-    return _attention(query, key, value, causal, scale, query.dtype, attn_mask, window, softcap, alibi_slopes, sinks)
+    rest = _with_hidden(query, key, attn_mask, document_ids, block_mask), window, softcap, alibi_slopes, sinks
+    return _attention(query, key, value, causal, scale, query.dtype, *rest)
+
+
+def _with_hidden(
+    query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None, document_ids: Any, block_mask: Any
+) -> torch.Tensor | None:
+    """An attn_mask of booleans or numbers that also hides what ranges, documents and blocks hide."""
+    keys, device = torch.arange(key.shape[2], device=query.device), query.device
+    shown = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    if attn_mask is not None and attn_mask.dtype == torch.int32:
+        first, last = (end[..., None] for end in attn_mask.unbind(dim=-1))
+        shown = shown & (first <= keys) & (keys < last)
+        attn_mask = None
+    if document_ids is not None:
+        of_query, of_key = document_ids if isinstance(document_ids, (tuple, list)) else (document_ids, document_ids)
+        of_query, of_key = (ids if ids.dim() == 2 else ids[None] for ids in (of_query, of_key))
+        shown = shown & (of_query[:, None, :, None] == of_key[:, None, None])
+    if block_mask is not None:
+        shown = shown & _shown_by_blocks(block_mask, query.shape[2], key.shape[2])
+    if attn_mask is None:
+        return shown
+    return attn_mask & shown if attn_mask.dtype == torch.bool else attn_mask.where(shown, -torch.inf)
+
+
+def _shown_by_blocks(block_mask: Any, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """What a BlockMask shows, bool [B | 1, H | 1, S_q, S_k], one entry after the other; or the mask of a BlockTable."""
+    if not hasattr(block_mask, "kv_indices"):
+        mask: torch.Tensor = block_mask.mask
+        return mask
+    counts = block_mask.kv_num_blocks
+    (batch, heads, rows), device = counts.shape, counts.device
+    size_q, size_k = block_mask.BLOCK_SIZE
+    b, h = torch.arange(batch, device=device)[:, None, None, None], torch.arange(heads, device=device)[:, None, None]
+    i, j = torch.arange(seqlen_q, device=device)[:, None], torch.arange(seqlen_k, device=device)
+    asked = block_mask.mask_mod(b, h, i, j).expand(batch, heads, seqlen_q, seqlen_k)
+    shown = torch.zeros(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    for kind, among in (("kv", asked), ("full_kv", torch.ones_like(asked))):
+        counts, indices = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")
+        if counts is None:
+            continue
+        for entry in torch.cartesian_prod(*(torch.arange(size) for size in (batch, heads, rows))).tolist():
+            row = slice(entry[2] * size_q, (entry[2] + 1) * size_q)
+            for block in indices[tuple(entry)][: int(counts[tuple(entry)])].tolist():
+                place = entry[0], entry[1], row, slice(block * size_k, (block + 1) * size_k)
+                shown[place] = among[place]
+    return shown
 
 
 def _attention(

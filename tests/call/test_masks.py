@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,9 +72,21 @@ def test_every_mask_has_a_kernel_and_the_others_say_why_not() -> None:
     ]
     for kind in kinds:
         for head_dim, alignment in ((64, 16), (40, 2), (256, 16)):
-            selection = select(Problem(1, 8, 8, 512, 512, head_dim, "bfloat16", mask=kind, alignment=alignment))
+            problem = Problem(1, 8, 8, 512, 512, head_dim, "bfloat16", mask=kind, alignment=alignment, target="sm_89")
+            selection = select(problem)
             assert selection.spec.name == "ampere/general"
             assert any(f"the causal mask only, not {kind}" in rejection.reason for _, rejection in selection.rejections)
+
+
+def test_masks_of_large_problems_are_for_wgmma() -> None:
+    problem = Problem(4, 16, 16, 1024, 1024, 64, "float16", target="sm_90a")
+    for kind in (MaskKind("bool"), MaskKind("float16", bulk=True), MaskKind(left=True, softcap=True, sinks="float32")):
+        assert select(replace(problem, mask=kind)).spec.name == "hopper/throughput"
+    unaligned = select(replace(problem, mask=MaskKind("float16")))
+    assert unaligned.spec.name == "ampere/general"
+    assert "rows of attn_mask that are not aligned to 16 bytes" in dict(unaligned.reasons)["hopper/throughput"]
+    wide = select(replace(problem, mask=MaskKind("float16", bulk=True), head_dim=256))
+    assert "leaves no room for head_dim 256" in dict(wide.reasons)["hopper/throughput"]
 
 
 def test_explain_says_what_would_be_faster() -> None:

@@ -99,6 +99,8 @@ CASES = [
     Case(1, 2, 70, 150, 64, masks=("bool", "window", "softcap", "alibi", "sinks"), dtype="bfloat16"),
     Case(1, 2, 70, 150, 40, masks=("additive", "sinks"), causal="lower_right", layout="unaligned"),
     Case(1, 2, 70, 150, 64, masks=("left padding, numbers",)),
+    Case(2, 4, 70, 150, 32, heads_kv=2, masks=("documents",)),
+    Case(2, 2, 150, 150, 32, causal="upper_left", masks=("documents",)),
 ]
 
 
@@ -121,6 +123,8 @@ TILINGS = [
             Case(1, 2, 70, 150, 64, heads_kv=1, masks=("bool", "softcap", "window", "alibi", "sinks")),
             Case(1, 1, 70, 150, 32, causal="lower_right", masks=("additive",), layout="unaligned"),
             Case(1, 1, 100, 70, 96, causal="lower_right"),
+            Case(1, 1, 150, 300, 64, masks=("documents",)),
+            Case(1, 1, 70, 300, 64, masks=("padding",)),
         )
     ),
     (Case(1, 1, 140, 150, 128, causal="lower_right"), Tiling(warps=8, step=64, ctas=1, wgmma=True)),

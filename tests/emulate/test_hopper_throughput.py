@@ -8,7 +8,7 @@ import pytest
 from harness import check_in_every_order
 
 from microsdpa.evidence.inputs import Case
-from microsdpa.kernels.hopper.throughput.spec import CANDIDATES, specification
+from microsdpa.kernels.hopper.throughput.spec import CANDIDATES, padded, specification
 
 CASES = [
     (Case(1, 2, 256, 256, 64), 0),
@@ -27,6 +27,13 @@ CASES = [
     (Case(1, 3, 300, 100, 128, causal="lower_right", dtype="bfloat16"), 0),
     (Case(1, 3, 140, 200, 192, causal="lower_right"), 0),
     (Case(1, 3, 130, 200, 256, causal="upper_left"), 0),
+    (Case(1, 3, 130, 200, 8, causal="upper_left"), 0),  # columns that the tensors do not have are zeros
+    (Case(1, 3, 200, 300, 32), 1),
+    (Case(1, 3, 200, 300, 40, causal="upper_left", layout="bshd"), 2),
+    (Case(2, 2, 140, 200, 72, dtype="bfloat16"), 0),
+    (Case(1, 3, 130, 300, 112, causal="lower_right", layout="bshd"), 0),
+    (Case(1, 3, 140, 300, 160, causal="lower_right", dtype="bfloat16"), 0),
+    (Case(1, 2, 140, 200, 200), 0),
     (Case(1, 2, 400, 33000, 64, causal="upper_left"), 2),  # a section for each head, of two rounds
     (Case(1, 2, 780, 33000, 64, causal="upper_left"), 2),  # of three rounds
 ]
@@ -38,5 +45,5 @@ CTAS = 3
 def test_a_configuration_is_right_in_every_order(case: Case, candidate: int) -> None:
     problem = case.problem("sm_90a")
     check_in_every_order(
-        replace(specification(problem, CANDIDATES[case.head_dim][candidate]), max_ctas=CTAS), problem, case
+        replace(specification(problem, CANDIDATES[padded(case.head_dim)][candidate]), max_ctas=CTAS), problem, case
     )

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,7 +12,17 @@ import pytest
 import torch
 
 from microsdpa import reference
-from microsdpa.evidence import bench, environment, graphs, results, signatures, timing, worker
+from microsdpa.evidence import (
+    bench,
+    environment,
+    graphs,
+    measuring,
+    results,
+    signatures,
+    timing,
+    wording,
+    worker,
+)
 from microsdpa.evidence.bench import CaseBench
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.measuring import to_rehearse
@@ -273,6 +287,28 @@ def test_eight_bits_take_part_in_the_cases_that_a_suite_names(monkeypatch: pytes
     suite = Suite(**(vars(SUITE) | {"alone": True, "processes": "case", "eight_bit": frozenset([SUITE.cases[1]])}))
     worker.run(suite, ["graph"], "auto", "all")
     assert [job["eight_bit"] for job in jobs] == [[], [1], [], []]
+
+
+def test_no_case_is_begun_after_the_time_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(1, 1, 8, 8, 32)
+    for until, measured in ((None, True), (time.time() + 600, True), (time.time() - 1, False)):
+        (_, job, _), *_ = worker.jobs(Suite("one", "one", (case,)), ["graph"], "auto", "torch", until)
+        reader, writer = os.pipe()
+        monkeypatch.setattr(sys, "argv", ["measuring", str(writer)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job) + "\n\n"))
+        monkeypatch.setattr(measuring, "to_rehearse", lambda cases: [])
+        monkeypatch.setattr(CaseBench, "run", lambda bench, implementations, modes: [{"impl": "microsdpa"}])
+        measuring.main()  # which closes what it writes to
+        with os.fdopen(reader) as lines:
+            told = [json.loads(line) for line in lines]
+        assert told[-1] == {"case": 0, "rows": [{"impl": "microsdpa"}] if measured else []}
+
+
+@pytest.mark.usefixtures("on_a_pretended_h200")
+def test_a_row_says_when_memory_has_another_order() -> None:
+    case = Case(1, 2, 8, 8, 32, layout="bshd")
+    (row,) = [row for row in CaseBench(case, device="cpu").run([Fake("right")], ["graph"]) if row["op"] != "empty"]
+    assert wording.case_name(row) == "[B, S, H, D] memory: (1, 2, 8, 8, 32), float16"
 
 
 SMALL = Case(1, 1, 40, 64, 32)

@@ -1,22 +1,26 @@
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from microsdpa import reference
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import compare
 from microsdpa.evidence.expectation import Expectation
-from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.peers import PEERS, Implementation, choose, quantized, slug
+from microsdpa.evidence.inputs import Case, Masking, make
+from microsdpa.evidence.peers import PEERS, Implementation, choose, quantized, slug, torch_flex
 from microsdpa.evidence.peers.flash_attn import FlashAttention2, FlashAttention3Fp8, FlashAttention4
 from microsdpa.evidence.peers.flash_infer import FlashInfer
 from microsdpa.evidence.peers.sage_attention import SageAttention
+from microsdpa.evidence.peers.torch_flex import TorchFlex
 from microsdpa.evidence.peers.torch_sdpa import TorchMath, TorchSdpa
+from microsdpa.kernels.problem import Causal
 
 CASE = Case(2, 4, 40, 40, 32, heads_kv=2, causal="upper_left")
 
@@ -56,6 +60,50 @@ def test_torch_on_the_cpu_is_right(peer: Implementation) -> None:
     assert not wrong
 
 
+MASKINGS: list[tuple[tuple[Masking, ...], Causal | None]] = [
+    (("bool",), None),
+    (("padding",), "upper_left"),
+    (("left padding",), None),
+    (("additive",), "lower_right"),
+    (("float32",), None),
+    (("window",), "lower_right"),
+    (("window as a mask",), None),
+    (("documents",), "upper_left"),
+    (("documents",), None),
+    (("blocks 30%",), None),
+    (("softcap",), "upper_left"),
+    (("alibi",), "upper_left"),
+    (("alibi", "window"), None),
+]
+
+
+@pytest.mark.parametrize(("masks", "causal"), MASKINGS)
+@pytest.mark.parametrize("peer", [TorchMath(), TorchFlex()])
+def test_masks_mean_the_same_to_torch(
+    monkeypatch: pytest.MonkeyPatch, peer: Implementation, masks: tuple[Masking, ...], causal: Causal | None
+) -> None:
+    case = Case(2, 4, 150, 150, 32, heads_kv=2, causal=causal, masks=masks)
+    monkeypatch.setattr(torch_flex, "_compiled", lambda: flex_attention)
+    if refusal := peer.refuses(case):
+        assert isinstance(peer, TorchMath)
+        assert masks == ("softcap",), refusal
+        return
+    tensors = make(case)
+    with peer.context():
+        out = peer.bind(case, tensors, torch.empty_like(tensors[0]))()
+    error, wrong = Expectation(case, tensors).check(out, "")
+    assert not wrong, (wrong, error)
+
+
+def test_flex_attention_is_given_the_blocks_that_are_shown() -> None:
+    case = Case(1, 2, 1024, 1024, 32, masks=("blocks 30%",))
+    made = torch_flex.block_mask(case, "cpu")
+    assert int(made.full_kv_num_blocks.sum()) == round(0.3 * 64)
+    assert int(made.kv_num_blocks.sum()) == 0
+    assert torch_flex.block_mask(CASE, "cpu").kv_num_blocks.shape[:2] == (1, 1)
+    assert TorchFlex().refuses(Case(1, 2, 8, 8, 32, masks=("sinks",))) == "it has no sinks"
+
+
 def test_alignments_are_refused_where_they_matter() -> None:
     crossing = Case(1, 2, 8, 16, 32, causal="upper_left")
     assert TorchSdpa().refuses(crossing) == ""
@@ -83,6 +131,46 @@ def stand_in(calls: list[dict[str, Any]], lse: bool) -> Any:
         return (out, None) if lse else out
 
     return flash_attn_func
+
+
+@pytest.mark.parametrize("masks", [("window 1024",), ("window", "softcap"), ("documents",), ("alibi",), ("padding",)])
+def test_flash_attention_has_windows_and_packed_sequences(
+    monkeypatch: pytest.MonkeyPatch, masks: tuple[Masking, ...]
+) -> None:
+    case = Case(1, 2, 80, 80, 32, causal="upper_left", masks=masks)
+    peer = FlashAttention4()
+    if masks[0] in ("alibi", "padding"):
+        assert peer.refuses(case) == f"it has no argument for {masks[0]}"
+        return
+    assert peer.refuses(case) == ""
+    assert peer.refuses(Case(2, 2, 80, 90, 32, masks=masks))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:
+        ends = given.get("window_size", (None, None))
+        options = {
+            "causal": "lower_right" if given["causal"] else None,
+            "scale": given["softmax_scale"],
+            "window": tuple(-1 if end is None else end for end in ends),
+            "softcap": given.get("softcap"),
+        }
+        return reference.oracle(*(x.transpose(1, 2) for x in (q, k, v)), **options)[0].half().transpose(1, 2), None  # type: ignore[arg-type]
+
+    def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:
+        starts = given.pop("cu_seqlens_q").tolist()
+        assert given.pop("cu_seqlens_k").tolist() == starts
+        assert starts[-1] == len(q)
+        assert given["max_seqlen_q"] == max(b - a for a, b in itertools.pairwise(starts))
+        spans = [tuple(x[None, a:b] for x in (q, k, v)) for a, b in itertools.pairwise(starts)]
+        return torch.cat([attend(*span, **given)[0][0] for span in spans]), None
+
+    fake = types.ModuleType("flash_attn.cute")
+    fake.flash_attn_func, fake.flash_attn_varlen_func = attend, packed  # type: ignore[attr-defined]
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, fake)
+    tensors = make(case)
+    out = peer.decode(peer.bind(case, tensors, torch.empty_like(tensors[0]))())
+    error, wrong = Expectation(case, tensors).check(out, "")
+    assert not wrong, error
 
 
 @pytest.mark.parametrize(

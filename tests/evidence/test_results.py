@@ -55,6 +55,27 @@ def test_this_machines_result_is_valid(tmp_path: Path) -> None:
     assert results.read(results.write(made, tmp_path))["environment"]["torch"]
 
 
+def test_parts_of_a_suite_make_one_result(result: results.Result, tmp_path: Path) -> None:
+    def of(rows: list[results.Row], command: str, **fields: object) -> results.Result:
+        made = {**result, "rows": rows, "command": command, **fields}
+        return made | {"checksum": results.checksum(made)}
+
+    def told() -> list[tuple[int, float]]:
+        rows = results.read(tmp_path / "h200" / "mission.json")["rows"]
+        return [(row["shape"]["b"], row["median_us"]) for row in rows]
+
+    shapes = [result["rows"][0]["shape"] | {"b": b} for b in (1, 2, 3)]
+    first = of([timed("microsdpa", 1.0, shape=shape) for shape in shapes[:2]], "one")
+    second = of([timed("microsdpa", 2.0, shape=shape) for shape in shapes[1:]], "two")
+    for part in (first, second):
+        results.write(results.completed(part, tmp_path, wording.case_name), tmp_path)
+    assert told() == [(1, 1.0), (2, 2.0), (3, 2.0)]
+    assert results.read(tmp_path / "h200" / "mission.json")["command"] == "one && two"
+    other = of([timed("microsdpa", 3.0, shape=shapes[0])], "three", commit="another")
+    results.write(results.completed(other, tmp_path, wording.case_name), tmp_path)
+    assert told() == [(1, 3.0)]
+
+
 def test_an_edited_file_is_refused(result: results.Result, tmp_path: Path) -> None:
     path = results.write(result, tmp_path)
     path.write_text(path.read_text().replace("40.0", "4.0"))

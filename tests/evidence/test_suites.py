@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
 import pytest
 
 from microsdpa.errors import InvalidArgument
-from microsdpa.evidence import suites, timing
-from microsdpa.evidence.inputs import Case
+from microsdpa.evidence import environment, suites, timing
+from microsdpa.evidence.inputs import BLOCK_SHARES, Case
 from microsdpa.evidence.peers import choose, ours
 
 MISSION = Case(1, 8, 512, 512, 64)
@@ -29,6 +30,7 @@ def test_suites_are_data() -> None:
         "real",
         "small",
         "start",
+        "wild",
     ]
     prefill = suites.load("prefill")
     assert len(prefill.cases) == 3 * 2 * 6
@@ -56,11 +58,52 @@ def test_suites_are_data() -> None:
         suites.load("nope")
 
 
+def test_suite_masked_has_what_models_mask() -> None:
+    cases = suites.load("masked").cases
+    of_documents = {c.seqlen_k for c in cases if c.masks == ("documents",) and c.causal and c.head_dim == 128}
+    assert of_documents == {1024 * 2**i for i in range(6)}
+    shares = {(c.seqlen_k, name) for c in cases for name in c.masks if name in BLOCK_SHARES}
+    assert shares >= {(4096, name) for name in BLOCK_SHARES}
+    assert {c.head_dim for c in cases if not c.masks} >= {32, 40, 72, 80, 96, 112, 160, 192}
+    assert {c.seqlen_k for c in cases if "window 1024" in c.masks} == {1024, 2048, 4096, 8192, 32768}
+
+
+def test_suite_wild_is_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    for commit in ("0123456789abcdef", "0123456789abcdef-dirty", "fedcba9876543210", "unknown"):
+        monkeypatch.setattr(environment, "commit", lambda commit=commit: commit)
+        drawn.append(suites.load("wild").cases)
+    assert drawn[0] == drawn[1]
+    assert len({*map(tuple, drawn)}) == 3
+    for case in itertools.chain(*drawn):
+        assert 1 <= case.batch <= 16
+        assert 3 <= case.heads <= 32
+        assert case.heads % case.kv_heads == 0
+        assert 16 <= min(case.seqlen_q, case.seqlen_k) <= max(case.seqlen_q, case.seqlen_k) <= 3000
+        assert case.head_dim % 8 == 0
+    kinds = {(c.layout, c.causal, c.kv_heads < c.heads) for c in itertools.chain(*drawn)}
+    assert len(kinds) == 8
+    assert all(len(cases) == 32 for cases in drawn)
+
+
+def test_some_cells_of_a_suite() -> None:
+    masked = suites.load("masked")
+    documents = suites.chosen(masked, suites.Some("documents,Qwen"))
+    assert {c.masks for c in documents.cases} == {("documents",), ("text",)}
+    parts = [suites.chosen(masked, suites.Some(part=f"{i}/3")).cases for i in (1, 2, 3)]
+    assert sorted(map(str, itertools.chain(*parts))) == sorted(map(str, masked.cases))
+    for some, message in (("documnets", "texts in case names"), ("", "such as 1/3, got 4/3")):
+        with pytest.raises(InvalidArgument, match=message):
+            suites.chosen(masked, suites.Some(some, "4/3" if not some else ""))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--suite", "nope"], "expected one of ampere, decode"),
         (["--suite", "start", "--modes", "graph"], "none for suite start"),
+        (["--suite", "masked", "--cells", "documnets"], "texts in case names of suite masked"),
+        (["--suite", "masked", "--part", "5/4"], "such as 1/3"),
         (["--peers", "torch-fast"], "some of torch, torch-flash"),
     ],
 )

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from microsdpa.call.blocks import BlockTable
 from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
+from microsdpa.call.documents import Ids
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.validate import check
+from microsdpa.call.visibility import combined, with_causal
 from microsdpa.errors import InvalidArgument
 from microsdpa.execution import autograd, forward, transforms
 from microsdpa.execution.forward import MISSES
 from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.runtime import launcher
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _launch = launcher.launch
 _empty_like = torch.empty_like
@@ -37,6 +45,8 @@ def sdpa(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    document_ids: Ids | None = None,
+    block_mask: BlockMask | BlockTable | None = None,
     precision: Operands | None = None,
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
@@ -72,6 +82,15 @@ def sdpa(
         attn_mask: broadcastable to [B, H, S_q, S_k]: bool, where False hides a key, or numbers in the inputs' type or
             float32 that are added to the scores. With is_causal=True it is an error, as in torch; beside `causal` both
             hold.
+            Numbers of int32, [B, H, S_q, 2] or what broadcasts to it, are ranges: the first key that a query sees and
+            one past the last. Kernels read these two, and load no key that no query of a tile sees.
+        document_ids: integers [S] or [B, S] of self-attention, or a pair of them, of the queries and of the keys: a
+            token sees those of its own document alone. Where the keys of every document lie side by side they become
+            ranges, and else a mask of S_q times S_k booleans. Which it is, is found once for a tensor that is not
+            changed, and the device is waited for; see microsdpa.document_ranges for CUDA graphs.
+        block_mask: a BlockMask of torch.nn.attention.flex_attention, or a microsdpa.BlockTable. A BlockMask is looked
+            at once as long as it lives, for which the device is waited for, and becomes a BlockTable. Documents,
+            blocks, attn_mask, window and causal mask hide together, also with is_causal=True.
         window: (left, right): query i sees keys p - left to p + right, where p is i, or i + S_k - S_q under
             causal="lower_right"; -1 is no end.
         softcap: scores x become softcap * tanh(x / softcap), before slopes and mask; from 2**-126 to 2**127.
@@ -87,6 +106,9 @@ def sdpa(
         UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
         CompileError: the kernel does not compile on this machine.
     """
+    if document_ids is not None or block_mask is not None:
+        is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
+        attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
         masked = attn_mask is not None or window is not None or softcap is not None
         if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from microsdpa.call.blocks import BlockTable
 from microsdpa.call.call import Call, mask_tensors, scales_of
+from microsdpa.call.documents import Ids
 from microsdpa.call.options import Options
 from microsdpa.call.validate import Checked, check, check_cpu_impl
+from microsdpa.call.visibility import combined, with_causal
 from microsdpa.execution.choice import problem_of
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
@@ -17,6 +20,9 @@ from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.kernels.quantize.spec import fused
 from microsdpa.kernels.select import select
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,8 @@ def explain(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    document_ids: Ids | None = None,
+    block_mask: BlockMask | BlockTable | None = None,
     precision: Operands | None = None,
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
@@ -90,6 +98,9 @@ def explain(
     Arguments and errors are those of sdpa. Every kernel gives the LSE: return_lse changes nothing. `out` does where its
     rows do not start on 16 bytes.
     """
+    if document_ids is not None or block_mask is not None:
+        is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
+        attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
     masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
     return explanation(check(Call((query, key, value), masks, scales, options, return_lse, out)))

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 
 from microsdpa.attention import api
 from microsdpa.attention.explain import Explanation, explanation
 from microsdpa.call import tensors
+from microsdpa.call.blocks import BlockTable
 from microsdpa.call.call import Call, mask_tensors
+from microsdpa.call.documents import Ids
 from microsdpa.call.options import Options
 from microsdpa.call.validate import check
+from microsdpa.call.visibility import combined, with_causal
 from microsdpa.errors import InvalidArgument
 from microsdpa.execution import forward
 from microsdpa.kernels.problem import VECTOR_BYTES, Causal, Operands
 from microsdpa.runtime import launcher
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 MASK_TENSORS = ("attn_mask", "alibi_slopes", "sinks")
 """Those of the masks that every call of a plan is given anew."""
@@ -48,8 +54,11 @@ class Plan(Protocol):
     """An attention call that is prepared for tensors of one description; plan() makes it.
 
     Calling it with (query, key, value, out=None) is sdpa with the options of the plan, without the work that depends on
-    shapes and options alone. A plan that was made with attn_mask, alibi_slopes or sinks is given one in every call too,
-    by name; its window and soft cap are fixed. The tensors must have the shapes, strides, dtypes and device that the
+    shapes and options alone. A plan that was made with attn_mask, document_ids, block_mask, alibi_slopes or sinks is
+    given one in every call too, by name; its window and soft cap are fixed. The tensors must have the shapes, strides,
+    dtypes and device that the plan was made for, and be as aligned; their memory may be any other. Without `out` an
+    output is allocated, as sdpa does. A plan may be called by several threads, on any stream, and within a capture.
+
     plan was made for, and be as aligned; their memory may be any other. Without `out` an output is allocated, as sdpa
     does. A plan may be called by several threads, on any stream, and within a capture.
 
@@ -66,7 +75,7 @@ class Plan(Protocol):
         value: torch.Tensor,
         *,
         out: torch.Tensor | None = None,
-        **masks: torch.Tensor,
+        **masks: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attention of these tensors: the output, or (output, LSE) for a plan with return_lse.
 
@@ -84,11 +93,26 @@ class Expected:
         layouts: of query, key, value and out, and of the tensors among the masks.
         aligned: whether the kernel needs rows of query, key, value and out that start on 16 bytes.
         options: keyword arguments of sdpa, `out` apart.
+        becomes_mask: which of attn_mask, document_ids and block_mask become the mask together; empty where an attn_mask
+            is given as it is, or none.
     """
 
     layouts: dict[str, Layout]
     aligned: bool
     options: dict[str, Any]
+    becomes_mask: tuple[str, ...] = ()
+
+    def check_becomes_mask(self, **given: object) -> None:
+        """Refuse other ones of attn_mask, document_ids and block_mask than the plan was made with.
+
+        Raises:
+            InvalidArgument: there is one more, or one less.
+        """
+        for name, one in given.items():
+            if (one is not None) != (name in self.becomes_mask):
+                expected = "one, as the plan has" if one is None else "None, as the plan has"
+                hint = "pass what the plan was made with, or make another plan"
+                raise InvalidArgument(name, expected=expected, got=type(one).__name__, hint=hint)
 
     def check(self, name: str, tensor: object) -> None:
         """Refuse a tensor that is not what the plan was made for.
@@ -167,7 +191,13 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
         attn_mask: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        document_ids: Ids | None = None,
+        block_mask: BlockMask | BlockTable | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        made = expected.becomes_mask
+        if made or document_ids is not None or block_mask is not None:
+            expected.check_becomes_mask(attn_mask=attn_mask, document_ids=document_ids, block_mask=block_mask)
+            attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
         masks = attn_mask, alibi_slopes, sinks
         try:
             given = query, key, value, out, *masks
@@ -181,7 +211,8 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
         named: dict[str, Any] = dict(zip(MASK_TENSORS, masks, strict=True))
         inputs = {"query": query, "key": key, "value": value, **named}
         for name, tensor in {**inputs, "out": out}.items():
-            expected.check(name, tensor)
+            if not made or name != "attn_mask":  # other documents may become another kind of mask
+                expected.check(name, tensor)
         tensors.check_grad({name: tensor for name, tensor in inputs.items() if tensor is not None})
         return api.sdpa(query, key, value, out=out, **named, **expected.options)
 
@@ -228,6 +259,8 @@ def plan(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    document_ids: Ids | None = None,
+    block_mask: BlockMask | BlockTable | None = None,
 ) -> Plan:
     """Prepare attention for tensors like these: choose, compile and load the kernel, but compute nothing.
 
@@ -235,8 +268,15 @@ def plan(
     matter, and they are not kept. With `out`,
     the plan's calls must be given an output of its layout; without, they may be given one of the layout that sdpa
     allocates, as torch.empty_like(query) has for a dense query. With `precision` the calls quantize, as those of sdpa.
-    With attn_mask, alibi_slopes or sinks, every call is given its own of the same layout.
+    With attn_mask, alibi_slopes or sinks, every call is given its own of the same layout; with document_ids or
+    block_mask, its own of the same lengths.
     """
+    becomes_mask: tuple[str, ...] = ()
+    if document_ids is not None or block_mask is not None:
+        parts = {"attn_mask": attn_mask, "document_ids": document_ids, "block_mask": block_mask}
+        becomes_mask = tuple(name for name, part in parts.items() if part is not None)
+        is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
+        attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
     masks = mask_tensors(attn_mask, alibi_slopes, sinks)
     given = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
     checked = check(Call((query, key, value), masks, options=given, return_lse=return_lse, out=out))
@@ -253,4 +293,4 @@ def plan(
     if checked.masks.kind is None:
         return make_plan(launch, Expected(layouts, aligned, options), explanation(checked))
     layouts |= {name: Layout.of(tensor) for name, tensor in checked.masks.tensors.items()}
-    return make_masked_plan(launch, Expected(layouts, aligned, options), explanation(checked))
+    return make_masked_plan(launch, Expected(layouts, aligned, options, becomes_mask), explanation(checked))

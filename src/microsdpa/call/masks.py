@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
 from microsdpa.call.call import Call
+from microsdpa.call.tensors import TENSOR_MAP_STRIDE_LIMIT
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, Causal, MaskKind, MaskType
+from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, MaskKind, MaskType
 
 MASK_TYPES: dict[torch.dtype, MaskType] = {
     torch.bool: "bool",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
+    torch.int32: "int32",
 }
 UNBOUNDED = -1
 """End of a window that hides nothing."""
@@ -27,7 +29,8 @@ class Masks:
     """Arguments of one call, as sdpa has them; `check` has validated them.
 
     Attributes:
-        attn_mask: broadcastable to [B, H, S_q, S_k]; bool, where False hides, or numbers to be added.
+        attn_mask: broadcastable to [B, H, S_q, S_k]: bool, where False hides, or numbers to be added; or to
+            [B, H, S_q, 2]: int32, the first key that a query sees and one past the last.
         window: (left, right) ends; -1 hides nothing on that side.
         softcap: scores x become softcap * tanh(x / softcap).
         alibi_slopes: [H] or [B, H], float32.
@@ -66,6 +69,24 @@ class Masks:
             sinks=None if self.sinks is None else MASK_TYPES[self.sinks.dtype],
         )
         return None if kind == MaskKind() else kind
+
+    @property
+    def kind_in_memory(self) -> MaskKind | None:
+        """`kind`, with what there is to know of the mask tensor's memory."""
+        kind, mask = self.kind, self.attn_mask
+        if kind is None or mask is None:
+            return kind
+        sizes, strides = (1, 1, 1, 1, *mask.shape)[-4:], (0, 0, 0, 0, *mask.stride())[-4:]
+        used = [stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True)]
+        outer = [stride * mask.element_size() for stride in used[:3]]
+        aligned = all(place % VECTOR_BYTES == 0 for place in (mask.data_ptr(), *outer))
+        return replace(
+            kind,
+            per_batch=used[0] != 0,
+            per_head=used[1] != 0,
+            per_query=used[2] != 0,
+            bulk=kind.tensor != "bool" and aligned and used[3] == 1 and max(outer) < TENSOR_MAP_STRIDE_LIMIT,
+        )
 
     def bounds(self, causal: Causal | None, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:
         """(position, lowest, diagonal): query i stands at key i + position; it sees i + lowest to i + diagonal."""
@@ -129,11 +150,10 @@ def check(call: Call) -> Masks:
     """
     (query, key, _), options = call.inputs, call.options
     attn_mask, alibi_slopes, sinks = call.masks
-    (batch, heads, seqlen_q, _), seqlen_k = query.shape, key.shape[2]
+    batch, heads = query.shape[:2]
     refuse_both(options.is_causal, attn_mask)
     if attn_mask is not None:
-        mask = _check_tensor("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32))
-        _check_broadcast("attn_mask", mask, (batch, heads, seqlen_q, seqlen_k), "[B, H, S_q, S_k]")
+        check_mask(attn_mask, query, key)
     if alibi_slopes is not None:
         slopes = _check_tensor("alibi_slopes", alibi_slopes, query, (torch.float32,))
         if tuple(slopes.shape) not in ((heads,), (batch, heads)):
@@ -153,6 +173,21 @@ def check(call: Call) -> Masks:
                 hint="one logit for each query head",
             )
     return Masks(attn_mask, _check_window(options.window), _check_softcap(options.softcap), alibi_slopes, sinks)
+
+
+def check_mask(attn_mask: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The mask of a call with query [B, H, S_q, D] and key [B, H_kv, S_k, D].
+
+    Raises:
+        InvalidArgument: its type, device or shape is wrong.
+    """
+    mask = _check_tensor("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32, torch.int32))
+    batch, heads, seqlen_q, _ = query.shape
+    if mask.dtype == torch.int32:
+        _check_ranges(mask, (batch, heads, seqlen_q))
+    else:
+        _check_broadcast("attn_mask", mask, (batch, heads, seqlen_q, key.shape[2]), "[B, H, S_q, S_k]")
+    return mask
 
 
 def _check_tensor(name: str, tensor: object, query: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
@@ -197,6 +232,26 @@ def _check_broadcast(name: str, tensor: torch.Tensor, shape: tuple[int, ...], le
             got=f"shape {list(given)}",
             hint="each dimension, counted from the last, must be 1 or the whole; add dimensions with unsqueeze",
         )
+
+
+def _check_ranges(tensor: torch.Tensor, shape: tuple[int, int, int]) -> None:
+    """Refuse int32 that are no ranges, as they are not where 0 and 1 stand for a mask of booleans."""
+    if tensor.dim() == 0 or tensor.shape[-1] != 2:
+        raise InvalidArgument(
+            "attn_mask",
+            expected="for int32, which are ranges of keys, a shape that ends in 2",
+            got=f"shape {list(tensor.shape)}",
+            hint="call .to(torch.bool) if 0 hides a key; ranges are the first key and one past the last",
+        )
+    _check_broadcast("attn_mask", tensor, (*shape, 2), "[B, H, S_q, 2]")
+
+
+def dense(mask: torch.Tensor, seqlen_k: int) -> torch.Tensor:
+    """A mask as it is, or ranges of keys [..., S_q, 2] as bool [..., S_q, S_k]."""
+    if mask.dtype != torch.int32:
+        return mask
+    keys = torch.arange(seqlen_k, device=mask.device)
+    return (keys >= mask[..., :1]) & (keys < mask[..., 1:])
 
 
 def _check_window(window: object) -> tuple[int, int] | None:

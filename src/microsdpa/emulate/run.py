@@ -117,7 +117,7 @@ class Shape:
     @staticmethod
     def of(spec: KernelSpec, grid: tuple[int, int, int]) -> Shape:
         """That of a kernel whose buffers have the names of its tensor maps."""
-        maps = tuple((box.tensor, box) for box in spec.tensor_maps)
+        maps = tuple(("mask" if box.tensor == "attn_mask" else box.tensor, box) for box in spec.tensor_maps)
         return Shape(grid, spec.threads, spec.shared_bytes, spec.cluster, spec.programmatic, maps)
 
 
@@ -311,6 +311,11 @@ def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
     return {place: " < ".join(lines.get(place, ["?"])[:3]) for place in places}
 
 
+def _broadcast(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A mask for every score, or int32 ranges for every row."""
+    return mask.expand(*shape[:3], 2) if mask.dtype == torch.int32 else mask.expand(shape)
+
+
 def attention(
     spec: KernelSpec,
     problem: Problem,
@@ -340,7 +345,7 @@ def attention(
     slopes, sinks = masks.alibi_slopes, masks.sinks
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     mask_operands = {
-        "mask": None if masks.attn_mask is None else masks.attn_mask.expand(shape),
+        "mask": None if masks.attn_mask is None else _broadcast(masks.attn_mask, shape),
         "slopes": None if slopes is None else slopes.expand(shape[:2]),
         "sinks": sinks,
     }
@@ -372,7 +377,10 @@ def attention(
             softcap_log2=(masks.softcap or 0.0) * math.log2(math.e),
         )
         if "mask" in present:
-            *outer, everything.mask_column_stride = present["mask"].stride()
+            mask = present["mask"]
+            # The stride of a dimension of size one says nothing about memory.
+            strides = (stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True))
+            *outer, everything.mask_column_stride = strides
             everything.mask_strides = (ctypes.c_int64 * 3)(*outer)
         if "slopes" in present:
             everything.slope_batch_stride, everything.slope_head_stride = present["slopes"].stride()

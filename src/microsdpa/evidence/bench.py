@@ -16,6 +16,7 @@ from microsdpa.evidence.peers import Call, Implementation, Tensors
 
 EMPTY_KERNEL = "empty kernel"
 MAX_REASON = 240
+LAYOUT_NAMES = {"bshd": "[B, S, H, D] memory", "unaligned": "unaligned rows"}
 LEAST_SHARE_OF_FLOOR = 0.95
 """A call that took less than this share of its floor did not do the work."""
 LEAST_SHARE_OF_EMPTY = 0.5
@@ -202,6 +203,8 @@ class CaseBench:
 
     def _row(self, mode: str, fields: dict[str, object], **measured: object) -> results.Row:
         common: dict[str, object] = {"mode": mode, "inputs": self.case.dtype, "kind": self.case.kind}
+        if self.case.layout != "bhsd":
+            common["case"] = LAYOUT_NAMES[self.case.layout]
         return results.row(self.case, **(common | {"order_seed": self.seed} | fields | measured))
 
 

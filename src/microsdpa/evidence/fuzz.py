@@ -157,7 +157,7 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
         block = key_block(key.codes, key.scale)
         return fields | {"operands": operands, "inputs": "float16", "key_block": block}
     made = tensors(call, device)
-    kind = Masks(window=call.window, softcap=call.softcap, **made.masks).kind
+    kind = Masks(window=call.window, softcap=call.softcap, **made.masks).kind_in_memory
     given = [made.query, made.key, made.value, *([made.out] if call.door == "out" else [])]
     aligned = VECTOR_BYTES if all(map(is_aligned, given)) else ELEMENT_BYTES[call.dtype]
     return fields | {"alignment": aligned, **({"mask_kind": dataclasses.asdict(kind)} if kind else {})}

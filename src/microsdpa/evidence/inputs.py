@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from microsdpa.call.masks import Masks
 from microsdpa.call.tensors import DTYPES
 from microsdpa.kernels.problem import Causal, DType, Problem
 
@@ -21,11 +22,22 @@ Masking = Literal[
     "additive",
     "float32",
     "window",
+    "window 1024",
+    "window 4096",
+    "window as a mask",
+    "documents",
+    "blocks 10%",
+    "blocks 30%",
+    "blocks 50%",
     "softcap",
     "alibi",
     "sinks",
 ]
 
+BLOCK = 128
+"""Rows and keys of a block of the block masks."""
+BLOCK_SHARES = {f"blocks {percent}%": percent / 100 for percent in (10, 30, 50)}
+"""Share of the blocks that are shown, by the masking."""
 TORCH_DTYPE: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -121,6 +133,9 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
     causal mask of their last S_q tokens: up to half of the keys are hidden, a padded query sees itself. As numbers it
     has the lowest one for what is hidden, in the inputs' type. "text" is [B, 1, 1, S_k] and hides some of the first
     eighth of the keys. "additive" is [H, S_q, S_k] in the inputs' type, -inf in places; "float32" is [S_q, S_k].
+    "window 1024" shows a query the 1,024 keys before it and its own; "window as a mask" is [S_q, S_k] and shows 128.
+    "documents" shows the keys of a query's own document, as documents() has them; "blocks 30%" those of 30% of the
+    blocks, as block_table() has them.
     """
     generator = torch.Generator().manual_seed(7 + case.seed)
     b, h, s_q, s_k = case.batch, case.heads, case.seqlen_q, case.seqlen_k
@@ -152,6 +167,18 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
             found["attn_mask"] = bias.to(TORCH_DTYPE[case.dtype] if name == "additive" else torch.float32).to(device)
         elif name == "window":
             found["window"] = (s_k // 3, s_k // 5)
+        elif name in ("window 1024", "window 4096"):
+            found["window"] = (int(name.split()[1]), 0)
+        elif name == "window as a mask":
+            distance = torch.arange(s_q, device=device)[:, None] - torch.arange(s_k, device=device)
+            found["attn_mask"] = (distance >= 0) & (distance < 128)
+        elif name == "documents":
+            ids = documents(case).to(device)
+            found["attn_mask"] = (ids[:, :, None] == ids[:, None])[:, None]
+        elif name in BLOCK_SHARES:
+            table = block_table(case, BLOCK_SHARES[name]).to(device)
+            rows, keys = (torch.arange(length, device=device) // BLOCK for length in (s_q, s_k))
+            found["attn_mask"] = table[:, :, rows][..., keys]
         elif name == "softcap":
             found["softcap"] = 3.0
         elif name == "alibi":
@@ -159,6 +186,49 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
         else:
             found["sinks"] = torch.randn(h, generator=generator).to(TORCH_DTYPE[case.dtype]).to(device)
     return found
+
+
+def documents(case: Case) -> torch.Tensor:
+    """Ids [B, S] of the documents that share a sequence, int32: one after another, none over a quarter of it."""
+    generator = torch.Generator().manual_seed(11 + case.seed)
+    longest = max(1, case.seqlen_k // 4)
+    lengths = torch.randint(max(1, longest // 8), longest + 1, (case.batch, 40), generator=generator)
+    ends = lengths.cumsum(dim=1)
+    positions = torch.arange(case.seqlen_k)
+    return torch.searchsorted(ends, positions.expand(case.batch, -1).contiguous(), right=True).int()
+
+
+def block_table(case: Case, share: float) -> torch.Tensor:
+    """Blocks that are shown, bool [1, 1, blocks of S_q, blocks of S_k]: a share of them, and one of every row."""
+    generator = torch.Generator().manual_seed(13 + case.seed)
+    rows, keys = (-(-length // BLOCK) for length in (case.seqlen_q, case.seqlen_k))
+    order = torch.rand(rows, keys, generator=generator)
+    own = torch.arange(rows)
+    order[own, own * keys // rows] = -1.0
+    least = order.flatten().sort().values[max(rows, round(share * rows * keys)) - 1]
+    return (order <= least)[None, None]
+
+
+def dense_mask(case: Case, device: str = "cpu") -> torch.Tensor | None:
+    """All that hides keys in a case, and its slopes, as one tensor of those that torch takes; None for nothing.
+
+    It is bool, or numbers in the inputs' type, and broadcasts to [B, H, S_q, S_k].
+    """
+    given = make_masks(case, device)
+    mask: torch.Tensor | None = given.get("attn_mask")
+    slopes: torch.Tensor | None = given.get("alibi_slopes")
+    masks = Masks(window=given.get("window"))
+    visible = masks.visible(case.causal, case.seqlen_q, case.seqlen_k, torch.device(device))
+    if slopes is not None:
+        position = masks.bounds(case.causal, case.seqlen_q, case.seqlen_k)[0]
+        away = torch.arange(case.seqlen_k, device=device) - torch.arange(case.seqlen_q, device=device)[:, None]
+        bias = -slopes.expand(case.batch, -1)[:, :, None, None] * (away - position).abs()
+        if mask is not None:
+            bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+        mask = bias.to(TORCH_DTYPE[case.dtype])
+    if mask is None or visible is None:
+        return visible if mask is None else mask
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
 def _laid_out(x: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 Its job is a line of JSON on standard input. It imports its peers and rehearses the cases, which compiles what peers
 compile; then it says that it is ready, and measures at the next line. What it finds goes to the file descriptor FD,
-one JSON object a line: {"running": implementation}, {"ready": true}, {"case": index, "rows": [...]}. Standard output
-belongs to the peers, some of which write to it.
+one JSON object a line: {"running": implementation}, {"ready": true}, {"case": index, "rows": [...]}. A case that comes
+after the time that the job has for all of them is not measured, and has no rows. Standard output belongs to
+the peers, some of which write to it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 import torch
 
@@ -52,6 +54,9 @@ def main() -> None:
     if not sys.stdin.readline():  # nobody waits for it any longer
         return
     for index in cases:
+        if job["until"] is not None and time.time() > job["until"]:
+            tell({"case": index, "rows": []})
+            continue
         bench, taking_part = of(index)
         tell({"case": index, "rows": bench.run(taking_part, job["modes"])})
         del bench

@@ -37,7 +37,7 @@ from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.plots.charts import Results
 from microsdpa.evidence.probe_list import PROBES
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.evidence.suites import load
+from microsdpa.evidence.suites import ALL, Some, chosen, load
 from microsdpa.evidence.verify import as_row, check, problem_of
 from microsdpa.evidence.wording import case_name, quoted_us
 from microsdpa.kernels import catalogue, emulated_target
@@ -218,12 +218,15 @@ def bench_step(
     output: Path | None = None,
     command: str = COMMAND,
     ahead: worker.Rehearsals | None = None,
+    some: Some = ALL,
 ) -> Step:
     """A suite, microsdpa against its peers; the gate is that microsdpa is right and fails at nothing it accepts.
 
-    `ahead` may have processes that have rehearsed the suite as it is.
+    `ahead` may have processes that have rehearsed the suite as it is. Where `some` of the cells are measured, rows of
+    the others that were recorded below `output` at this commit stay.
     """
-    loaded = load(suite)
+    until = None if some.seconds is None else time.time() + some.seconds
+    loaded = load(suite) if some == ALL else chosen(load(suite), some)
     peers = peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
     if suite == start.SUITE and modes:
@@ -236,8 +239,12 @@ def bench_step(
 
     def keep(found: list[results.Row]) -> None:
         if output is not None:
-            results.write(results.make(loaded.name, command, found), output)
+            made = results.make(loaded.name, command, found)
+            results.write(made if some == ALL else results.completed(made, output, case_name), output)
 
+    if suite in (start.SUITE, doors.SUITE) and some != ALL:
+        hint = "leave --cells, --part and --seconds out, or name another suite"
+        raise InvalidArgument("cells", expected=f"all of suite {suite}", got="some of them", hint=hint)
     if suite == start.SUITE:
         rows = start.run(loaded.cases[0], progress(suite, len(start.STARTS)), keep)
     elif suite == doors.SUITE:
@@ -248,7 +255,7 @@ def bench_step(
         target = launcher.target_of_device()
         survey.compile_ahead((case.problem(target) for case in loaded.cases), impl)
         waiting = ahead.take(loaded.name) if ahead else None
-        rows = worker.run(loaded, modes or list(loaded.modes), impl, peers, advance, waiting)
+        rows = worker.run(loaded, modes or list(loaded.modes), impl, peers, advance, waiting, until)
     result = results.make(loaded.name, command, rows)
     ours = [row for row in rows if row["impl"] == "microsdpa"]
     wrong = [row for row in ours if row["status"] == "wrong"]
@@ -270,8 +277,11 @@ def bench_step(
     summary = f"{len(loaded.cases)} cases of suite {loaded.name}, {len(wrong)} rows of microsdpa's wrong"
     if refused:
         summary += f", {len(refused)} cases refused by microsdpa"
+    if missing := len(loaded.cases) - len({case_name(row) for row in rows}) if some.seconds is not None else 0:
+        summary += f", {missing} cases not begun within {some.seconds:g} seconds"
     if output is not None:
-        summary += f"; wrote {results.write(result, output)}"
+        keep(rows)
+        summary += f"; wrote {results.path_below(output, result)}"
     return Step("bench", "failed" if wrong else "passed", summary, table, data=result)
 
 

@@ -21,8 +21,8 @@ from types import ModuleType
 from typing import Any
 
 PACKAGE = "microsdpa"
-FOLLOWING = ("then", "next_kernel")
-"""What checkouts call the field of a KernelSpec that has the kernel after it."""
+FOLLOWING = ("then", "next_kernel", "preparation")
+"""What checkouts call the fields of a KernelSpec that have the kernels after it and before it."""
 NAMING = frozenset(
     {"name", "source", "template", "template_args", "local_memory", "low_occupancy", "params", "flags", *FOLLOWING}
 )
@@ -60,9 +60,9 @@ def module(name: str) -> Any:
 
 
 def alone(stage: Any) -> Any:
-    """A stage without those after it."""
-    (following,) = {field.name for field in dataclasses.fields(stage)} & set(FOLLOWING)
-    return dataclasses.replace(stage, **{following: None})
+    """A stage without those after it and before it."""
+    others = {field.name for field in dataclasses.fields(stage)} & set(FOLLOWING)
+    return dataclasses.replace(stage, **dict.fromkeys(others))
 
 
 def launch(stage: Any) -> dict[str, str]:

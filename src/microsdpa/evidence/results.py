@@ -6,6 +6,7 @@ import datetime
 import functools
 import hashlib
 import json
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from microsdpa.evidence import environment
 from microsdpa.evidence.inputs import Case
 
 SCHEMA_VERSION = 1
+AND = " && "
+"""Between the commands that measured parts of a result."""
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -68,6 +71,27 @@ def write(result: Result, directory: Path) -> Path:
     rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
     path.write_text(text.replace('"rows": []', f'"rows": [\n{rows}\n ]' if rows else '"rows": []') + "\n")
     return path
+
+
+def completed(result: Result, directory: Path, cell: Callable[[Row], str]) -> Result:
+    """A result of some cells, with the rows of the others that lie below `directory`.
+
+    These stay if they are of the same commit, GPU, driver and torch. `cell` names the cell of a row.
+    """
+    path = path_below(directory, result)
+    if not path.is_file():
+        return result
+    old = read(path)
+    same = old["commit"] == result["commit"] and all(
+        old["environment"][name] == result["environment"][name] for name in ("gpu", "driver", "torch")
+    )
+    measured = {cell(row) for row in result["rows"]}
+    kept = [row for row in old["rows"] if same and cell(row) not in measured]
+    if not kept:
+        return result
+    commands = dict.fromkeys([*old["command"].split(AND), result["command"]])
+    whole = result | {"rows": kept + result["rows"], "command": AND.join(commands)}
+    return whole | {"checksum": checksum(whole)}
 
 
 def read(path: Path) -> Result:

@@ -41,12 +41,14 @@ def run(
     peers: str,
     advance: Advance = lambda message: None,
     waiting: list[Worker] | None = None,
+    until: float | None = None,
 ) -> list[results.Row]:
     """Measure a suite, in as many processes as the suite says; `advance` is told of every finished case.
 
-    `waiting` are processes that have the first of its jobs() already.
+    `waiting` are processes that have the first of its jobs() already. After the time `until`, in seconds since the
+    epoch, no further case is begun.
     """
-    todo = jobs(suite, modes, impl, peers)
+    todo = jobs(suite, modes, impl, peers, until)
     rows: list[results.Row] = []
     if waiting is None:
         waiting = start_together([job for _, job, _ in todo[:MAX_WAITING]])
@@ -60,8 +62,8 @@ def run(
     return rows
 
 
-def jobs(suite: Suite, modes: Sequence[str], impl: str, peers: str) -> list[Job]:
-    """What each process of a suite has to do."""
+def jobs(suite: Suite, modes: Sequence[str], impl: str, peers: str, until: float | None = None) -> list[Job]:
+    """What each process of a suite has to do, and until when it begins with cases."""
     groups = _groups(suite)
     found: list[Job] = []
     for names, chosen, variant in (
@@ -77,7 +79,7 @@ def jobs(suite: Suite, modes: Sequence[str], impl: str, peers: str) -> list[Job]
             # Alone, the oracle is computed on the CPU: cuBLAS has streams of its own, with which launches cost more.
             judge = "cpu" if variant else ""
             job = {"modes": chosen, "impl": impl, "variants": suite.variants, "peers": names, "eight_bit": eight_bit}
-            found.append((group, job | {"cases": cases, "excluded": {}, "judge": judge}, variant))
+            found.append((group, job | {"cases": cases, "excluded": {}, "judge": judge, "until": until}, variant))
     return found
 
 

@@ -5,10 +5,12 @@ On a CPU they are plain FP32 arithmetic, but for calls in the emulator.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from microsdpa.call.call import Inputs, MaskTensors
-from microsdpa.call.masks import Masks
+from microsdpa.call.masks import Masks, dense
 from microsdpa.call.options import Options
 from microsdpa.call.tensors import kernel_of
 from microsdpa.execution import gradients as kernels
@@ -45,6 +47,8 @@ def gradients(
     grad_out, grad_lse = grads
     query, key, _ = inputs
     if query.numel() == 0 or key.numel() == 0 or (query.device.type == "cpu" and not kernel_of(impl)[1]):
+        if masks.attn_mask is not None:
+            masks = replace(masks, attn_mask=dense(masks.attn_mask, key.shape[2]))
         return _through_math(grads, inputs, causal, scale, masks, wanted)
     # torch's backward passes have no gradient of a mask, which is to be among the results.
     own = any(name in wanted and t.is_floating_point() for name, t in masks.tensors.items())

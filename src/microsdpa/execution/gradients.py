@@ -101,7 +101,8 @@ def _parameters(of: Gradient, problem: Problem, tiling: Tiling) -> BackwardParam
     for name in ("query", "key", "value"):
         setattr(params, f"grad_{name}_strides", Strides(*of.made[f"grad_{name}"].stride()[:3]))
     if masks.attn_mask is not None:
-        whole = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+        last = 2 if masks.attn_mask.dtype == torch.int32 else problem.seqlen_k
+        whole = problem.batch, problem.heads, problem.seqlen_q, last
         *outer, params.forward.mask_column_stride = masks.attn_mask.expand(whole).stride()
         params.forward.mask_strides = type(forward.mask_strides)(*outer)
     if masks.alibi_slopes is not None:

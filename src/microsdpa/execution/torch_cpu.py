@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from microsdpa.call.masks import Masks
+from microsdpa.call.masks import Masks, dense
 from microsdpa.kernels.problem import Causal
 
 torch_attention = F.scaled_dot_product_attention
@@ -57,7 +57,7 @@ def scores(
         away = distance(seqlen_q, seqlen_k, masks.bounds(causal, seqlen_q, seqlen_k)[0], query.device)
         logits = logits - masks.alibi_slopes[..., head].expand(batch)[:, None, None] * away
     if masks.attn_mask is not None:
-        mask = _of_head(masks.attn_mask, head)
+        mask = _of_head(dense(masks.attn_mask, seqlen_k), head)
         if mask.dtype == torch.bool:
             logits = logits.masked_fill(~mask, -torch.inf)
         else:
@@ -107,7 +107,7 @@ def _through_torch(
 ) -> torch.Tensor:
     # torch scales the -inf of a causal mask of its own: a scale of 0 or less makes NaN of it.
     upper_left = causal == "upper_left" and masks.kind is None and (scale is None or scale > 0.0)
-    mask = masks.attn_mask
+    mask = None if masks.attn_mask is None else dense(masks.attn_mask, key.shape[2])
     if not upper_left:
         visible = masks.visible(causal, query.shape[2], key.shape[2], query.device)
         if visible is not None and mask is None:

@@ -261,7 +261,7 @@ def _is_clear(
         type(query) in PLAIN_TYPES
         and type(key) in PLAIN_TYPES
         and type(value) in PLAIN_TYPES
-        and (attn_mask is None or type(attn_mask) in PLAIN_TYPES)
+        and (attn_mask is None or (type(attn_mask) in PLAIN_TYPES and attn_mask.dtype != torch.int32))
         and dropout_p == 0.0
         and not _len_torch_dispatch_stack()
         and _get_tracing_state() is None

@@ -18,7 +18,10 @@ def _digest(parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-_LAUNCH_FIELDS = ("shared_bytes", "cluster", "split", "max_ctas", "tensor_maps", "programmatic", "workspace_row_bytes")
+_LAUNCH_FIELDS = (
+    *("shared_bytes", "cluster", "split", "max_ctas", "tensor_maps", "programmatic", "workspace_row_bytes"),
+    "tile_lists",
+)
 
 
 def _launch(spec: KernelSpec) -> dict[str, object]:
@@ -39,6 +42,7 @@ def _code(spec: KernelSpec, target: str, text: Callable[[str], str]) -> str:
             "target": target,
             "source": text(expand(spec.source)),
             **_launch(spec),
+            **({"preparation": _code(spec.preparation, target, text)} if spec.preparation else {}),
             **({"next": _code(spec.next_kernel, target, text)} if spec.next_kernel else {}),
         }
     )

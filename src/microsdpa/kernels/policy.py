@@ -77,7 +77,7 @@ def _is_for_throughput(problem: Problem) -> bool:
     Against hopper/latency, for D = 64 and 128, that is where the latter's tiles of 64 queries are more than the
     SMs; against ampere/mma, where there are queries for a warpgroup, unless long keys want to be divided.
     """
-    if problem.head_dim not in (64, 128):
+    if problem.head_dim > 64 and problem.head_dim != 128:
         return problem.seqlen_q >= TILE and not (problem.head_dim > 128 and splits_long_keys(problem))
     return problem.seqlen_q > TILE and _tiles(problem) > chip_of(problem.target).sms
 
@@ -94,7 +94,7 @@ def _skip_latency(problem: Problem) -> Rejection | None:
             "its CTAs of two warpgroups do not fill the chip as hopper/split's do",
             "fewer heads or shorter sequences",
         )
-    if problem.head_dim in hopper_throughput.CANDIDATES and _is_for_throughput(problem):
+    if problem.head_dim in hopper_throughput.HEAD_DIMS and _is_for_throughput(problem):
         return Rejection(
             f"its tiles of {TILE} queries are more than the SMs: hopper/throughput is faster",
             "fewer heads or shorter sequences",

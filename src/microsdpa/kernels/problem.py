@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 DType = Literal["float16", "bfloat16"]
 Causal = Literal["upper_left", "lower_right"]
-MaskType = Literal["bool", "float16", "bfloat16", "float32"]
+MaskType = Literal["bool", "float16", "bfloat16", "float32", "int32"]
 Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
 """What Q and K, and then V and P, are in 8 bits: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
 OPERANDS: tuple[Operands, ...] = get_args(Operands)
@@ -25,12 +25,17 @@ class MaskKind:
     """What decides about the scores of a call beside a causal mask; sizes and values are not part of it.
 
     Attributes:
-        tensor: element type of a mask tensor; "bool" hides, the others are added to the scores.
+        tensor: element type of a mask tensor; "bool" hides, "int32" are the ends of the keys that a row sees, the
+            others are added to the scores.
         left: whether a window hides keys far before a query.
         right: whether a window hides keys far after a query.
         softcap: whether scores are soft-capped.
         alibi: whether there are ALiBi slopes.
         sinks: element type of the heads' sink logits.
+        per_batch: whether batch entries have masks of their own.
+        per_head: whether heads do.
+        per_query: whether queries do.
+        bulk: whether tensor maps can describe the mask tensor, whose rows then start on 16 bytes.
     """
 
     tensor: MaskType | None = None
@@ -39,10 +44,14 @@ class MaskKind:
     softcap: bool = False
     alibi: bool = False
     sinks: MaskType | None = None
+    per_batch: bool = False
+    per_head: bool = False
+    per_query: bool = False
+    bulk: bool = False
 
     def __str__(self) -> str:
         """What there is, for a message."""
-        parts = [f"a {self.tensor} mask"] if self.tensor else []
+        parts = [f"a {self.tensor} mask" if self.tensor != "int32" else "ranges of keys"] if self.tensor else []
         parts += ["a window"] if self.left or self.right else []
         parts += ["softcap"] if self.softcap else []
         parts += ["ALiBi slopes"] if self.alibi else []

@@ -85,6 +85,7 @@ FAMILIES: tuple[Family, ...] = (
         "problems that fill the chip: wgmma and TMA, specialised warps, CTAs that stay; sm_90a",
         hopper_throughput.throughput,
         emulated_target="sm_90a",
+        masks=True,
         configurations=hopper_throughput.configurations,
     ),
     Family(

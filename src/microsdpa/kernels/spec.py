@@ -6,19 +6,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.problem import MaskKind, Problem
 
 Grid = tuple[int, int, int]
 
 EIGHT_BIT_PARAMS = "microsdpa::EightBitParams"
 """First parameter of the kernels with 8-bit operands."""
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
+CPP_TYPE["int32"] = "microsdpa::KeyRange"
 """Types as templates name them; no tensor is `void`."""
 BOOLEAN = {True: "true", False: "false"}
 MAX_GRID_X = 2**31 - 1
 MAX_GRID_YZ = 65_535
 MAX_NUMBER = 2**31 - 2**13
 """Rows, heads and positions up to here have room for a tile of each behind them in the kernels' 32-bit numbers."""
+
+
+def masks_type(mask: MaskKind | None) -> str:
+    """The C++ type that says which masks a kernel is compiled for."""
+    if mask is None:
+        return "microsdpa::NoMasks"
+    flags = ", ".join(BOOLEAN[flag] for flag in (mask.left, mask.softcap, mask.alibi))
+    return f"microsdpa::Masks<{CPP_TYPE[mask.tensor]}, {flags}, {CPP_TYPE[mask.sinks]}>"
 
 
 @dataclass(frozen=True)
@@ -53,16 +62,50 @@ class TensorMap:
     Elements outside the tensor read as zeros and are not written.
 
     Attributes:
-        tensor: "query", "key", "value" or "out".
+        tensor: "query", "key", "value", "out" or "attn_mask".
         rows: rows of a box.
         columns: elements of a row of the box; columns * element size is at most `swizzle` bytes when there is one.
         swizzle: bytes of the shared-memory pattern: 0 (none), 32, 64 or 128.
     """
 
-    tensor: Literal["query", "key", "value", "out"]
+    tensor: Literal["query", "key", "value", "out", "attn_mask"]
     rows: int
     columns: int
     swizzle: int = 128
+
+
+@dataclass(frozen=True)
+class TileLists:
+    """Scratch memory with lists of the tiles of keys that a boolean mask leaves to query tiles.
+
+    Attributes:
+        block_m: queries of a tile.
+        block_n: keys of a tile.
+    """
+
+    block_m: int
+    block_n: int
+
+    WORDS = 4
+    """Of a row of a tile, 4 bytes each."""
+
+    def lists(self, problem: Problem) -> int:
+        """One for each query tile of each mask."""
+        return self._masks(problem) * -(-problem.seqlen_q // self.block_m)
+
+    def bytes(self, problem: Problem) -> int:
+        """TileList's extent (hopper/throughput/tile_list.cuh)."""
+        tiles, lists = -(-problem.seqlen_k // self.block_n), self.lists(problem)
+        numbers = -(-lists * (1 + tiles) // self.WORDS) * self.WORDS
+        per_query = problem.mask is not None and problem.mask.per_query
+        rows = lists * self.block_m if per_query else self._masks(problem)
+        return 4 * (numbers + rows * tiles * self.WORDS)
+
+    @staticmethod
+    def _masks(problem: Problem) -> int:
+        """Masks that batch entries and heads do not share."""
+        kind = problem.mask or MaskKind()
+        return (problem.batch if kind.per_batch else 1) * (problem.heads if kind.per_head else 1)
 
 
 @dataclass(frozen=True)
@@ -81,8 +124,9 @@ class KernelSpec:
         low_occupancy: why this kernel may keep less than a quarter of an SM's warps busy; empty means that it may not.
         cluster: CTAs along x that form a thread block cluster (sm_90 and newer); 1 for none.
         split: CTAs that share a query tile, each with a part of the keys.
-        grid_order: how the launch numbers its CTAs: "x", all along x (parts, query tiles, heads, batch), or "xyz",
-            parts and heads along x, query tiles along y and batch along z, which spares the kernel its divisions.
+        grid_order: how the launch numbers its CTAs: "x", all along x (parts, query tiles, heads, batch), "xyz",
+            parts and heads along x, query tiles along y and batch along z, which spares the kernel its divisions, or
+            "lists", one for each list of `tile_lists`.
         pack: query heads of one key head whose rows are tiled together.
         max_ctas: CTAs of a persistent kernel's launch at most; 0 for one a tile.
         tensor_maps: descriptors that follow AttentionParams as the kernel's parameters, in this order.
@@ -90,6 +134,8 @@ class KernelSpec:
             (programmatic dependent launch). The kernel waits itself before it touches global memory, and at least one
             of its threads waits in every launch: the next kernel relies on this one to end after the one ahead of it.
         workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
+        tile_lists: scratch memory beside those rows'; the kernel that writes it has a CTA for each list.
+        preparation: kernel launched before this one with the same parameters.
         next_kernel: kernel launched after this one with the same parameters.
         params: C++ type of the kernel's first parameter.
     """
@@ -105,12 +151,14 @@ class KernelSpec:
     low_occupancy: str = ""
     cluster: int = 1
     split: int = 1
-    grid_order: Literal["x", "xyz"] = "x"
+    grid_order: Literal["x", "xyz", "lists"] = "x"
     pack: int = 1
     max_ctas: int = 0
     tensor_maps: tuple[TensorMap, ...] = ()
     programmatic: bool = False
     workspace_row_bytes: int = 0
+    tile_lists: TileLists | None = None
+    preparation: KernelSpec | None = None
     next_kernel: KernelSpec | None = None
     params: str = "microsdpa::AttentionParams"
     flags: tuple[str, ...] = field(default=("-std=c++17", "-lineinfo"))
@@ -122,8 +170,9 @@ class KernelSpec:
 
     @property
     def stages(self) -> tuple[KernelSpec, ...]:
-        """The kernels of one call in the order of their launch: this one, and those after it."""
-        return (self, *(self.next_kernel.stages if self.next_kernel else ()))
+        """The kernels of one call in the order of their launch: this one, and those before and after it."""
+        before = self.preparation.stages if self.preparation else ()
+        return (*before, self, *(self.next_kernel.stages if self.next_kernel else ()))
 
     def grid(self, problem: Problem) -> Grid:
         """CTAs along x, which alone goes past 65,535: parts times query tiles times heads times batch."""
@@ -133,13 +182,16 @@ class KernelSpec:
     def work(self, problem: Problem) -> Grid:
         """The grid that has a CTA for every piece of work."""
         tiles = -(-problem.seqlen_q * self.pack // self.block_m)
+        if self.grid_order == "lists" and self.tile_lists is not None:
+            return self.tile_lists.lists(problem), 1, 1
         if self.grid_order == "xyz":
             return self.split * problem.heads // self.pack, tiles, problem.batch
         return self.split * tiles * problem.batch * problem.heads // self.pack, 1, 1
 
     def workspace_bytes(self, problem: Problem) -> int:
         """Scratch memory of one call."""
-        return self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q
+        lists = self.tile_lists.bytes(problem) if self.tile_lists else 0
+        return self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q + lists
 
 
 def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:
@@ -163,7 +215,8 @@ def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:
         return _uncountable(rows, "rows of the query heads of a key head", "fewer query heads of a key head")
     if (both := problem.seqlen_q + problem.seqlen_k) > MAX_NUMBER:
         return _uncountable(both, "queries and keys", "shorter sequences")
-    return oversized(problem, spec.next_kernel) if spec.next_kernel else None
+    others = (spec.preparation, spec.next_kernel)
+    return next((found for other in others if other and (found := oversized(problem, other))), None)
 
 
 def _uncountable(number: int, what: str, nearest: str) -> Rejection:

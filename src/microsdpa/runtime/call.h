@@ -23,8 +23,9 @@ struct Arguments {
 // Everything a plan may depend on. Compared as bytes: no padding, every field always written. The values of the scale
 // and of the soft cap are no part of it.
 struct CallKey {
-  std::int64_t options;    // the caller's code for causal, enable_gqa, impl and precision
-  std::int64_t alignment;  // 16 when every row of query, key, value, out and dO starts on 16 bytes, else 0
+  std::int64_t options;         // the caller's code for causal, enable_gqa, impl and precision
+  std::int64_t alignment;       // 16 when every row of query, key, value, out and dO starts on 16 bytes, else 0
+  std::int64_t mask_alignment;  // the same of the mask
   std::int64_t left, right, capped;
   std::int64_t given;  // a bit for each operand from MASK on
   TensorKey tensors[KEYED_OPERANDS];
@@ -36,17 +37,17 @@ struct CallKey {
 
   bool operator==(const CallKey& other) const { return given == other.given && !std::memcmp(this, &other, bytes()); }
 
-  // Whether the kernels chosen for this call compute `call` too: only its alignment may differ, for the better.
+  // Whether the kernels chosen for this call compute `call` too: only alignments may differ, for the better.
   bool admits(const CallKey& call) const {
     CallKey same = call;
-    same.alignment = alignment;
-    return call.alignment >= alignment && *this == same;
+    same.alignment = alignment, same.mask_alignment = mask_alignment;
+    return call.alignment >= alignment && call.mask_alignment >= mask_alignment && *this == same;
   }
 
   // The causal mask's alignment, which the options' lowest two bits have: 0 for none, 1 upper left, 2 lower right.
   std::int64_t causal() const { return options & 3; }
 };
-static_assert(sizeof(CallKey) == 6 * 8 + KEYED_OPERANDS * 72, "CallKey must have no padding");
+static_assert(sizeof(CallKey) == 7 * 8 + KEYED_OPERANDS * 72, "CallKey must have no padding");
 
 struct Call {
   const DLTensor* query;
@@ -122,7 +123,7 @@ inline bool parse(const Arguments& arguments, Call& call) {
   k.options = arguments.options;
   k.alignment = bits % 16 == 0 ? 16 : 0;
   k.left = arguments.left, k.right = arguments.right, k.capped = arguments.capped;
-  k.given = 0;
+  k.given = 0, k.mask_alignment = 0;
   for (int i = DENSE_OPERANDS; i < KEYED_OPERANDS; ++i) k.given |= std::int64_t(arguments.tensors[i] != nullptr) << i;
   if (k.given) {
     for (int i = DENSE_OPERANDS; i < KEYED_OPERANDS; ++i) {
@@ -134,6 +135,7 @@ inline bool parse(const Arguments& arguments, Call& call) {
       if (i >= QUERY_SCALE) k.tensors[i].dtype_and_device |= std::uint64_t(tensor.ndim) << 56;
       call.addresses[i] = address(tensor);
     }
+    if (call.addresses[MASK]) k.mask_alignment = alignment_bits(call.addresses[MASK], k.tensors[MASK]) % 16 ? 0 : 16;
   }
   if (arguments.tensors[GRAD_OUT]) {  // what is an output elsewhere is read here
     if (alignment_bits(call.addresses[GRAD_OUT], k.tensors[GRAD_OUT]) % 16) k.alignment = 0;

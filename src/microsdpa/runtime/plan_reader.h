@@ -71,7 +71,7 @@ inline EncodedTensorMap read_tensor_map(Integers& integers, const Addresses& add
   for (std::int64_t& size : array.shape) size = integers.next();
   for (std::int64_t& stride : array.strides) stride = integers.next();
   array.dtype_and_device = TensorKey::pack({kDLUInt, static_cast<std::uint8_t>(8 * bytes), 1}, {});
-  const bool whole = !bytes && operands && spec.operand < DENSE_OPERANDS;
+  const bool whole = !bytes && operands && spec.operand <= MASK;
   // Memory that each call allocates has no address yet: the query's stands in until then.
   const std::uintptr_t address = addresses[spec.operand] ? addresses[spec.operand] : addresses[QUERY];
   return encode_tensor_map(driver(), spec, whole ? operands[spec.operand] : array, address);

@@ -32,7 +32,8 @@ inline CUtensorMapDataType tensor_map_type(const TensorKey& tensor) {
   if (type.bits == 8) return CU_TENSOR_MAP_DATA_TYPE_UINT8;  // bytes are moved, whatever they stand for
   if (type.bits == 16)
     return type.code == kDLBfloat ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  throw std::runtime_error("tensor map: expected elements of 8 or 16 bits, got " + std::to_string(type.bits));
+  if (type.bits == 32) return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  throw std::runtime_error("tensor map: expected elements of 8, 16 or 32 bits, got " + std::to_string(type.bits));
 }
 
 inline CUtensorMapSwizzle tensor_map_swizzle(unsigned bytes) {

@@ -16,6 +16,8 @@ inline float ex2_approx(float x) {
   return y < SMALLEST_NORMAL ? 0.0f : y;
 }
 
+inline float rcp_approx(float x) { return 1.0f / x; }
+
 inline uint32 ex2_approx_f16x2(uint32 x) {
   emulator::count_exp2(2);
   uint32 y = 0;

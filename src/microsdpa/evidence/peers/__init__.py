@@ -9,7 +9,7 @@ from microsdpa.evidence.peers.flash_infer import FlashInfer
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors
 from microsdpa.evidence.peers.ours import Microsdpa, MicrosdpaEightBit, ours
 from microsdpa.evidence.peers.sage_attention import SageAttention
-from microsdpa.evidence.peers.torch_flex import TorchFlex
+from microsdpa.evidence.peers.torch_flex import TorchFlex, TorchFlexFlash
 from microsdpa.evidence.peers.torch_sdpa import TorchCudnn, TorchEfficient, TorchFlash, TorchMath, TorchSdpa
 from microsdpa.evidence.peers.triton_fused import TritonFused
 from microsdpa.evidence.peers.xformers_cutlass import Xformers
@@ -33,6 +33,7 @@ PEERS: tuple[type[Implementation], ...] = (
     TorchEfficient,
     TorchMath,
     TorchFlex,
+    TorchFlexFlash,
     Xformers,
     FlashAttention2,
     FlashAttention3,

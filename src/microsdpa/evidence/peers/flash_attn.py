@@ -7,30 +7,67 @@ from typing import Any
 
 import torch
 
-from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.inputs import Case, documents, make_masks
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, misaligned
 from microsdpa.evidence.peers.quantized import per_head_e4m3
 
+DOCUMENTS = "documents"
+OPTIONS = ("window", "window 1024", "window 4096", "softcap")
+"""Masks that it has an argument for."""
+
 
 class _FlashAttention(Implementation):
+    takes_masks = True
+    no_end: int | None = -1
+    """What it calls an end of a window that hides nothing."""
+
     def refuses(self, case: Case) -> str:
-        """Causal masks are aligned to the lower right."""
+        """Causal masks and windows are aligned to the lower right; there are no mask tensors."""
+        unknown = [name for name in case.masks if name not in OPTIONS]
+        if unknown and case.masks != (DOCUMENTS,):
+            return f"it has no argument for {', '.join(unknown)}"
+        if case.masks == (DOCUMENTS,) and (case.batch > 1 or case.seqlen_q != case.seqlen_k):
+            return "documents are packed sequences to it, which are not of several batch entries"
+        if any(name.startswith("window") for name in case.masks) and case.seqlen_q != case.seqlen_k:
+            return "it aligns windows by lower_right"
         return misaligned(case, "lower_right")
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
-        """[B, S, H, D] views; grouped heads are what the function takes."""
+        """[B, S, H, D] views; grouped heads are what the function takes. Documents are packed sequences."""
         query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
-        attend = importlib.import_module(self.module).flash_attn_func
-        if case.causal is None and case.scale is None:
-            return lambda: attend(query, key, value)
-        scale, causal = case.scale, case.causal is not None
-        return lambda: attend(query, key, value, softmax_scale=scale, causal=causal)
+        module = importlib.import_module(self.module)
+        attend = module.flash_attn_func
+        options: dict[str, Any] = {}
+        if case.causal is not None or case.scale is not None:
+            options = {"softmax_scale": case.scale, "causal": case.causal is not None}
+        if case.masks == (DOCUMENTS,):
+            query, key, value = query[0], key[0], value[0]
+            attend, options = module.flash_attn_varlen_func, options | _lengths(case, query.device)
+        elif case.masks:
+            given = make_masks(case)
+            left, right = given.get("window", (-1, -1))
+            ends = {"window_size": tuple(self.no_end if end == -1 else end for end in (left, right))}
+            options |= (ends if "window" in given else {}) | {k: v for k, v in given.items() if k == "softcap"}
+        return lambda: attend(query, key, value, **options)
 
     def decode(self, result: Any) -> torch.Tensor:
         """Back to [B, H, S, D]; some versions give (output, LSE)."""
         out = result[0] if isinstance(result, tuple) else result
         assert isinstance(out, torch.Tensor)
-        return out.transpose(1, 2)
+        return (out if out.dim() == 4 else out[None]).transpose(1, 2)
+
+
+def _lengths(case: Case, device: torch.device) -> dict[str, Any]:
+    """What flash_attn_varlen_func is told of documents that share a sequence."""
+    lengths = torch.unique_consecutive(documents(case)[0], return_counts=True)[1]
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(dim=0)]).int().to(device)
+    longest = int(lengths.max())
+    return {
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 class FlashAttention2(_FlashAttention):
@@ -65,6 +102,7 @@ class FlashAttention4(_FlashAttention):
     module = "flash_attn.cute"
     package = "flash-attn-4"
     configuration = "`flash_attn.cute.flash_attn_func` on [B, S, H, D] views; its CUDA 13 libraries"
+    no_end = None
 
 
 class FlashAttention3Fp8(FlashAttention3):
@@ -72,6 +110,7 @@ class FlashAttention3Fp8(FlashAttention3):
 
     name = "flash-attn 3 FP8"
     arithmetic = "e4m3"
+    takes_masks = False
     configuration = "`flash_attn_interface.flash_attn_func` on E4M3 inputs, quantized before timing, a scale a head"
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:

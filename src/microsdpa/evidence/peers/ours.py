@@ -56,7 +56,7 @@ class Microsdpa(Implementation):
         query, key, value = tensors
         masks = make_masks(case, query.device.type)
         found = microsdpa.explain(query, key, value, **_options(case), impl=self.impl, **masks)
-        kind = Masks(**masks).kind
+        kind = Masks(**masks).kind_in_memory
         of_masks = {"mask_kind": asdict(kind)} if kind else {}
         return signatures.of_call(found, tensors[0]) | {"requested": self.impl} | of_masks
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from microsdpa.evidence.inputs import Case, make_masks
+from microsdpa.evidence.inputs import Case, dense_mask
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain, misaligned
 
 MAX_SCORE_BYTES = 2**31
@@ -18,14 +18,14 @@ class TorchSdpa(Implementation):
     """F.scaled_dot_product_attention as torch chooses."""
 
     name = "torch"
-    configuration = "`F.scaled_dot_product_attention`, the backend that torch chooses"
+    configuration = "`F.scaled_dot_product_attention`, the backend that torch chooses; all that hides keys in one mask"
     takes_masks = True
 
     def refuses(self, case: Case) -> str:
-        """Causal masks are aligned to the upper left, and of further masks there is the tensor alone."""
-        if case.masks and (case.causal is not None or make_masks(case).keys() != {"attn_mask"}):
-            return "it takes a mask tensor, and nothing beside it"
-        return misaligned(case, "upper_left")
+        """Causal masks are aligned to the upper left; of what a mask tensor cannot say there is nothing."""
+        if unknown := [name for name in case.masks if name in ("softcap", "sinks")]:
+            return f"it has no {unknown[0]}"
+        return "" if case.masks else misaligned(case, "upper_left")
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
         """The call with no argument that it does not need."""
@@ -33,9 +33,12 @@ class TorchSdpa(Implementation):
         sdpa = F.scaled_dot_product_attention
         if is_plain(case):
             return lambda: sdpa(query, key, value)
-        causal, scale, gqa = case.causal is not None, case.scale, case.kv_heads != case.heads
-        masks = make_masks(case, query.device.type)
-        return lambda: sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=gqa, **masks)
+        scale, gqa = case.scale, case.kv_heads != case.heads
+        if case.masks:
+            mask = dense_mask(case, query.device.type)  # which has the causal mask too: torch takes one of both
+            return lambda: sdpa(query, key, value, attn_mask=mask, scale=scale, enable_gqa=gqa)
+        causal = case.causal is not None
+        return lambda: sdpa(query, key, value, is_causal=causal, scale=scale, enable_gqa=gqa)
 
 
 class _Backend(TorchSdpa):

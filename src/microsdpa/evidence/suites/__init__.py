@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+import math
+import random
+from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from microsdpa.errors import InvalidArgument
+from microsdpa.evidence import environment
 from microsdpa.evidence.inputs import Case
 
 
@@ -40,6 +43,23 @@ class Suite:
     labels: dict[Case, str] = field(default_factory=dict, hash=False)
 
 
+class Some(NamedTuple):
+    """Which cells of a suite are measured.
+
+    Attributes:
+        cells: texts with commas between them: cases whose name or label has one of them; empty for all.
+        part: "2/3" is every third of these from the second on; empty for all.
+        seconds: after which no further case is begun; None for no limit.
+    """
+
+    cells: str = ""
+    part: str = ""
+    seconds: float | None = None
+
+
+ALL = Some()
+
+
 def names() -> list[str]:
     """Names of the suites that exist."""
     files = resources.files(__name__).iterdir()
@@ -58,9 +78,30 @@ def load(name: str) -> Suite:
     return _parse(name, data)
 
 
+def chosen(suite: Suite, some: Some) -> Suite:
+    """The suite with some of its cases.
+
+    Raises:
+        InvalidArgument: no case is left, or a part is none.
+    """
+    wanted = [text for text in some.cells.split(",") if text]
+    kept = [c for c in suite.cases if not wanted or any(t in f"{c} {suite.labels.get(c, '')}" for t in wanted)]
+    if some.part:
+        index, _, count = some.part.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+            hint = "1/3, 2/3 and 3/3 are all of a suite"
+            raise InvalidArgument("part", expected="a part and their number, such as 1/3", got=some.part, hint=hint)
+        kept = kept[int(index) - 1 :: int(count)]
+    if not kept:
+        hint = f"case names are such as {str(suite.cases[0])!r}"
+        raise InvalidArgument("cells", expected=f"texts in case names of suite {suite.name}", got=some.cells, hint=hint)
+    return replace(suite, cases=tuple(kept))
+
+
 def _parse(name: str, data: dict[str, Any]) -> Suite:
     cases, labels, eight_bit = [], {}, set()
-    for fields in data.get("cases", []) + _token_table(data.get("tokens")):
+    tables = _token_table(data.get("tokens")) + _random_table(data.get("random"))
+    for fields in data.get("cases", []) + tables:
         label, chosen = fields.pop("label", ""), fields.pop("eight_bit", data.get("eight_bit", False))
         case = Case(**fields)
         cases.append(case)
@@ -98,3 +139,47 @@ def _token_table(table: dict[str, Any] | None) -> list[dict[str, Any]]:
         for causal in (None, "upper_left")
         for seqlen in table["seqlens"]
     ]
+
+
+def _random_table(table: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Random cases, the same ones as long as the commit is the same."""
+    if table is None:
+        return []
+    commit = environment.commit().removesuffix("-dirty")
+    return random_cases(table, int(commit[:12], 16) if environment.is_commit(commit) else 0)
+
+
+def random_cases(table: dict[str, Any], seed: int) -> list[dict[str, Any]]:
+    """Fields of cases between the limits of a table.
+
+    Small batches and numbers of heads are drawn as often as large ones; lengths are drawn both this way and evenly.
+    Half of the cases have as many keys as queries, two thirds of these a causal mask; a third has grouped heads.
+    """
+    choose = random.Random(seed)
+
+    def between(least: int, most: int) -> int:
+        return round(math.exp(choose.uniform(math.log(least), math.log(most))))
+
+    def length() -> int:
+        return between(*table["seqlen"]) if choose.random() < 0.5 else choose.randint(*table["seqlen"])
+
+    found = []
+    for _ in range(table["count"]):
+        heads, seqlen_q = between(*table["heads"]), length()
+        is_self = choose.random() < 0.5
+        groups = [kv for kv in range(1, heads) if heads % kv == 0]
+        grouped = choose.random() < 1 / 3 and len(groups) > 0
+        found.append(
+            {
+                "batch": between(*table["batch"]),
+                "heads": heads,
+                "heads_kv": choose.choice(groups) if grouped else 0,
+                "seqlen_q": seqlen_q,
+                "seqlen_k": seqlen_q if is_self else length(),
+                "head_dim": choose.choice(table["head_dims"]),
+                "dtype": choose.choice(("float16", "bfloat16")),
+                "layout": choose.choice(table["layouts"]),
+                "causal": "upper_left" if is_self and choose.random() < 2 / 3 else None,
+            }
+        )
+    return found

@@ -40,6 +40,7 @@ struct Shared {
   typename C::Owned owned[2];               // K and V, or Q and dO
   typename C::Walked walked[2][C::STAGES];  // Q and dO, or K and V
   RowTerms<WEIGHTED> terms[C::STAGES][C::BLOCK_WALK];
+  int32 seen[2][C::THREADS / 32];  // whether a warp sees anything of a step, in turn
 };
 
 // The tile and the head of a CTA's work. CTAs of up to `together` heads run side by side, so that what they walk over
@@ -72,6 +73,7 @@ struct Walk {
   int first, rows;         // owned: the CTA's first, and all there are
   int first_tile, tiles;   // walked, of a head
   float slope_sum = 0.0f;  // of dS times the distance, of this lane
+  int votes = 0;           // of what a warpgroup sees
 
   __device__ __forceinline__ Walk(const BackwardParams& params, Shared<C, M::WEIGHTED>& shared, const Work& work)
       : params(params), call(params.forward.call), shared(shared) {
@@ -233,7 +235,7 @@ struct Walk {
             elements[t][n][e] = scores.element(query, key);
             if constexpr (M::HIDES) any = any || elements[t][n][e].value;
           });
-          if (M::HIDES && !C::WGMMA && !__any_sync(FULL_WARP, any)) continue;
+          if (M::HIDES && !is_seen(any)) continue;
         }
         const auto terms = [&](int t, int n, int e) -> const Terms& {
           if constexpr (BY_KEYS) {
@@ -293,6 +295,20 @@ struct Walk {
     }
     cp_async_wait<0>();
     __syncthreads();  // also where nothing is walked over, the owned tiles are there to be written over
+  }
+
+  // Whether any lane of the warps that multiply together says so.
+  __device__ __forceinline__ bool is_seen(bool any) {
+    any = __any_sync(FULL_WARP, any);
+    if constexpr (!C::WGMMA) return any;
+    const int warp = threadIdx.x / 32, first_warp = warp / 4 * 4;
+    votes ^= 1;  // what is written now was read before the barrier of the vote before
+    if (lane_index() == 0) shared.seen[votes][warp] = any;
+    named_barrier_sync(1 + warp / 4, 128);
+    int32 found = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) found |= shared.seen[votes][first_warp + i];
+    return found != 0;
   }
 
   __device__ __forceinline__ static QueryOperand<typename C::Owned, C::ROW_TILES, C::COLUMNS, 0> operand(

@@ -16,14 +16,19 @@ template <typename MASK, bool LEFT_, bool RIGHT_, bool SOFTCAP_, bool ALIBI_>
 struct Scoring {
   using Mask = MASK;
   static constexpr bool LEFT = LEFT_, RIGHT = RIGHT_, SOFTCAP = SOFTCAP_, ALIBI = ALIBI_;
-  static constexpr bool READS = PRESENT<Mask>, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
+  static constexpr bool READS = PRESENT<Mask>, RANGED = is_range<Mask>, HIDES = is_bool<Mask> || RANGED;
+  static constexpr bool ADDS = READS && !HIDES;
   static constexpr bool WEIGHTED = ADDS;
 };
 
-// An element of a mask, and of no mask.
+// What a mask has for a query and a key: a number, or whether it shows the key; nothing where there is no mask.
 template <typename MASK>
 struct Element {
   MASK value;
+};
+template <>
+struct Element<KeyRange> {
+  bool value;
 };
 template <>
 struct Element<void> {};
@@ -49,7 +54,11 @@ struct HeadScores {
 
   // The mask's element for a query and a key, or for the last ones.
   __device__ __forceinline__ Element<typename M::Mask> element(int query, int key) const {
-    if constexpr (M::READS) {
+    if constexpr (M::RANGED) {
+      const int64 row = min(query, params.call.seqlen_q - 1);
+      const int32* ends = reinterpret_cast<const int32*>(mask) + row * params.masks.mask_strides.row;
+      return {key >= ends[0] && key < ends[params.masks.mask_column_stride]};
+    } else if constexpr (M::READS) {
       const int64 row = min(query, params.call.seqlen_q - 1), column = min(key, params.call.seqlen_k - 1);
       const auto* elements = reinterpret_cast<const typename M::Mask*>(mask);
       return {elements[row * params.masks.mask_strides.row + column * params.masks.mask_column_stride]};

@@ -49,11 +49,11 @@ class Tiling:
         return 16 * self.row_tiles * self.warps
 
     def shared_bytes(self, head_dim: int, weighted: bool) -> int:
-        """Dynamic shared memory: the owned rows, the ring, and what is known of the walked rows."""
+        """Dynamic shared memory: the owned rows, the ring, what is known of the walked rows, and votes."""
         columns = ceil(head_dim / 16) * 16
         rows = 2 * self.block_own + 2 * self.stages * self.block_walk
         terms = self.stages * self.block_walk * terms_bytes(weighted)
-        return ceil((2 * columns * rows + terms) / 128) * 128
+        return ceil((2 * columns * rows + terms + 8 * self.warps) / 128) * 128
 
 
 def terms_bytes(weighted: bool) -> int:
@@ -63,7 +63,7 @@ def terms_bytes(weighted: bool) -> int:
 
 def is_weighted(problem: Problem) -> bool:
     """Whether a mask of numbers may make the LSE of a row so large that its rounding shows."""
-    return problem.mask is not None and problem.mask.tensor not in (None, "bool")
+    return problem.mask is not None and problem.mask.tensor not in (None, "bool", "int32")
 
 
 def choose(problem: Problem) -> Tiling:

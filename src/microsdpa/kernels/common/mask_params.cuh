@@ -9,7 +9,8 @@ namespace microsdpa {
 // the mask. The key is seen when i + lowest <= j <= i + diagonal and the mask does not hide it. Distances are in
 // elements, 0 along a dimension that is broadcast.
 struct MaskParams {
-  const void* mask;     // [B, H, S_q, S_k]: bool, false hides, or numbers to be added; null when there is none
+  const void* mask;     // [B, H, S_q, S_k]: bool, false hides, or numbers to be added; or [B, H, S_q, 2] of KeyRange's
+                        // int32; null when there is none
   const float* slopes;  // [B, H]: ALiBi's; null when there are none
   const void* sinks;    // [H]: a logit of each head that takes its share and has no value; null when there are none
   Strides mask_strides;

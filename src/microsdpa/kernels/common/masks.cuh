@@ -9,6 +9,12 @@
 
 namespace microsdpa {
 
+// A mask of two numbers a row: its query sees the keys from `first` on that come before `last`.
+struct KeyRange {
+  int32 first;
+  int32 last;
+};
+
 // Of the type of a mask's or sink's elements, which is void for none.
 template <typename T>
 constexpr bool PRESENT = true;
@@ -19,9 +25,15 @@ constexpr bool is_bool = false;
 template <>
 constexpr bool is_bool<bool> = true;
 template <typename T>
+constexpr bool is_range = false;
+template <>
+constexpr bool is_range<KeyRange> = true;
+template <typename T>
 constexpr int BYTES_OF = sizeof(T);
 template <>
 constexpr int BYTES_OF<void> = 4;
+template <>
+constexpr int BYTES_OF<KeyRange> = 4;  // of each of the two
 
 // -inf, in each of a word's elements.
 template <typename T>
@@ -51,13 +63,13 @@ struct Masks {
   using Params = MaskedParams;
   using Mask = MASK_;
   using Sink = SINK_;
-  static constexpr bool ANY = true, LEFT = LEFT_, SOFTCAP = SOFTCAP_, ALIBI = ALIBI_;
+  static constexpr bool ANY = true, LEFT = LEFT_, SOFTCAP = SOFTCAP_, ALIBI = ALIBI_, RANGED = is_range<MASK_>;
   __device__ __forceinline__ static const AttentionParams& call(const MaskedParams& params) { return params.call; }
 };
 
 struct NoMasks {
   using Params = AttentionParams;
-  static constexpr bool ANY = false, LEFT = false;
+  static constexpr bool ANY = false, LEFT = false, RANGED = false;
   __device__ __forceinline__ static const AttentionParams& call(const AttentionParams& params) { return params; }
 };
 
@@ -73,7 +85,8 @@ __device__ __forceinline__ unsigned key_in_row(unsigned row) {
 template <typename MASKS, bool RIGHT, int BLOCK_N, int PACK = 1, int ROW_TILES = 1>
 struct MaskedRows {
   using Mask = typename MASKS::Mask;
-  static constexpr bool READS = PRESENT<Mask>, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
+  static constexpr bool RANGED = MASKS::RANGED;
+  static constexpr bool READS = PRESENT<Mask> && !RANGED, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
   static constexpr int KEYS = BLOCK_N / 4;  // of a tile, this lane's; its accumulators [n][e] are of key 2 n + e % 2
   static constexpr int BYTES = BYTES_OF<Mask>, WORDS = KEYS * BYTES / 4;
   static constexpr uint32 ALL = KEYS == 16 ? 0xffffffffu : (1u << 2 * KEYS) - 1;
@@ -93,6 +106,7 @@ struct MaskedRows {
   int rows;      // of the heads
   bool vectors;  // a lane's elements of the mask can be read in 16 bytes, or all at once
   float slope[ROW_TILES][2];
+  KeyRange range[ROW_TILES][2];
 
   // The warp's first row is `warp_first` of the `rows` of a head, or of PACK heads from `head` on.
   __device__ __forceinline__ MaskedRows(const MaskedParams& params, int64 batch, int head, int warp_first, int rows)
@@ -105,6 +119,7 @@ struct MaskedRows {
     const MaskParams& masks = params.masks;
     for_each([&](int t, int half) {
       constexpr int VECTOR = WORDS % 4 == 0 ? 16 : 4 * WORDS;
+      if constexpr (RANGED) range[t][half] = range_at(params, mask(first, t, half));
       if constexpr (READS) vectors = vectors && reinterpret_cast<uint64>(mask(first, t, half)) % VECTOR == 0;
       if constexpr (MASKS::ALIBI) {
         const int64 own_head = head + existing(t, half) % PACK;
@@ -116,6 +131,22 @@ struct MaskedRows {
   // One past the last key that a query sees, masks aside.
   __device__ __forceinline__ static int last_seen(const MaskedParams& params, int query) {
     return RIGHT ? min(params.call.seqlen_k, query + params.call.diagonal + 1) : params.call.seqlen_k;
+  }
+
+  // The keys that some of `count` rows from `first_row` on see by their ranges, in every lane; none where none does.
+  __device__ __forceinline__ static KeyRange range_of_rows(const MaskedParams& params, int64 batch, int head,
+                                                           int first_row, int count, int rows) {
+    KeyRange found = {params.call.seqlen_k, 0};
+    for (int r = first_row + lane_index(); r < min(first_row + count, rows); r += 32) {
+      const KeyRange one = range_at(params, mask_row_at(params, batch, head, r));
+      if (one.first < one.last) found = {min(found.first, one.first), max(found.last, one.last)};
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      found.first = min(found.first, __shfl_xor_sync(FULL_WARP, found.first, distance));
+      found.last = max(found.last, __shfl_xor_sync(FULL_WARP, found.last, distance));
+    }
+    return found;
   }
 
   // Adds the sinks of the warp's heads to rows that have seen nothing yet.
@@ -181,6 +212,7 @@ struct MaskedRows {
       const int row = first + 16 * t + 8 * half, query = row / PACK;
       uint32 seen = row < rows ? below(last_seen(params, query) - start) : 0;
       if constexpr (MASKS::LEFT) seen &= ~below(query + params.masks.lowest - start);
+      if constexpr (RANGED) seen &= below(range[t][half].last - start) & ~below(range[t][half].first - start);
       uint32 shown = 0;
       if constexpr (HIDES) {
 #pragma unroll
@@ -247,11 +279,22 @@ struct MaskedRows {
 
   // That row of the mask, for the lane whose first row is `own`.
   __device__ __forceinline__ const char* mask(int own, int t, int half) const {
+    return mask_row_at(params, batch, head, min(own + 16 * t + 8 * half, rows - 1));
+  }
+
+  __device__ __forceinline__ static const char* mask_row_at(const MaskedParams& params, int64 batch, int head,
+                                                            int row) {
     const MaskParams& masks = params.masks;
-    const int row = min(own + 16 * t + 8 * half, rows - 1);
     return static_cast<const char*>(masks.mask) +
            BYTES * (batch * masks.mask_strides.batch + (head + row % PACK) * masks.mask_strides.head +
                     row / PACK * masks.mask_strides.row);
+  }
+
+  // A row's two numbers, brought among those of the keys: any number may stand there.
+  __device__ __forceinline__ static KeyRange range_at(const MaskedParams& params, const char* row) {
+    const int32* numbers = reinterpret_cast<const int32*>(row);
+    const int32 first = numbers[0], last = numbers[params.masks.mask_column_stride];
+    return {max(first, 0), max(0, min(last, params.call.seqlen_k))};
   }
 
   // The first `count` of a lane's keys, as bits.

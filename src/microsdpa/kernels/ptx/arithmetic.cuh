@@ -14,6 +14,13 @@ __device__ __forceinline__ float ex2_approx(float x) {
   return y;
 }
 
+// 1 / x, with an error of at most one unit in the last place (PTX ISA, "rcp"): 0 gives infinity, and infinity 0.
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Both FP16 halves of a register (sm_75); two operations of the unit on sm_90.
 __device__ __forceinline__ uint32 ex2_approx_f16x2(uint32 x) {
   uint32 y;

@@ -104,9 +104,14 @@ __global__ void __launch_bounds__(32 * WARPS, 1) attention(const __grid_constant
   if (PROGRAMMATIC) grid_dependency_wait();
   const Rows rows(params, head_index / call.heads, head_of_batch, warp_first, call.seqlen_q);
   // Keys that no row of the CTA sees, before and after those that one does, are never loaded.
-  const int last_key = Rows::last_seen(params, min(first_row + BLOCK_M, call.seqlen_q) - 1);
-  const int first_tile = LEFT ? max(0, first_row + params.masks.lowest) / BLOCK_N : 0;
-  const int last_tile = (max(0, last_key) + BLOCK_N - 1) / BLOCK_N;
+  int first_seen = LEFT ? max(0, first_row + params.masks.lowest) : 0;
+  int last_seen = max(0, Rows::last_seen(params, min(first_row + BLOCK_M, call.seqlen_q) - 1));
+  if constexpr (Rows::RANGED) {
+    const KeyRange range =
+        Rows::range_of_rows(params, head_index / call.heads, head_of_batch, first_row, BLOCK_M, call.seqlen_q);
+    first_seen = max(first_seen, range.first), last_seen = min(last_seen, range.last);
+  }
+  const int first_tile = first_seen / BLOCK_N, last_tile = (last_seen + BLOCK_N - 1) / BLOCK_N;
 
   const auto load = [&](int tile) {
     // Where a thread's rows begin is found again for every tile: registers are scarcer than instructions.

@@ -76,8 +76,15 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     const int last_row = min(work.first_row + BLOCK_M, work.rows) - 1;
     keys = max(0, min(keys, last_row / PACK + params.diagonal + 1));
   }
-  int unseen_tiles = 0;  // before a window
-  if constexpr (MASKS::LEFT) unseen_tiles = max(0, work.first_row / PACK + arguments.masks.lowest) / BLOCK_N;
+  int first_seen = 0;
+  if constexpr (MASKS::LEFT) first_seen = max(0, work.first_row / PACK + arguments.masks.lowest);
+  if constexpr (MASKS::RANGED) {
+    if (PROGRAMMATIC) grid_dependency_wait();
+    const KeyRange range = MaskedRows<MASKS, CAUSAL, BLOCK_N, PACK>::range_of_rows(
+        arguments, work.batch, work.head, work.first_row, BLOCK_M, work.rows);
+    first_seen = max(first_seen, range.first), keys = min(keys, range.last);
+  }
+  const int unseen_tiles = first_seen / BLOCK_N;
   const int key_tiles = (keys + BLOCK_N - 1) / BLOCK_N;
   const int per_part = SPLIT == 1 ? key_tiles : (key_tiles - unseen_tiles + SPLIT - 1) / SPLIT;
   const int first_tile = unseen_tiles + work.part * per_part + group;
@@ -111,7 +118,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     cluster_arrive<false>();  // waited for when there is something to send
   }
 
-  if (PROGRAMMATIC) grid_dependency_wait();
+  if (PROGRAMMATIC && !MASKS::RANGED) grid_dependency_wait();
   C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
     const bool valid = work.first_row + static_cast<int>(r) < work.rows;
     const T* source = work.row(query, params.query_strides, valid ? work.first_row + r : 0) + column;

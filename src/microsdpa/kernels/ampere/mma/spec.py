@@ -14,7 +14,7 @@ from microsdpa.kernels.ampere.mma.tiles import (
     packed_heads,
 )
 from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, refused_head_dim
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, masks_type, refused_head_dim
 
 HEAD_DIMS = range(16, 257, 16)
 STREAM_SPILLS = (
@@ -50,7 +50,7 @@ def _specification(problem: Problem, tiling: Tiling, pack: int, late: int) -> Ke
         arguments |= {"PACK": pack, "SPLIT": tiling.split, "CLUSTERED": BOOLEAN[tiling.clustered]}
     arguments["PROGRAMMATIC"] = BOOLEAN[programmatic]
     if not tiling.streaming:
-        arguments["MASKS"] = _masks(problem.mask)
+        arguments["MASKS"] = masks_type(problem.mask)
     in_two_kernels = tiling.split > 1 and not tiling.clustered
     folder = "stream" if tiling.streaming else "mma"
     return KernelSpec(
@@ -77,14 +77,6 @@ def _local_memory(problem: Problem, tiling: Tiling) -> str:
     if problem.mask is not None:
         return MASK_SPILLS if problem.head_dim > 64 else ""
     return STREAM_SPILLS if tiling.streaming and problem.head_dim > 64 else ""
-
-
-def _masks(mask: MaskKind | None) -> str:
-    """The C++ type that says which masks a kernel is compiled for."""
-    if mask is None:
-        return "microsdpa::NoMasks"
-    flags = ", ".join(BOOLEAN[flag] for flag in (mask.left, mask.softcap, mask.alibi))
-    return f"microsdpa::Masks<{CPP_TYPE[mask.tensor]}, {flags}, {CPP_TYPE[mask.sinks]}>"
 
 
 def _combine(problem: Problem, split: int, programmatic: bool) -> KernelSpec:

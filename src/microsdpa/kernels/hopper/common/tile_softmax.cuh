@@ -109,10 +109,12 @@ struct TileSoftmax {
   // Turns the scores of a tile into probabilities. Stabilizers are the maxima of a row's first tile, where `first` says
   // that this is one, or have been guessed; later maxima are not looked for as long as no sum comes near the end of
   // FP16's range, and no scaled stabilizer is so large that its rounding would show. Gives whether stabilizers have
-  // moved: O is then to be multiplied by `factor`.
-  __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2], bool first) {
+  // moved: O is then to be multiplied by `factor`. `look` has the maxima looked for at once.
+  __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2], bool first,
+                                               bool look = false) {
     bool moved = first;
     if (moved) rows.reset();
+    moved = moved || look;
     float added[2];
     while (true) {
       float subtract[2] = {0.0f, 0.0f};

@@ -5,16 +5,20 @@
 #include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
 #include "../common/tile_softmax.cuh"
+#include "masks.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput {
 
-template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
+          typename MASKS>
 struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   using Base = TileSoftmax<T, BLOCK_N, false, false>;
   using Base::rows, Base::scale, Base::STEPS;
   using typename Base::Probabilities, typename Base::Scores;
-  using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
+  using Shared =
+      SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename MaskTraits<MASKS>::Added>;
+  using Masked = MaskTraits<MASKS>;
   static constexpr int BLOCK_M = ROWS * CONSUMERS;
   static constexpr int BOX = PANEL<HEAD_DIM>;
   // What a consumer skips, others compute: K and V of it must not fill the rings while they wait for each other.
@@ -22,12 +26,15 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
 
   Shared& shared;
   const AttentionParams& params;
+  const typename MASKS::Params& masked_params;
   const int warpgroup;  // among the consumers
   const int thread;     // of the warpgroup
 
   PipelineState<QUERY_STAGES> query_state;
   PipelineState<STAGES> key_state, value_state;
+  PipelineState<Shared::Masks::STAGES> mask_state;
   float o[HEAD_DIM / 2];
+  TileMasks<MASKS, CAUSAL, BLOCK_M, BLOCK_N> masks;
 
   // The query tile that scores are computed of.
   int works = 0;    // its number
@@ -38,12 +45,14 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   int skipped;      // that others' rows see
   int last_key;     // that the first row sees, by the causal mask
 
-  __device__ __forceinline__ Consumer(Shared& shared, const AttentionParams& params, int warpgroup)
-      : Base(params.scale_log2),
+  __device__ __forceinline__ Consumer(Shared& shared, const typename MASKS::Params& params, int warpgroup)
+      : Base(Masked::MODIFIED ? 1.0f : MASKS::call(params).scale_log2),
         shared(shared),
-        params(params),
+        params(MASKS::call(params)),
+        masked_params(params),
         warpgroup(warpgroup),
-        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)) {}
+        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
+        masks(params) {}
 
   __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
 
@@ -81,10 +90,17 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     const int first_row = work.first_row + ROWS * warpgroup;
     if (all_tiles == 0 || first_row >= params.seqlen_q) return false;
     tile = 0;
-    tiles = CAUSAL ? key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS) : work.tiles;
+    if constexpr (MASKS::ANY) {
+      masks.begin(work, ROWS * warpgroup + tile_row(0));
+      tiles = CAUSAL && !Masked::LISTED
+                  ? key_tiles_from<MASKS, CAUSAL, BLOCK_N>(masks.first_tile, masked_params, first_row, ROWS)
+                  : work.tiles;
+    } else {
+      tiles = CAUSAL ? key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS) : work.tiles;
+    }
     skipped = work.tiles - tiles;
     last_key = first_row + params.diagonal;
-    if (params.scale_log2 < 0.0f) negate_query();
+    if (!Masked::MODIFIED && params.scale_log2 < 0.0f) negate_query();
     return true;
   }
   // A negative scale is a positive one of -Q.
@@ -105,6 +121,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
 
   // Starts S of the tile of keys.
   __device__ __forceinline__ void score(Scores& s) {
+    if constexpr (MASKS::ANY) masks.fetch(tile);
     const uint64 query =
         matrix_descriptor(shared.query[query_state.stage][warpgroup], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
     const uint64 key = matrix_descriptor(shared.key[key_state.stage], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
@@ -131,8 +148,21 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     wgmma_commit();
   }
 
-  // Keys that a row does not see get -inf.
-  __device__ __forceinline__ void mask(Scores& s) const {
+  // Turns products into scores where they are more than that; keys that a row does not see get -inf.
+  __device__ __forceinline__ void mask(Scores& s) {
+    if constexpr (MASKS::ANY) {
+      if constexpr (Masked::ADDED) {
+        auto& ring = static_cast<typename Shared::Masks&>(shared);
+        mbarrier_wait(ring.full[mask_state.stage][warpgroup], mask_state.phase);
+        masks.apply(s, AddedTile<typename MASKS::Mask>(ring.tile[mask_state.stage][warpgroup],
+                                                       masked_params.masks.mask_strides.row != 0));
+        release(ring.empty[mask_state.stage][warpgroup]);
+        mask_state.advance();
+      } else {
+        masks.apply(s, NothingAdded());
+      }
+      return;
+    }
     const int keys = params.seqlen_k - BLOCK_N * tile;
     const int first_visible = CAUSAL ? last_key - BLOCK_N * tile + 1 : BLOCK_N;
     if (min(keys, first_visible) >= BLOCK_N) return;
@@ -145,6 +175,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   // Probabilities of a tile. The first one's stabilizers are a guess, which softmax_tile corrects where it does not
   // fit.
   __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2]) {
+    if constexpr (MASKS::ANY) {
+      // A row's stabilizer is a score that it sees: as long as there is none, each tile is looked at for one.
+      if (tile == 0) rows.reset();
+      const bool blind = fminf(rows.stabilizer[0], rows.stabilizer[1]) == negative_infinity();
+      return Base::softmax_tile(s, p, factor, false, __any_sync(FULL_WARP, blind));
+    }
     if (tile == 0) Base::guess_stabilizers(s);
     return Base::softmax_tile(s, p, factor, false);
   }
@@ -154,18 +190,30 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
+  // Adds the head's sink to a row's sum, of which it has a share but no value. Gives what O is to be multiplied by.
+  __device__ __forceinline__ float with_sink(int head, float& sum, float& stabilizer) const {
+    const float sink = decltype(masks)::sink_of(masked_params, head), larger = fmaxf(sink, stabilizer);
+    const float own = sum == 0.0f ? 0.0f : ex2_approx(stabilizer - finite(larger));
+    sum = sum * own + ex2_approx(sink - finite(larger)), stabilizer = larger;
+    return own * normalizer(sum);
+  }
+
   // Writes O and LSE of a finished query tile.
   __device__ __forceinline__ void finish(const WorkTile& work, const Rows& done) {
     const int first_row = work.first_row + ROWS * warpgroup;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(done.sum[half]);
-      inverse[half] = normalizer(sum);
+      float sum = quad_sum(done.sum[half]), stabilizer = done.stabilizer[half] * Base::scale_of(half);
+      if constexpr (Masked::SINKS) {
+        inverse[half] = with_sink(work.head, sum, stabilizer);
+      } else {
+        inverse[half] = normalizer(sum);
+      }
       const int row = first_row + tile_row(half);
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
         const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.stabilizer[half] * Base::scale_of(half), sum);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(stabilizer, sum);
       }
     }
 #pragma unroll

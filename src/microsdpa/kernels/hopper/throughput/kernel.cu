@@ -26,8 +26,6 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2   ? 232
 template <int CONSUMERS>
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 
-constexpr int STORERS = 3;  // warps of the first warpgroup, beside the one that loads
-
 // Copies TILE_ROWS rows of one head, from `row` on. Rows past the tensor become zeros.
 template <int TILE_ROWS, int HEAD_DIM, typename T>
 __device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
@@ -40,10 +38,12 @@ __device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarr
 
 // Issues every copy of the CTA, in the order in which the tiles are needed, and says which query tiles they are of. One
 // thread.
-template <bool CAUSAL, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
-__device__ __forceinline__ void produce(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>& shared,
-                                        const AttentionParams& params, const TensorMap& query, const TensorMap& key,
-                                        const TensorMap& value) {
+template <bool CAUSAL, typename MASKS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES,
+          int QUERY_STAGES, typename MASK>
+__device__ __forceinline__ void produce(
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>& shared,
+    const typename MASKS::Params& masked_params, const TensorMap& query, const TensorMap& key, const TensorMap& value) {
+  const AttentionParams& params = MASKS::call(masked_params);
   constexpr int BLOCK_M = ROWS * CONSUMERS;
   constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
   constexpr int QUERY_BYTES = BLOCK_M * HEAD_DIM * static_cast<int>(sizeof(T));
@@ -59,8 +59,9 @@ __device__ __forceinline__ void produce(SharedStorage<T, HEAD_DIM, BLOCK_N, CONS
   };
 
   for (int round = 0; schedule.has(round); ++round) {
-    const WorkTile work = schedule.work(round);
+    const WorkTile work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.work(round));
     if (work.tiles == 0) continue;
+    const VisitedTiles<MASKS, BLOCK_M, BLOCK_N> visited(masked_params, work);
     announce(work);
     Mbarrier& query_full = shared.query_full[query_state.stage];
     mbarrier_arrive_expect(query_full, QUERY_BYTES);
@@ -77,14 +78,15 @@ __device__ __forceinline__ void produce(SharedStorage<T, HEAD_DIM, BLOCK_N, CONS
         Mbarrier& full = shared.key_full[key_state.stage];
         mbarrier_wait(shared.key_empty[key_state.stage], key_state.phase ^ 1);
         mbarrier_arrive_expect(full, TILE_BYTES);
-        load_tile<BLOCK_N, HEAD_DIM>(shared.key[key_state.stage], key, full, BLOCK_N * tile, head_kv, work.batch);
+        load_tile<BLOCK_N, HEAD_DIM>(shared.key[key_state.stage], key, full, BLOCK_N * visited[tile], head_kv,
+                                     work.batch);
         key_state.advance();
       }
       if (tile > 0) {
         Mbarrier& full = shared.value_full[value_state.stage];
         mbarrier_wait(shared.value_empty[value_state.stage], value_state.phase ^ 1);
         mbarrier_arrive_expect(full, TILE_BYTES);
-        load_tile<BLOCK_N, HEAD_DIM>(shared.value[value_state.stage], value, full, BLOCK_N * (tile - 1), head_kv,
+        load_tile<BLOCK_N, HEAD_DIM>(shared.value[value_state.stage], value, full, BLOCK_N * visited[tile - 1], head_kv,
                                      work.batch);
         value_state.advance();
       }
@@ -94,10 +96,50 @@ __device__ __forceinline__ void produce(SharedStorage<T, HEAD_DIM, BLOCK_N, CONS
   mbarrier_arrive(shared.query_full[query_state.stage]);
 }
 
+// Issues the copies of the tiles of a mask of numbers, to each consumer those that it computes. One thread.
+template <bool CAUSAL, typename MASKS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES,
+          int QUERY_STAGES, typename MASK>
+__device__ __forceinline__ void produce_masks(
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>& shared, const MaskedParams& params,
+    const TensorMap& mask) {
+  using Ring = typename SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>::Masks;
+  constexpr int BLOCK_M = ROWS * CONSUMERS, PANEL_COLUMNS = AddedTile<MASK>::PANEL_COLUMNS;
+  constexpr int TILE_BYTES = ROWS * BLOCK_N * static_cast<int>(sizeof(MASK));
+  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params.call);
+  const Strides& strides = params.masks.mask_strides;
+  Ring& ring = shared;
+  PipelineState<Ring::STAGES> state[CONSUMERS];
+
+  for (int round = 0; schedule.has(round); ++round) {
+    const WorkTile work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(params, schedule.work(round));
+    const int first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
+    for (int tile = 0; tile < work.tiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < CONSUMERS; ++i) {
+        const int first_row = work.first_row + ROWS * i;
+        if (first_row >= params.call.seqlen_q) continue;
+        if (tile >= key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, ROWS)) continue;
+        Mbarrier& full = ring.full[state[i].stage][i];
+        mbarrier_wait(ring.empty[state[i].stage][i], state[i].phase ^ 1);
+        mbarrier_arrive_expect(full, TILE_BYTES);
+#pragma unroll
+        for (int panel = 0; panel < BLOCK_N / PANEL_COLUMNS; ++panel) {
+          tma_load(ring.tile[state[i].stage][i] + panel * ROWS * PANEL_COLUMNS, mask, full,
+                   BLOCK_N * (first + tile) + panel * PANEL_COLUMNS, strides.row != 0 ? first_row : 0,
+                   strides.head != 0 ? work.head : 0, strides.batch != 0 ? work.batch : 0);
+        }
+        state[i].advance();
+      }
+    }
+  }
+}
+
 // Copies what some of the consumers leave in shared memory to O: `first`, and every STORERS-th after it. One warp.
-template <bool CAUSAL, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
-__device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>& shared,
-                                      const AttentionParams& params, const TensorMap& out, int first) {
+template <bool CAUSAL, int STORERS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES,
+          typename MASK>
+__device__ __forceinline__ void store(
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>& shared, const AttentionParams& params,
+    const TensorMap& out, int first) {
   const Schedule<CAUSAL, ROWS * CONSUMERS, BLOCK_N, HEAD_DIM> schedule(params);
   const bool elected = elect_one();
   int before = 0;  // consumers, one bit each, that have written
@@ -130,15 +172,17 @@ __device__ __forceinline__ void store(SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUM
   if (elected) tma_store_wait_read<0>();
 }
 
-// STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
-// beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone.
-template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL>
-__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
-              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-              const __grid_constant__ TensorMap out) {
+// `mask`: of a mask of numbers; else it is not used.
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
+          typename MASKS>
+__device__ __forceinline__ void run(const typename MASKS::Params& params, const TensorMap& query, const TensorMap& key,
+                                    const TensorMap& value, const TensorMap& out, const TensorMap& mask) {
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
-  auto& shared = dynamic_shared<SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>>();
+  using Masked = MaskTraits<MASKS>;
+  using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added>;
+  // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.
+  constexpr int STORERS = Masked::ADDED ? 2 : 3;
+  auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
   if (threadIdx.x == 0) {
@@ -155,6 +199,13 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       mbarrier_init(shared.value_full[stage], 1);
       mbarrier_init(shared.value_empty[stage], READERS);
     }
+    if constexpr (Masked::ADDED) {
+#pragma unroll
+      for (int i = 0; i < Shared::Masks::STAGES * CONSUMERS; ++i) {
+        mbarrier_init(shared.full[i / CONSUMERS][i % CONSUMERS], 1);
+        mbarrier_init(shared.empty[i / CONSUMERS][i % CONSUMERS], READERS / CONSUMERS);
+      }
+    }
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -169,16 +220,46 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       prefetch_tensor_map(value);
       // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
       grid_dependency_wait();
-      produce<CAUSAL>(shared, params, query, key, value);
+      produce<CAUSAL, MASKS>(shared, params, query, key, value);
+    } else if (Masked::ADDED && warp == 1 + STORERS) {
+      if constexpr (Masked::ADDED) {
+        if (!elect_one()) return;
+        prefetch_tensor_map(mask);
+        grid_dependency_wait();
+        produce_masks<CAUSAL, MASKS>(shared, params, mask);
+      }
     } else if (warp > 0) {
-      store<CAUSAL>(shared, params, out, warp - 1);
+      store<CAUSAL, STORERS>(shared, MASKS::call(params), out, warp - 1);
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();
-    Consumer<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL> consumer(shared, params,
-                                                                                              warpgroup - 1);
+    Consumer<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL, MASKS> consumer(shared, params,
+                                                                                                     warpgroup - 1);
     consumer.run();
   }
+}
+
+// STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
+// beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone.
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
+          typename MASKS>
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
+    attention(const __grid_constant__ typename MASKS::Params params, const __grid_constant__ TensorMap query,
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
+              const __grid_constant__ TensorMap out) {
+  run<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL, MASKS>(params, query, key, value, out,
+                                                                                     out);
+}
+
+// The same with a mask of numbers.
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
+          typename MASKS>
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
+    attention_with_mask(const __grid_constant__ MaskedParams params, const __grid_constant__ TensorMap query,
+                        const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
+                        const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap mask) {
+  run<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL, MASKS>(params, query, key, value, out,
+                                                                                     mask);
 }
 
 }  // namespace microsdpa::hopper::throughput

@@ -10,13 +10,28 @@ namespace microsdpa::hopper::throughput {
 
 // Columns of O that wait for a bulk copy at once: all, where shared memory has room for them.
 template <int HEAD_DIM>
-constexpr int OUT_COLUMNS = HEAD_DIM <= 128       ? HEAD_DIM
-                            : HEAD_DIM % 128 == 0 ? 128
-                                                  : 64;
+constexpr int OUT_COLUMNS = HEAD_DIM <= 128 || HEAD_DIM % 64 != 0 ? HEAD_DIM
+                            : HEAD_DIM % 128 == 0                 ? 128
+                                                                  : 64;
+
+// Tiles of a mask of numbers, each consumer's own.
+template <typename MASK, int HEAD_DIM, int BLOCK_N, int CONSUMERS>
+struct MaskRing {
+  static constexpr int STAGES = HEAD_DIM <= 64 && sizeof(MASK) == 2 ? 2 : 1;
+
+  alignas(1024) MASK tile[STAGES][CONSUMERS][ROWS * BLOCK_N];
+  Mbarrier full[STAGES][CONSUMERS];
+  Mbarrier empty[STAGES][CONSUMERS];
+};
+template <int HEAD_DIM, int BLOCK_N, int CONSUMERS>
+struct MaskRing<void, HEAD_DIM, BLOCK_N, CONSUMERS> {
+  static constexpr int STAGES = 1;
+};
 
 // Tiles are cut into panels of PANEL columns, stored one after another.
-template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES>
-struct SharedStorage {
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, typename MASK = void>
+struct SharedStorage : MaskRing<MASK, HEAD_DIM, BLOCK_N, CONSUMERS> {
+  using Masks = MaskRing<MASK, HEAD_DIM, BLOCK_N, CONSUMERS>;
   static_assert(QUERY_STAGES + 2 <= WORK_TILES, "a query tile is described while consumers may ask");
 
   alignas(1024) T query[QUERY_STAGES][CONSUMERS][ROWS * HEAD_DIM];

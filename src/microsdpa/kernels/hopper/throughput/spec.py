@@ -8,7 +8,16 @@ from math import ceil
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of, of_any_size
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
+from microsdpa.kernels.spec import (
+    BOOLEAN,
+    CPP_TYPE,
+    KernelSpec,
+    Rejection,
+    TensorMap,
+    TileLists,
+    masks_type,
+    refused_head_dim,
+)
 
 ELEMENT = 2
 """Bytes of an element."""
@@ -20,13 +29,15 @@ DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
 ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
+LIST_THREADS = 512
+"""Of the kernel that lists the tiles of a boolean mask."""
 MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
 
 
 def out_columns(head_dim: int) -> int:
     """Columns of O that wait in shared memory to be stored."""
-    return head_dim if head_dim <= 128 else 128 if head_dim % 128 == 0 else 64
+    return head_dim if head_dim <= 128 or head_dim % 64 else 128 if head_dim % 128 == 0 else 64
 
 
 @dataclass(frozen=True)
@@ -61,36 +72,63 @@ class Tiles:
         """Threads of a CTA: the consumers, and a warpgroup of which one thread copies."""
         return 128 * (self.consumers + 1)
 
-    def shared_bytes(self, head_dim: int, stages: int, query_stages: int) -> int:
+    def mask_bytes(self, head_dim: int, element: int) -> int:
+        """MaskRing's size (shared.cuh), for a mask of numbers of so many bytes."""
+        stages = 2 if head_dim <= 64 and element == 2 else 1
+        each = ROWS * self.block_n * element + 16
+        return ceil(stages * self.consumers * each / 1024) * 1024 if element else 0
+
+    def shared_bytes(self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0) -> int:
         """SharedStorage's size (shared.cuh)."""
         tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * head_dim * ELEMENT
         tiles += self.block_m * out_columns(head_dim) * ELEMENT
         barriers = (2 * query_stages + 4 * stages) * 8
-        return ceil((tiles + 16 * WORKS + barriers) / 1024) * 1024
+        behind_masks = ceil((tiles + 16 * WORKS + barriers) / 1024) * 1024
+        return self.mask_bytes(head_dim, mask_element) + behind_masks
 
-    def rings(self, head_dim: int, shared_per_cta: int) -> tuple[int, int] | None:
+    def rings(self, head_dim: int, shared_per_cta: int, mask_element: int = 0) -> tuple[int, int] | None:
         """(tiles of K and of V, tiles of Q) that fit: two query tiles if two of the others fit as well."""
         for query_stages in (2, 1):
             for stages in range(DEEPEST, 1, -1):
-                if self.shared_bytes(head_dim, stages, query_stages) <= shared_per_cta:
+                if self.shared_bytes(head_dim, stages, query_stages, mask_element) <= shared_per_cta:
                     return stages, query_stages
         return None
 
 
 CANDIDATES: dict[int, tuple[Tiles, ...]] = {
+    32: (Tiles(3, 128, False, 2200, 3100), Tiles(4, 64, False, 1600, 3700), Tiles(2, 128, True, 1900, 3500)),
     64: (Tiles(3, 128, False, 2650, 3100), Tiles(4, 64, False, 1870, 3700), Tiles(2, 128, True, 2210, 3500)),
     96: (Tiles(2, 128, True, 2350, 4000),),
     128: (Tiles(2, 128, True, 2600, 4300),),
+    160: (Tiles(2, 96, True, 2500, 5200),),
     192: (Tiles(2, 64, True, 1900, 6000),),
     256: (Tiles(2, 64, True, 2400, 7700),),
 }
-"""Tiles that compile without spills, by head dimension. The clocks for D = 192 are an estimate."""
+"""Tiles that compile without spills, by head dimension. The clocks for D = 32, 160 and 192 are estimates."""
+MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
+MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
+    96: (Tiles(2, 64, True, 1400, 4000),),
+    128: (Tiles(2, 64, True, 1500, 4300),),
+}
+"""More tiles for masks of numbers, where theirs take shared memory."""
+HEAD_DIMS = range(8, max(CANDIDATES) + 1, 8)
+"""Head dimensions whose rows a bulk copy can read."""
+
+
+def padded(head_dim: int) -> int:
+    """The head dimension of the kernel for one of HEAD_DIMS: bulk copies fill further columns with zeros."""
+    return min(dim for dim in CANDIDATES if dim >= head_dim)
 
 
 def key_tiles(problem: Problem, tiles: Tiles) -> float:
     """Tiles of keys that a warpgroup computes for a query tile, in the mean."""
     whole = ceil(problem.seqlen_k / tiles.block_n)
-    return whole if problem.causal is None else (whole + 1) / 2
+    return (whole + 1) / 2 if ends_early(problem) else whole
+
+
+def ends_early(problem: Problem) -> bool:
+    """Whether queries see keys up to an end of their own."""
+    return problem.causal is not None or (problem.mask is not None and problem.mask.right)
 
 
 def query_tiles(problem: Problem, tiles: Tiles) -> int:
@@ -102,7 +140,7 @@ def rounds(problem: Problem, tiles: Tiles) -> float:
     """Times of a whole query tile that the launch takes; causal ones share their different lengths out evenly."""
     sms = chip_of(problem.target).sms
     total = query_tiles(problem, tiles) / sms
-    if problem.causal is not None and total > 1:
+    if ends_early(problem) and total > 1:
         return total
     whole, rest = divmod(problem.seqlen_q, tiles.block_m)
     busy = ceil(rest / ROWS)
@@ -124,9 +162,27 @@ def cost(problem: Problem, tiles: Tiles) -> float:
     return rounds(problem, tiles) * (key_tiles(problem, tiles) * tiles.tile_clocks + tiles.around_clocks)
 
 
+def fitting(problem: Problem) -> tuple[Tiles, ...]:
+    """Tiles that compute the problem, and fit its GPU's shared memory and the kernel's registers."""
+    element, head_dim = mask_element(problem), padded(problem.head_dim)
+    found = CANDIDATES[head_dim]
+    if element:
+        # A mask of numbers leaves no registers for small shares of them, and half a tile room for its own.
+        found = tuple(t for t in (*found, *MASKED_CANDIDATES.get(head_dim, ())) if t.consumers == 2)
+    elif problem.mask is not None and problem.mask.tensor is not None:
+        found = tuple(t for t in found if t.consumers <= 3)  # small query tiles visit fewer tiles of keys
+    return tuple(t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element))
+
+
+def mask_element(problem: Problem) -> int:
+    """Bytes of an element of the problem's mask of numbers; 0 without one."""
+    kind = problem.mask
+    return 0 if kind is None or kind.tensor in (None, "bool") else 4 if kind.tensor == "float32" else 2
+
+
 def choose(problem: Problem) -> Tiles:
     """The tiles of the lowest cost."""
-    return min(CANDIDATES[problem.head_dim], key=lambda tiles: cost(problem, tiles))
+    return min(fitting(problem), key=lambda tiles: cost(problem, tiles))
 
 
 def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
@@ -141,40 +197,68 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
 @functools.lru_cache(maxsize=1024)
 def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
-    chip = chip_of(problem.target)
-    rings = tiles.rings(problem.head_dim, chip.shared_per_cta)
+    chip, head_dim, mask = chip_of(problem.target), padded(problem.head_dim), problem.mask
+    element = mask_element(problem)
+    rings = tiles.rings(head_dim, chip.shared_per_cta, element)
     if rings is None:
         raise ValueError(
-            f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {problem.head_dim}, got {tiles}"
+            f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {head_dim}, got {tiles}"
         )
     stages, query_stages = rings
+    causal = ends_early(problem)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
-        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM": head_dim,
         "BLOCK_N": tiles.block_n,
         "CONSUMERS": tiles.consumers,
         "STAGES": stages,
         "QUERY_STAGES": query_stages,
         "OVERLAP": BOOLEAN[tiles.overlap],
-        "CAUSAL": BOOLEAN[problem.causal is not None],
+        "CAUSAL": BOOLEAN[causal],
+        "MASKS": masks_type(mask),
     }
-    columns = 64 if problem.head_dim % 64 == 0 else 32
+    columns = 64 if head_dim % 64 == 0 else 32
     boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))
+    maps = [
+        TensorMap(name, rows, columns, columns * ELEMENT_BYTES[problem.dtype])  # type: ignore[arg-type]
+        for name, rows in boxes
+    ]
+    if element:
+        maps.append(TensorMap("attn_mask", ROWS, 128 // element))
+    listed = mask is not None and mask.tensor == "bool"
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/kernel.cu",
-        template="microsdpa::hopper::throughput::attention",
+        template=f"microsdpa::hopper::throughput::attention{'_with_mask' if element else ''}",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,
-        shared_bytes=tiles.shared_bytes(problem.head_dim, stages, query_stages),
+        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         max_ctas=chip.sms,
-        tensor_maps=tuple(
-            TensorMap(name, rows, columns, columns * ELEMENT_BYTES[problem.dtype])  # type: ignore[arg-type]
-            for name, rows in boxes
-        ),
+        local_memory=MASK_SPILLS if mask is not None and (element or mask.tensor) else "",
+        tensor_maps=tuple(maps),
         programmatic=True,
+        tile_lists=TileLists(tiles.block_m, tiles.block_n) if listed else None,
+        preparation=_list_tiles(tiles, causal, mask.left) if listed and mask else None,
+        params="microsdpa::AttentionParams" if mask is None else "microsdpa::MaskedParams",
+    )
+
+
+def _list_tiles(tiles: Tiles, causal: bool, left: bool) -> KernelSpec:
+    """The kernel that says which tiles of keys a boolean mask leaves to each query tile."""
+    arguments = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "CAUSAL": BOOLEAN[causal], "LEFT": BOOLEAN[left]}
+    return KernelSpec(
+        name="hopper/throughput",
+        source="hopper/throughput/list_tiles.cu",
+        template="microsdpa::hopper::throughput::list_tiles",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=LIST_THREADS,
+        block_m=tiles.block_m,
+        grid_order="lists",
+        programmatic=True,
+        tile_lists=TileLists(tiles.block_m, tiles.block_n),
+        params="microsdpa::MaskedParams",
     )
 
 
@@ -182,11 +266,20 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for problems that fill the chip."""
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
-    if problem.head_dim not in CANDIDATES:
-        return refused_head_dim(problem.head_dim, CANDIDATES)
+    if problem.head_dim not in HEAD_DIMS:
+        return refused_head_dim(problem.head_dim, HEAD_DIMS, f"a multiple of 8 up to {HEAD_DIMS[-1]}")
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    if mask_element(problem) and not (problem.mask and problem.mask.bulk):
+        return Rejection(
+            f"rows of attn_mask that are not aligned to {VECTOR_BYTES} bytes",
+            f"an attn_mask whose rows start on {VECTOR_BYTES} bytes",
+        )
+    if not fitting(problem):
+        return Rejection(
+            f"an attn_mask of numbers leaves no room for head_dim {problem.head_dim}", "a boolean attn_mask"
         )
     tiles = choose(problem)
     if query_tiles(problem, tiles) > MAX_TILES:
@@ -196,6 +289,4 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:
     """Those of hopper/throughput, by their tiles."""
-    shared = chip_of(problem.target).shared_per_cta
-    fitting = [t for t in CANDIDATES[problem.head_dim] if t.rings(problem.head_dim, shared)]
-    return {str(tiles): specification(problem, tiles) for tiles in fitting}
+    return {str(tiles): specification(problem, tiles) for tiles in fitting(problem)}

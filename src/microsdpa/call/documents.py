@@ -1,0 +1,169 @@
+"""Documents that share a sequence: from their ids to the keys that each query sees."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+
+from microsdpa.errors import InvalidArgument
+
+Ids = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Ids of queries and keys: one tensor for both, or a pair."""
+MAX_KNOWN = 256
+
+
+class _Known(NamedTuple):
+    """What ids were found to mean, and which they were; a changed tensor has another version."""
+
+    tensors: tuple[weakref.ref[torch.Tensor], ...]
+    versions: tuple[int, ...]
+    keys: int
+    mask: torch.Tensor
+
+    def is_of(self, pair: tuple[object, ...]) -> bool:
+        """Whether these are the tensors, unchanged."""
+        given = zip(self.tensors, self.versions, pair, strict=True)
+        return all(isinstance(ids, torch.Tensor) and ref() is ids and ids._version == v for ref, v, ids in given)
+
+    def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether the mask is one for such tensors."""
+        batch, _, seqlen_q, _ = self.mask.shape
+        sizes = batch in (1, query.shape[0]) and seqlen_q == query.shape[2] and self.keys == key.shape[2]
+        return sizes and self.mask.device == query.device
+
+
+_known: dict[tuple[int, ...], _Known] = {}
+
+
+def mask_of_documents(document_ids: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """An attn_mask that shows a query the keys of its own document.
+
+    It is int32 [B | 1, 1, S_q, 2], the first key and one past the last, where the keys of every document are side by
+    side, and else bool [B | 1, 1, S_q, S_k]. Which of the two is found once for a tensor that is not changed: the
+    device is waited for. While a CUDA graph is captured, or a tracer looks on, it is always bool, and made anew.
+
+    query is [B, H, S_q, D] and key [B, H_kv, S_k, D].
+
+    Raises:
+        InvalidArgument: the ids are none of these tensors'.
+    """
+    pair = tuple(document_ids) if isinstance(document_ids, (tuple, list)) else (document_ids,)
+    if torch.compiler.is_compiling():
+        return same_document(*check(pair, query, key))
+    known = _known.get(tuple(map(id, pair)))
+    if known is not None and known.is_of(pair) and known.fits(query, key) and not _is_recorded(known.mask):
+        return known.mask
+    of_query, of_key = check(pair, query, key)
+    if _is_recorded(of_query):
+        return same_document(of_query, of_key)
+    mask = find(of_query, of_key)
+    _remember(pair, mask)
+    return mask
+
+
+def check(pair: tuple[object, ...], query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [B | 1, S_q] of the queries and [B | 1, S_k] of the keys.
+
+    Raises:
+        InvalidArgument: they are not integers of such shapes, on the device of query.
+    """
+    batch, seqlen_q, seqlen_k = query.shape[0], query.shape[2], key.shape[2]
+    if len(pair) not in (1, 2):
+        got = f"{len(pair)} of them"
+        raise InvalidArgument(
+            "document_ids", expected="a tensor, or one of queries and one of keys", got=got, hint=PAIR
+        )
+    found = []
+    for ids, (letters, length) in zip(pair * (3 - len(pair)), (("S_q", seqlen_q), ("S_k", seqlen_k)), strict=True):
+        if not isinstance(ids, torch.Tensor):
+            got = type(ids).__name__
+            raise InvalidArgument("document_ids", expected="integer tensors", got=got, hint="use torch.as_tensor")
+        if ids.dtype not in (torch.int32, torch.int64):
+            hint = "convert it with .to(torch.int32)"
+            raise InvalidArgument("document_ids", expected="int32 or int64", got=str(ids.dtype), hint=hint)
+        if ids.device != query.device:
+            expected = f"a tensor on {query.device}, as query is"
+            raise InvalidArgument("document_ids", expected=expected, got=str(ids.device), hint="move it there")
+        if ids.dim() not in (1, 2) or ids.shape[-1] != length or (ids.dim() == 2 and ids.shape[0] not in (1, batch)):
+            raise InvalidArgument(
+                "document_ids",
+                expected=f"shape [{letters}] = [{length}] or [B, {letters}] = [{batch}, {length}]",
+                got=f"shape {list(ids.shape)}",
+                hint=PAIR if len(pair) == 1 and seqlen_q != seqlen_k else "one id for each token",
+            )
+        found.append(ids if ids.dim() == 2 else ids[None])
+    return found[0], found[1]
+
+
+PAIR = "pass (ids of the queries, ids of the keys) where they are not the same tokens"
+
+
+def same_document(of_query: torch.Tensor, of_key: torch.Tensor) -> torch.Tensor:
+    """Bool [B | 1, 1, S_q, S_k] of ids [B | 1, S_q] and [B | 1, S_k]."""
+    return (of_query[:, :, None] == of_key[:, None])[:, None]
+
+
+def find(of_query: torch.Tensor, of_key: torch.Tensor) -> torch.Tensor:
+    """Ranges, int32 [B | 1, 1, S_q, 2], or bool [B | 1, 1, S_q, S_k] where keys of a document lie apart."""
+    batch = max(of_query.shape[0], of_key.shape[0])
+    common = torch.promote_types(of_query.dtype, of_key.dtype)
+    of_query, of_key = (ids.to(common).expand(batch, -1).contiguous() for ids in (of_query, of_key))
+    if of_key.shape[1] == 0:
+        return torch.zeros(batch, 1, of_query.shape[1], 2, dtype=torch.int32, device=of_query.device)
+    ids, places = of_key.sort(dim=1, stable=True)
+    low, high = (torch.searchsorted(ids, of_query, right=right) for right in (False, True))
+    first, last = (places.gather(1, at.clamp(0, ids.shape[1] - 1)) for at in (low, high - 1))
+    count = high - low
+    ranges = torch.stack([first, first + count], dim=-1).int()
+    apart = (count > 0) & (last + 1 - first != count)
+    return same_document(of_query, of_key) if bool(apart.any()) else ranges[:, None]
+
+
+def _is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether what is done with a tensor is recorded, to be done again with other values."""
+    if type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
+        return True
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _remember(pair: tuple[object, ...], mask: torch.Tensor) -> None:
+    tensors = [ids for ids in pair if isinstance(ids, torch.Tensor) and not ids.is_inference()]
+    if len(tensors) != len(pair):
+        return  # nobody knows when a tensor of the inference mode changes
+    if len(_known) >= MAX_KNOWN:
+        _known.clear()
+    name = tuple(map(id, pair))
+    refs = tuple(weakref.ref(ids, lambda _: _known.pop(name, None)) for ids in tensors)
+    _known[name] = _Known(refs, tuple(ids._version for ids in tensors), tensors[-1].shape[-1], mask)
+
+
+def document_ranges(document_ids: Ids) -> torch.Tensor:
+    """The keys of each query's document as int32 [B, 1, S_q, 2], which sdpa takes for attn_mask: first, one past last.
+
+    It is what sdpa makes of `document_ids`, for calls that are captured in a CUDA graph or compiled: they would make
+    a mask of S_q times S_k booleans every time. The device is waited for.
+
+    Args:
+        document_ids: integers [S] or [B, S], or a pair of them, of the queries and of the keys.
+
+    Raises:
+        InvalidArgument: they are no integers of such shapes, or the keys of a document lie apart.
+    """
+    pair = tuple(document_ids) if isinstance(document_ids, (tuple, list)) else (document_ids,)
+    if not all(isinstance(ids, torch.Tensor) and ids.dim() in (1, 2) for ids in pair):
+        raise InvalidArgument("document_ids", expected="tensors [S] or [B, S]", got="something else", hint=PAIR)
+    batch = max(ids.shape[0] if ids.dim() == 2 else 1 for ids in pair)
+    like = [ids.new_empty(batch, 1, ids.shape[-1], 1) for ids in (pair[0], pair[-1])]
+    mask = find(*check(pair, *like))
+    if mask.dtype == torch.bool:
+        raise InvalidArgument(
+            "document_ids",
+            expected="keys of a document side by side",
+            got="some that lie apart",
+            hint="pass document_ids= to sdpa, or sort the tokens by document",
+        )
+    return mask

@@ -1,0 +1,47 @@
+"""What a call says in several ways about the keys that each query sees, as one attn_mask."""
+
+from __future__ import annotations
+
+import torch
+
+from microsdpa.call import masks, tensors
+from microsdpa.call.blocks import table_of
+from microsdpa.call.call import Inputs
+from microsdpa.call.documents import mask_of_documents
+from microsdpa.kernels.problem import Causal
+
+
+def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask: object) -> torch.Tensor:
+    """One attn_mask that hides what any of the three hides; the numbers of `attn_mask` are still added.
+
+    It is int32 ranges of keys where documents alone are given and allow it, and else bool or numbers.
+
+    Raises:
+        InvalidArgument: one of them cannot belong to the call.
+    """
+    query, key, value = inputs
+    if not all(isinstance(t, torch.Tensor) and not t.is_nested and t.dim() == 4 for t in (query, key)):
+        tensors.check_not_nested(query=query, key=key, value=value)
+        tensors.check_tensors(query, key, value, True)
+    found = None if document_ids is None else mask_of_documents(document_ids, query, key)
+    if block_mask is not None:
+        table = table_of(block_mask)
+        table.check(query, key)
+        found = table.mask if found is None else table.mask & masks.dense(found, key.shape[2])
+    assert found is not None
+    if attn_mask is None:
+        return found
+    given, shown = masks.check_mask(attn_mask, query, key), masks.dense(found, key.shape[2])
+    if given.is_floating_point():
+        return torch.where(shown, given, -torch.inf)
+    return masks.dense(given, key.shape[2]) & shown
+
+
+def with_causal(is_causal: bool, causal: Causal | None, attn_mask: object) -> Causal | None:
+    """The causal alignment of a call whose documents or blocks become a mask, beside which there is no is_causal.
+
+    Raises:
+        InvalidArgument: is_causal=True is given beside an attn_mask of its own, or beside another alignment.
+    """
+    masks.refuse_both(is_causal, attn_mask)
+    return tensors.check_causal(is_causal, causal)

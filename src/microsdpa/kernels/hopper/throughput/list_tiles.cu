@@ -1,0 +1,147 @@
+// Lists of the tiles of keys that a boolean mask leaves to the query tiles of hopper/throughput, ahead of it.
+//
+// Each CTA makes the list of one query tile, for all heads and batch entries that share the mask. Each warp reads one
+// tile of the mask and packs it: a lane of a wgmma accumulator finds the bits of its keys in one word. Tiles in which
+// nothing is visible are left out; those in which nothing is hidden are marked, and their bits are never read.
+// Bound by: the mask's bytes, which are read once.
+#include "../../ptx/control.cuh"
+#include "masks.cuh"
+
+namespace microsdpa::hopper::throughput {
+
+constexpr int LIST_WARPS = 16;
+
+template <int BLOCK_N>
+constexpr uint32 ALL_OF_LANE = BLOCK_N == 128 ? 0xffffffffu : (1u << BLOCK_N / 4 % 32) - 1;
+
+// What a row of a tile shows: a bit for each of BLOCK_N / 4 keys from this lane's first one on, which follow each
+// other. Keys that do not exist count as visible, which lets a tile be whole.
+template <int BLOCK_N>
+__device__ __forceinline__ uint32 visible_keys(const MaskParams& masks, const char* row, int first_key, int keys) {
+  constexpr int OWN = BLOCK_N / 4;
+  const int first = first_key + OWN * static_cast<int>(threadIdx.x % 4);
+  const char* from = row + first * masks.mask_column_stride;
+  uint32 shown = 0;
+  if (masks.mask_column_stride == 1 && reinterpret_cast<uint64>(from) % 8 == 0 && first + OWN <= keys) {
+#pragma unroll
+    for (int i = 0; i < OWN / 8; ++i) {
+      const auto loaded = *reinterpret_cast<const Vector<uint32, 2>*>(from + 8 * i);
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {  // four bytes to four bits, which are set for every byte but 0
+        const uint32 word = loaded.data[w], highest = ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
+        shown |= (highest * 0x00204081u >> 28) << 8 * i + 4 * w;
+      }
+    }
+  } else {
+    for (int i = 0; i < OWN; ++i) {
+      const bool visible = first + i >= keys || from[i * masks.mask_column_stride] != 0;
+      shown |= static_cast<uint32>(visible) << i;
+    }
+  }
+  return shown;
+}
+
+// The bits of a quad's lanes, whose keys follow each other, in the order of an accumulator: bit 2 n + e of a lane is
+// key 8 n + 2 lane + e of the row.
+template <int BLOCK_N>
+__device__ __forceinline__ uint32 in_order_of_accumulator(uint32 shown) {
+  constexpr int OWN = BLOCK_N / 4;
+  uint32 word = 0;
+#pragma unroll
+  for (int lane = 0; lane < 4; ++lane) {
+    uint32 pairs = __shfl_sync(FULL_WARP, shown, lane, 4) >> 2 * (threadIdx.x % 4) & 0x03030303u;
+    pairs = (pairs | pairs >> 6) & 0x000f000fu;
+    word |= ((pairs | pairs >> 12) & 0xffu) << OWN / 4 * lane;
+  }
+  return word;
+}
+
+enum TileState : int { HIDDEN, PARTIAL, WHOLE };
+
+// A mask of a query tile, as one warp reads it.
+template <int BLOCK_M, int BLOCK_N>
+struct MaskReader {
+  using List = TileList<BLOCK_M, BLOCK_N>;
+  static constexpr int ROWS_AT_ONCE = 8;  // one for each quad
+
+  const MaskedParams& params;
+  const List& list;
+  const char* mask;  // its row of the query tile's first one
+  int rows;          // that it has for the query tile
+
+  __device__ __forceinline__ MaskReader(const MaskedParams& params, const List& list, int index, int first_row)
+      : params(params), list(list) {
+    const MaskParams& masks = params.masks;
+    const int heads = masks.mask_strides.head != 0 ? params.call.heads : 1;
+    mask = static_cast<const char*>(masks.mask) + index / heads * masks.mask_strides.batch +
+           index % heads * masks.mask_strides.head + first_row * masks.mask_strides.row;
+    rows = List::has_rows(params) ? min(BLOCK_M, params.call.seqlen_q - first_row) : 1;
+  }
+
+  // What the mask leaves of a tile of keys, and its words for those that will read them. All lanes get the same.
+  __device__ __forceinline__ TileState read(int tile, bool store) const {
+    const int quad = static_cast<int>(threadIdx.x % 32 / 4), own = BLOCK_N / 4;
+    const int left = params.call.seqlen_k - BLOCK_N * tile - own * static_cast<int>(threadIdx.x % 4);
+    const uint32 existing = left >= own ? ALL_OF_LANE<BLOCK_N> : (1u << max(left, 0)) - 1;
+    bool any = false, all = true;
+#pragma unroll 4
+    for (int begin = 0; begin < rows; begin += ROWS_AT_ONCE) {
+      const int row = min(begin + quad, rows - 1);
+      const char* from = mask + row * params.masks.mask_strides.row;
+      const uint32 shown = visible_keys<BLOCK_N>(params.masks, from, BLOCK_N * tile, params.call.seqlen_k);
+      any |= (shown & existing) != 0, all &= shown == ALL_OF_LANE<BLOCK_N>;
+      const uint32 word = in_order_of_accumulator<BLOCK_N>(shown);
+      if (store && begin + quad < rows) list.words_of(params, tile, row)[threadIdx.x % List::WORDS] = word;
+    }
+    return __any_sync(FULL_WARP, any) ? (__all_sync(FULL_WARP, all) ? WHOLE : PARTIAL) : HIDDEN;
+  }
+};
+
+// Grid: masks * query tiles.
+template <int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
+__global__ void __launch_bounds__(32 * LIST_WARPS) list_tiles(const __grid_constant__ MaskedParams params) {
+  using List = TileList<BLOCK_M, BLOCK_N>;
+  using MASKS = Masks<bool, LEFT, false, false, void>;
+  __shared__ TileState states[LIST_WARPS];
+
+  grid_dependency_launch();
+  const int warp = static_cast<int>(threadIdx.x / 32), query_tiles = List::query_tiles(params);
+  const int mask = static_cast<int>(blockIdx.x) / query_tiles, query_tile = static_cast<int>(blockIdx.x) % query_tiles;
+  const int first_row = BLOCK_M * query_tile, first = first_key_tile<MASKS, BLOCK_N>(params, first_row);
+  const int last = first + key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, BLOCK_M);
+  const List list(params, mask, query_tile);
+  const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, mask, first_row);
+  // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+  grid_dependency_wait();
+
+  const bool has_rows = List::has_rows(params);
+  if (!has_rows) {  // all query tiles share the words: each CTA makes those of some tiles of keys
+    for (int64 tile = query_tile + static_cast<int64>(query_tiles) * warp; tile < List::key_tiles(params);
+         tile += static_cast<int64>(query_tiles) * LIST_WARPS) {
+      reader.read(static_cast<int>(tile), true);
+    }
+  }
+  int count = 0;  // the same in all threads
+  for (int begin = first; begin < last; begin += LIST_WARPS) {
+    const TileState state = begin + warp < last ? reader.read(begin + warp, has_rows) : HIDDEN;
+    if (threadIdx.x % 32 == 0) states[warp] = state;
+    __syncthreads();
+    int before = 0, found = 0;
+#pragma unroll
+    for (int i = 0; i < LIST_WARPS; ++i) {
+      before += i < warp && states[i] != HIDDEN;
+      found += states[i] != HIDDEN;
+    }
+    if (threadIdx.x % 32 == 0 && state != HIDDEN) {
+      list.entries[count + before] = ListEntry(begin + warp, state == WHOLE).value;
+    }
+    count += found;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    if (count == 0) list.entries[0] = ListEntry(first, false).value;  // rows without keys are written too
+    *list.count = max(count, 1);
+  }
+}
+
+}  // namespace microsdpa::hopper::throughput

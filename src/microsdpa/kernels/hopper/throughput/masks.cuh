@@ -1,0 +1,301 @@
+// Masks of hopper/throughput/kernel.cu: which tiles of keys a query tile visits, and what becomes of their scores.
+//
+// A lane of an accumulator has keys 8 n + 2 (lane % 4) + e of rows lane / 4 and lane / 4 + 8 of its warp.
+#pragma once
+
+#include "../../common/head.cuh"
+#include "../../common/masks.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/mma.cuh"
+#include "../common/tile_scheduler.cuh"
+#include "../common/warpgroup.cuh"
+#include "tile_list.cuh"
+
+namespace microsdpa::hopper::throughput {
+
+template <bool, typename T>
+struct IfElseVoid {
+  using Type = T;
+};
+template <typename T>
+struct IfElseVoid<false, T> {
+  using Type = void;
+};
+template <bool CONDITION, typename T>
+using If = typename IfElseVoid<CONDITION, T>::Type;
+
+// What a kernel does for its masks. LISTED: a tensor of booleans, which comes as a list of tiles (tile_list.cuh).
+// ADDED: one of numbers, which comes through shared memory. MODIFIED: scores are more than products times a scale.
+template <typename MASKS>
+struct MaskTraits {
+  static constexpr bool LISTED = is_bool<typename MASKS::Mask>, ADDED = PRESENT<typename MASKS::Mask> && !LISTED;
+  static constexpr bool MODIFIED = ADDED || MASKS::SOFTCAP || MASKS::ALIBI, SINKS = PRESENT<typename MASKS::Sink>;
+  using Added = If<ADDED, typename MASKS::Mask>;
+};
+template <>
+struct MaskTraits<NoMasks> {
+  static constexpr bool LISTED = false, ADDED = false, MODIFIED = false, SINKS = false;
+  using Added = void;
+};
+
+// The first tile of keys that any query from `first_row` on sees.
+template <typename MASKS, int BLOCK_N>
+__device__ __forceinline__ int first_key_tile(const typename MASKS::Params& params, int first_row) {
+  if constexpr (MASKS::LEFT) {
+    const int last = (params.call.seqlen_k - 1) / BLOCK_N;
+    return min(max(first_row + params.masks.lowest, 0) / BLOCK_N, last);
+  }
+  return 0;
+}
+
+// Tiles from `first` on that `rows` queries from `first_row` on see; at least one, so that rows without keys are
+// written too.
+template <typename MASKS, bool CAUSAL, int BLOCK_N>
+__device__ __forceinline__ int key_tiles_from(int first, const typename MASKS::Params& params, int first_row,
+                                              int rows) {
+  return max(1, key_tiles<CAUSAL, BLOCK_N>(MASKS::call(params), first_row, rows) - first);
+}
+
+// A query tile as the schedule has it, with the tiles of keys that the masks leave.
+template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N>
+__device__ __forceinline__ WorkTile masked_work(const typename MASKS::Params& params, WorkTile work) {
+  if constexpr (MASKS::ANY) {
+    if (work.tiles == 0) return work;
+    if constexpr (MaskTraits<MASKS>::LISTED) {
+      work.tiles = *TileList<BLOCK_M, BLOCK_N>(params, work.batch, work.head, work.first_row).count;
+    } else if constexpr (MASKS::LEFT) {
+      const int first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
+      work.tiles = key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, work.first_row, BLOCK_M);
+    }
+  }
+  return work;
+}
+
+// The tiles of keys that a query tile visits, by their place.
+template <typename MASKS, int BLOCK_M, int BLOCK_N>
+struct VisitedTiles {
+  int first;
+  const int32* entries;
+
+  __device__ __forceinline__ VisitedTiles(const typename MASKS::Params& params, const WorkTile& work) {
+    if constexpr (MaskTraits<MASKS>::LISTED) {
+      entries = TileList<BLOCK_M, BLOCK_N>(params, work.batch, work.head, work.first_row).entries;
+    } else {
+      first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
+    }
+  }
+  __device__ __forceinline__ int operator[](int place) const {
+    if constexpr (MaskTraits<MASKS>::LISTED) return ListEntry(entries[place]).tile();
+    return first + place;
+  }
+};
+
+// Scores of one row become -inf where `hidden` says so of the lane's key 8 n + e.
+template <int BLOCK_N, typename Hidden>
+__device__ __forceinline__ void hide_where(float (&s)[BLOCK_N / 2], int half, Hidden hidden) {
+#pragma unroll
+  for (int n = 0; n < BLOCK_N / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (hidden(n, e)) s[4 * n + 2 * half + e] = negative_infinity();
+    }
+  }
+}
+
+// Scores in base 2, capped: cap tanh(score / cap). tanh x = 1 - 2 / (1 + e^2x) has an error of 2^-22, which the cap
+// multiplies; for large caps, where scores are small beside it, tanhf is right.
+struct SoftCap {
+  static constexpr float LARGE = 2048.0f;  // base 2
+
+  float cap;
+  float rate;  // e^2x is 2^(rate score)
+
+  __device__ __forceinline__ explicit SoftCap(float cap) : cap(cap), rate(2.0f * 1.44269504088896340736f / cap) {}
+  __device__ __forceinline__ float operator()(float score) const {
+    if (cap > LARGE) return cap * tanhf(score / cap);
+    return fmaf(-2.0f * cap, rcp_approx(1.0f + ex2_approx(score * rate)), cap);
+  }
+};
+
+// No numbers to be added.
+struct NothingAdded {
+  __device__ __forceinline__ int load(int) const { return 0; }
+};
+
+// A tile of a mask of numbers in shared memory, as bulk copies bring it: panels of 128 bytes of the warpgroup's rows,
+// swizzled; or one row for all.
+template <typename Mask>
+struct AddedTile {
+  static constexpr int PANEL_COLUMNS = 128 / sizeof(Mask), CHUNK = 16 / sizeof(Mask);
+  // Elements of the keys of two columns of the accumulator, 16 bits or 32.
+  struct Elements {
+    uint32 words[4 * sizeof(Mask) / 2];
+
+    __device__ __forceinline__ Mask at(int half, int column, int e) const {
+      if constexpr (sizeof(Mask) == 4) {
+        return __uint_as_float(words[4 * column + 2 * half + e]);
+      } else {
+        const uint16 bits = static_cast<uint16>(words[2 * column + half] >> 16 * e);
+        return *reinterpret_cast<const Mask*>(&bits);
+      }
+    }
+  };
+
+  const Mask* tile;
+  unsigned all_rows;  // of the bits of a row's number, those that count: none where there is one row
+
+  __device__ __forceinline__ AddedTile(const Mask* tile, bool has_rows)
+      : tile(tile), all_rows(opaque(has_rows ? ROWS - 1 : 0)) {}
+
+  __device__ __forceinline__ const Mask* chunk(int row, int number) const {
+    const int place = row & all_rows;
+    constexpr int CHUNKS = PANEL_COLUMNS / CHUNK;
+    return tile + number / CHUNKS * (ROWS * PANEL_COLUMNS) + place * PANEL_COLUMNS +
+           (number % CHUNKS ^ place % CHUNKS) * CHUNK;
+  }
+
+  __device__ __forceinline__ Elements load(int pair) const {
+    const int lane = static_cast<int>(threadIdx.x % 32), warp_row = static_cast<int>(threadIdx.x % 128 / 32 * 16);
+    Elements found;
+    if constexpr (sizeof(Mask) == 2) {
+      ldmatrix(found.words, chunk(warp_row + lane % 16, pair + lane / 16));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int key = 8 * (pair + i / 2) + 2 * (lane % 4);
+        const Mask* from = chunk(warp_row + lane / 4 + 8 * (i % 2), key / CHUNK) + key % CHUNK;
+        const auto both = *reinterpret_cast<const Vector<uint32, 2>*>(from);
+        found.words[2 * i] = both.data[0], found.words[2 * i + 1] = both.data[1];
+      }
+    }
+    return found;
+  }
+};
+
+// The masks of a consumer's 64 rows of a query tile.
+template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N>
+struct TileMasks {
+  using Traits = MaskTraits<MASKS>;
+  using Scores = float[BLOCK_N / 2];
+  using Mask = typename MASKS::Mask;
+  using List = TileList<BLOCK_M, BLOCK_N>;
+  static constexpr float LOG2_E = 1.44269504088896340736f;
+
+  const MaskedParams& params;
+  int first_row;         // this lane's
+  int first_tile;        // of keys, for the query tile
+  float slope;           // ALiBi's, base 2
+  const int32* entries;  // of the list
+  const uint32* words;   // this lane's in the first tile of keys
+  uint32 seen[2];        // of the tile: bit 2 n + e of each row
+  int tile;              // of keys: its number
+
+  __device__ __forceinline__ explicit TileMasks(const MaskedParams& params) : params(params) {}
+
+  // `row`: this lane's first one of the query tile.
+  __device__ __forceinline__ void begin(const WorkTile& work, int row) {
+    const MaskParams& masks = params.masks;
+    first_row = work.first_row + row;
+    first_tile = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
+    if constexpr (MASKS::ALIBI) {
+      slope = LOG2_E * masks.slopes[work.batch * masks.slope_batch_stride + work.head * masks.slope_head_stride];
+    }
+    if constexpr (Traits::LISTED) {
+      const List list(params, work.batch, work.head, work.first_row);
+      entries = list.entries, words = list.words_of(params, 0, row) + threadIdx.x % List::WORDS;
+    }
+  }
+
+  // Starts to read what is known of the tile, by its place among those of the query tile.
+  __device__ __forceinline__ void fetch(int place) {
+    tile = first_tile + place;
+    if constexpr (Traits::LISTED) {
+      const ListEntry found(entries[place]);
+      tile = found.tile();
+      seen[0] = seen[1] = 0xffffffffu;
+      if (!found.whole()) {
+        const uint32* from = words + List::words_to(params, tile);
+        seen[0] = from[0], seen[1] = from[List::words_to_row(params, 8)];
+      }
+    }
+  }
+
+  // The logit, in base 2, that a head's sink adds to the sums of its rows.
+  __device__ __forceinline__ static float sink_of(const MaskedParams& params, int head) {
+    return LOG2_E *
+           to_float(static_cast<const typename MASKS::Sink*>(params.masks.sinks)[head * params.masks.sink_head_stride]);
+  }
+
+  // Turns products into scores; of keys that a row does not see they are -inf. `added`: numbers to be added, by load(n)
+  // for the keys of two columns of the accumulator.
+  template <typename Added>
+  __device__ __forceinline__ void apply(Scores& s, const Added& added) const {
+    if constexpr (Traits::MODIFIED) modify(s, added);
+    if constexpr (Traits::LISTED) {
+      if (seen[0] != ~0u || seen[1] != ~0u) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          hide_where<BLOCK_N>(s, half, [&](int n, int e) { return !(seen[half] >> (2 * n + e) & 1); });
+        }
+      }
+    }
+    hide_outside(s);
+  }
+
+ private:
+  template <typename Added>
+  __device__ __forceinline__ void modify(Scores& s, const Added& added) const {
+    const float scale = params.call.scale_log2;
+    const SoftCap capped(MASKS::SOFTCAP ? params.masks.softcap_log2 : 1.0f);
+    // Of this lane's first query to its first key of the tile.
+    const float distance = static_cast<float>(first_row + params.masks.position - BLOCK_N * tile -
+                                              static_cast<int>(2 * (threadIdx.x % 4)));
+#pragma unroll
+    for (int pair = 0; pair < BLOCK_N / 8; pair += 2) {
+      const auto elements = added.load(pair);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int n = pair + i / 4, half = i / 2 % 2, e = i % 2;
+        float& x = s[4 * n + 2 * half + e];
+        x *= scale;
+        if constexpr (MASKS::SOFTCAP) x = capped(x);
+        if constexpr (MASKS::ALIBI) x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * half - 8 * n - e)), x);
+        if constexpr (Traits::ADDED) x = add_mask<Mask>(x, elements.at(half, i / 4, e));
+      }
+    }
+  }
+
+  // Keys beyond the last one, and those before and behind what each row sees.
+  __device__ __forceinline__ void hide_outside(Scores& s) const {
+    const int first_key = BLOCK_N * tile,
+              warpgroup_row = first_row - static_cast<int>(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4);
+    const int keys = params.call.seqlen_k - first_key;
+    const int right = warpgroup_row + params.call.diagonal + 1 - first_key;  // of the warpgroup's first row
+    if (min(keys, CAUSAL ? right : BLOCK_N) < BLOCK_N) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row - warpgroup_row + 8 * half;
+        const int visible = (CAUSAL ? min(keys, right + row) : keys) - static_cast<int>(2 * (threadIdx.x % 4));
+        hide_where<BLOCK_N>(s, half, [&](int n, int e) { return 8 * n + e >= visible; });
+      }
+    }
+    if constexpr (MASKS::LEFT) {
+      const int left = warpgroup_row + params.masks.lowest - first_key;
+      if (left + ROWS - 1 > 0) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int hidden = left + (first_row - warpgroup_row) + 8 * half - static_cast<int>(2 * (threadIdx.x % 4));
+          hide_where<BLOCK_N>(s, half, [&](int n, int e) { return 8 * n + e < hidden; });
+        }
+      }
+    }
+  }
+};
+
+// Without masks.
+template <bool CAUSAL, int BLOCK_M, int BLOCK_N>
+struct TileMasks<NoMasks, CAUSAL, BLOCK_M, BLOCK_N> {
+  __device__ __forceinline__ explicit TileMasks(const AttentionParams&) {}
+};
+
+}  // namespace microsdpa::hopper::throughput

@@ -1,0 +1,70 @@
+// The tiles of keys that a boolean mask leaves to each query tile, in scratch memory (list_tiles.cu writes them).
+#pragma once
+
+#include "../../common/mask_params.cuh"
+
+namespace microsdpa::hopper::throughput {
+
+// One tile of a list: its number among the tiles of keys, and whether the mask hides nothing in it.
+struct ListEntry {
+  int32 value;
+
+  __device__ __forceinline__ explicit ListEntry(int32 value) : value(value) {}
+  __device__ __forceinline__ ListEntry(int tile, bool whole) : value(2 * tile + whole) {}
+  __device__ __forceinline__ int tile() const { return value >> 1; }
+  __device__ __forceinline__ bool whole() const { return value & 1; }
+};
+
+// Heads and batch entries that share the mask share a list. A mask without rows of its own has one row of words.
+template <int BLOCK_M, int BLOCK_N>
+struct TileList {
+  static constexpr int WORDS =
+      4;  // of a row of a tile, one for each lane of a quad: bit 2 n + e is key 8 n + 2 lane + e
+  static_assert(BLOCK_N <= 128, "a lane has a bit for each of its keys");
+
+  int32* count;
+  int32* entries;  // of the query tile, in ascending order
+  uint32* words;   // of the query tile's rows in all tiles of keys, also those that are not in the list
+
+  __device__ __forceinline__ static int query_tiles(const MaskedParams& p) {
+    return (p.call.seqlen_q + BLOCK_M - 1) / BLOCK_M;
+  }
+  __device__ __forceinline__ static int key_tiles(const MaskedParams& p) {
+    return (p.call.seqlen_k + BLOCK_N - 1) / BLOCK_N;
+  }
+  __device__ __forceinline__ static bool has_rows(const MaskedParams& p) { return p.masks.mask_strides.row != 0; }
+  __device__ __forceinline__ static int masks(const MaskedParams& p) {
+    return (p.masks.mask_strides.batch != 0 ? p.call.batch : 1) * (p.masks.mask_strides.head != 0 ? p.call.heads : 1);
+  }
+  // Words from a tile's first row to the one `row` further, and from the first tile to another one.
+  __device__ __forceinline__ static int words_to_row(const MaskedParams& p, int row) {
+    return has_rows(p) ? WORDS * row : 0;
+  }
+  __device__ __forceinline__ static int64 words_to(const MaskedParams& p, int tile) {
+    return static_cast<int64>(tile) * (has_rows(p) ? WORDS * BLOCK_M : WORDS);
+  }
+  __device__ __forceinline__ static int mask_of(const MaskedParams& p, int batch, int head) {
+    const bool heads = p.masks.mask_strides.head != 0;
+    return (p.masks.mask_strides.batch != 0 ? batch : 0) * (heads ? p.call.heads : 1) + (heads ? head : 0);
+  }
+
+  __device__ __forceinline__ TileList(const MaskedParams& p, int batch, int head, int first_row)
+      : TileList(p, mask_of(p, batch, head), first_row / BLOCK_M) {}
+  // By the number of the mask among masks().
+  __device__ __forceinline__ TileList(const MaskedParams& p, int mask, int query_tile) {
+    const int64 lists = static_cast<int64>(masks(p)) * query_tiles(p);
+    const int64 list = static_cast<int64>(mask) * query_tiles(p) + query_tile;
+    count = static_cast<int32*>(p.call.workspace) + list;
+    entries = static_cast<int32*>(p.call.workspace) + lists + list * key_tiles(p);
+    const int64 heads = lists * (1 + key_tiles(p));  // numbers ahead of the words
+    uint32* all = static_cast<uint32*>(p.call.workspace) + (heads + WORDS - 1) / WORDS * WORDS;
+    words = all + (has_rows(p) ? list : mask) * words_to(p, key_tiles(p));
+  }
+
+  // Words of the query tile's row `row` in a tile of keys.
+  __device__ __forceinline__ uint32* words_of(const MaskedParams& p, int tile, int row) const {
+    return words + words_to(p, tile) + words_to_row(p, row);
+  }
+};
+
+}  // namespace microsdpa::hopper::throughput
