@@ -44,7 +44,7 @@ def forms(draw: st.DrawFn) -> Form:
     dtype = draw(st.sampled_from(HALVES))
     return Form(
         dtype,
-        draw(st.sampled_from([None, torch.bool, dtype, torch.float32])),
+        draw(st.sampled_from([None, torch.bool, torch.int32, dtype, torch.float32])),
         *(draw(st.booleans()) for _ in range(4)),
         draw(st.sampled_from([None, dtype, torch.float32])),
     )
@@ -86,8 +86,18 @@ def calls(draw: st.DrawFn, form: st.SearchStrategy[Form], head_dims: st.SearchSt
     }
     if kind.mask is not None:
         shape = [size if draw(st.booleans()) else 1 for size in (batch, heads, seqlen_q, seqlen_k)]
+        if kind.mask == torch.int32:
+            shape[3] = 2
         shown = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.1, 0.5, 0.9, 1.0]), label="shown")
-        mask = shown if kind.mask == torch.bool else normal(*shape).where(shown, -torch.inf).to(kind.mask)
+        some = torch.randint(-3, seqlen_k + 4, shape, generator=generator).int()
+        ends = torch.where(torch.rand(shape, generator=generator) < 0.1, 2**31 - 1, some)  # no end of a sequence
+        mask = (
+            shown
+            if kind.mask == torch.bool
+            else ends
+            if kind.mask == torch.int32
+            else normal(*shape).where(shown, -torch.inf).to(kind.mask)
+        )
         leading = next((i for i, size in enumerate(shape) if size > 1), 4)
         mask = mask[(0,) * draw(st.integers(0, leading), label="dropped dimensions")]
         if mask.dim() >= 2 and draw(st.booleans(), label="mask the other way round in memory"):

@@ -271,8 +271,8 @@ def bench(
     if unknown := [mode for mode in chosen or [] if mode not in MODES]:
         raise typer.BadParameter(f"modes: expected some of {', '.join(MODES)}, got {', '.join(unknown)}")
     with progress() as bars:
-        some = suites.Some(cells, part, seconds)
-        step = reproduction.bench_step(bars, suite, chosen, check_kernel(impl), peers, output, _command(), some=some)
+        some = suites.Some(peers, cells, part, seconds)
+        step = reproduction.bench_step(bars, suite, chosen, check_kernel(impl), some, output, _command())
     _finish([step], as_json)
 
 

@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.profiler import profile
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask
 
 import microsdpa
+from microsdpa import BlockTable
 from microsdpa.attention import api, explain
 from microsdpa.attention import plan as plans
 from microsdpa.attention.explain import Explanation
@@ -194,6 +196,22 @@ def numbers() -> torch.Tensor:
     return torch.zeros(BATCH, 1, SEQLEN_Q, SEQLEN_K, dtype=torch.float16)
 
 
+def ranges() -> torch.Tensor:
+    return torch.tensor([0, SEQLEN_K], dtype=torch.int32).expand(SEQLEN_Q, 2)
+
+
+def documents(*lengths: int, of: int = 1) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.arange(length) % of for length in lengths)
+
+
+def blocks() -> BlockTable:
+    return BlockTable(torch.ones(1, 1, dtype=torch.bool), 64, SEQLEN_Q, SEQLEN_K)
+
+
+def flex_blocks() -> Any:
+    return create_block_mask(lambda b, h, i, j: j >= 0, None, None, SEQLEN_Q, SEQLEN_K, device="cpu")
+
+
 def sdpa(name: str, heads_kv: int = HEADS, dtype: torch.dtype = torch.float16, **options: Any) -> Door:
     """A call of sdpa; the values of `options` that can be called are made anew for the test."""
 
@@ -254,6 +272,13 @@ SDPA = [
     sdpa("attn_mask of numbers", attn_mask=numbers),
     sdpa("attn_mask, causal, return_lse", attn_mask=bits, causal="lower_right", return_lse=True),
     sdpa("attn_mask, out", attn_mask=bits, out=output),
+    sdpa("attn_mask of ranges", attn_mask=ranges),
+    sdpa("document_ids", document_ids=lambda: documents(SEQLEN_Q, SEQLEN_K)),
+    sdpa(
+        "document_ids that lie apart, causal", document_ids=lambda: documents(SEQLEN_Q, SEQLEN_K, of=3), is_causal=True
+    ),
+    sdpa("block_mask", block_mask=blocks),
+    sdpa("block_mask of flex_attention", block_mask=flex_blocks),
     sdpa("window", window=(4, 0)),
     sdpa("softcap", softcap=20.0),
     sdpa("alibi_slopes", alibi_slopes=slopes),

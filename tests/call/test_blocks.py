@@ -172,7 +172,9 @@ def test_a_table_is_of_its_call() -> None:
     meta.mask = meta.mask.to("meta")
     with pytest.raises(InvalidArgument, match="expected one on cpu, as query is, got meta"):
         microsdpa.sdpa(query, key, value, block_mask=meta)
-    with pytest.raises(InvalidArgument, match=r"a BlockMask of torch.nn.attention.flex_attention or a microsdpa.BlockT"):
+    with pytest.raises(
+        InvalidArgument, match=r"a BlockMask of torch.nn.attention.flex_attention or a microsdpa.BlockT"
+    ):
         microsdpa.sdpa(query, key, value, block_mask=torch.ones(2, 2).bool())  # type: ignore[arg-type]
 
 

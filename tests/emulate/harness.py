@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 
 from microsdpa import reference
-from microsdpa.call.masks import Masks
 from microsdpa.emulate import build
 from microsdpa.emulate.run import Report, Schedule, Shape, attention, launch
 from microsdpa.evidence import compare
-from microsdpa.evidence.inputs import Case, make, make_masks
+from microsdpa.evidence.inputs import Case, make, make_masks, masks_of
 from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec, TensorMap
 from microsdpa.kernels.problem import Problem
@@ -165,7 +164,7 @@ def check_in_every_order(spec: KernelSpec, problem: Problem, case: Case, *, conf
             *(spec, problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
             count_banks=True,
-            masks=Masks(**masks),
+            masks=masks_of(case),
         )
         assert conflicts or report.bank_conflicts == 0
         outs.append((out, lse))

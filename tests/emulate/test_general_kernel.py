@@ -106,7 +106,40 @@ def test_keys_outside_the_window_are_not_loaded() -> None:
     assert loaded[1] < loaded[0] / 4
 
 
+@pytest.mark.parametrize(("kernel", "seqlen_q"), [("ampere/general", 128), ("ampere/general", 40), ("ampere/mma", 5)])
+def test_keys_that_no_range_of_a_tile_has_are_not_loaded(kernel: str, seqlen_q: int) -> None:
+    query, key, value = make(Case(1, 2, seqlen_q, 2048, 64))
+    found = []
+    for ends in ((0, 2048), (512, 576), (1000, 1000)):
+        ranges = torch.tensor(ends, dtype=torch.int32).repeat(seqlen_q, 1)
+        ranges[1:-1, 1] = ranges[0, 0]  # which see nothing
+        masks = Masks(attn_mask=ranges)
+        problem = Problem(1, 2, 2, seqlen_q, 2048, 64, "float16", mask=masks.kind, target="sm_89")
+        spec = select(problem, kernel).spec
+        out = torch.empty_like(query)
+        report = run.attention(spec, problem, (query, key, value, out, None), None, masks=masks)
+        found.append((report.counters["async_copy_bytes"], report.counters["tensor_instructions"]))
+        expected, _ = reference.oracle(query, key, value, attn_mask=ranges)
+        torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
+    for whole, part, nothing in zip(*found, strict=True):
+        assert part < whole / 4
+        assert nothing < part
+    assert found[2][1] == 0
+
+
+def test_any_number_may_stand_in_a_range() -> None:
+    query, key, value = make(Case(1, 1, 64, 100, 32))
+    least, most = -(2**31), 2**31 - 1
+    for first, last in ((least, most), (least, least), (most, most), (most, least), (-1, 7), (90, most), (50, 20)):
+        ranges = torch.tensor([first, last], dtype=torch.int32)
+        out = microsdpa.sdpa(query, key, value, attn_mask=ranges, impl=GENERAL)
+        expected, _ = reference.oracle(query, key, value, attn_mask=ranges)
+        torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
+
+
 FORMS = [
+    Form(torch.float16, torch.int32),
+    Form(torch.bfloat16, torch.int32, left=True, alibi=True, sinks=torch.float32),
     Form(torch.float16, torch.bool),
     Form(torch.float16, torch.float32, left=True, alibi=True),
     Form(torch.bfloat16, torch.bfloat16, right=True, softcap=True, sinks=torch.float32),

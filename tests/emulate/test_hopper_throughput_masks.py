@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from harness import check_in_every_order
 
+import microsdpa
+from microsdpa import reference
 from microsdpa.call.masks import Masks
-from microsdpa.evidence.inputs import Case, make_masks
+from microsdpa.emulate.run import attention
+from microsdpa.evidence import compare
+from microsdpa.evidence.inputs import Case, documents, make, make_masks
 from microsdpa.kernels.hopper.throughput.spec import fitting, specification
+from microsdpa.kernels.problem import Causal
 
 CASES = [
     (Case(1, 2, 200, 500, 64, masks=("window",)), 0),
@@ -31,8 +37,11 @@ CASES = [
     (Case(1, 3, 150, 304, 128, masks=("additive", "alibi"), causal="upper_left", scale=0.3), 1),
     (Case(1, 3, 150, 300, 128, masks=("float32",)), 0),
     (Case(1, 2, 200, 300, 64, masks=("float32",), causal="lower_right", scale=0.0), 0),
+    (Case(2, 2, 400, 400, 64, masks=("documents",), causal="lower_right"), 0),
+    (Case(1, 2, 300, 300, 128, masks=("documents", "softcap", "sinks")), 0),
     (Case(1, 2, 200, 304, 72, masks=("left padding, numbers",)), 1),
 ]
+THROUGHPUT = "emulate:hopper/throughput"
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""
 
@@ -44,3 +53,35 @@ def test_masks_are_right_in_every_order(case: Case, candidate: int) -> None:
     spec = replace(specification(problem, tiles[candidate % len(tiles)]), max_ctas=CTAS)
     # Rows of 32-bit numbers are read two at a time in each bank: the copies' pattern is for rows of 16 bits.
     check_in_every_order(spec, problem, case, conflicts="float32" in case.masks)
+
+
+@pytest.mark.parametrize("causal", [None, "upper_left", "lower_right"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_documents_as_ranges_are_those_of_a_boolean_mask(causal: Causal | None, head_dim: int) -> None:
+    case = Case(2, 2, 330, 330, head_dim)
+    query, key, value = make(case)
+    ids = documents(case)
+    shown = (ids[:, :, None] == ids[:, None])[:, None]
+    by_ranges, by_mask = (
+        microsdpa.sdpa(query, key, value, causal=causal, impl=THROUGHPUT, return_lse=True, **given)  # type: ignore[arg-type]
+        for given in ({"document_ids": ids}, {"attn_mask": shown})
+    )
+    for a, b in zip(by_ranges, by_mask, strict=True):
+        assert torch.allclose(a.float(), b.float(), atol=2e-3)
+
+
+def test_any_numbers_may_stand_in_ranges() -> None:
+    query, key, value = make(Case(1, 2, 300, 400, 64))
+    generator = torch.Generator().manual_seed(3)
+    ends = torch.randint(-100, 600, (1, 2, 300, 2), generator=generator, dtype=torch.int32)
+    ends[:, :, 128:200] = torch.tensor([300, 200])  # rows that see nothing
+    keys = torch.arange(400)
+    shown = (keys >= ends[..., :1]) & (keys < ends[..., 1:])
+    expected = reference.oracle(query, key, value, attn_mask=shown)
+    problem = replace(Case(1, 2, 300, 400, 64).problem("sm_90a"), mask=Masks(attn_mask=ends).kind_in_memory)
+    out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
+    spec = specification(problem, fitting(problem)[0])
+    attention(spec, problem, (query, key, value, out, lse), masks=Masks(attn_mask=ends))
+    eager = reference.eager(query, key, value, attn_mask=shown)
+    for got, exact, plain in zip((out, lse), expected, eager, strict=True):
+        assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))

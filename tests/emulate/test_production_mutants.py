@@ -54,13 +54,18 @@ class Mutant:
 
 
 WAIT = "  if (PROGRAMMATIC) grid_dependency_wait();\n"
+WAIT_OF_MMA = WAIT.replace("(PROGRAMMATIC)", "(PROGRAMMATIC && !MASKS::RANGED)")
 AHEAD = "before griddepcontrol.wait"
 CLUSTERED = replace(ampere_tiles.DECODE_DEEP, clustered=True)
 STREAM, SMALL = ampere_tiles.STREAM_DEEP, Tiling(64, 1, 2)
 MASKED = "first_key + BLOCK_N > min(seen_first, params.seqlen_k)"
 MUTANTS = [
     Mutant("stream: wait", "ampere/stream/kernel.cu", WAIT, "", Case(1, 1, 140, 330, 64), tiled(STREAM), AHEAD),
-    Mutant("mma: wait", "ampere/mma/kernel.cu", WAIT, "", Case(1, 1, 50, 170, 64), tiled(SMALL), AHEAD),
+    Mutant("mma: wait", "ampere/mma/kernel.cu", WAIT_OF_MMA, "", Case(1, 1, 50, 170, 64), tiled(SMALL), AHEAD),
+    Mutant(
+        *("mma: wait for ranges", "ampere/mma/kernel.cu", WAIT, "", Case(1, 2, 5, 200, 64, masks=("documents",))),
+        *(named("ampere/mma"), AHEAD),
+    ),
     Mutant(
         *("merge: wait", "ampere/combine/kernel.cu", "    grid_dependency_wait();\n", "", Case(1, 2, 5, 700, 64)),
         *(tiled(replace(ampere_tiles.DECODE_DEEP, split=4)), AHEAD),
@@ -93,20 +98,44 @@ MUTANTS = [
         *(Case(1, 1, 50, 127, 64), tiled(SMALL), WRONG),
     ),
     Mutant(
-        *("mma: window's first tile", "ampere/mma/kernel.cu", "arguments.masks.lowest) / BLOCK_N;"),
+        *("mma: window's first tile", "ampere/mma/kernel.cu", "arguments.masks.lowest);"),
         *(
-            "arguments.masks.lowest + BLOCK_N - 1) / BLOCK_N;",
+            "arguments.masks.lowest + BLOCK_N - 1);",
             Case(1, 2, 3, 200, 64, causal="lower_right", masks=("window",)),
         ),
         *(named("ampere/mma"), WRONG),
     ),
     Mutant(
-        *("general: window's first tile", "ampere/general/kernel.cu", "params.masks.lowest) / BLOCK_N"),
+        *("general: window's first tile", "ampere/general/kernel.cu", "params.masks.lowest) : 0;"),
         *(
-            "params.masks.lowest + BLOCK_N - 1) / BLOCK_N",
+            "params.masks.lowest + BLOCK_N - 1) : 0;",
             Case(1, 2, 40, 200, 64, causal="lower_right", masks=("window",)),
         ),
         *(named("ampere/general"), WRONG),
+    ),
+    *(
+        Mutant(*(f"{kernel}: {name}", f"ampere/{kernel}/kernel.cu", old, new), case, named(f"ampere/{kernel}"), WRONG)
+        for kernel, case in (
+            ("general", Case(1, 2, 40, 200, 64, masks=("documents",))),
+            ("mma", Case(1, 2, 3, 200, 64, masks=("documents",))),
+        )
+        for name, old, new in (
+            ("a range's first tile", "(first_seen, range.first)", "(first_seen, range.first + BLOCK_N)"),
+            ("a range's last tile", ", range.last)", ", range.last - BLOCK_N)"),
+        )
+    ),
+    *(
+        Mutant(*(f"ranges: {name}", "common/masks.cuh", old, new), case, named("ampere/general"), WRONG)
+        for case in (Case(1, 2, 40, 200, 64, masks=("documents",)),)
+        for name, old, new in (
+            ("first key", "~below(range[t][half].first - start)", "~below(range[t][half].first + 1 - start)"),
+            ("last key", "below(range[t][half].last - start)", "below(range[t][half].last + 1 - start)"),
+            (
+                "the other half's row",
+                "range[t][half] = range_at(params, mask(first, t, half))",
+                "range[t][half] = range_at(params, mask(first, t, 0))",
+            ),
+        )
     ),
 ]
 

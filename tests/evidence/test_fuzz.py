@@ -45,7 +45,20 @@ def test_a_seed_gives_the_same_calls_and_every_door() -> None:
     assert calls == draw(400, 7, emulated=False)
     assert calls != draw(400, 8, emulated=False)
     assert {call.door for call in calls} == set(DOORS)
-    for name in ("mask", "causal", "alibi", "sinks", "operands", "granularity", "dtype", "layouts", "impl", "scale"):
+    for name in (
+        "documents",
+        "blocks",
+        "mask",
+        "causal",
+        "alibi",
+        "sinks",
+        "operands",
+        "granularity",
+        "dtype",
+        "layouts",
+        "impl",
+        "scale",
+    ):
         assert len({getattr(call, name) for call in calls}) > 1, name
     assert all(call == valid(call) for call in calls)
     assert all(call.work <= 2**18 for call in draw(50, 7, emulated=True))
@@ -78,6 +91,29 @@ def test_plain_operations_are_the_oracle() -> None:
     options: dict[str, Any] = {"causal": "lower_right", "window": MASKED.window, "softcap": MASKED.softcap}
     expected, _ = reference.oracle(**of, **options)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("documents", ["none", "in order", "apart", "of queries and keys"])
+@pytest.mark.parametrize("blocks", ["none", "table", "mask_mod"])
+def test_documents_and_blocks_are_in_what_is_said_of_them(documents: Any, blocks: Any) -> None:
+    call = valid(
+        Call(door="plan", batch=2, seqlen_q=90, seqlen_k=90, documents=documents, blocks=blocks, mask="ranges")
+    )
+    made = tensors(call, "cpu")
+    assert made.masks.keys() == {
+        "attn_mask",
+        *(["document_ids"] if documents != "none" else []),
+        *(["block_mask"] if blocks != "none" else []),
+    }
+    expected, _ = reference.oracle(made.query, made.key, made.value, **made.masks)
+    of = {name: getattr(made, name).double() for name in ("query", "key", "value")}
+    shown = {} if made.shown is None else {"shown": made.shown}
+    found = fuzz_check.plain(call, {**of, "attn_mask": made.masks["attn_mask"], **shown})
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    outcome = fuzz_check.check(call, "cpu")
+    assert (outcome.kind, outcome.failure) == ("passed", "")
+    assert fuzz_check.check(dataclasses.replace(call, door="backward"), "cpu").kind == "passed"
+    assert valid(dataclasses.replace(call, door="operator")).documents == "none"
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -139,7 +175,7 @@ def _mutant(directory: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 
 def test_a_wrong_kernel_is_found_and_made_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's first tile rounded up: only windows whose left end is inside a tile show it."""
-    _mutant(tmp_path, monkeypatch, "masks.lowest) / BLOCK_N", "masks.lowest + BLOCK_N - 1) / BLOCK_N")
+    _mutant(tmp_path, monkeypatch, "masks.lowest);", "masks.lowest + BLOCK_N - 1);")
     step = fuzz.step(60, 26, output=tmp_path)
     assert step.status == "failed"
     failure, line = step.sections[0][1][1]

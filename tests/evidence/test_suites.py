@@ -88,13 +88,13 @@ def test_suite_wild_is_of_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_some_cells_of_a_suite() -> None:
     masked = suites.load("masked")
-    documents = suites.chosen(masked, suites.Some("documents,Qwen"))
+    documents = suites.chosen(masked, suites.Some(cells="documents,Qwen"))
     assert {c.masks for c in documents.cases} == {("documents",), ("text",)}
     parts = [suites.chosen(masked, suites.Some(part=f"{i}/3")).cases for i in (1, 2, 3)]
     assert sorted(map(str, itertools.chain(*parts))) == sorted(map(str, masked.cases))
     for some, message in (("documnets", "texts in case names"), ("", "such as 1/3, got 4/3")):
         with pytest.raises(InvalidArgument, match=message):
-            suites.chosen(masked, suites.Some(some, "4/3" if not some else ""))
+            suites.chosen(masked, suites.Some(cells=some, part="4/3" if not some else ""))
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,20 @@ def test_masks_of_numbers_do_not_spill(head_dim: int, kind: MaskKind) -> None:
     assert not compile_kernel(spec, problem.target).resources.uses_local_memory
 
 
+RANGES = MaskKind("int32", left=True, right=True)
+
+
+@pytest.mark.parametrize("kind", [MaskKind("bool"), RANGES], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_two_tiles_of_queries_a_warp_do_not_spill(head_dim: int) -> None:
-    problem = Problem(4, 32, 32, 1024, 1024, head_dim, "float16", mask=MaskKind("bool"), target="sm_90a")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_two_tiles_of_queries_a_warp_do_not_spill(head_dim: int, kind: MaskKind, target: str) -> None:
+    problem = Problem(4, 32, 32, 1024, 1024, head_dim, "float16", mask=kind, target=target)
     spec = select(problem).spec
     assert ("ROW_TILES", "2") in spec.template_args
     assert not compile_kernel(spec, problem.target).resources.uses_local_memory
 
 
-@pytest.mark.parametrize("kind", [MaskKind("bool"), *KINDS], ids=str)
+@pytest.mark.parametrize("kind", [MaskKind("bool"), RANGES, *KINDS], ids=str)
 @pytest.mark.parametrize(("head_dim", "target"), [(64, "sm_80"), (64, "sm_89"), (128, "sm_90a")])
 def test_masks_in_decoding_do_not_spill(head_dim: int, target: str, kind: MaskKind) -> None:
     problem = Problem(4, 32, 8, 1, 4096, head_dim, "float16", mask=kind, target=target)

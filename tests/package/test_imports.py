@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "execution": {"call", "emulate", "errors", "kernels", "runtime"},
     "attention": {"call", "errors", "execution", "jit", "kernels", "runtime"},
     "integrations": {"", "attention", "call", "errors", "execution", "kernels", "runtime"},
-    "": {"attention", "errors", "integrations"},
+    "": {"attention", "call", "errors", "integrations"},
     "evidence": {
         *("", "attention", "call", "emulate", "errors", "execution", "integrations", "jit", "kernels", "reference"),
         "runtime",

@@ -13,6 +13,7 @@ SIGNATURES = {
     ("attention/api.py", "sdpa"),
     ("attention/explain.py", "explain"),
     ("attention/plan.py", "plan"),
+    ("attention/plan.py", "make_masked_plan.prepared"),
     # Signatures that a framework prescribes: an autograd function, operators' schemas, attention and mask functions.
     ("execution/autograd.py", "_Attention.forward"),
     ("integrations/torch_ops.py", "_call"),
@@ -22,6 +23,7 @@ SIGNATURES = {
     ("integrations/transformers.py", "mask_function"),
     # Options of the command line.
     ("cli.py", "verify"),
+    ("cli.py", "bench"),
     # The oracle has the arguments of sdpa, and a kernel in Triton's language those of a kernel.
     ("reference.py", "oracle"),
     ("reference.py", "eager"),

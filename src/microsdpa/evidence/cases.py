@@ -25,6 +25,16 @@ MASKINGS: tuple[tuple[Causal | None, tuple[Masking, ...]], ...] = (
     ("lower_right", ("alibi",)),
     ("lower_right", ("bool", "window", "softcap", "alibi", "sinks")),
 )
+SPARSE: tuple[tuple[Causal | None, tuple[Masking, ...]], ...] = (
+    ("upper_left", ("documents",)),
+    (None, ("documents", "window", "softcap", "alibi", "sinks")),
+    ("lower_right", ("blocks 10%",)),
+    (None, ("blocks 30%", "softcap")),
+    ("upper_left", ("blocks 50%", "window", "sinks")),
+    (None, ("window as a mask",)),
+    ("lower_right", ("window 1024",)),
+    (None, ("window 4096",)),
+)
 DECODING: tuple[tuple[DType, Causal | None, tuple[Masking, ...]], ...] = (
     ("float16", None, ("left padding",)),
     ("bfloat16", None, ("left padding, numbers",)),
@@ -98,6 +108,14 @@ def verify_cases() -> list[Case]:
         Case(1, 2, 70, 150, d, dtype=dtype, causal="lower_right", masks=("bool", "softcap"))
         for d in (40, 128, 256)
         for dtype in DTYPES
+    ]
+    # Documents, blocks and windows, in tiles of few queries and of many.
+    cases += [
+        Case(2, 4, s_q, s_k, d, heads_kv=2, dtype=dtype, causal=causal, masks=masks)
+        for (s_q, s_k, d), dtype in zip(
+            ((300, 300, 64), (150, 520, 40), (5, 700, 64)), (*DTYPES, DTYPES[0]), strict=True
+        )
+        for causal, masks in SPARSE
     ]
     # Masks in decoding, where heads share tiles and the keys are divided.
     cases += [

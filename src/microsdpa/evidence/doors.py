@@ -19,10 +19,9 @@ from torch.nn import attention
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.call.masks import Masks
 from microsdpa.evidence import compare, results, signatures, statistics, timing
 from microsdpa.evidence.expectation import Expectation
-from microsdpa.evidence.inputs import Case, make, make_masks
+from microsdpa.evidence.inputs import Case, make, make_masks, masks_of
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.peers.ours import RungCodes
 from microsdpa.kernels.problem import OPERANDS, Operands
@@ -119,7 +118,7 @@ def _as_tensor(case: Case) -> Bind:
 
     def bind(tensors: Tensors) -> Call:
         query, key, _ = tensors
-        masks = Masks(**make_masks(case, query.device.type))
+        masks = masks_of(case, query.device.type)
         shape = query.shape[2], key.shape[2]
         if masks.alibi_slopes is None:
             mask = masks.visible(case.causal, *shape, query.device)
@@ -434,7 +433,7 @@ def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
         found = microsdpa.explain(*made.codes, **made.scales)
         return fields | signatures.of_call(found, tensors[0]) | {"requested": "auto", "operands": door.operands}
     case, masks = door.case, make_masks(door.case, "cuda")
-    kind = Masks(**masks).kind
+    kind = masks_of(door.case, "cuda").kind
     shared: dict[str, Any] = {"causal": case.causal, "enable_gqa": case.kv_heads != case.heads}
     shared |= {"precision": door.precision} | masks
     query, key, value = tensors

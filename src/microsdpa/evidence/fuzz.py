@@ -16,6 +16,7 @@ from microsdpa.attention.explain import Explanation
 from microsdpa.call.masks import Masks
 from microsdpa.call.scales import key_block
 from microsdpa.call.tensors import is_aligned
+from microsdpa.call.visibility import combined
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare, results, survey
 from microsdpa.evidence.fuzz_calls import DOORS, Call, Door, draw, simpler, tensors
@@ -157,7 +158,12 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
         block = key_block(key.codes, key.scale)
         return fields | {"operands": operands, "inputs": "float16", "key_block": block}
     made = tensors(call, device)
-    kind = Masks(window=call.window, softcap=call.softcap, **made.masks).kind_in_memory
+    masks = dict(made.masks)
+    documents, blocks = masks.pop("document_ids", None), masks.pop("block_mask", None)
+    if documents is not None or blocks is not None:
+        inputs = made.query, made.key, made.value
+        masks["attn_mask"] = combined(inputs, masks.get("attn_mask"), documents, blocks)
+    kind = Masks(window=call.window, softcap=call.softcap, **masks).kind_in_memory
     given = [made.query, made.key, made.value, *([made.out] if call.door == "out" else [])]
     aligned = VECTOR_BYTES if all(map(is_aligned, given)) else ELEMENT_BYTES[call.dtype]
     return fields | {"alignment": aligned, **({"mask_kind": dataclasses.asdict(kind)} if kind else {})}

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
+from microsdpa import BlockTable
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case
 from microsdpa.kernels import FAMILIES
 from microsdpa.kernels.problem import OPERANDS, Causal, DType, Operands
@@ -17,7 +19,9 @@ from microsdpa.kernels.problem import OPERANDS, Causal, DType, Operands
 Door = Literal["sdpa", "out", "plan", "operator", "enable", "backward", "precision", "codes"]
 CausalOption = Literal["none", "is_causal", "upper_left", "lower_right"]
 Layout = Literal["bhsd", "bshd", "sbhd", "unaligned", "every other row", "shared heads"]
-MaskType = Literal["none", "bool", "inputs", "float32"]
+MaskType = Literal["none", "bool", "inputs", "float32", "ranges"]
+Documents = Literal["none", "in order", "apart", "of queries and keys"]
+Blocks = Literal["none", "table", "mask_mod"]
 SinkType = Literal["none", "inputs", "float32"]
 Granularity = Literal["tensor", "head", "block"]
 
@@ -29,6 +33,8 @@ EIGHT_BIT_DOORS = ("precision", "codes")
 EDGES = (16, 64, 128, 192, 256, 512, 1024)
 """Lengths of tiles, and of some of them: calls have lengths at and beside these."""
 
+SPARSE = 0.15
+"""Share of calls that have documents, and of those that have blocks."""
 MASKED = 0.3
 """Share of forms that have each of the masks beside attn_mask."""
 
@@ -44,6 +50,8 @@ class Call:
         outliers: whether one element in some has ten times the size.
         mask: type of attn_mask; mask_dims says which of its dimensions have their full size, and leading ones of size
             one are left out; mask_shown is the share of keys that it shows.
+        documents: how document_ids are given; the first two want as many queries as keys.
+        blocks: what block_mask is: a BlockTable or a BlockMask.
         window: as sdpa takes it.
         alibi: slopes of a "head", or of each "batch" entry too.
         graded: which of query, key, value, attn_mask, alibi_slopes and sinks require grad: letters of "qkvmas".
@@ -69,6 +77,8 @@ class Call:
     mask_dims: tuple[bool, bool, bool, bool] = (False, False, False, True)
     mask_shown: float = 1.0
     mask_transposed: bool = False
+    documents: Documents = "none"
+    blocks: Blocks = "none"
     window: tuple[int, int] | None = None
     softcap: float | None = None
     alibi: Literal["none", "head", "batch"] = "none"
@@ -115,13 +125,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a call, in the layouts that it has."""
+    """The tensors of a call, in the layouts that it has.
+
+    Attributes:
+        masks: arguments of sdpa: attn_mask, document_ids, block_mask, alibi_slopes and sinks.
+        shown: bool [B, 1, S_q, S_k]: what documents and blocks show; None where there are none.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     out: torch.Tensor
-    masks: dict[str, torch.Tensor]
+    masks: dict[str, Any]
+    shown: torch.Tensor | None = None
 
 
 def tensors(call: Call, device: str) -> Tensors:
@@ -152,8 +168,14 @@ def tensors(call: Call, device: str) -> Tensors:
     lengths = (call.heads, call.seqlen_q), (call.heads_kv, call.seqlen_k), (call.heads_kv, call.seqlen_k)
     query, key, value = (one(*sizes, layout) for sizes, layout in zip(lengths, call.layouts[:3], strict=True))
     out = one(*lengths[0], call.layouts[3]).fill_(torch.nan)
-    masks: dict[str, torch.Tensor] = {}
-    if call.mask != "none":
+    masks: dict[str, Any] = {}
+    if call.mask == "ranges":
+        sizes = call.batch, call.heads, call.seqlen_q
+        shape = [size if full else 1 for size, full in zip(sizes, call.mask_dims, strict=False)]
+        first = torch.randint(-2, call.seqlen_k, shape, generator=generator)
+        length = torch.randint(0, round(call.mask_shown * call.seqlen_k) + 3, shape, generator=generator)
+        masks["attn_mask"] = torch.stack([first, first + length], dim=-1).int().to(device)
+    elif call.mask != "none":
         whole = call.batch, call.heads, call.seqlen_q, call.seqlen_k
         shape = [size if full else 1 for size, full in zip(whole, call.mask_dims, strict=True)]
         shown = torch.rand(shape, generator=generator) < call.mask_shown
@@ -169,13 +191,54 @@ def tensors(call: Call, device: str) -> Tensors:
     if call.sinks != "none":
         of = dtype if call.sinks == "inputs" else torch.float32
         masks["sinks"] = torch.randn(call.heads, generator=generator).to(of).to(device)
-    return Tensors(query, key, value, out, masks)
+    return Tensors(query, key, value, out, masks, _sparse(call, device, masks, generator))
+
+
+def _sparse(call: Call, device: str, masks: dict[str, Any], generator: torch.Generator) -> torch.Tensor | None:
+    """Add document_ids and block_mask to the masks of a call, and give what they show."""
+    shown = None
+    if call.documents != "none":
+        most = max(1, call.seqlen_k // 20)
+        ids = [torch.randint(-1, most, (call.batch, s), generator=generator) for s in (call.seqlen_q, call.seqlen_k)]
+        if call.documents != "apart":
+            ids[1] = ids[1].sort(dim=1).values
+        of_query, of_key = (one.int().to(device) for one in ids)
+        if call.documents == "of queries and keys":
+            masks["document_ids"] = of_query, of_key
+        else:
+            masks["document_ids"] = of_query = of_key
+        shown = of_query[:, None, :, None] == of_key[:, None, None]
+    if call.blocks != "none":
+        rows, keys = torch.arange(call.seqlen_q, device=device), torch.arange(call.seqlen_k, device=device)
+        table = torch.rand(call.batch, 1, *(-(-s // 64) for s in (call.seqlen_q, call.seqlen_k)), generator=generator)
+        seen = (table < 0.6).to(device)
+        of_blocks = seen[:, :, rows // 64][..., keys // 64]
+        if call.blocks == "table":
+            masks["block_mask"] = BlockTable(seen, 64, call.seqlen_q, call.seqlen_k)
+        else:
+
+            def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+                return seen[b, 0, i // 64, j // 64] & (((3 * i + j) % 128 < 100) | (j % 128 < 64))
+
+            sizes = call.seqlen_q, call.seqlen_k
+            masks["block_mask"] = create_block_mask(mask_mod, call.batch, None, *sizes, device=device, BLOCK_SIZE=64)
+            of_blocks = of_blocks & (((3 * rows[:, None] + keys) % 128 < 100) | (keys % 128 < 64))
+        shown = of_blocks if shown is None else shown & of_blocks
+    return shown
 
 
 def valid(call: Call) -> Call:
     """The call without what its door does not take, or what torch and this library refuse."""
+    if call.door == "enable" and call.mask == "ranges":
+        call = _as_default(call, "mask")  # which torch does not know
     if call.mask == "none":
         call = _as_default(call, "mask_dims", "mask_shown", "mask_transposed")
+    if call.mask == "ranges":
+        call = _as_default(call, "mask_transposed")
+    if call.door in ("operator", "enable"):  # which have no such arguments
+        call = _as_default(call, "documents", "blocks")
+    if call.documents in ("in order", "apart"):
+        call = replace(call, seqlen_k=call.seqlen_q)
     query, key, value, out = call.layouts
     if call.door != "out" or out == "shared heads":
         out = "bhsd"
@@ -188,7 +251,7 @@ def valid(call: Call) -> Call:
         call = replace(call, causal="upper_left")
     if call.door in EIGHT_BIT_DOORS:
         call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "window", "softcap", "alibi")
-        call = _as_default(call, "sinks", "impl")
+        call = _as_default(call, "documents", "blocks", "sinks", "impl")
         dim = next((dim for dim in EIGHT_BIT_HEAD_DIMS if dim >= call.head_dim), EIGHT_BIT_HEAD_DIMS[-1])
         aligned = tuple("bhsd" if layout == "unaligned" else layout for layout in call.layouts)
         call = replace(call, head_dim=dim, layouts=aligned)  # type: ignore[arg-type]
@@ -230,7 +293,7 @@ def _form(choose: random.Random, emulated: bool) -> dict[str, Any]:
     form["head_dim"] = choose.choice((64, 32, 40)) if emulated else choose.choice(HEAD_DIMS)
     form["operands"] = choose.choice(OPERANDS)
     if choose.random() < 0.5:
-        form["mask"] = choose.choice(("bool", "inputs", "float32"))
+        form["mask"] = choose.choice(("bool", "inputs", "float32", "ranges"))
     form["left"], form["right"] = (choose.random() < MASKED for _ in range(2))
     if choose.random() < MASKED:
         form["softcap"] = choose.choice((0.5, 5.0, 50.0))
@@ -264,6 +327,8 @@ def _call(choose: random.Random, form: dict[str, Any], emulated: bool) -> Call:
         mask_dims=tuple(choose.random() < 0.5 for _ in range(4)),  # type: ignore[arg-type]
         mask_shown=choose.choice((0.1, 0.5, 0.9, 1.0)),
         mask_transposed=choose.random() < 0.2,
+        documents=choose.choice(("in order", "apart", "of queries and keys")) if choose.random() < SPARSE else "none",
+        blocks=choose.choice(("table", "mask_mod")) if choose.random() < SPARSE else "none",
         graded="".join(name for name in "qkvmas" if choose.random() < 0.6),
         granularity=choose.choice(("tensor", "head", "block")),
         seed=choose.randrange(2**31),
@@ -291,7 +356,20 @@ def simpler(call: Call) -> Iterator[Call]:
 
     if call.door not in EIGHT_BIT_DOORS:
         yield from changed(door="sdpa")
-    for name in ("mask", "window", "softcap", "alibi", "sinks", "causal", "scale", "outliers", "dtype", "granularity"):
+    for name in (
+        "documents",
+        "blocks",
+        "mask",
+        "window",
+        "softcap",
+        "alibi",
+        "sinks",
+        "causal",
+        "scale",
+        "outliers",
+        "dtype",
+        "granularity",
+    ):
         if getattr(call, name) != getattr(Call, name):
             yield from changed(**{name: getattr(Call, name)})
     for name in ("batch", "heads_kv", "group", "seqlen_q", "seqlen_k"):

@@ -181,7 +181,9 @@ NAMES = {"q": "query", "k": "key", "v": "value", "m": "attn_mask", "a": "alibi_s
 def _check_gradients(call: Call, device: str, outcome: Outcome) -> Outcome:
     """Gradients of the output and the LSE, of what requires grad, against FP64."""
     made = tensors(call, device)
-    given = {"query": made.query, "key": made.key, "value": made.value, **made.masks}
+    masks = {name: mask for name, mask in made.masks.items() if name not in ("document_ids", "block_mask")}
+    given = {"query": made.query, "key": made.key, "value": made.value, **masks}
+    shown = {} if made.shown is None else {"shown": made.shown}
     generator = torch.Generator().manual_seed(call.seed + 1)
     weight = torch.randn(made.query.shape, generator=generator).to(made.query)
     chosen = [NAMES[letter] for letter in call.graded]
@@ -190,7 +192,9 @@ def _check_gradients(call: Call, device: str, outcome: Outcome) -> Outcome:
     inputs = [leaves.get(name, given[name]) for name in ("query", "key", "value")]
     out: Any = microsdpa.sdpa(*inputs, **options)
     found = torch.autograd.grad(out, list(leaves.values()), weight)
-    exact, plain = (_plain_gradients(call, given, chosen, weight, dtype) for dtype in (torch.float64, weight.dtype))
+    exact, plain = (
+        _plain_gradients(call, given | shown, chosen, weight, dtype) for dtype in (torch.float64, weight.dtype)
+    )
     for name, got, want, rough in zip(chosen, found, exact, plain, strict=True):
         error = compare.measure(got, want)
         unit = compare.UNIT_ROUNDOFF[weight.dtype] * (float(want.abs().max()) + _reach(call))
@@ -212,7 +216,7 @@ def _plain_gradients(
     """Gradients by plain operations in `dtype`; rows that see no key have none."""
     leaves = {name: given[name].detach().to(dtype).requires_grad_() for name in chosen}
     of = {
-        name: leaves.get(name, tensor if tensor.dtype == torch.bool else tensor.to(dtype))
+        name: leaves.get(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
         for name, tensor in given.items()
     }
     out = plain(call, of)
@@ -241,9 +245,14 @@ def plain(call: Call, of: dict[str, torch.Tensor]) -> torch.Tensor:
     hidden = hidden.expand_as(scores)
     if "attn_mask" in of:
         mask = of["attn_mask"]
+        if mask.dtype == torch.int32:
+            keys = torch.arange(call.seqlen_k, device=device)
+            mask = (mask[..., :1] <= keys) & (keys < mask[..., 1:])
         hidden = hidden | (~mask if mask.dtype == torch.bool else mask == -torch.inf)
         if mask.dtype != torch.bool:
             scores = scores + mask.where(mask != -torch.inf, 0.0)
+    if "shown" in of:
+        hidden = hidden | ~of["shown"]
     # A row of nothing but -inf has no softmax: such rows get zeros for scores, and their weights are hidden below.
     scores = scores.masked_fill(hidden, -torch.inf)
     if "sinks" in of:

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from microsdpa.call.masks import Masks
+from microsdpa.call.blocks import BlockTable
+from microsdpa.call.documents import document_ranges
+from microsdpa.call.masks import Masks, dense
 from microsdpa.call.tensors import DTYPES
 from microsdpa.kernels.problem import Causal, DType, Problem
 
@@ -134,8 +136,8 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
     has the lowest one for what is hidden, in the inputs' type. "text" is [B, 1, 1, S_k] and hides some of the first
     eighth of the keys. "additive" is [H, S_q, S_k] in the inputs' type, -inf in places; "float32" is [S_q, S_k].
     "window 1024" shows a query the 1,024 keys before it and its own; "window as a mask" is [S_q, S_k] and shows 128.
-    "documents" shows the keys of a query's own document, as documents() has them; "blocks 30%" those of 30% of the
-    blocks, as block_table() has them.
+    "documents" has the ranges of keys of a query's own document, as documents() has them; "blocks 30%" is a BlockTable
+    that shows 30% of the blocks, as block_table() has them.
     """
     generator = torch.Generator().manual_seed(7 + case.seed)
     b, h, s_q, s_k = case.batch, case.heads, case.seqlen_q, case.seqlen_k
@@ -173,12 +175,10 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
             distance = torch.arange(s_q, device=device)[:, None] - torch.arange(s_k, device=device)
             found["attn_mask"] = (distance >= 0) & (distance < 128)
         elif name == "documents":
-            ids = documents(case).to(device)
-            found["attn_mask"] = (ids[:, :, None] == ids[:, None])[:, None]
+            of_query, of_key = documents(case)
+            found["attn_mask"] = document_ranges((of_query.to(device), of_key.to(device)))
         elif name in BLOCK_SHARES:
-            table = block_table(case, BLOCK_SHARES[name]).to(device)
-            rows, keys = (torch.arange(length, device=device) // BLOCK for length in (s_q, s_k))
-            found["attn_mask"] = table[:, :, rows][..., keys]
+            found["block_mask"] = BlockTable(block_table(case, BLOCK_SHARES[name]).to(device), BLOCK, s_q, s_k)
         elif name == "softcap":
             found["softcap"] = 3.0
         elif name == "alibi":
@@ -188,14 +188,24 @@ def make_masks(case: Case, device: str = "cpu") -> dict[str, Any]:
     return found
 
 
-def documents(case: Case) -> torch.Tensor:
-    """Ids [B, S] of the documents that share a sequence, int32: one after another, none over a quarter of it."""
+def masks_of(case: Case, device: str = "cpu") -> Masks:
+    """What make_masks gives, as kernels have it."""
+    given = make_masks(case, device)
+    table: BlockTable | None = given.pop("block_mask", None)
+    return Masks(**given) if table is None else Masks(**given | {"attn_mask": table.mask})
+
+
+def documents(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [B, S_q] and [B, S_k] of documents that share a sequence, int32: in order, none over a quarter of the keys.
+
+    Queries stand among the keys at equal distances: where there are as many, they are the same tokens.
+    """
     generator = torch.Generator().manual_seed(11 + case.seed)
     longest = max(1, case.seqlen_k // 4)
     lengths = torch.randint(max(1, longest // 8), longest + 1, (case.batch, 40), generator=generator)
-    ends = lengths.cumsum(dim=1)
-    positions = torch.arange(case.seqlen_k)
-    return torch.searchsorted(ends, positions.expand(case.batch, -1).contiguous(), right=True).int()
+    positions = torch.arange(case.seqlen_k).expand(case.batch, -1).contiguous()
+    of_key = torch.searchsorted(lengths.cumsum(dim=1), positions, right=True).int()
+    return of_key[:, torch.arange(case.seqlen_q) * case.seqlen_k // case.seqlen_q], of_key
 
 
 def block_table(case: Case, share: float) -> torch.Tensor:
@@ -214,10 +224,10 @@ def dense_mask(case: Case, device: str = "cpu") -> torch.Tensor | None:
 
     It is bool, or numbers in the inputs' type, and broadcasts to [B, H, S_q, S_k].
     """
-    given = make_masks(case, device)
-    mask: torch.Tensor | None = given.get("attn_mask")
-    slopes: torch.Tensor | None = given.get("alibi_slopes")
-    masks = Masks(window=given.get("window"))
+    masks = masks_of(case, device)
+    mask, slopes = masks.attn_mask, masks.alibi_slopes
+    if mask is not None:
+        mask = dense(mask, case.seqlen_k)
     visible = masks.visible(case.causal, case.seqlen_q, case.seqlen_k, torch.device(device))
     if slopes is not None:
         position = masks.bounds(case.causal, case.seqlen_q, case.seqlen_k)[0]

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from microsdpa import reference
-from microsdpa.call.masks import Masks
 from microsdpa.emulate import build, run
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.errors import CompileError, InvalidArgument
 from microsdpa.evidence import compare, results
-from microsdpa.evidence.inputs import Case, make, make_masks
+from microsdpa.evidence.inputs import Case, make, make_masks, masks_of
 from microsdpa.evidence.mutate_sites import EXPLAINED, Site, sites
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.verify import problem_of
@@ -98,7 +97,7 @@ def wrong(case: Case, spec: KernelSpec, problem: Problem, root: Path, schedule: 
         run.attention(
             *(spec, problem, (query, key, value, out, lse), case.scale),
             schedule=schedule,
-            masks=Masks(**masks),
+            masks=masks_of(case),
             root=root,
         )
     except EmulationError as error:

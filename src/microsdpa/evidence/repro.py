@@ -214,11 +214,10 @@ def bench_step(
     suite: str = "mission",
     modes: list[str] | None = None,
     impl: str = "auto",
-    peers: str | None = None,
+    some: Some = ALL,
     output: Path | None = None,
     command: str = COMMAND,
     ahead: worker.Rehearsals | None = None,
-    some: Some = ALL,
 ) -> Step:
     """A suite, microsdpa against its peers; the gate is that microsdpa is right and fails at nothing it accepts.
 
@@ -226,8 +225,8 @@ def bench_step(
     the others that were recorded below `output` at this commit stay.
     """
     until = None if some.seconds is None else time.time() + some.seconds
-    loaded = load(suite) if some == ALL else chosen(load(suite), some)
-    peers = peers or loaded.peers
+    loaded = load(suite) if some.is_all else chosen(load(suite), some)
+    peers = some.peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
     if suite == start.SUITE and modes:
         hint = "leave --modes out, or name another suite"
@@ -240,9 +239,9 @@ def bench_step(
     def keep(found: list[results.Row]) -> None:
         if output is not None:
             made = results.make(loaded.name, command, found)
-            results.write(made if some == ALL else results.completed(made, output, case_name), output)
+            results.write(made if some.is_all else results.completed(made, output, case_name), output)
 
-    if suite in (start.SUITE, doors.SUITE) and some != ALL:
+    if suite in (start.SUITE, doors.SUITE) and not some.is_all:
         hint = "leave --cells, --part and --seconds out, or name another suite"
         raise InvalidArgument("cells", expected=f"all of suite {suite}", got="some of them", hint=hint)
     if suite == start.SUITE:

@@ -9,10 +9,9 @@ import torch
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.call.masks import Masks
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare, results
-from microsdpa.evidence.inputs import Case, make, make_masks
+from microsdpa.evidence.inputs import Case, make, make_masks, masks_of
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem
 from microsdpa.runtime import launcher
@@ -81,9 +80,7 @@ def check(case: Case, device: str, impl: str) -> CaseResult:
 
 def problem_of(case: Case, target: str) -> Problem:
     """The problem that the case poses, with its masks and the alignment of its tensors."""
-    return dataclasses.replace(
-        case.problem(target), mask=Masks(**make_masks(case)).kind_in_memory, alignment=_alignment(case)
-    )
+    return dataclasses.replace(case.problem(target), mask=masks_of(case).kind_in_memory, alignment=_alignment(case))
 
 
 def _alignment(case: Case) -> int:
@@ -98,7 +95,7 @@ def as_row(result: CaseResult, impl: str, device: str) -> results.Row:
     masks = make_masks(case, device)
     options: dict[str, object] = {"scale": case.scale, "enable_gqa": case.kv_heads != case.heads, "impl": impl}
     found = microsdpa.explain(query, key, value, causal=case.causal, **options, **masks)  # type: ignore[arg-type]
-    kind = Masks(**masks).kind_in_memory
+    kind = masks_of(case, device).kind_in_memory
     if found.spec is not None:
         target = launcher.target_of_device() if device == "cuda" else None
         identity = {

@@ -76,15 +76,17 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class TileLists:
-    """Scratch memory with lists of the tiles of keys that a boolean mask leaves to query tiles.
+    """Scratch memory with lists of the tiles of keys that a mask leaves to query tiles.
 
     Attributes:
         block_m: queries of a tile.
         block_n: keys of a tile.
+        words: whether there are the visible keys of each row too, as a boolean mask has them.
     """
 
     block_m: int
     block_n: int
+    words: bool = True
 
     WORDS = 4
     """Of a row of a tile, 4 bytes each."""
@@ -99,7 +101,7 @@ class TileLists:
         numbers = -(-lists * (1 + tiles) // self.WORDS) * self.WORDS
         per_query = problem.mask is not None and problem.mask.per_query
         rows = lists * self.block_m if per_query else self._masks(problem)
-        return 4 * (numbers + rows * tiles * self.WORDS)
+        return 4 * (numbers + (rows * tiles * self.WORDS if self.words else 0))
 
     @staticmethod
     def _masks(problem: Problem) -> int:

@@ -59,7 +59,7 @@ class _FlashAttention(Implementation):
 
 def _lengths(case: Case, device: torch.device) -> dict[str, Any]:
     """What flash_attn_varlen_func is told of documents that share a sequence."""
-    lengths = torch.unique_consecutive(documents(case)[0], return_counts=True)[1]
+    lengths = torch.unique_consecutive(documents(case)[1][0], return_counts=True)[1]
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(dim=0)]).int().to(device)
     longest = int(lengths.max())
     return {

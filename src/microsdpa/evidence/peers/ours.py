@@ -10,11 +10,10 @@ import torch
 import microsdpa
 from microsdpa import Quantized
 from microsdpa.call import call
-from microsdpa.call.masks import Masks
 from microsdpa.call.options import Options
 from microsdpa.call.validate import check
 from microsdpa.evidence import signatures
-from microsdpa.evidence.inputs import Case, make_masks
+from microsdpa.evidence.inputs import Case, make_masks, masks_of
 from microsdpa.evidence.peers import quantized
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, is_plain
 from microsdpa.execution.choice import problem_of
@@ -56,7 +55,7 @@ class Microsdpa(Implementation):
         query, key, value = tensors
         masks = make_masks(case, query.device.type)
         found = microsdpa.explain(query, key, value, **_options(case), impl=self.impl, **masks)
-        kind = Masks(**masks).kind_in_memory
+        kind = masks_of(case, query.device.type).kind_in_memory
         of_masks = {"mask_kind": asdict(kind)} if kind else {}
         return signatures.of_call(found, tensors[0]) | {"requested": self.impl} | of_masks
 
@@ -71,7 +70,7 @@ class Microsdpa(Implementation):
             options["impl"] = self.impl
         if self.prepared:
             plan = microsdpa.plan(query, key, value, **options)  # type: ignore[arg-type]
-            given = {name: mask for name, mask in masks.items() if isinstance(mask, torch.Tensor)}
+            given: dict[str, Any] = {name: mask for name, mask in masks.items() if name not in ("window", "softcap")}
             if self.write_out:
                 return lambda: plan(query, key, value, out=out, **given)
             return lambda: plan(query, key, value, **given)

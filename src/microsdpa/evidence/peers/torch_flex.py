@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from microsdpa.call.masks import Masks
-from microsdpa.evidence.inputs import BLOCK, BLOCK_SHARES, Case, block_table, documents, make_masks
+from microsdpa.evidence.inputs import BLOCK, BLOCK_SHARES, Case, block_table, documents, make_masks, masks_of
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, import_failure
 
 MANY = 10_000
@@ -32,7 +32,7 @@ def mask_function(case: Case, device: str) -> Any:
         parts.append(_between(lowest if bounded else -case.seqlen_q, diagonal))
     tables = [name for name in case.masks if name in BLOCK_SHARES]
     if "documents" in case.masks:
-        parts.append(_same_document(documents(case).to(device)))
+        parts.append(_same_document(*(ids.to(device) for ids in documents(case))))
     elif tables:
         parts.append(_in_table(block_table(case, BLOCK_SHARES[tables[0]])[0, 0].to(device)))
     elif (mask := given.get("attn_mask")) is not None and mask.dtype == torch.bool:
@@ -46,8 +46,8 @@ def _between(lowest: int, diagonal: int) -> Any:
     return lambda b, h, i, j: (j <= i + diagonal) & (j >= i + lowest)
 
 
-def _same_document(ids: torch.Tensor) -> Any:
-    return lambda b, h, i, j: ids[b, i] == ids[b, j]
+def _same_document(of_query: torch.Tensor, of_key: torch.Tensor) -> Any:
+    return lambda b, h, i, j: of_query[b, i] == of_key[b, j]
 
 
 def _in_table(table: torch.Tensor) -> Any:
@@ -68,7 +68,7 @@ def score_function(case: Case, device: str) -> Any:
         position = Masks().bounds(case.causal, case.seqlen_q, case.seqlen_k)[0]
         steps.append(lambda score, b, h, i, j: score - of_batch[b, h] * (i + position - j).abs())
     mask = given.get("attn_mask")
-    if mask is not None and mask.dtype != torch.bool:
+    if mask is not None and mask.is_floating_point():
         bias = mask.expand(case.batch, case.heads, case.seqlen_q, case.seqlen_k)
         steps.append(lambda score, b, h, i, j: score + bias[b, h, i, j])
     if not steps:
@@ -134,7 +134,7 @@ def block_mask(case: Case, device: str) -> Any:
     mask_mod = mask_function(case, device)
     if mask_mod is None:
         return None
-    mask = make_masks(case, device).get("attn_mask")
+    mask = masks_of(case, device).attn_mask
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape) if mask is not None else (1, 1, 1, 1)
     batch, heads = (None if size == 1 else size for size in sizes[:2])
     return create_block_mask(mask_mod, batch, heads, case.seqlen_q, case.seqlen_k, device=device, BLOCK_SIZE=BLOCK)

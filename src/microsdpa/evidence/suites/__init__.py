@@ -44,17 +44,24 @@ class Suite:
 
 
 class Some(NamedTuple):
-    """Which cells of a suite are measured.
+    """Which cells of a suite are measured, and beside whom.
 
     Attributes:
+        peers: as choose() takes them; None for the suite's own.
         cells: texts with commas between them: cases whose name or label has one of them; empty for all.
         part: "2/3" is every third of these from the second on; empty for all.
         seconds: after which no further case is begun; None for no limit.
     """
 
+    peers: str | None = None
     cells: str = ""
     part: str = ""
     seconds: float | None = None
+
+    @property
+    def is_all(self) -> bool:
+        """Whether these are all cells, however long they take."""
+        return not self.cells and not self.part and self.seconds is None
 
 
 ALL = Some()

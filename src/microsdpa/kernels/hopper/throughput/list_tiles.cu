@@ -1,9 +1,9 @@
-// Lists of the tiles of keys that a boolean mask leaves to the query tiles of hopper/throughput, ahead of it.
+// Lists of the tiles of keys that a mask leaves to the query tiles of hopper/throughput, ahead of it.
 //
-// Each CTA makes the list of one query tile, for all heads and batch entries that share the mask. Each warp reads one
-// tile of the mask and packs it: a lane of a wgmma accumulator finds the bits of its keys in one word. Tiles in which
-// nothing is visible are left out; those in which nothing is hidden are marked, and their bits are never read.
-// Bound by: the mask's bytes, which are read once.
+// Each CTA makes the list of one query tile, for all heads and batch entries that share the mask. Tiles in which
+// nothing is visible are left out; those in which nothing is hidden are marked. Of a boolean mask each warp reads one
+// tile and packs it: a lane of a wgmma accumulator finds the bits of its keys in one word. Of ranges of keys the
+// smallest and the largest ends say everything. Bound by: the mask's bytes, which are read once.
 #include "../../ptx/control.cuh"
 #include "masks.cuh"
 
@@ -84,7 +84,7 @@ struct MaskReader {
     const int left = params.call.seqlen_k - BLOCK_N * tile - own * static_cast<int>(threadIdx.x % 4);
     const uint32 existing = left >= own ? ALL_OF_LANE<BLOCK_N> : (1u << max(left, 0)) - 1;
     bool any = false, all = true;
-#pragma unroll 4
+#pragma unroll 2
     for (int begin = 0; begin < rows; begin += ROWS_AT_ONCE) {
       const int row = min(begin + quad, rows - 1);
       const char* from = mask + row * params.masks.mask_strides.row;
@@ -97,11 +97,48 @@ struct MaskReader {
   }
 };
 
+// The ends of a query tile's ranges: its rows see keys in `any`, and all of them see those in `all`.
+template <int BLOCK_M>
+__device__ __forceinline__ void ends_of_ranges(const MaskedParams& params, int mask, int first_row, KeyRange& any,
+                                               KeyRange& all) {
+  const int heads = params.masks.mask_strides.head != 0 ? params.call.heads : 1, keys = params.call.seqlen_k;
+  any = {keys, 0}, all = {0, keys};
+  for (int row = first_row + lane_index(); row < min(first_row + BLOCK_M, params.call.seqlen_q); row += 32) {
+    const KeyRange one = range_of_row(params, mask / heads, mask % heads, row);
+    if (one.first < one.last) any = {min(any.first, one.first), max(any.last, one.last)};
+    all = {max(all.first, one.first), min(all.last, one.last)};
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    any.first = min(any.first, __shfl_xor_sync(FULL_WARP, any.first, distance));
+    any.last = max(any.last, __shfl_xor_sync(FULL_WARP, any.last, distance));
+    all.first = max(all.first, __shfl_xor_sync(FULL_WARP, all.first, distance));
+    all.last = min(all.last, __shfl_xor_sync(FULL_WARP, all.last, distance));
+  }
+}
+
+// Lists the tiles from `first` to `last` - 1 that ranges of keys leave.
+template <int BLOCK_M, int BLOCK_N>
+__device__ __forceinline__ void list_ranges(const MaskedParams& params, const TileList<BLOCK_M, BLOCK_N>& list,
+                                            int mask, int first_row, int first, int last) {
+  KeyRange any, all;
+  ends_of_ranges<BLOCK_M>(params, mask, first_row, any, all);
+  const int begin = max(first, any.first / BLOCK_N), end = min(last, (any.last + BLOCK_N - 1) / BLOCK_N);
+  for (int tile = begin + static_cast<int>(threadIdx.x); tile < end; tile += 32 * LIST_WARPS) {
+    const bool whole = all.first <= BLOCK_N * tile && min(BLOCK_N * (tile + 1), params.call.seqlen_k) <= all.last;
+    list.entries[tile - begin] = ListEntry(tile, whole).value;
+  }
+  if (threadIdx.x == 0) {
+    if (begin >= end) list.entries[0] = ListEntry(first, false).value;  // rows without keys are written too
+    *list.count = max(end - begin, 1);
+  }
+}
+
 // Grid: masks * query tiles.
-template <int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
-__global__ void __launch_bounds__(32 * LIST_WARPS) list_tiles(const __grid_constant__ MaskedParams params) {
+template <typename MASK, int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
+__global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_constant__ MaskedParams params) {
   using List = TileList<BLOCK_M, BLOCK_N>;
-  using MASKS = Masks<bool, LEFT, false, false, void>;
+  using MASKS = Masks<MASK, LEFT, false, false, void>;
   __shared__ TileState states[LIST_WARPS];
 
   grid_dependency_launch();
@@ -110,10 +147,11 @@ __global__ void __launch_bounds__(32 * LIST_WARPS) list_tiles(const __grid_const
   const int first_row = BLOCK_M * query_tile, first = first_key_tile<MASKS, BLOCK_N>(params, first_row);
   const int last = first + key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, BLOCK_M);
   const List list(params, mask, query_tile);
-  const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, mask, first_row);
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
+  if constexpr (is_range<MASK>) return list_ranges(params, list, mask, first_row, first, last);
 
+  const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, mask, first_row);
   const bool has_rows = List::has_rows(params);
   if (!has_rows) {  // all query tiles share the words: each CTA makes those of some tiles of keys
     for (int64 tile = query_tile + static_cast<int64>(query_tiles) * warp; tile < List::key_tiles(params);

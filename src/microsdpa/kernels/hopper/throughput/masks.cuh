@@ -24,17 +24,19 @@ struct IfElseVoid<false, T> {
 template <bool CONDITION, typename T>
 using If = typename IfElseVoid<CONDITION, T>::Type;
 
-// What a kernel does for its masks. LISTED: a tensor of booleans, which comes as a list of tiles (tile_list.cuh).
-// ADDED: one of numbers, which comes through shared memory. MODIFIED: scores are more than products times a scale.
+// What a kernel does for its masks. LISTED: a tensor of booleans or of ranges of keys, for which there are lists of
+// tiles (tile_list.cuh). RANGED: of ranges. ADDED: a tensor of numbers, which comes through shared memory. MODIFIED:
+// scores are more than products times a scale.
 template <typename MASKS>
 struct MaskTraits {
-  static constexpr bool LISTED = is_bool<typename MASKS::Mask>, ADDED = PRESENT<typename MASKS::Mask> && !LISTED;
+  static constexpr bool RANGED = MASKS::RANGED, LISTED = RANGED || is_bool<typename MASKS::Mask>;
+  static constexpr bool ADDED = PRESENT<typename MASKS::Mask> && !LISTED;
   static constexpr bool MODIFIED = ADDED || MASKS::SOFTCAP || MASKS::ALIBI, SINKS = PRESENT<typename MASKS::Sink>;
   using Added = If<ADDED, typename MASKS::Mask>;
 };
 template <>
 struct MaskTraits<NoMasks> {
-  static constexpr bool LISTED = false, ADDED = false, MODIFIED = false, SINKS = false;
+  static constexpr bool RANGED = false, LISTED = false, ADDED = false, MODIFIED = false, SINKS = false;
   using Added = void;
 };
 
@@ -89,6 +91,14 @@ struct VisitedTiles {
     return first + place;
   }
 };
+
+// The keys that a row sees by its range, in which any numbers may stand.
+__device__ __forceinline__ KeyRange range_of_row(const MaskedParams& params, int64 batch, int head, int row) {
+  const MaskParams& masks = params.masks;
+  const int32* from = static_cast<const int32*>(masks.mask) + batch * masks.mask_strides.batch +
+                      head * masks.mask_strides.head + row * masks.mask_strides.row;
+  return {max(from[0], 0), max(0, min(from[masks.mask_column_stride], params.call.seqlen_k))};
+}
 
 // Scores of one row become -inf where `hidden` says so of the lane's key 8 n + e.
 template <int BLOCK_N, typename Hidden>
@@ -187,7 +197,9 @@ struct TileMasks {
   float slope;           // ALiBi's, base 2
   const int32* entries;  // of the list
   const uint32* words;   // this lane's in the first tile of keys
-  uint32 seen[2];        // of the tile: bit 2 n + e of each row
+  bool whole;            // the mask hides nothing in the tile
+  uint32 seen[2];        // else, of a boolean mask: bit 2 n + e of each row
+  KeyRange range[2];     // of each row
   int tile;              // of keys: its number
 
   __device__ __forceinline__ explicit TileMasks(const MaskedParams& params) : params(params) {}
@@ -204,6 +216,12 @@ struct TileMasks {
       const List list(params, work.batch, work.head, work.first_row);
       entries = list.entries, words = list.words_of(params, 0, row) + threadIdx.x % List::WORDS;
     }
+    if constexpr (Traits::RANGED) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        range[half] = range_of_row(params, work.batch, work.head, min(first_row + 8 * half, params.call.seqlen_q - 1));
+      }
+    }
   }
 
   // Starts to read what is known of the tile, by its place among those of the query tile.
@@ -211,9 +229,8 @@ struct TileMasks {
     tile = first_tile + place;
     if constexpr (Traits::LISTED) {
       const ListEntry found(entries[place]);
-      tile = found.tile();
-      seen[0] = seen[1] = 0xffffffffu;
-      if (!found.whole()) {
+      tile = found.tile(), whole = found.whole();
+      if (!Traits::RANGED && !whole) {
         const uint32* from = words + List::words_to(params, tile);
         seen[0] = from[0], seen[1] = from[List::words_to_row(params, 8)];
       }
@@ -232,10 +249,16 @@ struct TileMasks {
   __device__ __forceinline__ void apply(Scores& s, const Added& added) const {
     if constexpr (Traits::MODIFIED) modify(s, added);
     if constexpr (Traits::LISTED) {
-      if (seen[0] != ~0u || seen[1] != ~0u) {
+      if (!whole) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          hide_where<BLOCK_N>(s, half, [&](int n, int e) { return !(seen[half] >> (2 * n + e) & 1); });
+          if constexpr (Traits::RANGED) {
+            const int start = BLOCK_N * tile + static_cast<int>(2 * (threadIdx.x % 4));
+            const int first = range[half].first - start, last = range[half].last - start;
+            hide_where<BLOCK_N>(s, half, [&](int n, int e) { return 8 * n + e < first || 8 * n + e >= last; });
+          } else {
+            hide_where<BLOCK_N>(s, half, [&](int n, int e) { return !(seen[half] >> (2 * n + e) & 1); });
+          }
         }
       }
     }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem, capability_of, of_any_size
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
 from microsdpa.kernels.spec import (
     BOOLEAN,
     CPP_TYPE,
@@ -29,8 +29,10 @@ DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
 ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
+LISTED = ("bool", "int32")
+"""Element types of masks that say which keys are visible."""
 LIST_THREADS = 512
-"""Of the kernel that lists the tiles of a boolean mask."""
+"""Of the kernel that lists the tiles of a mask."""
 MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
 
@@ -177,7 +179,7 @@ def fitting(problem: Problem) -> tuple[Tiles, ...]:
 def mask_element(problem: Problem) -> int:
     """Bytes of an element of the problem's mask of numbers; 0 without one."""
     kind = problem.mask
-    return 0 if kind is None or kind.tensor in (None, "bool") else 4 if kind.tensor == "float32" else 2
+    return 0 if kind is None or kind.tensor in (None, *LISTED) else 4 if kind.tensor == "float32" else 2
 
 
 def choose(problem: Problem) -> Tiles:
@@ -225,7 +227,8 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     ]
     if element:
         maps.append(TensorMap("attn_mask", ROWS, 128 // element))
-    listed = mask is not None and mask.tensor == "bool"
+    listed = mask if mask is not None and mask.tensor in LISTED else None
+    lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor == "bool") if listed else None
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/kernel.cu",
@@ -239,25 +242,31 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
         local_memory=MASK_SPILLS if mask is not None and (element or mask.tensor) else "",
         tensor_maps=tuple(maps),
         programmatic=True,
-        tile_lists=TileLists(tiles.block_m, tiles.block_n) if listed else None,
-        preparation=_list_tiles(tiles, causal, mask.left) if listed and mask else None,
+        tile_lists=lists,
+        preparation=_list_tiles(lists, listed, causal) if listed and lists else None,
         params="microsdpa::AttentionParams" if mask is None else "microsdpa::MaskedParams",
     )
 
 
-def _list_tiles(tiles: Tiles, causal: bool, left: bool) -> KernelSpec:
-    """The kernel that says which tiles of keys a boolean mask leaves to each query tile."""
-    arguments = {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "CAUSAL": BOOLEAN[causal], "LEFT": BOOLEAN[left]}
+def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool) -> KernelSpec:
+    """The kernel that says which tiles of keys a mask leaves to each query tile."""
+    arguments = {
+        "MASK": CPP_TYPE[mask.tensor],
+        "BLOCK_M": lists.block_m,
+        "BLOCK_N": lists.block_n,
+        "CAUSAL": BOOLEAN[causal],
+        "LEFT": BOOLEAN[mask.left],
+    }
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/list_tiles.cu",
         template="microsdpa::hopper::throughput::list_tiles",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=LIST_THREADS,
-        block_m=tiles.block_m,
+        block_m=lists.block_m,
         grid_order="lists",
         programmatic=True,
-        tile_lists=TileLists(tiles.block_m, tiles.block_n),
+        tile_lists=lists,
         params="microsdpa::MaskedParams",
     )
 

@@ -24,7 +24,7 @@ struct TileList {
 
   int32* count;
   int32* entries;  // of the query tile, in ascending order
-  uint32* words;   // of the query tile's rows in all tiles of keys, also those that are not in the list
+  uint32* words;   // of the query tile's rows in all tiles of keys, also those not in the list; boolean masks alone
 
   __device__ __forceinline__ static int query_tiles(const MaskedParams& p) {
     return (p.call.seqlen_q + BLOCK_M - 1) / BLOCK_M;
