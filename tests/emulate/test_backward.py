@@ -116,7 +116,7 @@ TILINGS = [
     (Case(1, 1, 70, 100, 256), Tiling(block_walk=32, stages=1, ctas=1)),
     (Case(1, 1, 70, 100, 256), Tiling(block_walk=32, ctas=1)),
     *(
-        (case, Tiling(step=64, wgmma=True))
+        (case, Tiling(step=64, wgmma=True, bulk="unaligned" not in case.layout))
         for case in (
             Case(1, 1, 140, 150, 64, causal="upper_left"),
             Case(2, 2, 70, 150, 64, heads_kv=1, dtype="bfloat16", layout="bshd"),
@@ -127,8 +127,10 @@ TILINGS = [
             Case(1, 1, 70, 300, 64, masks=("padding",)),
         )
     ),
-    (Case(1, 1, 140, 150, 128, causal="lower_right"), Tiling(warps=8, step=64, ctas=1, wgmma=True)),
-    (Case(1, 1, 70, 100, 256, causal="upper_left"), Tiling(block_walk=32, warps=8, ctas=1, wgmma=True)),
+    (Case(1, 1, 140, 150, 128, causal="lower_right"), Tiling(warps=8, step=64, ctas=1, wgmma=True, bulk=True)),
+    (Case(1, 1, 70, 100, 256, causal="upper_left"), Tiling(block_walk=32, warps=8, ctas=1, wgmma=True, bulk=True)),
+    (Case(1, 2, 150, 300, 64, heads_kv=1, causal="lower_right"), Tiling(block_walk=128, step=64, wgmma=True, bulk=True)),
+    (Case(1, 1, 70, 100, 128), Tiling(step=64, wgmma=True)),
 ]
 
 

@@ -14,7 +14,7 @@ from microsdpa.call.masks import Masks
 from microsdpa.call.options import Options
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution.quantized import Launch
-from microsdpa.kernels import emulated_target
+from microsdpa.kernels import KernelSpec, emulated_target
 from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.backward.spec import Tiling
 from microsdpa.kernels.params import BackwardParams, MaskedParams, Params, Strides
@@ -141,18 +141,29 @@ def launches(of: Gradient, problem: Problem, tiling: Tiling) -> tuple[list[Launc
     if "grad_mask" in of.made:
         shape = params.mask_batch, params.mask_heads, params.mask_rows, params.mask_columns
         kernels.append((backward_spec.mask_gradient(problem), backward_spec.mask_grid(shape)))
-    return [Launch(spec, grid, params, pointers, numbers=numbers) for spec, grid in kernels], workspace_bytes
+    found = [Launch(spec, grid, params, pointers, _mapped(of, spec), numbers) for spec, grid in kernels]
+    return found, workspace_bytes
 
 
+def _mapped(of: Gradient, spec: KernelSpec) -> tuple[launcher.Mapped, ...]:
+    """What a kernel's tensor maps describe: whole tensors."""
+    read = [(box.tensor, of.given[box.tensor]) for box in spec.tensor_maps]
+    return tuple(launcher.Mapped(name, 0, tuple(t.shape), t.stride(), t.element_size()) for name, t in read)
+
+
+_PRODUCTS = {"query", "key", "value", "grad_out", "attn_mask", "alibi_slopes"}
+_SUMS = {"grad_query", "grad_key", "grad_value"}
 _READ = {
     "row_terms": {"query", "key", "out", "lse", "grad_out", "grad_lse", *MASK_TENSORS},
-    "gradients": {"query", "key", "value", "grad_out", "attn_mask", "alibi_slopes"},
-    "mask_gradient": {"query", "key", "value", "grad_out", "attn_mask", "alibi_slopes"},
+    "gradients": _PRODUCTS,
+    "gradients_bulk": _PRODUCTS,
+    "mask_gradient": _PRODUCTS,
     "sink_gradients": {"sinks"},
     "slope_gradients": set(),
 }
 _WRITTEN = {
-    "gradients": {"grad_query", "grad_key", "grad_value"},
+    "gradients": _SUMS,
+    "gradients_bulk": _SUMS,
     "mask_gradient": {"grad_mask"},
     "sink_gradients": {"grad_sinks"},
     "slope_gradients": {"grad_slopes"},
@@ -200,7 +211,10 @@ def _launch(of: Gradient) -> None:
         raise UnsupportedProblem(refusal.reason, nearest=refusal.nearest)
     found, workspace_bytes = launches(of, problem, tiling)
     kernels = [
-        launcher.PlannedKernel(one.spec, one.grid, bytes(one.params), one.pointers, one.numbers) for one in found
+        launcher.PlannedKernel(
+            one.spec, one.grid, bytes(one.params), one.pointers, one.numbers, one.tensor_maps
+        )
+        for one in found
     ]
     launcher.register(call, kernels, problem.target, workspace_bytes)
     if not launcher.gradients(*call):

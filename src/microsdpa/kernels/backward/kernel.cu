@@ -11,6 +11,7 @@
 // Bound by: shared memory, which each product of a warp reads one operand from, beside the tensor cores.
 #include "../ptx/address.cuh"
 #include "../ptx/control.cuh"
+#include "../ptx/mbarrier.cuh"
 #include "rows.cuh"
 #include "scoring.cuh"
 #include "warpgroup.cuh"
@@ -21,12 +22,12 @@ namespace microsdpa::backward {
 enum Role { KEYS_AND_VALUES, KEYS, VALUES, QUERIES };
 
 template <typename T_, int HEAD_DIM_, int ROW_TILES_, int WARPS_, int BLOCK_WALK_, int STEP_, int STAGES_,
-          int LOAD_BYTES_, bool WGMMA_>
+          int LOAD_BYTES_, bool WGMMA_, bool BULK_>
 struct Tiles {
   using T = T_;
   static constexpr int HEAD_DIM = HEAD_DIM_, ROW_TILES = ROW_TILES_, BLOCK_WALK = BLOCK_WALK_, STEP = STEP_;
   static constexpr int STAGES = STAGES_, LOAD_BYTES = LOAD_BYTES_, THREADS = 32 * WARPS_;
-  static constexpr bool WGMMA = WGMMA_;
+  static constexpr bool WGMMA = WGMMA_, BULK = BULK_;
   static constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_OWN = WARP_ROWS * WARPS_;
   using Owned = SwizzledTile<T, BLOCK_OWN, COLUMNS>;
@@ -40,7 +41,13 @@ struct Shared {
   typename C::Owned owned[2];               // K and V, or Q and dO
   typename C::Walked walked[2][C::STAGES];  // Q and dO, or K and V
   RowTerms<WEIGHTED> terms[C::STAGES][C::BLOCK_WALK];
+  Mbarrier full[C::STAGES];        // of bulk copies
   int32 seen[2][C::THREADS / 32];  // whether a warp sees anything of a step, in turn
+};
+
+// Descriptions of the tensors for bulk copies; null where there are none.
+struct Maps {
+  const TensorMap *query = nullptr, *key = nullptr, *value = nullptr, *grad_out = nullptr;
 };
 
 // The tile and the head of a CTA's work. CTAs of up to `together` heads run side by side, so that what they walk over
@@ -70,6 +77,7 @@ struct Walk {
 
   const BackwardParams& params;
   const AttentionParams& call;
+  const Maps& maps;
   Shared<C, M::WEIGHTED>& shared;
   int batch, head, group;  // the first query head, and how many there are
   int first, rows;         // owned: the CTA's first, and all there are
@@ -77,8 +85,9 @@ struct Walk {
   float slope_sum = 0.0f;  // of dS times the distance, of this lane
   int votes = 0;           // of what a warpgroup sees
 
-  __device__ __forceinline__ Walk(const BackwardParams& params, Shared<C, M::WEIGHTED>& shared, const Work& work)
-      : params(params), call(params.forward.call), shared(shared) {
+  __device__ __forceinline__ Walk(const BackwardParams& params, const Maps& maps, Shared<C, M::WEIGHTED>& shared,
+                                  const Work& work)
+      : params(params), call(params.forward.call), maps(maps), shared(shared) {
     const int shared_by = call.heads / call.heads_kv, heads = BY_KEYS ? call.heads_kv : call.heads;
     batch = work.head / heads;
     head = work.head % heads * (BY_KEYS ? shared_by : 1);
@@ -123,10 +132,14 @@ struct Walk {
     const int stage = turn % C::STAGES, row = (first_tile + turn % tiles) * C::BLOCK_WALK;
     if constexpr (BY_KEYS) {
       const int own_head = head + turn / tiles, valid = call.seqlen_q - row;
-      load_rows<C>(shared.walked[0][stage], at(call.query, call.query_strides, own_head, row), call.query_strides.row,
-                   valid);
-      load_rows<C>(shared.walked[1][stage], at(params.grad_out, params.grad_out_strides, own_head, row),
-                   params.grad_out_strides.row, valid);
+      if constexpr (C::BULK) {
+        copy_bulk(*maps.query, *maps.grad_out, stage, own_head, row);
+      } else {
+        load_rows<C>(shared.walked[0][stage], at(call.query, call.query_strides, own_head, row), call.query_strides.row,
+                     valid);
+        load_rows<C>(shared.walked[1][stage], at(params.grad_out, params.grad_out_strides, own_head, row),
+                     params.grad_out_strides.row, valid);
+      }
       const Terms* terms = terms_of(own_head);
       for (int i = threadIdx.x; i < C::BLOCK_WALK; i += C::THREADS) {
         cp_async<sizeof(Terms)>(&shared.terms[stage][i], i < valid ? terms + row + i : terms,
@@ -134,9 +147,31 @@ struct Walk {
       }
     } else {
       const int head_kv = head / (call.heads / call.heads_kv), valid = call.seqlen_k - row;
-      load_rows<C>(shared.walked[0][stage], at(call.key, call.key_strides, head_kv, row), call.key_strides.row, valid);
-      load_rows<C>(shared.walked[1][stage], at(call.value, call.value_strides, head_kv, row), call.value_strides.row,
-                   valid);
+      if constexpr (C::BULK) {
+        copy_bulk(*maps.key, *maps.value, stage, head_kv, row);
+      } else {
+        load_rows<C>(shared.walked[0][stage], at(call.key, call.key_strides, head_kv, row), call.key_strides.row,
+                     valid);
+        load_rows<C>(shared.walked[1][stage], at(call.value, call.value_strides, head_kv, row), call.value_strides.row,
+                     valid);
+      }
+    }
+  }
+
+  // Starts the bulk copies of two tiles, from a row of a head on.
+  __device__ __forceinline__ void copy_bulk(const TensorMap& u, const TensorMap& w, int stage, int of_head,
+                                            int row) const {
+    constexpr int PANEL = C::Walked::PANEL, ROWS = C::BLOCK_WALK < 64 ? C::BLOCK_WALK : 64;
+    if (threadIdx.x != 0) return;
+    mbarrier_arrive_expect(shared.full[stage], 2 * sizeof(typename C::Walked));
+#pragma unroll
+    for (int panel = 0; panel < C::COLUMNS / PANEL; ++panel) {
+#pragma unroll
+      for (int r = 0; r < C::BLOCK_WALK; r += ROWS) {
+        const int at = (panel * C::BLOCK_WALK + r) * PANEL;
+        tma_load(shared.walked[0][stage].data + at, u, shared.full[stage], panel * PANEL, row + r, of_head, batch);
+        tma_load(shared.walked[1][stage].data + at, w, shared.full[stage], panel * PANEL, row + r, of_head, batch);
+      }
     }
   }
 
@@ -198,6 +233,14 @@ struct Walk {
     const int warp_row = threadIdx.x / 32 * C::WARP_ROWS, own = first + warp_row, last_own = own + C::WARP_ROWS - 1;
     const int unit = first + warp_row / C::UNIT * C::UNIT, last_of_unit = unit + C::UNIT - 1;
     const int turns = tiles * group;
+    if constexpr (C::BULK) {
+      if (threadIdx.x == 0) {
+#pragma unroll
+        for (int stage = 0; stage < C::STAGES; ++stage) mbarrier_init(shared.full[stage], 1);
+        mbarrier_init_fence();
+      }
+      __syncthreads();
+    }
     load_owned();
     if (C::STAGES > 1 && turns > 0) load_walked(0);
     cp_async_commit();
@@ -227,7 +270,8 @@ struct Walk {
         cp_async_commit();
       }
       cp_async_wait<0>();
-      if constexpr (C::WGMMA) fence_proxy_async();
+      if constexpr (C::BULK) mbarrier_wait(shared.full[turn % C::STAGES], turn / C::STAGES % 2);
+      if (C::WGMMA && (!C::BULK || turn == 0)) fence_proxy_async();
       __syncthreads();  // the tile is there, and nobody reads the one before it any more
       if (C::STAGES > 1 && turn + 1 < turns) load_walked(turn + 1);
       cp_async_commit();
@@ -343,9 +387,9 @@ struct Walk {
                   rows - own);
   }
 
-  __device__ __forceinline__ static void compute(const BackwardParams& params, Shared<C, M::WEIGHTED>& shared,
-                                                 const Work& work) {
-    Walk walk(params, shared, work);
+  __device__ __forceinline__ static void compute(const BackwardParams& params, const Maps& maps,
+                                                 Shared<C, M::WEIGHTED>& shared, const Work& work) {
+    Walk walk(params, maps, shared, work);
     Sums sums = {}, values = {};
     walk.run(sums, values);
     const float scale = params.forward.call.scale_log2 * LN_2;
@@ -364,12 +408,9 @@ struct Walk {
   }
 };
 
-template <typename T, int HEAD_DIM, int ROW_TILES, int WARPS, int BLOCK_WALK, int STEP, int STAGES, int CTAS,
-          int LOAD_BYTES, bool WGMMA, bool APART, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI,
-          bool SLOPES, bool PROGRAMMATIC>
-__global__ void __launch_bounds__(32 * WARPS, CTAS) gradients(const __grid_constant__ BackwardParams params) {
-  using C = Tiles<T, HEAD_DIM, ROW_TILES, WARPS, BLOCK_WALK, STEP, STAGES, LOAD_BYTES, WGMMA>;
-  using M = Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>;
+// What a CTA does: its work is of one of the roles.
+template <typename C, typename M, bool APART, bool SLOPES, bool PROGRAMMATIC>
+__device__ __forceinline__ void compute_gradients(const BackwardParams& params, const Maps& maps) {
   const AttentionParams& call = params.forward.call;
   auto& shared = dynamic_shared<Shared<C, M::WEIGHTED>>();
   const int key_tiles = (call.seqlen_k + C::BLOCK_OWN - 1) / C::BLOCK_OWN, key_heads = call.batch * call.heads_kv;
@@ -379,15 +420,37 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) gradients(const __grid_const
   if (PROGRAMMATIC) grid_dependency_launch();
   if (index < by_keys) {
     const Work work(index, key_tiles, key_heads, params.key_heads);
-    Walk<C, M, APART ? KEYS : KEYS_AND_VALUES, SLOPES>::compute(params, shared, work);
+    Walk<C, M, APART ? KEYS : KEYS_AND_VALUES, SLOPES>::compute(params, maps, shared, work);
   } else if (APART && index < 2 * by_keys) {
     const Work work(index - by_keys, key_tiles, key_heads, params.key_heads);
-    Walk<C, M, APART ? VALUES : KEYS_AND_VALUES, SLOPES>::compute(params, shared, work);
+    Walk<C, M, APART ? VALUES : KEYS_AND_VALUES, SLOPES>::compute(params, maps, shared, work);
   } else {
     Work work(index - by_keys * (APART ? 2 : 1), query_tiles, query_heads, params.query_heads);
     work.tile = query_tiles - 1 - work.tile;  // under a causal mask the last queries see most
-    Walk<C, M, QUERIES, SLOPES>::compute(params, shared, work);
+    Walk<C, M, QUERIES, SLOPES>::compute(params, maps, shared, work);
   }
+}
+
+template <typename T, int HEAD_DIM, int ROW_TILES, int WARPS, int BLOCK_WALK, int STEP, int STAGES, int CTAS,
+          int LOAD_BYTES, bool WGMMA, bool APART, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI,
+          bool SLOPES, bool PROGRAMMATIC>
+__global__ void __launch_bounds__(32 * WARPS, CTAS) gradients(const __grid_constant__ BackwardParams params) {
+  using C = Tiles<T, HEAD_DIM, ROW_TILES, WARPS, BLOCK_WALK, STEP, STAGES, LOAD_BYTES, WGMMA, false>;
+  const Maps none;
+  compute_gradients<C, Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>, APART, SLOPES, PROGRAMMATIC>(params, none);
+}
+
+// The same with bulk copies of the walked rows.
+template <typename T, int HEAD_DIM, int ROW_TILES, int WARPS, int BLOCK_WALK, int STEP, int STAGES, int CTAS,
+          int LOAD_BYTES, bool WGMMA, bool APART, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI,
+          bool SLOPES, bool PROGRAMMATIC>
+__global__ void __launch_bounds__(32 * WARPS, CTAS)
+    gradients_bulk(const __grid_constant__ BackwardParams params, const __grid_constant__ TensorMap query,
+                   const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
+                   const __grid_constant__ TensorMap grad_out) {
+  using C = Tiles<T, HEAD_DIM, ROW_TILES, WARPS, BLOCK_WALK, STEP, STAGES, LOAD_BYTES, WGMMA, true>;
+  const Maps maps{&query, &key, &value, &grad_out};
+  compute_gradients<C, Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>, APART, SLOPES, PROGRAMMATIC>(params, maps);
 }
 
 }  // namespace microsdpa::backward

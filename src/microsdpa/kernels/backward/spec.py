@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, MaskKind, Problem, capability_of
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, MAX_NUMBER, Grid, KernelSpec, Rejection
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, MAX_NUMBER, Grid, KernelSpec, Rejection, TensorMap
 
 MAX_HEAD_DIM = 256
 LARGEST_JOINT = 128
@@ -33,6 +34,7 @@ class Tiling:
         stages: tiles in shared memory.
         ctas: CTAs that an SM shall hold at once, which bounds the registers.
         wgmma: whether warpgroups multiply by wgmma, with one row tile a warp; else warps do by mma.sync.
+        bulk: whether walked rows are brought by bulk copies.
     """
 
     row_tiles: int = 1
@@ -42,6 +44,7 @@ class Tiling:
     stages: int = 2
     ctas: int = 2
     wgmma: bool = False
+    bulk: bool = False
 
     @property
     def block_own(self) -> int:
@@ -49,11 +52,11 @@ class Tiling:
         return 16 * self.row_tiles * self.warps
 
     def shared_bytes(self, head_dim: int, weighted: bool) -> int:
-        """Dynamic shared memory: the owned rows, the ring, what is known of the walked rows, and votes."""
+        """Dynamic shared memory: the owned rows, the ring, what is known of the walked rows, barriers, votes."""
         columns = ceil(head_dim / 16) * 16
         rows = 2 * self.block_own + 2 * self.stages * self.block_walk
         terms = self.stages * self.block_walk * terms_bytes(weighted)
-        return ceil((2 * columns * rows + terms + 8 * self.warps) / 128) * 128
+        return ceil((2 * columns * rows + terms + 8 * (self.warps + self.stages)) / 128) * 128
 
 
 def terms_bytes(weighted: bool) -> int:
@@ -167,10 +170,21 @@ def gradients(problem: Problem, tiling: Tiling, slopes: bool = False) -> KernelS
         **_masks(problem),
         "SLOPES": BOOLEAN[slopes],
     }
-    spec = _spec(problem, "kernel", "gradients", arguments, 32 * tiling.warps)
+    template = "gradients_bulk" if tiling.bulk else "gradients"
     return replace(
-        spec, block_m=tiling.block_own, shared_bytes=tiling.shared_bytes(problem.head_dim, is_weighted(problem))
+        _spec(problem, "kernel", template, arguments, 32 * tiling.warps),
+        block_m=tiling.block_own,
+        shared_bytes=tiling.shared_bytes(problem.head_dim, is_weighted(problem)),
+        tensor_maps=_tensor_maps(problem, tiling) if tiling.bulk else (),
     )
+
+
+def _tensor_maps(problem: Problem, tiling: Tiling) -> tuple[TensorMap, ...]:
+    """Boxes of a panel's columns, of at most 64 rows."""
+    columns = ceil(problem.head_dim / 16) * 16
+    panel, rows = 64 if columns % 64 == 0 else 32, min(64, tiling.block_walk)
+    names: tuple[Literal["query", "key", "value", "grad_out"], ...] = ("query", "key", "value", "grad_out")
+    return tuple(TensorMap(name, rows, panel, 2 * panel) for name in names)
 
 
 def gradients_grid(problem: Problem, tiling: Tiling) -> Grid:
