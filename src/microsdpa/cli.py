@@ -36,6 +36,7 @@ from microsdpa.evidence import report as report_page
 from microsdpa.evidence import repro as reproduction
 from microsdpa.evidence import resign as resigning
 from microsdpa.evidence.devices import DEVICES, named
+from microsdpa.evidence.fuzz_calls import DOORS, Door
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.ladder import step as ladder_step
 from microsdpa.evidence.plots import files as plot_files
@@ -174,7 +175,7 @@ def verify(
     if backward and random_calls is None:
         raise typer.BadParameter("backward: expected --fuzz N beside it, got none")
     if random_calls is not None:
-        doors = ("backward",) if backward else DOORS
+        doors: tuple[Door, ...] = ("backward",) if backward else DOORS
         with progress() as bars:
             step = fuzz.step(random_calls, seed, bars, output, _command(), doors)
         _finish([step], as_json)

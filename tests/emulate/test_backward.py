@@ -129,7 +129,10 @@ TILINGS = [
     ),
     (Case(1, 1, 140, 150, 128, causal="lower_right"), Tiling(warps=8, step=64, ctas=1, wgmma=True, bulk=True)),
     (Case(1, 1, 70, 100, 256, causal="upper_left"), Tiling(block_walk=32, warps=8, ctas=1, wgmma=True, bulk=True)),
-    (Case(1, 2, 150, 300, 64, heads_kv=1, causal="lower_right"), Tiling(block_walk=128, step=64, wgmma=True, bulk=True)),
+    (
+        Case(1, 2, 150, 300, 64, heads_kv=1, causal="lower_right"),
+        Tiling(block_walk=128, step=64, wgmma=True, bulk=True),
+    ),
     (Case(1, 1, 70, 100, 128), Tiling(step=64, wgmma=True)),
 ]
 

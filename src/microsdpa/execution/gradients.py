@@ -74,6 +74,7 @@ class Gradient:
             mask=self.masks.kind,
             target=target,
             alignment=VECTOR_BYTES if all(map(tensors.is_aligned, rows)) else ELEMENT_BYTES[dtype],
+            bulk=all(map(tensors.is_bulk_addressable, rows)),
         )
 
 
@@ -211,9 +212,7 @@ def _launch(of: Gradient) -> None:
         raise UnsupportedProblem(refusal.reason, nearest=refusal.nearest)
     found, workspace_bytes = launches(of, problem, tiling)
     kernels = [
-        launcher.PlannedKernel(
-            one.spec, one.grid, bytes(one.params), one.pointers, one.numbers, one.tensor_maps
-        )
+        launcher.PlannedKernel(one.spec, one.grid, bytes(one.params), one.pointers, one.numbers, one.tensor_maps)
         for one in found
     ]
     launcher.register(call, kernels, problem.target, workspace_bytes)

@@ -128,6 +128,8 @@ def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
     counted = query.dim() == 4 and max(query.shape[:2]) <= MAX_GRID_YZ
     if not (plain and scaled and sound and counted and all(map(is_aligned, inputs))):
         return ""
+    if torch.are_deterministic_algorithms_enabled():
+        return ""  # this library's own kernels give the same bits each time
     causal = "upper_left" if options.is_causal else options.causal
     cudnn, flash = (name in calls() for name in (CUDNN, FLASH))
     cudnn &= _cudnn_computes(inputs, masks.attn_mask, causal)

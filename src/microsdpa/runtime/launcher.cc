@@ -138,7 +138,8 @@ ffi::Any prepared_call(ffi::PackedArgs args) {
 // gradients of the output and the LSE, and what is written: those of query, key, value, attn_mask, slopes and sinks.
 // None stands for what there is not.
 struct GivenGradients {
-  static constexpr int FIRST = QUERY_SCALE_ARGUMENT, GRADIENTS = OPERANDS - GRAD_QUERY, ARGUMENTS = FIRST + 2 + GRADIENTS;
+  static constexpr int FIRST = QUERY_SCALE_ARGUMENT, GRADIENTS = OPERANDS - GRAD_QUERY,
+                       ARGUMENTS = FIRST + 2 + GRADIENTS;
 
   GivenCall given;
   std::uintptr_t addresses[OPERANDS]{};
@@ -175,9 +176,9 @@ bool gradients(ffi::PackedArgs args) {
   return plan != nullptr;
 }
 
-// Registers the plan of a validated call; parse() reads the arguments as sdpa() or gradients() does. After `numbers` and `params` come the
-// arguments that this function will be called with. The numbers are the context, bytes of scratch memory, the first and
-// the last length of K that the plan is for, and the kernels in the order of their launch.
+// Registers the plan of a validated call; parse() reads the arguments as sdpa() or gradients() does. After `numbers`
+// and `params` come the arguments that this function will be called with. The numbers are the context, bytes of scratch
+// memory, the first and the last length of K that the plan is for, and the kernels in the order of their launch.
 template <typename Parse>
 void register_plan(ffi::PackedArgs args, Parse parse) {
   TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";

@@ -1,10 +1,11 @@
-// Gradients of exact attention on mma.sync, for every call that has a forward pass. No atomics: the same bits each time.
+// Gradients of exact attention on mma.sync, for every call that has a forward pass. No atomics: the same bits each
+// time.
 //
-// With P = 2^(scores - LSE) and dS = P (dP - delta), where dP = dO V^T: dV = P^T dO, dK = scale dS^T Q, dQ = scale dS K.
-// A CTA owns BLOCK_OWN rows and walks over tiles of the other side's rows. CTAs that own keys walk over the queries of
-// every query head of their key head, and sum dK and dV. CTAs that own queries sum dQ. Both make S and dP again: seven
-// products in all.
-// Tiles:    the owned rows [BLOCK_OWN, D] of two tensors; each warp has 16 ROW_TILES of them, as A operands. The walked
+// With P = 2^(scores - LSE) and dS = P (dP - delta), where dP = dO V^T: dV = P^T dO, dK = scale dS^T Q, dQ = scale dS
+// K. A CTA owns BLOCK_OWN rows and walks over tiles of the other side's rows. CTAs that own keys walk over the queries
+// of every query head of their key head, and sum dK and dV. CTAs that own queries sum dQ. Both make S and dP again:
+// seven products in all. Tiles:    the owned rows [BLOCK_OWN, D] of two tensors; each warp has 16 ROW_TILES of them, as
+// A operands. The walked
 //           rows [BLOCK_WALK, D] of two tensors in a ring of STAGES; D is HEAD_DIM, filled up to a multiple of 16.
 // Pipeline: 1. cp.async fills the ring, one tile ahead     2. S and dP of STEP walked rows; where keys are owned, their
 //           transposes     3. P and dS in registers, which are A operands     4. the sums
@@ -403,7 +404,8 @@ struct Walk {
       }
     } else {
       if constexpr (SUMS_OTHERS) walk.store(shared.owned[0], sums, scale, params.grad_key, params.grad_key_strides);
-      if constexpr (SUMS_VALUES) walk.store(shared.owned[1], values, 1.0f, params.grad_value, params.grad_value_strides);
+      if constexpr (SUMS_VALUES)
+        walk.store(shared.owned[1], values, 1.0f, params.grad_value, params.grad_value_strides);
     }
   }
 };

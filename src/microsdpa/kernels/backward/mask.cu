@@ -1,10 +1,10 @@
 // The gradient of a mask of numbers, summed over the dimensions that it is broadcast along, in an order that is always
 // the same.
 //
-// A CTA owns BLOCK queries and BLOCK keys of one head of the mask, and walks over every head, and along a dimension that
-// is broadcast over every tile, that the elements are added to: of each it makes dS = P (dP - delta), and adds it up.
-// Tiles:    Q, dO, K and V [BLOCK, D]; each warp has 16 rows of the sum in registers.
-// Bound by: a masked training step's least product; nothing is ahead of the tile that is waited for.
+// A CTA owns BLOCK queries and BLOCK keys of one head of the mask, and walks over every head, and along a dimension
+// that is broadcast over every tile, that the elements are added to: of each it makes dS = P (dP - delta), and adds it
+// up. Tiles:    Q, dO, K and V [BLOCK, D]; each warp has 16 rows of the sum in registers. Bound by: a masked training
+// step's least product; nothing is ahead of the tile that is waited for.
 #include "../ptx/address.cuh"
 #include "../ptx/control.cuh"
 #include "rows.cuh"
@@ -114,7 +114,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) mask_gradient(const __grid_cons
 #pragma unroll
   for (int n = 0; n < BLOCK / 8; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) shared.sums[warp_row + 8 * (e / 2) + lane_row][8 * n + lane_column + e % 2] = sums[n][e];
+    for (int e = 0; e < 4; ++e)
+      shared.sums[warp_row + 8 * (e / 2) + lane_row][8 * n + lane_column + e % 2] = sums[n][e];
   }
   __syncthreads();
   const int rows = all_rows ? 1 : min(BLOCK, params.mask_rows - row_tile * BLOCK);

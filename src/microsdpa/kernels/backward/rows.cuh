@@ -7,8 +7,8 @@
 
 namespace microsdpa::backward {
 
-// Brings rows of C::HEAD_DIM elements into a tile that may be wider; what does not exist becomes zeros. Rows on 16 bytes
-// are copied asynchronously, others at once.
+// Brings rows of C::HEAD_DIM elements into a tile that may be wider; what does not exist becomes zeros. Rows on 16
+// bytes are copied asynchronously, others at once.
 //   global: [valid_rows, HEAD_DIM], row_stride elements apart
 template <typename C, typename Tile>
 __device__ __forceinline__ void load_rows(Tile& tile, const typename C::T* global, int64 row_stride, int valid_rows) {

@@ -1,7 +1,8 @@
-// The gradients of the sinks and of ALiBi's slopes, a CTA for each: sums over rows, in an order that is always the same.
+// The gradients of the sinks and of ALiBi's slopes, a CTA for each: sums over rows, in an order that is always the
+// same.
 //
-// A sink's probability is 2^(sink - LSE), and its value is zero: the gradient is minus the sum of that times delta. That
-// of a slope is minus the sum of dS times the distance, of which the CTAs that own queries have left their parts.
+// A sink's probability is 2^(sink - LSE), and its value is zero: the gradient is minus the sum of that times delta.
+// That of a slope is minus the sum of dS times the distance, of which the CTAs that own queries have left their parts.
 // Bound by: the launch, and memory for many rows.
 #include "../ptx/control.cuh"
 #include "scoring.cuh"

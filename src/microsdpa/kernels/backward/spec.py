@@ -69,14 +69,29 @@ def is_weighted(problem: Problem) -> bool:
     return problem.mask is not None and problem.mask.tensor not in (None, "bool", "int32")
 
 
+WGMMA_COLUMNS = 32, 64, 96, 128, 192, 256
+"""Head dimensions, filled up to a multiple of 16, that wgmma takes."""
+FEWEST_WIDE_TILES = 2
+"""Tiles of 128 rows for each SM from which on an mma.sync warp has two row tiles: fewer leave SMs idle."""
+
+
 def choose(problem: Problem) -> Tiling:
-    """The tiling for a problem."""
-    if problem.head_dim <= LARGEST_JOINT:
-        return Tiling()
-    tiling = Tiling(block_walk=32, ctas=1)
-    if tiling.shared_bytes(problem.head_dim, is_weighted(problem)) > chip_of(problem.target).shared_per_cta:
-        return replace(tiling, stages=1)
-    return tiling
+    """The tiling for a problem: on a Hopper measured, elsewhere by what shared memory and registers hold."""
+    columns, mask = ceil(problem.head_dim / 16) * 16, problem.mask
+    if capability_of(problem.target) == (9, 0) and columns in WGMMA_COLUMNS:
+        bulk = problem.bulk and _load_bytes(problem) == VECTOR_BYTES
+        if columns > LARGEST_JOINT:
+            return Tiling(warps=8, block_walk=32, ctas=1, wgmma=True, bulk=bulk)
+        crowded = columns > 64 and mask is not None and mask.tensor is not None
+        return Tiling(step=32 if crowded else 64, wgmma=True, bulk=bulk)
+    if columns > LARGEST_JOINT:
+        tiling = Tiling(block_walk=32, ctas=1)
+        fits = tiling.shared_bytes(problem.head_dim, is_weighted(problem)) <= chip_of(problem.target).shared_per_cta
+        return tiling if fits else replace(tiling, stages=1)
+    wide = problem.batch * problem.heads_kv * problem.seqlen_k >= FEWEST_WIDE_TILES * 128 * chip_of(problem.target).sms
+    if columns <= 64 and wide and mask is None:
+        return Tiling(row_tiles=2)
+    return Tiling()
 
 
 def refusal(problem: Problem, tiling: Tiling) -> Rejection | None:
@@ -257,3 +272,29 @@ def mask_grid(shape: tuple[int, int, int, int]) -> Grid:
     """CTAs for a mask of this shape, [B, H, S_q, S_k] or 1 in places."""
     batch, heads, rows, columns = shape
     return batch * heads * ceil(rows / MASK_BLOCK) * ceil(columns / MASK_BLOCK), 1, 1
+
+
+def backward_catalogue(target: str) -> list[KernelSpec]:
+    """Configurations for `target`: head dimensions, masks and alignments, a few of each."""
+    kinds = (
+        (64, None, VECTOR_BYTES),
+        (128, None, VECTOR_BYTES),
+        (128, MaskKind("bool", left=True), VECTOR_BYTES),
+        (64, MaskKind("float32", True, True, True, True, "float32"), VECTOR_BYTES),
+        (40, MaskKind("int32"), ELEMENT_BYTES["float16"]),
+        (256, MaskKind(right=True, softcap=True, sinks="float16"), VECTOR_BYTES),
+    )
+    specs: dict[KernelSpec, None] = {}
+    for head_dim, mask, alignment in kinds:
+        sizes = 4, 32, 8, 2048, 2048, head_dim
+        problem = Problem(*sizes, "float16", causal="upper_left", mask=mask, alignment=alignment, target=target)
+        tiling = choose(problem)
+        if isinstance(refusal(problem, tiling), Rejection):
+            continue
+        kind = mask or MaskKind()
+        found = [terms(problem), gradients(problem, tiling, kind.alibi)]
+        found += [slope_gradients(problem)] if kind.alibi else []
+        found += [sink_gradients(problem)] if kind.sinks else []
+        found += [mask_gradient(problem)] if is_weighted(problem) else []
+        specs |= dict.fromkeys(found)
+    return list(specs)

@@ -14,7 +14,10 @@ constexpr float LARGE_LSE = 16384.0f;
 
 // Lanes that read a row of so many chunks at once: a power of two.
 template <int CHUNKS>
-constexpr int LANES_OF = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;
+constexpr int LANES_OF = CHUNKS > 16  ? 32
+                         : CHUNKS > 8 ? 16
+                         : CHUNKS > 4 ? 8
+                                      : 4;
 
 template <typename T, int HEAD_DIM, int WARPS, int LOAD_BYTES, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP,
           bool ALIBI, typename SINK, bool PROGRAMMATIC>

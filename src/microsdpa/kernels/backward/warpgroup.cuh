@@ -1,5 +1,5 @@
-// The products of a warpgroup's 64 rows by wgmma. Accumulators and A operands are laid out as those of mma.sync, 16 rows
-// per warp, and the swizzled tiles are what wgmma reads.
+// The products of a warpgroup's 64 rows by wgmma. Accumulators and A operands are laid out as those of mma.sync, 16
+// rows per warp, and the swizzled tiles are what wgmma reads.
 #pragma once
 
 #include "../common/mma_tile.cuh"
@@ -11,7 +11,7 @@ namespace microsdpa::backward {
 // Accumulators as one array, which wgmma takes.
 template <int N>
 __device__ __forceinline__ float (&flat(float (&d)[1][N][4]))[4 * N] {
-  return reinterpret_cast<float(&)[4 * N]>(d);
+  return reinterpret_cast<float (&)[4 * N]>(d);
 }
 
 template <typename C>
