@@ -87,11 +87,11 @@ def choose(problem: Problem) -> Tiling:
     if columns > LARGEST_JOINT:
         tiling = Tiling(block_walk=32, ctas=1)
         fits = tiling.shared_bytes(problem.head_dim, is_weighted(problem)) <= chip_of(problem.target).shared_per_cta
-        return tiling if fits else replace(tiling, stages=1)
+        return tiling if fits else replace(tiling, stages=1, step=16)
     wide = problem.batch * problem.heads_kv * problem.seqlen_k >= FEWEST_WIDE_TILES * 128 * chip_of(problem.target).sms
     if columns <= 64 and wide and mask is None:
-        return Tiling(row_tiles=2)
-    return Tiling()
+        return Tiling(row_tiles=2, block_walk=32) if capability_of(problem.target) < (9, 0) else Tiling(2, step=16)
+    return Tiling(step=16 if columns > 64 and mask is not None and mask.tensor is not None else 32)
 
 
 def refusal(problem: Problem, tiling: Tiling) -> Rejection | None:
@@ -105,7 +105,8 @@ def refusal(problem: Problem, tiling: Tiling) -> Rejection | None:
     ctas = max(gradients_grid(problem, tiling)[0], terms_grid(problem)[0])
     if ctas > MAX_GRID_X:
         return Rejection(f"{ctas} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
-    if problem.seqlen_q + problem.seqlen_k > MAX_NUMBER or problem.batch * problem.heads > MAX_NUMBER:
+    rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
+    if max(problem.seqlen_q + problem.seqlen_k, rows, problem.batch * problem.heads) > MAX_NUMBER:
         return Rejection("more rows or heads than a kernel counts", "a smaller batch or shorter sequences")
     return None
 
@@ -282,7 +283,7 @@ def backward_catalogue(target: str) -> list[KernelSpec]:
         (128, MaskKind("bool", left=True), VECTOR_BYTES),
         (64, MaskKind("float32", True, True, True, True, "float32"), VECTOR_BYTES),
         (40, MaskKind("int32"), ELEMENT_BYTES["float16"]),
-        (256, MaskKind(right=True, softcap=True, sinks="float16"), VECTOR_BYTES),
+        (256, MaskKind(right=True, sinks="float16"), VECTOR_BYTES),
     )
     specs: dict[KernelSpec, None] = {}
     for head_dim, mask, alignment in kinds:
