@@ -25,6 +25,7 @@ CASES = [
     (Case(2, 2, 200, 300, 128, masks=("alibi", "sinks"), dtype="bfloat16"), 0),
     (Case(1, 4, 300, 100, 64, heads_kv=2, causal="lower_right", masks=("sinks",)), 0),  # rows without a key
     (Case(2, 2, 200, 450, 64, masks=("bool",)), 0),
+    (Case(1, 1, 300, 4300, 64, masks=("bool",), causal="lower_right"), 0),  # the mask is read ahead of the lists
     (Case(2, 2, 200, 450, 64, masks=("bool",), causal="lower_right", scale=-0.2), 2),
     (Case(2, 3, 150, 450, 128, masks=("padding",)), 0),
     (Case(2, 3, 300, 450, 64, masks=("padding",), causal="upper_left"), 0),
@@ -39,6 +40,8 @@ CASES = [
     (Case(1, 2, 200, 300, 64, masks=("float32",), causal="lower_right", scale=0.0), 0),
     (Case(2, 2, 400, 400, 64, masks=("documents",), causal="lower_right"), 0),
     (Case(1, 2, 300, 300, 128, masks=("documents", "softcap", "sinks")), 0),
+    (Case(1, 2, 140, 304, 160, masks=("additive",)), 0),
+    (Case(1, 2, 140, 304, 160, masks=("float32",), causal="lower_right"), 0),
     (Case(1, 2, 200, 304, 72, masks=("left padding, numbers",)), 1),
 ]
 THROUGHPUT = "emulate:hopper/throughput"
@@ -68,6 +71,19 @@ def test_documents_as_ranges_are_those_of_a_boolean_mask(causal: Causal | None, 
     )
     for a, b in zip(by_ranges, by_mask, strict=True):
         assert torch.allclose(a.float(), b.float(), atol=2e-3)
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 3.0, 5000.0, 1e30])
+def test_soft_caps_of_any_size(softcap: float) -> None:
+    query, key, value = make(Case(1, 2, 130, 200, 64))
+    masks = Masks(softcap=softcap)
+    problem = replace(Case(1, 2, 130, 200, 64).problem("sm_90a"), mask=masks.kind_in_memory)
+    out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
+    attention(specification(problem, fitting(problem)[0]), problem, (query, key, value, out, lse), masks=masks)
+    expected = reference.oracle(query, key, value, softcap=softcap)
+    eager = reference.eager(query, key, value, softcap=softcap)
+    for got, exact, plain in zip((out, lse), expected, eager, strict=True):
+        assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))
 
 
 def test_any_numbers_may_stand_in_ranges() -> None:

@@ -90,6 +90,8 @@ class TileLists:
 
     WORDS = 4
     """Of a row of a tile, 4 bytes each."""
+    MARKED = 8
+    """Tiles of keys that one CTA looks at, where the mask is read ahead of the lists."""
 
     def lists(self, problem: Problem) -> int:
         """One for each query tile of each mask."""
@@ -128,7 +130,7 @@ class KernelSpec:
         split: CTAs that share a query tile, each with a part of the keys.
         grid_order: how the launch numbers its CTAs: "x", all along x (parts, query tiles, heads, batch), "xyz",
             parts and heads along x, query tiles along y and batch along z, which spares the kernel its divisions, or
-            "lists", one for each list of `tile_lists`.
+            "lists", one for each list of `tile_lists`, or "tiles", as many along x and the tiles of keys along y.
         pack: query heads of one key head whose rows are tiled together.
         max_ctas: CTAs of a persistent kernel's launch at most; 0 for one a tile.
         tensor_maps: descriptors that follow AttentionParams as the kernel's parameters, in this order.
@@ -153,7 +155,7 @@ class KernelSpec:
     low_occupancy: str = ""
     cluster: int = 1
     split: int = 1
-    grid_order: Literal["x", "xyz", "lists"] = "x"
+    grid_order: Literal["x", "xyz", "lists", "tiles"] = "x"
     pack: int = 1
     max_ctas: int = 0
     tensor_maps: tuple[TensorMap, ...] = ()
@@ -184,8 +186,9 @@ class KernelSpec:
     def work(self, problem: Problem) -> Grid:
         """The grid that has a CTA for every piece of work."""
         tiles = -(-problem.seqlen_q * self.pack // self.block_m)
-        if self.grid_order == "lists" and self.tile_lists is not None:
-            return self.tile_lists.lists(problem), 1, 1
+        if self.grid_order in ("lists", "tiles") and self.tile_lists is not None:
+            keys = self.tile_lists.block_n * self.tile_lists.MARKED if self.grid_order == "tiles" else problem.seqlen_k
+            return self.tile_lists.lists(problem), -(-problem.seqlen_k // keys), 1
         if self.grid_order == "xyz":
             return self.split * problem.heads // self.pack, tiles, problem.batch
         return self.split * tiles * problem.batch * problem.heads // self.pack, 1, 1

@@ -146,6 +146,8 @@ inline unsigned __ballot_sync(unsigned mask, int predicate,
   return microsdpa::emulator::ballot("__ballot_sync", mask, predicate, place);
 }
 
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 inline int __any_sync(unsigned mask, int predicate,
                       microsdpa::emulator::Place place = microsdpa::emulator::Place::here()) {
   return microsdpa::emulator::ballot("__any_sync", mask, predicate, place) != 0;

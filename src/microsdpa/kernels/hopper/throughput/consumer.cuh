@@ -92,7 +92,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     tile = 0;
     if constexpr (MASKS::ANY) {
       masks.begin(work, ROWS * warpgroup + tile_row(0));
-      tiles = CAUSAL && !Masked::LISTED
+      tiles = CAUSAL && !Masked::LISTED && !Masked::BACKWARDS
                   ? key_tiles_from<MASKS, CAUSAL, BLOCK_N>(masks.first_tile, masked_params, first_row, ROWS)
                   : work.tiles;
     } else {

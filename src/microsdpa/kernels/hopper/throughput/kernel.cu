@@ -105,6 +105,7 @@ __device__ __forceinline__ void produce_masks(
   using Ring = typename SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>::Masks;
   constexpr int BLOCK_M = ROWS * CONSUMERS, PANEL_COLUMNS = AddedTile<MASK>::PANEL_COLUMNS;
   constexpr int TILE_BYTES = ROWS * BLOCK_N * static_cast<int>(sizeof(MASK));
+  static_assert(BLOCK_N % PANEL_COLUMNS == 0, "whole panels arrive");
   const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params.call);
   const Strides& strides = params.masks.mask_strides;
   Ring& ring = shared;
@@ -113,19 +114,23 @@ __device__ __forceinline__ void produce_masks(
   for (int round = 0; schedule.has(round); ++round) {
     const WorkTile work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(params, schedule.work(round));
     const int first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
+    const VisitedTiles<MASKS, BLOCK_M, BLOCK_N> visited(params, work);
     for (int tile = 0; tile < work.tiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < CONSUMERS; ++i) {
         const int first_row = work.first_row + ROWS * i;
         if (first_row >= params.call.seqlen_q) continue;
-        if (tile >= key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, ROWS)) continue;
+        if (!MaskTraits<MASKS>::BACKWARDS &&
+            tile >= key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, ROWS)) {
+          continue;
+        }
         Mbarrier& full = ring.full[state[i].stage][i];
         mbarrier_wait(ring.empty[state[i].stage][i], state[i].phase ^ 1);
         mbarrier_arrive_expect(full, TILE_BYTES);
 #pragma unroll
         for (int panel = 0; panel < BLOCK_N / PANEL_COLUMNS; ++panel) {
           tma_load(ring.tile[state[i].stage][i] + panel * ROWS * PANEL_COLUMNS, mask, full,
-                   BLOCK_N * (first + tile) + panel * PANEL_COLUMNS, strides.row != 0 ? first_row : 0,
+                   BLOCK_N * visited[tile] + panel * PANEL_COLUMNS, strides.row != 0 ? first_row : 0,
                    strides.head != 0 ? work.head : 0, strides.batch != 0 ? work.batch : 0);
         }
         state[i].advance();

@@ -1,15 +1,16 @@
 // Lists of the tiles of keys that a mask leaves to the query tiles of hopper/throughput, ahead of it.
 //
-// Each CTA makes the list of one query tile, for all heads and batch entries that share the mask. Tiles in which
-// nothing is visible are left out; those in which nothing is hidden are marked. Of a boolean mask each warp reads one
-// tile and packs it: a lane of a wgmma accumulator finds the bits of its keys in one word. Of ranges of keys the
-// smallest and the largest ends say everything. Bound by: the mask's bytes, which are read once.
+// Each CTA of list_tiles makes the list of one query tile, for all heads and batch entries that share the mask. Tiles
+// in which nothing is visible are left out; those in which nothing is hidden are marked. Of a boolean mask each warp
+// reads one tile and packs it: a lane of a wgmma accumulator finds the bits of its keys in one word. Of ranges of keys
+// the smallest and the largest ends say everything. Where few lists meet many keys, mark_tiles has all SMs read the
+// mask, and list_marked makes the lists of what it finds. Bound by: the mask's bytes, which are read once.
 #include "../../ptx/control.cuh"
 #include "masks.cuh"
 
 namespace microsdpa::hopper::throughput {
 
-constexpr int LIST_WARPS = 16;
+constexpr int LIST_WARPS = 16, MARK_WARPS = 8;
 
 template <int BLOCK_N>
 constexpr uint32 ALL_OF_LANE = BLOCK_N == 128 ? 0xffffffffu : (1u << BLOCK_N / 4 % 32) - 1;
@@ -134,27 +135,80 @@ __device__ __forceinline__ void list_ranges(const MaskedParams& params, const Ti
   }
 }
 
+// A query tile of a mask, and the tiles of keys that it may see.
+template <typename MASK, int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
+struct ListWork {
+  using MASKS = Masks<MASK, LEFT, false, false, void>;
+  int mask, query_tile, first_row;
+  int first, last;  // tiles
+
+  __device__ __forceinline__ ListWork(const MaskedParams& params, int number) {
+    const int query_tiles = TileList<BLOCK_M, BLOCK_N>::query_tiles(params);
+    mask = number / query_tiles, query_tile = number % query_tiles, first_row = BLOCK_M * query_tile;
+    first = first_key_tile<MASKS, BLOCK_N>(params, first_row);
+    last = first + key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, BLOCK_M);
+  }
+};
+
+// Grid: masks * query tiles, tiles of keys / MARK_WARPS. Leaves the states of a query tile's tiles in place of its
+// list.
+template <int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
+__global__ void __launch_bounds__(32 * MARK_WARPS) mark_tiles(const __grid_constant__ MaskedParams params) {
+  grid_dependency_launch();
+  const ListWork<bool, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
+  const TileList<BLOCK_M, BLOCK_N> list(params, work.mask, work.query_tile);
+  const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, work.mask, work.first_row);
+  const int tile = MARK_WARPS * static_cast<int>(blockIdx.y) + static_cast<int>(threadIdx.x / 32);
+  // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+  grid_dependency_wait();
+  if (tile < work.first || tile >= work.last) return;
+  const TileState state = reader.read(tile, true);
+  if (threadIdx.x % 32 == 0) list.entries[tile] = state;
+}
+
+// Grid: masks * query tiles. One warp, which overtakes no state with its list.
+template <int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
+__global__ void __launch_bounds__(32) list_marked(const __grid_constant__ MaskedParams params) {
+  grid_dependency_launch();
+  const ListWork<bool, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
+  const TileList<BLOCK_M, BLOCK_N> list(params, work.mask, work.query_tile);
+  grid_dependency_wait();
+  int count = 0;
+  for (int begin = work.first; begin < work.last; begin += 32) {
+    const int tile = begin + lane_index();
+    const int state = tile < work.last ? list.entries[tile] : HIDDEN;
+    const uint32 visible = __ballot_sync(FULL_WARP, state != HIDDEN);
+    if (state != HIDDEN) {
+      list.entries[count + __popc(visible & ((1u << lane_index()) - 1))] = ListEntry(tile, state == WHOLE).value;
+    }
+    count += __popc(visible);
+    __syncwarp();
+  }
+  if (lane_index() == 0) {
+    if (count == 0) list.entries[0] = ListEntry(work.first, false).value;  // rows without keys are written too
+    *list.count = max(count, 1);
+  }
+}
+
 // Grid: masks * query tiles.
 template <typename MASK, int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
 __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_constant__ MaskedParams params) {
   using List = TileList<BLOCK_M, BLOCK_N>;
-  using MASKS = Masks<MASK, LEFT, false, false, void>;
   __shared__ TileState states[LIST_WARPS];
 
   grid_dependency_launch();
-  const int warp = static_cast<int>(threadIdx.x / 32), query_tiles = List::query_tiles(params);
-  const int mask = static_cast<int>(blockIdx.x) / query_tiles, query_tile = static_cast<int>(blockIdx.x) % query_tiles;
-  const int first_row = BLOCK_M * query_tile, first = first_key_tile<MASKS, BLOCK_N>(params, first_row);
-  const int last = first + key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, BLOCK_M);
-  const List list(params, mask, query_tile);
+  const ListWork<MASK, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
+  const int warp = static_cast<int>(threadIdx.x / 32), first = work.first, last = work.last;
+  const List list(params, work.mask, work.query_tile);
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  if constexpr (is_range<MASK>) return list_ranges(params, list, mask, first_row, first, last);
+  if constexpr (is_range<MASK>) return list_ranges(params, list, work.mask, work.first_row, first, last);
 
-  const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, mask, first_row);
+  const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, work.mask, work.first_row);
   const bool has_rows = List::has_rows(params);
   if (!has_rows) {  // all query tiles share the words: each CTA makes those of some tiles of keys
-    for (int64 tile = query_tile + static_cast<int64>(query_tiles) * warp; tile < List::key_tiles(params);
+    const int query_tiles = List::query_tiles(params);
+    for (int64 tile = work.query_tile + static_cast<int64>(query_tiles) * warp; tile < List::key_tiles(params);
          tile += static_cast<int64>(query_tiles) * LIST_WARPS) {
       reader.read(static_cast<int>(tile), true);
     }

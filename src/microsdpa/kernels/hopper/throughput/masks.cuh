@@ -32,11 +32,14 @@ struct MaskTraits {
   static constexpr bool RANGED = MASKS::RANGED, LISTED = RANGED || is_bool<typename MASKS::Mask>;
   static constexpr bool ADDED = PRESENT<typename MASKS::Mask> && !LISTED;
   static constexpr bool MODIFIED = ADDED || MASKS::SOFTCAP || MASKS::ALIBI, SINKS = PRESENT<typename MASKS::Sink>;
+  // ALiBi makes later keys' scores the larger ones: tiles are visited from the last one on, so that stabilizers last.
+  static constexpr bool BACKWARDS = MASKS::ALIBI && !LISTED;
   using Added = If<ADDED, typename MASKS::Mask>;
 };
 template <>
 struct MaskTraits<NoMasks> {
-  static constexpr bool RANGED = false, LISTED = false, ADDED = false, MODIFIED = false, SINKS = false;
+  static constexpr bool RANGED = false, LISTED = false, ADDED = false, MODIFIED = false, SINKS = false,
+                        BACKWARDS = false;
   using Added = void;
 };
 
@@ -77,18 +80,19 @@ __device__ __forceinline__ WorkTile masked_work(const typename MASKS::Params& pa
 template <typename MASKS, int BLOCK_M, int BLOCK_N>
 struct VisitedTiles {
   int first;
+  int last;
   const int32* entries;
 
   __device__ __forceinline__ VisitedTiles(const typename MASKS::Params& params, const WorkTile& work) {
     if constexpr (MaskTraits<MASKS>::LISTED) {
       entries = TileList<BLOCK_M, BLOCK_N>(params, work.batch, work.head, work.first_row).entries;
     } else {
-      first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
+      first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row), last = first + work.tiles - 1;
     }
   }
   __device__ __forceinline__ int operator[](int place) const {
     if constexpr (MaskTraits<MASKS>::LISTED) return ListEntry(entries[place]).tile();
-    return first + place;
+    return MaskTraits<MASKS>::BACKWARDS ? last - place : first + place;
   }
 };
 
@@ -113,17 +117,24 @@ __device__ __forceinline__ void hide_where(float (&s)[BLOCK_N / 2], int half, Hi
 }
 
 // Scores in base 2, capped: cap tanh(score / cap). tanh x = 1 - 2 / (1 + e^2x) has an error of 2^-22, which the cap
-// multiplies; for large caps, where scores are small beside it, tanhf is right.
+// multiplies. EXACT, small scores go through the series of tanh instead, whose error is a part of the score: for caps
+// that are large beside most scores.
+template <bool EXACT>
 struct SoftCap {
   static constexpr float LARGE = 2048.0f;  // base 2
 
   float cap;
-  float rate;  // e^2x is 2^(rate score)
+  float rate;     // e^2x is 2^(rate score)
+  float inverse;  // of the cap
 
-  __device__ __forceinline__ explicit SoftCap(float cap) : cap(cap), rate(2.0f * 1.44269504088896340736f / cap) {}
+  __device__ __forceinline__ explicit SoftCap(float cap)
+      : cap(cap), rate(2.0f * 1.44269504088896340736f / cap), inverse(1.0f / cap) {}
   __device__ __forceinline__ float operator()(float score) const {
-    if (cap > LARGE) return cap * tanhf(score / cap);
-    return fmaf(-2.0f * cap, rcp_approx(1.0f + ex2_approx(score * rate)), cap);
+    const float far = fmaf(-2.0f * cap, rcp_approx(1.0f + ex2_approx(score * rate)), cap);
+    if constexpr (!EXACT) return far;
+    const float x = score * inverse, square = x * x;
+    const float near = score * fmaf(square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
+    return square < 0.01f ? near : far;
   }
 };
 
@@ -192,8 +203,9 @@ struct TileMasks {
   static constexpr float LOG2_E = 1.44269504088896340736f;
 
   const MaskedParams& params;
-  int first_row;         // this lane's
-  int first_tile;        // of keys, for the query tile
+  int first_row;   // this lane's
+  int first_tile;  // of keys, for the query tile
+  int last_tile;
   float slope;           // ALiBi's, base 2
   const int32* entries;  // of the list
   const uint32* words;   // this lane's in the first tile of keys
@@ -208,7 +220,7 @@ struct TileMasks {
   __device__ __forceinline__ void begin(const WorkTile& work, int row) {
     const MaskParams& masks = params.masks;
     first_row = work.first_row + row;
-    first_tile = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
+    first_tile = first_key_tile<MASKS, BLOCK_N>(params, work.first_row), last_tile = first_tile + work.tiles - 1;
     if constexpr (MASKS::ALIBI) {
       slope = LOG2_E * masks.slopes[work.batch * masks.slope_batch_stride + work.head * masks.slope_head_stride];
     }
@@ -226,7 +238,7 @@ struct TileMasks {
 
   // Starts to read what is known of the tile, by its place among those of the query tile.
   __device__ __forceinline__ void fetch(int place) {
-    tile = first_tile + place;
+    tile = Traits::BACKWARDS ? last_tile - place : first_tile + place;
     if constexpr (Traits::LISTED) {
       const ListEntry found(entries[place]);
       tile = found.tile(), whole = found.whole();
@@ -247,7 +259,16 @@ struct TileMasks {
   // for the keys of two columns of the accumulator.
   template <typename Added>
   __device__ __forceinline__ void apply(Scores& s, const Added& added) const {
-    if constexpr (Traits::MODIFIED) modify(s, added);
+    if constexpr (MASKS::SOFTCAP) {
+      // One code or the other for the whole tile: all threads have the same cap.
+      if (params.masks.softcap_log2 > SoftCap<true>::LARGE) {
+        modify<true>(s, added);
+      } else {
+        modify<false>(s, added);
+      }
+    } else if constexpr (Traits::MODIFIED) {
+      modify<false>(s, added);
+    }
     if constexpr (Traits::LISTED) {
       if (!whole) {
 #pragma unroll
@@ -266,10 +287,10 @@ struct TileMasks {
   }
 
  private:
-  template <typename Added>
+  template <bool EXACT_CAP, typename Added>
   __device__ __forceinline__ void modify(Scores& s, const Added& added) const {
     const float scale = params.call.scale_log2;
-    const SoftCap capped(MASKS::SOFTCAP ? params.masks.softcap_log2 : 1.0f);
+    const SoftCap<EXACT_CAP> capped(MASKS::SOFTCAP ? params.masks.softcap_log2 : 1.0f);
     // Of this lane's first query to its first key of the tile.
     const float distance = static_cast<float>(first_row + params.masks.position - BLOCK_N * tile -
                                               static_cast<int>(2 * (threadIdx.x % 4)));

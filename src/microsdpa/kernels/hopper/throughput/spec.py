@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from microsdpa.kernels.chip import chip_of
@@ -31,7 +31,10 @@ ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
 LISTED = ("bool", "int32")
 """Element types of masks that say which keys are visible."""
-LIST_THREADS = 512
+PANEL_BYTES = 128
+"""Of a row of a mask's tile: the copies' pattern repeats."""
+LIST_WARPS = 16
+LIST_THREADS = 32 * LIST_WARPS
 """Of the kernel that lists the tiles of a mask."""
 MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
@@ -111,6 +114,7 @@ MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
 MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     96: (Tiles(2, 64, True, 1400, 4000),),
     128: (Tiles(2, 64, True, 1500, 4300),),
+    160: (Tiles(2, 64, True, 1800, 5200),),
 }
 """More tiles for masks of numbers, where theirs take shared memory."""
 HEAD_DIMS = range(8, max(CANDIDATES) + 1, 8)
@@ -169,8 +173,10 @@ def fitting(problem: Problem) -> tuple[Tiles, ...]:
     element, head_dim = mask_element(problem), padded(problem.head_dim)
     found = CANDIDATES[head_dim]
     if element:
-        # A mask of numbers leaves no registers for small shares of them, and half a tile room for its own.
-        found = tuple(t for t in (*found, *MASKED_CANDIDATES.get(head_dim, ())) if t.consumers == 2)
+        # A mask of numbers leaves no registers for small shares of them, nor, beside a soft cap, for large tiles.
+        most = 64 if head_dim > 64 and problem.mask is not None and problem.mask.softcap else 128
+        panel, found = PANEL_BYTES // element, (*found, *MASKED_CANDIDATES.get(head_dim, ()))
+        found = tuple(t for t in found if t.consumers == 2 and t.block_n <= most and t.block_n % panel == 0)
     elif problem.mask is not None and problem.mask.tensor is not None:
         found = tuple(t for t in found if t.consumers <= 3)  # small query tiles visit fewer tiles of keys
     return tuple(t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element))
@@ -193,11 +199,20 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     Raises:
         ValueError: the tiles do not fit the shared memory of the problem's GPU.
     """
-    return _specification(of_any_size(problem), tiles)
+    return _specification(of_any_size(problem), tiles, marked=_is_marked(problem, tiles))
+
+
+def _is_marked(problem: Problem, tiles: Tiles) -> bool:
+    """Whether a boolean mask is read ahead of its lists: these are too few CTAs for so many keys."""
+    kind = problem.mask
+    if kind is None or kind.tensor != "bool" or not kind.per_query:
+        return False
+    lists = TileLists(tiles.block_m, tiles.block_n).lists(problem)
+    return ceil(problem.seqlen_k / tiles.block_n) > LIST_WARPS or 2 * lists < chip_of(problem.target).sms
 
 
 @functools.lru_cache(maxsize=1024)
-def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
+def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     chip, head_dim, mask = chip_of(problem.target), padded(problem.head_dim), problem.mask
     element = mask_element(problem)
@@ -226,7 +241,7 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
         for name, rows in boxes
     ]
     if element:
-        maps.append(TensorMap("attn_mask", ROWS, 128 // element))
+        maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
     listed = mask if mask is not None and mask.tensor in LISTED else None
     lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor == "bool") if listed else None
     return KernelSpec(
@@ -239,17 +254,26 @@ def _specification(problem: Problem, tiles: Tiles) -> KernelSpec:
         shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         max_ctas=chip.sms,
-        local_memory=MASK_SPILLS if mask is not None and (element or mask.tensor) else "",
+        local_memory=MASK_SPILLS if mask is not None else "",
         tensor_maps=tuple(maps),
         programmatic=True,
         tile_lists=lists,
-        preparation=_list_tiles(lists, listed, causal) if listed and lists else None,
+        preparation=_list_tiles(lists, listed, causal, marked) if listed and lists else None,
         params="microsdpa::AttentionParams" if mask is None else "microsdpa::MaskedParams",
     )
 
 
-def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool) -> KernelSpec:
-    """The kernel that says which tiles of keys a mask leaves to each query tile."""
+def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool, marked: bool) -> KernelSpec:
+    """The kernel that says which tiles of keys a mask leaves to each query tile; `marked`, behind one that reads it."""
+    if marked:
+        marking = _of_lists("mark_tiles", 32 * TileLists.MARKED, lists, mask, causal)
+        listing = _of_lists("list_marked", 32, lists, mask, causal)
+        return replace(listing, preparation=replace(marking, grid_order="tiles"))
+    return _of_lists("list_tiles", LIST_THREADS, lists, mask, causal)
+
+
+def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causal: bool) -> KernelSpec:
+    """One of the kernels of list_tiles.cu."""
     arguments = {
         "MASK": CPP_TYPE[mask.tensor],
         "BLOCK_M": lists.block_m,
@@ -257,13 +281,16 @@ def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool) -> KernelSpec:
         "CAUSAL": BOOLEAN[causal],
         "LEFT": BOOLEAN[mask.left],
     }
+    if kernel != "list_tiles":
+        del arguments["MASK"]
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/list_tiles.cu",
-        template="microsdpa::hopper::throughput::list_tiles",
+        template=f"microsdpa::hopper::throughput::{kernel}",
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
-        threads=LIST_THREADS,
+        threads=threads,
         block_m=lists.block_m,
+        low_occupancy="a warp for each list, which is short" if threads == 32 else "",
         grid_order="lists",
         programmatic=True,
         tile_lists=lists,
