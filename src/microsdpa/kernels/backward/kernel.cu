@@ -72,8 +72,6 @@ struct Walk {
   using Sums = float[C::ROW_TILES][C::COLUMNS / 8][4];
   using Products = float[C::ROW_TILES][C::STEP / 8][4];
   static constexpr bool BY_KEYS = ROLE != QUERIES;
-  // wgmma reads owned rows from registers, where there is room: shared memory is what it waits for.
-  static constexpr bool KEPT = C::WGMMA && (C::COLUMNS <= 64 || (ROLE == QUERIES && C::COLUMNS <= 128));
   static constexpr bool SUMS_VALUES = ROLE == KEYS_AND_VALUES || ROLE == VALUES, SUMS_OTHERS = ROLE != VALUES;
 
   const BackwardParams& params;
@@ -253,17 +251,6 @@ struct Walk {
       }
     }
 
-    uint32 x[KEPT ? C::COLUMNS / 16 : 1][4], y[KEPT ? C::COLUMNS / 16 : 1][4];
-    if constexpr (KEPT) {
-      cp_async_wait<0>();
-      __syncthreads();
-#pragma unroll
-      for (int k = 0; k < C::COLUMNS / 16; ++k) {
-        load_a(x[k], shared.owned[0], warp_row, 16 * k);
-        if constexpr (SUMS_OTHERS) load_a(y[k], shared.owned[1], warp_row, 16 * k);
-      }
-    }
-
     for (int turn = 0; turn < turns; ++turn) {
       if constexpr (C::STAGES == 1) {
         __syncthreads();
@@ -329,13 +316,8 @@ struct Walk {
           // dP is multiplied while P is made of S, and dV is while dS is made of dP.
           using Wgmma = WarpgroupProducts<C>;
           uint32 p[1][C::STEP / 16][4], ds[1][C::STEP / 16][4];
-          if constexpr (KEPT) {
-            Wgmma::scores(s, x, u, step);
-            if constexpr (SUMS_OTHERS) Wgmma::scores(dp, y, w, step);
-          } else {
-            Wgmma::scores(s, shared.owned[0], warp_row, u, step);
-            if constexpr (SUMS_OTHERS) Wgmma::scores(dp, shared.owned[1], warp_row, w, step);
-          }
+          Wgmma::scores(s, shared.owned[0], warp_row, u, step);
+          if constexpr (SUMS_OTHERS) Wgmma::scores(dp, shared.owned[1], warp_row, w, step);
           wgmma_wait<SUMS_OTHERS ? 1 : 0>();
           wgmma_fence_registers(flat(s));
           weigh_all(s, bend);

@@ -71,6 +71,8 @@ def is_weighted(problem: Problem) -> bool:
 
 WGMMA_COLUMNS = 32, 64, 96, 128, 192, 256
 """Head dimensions, filled up to a multiple of 16, that wgmma takes."""
+SHORT = 256
+"""Rows up to which three CTAs of one warpgroup an SM are faster than one of two."""
 FEWEST_WIDE_TILES = 2
 """Tiles of 128 rows for each SM from which on an mma.sync warp has two row tiles: fewer leave SMs idle."""
 
@@ -82,8 +84,10 @@ def choose(problem: Problem) -> Tiling:
         bulk = problem.bulk and _load_bytes(problem) == VECTOR_BYTES
         if columns > LARGEST_JOINT:
             return Tiling(warps=8, block_walk=32, ctas=1, wgmma=True, bulk=bulk)
+        if columns <= 64 and max(problem.seqlen_q, problem.seqlen_k) <= SHORT:
+            return Tiling(ctas=3, wgmma=True, bulk=bulk)
         crowded = columns > 64 and mask is not None and mask.tensor is not None
-        return Tiling(step=32 if crowded else 64, wgmma=True, bulk=bulk)
+        return Tiling(warps=8, block_walk=128, step=32 if crowded else 64, ctas=1, wgmma=True, bulk=bulk)
     if columns > LARGEST_JOINT:
         tiling = Tiling(block_walk=32, ctas=1)
         fits = tiling.shared_bytes(problem.head_dim, is_weighted(problem)) <= chip_of(problem.target).shared_per_cta

@@ -36,19 +36,6 @@ struct WarpgroupProducts {
     wgmma_commit();
   }
 
-  // The same with X in registers.
-  __device__ __forceinline__ static void scores(float (&d)[1][STEP / 8][4], const uint32 (&x)[C::COLUMNS / 16][4],
-                                                const typename C::Walked& y, int first) {
-    const uint64 b = matrix_descriptor(y.data + first * PANEL, 16, EIGHT_ROWS, PATTERN);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < C::COLUMNS / 16; ++k) {
-      const int panel = k * 16 / PANEL, column = k * 16 % PANEL;
-      wgmma<T, STEP>(flat(d), x[k], advance(b, (panel * C::BLOCK_WALK * PANEL + column) * sizeof(T)), k > 0);
-    }
-    wgmma_commit();
-  }
-
   // Starts d += P Y for the same rows.
   __device__ __forceinline__ static void sum(float (&d)[1][C::COLUMNS / 8][4], const uint32 (&p)[1][STEP / 16][4],
                                              const typename C::Walked& y, int first) {
