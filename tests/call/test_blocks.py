@@ -169,7 +169,7 @@ def test_a_table_is_of_its_call() -> None:
         with pytest.raises(InvalidArgument, match=f"block_mask: {message}"):
             microsdpa.sdpa(query, key, value, block_mask=table)
     meta = BlockTable(torch.ones(2, 2, dtype=torch.bool), 64, 128, 128)
-    meta.mask = meta.mask.to("meta")
+    meta.memory = meta.memory.to("meta")
     with pytest.raises(InvalidArgument, match="expected one on cpu, as query is, got meta"):
         microsdpa.sdpa(query, key, value, block_mask=meta)
     with pytest.raises(

@@ -9,11 +9,11 @@ import torch
 from harness import check_in_every_order
 
 import microsdpa
-from microsdpa import reference
+from microsdpa import BlockTable, reference
 from microsdpa.call.masks import Masks
 from microsdpa.emulate.run import attention
 from microsdpa.evidence import compare
-from microsdpa.evidence.inputs import Case, documents, make, make_masks
+from microsdpa.evidence.inputs import Case, make, masks_of
 from microsdpa.kernels.hopper.throughput.spec import fitting, specification
 from microsdpa.kernels.problem import Causal
 
@@ -40,6 +40,8 @@ CASES = [
     (Case(1, 2, 200, 300, 64, masks=("float32",), causal="lower_right", scale=0.0), 0),
     (Case(2, 2, 400, 400, 64, masks=("documents",), causal="lower_right"), 0),
     (Case(1, 2, 300, 300, 128, masks=("documents", "softcap", "sinks")), 0),
+    (Case(2, 2, 300, 530, 64, heads_kv=1, masks=("blocks 30%",)), 0),
+    (Case(1, 2, 300, 530, 128, causal="lower_right", masks=("blocks 50%", "window", "sinks")), 0),
     (Case(1, 2, 140, 304, 160, masks=("additive",)), 0),
     (Case(1, 2, 140, 304, 160, masks=("float32",), causal="lower_right"), 0),
     (Case(1, 2, 200, 304, 72, masks=("left padding, numbers",)), 1),
@@ -51,7 +53,7 @@ CTAS = 3
 
 @pytest.mark.parametrize(("case", "candidate"), CASES, ids=str)
 def test_masks_are_right_in_every_order(case: Case, candidate: int) -> None:
-    problem = replace(case.problem("sm_90a"), mask=Masks(**make_masks(case)).kind_in_memory)
+    problem = replace(case.problem("sm_90a"), mask=masks_of(case).kind_in_memory)
     tiles = fitting(problem)
     spec = replace(specification(problem, tiles[candidate % len(tiles)]), max_ctas=CTAS)
     # Rows of 32-bit numbers are read two at a time in each bank: the copies' pattern is for rows of 16 bits.
@@ -63,7 +65,7 @@ def test_masks_are_right_in_every_order(case: Case, candidate: int) -> None:
 def test_documents_as_ranges_are_those_of_a_boolean_mask(causal: Causal | None, head_dim: int) -> None:
     case = Case(2, 2, 330, 330, head_dim)
     query, key, value = make(case)
-    ids = documents(case)
+    ids = torch.stack([torch.arange(330) // 90, (torch.arange(330) + 40) // 128])
     shown = (ids[:, :, None] == ids[:, None])[:, None]
     by_ranges, by_mask = (
         microsdpa.sdpa(query, key, value, causal=causal, impl=THROUGHPUT, return_lse=True, **given)  # type: ignore[arg-type]
@@ -84,6 +86,41 @@ def test_soft_caps_of_any_size(softcap: float) -> None:
     eager = reference.eager(query, key, value, softcap=softcap)
     for got, exact, plain in zip((out, lse), expected, eager, strict=True):
         assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 160, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 290])
+def test_a_table_of_blocks_is_its_boolean_mask(head_dim: int, seqlen_q: int) -> None:
+    """Blocks that are hidden, partial in some rows and whole, and keys beyond the last tile."""
+    query, key, value = make(Case(2, 2, seqlen_q, 460, head_dim))
+    generator = torch.Generator().manual_seed(head_dim)
+    seen = torch.rand(2, 1, -(-seqlen_q // 64), 7, generator=generator) < 0.5
+    mask = torch.rand(seqlen_q, 460, generator=generator) < 0.99
+    mask[:, 100:300] = True
+    table = BlockTable(seen, (64, 70), seqlen_q, 460, mask=mask)
+    rows, keys = torch.arange(seqlen_q) // 64, torch.arange(460) // 70
+    shown = seen[:, :, rows][..., keys] & mask
+    by_table, by_mask = (
+        microsdpa.sdpa(query, key, value, impl=THROUGHPUT, return_lse=True, **given)  # type: ignore[arg-type]
+        for given in ({"block_mask": table}, {"attn_mask": shown})
+    )
+    for a, b in zip(by_table, by_mask, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_only_what_a_summary_calls_mixed_is_read() -> None:
+    """The list of a table without partial blocks costs its summary, and not S_q * S_k bytes."""
+    query, key, value = make(Case(1, 1, 256, 2048, 64))
+    read = []
+    for mask in (None, torch.arange(2048) % 32 != 5):
+        table = BlockTable(torch.ones(4, 32, dtype=torch.bool), 64, 256, 2048, mask=mask)
+        masks = Masks(attn_mask=table.memory)
+        problem = replace(Case(1, 1, 256, 2048, 64).problem("sm_90a"), mask=masks.kind_in_memory)
+        spec = specification(problem, fitting(problem)[0])
+        assert spec.preparation is not None
+        report = attention(spec, problem, (query, key, value, torch.empty_like(query), None), masks=masks)
+        read.append(report.counters["global_read_bytes"])
+    assert read[1] - read[0] > 0.9 * 256 * 2048
 
 
 def test_any_numbers_may_stand_in_ranges() -> None:

@@ -10,7 +10,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
-from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.kernels.select import select
 
 MISSION = Problem(1, 8, 8, 512, 512, 64, "float16")
@@ -36,7 +36,7 @@ def test_keys_that_one_cta_computes_in_one_round_are_not_split() -> None:
 
 def test_shared_memory_fits_the_chip_and_keeps_ctas_apart() -> None:
     chip = chip_of("sm_90a")
-    for head_dim in hopper_latency.HEAD_DIMS:
+    for head_dim in hopper_latency.TILE_DIMS:
         for keys in range(1, 4097, 63):
             for cluster in (1, 2):
                 problem = dataclasses.replace(MISSION, seqlen_k=keys, head_dim=head_dim)
@@ -48,11 +48,36 @@ def test_shared_memory_fits_the_chip_and_keeps_ctas_apart() -> None:
                 assert choice.rounds <= choice.stages
 
 
+@pytest.mark.parametrize(("head_dim", "padded"), [(8, 64), (64, 64), (72, 96), (96, 96), (104, 128), (128, 128)])
+def test_head_dimensions_are_padded_to_the_next_kernel(head_dim: int, padded: int) -> None:
+    arguments = dict(specify(head_dim=head_dim).template_args)
+    assert (arguments["HEAD_DIM"], arguments["COLUMNS"]) == (str(padded), str(head_dim))
+
+
+@pytest.mark.parametrize(
+    ("mask", "keys", "rounds"),
+    [
+        (MaskKind("bool"), 512, 2),
+        (MaskKind("float32", True, True, False, True, "float32"), 512, 2),
+        (MaskKind(softcap=True), 512, 2),
+        (MaskKind("bool", softcap=True), 512, 2),
+        (MaskKind("float32", softcap=True), 512, 0),  # numbers and the accumulators take too many registers
+        (MaskKind("bool"), 600, 0),
+    ],
+)
+def test_masked_problems_of_two_rounds_have_them_unrolled(mask: MaskKind, keys: int, rounds: int) -> None:
+    spec = specify(mask=mask, seqlen_k=keys)
+    assert spec.cluster == 2
+    assert dict(spec.template_args)["ROUNDS"] == str(rounds)
+    assert select(dataclasses.replace(MISSION, mask=mask)).spec.name == "hopper/latency"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"target": "sm_89"}, "sm_89 has no wgmma"),
-        ({"head_dim": 96}, "head_dim 96 is not 64 or 128"),
+        ({"head_dim": 92}, "head_dim 92 is not a multiple of 8 up to 128"),
+        ({"head_dim": 136}, "head_dim 136 is not a multiple of 8 up to 128"),
         ({"alignment": 2}, "not aligned to 16 bytes"),
         ({"batch": 66_000}, "exceed the 65535 CTAs"),
     ],

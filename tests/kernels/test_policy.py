@@ -115,7 +115,7 @@ def test_the_kernel_that_runs_is_skipped_by_no_rule_and_those_before_it_have_a_r
         (replace(CODES, head_dim=200, target="sm_89"), "auto", "head_dim 128"),
         (replace(CODES, head_dim=48), "auto", "head_dim 64"),
         (replace(CODES, target="sm_86"), "auto", "float16 or bfloat16 tensors without precision="),
-        (replace(SMALL, mask=MASK), "hopper/latency", "a call without a bool mask"),
+        (replace(SMALL, mask=MASK), "hopper/split", "a call without a bool mask"),
     ],
 )
 def test_the_nearest_supported_problem_is_the_nearest(problem: Problem, impl: str, nearest: str) -> None:

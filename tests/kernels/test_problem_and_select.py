@@ -185,3 +185,17 @@ def test_the_quick_choice_is_the_choice() -> None:
         assert chosen(problem, impl) == expected, (problem, impl)
         answers += expected is not None
     assert answers > 1000
+
+
+def test_ranges_of_keys_are_for_kernels_that_say_so() -> None:
+    """Of a kernel that does not, int32 would be numbers to be added."""
+    kind = MaskKind("int32", per_query=True, bulk=True)
+    problem = Problem(2, 16, 16, 2048, 2048, 128, "float16", mask=kind, target="sm_90a")
+    for family in FAMILIES:
+        if family.ranges:
+            continue
+        with pytest.raises(UnsupportedProblem, match=r"no ranges of keys|not ranges of keys"):
+            select(problem, family.name)
+    assert select(problem).spec.name in {family.name for family in FAMILIES if family.ranges}
+    assert chosen(problem) == select(problem).spec
+    assert select(problem).spec.name == "hopper/throughput"

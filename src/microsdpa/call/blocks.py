@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from microsdpa.call.summary import summed
 from microsdpa.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class BlockTable:
         partial_indices: int32 [B | 1, H | 1, query blocks, key blocks]: which ones, ascending; 0 behind the last.
         full_counts: the same for blocks of which every score counts.
         full_indices: the same.
-        mask: bool [B | 1, H | 1, S_q, S_k]: what all blocks together show; S_q * S_k bytes for every entry and head.
+        memory: uint8 [B | 1, H | 1, S_q, W]: what all blocks together show, S_k bytes a query, and a summary of them
+            (summary.py).
     """
 
     def __init__(
@@ -85,10 +87,20 @@ class BlockTable:
     def _fill(self, table: torch.Tensor, sizes: Sizes, seqlens: Sizes, mask: torch.Tensor | None) -> None:
         self.seqlens, self.block_size = seqlens, sizes
         shown = _by_element(table, sizes, seqlens)
-        self.mask = shown if mask is None else shown & mask.to(table.device)
+        self.memory = summed(shown if mask is None else shown & mask.to(table.device))
         some, every = _kinds(self.mask, sizes)
         self.partial_counts, self.partial_indices = _lists(some & ~every)
         self.full_counts, self.full_indices = _lists(every)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copies and unpickled tables have memory of their own."""
+        vars(self).update(state)
+        self.memory = summed(self.mask)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """What all blocks together show: bool [B | 1, H | 1, S_q, S_k], a view of `memory`."""
+        return self.memory[..., : self.seqlens[1]].view(torch.bool)
 
     @staticmethod
     def of(block_mask: BlockMask) -> BlockTable:
@@ -133,15 +145,15 @@ class BlockTable:
                 got=f"one for {self.seqlens[0]} and {self.seqlens[1]}",
                 hint="make it for these lengths",
             )
-        for letter, size, whole in zip("BH", self.mask.shape[:2], query.shape[:2], strict=True):
+        for letter, size, whole in zip("BH", self.memory.shape[:2], query.shape[:2], strict=True):
             if size not in (1, whole):
                 got, hint = f"{size}", "make it for all of them, or for one"
                 raise InvalidArgument("block_mask", expected=f"{letter} = 1 or {whole}", got=got, hint=hint)
-        if self.mask.device != query.device:
+        if self.memory.device != query.device:
             raise InvalidArgument(
                 "block_mask",
                 expected=f"one on {query.device}, as query is",
-                got=str(self.mask.device),
+                got=str(self.memory.device),
                 hint="make it of tensors there",
             )
 

@@ -123,11 +123,14 @@ def find(of_query: torch.Tensor, of_key: torch.Tensor) -> torch.Tensor:
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
     """Whether what is done with a tensor is recorded, to be done again with other values."""
+    return is_traced(tensor) or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tracer, a transform or a tensor type of its own has to see what is done with a tensor."""
     if type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
         return True
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return torch._C._are_functorch_transforms_active()
 
 
 def _remember(pair: tuple[object, ...], mask: torch.Tensor) -> None:

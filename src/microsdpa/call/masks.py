@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from microsdpa.call.call import Call
+from microsdpa.call.summary import is_summed
 from microsdpa.call.tensors import TENSOR_MAP_STRIDE_LIMIT
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, MaskKind, MaskType
@@ -19,6 +20,7 @@ MASK_TYPES: dict[torch.dtype, MaskType] = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
     torch.int32: "int32",
+    torch.uint8: "uint8",
 }
 UNBOUNDED = -1
 """End of a window that hides nothing."""
@@ -79,7 +81,7 @@ class Masks:
         sizes, strides = (1, 1, 1, 1, *mask.shape)[-4:], (0, 0, 0, 0, *mask.stride())[-4:]
         used = [stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True)]
         outer = [stride * mask.element_size() for stride in used[:3]]
-        numbers = kind.tensor not in ("bool", "int32")
+        numbers = kind.tensor not in ("bool", "int32", "uint8")
         aligned = all(place % VECTOR_BYTES == 0 for place in (mask.data_ptr(), *outer))
         return replace(
             kind,
@@ -182,6 +184,8 @@ def check_mask(attn_mask: object, query: torch.Tensor, key: torch.Tensor) -> tor
     Raises:
         InvalidArgument: its type, device or shape is wrong.
     """
+    if is_summed(attn_mask):
+        return attn_mask  # BlockTable.check has seen it
     mask = _check_tensor("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32, torch.int32))
     batch, heads, seqlen_q, _ = query.shape
     if mask.dtype == torch.int32:
@@ -248,7 +252,9 @@ def _check_ranges(tensor: torch.Tensor, shape: tuple[int, int, int]) -> None:
 
 
 def dense(mask: torch.Tensor, seqlen_k: int) -> torch.Tensor:
-    """A mask as it is, or ranges of keys [..., S_q, 2] as bool [..., S_q, S_k]."""
+    """A mask as it is, or ranges of keys [..., S_q, 2] or a table's memory as bool [..., S_q, S_k]."""
+    if mask.dtype == torch.uint8:
+        return mask[..., :seqlen_k].view(torch.bool)
     if mask.dtype != torch.int32:
         return mask
     keys = torch.arange(seqlen_k, device=mask.device)

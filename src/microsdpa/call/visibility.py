@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from microsdpa.call import masks, tensors
 from microsdpa.call.blocks import table_of
 from microsdpa.call.call import Inputs
-from microsdpa.call.documents import mask_of_documents
+from microsdpa.call.documents import is_traced, mask_of_documents
 from microsdpa.kernels.problem import Causal
 
 
@@ -27,6 +28,8 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
     if block_mask is not None:
         table = table_of(block_mask)
         table.check(query, key)
+        if found is None and attn_mask is None and _is_plain(inputs):
+            return table.memory
         found = table.mask if found is None else table.mask & masks.dense(found, key.shape[2])
     assert found is not None
     if attn_mask is None:
@@ -35,6 +38,13 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
     if given.is_floating_point():
         return torch.where(shown, given, -torch.inf)
     return masks.dense(given, key.shape[2]) & shown
+
+
+def _is_plain(inputs: Inputs) -> bool:
+    """Whether kernels alone will read the mask: no tracer, transform or backward pass, which take booleans."""
+    if is_dynamo_compiling() or is_traced(inputs[0]):
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
 
 
 def with_causal(is_causal: bool, causal: Causal | None, attn_mask: object) -> Causal | None:

@@ -312,8 +312,12 @@ def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
 
 
 def _broadcast(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A mask for every score, or int32 ranges for every row."""
-    return mask.expand(*shape[:3], 2) if mask.dtype == torch.int32 else mask.expand(shape)
+    """A mask for every score, or int32 ranges or the uint8 of a table of blocks for every row."""
+    return (
+        mask.expand(*shape[:3], mask.shape[3])
+        if mask.dtype == torch.uint8
+        else (mask.expand(*shape[:3], 2) if mask.dtype == torch.int32 else mask.expand(shape))
+    )
 
 
 def attention(

@@ -192,7 +192,7 @@ def masks_of(case: Case, device: str = "cpu") -> Masks:
     """What make_masks gives, as kernels have it."""
     given = make_masks(case, device)
     table: BlockTable | None = given.pop("block_mask", None)
-    return Masks(**given) if table is None else Masks(**given | {"attn_mask": table.mask})
+    return Masks(**given) if table is None else Masks(**given | {"attn_mask": table.memory})
 
 
 def documents(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

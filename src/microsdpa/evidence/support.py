@@ -17,7 +17,9 @@ DTYPES: tuple[DType, ...] = ("float16", "bfloat16")
 SIZES = ((1, 8, 1, 4096), (1, 8, 512, 512), (4, 32, 4096, 4096))
 """(B, H, S_q, S_k) that are asked for: decoding, few queries, many."""
 LARGEST = 256
-STEP = 16
+STEPS = (16, 8)
+MOST_NAMED = 8
+"""Head dimensions that are named at most where nearly all are there."""
 FEATURES: dict[str, dict[str, Any]] = {
     "no mask": {},
     "causal, upper left": {"causal": "upper_left"},
@@ -25,7 +27,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "grouped heads": {"heads_kv": 1},
     "rows off 16 bytes": {"alignment": 2},
     "bool `attn_mask`": {"mask": MaskKind("bool")},
-    "`attn_mask` of numbers": {"mask": MaskKind("float32")},
+    "`attn_mask` of numbers": {"mask": MaskKind("float32", bulk=True)},
+    "`document_ids`, and other ranges of keys": {"mask": MaskKind("int32", per_query=True)},
     "`window`": {"mask": MaskKind(left=True, right=True)},
     "`softcap`": {"mask": MaskKind(softcap=True)},
     "`alibi_slopes`": {"mask": MaskKind(alibi=True)},
@@ -39,14 +42,18 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 def dimensions(found: Iterable[int]) -> str:
     """Head dimensions in words where there are many: "1 to 256", "multiples of 16 to 256", "other multiples of ..."."""
-    dims = set(found)
-    multiples = set(range(STEP, LARGEST + 1, STEP))
-    if dims == set(range(1, LARGEST + 1)):
+    dims, every = set(found), set(range(1, LARGEST + 1))
+    if dims == every:
         return f"1 to {LARGEST}"
-    if dims == set(range(1, LARGEST + 1)) - multiples:
-        return f"all others to {LARGEST}"
-    if dims <= multiples and len(dims) > len(multiples) // 2:
-        return f"{'' if dims == multiples else 'other '}multiples of {STEP} to {LARGEST}"
+    for step in STEPS:
+        multiples = set(range(step, LARGEST + 1, step))
+        if dims == every - multiples:
+            return f"all others to {LARGEST}"
+        if dims <= multiples and len(dims) > len(multiples) // 2:
+            return f"{'' if dims == multiples else 'other '}multiples of {step} to {LARGEST}"
+    missing = sorted(every - dims)
+    if len(missing) <= MOST_NAMED:
+        return f"1 to {LARGEST} but {', '.join(map(str, missing))}"
     return ", ".join(map(str, sorted(dims)))
 
 

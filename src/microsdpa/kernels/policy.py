@@ -12,6 +12,7 @@ from math import ceil
 
 from microsdpa.kernels.ampere.mma.tiles import splits_long_keys
 from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.problem import Operands, Problem
 from microsdpa.kernels.registry import Family, family_named
@@ -49,7 +50,7 @@ def _decodes(problem: Problem) -> bool:
     It has all heads of a key head in one tile of 16 rows, and parts of the keys for every SM.
     """
     if problem.seqlen_q > DECODING_QUERIES:
-        return problem.head_dim == 64 and splits_long_keys(problem)
+        return problem.head_dim <= 64 and problem.mask is None and splits_long_keys(problem)
     heads = problem.batch * problem.heads
     if heads > chip_of(problem.target).sms:
         return True
@@ -63,7 +64,7 @@ def _is_for_split(problem: Problem) -> bool:
     That is where all CTAs of two query tiles are on the chip at once, but not those of one; and for long keys where
     hopper/latency has no SM to spare for a second CTA a query tile.
     """
-    if problem.head_dim != 64 or problem.seqlen_q <= TILE:
+    if problem.head_dim != 64 or problem.mask is not None or problem.seqlen_q <= TILE:
         return False
     sms, tiles = chip_of(problem.target).sms, _tiles(problem)
     if tiles > sms:
@@ -74,11 +75,11 @@ def _is_for_split(problem: Problem) -> bool:
 def _is_for_throughput(problem: Problem) -> bool:
     """Whether hopper/throughput is the fastest kernel.
 
-    Against hopper/latency, for D = 64 and 128, that is where the latter's tiles of 64 queries are more than the
-    SMs; against ampere/mma, where there are queries for a warpgroup, unless long keys want to be divided.
+    Against hopper/latency, for D up to 128, that is where the latter's tiles of 64 queries are more than the SMs;
+    against ampere/mma, where there are queries for a warpgroup, unless long keys want to be divided.
     """
-    if problem.head_dim > 64 and problem.head_dim != 128:
-        return problem.seqlen_q >= TILE and not (problem.head_dim > 128 and splits_long_keys(problem))
+    if problem.head_dim not in hopper_latency.HEAD_DIMS:
+        return problem.seqlen_q >= TILE and not splits_long_keys(problem)
     return problem.seqlen_q > TILE and _tiles(problem) > chip_of(problem.target).sms
 
 

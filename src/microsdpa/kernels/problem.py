@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 DType = Literal["float16", "bfloat16"]
 Causal = Literal["upper_left", "lower_right"]
-MaskType = Literal["bool", "float16", "bfloat16", "float32", "int32"]
+MaskType = Literal["bool", "float16", "bfloat16", "float32", "int32", "uint8"]
 Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
 """What Q and K, and then V and P, are in 8 bits: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
 OPERANDS: tuple[Operands, ...] = get_args(Operands)
@@ -25,8 +25,8 @@ class MaskKind:
     """What decides about the scores of a call beside a causal mask; sizes and values are not part of it.
 
     Attributes:
-        tensor: element type of a mask tensor; "bool" hides, "int32" are the ends of the keys that a row sees, the
-            others are added to the scores.
+        tensor: element type of a mask tensor; "bool" hides, "int32" are the ends of the keys that a row sees, "uint8"
+            are booleans with a summary (call/blocks.py), the others are added to the scores.
         left: whether a window hides keys far before a query.
         right: whether a window hides keys far after a query.
         softcap: whether scores are soft-capped.
@@ -51,7 +51,8 @@ class MaskKind:
 
     def __str__(self) -> str:
         """What there is, for a message."""
-        parts = [f"a {self.tensor} mask" if self.tensor != "int32" else "ranges of keys"] if self.tensor else []
+        own = {"int32": "ranges of keys", "uint8": "a table of blocks"}
+        parts = [own.get(self.tensor, f"a {self.tensor} mask")] if self.tensor else []
         parts += ["a window"] if self.left or self.right else []
         parts += ["softcap"] if self.softcap else []
         parts += ["ALiBi slopes"] if self.alibi else []

@@ -44,6 +44,7 @@ class Family:
         specify: gives the configuration for a problem, or says why there is none.
         emulated_target: the GPU that the emulator takes when the family is named.
         masks: whether the family knows masks other than the causal one, at least for some problems.
+        ranges: whether it knows ranges of keys, which are int32, and tables of blocks, which are uint8, as masks.
         any_layout: whether it takes any head dimension and alignment.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
         short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
@@ -55,6 +56,7 @@ class Family:
     specify: Callable[[Problem], KernelSpec | Rejection]
     emulated_target: str = EMULATED_TARGET
     masks: bool = False
+    ranges: bool = False
     any_layout: bool = False
     eight_bit: bool = False
     short_sums: tuple[Operands, ...] = ()
@@ -72,6 +74,7 @@ FAMILIES: tuple[Family, ...] = (
         "small problems: wgmma and TMA, keys shared by a pair of CTAs; sm_90a",
         hopper_latency.latency,
         emulated_target="sm_90a",
+        masks=True,
         configurations=hopper_latency.configurations,
     ),
     Family(
@@ -87,6 +90,7 @@ FAMILIES: tuple[Family, ...] = (
         hopper_throughput.throughput,
         emulated_target="sm_90a",
         masks=True,
+        ranges=True,
         configurations=hopper_throughput.configurations,
     ),
     Family(
@@ -94,6 +98,7 @@ FAMILIES: tuple[Family, ...] = (
         "mma.sync tensor cores, cp.async, swizzled shared memory; sm_80 and newer",
         ampere_mma.forward,
         masks=True,
+        ranges=True,
         configurations=ampere_mma.configurations,
     ),
     Family(
@@ -101,6 +106,7 @@ FAMILIES: tuple[Family, ...] = (
         "every mask, head dimension and layout, on mma.sync; sm_80 and newer",
         ampere_general.forward,
         masks=True,
+        ranges=True,
         any_layout=True,
     ),
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),

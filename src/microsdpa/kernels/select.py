@@ -29,6 +29,8 @@ class Selection:
 
 def _refuse_mask(problem: Problem, family: Family) -> Rejection | None:
     """Why a family cannot apply the problem's mask; None when it can."""
+    if problem.mask is not None and problem.mask.tensor in ("int32", "uint8") and family.masks and not family.ranges:
+        return Rejection(f"it does not know {problem.mask}", "an attn_mask of booleans")
     if problem.mask is None or family.masks:
         return None
     return Rejection(f"it knows the causal mask only, not {problem.mask}", f"a call without {problem.mask}")

@@ -13,7 +13,7 @@ Grid = tuple[int, int, int]
 EIGHT_BIT_PARAMS = "microsdpa::EightBitParams"
 """First parameter of the kernels with 8-bit operands."""
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
-CPP_TYPE["int32"] = "microsdpa::KeyRange"
+CPP_TYPE |= {"int32": "microsdpa::KeyRange", "uint8": "bool"}
 """Types as templates name them; no tensor is `void`."""
 BOOLEAN = {True: "true", False: "false"}
 MAX_GRID_X = 2**31 - 1

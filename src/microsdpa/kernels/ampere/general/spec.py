@@ -64,7 +64,7 @@ def _tile(problem: Problem) -> tuple[int, int]:
     ctas = problem.batch * problem.heads * ceil(problem.seqlen_q / (32 * WARPS))
     if problem.seqlen_q > 128 and ctas >= chip_of(problem.target).sms:
         if problem.head_dim <= 64:
-            return 2, 64 if tensor in (None, "bool", "int32") else 32
+            return 2, 64 if tensor in (None, "bool", "int32", "uint8") else 32
         if problem.head_dim <= 128 and tensor != "float32":
             return 2, 32
     return 1, 64 if problem.head_dim <= 128 else 32

@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   if constexpr (MASKS::LEFT) first_seen = max(0, work.first_row / PACK + arguments.masks.lowest);
   if constexpr (MASKS::RANGED) {
     if (PROGRAMMATIC) grid_dependency_wait();
-    const KeyRange range = MaskedRows<MASKS, CAUSAL, BLOCK_N, PACK>::range_of_rows(
-        arguments, work.batch, work.head, work.first_row, BLOCK_M, work.rows);
+    const KeyRange range = MaskedRows<MASKS, CAUSAL, BLOCK_N, PACK>::range_of_rows(arguments, work.batch, work.head,
+                                                                                   work.first_row, BLOCK_M, work.rows);
     first_seen = max(first_seen, range.first), keys = min(keys, range.last);
   }
   const int unseen_tiles = first_seen / BLOCK_N;

@@ -84,9 +84,12 @@ struct Place {
 };
 
 // A thread's rows between the last product and the output. `stabilizer` is the same in both warpgroups.
-// LATE_LSE: LSE, when wanted, is written behind the output and not with it.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool LATE_LSE>
+// C: a Configuration (consumer.cuh); LATE_LSE: LSE, when wanted, is written behind the output and not with it.
+template <typename C>
 struct Exchange {
+  using T = typename C::T;
+  static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
+  static constexpr bool LATE_LSE = C::LATE_LSE;
   using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
   static constexpr int QUADRUPLES = Shared::QUADRUPLES;
   static constexpr int OWN_ROWS = CLUSTER == 2 ? 1 : 2;  // halves that this CTA finishes
@@ -142,14 +145,16 @@ struct Exchange {
     return wrong;
   }
 
-  // Sends the peer this warpgroup's part of its rows' l, infinity when it comes again.
+  // Sends the peer this warpgroup's part of its rows' l, infinity when it comes again. Under masks the peer judges by
+  // the sums themselves.
   template <bool AGAIN>
   __device__ __forceinline__ void send_sum() {
     const bool wrong = finish_sum<1>();
     if (sends && fragment.quad_lane() == 0) {
       const int peer = 1 - work.rank;
       store_async(peer_address(&shared.from_peer[AGAIN].row[warpgroup][fragment.row_of_half()], peer), stabilizer[1],
-                  wrong ? -negative_infinity() : sum[1], peer_address(&shared.peer_arrived[AGAIN].row, peer));
+                  wrong && !C::MASKS::ANY ? -negative_infinity() : sum[1],
+                  peer_address(&shared.peer_arrived[AGAIN].row, peer));
     }
     __syncwarp();
   }
@@ -176,7 +181,8 @@ struct Exchange {
     if (CLUSTER == 1) finish_sum<1>();
     if (fragment.quad_lane() == 0) {
 #pragma unroll
-      for (int half = 0; half < OWN_ROWS; ++half) shared.sum[warpgroup][half][fragment.row_of_half()] = sum[half];
+      for (int half = 0; half < (C::MASKS::ANY ? 2 : OWN_ROWS); ++half)
+        shared.sum[warpgroup][half][fragment.row_of_half()] = sum[half];
     }
     if (ROUNDS > 0 && fragment.lane() == 0) shared.overflow[warpgroup].data[fragment.warp()] = overflow;
     arrive(SUMS_PUBLISHED);
@@ -230,18 +236,35 @@ struct Exchange {
     return LATE_LSE && half == 0 ? 0 : fragment.tile_row(half) - fragment.tile_row(0);
   }
 
-  // Writes this warpgroup's columns of one half of the rows.
+  // Whether the tensors have one of this warpgroup's columns.
+  __device__ __forceinline__ bool exists(int column) const {
+    return C::COLUMNS == HEAD_DIM || HEAD_DIM / WARPGROUPS * warpgroup + column < C::COLUMNS;
+  }
+
+  // Writes this warpgroup's columns of one half of the rows; columns past the tensors' are none.
   __device__ __forceinline__ void store(int half, const Columns<QUADRUPLES>& columns) const {
     const int below = rows_below(half);
     const bool valid = below < place.rows_left;
     T* const out = half == 0 ? place.out : place.out + below * place.row_stride;
 #pragma unroll
-    for (int i = 0; i < QUADRUPLES; i += 2) {
+    for (int i = 0; i + 1 < QUADRUPLES; i += 2) {
       // A thread's pairs of columns become 16 consecutive bytes.
       const Quadruple &a = columns.part[i], &b = columns.part[i + 1];
       const uint4 chunk = transpose_quad(pack<T>(a.data[0], a.data[1]), pack<T>(a.data[2], a.data[3]),
                                          pack<T>(b.data[0], b.data[1]), pack<T>(b.data[2], b.data[3]));
-      if (valid) *reinterpret_cast<uint4*>(out + 16 * i) = chunk;
+      if (valid && exists(16 * i + 8 * fragment.quad_lane())) *reinterpret_cast<uint4*>(out + 16 * i) = chunk;
+    }
+    if constexpr (QUADRUPLES % 2 == 1) {
+      // The last two pairs, as they are.
+      constexpr int FIRST = 16 * (QUADRUPLES - 1);
+      const Quadruple& last = columns.part[QUADRUPLES - 1];
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        T* const place = out + FIRST + 8 * pair - 6 * fragment.quad_lane();
+        if (valid && exists(FIRST + 8 * pair)) {
+          *reinterpret_cast<uint32*>(place) = pack<T>(last.data[2 * pair], last.data[2 * pair + 1]);
+        }
+      }
     }
     if (!LATE_LSE) store_lse(half);
   }
@@ -285,6 +308,34 @@ struct Exchange {
       any |= received_again;
     }
     return any != 0;
+  }
+
+  // The same under masks, of which the stabilizers are only near the largest scores: whether probabilities are out of
+  // the range of T on either side. Both CTAs judge by the same sums.
+  __device__ __forceinline__ bool out_of_range() {
+    const int row = fragment.lane();
+    bool wrong[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      wrong[half] = is_wrong(shared.stabilizer[0][half][row], shared.sum[0][half][row] + shared.sum[1][half][row]);
+    }
+    bool any = wrong[0] || wrong[1];
+    if constexpr (CLUSTER == 2) {
+      const RowPart first = shared.from_peer[0].row[0][row], second = shared.from_peer[0].row[1][row];
+      sends_again = __any_sync(FULL_WARP, wrong[1]);
+      received_again = __any_sync(FULL_WARP, is_wrong(first.stabilizer, first.sum + second.sum));
+      any |= received_again;
+    }
+    return __any_sync(FULL_WARP, any);
+  }
+  // Of a row that sees no key the stabilizer is -inf, and the sum is 0.
+  __device__ __forceinline__ static bool is_wrong(float stabilizer, float sum) {
+    return !(sum < LARGEST_SUM<T>) || (sum < LEAST_SUM<T> && stabilizer != negative_infinity());
+  }
+
+  __device__ __forceinline__ bool judge() {
+    if constexpr (C::MASKS::ANY) return out_of_range();
+    return overflowed();
   }
 
   // Begins the second delivery, to and from the peer, of what has overflowed.

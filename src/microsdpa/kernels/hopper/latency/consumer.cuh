@@ -10,21 +10,23 @@
 #include "../../ptx/wgmma.cuh"
 #include "combine.cuh"
 #include "mask.cuh"
+#include "score_masks.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::latency {
 
 template <typename T, int HEAD_DIM>
-constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
+constexpr int TILE_BYTES = BLOCK_N * PANELS<HEAD_DIM> * PANEL * static_cast<int>(sizeof(T));
 
-// Copies tiles of 64 rows of one head. Rows past the tensor become zeros. ANNOUNCED: `full` expects them already.
+// Copies tiles of 64 rows of one head. Rows and columns past the tensor become zeros. ANNOUNCED: `full` expects them
+// already.
 template <typename T, int HEAD_DIM, int TILES = 1, bool ANNOUNCED = false>
 __device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
                                           int batch) {
   static_assert(TILES == 1 || HEAD_DIM == PANEL, "tiles of one panel lie behind one another");
   if (!ANNOUNCED) mbarrier_arrive_expect(full, TILES * TILE_BYTES<T, HEAD_DIM>);
 #pragma unroll
-  for (int panel = 0; panel < HEAD_DIM / PANEL; ++panel) {
+  for (int panel = 0; panel < PANELS<HEAD_DIM>; ++panel) {
     tma_load(shared + panel * BLOCK_N * PANEL, map, full, panel * PANEL, row, head, batch);
   }
 }
@@ -34,28 +36,50 @@ __device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarr
 template <int CLUSTER, int ROUNDS, bool MASKED>
 constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
 
+// What a kernel is compiled for; kernel.cu says what each is.
+template <typename T_, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_, bool MASKED_,
+          typename MASKS_>
+struct Configuration {
+  using T = T_;
+  using MASKS = MASKS_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ROUNDS = ROUNDS_;
+  static constexpr bool CAUSAL = CAUSAL_, RAGGED = MASKED_, MASKED = MASKED_ || MASKS::ANY;
+  static constexpr bool LATE_LSE = LSE_LAST<CLUSTER, ROUNDS, MASKED>;
+};
+
 // A warpgroup's way through its keys.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTER, ROUNDS, MASKED>> {
-  using Base = Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTER, ROUNDS, MASKED>>;
+template <typename C>
+struct Consumer : Exchange<C> {
+  using Base = Exchange<C>;
+  using T = typename C::T;
+  using MASKS = typename C::MASKS;
+  using Rules = ScoreMasks<MASKS, C::CLUSTER, C::CAUSAL, C::RAGGED>;
   using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
-  static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
-  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
+  static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
+  static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
+  static constexpr int QUERY_STEPS = (C::COLUMNS + 15) / 16;  // of Q K^T, 16 columns each
+  static constexpr int STEPS = BLOCK_N / 16;                  // of P V, 16 keys each
+  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;         // a thread's scores of 16 keys
   static constexpr int QUADRUPLES = Base::QUADRUPLES;
   // The last tile's probabilities are made for the peer's rows first.
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
   // S begins with the mask instead of 0, which is written while the first keys are on their way.
-  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2);
+  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2) && !IS_CAPPED<MASKS>;
+  // Whether accumulators have become scores when their exponentials are made: base 2, masks and all.
+  template <bool EXACT>
+  static constexpr bool SCORED = MASKS::ANY && (EXACT || !MASK_AHEAD);
   // The first tile's S comes in two halves; the stabilizer is found in one while the other is computed.
-  static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD);
+  static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD || MASKS::ANY);
 
   const TensorMap& key_map;
   const TensorMap& value_map;
   const float scale;  // > 0, base 2
+  const typename MASKS::Params& arguments;
 
-  uint32 query[HEAD_DIM / 16][4];
+  uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];
-  float subtract[2];         // the stabilizers, finite
+  float subtract[2];  // the stabilizers, finite
+  MaskState<MASKS, CLUSTER, CAUSAL, C::RAGGED, ROUNDS == 0 ? 1 : ROUNDS> masks;
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Q's fragments. A negative scale is a positive one of -Q.
@@ -64,13 +88,13 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     const int row = fragment.tile_row(lane / 8 % 2, lane % 8);
     mbarrier_wait(shared.query_full(), 0);
 #pragma unroll
-    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+    for (int step = 0; step < QUERY_STEPS; ++step) {
       const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
       ldmatrix(query[step], shared.query + step / 4 * BLOCK_M * PANEL + row * PANEL + chunk * 8);
     }
     if (params.scale_log2 < 0.0f) {
 #pragma unroll
-      for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      for (int step = 0; step < QUERY_STEPS; ++step) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) query[step][i] ^= 0x80008000u;
       }
@@ -88,7 +112,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     for (int part = 0; part < PARTS; ++part) {
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < HEAD_DIM / 16; ++step) {
+      for (int step = 0; step < QUERY_STEPS; ++step) {
         const int offset = step / 4 * BLOCK_N * PANEL + step % 4 * 16 + part * KEYS * PANEL;
         wgmma<T, KEYS>(part_of<PARTS>(s, part), query[step], advance(key, offset * sizeof(T)), BEGUN || step > 0);
       }
@@ -119,13 +143,35 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
   __device__ __forceinline__ TileMask<CLUSTER, CAUSAL> mask_of(int round) const {
     return {params, fragment, work.first_row, work.first_key(round, warpgroup)};
   }
-  __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) const {
-    if constexpr (MASKED) mask_of(round).apply(s);
+  __device__ __forceinline__ Rules score_masks() const { return {arguments, work, fragment, scale}; }
+  // Makes scores of a tile's products. READ: what masks say of the tile is there and settled.
+  template <bool READ = false>
+  __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) {
+    if constexpr (MASKS::ANY) {
+      auto& view = masks.view[READ ? round : 0];
+      if (!READ && ROUNDS > 0) score_masks().fetch(view, masks.rows, work.first_key(round, warpgroup));
+      if (!READ) score_masks().settle(view);
+      score_masks().score(s, view, masks.rows, masks.slope, work.first_key(round, warpgroup));
+      // In a ring the next tile's mask is read a tile ahead.
+      if (ROUNDS == 0) score_masks().fetch(view, masks.rows, work.first_key(round + 1, warpgroup));
+    } else if constexpr (MASKED) {
+      mask_of(round).apply(s);
+    }
+  }
+
+  // What a row's sum begins with, in one thread: its sink's part.
+  __device__ __forceinline__ float sink_part(int half) const {
+    if constexpr (MASKS::ANY) {
+      if (Rules::SINKS && work.rank == 0 && warpgroup == 0 && fragment.quad_lane() == 0) {
+        return ex2_approx(masks.sink - finite(stabilizer[half]));
+      }
+    }
+    return 0.0f;
   }
 
   // The largest scores of the thread's rows among the first KEYS of a tile, scaled, or what they were before.
-  template <int KEYS = BLOCK_N>
-  __device__ __forceinline__ void maxima(const float (&s)[BLOCK_N / 2], float (&largest)[2]) const {
+  template <int KEYS = BLOCK_N, bool EXACT = KEYS == BLOCK_N, int N>
+  __device__ __forceinline__ void maxima(const float (&s)[N], float (&largest)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float even = s[2 * half], odd = s[2 * half + 1];
@@ -134,7 +180,8 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
         even = fmaxf(even, s[4 * n + 2 * half]);
         odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
       }
-      largest[half] = fmaxf(largest[half], quad_max(fmaxf(even, odd)) * scale);
+      const float factor = SCORED<EXACT> ? 1.0f : scale;
+      largest[half] = fmaxf(largest[half], quad_max(fmaxf(even, odd)) * factor);
     }
   }
 
@@ -142,6 +189,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
   // large as it likes.
   template <int HALF, bool EXACT>
   __device__ __forceinline__ float exponent(float score) const {
+    if constexpr (SCORED<EXACT>) return score - subtract[HALF];
     return EXACT ? __fmul_rn(score, scale) - subtract[HALF] : fmaf(score, scale, -subtract[HALF]);
   }
 
@@ -200,7 +248,12 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
   // ROUNDS rounds with one stabilizer per row (unrolled.cuh).
   template <bool KNOWN>
   __device__ __forceinline__ void run_unrolled();
-  __device__ __forceinline__ void find_stabilizer(const float (&s)[BLOCK_N / 2]);
+  __device__ __forceinline__ void read_masks();
+  __device__ __forceinline__ void all_highest(float (&highest)[2]) const;
+  __device__ __forceinline__ void begin_first(float (&s)[BLOCK_N / 2]);
+  __device__ __forceinline__ void begin_others(float (&s)[2][BLOCK_N / 2]);
+  template <int N>
+  __device__ __forceinline__ void find_stabilizer(const float (&s)[N]);
   __device__ __forceinline__ void know_stabilizer();
   template <bool KNOWN>
   __device__ __forceinline__ void last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]);
@@ -233,7 +286,7 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     this->await(SUMS_PUBLISHED);
 #pragma unroll
     for (int half = 0; half < Base::OWN_ROWS; ++half) this->row[half] = this->weights(half);
-    const bool wrong = ROUNDS > 0 && this->overflowed();  // known ahead of the output, acted on behind it
+    const bool wrong = ROUNDS > 0 && this->judge();  // known ahead of the output, acted on behind it
     wgmma_wait<0>();
     wgmma_fence_registers(o);
     Columns<QUADRUPLES> columns[2];
@@ -289,11 +342,10 @@ struct Consumer : Exchange<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, LSE_LAST<CLUSTE
     } else {
       run_unrolled<false>();
       const bool wrong = combine();
-      constexpr bool LATE_LSE = LSE_LAST<CLUSTER, ROUNDS, MASKED>;
-      if (LATE_LSE && !wrong && this->place.lse == nullptr) return;
+      if (C::LATE_LSE && !wrong && this->place.lse == nullptr) return;
       // Behind the output, so that the common case need not jump over it.
       if (wrong) run_again();
-      if (LATE_LSE) this->store_lse(0);
+      if (C::LATE_LSE) this->store_lse(0);
     }
   }
 

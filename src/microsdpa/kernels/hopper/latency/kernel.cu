@@ -26,8 +26,9 @@ namespace microsdpa::hopper::latency {
 
 // Grid: CLUSTER * heads, query tiles, batch. ROUNDS: as many for every CTA, or 0 for what the keys that it sees ask
 // for.
-template <int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS, bool CONSECUTIVE>
-__device__ __forceinline__ WorkTile work_of_cta(const AttentionParams& params) {
+template <typename MASKS, int CLUSTER, int GROUP, bool CAUSAL, int ROUNDS, bool CONSECUTIVE>
+__device__ __forceinline__ WorkTile work_of_cta(const typename MASKS::Params& arguments) {
+  const AttentionParams& params = MASKS::call(arguments);
   WorkTile work;
   work.rank = CLUSTER == 1 ? 0 : static_cast<int>(blockIdx.x % CLUSTER);
   work.head = static_cast<int>(blockIdx.x / CLUSTER);
@@ -36,11 +37,17 @@ __device__ __forceinline__ WorkTile work_of_cta(const AttentionParams& params) {
   // Tiles that see the most keys first: they take longest.
   work.first_row = BLOCK_M * static_cast<int>(CAUSAL ? gridDim.y - 1 - blockIdx.y : blockIdx.y);
   work.rounds = ROUNDS;
-  if (ROUNDS == 0) {
+  int unseen_tiles = 0;  // before a window
+  if constexpr (ROUNDS == 0) {
     constexpr int KEYS_A_ROUND = BLOCK_N * WARPGROUPS * CLUSTER;
-    work.rounds = max(1, (keys_seen<CAUSAL>(params, work.first_row, BLOCK_M) + KEYS_A_ROUND - 1) / KEYS_A_ROUND);
+    int keys = keys_seen<CAUSAL>(params, work.first_row, BLOCK_M);
+    if constexpr (MASKS::LEFT) {
+      unseen_tiles = max(0, work.first_row + arguments.masks.lowest) / BLOCK_N;
+      keys -= unseen_tiles * BLOCK_N;
+    }
+    work.rounds = max(1, (keys + KEYS_A_ROUND - 1) / KEYS_A_ROUND);
   }
-  work.first_tile = WARPGROUPS * work.rank * (CONSECUTIVE ? ROUNDS : 1);
+  work.first_tile = WARPGROUPS * work.rank * (CONSECUTIVE ? ROUNDS : 1) + unseen_tiles;
   work.round_tiles = WARPGROUPS * (CONSECUTIVE ? 1 : CLUSTER);
   return work;
 }
@@ -150,21 +157,24 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
   }
 }
 
-// ROUNDS: tiles of each warpgroup when known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key
-// head. MASKED: there may be tiles with keys that a row does not see.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL, bool MASKED>
+// HEAD_DIM: columns of the tiles, of which the tensors have the first COLUMNS. ROUNDS: tiles of each warpgroup when
+// known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key head. CAUSAL: what a row sees has a
+// right end. MASKED: keys do not fill the tiles, or have such an end. MASKS: what else decides about scores.
+template <typename T, int HEAD_DIM, int COLUMNS, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL,
+          bool MASKED, typename MASKS>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention(const __grid_constant__ AttentionParams params, const __grid_constant__ TensorMap query,
+    attention(const __grid_constant__ typename MASKS::Params arguments, const __grid_constant__ TensorMap query,
               const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+  const AttentionParams& params = MASKS::call(arguments);
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
-  static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "whole panels, of which each warpgroup finishes whole quadruples");
+  static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "each warpgroup finishes whole quadruples");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
   using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
   static_assert(!Shared::FEW_COPIES || ROUNDS == STAGES, "few copies are all there are");
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
-  const WorkTile work = work_of_cta<CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(params);
+  const WorkTile work = work_of_cta<MASKS, CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(arguments);
   if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
   if (Shared::FEW_COPIES && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
     prefetch_tensor_map(value);
@@ -178,11 +188,12 @@ __global__ void __launch_bounds__(THREADS, 1)
 
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
-  Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED> consumer{
+  Consumer<Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS>> consumer{
       {shared, params, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}},
       key,
       value,
-      scale};
+      scale,
+      arguments};
   consumer.run();
 }
 

@@ -7,9 +7,8 @@
 namespace microsdpa::hopper::latency {
 
 // S of `key_round` and P V of `value_round` have ended: their places in the rings take the tiles STAGES rounds ahead.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::refill(
-    int key_round, int value_round) {
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::refill(int key_round, int value_round) {
   if (ROUNDS > 0 || min(key_round, value_round) + STAGES >= work.rounds) return;
   named_barrier_sync(warpgroup == 0 ? TILE_READ_BY_FIRST : TILE_READ_BY_SECOND, WARPGROUP_THREADS);
   if (fragment.warp() == 0 && elect_one()) {
@@ -18,10 +17,9 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   }
   __syncwarp();
 }
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
+template <typename C>
 template <typename Ring>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::refill_place(
-    Ring& ring, const TensorMap& map, bool is_key, int round) {
+__device__ __forceinline__ void Consumer<C>::refill_place(Ring& ring, const TensorMap& map, bool is_key, int round) {
   if (round < 0 || round + STAGES >= work.rounds) return;
   const int stage = round % STAGES;
   Mbarrier& full = is_key ? shared.key_full(stage, warpgroup) : shared.value_full(stage, warpgroup);
@@ -31,9 +29,9 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
 
 // One round, of which S and the maxima are known; gives those of the next one, and starts S of the one after it.
 // What is not touched while it is in flight decides the order: P V of the round before, and the next S, end here.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::advance_round(
-    float (&s)[BLOCK_N / 2], float (&next)[BLOCK_N / 2], uint32 (&p)[STEPS][4], float (&factor)[2], int round) {
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::advance_round(float (&s)[BLOCK_N / 2], float (&next)[BLOCK_N / 2],
+                                                           uint32 (&p)[STEPS][4], float (&factor)[2], int round) {
   exponentials<0, 2, true>(s, p);
   wgmma_fence_registers(p[0]);
   wgmma_fence_registers(p[1]);
@@ -54,9 +52,9 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   subtract_stabilizers();
 }
 
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::last_round(
-    float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4], const float (&factor)[2], int round) {
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4],
+                                                        const float (&factor)[2], int round) {
   exponentials<0, 2, true>(s, p);
   if (round > 0) {
     wgmma_wait<0>();
@@ -69,13 +67,22 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
 }
 
 // Any number of rounds, with the running maximum of Milakov and Gimelshein as stabilizer.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::run_online() {
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::run_online() {
   float s[2][BLOCK_N / 2];
   uint32 p[2][STEPS][4];
   float factor[2];
   sum[0] = sum[1] = 0.0f;
   stabilizer[0] = stabilizer[1] = negative_infinity();
+  if constexpr (MASKS::ANY) {
+    if constexpr (Rules::WAITS) grid_dependency_wait();
+    masks.slope = score_masks().slope();
+    masks.sink = score_masks().sink();
+    if (work.rank == 0 && warpgroup == 0) stabilizer[0] = stabilizer[1] = masks.sink;
+    masks.rows = score_masks().find_rows();
+    score_masks().read_ranges(masks.rows);
+    score_masks().fetch(masks.view[0], masks.rows, work.first_key(0, warpgroup));
+  }
   score(s[0], 0);
   score(s[1], min(1, work.rounds - 1));
   wgmma_wait<0>();
@@ -83,6 +90,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   refill(0, -1);
   mask(s[0], 0);
   maxima(s[0], stabilizer);
+  if constexpr (MASKS::ANY) sum[0] = sink_part(0), sum[1] = sink_part(1);
   subtract_stabilizers();
   // Two rounds per iteration, so that which registers hold a tile is known when compiling.
   int round = 0;

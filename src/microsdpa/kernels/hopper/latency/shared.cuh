@@ -16,7 +16,12 @@ constexpr int STABILIZER_KEYS = 16;
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 
-// Barriers among warps; 0 is __syncthreads'. The last three are events of the first warpgroup; the second one's follow.
+// Panels of a row: the last one may be wider than the row.
+template <int HEAD_DIM>
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+
+// Barriers among warps; 0 is __syncthreads'. Those of 4 to 9 are events of the first warpgroup; the second one's
+// follow.
 enum NamedBarrier : int {
   STABILIZER_KNOWN = 1,
   TILE_READ_BY_FIRST = 2,
@@ -24,7 +29,9 @@ enum NamedBarrier : int {
   PEER_COLUMNS_GIVEN = 4,
   SUMS_PUBLISHED = 6,
   COLUMNS_GIVEN = 8,
-  STABILIZER_SENT = 10
+  STABILIZER_SENT = 10,
+  MASKS_READ = 11,
+  MASKS_SENT = 12
 };
 
 // The registers of one of the PARTS of a product's columns.
@@ -43,6 +50,16 @@ template <typename T>
 constexpr float LARGEST_SUM = 65504.0f;
 template <>
 constexpr float LARGEST_SUM<__nv_bfloat16> = 1e9f;
+// Probabilities of which a sum is as large as this one are exact enough in T.
+template <typename T>
+constexpr float LEAST_SUM = 0.015625f;
+template <>
+constexpr float LEAST_SUM<__nv_bfloat16> = 1e-12f;
+// Powers of two by which the largest probability may exceed 1 for the sake of those far below it.
+template <typename T>
+constexpr float HEADROOM = 4.0f;
+template <>
+constexpr float HEADROOM<__nv_bfloat16> = 0.0f;
 
 // What is known of a row from a part of its keys: probabilities are 2^(score - stabilizer), and add up to `sum`.
 struct alignas(8) RowPart {
@@ -70,9 +87,9 @@ struct SharedStorage {
   // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows.
   static constexpr int QUADRUPLES = HEAD_DIM / WARPGROUPS / 16;
 
-  alignas(1024) T query[BLOCK_M * HEAD_DIM];
-  alignas(1024) T key[STAGES][WARPGROUPS][BLOCK_N * HEAD_DIM];
-  alignas(1024) T value[STAGES][WARPGROUPS][BLOCK_N * HEAD_DIM];
+  alignas(1024) T query[BLOCK_M * PANELS<HEAD_DIM> * PANEL];
+  alignas(1024) T key[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];
+  alignas(1024) T value[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];
   // Columns of O that the other warpgroup gives to the one that finishes them.
   Quadruple from_neighbour[WARPGROUPS][2][QUADRUPLES][WARPGROUP_THREADS];
   PeerShare<QUADRUPLES> from_peer[2];  // [1]: sent again, after an overflow

@@ -6,15 +6,36 @@ import functools
 from dataclasses import dataclass
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of, of_any_size
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
+from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.spec import (
+    BOOLEAN,
+    CPP_TYPE,
+    KernelSpec,
+    Rejection,
+    TensorMap,
+    masks_type,
+    refused_head_dim,
+)
 
 ELEMENT = 2
 """Bytes of an element."""
 BLOCK_M = BLOCK_N = 64
 """Queries of a CTA, and keys of a tile."""
 WARPGROUPS = 2
-HEAD_DIMS = (64, 128)
+PANEL = 64
+"""Columns of a box."""
+HEAD_DIMS = range(8, 129, 8)
+"""Head dimensions whose rows a bulk copy can read."""
+TILE_DIMS = (64, 96, 128)
+"""Columns of the tiles that there are kernels for."""
+
+
+def padded(head_dim: int) -> int:
+    """Columns of the tiles for one of HEAD_DIMS: bulk copies fill those beyond a tensor's with zeros."""
+    return min(dim for dim in TILE_DIMS if dim >= head_dim)
+
+
+MASK_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
 
 
 @dataclass(frozen=True)
@@ -36,9 +57,10 @@ class Latency:
         return WARPGROUPS * self.stages if head_dim == 64 and self.stages <= 2 else 1
 
     def shared_bytes(self, head_dim: int) -> int:
-        """SharedStorage's size (shared.cuh)."""
+        """SharedStorage's size (shared.cuh), for one of TILE_DIMS."""
         quadruples = head_dim // WARPGROUPS // 16
-        tiles = (BLOCK_M + 2 * WARPGROUPS * self.stages * BLOCK_N) * head_dim * ELEMENT
+        columns = -(-head_dim // PANEL) * PANEL
+        tiles = (BLOCK_M + 2 * WARPGROUPS * self.stages * BLOCK_N) * columns * ELEMENT
         merging = (
             (WARPGROUPS * 2 + WARPGROUPS * 2) * quadruples * 128 * 16  # from the neighbour; from the peer, twice
             + WARPGROUPS * 2 * (BLOCK_M // 2) * (8 + 2 * 4)  # the peer's rows; references and sums
@@ -56,12 +78,20 @@ def key_rounds(problem: Problem, cluster: int) -> int:
 
 def configuration(problem: Problem, cluster: int) -> Latency:
     """The configuration with `cluster` CTAs a query tile: everything resident when it fits, else the deepest ring."""
-    deepest = _deepest(cluster, problem.head_dim, chip_of(problem.target).shared_per_cta)
+    head_dim = padded(problem.head_dim)
+    deepest = _deepest(cluster, head_dim, chip_of(problem.target).shared_per_cta)
     rounds = key_rounds(problem, cluster)
     # Unrolled rounds are code; past four of them the loop costs as little. Four with a mask and a peer do not fit the
     # registers at D = 64.
-    most = 3 if problem.head_dim == 64 and problem.causal is not None and cluster == 2 else 4
+    most = 3 if head_dim == 64 and problem.causal is not None and cluster == 2 else 4
+    if problem.mask is not None:
+        most = _most_masked(problem.mask)
     return Latency(cluster, rounds, rounds) if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
+
+
+def _most_masked(mask: MaskKind) -> int:
+    """Rounds that are unrolled under masks. Numbers behind a soft cap would take too many registers."""
+    return 0 if mask.softcap and mask.tensor not in (None, "bool", "int32") else 2
 
 
 @functools.lru_cache
@@ -79,15 +109,19 @@ def specification(problem: Problem, choice: Latency) -> KernelSpec:
 @functools.lru_cache(maxsize=1024)
 def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec:
     """specification() for any problem of that kind; `whole`: the keys fill the tiles."""
+    head_dim, mask = padded(problem.head_dim), problem.mask
+    right = problem.causal is not None or (mask is not None and mask.right)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
-        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM": head_dim,
+        "COLUMNS": problem.head_dim,
         "CLUSTER": choice.cluster,
         "STAGES": choice.stages,
         "ROUNDS": choice.rounds,
         "GROUP": problem.heads // problem.heads_kv,
-        "CAUSAL": BOOLEAN[problem.causal is not None],
-        "MASKED": BOOLEAN[problem.causal is not None or not whole],
+        "CAUSAL": BOOLEAN[right],
+        "MASKED": BOOLEAN[right or not whole],
+        "MASKS": masks_type(mask),
     }
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
     alone = chip_of(problem.target).shared_per_sm // 2
@@ -98,17 +132,19 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=128 * WARPGROUPS,
         block_m=BLOCK_M,
-        shared_bytes=max(choice.shared_bytes(problem.head_dim), alone),
+        shared_bytes=max(choice.shared_bytes(head_dim), alone),
+        local_memory=MASK_SPILLS if mask is not None and choice.rounds == 0 else "",
         low_occupancy="one CTA an SM, of two warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,
         grid_order="xyz",
         tensor_maps=(
-            TensorMap("query", BLOCK_M, 64),
-            TensorMap("key", BLOCK_N, 64),
-            TensorMap("value", BLOCK_N * choice.value_tiles(problem.head_dim), 64),
+            TensorMap("query", BLOCK_M, PANEL),
+            TensorMap("key", BLOCK_N, PANEL),
+            TensorMap("value", BLOCK_N * choice.value_tiles(head_dim), PANEL),
         ),
         programmatic=True,
+        params="microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams",
     )
 
 
@@ -117,7 +153,7 @@ def latency(problem: Problem) -> KernelSpec | Rejection:
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
     if problem.head_dim not in HEAD_DIMS:
-        return refused_head_dim(problem.head_dim, HEAD_DIMS)
+        return refused_head_dim(problem.head_dim, HEAD_DIMS, f"a multiple of 8 up to {HEAD_DIMS[-1]}")
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"

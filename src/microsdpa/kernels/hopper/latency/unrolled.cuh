@@ -6,11 +6,120 @@
 
 namespace microsdpa::hopper::latency {
 
+// Works out all that masks do not have to be read for, and starts to read the others.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::read_masks() {
+  const Rules rules = score_masks();
+  masks.rows = rules.find_rows();
+  if constexpr (Rules::READS) {
+    masks.rows.hold();
+  } else if constexpr (!MASKS::ALIBI && !Rules::RANGED) {
+    all_highest(masks.highest);
+  }
+  if constexpr (Rules::WAITS) grid_dependency_wait();
+  rules.read_ranges(masks.rows);
+  masks.slope = rules.slope();
+  masks.sink = rules.sink();
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round) {
+    rules.fetch(masks.view[round], masks.rows, work.first_key(round, warpgroup));
+  }
+}
+
+// Not less than what is added to a row's scores of any tile of the CTA, where no mask tensor does.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::all_highest(float (&highest)[2]) const {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    highest[half] = negative_infinity();
+#pragma unroll
+    for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
+      const int first_key = work.first_key(tile / WARPGROUPS, tile % WARPGROUPS);
+      highest[half] = fmaxf(highest[half], score_masks().highest_of_keys(masks.rows, half, masks.slope, first_key));
+    }
+  }
+}
+
+// What S of the first tile begins with: the mask, but of the first 16 keys nothing, in which the stabilizer is found.
+// Those that are hidden do not count, unless all are.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::begin_first(float (&s)[BLOCK_N / 2]) {
+  const Rules rules = score_masks();
+  const int first_key = work.first_key(0, warpgroup);
+  rules.settle(masks.view[0]);
+  if constexpr ((MASKS::ALIBI || Rules::RANGED) && !Rules::READS) all_highest(masks.highest);
+  if constexpr (MASK_AHEAD) rules.begin(s, masks.view[0], masks.rows, masks.slope, first_key);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    [[maybe_unused]] const KeyBits bits = rules.seen(masks.view[0], masks.rows, half, first_key);
+    float shown = negative_infinity();
+#pragma unroll
+    for (int i = 2 * half; i < STABILIZER_KEYS / 2; i += i % 2 == 0 ? 1 : 3) {
+      const int key = i / 4 * 8 + i % 2;
+      const bool seen = bits.word[0] >> (2 * fragment.quad_lane() + key) & 1;
+      masks.first[i] = MASK_AHEAD ? s[i] : seen ? 0.0f : negative_infinity();
+      shown = fmaxf(shown, masks.first[i]);
+    }
+    shown = quad_max(shown);
+#pragma unroll
+    for (int i = 2 * half; i < STABILIZER_KEYS / 2; i += i % 2 == 0 ? 1 : 3) {
+      const bool counts = masks.first[i] != negative_infinity() || shown == negative_infinity();
+      (MASK_AHEAD ? s[i] : masks.first[i]) = counts ? 0.0f : negative_infinity();
+    }
+  }
+}
+
+// Beside the products of the first tile, without a branch that ptxas would have wait for them: what S of the later
+// tiles begins with, and the largest number that masks add to a score of each row. This one and the largest product of
+// the first keys make the stabilizer: it is near the row's largest score whatever keys are hidden, and -inf when all of
+// the CTA's are.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::begin_others(float (&s)[2][BLOCK_N / 2]) {
+  const Rules rules = score_masks();
+  if constexpr (ROUNDS > 1) {
+    // Long over. What follows depends on shuffles behind it: ptxas would put it amid the products and delay these.
+    mbarrier_wait(shared.query_full(), 0);
+#pragma unroll
+    for (int round = 1; round < ROUNDS; ++round) {
+      rules.settle(masks.view[round]);
+      const int first_key = __shfl_sync(FULL_WARP, work.first_key(round, warpgroup), 0);
+      if constexpr (MASK_AHEAD) rules.begin(s[round], masks.view[round], masks.rows, masks.slope, first_key);
+    }
+  }
+  if constexpr (!Rules::READS) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    masks.highest[half] = negative_infinity();
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+      const float highest =
+          rules.highest(masks.view[round], masks.rows, half, masks.slope, work.first_key(round, warpgroup));
+      masks.highest[half] = fmaxf(masks.highest[half], highest);
+    }
+    if constexpr (Rules::ADDS) masks.highest[half] = quad_max(masks.highest[half]);
+  }
+  wgmma_fence_registers(masks.highest);
+  // The first warpgroup, which finds the stabilizer, is told the second one's.
+  const int row = fragment.row_of_half();
+  if (warpgroup == 0) {
+    named_barrier_sync(MASKS_READ, THREADS);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) masks.highest[half] = fmaxf(masks.highest[half], shared.sum[1][half][row]);
+  } else {
+    if (fragment.quad_lane() == 0) {
+      shared.sum[1][0][row] = masks.highest[0];
+      shared.sum[1][1][row] = masks.highest[1];
+    }
+    named_barrier_arrive(MASKS_READ, THREADS);
+    named_barrier_sync(MASKS_SENT, WARPGROUP_THREADS);  // for racecheck, as below
+  }
+}
+
 // The stabilizer of both warpgroups: the first one's, whose first tile comes first. A row that sees none of its keys
 // sees none of this CTA's.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::find_stabilizer(
-    const float (&s)[BLOCK_N / 2]) {
+template <typename C>
+template <int N>
+__device__ __forceinline__ void Consumer<C>::find_stabilizer(const float (&s)[N]) {
   const int row = fragment.row_of_half();
   if (warpgroup == 0) {
     stabilizer[0] = stabilizer[1] = negative_infinity();
@@ -18,7 +127,16 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     // A large one becomes no number. Nor is then the row's sum, which calls for the second pass.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool large = MASKED ? is_large(stabilizer[half]) : fabsf(stabilizer[half]) >= LARGE_STABILIZER;
+      bool large = MASKED ? is_large(stabilizer[half]) : fabsf(stabilizer[half]) >= LARGE_STABILIZER;
+      if constexpr (MASKS::ANY) {
+        const bool sees = masks.highest[half] != negative_infinity();
+        stabilizer[half] = sees ? stabilizer[half] + masks.highest[half] - HEADROOM<T> : negative_infinity();
+        large = sees && !(fabsf(stabilizer[half]) < LARGE_STABILIZER);
+        if (Rules::SINKS && work.rank == 0) {
+          large |= is_large(masks.sink);
+          stabilizer[half] = fmaxf(stabilizer[half], masks.sink);
+        }
+      }
       if (large) stabilizer[half] = __uint_as_float(0x7fffffffu);
     }
     if (fragment.quad_lane() == 0) {
@@ -35,12 +153,16 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
     stabilizer[1] = shared.stabilizer[0][1][row];
   }
   subtract_stabilizers();
+  if constexpr (MASKS::ANY) sum[0] = sink_part(0), sum[1] = sink_part(1);
 }
 
 // The largest score of each row among this CTA's keys becomes its stabilizer.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::know_stabilizer() {
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::know_stabilizer() {
   float s[BLOCK_N / 2], own[2] = {negative_infinity(), negative_infinity()};
+  if constexpr (MASKS::ANY) {
+    if (work.rank == 0) own[0] = own[1] = masks.sink;
+  }
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
     score(s, round);
@@ -55,10 +177,9 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   subtract_stabilizers();
 }
 
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
+template <typename C>
 template <bool KNOWN>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::last_round(
-    float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+__device__ __forceinline__ void Consumer<C>::last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
   constexpr int ROUND = ROUNDS - 1;
   exponentials<0, 2, KNOWN>(s, p);
   accumulate<0, 2>(o, p, ROUND, ROUND > 0);
@@ -68,10 +189,9 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
 
 // The last tile, when another CTA finishes half of the rows: those first, so that they travel while the exponentials
 // of the others run. Zeros keep them company, and the others' products have sums of their own.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
+template <typename C>
 template <bool KNOWN>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::last_round_peer_first(
-    float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+__device__ __forceinline__ void Consumer<C>::last_round_peer_first(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
   constexpr int ROUND = ROUNDS - 1;
   uint32 given[STEPS][4];
   clear_other<1>(given);
@@ -96,14 +216,18 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
 // waited for, and the warpgroups' parts of O add up. The stabilizer is the largest of the first scores, or KNOWN.
 // Right unless a score exceeds the stabilizer by so much that P overflows, or a stabilizer is large, which the sums
 // then show.
-template <typename T, int HEAD_DIM, int CLUSTER, int STAGES, int ROUNDS, bool CAUSAL, bool MASKED>
+template <typename C>
 template <bool KNOWN>
-__device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED>::run_unrolled() {
+__device__ __forceinline__ void Consumer<C>::run_unrolled() {
   float s[2][BLOCK_N / 2];
   uint32 p[2][STEPS][4];
   sum[0] = sum[1] = 0.0f;
+  if constexpr (MASKS::ANY && KNOWN) sum[0] = sink_part(0), sum[1] = sink_part(1);
   constexpr bool BEGUN = MASK_AHEAD && !KNOWN;
-  if constexpr (BEGUN) {
+  if constexpr (MASKS::ANY && !KNOWN) {
+    read_masks();
+    begin_first(s[0]);
+  } else if constexpr (BEGUN) {
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
   }
@@ -111,15 +235,36 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
   if constexpr (BEGUN) {
     // Each of them in a register of its own, or ptxas would wait for the products.
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) wgmma_fence_registers(s[round]);
+    for (int round = 0; round < (MASKS::ANY ? 1 : ROUNDS); ++round) wgmma_fence_registers(s[round]);
   }
   if constexpr (FIRST_IN_HALVES && !KNOWN) {
     score<BEGUN, 2>(s[0], 0);
+    if constexpr (MASKS::ANY) {
+      begin_others(s);
+      if constexpr (MASK_AHEAD && ROUNDS > 1) wgmma_fence_registers(s[1]);
+    }
     wgmma_wait<1>();
     wgmma_fence_registers(part_of<2>(s[0], 0));
-    find_stabilizer(s[0]);
-    wgmma_wait<0>();
-    wgmma_fence_registers(part_of<2>(s[0], 1));
+    if constexpr (IS_CAPPED<MASKS>) {
+      const auto rules = score_masks();
+      rules.template cap<0, BLOCK_N / 4>(s[0]);
+      float counted[STABILIZER_KEYS / 2];
+#pragma unroll
+      for (int i = 0; i < STABILIZER_KEYS / 2; ++i) counted[i] = s[0][i] + masks.first[i];
+      find_stabilizer(counted);
+      wgmma_wait<0>();
+      wgmma_fence_registers(part_of<2>(s[0], 1));
+      rules.template cap<BLOCK_N / 4, BLOCK_N / 2>(s[0]);
+      rules.finish(s[0], masks.view[0], masks.rows, masks.slope, work.first_key(0, warpgroup));
+    } else {
+      find_stabilizer(s[0]);
+      if constexpr (MASKS::ANY) {
+#pragma unroll
+        for (int i = 0; i < STABILIZER_KEYS / 2; ++i) s[0][i] += masks.first[i];
+      }
+      wgmma_wait<0>();
+      wgmma_fence_registers(part_of<2>(s[0], 1));
+    }
   } else {
     score(s[0], 0);
     wgmma_wait<0>();
@@ -141,7 +286,7 @@ __device__ __forceinline__ void Consumer<T, HEAD_DIM, CLUSTER, STAGES, ROUNDS, C
       wgmma_wait<1>();
     }
     wgmma_fence_registers(next);
-    if constexpr (!BEGUN) mask(next, round + 1);
+    if constexpr (!BEGUN) mask<!KNOWN>(next, round + 1);
   }
   if constexpr (PEER_FIRST) {
     last_round_peer_first<KNOWN>(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);

@@ -3,14 +3,26 @@
 // Each CTA of list_tiles makes the list of one query tile, for all heads and batch entries that share the mask. Tiles
 // in which nothing is visible are left out; those in which nothing is hidden are marked. Of a boolean mask each warp
 // reads one tile and packs it: a lane of a wgmma accumulator finds the bits of its keys in one word. Of ranges of keys
-// the smallest and the largest ends say everything. Where few lists meet many keys, mark_tiles has all SMs read the
-// mask, and list_marked makes the lists of what it finds. Bound by: the mask's bytes, which are read once.
+// the smallest and the largest ends say everything. Of booleans with a summary only what it calls mixed is read. Where
+// few lists meet many keys, mark_tiles has all SMs read the mask, and list_marked makes the lists of what it finds.
+//
+// Bound by: the mask's bytes, which are read once.
 #include "../../ptx/control.cuh"
 #include "masks.cuh"
 
 namespace microsdpa::hopper::throughput {
 
 constexpr int LIST_WARPS = 16, MARK_WARPS = 8;
+
+// Booleans, one byte each, with a summary behind those of each row (call/summary.py): a byte for 32 keys.
+struct SummedBool {
+  static constexpr int GRANULE = 32, ALIGNMENT = 128, NONE = 0, ALL = 2;
+  bool value;
+};
+template <typename MASK>
+constexpr bool is_summed = false;
+template <>
+constexpr bool is_summed<SummedBool> = true;
 
 template <int BLOCK_N>
 constexpr uint32 ALL_OF_LANE = BLOCK_N == 128 ? 0xffffffffu : (1u << BLOCK_N / 4 % 32) - 1;
@@ -77,6 +89,24 @@ struct MaskReader {
     mask = static_cast<const char*>(masks.mask) + index / heads * masks.mask_strides.batch +
            index % heads * masks.mask_strides.head + first_row * masks.mask_strides.row;
     rows = List::has_rows(params) ? min(BLOCK_M, params.call.seqlen_q - first_row) : 1;
+  }
+
+  // What the mask leaves of a tile of keys, by its summary; each lane reads rows of its own.
+  __device__ __forceinline__ TileState summary(int tile) const {
+    constexpr int GRANULE = SummedBool::GRANULE, ALIGNMENT = SummedBool::ALIGNMENT, OWN = BLOCK_N / GRANULE;
+    const int keys = params.call.seqlen_k, left = (keys + GRANULE - 1) / GRANULE - OWN * tile;
+    const char* first = mask + (keys + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT + OWN * tile;
+    bool any = false, all = true;
+#pragma unroll 4
+    for (int row = static_cast<int>(lane_index()); row < rows; row += 32) {
+#pragma unroll
+      for (int i = 0; i < OWN; ++i) {
+        if (i >= left) break;
+        const char shown = first[row * params.masks.mask_strides.row + i];
+        any |= shown != SummedBool::NONE, all &= shown == SummedBool::ALL;
+      }
+    }
+    return __any_sync(FULL_WARP, any) ? (__all_sync(FULL_WARP, all) ? WHOLE : PARTIAL) : HIDDEN;
   }
 
   // What the mask leaves of a tile of keys, and its words for those that will read them. All lanes get the same.
@@ -215,7 +245,11 @@ __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_co
   }
   int count = 0;  // the same in all threads
   for (int begin = first; begin < last; begin += LIST_WARPS) {
-    const TileState state = begin + warp < last ? reader.read(begin + warp, has_rows) : HIDDEN;
+    TileState state = HIDDEN;
+    if (begin + warp < last) {
+      if constexpr (is_summed<MASK>) state = reader.summary(begin + warp);
+      if (!is_summed<MASK> || (state == PARTIAL && has_rows)) state = reader.read(begin + warp, has_rows);
+    }
     if (threadIdx.x % 32 == 0) states[warp] = state;
     __syncthreads();
     int before = 0, found = 0;

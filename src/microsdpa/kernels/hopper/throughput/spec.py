@@ -29,7 +29,7 @@ DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
 ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
-LISTED = ("bool", "int32")
+LISTED = ("bool", "int32", "uint8")
 """Element types of masks that say which keys are visible."""
 PANEL_BYTES = 128
 """Of a row of a mask's tile: the copies' pattern repeats."""
@@ -178,7 +178,8 @@ def fitting(problem: Problem) -> tuple[Tiles, ...]:
         panel, found = PANEL_BYTES // element, (*found, *MASKED_CANDIDATES.get(head_dim, ()))
         found = tuple(t for t in found if t.consumers == 2 and t.block_n <= most and t.block_n % panel == 0)
     elif problem.mask is not None and problem.mask.tensor is not None:
-        found = tuple(t for t in found if t.consumers <= 3)  # small query tiles visit fewer tiles of keys
+        # Small query tiles visit fewer tiles of keys, where queries have masks of their own.
+        found = tuple(t for t in found if t.consumers <= (2 if problem.mask.per_query else 3))
     return tuple(t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element))
 
 
@@ -243,7 +244,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     if element:
         maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
     listed = mask if mask is not None and mask.tensor in LISTED else None
-    lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor == "bool") if listed else None
+    lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor != "int32") if listed else None
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/kernel.cu",
@@ -275,7 +276,7 @@ def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool, marked: bool) ->
 def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causal: bool) -> KernelSpec:
     """One of the kernels of list_tiles.cu."""
     arguments = {
-        "MASK": CPP_TYPE[mask.tensor],
+        "MASK": "microsdpa::hopper::throughput::SummedBool" if mask.tensor == "uint8" else CPP_TYPE[mask.tensor],
         "BLOCK_M": lists.block_m,
         "BLOCK_N": lists.block_n,
         "CAUSAL": BOOLEAN[causal],

@@ -1,0 +1,204 @@
+"""hopper/latency under masks in the emulator: alone and together, in every broadcast form, at every head dimension."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness import check_in_every_order
+
+import microsdpa
+from microsdpa import reference
+from microsdpa.call.masks import Masks
+from microsdpa.emulate import run
+from microsdpa.evidence import compare
+from microsdpa.evidence.inputs import Case, Masking, make, make_masks
+from microsdpa.kernels.hopper.latency.spec import configuration, specification
+from microsdpa.kernels.problem import Problem
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+ONE_CTA, PAIR = 1, 2
+KINDS: tuple[tuple[Masking, ...], ...] = (
+    ("bool",),
+    ("padding",),
+    ("left padding",),
+    ("left padding, numbers",),
+    ("additive",),
+    ("float32",),
+    ("window",),
+    ("documents",),
+    ("softcap",),
+    ("alibi",),
+    ("sinks",),
+    ("bool", "window", "alibi", "sinks"),
+    ("float32", "window", "alibi", "sinks"),
+    ("documents", "window", "alibi", "sinks"),
+    ("bool", "window", "softcap", "alibi", "sinks"),
+    ("additive", "window", "softcap", "alibi", "sinks"),
+)
+SHAPES = [
+    (Case(1, 1, 64, 512, 64), PAIR),  # two rounds
+    (Case(1, 2, 70, 300, 64, causal="lower_right", dtype="bfloat16"), PAIR),  # no vector of a mask's row
+    (Case(1, 2, 33, 100, 64, heads_kv=1, causal="upper_left"), ONE_CTA),  # one round
+    (Case(1, 1, 65, 700, 64), ONE_CTA),  # a ring
+    (Case(1, 1, 64, 256, 128), PAIR),
+    (Case(1, 1, 64, 250, 72), PAIR),
+]
+
+
+def masked_problem(case: Case) -> Problem:
+    return replace(case.problem("sm_90a"), mask=Masks(**make_masks(case)).kind)
+
+
+@pytest.mark.parametrize("masks", KINDS, ids=", ".join)
+@pytest.mark.parametrize(("case", "cluster"), SHAPES, ids=str)
+def test_masks_are_right_in_every_order(case: Case, cluster: int, masks: tuple[Masking, ...]) -> None:
+    case = replace(case, masks=masks)
+    problem = masked_problem(case)
+    check_in_every_order(specification(problem, configuration(problem, cluster)), problem, case)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 56, 72, 80, 96, 104, 120])
+def test_columns_that_tensors_do_not_have_are_zeros(head_dim: int) -> None:
+    case = Case(1, 2, 40, 300, head_dim, layout="bshd")
+    problem = case.problem("sm_90a")
+    for cluster in (ONE_CTA, PAIR):
+        check_in_every_order(specification(problem, configuration(problem, cluster)), problem, case)
+
+
+def call(case: Case, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    query, key, value = make(case)
+    return microsdpa.sdpa(query, key, value, return_lse=True, impl="emulate:hopper/latency", **more)
+
+
+def assert_exact(case: Case, tensors: Tensors, found: tuple[torch.Tensor, torch.Tensor], **masks: Any) -> None:
+    arguments = {"causal": case.causal, "scale": case.scale, **masks}
+    for got, exact, plain in zip(
+        found, reference.oracle(*tensors, **arguments), reference.eager(*tensors, **arguments), strict=True
+    ):
+        assert compare.tolerance(plain, exact, got.dtype).admits(compare.measure(got, exact))
+
+
+@pytest.mark.parametrize("elements", ["bool", "float16", "float32"])
+@pytest.mark.parametrize("keys", [128, 70])
+def test_strides_of_every_dimension_are_followed(keys: int, elements: str) -> None:
+    case = Case(2, 2, 33, keys, 64)
+
+    def mask(*shape: int) -> torch.Tensor:
+        numbers = torch.randn(shape)
+        return numbers < 0.3 if elements == "bool" else numbers.to(getattr(torch, elements))
+
+    whole, wide = mask(keys, 33, 2, 2).permute(3, 2, 1, 0), mask(33, 2 * keys)
+    views = [whole, whole[:, :1], whole[..., :1], wide[:, ::2], wide[:, :keys], wide[:, 2 : keys + 2], wide[0, :keys]]
+    views += [mask(1), mask(2, 2, 33, keys), mask(2, 1, 1, keys), mask(1, 2, 33, 1)]
+    for view in views:
+        found = call(case, attn_mask=view)
+        same = call(case, attn_mask=view.expand(2, 2, 33, keys).contiguous())
+        assert all(torch.equal(*pair) for pair in zip(found, same, strict=True))
+        assert_exact(case, make(case), found, attn_mask=view)
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e30, -65504.0])
+@pytest.mark.parametrize("scale", [None, 1e-6, 0.0, -0.3])
+def test_rows_of_the_lowest_number_are_averages(lowest: float, scale: float | None) -> None:
+    case = Case(1, 1, 16, 256, 64, scale=scale)
+    mask = torch.randn(16, 256)
+    mask[2], mask[3], mask[5, 20:], mask[7], mask[9, :200] = 1e4, lowest, lowest, -torch.inf, lowest
+    found = call(case, attn_mask=mask, scale=scale)
+    assert_exact(case, make(case), found, attn_mask=mask)
+    assert (found[0][0, 0, 7] == 0).all()
+
+
+def test_a_sink_alone_gives_zeros_and_its_logit() -> None:
+    sinks = torch.tensor([1.5, -torch.inf, 30.0])
+    for hidden in (torch.zeros(16, 300, dtype=torch.bool), torch.full((16, 300), -torch.inf)):
+        out, lse = call(Case(1, 3, 16, 300, 64), attn_mask=hidden, sinks=sinks)
+        assert (out == 0).all()
+        torch.testing.assert_close(lse[0], sinks[:, None].expand(3, 16))
+
+
+@pytest.mark.parametrize("sink", [-2e7, -40.0, 40.0, 2e7])
+def test_a_sink_may_be_far_from_all_scores(sink: float) -> None:
+    case, sinks = Case(1, 1, 64, 256, 64), torch.tensor([sink])
+    out, lse = call(case, sinks=sinks)
+    if sink == 2e7:  # whose exponential the eager computation cannot have
+        assert (out == 0).all()
+        assert (lse == sink).all()
+    else:
+        assert_exact(case, make(case), (out, lse), sinks=sinks)
+
+
+PAIR_BYTES = 2 * (2 * 4096 + 2 * 32 * 8)
+"""What two CTAs send each other where every probability is in range."""
+
+
+def run_pair(case: Case, tensors: Tensors, **masks: Any) -> int:
+    """Check a call that a pair of CTAs computes, and give the bytes that they sent each other."""
+    out, lse = torch.full_like(tensors[0], torch.nan), torch.full(tensors[0].shape[:3], torch.nan)
+    problem = replace(case.problem("sm_90a"), mask=Masks(**masks).kind)
+    spec = specification(problem, configuration(problem, PAIR))
+    schedule = run.Schedule(0, late=True)
+    report = run.attention(spec, problem, (*tensors, out, lse), case.scale, schedule=schedule, masks=Masks(**masks))
+    assert_exact(case, tensors, (out, lse), **masks)
+    return report.counters["peer_bytes"]
+
+
+@pytest.mark.parametrize("masks", [kind for kind in KINDS if "softcap" not in kind or len(kind) < 4], ids=", ".join)
+def test_ordinary_scores_are_computed_once(masks: tuple[Masking, ...]) -> None:
+    case = Case(1, 1, 64, 512, 64, masks=masks)
+    assert run_pair(case, make(case), **make_masks(case)) == PAIR_BYTES
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5, 4.0, -0.5])
+def test_the_stabilizer_knows_what_masks_add(slope: float) -> None:
+    """ALiBi raises the last keys of a CTA by hundreds of powers of two above the first ones, or lowers them."""
+    case, slopes = Case(1, 1, 64, 512, 64), torch.tensor([slope])
+    tensors, distances = make(case), (torch.arange(64)[:, None] - torch.arange(512)).abs()
+    assert run_pair(case, tensors, alibi_slopes=slopes) == PAIR_BYTES
+    assert run_pair(case, tensors, attn_mask=-slope * distances.float()) == PAIR_BYTES
+
+
+@pytest.mark.parametrize("change", ["far above", "far below", "not a number", "hidden, not a number"])
+@pytest.mark.parametrize("form", ["bool", "float16", "window", "softcap"])
+def test_probabilities_out_of_range_are_computed_again(form: str, change: str) -> None:
+    """The stabilizer, from the first 16 keys, may lie far from the largest score that a row sees."""
+    case = Case(1, 1, 64, 512, 64)
+    query, key, value = make(case)
+    shown = torch.ones(64, 512, dtype=torch.bool)
+    query.abs_()
+    if change == "far above":
+        key[:, :, 20:] = key[:, :, 20:].abs() * 3
+    elif change == "far below":
+        key[:, :, :16] = key[:, :, :16].abs() * 3
+        shown[:, :17] = False
+    elif change == "not a number":
+        key[:, :, 300] = torch.nan
+    else:
+        key[:, :, 2:5] = torch.nan
+        shown[:, 2:5] = False
+    masks: dict[str, Any] = {"attn_mask": shown}
+    if form == "float16":
+        masks = {"attn_mask": torch.zeros(64, 512).masked_fill(~shown, -torch.inf).half()}
+    elif form == "window":
+        if change == "hidden, not a number":
+            pytest.skip("a window has no gaps")
+        masks = {"window": (46, 400)} if change == "far below" else {"window": (600, 600)}
+    elif form == "softcap":
+        masks |= {"softcap": 40.0}
+    again = run_pair(case, (query, key, value), **masks) > PAIR_BYTES
+    # A soft cap of 40 keeps scores near one another. Behind it scores that are hidden are replaced.
+    assert again or (form == "softcap" and change in ("far below", "hidden, not a number"))
+
+
+def test_keys_outside_the_window_are_not_loaded_by_a_ring() -> None:
+    query, key, value = make(Case(1, 1, 64, 2048, 64))
+    loaded = []
+    for window in ((-1, 4000), (100, 0)):
+        masks = Masks(window=window)
+        problem = Problem(1, 1, 1, 64, 2048, 64, "float16", causal="lower_right", mask=masks.kind, target="sm_90a")
+        spec = specification(problem, configuration(problem, ONE_CTA))
+        report = run.attention(spec, problem, (query, key, value, torch.empty_like(query), None), None, masks=masks)
+        loaded.append(report.counters["bulk_copy_bytes"])
+    assert loaded[1] < loaded[0] / 4
