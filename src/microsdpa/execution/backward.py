@@ -52,7 +52,7 @@ def gradients(
         return _through_math(grads, inputs, causal, scale, masks, wanted)
     # torch's backward passes have no gradient of a mask, which is to be among the results.
     own = any(name in wanted and t.is_floating_point() for name, t in masks.tensors.items())
-    if grad_lse is None and query.is_cuda and not own:
+    if grad_lse is None and query.is_cuda and not own and not kernels.are_fastest(inputs):
         options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
         tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
         operator, _ = nodes.operator_for(inputs, tensors, options)

@@ -246,6 +246,14 @@ def described(
     return Gradient(given | masks.tensors, made, causal, factor, masks)
 
 
+def are_fastest(inputs: Inputs) -> bool:
+    """Whether torch has no faster backward pass for a call on a GPU, even where it computes it."""
+    query, key, _ = inputs
+    sizes = query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2], query.shape[3]
+    dtype, target = tensors.DTYPES[query.dtype], launcher.target_of_device(query.device)
+    return backward_spec.is_for_small(Problem(*sizes, dtype, target=target))
+
+
 def compute(of: Gradient) -> list[torch.Tensor]:
     """The gradients of a call, in the order of Gradient.made.
 

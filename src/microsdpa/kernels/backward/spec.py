@@ -98,6 +98,16 @@ def choose(problem: Problem) -> Tiling:
     return Tiling(step=16 if columns > 64 and mask is not None and mask.tensor is not None else 32)
 
 
+def is_for_small(problem: Problem) -> bool:
+    """Whether the kernels are faster than cuDNN's backward pass, as measured on an H200: short rows, or few tiles."""
+    if capability_of(problem.target) != (9, 0) or not choose(problem).wgmma:
+        return False
+    tiles = problem.batch * (
+        problem.heads * ceil(problem.seqlen_q / 128) + problem.heads_kv * ceil(problem.seqlen_k / 128)
+    )
+    return max(problem.seqlen_q, problem.seqlen_k) <= SHORT or tiles <= chip_of(problem.target).sms
+
+
 def refusal(problem: Problem, tiling: Tiling) -> Rejection | None:
     """Why there is no gradient of a problem; None where there is one."""
     if capability_of(problem.target) < (8, 0):
