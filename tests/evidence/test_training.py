@@ -18,7 +18,7 @@ def test_the_suite_has_the_shapes_that_papers_measure_and_small_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case(2, 4, 40, 70, 32, heads_kv=2), Case(2, 4, 40, 70, 32, masks=("additive",))], ids=str
+    "case", [Case(2, 4, 40, 70, 32, heads_kv=2), Case(2, 4, 40, 70, 32, masks=("additive", "alibi", "sinks"))], ids=str
 )
 def test_own_kernels_are_right_and_a_wrong_gradient_is_told(case: Case) -> None:
     tensors = make(case)

@@ -172,7 +172,7 @@ def expected(
     query, key, value = tensors
     chosen = query[:1, :heads], key[:1, :heads_kv], value[:1, :heads_kv]
     masks = {
-        name: _of_heads(mask, case, heads) if isinstance(mask, torch.Tensor) else mask
+        name: _of_heads(name, mask, case, heads) if isinstance(mask, torch.Tensor) else mask
         for name, mask in make_masks(case, query.device.type).items()
     }
 
@@ -185,11 +185,13 @@ def expected(
     return through(reference.oracle, torch.float64), through(reference.eager, query.dtype)
 
 
-def _of_heads(mask: torch.Tensor, case: Case, heads: int) -> torch.Tensor:
-    """A mask's part of the first heads of the first batch entry."""
-    if mask.dim() == 4:
-        return mask[:1, :heads]
-    return mask[:heads] if mask.dim() == 3 and mask.shape[0] == case.heads else mask
+def _of_heads(name: str, tensor: torch.Tensor, case: Case, heads: int) -> torch.Tensor:
+    """The part of a mask, of slopes [B, H] or of sinks [H] that the first heads of the first batch entry have."""
+    if name == "sinks":
+        return tensor[:heads]
+    if name == "alibi_slopes" or tensor.dim() == 4:
+        return tensor[:1, :heads]
+    return tensor[:heads] if tensor.dim() == 3 and tensor.shape[0] == case.heads else tensor
 
 
 def check(
