@@ -3,11 +3,12 @@
 Importing it initialises no CUDA and creates no file.
 """
 
-from microsdpa import integrations
+from microsdpa import flash_attn, integrations
 from microsdpa.attention.api import sdpa
 from microsdpa.attention.explain import Explanation, explain
 from microsdpa.attention.plan import Plan, plan
 from microsdpa.attention.quantize import Quantized, quantize
+from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.blocks import BlockTable
 from microsdpa.call.documents import document_ranges
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
@@ -32,10 +33,12 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "flash_attn",
     "integrations",
     "plan",
     "quantize",
     "register",
     "sdpa",
+    "sdpa_varlen",
     "torch_ops",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +43,130 @@ def oracle(
     """
     rest = _with_hidden(query, key, attn_mask, document_ids, block_mask), window, softcap, alibi_slopes, sinks
     return _attention(query, key, value, causal, scale, torch.float64, *rest)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence of a call with packed or paged tensors.
+
+    Attributes:
+        tensors: query [1, H, S_q, D], key and value [1, H_kv, S_k, D]; keys are gathered from their pages.
+        first: its first query, of packed ones; None where query is [B, S_q, H, D].
+        index: its place in the batch.
+    """
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    index: int
+    first: int | None
+
+    def rows(self, out: torch.Tensor) -> torch.Tensor:
+        """The part of an output, [S_q, H, D]."""
+        return out[self.index] if self.first is None else out[self.first : self.first + self.tensors[0].shape[2]]
+
+    def lse_rows(self, lse: torch.Tensor) -> torch.Tensor:
+        """The part of an LSE, [H, S_q]."""
+        return lse[self.index] if self.first is None else lse[:, self.first : self.first + self.tensors[0].shape[2]]
+
+
+def sequences(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], given: dict[str, torch.Tensor]
+) -> Iterator[Sequence]:
+    """The sequences of a call of sdpa_varlen, whose tensors of offsets, lengths and pages are `given` by name."""
+    query, key, value = inputs
+    offsets, key_offsets = given.get("query_offsets"), given.get("key_offsets")
+    lengths, table = given.get("lengths"), given.get("page_table")
+    batch = query.shape[0] if offsets is None else offsets.shape[0] - 1
+    for b in range(batch):
+        first, end = (0, query.shape[1]) if offsets is None else (int(offsets[b]), int(offsets[b + 1]))
+        own_query = query[b] if offsets is None else query[first:end]
+        if table is not None:
+            most = table.shape[1] * key.shape[1]
+        elif key_offsets is not None:
+            most = int(key_offsets[b + 1]) - int(key_offsets[b])
+        else:
+            most = key.shape[1]
+        count = most if lengths is None else max(0, min(most, int(lengths[b])))
+        if table is not None:
+            pages = table[b, : -(-count // max(1, key.shape[1]))].long().clamp(min=0)
+            own = [tensor[pages].flatten(0, 1)[:count] for tensor in (key, value)]
+        elif key_offsets is not None:
+            own = [tensor[int(key_offsets[b]) :][:count] for tensor in (key, value)]
+        else:
+            own = [tensor[b, :count] for tensor in (key, value)]
+        yield Sequence(
+            tuple(tensor.transpose(0, 1)[None] for tensor in (own_query, *own)),  # type: ignore[arg-type]
+            b,
+            None if offsets is None else first,
+        )
+
+
+def lower_right_bias(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    causal: bool,
+    window: tuple[int, int] | None,
+    slopes: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """What is added to scores, [1 or H, S_q, S_k] in FP64, where query i stands at key i + S_k - S_q; None for nothing.
+
+    query is [1, H, S_q, D], key [1, H_kv, S_k, D], slopes [H]; the window is that of `oracle`.
+    """
+    if not causal and window is None and slopes is None:
+        return None
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    device = query.device
+    distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None]
+    distance = distance - (seqlen_k - seqlen_q)
+    left, right = window or (-1, -1)
+    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if causal:
+        hidden |= distance > 0
+    if left != -1:
+        hidden |= distance < -left
+    if right != -1:
+        hidden |= distance > right
+    bias = torch.zeros(1, seqlen_q, seqlen_k, dtype=torch.float64, device=device)
+    if slopes is not None:
+        bias = bias - slopes.double()[:, None, None] * distance.abs()
+    return bias.masked_fill(hidden, -torch.inf)
+
+
+def varlen(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    given: dict[str, torch.Tensor],
+    *,
+    exact: bool = True,
+    causal: bool = False,
+    scale: float | None = None,
+    masks: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What sdpa_varlen gives, and its LSE: by `oracle`, or without `exact` by `eager`, a sequence at a time.
+
+    `given` are the tensors of offsets, lengths and pages by name; `masks` are window, softcap, alibi_slopes and sinks.
+    """
+    query = inputs[0]
+    dtype = torch.float64 if exact else query.dtype
+    out = torch.zeros_like(query, dtype=dtype)
+    packed = "query_offsets" in given
+    shape = (query.shape[1], query.shape[0]) if packed else (query.shape[0], query.shape[2], query.shape[1])
+    lse = torch.full(shape, -torch.inf, dtype=torch.promote_types(dtype, torch.float32), device=query.device)
+    slopes, sinks = masks.get("alibi_slopes"), masks.get("sinks")
+    for one in sequences(inputs, given):
+        own_query, key, value = one.tensors
+        own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[one.index]
+        bias = lower_right_bias(own_query, key, causal, masks.get("window"), own_slopes)
+        got, got_lse = (oracle if exact else eager)(
+            own_query,
+            key,
+            value,
+            scale=scale,
+            attn_mask=None if bias is None else bias[None],
+            softcap=masks.get("softcap"),
+            sinks=sinks,
+        )
+        one.rows(out).copy_(got[0].transpose(0, 1))
+        one.lse_rows(lse).copy_(got_lse[0])
+    return out, lse
 
 
 def eager(

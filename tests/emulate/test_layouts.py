@@ -18,6 +18,7 @@ Structs = dict[str, type[ctypes.Structure]]
 KERNELS: dict[str, Structs] = {
     "common/mask_params.cuh": {"AttentionParams": params.Params, "MaskedParams": params.MaskedParams},
     "backward/terms.cu": {"backward::BackwardParams": params.BackwardParams},
+    "common/varlen_params.cuh": {"VarlenParams": abi.VarlenParams},
     "common/eight_bit_params.cuh": {
         name: getattr(eight_bit_params, name)
         for name in ("ByteStrides", "RowScales", "ChannelScales", "EightBitParams")

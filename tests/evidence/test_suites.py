@@ -29,6 +29,7 @@ def test_suites_are_data() -> None:
         "prefill",
         "prefill_fp8",
         "real",
+        "serving",
         "small",
         "start",
         "wild",

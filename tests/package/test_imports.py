@@ -25,10 +25,11 @@ ALLOWED: dict[str, set[str]] = {
     "call": {"errors", "kernels"},
     "runtime": {"call", "errors", "jit", "kernels"},
     "emulate": {"call", "errors", "jit", "kernels"},
-    "execution": {"call", "emulate", "errors", "kernels", "runtime"},
+    "execution": {"call", "emulate", "errors", "kernels", "reference", "runtime"},
     "attention": {"call", "errors", "execution", "jit", "kernels", "runtime"},
     "integrations": {"", "attention", "call", "errors", "execution", "kernels", "runtime"},
-    "": {"attention", "call", "errors", "integrations"},
+    "flash_attn": {"attention", "errors"},
+    "": {"attention", "call", "errors", "flash_attn", "integrations"},
     "evidence": {
         *("", "attention", "call", "emulate", "errors", "execution", "integrations", "jit", "kernels", "reference"),
         "runtime",

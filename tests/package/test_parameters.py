@@ -13,6 +13,7 @@ SIGNATURES = {
     ("attention/api.py", "sdpa"),
     ("attention/explain.py", "explain"),
     ("attention/plan.py", "plan"),
+    ("attention/varlen.py", "sdpa_varlen"),
     ("attention/plan.py", "make_masked_plan.prepared"),
     # Signatures that a framework prescribes: an autograd function, operators' schemas, attention and mask functions.
     ("execution/autograd.py", "_Attention.forward"),
@@ -21,6 +22,12 @@ SIGNATURES = {
     ("integrations/diffusers.py", "register.attention"),
     ("integrations/transformers.py", "register.forward"),
     ("integrations/transformers.py", "mask_function"),
+    ("flash_attn/__init__.py", "flash_attn_func"),
+    ("flash_attn/__init__.py", "flash_attn_varlen_func"),
+    ("flash_attn/__init__.py", "flash_attn_with_kvcache"),
+    ("flash_attn/interface.py", "flash_attn_func"),
+    ("flash_attn/interface.py", "flash_attn_varlen_func"),
+    ("flash_attn/interface.py", "flash_attn_with_kvcache"),
     # Options of the command line.
     ("cli.py", "verify"),
     ("cli.py", "bench"),

@@ -36,6 +36,8 @@ struct StubRecord {
 
 StubRecord stub_record;
 int stub_error = 0;
+int stub_capturing = 0;  // whether streams are being captured
+int stub_blocks = 0;     // of memory from the driver itself
 int stub_tensor_maps = 0;
 int stub_masked = 0;  // whether kernels take MaskedParams
 int stub_raw_bytes = 0;
@@ -88,6 +90,22 @@ CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute attribute, int valu
   if (attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) stub_record.max_shared_bytes = value;
   if (attribute == CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED) stub_record.large_clusters = value;
   return CUDA_SUCCESS;
+}
+CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  *status = stub_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamCreate(CUstream* stream, unsigned) {
+  return *stream = reinterpret_cast<CUstream>(std::uintptr_t(0x7000)), CUDA_SUCCESS;
+}
+CUresult cuStreamSynchronize(CUstream) { return CUDA_SUCCESS; }
+CUresult cuMemAlloc_v2(CUdeviceptr* memory, std::size_t bytes) {
+  Lock lock(record_mutex);
+  if (stub_record.capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  return *memory = 0x600000000 + bytes * stub_blocks++, CUDA_SUCCESS;
+}
+CUresult cuMemsetD8Async(CUdeviceptr, unsigned char value, std::size_t, CUstream stream) {
+  return value || as_number(stream) != 0x7000 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
   Lock lock(record_mutex);

@@ -82,10 +82,11 @@ def register(
     kernels: list[list[int]] | None = None,
     workspace_bytes: int = 0,
     growth: tuple[int, int] = (1, 0),
+    varlen: tuple[int, int, int, int] = (0, 0, 0, 1),
 ) -> None:
     """Register the plan of a call's arguments, whatever of them there are."""
     kernels = kernels or [kernel()]
-    numbers = packed(PRIMARY, workspace_bytes, *growth, len(kernels), *(n for each in kernels for n in each))
+    numbers = packed(PRIMARY, workspace_bytes, *growth, *varlen, len(kernels), *(n for each in kernels for n in each))
     library.register_plan(numbers, b"", *arguments)
 
 

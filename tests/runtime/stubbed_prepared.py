@@ -277,8 +277,8 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
 @pytest.mark.parametrize(
     ("kernels", "words"),
     [
-        ([[1, 2]], "expected more than 7 integers"),
-        ([kernel(maps=(0, 64, 64, 128))[:-1]], "expected more than 31 integers"),
+        ([[1, 2]], "expected more than 11 integers"),
+        ([kernel(maps=(0, 64, 64, 128))[:-1]], "expected more than 35 integers"),
         ([[*kernel(), 0]], "expected no more after 1 kernels"),
         ([kernel(maps=(0, 64, 64, 128) * 9)], "expected at most 8 tensor maps, got 9"),
         ([kernel()] * 9, "expected at most 8 kernels, got 9"),
@@ -294,10 +294,10 @@ def test_a_plan_of_other_integers_is_refused(kernels: list[list[int]], words: st
 def test_a_plan_without_a_call_is_refused() -> None:
     with pytest.raises(TypeError, match="expected numbers, params and a call"):
         library.register_plan(b"", b"")
-    with pytest.raises(TypeError, match="expected 7 to 16 arguments, got 6"):
+    with pytest.raises(TypeError, match="expected 7 to 25 arguments, got 6"):
         library.register_plan(b"", b"", *call()[:6])
-    with pytest.raises(TypeError, match="expected 7 to 16 arguments, got 17"):
-        launcher.launch(*call(), *[None] * 10)
+    with pytest.raises(TypeError, match="expected 7 to 25 arguments, got 26"):
+        launcher.launch(*call(), *[None] * 19)
 
 
 def test_a_tensor_map_that_cannot_be_is_refused() -> None:

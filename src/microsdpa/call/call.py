@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from microsdpa.call.options import PLAIN, Options
+from microsdpa.call.sequences import Sequences
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """query, key and value."""
@@ -59,6 +60,7 @@ class Call(NamedTuple):
         masks: tensors that decide about the scores; the window and the soft cap are among the options.
         scales: of 8-bit values; NO_SCALES itself where there are none.
         out: tensor to write to; None for one that is allocated.
+        sequences: where sequences of many lengths lie; query, key and value then have the layouts of sdpa_varlen.
     """
 
     inputs: Inputs
@@ -67,6 +69,7 @@ class Call(NamedTuple):
     options: Options = PLAIN
     return_lse: bool = False
     out: torch.Tensor | None = None
+    sequences: Sequences | None = None
 
     @property
     def has_values(self) -> bool:

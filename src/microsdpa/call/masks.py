@@ -153,7 +153,10 @@ def check(call: Call) -> Masks:
     """
     (query, key, _), options = call.inputs, call.options
     attn_mask, alibi_slopes, sinks = call.masks
-    batch, heads = query.shape[:2]
+    if call.sequences is not None:
+        batch, heads = call.sequences.batch(query), query.shape[-2]
+    else:
+        batch, heads = query.shape[:2]
     refuse_both(options.is_causal, attn_mask)
     if attn_mask is not None:
         check_mask(attn_mask, query, key)

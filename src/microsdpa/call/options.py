@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
-from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES
+from microsdpa.kernels import ALL_FAMILIES, VARLEN_FAMILIES
 from microsdpa.kernels.problem import OPERANDS, Causal, Operands
 
 _ALIGNMENTS: dict[tuple[bool, str | None], int] = {
@@ -22,7 +22,7 @@ _PRECISIONS: dict[str | None, int] = {precision: number for number, precision in
 def _impls() -> dict[tuple[str, str | None], int]:
     """Numbers of (impl, precision). Kernels with 8-bit operands run with any precision, or with scales and None."""
     numbers = {("auto", precision): number for precision, number in _PRECISIONS.items()}
-    for index, family in enumerate((*FAMILIES, *EIGHT_BIT_FAMILIES), start=1):
+    for index, family in enumerate(ALL_FAMILIES, start=1):
         for precision, number in _PRECISIONS.items():
             if family.eight_bit or precision is None:
                 code = index * len(_PRECISIONS) + number
@@ -37,6 +37,19 @@ OPTIONS: dict[tuple[object, ...], int] = {
     )
 }
 """A number for every valid (is_causal, causal, enable_gqa, impl, precision): their part of a plan's key."""
+
+VARLEN_BIT = 1 << 20
+"""Set in the number of a call's options where it has sequences of many lengths."""
+INTERLEAVED_BIT = 1 << 21
+VARLEN_OPTIONS: dict[tuple[object, ...], int] = {
+    (causal, interleaved, impl): OPTIONS[False, "lower_right" if causal else None, True, impl, None]
+    | VARLEN_BIT
+    | INTERLEAVED_BIT * interleaved
+    for causal in (False, True)
+    for interleaved in (False, True)
+    for impl in ("auto", *(family.name for family in VARLEN_FAMILIES))
+}
+"""A number for every valid (causal, rotary_interleaved, impl) of sdpa_varlen."""
 
 
 class Options(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, family_named
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, VARLEN_FAMILIES, family_named
 from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, DType
 
 DTYPES: dict[torch.dtype, DType] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -23,13 +23,15 @@ def kernel_of(impl: str) -> tuple[str, bool]:
     return (kernel or "auto", True) if place == "emulate" else (impl, False)
 
 
-def check_impl(impl: object, eight_bit: bool = False) -> str:
-    """`impl` when it names the automatic choice or a kernel for such operands, on a GPU or in the emulator."""
+def check_impl(impl: object, eight_bit: bool = False, varlen: bool = False) -> str:
+    """`impl` when it names the automatic choice or a kernel for such a call, on a GPU or in the emulator."""
     kernel = kernel_of(impl)[0] if isinstance(impl, str) else ""
     family = family_named(kernel)
-    if not isinstance(impl, str) or (kernel != "auto" and (family is None or family.eight_bit != eight_bit)):
-        known = ", ".join(repr(family.name) for family in (EIGHT_BIT_FAMILIES if eight_bit else FAMILIES))
-        operands = "for 8-bit operands " if eight_bit else ""
+    fits = family is not None and (family.eight_bit, family.varlen) == (eight_bit, varlen)
+    if not isinstance(impl, str) or (kernel != "auto" and not fits):
+        families = EIGHT_BIT_FAMILIES if eight_bit else VARLEN_FAMILIES if varlen else FAMILIES
+        known = ", ".join(repr(family.name) for family in families)
+        operands = "for 8-bit operands " if eight_bit else "for sequences of many lengths " if varlen else ""
         raise InvalidArgument(
             "impl",
             expected=f"{operands}'auto', 'emulate', or one of {known}, which may follow 'emulate:'",
@@ -250,7 +252,7 @@ def check_out(out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tupl
                 got=str(got),
                 hint="pass torch.empty_like(query)",
             )
-    if out.stride(3) != 1 and out.shape[3] > 1:
+    if out.stride(-1) != 1 and out.shape[-1] > 1:
         raise InvalidArgument(
             "out",
             expected="a stride of 1 along D",
@@ -264,7 +266,7 @@ def check_out(out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tupl
             got="requires_grad=True",
             hint="pass out.detach()",
         )
-    if _overlaps_itself(out):
+    if overlaps_itself(out):
         raise InvalidArgument(
             "out",
             expected="a tensor whose elements have memory of their own",
@@ -280,7 +282,8 @@ def check_out(out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tupl
         )
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor may share memory."""
     reach = 1
     for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
         if stride < reach:

@@ -8,6 +8,7 @@ import torch
 
 from microsdpa.call import masks as mask_checks
 from microsdpa.call import scales as scale_checks
+from microsdpa.call import sequences as sequence_checks
 from microsdpa.call import tensors
 from microsdpa.call.call import NO_SCALES, NO_TENSORS, Call, Scales
 from microsdpa.call.masks import Masks
@@ -43,6 +44,8 @@ class Checked(NamedTuple):
     def is_empty(self) -> bool:
         """Whether there is nothing to compute."""
         query, key, _ = self.call.inputs
+        if (sequences := self.call.sequences) is not None:
+            return query.numel() == 0 or key.numel() == 0 or sequences.most_keys(key) == 0
         return query.numel() == 0 or key.shape[2] == 0
 
     @property
@@ -54,7 +57,7 @@ class Checked(NamedTuple):
     @property
     def factor(self) -> float:
         """Scale of the softmax."""
-        return float(self.call.inputs[0].shape[3] ** -0.5) if self.scale is None else self.scale
+        return float(self.call.inputs[0].shape[-1] ** -0.5) if self.scale is None else self.scale
 
     def output(self) -> torch.Tensor:
         """The tensor to write to: `out`, or memory in the order of query."""
@@ -62,6 +65,16 @@ class Checked(NamedTuple):
         if self.call.out is not None:
             return self.call.out
         return torch.empty_like(query) if self.operands is None else torch.empty_like(query, dtype=self.dtype)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """[B, H, S_q], or [H, queries] for packed queries."""
+        query, sequences = self.call.inputs[0], self.call.sequences
+        if sequences is None:
+            return tuple(query.shape[:3])
+        if sequences.query_offsets is not None:
+            return query.shape[1], query.shape[0]
+        return query.shape[0], query.shape[2], query.shape[1]
 
 
 def check(call: Call) -> Checked:
@@ -74,7 +87,8 @@ def check(call: Call) -> Checked:
     options, (query, key, value), eight_bit = call.options, call.inputs, call.is_eight_bit
     if eight_bit:
         mask_checks.refuse(*call.masks, options.window, options.softcap)
-    kernel, emulated = tensors.kernel_of(tensors.check_impl(options.impl, eight_bit))
+    varlen = call.sequences is not None
+    kernel, emulated = tensors.kernel_of(tensors.check_impl(options.impl, eight_bit, varlen))
     causal = tensors.check_causal(options.is_causal, options.causal)
     scale = tensors.check_scale(options.scale)
     tensors.check_not_nested(query=query, key=key, value=value)
@@ -82,7 +96,10 @@ def check(call: Call) -> Checked:
         tensors.check_not_nested(**call.masks._asdict())
     if eight_bit:
         return _check_eight_bit(Checked(call, kernel, emulated, causal, scale, mask_checks.NONE))
-    tensors.check_tensors(query, key, value, options.enable_gqa)
+    if call.sequences is not None:
+        sequence_checks.check(query, key, value, call.sequences)
+    else:
+        tensors.check_tensors(query, key, value, options.enable_gqa)
     if query.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(
             "query",
@@ -92,7 +109,10 @@ def check(call: Call) -> Checked:
         )
     masks = mask_checks.check(call)
     if call.out is not None:
-        tensors.check_out(call.out, query, query.dtype, (*call.inputs, *masks.tensors.values()))
+        others = tuple(masks.tensors.values())
+        if call.sequences is not None:
+            others = *others, *call.sequences.tensors.values(), *call.sequences.appended.values()
+        tensors.check_out(call.out, query, query.dtype, (*call.inputs, *others))
     return Checked(call, kernel, emulated, causal, scale, masks, query.dtype)
 
 

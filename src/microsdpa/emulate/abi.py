@@ -4,7 +4,46 @@ from __future__ import annotations
 
 import ctypes
 
-MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 10, 16, 128, 4096
+MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 16, 16, 128, 4096
+
+
+class VarlenParams(ctypes.Structure):
+    """VarlenParams of kernels/common/varlen_params.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse", "workspace", "arrivals")),
+        *((name, ctypes.c_void_p) for name in ("query_offsets", "key_offsets", "lengths", "page_table")),
+        *((name, ctypes.c_void_p) for name in ("slopes", "sinks")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value", "out")),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                *("lse_batch_stride", "lse_head_stride", "slope_batch_stride", "slope_head_stride"),
+                *("sink_head_stride", "table_stride"),
+            )
+        ),
+        ("page_factor", ctypes.c_uint64),
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                *("page_shift", "page_size", "pages", "most_keys", "most_queries"),
+                *("batch", "heads", "heads_kv", "left", "right", "appends", "divides_keys"),
+            )
+        ),
+        *((name, ctypes.c_float) for name in ("scale_log2", "softcap_log2")),
+    )
+
+
+class AppendParams(ctypes.Structure):
+    """AppendParams of kernels/common/varlen_params.cuh."""
+
+    _fields_ = (
+        ("call", VarlenParams),
+        *((name, ctypes.c_void_p) for name in ("new_key", "new_value", "rotary_cos", "rotary_sin", "rotated")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("new_key", "new_value")),
+        *((name, ctypes.c_int64) for name in ("cos_stride", "sin_stride")),
+        *((name, ctypes.c_int32) for name in ("positions", "queries")),
+    )
 
 
 VIEW_ALIGNMENT = 128

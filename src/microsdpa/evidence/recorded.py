@@ -82,8 +82,10 @@ def quantized_problem(precision: Operands, shape: dict[str, int], dtype: DType, 
 
 def problem_of(row: Row, target: str) -> Problem:
     """What a row of this library with 16-bit operands was measured on."""
+    sizes = _sizes(row["shape"]) | ({"seqlen_q": row["rounded_queries"]} if "rounded_queries" in row else {})
     return Problem(
-        **_sizes(row["shape"]),
+        **sizes,
+        varlen=row.get("varlen"),
         dtype=row["dtype"],
         causal=_causal(row["mask"]),
         mask=MaskKind(**row["mask_kind"]) if row.get("mask_kind") else None,

@@ -25,6 +25,7 @@ from microsdpa.evidence import (
     results,
     resume,
     roofline_page,
+    serving,
     start,
     survey,
     training,
@@ -245,7 +246,7 @@ def bench_step(
             made = results.make(loaded.name, command, found)
             results.write(made if some.is_all else results.completed(made, output, case_name), output)
 
-    if suite in (start.SUITE, doors.SUITE) and not some.is_all:
+    if suite in (start.SUITE, doors.SUITE, serving.SUITE) and not some.is_all:
         hint = "leave --cells, --part and --seconds out, or name another suite"
         raise InvalidArgument("cells", expected=f"all of suite {suite}", got="some of them", hint=hint)
     if suite == start.SUITE:
@@ -255,6 +256,9 @@ def bench_step(
         rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)), keep)
     elif suite == training.SUITE:
         rows = training.run(loaded.cases, peers, progress(suite, len(loaded.cases)), keep)
+    elif suite == serving.SUITE:
+        cells = serving.cells()
+        rows = serving.run(cells, modes or list(loaded.modes), progress(suite, len(cells)), keep)
     else:
         advance = progress(suite, len(loaded.cases))
         target = launcher.target_of_device()

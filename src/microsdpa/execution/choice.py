@@ -23,6 +23,8 @@ def problem_of(checked: Checked, out: torch.Tensor | None = None) -> Problem:
     """
     call, (query, key, _) = checked.call, checked.call.inputs
     out = call.out if out is None else out
+    if call.sequences is not None:
+        return _varlen(checked, out)
     given = call.inputs if out is None else (*call.inputs, out)
     dtype = tensors.DTYPES[checked.dtype]
     scheme = checked.scheme
@@ -42,6 +44,30 @@ def problem_of(checked: Checked, out: torch.Tensor | None = None) -> Problem:
         operands=checked.operands,
         query_terms=scheme.query_terms if scheme else 1,
         key_block=key_block(key, checked.scales.k_scale) if call.has_values else scheme.block if scheme else 1,
+    )
+
+
+def _varlen(checked: Checked, out: torch.Tensor | None) -> Problem:
+    """The problem of a call with sequences of many lengths: sizes are what a sequence has at most."""
+    call, sequences = checked.call, checked.call.sequences
+    assert sequences is not None
+    query, key, _ = call.inputs
+    dtype = tensors.DTYPES[checked.dtype]
+    new = (t for t in (sequences.new_key, sequences.new_value) if t is not None)
+    given = *call.inputs, *new, *(() if out is None else (out,))
+    return Problem(
+        batch=sequences.batch(query),
+        heads=query.shape[-2],
+        heads_kv=key.shape[-2],
+        seqlen_q=sequences.most_queries(query),
+        seqlen_k=sequences.most_keys(key),
+        head_dim=query.shape[-1],
+        dtype=dtype,
+        causal=checked.causal,
+        mask=checked.masks.kind,
+        target=_target(checked),
+        alignment=VECTOR_BYTES if all(map(tensors.is_aligned, given)) else ELEMENT_BYTES[dtype],
+        varlen=sequences.granularity(key),
     )
 
 

@@ -11,7 +11,7 @@ from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
 from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
 from microsdpa.call.scales import known_positive, output_type
 from microsdpa.call.validate import Checked, check, check_cpu_impl
-from microsdpa.execution import quantized, torch_cpu
+from microsdpa.execution import quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
@@ -26,7 +26,7 @@ MISSES = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueE
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
 
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
-"""Output [B, H, S_q, D], and LSE [B, H, S_q] in FP32 where it is asked for."""
+"""Output, of query's shape, and LSE in FP32 where it is asked for, [B, H, S_q] or, of packed queries, [H, queries]."""
 
 
 def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool) -> Result:
@@ -109,6 +109,8 @@ def first_call(call: Call) -> Result:
     query, key, value = call.inputs
     if query.device.type == "cpu":
         check_cpu_impl(call.options.impl)
+        if call.sequences is not None:
+            return varlen.attend_on_cpu(checked)
         how = checked.causal, checked.scale, checked.masks, call.return_lse
         result, cpu_lse = torch_cpu.attend(query, key, value, *how)
         return result if call.out is None else call.out.copy_(result), cpu_lse
@@ -131,7 +133,9 @@ def prepare(checked: Checked, out: torch.Tensor) -> None:
     problem = problem_of(checked, out)
     spec = chosen(problem, checked.kernel) or select(problem, checked.kernel).spec
     call = foreign_call(checked, out)
-    if checked.operands is None:
+    if problem.varlen is not None:
+        launcher.prepare_varlen(problem, spec, call, varlen.append_kernel(checked, problem))
+    elif checked.operands is None:
         launcher.prepare(problem, spec, call, _growth(problem, spec, checked.kernel))
     else:
         launcher.register(call, *quantized.planned(checked, problem, spec, out))
@@ -163,6 +167,8 @@ def _growth(problem: Problem, spec: KernelSpec, kernel: str) -> tuple[int, int]:
 def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     """The launcher's arguments for a call."""
     call, masks = checked.call, checked.masks
+    if call.sequences is not None:
+        return varlen.foreign_call(checked, out)
     given = *call.inputs, out, call.return_lse, call.options.code, checked.scale
     if call.has_values:
         return *given, *launcher.NO_MASKS, *checked.scales
@@ -187,7 +193,7 @@ def _nothing(checked: Checked) -> Result:
     out = checked.output().zero_()
     if not call.return_lse:
         return out, None
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+    lse = torch.full(checked.lse_shape, -torch.inf, dtype=torch.float32, device=query.device)
     if checked.masks.sinks is not None:
         lse.copy_(checked.masks.sinks[:, None].expand_as(lse))
     return out, lse
@@ -198,7 +204,10 @@ def _emulate(checked: Checked) -> Result:
     call, problem = checked.call, problem_of(checked)
     spec, query = select(problem, checked.kernel).spec, call.inputs[0]
     out = checked.output()
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device) if call.return_lse else None
+    lse = torch.empty(checked.lse_shape, dtype=torch.float32, device=query.device) if call.return_lse else None
+    if problem.varlen is not None:
+        varlen.emulate(checked, problem, spec, out, lse)
+        return out, lse
     if checked.operands is not None:
         quantized.emulate(checked, problem, spec, out, lse)
         return out, lse

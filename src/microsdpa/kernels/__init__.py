@@ -1,8 +1,10 @@
 """Kernel specifications: what is compiled, and how it is launched, for a given problem."""
 
 from microsdpa.kernels.registry import (
+    ALL_FAMILIES,
     EIGHT_BIT_FAMILIES,
     FAMILIES,
+    VARLEN_FAMILIES,
     Family,
     catalogue,
     configurations,
@@ -12,8 +14,10 @@ from microsdpa.kernels.registry import (
 from microsdpa.kernels.spec import Grid, KernelSpec, Rejection, TensorMap, oversized
 
 __all__ = [
+    "ALL_FAMILIES",
     "EIGHT_BIT_FAMILIES",
     "FAMILIES",
+    "VARLEN_FAMILIES",
     "Family",
     "Grid",
     "KernelSpec",

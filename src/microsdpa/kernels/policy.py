@@ -142,25 +142,26 @@ PREFERENCES: dict[str, Rule] = {
     "hopper/throughput_8bit": _skip_eight_bit_throughput,
     "hopper/throughput_8bit_qk": _skip_eight_bit_throughput,
     "ada/mma_8bit": _never,
+    "ampere/varlen": _never,
 }
 """The kernels that impl="auto" tries, in this order, with the rule of each; the most general one comes last."""
 
 
-def _automatic(eight_bit: bool) -> tuple[Family, ...]:
+def _automatic(eight_bit: bool, varlen: bool) -> tuple[Family, ...]:
     families = filter(None, map(family_named, PREFERENCES))
-    return tuple(family for family in families if family.eight_bit == eight_bit)
+    return tuple(family for family in families if (family.eight_bit, family.varlen) == (eight_bit, varlen))
 
 
-_AUTOMATIC = {eight_bit: _automatic(eight_bit) for eight_bit in (False, True)}
+_AUTOMATIC = {kind: _automatic(*kind) for kind in ((False, False), (True, False), (False, True))}
 
 
 def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
     """Kernels that `impl` admits for a problem: those of PREFERENCES for "auto", else the one of that name, or none."""
-    eight_bit = problem.operands is not None
+    kind = problem.operands is not None, problem.varlen is not None
     if impl == "auto":
-        return _AUTOMATIC[eight_bit]
+        return _AUTOMATIC[kind]
     family = family_named(impl)
-    return (family,) if family and family.eight_bit == eight_bit else ()
+    return (family,) if family and (family.eight_bit, family.varlen) == kind else ()
 
 
 def skip_reason(family: Family, problem: Problem) -> Rejection | None:

@@ -78,6 +78,9 @@ class Problem:
         operands: types of Q, K, V and P where they have 8 bits, and `dtype` is the output's; None for 16 bits.
         query_terms: 8-bit values whose sum an element of Q is, side by side in its rows.
         key_block: keys of a head that share a scale of 8-bit values, a power of two; 0 when all do.
+        varlen: for sequences with lengths of their own, which the device alone knows: the largest power of two, up to
+            64, that divides the keys of a page; 0 where the keys of a sequence follow one another. Then seqlen_q and
+            seqlen_k are what a sequence has at most, and a causal mask is "lower_right". None for one length.
     """
 
     batch: int
@@ -95,6 +98,7 @@ class Problem:
     operands: Operands | None = None
     query_terms: int = 1
     key_block: int = 1
+    varlen: int | None = None
 
     def with_keys(self, seqlen_k: int) -> Problem:
         """The same problem with another number of keys, in a fifth of the time of dataclasses.replace()."""

@@ -10,6 +10,7 @@ from itertools import cycle, product
 from microsdpa.kernels.ada.mma_8bit import spec as ada_mma_8bit
 from microsdpa.kernels.ampere.general import spec as ampere_general
 from microsdpa.kernels.ampere.mma import spec as ampere_mma
+from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.backward.spec import backward_catalogue
 from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
@@ -47,6 +48,7 @@ class Family:
         ranges: whether it knows ranges of keys, which are int32, and tables of blocks, which are uint8, as masks.
         any_layout: whether it takes any head dimension and alignment.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
+        varlen: whether its problems have sequences of many lengths; those of the other families have none.
         short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
         configurations: every configuration that computes a problem, by a name for a table; for a family with a choice.
     """
@@ -59,6 +61,7 @@ class Family:
     ranges: bool = False
     any_layout: bool = False
     eight_bit: bool = False
+    varlen: bool = False
     short_sums: tuple[Operands, ...] = ()
     configurations: Callable[[Problem], dict[str, KernelSpec]] = lambda _: {}
 
@@ -75,6 +78,7 @@ FAMILIES: tuple[Family, ...] = (
         hopper_latency.latency,
         emulated_target="sm_90a",
         masks=True,
+        ranges=True,
         configurations=hopper_latency.configurations,
     ),
     Family(
@@ -158,11 +162,24 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
 )
 """Families for 8-bit operands."""
 
+VARLEN_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "ampere/varlen",
+        "packed sequences and paged caches on mma.sync: lengths on the device, keys divided among CTAs",
+        ampere_varlen.forward,
+        masks=True,
+        varlen=True,
+    ),
+)
+"""Families for sequences of many lengths."""
+
+ALL_FAMILIES = (*FAMILIES, *EIGHT_BIT_FAMILIES, *VARLEN_FAMILIES)
+
 
 @functools.lru_cache(maxsize=256)
 def family_named(name: str) -> Family | None:
     """The family called `name`, by its full or its short name; None when there is none."""
-    return next((f for f in (*FAMILIES, *EIGHT_BIT_FAMILIES) if name in (f.name, f.short_name)), None)
+    return next((f for f in ALL_FAMILIES if name in (f.name, f.short_name)), None)
 
 
 def emulated_target(impl: str) -> str:
@@ -181,6 +198,7 @@ def configurations(problem: Problem) -> dict[str, KernelSpec]:
     return found
 
 
+ROTARY = ampere_varlen.Rotary(64, False, "float32")
 GENERAL_HEAD_DIMS = (40, 64, 128, 256)
 MASK_KINDS: tuple[MaskKind | None, ...] = (
     None,
@@ -231,11 +249,27 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)
     specs |= dict.fromkeys(backward_catalogue(target))
+    specs |= dict.fromkeys(_varlen_catalogue(target))
     quantized = [*_eight_bit_catalogue(target), *quantize_catalogue(target)]
     if not every:
         quantized = [s for s in quantized if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]
         quantized = [s for s in quantized if ("CAUSAL", "false") not in s.template_args]
     return [*specs, *quantized]
+
+
+def _varlen_catalogue(target: str) -> list[KernelSpec]:
+    """A few configurations for sequences of many lengths: every choice of tiles, layout and mask among them."""
+    shared = {"causal": "lower_right", "target": target}
+    masks = cycle((None, None, MaskKind(left=True), MaskKind(None, True, True, True, True, "float32")))
+    specs: dict[KernelSpec, None] = {}
+    for head_dim, batch, queries in product((64, 72, 128, 256), (1, 8), (1, 8, 16, 512)):
+        for page, dtype in ((0, "float16"), (1, "float16"), (16, "bfloat16"), (64, "bfloat16")):
+            sizes = batch, 32, 8, queries, 4096, head_dim, dtype
+            problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
+            if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
+                specs[found] = None
+                specs[ampere_varlen.append(problem, None if page == 1 else ROTARY)] = None
+    return list(specs)
 
 
 def _eight_bit_catalogue(target: str) -> list[KernelSpec]:

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../kernels/common/varlen_params.cuh"
 #include "tensor_key.h"
 #include "tracing.h"
 
@@ -14,10 +15,11 @@ namespace microsdpa {
 
 // Arguments of a call as they came. Tensors that are not given are null.
 struct Arguments {
-  const DLTensor* tensors[KEYED_OPERANDS]{};
+  const DLTensor* tensors[GIVEN_OPERANDS]{};
   std::int64_t options = 0;
   std::int64_t left = -1, right = -1;  // ends of the window; -1 for none
   bool capped = false;                 // whether there is a soft cap
+  std::int64_t max_queries = 0;        // of a packed sequence; 0 for none that is known
 };
 
 // Everything a plan may depend on. Compared as bytes: no padding, every field always written. The values of the scale
@@ -46,6 +48,9 @@ struct CallKey {
 
   // The causal mask's alignment, which the options' lowest two bits have: 0 for none, 1 upper left, 2 lower right.
   std::int64_t causal() const { return options & 3; }
+
+  // Whether the call has sequences of many lengths: VARLEN_BIT of call/options.py.
+  bool varlen() const { return options >> 20 & 1; }
 };
 static_assert(sizeof(CallKey) == 7 * 8 + KEYED_OPERANDS * 72, "CallKey must have no padding");
 
@@ -53,6 +58,7 @@ struct Call {
   const DLTensor* query;
   Addresses addresses{};
   CallKey key;
+  AppendParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
 };
 
 inline std::uintptr_t address(const DLTensor& tensor) {
@@ -103,10 +109,14 @@ inline bool meets(std::uintptr_t a, const TensorKey& a_key, std::uintptr_t b, co
   return a < end_address(b, b_key) && b < end_address(a, a_key);
 }
 
+inline bool parse_varlen(const Arguments& arguments, Call& call);
+
 // False when no plan can exist for the call: Python's validation then finds the reason.
 inline bool parse(const Arguments& arguments, Call& call) {
   // A launch would not be in the graph: the caller is told that there is no plan, and calls an operator.
   if (torch_is_tracing()) return false;
+  call.key.options = arguments.options;
+  if (call.key.varlen()) return parse_varlen(arguments, call);
   CallKey& k = call.key;
   call.query = arguments.tensors[QUERY];
   std::uint64_t bits = 0;

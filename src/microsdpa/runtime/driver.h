@@ -39,6 +39,11 @@ class Driver {
   decltype(&cuModuleGetFunction) module_function;
   decltype(&cuFuncSetAttribute) function_set_attribute;
   decltype(&cuLaunchKernelEx) launch;
+  decltype(&cuStreamIsCapturing) stream_is_capturing;
+  decltype(&cuStreamCreate) stream_create;
+  decltype(&cuStreamSynchronize) stream_synchronize;
+  decltype(&cuMemAlloc) memory_allocate;
+  decltype(&cuMemsetD8Async) memory_set;
   decltype(&cuTensorMapEncodeTiled) tensor_map_encode;
   decltype(&cuTensorMapReplaceAddress) tensor_map_replace_address;
 
@@ -58,6 +63,11 @@ class Driver {
     load(module_function, "cuModuleGetFunction");
     load(function_set_attribute, "cuFuncSetAttribute");
     load(launch, "cuLaunchKernelEx");
+    load(stream_is_capturing, "cuStreamIsCapturing");
+    load(stream_create, "cuStreamCreate");
+    load(stream_synchronize, "cuStreamSynchronize");
+    load(memory_allocate, "cuMemAlloc_v2");
+    load(memory_set, "cuMemsetD8Async");
     load(tensor_map_encode, "cuTensorMapEncodeTiled");
     load(tensor_map_replace_address, "cuTensorMapReplaceAddress");
     if (missing_ || init(0) != CUDA_SUCCESS) library_ = nullptr;

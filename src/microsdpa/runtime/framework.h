@@ -74,10 +74,13 @@ struct LseArgument {
   Optional<ffi::Tensor> allocated;
 
   // It is [B, H, S_q] in FP32 for a query of [B, H, S_q, D].
-  LseArgument(ffi::AnyView argument, const DLTensor& query) {
+  LseArgument(ffi::AnyView argument, const DLTensor& query) : LseArgument(argument, query, query.shape, 3) {}
+
+  // It has this shape.
+  LseArgument(ffi::AnyView argument, const DLTensor& query, const std::int64_t* shape, int rank) {
     if (argument.type_index() == ffi::TypeIndex::kTVMFFIBool) {
       if (!argument.cast<bool>()) return;
-      allocated = allocate(query.shape, 3, DLDataType{kDLFloat, 32, 1}, query);
+      allocated = allocate(shape, rank, DLDataType{kDLFloat, 32, 1}, query);
       address = reinterpret_cast<std::uintptr_t>(allocated.value().data_ptr());
     } else if (const DLTensor* tensor = optional_tensor(argument)) {
       address = microsdpa::address(*tensor);

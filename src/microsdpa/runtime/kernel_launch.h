@@ -27,7 +27,9 @@ struct KernelLaunch {
 
   // `params` is the kernel's first argument. `addresses` are the operands' addresses in this call, of those at least
   // that have tensor maps. Nothing that is shared between calls is written.
-  void issue(const Driver& driver, CUstream stream, void* params, const std::uintptr_t* addresses) const {
+  // `ctas`, unless it is null, replaces the grid.
+  void issue(const Driver& driver, CUstream stream, void* params, const std::uintptr_t* addresses,
+             const unsigned* ctas = nullptr) const {
     void* arguments[1 + MAX_TENSOR_MAPS] = {params};
     CUtensorMap moved[MAX_TENSOR_MAPS];
     for (std::size_t i = 0; i < tensor_maps.size(); ++i) {
@@ -43,7 +45,8 @@ struct KernelLaunch {
     }
     CUlaunchAttribute attributes[2];
     CUlaunchConfig config{};
-    config.gridDimX = grid[0], config.gridDimY = grid[1], config.gridDimZ = grid[2];
+    if (!ctas) ctas = grid;
+    config.gridDimX = ctas[0], config.gridDimY = ctas[1], config.gridDimZ = ctas[2];
     config.blockDimX = threads, config.blockDimY = 1, config.blockDimZ = 1;
     config.sharedMemBytes = shared_bytes;
     config.hStream = stream;

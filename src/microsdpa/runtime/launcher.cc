@@ -10,6 +10,7 @@
 #include "plan_reader.h"
 #include "plans.h"
 #include "torch_nodes.h"
+#include "varlen.h"
 
 namespace microsdpa {
 namespace {
@@ -36,6 +37,7 @@ void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
 
 // Launches a plan; gives what LseArgument does.
 ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView wanted_lse, const Factors& factors) {
+  if (call.key.varlen()) return execute_varlen(plan, call, wanted_lse, factors);
   const LseArgument lse(wanted_lse, *call.query);
   call.addresses[LSE] = lse.address;
   launch_kernels(plan, call, factors);
@@ -43,7 +45,7 @@ ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView wanted_lse, const Fa
 }
 
 // Places of a call's arguments: query, key, value, out, LSE, options, scale; and then, as far as they are given, the
-// tensors and numbers of masks, and scales of 8-bit values.
+// tensors and numbers of masks, scales of 8-bit values, and what says where sequences of many lengths lie.
 enum Argument {
   LSE_ARGUMENT = OUT + 1,
   OPTIONS_ARGUMENT,
@@ -56,8 +58,18 @@ enum Argument {
   RIGHT_ARGUMENT,
   SOFTCAP_ARGUMENT,
   QUERY_SCALE_ARGUMENT,
-  MOST_ARGUMENTS = QUERY_SCALE_ARGUMENT + 3
+  QUERY_OFFSETS_ARGUMENT = QUERY_SCALE_ARGUMENT + 3,
+  MAX_QUERIES_ARGUMENT = QUERY_OFFSETS_ARGUMENT + 4,
+  NEW_KEY_ARGUMENT,
+  LAST_ARGUMENT = NEW_KEY_ARGUMENT + 3,
+  MOST_ARGUMENTS
 };
+
+// Of a parsed call.
+Factors factors_of(const Arguments& arguments, const Optional<double>& scale, const Optional<double>& softcap) {
+  const DLTensor& query = *arguments.tensors[QUERY];
+  return Factors(scale, softcap, query.shape[query.ndim - 1]);
+}
 
 Optional<double> optional_number(ffi::AnyView argument) { return argument.cast<Optional<double>>(); }
 
@@ -85,9 +97,18 @@ struct GivenCall {
     for (int i = 0; i < 3 && QUERY_SCALE_ARGUMENT + i < count; ++i) {
       arguments.tensors[QUERY_SCALE + i] = optional_tensor(args[QUERY_SCALE_ARGUMENT + i]);
     }
+    for (int i = 0; i < 4 && QUERY_OFFSETS_ARGUMENT + i < count; ++i) {
+      arguments.tensors[QUERY_OFFSETS + i] = optional_tensor(args[QUERY_OFFSETS_ARGUMENT + i]);
+    }
+    if (count > MAX_QUERIES_ARGUMENT) {
+      arguments.max_queries = args[MAX_QUERIES_ARGUMENT].cast<Optional<std::int64_t>>().value_or(0);
+    }
+    for (int i = 0; i < 4 && NEW_KEY_ARGUMENT + i < count; ++i) {
+      arguments.tensors[NEW_KEY + i] = optional_tensor(args[NEW_KEY_ARGUMENT + i]);
+    }
   }
 
-  Factors factors() const { return Factors(scale, softcap, arguments.tensors[QUERY]->shape[3]); }
+  Factors factors() const { return factors_of(arguments, scale, softcap); }
 };
 
 }  // namespace
@@ -95,7 +116,7 @@ struct GivenCall {
 ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap) {
   Call call;
   if (!parse(arguments, call)) return nullptr;
-  const Factors factors(scale, softcap, arguments.tensors[QUERY]->shape[3]);
+  const Factors factors = factors_of(arguments, scale, softcap);
   if (!factors.valid()) return nullptr;
   const std::shared_ptr<const Plan> plan = plan_of(call);
   if (!plan) return nullptr;
@@ -116,7 +137,7 @@ ffi::Any sdpa(ffi::PackedArgs args) {
 ffi::Any prepared_call(ffi::PackedArgs args) {
   const GivenCall given(args);
   Call first;
-  if (!parse(given.arguments, first)) return nullptr;
+  if (!parse(given.arguments, first) || first.key.varlen()) return nullptr;
   const Factors factors = given.factors();
   const std::shared_ptr<const Plan> plan = plan_of(first);
   if (!plan || !factors.valid()) return nullptr;
@@ -178,7 +199,8 @@ bool gradients(ffi::PackedArgs args) {
 
 // Registers the plan of a validated call; parse() reads the arguments as sdpa() or gradients() does. After `numbers`
 // and `params` come the arguments that this function will be called with. The numbers are the context, bytes of scratch
-// memory, the first and the last length of K that the plan is for, and the kernels in the order of their launch.
+// memory, the first and the last length of K that the plan is for, the fields of VarlenLaunch, and the kernels in the
+// order of their launch.
 template <typename Parse>
 void register_plan(ffi::PackedArgs args, Parse parse) {
   TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";
@@ -191,6 +213,8 @@ void register_plan(ffi::PackedArgs args, Parse parse) {
   plan->context = reinterpret_cast<CUcontext>(integers.next());
   plan->workspace_bytes = integers.next();
   plan->growth.first = integers.next(), plan->growth.last = integers.next();
+  plan->varlen.block_m = integers.next(), plan->varlen.ctas = integers.next();
+  plan->varlen.workspace_bytes = integers.next(), plan->varlen.cluster = integers.next();
   const std::size_t kernels = integers.count(8, "kernels");
   const char* at = params.data();
   guarded([&] {

@@ -15,6 +15,7 @@ import torch
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.kernels import Grid, KernelSpec
+from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.runtime.ffi import tvm_ffi
 
@@ -41,11 +42,13 @@ Call = tuple[Any, ...]
 """Arguments of one call, in the order that the library has them.
 
 They are query, key, value, out, lse, options (a number of OPTIONS), and scale or None. As far as they are given,
-attn_mask, alibi_slopes, sinks, the window's ends (-1 for none) and softcap follow, NO_MASKS for none; and at last the
-scales of 8-bit query, key and value, tensors or None.
+attn_mask, alibi_slopes, sinks, the window's ends (-1 for none) and softcap follow, NO_MASKS for none; the scales of
+8-bit query, key and value, tensors or None; and at last, of sequences of many lengths, query_offsets, key_offsets,
+lengths, page_table, max_queries, new_key, new_value, rotary_cos and rotary_sin.
 """
 
 NO_MASKS = None, None, None, -1, -1, None
+NO_SCALES = None, None, None
 
 launch: Callable[..., Any] = _library.sdpa
 """The hot path, a function of a Call's items.
@@ -222,6 +225,7 @@ _OPERANDS = (
 SCALE, SCALE_LOG2, SOFTCAP_LOG2 = 0, 1, 2
 """Numbers of a call that a parameter holds as floats: the softmax's scale, the same and the soft cap times log2(e)."""
 NO_GROWTH = 1, 0
+NO_VARLEN = 0, 0, 0, 1
 
 
 class Mapped(NamedTuple):
@@ -287,19 +291,20 @@ def register(
     target: str,
     workspace_bytes: int = 0,
     growth: tuple[int, int] = NO_GROWTH,
+    varlen: tuple[int, int, int, int] = NO_VARLEN,
 ) -> None:
     """Compile and load kernels, and register the plan that `launch` finds for these validated arguments.
 
     For those of a GradientCall it is `gradients` that finds it.
 
     `growth` is the first and the last length of K for which the kernels are the chosen ones: a call that differs in
-    this length, and in strides, gets a plan without coming here.
+    this length, and in strides, gets a plan without coming here. `varlen` is VarlenLaunch of plan.h.
 
     Raises:
         CompileError: a kernel does not compile.
         RuntimeError: the driver refuses to load one.
     """
-    integers, context = [0, workspace_bytes, *growth, len(kernels)], 0
+    integers, context = [0, workspace_bytes, *growth, *varlen, len(kernels)], 0
     for kernel in kernels:
         spec, maps = kernel.spec, kernel.tensor_maps
         function, context = load_kernel(_compiled(spec, target), call[0].device.index)
@@ -331,6 +336,18 @@ def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, i
     kernels = [PlannedKernel(stage, stage.grid(problem)) for stage in spec.stages]
     workspace_bytes = max([stage.workspace_bytes(problem) for stage in spec.stages])
     register(call, kernels, problem.target, workspace_bytes, growth)
+
+
+def prepare_varlen(problem: Problem, spec: KernelSpec, call: Call, append: KernelSpec | None) -> None:
+    """register() for the kernels of a call with sequences of many lengths, whose parameters varlen.h fills.
+
+    Raises:
+        CompileError: the kernel does not compile.
+        RuntimeError: the driver refuses to load it.
+    """
+    scratch = ampere_varlen.workspace_bytes(spec)
+    kernels = [PlannedKernel(one, (1, 1, 1), bytes(8)) for one in (append, spec) if one]
+    register(call, kernels, problem.target, varlen=(spec.block_m, spec.max_ctas, scratch, spec.cluster))
 
 
 def launch_one(

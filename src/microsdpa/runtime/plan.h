@@ -64,11 +64,18 @@ struct Growth {
   bool has(std::int64_t seqlen_k) const { return first <= seqlen_k && seqlen_k <= last; }
 };
 
+// What the launch of a plan for sequences of many lengths depends on, beside the call: the kernel's tiles of rows, the
+// most CTAs that share all keys, bytes of scratch memory that these leave partial outputs in, and CTAs of a cluster.
+struct VarlenLaunch {
+  std::int64_t block_m, ctas, workspace_bytes, cluster;
+};
+
 struct Plan {
   CUcontext context;
   std::vector<PlannedKernel> kernels;  // launched one after another
   std::int64_t workspace_bytes;        // scratch memory of one call
   Growth growth;
+  VarlenLaunch varlen;  // of no CTAs for other plans
 };
 
 // Readers share the lock, so concurrent callers do not wait for one another. Keys are compared as bytes.

@@ -8,7 +8,8 @@
 namespace microsdpa {
 
 // Tensors of a call. Those up to OUT are always there and have four dimensions; a call's key has all up to GRAD_OUT,
-// which a call for gradients has; the LSE, scratch memory and the gradients are addresses alone.
+// which a call for gradients has; the LSE, scratch memory and the gradients are addresses alone. Those from
+// QUERY_OFFSETS on say where sequences of many lengths lie.
 enum Operand {
   QUERY,
   KEY,
@@ -32,7 +33,16 @@ enum Operand {
   GRAD_MASK,
   GRAD_SLOPES,
   GRAD_SINKS,
-  OPERANDS
+  OPERANDS,
+  QUERY_OFFSETS = OPERANDS,
+  KEY_OFFSETS,
+  LENGTHS,
+  PAGE_TABLE,
+  NEW_KEY,
+  NEW_VALUE,
+  ROTARY_COS,
+  ROTARY_SIN,
+  GIVEN_OPERANDS
 };
 
 using Addresses = std::uintptr_t[OPERANDS];  // 0 for a tensor that the call does not have

@@ -158,6 +158,16 @@ inline int __all_sync(unsigned mask, int predicate,
   return microsdpa::emulator::ballot("__all_sync", mask, predicate, place) == mask;
 }
 
+// Atomic operations, and the order of a thread's writes for the others.
+inline unsigned atomicAdd(unsigned* global, unsigned value,
+                          microsdpa::emulator::Place place = microsdpa::emulator::Place::here()) {
+  return microsdpa::emulator::atomic_add(global, value, place);
+}
+inline void __threadfence() { microsdpa::emulator::thread_fence(); }
+
+// Position of the lowest bit that is set, from 1; 0 for none.
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+
 // Rounded to 24 bits before anything is added to it.
 inline float __fmul_rn(float x, float y) { return static_cast<float>(static_cast<double>(x) * y); }
 inline float __uint_as_float(unsigned x) { return microsdpa::emulator::bit_cast<float>(x); }

@@ -89,6 +89,10 @@ void wgmma_fence(Place place);
 void wgmma_commit(Place place);
 void wgmma_wait(int pending_groups, Place place);
 
+// Adds to a number in global memory and gives what it was; and orders the thread's accesses to global memory.
+std::uint32_t atomic_add(std::uint32_t* global, std::uint32_t value, Place place);
+void thread_fence();
+
 void count_shuffle();
 void count_tensor(int flops);
 void count_exp2(int operations);

@@ -133,6 +133,14 @@ EXPORTED void wgmma_wait(int pending_groups, Place place) {
   Processor::current()->wgmma_wait(static_cast<std::size_t>(pending_groups), place);
 }
 
+EXPORTED std::uint32_t atomic_add(std::uint32_t* global, std::uint32_t value, Place) {
+  const auto pc = reinterpret_cast<std::uint64_t>(__builtin_return_address(0)) - 1;
+  Processor::current()->access(global, sizeof(value), true, true, pc);
+  return __atomic_fetch_add(global, value, __ATOMIC_SEQ_CST);
+}
+
+EXPORTED void thread_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
 EXPORTED void count_shuffle() { ++Processor::current()->counters.warp_shuffles; }
 
 EXPORTED void count_tensor(int flops) {

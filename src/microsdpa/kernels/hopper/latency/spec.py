@@ -91,7 +91,7 @@ def configuration(problem: Problem, cluster: int) -> Latency:
 
 def _most_masked(mask: MaskKind) -> int:
     """Rounds that are unrolled under masks. Numbers behind a soft cap would take too many registers."""
-    return 0 if mask.softcap and mask.tensor not in (None, "bool", "int32") else 2
+    return 0 if mask.softcap and mask.tensor not in (None, "bool", "int32", "uint8") else 2
 
 
 @functools.lru_cache

@@ -1,0 +1,127 @@
+"""The public call for sequences of many lengths, sdpa_varlen(): packed tensors and paged caches."""
+
+from __future__ import annotations
+
+import torch
+
+from microsdpa.call.call import Call, mask_tensors
+from microsdpa.call.options import VARLEN_OPTIONS, Options
+from microsdpa.call.sequences import Sequences
+from microsdpa.call.tensors import check_grad
+from microsdpa.errors import InvalidArgument
+from microsdpa.execution import forward
+from microsdpa.execution.forward import MISSES
+from microsdpa.runtime import launcher
+
+_launch = launcher.launch
+_empty_like = torch.empty_like
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def sdpa_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    query_offsets: torch.Tensor | None = None,
+    key_offsets: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    max_queries: int | None = None,
+    new_key: torch.Tensor | None = None,
+    new_value: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = False,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of sequences of many lengths, packed or in the pages of a cache, in one launch.
+
+    New keys and values may be written to the cache, and queries and new keys rotated, in the same call.
+
+    Offsets, lengths and pages stay on the device: nothing is read back and nothing is planned on the host, so one CUDA
+    graph serves all lengths. Query i of a sequence stands at its key i + keys - queries: the last query at the last
+    key. Forward only.
+
+    Args:
+        query: [queries, H, D] with query_offsets, or [B, S_q, H, D]; float16 or bfloat16. Rows of all tensors start on
+            16 bytes; D is a multiple of 8 up to 256.
+        key: [pages, page, H_kv, D] with page_table, of any strides and any page size; [keys, H_kv, D] with key_offsets;
+            else [B, S_k, H_kv, D]. H is a multiple of H_kv: query head h reads key head h // (H / H_kv). A cache of
+            another order is passed as a view: cache.transpose(1, 2) of [pages, H_kv, page, D].
+        value: like key.
+        query_offsets: [B + 1], int32: sequence b has queries query_offsets[b] to query_offsets[b + 1].
+        key_offsets: [B + 1], int32: the same for packed keys and values.
+        lengths: [B], int32: keys of each sequence that are in use; None for all that it has. More than it has count as
+            all, less than 0 as none.
+        page_table: [B, n], int32: keys of sequence b lie in pages page_table[b, 0], page_table[b, 1] and so on.
+            Entries are read only for keys that a query sees. Where such an entry is no page of the cache, nothing is
+            read for it, and the outputs of the tile of queries that sees it are NaN.
+        max_queries: queries that a packed sequence has at most: a hint for the choice of tiles, never a bound. The mean
+            without it.
+        new_key: [queries, H_kv, D] or [B, S_q, H_kv, D], as query: written to the cache behind the keys that `lengths`
+            says, before attention, which sees them. What has no room in the cache is left out.
+        new_value: like new_key.
+        rotary_cos: [positions, R / 2], the inputs' type or float32: queries and new keys are rotated (RoPE) in their
+            first R columns. Query i of a sequence, and its new key, stand at position lengths + i.
+        rotary_sin: like rotary_cos.
+        rotary_interleaved: whether pairs that are rotated are neighbours, as in GPT-J; else they are R / 2 apart.
+        causal: query at key p sees keys j <= p: FlashAttention's alignment to the lower right.
+        scale: factor of Q K^T; 1/sqrt(D) when None.
+        return_lse: also return the natural logarithm of the softmax's denominator in FP32, [H, queries] for packed
+            queries, else [B, H, S_q].
+        out: tensor like query to write to. Rows of packed tensors that belong to no sequence are not written.
+        impl: "auto", "ampere/varlen", or "emulate" for the emulator on CPU tensors.
+        window: (left, right): query at key p sees keys p - left to p + right; -1 is no end.
+        softcap: scores x become softcap * tanh(x / softcap).
+        alibi_slopes: [H] or [B, H], float32: slope * |p - key| is subtracted from the scores.
+        sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax.
+
+    Returns:
+        The output, or (output, LSE) with return_lse. Queries that see no key give zeros and LSE -inf, or the sink.
+
+    Raises:
+        InvalidArgument: an argument that no call could accept.
+        UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
+        CompileError: the kernel does not compile on this machine.
+    """
+    try:
+        if not (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
+            result = _empty_like(query) if out is None else out
+            left, right = (-1, -1) if window is None else window
+            lse = _launch(
+                *(query, key, value, result, return_lse, VARLEN_OPTIONS[causal, rotary_interleaved, impl], scale),
+                *(None, alibi_slopes, sinks, left, right, softcap, None, None, None),
+                *(query_offsets, key_offsets, lengths, page_table, max_queries),
+                *(new_key, new_value, rotary_cos, rotary_sin),
+            )
+            if lse is not None:
+                return (result, lse) if return_lse else result
+            del result  # a large output is not to be there twice
+    except MISSES:
+        pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
+    if not isinstance(causal, bool):
+        raise InvalidArgument("causal", expected="a bool", got=repr(causal), hint="True aligns to the lower right")
+    if not isinstance(rotary_interleaved, bool):
+        raise InvalidArgument(
+            "rotary_interleaved", expected="a bool", got=repr(rotary_interleaved), hint="True for neighbouring pairs"
+        )
+    masks = mask_tensors(None, alibi_slopes, sinks)
+    options = Options(False, "lower_right" if causal else None, scale, True, window, softcap, impl)
+    sequences = Sequences(
+        *(query_offsets, key_offsets, lengths, page_table, max_queries),
+        *(new_key, new_value, rotary_cos, rotary_sin, rotary_interleaved),
+    )
+    call = Call((query, key, value), masks, options=options, return_lse=return_lse, out=out, sequences=sequences)
+    tensors = {"query": query, "key": key, "value": value, "out": out}
+    check_grad({name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)})
+    found = forward.first_call(call)
+    return found if return_lse else found[0]  # type: ignore[return-value]

@@ -1,0 +1,401 @@
+"""Suite serving: sequences of many lengths in the pages of a cache, or packed, beside the peers that have such calls.
+
+Every call of a graph has a cache of its own, as the layers of a model have, so that K and V come from DRAM; all layers
+share the lengths and the page table. docs/measuring.md has the modes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn import attention
+
+import microsdpa
+from microsdpa import reference
+from microsdpa.call.sequences import Sequences
+from microsdpa.evidence import compare, results, statistics, timing
+from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.peers import Call
+from microsdpa.evidence.peers.implementation import import_failure
+from microsdpa.jit.signature import code_signature, signature
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
+from microsdpa.runtime import launcher
+
+SUITE = "serving"
+OURS = "microsdpa"
+LAYERS_BYTES = 300_000_000
+"""What the caches of all layers take together, at least: several times a GPU's cache."""
+MOST_LAYERS, FEWEST_LAYERS = 200, 2
+ORACLE_KEYS = 2**16
+"""Keys of all sequences up to which the FP64 oracle judges all of them; else the first sequences up to there."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One case of the suite.
+
+    Attributes:
+        lengths: keys of each sequence.
+        queries: of each sequence; None for prompts, whose queries are their keys.
+        page: keys of a page; 0 for packed keys, or for dense ones where `queries` are given.
+        text: what the other fields do not say.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    queries: int | None = 1
+    page: int = 16
+    text: str = ""
+
+    @property
+    def case(self) -> Case:
+        """What rows have for a shape: the longest sequence."""
+        longest = max(self.lengths)
+        sizes = len(self.lengths), self.heads, self.queries or longest, longest, self.head_dim
+        return Case(*sizes, dtype="bfloat16", causal="lower_right", heads_kv=self.heads_kv)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all sequences have one length, so that dense calls compute the same."""
+        return len(set(self.lengths)) == 1 and self.queries is not None
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of K and V of one layer."""
+        return sum(self.lengths) * self.heads_kv * self.head_dim * 2 * 2
+
+
+def mixed(count: int, longest: int) -> tuple[int, ...]:
+    """Lengths from 1 to `longest`, always the same."""
+    generator = random.Random(count * longest)
+    return tuple(generator.randint(1, longest) for _ in range(count))
+
+
+def prompts(total: int, count: int) -> tuple[int, ...]:
+    """Lengths of `count` prompts that are `total` together, always the same."""
+    cuts = sorted(random.Random(count).sample(range(1, total), count - 1))
+    return tuple(end - start for start, end in zip((0, *cuts), (*cuts, total), strict=True))
+
+
+def cells() -> list[Cell]:
+    """All cells, decoding first."""
+    found = [
+        Cell((keys,) * batch, page=page)
+        for page in (16, 64)
+        for batch, lengths in (
+            (1, (128, 512, 1024, 2048, 4096, 32768)),
+            (8, (512, 4096, 32768)),
+            (64, (512, 4096, 32768)),
+        )
+        for keys in lengths
+    ]
+    found += [Cell((keys,) * 256) for keys in (512, 4096)]
+    found += [Cell((4096,) * batch, 64, 1) for batch in (64, 256)] + [Cell((32768,) * 256, 64, 1)]
+    found += [
+        Cell(mixed(*sizes), text=f"{sizes[0]} of 1 to {sizes[1]}") for sizes in ((8, 4096), (64, 32768), (256, 4096))
+    ]
+    found.append(Cell(prompts(16384, 9), queries=None, page=0, text="9 prompts of 16384 tokens"))
+    found.append(Cell(prompts(16384, 13), 16, 16, 64, None, 0, "13 prompts of 16384 tokens"))
+    for heads in ((32, 8, 128), (16, 16, 64)):
+        found += [Cell((keys,) * batch, *heads, 512, 64) for batch, keys in ((1, 8192), (1, 32768), (4, 8192))]
+    return found
+
+
+class Layer(NamedTuple):
+    """Tensors of one layer of a model, and what its sequences share.
+
+    query is [tokens, H, D] for prompts, else [B, S_q, H, D]. Caches are [pages, page, H_kv, D], or packed
+    [tokens, H_kv, D].
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    sequences: Sequences
+
+
+def layers(cell: Cell, device: str, most: int = MOST_LAYERS) -> list[Layer]:
+    """So many layers that their caches come from DRAM."""
+    count = max(FEWEST_LAYERS, min(most, LAYERS_BYTES // cell.layer_bytes + 1))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+
+    def integers(values: Any) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    if cell.queries is None:
+        tokens, offsets = sum(cell.lengths), integers([0, *accumulate(cell.lengths)])
+        shared = Sequences(offsets, offsets, max_queries=max(cell.lengths))
+        query_shape: tuple[int, ...] = (tokens, cell.heads, cell.head_dim)
+        cache_shape: tuple[int, ...] = (tokens, cell.heads_kv, cell.head_dim)
+    else:
+        pages = [-(-length // cell.page) for length in cell.lengths]
+        order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).tolist()
+        table = [[*(order.pop() for _ in range(own)), *[-1] * (max(pages) - own)] for own in pages]
+        shared = Sequences(lengths=integers(cell.lengths), page_table=integers(table))
+        query_shape = len(cell.lengths), cell.queries, cell.heads, cell.head_dim
+        cache_shape = sum(pages), cell.page, cell.heads_kv, cell.head_dim
+    query = numbers(*query_shape)
+    return [Layer(query, numbers(*cache_shape), numbers(*cache_shape), shared) for _ in range(count)]
+
+
+def _dense(layer: Layer, cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Q, K and V of a layer as [B, H, S, D] views, for sequences of one length, as if its pages were in order."""
+    shape = len(cell.lengths), -1, cell.heads_kv, cell.head_dim
+    key, value = (cache.view(shape)[:, : cell.lengths[0]].transpose(1, 2) for cache in (layer.key, layer.value))
+    return layer.query.transpose(1, 2), key, value
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a cell.
+
+    Attributes:
+        bind: the call for a layer.
+        decode: its output as the query's shape.
+        absent: why it does not compute a cell; empty if it does.
+        dense: whether it computes on the dense view of a cache, whose output is another one.
+    """
+
+    name: str
+    bind: Callable[[Layer, Cell], Call]
+    variant: str = ""
+    decode: Callable[[Any], torch.Tensor] = lambda found: found
+    absent: Callable[[Cell], str] = lambda cell: ""
+    dense: bool = False
+
+
+def _ours(layer: Layer, cell: Cell) -> Call:
+    given = layer.sequences.tensors
+    inputs, hint = layer[:3], layer.sequences.max_queries
+    return lambda: microsdpa.sdpa_varlen(*inputs, **given, max_queries=hint, causal=True)  # type: ignore[arg-type]
+
+
+def _ours_dense(layer: Layer, cell: Cell) -> Call:
+    tensors = _dense(layer, cell)
+    return lambda: microsdpa.sdpa(*tensors, causal="lower_right", enable_gqa=True)
+
+
+def _torch_cudnn(layer: Layer, cell: Cell) -> Call:
+    tensors = _dense(layer, cell)
+
+    def call() -> torch.Tensor:
+        with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*tensors, enable_gqa=True)
+
+    return call
+
+
+def _flash3(layer: Layer, cell: Cell) -> Call:
+    from flash_attn_interface import (  # type: ignore[import-not-found]
+        flash_attn_varlen_func,
+        flash_attn_with_kvcache,
+    )
+
+    query, key, value, own = layer
+    if cell.queries is None:
+        longest = max(cell.lengths)
+        where = own.query_offsets, own.key_offsets, longest, longest
+        return lambda: flash_attn_varlen_func(query, key, value, *where, causal=True)
+    where_ = {"cache_seqlens": own.lengths, "page_table": own.page_table, "causal": True}
+    return lambda: flash_attn_with_kvcache(query, key, value, **where_)
+
+
+def _flash4(layer: Layer, cell: Cell) -> Call:
+    from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    query, key, value, own = layer
+    if cell.queries is None:
+        offsets = {"cu_seqlens_q": own.query_offsets, "cu_seqlens_k": own.key_offsets}
+        return lambda: flash_attn_varlen_func(query, key, value, **offsets, causal=True)
+    where = {"seqused_k": own.lengths, "page_table": own.page_table}
+    return lambda: flash_attn_varlen_func(query, key, value, **where, causal=True)
+
+
+def _flash_infer(layer: Layer, cell: Cell) -> Call:
+    import flashinfer
+
+    query, key, value, own = layer
+    assert own.lengths is not None
+    assert own.page_table is not None
+    pages = (own.lengths + cell.page - 1) // cell.page
+    starts = torch.cat([pages.new_zeros(1), pages.cumsum(0).int()])
+    indices = torch.cat([row[:count] for row, count in zip(own.page_table, pages.tolist(), strict=True)])
+    last = (own.lengths - 1) % cell.page + 1
+    memory = torch.empty(128 * 2**20, dtype=torch.uint8, device=query.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        memory,
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=starts,
+        paged_kv_indices_buffer=indices,
+        paged_kv_last_page_len_buffer=last,
+    )
+    sizes = cell.heads, cell.heads_kv, cell.head_dim, cell.page
+    wrapper.plan(starts, indices, last, *sizes, q_data_type=query.dtype, kv_data_type=key.dtype)
+    rows = query[:, 0]
+    return lambda: wrapper.run(rows, (key, value))
+
+
+def _only_equal(cell: Cell) -> str:
+    return "" if cell.equal else "its sequences have one length"
+
+
+def _only_decoding(cell: Cell) -> str:
+    return "" if cell.queries == 1 else "it decodes one query a sequence"
+
+
+def _first(found: Any) -> torch.Tensor:
+    output: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return output
+
+
+def _rows_first(found: torch.Tensor) -> torch.Tensor:
+    return found.transpose(1, 2)
+
+
+def _needs(module: str, package: str, further: Callable[[Cell], str] = lambda cell: "") -> Callable[[Cell], str]:
+    return lambda cell: further(cell) or import_failure(module, package)
+
+
+def _no_queries_of_many(cell: Cell) -> str:
+    causal = cell.queries is not None and cell.queries > 1
+    return _only_equal(cell) or ("its causal mask is aligned to the upper left" if causal else "")
+
+
+WAYS: tuple[Way, ...] = (
+    Way(OURS, _ours),
+    Way(OURS, _ours_dense, "dense", _rows_first, _only_equal, dense=True),
+    Way("torch cuDNN", _torch_cudnn, "dense", _rows_first, _no_queries_of_many, dense=True),
+    Way("FlashAttention-3", _flash3, "", _first, _needs("flash_attn_interface", "flash-attn-3")),
+    Way("FlashAttention-4", _flash4, "", _first, _needs("flash_attn.cute", "flash-attn-4")),
+    Way(
+        "FlashInfer",
+        _flash_infer,
+        "",
+        lambda found: found[:, None],
+        _needs("flashinfer", "flashinfer-python", _only_decoding),
+    ),
+)
+
+
+def problem_of(cell: Cell, target: str) -> Problem:
+    """What this library's kernel is chosen for."""
+    case = cell.case
+    return Problem(
+        *(case.batch, case.heads, case.kv_heads, 1 << (case.seqlen_q - 1).bit_length(), case.seqlen_k, case.head_dim),
+        "bfloat16",
+        causal="lower_right",
+        target=target,
+        varlen=min(cell.page & -cell.page, 64),
+    )
+
+
+def judged(way: Way, cell: Cell, layer: Layer) -> tuple[dict[str, object], str]:
+    """The error of a way on a layer against the oracle, and why it is wrong or empty.
+
+    Of many keys the first sequences are judged.
+    """
+    got = way.decode(way.bind(layer, cell)())
+    count, keys = 0, 0
+    while count < len(cell.lengths) and (count == 0 or keys + cell.lengths[count] <= ORACLE_KEYS):
+        keys += cell.lengths[count]
+        count += 1
+    own = layer.sequences
+    if cell.queries is None:
+        ends = own.query_offsets[: count + 1]  # type: ignore[index]
+        tokens = int(ends[-1])
+        inputs = layer.query[:tokens], layer.key, layer.value
+        given, got = {"query_offsets": ends, "key_offsets": ends}, got[:tokens]
+    else:
+        inputs, got = (layer.query[:count], layer.key, layer.value), got[:count]
+        given = {name: tensor[:count] for name, tensor in own.tensors.items()}
+        if way.dense:
+            width = own.page_table.shape[1]  # type: ignore[union-attr]
+            given["page_table"] = torch.arange(count * width, dtype=torch.int32, device=got.device).view(count, width)
+    exact = reference.varlen(inputs, given, causal=True)[0]
+    tolerance = compare.tolerance(reference.varlen(inputs, given, exact=False, causal=True)[0], exact, got.dtype)
+    errors = compare.measure(got, exact)
+    wrong = "" if tolerance.admits(errors) else f"off by {errors.max_abs:.3g}"
+    return compare.as_record(errors, tolerance), wrong
+
+
+def fields_of(way: Way, cell: Cell, target: str) -> dict[str, Any]:
+    """What the rows of a way and a cell share."""
+    fields: dict[str, Any] = {"impl": way.name, "variant": way.variant, "case": cell.text, "page": cell.page}
+    fields |= {"inputs": "bfloat16", "dtype": "bfloat16", "op": "sdpa", "lengths": list(cell.lengths)}
+    if way.name != OURS:
+        return fields | {"version": torch.__version__ if way.dense else "installed"}
+    fields |= {"version": microsdpa.__version__, "requested": "auto"}
+    problem = problem_of(cell, target)
+    if way.dense:
+        problem = cell.case.problem(target)
+    else:
+        fields |= {"varlen": problem.varlen, "rounded_queries": problem.seqlen_q}
+    spec = select(problem).spec
+    return fields | {
+        "kernel": spec.name,
+        "signature": signature(spec, target),
+        "code_signature": code_signature(spec, target),
+    }
+
+
+def run(
+    chosen: Sequence[Cell],
+    modes: Sequence[str],
+    advance: Callable[[str], None] = lambda message: None,
+    keep: Callable[[list[results.Row]], None] = lambda rows: None,
+) -> list[results.Row]:
+    """Rows of these cells on the current CUDA device; `keep` is given the rows so far after every cell."""
+    rows: list[results.Row] = []
+    for cell in chosen:
+        rows += _measure(cell, modes)
+        keep(rows)
+        advance(f"{cell.case} {cell.text}".strip())
+    return rows
+
+
+def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:
+    rows, calls, fields = [], {}, {}
+    own_layers, target = layers(cell, "cuda"), launcher.target_of_device()
+    for way in WAYS:
+        if way.absent(cell) in ("its sequences have one length", "it decodes one query a sequence"):
+            continue
+        name = " ".join(filter(None, (way.name, way.variant)))
+        fields[name] = fields_of(way, cell, target)
+        reason, status = way.absent(cell), "unavailable"
+        if not reason:
+            try:
+                fields[name]["error"], reason = judged(way, cell, own_layers[0])
+                status = "wrong"
+                calls[name] = [way.bind(layer, cell) for layer in own_layers]
+            except Exception as failure:  # a row says so, and the others are measured
+                torch.cuda.synchronize()
+                status = "wrong" if way.name == OURS else "unavailable"
+                reason = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"[:240]
+        if reason:
+            calls.pop(name, None)
+            rows += [results.row(cell.case, **fields[name], mode=mode, status=status, reason=reason) for mode in modes]
+    for mode in modes:
+        runners = {}
+        for name, bound in calls.items():
+            try:
+                runners[name] = timing.prepare(mode, bound)
+            except Exception as failure:
+                torch.cuda.synchronize()
+                reason = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"[:240]
+                rows.append(results.row(cell.case, **fields[name], mode=mode, status="unavailable", reason=reason))
+        for name, samples in timing.interleave(runners, 0, lambda _, turn: turn()).items():
+            rows.append(results.row(cell.case, **fields[name], mode=mode, **statistics.summary(samples)))
+    return rows

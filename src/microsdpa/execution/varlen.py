@@ -1,0 +1,225 @@
+"""Calls with sequences of many lengths: their launch, the emulator, torch on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from microsdpa import reference
+from microsdpa.call.call import Inputs
+from microsdpa.call.masks import Masks
+from microsdpa.call.options import VARLEN_OPTIONS
+from microsdpa.call.sequences import Sequences
+from microsdpa.call.validate import Checked
+from microsdpa.execution import torch_cpu
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.ampere.varlen import spec as kernel
+from microsdpa.kernels.problem import Problem
+from microsdpa.runtime import launcher
+
+
+def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
+    """The launcher's arguments for a call."""
+    call, masks, sequences = checked.call, checked.masks, checked.call.sequences
+    assert sequences is not None
+    code = VARLEN_OPTIONS[checked.causal is not None, sequences.rotary_interleaved, call.options.impl]
+    given = *call.inputs, out, call.return_lse, code, checked.scale
+    tensors = None, masks.alibi_slopes, masks.sinks
+    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-1]
+
+
+def append_kernel(checked: Checked, problem: Problem) -> KernelSpec | None:
+    """The kernel that writes to the cache before attention; None where nothing is written or rotated."""
+    sequences = checked.call.sequences
+    assert sequences is not None
+    return kernel.append(problem, sequences.rotary) if sequences.appended else None
+
+
+def parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]) -> ctypes.Structure:
+    """The kernel's parameter, as runtime/varlen.h fills it."""
+    from microsdpa.emulate import abi
+
+    call, masks, sequences = checked.call, checked.masks, checked.call.sequences
+    assert sequences is not None
+    query, key, value = call.inputs
+    page_size = key.shape[1] if sequences.page_table is not None else 1
+    shift = 32 + (page_size - 1).bit_length()
+    left, right = masks.ends
+    batch_stride, head_stride = lse_strides(checked.lse_shape)
+    params = abi.VarlenParams(
+        **addresses,
+        lse_batch_stride=batch_stride,
+        lse_head_stride=head_stride,
+        table_stride=sequences.page_table.stride(0) if sequences.page_table is not None else 0,
+        page_factor=-(-(1 << shift) // page_size),
+        page_shift=shift,
+        page_size=page_size,
+        pages=key.shape[0],
+        most_keys=problem.seqlen_k,
+        most_queries=query.shape[0 if sequences.query_offsets is not None else 1],
+        batch=problem.batch,
+        heads=problem.heads,
+        heads_kv=problem.heads_kv,
+        left=min(left, kernel.MOST_KEYS),
+        right=0 if checked.causal else min(right, kernel.MOST_KEYS),
+        appends=sequences.new_key is not None,
+        divides_keys=kernel.divides_keys(spec, problem, sequences.queries(query)),
+        scale_log2=checked.factor * math.log2(math.e),
+        softcap_log2=(masks.softcap or 0.0) * math.log2(math.e),
+    )
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("out", checked.output())):
+        setattr(params, f"{name}_strides", (ctypes.c_int64 * 3)(*row_strides(tensor)))
+    if masks.alibi_slopes is not None:
+        slopes = masks.alibi_slopes.expand(problem.batch, problem.heads)
+        params.slope_batch_stride, params.slope_head_stride = slopes.stride()
+    if masks.sinks is not None:
+        (params.sink_head_stride,) = masks.sinks.stride()
+    return params
+
+
+def append_parameters(
+    checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]
+) -> ctypes.Structure:
+    """The parameter of the kernel that appends, as runtime/varlen.h fills it."""
+    from microsdpa.emulate import abi
+
+    sequences = checked.call.sequences
+    assert sequences is not None
+    own = {name: addresses[name] for name in (*sequences.appended, "rotated") if name in addresses}
+    rest = {name: address for name, address in addresses.items() if name not in own}
+    params = abi.AppendParams(
+        call=parameters(checked, problem, spec, rest), **own, queries=sequences.queries(checked.call.inputs[0])
+    )
+    for name in ("new_key", "new_value"):
+        if name in sequences.appended:
+            setattr(params, f"{name}_strides", (ctypes.c_int64 * 3)(*row_strides(sequences.appended[name])))
+    if sequences.rotary_cos is not None and sequences.rotary_sin is not None:
+        params.cos_stride, params.sin_stride = sequences.rotary_cos.stride(0), sequences.rotary_sin.stride(0)
+        params.positions = sequences.rotary_cos.shape[0]
+    return params
+
+
+def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Of [B, S, H, D], or [S, H, D]: from batch entry to batch entry (0 without), head to head and row to row."""
+    *batch, row, head, _ = tensor.stride()
+    return batch[0] if batch else 0, head, row
+
+
+def lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of [B, H, S_q], or [H, queries]: from batch entry to batch entry (0 without) and head to head."""
+    return (shape[1] * shape[2], shape[2]) if len(shape) == 3 else (0, shape[1])
+
+
+def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Run the kernel of a call in the emulator."""
+    from microsdpa.emulate import run
+
+    call, masks, sequences = checked.call, checked.masks, checked.call.sequences
+    assert sequences is not None
+    checked = checked._replace(call=call._replace(out=out))
+    query, key, value = call.inputs
+    inputs = {"query": query, "key": key, "value": value, **sequences.tensors}
+    if masks.alibi_slopes is not None:
+        inputs["slopes"] = masks.alibi_slopes
+    if masks.sinks is not None:
+        inputs["sinks"] = masks.sinks
+    if append := append_kernel(checked, problem):
+        queries, rotates = sequences.queries(query), sequences.rotary is not None
+        given = {name: tensor for name, tensor in inputs.items() if name not in ("key", "value", "slopes", "sinks")}
+        rotated = torch.empty(query.shape, dtype=query.dtype, device="cpu")
+        written = {"key": key, "value": value} | ({"rotated": rotated} if rotates else {})
+        run.one_kernel(
+            append,
+            kernel.append_grid(problem, queries, sequences.new_key is not None, rotates),
+            lambda addresses: append_parameters(checked, problem, spec, addresses),
+            given | sequences.appended,
+            written,
+        )
+        if rotates:
+            inputs["query"] = rotated
+            checked = checked._replace(call=checked.call._replace(inputs=(rotated, key, value)))
+    grid = kernel.grid_of(spec, problem, sequences.queries(query))
+    # All bits set are NaN in every type: what is read before it is written shows in the output.
+    workspace = torch.full((kernel.workspace_bytes(spec),), 0xFF, dtype=torch.uint8, device="cpu")
+    arrivals = torch.zeros(spec.max_ctas, dtype=torch.int32, device="cpu")
+    outputs = {"out": out, "workspace": workspace, "arrivals": arrivals} | ({} if lse is None else {"lse": lse})
+    run.one_kernel(spec, grid, lambda addresses: parameters(checked, problem, spec, addresses), inputs, outputs)
+    assert not arrivals.any(), "every counter is zero again after a launch"
+
+
+def attend_on_cpu(checked: Checked) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output and, on demand, LSE of CPU tensors, by torch's own attention, a sequence at a time."""
+    call, masks, sequences = checked.call, checked.masks, checked.call.sequences
+    assert sequences is not None
+    out = checked.output()
+    inputs, given = call.inputs, sequences.tensors
+    if sequences.appended:
+        inputs, given = _append_on_cpu(inputs, sequences)
+    out.zero_()
+    lse = torch.full(checked.lse_shape, -torch.inf, dtype=torch.float32, device=out.device)
+    if masks.sinks is not None:
+        lse.copy_(masks.sinks.float()[:, None].expand_as(lse))
+    for b, one in enumerate(reference.sequences(inputs, given)):
+        query, key, value = one.tensors
+        if not query.shape[2] or not key.shape[2]:
+            continue
+        slopes = masks.alibi_slopes
+        slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+        bias = reference.lower_right_bias(query, key, checked.causal is not None, masks.window, slopes)
+        own = Masks(None if bias is None else bias.float()[None], None, masks.softcap, None, masks.sinks)
+        got, got_lse = torch_cpu.attend(query, key, value, None, checked.scale, own, call.return_lse)
+        one.rows(out).copy_(got[0].transpose(0, 1))
+        if got_lse is not None:
+            one.lse_rows(lse).copy_(got_lse[0])
+    return out, lse if call.return_lse else None
+
+
+def _append_on_cpu(inputs: Inputs, sequences: Sequences) -> tuple[Inputs, dict[str, torch.Tensor]]:
+    """Write new keys and values to the cache; gives rotated queries beside it, and the lengths that hold now."""
+    query, key, value = inputs
+    assert sequences.lengths is not None
+    lengths, rotated = sequences.lengths.clamp(min=0), query.clone()
+    most, page = sequences.most_keys(key), key.shape[1]
+    for b, one in enumerate(reference.sequences(inputs, sequences.tensors)):
+        rows = one.rows(query)
+        position = torch.arange(rows.shape[0], device=query.device) + lengths[b]
+        if sequences.rotary is not None:
+            one.rows(rotated).copy_(_rotate(rows, position, sequences))
+        if sequences.new_key is None or sequences.new_value is None:
+            continue
+        new_key, new_value = one.rows(sequences.new_key), one.rows(sequences.new_value)
+        if sequences.rotary is not None:
+            new_key = _rotate(new_key, position, sequences)
+        kept = position < most
+        position = position[kept]
+        pages = position // page if sequences.page_table is None else sequences.page_table[b, position // page].long()
+        place = (torch.full_like(position, b), position) if sequences.page_table is None else (pages, position % page)
+        exists = (
+            (pages >= 0) & (pages < key.shape[0]) if sequences.page_table is not None else torch.ones_like(kept[kept])
+        )
+        place = place[0][exists], place[1][exists]
+        key[place], value[place] = new_key[kept][exists], new_value[kept][exists]
+    given = sequences.tensors
+    if sequences.new_key is not None:
+        counts = [one.tensors[0].shape[2] for one in reference.sequences(inputs, sequences.tensors)]
+        given["lengths"] = lengths + torch.tensor(counts, dtype=torch.int32, device=lengths.device)
+    return (rotated, key, value), given
+
+
+def _rotate(rows: torch.Tensor, position: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    """Rows [S, heads, D] rotated at their positions [S]."""
+    assert sequences.rotary is not None
+    assert sequences.rotary_cos is not None
+    assert sequences.rotary_sin is not None
+    columns, at = sequences.rotary.columns, position.clamp(max=sequences.rotary_cos.shape[0] - 1)
+    cos, sin = (angles[at].float()[:, None] for angles in (sequences.rotary_cos, sequences.rotary_sin))
+    turned, rest = rows[..., :columns].float(), rows[..., columns:]
+    if sequences.rotary.interleaved:
+        x, y = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1).flatten(-2)
+    else:
+        x, y = turned.chunk(2, dim=-1)
+        turned = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
+    return torch.cat([turned.to(rows.dtype), rest], dim=-1)

@@ -1,0 +1,420 @@
+// Exact attention for sequences of many lengths, packed or in pages of a cache: on mma.sync, in one launch.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE. A row is a query of one of the PACK query heads that
+// share a key head. Lengths and pages are on the device alone: every CTA finds its part of the call from them.
+// Tiles:    Q [BLOCK_M, COLUMNS]; each warp owns 16 ROW_TILES of its rows, as accumulators in registers. A CTA has
+//           WARPS_N groups of WARPS_M warps. Each group has its own ring of STAGES tiles of K and V
+//           [BLOCK_N, COLUMNS], and takes every WARPS_N-th of them.
+// Pipeline: 1. a row's page is read one tile ahead of its copy      2. cp.async fills the ring, STAGES - 1 tiles ahead
+//           3. S = Q K^T by ldmatrix and mma, masks, online softmax in registers     4. O += P V
+//           The groups' parts are combined through shared memory. Where CTAs share rows, each leaves its part in the
+//           workspace, and the one that is ready last combines them, in their order. For few sequences the CTAs of a
+//           cluster share the keys of one tile of rows, turn by turn, and send one another their parts (CLUSTER > 1,
+//           sm_90): which keys they take does not depend on the lengths, so that pages are looked up before these come.
+// Bound by: memory where few queries meet many keys; latency where there are few of both.
+#include "../../common/combine.cuh"
+#include "../../common/mma_tile.cuh"
+#include "../../common/online_softmax.cuh"
+#include "../../ptx/address.cuh"
+#include "../../ptx/cluster.cuh"
+#include "../../ptx/control.cuh"
+#include "masks.cuh"
+#include "scheduler.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::ampere::varlen {
+
+template <int THREADS, int GROUPS>
+__device__ __forceinline__ void group_sync(int group) {
+  if constexpr (GROUPS == 1) {
+    __syncthreads();
+  } else if constexpr (THREADS == 32) {
+    __syncwarp();
+  } else {
+    named_barrier_sync(1 + group, THREADS);
+  }
+}
+
+// A tile of rows, the keys that it sees, and how many of their tiles are its part.
+template <typename C, typename MASKS, int PACK, Layout LAYOUT, int CLUSTER>
+struct Segment {
+  WorkTile work;
+  Sequence sequence;
+  Keys<LAYOUT> keys;
+  int rows;       // of the tile
+  int from, end;  // keys that are read: no row of the tile sees others
+  int first_tile, count;
+  int misplaced = 0;  // whether this thread met a page that the cache does not have
+
+  __device__ __forceinline__ Segment(const VarlenParams& params, const WorkTile& work)
+      : work(work), sequence(params, work.b), keys(params, sequence, work.b, work.head_kv) {
+    const Visibility<MASKS, PACK> visibility(sequence);
+    rows = min(C::BLOCK_M, sequence.queries * PACK - work.first_row);
+    from = visibility.first(params, work.first_row);
+    end = visibility.end(params, work.first_row + rows - 1);
+    first_tile = CLUSTER > 1 ? from / C::TILE + work.part : max(work.first_tile, from / C::TILE);
+    const int end_tile = min(work.end_tile, (end + C::TILE - 1) / C::TILE);
+    count = max(0, (end_tile - first_tile + CLUSTER - 1) / CLUSTER);
+  }
+  // The first key of a group's tile.
+  __device__ __forceinline__ int first_key(int i, int group) const {
+    return (first_tile + i * CLUSTER) * C::TILE + group * C::BLOCK_N;
+  }
+  __device__ __forceinline__ bool is_read(int key) const { return key >= from && key < end; }
+};
+
+// Tiles of K and V on their way to a group's ring. A thread copies one chunk of every ROWS-th row of each panel.
+template <typename C, Layout LAYOUT>
+struct Source {
+  using Tile = typename C::KeyTile;
+  using T = typename C::T;
+  static constexpr int ROWS = C::GROUP_THREADS / Tile::CHUNKS, PASSES = C::BLOCK_N / ROWS;
+  static_assert(C::BLOCK_N % ROWS == 0, "the threads copy whole rows");
+  static constexpr bool APART = LAYOUT == ANY_PAGES;  // every row has a page of its own
+
+  // Where a tile lies, or each of the thread's rows of it.
+  struct Pages {
+    int page[APART ? PASSES : 1], within[APART ? PASSES : 1];
+  };
+
+  __device__ __forceinline__ static unsigned row() { return threadIdx.x % C::GROUP_THREADS / Tile::CHUNKS; }
+
+  // Looks up pages, also of keys that no row sees.
+  template <typename Segment>
+  __device__ __forceinline__ static void fetch(Pages& pages, const VarlenParams& params, const Segment& segment,
+                                               int first_key) {
+#pragma unroll
+    for (int p = 0; p < (APART ? PASSES : 1); ++p) {
+      const int key = APART ? first_key + p * ROWS + row() : first_key;
+      const auto place = segment.keys.place(params, key);
+      pages.within[p] = place.within;
+      pages.page[p] = LAYOUT != CONTIGUOUS && key < params.most_keys ? segment.keys.table[place.number] : 0;
+    }
+  }
+
+  // Starts copying a tile; rows that are not read become zeros.
+  template <typename Segment>
+  __device__ __forceinline__ static void copy_async(Stage<C>& stage, const Pages& pages, const VarlenParams& params,
+                                                    Segment& segment, int first_key) {
+    const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK;
+    const T* key_base = static_cast<const T*>(params.key);
+    const T* value_base = static_cast<const T*>(params.value);
+    const auto& keys = segment.keys;
+    if constexpr (!APART) {
+      const bool exists =
+          LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[0]) < static_cast<uint32>(params.pages);
+      if (exists && first_key >= segment.from && first_key + C::BLOCK_N <= segment.end) {
+        const int within = pages.within[0] + row();
+        const T* k = key_base + keys.key + keys.offset(params.key_strides, pages.page[0], within) + column;
+        const T* v = value_base + keys.value + keys.offset(params.value_strides, pages.page[0], within) + column;
+        const int64 key_step = ROWS * params.key_strides.row, value_step = ROWS * params.value_strides.row;
+#pragma unroll
+        for (int p = 0; p < PASSES; ++p, k += key_step) copy_row(stage.key, p, column, k, key_base, true);
+#pragma unroll
+        for (int p = 0; p < PASSES; ++p, v += value_step) copy_row(stage.value, p, column, v, value_base, true);
+        return;
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < PASSES; ++p) {
+      const int key = first_key + p * ROWS + row(), at = APART ? p : 0;
+      const int within = pages.within[at] + (APART ? 0 : p * ROWS + row());
+      bool valid = segment.is_read(key);
+      if (LAYOUT != CONTIGUOUS && static_cast<uint32>(pages.page[at]) >= static_cast<uint32>(params.pages)) {
+        segment.misplaced |= valid;
+        valid = false;
+      }
+      // An address that is not read still has to be one that exists.
+      const int64 k = valid ? keys.key + keys.offset(params.key_strides, pages.page[at], within) : 0;
+      const int64 v = valid ? keys.value + keys.offset(params.value_strides, pages.page[at], within) : 0;
+      copy_row(stage.key, p, column, key_base + k + column, key_base, valid);
+      copy_row(stage.value, p, column, value_base + v + column, value_base, valid);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static void copy_row(Tile& tile, int pass, unsigned column, const T* from,
+                                                  const T* anywhere, bool valid) {
+#pragma unroll
+    for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) {
+      const bool inside = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + c < C::HEAD_DIM;
+      cp_async<16>(tile.at(pass * ROWS + row(), column + c), inside ? from + c : anywhere, valid && inside ? 16 : 0);
+    }
+  }
+};
+
+// Rows of a tile of queries in Q, O and LSE.
+template <int PACK>
+struct Rows {
+  int64 b;
+  int head;         // the first of the PACK
+  int first_query;  // of the sequence, in packed tensors
+  int first_row;    // of the tile, in the sequence
+
+  __device__ __forceinline__ Rows(const WorkTile& work, const Sequence& sequence, int pack)
+      : b(work.b), head(work.head_kv * pack), first_query(sequence.first_query), first_row(work.first_row) {}
+
+  template <typename Pointer>
+  __device__ __forceinline__ Pointer at(Pointer base, const Strides& strides, int r) const {
+    r += first_row;
+    return base + b * strides.batch + (head + r % PACK) * strides.head + (first_query + r / PACK) * strides.row;
+  }
+  __device__ __forceinline__ float* lse(const VarlenParams& params, int r) const {
+    return at(params.lse, Strides{params.lse_batch_stride, params.lse_head_stride, 1}, r);
+  }
+};
+
+// Gives four columns of the row's O, and its statistics, of any number of parts, in their order.
+template <typename Stats, typename Values>
+__device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, Stats stats, Values values) {
+  constexpr int AT_ONCE = 8;
+  Values4 total{};
+  combined = {negative_infinity(), 0.0f};
+  for (int first = 0; first < parts; first += AT_ONCE) {
+    RowStats some;
+    const Values4 added = combine_parts<AT_ONCE>(
+        some, [&](int i) { return first + i < parts ? stats(first + i) : RowStats{negative_infinity(), 0.0f}; },
+        [&](int i) { return first + i < parts ? values(first + i) : Values4{}; });
+    const float largest = fmaxf(combined.stabilizer, some.stabilizer);
+    const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
+    const float before = ex2_approx(combined.stabilizer - stabilizer), now = ex2_approx(some.stabilizer - stabilizer);
+    combined = {largest, combined.sum * before + some.sum * now};
+#pragma unroll
+    for (int c = 0; c < 4; ++c) total.data[c] = total.data[c] * before + added.data[c] * now;
+  }
+  return total;
+}
+
+template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
+          int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __grid_constant__ VarlenParams params) {
+  using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
+  constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
+  auto& shared = dynamic_shared<Shared<C, CLUSTER>>();
+  const int group = WARPS_N == 1 ? 0 : threadIdx.x / C::GROUP_THREADS;
+  const int warp_row = threadIdx.x % C::GROUP_THREADS / 32 * C::WARP_ROWS;
+  auto& ring = shared.streaming.ring[group];
+
+  if constexpr (CLUSTER > 1) {
+    if (threadIdx.x == 0) {
+      mbarrier_init(shared.exchange.arrived, 1);
+      mbarrier_init_fence();
+    }
+  }
+  if (PROGRAMMATIC) grid_dependency_wait();
+  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, CLUSTER> scheduler(params);
+  WorkTile work;
+  if (!scheduler.next(work)) return;
+  using OwnSegment = Segment<C, MASKS, PACK, LAYOUT, CLUSTER>;
+  using OwnSource = Source<C, LAYOUT>;
+  // Tiles are loaded ahead: of `loading`, which is the segment that is computed or, where the ring flows, the next one.
+  OwnSegment loading(params, work);
+  typename OwnSource::Pages pages;  // of the next tile that is loaded
+  int loaded = 0, total = 0;        // tiles of the segment, and of all
+  int query_buffer = 0;             // of the segment that is computed
+  const auto load_query = [&](int buffer) {
+    const Rows<PACK> place(loading.work, loading.sequence, PACK);
+    const T* query = static_cast<const T*>(params.query);
+    C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
+      const bool valid = static_cast<int>(r) < loading.rows && static_cast<int>(column) < HEAD_DIM;
+      cp_async<16>(shared.streaming.query[buffer].at(r, column),
+                   valid ? place.at(query, params.query_strides, r) + column : query, valid ? 16 : 0);
+    });
+  };
+  const auto begin_loading = [&](int buffer) {
+    loaded = 0;
+    OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
+    load_query(buffer);
+  };
+  // Starts copying the next tile of `loading`, if there is one, as a group of copies.
+  const auto load = [&]() {
+    if (loaded < loading.count) {
+      OwnSource::copy_async(ring[total % STAGES], pages, params, loading, loading.first_key(loaded, group));
+      ++loaded, ++total;
+      OwnSource::fetch(pages, params, loading, loading.first_key(loaded, group));
+    }
+    cp_async_commit();
+  };
+  bool more = true, is_ahead = false;  // whether there are further segments, and `loading` is one of them
+  const auto go_ahead = [&]() {
+    if (!C::FLOWS || !more || is_ahead || loaded < loading.count) return;
+    more = scheduler.next(work);
+    if (!more) return;
+    loading = OwnSegment(params, work);
+    is_ahead = true;
+    begin_loading(1 - query_buffer);
+  };
+  begin_loading(0);
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) load();
+  if (PROGRAMMATIC) grid_dependency_launch();
+
+  int step = 0;          // tiles that were computed
+  bool drained = false;  // whether tiles were loaded so late that all of them have to be waited for
+  for (OwnSegment segment = loading;;) {
+    const Rows<PACK> place(segment.work, segment.sequence, PACK);
+    const int rows = segment.rows;
+    const MaskedRows<MASKS, PACK, ROW_TILES> masked(params, segment.sequence, segment.work.b, place.head,
+                                                    segment.work.first_row + warp_row);
+    // Units of the output that the cluster has, and those that each of its CTAs finishes.
+    [[maybe_unused]] const int units_each = (rows * (COLUMNS / 4) + CLUSTER - 1) / CLUSTER;
+    [[maybe_unused]] const int own_units =
+        max(0, min(units_each, rows * (COLUMNS / 4) - segment.work.part * units_each));
+    if constexpr (CLUSTER > 1) {
+      if (threadIdx.x == 0) {
+        mbarrier_arrive_expect(shared.exchange.arrived, own_units * CLUSTER * shared.exchange.UNIT_BYTES);
+      }
+      __syncwarp();
+      cluster_arrive<false>();  // waited for when there is something to send
+    }
+    if (drained) {
+      cp_async_wait<0>();
+    } else {
+      cp_async_wait<AHEAD - 1>();
+    }
+    __syncthreads();  // the rows are there
+    const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(shared.streaming.query[query_buffer],
+                                                                                  warp_row);
+    go_ahead();
+
+    OnlineSoftmax<ROW_TILES> softmax;
+    float o[ROW_TILES][COLUMNS / 8][4] = {};
+    if (segment.work.part == 0 && group == 0) masked.add_sinks(softmax);
+    for (int i = 0; i < segment.count; ++i, ++step) {
+      cp_async_wait<AHEAD - 1>();
+      group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads the one before any more
+      load();
+      go_ahead();
+      const int first_key = segment.first_key(i, group);
+      if (first_key >= segment.end || first_key + BLOCK_N <= segment.from) continue;
+      const Stage<C>& stage = ring[step % STAGES];
+      float s[ROW_TILES][BLOCK_N / 8][4];
+      multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, stage.key, 0);
+      masked.template apply<BLOCK_N>(s, first_key);
+      softmax.template update<BLOCK_N, COLUMNS>(s, o, 1.0f);
+      multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, s, stage.value, 0);
+    }
+    if (!is_ahead) segment.misplaced |= loading.misplaced;
+    const int misplaced = __any_sync(FULL_WARP, segment.misplaced);
+    if (lane_index() == 0) shared.misplaced[threadIdx.x / 32] = misplaced;
+    if constexpr (C::FLOWS) {
+      group_sync<C::GROUP_THREADS, WARPS_N>(group);  // the group is done with its last tile
+    } else {
+      cp_async_wait<0>();
+      __syncthreads();  // all groups are done with their tiles
+    }
+
+    // The stage of the tile before the next one is free.
+    const int free_stage = (step + STAGES - 1) % STAGES;
+    const auto part_of = [&](int g) -> float* {
+      if constexpr (C::FLOWS) return shared.streaming.ring[g][free_stage].part;
+      return shared.combining.part[g];
+    };
+    constexpr int UNITS = COLUMNS / 4;
+#pragma unroll
+    for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = warp_row + 16 * t + 8 * half + lane_index() / 4;
+        const float sum = softmax.total(t, half);
+        if (lane_index() % 4 == 0) shared.stats[group][r] = {softmax.stabilizer[t][half], sum};
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; ++n) {
+          const Vector<float, 2> pair = {{o[t][n][2 * half], o[t][n][2 * half + 1]}};
+          *reinterpret_cast<Vector<float, 2>*>(part_of(group) + place_in_part<C>(r, 8 * n + lane_index() % 4 * 2)) =
+              pair;
+        }
+      }
+    }
+    __syncthreads();
+    bool is_wrong = false;
+    if constexpr (LAYOUT != CONTIGUOUS) {
+#pragma unroll
+      for (int w = 0; w < WARPS_M * WARPS_N; ++w) is_wrong |= shared.misplaced[w] != 0;
+    }
+
+    const auto store = [&](int r, int column, const Values4& values, const RowStats& stats) {
+      if (column < HEAD_DIM) {
+        const float inverse = normalizer(stats.sum);
+        const Vector<uint32, 2> packed = {pack<T>(values.data[0] * inverse, values.data[1] * inverse),
+                                          pack<T>(values.data[2] * inverse, values.data[3] * inverse)};
+        *reinterpret_cast<Vector<uint32, 2>*>(place.at(static_cast<T*>(params.out), params.out_strides, r) + column) =
+            packed;
+      }
+      if (params.lse != nullptr && column == 0) *place.lse(params, r) = log_sum_exp(stats.stabilizer, stats.sum);
+    };
+    if constexpr (CLUSTER > 1) cluster_wait();  // the others' barriers are set up
+    const Partials<C> partials(params);
+    for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
+      const int r = i / UNITS, column = i % UNITS * 4;
+      RowStats stats;
+      const Values4 values = combine_parts<WARPS_N>(
+          stats, [&](int part) { return shared.stats[part][r]; },
+          [&](int part) { return *reinterpret_cast<const Values4*>(part_of(part) + place_in_part<C>(r, column)); });
+      if (is_wrong) stats.sum = __uint_as_float(0x7fffffffu);  // NaN: never a value of memory that is not the cache's
+      if constexpr (CLUSTER > 1) {
+        const int to = i / units_each, unit = i % units_each;
+        const ClusterAddress arrived = peer_address(&shared.exchange.arrived, to);
+        store_async(peer_address(&shared.exchange.values[segment.work.part][unit], to), values.data[0], values.data[1],
+                    values.data[2], values.data[3], arrived);
+        store_async(peer_address(&shared.exchange.stats[segment.work.part][unit], to), stats.stabilizer, stats.sum,
+                    arrived);
+      } else if (segment.work.parts == 1) {
+        store(r, column, values, stats);
+      } else {
+        *partials.values(segment.work.owner, segment.work.part, r, column) = values;
+        if (column == 0) *partials.stats(segment.work.owner, segment.work.part, r) = stats;
+      }
+    }
+    if constexpr (CLUSTER > 1) {
+      mbarrier_wait_cluster(shared.exchange.arrived, 0);
+      for (int unit = threadIdx.x; unit < own_units; unit += C::THREADS) {
+        const int i = segment.work.part * units_each + unit;
+        RowStats stats;
+        const Values4 values = combine_parts<CLUSTER>(
+            stats, [&](int part) { return shared.exchange.stats[part][unit]; },
+            [&](int part) { return shared.exchange.values[part][unit]; });
+        store(i / UNITS, i % UNITS * 4, values, stats);
+      }
+      return;
+    }
+    if (segment.work.parts > 1) {
+      __syncthreads();
+      if (threadIdx.x == 0) {  // its fences order what the others wrote before the barrier, and read after the next
+        uint32& arrivals = params.arrivals[segment.work.owner];
+        __threadfence();
+        shared.is_last = atomicAdd(&arrivals, 1u) == static_cast<uint32>(segment.work.parts - 1);
+        __threadfence();
+        if (shared.is_last) arrivals = 0;  // for the next launch
+      }
+      __syncthreads();
+      if (shared.is_last) {
+        for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
+          const int r = i / UNITS, column = i % UNITS * 4;
+          RowStats stats;
+          const Values4 values = combine_many(
+              stats, segment.work.parts, [&](int part) { return *partials.stats(segment.work.owner, part, r); },
+              [&](int part) { return *partials.values(segment.work.owner, part, r, column); });
+          store(r, column, values, stats);
+        }
+      }
+    }
+    __syncthreads();  // before the next tiles come
+    if (is_ahead) {
+      query_buffer = 1 - query_buffer, is_ahead = false;
+    } else {
+      if (!more || !scheduler.next(work)) return;
+      loading = OwnSegment(params, work);
+      begin_loading(query_buffer);
+    }
+    segment = loading;
+    drained = false;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      if (loaded < min(AHEAD, loading.count)) load(), drained = true;
+    }
+    if (loaded == 0) cp_async_commit(), drained = true;
+  }
+}
+
+}  // namespace microsdpa::ampere::varlen

@@ -1,0 +1,138 @@
+// Which part of a call a CTA computes: found on the device, from the sequences' lengths.
+#pragma once
+
+#include "../../common/softmax.cuh"
+#include "sequence.cuh"
+
+namespace microsdpa::ampere::varlen {
+
+// A tile of rows of one key head, and tiles of its keys.
+struct WorkTile {
+  int b, head_kv, first_row;
+  int first_tile, end_tile;  // of keys
+  int part, parts;           // of those that share the rows; one alone stores the output
+  int owner;                 // the CTA that has the first of them
+};
+
+// Every sequence has tiles of rows, these have key heads, and these have tiles of keys, all numbered one after the
+// other. With divides_keys every CTA has as many of them as any other, whoever they belong to; else a CTA has all keys
+// of one tile of rows. A warp finds its CTA's part alone: nothing is shared.
+template <typename MASKS, int PACK, int BLOCK_M, int TILE>
+class TileScheduler {
+ public:
+  __device__ __forceinline__ explicit TileScheduler(const VarlenParams& params) : params_(params) {
+    int total = 0;
+    for (int b = lane(); b < params.batch; b += 32) total += Extent(params, b).count();
+    for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(FULL_WARP, total, offset);
+    each_ = params.divides_keys ? max(1, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x)) : 1;
+    at_ = min(total, static_cast<int>(blockIdx.x) * each_);
+    end_ = min(total, at_ + each_);
+    if (at_ < end_) seek();
+  }
+
+  // Whether there is a further tile, which this gives and goes on from.
+  __device__ __forceinline__ bool next(WorkTile& work) {
+    if (at_ >= end_) return false;
+    Extent extent(params_, sequence_);
+    while (at_ >= begin_ + extent.count()) {
+      begin_ += extent.count();
+      extent = Extent(params_, ++sequence_);
+    }
+    const int unit = (at_ - begin_) / extent.weight;  // a tile of rows of a key head
+    const int unit_begin = begin_ + unit * extent.weight, unit_end = unit_begin + extent.weight;
+    const int stop = min(end_, unit_end);
+    work.b = sequence_;
+    work.head_kv = unit % params_.heads_kv;
+    // Under a causal mask the longest tiles come first.
+    work.first_row = (extent.row_tiles - 1 - unit / params_.heads_kv) * BLOCK_M;
+    work.owner = unit_begin / each_;
+    work.parts = (unit_end - 1) / each_ - work.owner + 1;
+    work.part = static_cast<int>(blockIdx.x) - work.owner;
+    work.first_tile = extent.first_tile + (params_.divides_keys ? at_ - unit_begin : 0);
+    work.end_tile = extent.first_tile + (params_.divides_keys ? stop - unit_begin : extent.tiles);
+    at_ = stop;
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+
+  struct Extent {
+    int row_tiles, first_tile, tiles;
+    int weight;  // what a tile of rows counts
+    int heads_kv;
+
+    __device__ __forceinline__ Extent(const VarlenParams& params, int b) : heads_kv(params.heads_kv) {
+      const Sequence sequence(params, b);
+      row_tiles = (sequence.queries * PACK + BLOCK_M - 1) / BLOCK_M;
+      // A sequence without keys has an empty tile: somebody writes its output.
+      first_tile = min(Visibility<MASKS, PACK>(sequence).first(params, 0), max(sequence.keys - 1, 0)) / TILE;
+      tiles = max(1, (sequence.keys + TILE - 1) / TILE - first_tile);
+      weight = params.divides_keys ? tiles : 1;
+    }
+    __device__ __forceinline__ int count() const { return row_tiles * heads_kv * weight; }
+  };
+
+  // Finds the sequence that at_ lies in.
+  __device__ __forceinline__ void seek() {
+    for (int first = 0;; first += 32) {
+      const int b = first + lane();
+      const int own = b < params_.batch ? Extent(params_, b).count() : 0;
+      int sum = own;
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int before = __shfl_up_sync(FULL_WARP, sum, offset);
+        if (lane() >= offset) sum += before;
+      }
+      const unsigned past = __ballot_sync(FULL_WARP, begin_ + sum > at_);
+      if (past == 0) {
+        begin_ += __shfl_sync(FULL_WARP, sum, 31);
+        continue;
+      }
+      const int found = __ffs(past) - 1;
+      sequence_ = first + found;
+      begin_ += __shfl_sync(FULL_WARP, sum - own, found);
+      return;
+    }
+  }
+
+  const VarlenParams& params_;
+  int each_, at_, end_;
+  int sequence_ = 0, begin_ = 0;  // where at_ is, and where that sequence begins
+};
+
+// The clusters of a launch each have the only tile of rows of a sequence and key head: [CLUSTER, H_kv, B].
+struct ClusterScheduler {
+  bool done = false;
+
+  __device__ __forceinline__ explicit ClusterScheduler(const VarlenParams&) {}
+  __device__ __forceinline__ bool next(WorkTile& work) {
+    if (done) return false;
+    done = true;
+    work = {static_cast<int>(blockIdx.z),
+            static_cast<int>(blockIdx.y),
+            0,
+            0,
+            LAST_TILE,
+            static_cast<int>(blockIdx.x),
+            1,
+            0};
+    return true;
+  }
+
+ private:
+  static constexpr int LAST_TILE = 0x7fffffff;
+};
+
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int CLUSTER>
+struct SchedulerOf {
+  using Type = ClusterScheduler;
+};
+template <typename MASKS, int PACK, int BLOCK_M, int TILE>
+struct SchedulerOf<MASKS, PACK, BLOCK_M, TILE, 1> {
+  using Type = TileScheduler<MASKS, PACK, BLOCK_M, TILE>;
+};
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int CLUSTER>
+using Scheduler = typename SchedulerOf<MASKS, PACK, BLOCK_M, TILE, CLUSTER>::Type;
+
+}  // namespace microsdpa::ampere::varlen

@@ -1,0 +1,103 @@
+// Tiles of ampere/varlen, what a CTA keeps in shared memory, and what it leaves in the workspace.
+#pragma once
+
+#include "../../common/combine.cuh"
+#include "../../common/swizzle.cuh"
+#include "../../common/varlen_params.cuh"
+#include "../../ptx/mbarrier.cuh"
+
+namespace microsdpa::ampere::varlen {
+
+// COLUMNS are HEAD_DIM, up to the next multiple of 16; those past HEAD_DIM are zeros.
+template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int STAGES_>
+struct Tiles {
+  using T = ELEMENT;
+  static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = (HEAD_DIM + 15) / 16 * 16;
+  static constexpr int BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_;
+  static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
+  static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS_M;
+  static constexpr int GROUP_THREADS = 32 * WARPS_M, THREADS = GROUP_THREADS * WARPS_N;
+  static constexpr int TILE = BLOCK_N * WARPS_N;  // keys of all groups together
+  using QueryTile = SwizzledTile<T, BLOCK_M, COLUMNS>;
+  using KeyTile = SwizzledTile<T, BLOCK_N, COLUMNS>;
+  // Whether a group's result fits one stage of its ring: then the others are filled for the next tile of rows
+  // meanwhile.
+  static constexpr bool FLOWS = BLOCK_N >= BLOCK_M;
+};
+
+// A stage of a ring: keys and their values.
+template <typename C>
+union Stage {
+  struct {
+    typename C::KeyTile key, value;
+  };
+  float part[C::BLOCK_N * C::COLUMNS];  // the group's result, where it fits
+};
+
+template <typename C>
+struct Streaming {
+  typename C::QueryTile query[C::FLOWS ? 2 : 1];
+  Stage<C> ring[C::WARPS_N][C::STAGES];
+};
+
+// The groups' results where they do not fit a stage: over the tiles that nobody needs any more.
+template <typename C>
+struct Combining {
+  alignas(16) float part[C::FLOWS ? 1 : C::WARPS_N][C::FLOWS ? 4 : C::BLOCK_M * C::COLUMNS];
+};
+
+// Where the column of a row lies in a group's result: four rows of a quad's eight floats, which half a warp stores at
+// once, are in different banks.
+template <typename C>
+__device__ __forceinline__ int place_in_part(int r, int column) {
+  return r * C::COLUMNS + (C::COLUMNS % 32 == 0 ? column ^ r % 4 * 8 : column);
+}
+
+// What a CTA gets from those of its cluster: every part of the output that it finishes, four columns per unit.
+template <typename C, int PARTS>
+struct Exchange {
+  static constexpr int UNITS = C::BLOCK_M * C::COLUMNS / 4 / PARTS;
+  static constexpr int UNIT_BYTES = sizeof(Values4) + sizeof(RowStats);
+  Values4 values[PARTS][UNITS];
+  RowStats stats[PARTS][UNITS];
+  Mbarrier arrived;
+};
+
+template <typename C>
+struct Exchange<C, 1> {};
+
+template <typename C, int CLUSTER>
+struct Shared {
+  union {
+    Streaming<C> streaming;
+    Combining<C> combining;
+  };
+  RowStats stats[C::WARPS_N][C::BLOCK_M];  // of the groups' results
+  Exchange<C, CLUSTER> exchange;
+  int misplaced[C::WARPS_M * C::WARPS_N];  // whether a warp met a page that the cache does not have
+  int is_last;                             // whether this CTA's part of the rows was the last one to be ready
+};
+
+// What CTAs leave of rows whose keys they share: O, not divided by l, and the rows' statistics. A CTA has two of them
+// at most: of keys from the first one on, and of keys that another CTA has begun with.
+template <typename C>
+struct Partials {
+  static constexpr int FLOATS = C::BLOCK_M * (C::COLUMNS + 2);
+  float* const workspace;
+
+  __device__ __forceinline__ explicit Partials(const VarlenParams& params)
+      : workspace(static_cast<float*>(params.workspace)) {}
+  __device__ __forceinline__ Values4* values(int owner, int part, int r, int column) const {
+    return reinterpret_cast<Values4*>(base(owner, part) + r * C::COLUMNS + column);
+  }
+  __device__ __forceinline__ RowStats* stats(int owner, int part, int r) const {
+    return reinterpret_cast<RowStats*>(base(owner, part) + C::BLOCK_M * C::COLUMNS) + r;
+  }
+
+ private:
+  __device__ __forceinline__ float* base(int owner, int part) const {
+    return workspace + static_cast<int64>(2 * (owner + part) + (part == 0)) * FLOATS;
+  }
+};
+
+}  // namespace microsdpa::ampere::varlen

@@ -1,0 +1,268 @@
+"""Specifications of the kernel for sequences of many lengths."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from math import ceil
+
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, MaskType, Problem, capability_of, of_any_size
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, refused_head_dim
+
+HEAD_DIMS = range(8, 257, 8)
+MOST_KEYS = 2**29
+"""Keys of a sequence, or of all packed ones: positions and ends of windows are sums of two such numbers."""
+ELEMENT = 2
+"""Bytes of an element."""
+SPILLS = "O and the tiles ahead take every register: some bytes of addresses and masks, once per tile"
+MOST_RESIDENT = 2
+"""CTAs of an SM: more of them would divide keys further than they share memory."""
+
+
+APPEND_THREADS = 128
+ROTARY_COLUMNS = 16
+"""Columns that are rotated are a multiple of it."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding (RoPE) of queries and new keys.
+
+    Attributes:
+        columns: that are rotated, from the first on.
+        interleaved: whether pairs are neighbours; else they are half of `columns` apart.
+        dtype: of cosines and sines.
+    """
+
+    columns: int
+    interleaved: bool
+    dtype: MaskType
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A configuration of ampere/varlen.
+
+    Attributes:
+        block_n: keys of a group's tile.
+        row_tiles: 16-row tiles of queries that a warp owns.
+        warps_m: warps of a group, which share keys.
+        warps_n: groups, each with its own keys.
+        stages: tiles of K and V in shared memory, of each group.
+        cluster: CTAs of a cluster that share the keys of a sequence's only tile of rows; 1 for none.
+        kept: blocks of 16 columns of Q that stay in registers; at most all.
+    """
+
+    block_n: int
+    row_tiles: int
+    warps_m: int
+    warps_n: int
+    stages: int
+    kept: int = 16
+    cluster: int = 1
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a CTA."""
+        return 16 * self.row_tiles * self.warps_m
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def tile(self) -> int:
+        """Keys that the groups of a CTA take at a time."""
+        return self.block_n * self.warps_n
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Dynamic shared memory: the query tile and the rings, or the groups' results that replace them; and flags."""
+        columns = ceil(head_dim / 16) * 16
+        ring = 2 * self.stages * self.block_n * columns * ELEMENT
+        flows = self.block_n >= self.block_m
+        streaming = (2 if flows else 1) * self.block_m * columns * ELEMENT + self.warps_n * ring
+        combining = 0 if flows else self.warps_n * self.block_m * columns * 4
+        stats = 8 * self.warps_n * self.block_m
+        exchange = self.block_m * columns // 4 * (16 + 8) + 8 if self.cluster > 1 else 4
+        flags = 4 * (self.warps_m * self.warps_n + 1)
+        return ceil((ceil(max(streaming, combining) / 128) * 128 + stats + exchange + flags) / 128) * 128
+
+
+FEW, FEW_LARGE = Tiling(16, 1, 1, 4, 3), Tiling(16, 1, 1, 4, 3, kept=0)
+SOME, SOME_LARGE = Tiling(16, 2, 1, 8, 3, kept=0), Tiling(32, 1, 2, 2, 2, kept=0)
+MANY, PROMPTS = Tiling(16, 2, 2, 4, 3, kept=0), Tiling(64, 1, 4, 1, 2, kept=0)
+ONE = Tiling(16, 1, 1, 8, 3)
+"""Tiles for up to 16 rows of a sequence, for up to 32, up to 64, and more; for head dimensions over 128; and for one
+sequence of few rows."""
+FEW_KEYS = 1024
+"""Keys of one sequence up to which four warps of a cluster's CTAs are as fast as eight."""
+
+
+CLUSTERS = {8: 15, 4: 30, 2: 66}
+"""How many clusters of so many CTAs, one an SM, an H200 holds at a time."""
+CLUSTERED_KEYS = 8192
+"""Keys of a sequence up to which the CTAs of such clusters read them as fast as all CTAs do."""
+
+
+def tiling_of(problem: Problem) -> Tiling:
+    """The tiles for a problem, by the rows that a sequence has of a key head; and clusters for one sequence."""
+    tiling = _tiles_of(problem)
+    one_tile = problem.seqlen_q * problem.heads // problem.heads_kv <= tiling.block_m
+    if (
+        capability_of(problem.target) != (9, 0)
+        or problem.batch > 1
+        or not one_tile
+        or problem.seqlen_k > CLUSTERED_KEYS
+    ):
+        return tiling
+    for cluster, most in CLUSTERS.items():
+        wide = tiling == FEW and problem.seqlen_k > FEW_KEYS
+        clustered = replace(ONE if wide else tiling, cluster=cluster)
+        fits = clustered.shared_bytes(problem.head_dim) <= chip_of(problem.target).shared_per_cta
+        if fits and problem.heads_kv <= most and tiling.block_m * problem.head_dim % (4 * cluster) == 0:
+            return clustered
+    return tiling
+
+
+def _tiles_of(problem: Problem) -> Tiling:
+    """The tiles for a problem, without clusters."""
+    rows, large = problem.seqlen_q * problem.heads // problem.heads_kv, problem.head_dim > 128
+    if rows <= 16:
+        tiling = FEW_LARGE if large else FEW
+    elif large:
+        tiling = SOME_LARGE
+    else:
+        # A group of two warps copies 32 rows of 16 columns at a time: its tiles have fewer.
+        tiling = SOME if rows <= 32 or ceil(problem.head_dim / 16) % 2 else MANY if rows <= 64 else PROMPTS
+    shared = chip_of(problem.target).shared_per_cta
+    while tiling.shared_bytes(problem.head_dim) > shared:  # where a chip has less of it
+        if tiling.stages > 2:
+            tiling = replace(tiling, stages=tiling.stages - 1)
+        else:
+            tiling = replace(tiling, warps_n=tiling.warps_n // 2)
+    return tiling
+
+
+def forward(problem: Problem) -> KernelSpec | Rejection:
+    """The kernel for packed tensors and paged caches."""
+    if capability_of(problem.target) < (8, 0):
+        return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
+    if problem.head_dim not in HEAD_DIMS:
+        return refused_head_dim(problem.head_dim, HEAD_DIMS, "a multiple of 8 up to 256")
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    return specification(problem, tiling_of(problem))
+
+
+def specification(problem: Problem, tiling: Tiling) -> KernelSpec:
+    """The kernel of one tiling for a problem."""
+    return _specification(of_any_size(problem), tiling, _layout(problem, tiling))
+
+
+def _layout(problem: Problem, tiling: Tiling) -> str:
+    """How keys lie for tiles of so many."""
+    if not problem.varlen:
+        return "CONTIGUOUS"
+    return "ANY_PAGES" if problem.varlen % tiling.block_n else "WHOLE_TILES"
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, tiling: Tiling, layout: str) -> KernelSpec:
+    """specification() for any problem of that kind, whatever its size."""
+    mask, programmatic = problem.mask or MaskKind(), capability_of(problem.target) >= (9, 0)
+    right = mask.right or problem.causal is not None
+    flags = ", ".join(BOOLEAN[flag] for flag in (mask.left, right, mask.softcap, mask.alibi))
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_N": tiling.block_n,
+        "ROW_TILES": tiling.row_tiles,
+        "WARPS_M": tiling.warps_m,
+        "WARPS_N": tiling.warps_n,
+        "STAGES": tiling.stages,
+        "KEPT": min(tiling.kept, ceil(problem.head_dim / 16)),
+        "PACK": problem.heads // problem.heads_kv,
+        "LAYOUT": f"microsdpa::ampere::varlen::{layout}",
+        "CLUSTER": tiling.cluster,
+        "PROGRAMMATIC": BOOLEAN[programmatic],
+        "MASKS": f"microsdpa::ampere::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
+    }
+    chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim)
+    resident = max(1, min(chip.shared_per_sm // (shared_bytes + 1024), MOST_RESIDENT))
+    return KernelSpec(
+        name="ampere/varlen",
+        source="ampere/varlen/kernel.cu",
+        template="microsdpa::ampere::varlen::attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=tiling.threads,
+        block_m=tiling.block_m,
+        shared_bytes=shared_bytes,
+        local_memory=SPILLS if problem.head_dim > 128 or tiling.row_tiles > 1 or mask.alibi else "",
+        pack=problem.heads // problem.heads_kv,
+        cluster=tiling.cluster,
+        max_ctas=resident * chip.sms,
+        programmatic=programmatic,
+        params="microsdpa::VarlenParams",
+    )
+
+
+def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
+    """The kernel that writes new keys and values to the cache, and rotates them and queries."""
+    programmatic = capability_of(problem.target) >= (9, 0)
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": problem.head_dim,
+        "ROTARY": rotary.columns if rotary else 0,
+        "INTERLEAVED": BOOLEAN[rotary.interleaved if rotary else False],
+        "ANGLE": CPP_TYPE[rotary.dtype if rotary else "float32"],
+        "PAGED": BOOLEAN[problem.varlen != 0],
+        "PROGRAMMATIC": BOOLEAN[programmatic],
+    }
+    return KernelSpec(
+        name="ampere/varlen",
+        source="ampere/varlen/append.cu",
+        template="microsdpa::ampere::varlen::append",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=APPEND_THREADS,
+        block_m=1,
+        programmatic=programmatic,
+        params="microsdpa::AppendParams",
+    )
+
+
+def append_grid(problem: Problem, queries: int, new_keys: bool, rotates: bool) -> Grid:
+    """CTAs that append and rotate: a thread for every 16 bytes."""
+    rows = (2 * problem.heads_kv if new_keys else 0) + (problem.heads if rotates else 0)
+    return ceil(queries * rows * (problem.head_dim // 8) / APPEND_THREADS), 1, 1
+
+
+def workspace_bytes(spec: KernelSpec) -> int:
+    """Scratch memory of a call whose keys are divided: two partial outputs for each CTA."""
+    head_dim = dict(spec.template_args)["HEAD_DIM"]
+    columns = ceil(int(head_dim) / 16) * 16
+    return 2 * spec.max_ctas * spec.block_m * (columns + 2) * 4
+
+
+def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
+    """Whether CTAs take equal parts of all keys, for `queries` of all sequences together.
+
+    They do where a sequence has one tile of rows, as in decoding, and where there are fewer tiles than CTAs. Else each
+    CTA takes a tile, with the keys that it sees.
+    """
+    if spec.cluster > 1:
+        return False
+    one = problem.seqlen_q * spec.pack <= spec.block_m
+    return one or ceil(queries * spec.pack / spec.block_m) * problem.heads_kv <= spec.max_ctas
+
+
+def grid_of(spec: KernelSpec, problem: Problem, queries: int) -> Grid:
+    """CTAs of a launch: as many as run at a time, one for every tile of rows that there may be, or clusters."""
+    if spec.cluster > 1:
+        return spec.cluster, problem.heads_kv, problem.batch
+    if divides_keys(spec, problem, queries):
+        return spec.max_ctas, 1, 1
+    return (queries * spec.pack // spec.block_m + problem.batch) * problem.heads_kv, 1, 1

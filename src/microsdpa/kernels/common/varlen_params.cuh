@@ -1,0 +1,68 @@
+// The parameter of kernels for sequences of many lengths: packed tensors and paged caches.
+#pragma once
+
+#include "params.cuh"
+
+namespace microsdpa {
+
+// Sequence b has queries `query_offsets[b]` to `query_offsets[b + 1]` of packed Q, or all of its row of dense Q. Its
+// keys are those of its pages, of packed K or of its row of dense K, `lengths[b]` of them at most. Whatever the device
+// says is brought into the bounds that the host knows.
+struct VarlenParams {
+  const void* query;           // [queries, H, D] packed, or [B, S_q, H, D]
+  const void* key;             // [pages, page, H_kv, D], [keys, H_kv, D] packed, or [B, S_k, H_kv, D]
+  const void* value;           // like key
+  void* out;                   // like query
+  float* lse;                  // [H, queries] packed, or [B, H, S_q]; null when not wanted
+  void* workspace;             // partial outputs, two for each CTA
+  uint32* arrivals;            // of parts that are combined, one for each CTA; zero between launches
+  const int32* query_offsets;  // [B + 1]; null for dense Q
+  const int32* key_offsets;    // [B + 1]; null unless K is packed
+  const int32* lengths;        // [B]: keys of each sequence; null for all that there are
+  const int32* page_table;     // [B, n]; null without pages
+  const float* slopes;         // [B, H]: ALiBi's; null when there are none
+  const void* sinks;           // [H]: a logit of each head; null when there are none
+  Strides query_strides;
+  Strides key_strides;  // `batch` is from page to page, or from sequence to sequence
+  Strides value_strides;
+  Strides out_strides;
+  int64 lse_batch_stride;
+  int64 lse_head_stride;
+  int64 slope_batch_stride;
+  int64 slope_head_stride;
+  int64 sink_head_stride;
+  int64 table_stride;  // from sequence to sequence
+  uint64 page_factor;  // a key's page is key * page_factor >> page_shift
+  int32 page_shift;
+  int32 page_size;
+  int32 pages;      // of the cache
+  int32 most_keys;  // of a sequence, or of all packed ones
+  int32 most_queries;
+  int32 batch;
+  int32 heads;
+  int32 heads_kv;
+  int32 left;          // a query at key p sees keys from p - left
+  int32 right;         // to p + right
+  int32 appends;        // whether a sequence's keys are `lengths` and one for each of its queries, which come after them
+  int32 divides_keys;  // whether CTAs take equal parts of all keys, or each a tile of queries
+  float scale_log2;    // softmax scale times log2(e)
+  float softcap_log2;   // times log2(e)
+};
+
+// What the kernel gets that writes new keys and values to a cache, and rotates queries and new keys, before attention.
+struct AppendParams {
+  VarlenParams call;       // its query is not rotated yet
+  const void* new_key;     // [queries, H_kv, D] packed, or [B, S_q, H_kv, D]; null where there are none
+  const void* new_value;   // like new_key
+  const void* rotary_cos;  // [positions, ROTARY / 2]
+  const void* rotary_sin;  // [positions, ROTARY / 2]
+  void* rotated;           // [queries, H, D]: rotated queries
+  Strides new_key_strides;
+  Strides new_value_strides;
+  int64 cos_stride;  // from position to position
+  int64 sin_stride;
+  int32 positions;
+  int32 queries;  // of all sequences
+};
+
+}  // namespace microsdpa

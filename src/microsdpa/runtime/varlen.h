@@ -1,0 +1,300 @@
+// Calls with sequences of many lengths: their key, which has no sizes that change from call to call, and their launch.
+#pragma once
+
+#include <algorithm>
+
+#include "arrivals.h"
+#include "framework.h"
+#include "plan.h"
+
+namespace microsdpa {
+
+// Numbers that the kernel's 32 bits have room for; MOST_KEYS of kernels/ampere/varlen/spec.py, and MOST_WORK of
+// call/sequences.py.
+constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
+constexpr std::int64_t FEW_KEYS = 1024, CLUSTERED_KEYS = 8192;  // as in spec.py
+constexpr std::int64_t LARGEST_GRANULARITY = 64;                // as in sequences.py
+
+// Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.
+inline Strides row_strides(const DLTensor& tensor) {
+  const int row = tensor.ndim - 3;
+  return {row && tensor.shape[0] > 1 ? tensor.strides[0] : 0, tensor.strides[row + 1], tensor.strides[row]};
+}
+
+// Whether a tensor has so many dimensions, heads and columns, elements of `dtype` and rows on 16 bytes.
+inline bool has_rows(const DLTensor& tensor, int rank, std::int64_t heads, std::int64_t head_dim,
+                     const DLTensor& like) {
+  if (tensor.ndim != rank || !tensor.strides || !address(tensor)) return false;
+  if (tensor.shape[rank - 2] != heads || tensor.shape[rank - 1] != head_dim || tensor.strides[rank - 1] != 1) {
+    return false;
+  }
+  if (TensorKey::pack(tensor.dtype, tensor.device) != TensorKey::pack(like.dtype, like.device)) return false;
+  std::uint64_t bits = address(tensor);
+  for (int i = 0; i < rank - 1; ++i) {
+    if (tensor.shape[i] > 1) bits |= std::uint64_t(tensor.strides[i]) * 2;
+  }
+  return bits % 16 == 0;
+}
+
+// Whether a tensor, if there is one, is of int32 and has `size` numbers, or `size` rows of numbers.
+inline bool has_integers(const DLTensor* tensor, int rank, std::int64_t size, const DLDevice& device) {
+  if (!tensor) return true;
+  if (tensor->ndim != rank || tensor->shape[0] != size || !tensor->strides || !address(*tensor)) return false;
+  if (tensor->shape[rank - 1] > 1 && tensor->strides[rank - 1] != 1) return false;
+  return TensorKey::pack(tensor->dtype, tensor->device) == TensorKey::pack({kDLInt, 32, 1}, device);
+}
+
+// One past the last byte that a tensor reaches.
+inline std::uintptr_t end_of(const DLTensor& tensor) {
+  std::int64_t last = 0;
+  for (int i = 0; i < tensor.ndim; ++i) last += (tensor.shape[i] - 1) * tensor.strides[i];
+  return address(tensor) + (last + 1) * tensor.dtype.bits / 8;
+}
+
+// Whether a tensor that is written to meets another one of the call, but for those of `except`.
+inline bool meets_others(const DLTensor& written, const Arguments& arguments, std::uint64_t except) {
+  for (int i = 0; i < GIVEN_OPERANDS; ++i) {
+    const DLTensor* other = arguments.tensors[i];
+    if (!other || except >> i & 1) continue;
+    if (address(written) < end_of(*other) && address(*other) < end_of(written)) return true;
+  }
+  return false;
+}
+
+// Whether elements of a tensor may have memory of their own: no dimension is broadcast.
+inline bool is_written_once(const DLTensor& tensor) {
+  for (int i = 0; i < tensor.ndim; ++i) {
+    if (tensor.shape[i] > 1 && tensor.strides[i] < 1) return false;
+  }
+  return true;
+}
+
+// Reads what is appended to a cache, and how it is rotated, into a call whose other parts are read; false as parse().
+inline bool parse_append(const Arguments& arguments, Call& call) {
+  const DLTensor *query = arguments.tensors[QUERY], *key = arguments.tensors[KEY], *value = arguments.tensors[VALUE];
+  const DLTensor *new_key = arguments.tensors[NEW_KEY], *new_value = arguments.tensors[NEW_VALUE];
+  const DLTensor *cos = arguments.tensors[ROTARY_COS], *sin = arguments.tensors[ROTARY_SIN];
+  AppendParams& p = call.varlen;
+  if (!arguments.tensors[LENGTHS] || arguments.tensors[KEY_OFFSETS]) return false;
+  if (!new_key != !new_value || !cos != !sin) return false;
+  const int rank = query->ndim;
+  const std::int64_t head_dim = query->shape[rank - 1];
+  if (new_key) {
+    for (const DLTensor* tensor : {new_key, new_value}) {
+      if (!has_rows(*tensor, rank, p.call.heads_kv, head_dim, *query)) return false;
+      for (int i = 0; i < rank - 2; ++i) {
+        if (tensor->shape[i] != query->shape[i]) return false;
+      }
+    }
+    constexpr std::uint64_t CACHE = 1u << KEY | 1u << VALUE;
+    for (const DLTensor* tensor : {key, value}) {
+      if (!is_written_once(*tensor) || meets_others(*tensor, arguments, CACHE)) return false;
+    }
+    p.new_key = reinterpret_cast<const void*>(address(*new_key));
+    p.new_value = reinterpret_cast<const void*>(address(*new_value));
+    p.new_key_strides = row_strides(*new_key), p.new_value_strides = row_strides(*new_value);
+    p.call.appends = 1;
+  }
+  if (cos) {
+    for (const DLTensor* tensor : {cos, sin}) {
+      if (tensor->ndim != 2 || !tensor->strides || !address(*tensor) || tensor->strides[1] != 1) return false;
+      if (tensor->shape[0] < 1 || tensor->shape[0] > MOST_KEYS || tensor->shape[0] != cos->shape[0]) return false;
+      if (tensor->shape[1] != cos->shape[1]) return false;
+      if (TensorKey::pack(tensor->dtype, tensor->device) != TensorKey::pack(cos->dtype, query->device)) return false;
+    }
+    call.key.tensors[VALUE] = {{cos->shape[1]}, {}, TensorKey::pack(cos->dtype, cos->device)};
+    p.rotary_cos = reinterpret_cast<const void*>(address(*cos));
+    p.rotary_sin = reinterpret_cast<const void*>(address(*sin));
+    p.cos_stride = cos->strides[0], p.sin_stride = sin->strides[0];
+    p.positions = static_cast<int32>(cos->shape[0]);
+  }
+  return true;
+}
+
+// What tiles are chosen for: at most so many queries of a sequence, rounded up. most_queries() of call/sequences.py.
+inline std::int64_t rounded_queries(std::int64_t most) {
+  std::int64_t rounded = 1;
+  while (rounded < most) rounded *= 2;
+  return rounded;
+}
+
+inline bool parse_varlen(const Arguments& arguments, Call& call) {
+  const DLTensor *query = arguments.tensors[QUERY], *key = arguments.tensors[KEY], *value = arguments.tensors[VALUE];
+  const DLTensor *out = arguments.tensors[OUT], *table = arguments.tensors[PAGE_TABLE];
+  const DLTensor *query_offsets = arguments.tensors[QUERY_OFFSETS], *key_offsets = arguments.tensors[KEY_OFFSETS];
+  const DLTensor *slopes = arguments.tensors[SLOPES], *sinks = arguments.tensors[SINKS];
+  const int query_rank = query_offsets ? 3 : 4, key_rank = key_offsets ? 3 : 4;
+  if (!query || !key || !value || !out || query->device.device_type != kDLCUDA || arguments.tensors[MASK]) return false;
+  if (query->dtype.bits != 16 || query->ndim != query_rank || key->ndim != key_rank || (table && key_offsets)) {
+    return false;
+  }
+  const std::int64_t heads = query->shape[query_rank - 2], head_dim = query->shape[query_rank - 1];
+  const std::int64_t heads_kv = key->shape[key_rank - 2];
+  if (heads_kv < 1 || heads < 1 || heads % heads_kv) return false;
+  if (!has_rows(*query, query_rank, heads, head_dim, *query) || !has_rows(*out, query_rank, heads, head_dim, *query) ||
+      !has_rows(*key, key_rank, heads_kv, head_dim, *query) ||
+      !has_rows(*value, key_rank, heads_kv, head_dim, *query)) {
+    return false;
+  }
+  for (int i = 0; i < query_rank; ++i) {
+    if (query->shape[i] != out->shape[i] || query->shape[i] < 1) return false;
+  }
+  for (int i = 0; i < key_rank; ++i) {
+    if (key->shape[i] != value->shape[i] || key->shape[i] < 1) return false;
+  }
+  if (query_offsets && (query_offsets->ndim != 1 || query_offsets->shape[0] < 2)) return false;
+  const std::int64_t batch = query_offsets ? query_offsets->shape[0] - 1 : query->shape[0];
+  if (!has_integers(query_offsets, 1, batch + 1, query->device) ||
+      !has_integers(key_offsets, 1, batch + 1, query->device) || !has_integers(table, 2, batch, query->device) ||
+      !has_integers(arguments.tensors[LENGTHS], 1, batch, query->device)) {
+    return false;
+  }
+  if (!table && !key_offsets && key->shape[0] != batch) return false;
+  const std::int64_t queries = query_offsets ? query->shape[0] : batch * query->shape[1];
+  const std::int64_t page_size = table ? key->shape[1] : 1;
+  const std::int64_t most_keys = table ? table->shape[1] * page_size : key->shape[key_offsets ? 0 : 1];
+  const std::int64_t rows = (queries * heads + 15) / 16 + batch * heads_kv;
+  if (most_keys < 1 || most_keys > MOST_KEYS || queries > MOST_KEYS || arguments.max_queries < 0) return false;
+  if (rows * ((most_keys + 31) / 32) > MOST_WORK) return false;
+  if (!is_written_once(*out) || meets_others(*out, arguments, 1u << OUT)) return false;
+
+  call.varlen = AppendParams{};
+  VarlenParams& p = call.varlen.call;
+  CallKey& k = call.key;
+  std::memset(k.tensors, 0, sizeof(k.tensors));
+  k.alignment = k.mask_alignment = 16, k.given = 0;
+  k.left = arguments.left != -1, k.right = arguments.right != -1, k.capped = arguments.capped;
+  if (arguments.left < -1 || arguments.right < -1) return false;
+  for (int i = MASK; i < GIVEN_OPERANDS; ++i) k.given |= std::int64_t(arguments.tensors[i] != nullptr) << i;
+  const std::int64_t hint =
+      arguments.max_queries && batch > 1 ? std::min(arguments.max_queries, queries) : (queries + batch - 1) / batch;
+  const std::int64_t most = rounded_queries(query_offsets ? hint : query->shape[1]);
+  const std::int64_t clustered = batch > 1 || most_keys > CLUSTERED_KEYS ? 0 : most_keys > FEW_KEYS ? 1 : 2;
+  k.tensors[QUERY] = {{query_rank, most, heads, head_dim}, {clustered}, TensorKey::pack(query->dtype, query->device)};
+  const std::int64_t granularity = table ? std::min(page_size & -page_size, LARGEST_GRANULARITY) : 0;
+  k.tensors[KEY] = {{key_rank, granularity, heads_kv, head_dim}, {}, 0};
+  if (slopes) {
+    const bool each = slopes->ndim == 2;
+    if ((slopes->ndim != 1 && !each) || slopes->shape[slopes->ndim - 1] != heads ||
+        (each && slopes->shape[0] != batch)) {
+      return false;
+    }
+    if (TensorKey::pack(slopes->dtype, slopes->device) != TensorKey::pack({kDLFloat, 32, 1}, query->device))
+      return false;
+    p.slopes = reinterpret_cast<const float*>(address(*slopes));
+    p.slope_batch_stride = each ? slopes->strides[0] : 0;
+    p.slope_head_stride = slopes->strides[slopes->ndim - 1];
+  }
+  if (sinks) {
+    if (sinks->ndim != 1 || sinks->shape[0] != heads || sinks->device.device_type != kDLCUDA) return false;
+    k.tensors[SINKS].dtype_and_device = TensorKey::pack(sinks->dtype, sinks->device);
+    p.sinks = reinterpret_cast<const void*>(address(*sinks));
+    p.sink_head_stride = sinks->strides[0];
+  }
+  call.query = query;
+  const auto integers = [&](int operand) {
+    const DLTensor* tensor = arguments.tensors[operand];
+    return tensor ? reinterpret_cast<const int32*>(address(*tensor)) : nullptr;
+  };
+  p.query = reinterpret_cast<const void*>(address(*query));
+  p.key = reinterpret_cast<const void*>(address(*key));
+  p.value = reinterpret_cast<const void*>(address(*value));
+  p.out = reinterpret_cast<void*>(address(*out));
+  p.query_offsets = integers(QUERY_OFFSETS), p.key_offsets = integers(KEY_OFFSETS);
+  p.lengths = integers(LENGTHS), p.page_table = integers(PAGE_TABLE);
+  p.query_strides = row_strides(*query), p.out_strides = row_strides(*out);
+  p.key_strides = row_strides(*key), p.value_strides = row_strides(*value);
+  p.lse_batch_stride = query_offsets ? 0 : heads * query->shape[1];
+  p.lse_head_stride = query_offsets ? queries : query->shape[1];
+  p.table_stride = table ? table->strides[0] : 0;
+  p.page_shift = 32;
+  while (std::int64_t(1) << (p.page_shift - 32) < page_size) ++p.page_shift;
+  p.page_factor = ((std::uint64_t(1) << p.page_shift) + page_size - 1) / page_size;
+  p.page_size = static_cast<int32>(page_size);
+  p.pages = static_cast<int32>(std::min(key->shape[0], std::int64_t(INT32_MAX)));
+  p.most_keys = static_cast<int32>(most_keys);
+  p.most_queries = static_cast<int32>(query_offsets ? queries : query->shape[1]);
+  p.batch = static_cast<int32>(batch), p.heads = static_cast<int32>(heads), p.heads_kv = static_cast<int32>(heads_kv);
+  p.left = static_cast<int32>(std::min(arguments.left, MOST_KEYS));
+  p.right = k.causal() ? 0 : static_cast<int32>(std::min(arguments.right, MOST_KEYS));
+  call.varlen.queries = static_cast<int32>(queries);
+  constexpr std::int64_t APPENDED = 1 << NEW_KEY | 1 << NEW_VALUE | 1 << ROTARY_COS | 1 << ROTARY_SIN;
+  return !(k.given & APPENDED) || parse_append(arguments, call);
+}
+
+// Finds the CTAs of a launch, and gives whether they take equal parts of all keys; divides_keys() and grid_of() of
+// kernels/ampere/varlen/spec.py say the same.
+inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (&ctas)[3]) {
+  const VarlenParams& p = call.varlen.call;
+  if (launch.cluster > 1) {
+    ctas[0] = static_cast<unsigned>(launch.cluster), ctas[1] = p.heads_kv, ctas[2] = p.batch;
+    return false;
+  }
+  const std::int64_t pack = p.heads / p.heads_kv, most = call.key.tensors[QUERY].shape[1];
+  const std::int64_t queries = call.varlen.queries;
+  const std::int64_t tiles = (queries * pack + launch.block_m - 1) / launch.block_m;
+  const bool divides_keys = most * pack <= launch.block_m || tiles * p.heads_kv <= launch.ctas;
+  ctas[0] = divides_keys ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv;
+  ctas[1] = ctas[2] = 1;
+  return divides_keys;
+}
+
+// The shape of a call's LSE: [H, queries], or [B, H, S_q]; gives its rank.
+inline int varlen_lse_shape(const Call& call, std::int64_t (&shape)[3]) {
+  const VarlenParams& p = call.varlen.call;
+  if (p.query_offsets) return shape[0] = p.heads, shape[1] = p.most_queries, 2;
+  return shape[0] = p.batch, shape[1] = p.heads, shape[2] = p.most_queries, 3;
+}
+
+// The threads of the kernel that appends, each with 16 bytes.
+constexpr int APPEND_THREADS = 128;
+
+// CTAs that append and rotate; append_grid() of kernels/ampere/varlen/spec.py says the same.
+inline unsigned append_ctas(const AppendParams& params, std::int64_t head_dim) {
+  const std::int64_t rows =
+      (params.new_key ? 2 * params.call.heads_kv : 0) + (params.rotary_cos ? params.call.heads : 0);
+  return static_cast<unsigned>((params.queries * rows * (head_dim / 8) + APPEND_THREADS - 1) / APPEND_THREADS);
+}
+
+// Launches a plan for sequences of many lengths; gives what LseArgument does.
+inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted_lse, const Factors& factors) {
+  std::int64_t shape[3];
+  const int rank = varlen_lse_shape(call, shape);
+  const LseArgument lse(wanted_lse, *call.query, shape, rank);
+  VarlenParams& params = call.varlen.call;
+  const std::int64_t head_dim = call.query->shape[call.query->ndim - 1];
+  unsigned ctas[3];
+  const bool divides_keys = varlen_ctas(call, plan.varlen, ctas);
+  const std::int64_t row = params.heads * head_dim;  // of rotated queries
+  const std::int64_t rotated_bytes = call.varlen.rotary_cos ? call.varlen.queries * row * 2 : 0;
+  const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
+  Optional<ffi::Tensor> workspace;
+  if (bytes) {
+    workspace = allocate(&bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
+    params.workspace = workspace.value().data_ptr();
+  }
+  params.lse = reinterpret_cast<float*>(lse.address);
+  params.divides_keys = divides_keys;
+  params.scale_log2 = static_cast<float>(factors.scale * LOG2_E);
+  params.softcap_log2 = static_cast<float>(factors.softcap * LOG2_E);
+  const CUstream stream = current_stream(call.query->device);
+  guarded([&] {
+    ScopedContext current(driver(), plan.context);
+    if (divides_keys) params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));
+    if (plan.kernels.size() > 1) {
+      if (rotated_bytes) {
+        call.varlen.rotated = static_cast<char*>(params.workspace) + (divides_keys ? plan.varlen.workspace_bytes : 0);
+      }
+      const unsigned append[3] = {append_ctas(call.varlen, head_dim), 1, 1};
+      plan.kernels[0].launch.issue(driver(), stream, &call.varlen, call.addresses, append);
+      if (rotated_bytes) {
+        params.query = call.varlen.rotated;
+        params.query_strides = {params.query_offsets ? 0 : params.most_queries * row, head_dim, row};
+      }
+    }
+    plan.kernels.back().launch.issue(driver(), stream, &params, call.addresses, ctas);
+  });
+  return lse.result();
+}
+
+}  // namespace microsdpa

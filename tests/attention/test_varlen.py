@@ -1,0 +1,151 @@
+"""sdpa_varlen on CPU tensors, and the errors of its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from varlen_space import Form, after_appending, appending, assert_right, call
+
+FORMS = {
+    "decode": Form(group=4),
+    "packed": Form(torch.float16, 40, 2, 30, "packed", False, (True, True)),
+    "dense": Form(keys="dense", queries=7, softcap=True, alibi=True),
+    "sinks": Form(torch.float16, queries=3, sinks=torch.float32, window=(True, False)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("seed", range(8))
+def test_any_call(name: str, seed: int) -> None:
+    given = call(FORMS[name], seed)
+    out, lse = microsdpa.sdpa_varlen(**given, return_lse=True)
+    assert_right(out, lse, given)
+    into = torch.full_like(out, torch.nan)
+    assert microsdpa.sdpa_varlen(**given, out=into) is into
+    assert torch.equal(into, out)
+
+
+def test_equal_lengths_are_what_sdpa_computes() -> None:
+    query, key, value = (torch.randn(2, s, h, 64).to(torch.bfloat16) for s, h in ((5, 4), (9, 2), (9, 2)))
+    got = microsdpa.sdpa_varlen(query, key, value, causal=True)
+    plain = microsdpa.sdpa(
+        *(t.transpose(1, 2) for t in (query, key, value)), causal="lower_right", enable_gqa=True
+    ).transpose(1, 2)
+    assert torch.equal(got, plain)
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_nothing_to_compute_gives_zeros(batch: int) -> None:
+    query = torch.zeros(batch, 1, 4, 64, dtype=torch.float16)
+    cache = torch.zeros(0, 16, 4, 64, dtype=torch.float16)
+    table, lengths = torch.zeros(batch, 0, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    out, lse = microsdpa.sdpa_varlen(query, cache, cache, page_table=table, lengths=lengths, return_lse=True)
+    assert out.shape == query.shape
+    assert not out.any()
+    assert lse.shape == (batch, 4, 1)
+    assert lse.isneginf().all()
+
+
+def test_no_packed_queries_give_an_empty_output() -> None:
+    nothing, keys = torch.zeros(0, 4, 64, dtype=torch.float16), torch.zeros(3, 4, 64, dtype=torch.float16)
+    offsets = torch.zeros(3, dtype=torch.int32)
+    out, lse = microsdpa.sdpa_varlen(nothing, keys, keys, query_offsets=offsets, key_offsets=offsets, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 4, 64), (4, 0))
+
+
+def decode(**changes: Any) -> dict[str, Any]:
+    """A call of three sequences on pages."""
+    cache = torch.zeros(9, 16, 2, 64, dtype=torch.float16)
+    integers = {"lengths": torch.ones(3, dtype=torch.int32), "page_table": torch.zeros(3, 2, dtype=torch.int32)}
+    query = torch.zeros(3, 1, 4, 64, dtype=torch.float16)
+    return {"query": query, "key": cache, "value": cache, **integers} | changes
+
+
+HALF = torch.float16
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "lengths of int64": ({"lengths": torch.ones(3, dtype=torch.int64)}, "lengths: expected torch.int32"),
+    "lengths of another batch": ({"lengths": torch.ones(4, dtype=torch.int32)}, r"lengths: expected shape \[B\]"),
+    "lengths in a list": ({"lengths": [1, 2, 3]}, "lengths: expected a torch.Tensor"),
+    "a flat table": ({"page_table": torch.zeros(6, dtype=torch.int32)}, r"page_table: expected shape \[B, n\]"),
+    "a transposed table": (
+        {"page_table": torch.zeros(2, 3, dtype=torch.int32).T},
+        "page_table: expected a stride of 1",
+    ),
+    "packed keys and pages": ({"key_offsets": torch.zeros(4, dtype=torch.int32)}, "key_offsets: expected None"),
+    "packed queries of four dimensions": (
+        {"query_offsets": torch.zeros(4, dtype=torch.int32)},
+        r"query: expected \[queries, H, D\]",
+    ),
+    "no offsets": ({"query": torch.zeros(3, 4, 64, dtype=HALF)}, r"query: expected \[B, S_q, H, D\]"),
+    "value of another shape": ({"value": torch.zeros(9, 16, 1, 64, dtype=HALF)}, "value: expected shape"),
+    "key of another type": ({"key": torch.zeros(9, 16, 2, 64)}, "key: expected torch.float16"),
+    "key of another D": ({"key": torch.zeros(9, 16, 2, 32, dtype=HALF)}, "key: expected a head dimension"),
+    "heads": ({"query": torch.zeros(3, 1, 3, 64, dtype=HALF)}, "key: expected a number of heads that divides"),
+    "no table": ({"page_table": None}, "key: expected 3 sequences"),
+    "a hint of 0": ({"max_queries": 0}, "max_queries: expected None or an integer"),
+    "causal by name": ({"causal": "lower_right"}, "causal: expected a bool"),
+    "a window of one end": ({"window": (3,)}, "window: expected None or"),
+    "a kernel of sdpa": ({"impl": "ampere/mma"}, "impl: expected for sequences of many lengths"),
+    "slopes of another batch": ({"alibi_slopes": torch.zeros(2, 4)}, "alibi_slopes: expected shape"),
+    "out of another shape": ({"out": torch.zeros(3, 1, 2, 64, dtype=HALF)}, "out: expected shape"),
+    "a GPU's kernel": ({"impl": "ampere/varlen"}, "runs on CUDA tensors"),
+    "a gradient": ({"query": torch.zeros(3, 1, 4, 64, dtype=HALF, requires_grad=True)}, "query requires grad"),
+    "too wide a table": ({"page_table": torch.zeros(3, 1, dtype=torch.int32).expand(3, 2**26)}, "stride of 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_name_the_argument(name: str) -> None:
+    changes, words = WRONG[name]
+    with pytest.raises((InvalidArgument, UnsupportedProblem), match=words):
+        microsdpa.sdpa_varlen(**decode(**changes))
+
+
+def test_out_may_not_be_the_table() -> None:
+    memory = torch.zeros(3, 1, 4, 64, dtype=HALF)
+    table = memory.view(torch.int32).view(-1)[:6].view(3, 2)
+    with pytest.raises(InvalidArgument, match="memory that no input uses"):
+        microsdpa.sdpa_varlen(**decode(page_table=table, out=memory))
+
+
+@pytest.mark.parametrize("impl", ["ampere/varlen", "emulate:ampere/varlen"])
+def test_sdpa_does_not_take_its_kernel(impl: str) -> None:
+    tensor = torch.zeros(1, 1, 4, 64, dtype=HALF)
+    with pytest.raises(InvalidArgument, match="impl: expected 'auto'"):
+        microsdpa.sdpa(tensor, tensor, tensor, impl=impl)
+
+
+def test_rows_that_are_not_aligned_are_refused_by_the_kernel() -> None:
+    cache = torch.zeros(9 * 16 * 2 * 65, dtype=HALF).as_strided((9, 16, 2, 64), (16 * 130, 130, 65, 1))
+    with pytest.raises(UnsupportedProblem, match="16 bytes"):
+        microsdpa.sdpa_varlen(**decode(key=cache, value=cache, impl="emulate"))
+
+
+def test_a_head_dimension_that_is_no_multiple_of_8_is_refused_by_the_kernel() -> None:
+    memory = torch.zeros(9, 16, 2, 64, dtype=HALF)[..., :36]
+    with pytest.raises(UnsupportedProblem, match="head_dim 40"):
+        microsdpa.sdpa_varlen(**decode(key=memory, value=memory, query=memory[:3, :1], impl="emulate"))
+
+
+APPENDING = {
+    "decode": (Form(group=4), 0, False),
+    "decode, rotated": (Form(group=4), 64, False),
+    "several tokens, a part rotated in pairs": (Form(torch.float16, 64, 2, 5), 32, True),
+    "rows, rotated": (Form(torch.float16, 64, 2, 3, keys="dense"), 64, False),
+}
+
+
+@pytest.mark.parametrize("name", APPENDING)
+@pytest.mark.parametrize("seed", range(6))
+def test_new_keys_are_written_and_seen(name: str, seed: int) -> None:
+    given = appending(APPENDING[name][0], seed, *APPENDING[name][1:])
+    expected = after_appending(given)
+    out, lse = microsdpa.sdpa_varlen(**given, return_lse=True)
+    torch.testing.assert_close(given["key"], expected["key"], rtol=1e-2, atol=1e-3)
+    assert torch.equal(given["value"], expected["value"])
+    assert_right(out, lse, expected)

@@ -1,0 +1,194 @@
+"""ampere/varlen in the emulator: any lengths, any pages, any masks, against FP64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.execution import choice
+from varlen_space import Form, after_appending, appending, assert_right, call
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FORMS = {
+    "decode": Form(BF16, 64, group=4),
+    "decode, D = 72": Form(FP16, 72, causal=False, keys="dense"),
+    "decode, D = 256": Form(BF16, 256, group=2),
+    "few queries": Form(FP16, 64, group=4, queries=6),
+    "one key head for 64": Form(FP16, 64, group=64),
+    "prompts": Form(FP16, 64, group=2, queries=70, keys="packed"),
+    "prompts on a cache, D = 128": Form(BF16, 128, group=4, queries=40),
+    "prompts, D = 80": Form(BF16, 80, queries=40, keys="packed", causal=False),
+    "prompts, D = 256": Form(FP16, 256, queries=20, keys="dense"),
+    "all masks": Form(BF16, 64, 2, 9, "paged", False, (True, True), True, True, torch.float32),
+    "causal window": Form(FP16, 64, 2, 1, "paged", True, (True, False), sinks=FP16),
+}
+
+
+def emulated(given: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.full_like(given["query"], torch.nan)
+    with scheduled(Schedule(seed, late=seed % 2 == 0)):
+        found = microsdpa.sdpa_varlen(**given, out=out, return_lse=True, impl="emulate")
+    assert isinstance(found, tuple)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_call(name: str, seed: int) -> None:
+    given = call(FORMS[name], seed)
+    assert_right(*emulated(given, seed), given)
+
+
+def cache(pages: int, page: int = 16, heads_kv: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(pages)
+    key, value = (torch.randn(pages, page, heads_kv, 64, generator=generator).to(BF16) for _ in range(2))
+    return key, value
+
+
+def decode(lengths: list[int], table: list[list[int]], pages: int = 200) -> dict[str, Any]:
+    """A decoding call of one query a sequence."""
+    key, value = cache(pages)
+    query = torch.randn(len(lengths), 1, 4, 64, generator=torch.Generator().manual_seed(1)).to(BF16)
+    integers = {
+        "lengths": torch.tensor(lengths, dtype=torch.int32),
+        "page_table": torch.tensor(table, dtype=torch.int32),
+    }
+    return {"query": query, "key": key, "value": value, **integers, "causal": True}
+
+
+def test_the_parts_of_many_ctas_are_combined() -> None:
+    given = decode([3000, 0, 17], [[(7 * i) % 200 for i in range(188)]] * 3)
+    assert_right(*emulated(given), given)
+    one, other = emulated(given, 0), emulated(given, 1)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_pages_past_a_length_are_never_looked_at() -> None:
+    given = decode([20, 16], [[3, 4, -7, 10**6], [5, -1, -1, -1]])
+    assert_right(*emulated(given), given)
+
+
+def test_pages_before_a_window_are_never_looked_at() -> None:
+    given = decode([200], [[-1] * 8 + [1, 2, 3, 4, 5]]) | {"window": (40, -1)}
+    out, lse = emulated(given)
+    table = given["page_table"].clamp(min=0)
+    assert_right(out, lse, given | {"page_table": table})
+
+
+@pytest.mark.parametrize("wrong", [-1, 200, 2**31 - 1])
+def test_a_page_that_the_cache_lacks_gives_nan_and_is_not_read(wrong: int) -> None:
+    given = decode([40, 40], [[1, wrong, 3], [4, 5, 6]])
+    out, lse = emulated(given)
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    right = {
+        name: tensor[1:] if name in ("query", "lengths", "page_table") else tensor for name, tensor in given.items()
+    }
+    assert_right(out[1:], lse[1:], right)
+
+
+def test_lengths_and_offsets_are_brought_into_bounds() -> None:
+    given = decode([-5, 10**6], [[1, 2], [3, 4]])
+    assert_right(*emulated(given), given | {"lengths": torch.tensor([0, 32], dtype=torch.int32)})
+    key, value = cache(4)
+    packed = {
+        "query": torch.ones(3, 1, 64, dtype=BF16),
+        "key": key,
+        "value": value,
+        "lengths": torch.tensor([8, 9]).int(),
+    }
+    packed |= {"page_table": torch.tensor([[0], [1]]).int(), "causal": False}
+    wild = emulated(packed | {"query_offsets": torch.tensor([-4, 1, 99]).int()})
+    tame = emulated(packed | {"query_offsets": torch.tensor([0, 1, 3]).int()})
+    assert all(torch.equal(a, b) for a, b in zip(wild, tame, strict=True))
+
+
+def test_rows_of_no_sequence_are_not_written() -> None:
+    key, value = cache(4)
+    out, _ = emulated(
+        {
+            "query": torch.ones(6, 1, 64, dtype=BF16),
+            "key": key,
+            "value": value,
+            "query_offsets": torch.tensor([1, 3, 3]).int(),
+            "page_table": torch.tensor([[0], [1]]).int(),
+        }
+    )
+    assert out[1:3].isfinite().all()
+    assert out[0].isnan().all()
+    assert out[3:].isnan().all()
+
+
+def test_a_sequence_has_the_same_output_wherever_its_pages_lie() -> None:
+    given = decode([100], [[0, 1, 2, 3, 4, 5, 6]])
+    moved = torch.tensor([[9, 3, 60, 2, 1, 0, 44]])
+    key, value = (torch.zeros_like(given[name]) for name in ("key", "value"))
+    for cache_, name in ((key, "key"), (value, "value")):
+        cache_[moved[0]] = given[name][:7]
+    elsewhere = given | {"key": key, "value": value, "page_table": moved.int()}
+    assert all(torch.equal(a, b) for a, b in zip(emulated(given), emulated(elsewhere), strict=True))
+
+
+APPENDING = {
+    "decode": (Form(group=4), 0, False),
+    "decode, rotated": (Form(group=4), 64, False),
+    "several tokens, a part rotated in pairs": (Form(torch.float16, 64, 2, 5), 32, True),
+    "rows, rotated": (Form(torch.float16, 64, 2, 3, keys="dense"), 64, False),
+}
+
+
+@pytest.mark.parametrize("name", APPENDING)
+@pytest.mark.parametrize("seed", range(2))
+def test_new_keys_are_written_and_seen(name: str, seed: int) -> None:
+    given = appending(APPENDING[name][0], seed, *APPENDING[name][1:])
+    expected = after_appending(given)
+    out, lse = emulated(given, seed)
+    torch.testing.assert_close(given["key"], expected["key"], rtol=1e-2, atol=1e-3)
+    assert torch.equal(given["value"], expected["value"])
+    assert_right(out, lse, expected)
+
+
+@pytest.fixture
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "emulated_target", lambda _: "sm_90a")
+
+
+CLUSTERED = {
+    "decode": Form(BF16, 64, group=4),
+    "decode, D = 128": Form(FP16, 128, group=8),
+    "rows": Form(FP16, 64, group=2, queries=5, keys="dense"),
+    "a window": Form(BF16, 64, 2, 3, "paged", True, (True, False), sinks=torch.float32),
+    "packed": Form(BF16, 64, 2, 6, "packed", False, (True, True)),
+}
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_one_sequence_is_computed_by_clusters(name: str) -> None:
+    alone = [seed for seed in range(40) if len(call(CLUSTERED[name], seed).get("lengths", [0, 0])) == 1]
+    if name == "packed":
+        alone = [seed for seed in range(40) if len(call(CLUSTERED[name], seed)["key_offsets"]) == 2]
+    for seed in alone[:4]:
+        given = call(CLUSTERED[name], seed)
+        assert_right(*emulated(given, seed), given)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("length", [0, 1, 129, 1100])
+def test_a_cluster_has_any_number_of_keys(length: int) -> None:
+    given = decode([length], [[(7 * i) % 200 for i in range(80)]])
+    out, lse = emulated(given)
+    assert_right(out, lse, given)
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_a_cluster_reads_no_page_that_the_cache_lacks() -> None:
+    out, lse = emulated(decode([40], [[1, -5, 3]]))
+    assert out.isnan().all()
+    assert lse.isnan().all()
+    given = decode([16], [[1, -5, 3]])
+    assert_right(*emulated(given), given)

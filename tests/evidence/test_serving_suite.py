@@ -1,0 +1,89 @@
+"""Suite serving: its cells, what judges them, and what its rows stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from microsdpa.evidence import recorded, results, serving
+from microsdpa.evidence.serving import WAYS, Cell, Way, fields_of, judged, layers, problem_of
+from microsdpa.jit.signature import code_signature
+
+SMALL = {
+    "equal": Cell((40, 40), 4, 2, 32),
+    "mixed": Cell((5, 40, 17), 4, 2, 32, text="3 of 5 to 40"),
+    "prompts": Cell((5, 20, 7), 4, 2, 32, None, 0),
+    "new tokens": Cell((48, 48), 4, 2, 32, 8),
+}
+OURS = [way for way in WAYS if way.name == serving.OURS]
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("way", OURS, ids=["pages", "dense"])
+def test_outputs_are_held_against_the_oracle(name: str, way: Way) -> None:
+    cell = SMALL[name]
+    if way.absent(cell):
+        assert not cell.equal
+        return
+    layer = layers(cell, "cpu", 2)[0]
+    error, wrong = judged(way, cell, layer)
+    assert not wrong
+    assert error["max_abs"] < 0.1  # type: ignore[operator]
+    bad = Way("bad", lambda layer, cell: lambda: way.bind(layer, cell)() + 0.5, "", way.decode, dense=way.dense)
+    assert judged(bad, cell, layer)[1].startswith("off by")
+
+
+def test_layers_share_everything_but_their_caches() -> None:
+    one, other, *_ = layers(SMALL["mixed"], "cpu", 3)
+    assert one.sequences is other.sequences
+    assert one.query is other.query
+    assert one.key.data_ptr() != other.key.data_ptr()
+    table = one.sequences.page_table
+    assert table is not None
+    used = table[table >= 0]
+    assert len(used.unique()) == len(used) == one.key.shape[0]
+
+
+def test_the_cells_of_the_suite() -> None:
+    cells = serving.cells()
+    assert len(set(cells)) == len(cells)
+    assert {cell.heads_kv for cell in cells} == {1, 8, 16}
+    assert any(cell.queries is None for cell in cells)
+    assert sum(serving.prompts(16384, 9)) == 16384
+    assert all(length > 0 for cell in cells for length in cell.lengths)
+
+
+@pytest.mark.parametrize("cell", serving.cells()[::7], ids=str)
+def test_a_row_knows_its_kernel(cell: Cell) -> None:
+    for way in OURS:
+        if way.absent(cell):
+            continue
+        fields = fields_of(way, cell, "sm_90a")
+        row = results.row(cell.case, **fields, mode="cold", median_us=1.0)
+        found = recorded.of_row(row, "sm_90a")["code_signature"]
+        assert code_signature(found.spec, "sm_90a") == fields["code_signature"]
+        if not way.dense:
+            assert recorded.problem_of(row, "sm_90a") == problem_of(cell, "sm_90a")
+            assert found.spec.name == "ampere/varlen"
+
+
+def test_the_problem_is_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    from microsdpa.call.call import Call
+    from microsdpa.call.options import Options
+    from microsdpa.call.validate import check
+    from microsdpa.execution import choice
+
+    monkeypatch.setattr(choice, "emulated_target", lambda _: "sm_90a")
+    for cell in SMALL.values():
+        layer = layers(cell, "cpu", 2)[0]
+        options = Options(causal="lower_right", enable_gqa=True, impl="emulate")
+        call = Call(layer[:3], options=options, sequences=layer.sequences)
+        posed, expected = choice.problem_of(check(call)), problem_of(cell, "sm_90a")
+        assert (posed.seqlen_q, posed.varlen, posed.batch) == (expected.seqlen_q, expected.varlen, expected.batch)
+
+
+def test_a_row_fits_the_schema() -> None:
+    fields = fields_of(OURS[0], SMALL["mixed"], "sm_90a")
+    row = results.row(SMALL["mixed"].case, **fields, mode="cold", status="unavailable", reason="a test")
+    results.validate(results.make(serving.SUITE, "test", [row]), "made here")
+    assert torch.tensor(row["lengths"]).sum() == 62

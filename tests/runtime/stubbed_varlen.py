@@ -1,0 +1,305 @@
+"""sdpa_varlen against the stub driver; test_launcher.py runs this file in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from fake_cuda import integer, last, record, set_integer, tensor
+from stub_harness import PRIMARY, _clean, packed
+
+from microsdpa.call.call import Call, mask_tensors
+from microsdpa.call.options import VARLEN_OPTIONS, Options
+from microsdpa.call.sequences import Sequences
+from microsdpa.call.validate import check
+from microsdpa.emulate.abi import AppendParams, VarlenParams
+from microsdpa.execution import varlen
+from microsdpa.execution.choice import problem_of
+from microsdpa.kernels import Grid, KernelSpec
+from microsdpa.kernels.ampere.varlen import spec as kernel
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
+from microsdpa.runtime import launcher
+from microsdpa.runtime.launcher import NO_SCALES
+
+__all__ = ["_clean"]
+library = launcher._library
+FUNCTION = 0x3000
+NAMES = (
+    *("query", "key", "value", "out", "query_offsets", "key_offsets", "lengths", "page_table", "slopes", "sinks"),
+    *("new_key", "new_value", "rotary_cos", "rotary_sin"),
+)
+ADDRESSES = {name: 0x1000000000 * (index + 1) for index, name in enumerate(NAMES)}
+KDL_INT = 0
+
+
+@pytest.fixture(autouse=True)
+def _raw() -> Iterator[None]:
+    set_integer("stub_raw_bytes", ctypes.sizeof(AppendParams))
+    yield
+    set_integer("stub_raw_bytes", 0)
+    set_integer("stub_capturing", 0)
+
+
+class Expected(NamedTuple):
+    params: ctypes.Structure
+    grid: Grid
+    spec: KernelSpec
+    problem: Problem
+
+
+@dataclass
+class Given:
+    """A call by the shapes of its tensors; integers are int32."""
+
+    query: tuple[int, ...] = (3, 1, 8, 64)
+    key: tuple[int, ...] = (40, 16, 2, 64)
+    integers: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"lengths": (3,), "page_table": (3, 7)})
+    transposed: bool = False  # the cache is a view of [pages, H_kv, page, D]
+    slopes: tuple[int, ...] | None = None
+    sinks: bool = False
+    causal: bool = True
+    max_queries: int | None = None
+    window: tuple[int, int] = (-1, -1)
+    softcap: float | None = None
+    lse: bool = False
+    appends: bool = False
+    rotary: int = 0
+    interleaved: bool = False
+
+    def torch_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of these shapes on the CPU."""
+        cache = self.key[0], *((self.key[2], self.key[1]) if self.transposed else self.key[1:3]), self.key[-1]
+        if len(self.key) == 3:
+            cache = self.key
+        keys = [torch.zeros(cache, dtype=torch.float16) for _ in range(2)]
+        if self.transposed:
+            keys = [key.transpose(1, 2) for key in keys]
+        query = torch.zeros(self.query, dtype=torch.float16)
+        found = {"query": query, "key": keys[0], "value": keys[1], "out": torch.zeros_like(query)}
+        found |= {name: torch.zeros(shape, dtype=torch.int32) for name, shape in self.integers.items()}
+        if self.slopes:
+            found["slopes"] = torch.zeros(self.slopes)
+        if self.sinks:
+            found["sinks"] = torch.zeros(self.query[-2])
+        if self.appends:
+            shape = *self.query[:-2], self.key[-2], self.query[-1]
+            found |= {name: torch.zeros(shape, dtype=torch.float16) for name in ("new_key", "new_value")}
+        if self.rotary:
+            found |= {name: torch.zeros(300, self.rotary // 2) for name in ("rotary_cos", "rotary_sin")}
+        return found
+
+    def call(self, **changes: Any) -> list[Any]:
+        """Arguments of launch()."""
+        tensors = {
+            name: tensor(
+                tuple(t.shape),
+                ADDRESSES[name],
+                strides=t.stride(),
+                code=KDL_INT if t.dtype == torch.int32 else 2,
+                bits=8 * t.element_size(),
+            )
+            for name, t in self.torch_tensors().items()
+        } | changes
+        get = tensors.get
+        code = VARLEN_OPTIONS[self.causal, self.interleaved, "auto"]
+        return [
+            *(get("query"), get("key"), get("value"), get("out"), self.lse, code, None),
+            *(None, get("slopes"), get("sinks"), *self.window, self.softcap, *NO_SCALES),
+            *(get(name) for name in NAMES[4:8]),
+            self.max_queries,
+            *(get(name) for name in NAMES[10:]),
+        ]
+
+    def expected(self) -> tuple[Expected, ...]:
+        """What Python fills for the emulator: of the kernel that appends, if there is one, and of attention."""
+        t = self.torch_tensors()
+        options = Options(
+            False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, "emulate"
+        )
+        integers, new = ([t.get(name) for name in names] for names in (NAMES[4:8], NAMES[10:]))
+        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved)
+        masks = mask_tensors(None, t.get("slopes"), t.get("sinks"))
+        inputs = t["query"], t["key"], t["value"]
+        checked = check(Call(inputs, masks, options=options, return_lse=self.lse, out=t["out"], sequences=sequences))
+        problem = problem_of(checked)
+        spec = select(problem, "auto").spec
+        addresses = {name: ADDRESSES[name] for name in t}
+        attention = {name: address for name, address in addresses.items() if name not in sequences.appended}
+        queries = sequences.queries(t["query"])
+        found = []
+        if append := varlen.append_kernel(checked, problem):
+            params = varlen.append_parameters(checked, problem, spec, addresses)
+            grid = kernel.append_grid(problem, queries, self.appends, bool(self.rotary))
+            found.append(Expected(params, grid, append, problem))
+        params = varlen.parameters(checked, problem, spec, attention)
+        return *found, Expected(params, kernel.grid_of(spec, problem, queries), spec, problem)
+
+
+def register(given: Given) -> None:
+    """Register the plan that Python makes for a call."""
+    expected = given.expected()
+    spec = expected[-1].spec
+    kernels = [(FUNCTION, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 8, 0, 0, 0) for one in expected]
+    launch = spec.block_m, spec.max_ctas, kernel.workspace_bytes(spec), spec.cluster
+    numbers = packed(PRIMARY, 0, 1, 0, *launch, len(kernels), *(n for one in kernels for n in one))
+    library.register_plan(numbers, bytes(8 * len(kernels)), *given.call())
+
+
+def latest(kind: type[ctypes.Structure] = VarlenParams, back: int = 0) -> Any:
+    """The parameter of the latest launch, or one before it."""
+    return kind.from_buffer_copy(bytes(last(back).raw)[: ctypes.sizeof(kind)])
+
+
+CASES = {
+    "decode, pages": Given(),
+    "decode, pages of another order": Given(transposed=True),
+    "odd pages": Given(key=(40, 12, 2, 64), integers={"lengths": (3,), "page_table": (3, 5)}),
+    "packed queries on pages": Given(
+        query=(50, 8, 64), integers={"query_offsets": (4,), "lengths": (3,), "page_table": (3, 9)}, max_queries=40
+    ),
+    "packed prompts": Given(
+        query=(9000, 8, 64), key=(9000, 2, 64), integers={"query_offsets": (4,), "key_offsets": (4,)}, lse=True
+    ),
+    "dense": Given(key=(3, 99, 2, 64), integers={"lengths": (3,)}, causal=False, lse=True),
+    "dense without lengths": Given(key=(3, 99, 2, 64), integers={}),
+    "one sequence": Given(query=(1, 5, 8, 64), integers={"lengths": (1,), "page_table": (1, 7)}),
+    "masks": Given(slopes=(3, 8), sinks=True, window=(5, -1), softcap=2.0),
+    "one sequence on a wide table": Given(query=(1, 1, 8, 64), integers={"lengths": (1,), "page_table": (1, 700)}),
+    "new keys": Given(appends=True),
+    "new keys of packed queries, rotated": Given(
+        (50, 8, 64), integers={"query_offsets": (4,), "lengths": (3,), "page_table": (3, 9)}, appends=True, rotary=32
+    ),
+    "rotated queries": Given(
+        (1, 5, 8, 64), integers={"lengths": (1,), "page_table": (1, 7)}, rotary=64, interleaved=True
+    ),
+    "slopes of heads": Given(slopes=(8,), window=(5, 9), causal=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_launcher_fills_what_python_fills(name: str) -> None:
+    given = CASES[name]
+    register(given)
+    lse = launcher.launch(*given.call())
+    assert lse is not None
+    expected = given.expected()
+    if given.lse:
+        packed_queries = "query_offsets" in given.integers
+        batch, *_ = given.query
+        shape = (8, batch) if packed_queries else (batch, 8, given.query[1])
+        assert (tuple(lse.shape), lse.data_ptr()) == (shape, latest().lse)
+    got = latest()
+    assert tuple(last().grid) == expected[-1].grid
+    assert bool(got.arrivals) == bool(expected[-1].params.divides_keys)
+    rotated = bool(given.rotary)
+    assert bool(got.workspace) == (rotated or bool(got.arrivals))
+    compare(given, got, expected[-1].params, {"query", "query_strides"} if rotated else set())
+    if len(expected) == 2:
+        before = latest(AppendParams, back=1)
+        assert tuple(last(1).grid) == expected[0].grid
+        compare(given, before, expected[0].params, {"call", "rotated"})
+        compare(given, before.call, expected[0].params.call, set())
+        assert bool(before.rotated) == rotated
+        if rotated:
+            assert got.query == before.rotated != 0
+            *_, heads, head_dim = given.query
+            assert tuple(got.query_strides)[1:] == (head_dim, heads * head_dim)
+
+
+def compare(given: Given, got: ctypes.Structure, expected: ctypes.Structure, others: set[str]) -> None:
+    """Compare all members but `others` and what the launcher allocates."""
+    for member, kind in type(got)._fields_:
+        if member in {"lse", "workspace", "arrivals", *others}:
+            continue
+        one, other = getattr(got, member), getattr(expected, member)
+        if issubclass(kind, ctypes.Array):
+            same_size = [size > 1 for size in _sizes(given, member)]
+            one, other = ([x for x, kept in zip(s, same_size, strict=True) if kept] for s in (one, other))
+        if member == "softcap_log2" and given.softcap is None:
+            continue  # the kernel is compiled without
+        if member in ("left", "right") and other < 0:
+            continue
+        assert one == pytest.approx(other), member
+
+
+def _sizes(given: Given, member: str) -> tuple[int, int, int]:
+    """Sizes of the dimensions whose strides a member has: the stride of a dimension of size one says nothing."""
+    shape = given.query if member.startswith(("query", "out", "new")) else given.key
+    *batch, row, head, _ = shape
+    return (batch[0] if batch else 2), head, row
+
+
+def test_one_plan_serves_all_sizes() -> None:
+    register(CASES["decode, pages"])
+    grown = Given((200, 1, 8, 64), (5000, 48, 2, 64), {"lengths": (200,), "page_table": (200, 50)})
+    assert launcher.launch(*grown.call()) is True
+    got = latest()
+    assert (got.batch, got.page_size, got.pages, got.most_keys) == (200, 48, 5000, 2400)
+
+
+def test_one_plan_serves_all_packed_queries_of_a_class() -> None:
+    given = CASES["packed queries on pages"]
+    register(given)
+    for queries, hint in ((51, 40), (120, 33), (64, 64)):
+        other = Given((queries, 8, 64), integers=given.integers, max_queries=hint)
+        assert launcher.launch(*other.call()) is True
+    assert launcher.launch(*Given((120, 8, 64), integers=given.integers, max_queries=65).call()) is None
+
+
+MISSES: dict[str, dict[str, Any]] = {
+    "lengths of another batch": {"lengths": tensor((4,), 0x700000, code=KDL_INT, bits=32)},
+    "lengths in 64 bits": {"lengths": tensor((3,), 0x700000, code=KDL_INT, bits=64)},
+    "a table of another batch": {"page_table": tensor((2, 7), 0x700000, code=KDL_INT, bits=32)},
+    "a table on another device": {"page_table": tensor((3, 7), 0x700000, code=KDL_INT, bits=32, device=1)},
+    "a table with a stride": {"page_table": tensor((3, 7), 0x700000, code=KDL_INT, bits=32, strides=(14, 2))},
+    "value of another shape": {"value": tensor((40, 16, 1, 64), 0x300000)},
+    "value of another type": {"value": tensor((40, 16, 2, 64), 0x300000, code=4)},
+    "key that is not aligned": {"key": tensor((40, 16, 2, 64), ADDRESSES["key"] + 8)},
+    "rows of key that are not aligned": {"key": tensor((40, 16, 2, 64), 0x200000, strides=(2100, 130, 65, 1))},
+    "D with a stride": {"key": tensor((40, 16, 2, 64), 0x200000, strides=(4096, 256, 128, 2))},
+    "out of another shape": {"out": tensor((3, 1, 4, 64), 0x400000)},
+    "out over query": {"out": tensor((3, 1, 8, 64), ADDRESSES["query"])},
+    "out over the table": {"out": tensor((3, 1, 8, 64), ADDRESSES["page_table"])},
+    "no table": {"page_table": None},
+}
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_other_arguments_miss(name: str) -> None:
+    register(CASES["decode, pages"])
+    launches = record.launches
+    assert launcher.launch(*CASES["decode, pages"].call(**MISSES[name])) is None
+    assert record.launches == launches
+
+
+@pytest.mark.parametrize(
+    "changes", [{"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}]
+)
+def test_another_kind_of_mask_misses(changes: dict[str, Any]) -> None:
+    register(CASES["decode, pages"])
+    assert launcher.launch(*Given(**changes).call()) is None
+
+
+def test_a_stream_has_counters_of_its_own_and_every_capture_too() -> None:
+    given = CASES["decode, pages"]
+    register(given)
+
+    def counters() -> int:
+        assert launcher.launch(*given.call()) is True
+        return int(latest().arrivals)
+
+    own = counters()
+    assert own == counters() != 0
+    blocks = integer("stub_blocks")
+    set_integer("stub_capturing", 1)
+    captured = {counters() for _ in range(300)}
+    assert len(captured) == 300
+    assert own not in captured
+    assert integer("stub_blocks") > blocks
+    set_integer("stub_capturing", 0)
+    assert counters() == own
