@@ -9,7 +9,7 @@ import torch
 from microsdpa.call.tensors import is_bulk_addressable
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import (
-    EIGHT_BIT_FAMILIES,
+    ALL_FAMILIES,
     FAMILIES,
     Family,
     KernelSpec,
@@ -121,7 +121,7 @@ def test_unaligned_tensors_get_element_loads() -> None:
 def test_the_catalogue_has_no_kernel_twice_and_every_family() -> None:
     specs = catalogue("sm_90a")
     assert len(set(specs)) == len(specs)
-    assert {spec.name for spec in specs} == {family.name for family in (*FAMILIES, *EIGHT_BIT_FAMILIES)} | {
+    assert {spec.name for spec in specs} == {family.name for family in ALL_FAMILIES} | {
         "backward",
         "quantize/fused",
         "quantize/restore_lse",

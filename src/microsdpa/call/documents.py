@@ -11,6 +11,8 @@ from microsdpa.errors import InvalidArgument
 
 Ids = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Ids of queries and keys: one tensor for both, or a pair."""
+Sizes = tuple[int, int, int, int, int]
+"""B, H, S_q and S_k of a call, and the number of its device: to compare these is faster than shapes."""
 MAX_KNOWN = 256
 
 
@@ -19,19 +21,16 @@ class _Known(NamedTuple):
 
     tensors: tuple[weakref.ref[torch.Tensor], ...]
     versions: tuple[int, ...]
-    keys: int
+    sizes: Sizes
     mask: torch.Tensor
 
     def is_of(self, pair: tuple[object, ...]) -> bool:
         """Whether these are the tensors, unchanged."""
-        given = zip(self.tensors, self.versions, pair, strict=True)
-        return all(isinstance(ids, torch.Tensor) and ref() is ids and ids._version == v for ref, v, ids in given)
-
-    def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:
-        """Whether the mask is one for such tensors."""
-        batch, _, seqlen_q, _ = self.mask.shape
-        sizes = batch in (1, query.shape[0]) and seqlen_q == query.shape[2] and self.keys == key.shape[2]
-        return sizes and self.mask.device == query.device
+        for ref, version, ids in zip(self.tensors, self.versions, pair, strict=True):
+            tensor = ref()
+            if tensor is None or tensor is not ids or tensor._version != version:
+                return False
+        return True
 
 
 _known: dict[tuple[int, ...], _Known] = {}
@@ -53,14 +52,20 @@ def mask_of_documents(document_ids: object, query: torch.Tensor, key: torch.Tens
     if torch.compiler.is_compiling():
         return same_document(*check(pair, query, key))
     known = _known.get(tuple(map(id, pair)))
-    if known is not None and known.is_of(pair) and known.fits(query, key) and not _is_recorded(known.mask):
+    sizes = sizes_of(query, key)
+    if known is not None and known.sizes == sizes and known.is_of(pair) and not _is_recorded(known.mask):
         return known.mask
     of_query, of_key = check(pair, query, key)
     if _is_recorded(of_query):
         return same_document(of_query, of_key)
     mask = find(of_query, of_key)
-    _remember(pair, mask)
+    _remember(pair, mask, sizes)
     return mask
+
+
+def sizes_of(query: torch.Tensor, key: torch.Tensor) -> Sizes:
+    """Those of query [B, H, S_q, D] and key [B, H_kv, S_k, D]."""
+    return query.size(0), query.size(1), query.size(2), key.size(2), query.get_device()
 
 
 def check(pair: tuple[object, ...], query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +138,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def _remember(pair: tuple[object, ...], mask: torch.Tensor) -> None:
+def _remember(pair: tuple[object, ...], mask: torch.Tensor, sizes: Sizes) -> None:
     tensors = [ids for ids in pair if isinstance(ids, torch.Tensor) and not ids.is_inference()]
     if len(tensors) != len(pair):
         return  # nobody knows when a tensor of the inference mode changes
@@ -141,7 +146,7 @@ def _remember(pair: tuple[object, ...], mask: torch.Tensor) -> None:
         _known.clear()
     name = tuple(map(id, pair))
     refs = tuple(weakref.ref(ids, lambda _: _known.pop(name, None)) for ids in tensors)
-    _known[name] = _Known(refs, tuple(ids._version for ids in tensors), tensors[-1].shape[-1], mask)
+    _known[name] = _Known(refs, tuple(ids._version for ids in tensors), sizes, mask)
 
 
 def document_ranges(document_ids: Ids) -> torch.Tensor:

@@ -21,9 +21,10 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
         InvalidArgument: one of them cannot belong to the call.
     """
     query, key, value = inputs
-    if not all(isinstance(t, torch.Tensor) and not t.is_nested and t.dim() == 4 for t in (query, key)):
-        tensors.check_not_nested(query=query, key=key, value=value)
-        tensors.check_tensors(query, key, value, True)
+    for tensor in (query, key):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 4:
+            tensors.check_not_nested(query=query, key=key, value=value)
+            tensors.check_tensors(query, key, value, True)
     found = None if document_ids is None else mask_of_documents(document_ids, query, key)
     if block_mask is not None:
         table = table_of(block_mask)
@@ -42,9 +43,10 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
 
 def _is_plain(inputs: Inputs) -> bool:
     """Whether kernels alone will read the mask: no tracer, transform or backward pass, which take booleans."""
-    if is_dynamo_compiling() or is_traced(inputs[0]):
+    query, key, value = inputs
+    if is_dynamo_compiling() or is_traced(query):
         return False
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs))
+    return not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
 
 
 def with_causal(is_causal: bool, causal: Causal | None, attn_mask: object) -> Causal | None:

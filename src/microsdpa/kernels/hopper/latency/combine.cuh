@@ -319,7 +319,7 @@ struct Exchange {
     for (int half = 0; half < 2; ++half) {
       wrong[half] = is_wrong(shared.stabilizer[0][half][row], shared.sum[0][half][row] + shared.sum[1][half][row]);
     }
-    bool any = wrong[0] || wrong[1];
+    bool any = wrong[0] | wrong[1];
     if constexpr (CLUSTER == 2) {
       const RowPart first = shared.from_peer[0].row[0][row], second = shared.from_peer[0].row[1][row];
       sends_again = __any_sync(FULL_WARP, wrong[1]);
@@ -330,12 +330,7 @@ struct Exchange {
   }
   // Of a row that sees no key the stabilizer is -inf, and the sum is 0.
   __device__ __forceinline__ static bool is_wrong(float stabilizer, float sum) {
-    return !(sum < LARGEST_SUM<T>) || (sum < LEAST_SUM<T> && stabilizer != negative_infinity());
-  }
-
-  __device__ __forceinline__ bool judge() {
-    if constexpr (C::MASKS::ANY) return out_of_range();
-    return overflowed();
+    return !(sum < LARGEST_SUM<T>) | ((sum < LEAST_SUM<T>)&(stabilizer != negative_infinity()));
   }
 
   // Begins the second delivery, to and from the peer, of what has overflowed.

@@ -64,10 +64,11 @@ struct Consumer : Exchange<C> {
   // The last tile's probabilities are made for the peer's rows first.
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
   // S begins with the mask instead of 0, which is written while the first keys are on their way.
-  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2) && !IS_CAPPED<MASKS>;
+  // Of further masks that are the numbers; what they hide gets no probability, and ALiBi is a part of the exponents.
+  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2) && (!MASKS::ANY || Rules::ADDS);
   // Whether accumulators have become scores when their exponentials are made: base 2, masks and all.
   template <bool EXACT>
-  static constexpr bool SCORED = MASKS::ANY && (EXACT || !MASK_AHEAD);
+  static constexpr bool SCORED = MASKS::ANY && EXACT;
   // The first tile's S comes in two halves; the stabilizer is found in one while the other is computed.
   static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD || MASKS::ANY);
 
@@ -144,19 +145,72 @@ struct Consumer : Exchange<C> {
     return {params, fragment, work.first_row, work.first_key(round, warpgroup)};
   }
   __device__ __forceinline__ Rules score_masks() const { return {arguments, work, fragment, scale}; }
-  // Makes scores of a tile's products. READ: what masks say of the tile is there and settled.
-  template <bool READ = false>
+  // Makes scores of a tile's products.
   __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) {
     if constexpr (MASKS::ANY) {
-      auto& view = masks.view[READ ? round : 0];
-      if (!READ && ROUNDS > 0) score_masks().fetch(view, masks.rows, work.first_key(round, warpgroup));
-      if (!READ) score_masks().settle(view);
-      score_masks().score(s, view, masks.rows, masks.slope, work.first_key(round, warpgroup));
+      const Rules rules = score_masks();
+      if (ROUNDS > 0) rules.fetch(masks.view[0], masks.rows, work.first_key(round, warpgroup));
+      rules.settle(masks.view[0]);
+      rules.score(s, masks.view[0], masks.rows, masks.slope, work.first_key(round, warpgroup), masks.soft_cap);
       // In a ring the next tile's mask is read a tile ahead.
-      if (ROUNDS == 0) score_masks().fetch(view, masks.rows, work.first_key(round + 1, warpgroup));
+      if (ROUNDS == 0) rules.fetch(masks.view[0], masks.rows, work.first_key(round + 1, warpgroup));
     } else if constexpr (MASKED) {
       mask_of(round).apply(s);
     }
+  }
+
+  // Works out all that masks do not have to be read for, and starts to read the others: of all tiles, or of a ring's
+  // first one.
+  __device__ __forceinline__ void read_masks() {
+    const Rules rules = score_masks();
+    masks.rows = rules.find_rows();
+    masks.soft_cap = rules.find_soft_cap();
+    if constexpr (Rules::READS) {
+      masks.rows.hold();
+    } else if constexpr (!MASKS::ALIBI && !Rules::RANGED) {
+      look_at_rows();
+    }
+    if constexpr (Rules::WAITS) grid_dependency_wait();
+    rules.read_ranges(masks.rows);
+    masks.slope = rules.slope();
+    masks.sink = rules.sink();
+#pragma unroll
+    for (int round = 0; round < (ROUNDS == 0 ? 1 : ROUNDS); ++round) {
+      rules.fetch(masks.view[round], masks.rows, work.first_key(round, warpgroup));
+    }
+    if constexpr (!Rules::READS && (MASKS::ALIBI || Rules::RANGED)) look_at_rows();
+  }
+  // Of rows without a mask tensor: which keys they see, and not less than what is added to a score of any tile of the
+  // CTA.
+  __device__ __forceinline__ void look_at_rows() {
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) see_keys(round);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      masks.highest[half] = negative_infinity();
+#pragma unroll
+      for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
+        const int first_key = work.first_key(tile / WARPGROUPS, tile % WARPGROUPS);
+        const float highest = score_masks().highest_of_keys(masks.rows, half, masks.slope, first_key);
+        masks.highest[half] = fmaxf(masks.highest[half], highest);
+      }
+    }
+  }
+  // Finds the keys of a tile that rows see, bits of the thread's own first.
+  __device__ __forceinline__ void see_keys(int round) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      KeyBits bits = score_masks().seen(masks.view[round], masks.rows, half, work.first_key(round, warpgroup));
+      if (round == 0) masks.sees_first[half] = bits.word[0] & (1 << STABILIZER_KEYS) - 1;
+      bits.word[0] >>= 2 * fragment.quad_lane();
+      bits.word[1] >>= 2 * fragment.quad_lane();
+      masks.seen[round][half] = bits;
+    }
+  }
+  // Whether a row sees key 8 n + e of the thread's own.
+  __device__ __forceinline__ bool sees(int round, int half, int n, int e) const {
+    if constexpr (!Rules::SOME_HIDDEN) return true;
+    return masks.seen[round][half].word[n / 4] >> (n % 4 * 8 + e) & 1;
   }
 
   // What a row's sum begins with, in one thread: its sink's part.
@@ -180,7 +234,7 @@ struct Consumer : Exchange<C> {
         even = fmaxf(even, s[4 * n + 2 * half]);
         odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
       }
-      const float factor = SCORED<EXACT> ? 1.0f : scale;
+      const float factor = SCORED<EXACT> || IS_CAPPED<MASKS> ? 1.0f : scale;
       largest[half] = fmaxf(largest[half], quad_max(fmaxf(even, odd)) * factor);
     }
   }
@@ -189,20 +243,36 @@ struct Consumer : Exchange<C> {
   // large as it likes.
   template <int HALF, bool EXACT>
   __device__ __forceinline__ float exponent(float score) const {
-    if constexpr (SCORED<EXACT>) return score - subtract[HALF];
     return EXACT ? __fmul_rn(score, scale) - subtract[HALF] : fmaf(score, scale, -subtract[HALF]);
+  }
+  // Probability of accumulator `i` of a tile.
+  template <int HALF, bool EXACT>
+  __device__ __forceinline__ float probability(float score, int i, int round) const {
+    if constexpr (!MASKS::ANY) {
+      return ex2_approx(exponent<HALF, EXACT>(score));
+    } else if constexpr (EXACT) {
+      return ex2_approx(score - subtract[HALF]);
+    } else {
+      float added = -subtract[HALF];
+      if constexpr (MASKS::ALIBI && !Rules::ADDS) {
+        const float away = score_masks().distance(HALF, work.first_key(round, warpgroup));
+        added = fmaf(-masks.slope, fabsf(away - static_cast<float>(i / 4 * 8 + i % 2)), added);
+      }
+      const float found = ex2_approx(IS_CAPPED<MASKS> ? score + added : fmaf(score, scale, added));
+      return sees(round, HALF, i / 4, i % 2) ? found : 0.0f;
+    }
   }
 
   // P of 16-key steps FIRST to LAST - 1 of one half of the rows, as A's fragments.
   template <int HALF, int FIRST, int LAST, bool EXACT>
-  __device__ __forceinline__ void half_exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
+  __device__ __forceinline__ void half_exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4], int round) {
     constexpr int PAIRS = QUARTER / 4 * (LAST - FIRST);
     float sums[PAIRS];
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
       const int i = QUARTER * FIRST + 4 * pair + 2 * HALF;
-      s[i] = ex2_approx(exponent<HALF, EXACT>(s[i]));
-      s[i + 1] = ex2_approx(exponent<HALF, EXACT>(s[i + 1]));
+      s[i] = probability<HALF, EXACT>(s[i], i, round);
+      s[i + 1] = probability<HALF, EXACT>(s[i + 1], i + 1, round);
       sums[pair] = s[i] + s[i + 1];
       p[i / QUARTER][i / 2 % 4] = pack<T>(s[i], s[i + 1]);
     }
@@ -215,9 +285,9 @@ struct Consumer : Exchange<C> {
     sum[HALF] += sums[0];
   }
   template <int FIRST, int LAST, bool EXACT>
-  __device__ __forceinline__ void exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
-    half_exponentials<0, FIRST, LAST, EXACT>(s, p);
-    half_exponentials<1, FIRST, LAST, EXACT>(s, p);
+  __device__ __forceinline__ void exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4], int round) {
+    half_exponentials<0, FIRST, LAST, EXACT>(s, p, round);
+    half_exponentials<1, FIRST, LAST, EXACT>(s, p, round);
   }
 
   // What the rows of the other half are multiplied with beside those of HALF.
@@ -248,10 +318,9 @@ struct Consumer : Exchange<C> {
   // ROUNDS rounds with one stabilizer per row (unrolled.cuh).
   template <bool KNOWN>
   __device__ __forceinline__ void run_unrolled();
-  __device__ __forceinline__ void read_masks();
-  __device__ __forceinline__ void all_highest(float (&highest)[2]) const;
   __device__ __forceinline__ void begin_first(float (&s)[BLOCK_N / 2]);
-  __device__ __forceinline__ void begin_others(float (&s)[2][BLOCK_N / 2]);
+  __device__ __forceinline__ void look_at_masks(float (&s)[2][BLOCK_N / 2]);
+  __device__ __forceinline__ void find_masked_stabilizer(const float (&s)[BLOCK_N / 2]);
   template <int N>
   __device__ __forceinline__ void find_stabilizer(const float (&s)[N]);
   __device__ __forceinline__ void know_stabilizer();
@@ -286,7 +355,8 @@ struct Consumer : Exchange<C> {
     this->await(SUMS_PUBLISHED);
 #pragma unroll
     for (int half = 0; half < Base::OWN_ROWS; ++half) this->row[half] = this->weights(half);
-    const bool wrong = ROUNDS > 0 && this->judge();  // known ahead of the output, acted on behind it
+    bool wrong = false;  // known ahead of the output, acted on behind it
+    if constexpr (!MASKS::ANY) wrong = ROUNDS > 0 && this->overflowed();
     wgmma_wait<0>();
     wgmma_fence_registers(o);
     Columns<QUADRUPLES> columns[2];
@@ -307,6 +377,7 @@ struct Consumer : Exchange<C> {
     this->await(COLUMNS_GIVEN);
     finish<0>(columns[0], peer);
     if constexpr (CLUSTER == 1) finish<1>(columns[1], peer);
+    if constexpr (MASKS::ANY && ROUNDS > 0) wrong = this->out_of_range();  // while the output is on its way
     return wrong;
   }
   template <int HALF>

@@ -181,20 +181,32 @@ __global__ void __launch_bounds__(THREADS, 1)
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
   __syncwarp();
+  const auto consumer_of_thread = [&] {
+    const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
+    const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
+    return Consumer<Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS>>{
+        {shared, params, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}},
+        key,
+        value,
+        scale,
+        arguments};
+  };
   // The barriers are fenced already; a release would cost a device-wide memory barrier. The peer is waited for when
   // there is something to send.
-  if constexpr (CLUSTER == 2) cluster_arrive<false>();
-  __syncthreads();
-
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
-  const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
-  Consumer<Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS>> consumer{
-      {shared, params, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}},
-      key,
-      value,
-      scale,
-      arguments};
-  consumer.run();
+  const auto meet = [] {
+    if constexpr (CLUSTER == 2) cluster_arrive<false>();
+    __syncthreads();
+  };
+  if constexpr (MASKS::ANY) {
+    auto consumer = consumer_of_thread();
+    consumer.read_masks();
+    meet();
+    consumer.run();
+  } else {
+    meet();
+    auto consumer = consumer_of_thread();
+    consumer.run();
+  }
 }
 
 }  // namespace microsdpa::hopper::latency

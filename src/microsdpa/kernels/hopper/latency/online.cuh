@@ -32,7 +32,7 @@ __device__ __forceinline__ void Consumer<C>::refill_place(Ring& ring, const Tens
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::advance_round(float (&s)[BLOCK_N / 2], float (&next)[BLOCK_N / 2],
                                                            uint32 (&p)[STEPS][4], float (&factor)[2], int round) {
-  exponentials<0, 2, true>(s, p);
+  exponentials<0, 2, true>(s, p, round);
   wgmma_fence_registers(p[0]);
   wgmma_fence_registers(p[1]);
   wgmma_wait<0>();
@@ -44,7 +44,7 @@ __device__ __forceinline__ void Consumer<C>::advance_round(float (&s)[BLOCK_N / 
   mask(next, round + 1);
   float largest[2] = {stabilizer[0], stabilizer[1]};
   maxima(next, largest);
-  exponentials<2, 4, true>(s, p);
+  exponentials<2, 4, true>(s, p, round);
   accumulate<2, 4>(o, p, round, true);
   // Past the last round its S is computed again and not used: a product started by condition would be serialized.
   score(s, min(round + 2, work.rounds - 1));
@@ -55,14 +55,14 @@ __device__ __forceinline__ void Consumer<C>::advance_round(float (&s)[BLOCK_N / 
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4],
                                                         const float (&factor)[2], int round) {
-  exponentials<0, 2, true>(s, p);
+  exponentials<0, 2, true>(s, p, round);
   if (round > 0) {
     wgmma_wait<0>();
     wgmma_fence_registers(o);
     rescale(factor);
   }
   accumulate<0, 2>(o, p, round, round > 0);
-  exponentials<2, 4, true>(s, p);
+  exponentials<2, 4, true>(s, p, round);
   accumulate<2, 4>(o, p, round, true);
 }
 
@@ -75,13 +75,7 @@ __device__ __forceinline__ void Consumer<C>::run_online() {
   sum[0] = sum[1] = 0.0f;
   stabilizer[0] = stabilizer[1] = negative_infinity();
   if constexpr (MASKS::ANY) {
-    if constexpr (Rules::WAITS) grid_dependency_wait();
-    masks.slope = score_masks().slope();
-    masks.sink = score_masks().sink();
     if (work.rank == 0 && warpgroup == 0) stabilizer[0] = stabilizer[1] = masks.sink;
-    masks.rows = score_masks().find_rows();
-    score_masks().read_ranges(masks.rows);
-    score_masks().fetch(masks.view[0], masks.rows, work.first_key(0, warpgroup));
   }
   score(s[0], 0);
   score(s[1], min(1, work.rounds - 1));

@@ -35,6 +35,7 @@ struct SoftCap {
   float limit;
   float coefficient[7];
 
+  SoftCap() = default;
   __device__ __forceinline__ SoftCap(float cap, float scale) {
     constexpr float OF_TANH[7] = {1.0f,          -0.333328396f,   0.133252040f,  -0.0534570292f,
                                   0.0202899761f, -0.00620337576f, 0.00104102155f};
@@ -329,10 +330,9 @@ struct ScoreMasks {
     return negative_infinity();
   }
 
-  // What S begins with: the part of the score beside the product, divided by the scale. Where that is out of the range
+  // What S begins with where a mask is numbers: these and ALiBi, divided by the scale. Where that is out of the range
   // of floats the row's sum or its stabilizer shows it, and all is computed again with `score`.
-  __device__ __forceinline__ void begin(float (&s)[BLOCK_N / 2], const View& view, const Rows& rows, float slope,
-                                        int first_key) const {
+  __device__ __forceinline__ void begin(float (&s)[BLOCK_N / 2], const View& view, float slope, int first_key) const {
     const float inverse = 1.0f / scale, factor = LOG2_E * inverse;
     float steep = slope * inverse;
     if (!(fabsf(steep) < 1e30f)) steep = __uint_as_float(0x7fffffffu);
@@ -344,27 +344,27 @@ struct ScoreMasks {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& x = s[4 * n + 2 * half + e];
-          x = MASKS::ALIBI ? -steep * fabsf(away - static_cast<float>(8 * n + e)) : 0.0f;
-          if constexpr (ADDS) {
-            const float natural = to_float(element(view.words[half], n, e));
-            x = fmaf(natural, factor, x);
-            // Of numbers in FP16 the quotients are finite.
-            if (HIDING_WORD<Mask> != HIDING_WORD<__half> && x == negative_infinity() && natural > x) x = LOWEST;
-          }
+          const float natural = to_float(element(view.words[half], n, e));
+          x = fmaf(natural, factor, MASKS::ALIBI ? -steep * fabsf(away - static_cast<float>(8 * n + e)) : 0.0f);
+          // Of numbers in FP16 the quotients are finite.
+          if (HIDING_WORD<Mask> != HIDING_WORD<__half> && x == negative_infinity() && natural > x) x = LOWEST;
         }
       }
-      if constexpr (SOME_HIDDEN) hide(s, half, seen(view, rows, half, first_key));
     }
+  }
+
+  __device__ __forceinline__ SoftCap find_soft_cap() const {
+    if constexpr (MASKS::SOFTCAP) return {params.masks.softcap_log2, scale};
+    return {};
   }
 
   // From products FIRST to LAST - 1 to soft-capped scores, base 2.
   template <int FIRST = 0, int LAST = BLOCK_N / 2>
-  __device__ __forceinline__ void cap(float (&s)[BLOCK_N / 2]) const {
+  __device__ __forceinline__ void cap(float (&s)[BLOCK_N / 2], const SoftCap& near) const {
     if constexpr (!MASKS::SOFTCAP) {
 #pragma unroll
       for (int i = FIRST; i < LAST; ++i) s[i] = __fmul_rn(s[i], scale);
     } else {
-      const SoftCap near(params.masks.softcap_log2, scale);
       float largest[4] = {};
 #pragma unroll
       for (int i = FIRST; i < LAST; ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(s[i]));
@@ -402,8 +402,8 @@ struct ScoreMasks {
 
   // From products to scores, base 2.
   __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2], const View& view, const Rows& rows, float slope,
-                                        int first_key) const {
-    cap(s);
+                                        int first_key, const SoftCap& near) const {
+    cap(s, near);
     finish(s, view, rows, slope, first_key);
   }
 
@@ -439,7 +439,7 @@ struct ScoreMasks {
 
 template <int CLUSTER, bool RIGHT, bool RAGGED>
 struct ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED> {
-  static constexpr bool ADDS = false, HIDES = false, RANGED = false;
+  static constexpr bool READS = false, ADDS = false;
 };
 
 // What a thread keeps of its masks: of TILES tiles at once.
@@ -447,8 +447,11 @@ template <typename MASKS, int CLUSTER, bool RIGHT, bool RAGGED, int TILES>
 struct MaskState {
   typename ScoreMasks<MASKS, CLUSTER, RIGHT, RAGGED>::View view[TILES];
   typename ScoreMasks<MASKS, CLUSTER, RIGHT, RAGGED>::Rows rows;
-  float slope, sink;                 // of the head, base 2
+  float slope, sink;  // of the head, base 2
+  SoftCap soft_cap;
   float highest[2];                  // of each row: not less than what is added to any of its scores
+  KeyBits seen[TILES][2];            // of each tile and row: keys that the row sees, the thread's own first
+  bool sees_first[2];                // whether it sees any of the keys that the stabilizer is found in
   float first[STABILIZER_KEYS / 2];  // what is added to the scores that the stabilizer is found in
 };
 template <int CLUSTER, bool RIGHT, bool RAGGED, int TILES>

@@ -6,87 +6,32 @@
 
 namespace microsdpa::hopper::latency {
 
-// Works out all that masks do not have to be read for, and starts to read the others.
-template <typename C>
-__device__ __forceinline__ void Consumer<C>::read_masks() {
-  const Rules rules = score_masks();
-  masks.rows = rules.find_rows();
-  if constexpr (Rules::READS) {
-    masks.rows.hold();
-  } else if constexpr (!MASKS::ALIBI && !Rules::RANGED) {
-    all_highest(masks.highest);
-  }
-  if constexpr (Rules::WAITS) grid_dependency_wait();
-  rules.read_ranges(masks.rows);
-  masks.slope = rules.slope();
-  masks.sink = rules.sink();
-#pragma unroll
-  for (int round = 0; round < ROUNDS; ++round) {
-    rules.fetch(masks.view[round], masks.rows, work.first_key(round, warpgroup));
-  }
-}
-
-// Not less than what is added to a row's scores of any tile of the CTA, where no mask tensor does.
-template <typename C>
-__device__ __forceinline__ void Consumer<C>::all_highest(float (&highest)[2]) const {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    highest[half] = negative_infinity();
-#pragma unroll
-    for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
-      const int first_key = work.first_key(tile / WARPGROUPS, tile % WARPGROUPS);
-      highest[half] = fmaxf(highest[half], score_masks().highest_of_keys(masks.rows, half, masks.slope, first_key));
-    }
-  }
-}
-
-// What S of the first tile begins with: the mask, but of the first 16 keys nothing, in which the stabilizer is found.
-// Those that are hidden do not count, unless all are.
+// What S of the first tile begins with where masks are numbers: these, but of the first 16 keys nothing, in which the
+// stabilizer is found.
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::begin_first(float (&s)[BLOCK_N / 2]) {
-  const Rules rules = score_masks();
-  const int first_key = work.first_key(0, warpgroup);
-  rules.settle(masks.view[0]);
-  if constexpr ((MASKS::ALIBI || Rules::RANGED) && !Rules::READS) all_highest(masks.highest);
-  if constexpr (MASK_AHEAD) rules.begin(s, masks.view[0], masks.rows, masks.slope, first_key);
+  score_masks().settle(masks.view[0]);
+  score_masks().begin(s, masks.view[0], masks.slope, work.first_key(0, warpgroup));
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    [[maybe_unused]] const KeyBits bits = rules.seen(masks.view[0], masks.rows, half, first_key);
-    float shown = negative_infinity();
-#pragma unroll
-    for (int i = 2 * half; i < STABILIZER_KEYS / 2; i += i % 2 == 0 ? 1 : 3) {
-      const int key = i / 4 * 8 + i % 2;
-      const bool seen = bits.word[0] >> (2 * fragment.quad_lane() + key) & 1;
-      masks.first[i] = MASK_AHEAD ? s[i] : seen ? 0.0f : negative_infinity();
-      shown = fmaxf(shown, masks.first[i]);
-    }
-    shown = quad_max(shown);
-#pragma unroll
-    for (int i = 2 * half; i < STABILIZER_KEYS / 2; i += i % 2 == 0 ? 1 : 3) {
-      const bool counts = masks.first[i] != negative_infinity() || shown == negative_infinity();
-      (MASK_AHEAD ? s[i] : masks.first[i]) = counts ? 0.0f : negative_infinity();
-    }
-  }
+  for (int i = 0; i < STABILIZER_KEYS / 2; ++i) masks.first[i] = s[i], s[i] = 0.0f;
 }
 
-// Beside the products of the first tile, without a branch that ptxas would have wait for them: what S of the later
-// tiles begins with, and the largest number that masks add to a score of each row. This one and the largest product of
-// the first keys make the stabilizer: it is near the row's largest score whatever keys are hidden, and -inf when all of
-// the CTA's are.
+// Beside the products of the first tile: what S of the later tiles begins with, which keys rows see, and the largest
+// number that masks add to a score of each row. This one and the largest product of the first keys make the stabilizer:
+// it is near the row's largest score whatever keys are hidden, and -inf when all of the CTA's are.
 template <typename C>
-__device__ __forceinline__ void Consumer<C>::begin_others(float (&s)[2][BLOCK_N / 2]) {
+__device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N / 2]) {
   const Rules rules = score_masks();
-  if constexpr (ROUNDS > 1) {
-    // Long over. What follows depends on shuffles behind it: ptxas would put it amid the products and delay these.
-    mbarrier_wait(shared.query_full(), 0);
+  // Long over. What follows depends on shuffles behind it: ptxas would put it amid the products and delay these.
+  mbarrier_wait(shared.query_full(), 0);
 #pragma unroll
-    for (int round = 1; round < ROUNDS; ++round) {
-      rules.settle(masks.view[round]);
-      const int first_key = __shfl_sync(FULL_WARP, work.first_key(round, warpgroup), 0);
-      if constexpr (MASK_AHEAD) rules.begin(s[round], masks.view[round], masks.rows, masks.slope, first_key);
+  for (int round = 0; round < ROUNDS; ++round) {
+    if (!MASK_AHEAD || round > 0) rules.settle(masks.view[round]);
+    if (MASK_AHEAD && round > 0) {
+      rules.begin(s[round], masks.view[round], masks.slope, work.first_key(round, warpgroup));
     }
+    see_keys(round);
   }
-  if constexpr (!Rules::READS) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     masks.highest[half] = negative_infinity();
@@ -96,7 +41,13 @@ __device__ __forceinline__ void Consumer<C>::begin_others(float (&s)[2][BLOCK_N 
           rules.highest(masks.view[round], masks.rows, half, masks.slope, work.first_key(round, warpgroup));
       masks.highest[half] = fmaxf(masks.highest[half], highest);
     }
-    if constexpr (Rules::ADDS) masks.highest[half] = quad_max(masks.highest[half]);
+    if constexpr (Rules::ADDS) {
+      masks.highest[half] = quad_max(masks.highest[half]);
+      const float (&first)[STABILIZER_KEYS / 2] = masks.first;
+      const float shown =
+          fmaxf(fmaxf(first[2 * half], first[2 * half + 1]), fmaxf(first[2 * half + 4], first[2 * half + 5]));
+      masks.sees_first[half] = masks.sees_first[half] && quad_max(shown) != negative_infinity();
+    }
   }
   wgmma_fence_registers(masks.highest);
   // The first warpgroup, which finds the stabilizer, is told the second one's.
@@ -113,6 +64,20 @@ __device__ __forceinline__ void Consumer<C>::begin_others(float (&s)[2][BLOCK_N 
     named_barrier_arrive(MASKS_READ, THREADS);
     named_barrier_sync(MASKS_SENT, WARPGROUP_THREADS);  // for racecheck, as below
   }
+}
+
+// Finds the stabilizer in the scores of the first 16 keys. Those that are hidden do not count, unless all are.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::find_masked_stabilizer(const float (&s)[BLOCK_N / 2]) {
+  float counted[STABILIZER_KEYS / 2];
+#pragma unroll
+  for (int i = 0; i < STABILIZER_KEYS / 2; ++i) {
+    const int half = i / 2 % 2;
+    bool shown = sees(0, half, i / 4, i % 2);
+    if constexpr (Rules::ADDS) shown = shown && masks.first[i] != negative_infinity();
+    counted[i] = shown || !masks.sees_first[half] ? s[i] : negative_infinity();
+  }
+  find_stabilizer(counted);
 }
 
 // The stabilizer of both warpgroups: the first one's, whose first tile comes first. A row that sees none of its keys
@@ -181,9 +146,9 @@ template <typename C>
 template <bool KNOWN>
 __device__ __forceinline__ void Consumer<C>::last_round(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4]) {
   constexpr int ROUND = ROUNDS - 1;
-  exponentials<0, 2, KNOWN>(s, p);
+  exponentials<0, 2, KNOWN>(s, p, ROUND);
   accumulate<0, 2>(o, p, ROUND, ROUND > 0);
-  exponentials<2, 4, KNOWN>(s, p);
+  exponentials<2, 4, KNOWN>(s, p, ROUND);
   accumulate<2, 4>(o, p, ROUND, true);
 }
 
@@ -195,11 +160,11 @@ __device__ __forceinline__ void Consumer<C>::last_round_peer_first(float (&s)[BL
   constexpr int ROUND = ROUNDS - 1;
   uint32 given[STEPS][4];
   clear_other<1>(given);
-  half_exponentials<1, 0, 4, KNOWN>(s, given);
+  half_exponentials<1, 0, 4, KNOWN>(s, given, ROUND);
   accumulate<0, 4>(o, given, ROUND, ROUND > 0);
   clear_other<0>(p);
   if (!KNOWN) cluster_wait();  // the peer's barriers are set up
-  half_exponentials<0, 0, 2, KNOWN>(s, p);
+  half_exponentials<0, 0, 2, KNOWN>(s, p, ROUND);
   accumulate<0, 2, false>(rest, p, ROUND, false);
   this->template send_sum<KNOWN>();
   wgmma_wait<1>();
@@ -208,7 +173,7 @@ __device__ __forceinline__ void Consumer<C>::last_round_peer_first(float (&s)[BL
   this->template give<1>(o, columns);
   this->arrive(PEER_COLUMNS_GIVEN);
   this->template send_columns<KNOWN>(columns);
-  half_exponentials<0, 2, 4, KNOWN>(s, p);
+  half_exponentials<0, 2, 4, KNOWN>(s, p, ROUND);
   accumulate<2, 4>(rest, p, ROUND, true);
 }
 
@@ -224,9 +189,8 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   sum[0] = sum[1] = 0.0f;
   if constexpr (MASKS::ANY && KNOWN) sum[0] = sink_part(0), sum[1] = sink_part(1);
   constexpr bool BEGUN = MASK_AHEAD && !KNOWN;
-  if constexpr (MASKS::ANY && !KNOWN) {
-    read_masks();
-    begin_first(s[0]);
+  if constexpr (MASKS::ANY) {
+    if constexpr (BEGUN) begin_first(s[0]);
   } else if constexpr (BEGUN) {
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
@@ -239,32 +203,23 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   }
   if constexpr (FIRST_IN_HALVES && !KNOWN) {
     score<BEGUN, 2>(s[0], 0);
-    if constexpr (MASKS::ANY) {
-      begin_others(s);
-      if constexpr (MASK_AHEAD && ROUNDS > 1) wgmma_fence_registers(s[1]);
-    }
+    if constexpr (Rules::READS) look_at_masks(s);
+    if constexpr (MASKS::ANY && BEGUN && ROUNDS > 1) wgmma_fence_registers(s[1]);
     wgmma_wait<1>();
     wgmma_fence_registers(part_of<2>(s[0], 0));
-    if constexpr (IS_CAPPED<MASKS>) {
-      const auto rules = score_masks();
-      rules.template cap<0, BLOCK_N / 4>(s[0]);
-      float counted[STABILIZER_KEYS / 2];
-#pragma unroll
-      for (int i = 0; i < STABILIZER_KEYS / 2; ++i) counted[i] = s[0][i] + masks.first[i];
-      find_stabilizer(counted);
-      wgmma_wait<0>();
-      wgmma_fence_registers(part_of<2>(s[0], 1));
-      rules.template cap<BLOCK_N / 4, BLOCK_N / 2>(s[0]);
-      rules.finish(s[0], masks.view[0], masks.rows, masks.slope, work.first_key(0, warpgroup));
+    if constexpr (MASKS::ANY) {
+      if constexpr (IS_CAPPED<MASKS>) score_masks().template cap<0, BLOCK_N / 4>(s[0], masks.soft_cap);
+      find_masked_stabilizer(s[0]);
     } else {
       find_stabilizer(s[0]);
-      if constexpr (MASKS::ANY) {
-#pragma unroll
-        for (int i = 0; i < STABILIZER_KEYS / 2; ++i) s[0][i] += masks.first[i];
-      }
-      wgmma_wait<0>();
-      wgmma_fence_registers(part_of<2>(s[0], 1));
     }
+    if constexpr (MASKS::ANY && BEGUN) {
+#pragma unroll
+      for (int i = 0; i < STABILIZER_KEYS / 2; ++i) s[0][i] += masks.first[i];
+    }
+    wgmma_wait<0>();
+    wgmma_fence_registers(part_of<2>(s[0], 1));
+    if constexpr (IS_CAPPED<MASKS>) score_masks().template cap<BLOCK_N / 4, BLOCK_N / 2>(s[0], masks.soft_cap);
   } else {
     score(s[0], 0);
     wgmma_wait<0>();
@@ -277,7 +232,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   for (int round = 0; round + 1 < ROUNDS; ++round) {
     float (&now)[BLOCK_N / 2] = s[round % 2];
     float (&next)[BLOCK_N / 2] = s[1 - round % 2];
-    exponentials<0, 4, KNOWN>(now, p[round % 2]);
+    exponentials<0, 4, KNOWN>(now, p[round % 2], round);
     accumulate<0, 4>(o, p[round % 2], round, round > 0);
     if (round + 2 < ROUNDS) {
       score(now, round + 2);
@@ -286,7 +241,11 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
       wgmma_wait<1>();
     }
     wgmma_fence_registers(next);
-    if constexpr (!BEGUN) mask<!KNOWN>(next, round + 1);
+    if constexpr (KNOWN || !MASKS::ANY) {
+      if constexpr (!BEGUN) mask(next, round + 1);
+    } else if constexpr (IS_CAPPED<MASKS>) {
+      score_masks().cap(next, masks.soft_cap);
+    }
   }
   if constexpr (PEER_FIRST) {
     last_round_peer_first<KNOWN>(s[(ROUNDS - 1) % 2], p[(ROUNDS - 1) % 2]);
