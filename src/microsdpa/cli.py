@@ -36,6 +36,7 @@ from microsdpa.evidence import report as report_page
 from microsdpa.evidence import repro as reproduction
 from microsdpa.evidence import resign as resigning
 from microsdpa.evidence.devices import DEVICES, named
+from microsdpa.evidence.fuzz_calls import DOORS, Door
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.ladder import step as ladder_step
 from microsdpa.evidence.plots import files as plot_files
@@ -166,13 +167,17 @@ def verify(
     random_calls: Annotated[
         int | None, typer.Option("--fuzz", min=1, help="Make so many random calls through every door instead.")
     ] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="With --fuzz: calls with gradients alone.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --sample or --fuzz.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Check every case against the FP64 oracle."""
+    if backward and random_calls is None:
+        raise typer.BadParameter("backward: expected --fuzz N beside it, got none")
     if random_calls is not None:
+        doors: tuple[Door, ...] = ("backward",) if backward else DOORS
         with progress() as bars:
-            step = fuzz.step(random_calls, seed, bars, output, _command())
+            step = fuzz.step(random_calls, seed, bars, output, _command(), doors)
         _finish([step], as_json)
     if torch_cases:
         with progress() as bars:

@@ -10,13 +10,14 @@ import pytest
 from microsdpa.emulate import abi, build
 from microsdpa.errors import CompileError
 from microsdpa.evidence import fp8_products, probes
-from microsdpa.kernels import KernelSpec, catalogue, eight_bit_params
+from microsdpa.kernels import KernelSpec, catalogue, eight_bit_params, params
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 
 Structs = dict[str, type[ctypes.Structure]]
 KERNELS: dict[str, Structs] = {
-    "common/mask_params.cuh": {"AttentionParams": abi.Params, "MaskedParams": abi.MaskedParams},
+    "common/mask_params.cuh": {"AttentionParams": params.Params, "MaskedParams": params.MaskedParams},
+    "backward/terms.cu": {"Strides": params.Strides, "backward::BackwardParams": params.BackwardParams},
     "common/varlen_params.cuh": {"VarlenParams": abi.VarlenParams, "AppendParams": abi.AppendParams},
     "common/eight_bit_params.cuh": {
         name: getattr(eight_bit_params, name)
@@ -31,7 +32,7 @@ RUNTIME: Structs = {
     f"emulator::{name}": getattr(abi, name)
     for name in ("Buffer", "TensorView", "Launch", "SiteCounters", "Counters", "Outcome")
 }
-MEMBERS = {abi.MaskedParams: lambda name: name if name == "call" else f"masks.{name}"}
+MEMBERS = {params.MaskedParams: lambda name: name if name == "call" else f"masks.{name}"}
 """What C++ calls members, where that is not what Python does."""
 
 
@@ -67,7 +68,7 @@ def test_the_emulators_structs_are_laid_out_as_its_runtime_reads_them() -> None:
 
 def test_every_struct_that_python_fills_is_compared() -> None:
     compared = {struct for structs in (*KERNELS.values(), RUNTIME) for struct in structs.values()}
-    for module in (abi, eight_bit_params, probes, fp8_products):
+    for module in (abi, params, eight_bit_params, probes, fp8_products):
         found = {s for s in vars(module).values() if isinstance(s, type) and issubclass(s, ctypes.Structure)}
         assert found <= compared
 

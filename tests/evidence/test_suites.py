@@ -19,6 +19,7 @@ MISSION = Case(1, 8, 512, 512, 64)
 def test_suites_are_data() -> None:
     assert suites.names() == [
         "ampere",
+        "backward",
         "decode",
         "doors",
         "fp8",
@@ -55,7 +56,7 @@ def test_suites_are_data() -> None:
         assert choose(suites.load(name).peers, suites.load(name).eight_bit)
     assert suites.load("mission").peers == "all"
     assert {peer.name for peer in choose(prefill.peers, False)} >= {"torch CUDNN", "torch MATH", "flash-attn 4"}
-    with pytest.raises(InvalidArgument, match="expected one of ampere, decode"):
+    with pytest.raises(InvalidArgument, match="expected one of ampere, backward"):
         suites.load("nope")
 
 
@@ -101,7 +102,7 @@ def test_some_cells_of_a_suite() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite", "nope"], "expected one of ampere, decode"),
+        (["--suite", "nope"], "expected one of ampere, backward"),
         (["--suite", "start", "--modes", "graph"], "none for suite start"),
         (["--suite", "masked", "--cells", "documnets"], "texts in case names of suite masked"),
         (["--suite", "masked", "--part", "5/4"], "such as 1/3"),

@@ -104,13 +104,15 @@ def test_an_output_cannot_be_given_where_autograd_needs_one() -> None:
         assert not microsdpa.sdpa(query, key, value).requires_grad
 
 
-def test_the_emulated_kernel_has_the_gradient_too() -> None:
+def test_the_emulated_kernels_have_the_gradient_too() -> None:
     tensors = make(Case(1, 2, 20, 33, 32))
     found = []
     for impl in ("auto", "emulate"):
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        found.append(torch.autograd.grad(microsdpa.sdpa(*leaves, impl=impl).sum(), leaves))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        found.append(torch.autograd.grad(microsdpa.sdpa(*leaves, impl=impl).square().sum(), leaves))
+    for exact, emulated in zip(*found, strict=True):
+        assert not torch.equal(exact, emulated)  # the emulator ran: the kernels round P and dS
+        torch.testing.assert_close(emulated, exact, rtol=1e-2, atol=4e-3)
 
 
 def test_tracers_see_one_operator_whatever_device_their_tensors_claim() -> None:

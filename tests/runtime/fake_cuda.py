@@ -9,7 +9,7 @@ from typing import Any
 import tvm_ffi
 from tvm_ffi import libinfo
 
-from microsdpa.emulate.abi import MaskedParams, Params
+from microsdpa.kernels.params import MaskedParams, Params
 
 KDL_CUDA, KDL_FLOAT, KDL_BFLOAT = 2, 2, 4
 

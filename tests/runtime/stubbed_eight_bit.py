@@ -383,7 +383,7 @@ def test_a_failed_launch_is_told(checks: list[Any]) -> None:
         (513, (513, 0, 0), "expected at most 512 bytes of a parameter, got 513"),
         (64, (65, 0, 0), "expected 65 bytes more, got 64"),
         (64, (64, 1, 57, 0, 0, 0), "a place in 64 bytes of a parameter, got 57"),
-        (64, (64, 1, 0, 12, 0, 0), "an operand below 12, got 12"),
+        (64, (64, 1, 0, 20, 0, 0), "an operand below 20, got 20"),
         (64, (64, 0, 1, 61, 0), "a place in 64 bytes of a parameter, got 61"),
         (64, (64, 0, 1, 0, 3), "an operand below 3, got 3"),
     ],

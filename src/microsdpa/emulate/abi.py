@@ -1,37 +1,10 @@
-"""The structs of runtime/launch.h and kernels/common/params.cuh, as ctypes."""
+"""The structs of runtime/launch.h, as ctypes."""
 
 from __future__ import annotations
 
 import ctypes
 
 MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 16, 16, 128, 4096
-
-
-class Params(ctypes.Structure):
-    """AttentionParams of kernels/common/params.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse", "workspace")),
-        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value", "out")),
-        *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")),
-        ("scale_log2", ctypes.c_float),
-    )
-
-
-class MaskedParams(ctypes.Structure):
-    """MaskedParams of kernels/common/mask_params.cuh."""
-
-    _fields_ = (
-        ("call", Params),
-        *((name, ctypes.c_void_p) for name in ("mask", "slopes", "sinks")),
-        ("mask_strides", ctypes.c_int64 * 3),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("mask_column_stride", "slope_batch_stride", "slope_head_stride", "sink_head_stride")
-        ),
-        *((name, ctypes.c_int32) for name in ("position", "lowest")),
-        ("softcap_log2", ctypes.c_float),
-    )
 
 
 class VarlenParams(ctypes.Structure):

@@ -21,6 +21,7 @@ from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec, TensorMap
+from microsdpa.kernels.params import MaskedParams, Params
 from microsdpa.kernels.problem import Problem
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
@@ -358,7 +359,7 @@ def attention(
 
     def params(addresses: dict[str, int], kind: str) -> ctypes.Structure:
         """Parameters of the C++ type `kind`: the call's, and for kernels that take them the masks'."""
-        filled = abi.Params(
+        filled = Params(
             **{name: address for name, address in addresses.items() if name not in present},
             batch=problem.batch,
             heads=problem.heads,
@@ -372,7 +373,7 @@ def attention(
             setattr(filled, f"{name}_strides", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
         if kind == "microsdpa::AttentionParams":
             return filled
-        everything = abi.MaskedParams(
+        everything = MaskedParams(
             call=filled,
             **{name: addresses[name] for name in present},
             position=position,
@@ -415,20 +416,20 @@ def one_kernel(
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
     *,
-    schedule: Schedule | None = None,
     count_banks: bool = False,
+    root: Path = KERNELS_DIR,
 ) -> Report:
     """Run one kernel on CPU tensors; `fill` makes its parameter of the tensors' addresses, by name.
 
     The tensors that its bulk copies read are among `inputs`, under the names that its specification has for them.
+    `root` is the tree that its source is taken from.
     """
     buffers = {name: (tensor, False) for name, tensor in inputs.items()}
     buffers |= {name: (tensor, True) for name, tensor in outputs.items()}
     return launch(
-        build.load(spec, params=spec.params),
+        build.load(spec, root, spec.params),
         fill,
         buffers,
         Shape.of(spec, grid),
-        schedule=schedule,
         count_banks=count_banks,
     )

@@ -19,7 +19,7 @@ from microsdpa.call.tensors import is_aligned
 from microsdpa.call.visibility import combined
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare, results, survey
-from microsdpa.evidence.fuzz_calls import Call, draw, simpler, tensors
+from microsdpa.evidence.fuzz_calls import DOORS, Call, Door, draw, simpler, tensors
 from microsdpa.evidence.fuzz_check import Outcome, check, explained, quantized
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.jit.signature import code_signature
@@ -58,11 +58,12 @@ def step(
     progress: Progress = no_progress,
     output: Path | None = None,
     command: str = COMMAND,
+    doors: tuple[Door, ...] = DOORS,
 ) -> Step:
     """`count` random calls, on the GPU or in the emulator; each must be right, and give the same bits twice."""
     reason = launcher.device_error()
     device = "cpu" if reason else "cuda"
-    calls = draw(count, seed, emulated=bool(reason))
+    calls = draw(count, seed, bool(reason), doors)
     found = _explanations(calls, device)
     if not reason:
         target = launcher.target_of_device()
@@ -84,9 +85,9 @@ def step(
     summary = f"{passed} of {count} random calls of seed {seed} passed {where}"
     if refused:
         summary += f", {refused} refused by the kernel that they name"
-    doors = Counter(outcome.call.door for outcome in outcomes)
+    counts = Counter(outcome.call.door for outcome in outcomes)
     table = [["door", "calls", "failed", "largest error / tolerance"]]
-    for door, calls_of_door in sorted(doors.items()):
+    for door, calls_of_door in sorted(counts.items()):
         members = [outcome for outcome in outcomes if outcome.call.door == door]
         bad = sum(bool(outcome.failure) for outcome in members)
         table.append([door, str(calls_of_door), str(bad), f"{max(outcome.use for outcome in members):.2f}"])
@@ -95,7 +96,7 @@ def step(
         lines = [["failure", "python -c"], *([one.failure, one.call.line(device)] for one in smallest)]
         sections.append((f"The smallest calls that fail like the first {len(smallest)}", lines))
         summary += f"; {len(failed)} failed, the first like: {smallest[0].call.line(device)}"
-    result = results.make(SUITE, command, rows)
+    result = results.make(SUITE if doors == DOORS else f"{SUITE}_{doors[0]}", command, rows)
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
     return Step("verify", "failed" if failed else "passed", summary, table, sections, data=result)

@@ -270,8 +270,8 @@ def _as_default(call: Call, *names: str) -> Call:
     return replace(call, **{name: getattr(Call, name) for name in names})
 
 
-def draw(count: int, seed: int, emulated: bool) -> list[Call]:
-    """`count` calls; those for the emulator are small.
+def draw(count: int, seed: int, emulated: bool, doors: tuple[Door, ...] = DOORS) -> list[Call]:
+    """`count` calls through these doors; those for the emulator are small.
 
     What kernels are compiled for comes from a pool that grows with `count` more slowly than it: the rest of every call
     is free.
@@ -280,7 +280,8 @@ def draw(count: int, seed: int, emulated: bool) -> list[Call]:
     pool = [_form(choose, emulated) for _ in range(6 if emulated else 10 + count // 40)]
     calls: list[Call] = []
     while len(calls) < count:
-        call = valid(_call(choose, choose.choice(pool), emulated))
+        drawn = _call(choose, choose.choice(pool), emulated)
+        call = valid(drawn if drawn.door in doors else replace(drawn, door=choose.choice(doors)))
         if call.work <= (2**18 if emulated else 2**28):
             calls.append(call)
     return calls

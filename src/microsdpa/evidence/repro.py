@@ -28,6 +28,7 @@ from microsdpa.evidence import (
     serving,
     start,
     survey,
+    training,
     worker,
 )
 from microsdpa.evidence.cases import needs_gpu, verify_cases
@@ -229,6 +230,9 @@ def bench_step(
     loaded = load(suite) if some.is_all else chosen(load(suite), some)
     peers = some.peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
+    if suite == training.SUITE and modes not in (None, ["graph"]):
+        hint = "leave --modes out: both passes are timed in CUDA graphs"
+        raise InvalidArgument("modes", expected="graph for suite backward", got=",".join(modes or []), hint=hint)
     if suite == start.SUITE and modes:
         hint = "leave --modes out, or name another suite"
         raise InvalidArgument(
@@ -250,6 +254,8 @@ def bench_step(
     elif suite == doors.SUITE:
         ways = [*doors.doors(), *door_models.doors()]
         rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)), keep)
+    elif suite == training.SUITE:
+        rows = training.run(loaded.cases, peers, progress(suite, len(loaded.cases)), keep)
     elif suite == serving.SUITE:
         cells = serving.cells()
         rows = serving.run(cells, modes or list(loaded.modes), progress(suite, len(cells)), keep)

@@ -8,6 +8,7 @@ from typing import Any
 
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence.survey import TARGETS
+from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.problem import OPERANDS, DType, MaskKind, Problem
 from microsdpa.kernels.select import select
 
@@ -76,6 +77,17 @@ def _cell(dtype: DType, target: str, **feature: Any) -> str:
     return "<br>".join(f"{name}: {dimensions(kernels[name])}" for name in order) or "no"
 
 
+def _gradients_cell(target: str) -> str:
+    """What multiplies in the gradients' kernel."""
+    found: dict[str, set[int]] = {}
+    for head_dim in range(1, LARGEST + 1):
+        problem = Problem(1, 8, 8, 512, 512, head_dim, "float16", target=target)
+        if not backward_spec.refusal(problem, tiling := backward_spec.choose(problem)):
+            found.setdefault("wgmma" if tiling.wgmma else "mma.sync", set()).add(head_dim)
+    order = sorted(found, key=lambda name: len(found[name]))
+    return "<br>".join(f"backward, {name}: {dimensions(found[name])}" for name in order) or "no"
+
+
 @functools.cache
 def matrix() -> list[list[str]]:
     """A header, then a line a feature and type, a column a GPU; cells have the kernels, each with head dimensions.
@@ -90,6 +102,7 @@ def matrix() -> list[list[str]]:
             [label, " and ".join(DTYPES) if same else dtype, *by_type[dtype]]
             for dtype in (DTYPES[:1] if same else DTYPES)
         ]
+    lines.append(["gradients by own kernels", " and ".join(DTYPES), *map(_gradients_cell, TARGETS)])
     for operands in OPERANDS:
         cells = [_cell("float16", target, operands=operands) for target in TARGETS]
         lines.append([f'`precision="{operands}"`', "quantized from either", *cells])

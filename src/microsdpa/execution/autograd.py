@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 import torch
@@ -128,17 +129,21 @@ class _Attention(torch.autograd.Function):
             grad_out = torch.zeros_like(out)
         query, key, value, attn_mask, alibi_slopes, sinks = given
         causal = "upper_left" if options.is_causal else options.causal
+        graded = ctx.needs_input_grad[: len(given)]
+        wanted = tuple(compress(backward.ALL, graded[3:]))
         # With grad enabled, a gradient of the gradient is wanted: the operator refuses it.
         if is_eager((query, key, grad_out)) and not torch.is_grad_enabled():
             masks = Masks(attn_mask, options.window, options.softcap, alibi_slopes, sinks)
             inputs = query, key, value
-            found = backward.gradients((grad_out, grad_lse), inputs, (out, lse), causal, options.scale, masks)
+            of = (grad_out, grad_lse), inputs, (out, lse)
+            found = backward.gradients(*of, causal, options.scale, masks, wanted, options.impl)
         else:
             ends = list(options.window or (-1, -1))
-            rest = causal, options.scale, ends, options.softcap
+            rest = causal, options.scale, ends, options.softcap, list(graded[3:]), options.impl
             found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *given, out, lse, *rest)
-        waiting = iter(found)
-        return *(next(waiting) if t is not None and t.is_floating_point() else None for t in given), None, None
+        waiting, made = iter(found), zip(given, (True, True, True, *graded[3:]), strict=True)
+        there = (t is not None and one and t.is_floating_point() for t, one in made)
+        return *(next(waiting) if one else None for one in there), None, None
 
 
 _apply = super(torch.autograd.Function, _Attention).apply

@@ -1,4 +1,7 @@
-"""Gradients of attention: torch's fastest backward that computes a call, from its LSE, or plain FP32 arithmetic."""
+"""Gradients of attention, from its LSE: by torch's fastest backward that computes a call, or by this library's kernels.
+
+On a CPU they are plain FP32 arithmetic, but for calls in the emulator.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,17 @@ import torch
 from microsdpa.call.call import Inputs, MaskTensors
 from microsdpa.call.masks import Masks, dense
 from microsdpa.call.options import Options
+from microsdpa.call.tensors import kernel_of
+from microsdpa.execution import gradients as kernels
 from microsdpa.execution import nodes, torch_cpu
 from microsdpa.kernels.problem import Causal
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Output and LSE of a call."""
+
+
+ALL = kernels.MASK_TENSORS
+"""Tensors of masks that may want a gradient, by name."""
 
 
 def gradients(
@@ -23,19 +32,27 @@ def gradients(
     causal: Causal | None,
     scale: float | None,
     masks: Masks,
+    wanted: tuple[str, ...] = ALL,
+    impl: str = "auto",
 ) -> list[torch.Tensor]:
-    """Gradients of query, key, value and, where given, of attn_mask (numbers), alibi_slopes and sinks, in this order.
+    """Gradients of query, key, value and of attn_mask (numbers), alibi_slopes and sinks, in this order.
 
-    `result` are the output [B, H, S_q, D] and the LSE [B, H, S_q] in FP32, and `grads` their gradients. On a GPU,
-    torch's cuDNN or flash backward computes what it can; the rest is computed in FP32 from scores that are made again,
-    one query head at a time.
+    Of the last three it gives those that are there and `wanted`. `result` are the output [B, H, S_q, D] and the LSE
+    [B, H, S_q] in FP32, and `grads` their gradients. On a GPU, torch's cuDNN or flash backward computes what it can,
+    and kernels of this library the rest.
+
+    Raises:
+        UnsupportedProblem: there are too many rows or heads for a launch.
     """
     grad_out, grad_lse = grads
-    if masks.attn_mask is not None:
-        masks = replace(masks, attn_mask=dense(masks.attn_mask, inputs[1].shape[2]))
+    query, key, _ = inputs
+    if query.numel() == 0 or key.numel() == 0 or (query.device.type == "cpu" and not kernel_of(impl)[1]):
+        if masks.attn_mask is not None:
+            masks = replace(masks, attn_mask=dense(masks.attn_mask, key.shape[2]))
+        return _through_math(grads, inputs, causal, scale, masks, wanted)
     # torch's backward passes have no gradient of a mask, which is to be among the results.
-    numbers = masks.attn_mask is not None and masks.attn_mask.is_floating_point()
-    if grad_lse is None and inputs[0].is_cuda and not numbers:
+    own = any(name in wanted and t.is_floating_point() for name, t in masks.tensors.items())
+    if grad_lse is None and query.is_cuda and not own and not kernels.are_fastest(inputs):
         options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
         tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
         operator, _ = nodes.operator_for(inputs, tensors, options)
@@ -43,7 +60,7 @@ def gradients(
             return _through_cudnn(grad_out, inputs, result, causal, scale, masks.attn_mask)
         if operator == nodes.FLASH:
             return _through_flash(grad_out, inputs, result, causal, scale)
-    return _through_math(grads, inputs, causal, scale, masks)
+    return kernels.compute(kernels.described(grads, inputs, result, causal, scale, masks, wanted))
 
 
 def _through_flash(
@@ -85,6 +102,7 @@ def _through_math(
     causal: Causal | None,
     scale: float | None,
     masks: Masks,
+    wanted: tuple[str, ...] = ALL,
 ) -> list[torch.Tensor]:
     """gradients() in FP32 on any device, one query head at a time, from scores that are made again."""
     (grad_out, grad_lse), (query, key, value) = grads, inputs
@@ -123,10 +141,11 @@ def _through_math(
         d_query[:, h] = d_logits @ k * factor
         d_key[:, h // group] += d_logits.mT @ q * factor
     gradients = (d_query, d_key, d_value, d_mask, d_slopes, d_sinks)
+    chosen = True, True, True, *(name in wanted for name in ALL)
     return [
         _like(gradient, tensor)
-        for gradient, tensor in zip(gradients, tensors, strict=True)
-        if gradient is not None and tensor is not None and tensor.is_floating_point()
+        for gradient, tensor, one in zip(gradients, tensors, chosen, strict=True)
+        if one and gradient is not None and tensor is not None and tensor.is_floating_point()
     ]
 
 

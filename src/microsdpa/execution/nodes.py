@@ -20,6 +20,7 @@ from microsdpa.call.options import PLAIN_CODE, Options
 from microsdpa.call.tensors import is_aligned
 from microsdpa.execution import forward
 from microsdpa.kernels.problem import VECTOR_BYTES
+from microsdpa.kernels.spec import MAX_GRID_YZ
 from microsdpa.runtime import launcher
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
@@ -124,8 +125,11 @@ def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
     plain &= masks.alibi_slopes is None and masks.sinks is None
     scaled = options.scale is None or (isinstance(options.scale, (int, float)) and options.scale > 0.0)
     sound = query.dim() == key.dim() == value.dim() == 4 and query.numel() > 0 and key.numel() > 0
-    if not (plain and scaled and sound and all(map(is_aligned, inputs))):
+    counted = query.dim() == 4 and max(query.shape[:2]) <= MAX_GRID_YZ
+    if not (plain and scaled and sound and counted and all(map(is_aligned, inputs))):
         return ""
+    if torch.are_deterministic_algorithms_enabled():
+        return ""  # this library's own kernels give the same bits each time
     causal = "upper_left" if options.is_causal else options.causal
     cudnn, flash = (name in calls() for name in (CUDNN, FLASH))
     cudnn &= _cudnn_computes(inputs, masks.attn_mask, causal)

@@ -140,9 +140,10 @@ class _Backward(torch.autograd.Function):
     def forward(*given: Any) -> tuple[torch.Tensor, ...]:
         """Gradients as the operator attention_backward gives them."""
         *tensors, options = given
-        causal, scale, _, ends, softcap, _ = _rest(options)
+        causal, scale, _, ends, softcap, impl = _rest(options)
+        rest = causal, scale, ends, softcap, [True, True, True], impl
         with _AutoDispatchBelowAutograd():
-            return tuple(torch.ops.microsdpa.attention_backward(*tensors, causal, scale, ends, softcap))
+            return tuple(torch.ops.microsdpa.attention_backward(*tensors, *rest))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -7,6 +7,7 @@ attention_output gives the output alone, and has no gradient.
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 import torch
@@ -122,16 +123,22 @@ def attention_backward(
     scale: float | None,
     window: list[int],
     softcap: float | None,
+    wanted: list[bool],
+    impl: str,
 ) -> list[torch.Tensor]:
-    """Gradients of query, key, value and, where given, of a float attn_mask, alibi_slopes and sinks, in this order."""
+    """Gradients of query, key, value and of a float attn_mask, alibi_slopes and sinks, in this order.
+
+    Of the last three it gives those that are there and, by one bool for each, `wanted`.
+    """
     masks = Masks(attn_mask, (window[0], window[1]), softcap, alibi_slopes, sinks)
     inputs, result = (query, key, value), (out, lse)
-    return backward.gradients((grad_out, grad_lse), inputs, result, causal, scale, masks)  # type: ignore[arg-type]
+    rest = causal, scale, masks, tuple(compress(backward.ALL, wanted)), impl
+    return backward.gradients((grad_out, grad_lse), inputs, result, *rest)  # type: ignore[arg-type]
 
 
 @attention_backward.register_fake
 def _(grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *given: Any) -> list[torch.Tensor]:
-    tensors = given[:6]  # the inputs and the masks'
+    tensors = *given[:3], *compress(given[3:6], given[-2])  # the inputs, and the masks' that are wanted
     return [torch.empty_like(tensor) for tensor in tensors if tensor is not None and tensor.is_floating_point()]
 
 

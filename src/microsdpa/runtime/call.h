@@ -26,7 +26,7 @@ struct Arguments {
 // and of the soft cap are no part of it.
 struct CallKey {
   std::int64_t options;         // the caller's code for causal, enable_gqa, impl and precision
-  std::int64_t alignment;       // 16 when every row of query, key, value and out starts on 16 bytes, else 0
+  std::int64_t alignment;       // 16 when every row of query, key, value, out and dO starts on 16 bytes, else 0
   std::int64_t mask_alignment;  // the same of the mask
   std::int64_t left, right, capped;
   std::int64_t given;  // a bit for each operand from MASK on
@@ -146,6 +146,10 @@ inline bool parse(const Arguments& arguments, Call& call) {
       call.addresses[i] = address(tensor);
     }
     if (call.addresses[MASK]) k.mask_alignment = alignment_bits(call.addresses[MASK], k.tensors[MASK]) % 16 ? 0 : 16;
+  }
+  if (arguments.tensors[GRAD_OUT]) {  // what is an output elsewhere is read here
+    if (alignment_bits(call.addresses[GRAD_OUT], k.tensors[GRAD_OUT]) % 16) k.alignment = 0;
+    return true;
   }
   // An output that overlaps an input would be read after it is written.
   for (int i = 0; i < (k.given ? KEYED_OPERANDS : DENSE_OPERANDS); ++i) {

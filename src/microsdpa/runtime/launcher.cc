@@ -15,12 +15,9 @@
 namespace microsdpa {
 namespace {
 
-// Launches a plan; gives what LseArgument does.
-ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView wanted_lse, const Factors& factors) {
-  if (call.key.varlen()) return execute_varlen(plan, call, wanted_lse, factors);
-  const LseArgument lse(wanted_lse, *call.query);
+// Launches the kernels of a plan for a call of which all addresses but that of scratch memory are there.
+void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
   Optional<ffi::Tensor> workspace;
-  call.addresses[LSE] = lse.address;
   if (plan.workspace_bytes) {
     workspace = allocate(&plan.workspace_bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
     call.addresses[WORKSPACE] = reinterpret_cast<std::uintptr_t>(workspace.value().data_ptr());
@@ -33,9 +30,17 @@ ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView wanted_lse, const Fa
   guarded([&] {
     ScopedContext current(driver(), plan.context);
     for (const PlannedKernel& kernel : plan.kernels) {
-      if (!kernel.only_with_lse || lse.address) kernel.issue(driver(), stream, call.addresses, numbers);
+      if (!kernel.only_with_lse || call.addresses[LSE]) kernel.issue(driver(), stream, call.addresses, numbers);
     }
   });
+}
+
+// Launches a plan; gives what LseArgument does.
+ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView wanted_lse, const Factors& factors) {
+  if (call.key.varlen()) return execute_varlen(plan, call, wanted_lse, factors);
+  const LseArgument lse(wanted_lse, *call.query);
+  call.addresses[LSE] = lse.address;
+  launch_kernels(plan, call, factors);
   return lse.result();
 }
 
@@ -150,16 +155,59 @@ ffi::Any prepared_call(ffi::PackedArgs args) {
   });
 }
 
-// Registers the plan of a validated call. After `numbers` and `params` come the arguments that sdpa() will be called
-// with. The numbers are the context, bytes of scratch memory, the first and the last length of K that the plan is for,
-// the fields of VarlenLaunch, and the kernels in the order of their launch.
-void register_plan(ffi::PackedArgs args) {
+// A call for gradients: the call's arguments up to the soft cap, of which the output and the LSE are read, and then the
+// gradients of the output and the LSE, and what is written: those of query, key, value, attn_mask, slopes and sinks.
+// None stands for what there is not.
+struct GivenGradients {
+  static constexpr int FIRST = QUERY_SCALE_ARGUMENT, GRADIENTS = OPERANDS - GRAD_QUERY,
+                       ARGUMENTS = FIRST + 2 + GRADIENTS;
+
+  GivenCall given;
+  std::uintptr_t addresses[OPERANDS]{};
+
+  explicit GivenGradients(ffi::PackedArgs args) : given(args.Slice(0, FIRST)) {
+    TVM_FFI_CHECK(args.size() == ARGUMENTS, TypeError)
+        << "a call for gradients: expected " << ARGUMENTS << " arguments, got " << args.size();
+    given.arguments.tensors[GRAD_OUT] = args[FIRST].cast<DLTensor*>();
+    addresses[LSE] = address(*given.lse.cast<DLTensor*>());
+    if (const DLTensor* tensor = optional_tensor(args[FIRST + 1])) addresses[GRAD_LSE] = address(*tensor);
+    for (int i = 0; i < GRADIENTS; ++i) {
+      if (const DLTensor* tensor = optional_tensor(args[FIRST + 2 + i])) addresses[GRAD_QUERY + i] = address(*tensor);
+    }
+  }
+
+  // The call, with the kernels that it needs beside the tensors in its key; false for one that no plan can be for.
+  bool parse(Call& call) const {
+    if (!microsdpa::parse(given.arguments, call)) return false;
+    for (int i = LSE; i < OPERANDS; ++i) {
+      if (addresses[i]) call.addresses[i] = addresses[i], call.key.options |= std::int64_t(1) << (32 + i);
+    }
+    return true;
+  }
+};
+
+// Launches the plan of a call for gradients; false when there is none.
+bool gradients(ffi::PackedArgs args) {
+  const GivenGradients given(args);
+  Call call;
+  if (!given.parse(call)) return false;
+  const Factors factors = given.given.factors();
+  const std::shared_ptr<const Plan> plan = factors.valid() ? plans().find(call.key) : nullptr;
+  if (plan) launch_kernels(*plan, call, factors);
+  return plan != nullptr;
+}
+
+// Registers the plan of a validated call; parse() reads the arguments as sdpa() or gradients() does. After `numbers`
+// and `params` come the arguments that this function will be called with. The numbers are the context, bytes of scratch
+// memory, the first and the last length of K that the plan is for, the fields of VarlenLaunch, and the kernels in the
+// order of their launch.
+template <typename Parse>
+void register_plan(ffi::PackedArgs args, Parse parse) {
   TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";
   Integers integers(args[0].cast<ffi::Bytes>());
   const ffi::Bytes params = args[1].cast<ffi::Bytes>();
-  const GivenCall given(args.Slice(2));
   Call call;
-  TVM_FFI_CHECK(parse(given.arguments, call), ValueError)
+  TVM_FFI_CHECK(parse(args.Slice(2), call), ValueError)
       << "expected [B, H, S, D] CUDA tensors that do not overlap the output";
   auto plan = std::make_shared<Plan>();
   plan->context = reinterpret_cast<CUcontext>(integers.next());
@@ -180,6 +228,9 @@ void register_plan(ffi::PackedArgs args) {
   if (plan->growth.first <= plan->growth.last && growing_key(call.key, common)) growing_plans().insert(common, plan);
   plans().insert(call.key, plan);
 }
+
+bool parse_call(ffi::PackedArgs args, Call& call) { return parse(GivenCall(args).arguments, call); }
+bool parse_gradients(ffi::PackedArgs args, Call& call) { return GivenGradients(args).parse(call); }
 
 // Launches one kernel on a stream, which the caller names: the framework tells its current one only to calls with
 // tensors. The numbers are the context, the launch and tensor maps of arrays that start at their offsets. `params` is
@@ -264,7 +315,9 @@ void clear_plans() { plans().clear(), growing_plans().clear(); }
 
 MICROSDPA_EXPORT_PACKED(sdpa, sdpa(packed))
 MICROSDPA_EXPORT_PACKED(prepared_call, prepared_call(packed))
-MICROSDPA_EXPORT_PACKED(register_plan, (register_plan(packed), nullptr))
+MICROSDPA_EXPORT_PACKED(gradients, gradients(packed))
+MICROSDPA_EXPORT_PACKED(register_plan, (register_plan(packed, parse_call), nullptr))
+MICROSDPA_EXPORT_PACKED(register_gradients, (register_plan(packed, parse_gradients), nullptr))
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_nodes, register_nodes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_node_constants, set_node_constants);

@@ -57,6 +57,18 @@ launch: Callable[..., Any] = _library.sdpa
 when no plan is registered for the call, the LSE where it was allocated, and else True.
 """
 
+gradients: Callable[..., Any] = _library.gradients
+"""The same for gradients, a function of a GradientCall's items; False when no plan is registered for the call."""
+
+GradientCall = tuple[Any, ...]
+"""Arguments of one call for gradients, in the order that the library has them.
+
+They are those of a Call up to the soft cap, with the LSE as a tensor; the gradients of the output and, or None, of the
+LSE, both contiguous where they are of the LSE; and the tensors to write to: gradients of query, key and value, and, or
+None, of attn_mask, alibi_slopes and sinks.
+"""
+GRADIENT_ARGUMENTS = 21
+
 expect_node = _library.expect_node
 """expect_node(options, attn_mask | None): what this thread's next call of a node's operator (nodes.py) asks for."""
 
@@ -206,11 +218,12 @@ def load_kernel(kernel: CompiledKernel, device: int) -> tuple[int, int]:
 
 _OPERANDS = (
     *("query", "key", "value", "out", "attn_mask", "alibi_slopes", "sinks"),
-    *("query_scale", "key_scale", "value_scale", "lse", "workspace"),
+    *("query_scale", "key_scale", "value_scale", "grad_out", "lse", "workspace", "grad_lse"),
+    *("grad_query", "grad_key", "grad_value", "grad_mask", "grad_slopes", "grad_sinks"),
 )
 """Names of what addresses in a parameter are of, in the library's order (tensor_key.h)."""
-SCALE, SCALE_LOG2 = 0, 1
-"""Numbers of a call that a parameter holds as floats: the softmax's scale, and the same times log2(e)."""
+SCALE, SCALE_LOG2, SOFTCAP_LOG2 = 0, 1, 2
+"""Numbers of a call that a parameter holds as floats: the softmax's scale, the same and the soft cap times log2(e)."""
 NO_GROWTH = 1, 0
 NO_VARLEN = 0, 0, 0, 1
 
@@ -282,6 +295,8 @@ def register(
 ) -> None:
     """Compile and load kernels, and register the plan that `launch` finds for these validated arguments.
 
+    For those of a GradientCall it is `gradients` that finds it.
+
     `growth` is the first and the last length of K for which the kernels are the chosen ones: a call that differs in
     this length, and in strides, gets a plan without coming here. `varlen` is VarlenLaunch of plan.h.
 
@@ -306,7 +321,9 @@ def register(
             places = [(_OPERANDS.index(box.tensor), 0) for box in spec.tensor_maps]
         integers += _map_integers(spec, maps, places)
     integers[0] = context
-    _library.register_plan(_packed(integers), b"".join([kernel.params for kernel in kernels]), *call)
+    of_gradients = len(call) == GRADIENT_ARGUMENTS
+    enter = _library.register_gradients if of_gradients else _library.register_plan
+    enter(_packed(integers), b"".join([kernel.params for kernel in kernels]), *call)
 
 
 def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int] = NO_GROWTH) -> None:

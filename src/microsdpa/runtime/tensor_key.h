@@ -7,8 +7,9 @@
 
 namespace microsdpa {
 
-// Tensors of a call. Those up to OUT are always there and have four dimensions; a call's key has all up to VALUE_SCALE;
-// the LSE and scratch memory are addresses alone. Those from QUERY_OFFSETS on say where sequences of many lengths lie.
+// Tensors of a call. Those up to OUT are always there and have four dimensions; a call's key has all up to GRAD_OUT,
+// which a call for gradients has; the LSE, scratch memory and the gradients are addresses alone. Those from
+// QUERY_OFFSETS on say where sequences of many lengths lie.
 enum Operand {
   QUERY,
   KEY,
@@ -21,9 +22,17 @@ enum Operand {
   QUERY_SCALE,
   KEY_SCALE,
   VALUE_SCALE,
+  GRAD_OUT,
   KEYED_OPERANDS,
   LSE = KEYED_OPERANDS,
   WORKSPACE,
+  GRAD_LSE,
+  GRAD_QUERY,
+  GRAD_KEY,
+  GRAD_VALUE,
+  GRAD_MASK,
+  GRAD_SLOPES,
+  GRAD_SINKS,
   OPERANDS,
   QUERY_OFFSETS = OPERANDS,
   KEY_OFFSETS,

@@ -1,0 +1,267 @@
+"""Gradients by this library's own kernels, on a GPU or in the emulator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from microsdpa.call import tensors
+from microsdpa.call.call import Inputs
+from microsdpa.call.masks import Masks
+from microsdpa.call.options import Options
+from microsdpa.errors import UnsupportedProblem
+from microsdpa.execution.quantized import Launch
+from microsdpa.kernels import KernelSpec, emulated_target
+from microsdpa.kernels.backward import spec as backward_spec
+from microsdpa.kernels.backward.spec import Tiling
+from microsdpa.kernels.params import BackwardParams, MaskedParams, Params, Strides
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
+from microsdpa.runtime import launcher
+
+if TYPE_CHECKING:
+    from microsdpa.emulate.run import Report
+
+MASK_TENSORS = "attn_mask", "alibi_slopes", "sinks"
+OF_CALL = "query", "key", "value", "out", "lse", "workspace"
+OF_MASKS = {"mask": "attn_mask", "slopes": "alibi_slopes", "sinks": "sinks"}
+"""Names of addresses in MaskedParams, and of the tensors."""
+GRADIENTS = "grad_out", "grad_lse", "grad_query", "grad_key", "grad_value", "grad_mask", "grad_slopes", "grad_sinks"
+"""The same in BackwardParams, with the names of the tensors."""
+OF_MASK_TENSORS = {"attn_mask": "grad_mask", "alibi_slopes": "grad_slopes", "sinks": "grad_sinks"}
+PLACES: dict[str, int] = {
+    **{name: getattr(Params, name).offset for name in OF_CALL},
+    **{tensor: getattr(MaskedParams, name).offset for name, tensor in OF_MASKS.items()},
+    **{name: getattr(BackwardParams, name).offset for name in GRADIENTS},
+}
+"""Bytes from the parameter's start to the address of each tensor."""
+_SCALE_LOG2, _SOFTCAP_LOG2 = Params.scale_log2.offset, MaskedParams.softcap_log2.offset
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A call whose gradients are asked for.
+
+    Attributes:
+        given: tensors that are read, by name: query, key, value, out, lse, grad_out, grad_lse and those of masks.
+        made: the gradients that are written, by the names of GRADIENTS.
+        causal, scale, masks: as of the call; `scale` is the softmax's.
+    """
+
+    given: dict[str, torch.Tensor]
+    made: dict[str, torch.Tensor]
+    causal: Causal | None
+    scale: float
+    masks: Masks
+
+    def problem(self, target: str) -> Problem:
+        """The problem of the call."""
+        query, key = self.given["query"], self.given["key"]
+        dtype = tensors.DTYPES[query.dtype]
+        rows = [t for t in (*self.given.values(), *self.made.values()) if t.dim() == 4 and t.dtype == query.dtype]
+        rows = [t for t in rows if t is not self.masks.attn_mask]
+        return Problem(
+            batch=query.shape[0],
+            heads=query.shape[1],
+            heads_kv=key.shape[1],
+            seqlen_q=query.shape[2],
+            seqlen_k=key.shape[2],
+            head_dim=query.shape[3],
+            dtype=dtype,
+            causal=self.causal,
+            mask=self.masks.kind,
+            target=target,
+            alignment=VECTOR_BYTES if all(map(tensors.is_aligned, rows)) else ELEMENT_BYTES[dtype],
+            bulk=all(map(tensors.is_bulk_addressable, rows)),
+        )
+
+
+def _parameters(of: Gradient, problem: Problem, tiling: Tiling) -> BackwardParams:
+    """The kernels' parameter, without addresses."""
+    masks = of.masks
+    position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
+    call = Params(
+        batch=problem.batch,
+        heads=problem.heads,
+        heads_kv=problem.heads_kv,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        diagonal=diagonal,
+        scale_log2=of.scale * math.log2(math.e),
+    )
+    cap = (masks.softcap or 0.0) * math.log2(math.e)
+    forward = MaskedParams(call=call, position=position, lowest=lowest, softcap_log2=cap)
+    key_heads, query_heads = backward_spec.heads_together(problem)
+    params = BackwardParams(forward=forward, key_heads=key_heads, query_heads=query_heads)
+    for name in ("query", "key", "value", "out"):
+        strides = of.given[name].stride()[:3]
+        setattr(params.forward.call, f"{name}_strides", type(call.query_strides)(*strides))
+    params.grad_out_strides = Strides(*of.given["grad_out"].stride()[:3])
+    for name in ("query", "key", "value"):
+        setattr(params, f"grad_{name}_strides", Strides(*of.made[f"grad_{name}"].stride()[:3]))
+    if masks.attn_mask is not None:
+        last = 2 if masks.attn_mask.dtype == torch.int32 else problem.seqlen_k
+        whole = problem.batch, problem.heads, problem.seqlen_q, last
+        *outer, params.forward.mask_column_stride = masks.attn_mask.expand(whole).stride()
+        params.forward.mask_strides = type(forward.mask_strides)(*outer)
+    if masks.alibi_slopes is not None:
+        strides = masks.alibi_slopes.expand(problem.batch, problem.heads).stride()
+        params.forward.slope_batch_stride, params.forward.slope_head_stride = strides
+        params.parts_of_slope = backward_spec.parts_of_slope(problem, tiling)
+        params.slope_batch = problem.batch if masks.alibi_slopes.dim() == 2 else 1
+    if masks.sinks is not None:
+        (params.forward.sink_head_stride,) = masks.sinks.stride()
+    if (grad_mask := of.made.get("grad_mask")) is not None:
+        whole_mask = grad_mask[(None,) * (4 - grad_mask.dim())]
+        params.mask_batch, params.mask_heads, params.mask_rows, params.mask_columns = whole_mask.shape
+        *outer, params.grad_mask_column_stride = whole_mask.stride()
+        params.grad_mask_strides = Strides(*outer)
+    return params
+
+
+def launches(of: Gradient, problem: Problem, tiling: Tiling) -> tuple[list[Launch], int]:
+    """The kernels in the order of their launch, and bytes of scratch memory."""
+    slopes = "grad_slopes" in of.made
+    workspace_bytes, parts_at = backward_spec.workspace_bytes(problem, tiling, slopes)
+    params = _parameters(of, problem, tiling)
+    pointers = tuple((PLACES[name], name, 0) for name in (*of.given, *of.made, "workspace"))
+    pointers = (*pointers, (BackwardParams.slope_parts.offset, "workspace", parts_at))
+    numbers: tuple[tuple[int, int], ...] = ((_SCALE_LOG2, launcher.SCALE_LOG2),)
+    if of.masks.softcap is not None:
+        numbers = (*numbers, (_SOFTCAP_LOG2, launcher.SOFTCAP_LOG2))
+    kernels = [
+        (backward_spec.terms(problem), backward_spec.terms_grid(problem)),
+        (backward_spec.gradients(problem, tiling, slopes), backward_spec.gradients_grid(problem, tiling)),
+    ]
+    if slopes:
+        kernels.append((backward_spec.slope_gradients(problem), (of.made["grad_slopes"].numel(), 1, 1)))
+    if "grad_sinks" in of.made:
+        kernels.append((backward_spec.sink_gradients(problem), (problem.heads, 1, 1)))
+    if "grad_mask" in of.made:
+        shape = params.mask_batch, params.mask_heads, params.mask_rows, params.mask_columns
+        kernels.append((backward_spec.mask_gradient(problem), backward_spec.mask_grid(shape)))
+    found = [Launch(spec, grid, params, pointers, _mapped(of, spec), numbers) for spec, grid in kernels]
+    return found, workspace_bytes
+
+
+def _mapped(of: Gradient, spec: KernelSpec) -> tuple[launcher.Mapped, ...]:
+    """What a kernel's tensor maps describe: whole tensors."""
+    read = [(box.tensor, of.given[box.tensor]) for box in spec.tensor_maps]
+    return tuple(launcher.Mapped(name, 0, tuple(t.shape), t.stride(), t.element_size()) for name, t in read)
+
+
+_PRODUCTS = {"query", "key", "value", "grad_out", "attn_mask", "alibi_slopes"}
+_SUMS = {"grad_query", "grad_key", "grad_value"}
+_READ = {
+    "row_terms": {"query", "key", "out", "lse", "grad_out", "grad_lse", *MASK_TENSORS},
+    "gradients": _PRODUCTS,
+    "gradients_bulk": _PRODUCTS,
+    "mask_gradient": _PRODUCTS,
+    "sink_gradients": {"sinks"},
+    "slope_gradients": set(),
+}
+_WRITTEN = {
+    "gradients": _SUMS,
+    "gradients_bulk": _SUMS,
+    "mask_gradient": {"grad_mask"},
+    "sink_gradients": {"grad_sinks"},
+    "slope_gradients": {"grad_slopes"},
+}
+"""Tensors that each kernel may touch, beside the workspace: in the emulator any other access is an error."""
+
+
+def emulate(of: Gradient, tiling: Tiling | None = None, target: str = "", **options: Any) -> list[Report]:
+    """Compute gradients of CPU tensors in the emulator; `options` are those of its one_kernel()."""
+    from microsdpa.emulate import run  # not imported with the package: few programs need it
+
+    problem = of.problem(target or emulated_target("auto"))
+    found, workspace_bytes = launches(of, problem, tiling or backward_spec.choose(problem))
+    # All bits set are NaN in every type: what is read before it is written shows in the gradients.
+    workspace = torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8, device="cpu")
+    reports = []
+    for launch in found:
+        kernel = launch.spec.template.rsplit("::", 1)[1]
+        inputs = {name: tensor for name, tensor in of.given.items() if name in _READ[kernel]}
+        outputs = {name: tensor for name, tensor in of.made.items() if name in _WRITTEN.get(kernel, ())}
+        outputs["workspace"] = workspace
+        reports.append(run.one_kernel(launch.spec, launch.grid, launch.filled, inputs, outputs, **options))
+    return reports
+
+
+def _launch(of: Gradient) -> None:
+    """Compute gradients of CUDA tensors: by the plan that the call has, or by one that is made for it.
+
+    Raises:
+        UnsupportedProblem: there are too many rows or heads.
+    """
+    read, made, masks = of.given.get, of.made.get, of.masks
+    code = Options(False, of.causal, enable_gqa=True).code
+    call: launcher.GradientCall = (
+        *(read(name) for name in ("query", "key", "value", "out", "lse")),
+        *(code, of.scale, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap),
+        *(read("grad_out"), read("grad_lse")),
+        *map(made, GRADIENTS[2:]),
+    )
+    if launcher.gradients(*call):
+        return
+    problem = of.problem(launcher.target_of_device(of.given["query"].device))
+    tiling = backward_spec.choose(problem)
+    if refusal := backward_spec.refusal(problem, tiling):
+        raise UnsupportedProblem(refusal.reason, nearest=refusal.nearest)
+    found, workspace_bytes = launches(of, problem, tiling)
+    kernels = [
+        launcher.PlannedKernel(one.spec, one.grid, bytes(one.params), one.pointers, one.numbers, one.tensor_maps)
+        for one in found
+    ]
+    launcher.register(call, kernels, problem.target, workspace_bytes)
+    if not launcher.gradients(*call):
+        launcher.found(None)
+
+
+def described(
+    grads: tuple[torch.Tensor, torch.Tensor | None],
+    inputs: Inputs,
+    result: tuple[torch.Tensor, torch.Tensor],
+    causal: Causal | None,
+    scale: float | None,
+    masks: Masks,
+    wanted: tuple[str, ...] = MASK_TENSORS,
+) -> Gradient:
+    """A call of backward.gradients(), with memory for the gradients: of query, key, value and what is `wanted`."""
+    (grad_out, grad_lse), (query, key, value), (out, lse) = grads, inputs, result
+    if grad_out.stride(3) != 1 and grad_out.shape[3] > 1:
+        grad_out = grad_out.contiguous()
+    made = {"grad_query": torch.empty_like(query), "grad_key": torch.empty_like(key)}
+    made["grad_value"] = torch.empty_like(value)
+    for name, tensor in masks.tensors.items():
+        if name in wanted and tensor.is_floating_point():
+            dense = torch.empty_like(tensor)
+            made[OF_MASK_TENSORS[name]] = dense if name == "attn_mask" else dense.contiguous()
+    given = {"query": query, "key": key, "value": value, "out": out, "lse": lse.contiguous(), "grad_out": grad_out}
+    if grad_lse is not None:
+        given["grad_lse"] = grad_lse.float().contiguous()
+    factor = query.shape[3] ** -0.5 if scale is None else scale
+    return Gradient(given | masks.tensors, made, causal, factor, masks)
+
+
+def are_fastest(inputs: Inputs) -> bool:
+    """Whether torch has no faster backward pass for a call on a GPU, even where it computes it."""
+    query, key, _ = inputs
+    sizes = query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2], query.shape[3]
+    dtype, target = tensors.DTYPES[query.dtype], launcher.target_of_device(query.device)
+    return backward_spec.is_for_small(Problem(*sizes, dtype, target=target))
+
+
+def compute(of: Gradient) -> list[torch.Tensor]:
+    """The gradients of a call, in the order of Gradient.made.
+
+    Raises:
+        UnsupportedProblem: there are too many rows or heads.
+    """
+    if of.given["query"].device.type == "cpu":
+        emulate(of)
+    else:
+        _launch(of)
+    return list(of.made.values())

@@ -1,0 +1,1 @@
+"""Gradients of every call, on mma.sync and wgmma."""

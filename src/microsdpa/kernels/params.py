@@ -1,0 +1,53 @@
+"""The parameters of kernels with 16-bit operands, as ctypes: as in kernels/common/ and kernels/backward/."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class Params(ctypes.Structure):
+    """AttentionParams of kernels/common/params.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "lse", "workspace")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("query", "key", "value", "out")),
+        *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")),
+        ("scale_log2", ctypes.c_float),
+    )
+
+
+class MaskedParams(ctypes.Structure):
+    """MaskedParams of kernels/common/mask_params.cuh."""
+
+    _fields_ = (
+        ("call", Params),
+        *((name, ctypes.c_void_p) for name in ("mask", "slopes", "sinks")),
+        ("mask_strides", ctypes.c_int64 * 3),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("mask_column_stride", "slope_batch_stride", "slope_head_stride", "sink_head_stride")
+        ),
+        *((name, ctypes.c_int32) for name in ("position", "lowest")),
+        ("softcap_log2", ctypes.c_float),
+    )
+
+
+class Strides(ctypes.Structure):
+    """Distances in elements from one batch entry, head and row to the next."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("batch", "head", "row"))
+
+
+class BackwardParams(ctypes.Structure):
+    """BackwardParams of kernels/backward/params.cuh."""
+
+    _fields_ = (
+        ("forward", MaskedParams),
+        *((name, ctypes.c_void_p) for name in ("grad_out", "grad_lse", "grad_query", "grad_key", "grad_value")),
+        *((f"{name}_strides", Strides) for name in ("grad_out", "grad_query", "grad_key", "grad_value")),
+        *((name, ctypes.c_void_p) for name in ("grad_mask", "grad_slopes", "grad_sinks", "slope_parts")),
+        ("grad_mask_strides", Strides),
+        ("grad_mask_column_stride", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("mask_batch", "mask_heads", "mask_rows", "mask_columns")),
+        *((name, ctypes.c_int32) for name in ("parts_of_slope", "slope_batch", "key_heads", "query_heads")),
+    )
