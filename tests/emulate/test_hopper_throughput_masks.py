@@ -123,6 +123,18 @@ def test_only_what_a_summary_calls_mixed_is_read() -> None:
     assert read[1] - read[0] > 0.9 * 256 * 2048
 
 
+def test_no_bit_depends_on_what_scratch_memory_has() -> None:
+    """Rows of the last query tile that do not exist take part in the decisions of their warps."""
+    query, key, value = make(Case(1, 1, 68, 700, 64))
+    masks = Masks(attn_mask=torch.rand(68, 700, generator=torch.Generator().manual_seed(1)) < 0.2)
+    problem = replace(Case(1, 1, 68, 700, 64).problem("sm_90a"), mask=masks.kind_in_memory)
+    spec = specification(problem, fitting(problem)[0])
+    outs = [torch.empty_like(query) for _ in range(2)]
+    for out, scratch in zip(outs, (0, 0xFF), strict=True):
+        attention(spec, problem, (query, key, value, out, None), masks=masks, scratch=scratch)
+    assert torch.equal(*outs)
+
+
 def test_any_numbers_may_stand_in_ranges() -> None:
     query, key, value = make(Case(1, 2, 300, 400, 64))
     generator = torch.Generator().manual_seed(3)

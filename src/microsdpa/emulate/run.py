@@ -330,11 +330,13 @@ def attention(
     masks: Masks = NONE,
     count_banks: bool = False,
     root: Path = KERNELS_DIR,
+    scratch: int = 0xFF,
 ) -> Report:
     """Run the kernels of `spec` on CPU tensors, which must have been validated for `problem`.
 
     `operands` are query, key, value and out, and then the tensor for the LSE, or None for none.
-    `root` is the tree that the kernels' sources are taken from. The report is of all kernels together.
+    `root` is the tree that the kernels' sources are taken from, and `scratch` the byte that scratch memory has. The
+    report is of all kernels together.
     """
     factor = problem.head_dim**-0.5 if scale is None else scale
     *given, lse = operands
@@ -344,7 +346,7 @@ def attention(
         buffers["lse"] = (lse, True)
     if workspace_bytes := max(stage.workspace_bytes(problem) for stage in spec.stages):
         # All bits set are NaN in every type: what is read before it is written shows in the output.
-        buffers["workspace"] = (torch.full((workspace_bytes,), 0xFF, dtype=torch.uint8, device="cpu"), True)
+        buffers["workspace"] = (torch.full((workspace_bytes,), scratch, dtype=torch.uint8, device="cpu"), True)
 
     slopes, sinks = masks.alibi_slopes, masks.sinks
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)

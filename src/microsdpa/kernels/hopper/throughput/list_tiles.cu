@@ -111,15 +111,17 @@ struct MaskReader {
     const int quad = static_cast<int>(threadIdx.x % 32 / 4), own = BLOCK_N / 4;
     const int left = params.call.seqlen_k - BLOCK_N * tile - own * static_cast<int>(threadIdx.x % 4);
     const uint32 existing = left >= own ? ALL_OF_LANE<BLOCK_N> : (1u << max(left, 0)) - 1;
+    // Rows past the last one get its words: what a warp decides for all its rows must not depend on old memory.
+    const int stored = List::has_rows(params) ? BLOCK_M : 1;
     bool any = false, all = true;
 #pragma unroll 2
-    for (int begin = 0; begin < rows; begin += ROWS_AT_ONCE) {
+    for (int begin = 0; begin < stored; begin += ROWS_AT_ONCE) {
       const int row = min(begin + quad, rows - 1);
       const char* from = mask + row * params.masks.mask_strides.row;
       const uint32 shown = visible_keys<BLOCK_N>(params.masks, from, BLOCK_N * tile, params.call.seqlen_k);
       any |= (shown & existing) != 0, all &= shown == ALL_OF_LANE<BLOCK_N>;
       const uint32 word = in_order_of_accumulator<BLOCK_N>(shown);
-      if (store && begin + quad < rows) list.words_of(params, tile, row)[threadIdx.x % List::WORDS] = word;
+      if (store && begin + quad < stored) list.words_of(params, tile, begin + quad)[threadIdx.x % List::WORDS] = word;
     }
     return __any_sync(FULL_WARP, any) ? (__all_sync(FULL_WARP, all) ? WHOLE : PARTIAL) : HIDDEN;
   }

@@ -293,6 +293,7 @@ def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causa
         threads=threads,
         block_m=lists.block_m,
         low_occupancy="a warp for each list, which is short" if threads == 32 else "",
+        local_memory="some compilers keep addresses there, which costs little beside the mask's way from memory",
         grid_order="lists",
         programmatic=True,
         tile_lists=lists,
