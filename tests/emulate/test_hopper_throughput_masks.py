@@ -11,6 +11,7 @@ from harness import check_in_every_order
 import microsdpa
 from microsdpa import BlockTable, reference
 from microsdpa.call.masks import Masks
+from microsdpa.emulate import run
 from microsdpa.emulate.run import attention
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make, masks_of
@@ -123,7 +124,7 @@ def test_only_what_a_summary_calls_mixed_is_read() -> None:
     assert read[1] - read[0] > 0.9 * 256 * 2048
 
 
-def test_no_bit_depends_on_what_scratch_memory_has() -> None:
+def test_no_bit_depends_on_what_scratch_memory_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the last query tile that do not exist take part in the decisions of their warps."""
     query, key, value = make(Case(1, 1, 68, 700, 64))
     masks = Masks(attn_mask=torch.rand(68, 700, generator=torch.Generator().manual_seed(1)) < 0.2)
@@ -131,7 +132,8 @@ def test_no_bit_depends_on_what_scratch_memory_has() -> None:
     spec = specification(problem, fitting(problem)[0])
     outs = [torch.empty_like(query) for _ in range(2)]
     for out, scratch in zip(outs, (0, 0xFF), strict=True):
-        attention(spec, problem, (query, key, value, out, None), masks=masks, scratch=scratch)
+        monkeypatch.setattr(run, "SCRATCH_BYTE", scratch)
+        attention(spec, problem, (query, key, value, out, None), masks=masks)
     assert torch.equal(*outs)
 
 

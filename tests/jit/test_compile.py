@@ -37,12 +37,12 @@ def test_every_family_is_compiled() -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles_and_fits_the_chip(target: str, part: int) -> None:
-    """No spills, no local memory, and at least one CTA fits an SM."""
+    """No local memory but what a specification gives the reason of, and at least one CTA fits an SM."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         kernels = list(pool.map(lambda spec: compile_kernel(spec, target), catalogue(target)[part::PARTS]))
     for kernel in kernels:
         spec, resources = kernel.spec, kernel.resources
-        assert not resources.uses_local_memory
+        assert not resources.uses_local_memory or spec.local_memory
         assert resources.registers > 16
         shared_bytes = resources.shared_bytes + spec.shared_bytes
         assert occupancy(kernel.target, spec.threads, resources.registers, shared_bytes).ctas >= 1

@@ -320,6 +320,10 @@ def _broadcast(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     )
 
 
+SCRATCH_BYTE = 0xFF
+"""What scratch memory is filled with."""
+
+
 def attention(
     spec: KernelSpec,
     problem: Problem,
@@ -330,13 +334,11 @@ def attention(
     masks: Masks = NONE,
     count_banks: bool = False,
     root: Path = KERNELS_DIR,
-    scratch: int = 0xFF,
 ) -> Report:
     """Run the kernels of `spec` on CPU tensors, which must have been validated for `problem`.
 
     `operands` are query, key, value and out, and then the tensor for the LSE, or None for none.
-    `root` is the tree that the kernels' sources are taken from, and `scratch` the byte that scratch memory has. The
-    report is of all kernels together.
+    `root` is the tree that the kernels' sources are taken from. The report is of all kernels together.
     """
     factor = problem.head_dim**-0.5 if scale is None else scale
     *given, lse = operands
@@ -346,7 +348,7 @@ def attention(
         buffers["lse"] = (lse, True)
     if workspace_bytes := max(stage.workspace_bytes(problem) for stage in spec.stages):
         # All bits set are NaN in every type: what is read before it is written shows in the output.
-        buffers["workspace"] = (torch.full((workspace_bytes,), scratch, dtype=torch.uint8, device="cpu"), True)
+        buffers["workspace"] = (torch.full((workspace_bytes,), SCRATCH_BYTE, dtype=torch.uint8, device="cpu"), True)
 
     slopes, sinks = masks.alibi_slopes, masks.sinks
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
@@ -418,6 +420,7 @@ def one_kernel(
     inputs: Mapping[str, torch.Tensor],
     outputs: Mapping[str, torch.Tensor],
     *,
+    schedule: Schedule | None = None,
     count_banks: bool = False,
     root: Path = KERNELS_DIR,
 ) -> Report:
@@ -433,5 +436,6 @@ def one_kernel(
         fill,
         buffers,
         Shape.of(spec, grid),
+        schedule=schedule,
         count_banks=count_banks,
     )
