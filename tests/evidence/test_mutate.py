@@ -78,7 +78,7 @@ def test_mutations_are_caught_survive_or_are_explained() -> None:
     source = mutate.specifications(kernel)[0][1].source
     text = (KERNELS_DIR / source).read_text()
     wait = next(site for site in sites(source, KERNELS_DIR) if "cp_async_wait<0>" in site.text)
-    loop = "for (int tile = first_tile; tile < last_tile; ++tile)"
+    loop = "for (int following; tile < last_tile;"
     harmless = next(
         site for site in sites(source, KERNELS_DIR) if site.text.startswith(loop)
     )  # a tile that nobody sees
