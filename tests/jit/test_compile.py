@@ -48,7 +48,9 @@ def test_every_kernel_compiles_and_fits_the_chip(target: str, part: int) -> None
         assert occupancy(kernel.target, spec.threads, resources.registers, shared_bytes).ctas >= 1
         assert kernel.cubin[:4] == b"\x7fELF"
         assert spec.template.split("::")[-1] in kernel.symbol
-        assert resources_from_cubin(kernel.cubin, kernel.target) == kernel.resources
+        # A cubin does not say what of its local memory are spills.
+        seen = dataclasses.replace(resources, spill_store_bytes=0, spill_load_bytes=0)
+        assert resources_from_cubin(kernel.cubin, kernel.target) == seen
 
 
 @pytest.mark.parametrize("target", TARGETS)
