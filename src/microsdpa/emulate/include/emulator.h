@@ -58,6 +58,8 @@ struct BoxOrigin {
 };
 void bulk_load(std::uint32_t shared, const void* map, std::uint32_t barrier, BoxOrigin origin, unsigned ctas,
                Place place);
+void bulk_load_bytes(std::uint32_t shared, const void* global, int bytes, std::uint32_t barrier, Place place);
+void bulk_reduce_add(float* global, std::uint32_t shared, int bytes, Place place);
 void bulk_store(const void* map, std::uint32_t shared, BoxOrigin origin, Place place);
 void bulk_commit();
 void bulk_wait_read(int pending_groups);

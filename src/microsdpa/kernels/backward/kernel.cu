@@ -16,6 +16,7 @@
 #include "rows.cuh"
 #include "scoring.cuh"
 #include "warpgroup.cuh"
+#include "work.cuh"
 
 namespace microsdpa::backward {
 
@@ -49,19 +50,6 @@ struct Shared {
 // Descriptions of the tensors for bulk copies; null where there are none.
 struct Maps {
   const TensorMap *query = nullptr, *key = nullptr, *value = nullptr, *grad_out = nullptr;
-};
-
-// The tile and the head of a CTA's work. CTAs of up to `together` heads run side by side, so that what they walk over
-// stays in L2, and of these heads the first tiles come first.
-struct Work {
-  int tile, head;
-
-  __device__ __forceinline__ Work(int index, int tiles, int heads, int together) {
-    const int section = index / (tiles * together), width = min(together, heads - section * together);
-    const int rest = index - section * tiles * together;
-    tile = rest / width;
-    head = section * together + rest % width;
-  }
 };
 
 // `SLOPES`: whether the CTAs that own queries sum the gradient of ALiBi's slopes too.

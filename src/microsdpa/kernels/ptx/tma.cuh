@@ -61,6 +61,23 @@ __device__ __forceinline__ void bulk_copy_to_peer(ClusterAddress target, const v
                : "memory");
 }
 
+// Copies `bytes`, a multiple of 16, from global to shared memory, both on 16 bytes; they count towards `barrier`.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+// Adds `bytes` of floats, a multiple of 16, in shared memory to those in global memory, both on 16 bytes: one float
+// after the other, whoever else adds to it, in an order that is nobody's. It is one of the thread's stores.
+__device__ __forceinline__ void bulk_reduce_add(float* global, const float* shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+}
+
 // Orders this thread's accesses to shared memory, and those that it knows of, with bulk copies and wgmma.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
