@@ -11,15 +11,16 @@ import torch
 from microsdpa.call import tensors
 from microsdpa.call.call import Inputs
 from microsdpa.call.masks import Masks
-from microsdpa.call.options import Options
+from microsdpa.call.options import DETERMINISTIC_BIT, Options
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution.quantized import Launch
-from microsdpa.kernels import KernelSpec, emulated_target
+from microsdpa.kernels import KernelSpec, emulated_target, policy
 from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.backward.spec import Tiling
 from microsdpa.kernels.hopper.backward import spec as hopper_spec
 from microsdpa.kernels.params import BackwardParams, MaskedParams, Params, Strides
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
+from microsdpa.kernels.spec import Rejection
 from microsdpa.runtime import launcher
 
 if TYPE_CHECKING:
@@ -81,6 +82,12 @@ class Gradient:
 
 AnyTiling = Tiling | hopper_spec.Tiling
 """Of the kernels of backward/, or of those of hopper/backward/."""
+
+
+def choose(problem: Problem, deterministic: bool) -> AnyTiling:
+    """The kernels of a problem, by policy, and their tiling."""
+    found = policy.five_products(problem, deterministic)
+    return backward_spec.choose(problem) if isinstance(found, Rejection) else found
 
 
 def _parameters(of: Gradient, problem: Problem, tiling: AnyTiling) -> BackwardParams:
@@ -220,7 +227,8 @@ def _launch(of: Gradient) -> None:
         UnsupportedProblem: there are too many rows or heads.
     """
     read, made, masks = of.given.get, of.made.get, of.masks
-    code = Options(False, of.causal, enable_gqa=True).code
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    code = Options(False, of.causal, enable_gqa=True).code | DETERMINISTIC_BIT * deterministic
     call: launcher.GradientCall = (
         *(read(name) for name in ("query", "key", "value", "out", "lse")),
         *(code, of.scale, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap),
@@ -230,8 +238,8 @@ def _launch(of: Gradient) -> None:
     if launcher.gradients(*call):
         return
     problem = of.problem(launcher.target_of_device(of.given["query"].device))
-    tiling = backward_spec.choose(problem)
-    if refusal := backward_spec.refusal(problem, tiling):
+    tiling = choose(problem, deterministic)
+    if isinstance(tiling, Tiling) and (refusal := backward_spec.refusal(problem, tiling)):
         raise UnsupportedProblem(refusal.reason, nearest=refusal.nearest)
     found, workspace_bytes = launches(of, problem, tiling)
     kernels = [

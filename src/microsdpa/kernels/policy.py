@@ -12,6 +12,7 @@ from math import ceil
 
 from microsdpa.kernels.ampere.mma.tiles import splits_long_keys
 from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.problem import Operands, Problem
@@ -167,3 +168,10 @@ def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
 def skip_reason(family: Family, problem: Problem) -> Rejection | None:
     """Why impl="auto" skips a kernel, whether or not it computes the problem; None when it does not skip it."""
     return PREFERENCES[family.name](problem)
+
+
+def five_products(problem: Problem, deterministic: bool) -> hopper_backward.Tiling | Rejection:
+    """The tiling of hopper/backward for gradients, or why backward/ makes them."""
+    if deterministic:
+        return Rejection("sums of dQ are added in any order", "torch.use_deterministic_algorithms(False)")
+    return hopper_backward.choose(problem)
