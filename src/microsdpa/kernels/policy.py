@@ -172,6 +172,4 @@ def skip_reason(family: Family, problem: Problem) -> Rejection | None:
 
 def five_products(problem: Problem, deterministic: bool) -> hopper_backward.Tiling | Rejection:
     """The tiling of hopper/backward for gradients, or why backward/ makes them."""
-    if deterministic:
-        return Rejection("sums of dQ are added in any order", "torch.use_deterministic_algorithms(False)")
-    return hopper_backward.choose(problem)
+    return hopper_backward.choose(problem, deterministic)

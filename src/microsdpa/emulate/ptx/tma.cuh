@@ -33,6 +33,8 @@ inline void tma_store_wait_read() {
   emulator::bulk_wait_read(PENDING);
 }
 
+inline void tma_store_wait() { emulator::bulk_wait_read(0); }
+
 inline void bulk_copy_to_peer(ClusterAddress target, const void* shared, int bytes, ClusterAddress barrier,
                               emulator::Place place = emulator::Place::here()) {
   emulator::bulk_to_peer(target.value, emulator::shared_address(shared, place), bytes, barrier.value, place);

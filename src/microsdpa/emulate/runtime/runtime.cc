@@ -97,6 +97,14 @@ EXPORTED void bulk_store(const void* map, std::uint32_t shared, BoxOrigin origin
   Processor::current()->bulk_store(map, shared, origin, place);
 }
 
+EXPORTED void wait_for_turn(const std::int32_t* number, std::int32_t turn, Place place) {
+  Processor::current()->wait_for_turn(number, turn, place);
+}
+
+EXPORTED void end_turn(std::int32_t* number, std::int32_t next, Place place) {
+  Processor::current()->end_turn(number, next, place);
+}
+
 EXPORTED void bulk_commit() { Processor::current()->bulk_commit(); }
 
 EXPORTED void bulk_wait_read(int pending_groups) {

@@ -52,6 +52,9 @@ __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
+// Waits until all of this thread's stores are there, for whoever learns of it.
+__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // Copies `bytes`, a multiple of 16, to another CTA's shared memory; they count towards `barrier` of that CTA.
 __device__ __forceinline__ void bulk_copy_to_peer(ClusterAddress target, const void* shared, int bytes,
                                                   ClusterAddress barrier) {

@@ -7,7 +7,7 @@
 //   1. TMA brings K and V once, and fills rings of Q with LSE and delta, and of dO
 //   2. S^T = K Q^T and dP^T = V dO^T; P^T and dS^T stay in registers, as A operands of dV and dK
 //   3. dS^T also goes to shared memory: each consumer makes half of the tile's dQ of both consumers' keys
-//   4. dQ goes to shared memory, and is added in FP32 to global memory by bulk copies, in any order
+//   4. dQ goes to shared memory, and is added in FP32 to global memory by bulk copies, in any order or in a fixed one
 // S of the next tile is multiplied before dK of this one, so that its exponentials run beside products.
 // Bound by: the tensor cores, and shared memory, which S, dP and dQ read both operands from.
 #include "../../ptx/address.cuh"
@@ -63,8 +63,9 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const Attentio
   }
 }
 
-// Adds what a consumer leaves in shared memory to the sums of dQ. One warp.
-template <typename C, bool CAUSAL>
+// Adds what a consumer leaves in shared memory to the sums of dQ: with IN_ORDER, after the tiles of keys ahead. These
+// have CTAs of lower numbers, which begin earlier. One warp.
+template <bool IN_ORDER, typename C, bool CAUSAL>
 __device__ __forceinline__ void add_sums(SharedStorage<C>& shared, const AttentionParams& call,
                                          const Walk<C, CAUSAL>& walk, int consumer) {
   const Workspace<C::BLOCK_M> workspace(call);
@@ -74,9 +75,19 @@ __device__ __forceinline__ void add_sums(SharedStorage<C>& shared, const Attenti
     named_barrier_sync(SUMS_FULL + consumer, SUMS_THREADS);
     if (elected) {
       float* const sum = workspace.sum(walk.batch * call.heads + at.head, at.tile) + consumer * PART;
-      bulk_reduce_add(sum, shared.sums[consumer], PART * sizeof(float));
-      tma_store_commit();
-      tma_store_wait_read<0>();
+      if constexpr (IN_ORDER) {
+        const int tile = walk.first_key / BLOCK_N;
+        int32* const turn_of = workspace.turn(walk.batch * call.heads + at.head, at.tile) + consumer;
+        wait_for_turn(turn_of, tile);
+        bulk_reduce_add(sum, shared.sums[consumer], PART * sizeof(float));
+        tma_store_commit();
+        tma_store_wait();
+        end_turn(turn_of, tile + 1);
+      } else {
+        bulk_reduce_add(sum, shared.sums[consumer], PART * sizeof(float));
+        tma_store_commit();
+        tma_store_wait_read<0>();
+      }
     }
     __syncwarp();
     if (turn + 1 < walk.turns) named_barrier_arrive(SUMS_EMPTY + consumer, SUMS_THREADS);
@@ -84,7 +95,9 @@ __device__ __forceinline__ void add_sums(SharedStorage<C>& shared, const Attenti
   }
 }
 
-template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool DP_FIRST, bool CAUSAL>
+// IN_ORDER: whether sums of dQ are added in an order that is always the same.
+template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool DP_FIRST, bool IN_ORDER,
+          bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     gradients(const __grid_constant__ BackwardParams params, const __grid_constant__ TensorMap query,
               const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
@@ -126,7 +139,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       produce(shared, call, walk, query, key, value, grad_out);
     } else if (warp == 1 || warp == 2) {
       grid_dependency_wait();
-      add_sums(shared, call, walk, warp - 1);
+      add_sums<IN_ORDER>(shared, call, walk, warp - 1);
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();

@@ -47,17 +47,21 @@ struct SharedStorage {
 };
 
 // Scratch memory of a call: for each tile of queries of each head the LSE and then delta of its rows, which go on past
-// the last one; behind all of these, for each tile, the sums of dQ as the consumers' registers have them.
+// the last one; behind all of these, for each tile, the sums of dQ as the consumers' registers have them, and at last,
+// for each of their parts, how many tiles of keys have added to it.
 template <int BLOCK_M>
 struct Workspace {
   int tiles;   // of a head
   float* rows;
   float* sums;
+  int32* turns;
 
   __device__ __forceinline__ explicit Workspace(const AttentionParams& call) {
     tiles = (call.seqlen_q + BLOCK_M - 1) / BLOCK_M;
     rows = static_cast<float*>(call.workspace);
-    sums = rows + static_cast<int64>(call.batch) * call.heads * tiles * 2 * BLOCK_M;
+    const int64 all = static_cast<int64>(call.batch) * call.heads * tiles;
+    sums = rows + all * 2 * BLOCK_M;
+    turns = reinterpret_cast<int32*>(sums + all * CONSUMERS * PART);
   }
 
   // `head` counts through the batch.
@@ -67,6 +71,9 @@ struct Workspace {
   __device__ __forceinline__ float* delta(int head, int tile) const { return lse(head, tile) + BLOCK_M; }
   __device__ __forceinline__ float* sum(int head, int tile) const {
     return sums + (static_cast<int64>(head) * tiles + tile) * CONSUMERS * PART;
+  }
+  __device__ __forceinline__ int32* turn(int head, int tile) const {
+    return turns + (static_cast<int64>(head) * tiles + tile) * CONSUMERS;
   }
 };
 

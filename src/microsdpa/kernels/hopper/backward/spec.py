@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -36,6 +36,7 @@ class Tiling:
         query_stages: tiles of Q that there is room for.
         grad_stages: the same of dO.
         dp_first: whether dP is multiplied while P is made, else after it, which takes fewer registers.
+        in_order: whether sums of dQ are added in an order that is always the same.
     """
 
     columns: int
@@ -43,6 +44,7 @@ class Tiling:
     query_stages: int = 3
     grad_stages: int = 2
     dp_first: bool = True
+    in_order: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -59,12 +61,15 @@ class Tiling:
         return problem.batch * problem.heads * ceil(problem.seqlen_q / self.block_m)
 
     def workspace_bytes(self, problem: Problem) -> int:
-        """LSE and delta of every row of every tile, and its sums of dQ."""
-        return self.tiles(problem) * self.block_m * 4 * (2 + self.columns)
+        """LSE and delta of every row of every tile, its sums of dQ, and how many tiles of keys have added to them."""
+        return self.tiles(problem) * (self.block_m * 4 * (2 + self.columns) + 4 * CONSUMERS)
 
 
-def choose(problem: Problem) -> Tiling | Rejection:
-    """The tiling for a problem, or why the kernel does not compute it."""
+def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
+    """The tiling for a problem, or why the kernel does not compute it.
+
+    `deterministic` asks for the same bits each time.
+    """
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma", "sm_90a")
     if problem.head_dim > LARGEST_HEAD_DIM or problem.head_dim % 8:
@@ -84,7 +89,7 @@ def choose(problem: Problem) -> Tiling | Rejection:
     rows = (problem.seqlen_q + tiling.block_m) * (problem.heads // problem.heads_kv)
     if max(problem.seqlen_q + problem.seqlen_k, rows, problem.batch * problem.heads) > MAX_NUMBER:
         return Rejection("more rows or heads than a kernel counts", "a smaller batch or shorter sequences")
-    return tiling
+    return replace(tiling, in_order=deterministic)
 
 
 def heads_together(problem: Problem, tiling: Tiling) -> int:
@@ -126,6 +131,7 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
         "QUERY_STAGES": tiling.query_stages,
         "GRAD_STAGES": tiling.grad_stages,
         "DP_FIRST": BOOLEAN[tiling.dp_first],
+        "IN_ORDER": BOOLEAN[tiling.in_order],
         "CAUSAL": BOOLEAN[problem.causal is not None],
     }
     boxes: tuple[tuple[Name, int], ...] = (
