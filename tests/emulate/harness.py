@@ -53,6 +53,7 @@ PRELUDE = """
 #include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include <mma.h>
 namespace test {

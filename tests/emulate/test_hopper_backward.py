@@ -116,7 +116,12 @@ MUTANTS = [
         *(PLAIN, "still reads|in flight"),
     ),
     Mutant(
-        *("a turn ends too early", FOLDER + "kernel.cu", "        tma_store_wait();\n", "        tma_store_wait_read<1>();\n"),
+        *(
+            "a turn ends too early",
+            FOLDER + "kernel.cu",
+            "        tma_store_wait();\n",
+            "        tma_store_wait_read<1>();\n",
+        ),
         *(PLAIN, "end of a turn", True),
     ),
     Mutant(

@@ -19,7 +19,7 @@ from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.backward.spec import Tiling
 from microsdpa.kernels.hopper.backward import spec as hopper_spec
 from microsdpa.kernels.params import BackwardParams, MaskedParams, Params, Strides
-from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, MaskKind, Problem
 from microsdpa.kernels.spec import Rejection
 from microsdpa.runtime import launcher
 
@@ -172,6 +172,13 @@ def launches(of: Gradient, problem: Problem, tiling: AnyTiling) -> tuple[list[La
     return found, workspace_bytes
 
 
+def summing(problem: Problem, tiling: AnyTiling) -> KernelSpec:
+    """The kernel that sums the gradients of query, key and value."""
+    if isinstance(tiling, Tiling):
+        return backward_spec.gradients(problem, tiling)
+    return hopper_spec.gradients(problem, tiling)
+
+
 def _mapped(of: Gradient, spec: KernelSpec) -> tuple[launcher.Mapped, ...]:
     """What a kernel's tensor maps describe: whole tensors."""
     tensors_of = of.given | of.made
@@ -277,12 +284,19 @@ def described(
     return Gradient(given | masks.tensors, made, causal, factor, masks)
 
 
-def are_fastest(inputs: Inputs) -> bool:
-    """Whether torch has no faster backward pass for a call on a GPU, even where it computes it."""
+def problem_of(inputs: Inputs, causal: Causal | None, mask: MaskKind | None) -> Problem:
+    """The problem of a call on a GPU, as far as its inputs tell."""
     query, key, _ = inputs
     sizes = query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2], query.shape[3]
-    dtype, target = tensors.DTYPES[query.dtype], launcher.target_of_device(query.device)
-    return backward_spec.is_for_small(Problem(*sizes, dtype, target=target))
+    return Problem(
+        *sizes,
+        tensors.DTYPES[query.dtype],
+        causal=causal,
+        mask=mask,
+        target=launcher.target_of_device(query.device),
+        alignment=VECTOR_BYTES if all(map(tensors.is_aligned, inputs)) else ELEMENT_BYTES["float16"],
+        bulk=all(map(tensors.is_bulk_addressable, inputs)),
+    )
 
 
 def compute(of: Gradient) -> list[torch.Tensor]:

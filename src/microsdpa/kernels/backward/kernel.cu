@@ -10,13 +10,13 @@
 // Pipeline: 1. cp.async fills the ring, one tile ahead     2. S and dP of STEP walked rows; where keys are owned, their
 //           transposes     3. P and dS in registers, which are A operands     4. the sums
 // Bound by: shared memory, which each product of a warp reads one operand from, beside the tensor cores.
+#include "../common/backward_work.cuh"
 #include "../ptx/address.cuh"
 #include "../ptx/control.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "rows.cuh"
 #include "scoring.cuh"
 #include "warpgroup.cuh"
-#include "work.cuh"
 
 namespace microsdpa::backward {
 

@@ -66,11 +66,10 @@ __device__ __forceinline__ void bulk_copy_to_peer(ClusterAddress target, const v
 
 // Copies `bytes`, a multiple of 16, from global to shared memory, both on 16 bytes; they count towards `barrier`.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, Mbarrier& barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(shared)),
-      "l"(global), "r"(bytes), "r"(shared_address(&barrier))
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(&barrier))
+               : "memory");
 }
 
 // Adds `bytes` of floats, a multiple of 16, in shared memory to those in global memory, both on 16 bytes: one float

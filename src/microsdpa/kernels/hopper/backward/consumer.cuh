@@ -102,8 +102,8 @@ struct Consumer {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k) {
-      wgmma<T, 64, Major::MN, Major::MN>(dq, advance(a, 16 * BOX * k * sizeof(T)),
-                                         advance(b, 16 * BOX * k * sizeof(T)), k > 0);
+      wgmma<T, 64, Major::MN, Major::MN>(dq, advance(a, 16 * BOX * k * sizeof(T)), advance(b, 16 * BOX * k * sizeof(T)),
+                                         k > 0);
     }
     wgmma_commit();
   }
@@ -164,7 +164,7 @@ struct Consumer {
   }
 
   // Where 16 bytes of one of the warpgroup's rows lie in a tile of BLOCK_N rows.
-  __device__ __forceinline__ T* at(T* tile, int block) const {
+  __device__ __forceinline__ T* place(T* tile, int block) const {
     const int lane = thread % 32, row = warpgroup * ROWS + thread / 32 * 16 + lane % 16;
     const int chunk = (2 * block % 8 + lane / 16) ^ row % 8;
     return tile + 16 * block / BOX * BLOCK_N * BOX + row * BOX + 8 * chunk;
@@ -184,15 +184,15 @@ struct Consumer {
 
   // A turn, of which S is there; dK of the turn before is on its way.
   template <bool LAST>
-  __device__ __forceinline__ void step(int turn, int first_query) {
+  __device__ __forceinline__ void step(int turn, const Turn& at) {
     const int query_stage = query_state.stage, grad_stage = grad_state.stage;
     const int before = query_stage == 0 ? C::QUERY_STAGES - 1 : query_stage - 1;
-    T* const tile = shared.ds[turn % 2];
+    T* const ds = shared.ds[turn % 2];
     mbarrier_wait(shared.grad_full[grad_stage], grad_state.phase);
     Products dp;
     if constexpr (C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     Products p;
-    weigh(p, query_stage, first_query);
+    weigh(p, query_stage, at.tile * BLOCK_M);
     Rounded rounded;
     round(rounded, p);
     if constexpr (!C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
@@ -202,18 +202,18 @@ struct Consumer {
     wgmma_fence_registers(dk);
     if (turn > 0) release(shared.query_empty[before]);
     differentiate(p, dp, query_stage);
-    Rounded ds;
-    round(ds, p);
+    Rounded words;
+    round(words, p);
 #pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(at(tile, k), ds[k]);
+    for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(place(ds, k), words[k]);
     fence_proxy_async();
     named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
     float dq[PART / WARPGROUP_THREADS];
-    multiply_keys(dq, tile);
+    multiply_keys(dq, ds);
     query_state.advance();
     Products next;
     if constexpr (!LAST) score(next);
-    accumulate_keys(tile, shared.query[query_stage]);
+    accumulate_keys(ds, shared.query[query_stage]);
     wgmma_wait<LAST ? 1 : 2>();
     wgmma_fence_registers(dv);
     wgmma_fence_registers(dq);
@@ -241,10 +241,10 @@ struct Consumer {
     }
     Turn at(walk);
     for (int turn = 0; turn + 1 < walk.turns; ++turn) {
-      step<false>(turn, at.tile * BLOCK_M);
+      step<false>(turn, at);
       at.advance(walk);
     }
-    step<true>(walk.turns - 1, at.tile * BLOCK_M);
+    step<true>(walk.turns - 1, at);
     wgmma_wait<0>();
     wgmma_fence_registers(dk);
   }
@@ -258,7 +258,7 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         word[i] = pack<T>(sums[8 * block + 2 * i] * factor, sums[8 * block + 2 * i + 1] * factor);
       }
-      stmatrix(at(tile, block), word);
+      stmatrix(place(tile, block), word);
     }
     fence_proxy_async();
     named_barrier_sync(CONSUMER + warpgroup, WARPGROUP_THREADS);

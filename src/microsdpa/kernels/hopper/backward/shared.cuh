@@ -1,8 +1,8 @@
 // Tiles and shared memory of hopper/backward/kernel.cu.
 #pragma once
 
-#include "../../backward/params.cuh"
-#include "../../backward/work.cuh"
+#include "../../common/backward_params.cuh"
+#include "../../common/backward_work.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../common/pipeline.cuh"
 #include "../common/warpgroup.cuh"
@@ -15,8 +15,8 @@ constexpr int CONSUMERS = 2;
 constexpr int BLOCK_N = ROWS * CONSUMERS;  // keys of a CTA
 constexpr int PART = ROWS * 64;            // sums of dQ that a consumer makes of a tile of queries
 
-// BLOCK_M queries are walked over at a time. DP_FIRST: dP is multiplied while P is made, else after it, which takes fewer
-// registers.
+// BLOCK_M queries are walked over at a time. DP_FIRST: dP is multiplied while P is made, else after it, which takes
+// fewer registers.
 template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool DP_FIRST_>
 struct Tiles {
   using T = T_;
@@ -37,8 +37,8 @@ struct SharedStorage {
   alignas(1024) T value[BLOCK_N * C::HEAD_DIM];  // at the end dV
   alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::HEAD_DIM];
   alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::HEAD_DIM];
-  alignas(1024) T ds[2][BLOCK_N * C::BLOCK_M];   // dS^T, the queries contiguous, of every other tile
-  alignas(1024) float sums[CONSUMERS][PART];     // of dQ, on their way to global memory
+  alignas(1024) T ds[2][BLOCK_N * C::BLOCK_M];  // dS^T, the queries contiguous, of every other tile
+  alignas(1024) float sums[CONSUMERS][PART];    // of dQ, on their way to global memory
   alignas(128) float lse[C::QUERY_STAGES][C::BLOCK_M];
   alignas(128) float delta[C::QUERY_STAGES][C::BLOCK_M];
   Mbarrier owned_full;
@@ -51,7 +51,7 @@ struct SharedStorage {
 // for each of their parts, how many tiles of keys have added to it.
 template <int BLOCK_M>
 struct Workspace {
-  int tiles;   // of a head
+  int tiles;  // of a head
   float* rows;
   float* sums;
   int32* turns;
