@@ -18,7 +18,7 @@ from microsdpa.kernels import catalogue
 
 KERNEL = "inline float sum(float4 v) { return v.x + v.y + v.z + v.w; } template <int UNUSED>\n__global__ void kernel(const __grid_constant__ Params p) {\n%s\n}\n}\n"
 SHARED = "  __shared__ float s[64];\n"
-REDUCED = "  __shared__ alignas(16) float s[64];\n  s[threadIdx.x] = 1.0f;\n  __syncthreads();\n  "
+REDUCED = "  __shared__ __align__(16) float s[64];\n  s[threadIdx.x] = 1.0f;\n  __syncthreads();\n  "
 
 REFUSED = {
     "read past a buffer": (

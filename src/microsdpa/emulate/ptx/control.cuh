@@ -21,16 +21,6 @@ inline void grid_dependency_wait() { emulator::grid_dependency_wait(); }
 
 inline void grid_dependency_launch() {}
 
-// Turns that CTAs take.
-
-inline void wait_for_turn(const int32* number, int32 turn, emulator::Place place = emulator::Place::here()) {
-  emulator::wait_for_turn(number, turn, place);
-}
-
-inline void end_turn(int32* number, int32 next, emulator::Place place = emulator::Place::here()) {
-  emulator::end_turn(number, next, place);
-}
-
 // elect.sync and setmaxnreg.
 
 inline bool elect_one(emulator::Place place = emulator::Place::here()) { return emulator::elect_one(place); }

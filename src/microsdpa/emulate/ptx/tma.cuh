@@ -33,22 +33,9 @@ inline void tma_store_wait_read() {
   emulator::bulk_wait_read(PENDING);
 }
 
-inline void tma_store_wait() { emulator::bulk_wait_read(0); }
-
 inline void bulk_copy_to_peer(ClusterAddress target, const void* shared, int bytes, ClusterAddress barrier,
                               emulator::Place place = emulator::Place::here()) {
   emulator::bulk_to_peer(target.value, emulator::shared_address(shared, place), bytes, barrier.value, place);
-}
-
-inline void bulk_load(void* shared, const void* global, int bytes, Mbarrier& barrier,
-                      emulator::Place place = emulator::Place::here()) {
-  emulator::bulk_load_bytes(emulator::shared_address(shared, place), global, bytes,
-                            emulator::shared_address(&barrier, place), place);
-}
-
-inline void bulk_reduce_add(float* global, const float* shared, int bytes,
-                            emulator::Place place = emulator::Place::here()) {
-  emulator::bulk_reduce_add(global, emulator::shared_address(shared, place), bytes, place);
 }
 
 inline void fence_proxy_async() { emulator::fence_proxy_async(); }

@@ -28,23 +28,6 @@ __device__ __forceinline__ void grid_dependency_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Turns that CTAs take, by a number in global memory (PTX ISA, "ld.acquire" and "st.release", sm_70).
-
-// Waits until the number is `turn`. The CTA that sets it must have started: those of lower numbers have.
-__device__ __forceinline__ void wait_for_turn(const int32* number, int32 turn) {
-  int32 found;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(number) : "memory");
-  } while (found != turn);
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-
-// Sets the number: what this thread did, and bulk stores that it has waited for, come before what the next one does.
-__device__ __forceinline__ void end_turn(int32* number, int32 next) {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(number), "r"(next) : "memory");
-}
-
 // What tells the warps of a specialized kernel apart: one elected thread, and registers that move between warpgroups
 // (PTX ISA, "elect.sync" and "setmaxnreg", sm_90).
 

@@ -52,31 +52,12 @@ __device__ __forceinline__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Waits until all of this thread's stores are there, for whoever learns of it.
-__device__ __forceinline__ void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
 // Copies `bytes`, a multiple of 16, to another CTA's shared memory; they count towards `barrier` of that CTA.
 __device__ __forceinline__ void bulk_copy_to_peer(ClusterAddress target, const void* shared, int bytes,
                                                   ClusterAddress barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    target.value),
                "r"(shared_address(shared)), "r"(bytes), "r"(barrier.value)
-               : "memory");
-}
-
-// Copies `bytes`, a multiple of 16, from global to shared memory, both on 16 bytes; they count towards `barrier`.
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, Mbarrier& barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-               "l"(global), "r"(bytes), "r"(shared_address(&barrier))
-               : "memory");
-}
-
-// Adds `bytes` of floats, a multiple of 16, in shared memory to those in global memory, both on 16 bytes: one float
-// after the other, whoever else adds to it, in an order that is nobody's. It is one of the thread's stores.
-__device__ __forceinline__ void bulk_reduce_add(float* global, const float* shared, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-               "r"(shared_address(shared)), "r"(bytes)
                : "memory");
 }
 

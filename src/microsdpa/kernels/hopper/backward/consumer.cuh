@@ -4,6 +4,7 @@
 #include "../../common/mma_tile.cuh"
 #include "../../common/softmax.cuh"
 #include "../../ptx/arithmetic.cuh"
+#include "../../ptx/bulk.cuh"
 #include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
 #include "shared.cuh"
