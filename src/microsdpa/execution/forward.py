@@ -9,7 +9,7 @@ import torch
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
 from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
-from microsdpa.call.scales import known_positive, output_type
+from microsdpa.call.scales import VALUE_DTYPES, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.execution import quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
@@ -17,10 +17,10 @@ from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import chosen, select
 from microsdpa.runtime import launcher
-from microsdpa.runtime.launcher import NO_MASKS
 
 _launch = launcher.launch
 _empty_like = torch.empty_like
+_is_grad_enabled = torch.is_grad_enabled
 
 MISSES = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
@@ -60,34 +60,55 @@ def launch(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
 
 
 def launch_eight_bit(
-    inputs: Inputs,
-    scales: tuple[object, object, object],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     options: tuple[object, ...],
     scale: float | None,
     return_lse: bool,
     out: torch.Tensor | None,
+    scales: tuple[object, object, object] | None,
 ) -> Result | None:
     """Launch a call with 8-bit operands that has a plan; None for one whose arguments have to be looked at.
 
-    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them.
+    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them; `scales` those of 8-bit values.
     """
-    query, key, value = inputs
     try:
         code = OPTIONS[options]
-        if options[4] is None and not known_positive(scales):
+        if scales is not None and not known_positive(scales):
             return None
-        if torch.is_grad_enabled() and (
+        if _is_grad_enabled() and (
             query.requires_grad or key.requires_grad or value.requires_grad or (out is not None and out.requires_grad)
         ):
             return None
-        if out is not None:
-            result = out
-        elif options[4] is None:
-            result = _empty_like(query, dtype=output_type(query, value, None))
+        if scales is None:
+            result = _empty_like(query) if out is None else out
+            lse = _launch(query, key, value, result, return_lse, code, scale)
         else:
-            result = _empty_like(query)
-        rest = () if options[4] is not None else (*NO_MASKS, *scales)
-        lse = _launch(query, key, value, result, return_lse, code, scale, *rest)
+            if out is None:
+                dtype = value.dtype  # as output_type() gives it
+                result = _empty_like(query, dtype=torch.float16 if dtype in VALUE_DTYPES else dtype)
+            else:
+                result = out
+            q_scale, k_scale, v_scale = scales
+            lse = _launch(
+                query,
+                key,
+                value,
+                result,
+                return_lse,
+                code,
+                scale,
+                None,
+                None,
+                None,
+                -1,
+                -1,
+                None,
+                q_scale,
+                k_scale,
+                v_scale,
+            )
     except MISSES:
         return None
     if lse is None:

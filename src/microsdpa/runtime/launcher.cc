@@ -113,13 +113,14 @@ struct GivenCall {
 
 }  // namespace
 
-ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap) {
+ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap,
+                std::int64_t node) {
   Call call;
   if (!parse(arguments, call)) return nullptr;
   const Factors factors = factors_of(arguments, scale, softcap);
   if (!factors.valid()) return nullptr;
   const std::shared_ptr<const Plan> plan = plan_of(call);
-  if (!plan) return nullptr;
+  if (!plan || (node && plan->node != node)) return nullptr;
   return execute(*plan, call, lse, factors);
 }
 
@@ -129,6 +130,20 @@ namespace {
 ffi::Any sdpa(ffi::PackedArgs args) {
   const GivenCall given(args);
   return attend(given.arguments, given.lse, given.scale, given.softcap);
+}
+
+// Allows the node of an operator of torch's (Node of torch_nodes.h) for the plan of a call, which the arguments after
+// its number describe; false when there is no plan.
+bool allow_node(ffi::PackedArgs args) {
+  TVM_FFI_CHECK(args.size() > 1, TypeError) << "allow_node: expected a node and a call";
+  Call call;
+  if (!parse(GivenCall(args.Slice(1)).arguments, call) || call.key.varlen()) return false;
+  const std::shared_ptr<const Plan> plan = plan_of(call);
+  if (!plan) return false;
+  auto allowed = std::make_shared<Plan>(*plan);
+  allowed->node = args[0].cast<std::int64_t>();
+  plans().insert(call.key, allowed);
+  return true;
 }
 
 // A function of (query, key, value, out, LSE, and tensors of masks and scales) that launches the plan of these
@@ -315,6 +330,7 @@ void clear_plans() { plans().clear(), growing_plans().clear(); }
 
 MICROSDPA_EXPORT_PACKED(sdpa, sdpa(packed))
 MICROSDPA_EXPORT_PACKED(prepared_call, prepared_call(packed))
+MICROSDPA_EXPORT_PACKED(allow_node, allow_node(packed))
 MICROSDPA_EXPORT_PACKED(gradients, gradients(packed))
 MICROSDPA_EXPORT_PACKED(register_plan, (register_plan(packed, parse_call), nullptr))
 MICROSDPA_EXPORT_PACKED(register_gradients, (register_plan(packed, parse_gradients), nullptr))

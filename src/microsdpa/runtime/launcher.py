@@ -75,6 +75,12 @@ expect_node = _library.expect_node
 expect_no_node = _library.expect_no_node
 """expect_no_node(): take that back, after a call that did not come to the operator's kernel."""
 
+allow_node: Callable[..., bool] = _library.allow_node
+"""allow_node(number, *call): let the node's operator of this number (nodes.py) run the plan of a Call without masks.
+
+False when no plan is registered for the call.
+"""
+
 set_node_constants = _library.set_node_constants
 """set_node_constants(device, state, scalar): addresses of two uint64 and an int64 on a device, kept for ever."""
 

@@ -55,6 +55,7 @@ inline std::shared_ptr<const Plan> grown_plan(const Call& call) {
   const std::shared_ptr<const Plan> before = growing_plans().find(common);
   if (!before || !before->growth.has(call.key.tensors[KEY].shape[2])) return nullptr;
   auto plan = std::make_shared<Plan>(*before);
+  plan->node = 0;
   guarded([&] {
     ScopedContext current(driver(), plan->context);
     for (PlannedKernel& kernel : plan->kernels) {
