@@ -123,6 +123,7 @@ def sdpa(
                 return found if return_lse else found[0]  # type: ignore[return-value]
         if not is_dynamo_compiling():
             transforms.refuse_eight_bit()
+            transforms.refuse_tangents(query, key, value)
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
         found = forward.first_call(Call((query, key, value), masks, scales, options, return_lse, out))

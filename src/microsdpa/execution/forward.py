@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
 from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
@@ -77,8 +78,14 @@ def launch_eight_bit(
         code = OPTIONS[options]
         if scales is not None and not known_positive(scales):
             return None
-        if _is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad or (out is not None and out.requires_grad)
+        if forward_ad._current_level >= 0 or (
+            _is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+            )
         ):
             return None
         if scales is None:
