@@ -153,6 +153,8 @@ def sdpa(
             result = _empty_like(query) if out is None else out
             if unmasked:
                 lse = _launch(query, key, value, result, return_lse, code, scale)
+                if lse is None and out is None:
+                    lse = forward.resized(query, key, value, result, return_lse, code, scale)
             elif is_causal and attn_mask is not None:
                 lse = None
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,8 @@ def launch(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
         code, scale, result = PLAIN_CODE if options is PLAIN else options.code, options.scale, _empty_like(query)
         if masks is NO_TENSORS and options.window is None and options.softcap is None:
             lse = _launch(query, key, value, result, return_lse, code, scale)
+            if lse is None:
+                lse = resized(query, key, value, result, return_lse, code, scale)
         elif options.is_causal and masks.attn_mask is not None:
             return None
         else:
@@ -165,8 +168,56 @@ def prepare(checked: Checked, out: torch.Tensor) -> None:
         launcher.prepare_varlen(problem, spec, call, varlen.append_kernel(checked, problem))
     elif checked.operands is None:
         launcher.prepare(problem, spec, call, _growth(problem, spec, checked.kernel))
+        _note_kind(problem, checked.kernel, call)
     else:
         launcher.register(call, *quantized.planned(checked, problem, spec, out))
+
+
+_MAX_KINDS = 4096
+_kinds: list[tuple[Problem, str]] = []
+"""Of each number of launcher.register_kind(): a problem of that kind, of no sizes, and the kernel asked for."""
+_numbers: dict[tuple[Problem, str], int] = {}
+_numbering = threading.Lock()
+
+
+def _note_kind(problem: Problem, kernel: str, call: launcher.Call) -> None:
+    """Let resized() know calls that differ from this one, which is valid, in batch size, lengths and strides alone."""
+    if problem.mask is not None or not problem.bulk:
+        return
+    kind = problem.with_sizes(0, 0, 0), kernel
+    with _numbering:
+        number = _numbers.setdefault(kind, len(_kinds))
+        if number == len(_kinds) < _MAX_KINDS:
+            _kinds.append(kind)
+    if number < _MAX_KINDS:
+        launcher.register_kind(number, *call)
+
+
+def resized(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    return_lse: bool,
+    code: int,
+    scale: float | None,
+) -> Any:
+    """Make the plan of a call that differs from one before in batch size, lengths and strides alone, and launch it.
+
+    What validation looks at is in the key of a kind, or is looked at in C++ (runtime/plans.h); `out` is new. Gives what
+    launcher.launch does, and None for any other call, and where no kernel computes it.
+    """
+    call = query, key, value, out, return_lse, code, scale
+    number = launcher.kind_of(*call)
+    if number < 0:
+        return None
+    like, kernel = _kinds[number]
+    problem = like.with_sizes(query.size(0), query.size(2), key.size(2))
+    spec = chosen(problem, kernel)
+    if spec is None:
+        return None
+    launcher.prepare(problem, spec, call, _growth(problem, spec, kernel))
+    return _launch(*call)
 
 
 LENGTHS_AHEAD = 15

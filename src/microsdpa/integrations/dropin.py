@@ -298,8 +298,10 @@ def _at_once(
     )
     if not graded and attn_mask is None:
         try:
-            out = _empty_like(query)
-            if _launch(query, key, value, out, False, OPTIONS[is_causal, None, enable_gqa, impl, None], scale):
+            out, code = _empty_like(query), OPTIONS[is_causal, None, enable_gqa, impl, None]
+            if _launch(query, key, value, out, False, code, scale):
+                return out
+            if forward.resized(query, key, value, out, False, code, scale):
                 return out
         except MISSES:
             pass
