@@ -30,8 +30,7 @@ struct TorchAllocator {
  private:
   TorchAllocator() {
     void* cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    void* cpu = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
-    load(cpu, current_device, "aoti_torch_get_current_device_index");
+    load(cuda, current_device, "aoti_torch_get_current_device_index");
     load(cuda, allocate, "aoti_torch_cuda_caching_allocator_raw_alloc");
     load(cuda, give_back, "aoti_torch_cuda_caching_allocator_raw_delete");
   }
