@@ -144,6 +144,31 @@ struct SoftCap {
   }
 };
 
+// The same from products whose scores are at most NEAR of the cap, without the exponential unit: a polynomial, least
+// squares that were weighted until all its largest relative errors were the same, 6e-7.
+struct NearSoftCap {
+  static constexpr float NEAR = 0.75f;
+
+  float limit;  // of products
+  float coefficient[5];
+
+  __device__ __forceinline__ NearSoftCap(float cap, float scale) {
+    constexpr float OF_TANH[5] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500562824f, 0.0129296156f};
+    const float factor = scale / cap;
+    limit = fabsf(factor) < 1e3f ? NEAR / fabsf(factor) : -1.0f;  // powers of a larger one are out of range
+    float power = scale;
+#pragma unroll
+    for (int i = 0; i < 5; ++i) coefficient[i] = OF_TANH[i] * power, power *= factor * factor;
+  }
+  __device__ __forceinline__ float operator()(float product) const {
+    const float square = product * product;
+    float sum = coefficient[4];
+#pragma unroll
+    for (int i = 3; i >= 0; --i) sum = fmaf(sum, square, coefficient[i]);
+    return product * sum;
+  }
+};
+
 // No numbers to be added.
 struct NothingAdded {
   __device__ __forceinline__ int load(int) const { return 0; }
@@ -265,16 +290,8 @@ struct TileMasks {
   // for the keys of two columns of the accumulator.
   template <typename Added>
   __device__ __forceinline__ void apply(Scores& s, const Added& added) const {
-    if constexpr (MASKS::SOFTCAP) {
-      // One code or the other for the whole tile: all threads have the same cap.
-      if (params.masks.softcap_log2 > SoftCap<true>::LARGE) {
-        modify<true>(s, added);
-      } else {
-        modify<false>(s, added);
-      }
-    } else if constexpr (Traits::MODIFIED) {
-      modify<false>(s, added);
-    }
+    if constexpr (MASKS::SOFTCAP) soften(s);
+    if constexpr (Traits::MODIFIED) modify(s, added);
     if constexpr (Traits::LISTED) {
       if (!whole) {
 #pragma unroll
@@ -293,10 +310,33 @@ struct TileMasks {
   }
 
  private:
-  template <bool EXACT_CAP, typename Added>
+  // From products to soft-capped scores: one code or the other for a warp's part of the tile.
+  __device__ __forceinline__ void soften(Scores& s) const {
+    const float scale = params.call.scale_log2, cap = params.masks.softcap_log2;
+    const NearSoftCap near(cap, scale);
+    float largest[4] = {};
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(s[i]));
+    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    // Products that are no number stay so in each.
+    if (__all_sync(FULL_WARP, most <= near.limit)) {
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = near(s[i]);
+    } else if (cap > SoftCap<true>::LARGE) {
+      const SoftCap<true> capped(cap);
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = capped(s[i] * scale);
+    } else {
+      const SoftCap<false> capped(cap);
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = capped(s[i] * scale);
+    }
+  }
+
+  // What follows a soft cap, or the product.
+  template <typename Added>
   __device__ __forceinline__ void modify(Scores& s, const Added& added) const {
     const float scale = params.call.scale_log2;
-    const SoftCap<EXACT_CAP> capped(MASKS::SOFTCAP ? params.masks.softcap_log2 : 1.0f);
     // Of this lane's first query to its first key of the tile.
     const float distance = static_cast<float>(first_row + params.masks.position - BLOCK_N * tile -
                                               static_cast<int>(2 * (threadIdx.x % 4)));
@@ -307,8 +347,7 @@ struct TileMasks {
       for (int i = 0; i < 8; ++i) {
         const int n = pair + i / 4, half = i / 2 % 2, e = i % 2;
         float& x = s[4 * n + 2 * half + e];
-        x *= scale;
-        if constexpr (MASKS::SOFTCAP) x = capped(x);
+        if constexpr (!MASKS::SOFTCAP) x *= scale;
         if constexpr (MASKS::ALIBI) x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * half - 8 * n - e)), x);
         if constexpr (Traits::ADDED) x = add_mask<Mask>(x, elements.at(half, i / 4, e));
       }

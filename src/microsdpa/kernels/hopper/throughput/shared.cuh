@@ -10,7 +10,7 @@ namespace microsdpa::hopper::throughput {
 
 // Columns of O that wait for a bulk copy at once: all, where shared memory has room for them.
 template <int HEAD_DIM>
-constexpr int OUT_COLUMNS = HEAD_DIM <= 128 || HEAD_DIM % 64 != 0 ? HEAD_DIM
+constexpr int OUT_COLUMNS = HEAD_DIM <= 128 || HEAD_DIM % 64 != 0 ? STORED_COLUMNS<HEAD_DIM>
                             : HEAD_DIM % 128 == 0                 ? 128
                                                                   : 64;
 
@@ -28,15 +28,15 @@ struct MaskRing<void, HEAD_DIM, BLOCK_N, CONSUMERS> {
   static constexpr int STAGES = 1;
 };
 
-// Tiles are cut into panels of PANEL columns, stored one after another.
+// Tiles are cut into panels of PANEL columns, stored one after another, and a tail.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, typename MASK = void>
 struct SharedStorage : MaskRing<MASK, HEAD_DIM, BLOCK_N, CONSUMERS> {
   using Masks = MaskRing<MASK, HEAD_DIM, BLOCK_N, CONSUMERS>;
   static_assert(QUERY_STAGES + 2 <= WORK_TILES, "a query tile is described while consumers may ask");
 
-  alignas(1024) T query[QUERY_STAGES][CONSUMERS][ROWS * HEAD_DIM];
-  alignas(1024) T key[STAGES][BLOCK_N * HEAD_DIM];
-  alignas(1024) T value[STAGES][BLOCK_N * HEAD_DIM];
+  alignas(1024) T query[QUERY_STAGES][CONSUMERS][ROWS * STORED_COLUMNS<HEAD_DIM>];
+  alignas(1024) T key[STAGES][BLOCK_N * STORED_COLUMNS<HEAD_DIM>];
+  alignas(1024) T value[STAGES][BLOCK_N * STORED_COLUMNS<HEAD_DIM>];
   alignas(1024) T out[CONSUMERS][ROWS * OUT_COLUMNS<HEAD_DIM>];
   WorkTile work[WORK_TILES];
   Mbarrier query_full[QUERY_STAGES];

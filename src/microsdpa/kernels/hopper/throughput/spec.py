@@ -40,9 +40,26 @@ MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
 
 
+def panel(head_dim: int) -> int:
+    """Columns of a box of Q, K, V and O."""
+    return 32 if head_dim % 64 == 32 else 64
+
+
+def tail(head_dim: int) -> int:
+    """Columns of a tile's last box, where it is a narrow one; 0 without one."""
+    return 16 if head_dim % 64 == 16 else 0
+
+
+def stored_columns(head_dim: int) -> int:
+    """Columns of a tile in shared memory."""
+    end = tail(head_dim)
+    return ceil((head_dim - end) / panel(head_dim)) * panel(head_dim) + end
+
+
 def out_columns(head_dim: int) -> int:
     """Columns of O that wait in shared memory to be stored."""
-    return head_dim if head_dim <= 128 or head_dim % 64 else 128 if head_dim % 128 == 0 else 64
+    whole = head_dim <= 128 or head_dim % 64
+    return stored_columns(head_dim) if whole else 128 if head_dim % 128 == 0 else 64
 
 
 @dataclass(frozen=True)
@@ -85,7 +102,7 @@ class Tiles:
 
     def shared_bytes(self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0) -> int:
         """SharedStorage's size (shared.cuh)."""
-        tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * head_dim * ELEMENT
+        tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * stored_columns(head_dim) * ELEMENT
         tiles += self.block_m * out_columns(head_dim) * ELEMENT
         barriers = (2 * query_stages + 4 * stages) * 8
         behind_masks = ceil((tiles + 16 * WORKS + barriers) / 1024) * 1024
@@ -102,8 +119,11 @@ class Tiles:
 
 CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     32: (Tiles(3, 128, False, 2200, 3100), Tiles(4, 64, False, 1600, 3700), Tiles(2, 128, True, 1900, 3500)),
+    48: (Tiles(3, 128, False, 2450, 3100), Tiles(4, 64, False, 1700, 3700), Tiles(2, 128, True, 2050, 3500)),
     64: (Tiles(3, 128, False, 2650, 3100), Tiles(4, 64, False, 1870, 3700), Tiles(2, 128, True, 2210, 3500)),
+    80: (Tiles(2, 128, True, 2150, 4000), Tiles(3, 96, False, 2400, 3500), Tiles(2, 160, True, 2600, 4000)),
     96: (Tiles(2, 128, True, 2350, 4000),),
+    112: (Tiles(2, 128, True, 2400, 4200),),
     128: (Tiles(2, 128, True, 2600, 4300),),
     160: (Tiles(2, 96, True, 2500, 5200),),
     192: (Tiles(2, 64, True, 1900, 6000),),
@@ -113,6 +133,7 @@ CANDIDATES: dict[int, tuple[Tiles, ...]] = {
 MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
 MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     96: (Tiles(2, 64, True, 1400, 4000),),
+    112: (Tiles(2, 64, True, 1400, 4200),),
     128: (Tiles(2, 64, True, 1500, 4300),),
     160: (Tiles(2, 64, True, 1800, 5200),),
 }
@@ -121,9 +142,13 @@ HEAD_DIMS = range(8, max(CANDIDATES) + 1, 8)
 """Head dimensions whose rows a bulk copy can read."""
 
 
-def padded(head_dim: int) -> int:
-    """The head dimension of the kernel for one of HEAD_DIMS: bulk copies fill further columns with zeros."""
-    return min(dim for dim in CANDIDATES if dim >= head_dim)
+def padded(problem: Problem) -> int:
+    """The head dimension of the problem's kernel: bulk copies fill further columns with zeros.
+
+    Tails and a mask of numbers would be more tensor maps than a kernel gets.
+    """
+    masked = mask_element(problem) > 0
+    return min(dim for dim in CANDIDATES if dim >= problem.head_dim and not (masked and tail(dim)))
 
 
 def key_tiles(problem: Problem, tiles: Tiles) -> float:
@@ -170,7 +195,7 @@ def cost(problem: Problem, tiles: Tiles) -> float:
 
 def fitting(problem: Problem) -> tuple[Tiles, ...]:
     """Tiles that compute the problem, and fit its GPU's shared memory and the kernel's registers."""
-    element, head_dim = mask_element(problem), padded(problem.head_dim)
+    element, head_dim = mask_element(problem), padded(problem)
     found = CANDIDATES[head_dim]
     if element:
         # A mask of numbers leaves no registers for small shares of them, nor, beside a soft cap, for large tiles.
@@ -215,7 +240,7 @@ def _is_marked(problem: Problem, tiles: Tiles) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
-    chip, head_dim, mask = chip_of(problem.target), padded(problem.head_dim), problem.mask
+    chip, head_dim, mask = chip_of(problem.target), padded(problem), problem.mask
     element = mask_element(problem)
     rings = tiles.rings(head_dim, chip.shared_per_cta, element)
     if rings is None:
@@ -235,12 +260,16 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         "CAUSAL": BOOLEAN[causal],
         "MASKS": masks_type(mask),
     }
-    columns = 64 if head_dim % 64 == 0 else 32
+    columns = panel(head_dim)
     boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))
     maps = [
         TensorMap(name, rows, columns, columns * ELEMENT_BYTES[problem.dtype])  # type: ignore[arg-type]
         for name, rows in boxes
     ]
+    if tail(head_dim):
+        narrow = tail(head_dim) * ELEMENT_BYTES[problem.dtype]
+        maps += [replace(wide, columns=tail(head_dim), swizzle=narrow) for wide in maps]
+        arguments["MAPS"] = ", ".join(["microsdpa::TensorMap"] * len(boxes))
     if element:
         maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
         arguments["MAPS"] = "microsdpa::TensorMap"
