@@ -48,9 +48,9 @@ __device__ __forceinline__ void load_tile(T* shared, const Boxes& boxes, Mbarrie
 // Issues every copy of the CTA, in the order in which the tiles are needed, and says which query tiles they are of. One
 // thread.
 template <bool CAUSAL, typename MASKS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES,
-          int QUERY_STAGES, typename MASK>
+          int QUERY_STAGES, typename MASK, bool DEALT>
 __device__ __forceinline__ void produce(
-    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>& shared,
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, DEALT>& shared,
     const typename MASKS::Params& masked_params, const Boxes& query, const Boxes& key, const Boxes& value) {
   const AttentionParams& params = MASKS::call(masked_params);
   constexpr int BLOCK_M = ROWS * CONSUMERS;
@@ -67,9 +67,7 @@ __device__ __forceinline__ void produce(
     shared.work[works++ % WORK_TILES] = work;
   };
 
-  for (int round = 0; schedule.has(round); ++round) {
-    const WorkTile work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.work(round));
-    if (work.tiles == 0) continue;
+  auto copy = [&](const WorkTile& work) {
     const VisitedTiles<MASKS, BLOCK_M, BLOCK_N> visited(masked_params, work);
     announce(work);
     Mbarrier& query_full = shared.query_full[query_state.stage];
@@ -99,6 +97,23 @@ __device__ __forceinline__ void produce(
                                      work.batch);
         value_state.advance();
       }
+    }
+  };
+
+  if constexpr (DEALT) {
+    // Lists are of any length: a CTA takes a query tile when it has issued the copies of the one before. It asks for
+    // the next one's number in time.
+    uint32* const dealt = TileList<BLOCK_M, BLOCK_N>(masked_params, 0, 0).dealt;
+    int next = static_cast<int>(blockIdx.x);
+    while (next < schedule.count()) {
+      const int number = next;
+      next = static_cast<int>(gridDim.x + atomicAdd(dealt, 1u));
+      copy(masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.numbered(number)));
+    }
+  } else {
+    for (int round = 0; schedule.has(round); ++round) {
+      const WorkTile work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.work(round));
+      if (work.tiles > 0) copy(work);
     }
   }
   announce({0, 0, 0, 0});
@@ -148,14 +163,28 @@ __device__ __forceinline__ void produce_masks(
   }
 }
 
+// Copies columns of O from shared memory, as many as there are at once. One thread.
+template <int HEAD_DIM, typename T>
+__device__ __forceinline__ void store_columns(const Boxes& out, const T* tile, int column, const WorkTile& work,
+                                              int first_row) {
+  constexpr int BOX = PANEL<HEAD_DIM>, WIDE = HEAD_DIM - TAIL<HEAD_DIM>;
+#pragma unroll
+  for (int panel = 0; panel < OUT_COLUMNS<HEAD_DIM> / BOX; ++panel) {
+    tma_store(out.panel, tile + panel * ROWS * BOX, column + panel * BOX, first_row, work.head, work.batch);
+  }
+  if constexpr (TAIL<HEAD_DIM> > 0) {
+    tma_store(out.tail, tile + ROWS * WIDE, WIDE, first_row, work.head, work.batch);
+  }
+  tma_store_commit();
+}
+
 // Copies what some of the consumers leave in shared memory to O: `first`, and every STORERS-th after it. One warp.
 template <bool CAUSAL, int STORERS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES,
           typename MASK>
 __device__ __forceinline__ void store(
-    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>& shared, const AttentionParams& params,
-    const Boxes& out, int first) {
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, false>& shared,
+    const AttentionParams& params, const Boxes& out, int first) {
   const Schedule<CAUSAL, ROWS * CONSUMERS, BLOCK_N, HEAD_DIM> schedule(params);
-  constexpr int BOX = PANEL<HEAD_DIM>;
   const bool elected = elect_one();
   int before = 0;  // consumers, one bit each, that have written
   for (int round = 0; schedule.has(round); ++round) {
@@ -171,24 +200,42 @@ __device__ __forceinline__ void store(
           named_barrier_arrive(OUT_EMPTY + i, OUT_THREADS);
         }
         named_barrier_sync(OUT_FULL + i, OUT_THREADS);
-        if (elected) {
-#pragma unroll
-          for (int panel = 0; panel < OUT_COLUMNS<HEAD_DIM> / BOX; ++panel) {
-            tma_store(out.panel, shared.out[i] + panel * ROWS * BOX, column + panel * BOX, first_row, work.head,
-                      work.batch);
-          }
-          if constexpr (TAIL<HEAD_DIM> > 0) {
-            constexpr int WIDE = HEAD_DIM - TAIL<HEAD_DIM>;
-            tma_store(out.tail, shared.out[i] + ROWS * WIDE, WIDE, first_row, work.head, work.batch);
-          }
-          tma_store_commit();
-        }
+        if (elected) store_columns<HEAD_DIM>(out, shared.out[i], column, work, first_row);
         before |= 1 << i;
         __syncwarp();
       }
     }
   }
   if (elected) tma_store_wait_read<0>();
+}
+
+// The same of one consumer, which says what it leaves, where CTAs take query tiles as they come to them. One warp.
+template <bool CAUSAL, int STORERS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES,
+          typename MASK>
+__device__ __forceinline__ void store(
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, true>& shared, const AttentionParams&,
+    const Boxes& out, int consumer) {
+  static_assert(CONSUMERS <= STORERS, "a warp for each");
+  if (consumer >= CONSUMERS) return;
+  const bool elected = elect_one();
+  bool before = false;
+  while (true) {
+    for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
+      if (before) {
+        if (elected) tma_store_wait_read<0>();
+        __syncwarp();
+        named_barrier_arrive(OUT_EMPTY + consumer, OUT_THREADS);
+      }
+      named_barrier_sync(OUT_FULL + consumer, OUT_THREADS);
+      const WorkTile work = shared.stored(consumer);
+      if (work.tiles == 0) return;
+      if (elected) {
+        store_columns<HEAD_DIM>(out, shared.out[consumer], column, work, work.first_row + ROWS * consumer);
+      }
+      before = true;
+      __syncwarp();
+    }
+  }
 }
 
 template <int NUMBER, typename First, typename... Others>
@@ -222,7 +269,8 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
   using Masked = MaskTraits<MASKS>;
   static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : Masked::ADDED), "a map for each, and no mask with tails");
-  using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added>;
+  using Shared =
+      SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added, Masked::LISTED>;
   // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.
   constexpr int STORERS = Masked::ADDED ? 2 : 3;
   auto& shared = dynamic_shared<Shared>();

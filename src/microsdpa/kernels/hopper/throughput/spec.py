@@ -31,6 +31,8 @@ ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
 LISTED = ("bool", "int32", "uint8")
 """Element types of masks that say which keys are visible."""
+MOST_LISTED = 128
+"""Keys of a tile in a list (tile_list.cuh)."""
 PANEL_BYTES = 128
 """Of a row of a mask's tile: the copies' pattern repeats."""
 LIST_WARPS = 16
@@ -100,19 +102,22 @@ class Tiles:
         each = ROWS * self.block_n * element + 16
         return ceil(stages * self.consumers * each / 1024) * 1024 if element else 0
 
-    def shared_bytes(self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0) -> int:
-        """SharedStorage's size (shared.cuh)."""
+    def shared_bytes(self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0, dealt: bool = False) -> int:
+        """SharedStorage's size (shared.cuh); `dealt`: query tiles are dealt out as CTAs come to them."""
         tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * stored_columns(head_dim) * ELEMENT
         tiles += self.block_m * out_columns(head_dim) * ELEMENT
         barriers = (2 * query_stages + 4 * stages) * 8
-        behind_masks = ceil((tiles + 16 * WORKS + barriers) / 1024) * 1024
+        works = WORKS + self.consumers * dealt
+        behind_masks = ceil((tiles + 16 * works + barriers) / 1024) * 1024
         return self.mask_bytes(head_dim, mask_element) + behind_masks
 
-    def rings(self, head_dim: int, shared_per_cta: int, mask_element: int = 0) -> tuple[int, int] | None:
+    def rings(
+        self, head_dim: int, shared_per_cta: int, mask_element: int = 0, dealt: bool = False
+    ) -> tuple[int, int] | None:
         """(tiles of K and of V, tiles of Q) that fit: two query tiles if two of the others fit as well."""
         for query_stages in (2, 1):
             for stages in range(DEEPEST, 1, -1):
-                if self.shared_bytes(head_dim, stages, query_stages, mask_element) <= shared_per_cta:
+                if self.shared_bytes(head_dim, stages, query_stages, mask_element, dealt) <= shared_per_cta:
                     return stages, query_stages
         return None
 
@@ -196,6 +201,7 @@ def cost(problem: Problem, tiles: Tiles) -> float:
 def fitting(problem: Problem) -> tuple[Tiles, ...]:
     """Tiles that compute the problem, and fit its GPU's shared memory and the kernel's registers."""
     element, head_dim = mask_element(problem), padded(problem)
+    listed = problem.mask is not None and problem.mask.tensor in LISTED
     found = CANDIDATES[head_dim]
     if element:
         # A mask of numbers leaves no registers for small shares of them, nor, beside a soft cap, for large tiles.
@@ -204,8 +210,9 @@ def fitting(problem: Problem) -> tuple[Tiles, ...]:
         found = tuple(t for t in found if t.consumers == 2 and t.block_n <= most and t.block_n % panel == 0)
     elif problem.mask is not None and problem.mask.tensor is not None:
         # Small query tiles visit fewer tiles of keys, where queries have masks of their own.
-        found = tuple(t for t in found if t.consumers <= (2 if problem.mask.per_query else 3))
-    return tuple(t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element))
+        most = 2 if problem.mask.per_query else 3
+        found = tuple(t for t in found if t.consumers <= most and t.block_n <= MOST_LISTED)
+    return tuple(t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, listed))
 
 
 def mask_element(problem: Problem) -> int:
@@ -242,7 +249,8 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     chip, head_dim, mask = chip_of(problem.target), padded(problem), problem.mask
     element = mask_element(problem)
-    rings = tiles.rings(head_dim, chip.shared_per_cta, element)
+    listed = mask if mask is not None and mask.tensor in LISTED else None
+    rings = tiles.rings(head_dim, chip.shared_per_cta, element, listed is not None)
     if rings is None:
         raise ValueError(
             f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {head_dim}, got {tiles}"
@@ -273,7 +281,6 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     if element:
         maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
         arguments["MAPS"] = "microsdpa::TensorMap"
-    listed = mask if mask is not None and mask.tensor in LISTED else None
     lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor != "int32") if listed else None
     return KernelSpec(
         name="hopper/throughput",
@@ -282,7 +289,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,
-        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element),
+        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, listed is not None),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         max_ctas=chip.sms,
         local_memory=MASK_SPILLS if mask is not None else "",
