@@ -45,6 +45,32 @@ __device__ __forceinline__ void load_tile(T* shared, const Boxes& boxes, Mbarrie
   }
 }
 
+// Which query tiles a CTA computes, one in each round: those that its place among the CTAs gives it, or, DEALT, the next
+// one when it has issued the copies of the one before, where lists of tiles are of any length.
+template <bool DEALT, typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+struct Order : Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
+  __device__ __forceinline__ explicit Order(const typename MASKS::Params& params)
+      : Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM>(MASKS::call(params)) {}
+};
+template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+struct Order<true, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
+  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule;
+  uint32* const dealt;
+  int next;
+
+  __device__ __forceinline__ explicit Order(const MaskedParams& params)
+      : schedule(params.call),
+        dealt(TileList<BLOCK_M, BLOCK_N>(params, 0, 0).dealt),
+        next(static_cast<int>(blockIdx.x)) {}
+  __device__ __forceinline__ bool has(int) const { return next < schedule.count(); }
+  // Asks for the next one's number long before it is needed.
+  __device__ __forceinline__ WorkTile work(int) {
+    const int number = next;
+    next = static_cast<int>(gridDim.x + atomicAdd(dealt, 1u));
+    return schedule.numbered(number);
+  }
+};
+
 // Issues every copy of the CTA, in the order in which the tiles are needed, and says which query tiles they are of. One
 // thread.
 template <bool CAUSAL, typename MASKS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES,
@@ -56,7 +82,7 @@ __device__ __forceinline__ void produce(
   constexpr int BLOCK_M = ROWS * CONSUMERS;
   constexpr int TILE_BYTES = BLOCK_N * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
   constexpr int QUERY_BYTES = BLOCK_M * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
-  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params);
+  Order<DEALT, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(masked_params);
   PipelineState<QUERY_STAGES> query_state;
   PipelineState<STAGES> key_state, value_state;
   int works = 0;
@@ -67,7 +93,9 @@ __device__ __forceinline__ void produce(
     shared.work[works++ % WORK_TILES] = work;
   };
 
-  auto copy = [&](const WorkTile& work) {
+  for (int round = 0; schedule.has(round); ++round) {
+    const WorkTile work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.work(round));
+    if (work.tiles == 0) continue;
     const VisitedTiles<MASKS, BLOCK_M, BLOCK_N> visited(masked_params, work);
     announce(work);
     Mbarrier& query_full = shared.query_full[query_state.stage];
@@ -97,23 +125,6 @@ __device__ __forceinline__ void produce(
                                      work.batch);
         value_state.advance();
       }
-    }
-  };
-
-  if constexpr (DEALT) {
-    // Lists are of any length: a CTA takes a query tile when it has issued the copies of the one before. It asks for
-    // the next one's number in time.
-    uint32* const dealt = TileList<BLOCK_M, BLOCK_N>(masked_params, 0, 0).dealt;
-    int next = static_cast<int>(blockIdx.x);
-    while (next < schedule.count()) {
-      const int number = next;
-      next = static_cast<int>(gridDim.x + atomicAdd(dealt, 1u));
-      copy(masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.numbered(number)));
-    }
-  } else {
-    for (int round = 0; schedule.has(round); ++round) {
-      const WorkTile work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.work(round));
-      if (work.tiles > 0) copy(work);
     }
   }
   announce({0, 0, 0, 0});
