@@ -124,11 +124,11 @@ class Tiles:
 
 CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     32: (Tiles(3, 128, False, 2200, 3100), Tiles(4, 64, False, 1600, 3700), Tiles(2, 128, True, 1900, 3500)),
-    48: (Tiles(3, 128, False, 2450, 3100), Tiles(4, 64, False, 1700, 3700), Tiles(2, 128, True, 2050, 3500)),
+    48: (Tiles(3, 128, False, 2630, 3100), Tiles(4, 64, False, 1760, 3700), Tiles(2, 128, True, 2210, 3500)),
     64: (Tiles(3, 128, False, 2650, 3100), Tiles(4, 64, False, 1870, 3700), Tiles(2, 128, True, 2210, 3500)),
-    80: (Tiles(2, 128, True, 2150, 4000), Tiles(3, 96, False, 2400, 3500), Tiles(2, 160, True, 2600, 4000)),
+    80: (Tiles(2, 128, True, 2200, 4000), Tiles(3, 96, False, 2290, 3500)),
     96: (Tiles(2, 128, True, 2350, 4000),),
-    112: (Tiles(2, 128, True, 2400, 4200),),
+    112: (Tiles(2, 128, True, 2420, 4300),),
     128: (Tiles(2, 128, True, 2600, 4300),),
     160: (Tiles(2, 96, True, 2500, 5200),),
     192: (Tiles(2, 64, True, 1900, 6000),),
@@ -138,7 +138,7 @@ CANDIDATES: dict[int, tuple[Tiles, ...]] = {
 MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
 MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     96: (Tiles(2, 64, True, 1400, 4000),),
-    112: (Tiles(2, 64, True, 1400, 4200),),
+    112: (Tiles(2, 64, True, 1400, 4300),),
     128: (Tiles(2, 64, True, 1500, 4300),),
     160: (Tiles(2, 64, True, 1800, 5200),),
 }
