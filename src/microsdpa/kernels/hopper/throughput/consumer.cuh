@@ -164,7 +164,20 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
       // A row's stabilizer is a score that it sees: as long as there is none, each tile is looked at for one.
       if (tile == 0) rows.reset();
       const bool blind = fminf(rows.stabilizer[0], rows.stabilizer[1]) == negative_infinity();
-      return Base::softmax_tile(s, p, factor, false, __any_sync(FULL_WARP, blind));
+      bool look = __any_sync(FULL_WARP, blind);
+      if constexpr (Masked::CAPPED_LATE) {
+        if (masks.late && !look) {
+          float added[2];
+          Base::exponentials(s, p, rows.stabilizer, added, masks.near_cap());
+          if (__all_sync(FULL_WARP, Base::fits(rows.stabilizer, added))) {
+            rows.sum[0] += added[0], rows.sum[1] += added[1];
+            return false;
+          }
+          look = true;
+        }
+        if (masks.late) masks.cap_near(s);
+      }
+      return Base::softmax_tile(s, p, factor, false, look);
     }
     if (tile == 0) Base::guess_stabilizers(s);
     return Base::softmax_tile(s, p, factor, false);

@@ -32,6 +32,8 @@ struct MaskTraits {
   static constexpr bool RANGED = MASKS::RANGED, LISTED = RANGED || is_bool<typename MASKS::Mask>;
   static constexpr bool ADDED = PRESENT<typename MASKS::Mask> && !LISTED;
   static constexpr bool MODIFIED = ADDED || MASKS::SOFTCAP || MASKS::ALIBI, SINKS = PRESENT<typename MASKS::Sink>;
+  // Nothing is added to what a soft cap makes: it may be a part of the exponentials.
+  static constexpr bool CAPPED_LATE = MASKS::SOFTCAP && !ADDED && !MASKS::ALIBI;
   // ALiBi makes later keys' scores the larger ones: tiles are visited from the last one on, so that stabilizers last.
   static constexpr bool BACKWARDS = MASKS::ALIBI && !LISTED;
   using Added = If<ADDED, typename MASKS::Mask>;
@@ -39,7 +41,7 @@ struct MaskTraits {
 template <>
 struct MaskTraits<NoMasks> {
   static constexpr bool RANGED = false, LISTED = false, ADDED = false, MODIFIED = false, SINKS = false,
-                        BACKWARDS = false;
+                        CAPPED_LATE = false, BACKWARDS = false;
   using Added = void;
 };
 
@@ -145,7 +147,7 @@ struct SoftCap {
 };
 
 // The same from products whose scores are at most NEAR of the cap, without the exponential unit: a polynomial, least
-// squares that were weighted until all its largest relative errors were the same, 6e-7.
+// squares that were weighted until all its largest relative errors were the same, 6e-7. Of -inf it makes -inf.
 struct NearSoftCap {
   static constexpr float NEAR = 0.75f;
 
@@ -155,17 +157,19 @@ struct NearSoftCap {
   __device__ __forceinline__ NearSoftCap(float cap, float scale) {
     constexpr float OF_TANH[5] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500562824f, 0.0129296156f};
     const float factor = scale / cap;
-    limit = fabsf(factor) < 1e3f ? NEAR / fabsf(factor) : -1.0f;  // powers of a larger one are out of range
     float power = scale;
 #pragma unroll
     for (int i = 0; i < 5; ++i) coefficient[i] = OF_TANH[i] * power, power *= factor * factor;
+    // Negative scales, and factors whose powers are out of range, are left to the others.
+    limit = factor < 1e3f && coefficient[4] > 1e-37f ? NEAR / factor : -1.0f;
   }
-  __device__ __forceinline__ float operator()(float product) const {
+  // A score divided by its product.
+  __device__ __forceinline__ float operator()(float product, int = 0) const {
     const float square = product * product;
     float sum = coefficient[4];
 #pragma unroll
     for (int i = 3; i >= 0; --i) sum = fmaf(sum, square, coefficient[i]);
-    return product * sum;
+    return sum;
   }
 };
 
@@ -244,6 +248,7 @@ struct TileMasks {
   uint32 seen[2];        // else, of a boolean mask: bit 2 n + e of each row
   KeyRange range[2];     // of each row
   int tile;              // of keys: its number
+  bool late;             // CAPPED_LATE: the tile's scores are still products
 
   __device__ __forceinline__ explicit TileMasks(const MaskedParams& params) : params(params) {}
 
@@ -289,8 +294,15 @@ struct TileMasks {
   // Turns products into scores; of keys that a row does not see they are -inf. `added`: numbers to be added, by load(n)
   // for the keys of two columns of the accumulator.
   template <typename Added>
-  __device__ __forceinline__ void apply(Scores& s, const Added& added) const {
-    if constexpr (MASKS::SOFTCAP) soften(s);
+  __device__ __forceinline__ void apply(Scores& s, const Added& added) {
+    if constexpr (MASKS::SOFTCAP) {
+      late = are_near(s);
+      if (!late) {
+        cap_far(s);
+      } else if (!Traits::CAPPED_LATE) {
+        cap_near(s);
+      }
+    }
     if constexpr (Traits::MODIFIED) modify(s, added);
     if constexpr (Traits::LISTED) {
       if (!whole) {
@@ -309,20 +321,28 @@ struct TileMasks {
     hide_outside(s);
   }
 
+  __device__ __forceinline__ NearSoftCap near_cap() const {
+    return {params.masks.softcap_log2, params.call.scale_log2};
+  }
+  __device__ __forceinline__ void cap_near(Scores& s) const {
+    const NearSoftCap near = near_cap();
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) s[i] *= near(s[i]);
+  }
+
  private:
-  // From products to soft-capped scores: one code or the other for a warp's part of the tile.
-  __device__ __forceinline__ void soften(Scores& s) const {
-    const float scale = params.call.scale_log2, cap = params.masks.softcap_log2;
-    const NearSoftCap near(cap, scale);
+  // Whether all of a warp's products are near ones. Those that are no number stay so however they are capped.
+  __device__ __forceinline__ bool are_near(const Scores& s) const {
     float largest[4] = {};
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(s[i]));
     const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    // Products that are no number stay so in each.
-    if (__all_sync(FULL_WARP, most <= near.limit)) {
-#pragma unroll
-      for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = near(s[i]);
-    } else if (cap > SoftCap<true>::LARGE) {
+    return __all_sync(FULL_WARP, most <= near_cap().limit);
+  }
+  // From products to soft-capped scores, not all of which are near: all threads have the same cap.
+  __device__ __forceinline__ void cap_far(Scores& s) const {
+    const float scale = params.call.scale_log2, cap = params.masks.softcap_log2;
+    if (cap > SoftCap<true>::LARGE) {
       const SoftCap<true> capped(cap);
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = capped(s[i] * scale);
