@@ -102,7 +102,9 @@ class Tiles:
         each = ROWS * self.block_n * element + 16
         return ceil(stages * self.consumers * each / 1024) * 1024 if element else 0
 
-    def shared_bytes(self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0, dealt: bool = False) -> int:
+    def shared_bytes(
+        self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0, dealt: bool = False
+    ) -> int:
         """SharedStorage's size (shared.cuh); `dealt`: query tiles are dealt out as CTAs come to them."""
         tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * stored_columns(head_dim) * ELEMENT
         tiles += self.block_m * out_columns(head_dim) * ELEMENT
@@ -111,6 +113,7 @@ class Tiles:
         behind_masks = ceil((tiles + 16 * works + barriers) / 1024) * 1024
         return self.mask_bytes(head_dim, mask_element) + behind_masks
 
+    @functools.lru_cache  # noqa: B019 (tiles are a few constants)
     def rings(
         self, head_dim: int, shared_per_cta: int, mask_element: int = 0, dealt: bool = False
     ) -> tuple[int, int] | None:
