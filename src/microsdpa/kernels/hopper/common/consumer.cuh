@@ -44,12 +44,11 @@ __device__ __forceinline__ void accumulate_values(float (&o)[HEAD_DIM / 2], cons
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
-    wgmma<T, WIDE, Major::MN>(reinterpret_cast<float(&)[WIDE / 2]>(o), p[step],
+    wgmma<T, WIDE, Major::MN>(reinterpret_cast<float (&)[WIDE / 2]>(o), p[step],
                               advance(value, 16 * BOX * step * sizeof(T)), add || step > 0);
     if constexpr (END > 0) {
-      const uint64 last =
-          matrix_descriptor(tile + 16 * STEPS * WIDE, 16, 8 * END * sizeof(T), TAIL_PATTERN);
-      wgmma<T, END, Major::MN>(reinterpret_cast<float(&)[END / 2]>(o[WIDE / 2]), p[step],
+      const uint64 last = matrix_descriptor(tile + 16 * STEPS * WIDE, 16, 8 * END * sizeof(T), TAIL_PATTERN);
+      wgmma<T, END, Major::MN>(reinterpret_cast<float (&)[END / 2]>(o[WIDE / 2]), p[step],
                                advance(last, 16 * END * step * sizeof(T)), add || step > 0);
     }
   }

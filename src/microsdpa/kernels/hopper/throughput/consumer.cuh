@@ -19,9 +19,8 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
   using Base::rows, Base::scale;
   using Place::pingpong_arrive, Place::pingpong_wait, Place::release, Place::thread, Place::tile_row, Place::warpgroup;
   using typename Base::Probabilities, typename Base::Scores;
-  using Shared =
-      SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename MaskTraits<MASKS>::Added,
-                    MaskTraits<MASKS>::LISTED>;
+  using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename MaskTraits<MASKS>::Added,
+                               MaskTraits<MASKS>::LISTED>;
   using Masked = MaskTraits<MASKS>;
   static constexpr int BLOCK_M = ROWS * CONSUMERS;
   static constexpr int BOX = PANEL<HEAD_DIM>, END = TAIL<HEAD_DIM>, WIDE = HEAD_DIM - END;

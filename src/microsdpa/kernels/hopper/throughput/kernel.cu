@@ -45,8 +45,8 @@ __device__ __forceinline__ void load_tile(T* shared, const Boxes& boxes, Mbarrie
   }
 }
 
-// Which query tiles a CTA computes, one in each round: those that its place among the CTAs gives it, or, DEALT, the next
-// one when it has issued the copies of the one before, where lists of tiles are of any length.
+// Which query tiles a CTA computes, one in each round: those that its place among the CTAs gives it, or, DEALT, the
+// next one when it has issued the copies of the one before, where lists of tiles are of any length.
 template <bool DEALT, typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
 struct Order : Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
   __device__ __forceinline__ explicit Order(const typename MASKS::Params& params)
