@@ -20,7 +20,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
   using Place::pingpong_arrive, Place::pingpong_wait, Place::release, Place::thread, Place::tile_row, Place::warpgroup;
   using typename Base::Probabilities, typename Base::Scores;
   using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename MaskTraits<MASKS>::Added,
-                               MaskTraits<MASKS>::LISTED>;
+                               MaskTraits<MASKS>::DEALT>;
   using Masked = MaskTraits<MASKS>;
   static constexpr int BLOCK_M = ROWS * CONSUMERS;
   static constexpr int BOX = PANEL<HEAD_DIM>, END = TAIL<HEAD_DIM>, WIDE = HEAD_DIM - END;
@@ -216,7 +216,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
       if (written > 0 || column > 0)
         named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);  // what was there is stored
       put<OUT_COLUMNS<HEAD_DIM>>(shared.out[warpgroup], column, inverse);
-      if constexpr (Masked::LISTED) {
+      if constexpr (Masked::DEALT) {
         if (thread == 0) shared.stored(warpgroup) = work;
       }
       fence_proxy_async();
@@ -387,7 +387,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
       }
     }
     if (warpgroup == 0) pingpong_wait();  // nobody else takes the last one
-    if constexpr (Masked::LISTED) {
+    if constexpr (Masked::DEALT) {
       if (written > 0) named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);
       if (thread == 0) shared.stored(warpgroup) = {0, 0, 0, 0};
       named_barrier_arrive(OUT_FULL + warpgroup, OUT_THREADS);

@@ -281,7 +281,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   using Masked = MaskTraits<MASKS>;
   static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : Masked::ADDED), "a map for each, and no mask with tails");
   using Shared =
-      SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added, Masked::LISTED>;
+      SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added, Masked::DEALT>;
   // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.
   constexpr int STORERS = Masked::ADDED ? 2 : 3;
   auto& shared = dynamic_shared<Shared>();

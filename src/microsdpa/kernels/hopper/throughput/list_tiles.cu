@@ -179,12 +179,6 @@ struct ListWork {
   }
 };
 
-// No query tile has been taken: the lists' kernels end before the one that deals them out begins to.
-template <int BLOCK_M, int BLOCK_N>
-__device__ __forceinline__ void begin_dealing(const TileList<BLOCK_M, BLOCK_N>& list) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) *list.dealt = 0;
-}
-
 // Grid: masks * query tiles, tiles of keys / MARK_WARPS. Leaves the states of a query tile's tiles in place of its
 // list.
 template <int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
@@ -208,7 +202,6 @@ __global__ void __launch_bounds__(32) list_marked(const __grid_constant__ Masked
   const ListWork<bool, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
   const TileList<BLOCK_M, BLOCK_N> list(params, work.mask, work.query_tile);
   grid_dependency_wait();
-  begin_dealing(list);
   int count = 0;
   for (int begin = work.first; begin < work.last; begin += 32) {
     const int tile = begin + lane_index();
@@ -238,8 +231,10 @@ __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_co
   const List list(params, work.mask, work.query_tile);
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  begin_dealing(list);
-  if constexpr (is_range<MASK>) return list_ranges(params, list, work.mask, work.first_row, first, last);
+  if constexpr (is_range<MASK>) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *list.dealt = 0;
+    return list_ranges(params, list, work.mask, work.first_row, first, last);
+  }
 
   const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, work.mask, work.first_row);
   const bool has_rows = List::has_rows(params);

@@ -32,6 +32,8 @@ struct MaskTraits {
   static constexpr bool RANGED = MASKS::RANGED, LISTED = RANGED || is_bool<typename MASKS::Mask>;
   static constexpr bool ADDED = PRESENT<typename MASKS::Mask> && !LISTED;
   static constexpr bool MODIFIED = ADDED || MASKS::SOFTCAP || MASKS::ALIBI, SINKS = PRESENT<typename MASKS::Sink>;
+  // Query tiles are dealt out as CTAs come to them: ranges leave them lists of any length.
+  static constexpr bool DEALT = RANGED;
   // Nothing is added to what a soft cap makes: it may be a part of the exponentials.
   static constexpr bool CAPPED_LATE = MASKS::SOFTCAP && !ADDED && !MASKS::ALIBI;
   // ALiBi makes later keys' scores the larger ones: tiles are visited from the last one on, so that stabilizers last.
@@ -40,7 +42,7 @@ struct MaskTraits {
 };
 template <>
 struct MaskTraits<NoMasks> {
-  static constexpr bool RANGED = false, LISTED = false, ADDED = false, MODIFIED = false, SINKS = false,
+  static constexpr bool RANGED = false, LISTED = false, ADDED = false, MODIFIED = false, SINKS = false, DEALT = false,
                         CAPPED_LATE = false, BACKWARDS = false;
   using Added = void;
 };

@@ -204,7 +204,6 @@ def cost(problem: Problem, tiles: Tiles) -> float:
 def fitting(problem: Problem) -> tuple[Tiles, ...]:
     """Tiles that compute the problem, and fit its GPU's shared memory and the kernel's registers."""
     element, head_dim = mask_element(problem), padded(problem)
-    listed = problem.mask is not None and problem.mask.tensor in LISTED
     found = CANDIDATES[head_dim]
     if element:
         # A mask of numbers leaves no registers for small shares of them, nor, beside a soft cap, for large tiles.
@@ -215,13 +214,20 @@ def fitting(problem: Problem) -> tuple[Tiles, ...]:
         # Small query tiles visit fewer tiles of keys, where queries have masks of their own.
         most = 2 if problem.mask.per_query else 3
         found = tuple(t for t in found if t.consumers <= most and t.block_n <= MOST_LISTED)
-    return tuple(t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, listed))
+    return tuple(
+        t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, is_dealt(problem.mask))
+    )
 
 
 def mask_element(problem: Problem) -> int:
     """Bytes of an element of the problem's mask of numbers; 0 without one."""
     kind = problem.mask
     return 0 if kind is None or kind.tensor in (None, *LISTED) else 4 if kind.tensor == "float32" else 2
+
+
+def is_dealt(mask: MaskKind | None) -> bool:
+    """Whether query tiles are dealt out as CTAs come to them."""
+    return mask is not None and mask.tensor == "int32"
 
 
 def choose(problem: Problem) -> Tiles:
@@ -253,7 +259,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     chip, head_dim, mask = chip_of(problem.target), padded(problem), problem.mask
     element = mask_element(problem)
     listed = mask if mask is not None and mask.tensor in LISTED else None
-    rings = tiles.rings(head_dim, chip.shared_per_cta, element, listed is not None)
+    rings = tiles.rings(head_dim, chip.shared_per_cta, element, is_dealt(mask))
     if rings is None:
         raise ValueError(
             f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {head_dim}, got {tiles}"
@@ -292,7 +298,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,
-        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, listed is not None),
+        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, is_dealt(mask)),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         max_ctas=chip.sms,
         local_memory=MASK_SPILLS if mask is not None else "",

@@ -22,7 +22,7 @@ struct TileList {
       4;  // of a row of a tile, one for each lane of a quad: bit 2 n + e is key 8 n + 2 lane + e
   static_assert(BLOCK_N <= 128, "a lane has a bit for each of its keys");
 
-  uint32* dealt;  // query tiles that CTAs have taken beyond their first ones; of all lists
+  uint32* dealt;  // query tiles of ranges that CTAs have taken beyond their first ones; of all lists
   int32* count;
   int32* entries;  // of the query tile, in ascending order
   uint32* words;   // of the query tile's rows in all tiles of keys, also those not in the list; boolean masks alone
