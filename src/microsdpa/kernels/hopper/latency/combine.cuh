@@ -90,7 +90,7 @@ struct Exchange {
   using T = typename C::T;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool LATE_LSE = C::LATE_LSE;
-  using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
+  using Shared = SharedStorage<T, HEAD_DIM, STAGES, typename C::MaskMemory>;
   static constexpr int QUADRUPLES = Shared::QUADRUPLES;
   static constexpr int OWN_ROWS = CLUSTER == 2 ? 1 : 2;  // halves that this CTA finishes
 

@@ -10,6 +10,7 @@
 #include "../../ptx/wgmma.cuh"
 #include "combine.cuh"
 #include "mask.cuh"
+#include "mask_tiles.cuh"
 #include "score_masks.cuh"
 #include "shared.cuh"
 
@@ -38,10 +39,11 @@ constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
 
 // What a kernel is compiled for; kernel.cu says what each is.
 template <typename T_, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_, bool MASKED_,
-          typename MASKS_>
+          typename MASKS_, int MASK_ROWS_>
 struct Configuration {
   using T = T_;
   using MASKS = MASKS_;
+  using MaskMemory = typename MaskMemoryOf<MASKS_, MASK_ROWS_, ROUNDS_>::Type;
   static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ROUNDS = ROUNDS_;
   static constexpr bool CAUSAL = CAUSAL_, RAGGED = MASKED_, MASKED = MASKED_ || MASKS::ANY;
   static constexpr bool LATE_LSE = LSE_LAST<CLUSTER, ROUNDS, MASKED>;
@@ -53,7 +55,7 @@ struct Consumer : Exchange<C> {
   using Base = Exchange<C>;
   using T = typename C::T;
   using MASKS = typename C::MASKS;
-  using Rules = ScoreMasks<MASKS, C::CLUSTER, C::CAUSAL, C::RAGGED>;
+  using Rules = ScoreMasks<MASKS, C::CLUSTER, C::CAUSAL, C::RAGGED, typename C::MaskMemory>;
   using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
@@ -65,7 +67,7 @@ struct Consumer : Exchange<C> {
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
   // S begins with the mask instead of 0, which is written while the first keys are on their way.
   // Of further masks that are the numbers; what they hide gets no probability, and ALiBi is a part of the exponents.
-  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2) && (!MASKS::ANY || Rules::ADDS);
+  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2) && (!MASKS::ANY || Rules::BEGINS);
   // Whether accumulators have become scores when their exponentials are made: base 2, masks and all.
   template <bool EXACT>
   static constexpr bool SCORED = MASKS::ANY && EXACT;
@@ -80,7 +82,7 @@ struct Consumer : Exchange<C> {
   uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];
   float subtract[2];  // the stabilizers, finite
-  MaskState<MASKS, CLUSTER, CAUSAL, C::RAGGED, ROUNDS == 0 ? 1 : ROUNDS> masks;
+  MaskState<Rules, ROUNDS == 0 ? 1 : ROUNDS> masks;
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Q's fragments. A negative scale is a positive one of -Q.
@@ -144,12 +146,12 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ TileMask<CLUSTER, CAUSAL> mask_of(int round) const {
     return {params, fragment, work.first_row, work.first_key(round, warpgroup)};
   }
-  __device__ __forceinline__ Rules score_masks() const { return {arguments, work, fragment, scale}; }
+  __device__ __forceinline__ Rules score_masks() const { return {arguments, work, fragment, scale, shared}; }
   // Makes scores of a tile's products.
   __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) {
     if constexpr (MASKS::ANY) {
       const Rules rules = score_masks();
-      if (ROUNDS > 0) rules.fetch(masks.view[0], masks.rows, work.first_key(round, warpgroup));
+      if (ROUNDS > 0) fetch_mask(round, masks.view[0]);
       rules.settle(masks.view[0]);
       rules.score(s, masks.view[0], masks.rows, masks.slope, work.first_key(round, warpgroup), masks.soft_cap);
       // In a ring the next tile's mask is read a tile ahead.
@@ -159,24 +161,33 @@ struct Consumer : Exchange<C> {
     }
   }
 
+  // Starts to read the mask for a tile.
+  __device__ __forceinline__ void fetch_mask(int round, typename Rules::View& view) const {
+    if constexpr (Rules::BULK) {
+      score_masks().take(view, round, warpgroup);
+    } else {
+      score_masks().fetch(view, masks.rows, work.first_key(round, warpgroup));
+    }
+  }
+
   // Works out all that masks do not have to be read for, and starts to read the others: of all tiles, or of a ring's
   // first one.
   __device__ __forceinline__ void read_masks() {
     const Rules rules = score_masks();
     masks.rows = rules.find_rows();
     masks.soft_cap = rules.find_soft_cap();
-    if constexpr (Rules::READS) {
+    if constexpr (Rules::READS && !Rules::BULK) {
       masks.rows.hold();
-    } else if constexpr (!Rules::READS_ROWS) {
+    } else if constexpr (!Rules::READS_ROWS && !Rules::BULK) {
       look_at_rows();
     }
     if constexpr (Rules::WAITS) grid_dependency_wait();
     rules.read_ranges(masks.rows);
     masks.slope = rules.slope();
     masks.sink = rules.sink();
+    if constexpr (!Rules::BULK) {
 #pragma unroll
-    for (int round = 0; round < (ROUNDS == 0 ? 1 : ROUNDS); ++round) {
-      rules.fetch(masks.view[round], masks.rows, work.first_key(round, warpgroup));
+      for (int round = 0; round < (ROUNDS == 0 ? 1 : ROUNDS); ++round) fetch_mask(round, masks.view[round]);
     }
   }
   // Of rows without a mask tensor: which keys they see, and not less than what is added to a score of any tile of the
@@ -244,21 +255,36 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ float exponent(float score) const {
     return EXACT ? __fmul_rn(score, scale) - subtract[HALF] : fmaf(score, scale, -subtract[HALF]);
   }
-  // Probability of accumulator `i` of a tile.
+  // Probability of accumulator `i` of a tile; `natural` is added to the score.
   template <int HALF, bool EXACT>
-  __device__ __forceinline__ float probability(float score, int i, int round) const {
+  __device__ __forceinline__ float probability(float score, int i, int round, float natural) const {
     if constexpr (!MASKS::ANY) {
       return ex2_approx(exponent<HALF, EXACT>(score));
     } else if constexpr (EXACT) {
       return ex2_approx(score - subtract[HALF]);
     } else {
       float added = -subtract[HALF];
-      if constexpr (MASKS::ALIBI && !Rules::ADDS) {
+      if constexpr (MASKS::ALIBI && !Rules::BEGINS) {
         const float away = score_masks().distance(HALF, work.first_key(round, warpgroup));
         added = fmaf(-masks.slope, fabsf(away - static_cast<float>(i / 4 * 8 + i % 2)), added);
       }
+      if constexpr (Rules::ADDS && !Rules::BEGINS) added = fmaf(natural, LOG2_E, added);
       const float found = ex2_approx(IS_CAPPED<MASKS> ? score + added : fmaf(score, scale, added));
       return sees(round, HALF, i / 4, i % 2) ? found : 0.0f;
+    }
+  }
+
+  // What a mask of numbers adds to a row's scores of 16-key steps FIRST to LAST - 1, as far as it is read here.
+  template <int HALF, int FIRST, int LAST, bool EXACT>
+  __device__ __forceinline__ auto addends_of(int round) const {
+    if constexpr (MASKS::ANY && !EXACT) {
+      if constexpr (Rules::ADDS && Rules::BULK) {
+        return score_masks().template numbers<HALF, FIRST / 2, LAST / 2>(round, warpgroup);
+      } else {
+        return NothingAdded{};
+      }
+    } else {
+      return NothingAdded{};
     }
   }
 
@@ -267,11 +293,12 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void half_exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4], int round) {
     constexpr int PAIRS = QUARTER / 4 * (LAST - FIRST);
     float sums[PAIRS];
+    const auto addends = addends_of<HALF, FIRST, LAST, EXACT>(round);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
       const int i = QUARTER * FIRST + 4 * pair + 2 * HALF;
-      s[i] = probability<HALF, EXACT>(s[i], i, round);
-      s[i + 1] = probability<HALF, EXACT>(s[i + 1], i + 1, round);
+      s[i] = probability<HALF, EXACT>(s[i], i, round, addends.at(pair, 0));
+      s[i + 1] = probability<HALF, EXACT>(s[i + 1], i + 1, round, addends.at(pair, 1));
       sums[pair] = s[i] + s[i + 1];
       p[i / QUARTER][i / 2 % 4] = pack<T>(s[i], s[i + 1]);
     }
@@ -319,6 +346,7 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void run_unrolled();
   __device__ __forceinline__ void begin_first(float (&s)[BLOCK_N / 2]);
   __device__ __forceinline__ void look_at_masks(float (&s)[2][BLOCK_N / 2]);
+  __device__ __forceinline__ bool shows_first(int half, int n, int e) const;
   __device__ __forceinline__ void find_masked_stabilizer(const float (&s)[BLOCK_N / 2]);
   template <int N>
   __device__ __forceinline__ void find_stabilizer(const float (&s)[N]);

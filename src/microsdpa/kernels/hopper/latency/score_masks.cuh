@@ -9,6 +9,7 @@
 #include "../../common/accumulator.cuh"
 #include "../../common/masks.cuh"
 #include "../../ptx/wgmma.cuh"
+#include "mask_tiles.cuh"
 #include "shared.cuh"
 #include "soft_cap.cuh"
 
@@ -39,16 +40,24 @@ __device__ __forceinline__ uint32 bits_of_bytes(uint32 word) {
   return highest * 0x00204081u >> 28;
 }
 
-// RIGHT: what a row sees has a right end. RAGGED: so, or keys do not fill the tiles.
-template <typename MASKS, int CLUSTER, bool RIGHT, bool RAGGED>
+// Nothing is added to scores where their exponentials are made.
+struct NothingAdded {
+  __device__ __forceinline__ float at(int, int) const { return 0.0f; }
+};
+
+// RIGHT: what a row sees has a right end. RAGGED: so, or keys do not fill the tiles. MEMORY: what bulk copies bring of a
+// mask tensor; NoMaskTiles where threads read it.
+template <typename MASKS, int CLUSTER, bool RIGHT, bool RAGGED, typename MEMORY>
 struct ScoreMasks {
   using Mask = typename MASKS::Mask;
   static constexpr bool RANGED = MASKS::RANGED;
   static constexpr bool READS = PRESENT<Mask> && !RANGED, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
+  static constexpr bool BULK = HAS_MASK_TILES<MEMORY>;
+  static constexpr bool BEGINS = ADDS && !BULK;  // S begins with the numbers
   static constexpr bool SOME_HIDDEN = HIDES || RANGED || MASKS::LEFT || RAGGED;  // but for what a mask of numbers hides
   static constexpr bool SINKS = PRESENT<typename MASKS::Sink>;
   static constexpr bool READS_ROWS = !READS && (RANGED || MASKS::ALIBI);  // numbers of a row or of all
-  static constexpr bool WAITS = PRESENT<Mask> || MASKS::ALIBI || SINKS;   // for the kernel ahead, which may write them
+  static constexpr bool WAITS = PRESENT<Mask> && !BULK || MASKS::ALIBI || SINKS;   // for the kernel ahead, which may write them
   static constexpr int BYTES = BYTES_OF<Mask>;
   static constexpr int WORDS = READS ? 4 * BYTES : 1;  // of the sixteen elements that a thread reads of a row and tile
 
@@ -77,6 +86,7 @@ struct ScoreMasks {
   const WorkTile& work;
   const Fragment<CLUSTER>& fragment;
   const float scale;  // > 0, base 2
+  const MEMORY& memory;
 
   __device__ __forceinline__ int row(int half) const { return work.first_row + fragment.tile_row(half); }
 
@@ -109,7 +119,7 @@ struct ScoreMasks {
   // Finds where a thread's rows of the mask are, and whether all rows can be read 16 bytes at a time.
   __device__ __forceinline__ Rows find_rows() const {
     Rows rows{};
-    if constexpr (READS) {
+    if constexpr (READS && !BULK) {
       const MaskParams& masks = params.masks;
       const int64 distances = reinterpret_cast<int64>(mask() + distance_of_row(0)) | masks.mask_strides.row * BYTES;
       rows.vectors = masks.mask_column_stride == 1 && distances % 16 == 0;
@@ -155,6 +165,46 @@ struct ScoreMasks {
         fetch_numbers(view, first_key);
       }
     }
+  }
+
+  // Takes it from shared memory: of numbers, what belongs to the thread's scores.
+  __device__ __forceinline__ void take(View& view, int round, int warpgroup) const {
+    if constexpr (HIDES) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const auto* from = memory.chunk(round, warpgroup, fragment.tile_row(half), fragment.quad_lane());
+        const auto loaded = *reinterpret_cast<const Vector<uint32, 4>*>(from);
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) view.words[half][w] = loaded.data[w];
+      }
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          const Addends<Mask> addends = numbers_of(half, part, round, warpgroup);
+#pragma unroll
+          for (int w = 0; w < WORDS / 2; ++w) view.words[half][WORDS / 2 * part + w] = addends.words[w];
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ Addends<Mask> numbers_of(int half, int part, int round, int warpgroup) const {
+    Addends<Mask> addends;
+    addends.load(memory, round, warpgroup, part, [&](int row) { return fragment.tile_row(half, row); });
+    return addends;
+  }
+  // Those of parts FIRST to LAST - 1 of 32 keys, by accumulators.
+  template <int HALF, int FIRST, int LAST>
+  __device__ __forceinline__ auto numbers(int round, int warpgroup) const {
+    struct Numbers {
+      Addends<Mask> part[LAST - FIRST];
+      __device__ __forceinline__ float at(int n, int e) const { return to_float(element(part[n / 4].words, n % 4, e)); }
+    };
+    Numbers found;
+#pragma unroll
+    for (int part = FIRST; part < LAST; ++part) found.part[part - FIRST] = numbers_of(HALF, part, round, warpgroup);
+    return found;
   }
 
   // The same of a bool mask with any strides: a warp reads its rows one after another.
@@ -210,7 +260,7 @@ struct ScoreMasks {
   // Gives each lane of a quad what belongs to its scores: of a bool mask the bits of all keys, of numbers its own
   // pairs.
   __device__ __forceinline__ void settle(View& view) const {
-    if constexpr (READS) {
+    if constexpr (READS && !(ADDS && BULK)) {
       const bool odd = fragment.quad_lane() % 2;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -264,7 +314,8 @@ struct ScoreMasks {
     }
   }
 
-  __device__ __forceinline__ static Mask element(const uint32 (&words)[WORDS], int n, int e) {
+  template <int N>
+  __device__ __forceinline__ static Mask element(const uint32 (&words)[N], int n, int e) {
     if constexpr (BYTES == 4) {
       return __uint_as_float(words[2 * n + e]);
     } else {
@@ -370,6 +421,17 @@ struct ScoreMasks {
     finish(s, view, rows, slope, first_key);
   }
 
+  // The largest of a thread's numbers of a row; those that are none do not count.
+  __device__ __forceinline__ static float largest_element(const uint32 (&words)[WORDS]) {
+    float even = negative_infinity(), odd = even;
+#pragma unroll
+    for (int n = 0; n < BLOCK_N / 8; ++n) {
+      even = fmaxf(even, to_float(element(words, n, 0)));
+      odd = fmaxf(odd, to_float(element(words, n, 1)));
+    }
+    return fmaxf(even, odd);
+  }
+
   // Not less than what is added to any score of a row in a tile, by all but a mask tensor; -inf when it sees no key.
   __device__ __forceinline__ float highest_of_keys(const Rows& rows, int half, float slope, int first_key) const {
     const int first = first_seen(rows, half, first_key), last = end_seen(rows, half, first_key) - 1;
@@ -387,29 +449,24 @@ struct ScoreMasks {
       const KeyBits bits = seen(view, rows, half, first_key);
       found = bits.word[0] | bits.word[1] ? found : negative_infinity();
     } else if constexpr (ADDS) {
-      float even = negative_infinity(), odd = even;
-#pragma unroll
-      for (int n = 0; n < BLOCK_N / 8; ++n) {
-        even = fmaxf(even, to_float(element(view.words[half], n, 0)));
-        odd = fmaxf(odd, to_float(element(view.words[half], n, 1)));
-      }
-      const float natural = fmaxf(even, odd);
+      const float natural = largest_element(view.words[half]);
       found += natural > negative_infinity() ? fmaxf(LOG2_E * natural, LOWEST) : natural;
     }
     return found;
   }
 };
 
-template <int CLUSTER, bool RIGHT, bool RAGGED>
-struct ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED> {
-  static constexpr bool READS = false, READS_ROWS = false, ADDS = false;
+template <int CLUSTER, bool RIGHT, bool RAGGED, typename MEMORY>
+struct ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED, MEMORY> {
+  static constexpr bool READS = false, READS_ROWS = false, ADDS = false, BULK = false, BEGINS = false;
+  struct View {};
 };
 
 // What a thread keeps of its masks: of TILES tiles at once.
-template <typename MASKS, int CLUSTER, bool RIGHT, bool RAGGED, int TILES>
+template <typename RULES, int TILES>
 struct MaskState {
-  typename ScoreMasks<MASKS, CLUSTER, RIGHT, RAGGED>::View view[TILES];
-  typename ScoreMasks<MASKS, CLUSTER, RIGHT, RAGGED>::Rows rows;
+  typename RULES::View view[TILES];
+  typename RULES::Rows rows;
   float slope, sink;  // of the head, base 2
   SoftCap soft_cap;
   float highest[2];                  // of each row: not less than what is added to any of its scores
@@ -417,7 +474,7 @@ struct MaskState {
   bool sees_first[2];                // whether it sees any of the keys that the stabilizer is found in
   float first[STABILIZER_KEYS / 2];  // what is added to the scores that the stabilizer is found in
 };
-template <int CLUSTER, bool RIGHT, bool RAGGED, int TILES>
-struct MaskState<NoMasks, CLUSTER, RIGHT, RAGGED, TILES> {};
+template <int CLUSTER, bool RIGHT, bool RAGGED, typename MEMORY, int TILES>
+struct MaskState<ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED, MEMORY>, TILES> {};
 
 }  // namespace microsdpa::hopper::latency

@@ -24,6 +24,10 @@ BLOCK_M = BLOCK_N = 64
 WARPGROUPS = 2
 PANEL = 64
 """Columns of a box."""
+PANEL_BYTES = 128
+"""Of a row of a mask's box."""
+MASK_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+"""Of an element of a mask that bulk copies can bring."""
 HEAD_DIMS = range(8, 129, 8)
 """Head dimensions whose rows a bulk copy can read."""
 TILE_DIMS = (64, 96, 128)
@@ -56,7 +60,7 @@ class Latency:
         """Tiles of V that one copy brings: with few copies, all."""
         return WARPGROUPS * self.stages if head_dim == 64 and self.stages <= 2 else 1
 
-    def shared_bytes(self, head_dim: int) -> int:
+    def shared_bytes(self, head_dim: int, mask: MaskKind | None = None) -> int:
         """SharedStorage's size (shared.cuh), for one of TILE_DIMS."""
         quadruples = head_dim // WARPGROUPS // 16
         columns = -(-head_dim // PANEL) * PANEL
@@ -68,7 +72,18 @@ class Latency:
         )
         copies = WARPGROUPS * self.stages + WARPGROUPS * self.stages // self.value_tiles(head_dim)
         barriers = (1 + copies + 2 * (WARPGROUPS + 1)) * 8
-        return -(-(tiles + merging + barriers) // 1024) * 1024
+        return self.mask_bytes(mask) + -(-(tiles + merging + barriers) // 1024) * 1024
+
+    def mask_bytes(self, mask: MaskKind | None) -> int:
+        """MaskTiles' size (mask_tiles.cuh), of a mask that bulk copies bring; 0 for none."""
+        if mask is None or not mask.bulk or not self.rounds:
+            return 0
+        panels = self.rounds * WARPGROUPS * BLOCK_N * MASK_BYTES[mask.tensor] // PANEL_BYTES
+        return panels * (BLOCK_M if mask.per_query else 8) * PANEL_BYTES + 1024
+
+    def brings(self, head_dim: int, mask: MaskKind | None, shared_per_cta: int) -> bool:
+        """Whether bulk copies bring the mask: as far as tensor maps describe it, and it fits."""
+        return self.mask_bytes(mask) > 0 and self.shared_bytes(head_dim, mask) <= shared_per_cta
 
 
 def key_rounds(problem: Problem, cluster: int) -> int:
@@ -123,8 +138,19 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         "MASKED": BOOLEAN[right or not whole],
         "MASKS": masks_type(mask),
     }
+    chip = chip_of(problem.target)
+    box = mask if choice.brings(head_dim, mask, chip.shared_per_cta) else None
+    maps = [
+        TensorMap("query", BLOCK_M, PANEL),
+        TensorMap("key", BLOCK_N, PANEL),
+        TensorMap("value", BLOCK_N * choice.value_tiles(head_dim), PANEL),
+    ]
+    if box and box.tensor:
+        rows = BLOCK_M if box.per_query else 1
+        maps.append(TensorMap("attn_mask", rows, PANEL_BYTES // MASK_BYTES[box.tensor]))
+        arguments |= {"MASK_ROWS": rows, "MAPS": "microsdpa::TensorMap"}
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
-    alone = chip_of(problem.target).shared_per_sm // 2
+    alone = chip.shared_per_sm // 2
     return KernelSpec(
         name="hopper/latency",
         source="hopper/latency/kernel.cu",
@@ -132,17 +158,13 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=128 * WARPGROUPS,
         block_m=BLOCK_M,
-        shared_bytes=max(choice.shared_bytes(head_dim), alone),
+        shared_bytes=max(choice.shared_bytes(head_dim, box), alone),
         local_memory=MASK_SPILLS if mask is not None and choice.rounds == 0 else "",
         low_occupancy="one CTA an SM, of two warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,
         grid_order="xyz",
-        tensor_maps=(
-            TensorMap("query", BLOCK_M, PANEL),
-            TensorMap("key", BLOCK_N, PANEL),
-            TensorMap("value", BLOCK_N * choice.value_tiles(head_dim), PANEL),
-        ),
+        tensor_maps=tuple(maps),
         programmatic=True,
         params="microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams",
     )

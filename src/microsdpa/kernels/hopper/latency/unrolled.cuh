@@ -23,9 +23,14 @@ template <typename C>
 __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N / 2]) {
   const Rules rules = score_masks();
   // Long over. What follows depends on shuffles behind it: ptxas would put it amid the products and delay these.
-  mbarrier_wait(shared.query_full(), 0);
+  if constexpr (Rules::BULK) {
+    mbarrier_wait(shared.mask_full, 0);
+  } else {
+    mbarrier_wait(shared.query_full(), 0);
+  }
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
+    if constexpr (Rules::BULK) fetch_mask(round, masks.view[round]);
     if (!MASK_AHEAD || round > 0) rules.settle(masks.view[round]);
     if (MASK_AHEAD && round > 0) {
       rules.begin(s[round], masks.view[round], masks.slope, work.first_key(round, warpgroup));
@@ -43,13 +48,11 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
     }
     if constexpr (Rules::ADDS) {
       masks.highest[half] = quad_max(masks.highest[half]);
-      float shown = negative_infinity();
+      bool shown = false;
 #pragma unroll
-      for (int n = 0; n < STABILIZER_KEYS / 8; ++n) {
-        shown = fmaxf(shown, fmaxf(masks.first[4 * n + 2 * half], masks.first[4 * n + 2 * half + 1]));
-      }
-      shown = quad_max(shown);
-      masks.sees_first[half] = masks.sees_first[half] && shown != negative_infinity();
+      for (int n = 0; n < STABILIZER_KEYS / 8; ++n) shown |= shows_first(half, n, 0) | shows_first(half, n, 1);
+      const uint32 lanes = __ballot_sync(FULL_WARP, shown) >> fragment.lane() / 4 * 4;
+      masks.sees_first[half] = masks.sees_first[half] && lanes % 16 != 0;
     }
   }
   wgmma_fence_registers(masks.highest);
@@ -69,6 +72,17 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
   }
 }
 
+// Whether a mask of numbers does not hide key 8 n + e of the thread's own from a row, one of those that the stabilizer is
+// found in.
+template <typename C>
+__device__ __forceinline__ bool Consumer<C>::shows_first(int half, int n, int e) const {
+  if constexpr (Rules::BEGINS) {
+    return masks.first[4 * n + 2 * half + e] != negative_infinity();
+  } else {
+    return to_float(Rules::element(masks.view[0].words[half], n, e)) != negative_infinity();
+  }
+}
+
 // Finds the stabilizer in the scores of the first 16 keys. Those that are hidden do not count, unless all are.
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::find_masked_stabilizer(const float (&s)[BLOCK_N / 2]) {
@@ -77,7 +91,7 @@ __device__ __forceinline__ void Consumer<C>::find_masked_stabilizer(const float 
   for (int i = 0; i < STABILIZER_KEYS / 2; ++i) {
     const int half = i / 2 % 2;
     bool shown = sees(0, half, i / 4, i % 2);
-    if constexpr (Rules::ADDS) shown = shown && masks.first[i] != negative_infinity();
+    if constexpr (Rules::ADDS) shown = shown && shows_first(half, i / 4, i % 2);
     counted[i] = shown || !masks.sees_first[half] ? s[i] : negative_infinity();
   }
   find_stabilizer(counted);
