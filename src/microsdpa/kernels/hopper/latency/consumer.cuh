@@ -346,6 +346,7 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void run_unrolled();
   __device__ __forceinline__ void begin_first(float (&s)[BLOCK_N / 2]);
   __device__ __forceinline__ void look_at_masks(float (&s)[2][BLOCK_N / 2]);
+  __device__ __forceinline__ void look_at_rows_later();
   __device__ __forceinline__ bool shows_first(int half, int n, int e) const;
   __device__ __forceinline__ void find_masked_stabilizer(const float (&s)[BLOCK_N / 2]);
   template <int N>

@@ -131,23 +131,31 @@ __device__ __forceinline__ const First& first_of(const First& first, const Other
   return first;
 }
 
+// A mask tensor's head and batch entry for a CTA, 0 where there is but one.
+struct MaskOrigin {
+  int head, batch;
+
+  // Worked out here, and not where it is used: a parameter's first access takes long.
+  __device__ __forceinline__ MaskOrigin(const AttentionParams&, const WorkTile&) {}
+  __device__ __forceinline__ MaskOrigin(const MaskedParams& params, const WorkTile& work)
+      : head(opaque(params.masks.mask_strides.head != 0 ? work.head : 0)),
+        batch(opaque(params.masks.mask_strides.batch != 0 ? work.batch : 0)) {}
+};
+
 // Copies the mask's tiles for the query tile and all of the CTA's keys, as far as the kernel has them from bulk copies.
-template <typename MASKS, int ROUNDS, typename Shared, typename... MAPS>
-__device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work,
-                                           const typename MASKS::Params& arguments, const MAPS&... maps) {
+template <int ROUNDS, typename Shared, typename... MAPS>
+__device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work, const MaskOrigin& origin,
+                                           const MAPS&... maps) {
   if constexpr (sizeof...(MAPS) > 0) {
     using Tiles = typename Shared::Masks;
     const TensorMap& map = first_of(maps...);
-    const Strides& strides = arguments.masks.mask_strides;
     const int row = Tiles::ROWS == 1 ? 0 : work.first_row;
-    const int head = strides.head != 0 ? work.head : 0, batch = strides.batch != 0 ? work.batch : 0;
-    mbarrier_arrive_expect(shared.mask_full, Tiles::COPIED_BYTES);
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
 #pragma unroll
       for (int panel = 0; panel < Tiles::PANELS_OF_ROUND; ++panel) {
         tma_load(shared.mask[round][panel], map, shared.mask_full, work.first_key(round, 0) + panel * Tiles::PANEL_KEYS,
-                 row, head, batch);
+                 row, origin.head, origin.batch);
       }
     }
   }
@@ -156,20 +164,23 @@ __device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work,
 // Sets the barriers up, and issues the copies. One thread: two warps that issue them hold each other up. With few
 // copies, what is ahead of the first ones counts, also when the kernel before has not ended: the barriers of Q and of
 // one tile alone are set up and told their bytes first, and the exchange is set up by another warp.
-template <typename MASKS, int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T, typename MASK_TILES,
+template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T, typename MASK_TILES, typename PARAMS,
           typename... MAPS>
 __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>& shared, const WorkTile& work,
-                                      const typename MASKS::Params& arguments, const TensorMap& query,
+                                      const PARAMS& arguments, const TensorMap& query,
                                       const TensorMap& key, const TensorMap& value, const MAPS&... masks) {
   constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::FEW_COPIES;
   constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
-  constexpr int AHEAD_OF_MASKS = sizeof...(MAPS) > 0 ? WARPGROUPS : FIRST_TILES;  // the first round's keys
+  constexpr bool MASKS_FIRST = MASK_TILES::FIRST, MASKS_LATER = sizeof...(MAPS) > 0 && !MASKS_FIRST;
+  constexpr int AHEAD_OF_MASKS = MASKS_LATER ? WARPGROUPS : FIRST_TILES;  // the first round's keys
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
   if (!FEW) prefetch_tensor_map(value);
-  if constexpr (sizeof...(MAPS) > 0) mbarrier_init(shared.mask_full, 1);
   mbarrier_init(shared.query_full(), 1);
+  if constexpr (sizeof...(MAPS) > 0) mbarrier_init(shared.mask_full, 1);
   set_up_tiles<0, FIRST_TILES, STAGES>(shared);
+  const MaskOrigin origin(arguments, work);
+  if constexpr (sizeof...(MAPS) > 0) mbarrier_arrive_expect(shared.mask_full, MASK_TILES::COPIED_BYTES);
   if (FEW) {
     mbarrier_arrive_expect(shared.query_full(), TILE_BYTES<T, HEAD_DIM>);
     mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<T, HEAD_DIM>);
@@ -177,6 +188,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
+  if constexpr (MASKS_FIRST) copy_masks<ROUNDS>(shared, work, origin, masks...);
   load_tile<T, HEAD_DIM, 1, FEW>(shared.query, query, shared.query_full(), work.first_row, work.head, work.batch);
   constexpr int FIRST_COPIES = FEW ? 1 : AHEAD_OF_MASKS;
   copy_tiles<0, FIRST_COPIES, ROUNDS, FEW>(shared, work, key, value);
@@ -185,10 +197,10 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
     if (opaque(work.batch) > MAX_BATCH) return;
     set_up_tiles<FIRST_TILES, TILES, STAGES>(shared);
     copy_tiles<FIRST_TILES, AHEAD_OF_MASKS, ROUNDS>(shared, work, key, value);
-    copy_masks<MASKS, ROUNDS>(shared, work, arguments, masks...);
+    if constexpr (MASKS_LATER) copy_masks<ROUNDS>(shared, work, origin, masks...);
     copy_tiles<AHEAD_OF_MASKS, TILES, ROUNDS>(shared, work, key, value);
   } else {
-    copy_masks<MASKS, ROUNDS>(shared, work, arguments, masks...);
+    if constexpr (MASKS_LATER) copy_masks<ROUNDS>(shared, work, origin, masks...);
     copy_tiles<FIRST_COPIES, TILES, ROUNDS>(shared, work, key, value);
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
@@ -216,7 +228,7 @@ __global__ void __launch_bounds__(THREADS, 1)
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
   const WorkTile work = work_of_cta<MASKS, CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(arguments);
-  if (threadIdx.x < 32 && elect_one()) begin<MASKS, CLUSTER, ROUNDS>(shared, work, arguments, query, key, value, masks...);
+  if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, arguments, query, key, value, masks...);
   if (Shared::FEW_COPIES && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
     prefetch_tensor_map(value);
     if constexpr (sizeof...(MAPS) > 0) prefetch_tensor_map(first_of(masks...));

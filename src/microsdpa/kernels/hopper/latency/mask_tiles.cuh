@@ -1,8 +1,8 @@
 // Tiles of a mask tensor in shared memory, where bulk copies bring them, for hopper/latency/kernel.cu.
 //
-// The rows of a query tile, or the one that all queries share, lie in panels of 128 bytes, whose 16-byte chunks are
-// exchanged as Q's are. Two tiles of keys, those of a round, follow one another in the mask: a round has as many panels
-// as an element has bytes.
+// The rows of a query tile, or the one that all queries share, lie in panels. Two tiles of keys, those of a round, follow
+// one another in the mask: 128 booleans are a panel, and numbers have panels of 128 bytes, whose 16-byte chunks are
+// exchanged as Q's are.
 #pragma once
 
 #include "../../common/masks.cuh"
@@ -20,6 +20,8 @@ struct MaskTiles {
   static constexpr int PANELS_OF_ROUND = WARPGROUPS * BLOCK_N / PANEL_KEYS;
   static constexpr int COPIED_BYTES = ROUNDS * PANELS_OF_ROUND * ROWS * PANEL_BYTES;
   static constexpr int PLACES = ROWS == 1 ? 8 : ROWS;  // of rows: the exchange of chunks repeats after eight
+  // Booleans come ahead of Q: they are few bytes, and what they hide is worked out before there are products.
+  static constexpr bool FIRST = BYTES == 1;
 
   alignas(1024) unsigned char mask[ROUNDS][PANELS_OF_ROUND][PLACES][PANEL_BYTES];
   Mbarrier mask_full;
@@ -31,7 +33,7 @@ struct MaskTiles {
     // A tile is one or more panels, or half of one.
     const int panel = BYTES == 1 ? 0 : first / CHUNKS + number / CHUNKS;
     const int within = BYTES == 1 ? first + number : number % CHUNKS;
-    return &mask[round][panel][place][(within ^ place % 8) * 16];
+    return &mask[round][panel][place][(BYTES == 1 ? within : within ^ place % 8) * 16];
   }
 };
 

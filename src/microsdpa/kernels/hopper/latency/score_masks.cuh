@@ -40,6 +40,15 @@ __device__ __forceinline__ uint32 bits_of_bytes(uint32 word) {
   return highest * 0x00204081u >> 28;
 }
 
+template <typename T>
+struct PairOf {
+  using Type = __half2;
+};
+template <>
+struct PairOf<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+};
+
 // Nothing is added to scores where their exponentials are made.
 struct NothingAdded {
   __device__ __forceinline__ float at(int, int) const { return 0.0f; }
@@ -57,6 +66,7 @@ struct ScoreMasks {
   static constexpr bool SOME_HIDDEN = HIDES || RANGED || MASKS::LEFT || RAGGED;  // but for what a mask of numbers hides
   static constexpr bool SINKS = PRESENT<typename MASKS::Sink>;
   static constexpr bool READS_ROWS = !READS && (RANGED || MASKS::ALIBI);  // numbers of a row or of all
+  static constexpr bool LATE = READS_ROWS && MASKS::ALIBI;             // looked at beside the first products
   static constexpr bool WAITS = PRESENT<Mask> && !BULK || MASKS::ALIBI || SINKS;   // for the kernel ahead, which may write them
   static constexpr int BYTES = BYTES_OF<Mask>;
   static constexpr int WORDS = READS ? 4 * BYTES : 1;  // of the sixteen elements that a thread reads of a row and tile
@@ -423,23 +433,33 @@ struct ScoreMasks {
 
   // The largest of a thread's numbers of a row; those that are none do not count.
   __device__ __forceinline__ static float largest_element(const uint32 (&words)[WORDS]) {
-    float even = negative_infinity(), odd = even;
+    if constexpr (BYTES == 2) {
+      using Pair = typename PairOf<Mask>::Type;
+      Pair found = *reinterpret_cast<const Pair*>(&words[0]);
 #pragma unroll
-    for (int n = 0; n < BLOCK_N / 8; ++n) {
-      even = fmaxf(even, to_float(element(words, n, 0)));
-      odd = fmaxf(odd, to_float(element(words, n, 1)));
+      for (int n = 1; n < BLOCK_N / 8; ++n) found = __hmax2(found, *reinterpret_cast<const Pair*>(&words[n]));
+      return fmaxf(to_float(found.x), to_float(found.y));
+    } else {
+      float even = negative_infinity(), odd = even;
+#pragma unroll
+      for (int n = 0; n < BLOCK_N / 8; ++n) {
+        even = fmaxf(even, to_float(element(words, n, 0)));
+        odd = fmaxf(odd, to_float(element(words, n, 1)));
+      }
+      return fmaxf(even, odd);
     }
-    return fmaxf(even, odd);
   }
 
   // Not less than what is added to any score of a row in a tile, by all but a mask tensor; -inf when it sees no key.
   __device__ __forceinline__ float highest_of_keys(const Rows& rows, int half, float slope, int first_key) const {
     const int first = first_seen(rows, half, first_key), last = end_seen(rows, half, first_key) - 1;
-    if (last < first) return negative_infinity();
-    if constexpr (!MASKS::ALIBI) return 0.0f;
-    const int own = row(half) + params.masks.position - first_key;
-    const auto added = [&](int key) { return -slope * fabsf(static_cast<float>(own - key)); };
-    return fmaxf(added(min(max(own, first), last)), fmaxf(added(first), added(last)));
+    float found = 0.0f;
+    if constexpr (MASKS::ALIBI) {
+      const int own = row(half) + params.masks.position - first_key;
+      const auto added = [&](int key) { return -slope * fabsf(static_cast<float>(own - key)); };
+      found = fmaxf(added(min(max(own, first), last)), fmaxf(added(first), added(last)));
+    }
+    return last < first ? negative_infinity() : found;
   }
   // The same with the tensor, of which a thread looks at its own numbers.
   __device__ __forceinline__ float highest(const View& view, const Rows& rows, int half, float slope,
@@ -458,7 +478,7 @@ struct ScoreMasks {
 
 template <int CLUSTER, bool RIGHT, bool RAGGED, typename MEMORY>
 struct ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED, MEMORY> {
-  static constexpr bool READS = false, READS_ROWS = false, ADDS = false, BULK = false, BEGINS = false;
+  static constexpr bool READS = false, READS_ROWS = false, ADDS = false, BULK = false, BEGINS = false, LATE = false;
   struct View {};
 };
 

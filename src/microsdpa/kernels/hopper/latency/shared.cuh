@@ -79,7 +79,9 @@ struct PeerArrived {
 };
 
 // Without a mask tensor that bulk copies bring.
-struct NoMaskTiles {};
+struct NoMaskTiles {
+  static constexpr bool FIRST = false;
+};
 template <typename MASK_TILES>
 constexpr bool HAS_MASK_TILES = true;
 template <>

@@ -39,7 +39,8 @@ def padded(head_dim: int) -> int:
     return min(dim for dim in TILE_DIMS if dim >= head_dim)
 
 
-MASK_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
+RING_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
+UNROLLED_SPILLS = "four rounds under masks take a few registers more than there are: they are stored, once"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Latency:
 
     def mask_bytes(self, mask: MaskKind | None) -> int:
         """MaskTiles' size (mask_tiles.cuh), of a mask that bulk copies bring; 0 for none."""
-        if mask is None or not mask.bulk or not self.rounds:
+        if mask is None or mask.tensor is None or not mask.bulk or not self.rounds:
             return 0
         panels = self.rounds * WARPGROUPS * BLOCK_N * MASK_BYTES[mask.tensor] // PANEL_BYTES
         return panels * (BLOCK_M if mask.per_query else 8) * PANEL_BYTES + 1024
@@ -99,14 +100,21 @@ def configuration(problem: Problem, cluster: int) -> Latency:
     # Unrolled rounds are code; past four of them the loop costs as little. Four with a mask and a peer do not fit the
     # registers at D = 64.
     most = 3 if head_dim == 64 and problem.causal is not None and cluster == 2 else 4
+    unrolled = Latency(cluster, rounds, rounds)
     if problem.mask is not None:
-        most = _most_masked(problem.mask)
-    return Latency(cluster, rounds, rounds) if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
+        brought = unrolled.brings(head_dim, problem.mask, chip_of(problem.target).shared_per_cta)
+        most = min(most, _most_masked(problem.mask, brought))
+    return unrolled if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
 
 
-def _most_masked(mask: MaskKind) -> int:
-    """Rounds that are unrolled under masks. Numbers behind a soft cap would take too many registers."""
-    return 0 if mask.softcap and mask.tensor not in (None, "bool", "int32", "uint8") else 2
+def _most_masked(mask: MaskKind, brought: bool) -> int:
+    """Rounds that are unrolled under masks; `brought`: bulk copies bring the tensor.
+
+    Numbers that threads read take registers, and too many beside a soft cap.
+    """
+    if mask.tensor in (None, "bool", "int32", "uint8") or brought:
+        return 4
+    return 0 if mask.softcap else 2
 
 
 @functools.lru_cache
@@ -147,7 +155,8 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
     ]
     if box and box.tensor:
         rows = BLOCK_M if box.per_query else 1
-        maps.append(TensorMap("attn_mask", rows, PANEL_BYTES // MASK_BYTES[box.tensor]))
+        swizzle = 0 if box.tensor == "bool" else PANEL_BYTES
+        maps.append(TensorMap("attn_mask", rows, PANEL_BYTES // MASK_BYTES[box.tensor], swizzle))
         arguments |= {"MASK_ROWS": rows, "MAPS": "microsdpa::TensorMap"}
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
     alone = chip.shared_per_sm // 2
@@ -159,7 +168,7 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         threads=128 * WARPGROUPS,
         block_m=BLOCK_M,
         shared_bytes=max(choice.shared_bytes(head_dim, box), alone),
-        local_memory=MASK_SPILLS if mask is not None and choice.rounds == 0 else "",
+        local_memory="" if mask is None else {0: RING_SPILLS, 4: UNROLLED_SPILLS}.get(choice.rounds, ""),
         low_occupancy="one CTA an SM, of two warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,

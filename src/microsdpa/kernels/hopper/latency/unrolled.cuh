@@ -72,6 +72,14 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
   }
 }
 
+// The same of rows without a mask tensor, beside the products of the first tile.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::look_at_rows_later() {
+  mbarrier_wait(shared.query_full(), 0);  // as above
+  masks.slope = __shfl_sync(FULL_WARP, masks.slope, 0);
+  look_at_rows();
+}
+
 // Whether a mask of numbers does not hide key 8 n + e of the thread's own from a row, one of those that the stabilizer is
 // found in.
 template <typename C>
@@ -212,8 +220,9 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
   }
+  if constexpr (!KNOWN && C::MaskMemory::FIRST) look_at_masks(s);
   if constexpr (!KNOWN) load_query();
-  if constexpr (!KNOWN && Rules::READS_ROWS) look_at_rows();
+  if constexpr (!KNOWN && Rules::READS_ROWS && !Rules::LATE) look_at_rows();
   if constexpr (BEGUN) {
     // Each of them in a register of its own, or ptxas would wait for the products.
 #pragma unroll
@@ -221,7 +230,8 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   }
   if constexpr (FIRST_IN_HALVES && !KNOWN) {
     score<BEGUN, 2>(s[0], 0);
-    if constexpr (Rules::READS) look_at_masks(s);
+    if constexpr (Rules::READS && !C::MaskMemory::FIRST) look_at_masks(s);
+    if constexpr (Rules::LATE) look_at_rows_later();
     if constexpr (MASKS::ANY && BEGUN && ROUNDS > 1) wgmma_fence_registers(s[1]);
     wgmma_wait<1>();
     wgmma_fence_registers(part_of<2>(s[0], 0));
