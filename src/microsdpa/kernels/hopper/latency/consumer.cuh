@@ -5,6 +5,7 @@
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
 #include "../../ptx/control.cuh"
+#include "../../ptx/cp_async.cuh"
 #include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/wgmma.cuh"
@@ -24,7 +25,7 @@ constexpr int TILE_BYTES = BLOCK_N * PANELS<HEAD_DIM> * PANEL * static_cast<int>
 template <typename T, int HEAD_DIM, int TILES = 1, bool ANNOUNCED = false>
 __device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
                                           int batch) {
-  static_assert(TILES == 1 || HEAD_DIM == PANEL, "tiles of one panel lie behind one another");
+  static_assert(TILES == 1 || PANELS<HEAD_DIM> == 1, "tiles of one panel lie behind one another");
   if (!ANNOUNCED) mbarrier_arrive_expect(full, TILES * TILE_BYTES<T, HEAD_DIM>);
 #pragma unroll
   for (int panel = 0; panel < PANELS<HEAD_DIM>; ++panel) {
@@ -60,6 +61,7 @@ struct Consumer : Exchange<C> {
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
   static constexpr int QUERY_STEPS = (C::COLUMNS + 15) / 16;  // of Q K^T, 16 columns each
+  static constexpr int TAIL_COLUMNS = TAIL<HEAD_DIM>, FIRST_OF_TAIL = HEAD_DIM - TAIL_COLUMNS;
   static constexpr int STEPS = BLOCK_N / 16;                  // of P V, 16 keys each
   static constexpr int QUARTER = BLOCK_N / 2 / STEPS;         // a thread's scores of 16 keys
   static constexpr int QUADRUPLES = Base::QUADRUPLES;
@@ -91,7 +93,7 @@ struct Consumer : Exchange<C> {
     const int row = fragment.tile_row(lane / 8 % 2, lane % 8);
     mbarrier_wait(shared.query_full(), 0);
 #pragma unroll
-    for (int step = 0; step < QUERY_STEPS; ++step) {
+    for (int step = 0; step < (TAIL_COLUMNS > 0 ? FIRST_OF_TAIL / 16 : QUERY_STEPS); ++step) {
       const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
       ldmatrix(query[step], shared.query + step / 4 * BLOCK_M * PANEL + row * PANEL + chunk * 8);
     }
@@ -102,6 +104,52 @@ struct Consumer : Exchange<C> {
         for (int i = 0; i < 4; ++i) query[step][i] ^= 0x80008000u;
       }
     }
+  }
+
+  // Starts to read the last columns of Q, which this thread multiplies; those that the tensor lacks are zeros.
+  __device__ __forceinline__ void load_query_tail() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = work.first_row + fragment.tile_row(i % 2), column = FIRST_OF_TAIL + i / 2 * 8;
+      const T* from = static_cast<const T*>(params.query) + work.batch * params.query_strides.batch +
+                      work.head * params.query_strides.head + row * params.query_strides.row + column +
+                      2 * fragment.quad_lane();
+      const bool exists = row < params.seqlen_q && column < C::COLUMNS;
+      query[QUERY_STEPS - 1][i] = exists ? *reinterpret_cast<const uint32*>(from) : 0;
+    }
+  }
+  // Starts to copy the last columns of this warpgroup's keys and values. The warp that issues the bulk copies has no
+  // time for it.
+  __device__ __forceinline__ void copy_tails() {
+    grid_dependency_wait();
+    const int copying = warpgroup == 0 ? WARPGROUP_THREADS - 32 : WARPGROUP_THREADS;
+    const int own = fragment.thread - (WARPGROUP_THREADS - copying);
+    const T* const keys = static_cast<const T*>(params.key) + work.batch * params.key_strides.batch +
+                          work.head_kv * params.key_strides.head + FIRST_OF_TAIL;
+    const T* const values = static_cast<const T*>(params.value) + work.batch * params.value_strides.batch +
+                            work.head_kv * params.value_strides.head + FIRST_OF_TAIL;
+    if (own >= 0) {
+#pragma unroll
+      for (int round = 0; round < ROUNDS; ++round) {
+        for (int i = own; i < TAIL_COLUMNS / 8 * BLOCK_N; i += copying) {
+          const int row = i % BLOCK_N, chunk = i / BLOCK_N, key = work.first_key(round, warpgroup) + row;
+          const int bytes = key < params.seqlen_k && FIRST_OF_TAIL + 8 * chunk < C::COLUMNS ? 16 : 0;
+          const int64 place = bytes ? key : 0, column = bytes ? 8 * chunk : 0;
+          cp_async<16>(shared.key_tail[round][warpgroup][chunk][row], keys + place * params.key_strides.row + column,
+                       bytes);
+          cp_async<16>(shared.value_tail[round][warpgroup][chunk][row],
+                       values + place * params.value_strides.row + column, bytes);
+        }
+      }
+    }
+    cp_async_commit();
+    load_query_tail();
+  }
+  // Waits for them.
+  __device__ __forceinline__ void await_tails() const {
+    cp_async_wait<0>();
+    fence_proxy_async();
+    named_barrier_sync(TAILS_READ_BY_FIRST + warpgroup, WARPGROUP_THREADS);
   }
 
   // Starts S of a round, added to what is there when it is BEGUN, in PARTS groups of consecutive keys.
@@ -115,9 +163,13 @@ struct Consumer : Exchange<C> {
     for (int part = 0; part < PARTS; ++part) {
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < QUERY_STEPS; ++step) {
+      for (int step = 0; step < QUERY_STEPS - TAIL_COLUMNS / 16; ++step) {
         const int offset = step / 4 * BLOCK_N * PANEL + step % 4 * 16 + part * KEYS * PANEL;
         wgmma<T, KEYS>(part_of<PARTS>(s, part), query[step], advance(key, offset * sizeof(T)), BEGUN || step > 0);
+      }
+      if constexpr (TAIL_COLUMNS > 0) {
+        const uint64 tail = matrix_descriptor(shared.key_tail[stage][warpgroup], BLOCK_N * 16, 8 * 16, Swizzle::NONE);
+        wgmma<T, KEYS>(part_of<PARTS>(s, part), query[QUERY_STEPS - 1], advance(tail, part * KEYS * 16));
       }
       wgmma_commit();
     }
@@ -138,7 +190,15 @@ struct Consumer : Exchange<C> {
 #pragma unroll
     for (int step = FIRST; step < LAST; ++step) {
       const uint64 place = advance(value, 16 * PANEL * step * sizeof(T));
-      wgmma<T, HEAD_DIM, Major::MN>(output, p[step], place, begun || step > FIRST);
+      wgmma<T, FIRST_OF_TAIL, Major::MN>(first_of<FIRST_OF_TAIL / 2>(output), p[step], place, begun || step > FIRST);
+    }
+    if constexpr (TAIL_COLUMNS > 0) {
+      const uint64 tail = matrix_descriptor(shared.value_tail[stage][warpgroup], 8 * 16, BLOCK_N * 16, Swizzle::NONE);
+#pragma unroll
+      for (int step = FIRST; step < LAST; ++step) {
+        wgmma<T, TAIL_COLUMNS, Major::MN>(last_of<TAIL_COLUMNS / 2>(output), p[step], advance(tail, 16 * 16 * step),
+                                          begun || step > FIRST);
+      }
     }
     wgmma_commit();
   }
@@ -452,6 +512,7 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void run_again() {
     __syncthreads();
     this->deliver_again();
+    if constexpr (TAIL_COLUMNS > 0) load_query_tail();
     load_query();
     know_stabilizer();
     run_unrolled<true>();

@@ -16,9 +16,12 @@ constexpr int STABILIZER_KEYS = 16;
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 
+// Columns of a row that no panel has: bulk copies take as long for a panel of few columns as for a whole one.
+template <int HEAD_DIM>
+constexpr int TAIL = HEAD_DIM == 80 ? 16 : 0;
 // Panels of a row: the last one may be wider than the row.
 template <int HEAD_DIM>
-constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int PANELS = (HEAD_DIM - TAIL<HEAD_DIM> + PANEL - 1) / PANEL;
 
 // Barriers among warps; 0 is __syncthreads'. Those of 4 to 9 are events of the first warpgroup; the second one's
 // follow.
@@ -31,7 +34,9 @@ enum NamedBarrier : int {
   COLUMNS_GIVEN = 8,
   STABILIZER_SENT = 10,
   MASKS_READ = 11,
-  MASKS_SENT = 12
+  MASKS_SENT = 12,
+  TAILS_READ_BY_FIRST = 13,
+  TAILS_READ_BY_SECOND = 14
 };
 
 // The registers of one of the PARTS of a product's columns.
@@ -40,6 +45,16 @@ using Accumulators = float[N];
 template <int PARTS, int N>
 __device__ __forceinline__ Accumulators<N / PARTS>& part_of(float (&d)[N], int part) {
   return *reinterpret_cast<Accumulators<N / PARTS>*>(&d[N / PARTS * part]);
+}
+
+// The first, or the last, of them.
+template <int COUNT, int N>
+__device__ __forceinline__ Accumulators<COUNT>& first_of(float (&d)[N]) {
+  return *reinterpret_cast<Accumulators<COUNT>*>(&d[0]);
+}
+template <int COUNT, int N>
+__device__ __forceinline__ Accumulators<COUNT>& last_of(float (&d)[N]) {
+  return *reinterpret_cast<Accumulators<COUNT>*>(&d[N - COUNT]);
 }
 
 // Four floats of each thread, stored so that a warp's accesses are consecutive.
@@ -78,6 +93,16 @@ struct PeerArrived {
   Mbarrier row;
 };
 
+// The last columns of tiles of K and V: chunks of eight columns, of all rows, which threads copy.
+template <typename T, int STAGES, int COLUMNS>
+struct TailTiles {
+  static constexpr int CHUNK = 8, CHUNKS = COLUMNS / CHUNK;
+  alignas(128) T key_tail[STAGES][WARPGROUPS][CHUNKS][BLOCK_N][CHUNK];
+  alignas(128) T value_tail[STAGES][WARPGROUPS][CHUNKS][BLOCK_N][CHUNK];
+};
+template <typename T, int STAGES>
+struct TailTiles<T, STAGES, 0> {};
+
 // Without a mask tensor that bulk copies bring.
 struct NoMaskTiles {
   static constexpr bool FIRST = false;
@@ -88,14 +113,15 @@ template <>
 constexpr bool HAS_MASK_TILES<NoMaskTiles> = false;
 
 template <typename T, int HEAD_DIM, int STAGES, typename MASK_TILES = NoMaskTiles>
-struct SharedStorage : MASK_TILES {
+struct SharedStorage : MASK_TILES, TailTiles<T, STAGES, TAIL<HEAD_DIM>> {
   using Masks = MASK_TILES;
   // What the thread that issues the copies does is everybody's time where there are few of them: then one brings all
   // tiles of V. Of K it would make the first product wait.
-  static constexpr bool FEW_COPIES = HEAD_DIM == 64 && STAGES <= 2;
+  static constexpr bool FEW_COPIES = PANELS<HEAD_DIM> == 1 && STAGES <= 2;
   static constexpr int VALUE_TILES = FEW_COPIES ? WARPGROUPS * STAGES : 1;  // of a copy
-  // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows.
-  static constexpr int QUADRUPLES = HEAD_DIM / WARPGROUPS / 16;
+  // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows. The second one may have
+  // one less.
+  static constexpr int QUADRUPLES = (HEAD_DIM / 16 + WARPGROUPS - 1) / WARPGROUPS;
 
   alignas(1024) T query[BLOCK_M * PANELS<HEAD_DIM> * PANEL];
   alignas(1024) T key[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];

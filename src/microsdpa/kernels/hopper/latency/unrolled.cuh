@@ -222,6 +222,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   }
   if constexpr (!KNOWN && C::MaskMemory::FIRST) look_at_masks(s);
   if constexpr (!KNOWN) load_query();
+  if constexpr (!KNOWN && TAIL_COLUMNS > 0) this->await_tails();
   if constexpr (!KNOWN && Rules::READS_ROWS && !Rules::LATE) look_at_rows();
   if constexpr (BEGUN) {
     // Each of them in a register of its own, or ptxas would wait for the products.
