@@ -69,7 +69,7 @@ struct Consumer : Exchange<C> {
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
   // S begins with the mask instead of 0, which is written while the first keys are on their way.
   // Of further masks that are the numbers; what they hide gets no probability, and ALiBi is a part of the exponents.
-  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2) && (!MASKS::ANY || Rules::BEGINS);
+  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2) && (!MASKS::ANY || Rules::ADDS);
   // Whether accumulators have become scores when their exponentials are made: base 2, masks and all.
   template <bool EXACT>
   static constexpr bool SCORED = MASKS::ANY && EXACT;
@@ -82,6 +82,7 @@ struct Consumer : Exchange<C> {
   const typename MASKS::Params& arguments;
 
   uint32 query[QUERY_STEPS][4];
+  const T* query_tail[2];  // of the thread's rows
   float o[HEAD_DIM / 2];
   float subtract[2];  // the stabilizers, finite
   MaskState<Rules, ROUNDS == 0 ? 1 : ROUNDS> masks;
@@ -106,44 +107,71 @@ struct Consumer : Exchange<C> {
     }
   }
 
-  // Starts to read the last columns of Q, which this thread multiplies; those that the tensor lacks are zeros.
-  __device__ __forceinline__ void load_query_tail() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = work.first_row + fragment.tile_row(i % 2), column = FIRST_OF_TAIL + i / 2 * 8;
-      const T* from = static_cast<const T*>(params.query) + work.batch * params.query_strides.batch +
-                      work.head * params.query_strides.head + row * params.query_strides.row + column +
-                      2 * fragment.quad_lane();
-      const bool exists = row < params.seqlen_q && column < C::COLUMNS;
-      query[QUERY_STEPS - 1][i] = exists ? *reinterpret_cast<const uint32*>(from) : 0;
-    }
-  }
-  // Starts to copy the last columns of this warpgroup's keys and values. The warp that issues the bulk copies has no
-  // time for it.
+  // Starts to copy the last columns of this warpgroup's keys and values, and to read those of Q. The warp that issues
+  // the bulk copies has no time for it. Addresses are worked out while the kernel ahead runs.
   __device__ __forceinline__ void copy_tails() {
-    grid_dependency_wait();
+    constexpr int CHUNKS = TAIL_COLUMNS / 8;
     const int copying = warpgroup == 0 ? WARPGROUP_THREADS - 32 : WARPGROUP_THREADS;
     const int own = fragment.thread - (WARPGROUP_THREADS - copying);
-    const T* const keys = static_cast<const T*>(params.key) + work.batch * params.key_strides.batch +
-                          work.head_kv * params.key_strides.head + FIRST_OF_TAIL;
-    const T* const values = static_cast<const T*>(params.value) + work.batch * params.value_strides.batch +
-                            work.head_kv * params.value_strides.head + FIRST_OF_TAIL;
-    if (own >= 0) {
+    const int row = own / CHUNKS, chunk = own % CHUNKS, rows = copying / CHUNKS;
+    const bool exists = own >= 0 && FIRST_OF_TAIL + 8 * chunk < C::COLUMNS;
+    const int column = FIRST_OF_TAIL + (exists ? 8 * chunk : 0);
+    const T* keys = static_cast<const T*>(params.key) + work.batch * params.key_strides.batch +
+                    work.head_kv * params.key_strides.head + column;
+    const T* values = static_cast<const T*>(params.value) + work.batch * params.value_strides.batch +
+                      work.head_kv * params.value_strides.head + column;
+    const T* from[ROUNDS][2][2];
+    int bytes[ROUNDS][2];
 #pragma unroll
-      for (int round = 0; round < ROUNDS; ++round) {
-        for (int i = own; i < TAIL_COLUMNS / 8 * BLOCK_N; i += copying) {
-          const int row = i % BLOCK_N, chunk = i / BLOCK_N, key = work.first_key(round, warpgroup) + row;
-          const int bytes = key < params.seqlen_k && FIRST_OF_TAIL + 8 * chunk < C::COLUMNS ? 16 : 0;
-          const int64 place = bytes ? key : 0, column = bytes ? 8 * chunk : 0;
-          cp_async<16>(shared.key_tail[round][warpgroup][chunk][row], keys + place * params.key_strides.row + column,
-                       bytes);
-          cp_async<16>(shared.value_tail[round][warpgroup][chunk][row],
-                       values + place * params.value_strides.row + column, bytes);
+    for (int round = 0; round < ROUNDS; ++round) {
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn) {
+        const int key = work.first_key(round, warpgroup) + row + turn * rows;
+        bytes[round][turn] = exists && key < params.seqlen_k ? 16 : 0;
+        const int64 place = bytes[round][turn] ? key : 0;
+        from[round][turn][0] = hold(keys + place * params.key_strides.row);
+        from[round][turn][1] = hold(values + place * params.value_strides.row);
+      }
+    }
+    find_query_tail();
+    grid_dependency_wait();
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn) {
+        const int at = row + turn * rows;
+        if (own >= 0 && at < BLOCK_N) {
+          cp_async<16>(shared.key_tail[round][warpgroup][chunk][at], from[round][turn][0], bytes[round][turn]);
+          cp_async<16>(shared.value_tail[round][warpgroup][chunk][at], from[round][turn][1], bytes[round][turn]);
         }
       }
     }
     cp_async_commit();
     load_query_tail();
+  }
+  // Where the last columns of Q are that this thread multiplies, and their loads; those that the tensor lacks are zeros.
+  __device__ __forceinline__ void find_query_tail() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(work.first_row + fragment.tile_row(half), params.seqlen_q - 1);
+      query_tail[half] = hold(static_cast<const T*>(params.query) + work.batch * params.query_strides.batch +
+                              work.head * params.query_strides.head + row * params.query_strides.row + FIRST_OF_TAIL +
+                              2 * fragment.quad_lane());
+    }
+  }
+  __device__ __forceinline__ void load_query_tail() {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool exists = FIRST_OF_TAIL + i / 2 * 8 < C::COLUMNS;
+      query[QUERY_STEPS - 1][i] = exists ? *reinterpret_cast<const uint32*>(query_tail[i % 2] + i / 2 * 8) : 0;
+    }
+  }
+  // Keeps the compiler from working an address out later.
+  __device__ __forceinline__ static const T* hold(const T* address) {
+    const auto bits = reinterpret_cast<uint64>(address);
+    uint32 words[2] = {static_cast<uint32>(bits), static_cast<uint32>(bits >> 32)};
+    wgmma_fence_registers(words);
+    return reinterpret_cast<const T*>(static_cast<uint64>(words[1]) << 32 | words[0]);
   }
   // Waits for them.
   __device__ __forceinline__ void await_tails() const {
@@ -315,36 +343,21 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ float exponent(float score) const {
     return EXACT ? __fmul_rn(score, scale) - subtract[HALF] : fmaf(score, scale, -subtract[HALF]);
   }
-  // Probability of accumulator `i` of a tile; `natural` is added to the score.
+  // Probability of accumulator `i` of a tile.
   template <int HALF, bool EXACT>
-  __device__ __forceinline__ float probability(float score, int i, int round, float natural) const {
+  __device__ __forceinline__ float probability(float score, int i, int round) const {
     if constexpr (!MASKS::ANY) {
       return ex2_approx(exponent<HALF, EXACT>(score));
     } else if constexpr (EXACT) {
       return ex2_approx(score - subtract[HALF]);
     } else {
       float added = -subtract[HALF];
-      if constexpr (MASKS::ALIBI && !Rules::BEGINS) {
+      if constexpr (MASKS::ALIBI && !Rules::ADDS) {
         const float away = score_masks().distance(HALF, work.first_key(round, warpgroup));
         added = fmaf(-masks.slope, fabsf(away - static_cast<float>(i / 4 * 8 + i % 2)), added);
       }
-      if constexpr (Rules::ADDS && !Rules::BEGINS) added = fmaf(natural, LOG2_E, added);
       const float found = ex2_approx(IS_CAPPED<MASKS> ? score + added : fmaf(score, scale, added));
       return sees(round, HALF, i / 4, i % 2) ? found : 0.0f;
-    }
-  }
-
-  // What a mask of numbers adds to a row's scores of 16-key steps FIRST to LAST - 1, as far as it is read here.
-  template <int HALF, int FIRST, int LAST, bool EXACT>
-  __device__ __forceinline__ auto addends_of(int round) const {
-    if constexpr (MASKS::ANY && !EXACT) {
-      if constexpr (Rules::ADDS && Rules::BULK) {
-        return score_masks().template numbers<HALF, FIRST / 2, LAST / 2>(round, warpgroup);
-      } else {
-        return NothingAdded{};
-      }
-    } else {
-      return NothingAdded{};
     }
   }
 
@@ -353,12 +366,11 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void half_exponentials(float (&s)[BLOCK_N / 2], uint32 (&p)[STEPS][4], int round) {
     constexpr int PAIRS = QUARTER / 4 * (LAST - FIRST);
     float sums[PAIRS];
-    const auto addends = addends_of<HALF, FIRST, LAST, EXACT>(round);
 #pragma unroll
     for (int pair = 0; pair < PAIRS; ++pair) {
       const int i = QUARTER * FIRST + 4 * pair + 2 * HALF;
-      s[i] = probability<HALF, EXACT>(s[i], i, round, addends.at(pair, 0));
-      s[i + 1] = probability<HALF, EXACT>(s[i + 1], i + 1, round, addends.at(pair, 1));
+      s[i] = probability<HALF, EXACT>(s[i], i, round);
+      s[i + 1] = probability<HALF, EXACT>(s[i + 1], i + 1, round);
       sums[pair] = s[i] + s[i + 1];
       p[i / QUARTER][i / 2 % 4] = pack<T>(s[i], s[i + 1]);
     }
@@ -406,6 +418,7 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void run_unrolled();
   __device__ __forceinline__ void begin_first(float (&s)[BLOCK_N / 2]);
   __device__ __forceinline__ void look_at_masks(float (&s)[2][BLOCK_N / 2]);
+  __device__ __forceinline__ void begin_later(float (&s)[2][BLOCK_N / 2]);
   __device__ __forceinline__ void look_at_rows_later();
   __device__ __forceinline__ bool shows_first(int half, int n, int e) const;
   __device__ __forceinline__ void find_masked_stabilizer(const float (&s)[BLOCK_N / 2]);

@@ -143,6 +143,7 @@ struct MaskOrigin {
 };
 
 // Copies the mask's tiles for the query tile and all of the CTA's keys, as far as the kernel has them from bulk copies.
+// They come ahead of Q: there is much to do with them before there are products.
 template <int ROUNDS, typename Shared, typename... MAPS>
 __device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work, const MaskOrigin& origin,
                                            const MAPS&... maps) {
@@ -171,8 +172,6 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
                                       const TensorMap& key, const TensorMap& value, const MAPS&... masks) {
   constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::FEW_COPIES;
   constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
-  constexpr bool MASKS_FIRST = MASK_TILES::FIRST, MASKS_LATER = sizeof...(MAPS) > 0 && !MASKS_FIRST;
-  constexpr int AHEAD_OF_MASKS = MASKS_LATER ? WARPGROUPS : FIRST_TILES;  // the first round's keys
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
   if (!FEW) prefetch_tensor_map(value);
@@ -188,20 +187,15 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  if constexpr (MASKS_FIRST) copy_masks<ROUNDS>(shared, work, origin, masks...);
+  copy_masks<ROUNDS>(shared, work, origin, masks...);
   load_tile<T, HEAD_DIM, 1, FEW>(shared.query, query, shared.query_full(), work.first_row, work.head, work.batch);
-  constexpr int FIRST_COPIES = FEW ? 1 : AHEAD_OF_MASKS;
-  copy_tiles<0, FIRST_COPIES, ROUNDS, FEW>(shared, work, key, value);
+  copy_tiles<0, FIRST_TILES, ROUNDS, FEW>(shared, work, key, value);
   if constexpr (FEW) {
     // Never true. Behind a branch that ptxas cannot decide it works out what later copies need after the first ones.
     if (opaque(work.batch) > MAX_BATCH) return;
     set_up_tiles<FIRST_TILES, TILES, STAGES>(shared);
-    copy_tiles<FIRST_TILES, AHEAD_OF_MASKS, ROUNDS>(shared, work, key, value);
-    if constexpr (MASKS_LATER) copy_masks<ROUNDS>(shared, work, origin, masks...);
-    copy_tiles<AHEAD_OF_MASKS, TILES, ROUNDS>(shared, work, key, value);
+    copy_tiles<FIRST_TILES, TILES, ROUNDS>(shared, work, key, value);
   } else {
-    if constexpr (MASKS_LATER) copy_masks<ROUNDS>(shared, work, origin, masks...);
-    copy_tiles<FIRST_COPIES, TILES, ROUNDS>(shared, work, key, value);
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
 }

@@ -20,8 +20,6 @@ struct MaskTiles {
   static constexpr int PANELS_OF_ROUND = WARPGROUPS * BLOCK_N / PANEL_KEYS;
   static constexpr int COPIED_BYTES = ROUNDS * PANELS_OF_ROUND * ROWS * PANEL_BYTES;
   static constexpr int PLACES = ROWS == 1 ? 8 : ROWS;  // of rows: the exchange of chunks repeats after eight
-  // Booleans come ahead of Q: they are few bytes, and what they hide is worked out before there are products.
-  static constexpr bool FIRST = BYTES == 1;
 
   alignas(1024) unsigned char mask[ROUNDS][PANELS_OF_ROUND][PLACES][PANEL_BYTES];
   Mbarrier mask_full;

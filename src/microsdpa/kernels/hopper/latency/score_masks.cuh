@@ -49,11 +49,6 @@ struct PairOf<__nv_bfloat16> {
   using Type = __nv_bfloat162;
 };
 
-// Nothing is added to scores where their exponentials are made.
-struct NothingAdded {
-  __device__ __forceinline__ float at(int, int) const { return 0.0f; }
-};
-
 // RIGHT: what a row sees has a right end. RAGGED: so, or keys do not fill the tiles. MEMORY: what bulk copies bring of a
 // mask tensor; NoMaskTiles where threads read it.
 template <typename MASKS, int CLUSTER, bool RIGHT, bool RAGGED, typename MEMORY>
@@ -62,7 +57,6 @@ struct ScoreMasks {
   static constexpr bool RANGED = MASKS::RANGED;
   static constexpr bool READS = PRESENT<Mask> && !RANGED, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
   static constexpr bool BULK = HAS_MASK_TILES<MEMORY>;
-  static constexpr bool BEGINS = ADDS && !BULK;  // S begins with the numbers
   static constexpr bool SOME_HIDDEN = HIDES || RANGED || MASKS::LEFT || RAGGED;  // but for what a mask of numbers hides
   static constexpr bool SINKS = PRESENT<typename MASKS::Sink>;
   static constexpr bool READS_ROWS = !READS && (RANGED || MASKS::ALIBI);  // numbers of a row or of all
@@ -192,29 +186,13 @@ struct ScoreMasks {
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
-          const Addends<Mask> addends = numbers_of(half, part, round, warpgroup);
+          Addends<Mask> addends;
+          addends.load(memory, round, warpgroup, part, [&](int row) { return fragment.tile_row(half, row); });
 #pragma unroll
           for (int w = 0; w < WORDS / 2; ++w) view.words[half][WORDS / 2 * part + w] = addends.words[w];
         }
       }
     }
-  }
-  __device__ __forceinline__ Addends<Mask> numbers_of(int half, int part, int round, int warpgroup) const {
-    Addends<Mask> addends;
-    addends.load(memory, round, warpgroup, part, [&](int row) { return fragment.tile_row(half, row); });
-    return addends;
-  }
-  // Those of parts FIRST to LAST - 1 of 32 keys, by accumulators.
-  template <int HALF, int FIRST, int LAST>
-  __device__ __forceinline__ auto numbers(int round, int warpgroup) const {
-    struct Numbers {
-      Addends<Mask> part[LAST - FIRST];
-      __device__ __forceinline__ float at(int n, int e) const { return to_float(element(part[n / 4].words, n % 4, e)); }
-    };
-    Numbers found;
-#pragma unroll
-    for (int part = FIRST; part < LAST; ++part) found.part[part - FIRST] = numbers_of(HALF, part, round, warpgroup);
-    return found;
   }
 
   // The same of a bool mask with any strides: a warp reads its rows one after another.
@@ -324,8 +302,7 @@ struct ScoreMasks {
     }
   }
 
-  template <int N>
-  __device__ __forceinline__ static Mask element(const uint32 (&words)[N], int n, int e) {
+  __device__ __forceinline__ static Mask element(const uint32 (&words)[WORDS], int n, int e) {
     if constexpr (BYTES == 4) {
       return __uint_as_float(words[2 * n + e]);
     } else {
@@ -354,8 +331,9 @@ struct ScoreMasks {
     return negative_infinity();
   }
 
-  // What S begins with where a mask is numbers: these and ALiBi, divided by the scale. Where that is out of the range
-  // of floats the row's sum or its stabilizer shows it, and all is computed again with `score`.
+  // What S begins with where a mask is numbers: these and ALiBi, divided by the scale. Quotients below the range of
+  // floats hide a key, as its probability of 0 does. Where they are all that a row has, and where quotients are above
+  // the range, the row's sum or its stabilizer shows it, and all is computed again with `score`.
   __device__ __forceinline__ void begin(float (&s)[BLOCK_N / 2], const View& view, float slope, int first_key) const {
     const float inverse = 1.0f / scale, factor = LOG2_E * inverse;
     float steep = slope * inverse;
@@ -369,9 +347,8 @@ struct ScoreMasks {
         for (int e = 0; e < 2; ++e) {
           float& x = s[4 * n + 2 * half + e];
           const float natural = to_float(element(view.words[half], n, e));
-          x = fmaf(natural, factor, MASKS::ALIBI ? -steep * fabsf(away - static_cast<float>(8 * n + e)) : 0.0f);
-          // Of numbers in FP16 the quotients are finite.
-          if (HIDING_WORD<Mask> != HIDING_WORD<__half> && x == negative_infinity() && natural > x) x = LOWEST;
+          x = natural * factor;
+          if constexpr (MASKS::ALIBI) x = fmaf(-steep, fabsf(away - static_cast<float>(8 * n + e)), x);
         }
       }
     }
@@ -478,7 +455,7 @@ struct ScoreMasks {
 
 template <int CLUSTER, bool RIGHT, bool RAGGED, typename MEMORY>
 struct ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED, MEMORY> {
-  static constexpr bool READS = false, READS_ROWS = false, ADDS = false, BULK = false, BEGINS = false, LATE = false;
+  static constexpr bool READS = false, READS_ROWS = false, ADDS = false, BULK = false, LATE = false;
   struct View {};
 };
 

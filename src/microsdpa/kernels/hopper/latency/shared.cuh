@@ -104,9 +104,7 @@ template <typename T, int STAGES>
 struct TailTiles<T, STAGES, 0> {};
 
 // Without a mask tensor that bulk copies bring.
-struct NoMaskTiles {
-  static constexpr bool FIRST = false;
-};
+struct NoMaskTiles {};
 template <typename MASK_TILES>
 constexpr bool HAS_MASK_TILES = true;
 template <>

@@ -110,17 +110,13 @@ def configuration(problem: Problem, cluster: int) -> Latency:
     most = 3 if head_dim == 64 and problem.causal is not None and cluster == 2 else 4
     unrolled = Latency(cluster, rounds, rounds)
     if problem.mask is not None:
-        brought = unrolled.brings(tile_dim(problem.head_dim, rounds), problem.mask, chip_of(problem.target).shared_per_cta)
-        most = min(most, _most_masked(problem.mask, brought))
+        most = min(most, _most_masked(problem.mask))
     return unrolled if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
 
 
-def _most_masked(mask: MaskKind, brought: bool) -> int:
-    """Rounds that are unrolled under masks; `brought`: bulk copies bring the tensor.
-
-    Numbers that threads read take registers, and too many beside a soft cap.
-    """
-    if mask.tensor in (None, "bool", "int32", "uint8") or brought:
+def _most_masked(mask: MaskKind) -> int:
+    """Rounds that are unrolled under masks. S begins with numbers in two of them, and with none behind a soft cap."""
+    if mask.tensor in (None, "bool", "int32", "uint8"):
         return 4
     return 0 if mask.softcap else 2
 

@@ -10,7 +10,12 @@ namespace microsdpa::hopper::latency {
 // stabilizer is found.
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::begin_first(float (&s)[BLOCK_N / 2]) {
-  score_masks().settle(masks.view[0]);
+  if constexpr (Rules::BULK) {
+    mbarrier_wait(shared.mask_full, 0);
+    fetch_mask(0, masks.view[0]);
+  } else {
+    score_masks().settle(masks.view[0]);
+  }
   score_masks().begin(s, masks.view[0], masks.slope, work.first_key(0, warpgroup));
 #pragma unroll
   for (int i = 0; i < STABILIZER_KEYS / 2; ++i) masks.first[i] = s[i], s[i] = 0.0f;
@@ -23,16 +28,16 @@ template <typename C>
 __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N / 2]) {
   const Rules rules = score_masks();
   // Long over. What follows depends on shuffles behind it: ptxas would put it amid the products and delay these.
-  if constexpr (Rules::BULK) {
-    mbarrier_wait(shared.mask_full, 0);
-  } else {
+  if constexpr (!Rules::BULK) {
     mbarrier_wait(shared.query_full(), 0);
+  } else if constexpr (!MASK_AHEAD) {
+    mbarrier_wait(shared.mask_full, 0);
   }
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
-    if constexpr (Rules::BULK) fetch_mask(round, masks.view[round]);
+    if (Rules::BULK && (!MASK_AHEAD || round > 0)) fetch_mask(round, masks.view[round]);
     if (!MASK_AHEAD || round > 0) rules.settle(masks.view[round]);
-    if (MASK_AHEAD && round > 0) {
+    if (MASK_AHEAD && round > 0 && !Rules::BULK) {
       rules.begin(s[round], masks.view[round], masks.slope, work.first_key(round, warpgroup));
     }
     see_keys(round);
@@ -72,7 +77,19 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
   }
 }
 
-// The same of rows without a mask tensor, beside the products of the first tile.
+// What S of the later tiles begins with, where bulk copies have brought the numbers. Their look is over; this comes
+// beside the products of the first tile.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::begin_later(float (&s)[2][BLOCK_N / 2]) {
+  mbarrier_wait(shared.query_full(), 0);  // as above
+#pragma unroll
+  for (int round = 1; round < ROUNDS; ++round) {
+    fetch_mask(round, masks.view[round]);
+    score_masks().begin(s[round], masks.view[round], masks.slope, work.first_key(round, warpgroup));
+  }
+}
+
+// Beside the products of the first tile: what look_at_masks finds, of rows without a mask tensor.
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::look_at_rows_later() {
   mbarrier_wait(shared.query_full(), 0);  // as above
@@ -84,11 +101,7 @@ __device__ __forceinline__ void Consumer<C>::look_at_rows_later() {
 // found in.
 template <typename C>
 __device__ __forceinline__ bool Consumer<C>::shows_first(int half, int n, int e) const {
-  if constexpr (Rules::BEGINS) {
-    return masks.first[4 * n + 2 * half + e] != negative_infinity();
-  } else {
-    return to_float(Rules::element(masks.view[0].words[half], n, e)) != negative_infinity();
-  }
+  return masks.first[4 * n + 2 * half + e] != negative_infinity();
 }
 
 // Finds the stabilizer in the scores of the first 16 keys. Those that are hidden do not count, unless all are.
@@ -220,9 +233,9 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
   }
-  if constexpr (!KNOWN && C::MaskMemory::FIRST) look_at_masks(s);
+  if constexpr (!KNOWN && Rules::BULK) look_at_masks(s);
   if constexpr (!KNOWN) load_query();
-  if constexpr (!KNOWN && TAIL_COLUMNS > 0) this->await_tails();
+  if constexpr (!KNOWN && TAIL_COLUMNS > 0) await_tails();
   if constexpr (!KNOWN && Rules::READS_ROWS && !Rules::LATE) look_at_rows();
   if constexpr (BEGUN) {
     // Each of them in a register of its own, or ptxas would wait for the products.
@@ -231,7 +244,8 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   }
   if constexpr (FIRST_IN_HALVES && !KNOWN) {
     score<BEGUN, 2>(s[0], 0);
-    if constexpr (Rules::READS && !C::MaskMemory::FIRST) look_at_masks(s);
+    if constexpr (Rules::READS && !Rules::BULK) look_at_masks(s);
+    if constexpr (Rules::BULK && BEGUN) begin_later(s);
     if constexpr (Rules::LATE) look_at_rows_later();
     if constexpr (MASKS::ANY && BEGUN && ROUNDS > 1) wgmma_fence_registers(s[1]);
     wgmma_wait<1>();
