@@ -118,7 +118,8 @@ struct Exchange {
 #pragma unroll
     for (int i = 0; i < QUADRUPLES; ++i) {
       const Quadruple first = quadruple(o, HALF, i);
-      const Quadruple second = 16 * (QUADRUPLES + i) < HEAD_DIM ? quadruple(o, HALF, (QUADRUPLES + i) % (HEAD_DIM / 16)) : Quadruple{};
+      const Quadruple second =
+          16 * (QUADRUPLES + i) < HEAD_DIM ? quadruple(o, HALF, (QUADRUPLES + i) % (HEAD_DIM / 16)) : Quadruple{};
       kept.part[i] = select(warpgroup == 0, first, second);
       shared.from_neighbour[1 - warpgroup][HALF][i][fragment.thread] = select(warpgroup == 0, second, first);
     }

@@ -5,13 +5,11 @@
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
 #include "../../ptx/control.cuh"
-#include "../../ptx/cp_async.cuh"
 #include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "combine.cuh"
 #include "mask.cuh"
-#include "mask_tiles.cuh"
 #include "score_masks.cuh"
 #include "shared.cuh"
 
@@ -62,8 +60,8 @@ struct Consumer : Exchange<C> {
   static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
   static constexpr int QUERY_STEPS = (C::COLUMNS + 15) / 16;  // of Q K^T, 16 columns each
   static constexpr int TAIL_COLUMNS = TAIL<HEAD_DIM>, FIRST_OF_TAIL = HEAD_DIM - TAIL_COLUMNS;
-  static constexpr int STEPS = BLOCK_N / 16;                  // of P V, 16 keys each
-  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;         // a thread's scores of 16 keys
+  static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
+  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
   static constexpr int QUADRUPLES = Base::QUADRUPLES;
   // The last tile's probabilities are made for the peer's rows first.
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
@@ -107,78 +105,11 @@ struct Consumer : Exchange<C> {
     }
   }
 
-  // Starts to copy the last columns of this warpgroup's keys and values, and to read those of Q. The warp that issues
-  // the bulk copies has no time for it. Addresses are worked out while the kernel ahead runs.
-  __device__ __forceinline__ void copy_tails() {
-    constexpr int CHUNKS = TAIL_COLUMNS / 8;
-    const int copying = warpgroup == 0 ? WARPGROUP_THREADS - 32 : WARPGROUP_THREADS;
-    const int own = fragment.thread - (WARPGROUP_THREADS - copying);
-    const int row = own / CHUNKS, chunk = own % CHUNKS, rows = copying / CHUNKS;
-    const bool exists = own >= 0 && FIRST_OF_TAIL + 8 * chunk < C::COLUMNS;
-    const int column = FIRST_OF_TAIL + (exists ? 8 * chunk : 0);
-    const T* keys = static_cast<const T*>(params.key) + work.batch * params.key_strides.batch +
-                    work.head_kv * params.key_strides.head + column;
-    const T* values = static_cast<const T*>(params.value) + work.batch * params.value_strides.batch +
-                      work.head_kv * params.value_strides.head + column;
-    const T* from[ROUNDS][2][2];
-    int bytes[ROUNDS][2];
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-#pragma unroll
-      for (int turn = 0; turn < 2; ++turn) {
-        const int key = work.first_key(round, warpgroup) + row + turn * rows;
-        bytes[round][turn] = exists && key < params.seqlen_k ? 16 : 0;
-        const int64 place = bytes[round][turn] ? key : 0;
-        from[round][turn][0] = hold(keys + place * params.key_strides.row);
-        from[round][turn][1] = hold(values + place * params.value_strides.row);
-      }
-    }
-    find_query_tail();
-    grid_dependency_wait();
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-#pragma unroll
-      for (int turn = 0; turn < 2; ++turn) {
-        const int at = row + turn * rows;
-        if (own >= 0 && at < BLOCK_N) {
-          cp_async<16>(shared.key_tail[round][warpgroup][chunk][at], from[round][turn][0], bytes[round][turn]);
-          cp_async<16>(shared.value_tail[round][warpgroup][chunk][at], from[round][turn][1], bytes[round][turn]);
-        }
-      }
-    }
-    cp_async_commit();
-    load_query_tail();
-  }
-  // Where the last columns of Q are that this thread multiplies, and their loads; those that the tensor lacks are zeros.
-  __device__ __forceinline__ void find_query_tail() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = min(work.first_row + fragment.tile_row(half), params.seqlen_q - 1);
-      query_tail[half] = hold(static_cast<const T*>(params.query) + work.batch * params.query_strides.batch +
-                              work.head * params.query_strides.head + row * params.query_strides.row + FIRST_OF_TAIL +
-                              2 * fragment.quad_lane());
-    }
-  }
-  __device__ __forceinline__ void load_query_tail() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool exists = FIRST_OF_TAIL + i / 2 * 8 < C::COLUMNS;
-      query[QUERY_STEPS - 1][i] = exists ? *reinterpret_cast<const uint32*>(query_tail[i % 2] + i / 2 * 8) : 0;
-    }
-  }
-  // Keeps the compiler from working an address out later.
-  __device__ __forceinline__ static const T* hold(const T* address) {
-    const auto bits = reinterpret_cast<uint64>(address);
-    uint32 words[2] = {static_cast<uint32>(bits), static_cast<uint32>(bits >> 32)};
-    wgmma_fence_registers(words);
-    return reinterpret_cast<const T*>(static_cast<uint64>(words[1]) << 32 | words[0]);
-  }
-  // Waits for them.
-  __device__ __forceinline__ void await_tails() const {
-    cp_async_wait<0>();
-    fence_proxy_async();
-    named_barrier_sync(TAILS_READ_BY_FIRST + warpgroup, WARPGROUP_THREADS);
-  }
+  // The last columns of Q, K and V, where there is no panel for them (tails.cuh).
+  __device__ __forceinline__ void copy_tails();
+  __device__ __forceinline__ void find_query_tail();
+  __device__ __forceinline__ void load_query_tail();
+  __device__ __forceinline__ void await_tails() const;
 
   // Starts S of a round, added to what is there when it is BEGUN, in PARTS groups of consecutive keys.
   template <bool BEGUN = false, int PARTS = 1>
@@ -234,77 +165,13 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ TileMask<CLUSTER, CAUSAL> mask_of(int round) const {
     return {params, fragment, work.first_row, work.first_key(round, warpgroup)};
   }
-  __device__ __forceinline__ Rules score_masks() const { return {arguments, work, fragment, scale, shared}; }
-  // Makes scores of a tile's products.
-  __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) {
-    if constexpr (MASKS::ANY) {
-      const Rules rules = score_masks();
-      if (ROUNDS > 0) fetch_mask(round, masks.view[0]);
-      rules.settle(masks.view[0]);
-      rules.score(s, masks.view[0], masks.rows, masks.slope, work.first_key(round, warpgroup), masks.soft_cap);
-      // In a ring the next tile's mask is read a tile ahead.
-      if (ROUNDS == 0) rules.fetch(masks.view[0], masks.rows, work.first_key(round + 1, warpgroup));
-    } else if constexpr (MASKED) {
-      mask_of(round).apply(s);
-    }
-  }
-
-  // Starts to read the mask for a tile.
-  __device__ __forceinline__ void fetch_mask(int round, typename Rules::View& view) const {
-    if constexpr (Rules::BULK) {
-      score_masks().take(view, round, warpgroup);
-    } else {
-      score_masks().fetch(view, masks.rows, work.first_key(round, warpgroup));
-    }
-  }
-
-  // Works out all that masks do not have to be read for, and starts to read the others: of all tiles, or of a ring's
-  // first one.
-  __device__ __forceinline__ void read_masks() {
-    const Rules rules = score_masks();
-    masks.rows = rules.find_rows();
-    masks.soft_cap = rules.find_soft_cap();
-    if constexpr (Rules::READS && !Rules::BULK) {
-      masks.rows.hold();
-    } else if constexpr (!Rules::READS_ROWS && !Rules::BULK) {
-      look_at_rows();
-    }
-    if constexpr (Rules::WAITS) grid_dependency_wait();
-    rules.read_ranges(masks.rows);
-    masks.slope = rules.slope();
-    masks.sink = rules.sink();
-    if constexpr (!Rules::BULK) {
-#pragma unroll
-      for (int round = 0; round < (ROUNDS == 0 ? 1 : ROUNDS); ++round) fetch_mask(round, masks.view[round]);
-    }
-  }
-  // Of rows without a mask tensor: which keys they see, and not less than what is added to a score of any tile of the
-  // CTA.
-  __device__ __forceinline__ void look_at_rows() {
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) see_keys(round);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      masks.highest[half] = negative_infinity();
-#pragma unroll
-      for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
-        const int first_key = work.first_key(tile / WARPGROUPS, tile % WARPGROUPS);
-        const float highest = score_masks().highest_of_keys(masks.rows, half, masks.slope, first_key);
-        masks.highest[half] = fmaxf(masks.highest[half], highest);
-      }
-    }
-  }
-  // Finds the keys of a tile that rows see, bits of the thread's own first.
-  __device__ __forceinline__ void see_keys(int round) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      KeyBits bits = score_masks().seen(masks.view[round], masks.rows, half, work.first_key(round, warpgroup));
-      if (round == 0) masks.sees_first[half] = bits.word[0] & (1 << STABILIZER_KEYS) - 1;
-      bits.word[0] >>= 2 * fragment.quad_lane();
-      bits.word[1] >>= 2 * fragment.quad_lane();
-      masks.seen[round][half] = bits;
-    }
-  }
+  __device__ __forceinline__ Rules score_masks() const { return {{arguments, work, fragment, shared}, scale}; }
+  // What masks ask for (masked_rounds.cuh).
+  __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round);
+  __device__ __forceinline__ void fetch_mask(int round, typename Rules::View& view) const;
+  __device__ __forceinline__ void read_masks();
+  __device__ __forceinline__ void look_at_rows();
+  __device__ __forceinline__ void see_keys(int round);
   // Whether a row sees key 8 n + e of the thread's own.
   __device__ __forceinline__ bool sees(int round, int half, int n, int e) const {
     if constexpr (!Rules::SOME_HIDDEN) return true;

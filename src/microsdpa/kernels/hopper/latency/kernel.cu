@@ -168,8 +168,8 @@ __device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work,
 template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T, typename MASK_TILES, typename PARAMS,
           typename... MAPS>
 __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>& shared, const WorkTile& work,
-                                      const PARAMS& arguments, const TensorMap& query,
-                                      const TensorMap& key, const TensorMap& value, const MAPS&... masks) {
+                                      const PARAMS& arguments, const TensorMap& query, const TensorMap& key,
+                                      const TensorMap& value, const MAPS&... masks) {
   constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::FEW_COPIES;
   constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
   prefetch_tensor_map(query);

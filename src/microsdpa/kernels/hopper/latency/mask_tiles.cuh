@@ -1,8 +1,8 @@
 // Tiles of a mask tensor in shared memory, where bulk copies bring them, for hopper/latency/kernel.cu.
 //
-// The rows of a query tile, or the one that all queries share, lie in panels. Two tiles of keys, those of a round, follow
-// one another in the mask: 128 booleans are a panel, and numbers have panels of 128 bytes, whose 16-byte chunks are
-// exchanged as Q's are.
+// The rows of a query tile, or the one that all queries share, lie in panels. Two tiles of keys, those of a round,
+// follow one another in the mask: 128 booleans are a panel, and numbers have panels of 128 bytes, whose 16-byte chunks
+// are exchanged as Q's are.
 #pragma once
 
 #include "../../common/masks.cuh"
