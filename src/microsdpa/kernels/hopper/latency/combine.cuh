@@ -147,8 +147,8 @@ struct Exchange {
     return wrong;
   }
 
-  // Sends the peer this warpgroup's part of its rows' l, infinity when it comes again; what then comes is the sum, which
-  // may be no number. Under masks the peer judges by the sums themselves.
+  // Sends the peer this warpgroup's part of its rows' l, infinity when it comes again; what then comes is the sum,
+  // which may be no number. Under masks the peer judges by the sums themselves.
   template <bool AGAIN>
   __device__ __forceinline__ void send_sum() {
     const bool wrong = finish_sum<1>();

@@ -80,7 +80,6 @@ struct Consumer : Exchange<C> {
   const typename MASKS::Params& arguments;
 
   uint32 query[QUERY_STEPS][4];
-  const T* query_tail[2];  // of the thread's rows
   float o[HEAD_DIM / 2];
   float subtract[2];  // the stabilizers, finite
   MaskState<Rules, ROUNDS == 0 ? 1 : ROUNDS> masks;
@@ -96,6 +95,7 @@ struct Consumer : Exchange<C> {
       const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
       ldmatrix(query[step], shared.query + step / 4 * BLOCK_M * PANEL + row * PANEL + chunk * 8);
     }
+    if constexpr (TAIL_COLUMNS > 0) ldmatrix(query[QUERY_STEPS - 1], shared.query_tail[lane / 16].row[row]);
     if (params.scale_log2 < 0.0f) {
 #pragma unroll
       for (int step = 0; step < QUERY_STEPS; ++step) {
@@ -107,9 +107,6 @@ struct Consumer : Exchange<C> {
 
   // The last columns of Q, K and V, where there is no panel for them (tails.cuh).
   __device__ __forceinline__ void copy_tails();
-  __device__ __forceinline__ void find_query_tail();
-  __device__ __forceinline__ void load_query_tail();
-  __device__ __forceinline__ void await_tails() const;
 
   // Starts S of a round, added to what is there when it is BEGUN, in PARTS groups of consecutive keys.
   template <bool BEGUN = false, int PARTS = 1>
@@ -127,7 +124,9 @@ struct Consumer : Exchange<C> {
         wgmma<T, KEYS>(part_of<PARTS>(s, part), query[step], advance(key, offset * sizeof(T)), BEGUN || step > 0);
       }
       if constexpr (TAIL_COLUMNS > 0) {
-        const uint64 tail = matrix_descriptor(shared.key_tail[stage][warpgroup], BLOCK_N * 16, 8 * 16, Swizzle::NONE);
+        const auto& chunks = shared.key_tail;
+        const uint64 tail = matrix_descriptor(chunks[0].row[BLOCK_N * (WARPGROUPS * stage + warpgroup)],
+                                              sizeof(chunks[0]), 8 * 16, Swizzle::NONE);
         wgmma<T, KEYS>(part_of<PARTS>(s, part), query[QUERY_STEPS - 1], advance(tail, part * KEYS * 16));
       }
       wgmma_commit();
@@ -152,7 +151,9 @@ struct Consumer : Exchange<C> {
       wgmma<T, FIRST_OF_TAIL, Major::MN>(first_of<FIRST_OF_TAIL / 2>(output), p[step], place, begun || step > FIRST);
     }
     if constexpr (TAIL_COLUMNS > 0) {
-      const uint64 tail = matrix_descriptor(shared.value_tail[stage][warpgroup], 8 * 16, BLOCK_N * 16, Swizzle::NONE);
+      const auto& chunks = shared.value_tail;
+      const uint64 tail = matrix_descriptor(chunks[0].row[BLOCK_N * (WARPGROUPS * stage + warpgroup)], 8 * 16,
+                                            sizeof(chunks[0]), Swizzle::NONE);
 #pragma unroll
       for (int step = FIRST; step < LAST; ++step) {
         wgmma<T, TAIL_COLUMNS, Major::MN>(last_of<TAIL_COLUMNS / 2>(output), p[step], advance(tail, 16 * 16 * step),
@@ -176,6 +177,12 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ bool sees(int round, int half, int n, int e) const {
     if constexpr (!Rules::SOME_HIDDEN) return true;
     return masks.seen[round][half].word[n / 4] >> (n % 4 * 8 + e) & 1;
+  }
+
+  // How far below its stabilizer a row's largest score is expected. Where all that masks do is to hide keys, and one of
+  // the first is visible, that cannot be the largest one's place.
+  __device__ __forceinline__ float headroom(int half) const {
+    return !Rules::ADDS && !Rules::ALIBI && masks.sees_first[half] ? 0.0f : HEADROOM<T>;
   }
 
   // What a row's sum begins with, in one thread: its sink's part.
@@ -392,7 +399,6 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void run_again() {
     __syncthreads();
     this->deliver_again();
-    if constexpr (TAIL_COLUMNS > 0) load_query_tail();
     load_query();
     know_stabilizer();
     run_unrolled<true>();

@@ -248,7 +248,9 @@ __global__ void __launch_bounds__(THREADS, 1)
   };
   if constexpr (MASKS::ANY || TAIL<HEAD_DIM> > 0) {
     auto consumer = consumer_of_thread();
-    if constexpr (TAIL<HEAD_DIM> > 0) consumer.copy_tails();
+    if constexpr (TAIL<HEAD_DIM> > 0) {
+      if (threadIdx.x >= 32) consumer.copy_tails();
+    }
     if constexpr (MASKS::ANY) consumer.read_masks();
     meet();
     consumer.run();

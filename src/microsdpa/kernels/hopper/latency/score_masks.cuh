@@ -47,7 +47,7 @@ struct ScoreMasks : MaskReads<MASKS, CLUSTER, MEMORY> {
   using Base::element, Base::fragment, Base::params, Base::row, Base::work;
   using typename Base::Mask, typename Base::Rows, typename Base::View;
   static constexpr bool SOME_HIDDEN = HIDES || RANGED || MASKS::LEFT || RAGGED;  // but for what a mask of numbers hides
-  static constexpr bool SINKS = PRESENT<typename MASKS::Sink>;
+  static constexpr bool SINKS = PRESENT<typename MASKS::Sink>, ALIBI = MASKS::ALIBI;
   static constexpr bool READS_ROWS = !READS && (RANGED || MASKS::ALIBI);  // numbers of a row or of all
   static constexpr bool LATE = READS_ROWS && MASKS::ALIBI;                // looked at beside the first products
   static constexpr bool WAITS =

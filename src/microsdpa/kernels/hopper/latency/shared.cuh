@@ -34,9 +34,7 @@ enum NamedBarrier : int {
   COLUMNS_GIVEN = 8,
   STABILIZER_SENT = 10,
   MASKS_READ = 11,
-  MASKS_SENT = 12,
-  TAILS_READ_BY_FIRST = 13,
-  TAILS_READ_BY_SECOND = 14
+  MASKS_SENT = 12
 };
 
 // The registers of one of the PARTS of a product's columns.
@@ -93,15 +91,22 @@ struct PeerArrived {
   Mbarrier row;
 };
 
-// The last columns of tiles of K and V: chunks of eight columns, of all rows, which threads copy.
-template <typename T, int STAGES, int COLUMNS>
+// The last columns of the query tile and of all tiles of K and V: chunks of eight columns, as wgmma has them without a
+// swizzle, far enough from one another that threads meet in no bank.
+template <typename T, int ALL_KEYS, int COLUMNS>
 struct TailTiles {
-  static constexpr int CHUNK = 8, CHUNKS = COLUMNS / CHUNK;
-  alignas(128) T key_tail[STAGES][WARPGROUPS][CHUNKS][BLOCK_N][CHUNK];
-  alignas(128) T value_tail[STAGES][WARPGROUPS][CHUNKS][BLOCK_N][CHUNK];
+  using Tails = TailTiles;
+  static constexpr int CHUNK = 8, CHUNKS = COLUMNS / CHUNK, KEYS = ALL_KEYS;
+  template <int ROWS>
+  struct Chunk {
+    T row[ROWS + 4][CHUNK];
+  };
+  alignas(128) Chunk<KEYS> key_tail[CHUNKS];
+  alignas(128) Chunk<KEYS> value_tail[CHUNKS];
+  alignas(128) Chunk<BLOCK_M> query_tail[CHUNKS];
 };
-template <typename T, int STAGES>
-struct TailTiles<T, STAGES, 0> {};
+template <typename T, int ALL_KEYS>
+struct TailTiles<T, ALL_KEYS, 0> {};
 
 // Without a mask tensor that bulk copies bring.
 struct NoMaskTiles {};
@@ -111,7 +116,7 @@ template <>
 constexpr bool HAS_MASK_TILES<NoMaskTiles> = false;
 
 template <typename T, int HEAD_DIM, int STAGES, typename MASK_TILES = NoMaskTiles>
-struct SharedStorage : MASK_TILES, TailTiles<T, STAGES, TAIL<HEAD_DIM>> {
+struct SharedStorage : MASK_TILES, TailTiles<T, STAGES * WARPGROUPS * BLOCK_N, TAIL<HEAD_DIM>> {
   using Masks = MASK_TILES;
   // What the thread that issues the copies does is everybody's time where there are few of them: then one brings all
   // tiles of V. Of K it would make the first product wait.

@@ -73,7 +73,10 @@ class Latency:
         quadruples = -(-head_dim // WARPGROUPS // 16)
         columns, tail = (PANEL, head_dim - PANEL) if head_dim == TAIL_DIM else (-(-head_dim // PANEL) * PANEL, 0)
         key_rows = 2 * WARPGROUPS * self.stages * BLOCK_N
-        tiles = ((BLOCK_M + key_rows) * columns + key_rows * tail) * ELEMENT
+        tiles = (BLOCK_M + key_rows) * columns * ELEMENT
+        if tail:
+            tiles += sum(-(-tail // 8 * (rows + 4) * 16 // 128) * 128 for rows in (key_rows // 2, key_rows // 2, BLOCK_M))
+            tiles = -(-tiles // 1024) * 1024
         merging = (
             (WARPGROUPS * 2 + WARPGROUPS * 2) * quadruples * 128 * 16  # from the neighbour; from the peer, twice
             + WARPGROUPS * 2 * (BLOCK_M // 2) * (8 + 2 * 4)  # the peer's rows; references and sums

@@ -23,7 +23,7 @@ __device__ __forceinline__ void Consumer<C>::find_stabilizer(const float (&s)[N]
       bool large = MASKED ? is_large(stabilizer[half]) : fabsf(stabilizer[half]) >= LARGE_STABILIZER;
       if constexpr (MASKS::ANY) {
         const bool sees = masks.highest[half] != negative_infinity();
-        stabilizer[half] = sees ? stabilizer[half] + masks.highest[half] - HEADROOM<T> : negative_infinity();
+        stabilizer[half] = sees ? stabilizer[half] + masks.highest[half] - headroom(half) : negative_infinity();
         large = sees && !(fabsf(stabilizer[half]) < LARGE_STABILIZER);
         if (Rules::SINKS && work.rank == 0) {
           large |= is_large(masks.sink);
@@ -125,7 +125,6 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   }
   if constexpr (!KNOWN && Rules::BULK) look_at_masks(s);
   if constexpr (!KNOWN) load_query();
-  if constexpr (!KNOWN && TAIL_COLUMNS > 0) await_tails();
   if constexpr (!KNOWN && Rules::READS_ROWS && !Rules::LATE) look_at_rows();
   if constexpr (BEGUN) {
     // Each of them in a register of its own, or ptxas would wait for the products.
