@@ -90,7 +90,8 @@ def test_masks_that_bulk_copies_bring_are_right(case: Case, cluster: int, masks:
     case = replace(case, masks=masks)
     spec, problem = specification_in_memory(case, cluster)
     assert any(box.tensor == "attn_mask" for box in spec.tensor_maps)
-    check_in_every_order(spec, problem, case)
+    # Two rows of numbers in FP32 meet in a bank where a thread reads a pair.
+    check_in_every_order(spec, problem, case, conflicts="float32" in masks)
 
 
 @pytest.mark.parametrize("masks", [("bool",), ("padding",), ("window",), ("alibi",), ("softcap", "sinks")], ids=", ".join)

@@ -1,8 +1,8 @@
 // Tiles of a mask tensor in shared memory, where bulk copies bring them, for hopper/latency/kernel.cu.
 //
 // The rows of a query tile, or the one that all queries share, lie in panels. Two tiles of keys, those of a round,
-// follow one another in the mask: 128 booleans are a panel, and numbers have panels of 128 bytes, whose 16-byte chunks
-// are exchanged as Q's are.
+// follow one another in the mask. Rows of 64 booleans, or one of 128, are a panel; numbers have panels of 128 bytes,
+// whose 16-byte chunks are exchanged as Q's are.
 #pragma once
 
 #include "../../common/masks.cuh"
@@ -16,7 +16,7 @@ namespace microsdpa::hopper::latency {
 template <typename MASK, int ROWS_OF_BOX, int ROUNDS>
 struct MaskTiles {
   static constexpr int BYTES = BYTES_OF<MASK>, ROWS = ROWS_OF_BOX;
-  static constexpr int PANEL_BYTES = 128, PANEL_KEYS = PANEL_BYTES / BYTES;
+  static constexpr int PANEL_BYTES = BYTES == 1 && ROWS > 1 ? 64 : 128, PANEL_KEYS = PANEL_BYTES / BYTES;
   static constexpr int PANELS_OF_ROUND = WARPGROUPS * BLOCK_N / PANEL_KEYS;
   static constexpr int COPIED_BYTES = ROUNDS * PANELS_OF_ROUND * ROWS * PANEL_BYTES;
   static constexpr int PLACES = ROWS == 1 ? 8 : ROWS;  // of rows: the exchange of chunks repeats after eight
@@ -29,8 +29,7 @@ struct MaskTiles {
     constexpr int CHUNKS = PANEL_BYTES / 16;
     const int first = warpgroup * (BLOCK_N * BYTES / 16), place = ROWS == 1 ? 0 : row;
     // A tile is one or more panels, or half of one.
-    const int panel = BYTES == 1 ? 0 : first / CHUNKS + number / CHUNKS;
-    const int within = BYTES == 1 ? first + number : number % CHUNKS;
+    const int panel = first / CHUNKS + number / CHUNKS, within = (first + number) % CHUNKS;
     return &mask[round][panel][place][(BYTES == 1 ? within : within ^ place % 8) * 16];
   }
 };

@@ -90,8 +90,8 @@ class Latency:
         """MaskTiles' size (mask_tiles.cuh), of a mask that bulk copies bring; 0 for none."""
         if mask is None or mask.tensor is None or not mask.bulk or not self.rounds:
             return 0
-        panels = self.rounds * WARPGROUPS * BLOCK_N * MASK_BYTES[mask.tensor] // PANEL_BYTES
-        return panels * (BLOCK_M if mask.per_query else 8) * PANEL_BYTES + 1024
+        bytes_of_row = self.rounds * WARPGROUPS * BLOCK_N * MASK_BYTES[mask.tensor]
+        return bytes_of_row * (BLOCK_M if mask.per_query else 8) + 1024
 
     def brings(self, head_dim: int, mask: MaskKind | None, shared_per_cta: int) -> bool:
         """Whether bulk copies bring the mask: as far as tensor maps describe it, and it fits."""
@@ -163,7 +163,8 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
     if box and box.tensor:
         rows = BLOCK_M if box.per_query else 1
         swizzle = 0 if box.tensor == "bool" else PANEL_BYTES
-        maps.append(TensorMap("attn_mask", rows, PANEL_BYTES // MASK_BYTES[box.tensor], swizzle))
+        columns = BLOCK_N if box.tensor == "bool" and rows > 1 else PANEL_BYTES // MASK_BYTES[box.tensor]
+        maps.append(TensorMap("attn_mask", rows, columns, swizzle))
         arguments |= {"MASK_ROWS": rows, "MAPS": "microsdpa::TensorMap"}
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
     alone = chip.shared_per_sm // 2
