@@ -1,13 +1,19 @@
 """`microsdpa verify --fuzz`: random calls through every door, against FP64; one that fails is made as small as it can.
 
-On a GPU their kernels are compiled ahead, in parallel. Without one the emulator runs small calls.
+On a GPU a few processes make them, of many threads each: while one compiles, others go on. Without one the emulator
+runs small calls.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import multiprocessing
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +24,12 @@ from microsdpa.call.scales import key_block
 from microsdpa.call.tensors import is_aligned
 from microsdpa.call.visibility import combined
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.evidence import compare, results, survey
+from microsdpa.evidence import compare, results
 from microsdpa.evidence.fuzz_calls import DOORS, Call, Door, draw, simpler, tensors
 from microsdpa.evidence.fuzz_check import Outcome, check, explained, quantized
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.jit.signature import code_signature
-from microsdpa.kernels import KernelSpec, emulated_target
+from microsdpa.kernels import emulated_target
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES
 from microsdpa.runtime import launcher
 
@@ -34,6 +40,62 @@ MOST_SHRUNK = 3
 """Failures that are made smaller: more of them tend to have one cause."""
 ATTEMPTS = 400
 """Calls that are tried on the way to a smallest one."""
+PROCESSES = 4
+"""That make calls on a GPU."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a call came to, and what ran it.
+
+    Attributes:
+        kernel: its name; empty where the call is refused.
+        fields: of a row: the kernel's identity, and what of the call its choice depended on.
+    """
+
+    outcome: Outcome
+    kernel: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def judge(calls: Iterable[Call], device: str) -> list[Judged]:
+    """Make these calls, in this process."""
+    judged = []
+    for call in calls:
+        outcome = check(call, device)
+        try:
+            explanation = explained(call, device)
+        except UnsupportedProblem:  # check() has reported it
+            judged.append(Judged(outcome))
+            continue
+        kernel = explanation.spec.name if explanation.spec else ""
+        judged.append(Judged(outcome, kernel, _identity(call, explanation, device)))
+    return judged
+
+
+def _judged(calls: list[Call], device: str) -> Iterator[Judged]:
+    """Make all calls. On a GPU those of one form are made by one thread, as they share kernels.
+
+    Few processes, since a GPU lets them take turns; several, since a process has one lock for all its Python.
+    """
+    if device == "cpu":
+        for call in calls:
+            yield from judge([call], device)
+        return
+    forms: dict[object, list[Call]] = {}
+    for call in calls:
+        forms.setdefault(call.form, []).append(call)
+    longest_first = sorted(forms.values(), key=len, reverse=True)
+    processes = min(PROCESSES, len(forms))
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        shares = [pool.submit(_judge_together, longest_first[i::processes], device) for i in range(processes)]
+        for share in as_completed(shares):
+            yield from share.result()
+
+
+def _judge_together(forms: list[list[Call]], device: str) -> list[Judged]:
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // PROCESSES)) as pool:
+        return [one for judged in pool.map(judge, forms, itertools.repeat(device)) for one in judged]
 
 
 def shrink(outcome: Outcome, device: str, attempts: int = ATTEMPTS) -> Outcome:
@@ -64,21 +126,18 @@ def step(
     reason = launcher.device_error()
     device = "cpu" if reason else "cuda"
     calls = draw(count, seed, bool(reason), doors)
-    found = _explanations(calls, device)
-    if not reason:
-        target = launcher.target_of_device()
-        stages = {stage: None for one in found.values() for kernel in _kernels(one) for stage in kernel.stages}
-        survey.compile_together((stage, target) for stage in stages)
     advance = progress("fuzz", count)
-    outcomes = []
-    for call in calls:
-        outcomes.append(check(call, device))
-        advance(call.door)
+    found: dict[Call, Judged] = {}
+    for one in _judged(calls, device):
+        found[one.outcome.call] = one
+        advance(one.outcome.call.door)
+    judged = [found[call] for call in calls]
+    outcomes = [one.outcome for one in judged]
     failed = [outcome for outcome in outcomes if outcome.failure]
     smallest = []
     for outcome in failed[:MOST_SHRUNK]:
         smallest.append(shrink(outcome, device))
-    rows = _rows(outcomes, found, device)
+    rows = _rows(judged)
     where = "in the emulator" if reason else "on the GPU"
     refused = sum(outcome.kind == "refused" for outcome in outcomes)
     passed = count - len(failed) - refused
@@ -102,35 +161,19 @@ def step(
     return Step("verify", "failed" if failed else "passed", summary, table, sections, data=result)
 
 
-def _explanations(calls: list[Call], device: str) -> dict[Call, Explanation]:
-    """What runs for each call that a kernel computes."""
-    found = {}
-    for call in calls:
-        try:
-            found[call] = explained(call, device)
-        except UnsupportedProblem:
-            continue  # check() reports it
-    return found
-
-
-def _kernels(found: Explanation) -> list[KernelSpec]:
-    return [kernel for kernel in (found.spec, found.quantizer) if kernel is not None]
-
-
-def _rows(outcomes: list[Outcome], found: dict[Call, Explanation], device: str) -> list[results.Row]:
+def _rows(judged: list[Judged]) -> list[results.Row]:
     """A row for the calls of a door that one kernel ran, with the one that fails, or has the largest error."""
-    groups: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in outcomes:
-        spec = found[outcome.call].spec if outcome.call in found else None
-        if outcome.kind != "refused":
-            groups.setdefault((outcome.call.door, spec.name if spec else ""), []).append(outcome)
-    return [_row(members, found, device) for _, members in sorted(groups.items())]
+    groups: dict[tuple[str, str], list[Judged]] = {}
+    for one in judged:
+        if one.outcome.kind != "refused":
+            groups.setdefault((one.outcome.call.door, one.kernel), []).append(one)
+    return [_row(members) for _, members in sorted(groups.items())]
 
 
-def _row(members: list[Outcome], found: dict[Call, Explanation], device: str) -> results.Row:
-    failed = [outcome for outcome in members if outcome.failure]
-    worst = failed[0] if failed else max(members, key=lambda outcome: outcome.use)
-    call, error = worst.call, None
+def _row(members: list[Judged]) -> results.Row:
+    failed = [one for one in members if one.outcome.failure]
+    one = failed[0] if failed else max(members, key=lambda one: one.outcome.use)
+    worst, call, error = one.outcome, one.outcome.call, None
     if worst.errors is not None:
         tolerance = compare.Tolerance(worst.allowed, float("inf"), float("inf"))
         error = compare.as_record(worst.errors, tolerance) | {"tolerance": {"max_abs": worst.allowed}}
@@ -138,9 +181,7 @@ def _row(members: list[Outcome], found: dict[Call, Explanation], device: str) ->
     fields |= {"door": call.door, "case": str(call), "requested": call.impl, "error": error}
     fields |= {"cases": len(members), "passed": len(members) - len(failed)}
     fields |= {"status": "wrong" if failed else "ok", "reason": worst.failure}
-    if call in found:
-        fields |= _identity(call, found[call], device)
-    return results.row(call.case(), **fields)
+    return results.row(call.case(), **(fields | one.fields))
 
 
 def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, Any]:

@@ -104,6 +104,13 @@ class Call:
         """Multiplications of Q K^T, padded to tiles as kernels do."""
         return self.batch * self.heads * max(self.seqlen_q, 16) * max(self.seqlen_k, 16) * max(self.head_dim, 16)
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What kernels are compiled for: calls that differ in the rest alone share most of them."""
+        sides = tuple(end != -1 for end in self.window or (-1, -1))
+        masks = self.mask, sides, self.softcap is not None, self.alibi != "none", self.sinks
+        return self.dtype, self.head_dim, self.operands, self.impl, *masks
+
     def case(self) -> Case:
         """Shape, type and alignment, for tolerances and rows."""
         sizes = self.batch, self.heads, self.seqlen_q, self.seqlen_k, self.head_dim, self.heads_kv
@@ -277,7 +284,7 @@ def draw(count: int, seed: int, emulated: bool, doors: tuple[Door, ...] = DOORS)
     is free.
     """
     choose = random.Random(seed)
-    pool = [_form(choose, emulated) for _ in range(6 if emulated else 10 + count // 40)]
+    pool = [_form(choose, emulated) for _ in range(6 if emulated else 20 + count // 200)]
     calls: list[Call] = []
     while len(calls) < count:
         drawn = _call(choose, choose.choice(pool), emulated)
