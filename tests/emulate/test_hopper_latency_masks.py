@@ -94,7 +94,9 @@ def test_masks_that_bulk_copies_bring_are_right(case: Case, cluster: int, masks:
     check_in_every_order(spec, problem, case, conflicts="float32" in masks)
 
 
-@pytest.mark.parametrize("masks", [("bool",), ("padding",), ("window",), ("alibi",), ("softcap", "sinks")], ids=", ".join)
+@pytest.mark.parametrize(
+    "masks", [("bool",), ("padding",), ("window",), ("alibi",), ("softcap", "sinks")], ids=", ".join
+)
 @pytest.mark.parametrize(("keys", "cluster"), [(384, ONE_CTA), (500, ONE_CTA), (1000, PAIR)])
 def test_rounds_under_masks_are_unrolled(keys: int, cluster: int, masks: tuple[Masking, ...]) -> None:
     case = Case(1, 1, 64, keys, 64, masks=masks)

@@ -75,7 +75,9 @@ class Latency:
         key_rows = 2 * WARPGROUPS * self.stages * BLOCK_N
         tiles = (BLOCK_M + key_rows) * columns * ELEMENT
         if tail:
-            tiles += sum(-(-tail // 8 * (rows + 4) * 16 // 128) * 128 for rows in (key_rows // 2, key_rows // 2, BLOCK_M))
+            tiles += sum(
+                -(-tail // 8 * (rows + 4) * 16 // 128) * 128 for rows in (key_rows // 2, key_rows // 2, BLOCK_M)
+            )
             tiles = -(-tiles // 1024) * 1024
         merging = (
             (WARPGROUPS * 2 + WARPGROUPS * 2) * quadruples * 128 * 16  # from the neighbour; from the peer, twice
