@@ -105,19 +105,6 @@ def test_rounds_under_masks_are_unrolled(keys: int, cluster: int, masks: tuple[M
     check_in_every_order(spec, problem, case)
 
 
-@pytest.mark.parametrize("head_dim", [72, 80])
-@pytest.mark.parametrize("scale", [None, -0.3, 4.0])
-def test_tails_are_multiplied_too(head_dim: int, scale: float | None) -> None:
-    for case in (
-        Case(1, 2, 70, 300, head_dim, causal="lower_right", dtype="bfloat16", scale=scale, layout="bshd"),
-        Case(1, 4, 64, 512, head_dim, heads_kv=2, scale=scale),
-        Case(1, 1, 64, 100, head_dim, scale=scale, masks=("additive",)),
-    ):
-        spec, problem = specification_in_memory(case, PAIR if case.seqlen_k > 128 else ONE_CTA)
-        assert dict(spec.template_args)["HEAD_DIM"] == "80"
-        check_in_every_order(spec, problem, case)
-
-
 @pytest.mark.parametrize("keys", [256, 512])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_key_that_is_no_number_leaves_none_to_any_row(keys: int, masked: bool) -> None:

@@ -79,8 +79,6 @@ struct Instruction;
 #define MICROSDPA_REGISTERS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define MICROSDPA_REGISTERS_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define MICROSDPA_SIXTEEN(C, I) C(d[I + 0]), C(d[I + 1]), C(d[I + 2]), C(d[I + 3]), C(d[I + 4]), C(d[I + 5]), C(d[I + 6]), C(d[I + 7]), C(d[I + 8]), C(d[I + 9]), C(d[I + 10]), C(d[I + 11]), C(d[I + 12]), C(d[I + 13]), C(d[I + 14]), C(d[I + 15])
-#define MICROSDPA_LIST_16 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define MICROSDPA_OUTPUTS_16(C) C(d[0]), C(d[1]), C(d[2]), C(d[3]), C(d[4]), C(d[5]), C(d[6]), C(d[7])
 #define MICROSDPA_LIST_32 MICROSDPA_REGISTERS_0
 #define MICROSDPA_OUTPUTS_32(C) MICROSDPA_SIXTEEN(C, 0)
 #define MICROSDPA_LIST_64 MICROSDPA_REGISTERS_0 MICROSDPA_REGISTERS_16
@@ -148,7 +146,6 @@ struct Instruction;
   MICROSDPA_WGMMA_8(__nv_fp8_e4m3, "f32.e4m3.e4m3", float, ", 1, 1", MICROSDPA_F, N, __VA_ARGS__) \
   MICROSDPA_WGMMA_8(signed char, "s32.s8.s8", int32, "", MICROSDPA_R, N, __VA_ARGS__)
 
-MICROSDPA_WGMMA(16, 8, 9, 10, 11, 12, 13, 14, 15)
 MICROSDPA_WGMMA(32, 16, 17, 18, 19, 20, 21, 22, 23)
 MICROSDPA_WGMMA(64, 32, 33, 34, 35, 36, 37, 38, 39)
 MICROSDPA_WGMMA(96, 48, 49, 50, 51, 52, 53, 54, 55)
@@ -162,8 +159,6 @@ MICROSDPA_WGMMA(256, 128, 129, 130, 131, 132, 133, 134, 135)
 #undef MICROSDPA_WGMMA_16
 #undef MICROSDPA_R
 #undef MICROSDPA_F
-#undef MICROSDPA_LIST_16
-#undef MICROSDPA_OUTPUTS_16
 #undef MICROSDPA_LIST_32
 #undef MICROSDPA_OUTPUTS_32
 #undef MICROSDPA_LIST_64

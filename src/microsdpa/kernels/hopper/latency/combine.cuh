@@ -117,9 +117,7 @@ struct Exchange {
   __device__ __forceinline__ void give(const float (&o)[HEAD_DIM / 2], Columns<QUADRUPLES>& kept) const {
 #pragma unroll
     for (int i = 0; i < QUADRUPLES; ++i) {
-      const Quadruple first = quadruple(o, HALF, i);
-      const Quadruple second =
-          16 * (QUADRUPLES + i) < HEAD_DIM ? quadruple(o, HALF, (QUADRUPLES + i) % (HEAD_DIM / 16)) : Quadruple{};
+      const Quadruple first = quadruple(o, HALF, i), second = quadruple(o, HALF, QUADRUPLES + i);
       kept.part[i] = select(warpgroup == 0, first, second);
       shared.from_neighbour[1 - warpgroup][HALF][i][fragment.thread] = select(warpgroup == 0, second, first);
     }
@@ -227,7 +225,7 @@ struct Exchange {
     const int row = work.first_row + fragment.tile_row(0);
     const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
     place = {static_cast<T*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
-                 row * params.out_strides.row + 16 * QUADRUPLES * warpgroup + 8 * fragment.quad_lane(),
+                 row * params.out_strides.row + HEAD_DIM / 2 * warpgroup + 8 * fragment.quad_lane(),
              params.out_strides.row, params.lse == nullptr ? nullptr : params.lse + head * params.seqlen_q + row,
              params.seqlen_q - row};
     if (ROUNDS < 4) place.hold();  // four rounds leave no registers for it
@@ -240,7 +238,7 @@ struct Exchange {
 
   // Whether the tensors have one of this warpgroup's columns.
   __device__ __forceinline__ bool exists(int column) const {
-    return C::COLUMNS == 16 * QUADRUPLES * WARPGROUPS || 16 * QUADRUPLES * warpgroup + column < C::COLUMNS;
+    return C::COLUMNS == HEAD_DIM || HEAD_DIM / WARPGROUPS * warpgroup + column < C::COLUMNS;
   }
 
   // Writes this warpgroup's columns of one half of the rows; columns past the tensors' are none.

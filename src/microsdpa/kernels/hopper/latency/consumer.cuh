@@ -23,7 +23,7 @@ constexpr int TILE_BYTES = BLOCK_N * PANELS<HEAD_DIM> * PANEL * static_cast<int>
 template <typename T, int HEAD_DIM, int TILES = 1, bool ANNOUNCED = false>
 __device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
                                           int batch) {
-  static_assert(TILES == 1 || PANELS<HEAD_DIM> == 1, "tiles of one panel lie behind one another");
+  static_assert(TILES == 1 || HEAD_DIM == PANEL, "tiles of one panel lie behind one another");
   if (!ANNOUNCED) mbarrier_arrive_expect(full, TILES * TILE_BYTES<T, HEAD_DIM>);
 #pragma unroll
   for (int panel = 0; panel < PANELS<HEAD_DIM>; ++panel) {
@@ -59,9 +59,8 @@ struct Consumer : Exchange<C> {
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
   static constexpr int QUERY_STEPS = (C::COLUMNS + 15) / 16;  // of Q K^T, 16 columns each
-  static constexpr int TAIL_COLUMNS = TAIL<HEAD_DIM>, FIRST_OF_TAIL = HEAD_DIM - TAIL_COLUMNS;
-  static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
-  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
+  static constexpr int STEPS = BLOCK_N / 16;                  // of P V, 16 keys each
+  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;         // a thread's scores of 16 keys
   static constexpr int QUADRUPLES = Base::QUADRUPLES;
   // The last tile's probabilities are made for the peer's rows first.
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
@@ -91,11 +90,10 @@ struct Consumer : Exchange<C> {
     const int row = fragment.tile_row(lane / 8 % 2, lane % 8);
     mbarrier_wait(shared.query_full(), 0);
 #pragma unroll
-    for (int step = 0; step < (TAIL_COLUMNS > 0 ? FIRST_OF_TAIL / 16 : QUERY_STEPS); ++step) {
+    for (int step = 0; step < QUERY_STEPS; ++step) {
       const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
       ldmatrix(query[step], shared.query + step / 4 * BLOCK_M * PANEL + row * PANEL + chunk * 8);
     }
-    if constexpr (TAIL_COLUMNS > 0) ldmatrix(query[QUERY_STEPS - 1], shared.query_tail[lane / 16].row[row]);
     if (params.scale_log2 < 0.0f) {
 #pragma unroll
       for (int step = 0; step < QUERY_STEPS; ++step) {
@@ -104,9 +102,6 @@ struct Consumer : Exchange<C> {
       }
     }
   }
-
-  // The last columns of Q, K and V, where there is no panel for them (tails.cuh).
-  __device__ __forceinline__ void copy_tails();
 
   // Starts S of a round, added to what is there when it is BEGUN, in PARTS groups of consecutive keys.
   template <bool BEGUN = false, int PARTS = 1>
@@ -119,15 +114,9 @@ struct Consumer : Exchange<C> {
     for (int part = 0; part < PARTS; ++part) {
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < QUERY_STEPS - TAIL_COLUMNS / 16; ++step) {
+      for (int step = 0; step < QUERY_STEPS; ++step) {
         const int offset = step / 4 * BLOCK_N * PANEL + step % 4 * 16 + part * KEYS * PANEL;
         wgmma<T, KEYS>(part_of<PARTS>(s, part), query[step], advance(key, offset * sizeof(T)), BEGUN || step > 0);
-      }
-      if constexpr (TAIL_COLUMNS > 0) {
-        const auto& chunks = shared.key_tail;
-        const uint64 tail = matrix_descriptor(chunks[0].row[BLOCK_N * (WARPGROUPS * stage + warpgroup)],
-                                              sizeof(chunks[0]), 8 * 16, Swizzle::NONE);
-        wgmma<T, KEYS>(part_of<PARTS>(s, part), query[QUERY_STEPS - 1], advance(tail, part * KEYS * 16));
       }
       wgmma_commit();
     }
@@ -148,17 +137,7 @@ struct Consumer : Exchange<C> {
 #pragma unroll
     for (int step = FIRST; step < LAST; ++step) {
       const uint64 place = advance(value, 16 * PANEL * step * sizeof(T));
-      wgmma<T, FIRST_OF_TAIL, Major::MN>(first_of<FIRST_OF_TAIL / 2>(output), p[step], place, begun || step > FIRST);
-    }
-    if constexpr (TAIL_COLUMNS > 0) {
-      const auto& chunks = shared.value_tail;
-      const uint64 tail = matrix_descriptor(chunks[0].row[BLOCK_N * (WARPGROUPS * stage + warpgroup)], 8 * 16,
-                                            sizeof(chunks[0]), Swizzle::NONE);
-#pragma unroll
-      for (int step = FIRST; step < LAST; ++step) {
-        wgmma<T, TAIL_COLUMNS, Major::MN>(last_of<TAIL_COLUMNS / 2>(output), p[step], advance(tail, 16 * 16 * step),
-                                          begun || step > FIRST);
-      }
+      wgmma<T, HEAD_DIM, Major::MN>(output, p[step], place, begun || step > FIRST);
     }
     wgmma_commit();
   }

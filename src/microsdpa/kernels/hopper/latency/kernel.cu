@@ -213,8 +213,7 @@ __global__ void __launch_bounds__(THREADS, 1)
               const __grid_constant__ MAPS... masks) {
   const AttentionParams& params = MASKS::call(arguments);
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
-  static_assert(HEAD_DIM == 64 || HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 128, "panels, and a tail of 16");
-  static_assert(TAIL<HEAD_DIM> == 0 || ROUNDS > 0, "threads copy all tails at once");
+  static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "each warpgroup finishes whole quadruples");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
   using C = Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS, MASK_ROWS>;
   using Shared = SharedStorage<T, HEAD_DIM, STAGES, typename C::MaskMemory>;
@@ -246,12 +245,9 @@ __global__ void __launch_bounds__(THREADS, 1)
     if constexpr (CLUSTER == 2) cluster_arrive<false>();
     __syncthreads();
   };
-  if constexpr (MASKS::ANY || TAIL<HEAD_DIM> > 0) {
+  if constexpr (MASKS::ANY) {
     auto consumer = consumer_of_thread();
-    if constexpr (TAIL<HEAD_DIM> > 0) {
-      if (threadIdx.x >= 32) consumer.copy_tails();
-    }
-    if constexpr (MASKS::ANY) consumer.read_masks();
+    consumer.read_masks();
     meet();
     consumer.run();
   } else {

@@ -16,12 +16,9 @@ constexpr int STABILIZER_KEYS = 16;
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 
-// Columns of a row that no panel has: bulk copies take as long for a panel of few columns as for a whole one.
-template <int HEAD_DIM>
-constexpr int TAIL = HEAD_DIM == 80 ? 16 : 0;
 // Panels of a row: the last one may be wider than the row.
 template <int HEAD_DIM>
-constexpr int PANELS = (HEAD_DIM - TAIL<HEAD_DIM> + PANEL - 1) / PANEL;
+constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 
 // Barriers among warps; 0 is __syncthreads'. Those of 4 to 9 are events of the first warpgroup; the second one's
 // follow.
@@ -43,16 +40,6 @@ using Accumulators = float[N];
 template <int PARTS, int N>
 __device__ __forceinline__ Accumulators<N / PARTS>& part_of(float (&d)[N], int part) {
   return *reinterpret_cast<Accumulators<N / PARTS>*>(&d[N / PARTS * part]);
-}
-
-// The first, or the last, of them.
-template <int COUNT, int N>
-__device__ __forceinline__ Accumulators<COUNT>& first_of(float (&d)[N]) {
-  return *reinterpret_cast<Accumulators<COUNT>*>(&d[0]);
-}
-template <int COUNT, int N>
-__device__ __forceinline__ Accumulators<COUNT>& last_of(float (&d)[N]) {
-  return *reinterpret_cast<Accumulators<COUNT>*>(&d[N - COUNT]);
 }
 
 // Four floats of each thread, stored so that a warp's accesses are consecutive.
@@ -91,23 +78,6 @@ struct PeerArrived {
   Mbarrier row;
 };
 
-// The last columns of the query tile and of all tiles of K and V: chunks of eight columns, as wgmma has them without a
-// swizzle, far enough from one another that threads meet in no bank.
-template <typename T, int ALL_KEYS, int COLUMNS>
-struct TailTiles {
-  using Tails = TailTiles;
-  static constexpr int CHUNK = 8, CHUNKS = COLUMNS / CHUNK, KEYS = ALL_KEYS;
-  template <int ROWS>
-  struct Chunk {
-    T row[ROWS + 4][CHUNK];
-  };
-  alignas(128) Chunk<KEYS> key_tail[CHUNKS];
-  alignas(128) Chunk<KEYS> value_tail[CHUNKS];
-  alignas(128) Chunk<BLOCK_M> query_tail[CHUNKS];
-};
-template <typename T, int ALL_KEYS>
-struct TailTiles<T, ALL_KEYS, 0> {};
-
 // Without a mask tensor that bulk copies bring.
 struct NoMaskTiles {};
 template <typename MASK_TILES>
@@ -116,15 +86,14 @@ template <>
 constexpr bool HAS_MASK_TILES<NoMaskTiles> = false;
 
 template <typename T, int HEAD_DIM, int STAGES, typename MASK_TILES = NoMaskTiles>
-struct SharedStorage : MASK_TILES, TailTiles<T, STAGES * WARPGROUPS * BLOCK_N, TAIL<HEAD_DIM>> {
+struct SharedStorage : MASK_TILES {
   using Masks = MASK_TILES;
   // What the thread that issues the copies does is everybody's time where there are few of them: then one brings all
   // tiles of V. Of K it would make the first product wait.
-  static constexpr bool FEW_COPIES = PANELS<HEAD_DIM> == 1 && STAGES <= 2;
+  static constexpr bool FEW_COPIES = HEAD_DIM == 64 && STAGES <= 2;
   static constexpr int VALUE_TILES = FEW_COPIES ? WARPGROUPS * STAGES : 1;  // of a copy
-  // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows. The second one may have
-  // one less.
-  static constexpr int QUADRUPLES = (HEAD_DIM / 16 + WARPGROUPS - 1) / WARPGROUPS;
+  // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows.
+  static constexpr int QUADRUPLES = HEAD_DIM / WARPGROUPS / 16;
 
   alignas(1024) T query[BLOCK_M * PANELS<HEAD_DIM> * PANEL];
   alignas(1024) T key[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];

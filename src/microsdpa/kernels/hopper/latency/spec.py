@@ -30,8 +30,6 @@ MASK_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 """Of an element of a mask that bulk copies can bring."""
 HEAD_DIMS = range(8, 129, 8)
 """Head dimensions whose rows a bulk copy can read."""
-TAIL_DIM = 80
-"""Columns of tiles of which threads copy the last 16: with few rounds, all at once."""
 TILE_DIMS = (64, 96, 128)
 """Columns of the tiles that there are kernels for."""
 
@@ -39,11 +37,6 @@ TILE_DIMS = (64, 96, 128)
 def padded(head_dim: int) -> int:
     """Columns of the tiles for one of HEAD_DIMS: bulk copies fill those beyond a tensor's with zeros."""
     return min(dim for dim in TILE_DIMS if dim >= head_dim)
-
-
-def tile_dim(head_dim: int, rounds: int) -> int:
-    """The same for so many unrolled rounds; 0 for a ring."""
-    return TAIL_DIM if 64 < head_dim <= TAIL_DIM and 1 <= rounds <= 2 else padded(head_dim)
 
 
 RING_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
@@ -66,19 +59,13 @@ class Latency:
 
     def value_tiles(self, head_dim: int) -> int:
         """Tiles of V that one copy brings: with few copies, all."""
-        return WARPGROUPS * self.stages if head_dim in (64, TAIL_DIM) and self.stages <= 2 else 1
+        return WARPGROUPS * self.stages if head_dim == 64 and self.stages <= 2 else 1
 
     def shared_bytes(self, head_dim: int, mask: MaskKind | None = None) -> int:
         """SharedStorage's size (shared.cuh), for one of TILE_DIMS."""
-        quadruples = -(-head_dim // WARPGROUPS // 16)
-        columns, tail = (PANEL, head_dim - PANEL) if head_dim == TAIL_DIM else (-(-head_dim // PANEL) * PANEL, 0)
-        key_rows = 2 * WARPGROUPS * self.stages * BLOCK_N
-        tiles = (BLOCK_M + key_rows) * columns * ELEMENT
-        if tail:
-            tiles += sum(
-                -(-tail // 8 * (rows + 4) * 16 // 128) * 128 for rows in (key_rows // 2, key_rows // 2, BLOCK_M)
-            )
-            tiles = -(-tiles // 1024) * 1024
+        quadruples = head_dim // WARPGROUPS // 16
+        columns = -(-head_dim // PANEL) * PANEL
+        tiles = (BLOCK_M + 2 * WARPGROUPS * self.stages * BLOCK_N) * columns * ELEMENT
         merging = (
             (WARPGROUPS * 2 + WARPGROUPS * 2) * quadruples * 128 * 16  # from the neighbour; from the peer, twice
             + WARPGROUPS * 2 * (BLOCK_M // 2) * (8 + 2 * 4)  # the peer's rows; references and sums
@@ -141,7 +128,7 @@ def specification(problem: Problem, choice: Latency) -> KernelSpec:
 @functools.lru_cache(maxsize=1024)
 def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec:
     """specification() for any problem of that kind; `whole`: the keys fill the tiles."""
-    head_dim, mask = tile_dim(problem.head_dim, choice.rounds), problem.mask
+    head_dim, mask = padded(problem.head_dim), problem.mask
     right = problem.causal is not None or (mask is not None and mask.right)
     arguments = {
         "T": CPP_TYPE[problem.dtype],

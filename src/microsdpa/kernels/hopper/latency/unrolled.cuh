@@ -4,7 +4,6 @@
 
 #include "consumer.cuh"
 #include "masked_rounds.cuh"
-#include "tails.cuh"
 
 namespace microsdpa::hopper::latency {
 
