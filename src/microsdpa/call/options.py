@@ -41,6 +41,8 @@ OPTIONS: dict[tuple[object, ...], int] = {
 VARLEN_BIT = 1 << 20
 """Set in the number of a call's options where it has sequences of many lengths."""
 INTERLEAVED_BIT = 1 << 21
+DETERMINISTIC_BIT = 1 << 22
+"""Set in the number of a call for gradients whose bits shall be the same each time."""
 VARLEN_OPTIONS: dict[tuple[object, ...], int] = {
     (causal, interleaved, impl): OPTIONS[False, "lower_right" if causal else None, True, impl, None]
     | VARLEN_BIT

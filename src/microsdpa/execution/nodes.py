@@ -24,7 +24,9 @@ from microsdpa.call.masks import UNBOUNDED
 from microsdpa.call.options import PLAIN_CODE, Options
 from microsdpa.call.tensors import is_aligned
 from microsdpa.execution import forward
-from microsdpa.kernels.problem import VECTOR_BYTES
+from microsdpa.execution.gradients import problem_of
+from microsdpa.kernels import policy
+from microsdpa.kernels.problem import VECTOR_BYTES, Causal
 from microsdpa.kernels.spec import MAX_GRID_YZ
 from microsdpa.runtime import launcher
 
@@ -196,7 +198,9 @@ def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
         return ""
     if torch.are_deterministic_algorithms_enabled():
         return ""  # this library's own kernels give the same bits each time
-    causal = "upper_left" if options.is_causal else options.causal
+    causal: Causal | None = "upper_left" if options.is_causal else options.causal
+    if masks.attn_mask is None and policy.is_worth_a_node(problem_of(inputs, causal, None)):
+        return ""
     cudnn, flash = (name in calls() for name in (CUDNN, FLASH))
     cudnn &= _cudnn_computes(inputs, masks.attn_mask, causal)
     flash &= _flash_computes(inputs, masks.attn_mask, causal)

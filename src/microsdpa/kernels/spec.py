@@ -62,13 +62,13 @@ class TensorMap:
     Elements outside the tensor read as zeros and are not written.
 
     Attributes:
-        tensor: "query", "key", "value", "out", "attn_mask" or "grad_out".
+        tensor: "query", "key", "value", "out", "attn_mask", "grad_out", "grad_key" or "grad_value".
         rows: rows of a box.
         columns: elements of a row of the box; columns * element size is at most `swizzle` bytes when there is one.
         swizzle: bytes of the shared-memory pattern: 0 (none), 32, 64 or 128.
     """
 
-    tensor: Literal["query", "key", "value", "out", "attn_mask", "grad_out"]
+    tensor: Literal["query", "key", "value", "out", "attn_mask", "grad_out", "grad_key", "grad_value"]
     rows: int
     columns: int
     swizzle: int = 128
