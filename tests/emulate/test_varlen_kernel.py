@@ -137,6 +137,7 @@ APPENDING = {
     "decode": (Form(group=4), 0, False),
     "decode, rotated": (Form(group=4), 64, False),
     "several tokens, a part rotated in pairs": (Form(torch.float16, 64, 2, 5), 32, True),
+    "many tokens, which are written ahead": (Form(BF16, 80, 2, 20), 48, False),
     "rows, rotated": (Form(torch.float16, 64, 2, 3, keys="dense"), 64, False),
 }
 
@@ -144,12 +145,66 @@ APPENDING = {
 @pytest.mark.parametrize("name", APPENDING)
 @pytest.mark.parametrize("seed", range(2))
 def test_new_keys_are_written_and_seen(name: str, seed: int) -> None:
-    given = appending(APPENDING[name][0], seed, *APPENDING[name][1:])
+    assert_appended(appending(APPENDING[name][0], seed, *APPENDING[name][1:]), seed)
+
+
+def assert_appended(given: dict[str, Any], seed: int = 0) -> None:
+    """Compare caches, output and LSE of a call that appends with those of one that finds all keys in its cache."""
     expected = after_appending(given)
     out, lse = emulated(given, seed)
     torch.testing.assert_close(given["key"], expected["key"], rtol=1e-2, atol=1e-3)
     assert torch.equal(given["value"], expected["value"])
     assert_right(out, lse, expected)
+
+
+def decode_appending(lengths: list[int], queries: int, width: int, rotary: int = 0) -> dict[str, Any]:
+    """A call whose sequences each have new keys, and pages of their own for them."""
+    pages = torch.randperm(len(lengths) * width, generator=torch.Generator().manual_seed(3)).view(len(lengths), width)
+    given = decode(lengths, pages.tolist())
+    generator = torch.Generator().manual_seed(2)
+    given["query"] = torch.randn(len(lengths), queries, 4, 64, generator=generator).to(BF16)
+    for name in ("new_key", "new_value"):
+        given[name] = torch.randn(len(lengths), queries, 1, 64, generator=generator).to(BF16)
+    if rotary:
+        angles = torch.rand(width * 16 + queries, rotary // 2, generator=generator) * 6
+        given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": False}
+    return given
+
+
+@pytest.mark.parametrize("queries", [1, 4, 40])
+def test_new_keys_without_room_are_left_out(queries: int) -> None:
+    assert_appended(decode_appending([48, 30, 47], queries, 3, 64))
+
+
+def test_new_keys_meet_windows_and_sinks() -> None:
+    given = decode_appending([100, 3, 0], 4, 8, 32)
+    assert_appended(given | {"window": (2, 0), "sinks": torch.tensor([0.5, 1.0, -1.0, 0.0])})
+
+
+def test_more_new_keys_than_the_hint_says() -> None:
+    form = Form(BF16, 64, 2, 70)
+    seed = next(seed for seed in range(99) if "query_offsets" in call(form, seed))
+    assert_appended(appending(form, seed, 64) | {"max_queries": 1})
+
+
+def test_wild_lengths_append_within_the_cache() -> None:
+    wild, tame = (decode_appending(lengths, 1, 2, 64) for lengths in ([2**31 - 1, -7], [32, 0]))
+    found = zip(emulated(wild), emulated(tame), strict=True)
+    assert all(torch.equal(one, other) for one, other in found)
+    assert torch.equal(wild["key"], tame["key"])
+    assert_appended(decode_appending([32, 0], 1, 2, 64))
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_new_keys_on_a_page_that_the_cache_lacks_are_not_written(queries: int) -> None:
+    given = decode_appending([40, 40], queries, 6, 64)
+    given["page_table"][0, 2] = -1
+    before = given["key"].clone()
+    out, _ = emulated(given)
+    assert out[0, -1].isnan().all()
+    assert out[1].isfinite().all()
+    table = given["page_table"][0]
+    assert torch.equal(given["key"][table[:2].long()], before[table[:2].long()])
 
 
 @pytest.fixture
@@ -183,6 +238,13 @@ def test_a_cluster_has_any_number_of_keys(length: int) -> None:
     given = decode([length], [[(7 * i) % 200 for i in range(80)]])
     out, lse = emulated(given)
     assert_right(out, lse, given)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("length", [0, 15, 511, 600])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_cluster_appends_and_rotates(length: int, queries: int) -> None:
+    assert_appended(decode_appending([length], queries, 40, 64))
 
 
 @pytest.mark.usefixtures("_hopper")

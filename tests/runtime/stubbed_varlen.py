@@ -129,14 +129,15 @@ class Given:
         problem = problem_of(checked)
         spec = select(problem, "auto").spec
         addresses = {name: ADDRESSES[name] for name in t}
-        attention = {name: address for name, address in addresses.items() if name not in sequences.appended}
         queries = sequences.queries(t["query"])
+        *ahead, spec = varlen.kernels_of(checked, problem, spec)
         found = []
-        if append := varlen.append_kernel(checked, problem):
+        for append in ahead:
             params = varlen.append_parameters(checked, problem, spec, addresses)
             grid = kernel.append_grid(problem, queries, self.appends, bool(self.rotary))
             found.append(Expected(params, grid, append, problem))
-        params = varlen.parameters(checked, problem, spec, attention)
+            addresses = {name: address for name, address in addresses.items() if name not in sequences.appended}
+        params = varlen.parameters(checked, problem, spec, addresses)
         return *found, Expected(params, kernel.grid_of(spec, problem, queries), spec, problem)
 
 
@@ -171,6 +172,8 @@ CASES = {
     "masks": Given(slopes=(3, 8), sinks=True, window=(5, -1), softcap=2.0),
     "one sequence on a wide table": Given(query=(1, 1, 8, 64), integers={"lengths": (1,), "page_table": (1, 700)}),
     "new keys": Given(appends=True),
+    "new keys, rotated": Given(appends=True, rotary=32, interleaved=True),
+    "new keys of many queries": Given((3, 40, 8, 64), appends=True, rotary=64),
     "new keys of packed queries, rotated": Given(
         (50, 8, 64), integers={"query_offsets": (4,), "lengths": (3,), "page_table": (3, 9)}, appends=True, rotary=32
     ),
@@ -193,12 +196,15 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
         batch, *_ = given.query
         shape = (8, batch) if packed_queries else (batch, 8, given.query[1])
         assert (tuple(lse.shape), lse.data_ptr()) == (shape, latest().lse)
-    got = latest()
+    got, wanted = latest(), expected[-1].params
+    if isinstance(wanted, AppendParams):  # one kernel appends, rotates and attends
+        compare(given, latest(AppendParams), wanted, {"call", "rotated"})
+        wanted = wanted.call
     assert tuple(last().grid) == expected[-1].grid
-    assert bool(got.arrivals) == bool(expected[-1].params.divides_keys)
-    rotated = bool(given.rotary)
+    assert bool(got.arrivals) == bool(wanted.divides_keys)
+    rotated = len(expected) == 2 and bool(given.rotary)
     assert bool(got.workspace) == (rotated or bool(got.arrivals))
-    compare(given, got, expected[-1].params, {"query", "query_strides"} if rotated else set())
+    compare(given, got, wanted, {"query", "query_strides"} if rotated else set())
     if len(expected) == 2:
         before = latest(AppendParams, back=1)
         assert tuple(last(1).grid) == expected[0].grid

@@ -254,7 +254,9 @@ constexpr int APPEND_THREADS = 128;
 inline unsigned append_ctas(const AppendParams& params, std::int64_t head_dim) {
   const std::int64_t rows =
       (params.new_key ? 2 * params.call.heads_kv : 0) + (params.rotary_cos ? params.call.heads : 0);
-  return static_cast<unsigned>((params.queries * rows * (head_dim / 8) + APPEND_THREADS - 1) / APPEND_THREADS);
+  std::int64_t lanes = 1;
+  while (lanes < head_dim / 8) lanes *= 2;
+  return static_cast<unsigned>((params.queries * rows * lanes + APPEND_THREADS - 1) / APPEND_THREADS);
 }
 
 // Launches a plan for sequences of many lengths; gives what LseArgument does.
@@ -266,8 +268,9 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const std::int64_t head_dim = call.query->shape[call.query->ndim - 1];
   unsigned ctas[3];
   const bool divides_keys = varlen_ctas(call, plan.varlen, ctas);
-  const std::int64_t row = params.heads * head_dim;  // of rotated queries
-  const std::int64_t rotated_bytes = call.varlen.rotary_cos ? call.varlen.queries * row * 2 : 0;
+  const std::int64_t row = params.heads * head_dim;    // of rotated queries
+  const bool appends_ahead = plan.kernels.size() > 1;  // else the kernel of attention does
+  const std::int64_t rotated_bytes = appends_ahead && call.varlen.rotary_cos ? call.varlen.queries * row * 2 : 0;
   const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
   Optional<ffi::Tensor> workspace;
   if (bytes) {
@@ -282,7 +285,7 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   guarded([&] {
     ScopedContext current(driver(), plan.context);
     if (divides_keys) params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));
-    if (plan.kernels.size() > 1) {
+    if (appends_ahead) {
       if (rotated_bytes) {
         call.varlen.rotated = static_cast<char*>(params.workspace) + (divides_keys ? plan.varlen.workspace_bytes : 0);
       }
@@ -293,7 +296,8 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
         params.query_strides = {params.query_offsets ? 0 : params.most_queries * row, head_dim, row};
       }
     }
-    plan.kernels.back().launch.issue(driver(), stream, &params, call.addresses, ctas);
+    // The parameter of a kernel that appends begins with that of one that does not.
+    plan.kernels.back().launch.issue(driver(), stream, &call.varlen, call.addresses, ctas);
   });
   return lse.result();
 }

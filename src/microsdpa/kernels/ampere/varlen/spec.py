@@ -98,6 +98,8 @@ MANY, PROMPTS = Tiling(16, 2, 2, 4, 3, kept=0), Tiling(64, 1, 4, 1, 2, kept=0)
 ONE = Tiling(16, 1, 1, 8, 3)
 """Tiles for up to 16 rows of a sequence, for up to 32, up to 64, and more; for head dimensions over 128; and for one
 sequence of few rows."""
+MOST_NEW_KEYS = 8
+"""New keys of a sequence up to which every tile of rows rotates those that it sees; more are written ahead."""
 FEW_KEYS = 1024
 """Keys of one sequence up to which four warps of a cluster's CTAs are as fast as eight."""
 
@@ -192,6 +194,7 @@ def _specification(problem: Problem, tiling: Tiling, layout: str) -> KernelSpec:
         "CLUSTER": tiling.cluster,
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "MASKS": f"microsdpa::ampere::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
+        "EMBEDDING": "void",
     }
     chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim)
     resident = max(1, min(chip.shared_per_sm // (shared_bytes + 1024), MOST_RESIDENT))
@@ -212,15 +215,31 @@ def _specification(problem: Problem, tiling: Tiling, layout: str) -> KernelSpec:
     )
 
 
+def _embedding(rotary: Rotary | None) -> str:
+    columns, interleaved, dtype = (
+        (rotary.columns, rotary.interleaved, rotary.dtype) if rotary else (0, False, "float32")
+    )
+    return f"microsdpa::ampere::varlen::Embedding<{columns}, {BOOLEAN[interleaved]}, {CPP_TYPE[dtype]}>"
+
+
+def appends_itself(spec: KernelSpec, problem: Problem) -> bool:
+    """Whether the kernel of attention writes new keys and rotates, too: each tile of rows takes what it sees itself."""
+    return spec.name == "ampere/varlen" and problem.seqlen_q * spec.pack <= min(spec.block_m, MOST_NEW_KEYS * spec.pack)
+
+
+def appending(spec: KernelSpec, rotary: Rotary | None) -> KernelSpec:
+    """The kernel of attention that writes new keys and values to the cache, and rotates them and queries."""
+    arguments = dict(spec.template_args) | {"EMBEDDING": _embedding(rotary)}
+    return replace(spec, template_args=tuple(arguments.items()), params="microsdpa::AppendParams")
+
+
 def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
     """The kernel that writes new keys and values to the cache, and rotates them and queries."""
     programmatic = capability_of(problem.target) >= (9, 0)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
-        "ROTARY": rotary.columns if rotary else 0,
-        "INTERLEAVED": BOOLEAN[rotary.interleaved if rotary else False],
-        "ANGLE": CPP_TYPE[rotary.dtype if rotary else "float32"],
+        "EMBEDDING": _embedding(rotary),
         "PAGED": BOOLEAN[problem.varlen != 0],
         "PROGRAMMATIC": BOOLEAN[programmatic],
     }
@@ -237,9 +256,10 @@ def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
 
 
 def append_grid(problem: Problem, queries: int, new_keys: bool, rotates: bool) -> Grid:
-    """CTAs that append and rotate: a thread for every 16 bytes."""
+    """CTAs that append and rotate: a thread for every 16 bytes, and a power of two for every row."""
     rows = (2 * problem.heads_kv if new_keys else 0) + (problem.heads if rotates else 0)
-    return ceil(queries * rows * (problem.head_dim // 8) / APPEND_THREADS), 1, 1
+    lanes = 1 << (problem.head_dim // 8 - 1).bit_length()
+    return ceil(queries * rows * lanes / APPEND_THREADS), 1, 1
 
 
 def workspace_bytes(spec: KernelSpec) -> int:
