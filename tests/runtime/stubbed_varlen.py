@@ -70,6 +70,7 @@ class Given:
     appends: bool = False
     rotary: int = 0
     interleaved: bool = False
+    invariant: bool = False
 
     def torch_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors of these shapes on the CPU."""
@@ -106,7 +107,7 @@ class Given:
             for name, t in self.torch_tensors().items()
         } | changes
         get = tensors.get
-        code = VARLEN_OPTIONS[self.causal, self.interleaved, "auto"]
+        code = VARLEN_OPTIONS[self.causal, self.interleaved, self.invariant, "auto"]
         return [
             *(get("query"), get("key"), get("value"), get("out"), self.lse, code, None),
             *(None, get("slopes"), get("sinks"), *self.window, self.softcap, *NO_SCALES),
@@ -122,7 +123,7 @@ class Given:
             False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, "emulate"
         )
         integers, new = ([t.get(name) for name in names] for names in (NAMES[4:8], NAMES[10:]))
-        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved)
+        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved, self.invariant)
         masks = mask_tensors(None, t.get("slopes"), t.get("sinks"))
         inputs = t["query"], t["key"], t["value"]
         checked = check(Call(inputs, masks, options=options, return_lse=self.lse, out=t["out"], sequences=sequences))

@@ -24,16 +24,19 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     """The launcher's arguments for a call."""
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
     assert sequences is not None
-    code = VARLEN_OPTIONS[checked.causal is not None, sequences.rotary_interleaved, call.options.impl]
+    flags = checked.causal is not None, sequences.rotary_interleaved, sequences.batch_invariant
+    code = VARLEN_OPTIONS[(*flags, call.options.impl)]
     given = *call.inputs, out, call.return_lse, code, checked.scale
     tensors = None, masks.alibi_slopes, masks.sinks
-    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-1]
+    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-2]
 
 
 def kernels_of(checked: Checked, problem: Problem, spec: KernelSpec) -> tuple[KernelSpec, ...]:
     """The kernels of a call: that of attention, and ahead of it one that writes to the cache if that one does not."""
     sequences = checked.call.sequences
     assert sequences is not None
+    if sequences.batch_invariant:
+        spec = kernel.batch_invariant(problem)
     if not sequences.appended:
         return (spec,)
     if kernel.appends_itself(spec, problem):
