@@ -11,7 +11,7 @@ namespace microsdpa {
 
 // Numbers that the kernel's 32 bits have room for, as in kernels/ampere/varlen/spec.py.
 constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
-constexpr std::int64_t FEW_KEYS = 1024, CLUSTERED_KEYS = 8192, SPLIT_KEYS = 512;  // as in spec.py
+constexpr std::int64_t FEW_KEYS = 1536, CLUSTERED_KEYS = 8192, SPLIT_KEYS = 512;  // as in spec.py
 constexpr std::int64_t LARGEST_GRANULARITY = 64;                                  // as in sequences.py
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.

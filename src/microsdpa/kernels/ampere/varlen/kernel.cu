@@ -141,9 +141,9 @@ struct Source {
     }
   }
 
-  // Stores the new keys and values of a tile, to the tile and to the cache.
+  // Stores the group's new keys and values of a tile, to the tile and to the cache, or to the cache alone.
   template <typename EMBEDDING, typename Segment>
-  __device__ __forceinline__ static void store_new(Stage<C>& stage, const Pages& pages, const AppendParams& append,
+  __device__ __forceinline__ static void store_new(Stage<C>* stage, const Pages& pages, const AppendParams& append,
                                                    Segment& segment, int first_key) {
     using KeyChunk = RowChunk<T, C::COLUMNS, EMBEDDING>;
     const VarlenParams& params = append.call;
@@ -163,14 +163,17 @@ struct Source {
         value_chunk = *reinterpret_cast<const Chunk<T>*>(value);
       }
       const auto place = segment.keys.place(params, key);
-      int page = APART ? 0 : pages.page[0];
-      if (APART && inside) page = segment.keys.table[place.number];
+      const bool looks_up = LAYOUT != CONTIGUOUS && (APART || stage == nullptr);
+      int page = looks_up ? 0 : pages.page[0];
+      if (looks_up && inside) page = segment.keys.table[place.number];
       const bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(page) < static_cast<uint32>(params.pages);
       segment.misplaced |= inside && !exists;
       const Chunk<T> embedded = key_chunk.embedded();
       if (key >= end || column >= C::COLUMNS) continue;
-      *reinterpret_cast<Chunk<T>*>(stage.key.at(key - first_key, column)) = embedded;
-      *reinterpret_cast<Chunk<T>*>(stage.value.at(key - first_key, column)) = value_chunk;
+      if (stage != nullptr) {
+        *reinterpret_cast<Chunk<T>*>(stage->key.at(key - first_key, column)) = embedded;
+        *reinterpret_cast<Chunk<T>*>(stage->value.at(key - first_key, column)) = value_chunk;
+      }
       if (inside && exists) {
         T* key_cache = static_cast<T*>(const_cast<void*>(params.key)) + segment.keys.key + column;
         T* value_cache = static_cast<T*>(const_cast<void*>(params.value)) + segment.keys.value + column;
@@ -340,6 +343,18 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
     if constexpr (!ROTATES) load_query(buffer);
   };
+  // New keys that are not among the first tiles go to the cache, once those are on their way, and come from there: a
+  // barrier is in between.
+  const auto store_ahead = [&]() {
+    if constexpr (APPENDS) {
+      const int before = (loading.new_from / C::TILE - loading.first_tile) / CLUSTER;
+      if (loading.new_from >= loading.end || before < AHEAD) return;
+      for (int i = before; i < loading.count; ++i) {
+        OwnSource::template store_new<EMBEDDING>(nullptr, pages, given, loading, loading.first_key(i, group));
+      }
+      loading.new_from = loading.end;
+    }
+  };
   // Starts copying the next tile of `loading`, if there is one, as a group of copies.
   const auto load = [&]() {
     if (loaded < loading.count) {
@@ -347,7 +362,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       OwnSource::copy_async(ring[total % STAGES], pages, params, loading, first_key);
       if constexpr (APPENDS) {
         if (first_key + BLOCK_N > loading.new_from) {
-          OwnSource::template store_new<EMBEDDING>(ring[total % STAGES], pages, given, loading, first_key);
+          OwnSource::template store_new<EMBEDDING>(&ring[total % STAGES], pages, given, loading, first_key);
         }
       }
       ++loaded, ++total;
@@ -363,6 +378,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     loading = OwnSegment(params, work);
     is_ahead = true;
     begin_loading(1 - query_buffer);
+    store_ahead();
     if constexpr (ROTATES) RotatedQuery::copy(shared.streaming.query[1 - query_buffer], given, loading, 0);
   };
   begin_loading(0);
@@ -376,6 +392,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load();
   }
+  store_ahead();
   if (PROGRAMMATIC) grid_dependency_launch();
 
   int step = 0;          // tiles that were computed
@@ -578,6 +595,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       if (loaded < min(AHEAD, loading.count)) load(), drained = true;
     }
     if (loaded == 0) cp_async_commit(), drained = true;
+    store_ahead();
   }
 }
 

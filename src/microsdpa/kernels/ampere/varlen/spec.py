@@ -104,7 +104,7 @@ MOST_PARTS = 4096
 """Such parts that the workspace has room for, and CTAs share."""
 MOST_NEW_KEYS = 8
 """New keys of a sequence up to which every tile of rows rotates those that it sees; more are written ahead."""
-FEW_KEYS = 1024
+FEW_KEYS = 1536
 """Keys of one sequence up to which four warps of a cluster's CTAs are as fast as eight."""
 
 
