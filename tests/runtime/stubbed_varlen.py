@@ -173,6 +173,13 @@ CASES = {
     "masks": Given(slopes=(3, 8), sinks=True, window=(5, -1), softcap=2.0),
     "one sequence on a wide table": Given(query=(1, 1, 8, 64), integers={"lengths": (1,), "page_table": (1, 700)}),
     "new keys": Given(appends=True),
+    "parts of a fixed size": Given(invariant=True, sinks=True),
+    "parts of a fixed size of one sequence": Given(
+        query=(1, 5, 8, 64), integers={"lengths": (1,), "page_table": (1, 7)}, appends=True, rotary=64, invariant=True
+    ),
+    "parts of a fixed size of prompts": Given(
+        query=(9000, 8, 64), key=(9000, 2, 64), integers={"query_offsets": (4,), "key_offsets": (4,)}, invariant=True
+    ),
     "new keys, rotated": Given(appends=True, rotary=32, interleaved=True),
     "new keys of many queries": Given((3, 40, 8, 64), appends=True, rotary=64),
     "new keys of packed queries, rotated": Given(
@@ -285,7 +292,11 @@ def test_other_arguments_miss(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}]
+    "changes",
+    [
+        *({"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}),
+        {"invariant": True},
+    ],
 )
 def test_another_kind_of_mask_misses(changes: dict[str, Any]) -> None:
     register(CASES["decode, pages"])
