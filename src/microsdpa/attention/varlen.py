@@ -109,6 +109,7 @@ def sdpa_varlen(
             *(query_offsets, key_offsets, lengths, page_table, max_queries),
             *(rotary_cos, rotary_sin, rotary_interleaved, causal, scale, return_lse),
             *([-1, -1] if window is None else list(window), softcap, alibi_slopes, sinks, impl),
+            batch_invariant,
         )
         result = found[0] if out is None else out.copy_(found[0])
         return (result, found[1]) if return_lse else result

@@ -24,8 +24,8 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     """The launcher's arguments for a call."""
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
     assert sequences is not None
-    flags = checked.causal is not None, sequences.rotary_interleaved, sequences.batch_invariant
-    code = VARLEN_OPTIONS[(*flags, call.options.impl)]
+    options = checked.causal is not None, sequences.rotary_interleaved, sequences.batch_invariant, call.options.impl
+    code = VARLEN_OPTIONS[options]
     given = *call.inputs, out, call.return_lse, code, checked.scale
     tensors = None, masks.alibi_slopes, masks.sinks
     return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-2]
