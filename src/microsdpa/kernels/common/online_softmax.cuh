@@ -42,11 +42,10 @@ __device__ __forceinline__ bool is_large(float stabilizer) {
 // Probabilities are 2^(scale * score - stabilizer). The stabilizer, in textbooks the row's maximum, is a score that the
 // row has seen, not always the largest: it follows the maximum only when that has moved by more than 2^SLACK, so that
 // the accumulator is rarely rescaled. The result is the same for any stabilizer; probabilities up to 2^SLACK keep every
-// bit of precision. The rows of a warp move together; with APART each stabilizer is the row's maximum, so that no bit
-// of a row depends on the others.
-template <int ROW_TILES, bool APART = false>
+// bit of precision.
+template <int ROW_TILES>
 struct OnlineSoftmax {
-  static constexpr float SLACK = APART ? 0.0f : 8.0f;
+  static constexpr float SLACK = 8.0f;
   static constexpr float LIMIT = 16384.0f;  // of a lane's sum over some keys: FP16 holds probabilities up to 65504
 
   float stabilizer[ROW_TILES][2];  // base 2, scaled; -inf before the first visible key

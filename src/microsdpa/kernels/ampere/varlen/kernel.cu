@@ -295,6 +295,32 @@ __device__ __forceinline__ void add_part(Values4& total, RowStats& combined, con
   for (int c = 0; c < 4; ++c) total.data[c] = fmaf(total.data[c], before, __fmul_rn(values.data[c], now));
 }
 
+// Moves every row's stabilizer to its largest score. An update moves those of a warp together, when one of them is far
+// behind: after this none is, and no bit of a row depends on the others.
+template <int KEYS, int COLUMNS, int ROW_TILES>
+__device__ __forceinline__ void follow_maxima(OnlineSoftmax<ROW_TILES>& softmax,
+                                              const float (&s)[ROW_TILES][KEYS / 8][4],
+                                              float (&o)[ROW_TILES][COLUMNS / 8][4]) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = negative_infinity();
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) largest = fmaxf(largest, fmaxf(s[t][n][2 * half], s[t][n][2 * half + 1]));
+      largest = quad_max(largest);
+      float& stabilizer = softmax.stabilizer[t][half];
+      if (!__any_sync(FULL_WARP, largest > stabilizer)) continue;
+      const float next = fmaxf(stabilizer, largest);
+      const float factor = next == negative_infinity() ? 1.0f : ex2_approx(stabilizer - next);
+      stabilizer = next;
+      softmax.sum[t][half] *= factor;
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 8; ++n) o[t][n][2 * half] *= factor, o[t][n][2 * half + 1] *= factor;
+    }
+  }
+}
+
 // SPLIT: tiles of keys of a part, where a sequence's bits may not depend on the others; 0 where they may. MOST_PARTS:
 // those of all sequences that CTAs share.
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
@@ -423,7 +449,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
                                                                                   warp_row);
     go_ahead();
 
-    OnlineSoftmax<ROW_TILES, (SPLIT > 0)> softmax;
+    OnlineSoftmax<ROW_TILES> softmax;
     float o[ROW_TILES][COLUMNS / 8][4] = {};
     if constexpr (SPLIT == 0) {
       if (segment.work.part == 0 && group == 0) masked.add_sinks(softmax);
@@ -439,6 +465,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       float s[ROW_TILES][BLOCK_N / 8][4];
       multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, stage.key, 0);
       masked.template apply<BLOCK_N>(s, first_key);
+      if constexpr (SPLIT > 0) follow_maxima<BLOCK_N, COLUMNS>(softmax, s, o);
       softmax.template update<BLOCK_N, COLUMNS>(s, o, 1.0f);
       multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, s, stage.value, 0);
     }
