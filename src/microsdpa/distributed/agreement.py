@@ -1,0 +1,50 @@
+"""What the ranks of a group have agreed upon for one kind of call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+
+from microsdpa.distributed.layout import Layout
+from microsdpa.distributed.visible import Visible
+
+Method = Literal["all_gather", "ring", "heads"]
+Transport = Literal["symmetric", "collective"]
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """What the ranks of a group have agreed upon for one kind of call.
+
+    Attributes:
+        group: the group.
+        rank: this rank in it.
+        visible: layouts and masks.
+        method: how data travels.
+        transport: by what.
+        by_token: whether the keys and values of all ranks lie in memory as [B, S, H, D].
+        ratio: estimate of the time of computing a head over that of its transfer.
+        softcap, scale: as sdpa has them.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    visible: Visible
+    method: Method
+    transport: Transport
+    by_token: bool
+    ratio: float
+    softcap: float | None
+    scale: float | None
+
+    @property
+    def queries(self) -> Layout:
+        """The layout of the queries."""
+        return self.visible.queries
+
+    @property
+    def keys(self) -> Layout:
+        """The layout of the keys."""
+        return self.visible.keys
