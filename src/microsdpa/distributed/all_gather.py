@@ -84,7 +84,7 @@ def forward(
     out = torch.empty_like(query)
     sums = query.new_empty(query.shape[:3], dtype=torch.float32) if lse else None
     shared = query.shape[1] // key.shape[1]
-    pieces = agreed.visible.pieces(agreed.rank)
+    pieces = agreed.visible.pieces[agreed.rank]
     streams = compute_streams(gather)
     gather.start(0)
     for number, (low, high) in enumerate(groups):

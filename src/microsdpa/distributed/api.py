@@ -136,7 +136,8 @@ def agree_upon(
         agree.exchange(error, process_group)
         raise
     remembered = agree.known(process_group)
-    if (found := remembered.get(mine)) is not None:
+    found: Agreement | None = remembered.get(mine)
+    if found is not None:
         return found
     agreed = compare(agree.exchange(mine, process_group), process_group)
     remembered[mine] = agreed
@@ -152,13 +153,13 @@ def signature(
     transport: str,
 ) -> Signature:
     """The signature of this rank's part of a call, whose arguments are checked as far as one rank can."""
-    for name, value, known in (
+    for name, given, known in (
         ("order", order, get_args(Order)),
         ("method", method, ("auto", *get_args(Method))),
         ("transport", transport, ("auto", *get_args(Transport))),
     ):
-        if value not in known:
-            raise InvalidArgument(name, expected=f"one of {known}", got=repr(value), hint="see the documentation")
+        if given not in known:
+            raise InvalidArgument(name, expected=f"one of {known}", got=repr(given), hint="see the documentation")
     checked = check(Call(inputs, options=options))
     query, key, value = inputs
     ids = None
@@ -230,7 +231,7 @@ def mask_of(
     """What this rank's queries see where slices of keys do not say it; None where they do."""
     visible = agreed.visible
     if document_ids is None:
-        if not any(piece.ranged for piece in visible.pieces(agreed.rank)):
+        if not any(piece.ranged for piece in visible.pieces[agreed.rank]):
             return None
         return visible.ranges(agreed.rank, query.device)
     pair = tuple(document_ids) if isinstance(document_ids, (tuple, list)) else (document_ids,)

@@ -81,8 +81,13 @@ _streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 def side_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Streams of a device: for data on its way, and for computing beside the current stream."""
     if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+        _streams[device] = new_stream(device, -1), new_stream(device)
     return _streams[device]
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A stream of a device; -1 is a high priority."""
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
 
 def on(stream: torch.cuda.Stream | None) -> Any:

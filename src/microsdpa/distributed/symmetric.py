@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from microsdpa.distributed.collective import new_stream
 from microsdpa.distributed.visible import Visible
 from microsdpa.errors import MicrosdpaError
 
@@ -71,9 +72,9 @@ class Buffer:
         self.addresses: list[int] = list(self.handle.buffer_ptrs)
         dist.barrier(group)
         torch.cuda.synchronize(device)
-        self.pushes = [torch.cuda.Stream(device, priority=-1) for _ in range(2)]
-        self.local, self.flags = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
-        self.compute = torch.cuda.Stream(device)
+        self.pushes = [new_stream(device, -1) for _ in range(2)]
+        self.local, self.flags = (new_stream(device, -1) for _ in range(2))
+        self.compute = new_stream(device)
 
     @property
     def streams(self) -> list[torch.cuda.Stream]:
@@ -151,9 +152,10 @@ class Gather:
         shape = batch, heads_kv, visible.keys.total, head_dim
         self.bytes = -(-shape[0] * shape[1] * shape[2] * shape[3] * first.element_size() // ALIGNMENT) * ALIGNMENT
         self.buffer = buffer_for(group, len(tensors) * self.bytes, first.device)
+        self.sources = [tensor.data_ptr() for tensor in tensors]
+        self.at = [FLAGS + number * self.bytes for number in range(len(tensors))]
         self.wholes: list[torch.Tensor] = []
-        for number in range(len(tensors)):
-            at = FLAGS + number * self.bytes
+        for at in self.at:
             flat = self.buffer.memory[at : at + self.bytes].view(first.dtype)
             memory = shape if by_head else (shape[0], shape[2], shape[1], shape[3])
             whole = flat[: batch * heads_kv * shape[2] * head_dim].view(memory)
@@ -171,7 +173,7 @@ class Gather:
         """Put the copies of a group of heads on their streams."""
         buffer, low_high = self.buffer, self.heads[number]
         for target in (buffer.rank, *buffer.peers()):
-            chunks = self.visible.sent(buffer.rank, target)
+            chunks = self.visible.sends[buffer.rank][target]
             for index in range(len(self.tensors)):
                 stream = buffer.local if target == buffer.rank else buffer.pushes[index % 2]
                 for chunk in chunks:
@@ -182,19 +184,18 @@ class Gather:
 
     def _push(self, index: int, target: int, heads: tuple[int, int], chunk: Any, stream: torch.cuda.Stream) -> None:
         tensor, whole, buffer = self.tensors[index], self.wholes[index], self.buffer
-        low, high = heads
         size, head_dim = tensor.element_size(), tensor.shape[3]
-        base = buffer.addresses[target] - buffer.addresses[buffer.rank]
+        if self.by_head:
+            pitches, width, height = (whole.stride(1), tensor.stride(1)), chunk.length * head_dim, heads[1] - heads[0]
+        else:
+            pitches, width, height = (whole.stride(2), tensor.stride(2)), (heads[1] - heads[0]) * head_dim, chunk.length
+        low = heads[0]
         for b in range(tensor.shape[0]):
-            of, to = tensor[b, low, chunk.at :], whole[b, low, chunk.start :]
-            if self.by_head:
-                pitches, width, height = (whole.stride(1), tensor.stride(1)), chunk.length * head_dim, high - low
-            else:
-                pitches, width, height = (whole.stride(2), tensor.stride(2)), (high - low) * head_dim, chunk.length
-            buffer.copy(
-                *(to.data_ptr() + base, pitches[0] * size, of.data_ptr(), pitches[1] * size),
-                *(width * size, height, stream),
-            )
+            of = b * tensor.stride(0) + low * tensor.stride(1) + chunk.at * tensor.stride(2)
+            to = b * whole.stride(0) + low * whole.stride(1) + chunk.start * whole.stride(2)
+            target_at = buffer.addresses[target] + self.at[index] + to * size, pitches[0] * size
+            source_at = self.sources[index] + of * size, pitches[1] * size
+            buffer.copy(*target_at, *source_at, width * size, height, stream)
 
     def wait(self, number: int, *streams: torch.cuda.Stream) -> list[torch.Tensor]:
         """Let streams wait for a group of heads; gives its tensors [B, heads, S_k, D]."""

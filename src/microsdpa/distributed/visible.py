@@ -83,10 +83,11 @@ class Visible:
             return plain._replace(causal="lower_right", window=None if left == UNBOUNDED else (left, UNBOUNDED))
         return plain._replace(ranged=True)
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """The calls of a rank, the longest first."""
-        found = [self.piece(chunk) for chunk in self.queries.shards[rank] if chunk.length]
-        return tuple(sorted(found, key=lambda piece: piece.start - piece.stop))
+    @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """The calls of every rank, of each the longest first."""
+        found = [[self.piece(chunk) for chunk in shard if chunk.length] for shard in self.queries.shards]
+        return tuple(tuple(sorted(calls, key=lambda piece: piece.start - piece.stop)) for calls in found)
 
     @cached_property
     def needs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -102,14 +103,20 @@ class Visible:
             found.append(tuple(merged))
         return tuple(found)
 
-    def sent(self, source: int, target: int) -> tuple[Chunk, ...]:
-        """What `target` reads of the shard of `source`."""
-        return tuple(
-            Chunk(max(start, chunk.start), min(stop, chunk.stop) - max(start, chunk.start), chunk.at + max(start - chunk.start, 0))
-            for chunk in self.keys.shards[source]
-            for start, stop in self.needs[target]
-            if max(start, chunk.start) < min(stop, chunk.stop)
-        )
+    @cached_property
+    def sends(self) -> tuple[tuple[tuple[Chunk, ...], ...], ...]:
+        """What a rank sends to each: sends[source][target] are the chunks of its shard that the target reads."""
+        ranks = range(self.keys.world)
+        return tuple(tuple(self._sent(source, target) for target in ranks) for source in ranks)
+
+    def _sent(self, source: int, target: int) -> tuple[Chunk, ...]:
+        found = []
+        for chunk in self.keys.shards[source]:
+            for start, stop in self.needs[target]:
+                first, end = max(start, chunk.start), min(stop, chunk.stop)
+                if first < end:
+                    found.append(Chunk(first, end - first, chunk.at + first - chunk.start))
+        return tuple(found)
 
     def ranges(self, rank: int, device: torch.device) -> torch.Tensor:
         """The first key that each query of a rank sees and one past the last, int32 [1, 1, S_local, 2]."""
