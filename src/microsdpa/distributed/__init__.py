@@ -1,6 +1,5 @@
 """Attention of sequences that are spread over several GPUs: over a group or a DeviceMesh dimension of torch."""
 
-from microsdpa.distributed.agree import forget
 from microsdpa.distributed.api import attention, shard, unshard
 
-__all__ = ["attention", "forget", "shard", "unshard"]
+__all__ = ["attention", "shard", "unshard"]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_process_group_store
 
-from microsdpa.errors import InvalidArgument
+from microsdpa.errors import InvalidArgument, MicrosdpaError
 
 MAX_KNOWN = 256
-
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def resolve(group: object) -> dist.ProcessGroup:
@@ -49,26 +48,53 @@ def resolve(group: object) -> dist.ProcessGroup:
     return found
 
 
-def known(group: dist.ProcessGroup) -> dict[Any, Any]:
-    """What is remembered of a group, by the signature of a call."""
-    found = _known.setdefault(group, {})
-    if len(found) > MAX_KNOWN:
-        found.clear()
+class Peers:
+    """What is remembered of a group: what its ranks have agreed upon, by the signature of a call.
+
+    Ranks tell each other through the group's store, which waits as long as the group's timeout says and leaves the
+    GPUs alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.agreements: dict[Any, Any] = {}
+        self.rank, self.world = group.rank(), group.size()
+        self.store = dist.PrefixStore("microsdpa", _get_process_group_store(group))
+        self.turn = 0
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """The picklable object of every rank, by rank. Every rank of the group has to call it.
+
+        Raises:
+            MicrosdpaError: a rank did not come before the group's timeout.
+        """
+        self.turn += 1
+        self.store.set(f"{self.turn}/{self.rank}", pickle.dumps(mine))
+        found = []
+        for rank in range(self.world):
+            try:
+                found.append(pickle.loads(self.store.get(f"{self.turn}/{rank}")))
+            except dist.DistStoreError as error:
+                raise MicrosdpaError(
+                    f"rank {rank} of the group has not come to this call of microsdpa.distributed, which rank "
+                    f"{self.rank} waits in; all ranks of a group make the same calls in the same order"
+                ) from error
+        if self.turn > 1:  # whoever is here has read what was said a turn ago
+            self.store.delete_key(f"{self.turn - 1}/{self.rank}")
+        return found
+
+    def remember(self, signature: Any, agreement: Any) -> None:
+        """Keep what was agreed upon."""
+        if len(self.agreements) >= MAX_KNOWN:
+            self.agreements.clear()
+        self.agreements[signature] = agreement
+
+
+_peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()
+
+
+def peers(group: dist.ProcessGroup) -> Peers:
+    """What is remembered of a group."""
+    found = _peers.get(group)
+    if found is None:
+        found = _peers[group] = Peers(group)
     return found
-
-
-def forget(group: object = None) -> None:
-    """Exchange shapes anew at the next call of every kind: needed where shapes of some ranks alone have changed."""
-    _known.pop(resolve(group), None)
-
-
-def exchange(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The picklable object of every rank, by rank. Every rank of the group has to call it."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found
-
-
-def device_name(tensor: torch.Tensor) -> str:
-    """What ranks compare of a device: its type, as each has a number of its own."""
-    return tensor.device.type

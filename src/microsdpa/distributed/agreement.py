@@ -8,7 +8,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from microsdpa.distributed.layout import Layout
-from microsdpa.distributed.visible import Visible
+from microsdpa.distributed.visible import Piece, Visible
 
 Method = Literal["all_gather", "ring", "heads"]
 Transport = Literal["symmetric", "collective"]
@@ -38,6 +38,16 @@ class Agreement:
     ratio: float
     softcap: float | None
     scale: float | None
+
+    @property
+    def calls(self) -> tuple[Piece, ...]:
+        """All calls of sdpa that this rank makes for a group of heads."""
+        if self.method == "heads":
+            return (self.visible.whole,)
+        if self.method == "all_gather":
+            return self.visible.pieces[self.rank]
+        sources = range(self.keys.world)
+        return tuple(piece for source in sources for piece in self.visible.blocks(self.rank, source))
 
     @property
     def queries(self) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -12,7 +13,7 @@ from microsdpa.call import documents
 from microsdpa.call.call import Call
 from microsdpa.call.options import Options
 from microsdpa.call.validate import check
-from microsdpa.distributed import agree, all_gather, model, symmetric
+from microsdpa.distributed import agree, autograd, model, symmetric
 from microsdpa.distributed.agreement import Agreement, Method, Transport
 from microsdpa.distributed.layout import Layout, Order, even, put, take
 from microsdpa.distributed.visible import UNBOUNDED, Visible
@@ -44,6 +45,8 @@ class Signature(NamedTuple):
     scale: float | None
     method: str
     transport: str
+    lengths: tuple[int, ...] | int | None
+    graded: bool
     seqlen_q: int
     seqlen_k: int
     by_token: bool
@@ -70,6 +73,7 @@ def attention(
     enable_gqa: bool = False,
     method: Method | Literal["auto"] = "auto",
     transport: Transport | Literal["auto"] = "auto",
+    lengths: int | Sequence[int] | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of sequences that are spread over the ranks of a group: softmax(scale * Q K^T + mask) V, exact.
@@ -77,8 +81,8 @@ def attention(
     Every rank of the group calls it with its own shard, and gets the outputs of its own queries. Tensors are on CUDA
     devices, one for each rank, or on the CPU.
 
-    What ranks have to know of one another is exchanged at the first call of every kind and remembered. Where shapes of
-    some ranks alone change from then on, call forget(group) on every rank.
+    Ranks tell each other their shapes ahead of every call, on the host, so that all of them raise the same error. With
+    `lengths` they do so at the first call of every kind only.
 
     Args:
         query: [B, H, S_local, D], float16 or bfloat16: this rank's shard of the queries.
@@ -95,6 +99,8 @@ def attention(
         method: "all_gather", "ring" or "heads"; "auto" takes the one of the shortest estimate, which explain() prints.
         transport: "symmetric", the copy engines of the GPUs of one host, or "collective", NCCL or gloo; "auto" takes
             the first where it can.
+        lengths: what saves the exchange of shapes: tokens of the whole sequence, or of every rank's shard. It is of
+            queries and keys both, and the same on all ranks, as everything else of the call has to be then.
         return_lse: also return the natural logarithm of the softmax's denominator, [B, H, S_local] in FP32.
 
     Returns:
@@ -106,9 +112,10 @@ def attention(
         UnsupportedProblem: a call that no kernel computes.
     """
     options = Options(False, causal, scale, enable_gqa, window, softcap)
-    agreed = agree_upon((query, key, value), group, order, options, document_ids, method, transport)
+    known = tuple(lengths) if isinstance(lengths, Sequence) else lengths
+    agreed = agree_upon((query, key, value), group, order, options, document_ids, method, transport, known)
     mask = mask_of(agreed, document_ids, query, key)
-    out, lse = all_gather.forward(agreed, query, key, value, mask, return_lse)
+    out, lse = autograd.attend(agreed, query, key, value, mask, return_lse)
     if return_lse:
         assert lse is not None
         return out, lse
@@ -123,6 +130,7 @@ def agree_upon(
     document_ids: documents.Ids | None,
     method: str,
     transport: str,
+    lengths: tuple[int, ...] | int | None = None,
 ) -> Agreement:
     """What the ranks agree upon for a call; a collective call of the group if it is one of a new kind.
 
@@ -130,18 +138,24 @@ def agree_upon(
         MicrosdpaError: an argument is wrong on some rank, or not the same on all.
     """
     process_group = agree.resolve(group)
+    peers = agree.peers(process_group)
     try:
-        mine = signature(inputs, order, options, document_ids, method, transport)
+        mine = signature(inputs, order, options, document_ids, method, transport, lengths)
     except MicrosdpaError as error:
-        agree.exchange(error, process_group)
+        peers.exchange(error)
         raise
-    remembered = agree.known(process_group)
-    found: Agreement | None = remembered.get(mine)
-    if found is not None:
-        return found
-    agreed = compare(agree.exchange(mine, process_group), process_group)
-    remembered[mine] = agreed
-    return agreed
+    if lengths is not None:
+        found: Agreement | None = peers.agreements.get(mine)
+        if found is not None:
+            return found
+    said = tuple(peers.exchange(mine))
+    found = peers.agreements.get(said)
+    if found is None:
+        found = compare(said, process_group)
+        peers.remember(said, found)
+    if lengths is not None:
+        peers.remember(mine, found)
+    return found
 
 
 def signature(
@@ -151,6 +165,7 @@ def signature(
     document_ids: documents.Ids | None,
     method: str,
     transport: str,
+    lengths: tuple[int, ...] | int | None,
 ) -> Signature:
     """The signature of this rank's part of a call, whose arguments are checked as far as one rank can."""
     for name, given, known in (
@@ -167,15 +182,25 @@ def signature(
         pair = tuple(document_ids) if isinstance(document_ids, (tuple, list)) else (document_ids,)
         ids = tuple(one.shape[0] for one in documents.check(pair, query, key))
     (batch, heads, seqlen_q, head_dim), (_, heads_kv, seqlen_k, _) = query.shape, key.shape
+    graded = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     by_token = symmetric.is_by_token(key) and symmetric.is_by_token(value)
     return Signature(
         *(batch, heads, heads_kv, head_dim, query.dtype, query.device.type, order, checked.causal),
-        *(options.window or (UNBOUNDED, UNBOUNDED), ids, options.softcap, checked.scale, method, transport),
+        *(
+            options.window or (UNBOUNDED, UNBOUNDED),
+            ids,
+            options.softcap,
+            checked.scale,
+            method,
+            transport,
+            lengths,
+            graded,
+        ),
         *(seqlen_q, seqlen_k, by_token),
     )
 
 
-def compare(found: list[Signature | MicrosdpaError], group: dist.ProcessGroup) -> Agreement:
+def compare(found: tuple[Signature | MicrosdpaError, ...], group: dist.ProcessGroup) -> Agreement:
     """The agreement of the signatures of all ranks.
 
     Raises:
@@ -203,6 +228,7 @@ def compare(found: list[Signature | MicrosdpaError], group: dist.ProcessGroup) -
     for argument in ("query", "key"):
         lengths = tuple(getattr(one, "seqlen_q" if argument == "query" else "seqlen_k") for one in signatures)
         layout = Layout(order, lengths)
+        check_lengths(argument, lengths, first.lengths, order)
         for rank, (length, wanted) in enumerate(zip(lengths, layout.expected, strict=True)):
             if length != wanted:
                 raise InvalidArgument(
@@ -213,10 +239,31 @@ def compare(found: list[Signature | MicrosdpaError], group: dist.ProcessGroup) -
                 )
         layouts.append(layout)
     visible = Visible(layouts[0], layouts[1], first.causal, first.window, first.documents is not None)
+    if first.method == "heads" and (first.heads_kv % group.size()):
+        raise InvalidArgument(
+            "method",
+            expected=f"another one with H_kv = {first.heads_kv} and {group.size()} ranks",
+            got="'heads'",
+            hint="it gives every rank H_kv / W whole key heads; use 'all_gather', 'ring' or 'auto'",
+        )
     method, chosen = model.choose(first, visible, group)
     by_token = all(one.by_token for one in signatures)
     ratio = model.ratio(first, visible)
     return Agreement(group, group.rank(), visible, method, chosen, by_token, ratio, first.softcap, first.scale)
+
+
+def check_lengths(argument: str, got: tuple[int, ...], given: tuple[int, ...] | int | None, order: Order) -> None:
+    """Refuse shards that are not as long as `lengths` says."""
+    if given is None:
+        return
+    wanted = even(given, len(got), order).lengths if isinstance(given, int) else given
+    if wanted != got:
+        raise InvalidArgument(
+            "lengths",
+            expected=f"{got}, the tokens of {argument} on the ranks",
+            got=f"{given}" if wanted == given else f"{given}, which are {wanted}",
+            hint="pass lengths=None where queries and keys are not of one length",
+        )
 
 
 def of_rank(error: MicrosdpaError, rank: int) -> MicrosdpaError:
@@ -229,17 +276,17 @@ def mask_of(
     agreed: Agreement, document_ids: documents.Ids | None, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor | None:
     """What this rank's queries see where slices of keys do not say it; None where they do."""
-    visible = agreed.visible
+    visible, rank = agreed.visible, None if agreed.method == "heads" else agreed.rank
     if document_ids is None:
-        if not any(piece.ranged for piece in visible.pieces[agreed.rank]):
+        if not any(piece.ranged for piece in agreed.calls):
             return None
-        return visible.ranges(agreed.rank, query.device)
+        return visible.ranges(rank, query.device)
     pair = tuple(document_ids) if isinstance(document_ids, (tuple, list)) else (document_ids,)
     of_query, of_key = documents.check(pair, query, key)
     whole = []
     for ids, layout in ((of_query, visible.queries), (of_key, visible.keys)):
         whole.append(gathered(ids, layout, agreed.group, 1))
-    return visible.mask(agreed.rank, (whole[0], whole[1]))
+    return visible.mask(rank, (whole[0], whole[1]))
 
 
 def gathered(shard: torch.Tensor, layout: Layout, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
@@ -278,7 +325,7 @@ def unshard(tensor: torch.Tensor, group: Group = None, *, dim: int = 2, order: O
     process_group = agree.resolve(group)
     _check_dim(tensor, dim, order)
     dim %= tensor.dim()
-    shapes = agree.exchange((*tensor.shape, tensor.dtype), process_group)
+    shapes = agree.peers(process_group).exchange((*tensor.shape, tensor.dtype))
     for rank, one in enumerate(shapes):
         if one[:dim] + one[dim + 1 :] != shapes[0][:dim] + shapes[0][dim + 1 :]:
             raise InvalidArgument(

@@ -29,7 +29,7 @@ def ratio(of: Signature, visible: Visible) -> float:
 
 def choose(of: Signature, visible: Visible, group: dist.ProcessGroup) -> tuple[Method, Transport]:
     """The method and the transport of a call."""
-    method: Method = "all_gather"
+    method: Method = "all_gather" if of.method == "auto" else of.method  # type: ignore[assignment]
     transport: Transport = "symmetric" if of.device == "cuda" else "collective"
     if of.transport != "auto":
         transport = of.transport  # type: ignore[assignment]
