@@ -8,7 +8,8 @@ from microsdpa.attention.api import sdpa
 from microsdpa.call.masks import Masks
 from microsdpa.distributed.agreement import Agreement
 from microsdpa.distributed.visible import Piece, arguments
-from microsdpa.execution import backward
+from microsdpa.execution import backward, torch_cpu
+from microsdpa.kernels.problem import Causal
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -67,7 +68,8 @@ def differentiate_piece(
         return
     rows, seen = slice(piece.at, piece.at + piece.length), slice(piece.start, piece.stop)
     given = arguments(piece, mask)
-    found = backward.gradients(
+    compute = backward.gradients if query.is_cuda else gradients_on_cpu
+    found = compute(
         (grad_out[:, :, rows], None if grad_lse is None else grad_lse[:, :, rows]),
         (query[:, :, rows], key[:, :, seen], value[:, :, seen]),
         (out[:, :, rows], lse[:, :, rows]),
@@ -77,3 +79,28 @@ def differentiate_piece(
     )
     for total, gradient, part in zip(sums, found, (rows, seen, seen), strict=True):
         total[:, :, part] += gradient
+
+
+def gradients_on_cpu(
+    grads: Grads, inputs: Inputs, result: Pair, causal: Causal | None, scale: float | None, masks: Masks
+) -> list[torch.Tensor]:
+    """Gradients in plain FP32, of keys that may be a part of those that `result` was computed from."""
+    (grad_out, grad_lse), (query, key, value), (out, lse) = grads, inputs, result
+    found = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in inputs]
+    d_query, d_key, d_value = found
+    shared, factor = query.shape[1] // key.shape[1], query.shape[3] ** -0.5 if scale is None else scale
+    for head in range(query.shape[1]):
+        q, k, v, d_out = query[:, head], key[:, head // shared], value[:, head // shared], grad_out[:, head].float()
+        logits = torch_cpu.scores(q, k, head, causal, scale, masks)
+        rows = lse[:, head, :, None]
+        p = torch.where(rows == -torch.inf, 0.0, (logits - rows).exp())
+        shift = -(out[:, head].float() * d_out).sum(dim=-1, keepdim=True)
+        if grad_lse is not None:
+            shift = shift + grad_lse[:, head, :, None]
+        d_logits = p * (d_out @ v.float().mT + shift)
+        if masks.softcap is not None:
+            d_logits = d_logits * (1.0 - (torch_cpu.products(q, k, scale, masks) / masks.softcap).square())
+        d_query[:, head] = d_logits @ k.float() * factor
+        d_key[:, head // shared] += d_logits.mT @ q.float() * factor
+        d_value[:, head // shared] += p.mT @ d_out
+    return found

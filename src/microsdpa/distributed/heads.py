@@ -49,7 +49,7 @@ def to_heads(
 def to_tokens(
     agreed: Agreement, whole: torch.Tensor, layout: Layout, shard: torch.Tensor, low: int, high: int
 ) -> list[torch.Tensor]:
-    """The way back: from heads `low` to `high` of every rank's part [B, heads, S, ...] into shards [B, H, S_local, ...].
+    """The way back: heads `low` to `high` of every rank's part [B, heads, S, ...] into shards [B, H, S_local, ...].
 
     It gives what must not be freed before the stream has been waited for.
     """

@@ -121,7 +121,9 @@ class Visible:
                     continue
                 before = row[-1] if row else None
                 follows = before is not None and before.stop == piece.start and _is_plain(before)
-                if before is not None and follows and not piece.ranged and piece.window is None:
+                # Under a causal mask the first query has to see all that the merged call has ahead of this chunk.
+                reaches = piece.causal is None or piece.place <= chunk.start + self.shift + 1
+                if before is not None and follows and reaches and not piece.ranged and piece.window is None:
                     row[-1] = piece._replace(start=before.start, place=before.place)
                 else:
                     row.append(piece)
