@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from microsdpa.errors import InvalidArgument, MicrosdpaError
 
@@ -58,8 +59,9 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.agreements: dict[Any, Any] = {}
         self.rank, self.world = group.rank(), group.size()
-        self.store = dist.PrefixStore("microsdpa", _get_process_group_store(group))
+        self.store = PrefixStore("microsdpa", _get_process_group_store(group))
         self.turn = 0
+        self.timeout = timeout_of(group)
 
     def exchange(self, mine: Any) -> list[Any]:
         """The picklable object of every rank, by rank. Every rank of the group has to call it.
@@ -68,10 +70,11 @@ class Peers:
             MicrosdpaError: a rank did not come before the group's timeout.
         """
         self.turn += 1
-        self.store.set(f"{self.turn}/{self.rank}", pickle.dumps(mine))
+        self.store.set(f"{self.turn}/{self.rank}", pickle.dumps(mine))  # type: ignore[arg-type]
         found = []
         for rank in range(self.world):
             try:
+                self.store.wait([f"{self.turn}/{rank}"], self.timeout)
                 found.append(pickle.loads(self.store.get(f"{self.turn}/{rank}")))
             except dist.DistStoreError as error:
                 raise MicrosdpaError(
@@ -87,6 +90,14 @@ class Peers:
         if len(self.agreements) >= MAX_KNOWN:
             self.agreements.clear()
         self.agreements[signature] = agreement
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long ranks of a group wait for each other."""
+    device = next(iter(group._device_types))
+    options = getattr(group._get_backend(device), "options", None)
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, timedelta) else dist.default_pg_timeout
 
 
 _peers: weakref.WeakKeyDictionary[dist.ProcessGroup, Peers] = weakref.WeakKeyDictionary()

@@ -8,6 +8,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from microsdpa.distributed.layout import Layout
+from microsdpa.distributed.model import Estimate
 from microsdpa.distributed.visible import Piece, Visible
 
 Method = Literal["all_gather", "ring", "heads"]
@@ -26,6 +27,8 @@ class Agreement:
         transport: by what.
         by_token: whether the keys and values of all ranks lie in memory as [B, S, H, D].
         ratio: estimate of the time of computing a head over that of its transfer.
+        estimates: of the methods that could compute the call, the shortest first.
+        because: why the method was chosen.
         softcap, scale: as sdpa has them.
     """
 
@@ -36,8 +39,16 @@ class Agreement:
     transport: Transport
     by_token: bool
     ratio: float
+    estimates: tuple[Estimate, ...]
+    because: str
     softcap: float | None
     scale: float | None
+
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        lines = [f"method     {self.method}", f"transport  {self.transport}", f"because    {self.because}"]
+        lines += [f"estimate   {estimate}" for estimate in self.estimates]
+        return "\n".join(lines)
 
     @property
     def calls(self) -> tuple[Piece, ...]:

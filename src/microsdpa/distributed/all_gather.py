@@ -10,27 +10,7 @@ from microsdpa.distributed.agreement import Agreement
 from microsdpa.distributed.collective import on
 from microsdpa.distributed.compute import Grads, Inputs, Pair, Result, attend_piece, differentiate_piece
 from microsdpa.distributed.layout import take
-
-MOST_GROWTH = 4.0
-FIRST_PART = 16
-"""The first group has 1 / FIRST_PART of the heads, if that is one."""
-
-
-def head_groups(heads: int, ratio: float) -> list[tuple[int, int]]:
-    """Groups of heads: the first of each and one past the last. The first group is small, as nothing hides its way.
-
-    While a group is computed the next one travels, which may be `ratio` times as large: the time of computing a head
-    over that of its transfer.
-    """
-    growth = min(max(ratio, 1.0), MOST_GROWTH)
-    found, low, size = [], 0, float(max(1, heads // FIRST_PART))
-    while low < heads:
-        high = low + int(size)
-        if heads - high < size / 2:
-            high = heads
-        found.append((low, high))
-        low, size = high, size * growth
-    return found
+from microsdpa.distributed.model import head_groups
 
 
 def compute_streams(gather: symmetric.Gather | collective.Gather) -> list[torch.cuda.Stream]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from functools import cache
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ class Signature(NamedTuple):
 
     Attributes:
         batch, heads, heads_kv, head_dim, dtype, device: of the tensors; these and the options are equal on all ranks.
-        seqlen_q, seqlen_k, by_token: of this rank's tensors, as it likes.
+        seqlen_q, seqlen_k, by_token: of this rank's tensors, as it likes; host, memory: its host, and bytes of its GPU.
     """
 
     batch: int
@@ -43,16 +45,20 @@ class Signature(NamedTuple):
     documents: tuple[int, ...] | None
     softcap: float | None
     scale: float | None
-    method: str
-    transport: str
+    method: Method | Literal["auto"]
+    transport: Transport | Literal["auto"]
     lengths: tuple[int, ...] | int | None
     graded: bool
     seqlen_q: int
     seqlen_k: int
     by_token: bool
+    host: str
+    memory: int
 
 
-OWN = "seqlen_q", "seqlen_k", "by_token"
+MEMORY_PART = 4
+"""Gathered keys and values may take this part of a GPU's memory."""
+OWN = "seqlen_q", "seqlen_k", "by_token", "host", "memory"
 """What may differ from rank to rank."""
 ARGUMENTS = {"batch": "query", "heads": "query", "heads_kv": "key", "head_dim": "query", "dtype": "query"}
 """Arguments that a part of a signature is of; others have its name."""
@@ -122,14 +128,40 @@ def attention(
     return out
 
 
+def explain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: Group = None,
+    order: Order = "balanced",
+    causal: Causal | None = None,
+    window: tuple[int, int] | None = None,
+    document_ids: documents.Ids | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    method: Method | Literal["auto"] = "auto",
+    transport: Transport | Literal["auto"] = "auto",
+    lengths: int | Sequence[int] | None = None,
+) -> Agreement:
+    """How attention() would compute a call: method, transport, and the estimates that chose them; print() shows them.
+
+    Arguments and errors are those of attention(). Every rank of the group has to call it.
+    """
+    options = Options(False, causal, scale, enable_gqa, window, softcap)
+    known = tuple(lengths) if isinstance(lengths, Sequence) else lengths
+    return agree_upon((query, key, value), group, order, options, document_ids, method, transport, known)
+
+
 def agree_upon(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     group: Group,
     order: Order,
     options: Options,
     document_ids: documents.Ids | None,
-    method: str,
-    transport: str,
+    method: Method | Literal["auto"],
+    transport: Transport | Literal["auto"],
     lengths: tuple[int, ...] | int | None = None,
 ) -> Agreement:
     """What the ranks agree upon for a call; a collective call of the group if it is one of a new kind.
@@ -163,8 +195,8 @@ def signature(
     order: Order,
     options: Options,
     document_ids: documents.Ids | None,
-    method: str,
-    transport: str,
+    method: Method | Literal["auto"],
+    transport: Transport | Literal["auto"],
     lengths: tuple[int, ...] | int | None,
 ) -> Signature:
     """The signature of this rank's part of a call, whose arguments are checked as far as one rank can."""
@@ -196,8 +228,15 @@ def signature(
             lengths,
             graded,
         ),
-        *(seqlen_q, seqlen_k, by_token),
+        *(seqlen_q, seqlen_k, by_token, *place_of(query.device)),
     )
+
+
+@cache
+def place_of(device: torch.device) -> tuple[str, int]:
+    """The host's name, and the bytes of a GPU's memory; 0 for a CPU."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return socket.gethostname(), memory
 
 
 def compare(found: tuple[Signature | MicrosdpaError, ...], group: dist.ProcessGroup) -> Agreement:
@@ -246,10 +285,39 @@ def compare(found: tuple[Signature | MicrosdpaError, ...], group: dist.ProcessGr
             got="'heads'",
             hint="it gives every rank H_kv / W whole key heads; use 'all_gather', 'ring' or 'auto'",
         )
-    method, chosen = model.choose(first, visible, group)
+    return choose(signatures, visible, group)
+
+
+def choose(signatures: list[Signature], visible: Visible, group: dist.ProcessGroup) -> Agreement:
+    """How data travels in a call that all ranks have agreed upon; the same on every rank."""
+    first = signatures[0]
+    one_host = first.device == "cuda" and len({one.host for one in signatures}) == 1
+    transport: Transport = "symmetric" if one_host else "collective"
+    if first.transport != "auto":
+        transport = first.transport
+        if transport == "symmetric" and not one_host:
+            raise InvalidArgument(
+                "transport",
+                expected="'collective' or 'auto' for tensors on CPUs or on several hosts",
+                got="'symmetric'",
+                hint="memory can be written to by GPUs of the same host only",
+            )
+    sizes = first.batch, first.heads, first.heads_kv, first.head_dim, first.dtype.itemsize
+    problem = model.Problem(*sizes, visible)
+    found = tuple(model.estimates(problem, transport == "symmetric"))
+    gathered_bytes, memory = problem.token_bytes * visible.keys.total, min(one.memory for one in signatures)
+    method: str
+    if first.method != "auto":
+        method, because = first.method, "method names it"
+    elif memory and gathered_bytes > memory // MEMORY_PART:
+        method, because = "ring", f"all keys and values would take {gathered_bytes / 1e9:.1f} GB of every GPU"
+    else:
+        method, because = found[0].method, "it has the shortest estimate"
     by_token = all(one.by_token for one in signatures)
-    ratio = model.ratio(first, visible)
-    return Agreement(group, group.rank(), visible, method, chosen, by_token, ratio, first.softcap, first.scale)
+    return Agreement(
+        *(group, group.rank(), visible, cast(Method, method), transport, by_token),
+        *(model.ratio(problem), found, because, first.softcap, first.scale),
+    )
 
 
 def check_lengths(argument: str, got: tuple[int, ...], given: tuple[int, ...] | int | None, order: Order) -> None:
