@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "execution": {"call", "emulate", "errors", "kernels", "reference", "runtime"},
     "attention": {"call", "errors", "execution", "jit", "kernels", "runtime"},
     "distributed": {"attention", "call", "errors", "execution", "kernels"},
-    "integrations": {"", "attention", "call", "errors", "execution", "kernels", "runtime"},
+    "integrations": {"", "attention", "call", "distributed", "errors", "execution", "kernels", "runtime"},
     "flash_attn": {"attention", "errors"},
     "": {"attention", "call", "errors", "flash_attn", "integrations"},
     "evidence": {

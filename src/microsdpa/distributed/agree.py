@@ -76,7 +76,7 @@ class Peers:
             try:
                 self.store.wait([f"{self.turn}/{rank}"], self.timeout)
                 found.append(pickle.loads(self.store.get(f"{self.turn}/{rank}")))
-            except dist.DistStoreError as error:
+            except RuntimeError as error:
                 raise MicrosdpaError(
                     f"rank {rank} of the group has not come to this call of microsdpa.distributed, which rank "
                     f"{self.rank} waits in; all ranks of a group make the same calls in the same order"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from microsdpa.distributed.layout import Layout
 from microsdpa.distributed.model import Estimate
-from microsdpa.distributed.visible import Piece, Visible
+from microsdpa.distributed.visible import UNBOUNDED, Piece, Visible
 
 Method = Literal["all_gather", "ring", "heads"]
 Transport = Literal["symmetric", "collective"]
@@ -26,6 +28,8 @@ class Agreement:
         method: how data travels.
         transport: by what.
         by_token: whether the keys and values of all ranks lie in memory as [B, S, H, D].
+        together: whether all queries of a rank are computed in one launch, which fills the SMs better in short calls.
+        device: of this rank's tensors.
         ratio: estimate of the time of computing a head over that of its transfer.
         estimates: of the methods that could compute the call, the shortest first.
         because: why the method was chosen.
@@ -38,6 +42,8 @@ class Agreement:
     method: Method
     transport: Transport
     by_token: bool
+    together: bool
+    device: torch.device
     ratio: float
     estimates: tuple[Estimate, ...]
     because: str
@@ -50,15 +56,27 @@ class Agreement:
         lines += [f"estimate   {estimate}" for estimate in self.estimates]
         return "\n".join(lines)
 
-    @property
+    @cached_property
     def calls(self) -> tuple[Piece, ...]:
         """All calls of sdpa that this rank makes for a group of heads."""
         if self.method == "heads":
             return (self.visible.whole,)
-        if self.method == "all_gather":
-            return self.visible.pieces[self.rank]
-        sources = range(self.keys.world)
-        return tuple(piece for source in sources for piece in self.visible.blocks(self.rank, source))
+        if self.method == "ring":
+            sources = range(self.keys.world)
+            return tuple(piece for source in sources for piece in self.visible.blocks(self.rank, source))
+        pieces = self.visible.pieces[self.rank]
+        # Between the spans of a window lies memory that nobody has written to.
+        if not self.together or len(pieces) < 2 or self.visible.window[0] != UNBOUNDED:
+            return pieces
+        length, stop = sum(piece.length for piece in pieces), max(piece.stop for piece in pieces)
+        return (Piece(0, length, 0, stop, 0, ranged=True),)
+
+    @cached_property
+    def ranges(self) -> torch.Tensor | None:
+        """What this rank's queries see where slices of keys do not say it and there are no documents."""
+        if self.visible.documents or not any(piece.ranged for piece in self.calls):
+            return None
+        return self.visible.ranges(None if self.method == "heads" else self.rank, self.device)
 
     @property
     def queries(self) -> Layout:

@@ -34,16 +34,16 @@ def forward(
     out = torch.empty_like(query)
     sums = query.new_empty(query.shape[:3], dtype=torch.float32) if lse else None
     shared = query.shape[1] // key.shape[1]
-    pieces = agreed.visible.pieces[agreed.rank]
-    streams = compute_streams(gather)
+    streams, turn = compute_streams(gather), 0
     gather.start(0)
     for number, (low, high) in enumerate(gather.heads):
         if number + 1 < len(gather.heads):
             gather.start(number + 1)
         keys, values = gather.wait(number, *streams)
         of = slice(low * shared, high * shared)
-        for index, piece in enumerate(pieces):
-            with on(streams[index % len(streams)] if streams else None):
+        for piece in agreed.calls:
+            turn += 1
+            with on(streams[turn % len(streams)] if streams else None):
                 inputs = query[:, of], keys, values
                 attend_piece(agreed, piece, inputs, mask, out[:, of], None if sums is None else sums[:, of])
     gather.finish()
@@ -67,7 +67,7 @@ def backward(
         keys, values = gather.wait(number, *([] if gather.main is None else [gather.main]))
         of = slice(low * shared, high * shared)
         parts = [torch.zeros(keys.shape, dtype=torch.float32, device=keys.device) for _ in range(2)]
-        for piece in agreed.visible.pieces[agreed.rank]:
+        for piece in agreed.calls:
             (out, lse), (grad_out, grad_lse) = result, grads
             of_result, of_grads = (
                 (out[:, of], lse[:, of]),

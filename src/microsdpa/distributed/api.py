@@ -56,6 +56,8 @@ class Signature(NamedTuple):
     memory: int
 
 
+SHORT = 262144
+"""Rows of queries of a rank, of all heads, below which one launch computes both of its chunks."""
 MEMORY_PART = 4
 """Gathered keys and values may take this part of a GPU's memory."""
 OWN = "seqlen_q", "seqlen_k", "by_token", "host", "memory"
@@ -171,6 +173,9 @@ def agree_upon(
     """
     process_group = agree.resolve(group)
     peers = agree.peers(process_group)
+    known = described(inputs, order, options, method, transport, lengths) if document_ids is None else None
+    if known is not None and (quick := peers.agreements.get(known)) is not None:
+        return cast(Agreement, quick)
     try:
         mine = signature(inputs, order, options, document_ids, method, transport, lengths)
     except MicrosdpaError as error:
@@ -183,10 +188,32 @@ def agree_upon(
     said = tuple(peers.exchange(mine))
     found = peers.agreements.get(said)
     if found is None:
-        found = compare(said, process_group)
+        found = compare(said, process_group, inputs[0].device)
         peers.remember(said, found)
     if lengths is not None:
         peers.remember(mine, found)
+        if known is not None:
+            peers.remember(known, found)
+    return found
+
+
+def described(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    order: Order,
+    options: Options,
+    method: str,
+    transport: str,
+    lengths: tuple[int, ...] | int | None,
+) -> object:
+    """What finds the agreement of a call that was made before without looking at its arguments; None without one."""
+    if lengths is None or not all(isinstance(tensor, torch.Tensor) and not tensor.is_nested for tensor in inputs):
+        return None
+    tensors = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs]
+    found = (*tensors, torch.is_grad_enabled(), order, options, method, transport, lengths)
+    try:
+        hash(found)
+    except TypeError:
+        return None  # the checks say which argument is no such thing
     return found
 
 
@@ -239,7 +266,7 @@ def place_of(device: torch.device) -> tuple[str, int]:
     return socket.gethostname(), memory
 
 
-def compare(found: tuple[Signature | MicrosdpaError, ...], group: dist.ProcessGroup) -> Agreement:
+def compare(found: tuple[Signature | MicrosdpaError, ...], group: dist.ProcessGroup, device: torch.device) -> Agreement:
     """The agreement of the signatures of all ranks.
 
     Raises:
@@ -285,10 +312,10 @@ def compare(found: tuple[Signature | MicrosdpaError, ...], group: dist.ProcessGr
             got="'heads'",
             hint="it gives every rank H_kv / W whole key heads; use 'all_gather', 'ring' or 'auto'",
         )
-    return choose(signatures, visible, group)
+    return choose(signatures, visible, group, device)
 
 
-def choose(signatures: list[Signature], visible: Visible, group: dist.ProcessGroup) -> Agreement:
+def choose(signatures: list[Signature], visible: Visible, group: dist.ProcessGroup, device: torch.device) -> Agreement:
     """How data travels in a call that all ranks have agreed upon; the same on every rank."""
     first = signatures[0]
     one_host = first.device == "cuda" and len({one.host for one in signatures}) == 1
@@ -314,8 +341,9 @@ def choose(signatures: list[Signature], visible: Visible, group: dist.ProcessGro
     else:
         method, because = found[0].method, "it has the shortest estimate"
     by_token = all(one.by_token for one in signatures)
+    together = first.batch * first.heads * visible.queries.longest < SHORT
     return Agreement(
-        *(group, group.rank(), visible, cast(Method, method), transport, by_token),
+        *(group, group.rank(), visible, cast(Method, method), transport, by_token, together, device),
         *(model.ratio(problem), found, because, first.softcap, first.scale),
     )
 
@@ -346,9 +374,7 @@ def mask_of(
     """What this rank's queries see where slices of keys do not say it; None where they do."""
     visible, rank = agreed.visible, None if agreed.method == "heads" else agreed.rank
     if document_ids is None:
-        if not any(piece.ranged for piece in agreed.calls):
-            return None
-        return visible.ranges(rank, query.device)
+        return agreed.ranges
     pair = tuple(document_ids) if isinstance(document_ids, (tuple, list)) else (document_ids,)
     of_query, of_key = documents.check(pair, query, key)
     whole = []

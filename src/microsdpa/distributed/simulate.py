@@ -1,6 +1,6 @@
 """Estimates of all methods for 2 to 1,024 GPUs.
 
-    python -m microsdpa.distributed.simulate --seqlen 131072 --heads 32 --heads-kv 8
+python -m microsdpa.distributed.simulate --seqlen 131072 --heads 32 --heads-kv 8
 """
 
 from __future__ import annotations
