@@ -106,10 +106,10 @@ def _spread(
     method: Any = "auto" if both else "all_gather" if config.ring_degree > 1 else "heads"
     query, key, value = (tensor.transpose(1, 2) for tensor in inputs)
     causal: Causal | None = "upper_left" if is_causal else None
+    group = config._flattened_mesh
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
     found = distributed.attention(
-        *(query, key, value),
-        **{"group": config._flattened_mesh, "order": "contiguous", "causal": causal, "scale": scale},
-        **{"enable_gqa": enable_gqa, "method": method, "return_lse": return_lse},
+        query, key, value, group=group, order="contiguous", causal=causal, method=method, **options
     )
     if isinstance(found, tuple):
         return found[0].transpose(1, 2), found[1].transpose(1, 2)
