@@ -27,7 +27,7 @@ class Machine:
         per_host: GPUs of a host.
     """
 
-    flops: float = 730e12
+    flops: float = 650e12
     link: float = 370e9
     nccl: float = 228e9
     network: float = 45e9

@@ -63,6 +63,11 @@ def register(*, strict: bool = False, impl: str = "auto") -> None:
                 f"the backend has no argument {' and '.join(unknown)}",
                 nearest="one of diffusers' own backends, such as native",
             )
+        if _parallel_config is not None and not hasattr(_parallel_config, "context_parallel_config"):
+            raise UnsupportedProblem(
+                f"context parallelism is not described by {type(_parallel_config).__name__}",
+                nearest="diffusers' ParallelConfig",
+            )
         parallel = getattr(_parallel_config, "context_parallel_config", None)
         if parallel is not None:
             if attn_mask is not None or dropout_p != 0.0 or impl != "auto":
