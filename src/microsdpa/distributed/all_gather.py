@@ -43,7 +43,8 @@ def forward(
         of = slice(low * shared, high * shared)
         for piece in agreed.calls:
             turn += 1
-            with on(streams[turn % len(streams)] if streams else None):
+            stream = streams[turn % len(streams)] if streams else None
+            with on(None if stream is gather.main else stream):
                 inputs = query[:, of], keys, values
                 attend_piece(agreed, piece, inputs, mask, out[:, of], None if sums is None else sums[:, of])
     gather.finish()

@@ -162,10 +162,11 @@ class Gather:
             self.wholes.append(whole if by_head else whole.transpose(1, 2))
         self.main = torch.cuda.current_stream(first.device)
         buffer = self.buffer
+        given = self.main.record_event()
         for stream in buffer.streams:
-            stream.wait_stream(self.main)
+            stream.wait_event(given)
         buffer.barrier(buffer.pushes[0])
-        buffer.pushes[1].wait_stream(buffer.pushes[0])
+        buffer.pushes[1].wait_event(buffer.pushes[0].record_event())
         self.compute = buffer.compute
         self.copied: dict[int, torch.cuda.Event] = {}
 
@@ -212,5 +213,5 @@ class Gather:
 
     def finish(self) -> None:
         """Join the streams: the shards may be freed, and the buffer be filled again, after what is launched next."""
-        for stream in self.buffer.streams:
-            self.main.wait_stream(stream)
+        for stream in (*self.buffer.pushes, self.buffer.local, self.buffer.flags, self.compute):
+            self.main.wait_event(stream.record_event())
