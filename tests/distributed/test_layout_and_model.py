@@ -65,8 +65,8 @@ def test_calls_show_what_the_masks_show(order: Any, seqlen_q: int, seqlen_k: int
 
 
 def test_head_groups_are_all_heads() -> None:
-    for heads, ratio in product(range(1, 70), (0.1, 1.0, 2.5, 100.0)):
-        groups = model.head_groups(heads, ratio)
+    for heads, growth in product(range(1, 70), (1.0, 2.5, 4.0)):
+        groups = model.head_groups(heads, growth)
         assert [low for low, _ in groups] == [0, *(high for _, high in groups[:-1])]
         assert groups[-1][1] == heads
         assert all(low < high for low, high in groups)

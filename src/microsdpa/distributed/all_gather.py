@@ -20,7 +20,7 @@ def compute_streams(gather: symmetric.Gather | collective.Gather) -> list[torch.
 
 def gather_of(agreed: Agreement, key: torch.Tensor, value: torch.Tensor) -> symmetric.Gather | collective.Gather:
     """The gather of keys and values, of which nothing travels yet."""
-    groups = head_groups(key.shape[1], agreed.ratio)
+    groups = head_groups(key.shape[1], agreed.growth)
     if agreed.transport == "symmetric":
         return symmetric.Gather(agreed.group, (key, value), agreed.visible, groups, agreed.by_token)
     return collective.Gather(agreed.group, (key, value), agreed.visible, groups)

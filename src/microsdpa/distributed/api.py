@@ -56,8 +56,6 @@ class Signature(NamedTuple):
     memory: int
 
 
-SHORT = 262144
-"""Rows of queries of a rank, of all heads, below which one launch computes both of its chunks."""
 MEMORY_PART = 4
 """Gathered keys and values may take this part of a GPU's memory."""
 OWN = "seqlen_q", "seqlen_k", "by_token", "host", "memory"
@@ -341,10 +339,9 @@ def choose(signatures: list[Signature], visible: Visible, group: dist.ProcessGro
     else:
         method, because = found[0].method, "it has the shortest estimate"
     by_token = all(one.by_token for one in signatures)
-    together = first.batch * first.heads * visible.queries.longest < SHORT
     return Agreement(
-        *(group, group.rank(), visible, cast(Method, method), transport, by_token, together, device),
-        *(model.ratio(problem), found, because, first.softcap, first.scale),
+        *(group, group.rank(), visible, cast(Method, method), transport, by_token, problem.is_short, device),
+        *(model.growth(problem), found, because, first.softcap, first.scale),
     )
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from microsdpa.distributed.visible import UNBOUNDED, Visible
 
 MOST_GROWTH = 4.0
-FIRST_PART = 16
+FIRST_PART = 8
 """The first group has 1 / FIRST_PART of the heads, if that is one."""
+SHORT = 262144
+"""Rows of queries of a rank, of all heads, below which one launch computes both of its chunks."""
 PARTS_OF_HEADS = 4
 """Groups that the heads of a rank are exchanged in, at most."""
 
@@ -71,6 +73,11 @@ class Problem:
         return 4.0 * self.batch * self.heads * self.head_dim * max(map(self.pairs, range(self.world)))
 
     @property
+    def is_short(self) -> bool:
+        """Whether launches are few waves of the SMs."""
+        return self.batch * self.heads * self.visible.queries.longest < SHORT
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values."""
         return 2 * self.batch * self.heads_kv * self.head_dim * self.itemsize
@@ -94,13 +101,11 @@ class Estimate:
         )
 
 
-def head_groups(heads: int, ratio: float) -> list[tuple[int, int]]:
+def head_groups(heads: int, growth: float) -> list[tuple[int, int]]:
     """Groups of heads: the first of each and one past the last. The first group is small, as nothing hides its way.
 
-    While a group is computed the next one travels, which may be `ratio` times as large: the time of computing a head
-    over that of its transfer.
+    Each group is `growth` times as large as the one before.
     """
-    growth = min(max(ratio, 1.0), MOST_GROWTH)
     found, low, size = [], 0, float(max(1, heads // FIRST_PART))
     while low < heads:
         high = low + int(size)
@@ -111,11 +116,17 @@ def head_groups(heads: int, ratio: float) -> list[tuple[int, int]]:
     return found
 
 
-def ratio(problem: Problem, machine: Machine | None = None) -> float:
-    """Time of computing a key head over the time of its transfer."""
+def growth(problem: Problem, machine: Machine | None = None) -> float:
+    """How much a group of heads is larger than the one before.
+
+    In short calls a group may be larger by the time of computing a head over that of its transfer: while one is
+    computed the next one travels. In long calls equal groups are faster, whose keys and values stay in the L2 cache.
+    """
+    if not problem.is_short:
+        return 1.0
     machine = machine or Machine()
     received = problem.token_bytes * problem.visible.keys.total * (problem.world - 1) / problem.world
-    return (problem.flops / machine.flops) / max(received / machine.link, 1e-9)
+    return min(max(problem.flops / machine.flops / max(received / machine.link, 1e-9), 1.0), MOST_GROWTH)
 
 
 def all_gather(problem: Problem, machine: Machine, symmetric: bool) -> Estimate:
@@ -138,7 +149,7 @@ def all_gather(problem: Problem, machine: Machine, symmetric: bool) -> Estimate:
     if not symmetric:
         wire += 2 * received / machine.memory
     come, done = machine.start, 0.0
-    for low, high in head_groups(problem.heads_kv, ratio(problem, machine)):
+    for low, high in head_groups(problem.heads_kv, growth(problem, machine)):
         part = (high - low) / problem.heads_kv
         come += wire * part
         done = max(come, done) + compute * part
