@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa.distributed import layout, symmetric, visible
+from microsdpa.distributed import all_gather, layout, symmetric, visible
 
 WORLD = 3
 
@@ -73,7 +73,10 @@ def test_every_rank_gets_what_it_sees(
         for number in range(2):
             gather.start(number)
         gathers.append(gather)
-    for rank, gather in enumerate(gathers):
+    with pytest.raises(RuntimeError, match="here"), all_gather.kept_up(gathers[0]):
+        raise RuntimeError("here")  # what this rank has not taken yet it takes now
+    assert gathers[0].taken == 2
+    for rank, gather in list(enumerate(gathers))[1:]:
         for number, (low, high) in enumerate(gather.heads):
             for found, tensor in zip(gather.wait(number), whole, strict=True):
                 for start, stop in seen.needs[rank]:

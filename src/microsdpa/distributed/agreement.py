@@ -74,6 +74,10 @@ class Agreement:
     @cached_property
     def ranges(self) -> torch.Tensor | None:
         """What this rank's queries see where slices of keys do not say it and there are no documents."""
+        return self.new_ranges()
+
+    def new_ranges(self) -> torch.Tensor | None:
+        """`ranges`, made anew: memory of a CUDA graph that is captured belongs to it alone."""
         if self.visible.documents or not any(piece.ranged for piece in self.calls):
             return None
         return self.visible.ranges(None if self.method == "heads" else self.rank, self.device)

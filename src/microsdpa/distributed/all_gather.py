@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
@@ -26,6 +29,21 @@ def gather_of(agreed: Agreement, key: torch.Tensor, value: torch.Tensor) -> symm
     return collective.Gather(agreed.group, (key, value), agreed.visible, groups)
 
 
+@contextmanager
+def kept_up(gather: symmetric.Gather | collective.Gather) -> Iterator[None]:
+    """A context that sends and takes what is left where this rank fails, so that no other waits for it."""
+    try:
+        yield
+    except BaseException:
+        for number in range(gather.begun, len(gather.heads)):
+            gather.start(number)
+        for number in range(gather.taken, len(gather.heads)):
+            gather.wait(number, *([] if gather.main is None else [gather.main]))
+        gather.finish()
+        raise
+    gather.finish()
+
+
 def forward(
     agreed: Agreement, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, lse: bool
 ) -> Result:
@@ -35,19 +53,19 @@ def forward(
     sums = query.new_empty(query.shape[:3], dtype=torch.float32) if lse else None
     shared = query.shape[1] // key.shape[1]
     streams, turn = compute_streams(gather), 0
-    gather.start(0)
-    for number, (low, high) in enumerate(gather.heads):
-        if number + 1 < len(gather.heads):
-            gather.start(number + 1)
-        keys, values = gather.wait(number, *streams)
-        of = slice(low * shared, high * shared)
-        for piece in agreed.calls:
-            turn += 1
-            stream = streams[turn % len(streams)] if streams else None
-            with on(None if stream is gather.main else stream):
-                inputs = query[:, of], keys, values
-                attend_piece(agreed, piece, inputs, mask, out[:, of], None if sums is None else sums[:, of])
-    gather.finish()
+    with kept_up(gather):
+        gather.start(0)
+        for number, (low, high) in enumerate(gather.heads):
+            if number + 1 < len(gather.heads):
+                gather.start(number + 1)
+            keys, values = gather.wait(number, *streams)
+            of = slice(low * shared, high * shared)
+            for piece in agreed.calls:
+                turn += 1
+                stream = streams[turn % len(streams)] if streams else None
+                with on(None if stream is gather.main else stream):
+                    inputs = query[:, of], keys, values
+                    attend_piece(agreed, piece, inputs, mask, out[:, of], None if sums is None else sums[:, of])
     return out, sums
 
 
@@ -61,23 +79,23 @@ def backward(
     d_key, d_value = torch.empty_like(key), torch.empty_like(value)
     shared = query.shape[1] // key.shape[1]
     kept: list[torch.Tensor] = []
-    gather.start(0)
-    for number, (low, high) in enumerate(gather.heads):
-        if number + 1 < len(gather.heads):
-            gather.start(number + 1)
-        keys, values = gather.wait(number, *([] if gather.main is None else [gather.main]))
-        of = slice(low * shared, high * shared)
-        parts = [torch.zeros(keys.shape, dtype=torch.float32, device=keys.device) for _ in range(2)]
-        for piece in agreed.calls:
-            (out, lse), (grad_out, grad_lse) = result, grads
-            of_result, of_grads = (
-                (out[:, of], lse[:, of]),
-                (grad_out[:, of], None if grad_lse is None else grad_lse[:, of]),
-            )
-            sums = d_query[:, of], parts[0], parts[1]
-            differentiate_piece(agreed, piece, (query[:, of], keys, values), of_result, of_grads, mask, sums)
-        kept += sum_over_ranks(agreed, parts, (d_key[:, low:high], d_value[:, low:high]))
-    gather.finish()
+    with kept_up(gather):
+        gather.start(0)
+        for number, (low, high) in enumerate(gather.heads):
+            if number + 1 < len(gather.heads):
+                gather.start(number + 1)
+            keys, values = gather.wait(number, *([] if gather.main is None else [gather.main]))
+            of = slice(low * shared, high * shared)
+            parts = [torch.zeros(keys.shape, dtype=torch.float32, device=keys.device) for _ in range(2)]
+            for piece in agreed.calls:
+                (out, lse), (grad_out, grad_lse) = result, grads
+                of_result, of_grads = (
+                    (out[:, of], lse[:, of]),
+                    (grad_out[:, of], None if grad_lse is None else grad_lse[:, of]),
+                )
+                sums = d_query[:, of], parts[0], parts[1]
+                differentiate_piece(agreed, piece, (query[:, of], keys, values), of_result, of_grads, mask, sums)
+            kept += sum_over_ranks(agreed, parts, (d_key[:, low:high], d_value[:, low:high]))
     if gather.main is not None:
         gather.main.wait_stream(collective.side_streams(query.device)[0])
     del kept

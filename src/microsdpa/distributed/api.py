@@ -371,7 +371,8 @@ def mask_of(
     """What this rank's queries see where slices of keys do not say it; None where they do."""
     visible, rank = agreed.visible, None if agreed.method == "heads" else agreed.rank
     if document_ids is None:
-        return agreed.ranges
+        captured = query.is_cuda and torch.cuda.is_current_stream_capturing() and "ranges" not in vars(agreed)
+        return agreed.new_ranges() if captured else agreed.ranges
     pair = tuple(document_ids) if isinstance(document_ids, (tuple, list)) else (document_ids,)
     of_query, of_key = documents.check(pair, query, key)
     whole = []

@@ -43,9 +43,13 @@ class Gather:
             self.side.wait_stream(self.main)
             self.compute.wait_stream(self.main)
 
+    begun, taken = 0, 0
+    """Groups that travel, and those that were waited for."""
+
     def start(self, number: int) -> None:
         """Gather a group of heads."""
         low, high = self.heads[number]
+        self.begun = number + 1
         layout, first = self.visible.keys, self.tensors[0]
         with on(self.side):
             shape = len(self.tensors), first.shape[0], high - low, layout.longest, first.shape[3]
@@ -63,6 +67,7 @@ class Gather:
 
     def wait(self, number: int, *streams: torch.cuda.Stream) -> list[torch.Tensor]:
         """Let streams wait for a group of heads; gives its tensors [B, heads, S_k, D]."""
+        self.taken = number + 1
         for stream in streams:
             stream.wait_event(self.done[number])
         low, high = self.heads[number]

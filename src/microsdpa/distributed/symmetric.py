@@ -65,10 +65,15 @@ class Buffer:
         self.group, self.capacity, self.device = group, capacity, device
         self.rank, self.world = group.rank(), group.size()
         size = FLAGS + capacity
-        self.memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
-        self.memory[:FLAGS].zero_()
-        torch.cuda.synchronize(device)
-        self.handle = _SymmetricMemory.rendezvous(self.memory, group.group_name)
+        try:
+            self.memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+            self.memory[:FLAGS].zero_()
+            torch.cuda.synchronize(device)
+            self.handle = _SymmetricMemory.rendezvous(self.memory, group.group_name)
+        except RuntimeError as error:
+            raise MicrosdpaError(
+                f"symmetric memory of {size} bytes cannot be set up ({error}); use transport='collective'"
+            ) from error
         self.addresses: list[int] = list(self.handle.buffer_ptrs)
         dist.barrier(group)
         torch.cuda.synchronize(device)
@@ -170,9 +175,12 @@ class Gather:
         self.compute = buffer.compute
         self.copied: dict[int, torch.cuda.Event] = {}
 
+    begun, taken = 0, 0
+    """Groups that travel, and those that were waited for."""
+
     def start(self, number: int) -> None:
         """Put the copies of a group of heads on their streams."""
-        buffer, low_high = self.buffer, self.heads[number]
+        buffer, low_high, self.begun = self.buffer, self.heads[number], number + 1
         for target in (buffer.rank, *buffer.peers()):
             chunks = self.visible.sends[buffer.rank][target]
             for index in range(len(self.tensors)):
@@ -200,7 +208,7 @@ class Gather:
 
     def wait(self, number: int, *streams: torch.cuda.Stream) -> list[torch.Tensor]:
         """Let streams wait for a group of heads; gives its tensors [B, heads, S_k, D]."""
-        buffer = self.buffer
+        buffer, self.taken = self.buffer, number + 1
         for peer in buffer.peers():
             for index in range(len(self.tensors)):
                 buffer.wait_flag(buffer.flags, peer, 1 + number * len(self.tensors) + index)
