@@ -65,8 +65,10 @@ def test_calls_show_what_the_masks_show(order: Any, seqlen_q: int, seqlen_k: int
 
 
 def test_head_groups_are_all_heads() -> None:
-    for heads, growth in product(range(1, 70), (1.0, 2.5, 4.0)):
-        groups = model.head_groups(heads, growth)
+    for heads, seqlen, world in product(range(1, 70), (512, 8192, 65536), (2, 4)):
+        layout = even(seqlen, world, "balanced")
+        visible = Visible(layout, layout, "lower_right", (-1, -1), False)
+        groups = model.head_groups(model.Problem(1, heads, heads, 128, 2, visible))
         assert [low for low, _ in groups] == [0, *(high for _, high in groups[:-1])]
         assert groups[-1][1] == heads
         assert all(low < high for low, high in groups)

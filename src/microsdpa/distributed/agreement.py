@@ -30,7 +30,7 @@ class Agreement:
         by_token: whether the keys and values of all ranks lie in memory as [B, S, H, D].
         together: whether all queries of a rank are computed in one launch, which fills the SMs better in short calls.
         device: of this rank's tensors.
-        growth: how much a group of heads is larger than the one before.
+        head_groups: of key heads, which are gathered one after another.
         estimates: of the methods that could compute the call, the shortest first.
         because: why the method was chosen.
         softcap, scale: as sdpa has them.
@@ -44,7 +44,7 @@ class Agreement:
     by_token: bool
     together: bool
     device: torch.device
-    growth: float
+    head_groups: list[tuple[int, int]]
     estimates: tuple[Estimate, ...]
     because: str
     softcap: float | None

@@ -13,7 +13,6 @@ from microsdpa.distributed.agreement import Agreement
 from microsdpa.distributed.collective import on
 from microsdpa.distributed.compute import Grads, Inputs, Pair, Result, attend_piece, differentiate_piece
 from microsdpa.distributed.layout import take
-from microsdpa.distributed.model import head_groups
 
 
 def compute_streams(gather: symmetric.Gather | collective.Gather) -> list[torch.cuda.Stream]:
@@ -23,7 +22,7 @@ def compute_streams(gather: symmetric.Gather | collective.Gather) -> list[torch.
 
 def gather_of(agreed: Agreement, key: torch.Tensor, value: torch.Tensor) -> symmetric.Gather | collective.Gather:
     """The gather of keys and values, of which nothing travels yet."""
-    groups = head_groups(key.shape[1], agreed.growth)
+    groups = agreed.head_groups
     if agreed.transport == "symmetric":
         return symmetric.Gather(agreed.group, (key, value), agreed.visible, groups, agreed.by_token)
     return collective.Gather(agreed.group, (key, value), agreed.visible, groups)
@@ -87,7 +86,7 @@ def backward(
             keys, values = gather.wait(number, *([] if gather.main is None else [gather.main]))
             of = slice(low * shared, high * shared)
             parts = [torch.zeros(keys.shape, dtype=torch.float32, device=keys.device) for _ in range(2)]
-            for piece in agreed.calls:
+            for piece in agreed.visible.pieces[agreed.rank]:
                 (out, lse), (grad_out, grad_lse) = result, grads
                 of_result, of_grads = (
                     (out[:, of], lse[:, of]),

@@ -341,7 +341,7 @@ def choose(signatures: list[Signature], visible: Visible, group: dist.ProcessGro
     by_token = all(one.by_token for one in signatures)
     return Agreement(
         *(group, group.rank(), visible, cast(Method, method), transport, by_token, problem.is_short, device),
-        *(model.growth(problem), found, because, first.softcap, first.scale),
+        *(model.head_groups(problem), found, because, first.softcap, first.scale),
     )
 
 

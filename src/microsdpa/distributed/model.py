@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from microsdpa.distributed.visible import UNBOUNDED, Visible
 
-MOST_GROWTH = 4.0
 FIRST_PART = 8
 """The first group has 1 / FIRST_PART of the heads, if that is one."""
+HIDDEN = 4.0
+"""A short call whose computing takes this many times as long as its transfers has one group of heads."""
 SHORT = 262144
 """Rows of queries of a rank, of all heads, below which one launch computes both of its chunks."""
 PARTS_OF_HEADS = 4
@@ -101,32 +102,21 @@ class Estimate:
         )
 
 
-def head_groups(heads: int, growth: float) -> list[tuple[int, int]]:
-    """Groups of heads: the first of each and one past the last. The first group is small, as nothing hides its way.
+def head_groups(problem: Problem, machine: Machine | None = None) -> list[tuple[int, int]]:
+    """Groups of key heads that travel one after another: the first of each and one past the last.
 
-    Each group is `growth` times as large as the one before.
+    While a group is computed the next one travels. The first group is small, as nothing hides its way. Long calls have
+    equal groups, whose keys and values stay in the L2 cache. Short ones have two at most, as every launch leaves SMs
+    idle at its end, and one if the wire takes little of their time.
     """
-    found, low, size = [], 0, float(max(1, heads // FIRST_PART))
-    while low < heads:
-        high = low + int(size)
-        if heads - high < size / 2:
-            high = heads
-        found.append((low, high))
-        low, size = high, size * growth
-    return found
-
-
-def growth(problem: Problem, machine: Machine | None = None) -> float:
-    """How much a group of heads is larger than the one before.
-
-    In short calls a group may be larger by the time of computing a head over that of its transfer: while one is
-    computed the next one travels. In long calls equal groups are faster, whose keys and values stay in the L2 cache.
-    """
+    machine, count = machine or Machine(), problem.heads_kv
+    first = max(1, count // FIRST_PART)
     if not problem.is_short:
-        return 1.0
-    machine = machine or Machine()
+        return [(low, min(low + first, count)) for low in range(0, count, first)]
     received = problem.token_bytes * problem.visible.keys.total * (problem.world - 1) / problem.world
-    return min(max(problem.flops / machine.flops / max(received / machine.link, 1e-9), 1.0), MOST_GROWTH)
+    if count < 2 or problem.flops / machine.flops >= HIDDEN * received / machine.link:
+        return [(0, count)]
+    return [(0, first), (first, count)]
 
 
 def all_gather(problem: Problem, machine: Machine, symmetric: bool) -> Estimate:
@@ -149,7 +139,7 @@ def all_gather(problem: Problem, machine: Machine, symmetric: bool) -> Estimate:
     if not symmetric:
         wire += 2 * received / machine.memory
     come, done = machine.start, 0.0
-    for low, high in head_groups(problem.heads_kv, growth(problem, machine)):
+    for low, high in head_groups(problem, machine):
         part = (high - low) / problem.heads_kv
         come += wire * part
         done = max(come, done) + compute * part
