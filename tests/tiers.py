@@ -7,6 +7,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 QUICK = (
     *("attention", "call", "execution", "kernels", "package", "runtime"),
+    *("distributed/test_layout_and_model.py", "distributed/test_symmetric.py"),
     *("emulate/test_detections.py", "integrations/test_dropin.py"),
     *("jit/test_cache.py", "jit/test_occupancy.py", "jit/test_signature.py"),
     *("evidence/test_compare.py", "evidence/test_inputs_and_verify.py", "evidence/test_regress.py"),

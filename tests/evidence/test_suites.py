@@ -20,6 +20,7 @@ def test_suites_are_data() -> None:
     assert suites.names() == [
         "ampere",
         "backward",
+        "context_parallel",
         "decode",
         "doors",
         "fp8",

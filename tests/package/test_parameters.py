@@ -17,6 +17,8 @@ SIGNATURES = {
     ("attention/plan.py", "make_masked_plan.prepared"),
     # Signatures that a framework prescribes: an autograd function, operators' schemas, attention and mask functions.
     ("execution/autograd.py", "_Attention.forward"),
+    ("distributed/api.py", "attention"),
+    ("distributed/api.py", "explain"),
     ("integrations/torch_ops.py", "_call"),
     ("integrations/torch_ops.py", "attention_backward"),
     ("integrations/diffusers.py", "register.attention"),

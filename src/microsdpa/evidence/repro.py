@@ -17,6 +17,7 @@ from microsdpa.errors import InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.evidence import (
     accuracy,
     compare,
+    context_parallel,
     door_models,
     doors,
     environment,
@@ -241,6 +242,11 @@ def bench_step(
     if reason := launcher.device_error():
         return Step("bench", "not run", f"timings need a GPU: {reason}")
 
+    if suite == context_parallel.SUITE:
+        if reason := context_parallel.absence():
+            return Step("bench", "not run", f"suite {suite} needs several processes: {reason}")
+        output = output if context_parallel.is_first() else None
+
     def keep(found: list[results.Row]) -> None:
         if output is not None:
             made = results.make(loaded.name, command, found)
@@ -259,6 +265,8 @@ def bench_step(
     elif suite == serving.SUITE:
         cells = serving.cells()
         rows = serving.run(cells, modes or list(loaded.modes), progress(suite, len(cells)), keep)
+    elif suite == context_parallel.SUITE:
+        rows = context_parallel.run(loaded.cases, progress(suite, len(loaded.cases)), keep)
     else:
         advance = progress(suite, len(loaded.cases))
         target = launcher.target_of_device()

@@ -74,12 +74,21 @@ def warm(inputs: Inputs, causal: bool, code: int, scale: float | None) -> torch.
     `code` is that of the call's options, `causal` whether it has a causal mask. No forward-mode gradient is active.
     """
     query, key, value = inputs
+    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
+        return None
+    if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
+        return None
+    return recorded(query, key, value, causal, code, scale)
+
+
+def recorded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, code: int, scale: float | None
+) -> torch.Tensor | None:
+    """warm() of plain tensors that no tracer or transform looks at."""
     operator = _usual
     if not operator or _get_deterministic_algorithms() or (operator == CUDNN and not _get_cudnn_sdp_enabled()):
         return None
-    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
-        return None
-    if _len_torch_dispatch_stack() or _are_functorch_transforms_active() or not (scale is None or scale > 0.0):
+    if not (scale is None or scale > 0.0):
         return None
     call, keys = calls()[operator]
     told = code != _DEFAULTS[causal]

@@ -270,7 +270,10 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
         problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
         if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
             specs[found] = None
-            specs[ampere_varlen.append(problem, None if page == 1 else ROTARY)] = None
+            rotary = None if page == 1 else ROTARY
+            specs[ampere_varlen.append(problem, rotary)] = None
+            if ampere_varlen.appends_itself(found, problem):
+                specs[ampere_varlen.appending(found, rotary)] = None
     return list(specs)
 
 

@@ -100,7 +100,7 @@ class TileLists:
     def bytes(self, problem: Problem) -> int:
         """TileList's extent (hopper/throughput/tile_list.cuh)."""
         tiles, lists = -(-problem.seqlen_k // self.block_n), self.lists(problem)
-        numbers = -(-lists * (1 + tiles) // self.WORDS) * self.WORDS
+        numbers = -(-(1 + lists * (1 + tiles)) // self.WORDS) * self.WORDS
         per_query = problem.mask is not None and problem.mask.per_query
         rows = lists * self.block_m if per_query else self._masks(problem)
         return 4 * (numbers + (rows * tiles * self.WORDS if self.words else 0))

@@ -1,0 +1,93 @@
+"""What the ranks of a group have agreed upon for one kind of call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from microsdpa.distributed.layout import Layout
+from microsdpa.distributed.model import Estimate
+from microsdpa.distributed.visible import UNBOUNDED, Piece, Visible
+
+Method = Literal["all_gather", "ring", "heads"]
+Transport = Literal["symmetric", "collective"]
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """What the ranks of a group have agreed upon for one kind of call.
+
+    Attributes:
+        group: the group.
+        rank: this rank in it.
+        visible: layouts and masks.
+        method: how data travels.
+        transport: by what.
+        by_token: whether the keys and values of all ranks lie in memory as [B, S, H, D].
+        together: whether all queries of a rank are computed in one launch, which fills the SMs better in short calls.
+        device: of this rank's tensors.
+        head_groups: of key heads, which are gathered one after another.
+        estimates: of the methods that could compute the call, the shortest first.
+        because: why the method was chosen.
+        softcap, scale: as sdpa has them.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    visible: Visible
+    method: Method
+    transport: Transport
+    by_token: bool
+    together: bool
+    device: torch.device
+    head_groups: list[tuple[int, int]]
+    estimates: tuple[Estimate, ...]
+    because: str
+    softcap: float | None
+    scale: float | None
+
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        lines = [f"method     {self.method}", f"transport  {self.transport}", f"because    {self.because}"]
+        lines += [f"estimate   {estimate}" for estimate in self.estimates]
+        return "\n".join(lines)
+
+    @cached_property
+    def calls(self) -> tuple[Piece, ...]:
+        """All calls of sdpa that this rank makes for a group of heads."""
+        if self.method == "heads":
+            return (self.visible.whole,)
+        if self.method == "ring":
+            sources = range(self.keys.world)
+            return tuple(piece for source in sources for piece in self.visible.blocks(self.rank, source))
+        pieces = self.visible.pieces[self.rank]
+        # Between the spans of a window lies memory that nobody has written to.
+        if not self.together or len(pieces) < 2 or self.visible.window[0] != UNBOUNDED:
+            return pieces
+        length, stop = sum(piece.length for piece in pieces), max(piece.stop for piece in pieces)
+        return (Piece(0, length, 0, stop, 0, ranged=True),)
+
+    @cached_property
+    def ranges(self) -> torch.Tensor | None:
+        """What this rank's queries see where slices of keys do not say it and there are no documents."""
+        return self.new_ranges()
+
+    def new_ranges(self) -> torch.Tensor | None:
+        """`ranges`, made anew: memory of a CUDA graph that is captured belongs to it alone."""
+        if self.visible.documents or not any(piece.ranged for piece in self.calls):
+            return None
+        return self.visible.ranges(None if self.method == "heads" else self.rank, self.device)
+
+    @property
+    def queries(self) -> Layout:
+        """The layout of the queries."""
+        return self.visible.queries
+
+    @property
+    def keys(self) -> Layout:
+        """The layout of the keys."""
+        return self.visible.keys
