@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, product
+from types import ModuleType
 
 from microsdpa.kernels.ada.mma_8bit import spec as ada_mma_8bit
 from microsdpa.kernels.ampere.general import spec as ampere_general
@@ -18,6 +19,7 @@ from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
 from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
+from microsdpa.kernels.hopper.varlen import spec as hopper_varlen
 from microsdpa.kernels.ladder import eight_bit_spec as eight_bit_ladder
 from microsdpa.kernels.ladder import spec as ladder
 from microsdpa.kernels.problem import (
@@ -164,6 +166,14 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
 
 VARLEN_FAMILIES: tuple[Family, ...] = (
     Family(
+        "hopper/varlen",
+        "packed prompts, prompts on a cache and large groups of heads on wgmma and TMA; sm_90a",
+        hopper_varlen.forward,
+        emulated_target="sm_90a",
+        masks=True,
+        varlen=True,
+    ),
+    Family(
         "ampere/varlen",
         "packed sequences and paged caches on mma.sync: lengths on the device, keys divided among CTAs",
         ampere_varlen.forward,
@@ -174,6 +184,11 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
 """Families for sequences of many lengths."""
 
 ALL_FAMILIES = (*FAMILIES, *EIGHT_BIT_FAMILIES, *VARLEN_FAMILIES)
+
+
+def varlen_kernel(spec: KernelSpec) -> ModuleType:
+    """The module that says how kernels of VARLEN_FAMILIES are launched: grid_of(), divides_keys(), workspace_bytes()."""
+    return hopper_varlen if spec.name == "hopper/varlen" else ampere_varlen
 
 
 @functools.lru_cache(maxsize=256)

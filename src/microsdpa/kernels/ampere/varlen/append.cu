@@ -6,9 +6,11 @@
 // Bound by: the launch, and one trip to memory.
 #include "../../common/element.cuh"
 #include "../../ptx/control.cuh"
-#include "sequence.cuh"
+#include "../../common/sequence.cuh"
 
 namespace microsdpa::ampere::varlen {
+
+using namespace sequences;
 
 // The sequence that a query of packed tensors belongs to; B or -1 where it belongs to none.
 __device__ __forceinline__ int sequence_of(const VarlenParams& params, int query) {

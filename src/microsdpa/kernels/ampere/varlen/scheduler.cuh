@@ -2,9 +2,11 @@
 #pragma once
 
 #include "../../common/softmax.cuh"
-#include "sequence.cuh"
+#include "../../common/sequence.cuh"
 
 namespace microsdpa::ampere::varlen {
+
+using namespace sequences;
 
 // A tile of rows of one key head, and tiles of its keys.
 struct WorkTile {
