@@ -46,7 +46,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ampere/varlen/scheduler.cuh", "total += Extent(params, b).count();", WORK),
     ("ampere/varlen/scheduler.cuh", "while (at_ >= begin_ + extent.count()) {", WORK),
     ("ampere/varlen/scheduler.cuh", "unit / params_.heads_kv) * BLOCK_M;", PACKED),
-    ("ampere/varlen/sequence.cuh", "index - number * params.page_size};", PACKED),
+    ("common/sequence.cuh", "index - number * params.page_size};", PACKED),
     ("ampere/varlen/shared.cuh", "(2 * (owner + part) + (part == 0)) * FLOATS;", "CTAs of a launch that divides keys"),
     ("", "heads = params.batch * params.heads;", HEADS),
     ("", "% q_tiles * BLOCK_M;", ROWS),

@@ -187,7 +187,7 @@ ALL_FAMILIES = (*FAMILIES, *EIGHT_BIT_FAMILIES, *VARLEN_FAMILIES)
 
 
 def varlen_kernel(spec: KernelSpec) -> ModuleType:
-    """The module that says how kernels of VARLEN_FAMILIES are launched: grid_of(), divides_keys(), workspace_bytes()."""
+    """How a kernel of VARLEN_FAMILIES is launched, by its module's grid_of(), divides_keys() and workspace_bytes()."""
     return hopper_varlen if spec.name == "hopper/varlen" else ampere_varlen
 
 
@@ -285,6 +285,13 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
         if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
             specs[found] = None
             specs[ampere_varlen.append(problem, None if page == 1 else ROTARY)] = None
+    layouts = cycle(((16, "bfloat16"), (0, "float16"), (64, "bfloat16"), (8, "float16")))
+    for head_dim, (heads_kv, queries) in product(hopper_varlen.TILES, ((1, 1), (1, 4), (8, 512))):
+        page, dtype = next(layouts)
+        sizes = 8, 32, heads_kv, queries, 4096, head_dim, dtype
+        problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
+        if isinstance(found := hopper_varlen.forward(problem), KernelSpec):
+            specs[found] = None
     return list(specs)
 
 

@@ -15,8 +15,8 @@ import torch
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.kernels import Grid, KernelSpec
-from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.kernels.problem import Problem, target_of, virtual
+from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.runtime.ffi import tvm_ffi
 
 LIBRARY = "libmicrosdpa_launcher.so"

@@ -307,7 +307,8 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
     if (plan.varlen.box_rows) {
       for (int i = 0; i < 2; ++i) maps[i] = varlen_map(*call.keys_and_values[i], plan.varlen), own[i] = maps + i;
     }
-    if (divides_keys || plan.varlen.box_rows) params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));
+    if (divides_keys || plan.varlen.box_rows)
+      params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));
     if (plan.kernels.size() > 1) {
       if (rotated_bytes) {
         call.varlen.rotated = static_cast<char*>(params.workspace) + (divides_keys ? plan.varlen.workspace_bytes : 0);

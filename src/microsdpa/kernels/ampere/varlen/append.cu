@@ -5,8 +5,8 @@
 // then query heads of a token are rows; a thread moves 16 bytes of one.
 // Bound by: the launch, and one trip to memory.
 #include "../../common/element.cuh"
-#include "../../ptx/control.cuh"
 #include "../../common/sequence.cuh"
+#include "../../ptx/control.cuh"
 
 namespace microsdpa::ampere::varlen {
 

@@ -1,8 +1,8 @@
 // Which part of a call a CTA computes: found on the device, from the sequences' lengths.
 #pragma once
 
-#include "../../common/softmax.cuh"
 #include "../../common/sequence.cuh"
+#include "../../common/softmax.cuh"
 
 namespace microsdpa::ampere::varlen {
 

@@ -214,7 +214,8 @@ struct Consumer : TileSoftmax<typename C::T, C::BLOCK_N, false, false>, Consumer
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
     for (int part = 0; part < segment.parts; ++part) {
       const float4 found = statistics(part);
-      const float weight[2] = {ex2_approx(found.x - finite(stabilizer[0])), ex2_approx(found.z - finite(stabilizer[1]))};
+      const float weight[2] = {ex2_approx(found.x - finite(stabilizer[0])),
+                               ex2_approx(found.z - finite(stabilizer[1]))};
       sum[0] += weight[0] * found.y, sum[1] += weight[1] * found.w;
       const float4* values = partials.at(segment, part, warpgroup, thread, 0);
 #pragma unroll

@@ -23,9 +23,13 @@ namespace microsdpa::hopper::varlen {
 // Registers of a thread, which the warpgroups share out anew once they know their roles. One consumer: of a CTA that
 // shares its SM with another one.
 template <int CONSUMERS>
-constexpr int CONSUMER_REGISTERS = CONSUMERS == 1 ? 200 : CONSUMERS == 2 ? 232 : 160;
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 1   ? 200
+                                   : CONSUMERS == 2 ? 232
+                                                    : 160;
 template <int CONSUMERS>
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 1 ? 56 : CONSUMERS == 2 ? 40 : 32;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 1   ? 56
+                                   : CONSUMERS == 2 ? 40
+                                                    : 32;
 template <int CONSUMERS>
 constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1;  // CTAs of an SM
 

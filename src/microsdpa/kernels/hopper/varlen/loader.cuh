@@ -1,8 +1,8 @@
 // The warps of hopper/varlen/kernel.cu that bring queries, keys and values.
 #pragma once
 
-#include "../../ptx/cp_async.cuh"
 #include "../../ptx/control.cuh"
+#include "../../ptx/cp_async.cuh"
 #include "../../ptx/tma.cuh"
 #include "scheduler.cuh"
 
@@ -92,8 +92,8 @@ __device__ __forceinline__ void produce(SharedStorage<C>& shared, const VarlenPa
           if (elected) shared.misplaced[segments % SEGMENTS] = 1;  // whoever waits for the tile sees it
           __syncwarp();
         }
-        Mbarrier& full = tile - 1 == to_clean ? shared.value_arrived[value_state.stage]
-                                              : shared.value_full[value_state.stage];
+        Mbarrier& full =
+            tile - 1 == to_clean ? shared.value_arrived[value_state.stage] : shared.value_full[value_state.stage];
         load_tile<C>(shared.value[value_state.stage], value, full, before, segment.head_kv);
         value_state.advance();
       }
@@ -153,8 +153,8 @@ template <typename C, typename MASKS>
 __device__ __forceinline__ void clean_values(SharedStorage<C>& shared) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   PipelineState<C::QUERY_STAGES> state;
-  int before = 0;          // tiles of the segments before
-  unsigned cleaned = 0;    // of each stage a bit: whether an odd number of times
+  int before = 0;        // tiles of the segments before
+  unsigned cleaned = 0;  // of each stage a bit: whether an odd number of times
   for (int segments = 0;; ++segments) {
     mbarrier_wait(shared.described[state.stage], state.phase);
     const Segment segment = shared.segment[segments % SEGMENTS];

@@ -59,7 +59,8 @@ class Scheduler {
     const int ctas = static_cast<int>(gridDim.x);
     if (params.divides_keys) {
       keys = warp_total(keys) * params.heads_kv;
-      for (int offset = 16; offset > 0; offset /= 2) longest = max(longest, __shfl_xor_sync(FULL_WARP, longest, offset));
+      for (int offset = 16; offset > 0; offset /= 2)
+        longest = max(longest, __shfl_xor_sync(FULL_WARP, longest, offset));
       each_ = max((keys + ctas - 1) / ctas, LEAST_SHARE);
       const int rounds = (total_ + ctas - 1) / ctas;
       shares_ = total_ > 0 && max(longest, keys / total_ * rounds) > each_ + SHARING_COSTS;
@@ -112,7 +113,8 @@ class Scheduler {
     constexpr int ROW_BYTES = 2 * C::HEAD_DIM * static_cast<int>(sizeof(typename C::T));  // of K and V
     const int heads = min(max(SECTION_BYTES / ROW_BYTES / max(row_tiles.sequence.keys, 1), 1), params_.heads_kv);
     const int section = (at_ - begin_) / (heads * row_tiles.count), first_head = section * heads;
-    const int place = at_ - begin_ - first_head * row_tiles.count, of_section = min(heads, params_.heads_kv - first_head);
+    const int place = at_ - begin_ - first_head * row_tiles.count,
+              of_section = min(heads, params_.heads_kv - first_head);
     segment.head_kv = first_head + place % of_section;
     describe(segment, row_tiles, row_tiles.count - 1 - place / of_section);
     segment.parts = 1;
@@ -215,7 +217,7 @@ class Scheduler {
   const VarlenParams& params_;
   bool shares_ = false;
   int total_, each_ = 1, at_, end_ = 0, taken_ = 0;
-  int group_ = 0, group_begin_ = 0, own_, sum_;      // of 32 sequences: the first, its place, this lane's, those before
+  int group_ = 0, group_begin_ = 0, own_, sum_;     // of 32 sequences: the first, its place, this lane's, those before
   int sequence_ = 0, begin_ = 0, in_sequence_ = 0;  // where at_ is
 };
 

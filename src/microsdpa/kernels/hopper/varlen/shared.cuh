@@ -44,8 +44,8 @@ struct SharedStorage {
   alignas(1024) typename C::T key[C::STAGES][C::BLOCK_N * C::HEAD_DIM];
   alignas(1024) typename C::T value[C::STAGES][C::BLOCK_N * C::HEAD_DIM];
   Segment segment[SEGMENTS];
-  int misplaced[SEGMENTS];     // whether a page of the segment is none of the cache's
-  int is_last[C::CONSUMERS];   // whether a warpgroup's part of the rows was the last one to be ready
+  int misplaced[SEGMENTS];    // whether a page of the segment is none of the cache's
+  int is_last[C::CONSUMERS];  // whether a warpgroup's part of the rows was the last one to be ready
   Mbarrier described[C::QUERY_STAGES];
   Mbarrier query_full[C::QUERY_STAGES];
   Mbarrier query_empty[C::QUERY_STAGES];
@@ -60,7 +60,7 @@ struct SharedStorage {
 // hold them. A CTA has two of them at most: of keys from the first one on, and of keys that another CTA has begun with.
 template <typename C>
 struct Partials {
-  static constexpr int STATISTICS = C::HEAD_DIM / 8;                        // behind so many fours of O
+  static constexpr int STATISTICS = C::HEAD_DIM / 8;                       // behind so many fours of O
   static constexpr int FLOATS = 4 * WARPGROUP_THREADS * (STATISTICS + 1);  // of a warpgroup
   float* const workspace;
 

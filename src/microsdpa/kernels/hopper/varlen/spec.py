@@ -152,10 +152,7 @@ def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool) -
         "MASKS": f"microsdpa::hopper::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
     }
     columns = 64 if head_dim % 64 == 0 else 32
-    maps = [
-        TensorMap(name, box_rows, columns, columns * ELEMENT_BYTES[problem.dtype])  # type: ignore[arg-type]
-        for name in ("key", "value")
-    ]
+    maps = [TensorMap(name, box_rows, columns, columns * ELEMENT_BYTES[problem.dtype]) for name in ("key", "value")]
     return KernelSpec(
         name="hopper/varlen",
         source="hopper/varlen/kernel.cu",
