@@ -164,6 +164,7 @@ struct Consumer : TileSoftmax<typename C::T, C::BLOCK_N, false, false>, Consumer
     for (int half = 0; half < 2; ++half) {
       const int own_row = ROWS * warpgroup + tile_row(half);
       T* out = static_cast<T*>(params.out) + offset(segment, segment.first_row + own_row, params.out_strides);
+      uint4 chunk[HEAD_DIM / 32];
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; n += 4) {
         uint32 word[4];
@@ -172,9 +173,13 @@ struct Consumer : TileSoftmax<typename C::T, C::BLOCK_N, false, false>, Consumer
           const int at = 4 * (n + i) + 2 * half;
           word[i] = pack<T>(o[at] * factor[half], o[at + 1] * factor[half]);
         }
-        const uint4 chunk = transpose_quad(word[0], word[1], word[2], word[3]);
-        if (own_row < segment.rows) *reinterpret_cast<uint4*>(out + 8 * (n + thread % 4)) = chunk;
+        chunk[n / 4] = transpose_quad(word[0], word[1], word[2], word[3]);
       }
+      if (own_row < segment.rows) {
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 32; ++i) *reinterpret_cast<uint4*>(out + 8 * (4 * i + thread % 4)) = chunk[i];
+      }
+      __syncwarp();  // else ptxas takes the whole loop for divergent, with 150 moves into uniform registers
     }
   }
 

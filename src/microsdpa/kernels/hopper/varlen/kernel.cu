@@ -3,7 +3,7 @@
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE. A row is a query of one of the PACK query heads that
 // share a key head. Lengths and pages are on the device alone: every CTA finds its part of the call from them.
-// One CTA per SM, or two, stay for the whole launch. Roles: of the first warpgroup one warp finds the work and issues
+// One CTA per SM, or two, stay for the whole launch. Roles: of the first warpgroup one warp finds the work, one issues
 // the copies of K and V, one copies queries, one makes zeros of values past a sequence's end; each of the other
 // warpgroups, the consumers, computes 64 rows with BLOCK_N keys at a time. Pipeline:
 //   1. bulk copies fill rings of K and V tiles, in boxes of BOX_ROWS keys: those of a page, or a whole tile
@@ -74,12 +74,15 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<
       }
       // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
       grid_dependency_wait();
-      produce<C, MASKS, PACK, PAGED>(shared, params, key, value);
+      load_keys<C, MASKS, PAGED>(shared, params, key, value);
     } else if (warp == 1) {
       grid_dependency_wait();
       load_queries<C, MASKS, PACK>(shared, params);
     } else if (warp == 2) {
       clean_values<C, MASKS>(shared);
+    } else {
+      grid_dependency_wait();
+      describe_segments<C, MASKS, PACK>(shared, params);
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();

@@ -53,23 +53,36 @@ __device__ __forceinline__ int last_place(const Segment& segment) {
   return MASKS::BACKWARDS ? 0 : segment.tiles - 1;
 }
 
-// Says what the CTA computes, and issues the copies of keys and values in the order in which they are needed. One warp.
-template <typename C, typename MASKS, int PACK, bool PAGED>
-__device__ __forceinline__ void produce(SharedStorage<C>& shared, const VarlenParams& params, const TensorMap& key,
-                                        const TensorMap& value) {
+// Says what the CTA computes next, once there is room for its queries. One warp.
+template <typename C, typename MASKS, int PACK>
+__device__ __forceinline__ void describe_segments(SharedStorage<C>& shared, const VarlenParams& params) {
   Scheduler<C, MASKS, PACK> scheduler(params);
-  PipelineState<C::QUERY_STAGES> query_state;
-  PipelineState<C::STAGES> key_state, value_state;
+  PipelineState<C::QUERY_STAGES> state;
   const bool elected = elect_one();
   for (int segments = 0;; ++segments) {
     const Segment segment = scheduler.next();
-    mbarrier_wait(shared.query_empty[query_state.stage], query_state.phase ^ 1);
+    mbarrier_wait(shared.query_empty[state.stage], state.phase ^ 1);
     if (elected) {
       shared.segment[segments % SEGMENTS] = segment;
       shared.misplaced[segments % SEGMENTS] = 0;
-      mbarrier_arrive(shared.described[query_state.stage]);
+      mbarrier_arrive(shared.described[state.stage]);
     }
-    query_state.advance();
+    state.advance();
+    if (segment.tiles == 0) return;
+  }
+}
+
+// Issues the copies of keys and values in the order in which they are needed. One warp.
+template <typename C, typename MASKS, bool PAGED>
+__device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const VarlenParams& params, const TensorMap& key,
+                                          const TensorMap& value) {
+  PipelineState<C::QUERY_STAGES> state;
+  PipelineState<C::STAGES> key_state, value_state;
+  const bool elected = elect_one();
+  for (int segments = 0;; ++segments) {
+    mbarrier_wait(shared.described[state.stage], state.phase);
+    const Segment segment = shared.segment[segments % SEGMENTS];
+    state.advance();
     if (segment.tiles == 0) return;
 
     const auto place_of = [&](int place) {
@@ -107,7 +120,8 @@ template <typename C, typename MASKS, int PACK>
 __device__ __forceinline__ void load_queries(SharedStorage<C>& shared, const VarlenParams& params) {
   using T = typename C::T;
   constexpr int CHUNKS = C::HEAD_DIM / 8, OF_PANEL = C::COLUMNS / 8;  // 16 bytes each: of a row, and of a panel's row
-  const int lane = static_cast<int>(threadIdx.x % 32);
+  constexpr int AT_ONCE = 32 / CHUNKS, PATTERN_ROWS = 8;              // rows
+  const int lane = static_cast<int>(threadIdx.x % 32), chunk = lane % CHUNKS;
   PipelineState<C::QUERY_STAGES> state;
   for (int segments = 0;; ++segments) {
     mbarrier_wait(shared.described[state.stage], state.phase);
@@ -117,29 +131,37 @@ __device__ __forceinline__ void load_queries(SharedStorage<C>& shared, const Var
       mbarrier_arrive(full);
       return;
     }
-    const T* query = static_cast<const T*>(params.query);
-    const auto at = [&](int i) {
-      const int row = i / CHUNKS, chunk = i % CHUNKS, in_group = row % ROWS;
-      const int swizzled = chunk % OF_PANEL ^ (in_group * OF_PANEL / 8 % OF_PANEL);
-      return shared.query[state.stage][row / ROWS] + (chunk / OF_PANEL * ROWS + in_group) * C::COLUMNS + 8 * swizzled;
-    };
+    const T* query = static_cast<const T*>(params.query) + segment.b * params.query_strides.batch +
+                     static_cast<int64>(segment.head_kv) * PACK * params.query_strides.head +
+                     segment.first_query * params.query_strides.row + 8 * chunk;
     // Warpgroups without rows read none.
-    const int rows = (segment.rows + ROWS - 1) / ROWS * ROWS;
-#pragma unroll 8
-    for (int i = lane; i < rows * CHUNKS; i += 32) {
-      const int row = i / CHUNKS, of_sequence = segment.first_row + row;
-      const bool valid = row < segment.rows;
-      const T* from = query + segment.b * params.query_strides.batch +
-                      (segment.head_kv * PACK + of_sequence % PACK) * params.query_strides.head +
-                      (segment.first_query + of_sequence / PACK) * params.query_strides.row + 8 * (i % CHUNKS);
-      cp_async<16>(at(i), valid ? from : query, valid ? 16 : 0);
+    const int groups = (segment.rows + ROWS - 1) / ROWS;
+    for (int group = 0; group < groups; ++group) {
+      T* tile = shared.query[state.stage][group] + chunk / OF_PANEL * ROWS * C::COLUMNS;
+#pragma unroll 2
+      for (int block = 0; block < ROWS; block += PATTERN_ROWS) {
+#pragma unroll
+        for (int i = 0; i < PATTERN_ROWS; i += AT_ONCE) {
+          const int in_pattern = i + lane / CHUNKS, row = block + in_pattern, own_row = group * ROWS + row;
+          const int swizzled = chunk % OF_PANEL ^ (in_pattern * OF_PANEL / 8 % OF_PANEL);
+          const int of_sequence = segment.first_row + own_row;
+          const T* from =
+              query + of_sequence % PACK * params.query_strides.head + of_sequence / PACK * params.query_strides.row;
+          const bool valid = own_row < segment.rows;
+          if (lane < AT_ONCE * CHUNKS) {
+            cp_async<16>(tile + row * C::COLUMNS + 8 * swizzled, valid ? from : query, valid ? 16 : 0);
+          }
+        }
+      }
     }
     cp_async_commit();
     cp_async_wait<0>();
     if (!MASKS::MODIFIED && params.scale_log2 < 0.0f) {  // a negative scale is a positive one of -Q
-      for (int i = lane; i < rows * CHUNKS; i += 32) {
-        uint4& chunk = *reinterpret_cast<uint4*>(at(i));
-        chunk = make_uint4(chunk.x ^ 0x80008000u, chunk.y ^ 0x80008000u, chunk.z ^ 0x80008000u, chunk.w ^ 0x80008000u);
+      __syncwarp();
+      auto* chunks = reinterpret_cast<uint4*>(shared.query[state.stage][0]);
+      for (int i = lane; i < groups * ROWS * CHUNKS; i += 32) {
+        const uint4 old = chunks[i];
+        chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
       }
     }
     fence_proxy_async();
