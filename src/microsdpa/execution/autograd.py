@@ -19,9 +19,7 @@ from microsdpa.call.call import Inputs, MaskTensors, mask_tensors
 from microsdpa.call.masks import Masks, refuse_both
 from microsdpa.call.options import Options
 from microsdpa.execution import backward, forward, nodes
-
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that nothing but this library looks at."""
+from microsdpa.execution.nodes import PLAIN_TYPES
 
 
 def is_eager(inputs: Inputs) -> bool:
