@@ -40,7 +40,7 @@ struct MaskedRows {
     if constexpr (MASKS::ALIBI) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int head = of.head_kv * PACK + (of.first_row + own_row + 8 * half) % PACK;
+        const int64 head = static_cast<int64>(of.head_kv) * PACK + (of.first_row + own_row + 8 * half) % PACK;
         slope[half] = LOG2_E * params.slopes[of.b * params.slope_batch_stride + head * params.slope_head_stride];
       }
     }
@@ -83,7 +83,7 @@ struct MaskedRows {
   // Base 2.
   __device__ __forceinline__ float sink_of(const Segment& of, int row) const {
     const auto* sinks = static_cast<const typename MASKS::Sink*>(params.sinks);
-    return LOG2_E * to_float(sinks[(of.head_kv * PACK + row % PACK) * params.sink_head_stride]);
+    return LOG2_E * to_float(sinks[(static_cast<int64>(of.head_kv) * PACK + row % PACK) * params.sink_head_stride]);
   }
 
  private:

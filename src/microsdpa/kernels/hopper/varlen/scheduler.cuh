@@ -12,7 +12,9 @@ using namespace sequences;
 // Counters behind those of shared rows: segments that were taken, and CTAs that found no more.
 constexpr int TAKEN = 1022, FINISHED = 1023;
 // Tiles of keys that sharing the keys of a tile of rows costs, about, and that a CTA takes at least where it shares.
-constexpr int SHARING_COSTS = 3, LEAST_SHARE = 4;
+// CTAs that share are at other keys than their neighbours, which then leave L2 sooner: an eighth of the time pays for
+// that.
+constexpr int SHARING_COSTS = 3, LEAST_SHARE = 4, WORTH = 8;
 // Bytes of K and V that the key heads that are computed at a time have: an L2 has 50 MB, and keeps some lines twice.
 constexpr int SECTION_BYTES = 16 << 20;
 
@@ -63,7 +65,7 @@ class Scheduler {
         longest = max(longest, __shfl_xor_sync(FULL_WARP, longest, offset));
       each_ = max((keys + ctas - 1) / ctas, LEAST_SHARE);
       const int rounds = (total_ + ctas - 1) / ctas;
-      shares_ = total_ > 0 && max(longest, keys / total_ * rounds) > each_ + SHARING_COSTS;
+      shares_ = total_ > 0 && max(longest, keys / total_ * rounds) > each_ + each_ / WORTH + SHARING_COSTS;
     }
     if (shares_) {
       total_ = keys;

@@ -69,8 +69,8 @@ struct Partials {
 
   // The thread's `four`th four floats of O, or its rows' statistics.
   __device__ __forceinline__ float4* at(const Segment& segment, int part, int warpgroup, int thread, int four) const {
-    const int place = 2 * (segment.owner + part) + (part == 0);
-    return reinterpret_cast<float4*>(workspace + (static_cast<int64>(place) * C::CONSUMERS + warpgroup) * FLOATS) +
+    const int64 place = 2 * static_cast<int64>(segment.owner + part) + (part == 0);
+    return reinterpret_cast<float4*>(workspace + (place * C::CONSUMERS + warpgroup) * FLOATS) +
            four * WARPGROUP_THREADS + thread;
   }
 };
