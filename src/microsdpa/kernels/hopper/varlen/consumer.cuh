@@ -155,7 +155,7 @@ struct Consumer : TileSoftmax<typename C::T, C::BLOCK_N, false, false>, Consumer
 
   __device__ __forceinline__ static int64 offset(const Segment& segment, int row, const Strides& strides) {
     return segment.b * strides.batch + (static_cast<int64>(segment.head_kv) * PACK + row % PACK) * strides.head +
-           (segment.first_query + row / PACK) * strides.row;
+           (static_cast<int64>(segment.first_query) + row / PACK) * strides.row;
   }
 
   // O times `factor`: the lanes of a quad exchange words, so that each has 16 bytes of a row.
