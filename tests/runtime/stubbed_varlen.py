@@ -22,6 +22,7 @@ from microsdpa.execution.choice import problem_of
 from microsdpa.kernels import Grid, KernelSpec
 from microsdpa.kernels.ampere.varlen import spec as kernel
 from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 from microsdpa.runtime.launcher import NO_SCALES
@@ -35,6 +36,7 @@ NAMES = (
 )
 ADDRESSES = {name: 0x1000000000 * (index + 1) for index, name in enumerate(NAMES)}
 KDL_INT = 0
+EMULATED = {"auto": "emulate", "hopper/varlen": "emulate:hopper/varlen"}
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,7 @@ class Given:
     rotary: int = 0
     interleaved: bool = False
     invariant: bool = False
+    impl: str = "auto"
 
     def torch_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors of these shapes on the CPU."""
@@ -107,7 +110,7 @@ class Given:
             for name, t in self.torch_tensors().items()
         } | changes
         get = tensors.get
-        code = VARLEN_OPTIONS[self.causal, self.interleaved, self.invariant, "auto"]
+        code = VARLEN_OPTIONS[self.causal, self.interleaved, self.invariant, self.impl]
         return [
             *(get("query"), get("key"), get("value"), get("out"), self.lse, code, None),
             *(None, get("slopes"), get("sinks"), *self.window, self.softcap, *NO_SCALES),
@@ -120,7 +123,7 @@ class Given:
         """What Python fills for the emulator: of the kernel that appends, if there is one, and of attention."""
         t = self.torch_tensors()
         options = Options(
-            False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, "emulate"
+            False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, EMULATED[self.impl]
         )
         integers, new = ([t.get(name) for name in names] for names in (NAMES[4:8], NAMES[10:]))
         sequences = Sequences(*integers, self.max_queries, *new, self.interleaved, self.invariant)
@@ -128,7 +131,7 @@ class Given:
         inputs = t["query"], t["key"], t["value"]
         checked = check(Call(inputs, masks, options=options, return_lse=self.lse, out=t["out"], sequences=sequences))
         problem = problem_of(checked)
-        spec = select(problem, "auto").spec
+        spec = select(problem, self.impl).spec
         addresses = {name: ADDRESSES[name] for name in t}
         queries = sequences.queries(t["query"])
         *ahead, spec = varlen.kernels_of(checked, problem, spec)
@@ -139,7 +142,7 @@ class Given:
             found.append(Expected(params, grid, append, problem))
             addresses = {name: address for name, address in addresses.items() if name not in sequences.appended}
         params = varlen.parameters(checked, problem, spec, addresses)
-        return *found, Expected(params, kernel.grid_of(spec, problem, queries), spec, problem)
+        return *found, Expected(params, varlen_kernel(spec).grid_of(spec, problem, queries), spec, problem)
 
 
 def register(given: Given) -> None:
@@ -147,7 +150,8 @@ def register(given: Given) -> None:
     expected = given.expected()
     spec = expected[-1].spec
     kernels = [(FUNCTION, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 8, 0, 0, 0) for one in expected]
-    launch = spec.block_m, spec.max_ctas, kernel.workspace_bytes(spec), spec.cluster
+    boxes = [(box.rows, box.columns) for box in spec.tensor_maps[:1]] or [(0, 0)]
+    launch = spec.block_m, spec.max_ctas, varlen_kernel(spec).workspace_bytes(spec), spec.cluster, *boxes[0]
     numbers = packed(PRIMARY, 0, 1, 0, *launch, len(kernels), *(n for one in kernels for n in one))
     library.register_plan(numbers, bytes(8 * len(kernels)), *given.call())
 
@@ -188,6 +192,20 @@ CASES = {
     "rotated queries": Given(
         (1, 5, 8, 64), integers={"lengths": (1,), "page_table": (1, 7)}, rotary=64, interleaved=True
     ),
+    "bulk copies, decode": Given(impl="hopper/varlen"),
+    "bulk copies, prompts": Given(
+        query=(9000, 8, 64),
+        key=(9000, 2, 64),
+        integers={"query_offsets": (4,), "key_offsets": (4,)},
+        impl="hopper/varlen",
+    ),
+    "bulk copies, many prompts": Given(
+        query=(90000, 8, 64),
+        key=(90000, 2, 64),
+        integers={"query_offsets": (4,), "key_offsets": (4,)},
+        impl="hopper/varlen",
+    ),
+    "bulk copies, new keys": Given((3, 70, 8, 64), transposed=True, appends=True, rotary=64, impl="hopper/varlen"),
     "slopes of heads": Given(slopes=(8,), window=(5, 9), causal=False),
 }
 
@@ -209,9 +227,10 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
         compare(given, latest(AppendParams), wanted, {"call", "rotated"})
         wanted = wanted.call
     assert tuple(last().grid) == expected[-1].grid
-    assert bool(got.arrivals) == bool(wanted.divides_keys)
+    divides_keys, maps = bool(wanted.divides_keys), expected[-1].spec.tensor_maps
+    assert bool(got.arrivals) == (divides_keys or bool(maps))
     rotated = len(expected) == 2 and bool(given.rotary)
-    assert bool(got.workspace) == (rotated or bool(got.arrivals))
+    assert bool(got.workspace) == (rotated or divides_keys)
     compare(given, got, wanted, {"query", "query_strides"} if rotated else set())
     if len(expected) == 2:
         before = latest(AppendParams, back=1)

@@ -84,7 +84,7 @@ def sdpa_varlen(
         return_lse: also return the natural logarithm of the softmax's denominator in FP32, [H, queries] for packed
             queries, else [B, H, S_q].
         out: tensor like query to write to. Rows of packed tensors that belong to no sequence are not written.
-        impl: "auto", "ampere/varlen", or "emulate" for the emulator on CPU tensors.
+        impl: "auto", "hopper/varlen", "ampere/varlen", or "emulate" for the emulator on CPU tensors.
         window: (left, right): query at key p sees keys p - left to p + right; -1 is no end.
         softcap: scores x become softcap * tanh(x / softcap).
         alibi_slopes: [H] or [B, H], float32: slope * |p - key| is subtracted from the scores.

@@ -17,7 +17,11 @@ from microsdpa.execution import torch_cpu
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.ampere.varlen import spec as kernel
 from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.runtime import launcher
+
+COUNTERS = 1024
+"""Of a launch, as in runtime/arrivals.h."""
 
 
 def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
@@ -78,7 +82,7 @@ def _parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses:
         left=min(left, kernel.MOST_KEYS),
         right=0 if checked.causal else min(right, kernel.MOST_KEYS),
         appends=sequences.new_key is not None,
-        divides_keys=kernel.divides_keys(spec, problem, sequences.queries(query)),
+        divides_keys=varlen_kernel(spec).divides_keys(spec, problem, sequences.queries(query)),
         scale_log2=checked.factor * math.log2(math.e),
         softcap_log2=(masks.softcap or 0.0) * math.log2(math.e),
     )
@@ -159,13 +163,20 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
     if sequences.appended and not ahead:
         inputs |= sequences.appended
         outputs |= {name: inputs.pop(name) for name in ("key", "value")}
-    grid = kernel.grid_of(spec, problem, sequences.queries(query))
+    if spec.tensor_maps:
+        inputs |= {name: _rows_last(inputs[name]) for name in ("key", "value")}
+    grid = varlen_kernel(spec).grid_of(spec, problem, sequences.queries(query))
     # All bits set are NaN in every type: what is read before it is written shows in the output.
-    workspace = torch.full((kernel.workspace_bytes(spec),), 0xFF, dtype=torch.uint8, device="cpu")
-    arrivals = torch.zeros(spec.max_ctas, dtype=torch.int32, device="cpu")
+    workspace = torch.full((varlen_kernel(spec).workspace_bytes(spec),), 0xFF, dtype=torch.uint8, device="cpu")
+    arrivals = torch.zeros(COUNTERS, dtype=torch.int32, device="cpu")
     outputs |= {"workspace": workspace, "arrivals": arrivals}
     run.one_kernel(spec, grid, lambda addresses: parameters(checked, problem, spec, addresses), inputs, outputs)
     assert not arrivals.any(), "every counter is zero again after a launch"
+
+
+def _rows_last(cache: torch.Tensor) -> torch.Tensor:
+    """Keys or values as bulk copies see them: [pages or B, H_kv, rows, D]."""
+    return (cache if cache.dim() == 4 else cache[None]).transpose(1, 2)
 
 
 def attend_on_cpu(checked: Checked) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -32,6 +32,8 @@ MOST_DECODED_KEYS, MOST_SEPARATE_KEYS = 128, 512
 """Keys up to which tiles of 64 rows decode as fast, and the same for heads that share no keys."""
 LEAST_SPLIT_KEYS = 1024
 """From here on four warpgroups of a CTA are faster than two, where both have one query tile a CTA."""
+MOST_ROWS_OF_MMA = 32
+"""Rows of a sequence and key head up to which ampere/varlen decodes as fast as memory allows."""
 EIGHT_BIT_TILE = 128
 FEWEST_TILES: dict[Operands, dict[int, int]] = {
     "fp8": {64: 48, 128: 32},
@@ -131,6 +133,16 @@ def _skip_eight_bit_throughput(problem: Problem) -> Rejection | None:
     )
 
 
+def _skip_hopper_varlen(problem: Problem) -> Rejection | None:
+    rows = problem.seqlen_q * problem.heads // problem.heads_kv
+    if rows > MOST_ROWS_OF_MMA:
+        return None
+    return Rejection(
+        f"{rows} rows of a sequence and key head do not fill its tiles of {TILE}: ampere/varlen is faster",
+        "more queries of a sequence, or more query heads of a key head",
+    )
+
+
 def _never(_: Problem) -> None:
     """A kernel that no later one is faster than."""
 
@@ -144,6 +156,7 @@ PREFERENCES: dict[str, Rule] = {
     "hopper/throughput_8bit": _skip_eight_bit_throughput,
     "hopper/throughput_8bit_qk": _skip_eight_bit_throughput,
     "ada/mma_8bit": _never,
+    "hopper/varlen": _skip_hopper_varlen,
     "ampere/varlen": _never,
 }
 """The kernels that impl="auto" tries, in this order, with the rule of each; the most general one comes last."""

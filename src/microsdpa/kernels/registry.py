@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, product
+from types import ModuleType
 
 from microsdpa.kernels.ada.mma_8bit import spec as ada_mma_8bit
 from microsdpa.kernels.ampere.general import spec as ampere_general
@@ -19,6 +20,7 @@ from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_fp8
 from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
+from microsdpa.kernels.hopper.varlen import spec as hopper_varlen
 from microsdpa.kernels.ladder import eight_bit_spec as eight_bit_ladder
 from microsdpa.kernels.ladder import spec as ladder
 from microsdpa.kernels.problem import (
@@ -165,6 +167,14 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
 
 VARLEN_FAMILIES: tuple[Family, ...] = (
     Family(
+        "hopper/varlen",
+        "packed prompts, prompts on a cache and large groups of heads on wgmma and TMA; sm_90a",
+        hopper_varlen.forward,
+        emulated_target="sm_90a",
+        masks=True,
+        varlen=True,
+    ),
+    Family(
         "ampere/varlen",
         "packed sequences and paged caches on mma.sync: lengths on the device, keys divided among CTAs",
         ampere_varlen.forward,
@@ -175,6 +185,11 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
 """Families for sequences of many lengths."""
 
 ALL_FAMILIES = (*FAMILIES, *EIGHT_BIT_FAMILIES, *VARLEN_FAMILIES)
+
+
+def varlen_kernel(spec: KernelSpec) -> ModuleType:
+    """How a kernel of VARLEN_FAMILIES is launched, by its module's grid_of(), divides_keys() and workspace_bytes()."""
+    return hopper_varlen if spec.name == "hopper/varlen" else ampere_varlen
 
 
 @functools.lru_cache(maxsize=256)
@@ -274,6 +289,13 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
             specs[ampere_varlen.append(problem, rotary)] = None
             if ampere_varlen.appends_itself(found, problem):
                 specs[ampere_varlen.appending(found, rotary)] = None
+    layouts = cycle(((16, "bfloat16"), (0, "float16"), (64, "bfloat16"), (8, "float16")))
+    for head_dim, (heads_kv, queries) in product(hopper_varlen.TILES, ((1, 1), (1, 4), (8, 512))):
+        page, dtype = next(layouts)
+        sizes = 8, 32, heads_kv, queries, 4096, head_dim, dtype
+        problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
+        if isinstance(found := hopper_varlen.forward(problem), KernelSpec):
+            specs[found] = None
     return list(specs)
 
 

@@ -58,6 +58,7 @@ static_assert(sizeof(CallKey) == 7 * 8 + KEYED_OPERANDS * 72, "CallKey must have
 
 struct Call {
   const DLTensor* query;
+  const DLTensor* keys_and_values[2];  // of calls with sequences of many lengths
   Addresses addresses{};
   CallKey key;
   AppendParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads

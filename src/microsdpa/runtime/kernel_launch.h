@@ -27,9 +27,9 @@ struct KernelLaunch {
 
   // `params` is the kernel's first argument. `addresses` are the operands' addresses in this call, of those at least
   // that have tensor maps. Nothing that is shared between calls is written.
-  // `ctas`, unless it is null, replaces the grid.
+  // `ctas`, unless it is null, replaces the grid, and `maps`, a null pointer behind them, the tensor maps.
   void issue(const Driver& driver, CUstream stream, void* params, const std::uintptr_t* addresses,
-             const unsigned* ctas = nullptr) const {
+             const unsigned* ctas = nullptr, const CUtensorMap* const* maps = nullptr) const {
     void* arguments[1 + MAX_TENSOR_MAPS] = {params};
     CUtensorMap moved[MAX_TENSOR_MAPS];
     for (std::size_t i = 0; i < tensor_maps.size(); ++i) {
@@ -43,6 +43,7 @@ struct KernelLaunch {
         arguments[1 + i] = &moved[i];
       }
     }
+    for (std::size_t i = 0; maps && maps[i]; ++i) arguments[1 + i] = const_cast<CUtensorMap*>(maps[i]);
     CUlaunchAttribute attributes[2];
     CUlaunchConfig config{};
     if (!ctas) ctas = grid;

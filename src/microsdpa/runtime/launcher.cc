@@ -258,6 +258,7 @@ void register_plan(ffi::PackedArgs args, Parse parse) {
   plan->growth.first = integers.next(), plan->growth.last = integers.next();
   plan->varlen.block_m = integers.next(), plan->varlen.ctas = integers.next();
   plan->varlen.workspace_bytes = integers.next(), plan->varlen.cluster = integers.next();
+  plan->varlen.box_rows = integers.next(), plan->varlen.box_columns = integers.next();
   const std::size_t kernels = integers.count(8, "kernels");
   const char* at = params.data();
   guarded([&] {

@@ -15,8 +15,8 @@ import torch
 from microsdpa import runtime
 from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.kernels import Grid, KernelSpec
-from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.problem import Problem, target_of, virtual
+from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.runtime.ffi import tvm_ffi
 
 LIBRARY = "libmicrosdpa_launcher.so"
@@ -242,7 +242,7 @@ _OPERANDS = (
 SCALE, SCALE_LOG2, SOFTCAP_LOG2 = 0, 1, 2
 """Numbers of a call that a parameter holds as floats: the softmax's scale, the same and the soft cap times log2(e)."""
 NO_GROWTH = 1, 0
-NO_VARLEN = 0, 0, 0, 1
+NO_VARLEN = 0, 0, 0, 1, 0, 0
 
 
 class Mapped(NamedTuple):
@@ -308,7 +308,7 @@ def register(
     target: str,
     workspace_bytes: int = 0,
     growth: tuple[int, int] = NO_GROWTH,
-    varlen: tuple[int, int, int, int] = NO_VARLEN,
+    varlen: tuple[int, int, int, int, int, int] = NO_VARLEN,
 ) -> None:
     """Compile and load kernels, and register the plan that `launch` finds for these validated arguments.
 
@@ -332,6 +332,9 @@ def register(
         integers.append(len(kernel.numbers))
         for place in kernel.numbers:
             integers += place
+        if varlen != NO_VARLEN:  # the library encodes their tensor maps in every call
+            integers.append(0)
+            continue
         if maps:
             places = [(_OPERANDS.index(m.tensor), m.offset) for m in maps]
         else:
@@ -396,9 +399,10 @@ def prepare_varlen(problem: Problem, specs: Sequence[KernelSpec], call: Call) ->
         RuntimeError: the driver refuses to load it.
     """
     spec = specs[-1]
-    scratch = ampere_varlen.workspace_bytes(spec)
+    scratch = varlen_kernel(spec).workspace_bytes(spec)
     kernels = [PlannedKernel(one, (1, 1, 1), bytes(8)) for one in specs]
-    register(call, kernels, problem.target, varlen=(spec.block_m, spec.max_ctas, scratch, spec.cluster))
+    box = (spec.tensor_maps[0].rows, spec.tensor_maps[0].columns) if spec.tensor_maps else (0, 0)
+    register(call, kernels, problem.target, varlen=(spec.block_m, spec.max_ctas, scratch, spec.cluster, *box))
 
 
 def launch_one(

@@ -66,8 +66,10 @@ struct Growth {
 
 // What the launch of a plan for sequences of many lengths depends on, beside the call: the kernel's tiles of rows, the
 // most CTAs that share all keys, bytes of scratch memory that these leave partial outputs in, and CTAs of a cluster.
+// `box_rows` and `box_columns` are those of the tensor maps of K and V, for a kernel of CTAs that stay and count what
+// they take; 0 for one without.
 struct VarlenLaunch {
-  std::int64_t block_m, ctas, workspace_bytes, cluster;
+  std::int64_t block_m, ctas, workspace_bytes, cluster, box_rows, box_columns;
 };
 
 struct Plan {

@@ -191,7 +191,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
     p.sinks = reinterpret_cast<const void*>(address(*sinks));
     p.sink_head_stride = sinks->strides[0];
   }
-  call.query = query;
+  call.query = query, call.keys_and_values[0] = key, call.keys_and_values[1] = value;
   const auto integers = [&](int operand) {
     const DLTensor* tensor = arguments.tensors[operand];
     return tensor ? reinterpret_cast<const int32*>(address(*tensor)) : nullptr;
@@ -222,8 +222,11 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   return !(k.given & APPENDED) || parse_append(arguments, call);
 }
 
-// Finds the CTAs of a launch, and gives whether they take equal parts of all keys; divides_keys() and grid_of() of
-// kernels/ampere/varlen/spec.py say the same.
+// Tiles of rows, for each CTA that stays, up to which CTAs may share keys; as in kernels/hopper/varlen/spec.py.
+constexpr std::int64_t WAVES = 4;
+
+// Finds the CTAs of a launch, and gives whether they take equal parts of all keys, or may; divides_keys() and grid_of()
+// of the kernels' spec.py say the same.
 inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (&ctas)[3]) {
   const VarlenParams& p = call.varlen.call;
   if (launch.cluster > 1) {
@@ -239,8 +242,10 @@ inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (
   const std::int64_t tiles = (queries * pack + launch.block_m - 1) / launch.block_m;
   const std::int64_t parts =
       ((queries * p.heads + 15) / 16 + std::int64_t(p.batch) * p.heads_kv) * ((p.most_keys + 15) / 16);
-  const bool divides_keys = (most * pack <= launch.block_m || tiles * p.heads_kv <= launch.ctas) && parts <= MOST_WORK;
-  ctas[0] = divides_keys ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv;
+  const bool stays = launch.box_rows > 0;
+  const std::int64_t most_tiles = stays ? WAVES * launch.ctas : launch.ctas;
+  const bool divides_keys = (most * pack <= launch.block_m || tiles * p.heads_kv <= most_tiles) && parts <= MOST_WORK;
+  ctas[0] = divides_keys || stays ? launch.ctas : (queries * pack / launch.block_m + p.batch) * p.heads_kv;
   ctas[1] = ctas[2] = 1;
   return divides_keys;
 }
@@ -250,6 +255,22 @@ inline int varlen_lse_shape(const Call& call, std::int64_t (&shape)[3]) {
   const VarlenParams& p = call.varlen.call;
   if (p.query_offsets) return shape[0] = p.heads, shape[1] = p.most_queries, 2;
   return shape[0] = p.batch, shape[1] = p.heads, shape[2] = p.most_queries, 3;
+}
+
+// The tensor map of a cache, or of packed or dense keys, as [D, rows, H_kv, pages or batch entries].
+inline CUtensorMap varlen_map(const DLTensor& tensor, const VarlenLaunch& launch) {
+  const Strides strides = row_strides(tensor);
+  const int row = tensor.ndim - 3;
+  TensorKey array{};
+  const std::int64_t shape[4] = {row ? tensor.shape[0] : 1, tensor.shape[row + 1], tensor.shape[row],
+                                 tensor.shape[row + 2]};
+  std::copy(shape, shape + 4, array.shape);
+  array.strides[0] = strides.batch, array.strides[1] = strides.head, array.strides[2] = strides.row;
+  array.strides[3] = 1;
+  array.dtype_and_device = TensorKey::pack(tensor.dtype, tensor.device);
+  const unsigned columns = static_cast<unsigned>(launch.box_columns);
+  const TensorMapSpec spec{KEY, static_cast<unsigned>(launch.box_rows), columns, 2 * columns, 0};
+  return encode_tensor_map(driver(), spec, array, address(tensor)).map;
 }
 
 // The threads of the kernel that appends, each with 16 bytes.
@@ -289,7 +310,13 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const CUstream stream = current_stream(call.query->device);
   guarded([&] {
     ScopedContext current(driver(), plan.context);
-    if (divides_keys) params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));
+    CUtensorMap maps[2];
+    const CUtensorMap* own[3] = {};
+    if (plan.varlen.box_rows) {
+      for (int i = 0; i < 2; ++i) maps[i] = varlen_map(*call.keys_and_values[i], plan.varlen), own[i] = maps + i;
+    }
+    if (divides_keys || plan.varlen.box_rows)
+      params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));
     if (appends_ahead) {
       if (rotated_bytes) {
         call.varlen.rotated = static_cast<char*>(params.workspace) + (divides_keys ? plan.varlen.workspace_bytes : 0);
@@ -302,7 +329,7 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
       }
     }
     // The parameter of a kernel that appends begins with that of one that does not.
-    plan.kernels.back().launch.issue(driver(), stream, &call.varlen, call.addresses, ctas);
+    plan.kernels.back().launch.issue(driver(), stream, &call.varlen, call.addresses, ctas, own);
   });
   return lse.result();
 }

@@ -5,11 +5,13 @@
 // then query heads of a token are rows; a lane moves 16 bytes of one.
 // Bound by: the launch, and one trip to memory.
 #include "../../common/element.cuh"
+#include "../../common/sequence.cuh"
 #include "../../ptx/control.cuh"
 #include "embedding.cuh"
-#include "sequence.cuh"
 
 namespace microsdpa::ampere::varlen {
+
+using namespace sequences;
 
 // The sequence that a query of packed tensors belongs to; B or -1 where it belongs to none.
 __device__ __forceinline__ int sequence_of(const VarlenParams& params, int query) {

@@ -4,9 +4,11 @@
 #include "../../common/element.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
-#include "sequence.cuh"
+#include "../../common/sequence.cuh"
 
 namespace microsdpa::ampere::varlen {
+
+using namespace sequences;
 
 // What a kernel is compiled for. SINK is void for none.
 template <bool LEFT_, bool RIGHT_, bool SOFTCAP_, bool ALIBI_, typename SINK_>

@@ -1,10 +1,12 @@
 // Which part of a call a CTA computes: found on the device, from the sequences' lengths.
 #pragma once
 
+#include "../../common/sequence.cuh"
 #include "../../common/softmax.cuh"
-#include "sequence.cuh"
 
 namespace microsdpa::ampere::varlen {
+
+using namespace sequences;
 
 // A tile of rows of one key head, and tiles of its keys.
 struct WorkTile {

@@ -1,9 +1,9 @@
 // One sequence of a call, its keys in memory, and which of them a query sees.
 #pragma once
 
-#include "../../common/varlen_params.cuh"
+#include "varlen_params.cuh"
 
-namespace microsdpa::ampere::varlen {
+namespace microsdpa::sequences {
 
 // What the device says of a sequence, within the bounds that the host knows.
 struct Sequence {
@@ -90,4 +90,4 @@ struct Keys {
   }
 };
 
-}  // namespace microsdpa::ampere::varlen
+}  // namespace microsdpa::sequences

@@ -1,0 +1,94 @@
+// Exact attention for sequences of many lengths whose rows fill tiles of wgmma: packed prompts, prompts on a cache, and
+// decoding where many query heads share a key head.
+//
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE. A row is a query of one of the PACK query heads that
+// share a key head. Lengths and pages are on the device alone: every CTA finds its part of the call from them.
+// One CTA per SM, or two, stay for the whole launch. Roles: of the first warpgroup one warp finds the work, one issues
+// the copies of K and V, one copies queries, one makes zeros of values past a sequence's end; each of the other
+// warpgroups, the consumers, computes 64 rows with BLOCK_N keys at a time. Pipeline:
+//   1. bulk copies fill rings of K and V tiles, in boxes of BOX_ROWS keys: those of a page, or a whole tile
+//   2. a consumer starts P V of a tile of keys and S of the next one, also of the next segment's first
+//   3. it turns the scores into probabilities while products run
+//   4. where CTAs share rows, each leaves its part in the workspace, and the one that is ready last combines them
+// Bound by: the tensor cores and the exponentials, as hopper/throughput; memory where few rows meet many keys.
+#include "../../ptx/address.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/tma.cuh"
+#include "consumer.cuh"
+#include "loader.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::hopper::varlen {
+
+// Registers of a thread, which the warpgroups share out anew once they know their roles. One consumer: of a CTA that
+// shares its SM with another one.
+template <int CONSUMERS>
+constexpr int CONSUMER_REGISTERS = CONSUMERS == 1   ? 200
+                                   : CONSUMERS == 2 ? 232
+                                                    : 160;
+template <int CONSUMERS>
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 1   ? 56
+                                   : CONSUMERS == 2 ? 40
+                                                    : 32;
+template <int CONSUMERS>
+constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1;  // CTAs of an SM
+
+// STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: as in hopper/throughput.
+template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, int PACK,
+          int BOX_ROWS, bool PAGED, typename MASKS>
+__global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<CONSUMERS>)
+    attention(const __grid_constant__ VarlenParams params, const __grid_constant__ TensorMap key,
+              const __grid_constant__ TensorMap value) {
+  using C = Tiles<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, BOX_ROWS>;
+  auto& shared = dynamic_shared<SharedStorage<C>>();
+  // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
+  grid_dependency_launch();
+  if (threadIdx.x == 0) {
+    constexpr int READERS = 4 * CONSUMERS;  // warps
+#pragma unroll
+    for (int stage = 0; stage < QUERY_STAGES; ++stage) {
+      mbarrier_init(shared.described[stage], 1);
+      mbarrier_init(shared.query_full[stage], 32);
+      mbarrier_init(shared.query_empty[stage], CONSUMERS * WARPGROUP_THREADS + 32);
+    }
+#pragma unroll
+    for (int stage = 0; stage < STAGES; ++stage) {
+      mbarrier_init(shared.key_full[stage], 1);
+      mbarrier_init(shared.key_empty[stage], READERS);
+      mbarrier_init(shared.value_arrived[stage], 1);
+      mbarrier_init(shared.value_full[stage], 1);
+      mbarrier_init(shared.value_empty[stage], READERS);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
+  if (warpgroup == 0) {
+    setmaxnreg_dec<PRODUCER_REGISTERS<CONSUMERS>>();
+    const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    if (warp == 0) {
+      if (elect_one()) {
+        prefetch_tensor_map(key);
+        prefetch_tensor_map(value);
+      }
+      // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
+      grid_dependency_wait();
+      load_keys<C, MASKS, PAGED>(shared, params, key, value);
+    } else if (warp == 1) {
+      grid_dependency_wait();
+      load_queries<C, MASKS, PACK>(shared, params);
+    } else if (warp == 2) {
+      clean_values<C, MASKS>(shared);
+    } else {
+      grid_dependency_wait();
+      describe_segments<C, MASKS, PACK>(shared, params);
+    }
+  } else {
+    setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();
+    Consumer<C, OVERLAP, MASKS, PACK> consumer(shared, params, warpgroup - 1);
+    consumer.run();
+  }
+}
+
+}  // namespace microsdpa::hopper::varlen

@@ -1,0 +1,206 @@
+// The warps of hopper/varlen/kernel.cu that bring queries, keys and values.
+#pragma once
+
+#include "../../ptx/control.cuh"
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/tma.cuh"
+#include "scheduler.cuh"
+
+namespace microsdpa::hopper::varlen {
+
+// Where a lane's box of a tile of keys lies.
+struct BoxPlace {
+  int row;
+  int page;        // or batch entry; -1 where nothing is to be read: bulk copies bring zeros from outside a tensor
+  bool misplaced;  // the cache does not have such a page
+};
+
+template <typename C, bool PAGED>
+__device__ __forceinline__ BoxPlace box_place(const VarlenParams& params, const Segment& segment, int tile) {
+  const int key = tile * C::BLOCK_N + static_cast<int>(threadIdx.x % 32) % C::BOXES * C::BOX_ROWS;
+  if constexpr (!PAGED) return {segment.first_key + key, params.key_offsets != nullptr ? 0 : segment.b, false};
+  if (key >= segment.end || key + C::BOX_ROWS <= segment.from) return {0, -1, false};
+  const Keys<ANY_PAGES>::Place place = Keys<ANY_PAGES>::place(params, key);
+  const int page = params.page_table[segment.b * params.table_stride + place.number];
+  const bool exists = static_cast<uint32>(page) < static_cast<uint32>(params.pages);
+  return {place.within, exists ? page : -1, !exists};
+}
+
+// Starts the copies of a tile of K or V: a lane for each box. One warp.
+template <typename C>
+__device__ __forceinline__ void load_tile(typename C::T* shared, const TensorMap& map, Mbarrier& full,
+                                          const BoxPlace& place, int head_kv) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  if (elect_one()) mbarrier_arrive_expect(full, C::TILE_BYTES);
+  __syncwarp();
+#pragma unroll
+  for (int i = lane; i < C::BOXES * C::PANELS; i += 32) {
+    const int box = i % C::BOXES, panel = i / C::BOXES;
+    tma_load(shared + (panel * C::BLOCK_N + box * C::BOX_ROWS) * C::COLUMNS, map, full, panel * C::COLUMNS, place.row,
+             head_kv, place.page);
+  }
+}
+
+// Whether a segment's last tile reaches past the sequence's keys: V of what lies there must not be multiplied, not even
+// by zeros, since it may be NaN.
+template <typename C>
+__device__ __forceinline__ bool reaches_past(const Segment& segment) {
+  return (segment.first_tile + segment.tiles) * C::BLOCK_N > segment.keys;
+}
+// Which of the segment's tiles, in the order in which they are visited, that is.
+template <typename MASKS>
+__device__ __forceinline__ int last_place(const Segment& segment) {
+  return MASKS::BACKWARDS ? 0 : segment.tiles - 1;
+}
+
+// Says what the CTA computes next, once there is room for its queries. One warp.
+template <typename C, typename MASKS, int PACK>
+__device__ __forceinline__ void describe_segments(SharedStorage<C>& shared, const VarlenParams& params) {
+  Scheduler<C, MASKS, PACK> scheduler(params);
+  PipelineState<C::QUERY_STAGES> state;
+  const bool elected = elect_one();
+  for (int segments = 0;; ++segments) {
+    const Segment segment = scheduler.next();
+    mbarrier_wait(shared.query_empty[state.stage], state.phase ^ 1);
+    if (elected) {
+      shared.segment[segments % SEGMENTS] = segment;
+      shared.misplaced[segments % SEGMENTS] = 0;
+      mbarrier_arrive(shared.described[state.stage]);
+    }
+    state.advance();
+    if (segment.tiles == 0) return;
+  }
+}
+
+// Issues the copies of keys and values in the order in which they are needed. One warp.
+template <typename C, typename MASKS, bool PAGED>
+__device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const VarlenParams& params, const TensorMap& key,
+                                          const TensorMap& value) {
+  PipelineState<C::QUERY_STAGES> state;
+  PipelineState<C::STAGES> key_state, value_state;
+  const bool elected = elect_one();
+  for (int segments = 0;; ++segments) {
+    mbarrier_wait(shared.described[state.stage], state.phase);
+    const Segment segment = shared.segment[segments % SEGMENTS];
+    state.advance();
+    if (segment.tiles == 0) return;
+
+    const auto place_of = [&](int place) {
+      const int last = segment.first_tile + segment.tiles - 1;
+      return box_place<C, PAGED>(params, segment, MASKS::BACKWARDS ? last - place : segment.first_tile + place);
+    };
+    const int to_clean = reaches_past<C>(segment) ? last_place<MASKS>(segment) : -1;
+    BoxPlace next = place_of(0), before{};
+    for (int tile = 0; tile <= segment.tiles; ++tile) {  // K of a tile is needed before V of the one ahead of it
+      const BoxPlace now = next;
+      if (tile < segment.tiles) {
+        if (tile + 1 < segment.tiles) next = place_of(tile + 1);
+        mbarrier_wait(shared.key_empty[key_state.stage], key_state.phase ^ 1);
+        load_tile<C>(shared.key[key_state.stage], key, shared.key_full[key_state.stage], now, segment.head_kv);
+        key_state.advance();
+      }
+      if (tile > 0) {
+        mbarrier_wait(shared.value_empty[value_state.stage], value_state.phase ^ 1);
+        if (PAGED && __any_sync(FULL_WARP, before.misplaced)) {
+          if (elected) shared.misplaced[segments % SEGMENTS] = 1;  // whoever waits for the tile sees it
+          __syncwarp();
+        }
+        Mbarrier& full =
+            tile - 1 == to_clean ? shared.value_arrived[value_state.stage] : shared.value_full[value_state.stage];
+        load_tile<C>(shared.value[value_state.stage], value, full, before, segment.head_kv);
+        value_state.advance();
+      }
+      before = now;
+    }
+  }
+}
+
+// Copies the rows of queries. Rows past the segment's are zeros. One warp.
+template <typename C, typename MASKS, int PACK>
+__device__ __forceinline__ void load_queries(SharedStorage<C>& shared, const VarlenParams& params) {
+  using T = typename C::T;
+  constexpr int CHUNKS = C::HEAD_DIM / 8, OF_PANEL = C::COLUMNS / 8;  // 16 bytes each: of a row, and of a panel's row
+  constexpr int AT_ONCE = 32 / CHUNKS, PATTERN_ROWS = 8;              // rows
+  const int lane = static_cast<int>(threadIdx.x % 32), chunk = lane % CHUNKS;
+  PipelineState<C::QUERY_STAGES> state;
+  for (int segments = 0;; ++segments) {
+    mbarrier_wait(shared.described[state.stage], state.phase);
+    const Segment segment = shared.segment[segments % SEGMENTS];
+    Mbarrier& full = shared.query_full[state.stage];
+    if (segment.tiles == 0) {
+      mbarrier_arrive(full);
+      return;
+    }
+    const T* query = static_cast<const T*>(params.query) + segment.b * params.query_strides.batch +
+                     static_cast<int64>(segment.head_kv) * PACK * params.query_strides.head +
+                     segment.first_query * params.query_strides.row + 8 * chunk;
+    // Warpgroups without rows read none.
+    const int groups = (segment.rows + ROWS - 1) / ROWS;
+    for (int group = 0; group < groups; ++group) {
+      T* tile = shared.query[state.stage][group] + chunk / OF_PANEL * ROWS * C::COLUMNS;
+#pragma unroll 2
+      for (int block = 0; block < ROWS; block += PATTERN_ROWS) {
+#pragma unroll
+        for (int i = 0; i < PATTERN_ROWS; i += AT_ONCE) {
+          const int in_pattern = i + lane / CHUNKS, row = block + in_pattern, own_row = group * ROWS + row;
+          const int swizzled = chunk % OF_PANEL ^ (in_pattern * OF_PANEL / 8 % OF_PANEL);
+          const int of_sequence = segment.first_row + own_row;
+          const T* from =
+              query + of_sequence % PACK * params.query_strides.head + of_sequence / PACK * params.query_strides.row;
+          const bool valid = own_row < segment.rows;
+          if (lane < AT_ONCE * CHUNKS) {
+            cp_async<16>(tile + row * C::COLUMNS + 8 * swizzled, valid ? from : query, valid ? 16 : 0);
+          }
+        }
+      }
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    if (!MASKS::MODIFIED && params.scale_log2 < 0.0f) {  // a negative scale is a positive one of -Q
+      __syncwarp();
+      auto* chunks = reinterpret_cast<uint4*>(shared.query[state.stage][0]);
+      for (int i = lane; i < groups * ROWS * CHUNKS; i += 32) {
+        const uint4 old = chunks[i];
+        chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
+      }
+    }
+    fence_proxy_async();
+    mbarrier_arrive(full);
+    state.advance();
+  }
+}
+
+// Makes zeros of values that lie past a sequence's last key. One warp.
+template <typename C, typename MASKS>
+__device__ __forceinline__ void clean_values(SharedStorage<C>& shared) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  PipelineState<C::QUERY_STAGES> state;
+  int before = 0;        // tiles of the segments before
+  unsigned cleaned = 0;  // of each stage a bit: whether an odd number of times
+  for (int segments = 0;; ++segments) {
+    mbarrier_wait(shared.described[state.stage], state.phase);
+    const Segment segment = shared.segment[segments % SEGMENTS];
+    mbarrier_arrive(shared.query_empty[state.stage]);
+    state.advance();
+    if (segment.tiles == 0) return;
+    if (reaches_past<C>(segment)) {
+      const int stage = (before + last_place<MASKS>(segment)) % C::STAGES;
+      const int left = segment.keys - (segment.first_tile + segment.tiles - 1) * C::BLOCK_N;
+      mbarrier_wait(shared.value_arrived[stage], static_cast<int>(cleaned >> stage & 1));
+      cleaned ^= 1u << stage;
+      constexpr int CHUNKS = C::COLUMNS / 8;
+      const int rows = C::BLOCK_N - left;
+      for (int i = lane; i < C::PANELS * rows * CHUNKS; i += 32) {
+        const int panel = i / (rows * CHUNKS), rest = i % (rows * CHUNKS);
+        auto* chunks = reinterpret_cast<uint4*>(shared.value[stage] + (panel * C::BLOCK_N + left) * C::COLUMNS);
+        chunks[rest] = make_uint4(0, 0, 0, 0);
+      }
+      fence_proxy_async();
+      __syncwarp();
+      if (elect_one()) mbarrier_arrive(shared.value_full[stage]);
+    }
+    before = (before + segment.tiles) % C::STAGES;
+  }
+}
+
+}  // namespace microsdpa::hopper::varlen

@@ -1,0 +1,226 @@
+// Which part of a call a CTA computes: found on the device, from the sequences' lengths. One warp.
+#pragma once
+
+#include "../../common/sequence.cuh"
+#include "../../common/softmax.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::hopper::varlen {
+
+using namespace sequences;
+
+// Counters behind those of shared rows: segments that were taken, and CTAs that found no more.
+constexpr int TAKEN = 1022, FINISHED = 1023;
+// Tiles of keys that sharing the keys of a tile of rows costs, about, and that a CTA takes at least where it shares.
+// CTAs that share are at other keys than their neighbours, which then leave L2 sooner: an eighth of the time pays for
+// that.
+constexpr int SHARING_COSTS = 3, LEAST_SHARE = 4, WORTH = 8;
+// Bytes of K and V that the key heads that are computed at a time have: an L2 has 50 MB, and keeps some lines twice.
+constexpr int SECTION_BYTES = 16 << 20;
+
+// The tiles of rows of a sequence, each of them for one key head.
+template <typename C, typename MASKS, int PACK>
+struct RowTiles {
+  const VarlenParams& params;
+  const Sequence sequence;
+  const Visibility<MASKS, PACK> visibility;
+  const int rows, count;
+
+  __device__ __forceinline__ RowTiles(const VarlenParams& params, int b)
+      : params(params),
+        sequence(params, b),
+        visibility(sequence),
+        rows(sequence.queries * PACK),
+        count((rows + C::BLOCK_M - 1) / C::BLOCK_M) {}
+
+  __device__ __forceinline__ int from(int tile) const { return visibility.first(params, tile * C::BLOCK_M); }
+  __device__ __forceinline__ int end(int tile) const {
+    return visibility.end(params, min((tile + 1) * C::BLOCK_M, rows) - 1);
+  }
+  __device__ __forceinline__ int first_key_tile(int tile) const {
+    return min(from(tile), max(sequence.keys - 1, 0)) / C::BLOCK_N;
+  }
+  // Tiles of keys; at least one, so that somebody writes the output of rows without keys.
+  __device__ __forceinline__ int key_tiles(int tile) const {
+    return max(1, (end(tile) + C::BLOCK_N - 1) / C::BLOCK_N - first_key_tile(tile));
+  }
+};
+
+// Either every CTA takes tiles of rows, one after the other, as it gets done with them: in a sequence the longest ones
+// first, of as many heads as leave their keys in L2. Or, where that would leave CTAs without work for long, all tiles
+// of keys of all tiles of rows are numbered one after the other, and every CTA has as many of them as any other.
+template <typename C, typename MASKS, int PACK>
+class Scheduler {
+ public:
+  __device__ __forceinline__ explicit Scheduler(const VarlenParams& params) : params_(params) {
+    int tiles = 0, keys = 0, longest = 0;  // tiles of rows, and of keys, of all and of one
+    for (int first = 0; first < params.batch; first += 32) {
+      count_tiles(first, tiles, keys, longest);
+    }
+    total_ = warp_total(tiles) * params.heads_kv;
+    const int ctas = static_cast<int>(gridDim.x);
+    if (params.divides_keys) {
+      keys = warp_total(keys) * params.heads_kv;
+      for (int offset = 16; offset > 0; offset /= 2)
+        longest = max(longest, __shfl_xor_sync(FULL_WARP, longest, offset));
+      each_ = max((keys + ctas - 1) / ctas, LEAST_SHARE);
+      const int rounds = (total_ + ctas - 1) / ctas;
+      shares_ = total_ > 0 && max(longest, keys / total_ * rounds) > each_ + each_ / WORTH + SHARING_COSTS;
+    }
+    if (shares_) {
+      total_ = keys;
+      at_ = min(total_, static_cast<int>(blockIdx.x) * each_), end_ = min(total_, at_ + each_);
+    } else {
+      at_ = static_cast<int>(blockIdx.x);
+      take();
+    }
+    load_group();
+  }
+
+  // The CTA's next segment; one without tiles of keys when there is none.
+  __device__ __forceinline__ Segment next() {
+    Segment segment{};
+    if (shares_) {
+      if (at_ >= end_) return segment;
+      seek(at_);
+      const RowTiles<C, MASKS, PACK> row_tiles(params_, sequence_);
+      const int of_head = in_sequence_ / params_.heads_kv, place = at_ - begin_;
+      segment.head_kv = place / of_head;
+      int unit_begin = begin_ + segment.head_kv * of_head, tile = 0, own = 0;
+      for (;; tile += 32) {  // finds the tile of rows
+        own = tile + lane() < row_tiles.count ? row_tiles.key_tiles(tile + lane()) : 0;
+        const int sum = warp_prefix(own);
+        const unsigned past = __ballot_sync(FULL_WARP, unit_begin + sum > at_);
+        const int found = past == 0 ? 31 : __ffs(past) - 1;
+        unit_begin += __shfl_sync(FULL_WARP, past == 0 ? sum : sum - own, found);
+        if (past == 0) continue;
+        tile += found, own = __shfl_sync(FULL_WARP, own, found);
+        break;
+      }
+      const int unit_end = unit_begin + own, stop = min(end_, unit_end);
+      describe(segment, row_tiles, tile);
+      segment.owner = unit_begin / each_;
+      segment.parts = (unit_end - 1) / each_ - segment.owner + 1;
+      segment.part = static_cast<int>(blockIdx.x) - segment.owner;
+      segment.first_tile += at_ - unit_begin, segment.tiles = stop - at_;
+      at_ = stop;
+      return segment;
+    }
+    if (at_ >= total_) {
+      if (lane() == 0) finish();
+      return segment;
+    }
+    seek(at_);
+    const RowTiles<C, MASKS, PACK> row_tiles(params_, sequence_);
+    constexpr int ROW_BYTES = 2 * C::HEAD_DIM * static_cast<int>(sizeof(typename C::T));  // of K and V
+    const int heads = min(max(SECTION_BYTES / ROW_BYTES / max(row_tiles.sequence.keys, 1), 1), params_.heads_kv);
+    const int section = (at_ - begin_) / (heads * row_tiles.count), first_head = section * heads;
+    const int place = at_ - begin_ - first_head * row_tiles.count,
+              of_section = min(heads, params_.heads_kv - first_head);
+    segment.head_kv = first_head + place % of_section;
+    describe(segment, row_tiles, row_tiles.count - 1 - place / of_section);
+    segment.parts = 1;
+    at_ = __shfl_sync(FULL_WARP, taken_, 0);
+    take();
+    return segment;
+  }
+
+ private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ static int warp_total(int x) {
+    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(FULL_WARP, x, offset);
+    return x;
+  }
+  // The sum of the lanes up to this one.
+  __device__ __forceinline__ static int warp_prefix(int x) {
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int before = __shfl_up_sync(FULL_WARP, x, offset);
+      if (lane() >= offset) x += before;
+    }
+    return x;
+  }
+
+  // Adds what the lane's sequence of 32 has for a key head. Sequences of many tiles of rows are looked at by all lanes.
+  __device__ __forceinline__ void count_tiles(int first, int& tiles, int& keys, int& longest) const {
+    constexpr int FEW = 4;
+    const int b = first + lane();
+    int own = 0;
+    if (b < params_.batch) {
+      const RowTiles<C, MASKS, PACK> row_tiles(params_, b);
+      own = row_tiles.count, tiles += own;
+      for (int tile = 0; params_.divides_keys && own <= FEW && tile < own; ++tile) {
+        const int seen = row_tiles.key_tiles(tile);
+        keys += seen, longest = max(longest, seen);
+      }
+    }
+    unsigned long_ones = __ballot_sync(FULL_WARP, params_.divides_keys && own > FEW);
+    for (; long_ones != 0; long_ones &= long_ones - 1) {
+      const int which = __ffs(long_ones) - 1;
+      const RowTiles<C, MASKS, PACK> row_tiles(params_, first + which);
+      int sum = 0;
+      for (int tile = lane(); tile < row_tiles.count; tile += 32) {
+        const int seen = row_tiles.key_tiles(tile);
+        sum += seen, longest = max(longest, seen);
+      }
+      sum = warp_total(sum);
+      if (lane() == which) keys += sum;
+    }
+  }
+
+  // Finds where the sequences of a group begin.
+  __device__ __forceinline__ void load_group() {
+    int tiles = 0, keys = 0, longest = 0;
+    count_tiles(group_, tiles, keys, longest);
+    own_ = (shares_ ? keys : tiles) * params_.heads_kv, sum_ = warp_prefix(own_);
+  }
+
+  // Finds the sequence that a place, which is not before the last one, lies in.
+  __device__ __forceinline__ void seek(int place) {
+    while (true) {
+      const unsigned past = __ballot_sync(FULL_WARP, group_begin_ + sum_ > place);
+      if (past != 0) {
+        const int found = __ffs(past) - 1;
+        sequence_ = group_ + found;
+        in_sequence_ = __shfl_sync(FULL_WARP, own_, found);
+        begin_ = group_begin_ + __shfl_sync(FULL_WARP, sum_ - own_, found);
+        return;
+      }
+      group_begin_ += __shfl_sync(FULL_WARP, sum_, 31), group_ += 32;
+      load_group();
+    }
+  }
+
+  __device__ __forceinline__ void describe(Segment& segment, const RowTiles<C, MASKS, PACK>& row_tiles,
+                                           int tile) const {
+    segment.b = sequence_;
+    segment.first_row = tile * C::BLOCK_M;
+    segment.rows = min(C::BLOCK_M, row_tiles.rows - segment.first_row);
+    segment.first_tile = row_tiles.first_key_tile(tile), segment.tiles = row_tiles.key_tiles(tile);
+    segment.keys = row_tiles.sequence.keys, segment.position = row_tiles.visibility.position;
+    segment.first_query = row_tiles.sequence.first_query, segment.first_key = row_tiles.sequence.first_key;
+    segment.from = row_tiles.from(tile), segment.end = row_tiles.end(tile);
+  }
+
+  // Asks for the segment behind the next one, so that the answer has come by then.
+  __device__ __forceinline__ void take() {
+    if (lane() == 0) {
+      taken_ = static_cast<int>(gridDim.x + atomicAdd(params_.arrivals + TAKEN, 1u));
+    }
+  }
+  // The last CTA to come here leaves the counters as they were.
+  __device__ __forceinline__ void finish() const {
+    __threadfence();
+    if (atomicAdd(params_.arrivals + FINISHED, 1u) == gridDim.x - 1) {
+      params_.arrivals[TAKEN] = 0, params_.arrivals[FINISHED] = 0;
+    }
+  }
+
+  const VarlenParams& params_;
+  bool shares_ = false;
+  int total_, each_ = 1, at_, end_ = 0, taken_ = 0;
+  int group_ = 0, group_begin_ = 0, own_, sum_;     // of 32 sequences: the first, its place, this lane's, those before
+  int sequence_ = 0, begin_ = 0, in_sequence_ = 0;  // where at_ is
+};
+
+}  // namespace microsdpa::hopper::varlen

@@ -1,0 +1,78 @@
+// Tiles of hopper/varlen, what a CTA keeps in shared memory, and what it leaves in the workspace.
+#pragma once
+
+#include "../../common/varlen_params.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../common/pipeline.cuh"
+#include "../common/warpgroup.cuh"
+
+namespace microsdpa::hopper::varlen {
+
+// BOX_ROWS: keys of one bulk copy, all of a page; BLOCK_N of them where keys are contiguous.
+template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int QUERY_STAGES_, int BOX_ROWS_>
+struct Tiles {
+  using T = ELEMENT;
+  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, CONSUMERS = CONSUMERS_, BLOCK_M = ROWS * CONSUMERS;
+  static constexpr int STAGES = STAGES_, QUERY_STAGES = QUERY_STAGES_;
+  static constexpr int COLUMNS = PANEL<HEAD_DIM>, PANELS = HEAD_DIM / COLUMNS;  // of a box, and of a tile
+  static constexpr int BOX_ROWS = BOX_ROWS_, BOXES = BLOCK_N / BOX_ROWS;
+  static constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
+  static_assert(BLOCK_N % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && 32 % BOXES == 0, "boxes are whole swizzle patterns");
+};
+
+// A tile of rows of one key head, and those tiles of its keys that a CTA computes.
+struct alignas(16) Segment {
+  int b, head_kv;
+  int first_row, rows;    // of the sequence; of the tile
+  int first_tile, tiles;  // of keys; no tiles: there is no more work
+  int keys, position;     // of the sequence; of its first query among them
+  int first_query;        // in packed tensors
+  int first_key;
+  int from, end;           // keys that any of the rows sees
+  int part, parts, owner;  // of those that share the rows, and the CTA that has the first one
+};
+
+// Segments whose description is in shared memory at once: those of the ring of queries, the one whose output is being
+// written, and one that not all consumers have come to.
+constexpr int SEGMENTS = 4;
+
+template <typename C>
+struct SharedStorage {
+  static_assert(C::QUERY_STAGES + 2 <= SEGMENTS, "a segment is described while consumers may ask");
+
+  alignas(1024) typename C::T query[C::QUERY_STAGES][C::CONSUMERS][ROWS * C::HEAD_DIM];
+  alignas(1024) typename C::T key[C::STAGES][C::BLOCK_N * C::HEAD_DIM];
+  alignas(1024) typename C::T value[C::STAGES][C::BLOCK_N * C::HEAD_DIM];
+  Segment segment[SEGMENTS];
+  int misplaced[SEGMENTS];    // whether a page of the segment is none of the cache's
+  int is_last[C::CONSUMERS];  // whether a warpgroup's part of the rows was the last one to be ready
+  Mbarrier described[C::QUERY_STAGES];
+  Mbarrier query_full[C::QUERY_STAGES];
+  Mbarrier query_empty[C::QUERY_STAGES];
+  Mbarrier key_full[C::STAGES];
+  Mbarrier key_empty[C::STAGES];
+  Mbarrier value_arrived[C::STAGES];  // of a tile that is still to be cleaned
+  Mbarrier value_full[C::STAGES];
+  Mbarrier value_empty[C::STAGES];
+};
+
+// What a warpgroup leaves of rows whose keys CTAs share: O, not divided by l, and the rows' statistics, as its threads
+// hold them. A CTA has two of them at most: of keys from the first one on, and of keys that another CTA has begun with.
+template <typename C>
+struct Partials {
+  static constexpr int STATISTICS = C::HEAD_DIM / 8;                       // behind so many fours of O
+  static constexpr int FLOATS = 4 * WARPGROUP_THREADS * (STATISTICS + 1);  // of a warpgroup
+  float* const workspace;
+
+  __device__ __forceinline__ explicit Partials(const VarlenParams& params)
+      : workspace(static_cast<float*>(params.workspace)) {}
+
+  // The thread's `four`th four floats of O, or its rows' statistics.
+  __device__ __forceinline__ float4* at(const Segment& segment, int part, int warpgroup, int thread, int four) const {
+    const int64 place = 2 * static_cast<int64>(segment.owner + part) + (part == 0);
+    return reinterpret_cast<float4*>(workspace + (place * C::CONSUMERS + warpgroup) * FLOATS) +
+           four * WARPGROUP_THREADS + thread;
+  }
+};
+
+}  // namespace microsdpa::hopper::varlen

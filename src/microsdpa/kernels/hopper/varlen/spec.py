@@ -1,0 +1,194 @@
+"""Specifications of hopper/varlen: its tiles, and which are chosen for a problem."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import ceil
+
+from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, TensorMap, refused_head_dim
+
+ELEMENT = 2
+"""Bytes of an element."""
+ROWS = 64
+"""Rows of a consumer warpgroup."""
+SEGMENTS, SEGMENT_BYTES = 4, 64
+"""Descriptions of segments in shared memory."""
+DEEPEST = 5
+"""Tiles of K, and of V, at most."""
+FEWEST_BOX_ROWS = 8
+"""Keys of a bulk copy at least: a repetition of the swizzle pattern."""
+RESERVED = 1024
+"""Bytes of an SM's shared memory that each of its CTAs costs beside its own."""
+WAVES = 4
+"""Tiles of rows, for each CTA, up to which CTAs may share the keys of one: of more, whole ones are as even."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A configuration of hopper/varlen.
+
+    Attributes:
+        consumers: warpgroups that compute, of 64 rows each; CTAs of one consumer are two an SM.
+        block_n: keys of a tile.
+        overlap: whether a warpgroup's exponentials run beside its own P V.
+    """
+
+    consumers: int
+    block_n: int
+    overlap: bool
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a CTA."""
+        return ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the consumers, and a warpgroup that copies."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def resident(self) -> int:
+        """CTAs of an SM."""
+        return 2 if self.consumers == 1 else 1
+
+    def shared_bytes(self, head_dim: int, stages: int, query_stages: int) -> int:
+        """SharedStorage's size (shared.cuh)."""
+        tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * head_dim * ELEMENT
+        words = SEGMENTS + self.consumers
+        barriers = (3 * query_stages + 5 * stages) * 8
+        return ceil((tiles + SEGMENTS * SEGMENT_BYTES + ceil(words / 2) * 8 + barriers) / 1024) * 1024
+
+    def rings(self, head_dim: int, target: str) -> tuple[int, int] | None:
+        """(tiles of K and of V, tiles of Q) that fit: two query tiles unless a CTA of two an SM lacks others then."""
+        chip = chip_of(target)
+        most = min(chip.shared_per_cta, chip.shared_per_sm // self.resident - RESERVED)
+        fitting = [
+            (stages, query_stages)
+            for query_stages in (2, 1)
+            for stages in range(DEEPEST, 1, -1)
+            if self.shared_bytes(head_dim, stages, query_stages) <= most
+        ]
+        if self.resident == 1:
+            return next(iter(fitting), None)
+        return max(fitting, default=None)
+
+
+FEW = Tiles(1, 64, True)
+"""For up to 64 rows of a sequence and key head."""
+SOME = Tiles(2, 128, True)
+"""For up to 128 rows, where there are larger tiles too."""
+TILES = {
+    64: Tiles(3, 128, False),
+    96: Tiles(2, 128, True),
+    128: Tiles(2, 128, True),
+    192: Tiles(2, 64, True),
+    256: Tiles(2, 64, True),
+}
+"""For more rows, by head dimension."""
+LARGEST_OF_FEW = 128
+"""Head dimension up to which two CTAs share an SM."""
+SPILLS = "the warp that finds the work has few registers, and keeps some of the schedule there, once per segment"
+
+
+def tiles_of(problem: Problem) -> Tiles:
+    """The tiles for a problem, by the rows that a sequence has of a key head."""
+    rows = problem.seqlen_q * problem.heads // problem.heads_kv
+    if rows <= FEW.block_m and problem.head_dim <= LARGEST_OF_FEW:
+        return FEW
+    large = TILES[problem.head_dim]
+    return SOME if rows <= SOME.block_m < large.block_m else large
+
+
+def forward(problem: Problem) -> KernelSpec | Rejection:
+    """The kernel for packed tensors and paged caches whose rows fill tiles of wgmma."""
+    if capability_of(problem.target) != (9, 0):
+        return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if problem.head_dim not in TILES:
+        return refused_head_dim(problem.head_dim, TILES)
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    if 0 < (problem.varlen or 0) < FEWEST_BOX_ROWS:
+        return Rejection(
+            f"pages of a number of keys that {FEWEST_BOX_ROWS} does not divide",
+            f"pages whose keys are a multiple of {FEWEST_BOX_ROWS}",
+        )
+    return specification(problem, tiles_of(problem))
+
+
+def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
+    """The kernel of one configuration for a problem."""
+    box_rows = min(problem.varlen, tiles.block_n) if problem.varlen else tiles.block_n
+    return _specification(of_any_size(problem), tiles, box_rows, bool(problem.varlen))
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool) -> KernelSpec:
+    """specification() for any problem of that kind, whatever its size."""
+    chip, mask, head_dim = chip_of(problem.target), problem.mask or MaskKind(), problem.head_dim
+    rings = tiles.rings(head_dim, problem.target)
+    if rings is None:
+        raise ValueError(f"tiles: expected some that fit shared memory with head_dim {head_dim}, got {tiles}")
+    stages, query_stages = rings
+    right = mask.right or problem.causal is not None
+    flags = ", ".join(BOOLEAN[flag] for flag in (mask.left, right, mask.softcap, mask.alibi))
+    arguments = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": head_dim,
+        "BLOCK_N": tiles.block_n,
+        "CONSUMERS": tiles.consumers,
+        "STAGES": stages,
+        "QUERY_STAGES": query_stages,
+        "OVERLAP": BOOLEAN[tiles.overlap],
+        "PACK": problem.heads // problem.heads_kv,
+        "BOX_ROWS": box_rows,
+        "PAGED": BOOLEAN[paged],
+        "MASKS": f"microsdpa::hopper::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
+    }
+    columns = 64 if head_dim % 64 == 0 else 32
+    maps = [TensorMap(name, box_rows, columns, columns * ELEMENT_BYTES[problem.dtype]) for name in ("key", "value")]
+    return KernelSpec(
+        name="hopper/varlen",
+        source="hopper/varlen/kernel.cu",
+        template="microsdpa::hopper::varlen::attention",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=tiles.threads,
+        block_m=tiles.block_m,
+        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages),
+        low_occupancy=f"{tiles.threads // 32} warps share the registers of a CTA: wgmma wants few that hold much",
+        local_memory=SPILLS,
+        pack=problem.heads // problem.heads_kv,
+        max_ctas=tiles.resident * chip.sms,
+        tensor_maps=tuple(maps),
+        programmatic=True,
+        params="microsdpa::VarlenParams",
+    )
+
+
+def workspace_bytes(spec: KernelSpec) -> int:
+    """Scratch memory of a call whose keys may be divided: two partial outputs for each CTA (Partials of shared.cuh)."""
+    head_dim = int(dict(spec.template_args)["HEAD_DIM"])
+    return 2 * spec.max_ctas * spec.block_m * (head_dim + 8) * 4
+
+
+def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
+    """Whether CTAs may share the keys of a tile of rows, for `queries` of all sequences together.
+
+    Where they may, the kernel decides, which alone knows the lengths.
+    """
+    rows = -(-queries * problem.heads // 16) + problem.batch * problem.heads_kv
+    if rows * -(-problem.seqlen_k // 16) > ampere_varlen.MOST_WORK:
+        return False
+    one = problem.seqlen_q * spec.pack <= spec.block_m
+    return one or ceil(queries * spec.pack / spec.block_m) * problem.heads_kv <= WAVES * spec.max_ctas
+
+
+def grid_of(spec: KernelSpec, problem: Problem, queries: int) -> Grid:
+    """CTAs of a launch: as many as run at a time."""
+    return spec.max_ctas, 1, 1

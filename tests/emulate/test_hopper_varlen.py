@@ -1,0 +1,141 @@
+"""hopper/varlen in the emulator: any lengths, pages of many sizes, shared keys, any masks, against FP64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import microsdpa
+from microsdpa.emulate.run import Schedule, scheduled
+from varlen_space import Form, assert_right, call, offsets
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FORMS = {
+    "prompts": Form(FP16, 64, group=2, queries=70, keys="packed"),
+    "prompts, no mask": Form(BF16, 64, queries=250, keys="packed", causal=False),
+    "prompts, D = 128": Form(BF16, 128, group=4, queries=40, keys="packed"),
+    "prompts, D = 96": Form(FP16, 96, group=2, queries=70, keys="packed"),
+    "prompts, D = 192": Form(FP16, 192, queries=70, keys="dense"),
+    "prompts, D = 256": Form(BF16, 256, queries=70, keys="dense"),
+    "one key head for 64": Form(FP16, 64, group=64, keys="dense"),
+    "one key head for 64, D = 128": Form(BF16, 128, group=64, keys="dense"),
+    "one key head for three": Form(BF16, 128, group=3, queries=33, keys="dense"),
+    "causal window": Form(BF16, 64, 2, 70, "dense", True, (True, False), sinks=BF16),
+    "soft cap": Form(BF16, 128, 4, 70, "dense", softcap=True),
+    "all masks": Form(BF16, 64, 2, 70, "dense", False, (True, True), True, True, torch.float32),
+}
+
+
+def emulated(given: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.full_like(given["query"], torch.nan)
+    with scheduled(Schedule(seed, late=seed % 2 == 0)):
+        found = microsdpa.sdpa_varlen(**given, out=out, return_lse=True, impl="emulate:hopper/varlen")
+    assert isinstance(found, tuple)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_call(name: str, seed: int) -> None:
+    given = call(FORMS[name], seed)
+    assert_right(*emulated(given, seed), given)
+
+
+def in_pages(given: dict[str, Any], page: int, rest: float = torch.nan) -> dict[str, Any]:
+    """A call of dense keys with these in shuffled pages; `rest` is what memory holds that no sequence uses."""
+    key, lengths = given["key"], given["lengths"].tolist()
+    batch, longest, heads_kv, head_dim = key.shape
+    width = -(-longest // page) + 1
+    pages = batch * width + 3
+    table = torch.randperm(pages, generator=torch.Generator().manual_seed(page))[: batch * width].view(batch, width)
+    found = {}
+    for name in ("key", "value"):
+        cache = torch.full((pages, page, heads_kv, head_dim), rest, dtype=key.dtype)
+        for b, length in enumerate(lengths):
+            place = torch.arange(length)
+            cache[table[b, place // page], place % page] = given[name][b, :length]
+        found[name] = cache
+    for b, length in enumerate(lengths):
+        table[b, -(-length // page) :] = -1
+    return given | found | {"page_table": table.int()}
+
+
+PAGED = {
+    8: Form(BF16, 128, 4, 40, "dense"),
+    16: Form(FP16, 64, 64, 1, "dense"),
+    32: Form(BF16, 64, 2, 70, "dense", True, (True, False)),
+    64: Form(FP16, 96, 2, 70, "dense"),
+    192: Form(BF16, 256, 2, 70, "dense"),
+}
+
+
+@pytest.mark.parametrize("page", PAGED)
+@pytest.mark.parametrize("seed", range(2))
+def test_pages_hold_anything_where_no_sequence_has_keys(page: int, seed: int) -> None:
+    given = call(PAGED[page], seed + 10)
+    assert_right(*emulated(in_pages(given, page), seed), given)
+
+
+def test_packed_keys_of_others_may_be_anything() -> None:
+    generator, ends = torch.Generator().manual_seed(1), offsets([100, 30, 90])
+    query, key, value = (torch.randn(220, heads, 64, generator=generator).to(BF16) for heads in (4, 2, 2))
+    given = {"query": query, "key": key, "value": value, "query_offsets": ends, "key_offsets": ends, "causal": True}
+    expected, expected_lse = emulated(given)
+    wild = given | {"key": key.clone(), "value": value.clone()}
+    wild["key"][100:130], wild["value"][100:130] = torch.nan, torch.inf
+    out, lse = emulated(wild)
+    for part in (slice(0, 100), slice(130, 220)):
+        assert torch.equal(out[part], expected[part])
+        assert torch.equal(lse[:, part], expected_lse[:, part])
+
+
+def dense(
+    batch: int, queries: int, heads: tuple[int, int], head_dim: int, lengths: list[int], **masks: Any
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(queries)
+    query, *cache = (
+        torch.randn(shape, generator=generator).to(BF16)
+        for shape in ((batch, queries, heads[0], head_dim), *((batch, max(lengths), heads[1], head_dim),) * 2)
+    )
+    inputs = dict(zip(("query", "key", "value"), (query, *cache), strict=True))
+    return {**inputs, "lengths": torch.tensor(lengths, dtype=torch.int32), "causal": True, **masks}
+
+
+SHARED = {
+    "few queries": dense(1, 8, (16, 2), 64, [3000]),
+    "one key head for 64": dense(3, 1, (64, 1), 128, [2500, 0, 700]),
+    "a window": dense(2, 70, (2, 2), 64, [2500, 1000], window=(1000, -1)),
+    "sinks": dense(2, 130, (2, 2), 128, [1500, 1000], sinks=torch.tensor([0.5, 3.0])),
+    "ALiBi": dense(2, 70, (4, 2), 64, [1500, 1000], alibi_slopes=torch.tensor([0.1, 0.5, 1.0, 0.02])),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ctas_share_long_keys_and_give_the_same_bits_in_any_order(name: str) -> None:
+    given = SHARED[name]
+    one, other = emulated(given, 0), emulated(given, 1)
+    assert_right(*one, given)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6, -(2**31)])
+def test_a_page_that_the_cache_lacks_gives_nan_and_is_not_read(wrong: int) -> None:
+    given = in_pages(dense(2, 70, (2, 2), 64, [100, 100]), 16, rest=0.0)
+    given["page_table"][0, 2] = wrong
+    out, lse = emulated(given)
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    right = {
+        name: tensor[1:] if name in ("query", "lengths", "page_table") else tensor for name, tensor in given.items()
+    }
+    assert_right(out[1:], lse[1:], right)
+
+
+def test_pages_before_a_window_are_never_looked_at() -> None:
+    given = in_pages(dense(1, 40, (2, 2), 64, [400], window=(50, -1)), 16)
+    expected = emulated(given)
+    given["page_table"][0, :18] = -1
+    assert all(torch.equal(a, b) for a, b in zip(emulated(given), expected, strict=True))
+    assert expected[0].isfinite().all()
