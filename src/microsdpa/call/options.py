@@ -41,6 +41,8 @@ OPTIONS: dict[tuple[object, ...], int] = {
 VARLEN_BIT = 1 << 20
 """Set in the number of a call's options where it has sequences of many lengths."""
 INTERLEAVED_BIT = 1 << 21
+DROPOUT_BIT = 1 << 22
+"""Set where the call drops probabilities."""
 VARLEN_OPTIONS: dict[tuple[object, ...], int] = {
     (causal, interleaved, impl): OPTIONS[False, "lower_right" if causal else None, True, impl, None]
     | VARLEN_BIT
@@ -63,6 +65,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     impl: str = "auto"
     precision: Operands | None = None
+    dropout_p: float = 0.0
 
     @property
     def code(self) -> int:
@@ -71,7 +74,8 @@ class Options(NamedTuple):
         Raises:
             KeyError: one of them is not valid.
         """
-        return OPTIONS[self.is_causal, self.causal, self.enable_gqa, self.impl, self.precision]
+        code = OPTIONS[self.is_causal, self.causal, self.enable_gqa, self.impl, self.precision]
+        return code | DROPOUT_BIT if self.dropout_p else code
 
 
 PLAIN = Options()
