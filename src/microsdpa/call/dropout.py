@@ -34,6 +34,29 @@ Dropping = tuple[float, torch.Tensor]
 """The probability to drop, over 0, and seed and offset of the call, two int64 on its device."""
 
 
+def check_state(rng_state: object, query: torch.Tensor) -> torch.Tensor:
+    """Seed and offset of a call with dropout.
+
+    Raises:
+        InvalidArgument: they are not two int64 side by side on query's device.
+    """
+    sound = isinstance(rng_state, torch.Tensor) and rng_state.dtype == torch.int64 and tuple(rng_state.shape) == (2,)
+    if not sound or rng_state.device != query.device or rng_state.stride() != (1,):  # type: ignore[attr-defined]
+        raise InvalidArgument(
+            "rng_state",
+            expected=f"two int64 side by side on {query.device}, where dropout_p is over 0",
+            got=_described(rng_state),
+            hint="torch.randint(2**62, (2,), device=query.device) draws seed and offset",
+        )
+    return rng_state  # type: ignore[return-value]
+
+
+def _described(given: object) -> str:
+    if not isinstance(given, torch.Tensor):
+        return repr(given)
+    return f"{list(given.shape)} of {given.dtype} on {given.device} with strides {list(given.stride())}"
+
+
 def check(dropout_p: object) -> float:
     """The probability of a call's argument.
 

@@ -118,7 +118,7 @@ NONE = Masks()
 
 
 def refuse(*given: object) -> None:
-    """Refuse masks beside 8-bit operands.
+    """Refuse masks and dropout beside 8-bit operands.
 
     Raises:
         UnsupportedProblem: one of the arguments is not None.
@@ -126,7 +126,7 @@ def refuse(*given: object) -> None:
     if any(argument is not None for argument in given):
         raise UnsupportedProblem(
             "the kernels for 8-bit operands know the causal mask only",
-            nearest="precision=None for masks, windows, softcap, alibi_slopes and sinks",
+            nearest="precision=None for masks, windows, softcap, alibi_slopes, sinks and dropout_p",
         )
 
 

@@ -87,7 +87,7 @@ def check(call: Call) -> Checked:
     """
     options, (query, key, value), eight_bit = call.options, call.inputs, call.is_eight_bit
     if eight_bit:
-        mask_checks.refuse(*call.masks, options.window, options.softcap)
+        mask_checks.refuse(*call.masks, options.window, options.softcap, options.dropout_p or None)
     varlen = call.sequences is not None
     kernel, emulated = tensors.kernel_of(tensors.check_impl(options.impl, eight_bit, varlen))
     causal = tensors.check_causal(options.is_causal, options.causal)

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from microsdpa import reference
-from microsdpa.call.dropout import Random
+from microsdpa.call.dropout import Random, check
 
 NUMBERS = 4
 """What a call takes of the generator's stream. Each probability has a number of its own beside the offset."""
@@ -24,8 +24,18 @@ def draw(device: torch.device) -> torch.Tensor:
     return torch.randint(_LARGEST_DRAWN, (2,), dtype=torch.int64, device=device)
 
 
+def begin(query: torch.Tensor, dropout_p: float) -> Random:
+    """take() for an eager call whose gradient may be asked for, ahead of its other checks.
+
+    Raises:
+        InvalidArgument: `dropout_p` is no probability.
+    """
+    check(dropout_p)
+    return take(query, True)
+
+
 def take(query: torch.Tensor, keep: bool) -> Random:
-    """The random numbers of an eager call, which is past its checks; with `keep` their state for a backward pass.
+    """The random numbers of an eager call, whose probability is valid; with `keep` their state for a backward pass.
 
     On a GPU they are seed and offset of torch's generator, which is moved on, as torch's own attention does it. In a
     capture these are not known yet, and on a CPU its generator has none: two numbers are drawn.
