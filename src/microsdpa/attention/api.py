@@ -100,8 +100,8 @@ def sdpa(
         sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax and has no
             value. The LSE counts it.
         dropout_p: the probability with which a weight of the softmax is dropped, and the others are multiplied by
-            1 / (1 - dropout_p), as in torch; it is rounded to a multiple of 2**-16. Seed and offset are those of torch's
-            generator of the device. The LSE stays as it is. There is none beside 8-bit operands.
+            1 / (1 - dropout_p), as in torch; it is rounded to a multiple of 2**-16. Random numbers are those of torch's
+            generator of the device. The LSE stays as it is. There is no dropout beside 8-bit operands.
 
     Returns:
         The output, or (output, LSE) with return_lse.
@@ -117,8 +117,8 @@ def sdpa(
     if dropout_p != 0.0:
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
         call = Call((query, key, value), MaskTensors(attn_mask, alibi_slopes, sinks), options=options)
-        found = _with_dropout(call._replace(scales=scales_of(q_scale, k_scale, v_scale), out=out), return_lse)
-        return found if return_lse else found[0]  # type: ignore[return-value]
+        dropped = _with_dropout(call._replace(scales=scales_of(q_scale, k_scale, v_scale), out=out), return_lse)
+        return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
         masked = attn_mask is not None or window is not None or softcap is not None
         if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
+from microsdpa import reference
 from microsdpa.call.dropout import Dropping
 from microsdpa.call.masks import NONE, Masks
-from microsdpa import reference
 from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec, TensorMap
-from microsdpa.kernels.params import DroppedParams, DropoutParams, MaskedParams, Params
+from microsdpa.kernels.params import DropoutParams, DroppedParams, MaskedParams, Params
 from microsdpa.kernels.problem import Problem
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")

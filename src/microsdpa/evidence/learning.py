@@ -1,8 +1,8 @@
 """A small transformer, trained on sequences made on the spot: whether this library's attention learns as torch's does.
 
-Each sequence repeats itself after LAG tokens, and some tokens are replaced by random ones: what comes next is known only
-to who looks LAG tokens back. The runs of both kinds begin with the same weights and see the same sequences. Their losses
-differ by rounding and, with dropout, by other random numbers, as those of torch differ from seed to seed.
+Each sequence repeats itself after LAG tokens, and some of its tokens are random: what comes next is known only to who
+looks LAG tokens back. Runs of both kinds begin with the same weights and see the same sequences. Their losses differ
+by rounding and, with dropout, by other random numbers, as those of torch differ from seed to seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 import microsdpa
 from microsdpa.execution.torch_cpu import torch_attention
 
-LAG = 16
+LAG = 8
 REPLACED = 0.1
 """Part of the tokens that are random."""
 LAST = 50
@@ -72,7 +72,8 @@ class _Layer(nn.Module):
         query, key, value = projected.permute(2, 0, 3, 1, 4).bfloat16()
         found = self.attend(query, key, value, is_causal=True, dropout_p=self.recipe.dropout_p)
         x = x + self.output(found.transpose(1, 2).reshape(batch, seqlen, width).to(x.dtype))
-        return x + self.narrow(F.gelu(self.widen(self.norms[1](x))))
+        narrowed: torch.Tensor = self.narrow(F.gelu(self.widen(self.norms[1](x))))
+        return x + narrowed
 
 
 class Transformer(nn.Module):
@@ -81,7 +82,7 @@ class Transformer(nn.Module):
     def __init__(self, recipe: Recipe, attend: Attend) -> None:
         super().__init__()
         self.tokens = nn.Embedding(recipe.vocabulary, recipe.width)
-        self.positions = nn.Parameter(0.1 * torch.randn(recipe.seqlen, recipe.width))
+        self.positions = nn.Parameter(0.5 * torch.randn(recipe.seqlen, recipe.width))
         self.layers = nn.Sequential(*(_Layer(recipe, attend) for _ in range(recipe.layers)))
         self.norm, self.head = nn.LayerNorm(recipe.width), nn.Linear(recipe.width, recipe.vocabulary)
 

@@ -161,8 +161,8 @@ class _Attention(torch.autograd.Function):
         else:
             ends = list(options.window or (-1, -1))
             rest = causal, options.scale, ends, options.softcap, list(graded[3:]), options.impl
-            rest = *rest, options.dropout_p, rng_state
-            found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *given, out, lse, *rest)
+            of_dropout = options.dropout_p, rng_state
+            found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *given, out, lse, *rest, *of_dropout)
         waiting, made = iter(found), zip(given, (True, True, True, *graded[3:]), strict=True)
         there = (t is not None and one and t.is_floating_point() for t, one in made)
         return *(next(waiting) if one else None for one in there), None, None, None

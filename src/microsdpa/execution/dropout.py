@@ -45,6 +45,6 @@ def take(query: torch.Tensor, keep: bool) -> Random:
         return Random(draw(device))
     generator = torch.cuda.default_generators[device.index]
     seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.set_offset(offset + NUMBERS)  # type: ignore[no-untyped-call]
+    generator.set_offset(offset + NUMBERS)
     state = torch.empty(2, dtype=torch.int64, device=device) if keep else None
     return Random(None, seed if seed < 2**63 else seed - 2**64, offset, state)

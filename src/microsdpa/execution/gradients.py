@@ -23,8 +23,8 @@ from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.backward.spec import Tiling
 from microsdpa.kernels.params import (
     BackwardParams,
-    DroppedBackwardParams,
     DropoutParams,
+    DroppedBackwardParams,
     MaskedParams,
     Params,
     Strides,

@@ -85,7 +85,7 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
 
 
 def factors(dropping: Dropping, shape: tuple[int, ...], head: int, seqlen_k: int) -> torch.Tensor:
-    """What dropout multiplies probabilities of one head by, [B, S_q, S_k], where query has `shape`: 0 for the others."""
+    """What dropout multiplies a head's probabilities by, [B, S_q, S_k]; query has `shape`."""
     dropout_p, rng_state = dropping
     batch, heads, seqlen_q, _ = shape
     index = torch.arange(batch, device=rng_state.device) * heads + head

@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [B, H, S_q, D] and LSE [B, H, S_q] of query, key, value, the mask tensors, random state and Options."""
+        """Output [B, H, S_q, D] and LSE [B, H, S_q] of query, key, value, masks, random state and Options."""
         *tensors, rng_state, options = given
         # Whatever wants a gradient has been here; what is left is vmap, which calls the operator for each element.
         with _AutoDispatchBelowAutograd():

@@ -1,8 +1,8 @@
 """torch.ops.microsdpa: the attention as an operator, for torch.compile and autograd. Imported with the package.
 
-attention(query, key, value, attn_mask, alibi_slopes, sinks, causal, scale, enable_gqa, window, softcap, impl, dropout_p,
-rng_state) gives (output, LSE); the arguments are those of sdpa, `window` is [left, right]. A dropout has its seed and
-offset in rng_state, two int64 on the tensors' device. The gradient is attention_backward.
+attention(query, key, value, attn_mask, alibi_slopes, sinks, causal, scale, enable_gqa, window, softcap, impl,
+dropout_p, rng_state) gives (output, LSE); the arguments are those of sdpa, `window` is [left, right]. A dropout has its
+seed and offset in rng_state, two int64 on the tensors' device. The gradient is attention_backward.
 attention_output gives the output alone, and has no gradient.
 """
 

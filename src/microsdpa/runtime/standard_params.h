@@ -46,9 +46,7 @@ inline MaskedParams standard_params(const CallKey& k) {
   return found;
 }
 
-inline bool is_masked(const CallKey& k) {
-  return k.given || k.left != -1 || k.right != -1 || k.capped || k.drops();
-}
+inline bool is_masked(const CallKey& k) { return k.given || k.left != -1 || k.right != -1 || k.capped || k.drops(); }
 
 inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
   const Dropped<MaskedParams> params{standard_params(k), {}};

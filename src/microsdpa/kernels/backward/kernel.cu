@@ -397,8 +397,8 @@ struct Walk {
                   rows - own);
   }
 
-  __device__ __forceinline__ static void compute(const Given& given, const Maps& maps,
-                                                 Shared<C, M::WEIGHTED>& shared, const Work& work) {
+  __device__ __forceinline__ static void compute(const Given& given, const Maps& maps, Shared<C, M::WEIGHTED>& shared,
+                                                 const Work& work) {
     const BackwardParams& params = DROPOUT::call(given);
     Walk walk(given, maps, shared, work);
     Sums sums = {}, values = {};
