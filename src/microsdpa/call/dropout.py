@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,16 @@ class Random(NamedTuple):
 
 Dropping = tuple[float, torch.Tensor]
 """The probability to drop, over 0, and seed and offset of the call, two int64 on its device."""
+
+
+@functools.lru_cache
+def kept_of(dropout_p: float) -> tuple[int, float]:
+    """How many of 65,536 probabilities are kept, and the factor of those, 0 where none is, for a valid `dropout_p`.
+
+    It is rounded to a multiple of 2**-16; a probability below 1 keeps some.
+    """
+    kept = 0 if dropout_p == 1.0 else max(1, round((1.0 - dropout_p) * 65536))
+    return kept, 65536 / kept if kept else 0.0
 
 
 def check_state(rng_state: object, query: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from microsdpa import reference
-from microsdpa.call.dropout import Dropping
+from microsdpa.call.dropout import kept_of
 from microsdpa.call.masks import NONE, Masks
 from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
@@ -334,7 +333,6 @@ def attention(
     *,
     schedule: Schedule | None = None,
     masks: Masks = NONE,
-    dropping: Dropping | None = None,
     count_banks: bool = False,
     root: Path = KERNELS_DIR,
 ) -> Report:
@@ -362,8 +360,8 @@ def attention(
     }
     present = {name: tensor for name, tensor in mask_operands.items() if tensor is not None}
     buffers |= {name: (tensor, False) for name, tensor in present.items()}
-    if dropping is not None:
-        buffers["drawn"] = (dropping[1], False)
+    if masks.dropping is not None:
+        buffers["drawn"] = (masks.dropping[1], False)
     position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
 
     def params(addresses: dict[str, int], kind: str) -> ctypes.Structure:
@@ -399,9 +397,9 @@ def attention(
             everything.slope_batch_stride, everything.slope_head_stride = present["slopes"].stride()
         if "sinks" in present:
             (everything.sink_head_stride,) = present["sinks"].stride()
-        if dropping is None:
+        if masks.dropping is None:
             return everything
-        kept, factor_of_kept = reference.kept_of(dropping[0])
+        kept, factor_of_kept = kept_of(masks.dropping[0])
         return DroppedParams(everything, DropoutParams(drawn=addresses["drawn"], kept=kept, scale=factor_of_kept))
 
     reports = [

@@ -153,11 +153,11 @@ class _Attention(torch.autograd.Function):
         wanted = tuple(compress(backward.ALL, graded[3:]))
         # With grad enabled, a gradient of the gradient is wanted: the operator refuses it.
         if is_eager((query, key, grad_out)) and not torch.is_grad_enabled():
-            masks = Masks(attn_mask, options.window, options.softcap, alibi_slopes, sinks)
+            dropping = None if rng_state is None else (options.dropout_p, rng_state)
+            masks = Masks(attn_mask, options.window, options.softcap, alibi_slopes, sinks, dropping)
             inputs = query, key, value
             of = (grad_out, grad_lse), inputs, (out, lse)
-            dropping = None if rng_state is None else (options.dropout_p, rng_state)
-            found = backward.gradients(*of, causal, options.scale, masks, wanted, options.impl, dropping)
+            found = backward.gradients(*of, causal, options.scale, masks, wanted, options.impl)
         else:
             ends = list(options.window or (-1, -1))
             rest = causal, options.scale, ends, options.softcap, list(graded[3:]), options.impl

@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from microsdpa.call.call import Inputs, MaskTensors
-from microsdpa.call.dropout import Dropping
 from microsdpa.call.masks import Masks, dense
 from microsdpa.call.options import Options
 from microsdpa.call.tensors import kernel_of
@@ -35,7 +34,6 @@ def gradients(
     masks: Masks,
     wanted: tuple[str, ...] = ALL,
     impl: str = "auto",
-    dropping: Dropping | None = None,
 ) -> list[torch.Tensor]:
     """Gradients of query, key, value and of attn_mask (numbers), alibi_slopes and sinks, in this order.
 
@@ -51,10 +49,10 @@ def gradients(
     if query.numel() == 0 or key.numel() == 0 or (query.device.type == "cpu" and not kernel_of(impl)[1]):
         if masks.attn_mask is not None:
             masks = replace(masks, attn_mask=dense(masks.attn_mask, key.shape[2]))
-        return _through_math(grads, inputs, causal, scale, masks, wanted, dropping)
+        return _through_math(grads, inputs, causal, scale, masks, wanted)
     # torch's backward passes have no gradient of a mask, which is to be among the results, and other random numbers.
     own = any(name in wanted and t.is_floating_point() for name, t in masks.tensors.items())
-    own |= dropping is not None
+    own |= masks.dropping is not None
     if grad_lse is None and query.is_cuda and not own and not kernels.are_fastest(inputs):
         options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
         tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
@@ -63,7 +61,7 @@ def gradients(
             return _through_cudnn(grad_out, inputs, result, causal, scale, masks.attn_mask)
         if operator == nodes.FLASH:
             return _through_flash(grad_out, inputs, result, causal, scale)
-    return kernels.compute(kernels.described(grads, inputs, result, causal, scale, masks, wanted, dropping))
+    return kernels.compute(kernels.described(grads, inputs, result, causal, scale, masks, wanted))
 
 
 def _through_flash(
@@ -106,7 +104,6 @@ def _through_math(
     scale: float | None,
     masks: Masks,
     wanted: tuple[str, ...] = ALL,
-    dropping: Dropping | None = None,
 ) -> list[torch.Tensor]:
     """gradients() in FP32 on any device, one query head at a time, from scores that are made again."""
     (grad_out, grad_lse), (query, key, value) = grads, inputs
@@ -125,8 +122,8 @@ def _through_math(
         logits = torch_cpu.scores(q, k, h, causal, scale, masks)
         p = torch_cpu.probabilities(logits)
         d_p, kept = d_out @ v.mT, p[..., :seqlen_k]
-        if dropping is not None:
-            factors = torch_cpu.factors(dropping, query.shape, h, seqlen_k)
+        if masks.dropping is not None:
+            factors = torch_cpu.factors(masks.dropping, query.shape, h, seqlen_k)
             d_p, kept = d_p * factors, kept * factors
         delta = (p[..., :seqlen_k] * d_p).sum(dim=-1, keepdim=True)
         shift = -delta if grad_lse is None else grad_lse[:, h, :, None].float() - delta

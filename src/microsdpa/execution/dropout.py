@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from microsdpa import reference
 from microsdpa.call.dropout import Random, check
 
 NUMBERS = 4
 """What a call takes of the generator's stream. Each probability has a number of its own beside the offset."""
 _LARGEST_DRAWN = 2**62
-
-kept_of = functools.lru_cache(reference.kept_of)
-"""How many of 65,536 probabilities are kept, and the factor of those, for a `dropout_p` that is valid."""
 
 
 def draw(device: torch.device) -> torch.Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
-from microsdpa.call.dropout import Dropping, Random
+from microsdpa.call.dropout import Random, kept_of
+from microsdpa.call.masks import Masks
 from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
 from microsdpa.call.scales import known_positive, output_type
 from microsdpa.call.validate import Checked, check, check_cpu_impl
@@ -78,7 +80,7 @@ def _launch_dropping(
     of_masks = () if masks is NO_TENSORS and options.window is None and options.softcap is None else masks
     ends = (left, right, options.softcap) if of_masks else ()
     given = *inputs, result, return_lse, options.code, options.scale, *of_masks, *ends
-    lse = launcher.launch_dropped(*dropout.kept_of(options.dropout_p), *random, *given)
+    lse = launcher.launch_dropped(*kept_of(options.dropout_p), *random, *given)
     return None if lse is None else (result, lse if return_lse else None)
 
 
@@ -137,7 +139,7 @@ def first_call(call: Call) -> Result:
         check_cpu_impl(call.options.impl)
         if call.sequences is not None:
             return varlen.attend_on_cpu(checked)
-        how = checked.causal, checked.scale, checked.masks, call.return_lse, _dropping(call)
+        how = checked.causal, checked.scale, _with_dropping(checked), call.return_lse
         result, cpu_lse = torch_cpu.attend(query, key, value, *how)
         return result if call.out is None else call.out.copy_(result), cpu_lse
     out = checked.output()
@@ -203,11 +205,12 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     return *given, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap
 
 
-def _dropping(call: Call) -> Dropping | None:
-    """The dropout of a call whose random numbers are in memory."""
+def _with_dropping(checked: Checked) -> Masks:
+    """The masks of a call on CPU tensors, with its dropout."""
+    call = checked.call
     if call.random is None or call.random.drawn is None:
-        return None
-    return call.options.dropout_p, call.random.drawn
+        return checked.masks
+    return replace(checked.masks, dropping=(call.options.dropout_p, call.random.drawn))
 
 
 def launch_checked(checked: Checked, out: torch.Tensor) -> Any:
@@ -215,7 +218,7 @@ def launch_checked(checked: Checked, out: torch.Tensor) -> Any:
     call = checked.call
     if call.options.dropout_p:
         assert call.random is not None
-        given = *dropout.kept_of(call.options.dropout_p), *call.random
+        given = *kept_of(call.options.dropout_p), *call.random
         return launcher.launch_dropped(*given, *foreign_call(checked, out))
     return _launch(*foreign_call(checked, out))
 
@@ -252,5 +255,5 @@ def _emulate(checked: Checked) -> Result:
     from microsdpa.emulate import run  # not imported with the package: few programs need it
 
     operands = *call.inputs, out, lse
-    run.attention(spec, problem, operands, checked.scale, masks=checked.masks, dropping=_dropping(call))
+    run.attention(spec, problem, operands, checked.scale, masks=_with_dropping(checked))
     return out, lse

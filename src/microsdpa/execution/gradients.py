@@ -12,11 +12,10 @@ import torch
 
 from microsdpa.call import tensors
 from microsdpa.call.call import Inputs
-from microsdpa.call.dropout import Dropping, Random
+from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import Options
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.execution import dropout
 from microsdpa.execution.quantized import Launch
 from microsdpa.kernels import KernelSpec, emulated_target
 from microsdpa.kernels.backward import spec as backward_spec
@@ -63,7 +62,7 @@ class Gradient:
         given: tensors that are read, by name: query, key, value, out, lse, grad_out, grad_lse, those of masks, and
             `drawn`, seed and offset of a dropout.
         made: the gradients that are written, by the names of GRADIENTS.
-        causal, scale, masks, dropout_p: as of the call; `scale` is the softmax's.
+        causal, scale, masks: as of the call; `scale` is the softmax's.
     """
 
     given: dict[str, torch.Tensor]
@@ -71,7 +70,11 @@ class Gradient:
     causal: Causal | None
     scale: float
     masks: Masks
-    dropout_p: float = 0.0
+
+    @property
+    def dropout_p(self) -> float:
+        """The probability to drop; 0 for a call without dropout."""
+        return 0.0 if self.masks.dropping is None else self.masks.dropping[0]
 
     def problem(self, target: str) -> Problem:
         """The problem of the call."""
@@ -151,7 +154,7 @@ def launches(of: Gradient, problem: Problem, tiling: Tiling) -> tuple[list[Launc
     if of.masks.softcap is not None:
         numbers = (*numbers, (_SOFTCAP_LOG2, launcher.SOFTCAP_LOG2))
     if of.dropout_p:
-        kept, factor = dropout.kept_of(of.dropout_p)
+        kept, factor = kept_of(of.dropout_p)
         whole = DroppedBackwardParams(params, DropoutParams(kept=kept, scale=factor))
         numbers = (*numbers, (_KEPT, launcher.KEPT), (_KEPT_SCALE, launcher.KEPT_SCALE))
     kernels = [
@@ -230,7 +233,7 @@ def _launch(of: Gradient) -> None:
     launch: Callable[..., bool] = launcher.gradients
     if of.dropout_p:
         launch = functools.partial(
-            launcher.gradients_dropped, *dropout.kept_of(of.dropout_p), *Random(of.given["drawn"])
+            launcher.gradients_dropped, *kept_of(of.dropout_p), *Random(of.given["drawn"])
         )
     if launch(*call):
         return
@@ -256,7 +259,6 @@ def described(
     scale: float | None,
     masks: Masks,
     wanted: tuple[str, ...] = MASK_TENSORS,
-    dropping: Dropping | None = None,
 ) -> Gradient:
     """A call of backward.gradients(), with memory for the gradients: of query, key, value and what is `wanted`."""
     (grad_out, grad_lse), (query, key, value), (out, lse) = grads, inputs, result
@@ -272,10 +274,9 @@ def described(
     if grad_lse is not None:
         given["grad_lse"] = grad_lse.float().contiguous()
     factor = query.shape[3] ** -0.5 if scale is None else scale
-    if dropping is None:
-        return Gradient(given | masks.tensors, made, causal, factor, masks)
-    dropout_p, given["drawn"] = dropping
-    return Gradient(given | masks.tensors, made, causal, factor, masks, dropout_p)
+    if masks.dropping is not None:
+        given["drawn"] = masks.dropping[1]
+    return Gradient(given | masks.tensors, made, causal, factor, masks)
 
 
 def are_fastest(inputs: Inputs) -> bool:

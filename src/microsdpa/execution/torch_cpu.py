@@ -22,14 +22,13 @@ def attend(
     scale: float | None,
     masks: Masks,
     return_lse: bool,
-    dropping: Dropping | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output [B, H, S_q, D] and, on demand, LSE [B, H, S_q] in FP32.
 
     query is [B, H, S_q, D]; key and value are [B, H_kv, S_k, D]. What torch's attention has no argument for is computed
     in FP32, a head at a time.
     """
-    plain = masks.softcap is None and masks.alibi_slopes is None and masks.sinks is None and dropping is None
+    plain = masks.softcap is None and masks.alibi_slopes is None and masks.sinks is None and masks.dropping is None
     if plain:
         out = _through_torch(query, key, value, causal, scale, masks)
         if not return_lse:
@@ -43,8 +42,8 @@ def attend(
         lse[:, head] = logits.logsumexp(dim=-1)
         if not plain:
             weights = probabilities(logits)[..., : key.shape[2]]
-            if dropping is not None:
-                weights = weights * factors(dropping, query.shape, head, key.shape[2])
+            if masks.dropping is not None:
+                weights = weights * factors(masks.dropping, query.shape, head, key.shape[2])
             out[:, head] = (weights @ value[:, head // group].float()).to(query.dtype)
     return out, lse if return_lse else None
 

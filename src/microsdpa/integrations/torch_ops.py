@@ -144,9 +144,9 @@ def attention_backward(
     Of the last three it gives those that are there and, by one bool for each, `wanted`.
     """
     dropping = (dropout_p, check_state(rng_state, query)) if dropout_p else None
-    masks = Masks(attn_mask, (window[0], window[1]), softcap, alibi_slopes, sinks)
+    masks = Masks(attn_mask, (window[0], window[1]), softcap, alibi_slopes, sinks, dropping)
     inputs, result = (query, key, value), (out, lse)
-    rest = causal, scale, masks, tuple(compress(backward.ALL, wanted)), impl, dropping
+    rest = causal, scale, masks, tuple(compress(backward.ALL, wanted)), impl
     return backward.gradients((grad_out, grad_lse), inputs, result, *rest)  # type: ignore[arg-type]
 
 
