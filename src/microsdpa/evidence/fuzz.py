@@ -1,17 +1,18 @@
 """`microsdpa verify --fuzz`: random calls through every door, against FP64; one that fails is made as small as it can.
 
-On a GPU as many processes as there are cores compile the kernels and make the calls. Without one the emulator runs
-small calls.
+On a GPU a few processes make them, of many threads each: while one compiles, others go on. Without one the emulator
+runs small calls.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ MOST_SHRUNK = 3
 """Failures that are made smaller: more of them tend to have one cause."""
 ATTEMPTS = 400
 """Calls that are tried on the way to a smallest one."""
+PROCESSES = 4
+"""That make calls on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,10 @@ def judge(calls: Iterable[Call], device: str) -> list[Judged]:
 
 
 def _judged(calls: list[Call], device: str) -> Iterator[Judged]:
-    """Make all calls; on a GPU in several processes, where calls of one form share one, as they share kernels."""
+    """Make all calls. On a GPU those of one form are made by one thread, as they share kernels.
+
+    Few processes, since a GPU lets them take turns; several, since a process has one lock for all its Python.
+    """
     if device == "cpu":
         for call in calls:
             yield from judge([call], device)
@@ -80,10 +86,16 @@ def _judged(calls: list[Call], device: str) -> Iterator[Judged]:
     for call in calls:
         forms.setdefault(call.form, []).append(call)
     longest_first = sorted(forms.values(), key=len, reverse=True)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, len(forms)), context) as pool:
-        for future in as_completed([pool.submit(judge, members, device) for members in longest_first]):
-            yield from future.result()
+    processes = min(PROCESSES, len(forms))
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        shares = [pool.submit(_judge_together, longest_first[i::processes], device) for i in range(processes)]
+        for share in as_completed(shares):
+            yield from share.result()
+
+
+def _judge_together(forms: list[list[Call]], device: str) -> list[Judged]:
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // PROCESSES)) as pool:
+        return [one for judged in pool.map(judge, forms, itertools.repeat(device)) for one in judged]
 
 
 def shrink(outcome: Outcome, device: str, attempts: int = ATTEMPTS) -> Outcome:

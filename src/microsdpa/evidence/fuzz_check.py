@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ LSE_SLACK = 1e-5
 """What FP32 may cost the LSE, as a part of the largest: rounded scores, which its tolerance is from, can be exact."""
 GRADIENT_FACTOR = 4
 """Times the error of plain arithmetic that a gradient may have: a backward rounds P and dS too."""
+ENABLED = threading.Lock()
+"""The drop-in is the process's, and its kernel too: one call at a time goes through it."""
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
@@ -126,7 +129,7 @@ def _through(call: Call, made: Tensors, device: str) -> Callable[[], Result]:
         }
 
         def enabled() -> Result:
-            with microsdpa.enabled(strict=True, impl=options["impl"]):
+            with ENABLED, microsdpa.enabled(strict=True, impl=options["impl"]):
                 return F.scaled_dot_product_attention(*inputs, mask, **rest_of), None
 
         return enabled

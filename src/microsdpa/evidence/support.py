@@ -41,20 +41,29 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def dimensions(found: Iterable[int]) -> str:
-    """Head dimensions in words where there are many: "1 to 256", "multiples of 16 to 256", "other multiples of ..."."""
+    """Head dimensions in words: "1 to 256", "multiples of 16 to 256", "17 to 32, 49 to 64", "32, 64, 128"."""
     dims, every = set(found), set(range(1, LARGEST + 1))
-    if dims == every:
-        return f"1 to {LARGEST}"
-    for step in STEPS:
-        multiples = set(range(step, LARGEST + 1, step))
-        if dims == every - multiples:
+    for step in (1, *STEPS):
+        multiples = set(range(step, max(dims) + 1, step))
+        if dims == multiples and len(dims) > 2:
+            return f"1 to {max(dims)}" if step == 1 else f"multiples of {step} to {max(dims)}"
+        if dims == every - set(range(step, LARGEST + 1, step)):
             return f"all others to {LARGEST}"
-        if dims <= multiples and len(dims) > len(multiples) // 2:
-            return f"{'' if dims == multiples else 'other '}multiples of {step} to {LARGEST}"
     missing = sorted(every - dims)
     if len(missing) <= MOST_NAMED:
         return f"1 to {LARGEST} but {', '.join(map(str, missing))}"
-    return ", ".join(map(str, sorted(dims)))
+    return ", ".join(_runs(sorted(dims)))
+
+
+def _runs(dims: list[int]) -> list[str]:
+    """Numbers that follow each other as one text, "17 to 32"."""
+    runs: list[list[int]] = []
+    for dim in dims:
+        if runs and dim == runs[-1][-1] + 1:
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    return [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
 
 
 def _kernel(problem: Problem) -> str | None:

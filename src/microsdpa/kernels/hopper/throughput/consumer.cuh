@@ -4,6 +4,7 @@
 #include "../../ptx/control.cuh"
 #include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
+#include "../common/consumer.cuh"
 #include "../common/tile_softmax.cuh"
 #include "masks.cuh"
 #include "shared.cuh"
@@ -12,9 +13,11 @@ namespace microsdpa::hopper::throughput {
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
           typename MASKS>
-struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
+struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSUMERS> {
   using Base = TileSoftmax<T, BLOCK_N, false, false>;
-  using Base::rows, Base::scale, Base::STEPS;
+  using Place = ConsumerWarpgroup<CONSUMERS>;
+  using Base::rows, Base::scale;
+  using Place::pingpong_arrive, Place::pingpong_wait, Place::release, Place::thread, Place::tile_row, Place::warpgroup;
   using typename Base::Probabilities, typename Base::Scores;
   using Shared =
       SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename MaskTraits<MASKS>::Added>;
@@ -26,8 +29,6 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
 
   Shared& shared;
   const AttentionParams& params;
-  const int warpgroup;  // among the consumers
-  const int thread;     // of the warpgroup
 
   PipelineState<QUERY_STAGES> query_state;
   PipelineState<STAGES> key_state, value_state;
@@ -48,20 +49,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
 
   __device__ __forceinline__ Consumer(Shared& shared, const typename MASKS::Params& params, int warpgroup)
       : Base(Masked::MODIFIED ? 1.0f : MASKS::call(params).scale_log2),
+        Place(warpgroup),
         shared(shared),
         params(MASKS::call(params)),
-        warpgroup(warpgroup),
-        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
         masked_params(params),
         masks(params) {}
 
-  __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
-
-  // This warp is done with a tile in shared memory.
-  __device__ __forceinline__ void release(Mbarrier& done) const {
-    __syncwarp();
-    if (elect_one()) mbarrier_arrive(done);
-  }
   __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_full[key_state.stage], key_state.phase); }
   __device__ __forceinline__ void end_key() {
     release(shared.key_empty[key_state.stage]);
@@ -73,14 +66,6 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
   __device__ __forceinline__ void end_value() {
     release(shared.value_empty[value_state.stage]);
     value_state.advance();
-  }
-
-  // Consumers start their products in turn, so that some have their exponentials while others multiply.
-  __device__ __forceinline__ void pingpong_wait() const {
-    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
-  }
-  __device__ __forceinline__ void pingpong_arrive() const {
-    named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }
 
   // Waits for a query tile. False when there is none, or none of its rows is this warpgroup's.
@@ -138,15 +123,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
 
   // Starts O = P V, or adds to O.
   __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
-    const uint64 value = matrix_descriptor(shared.value[value_state.stage], BLOCK_N * BOX * sizeof(T),
-                                           8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
-    wgmma_fence_registers(o);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      wgmma<T, HEAD_DIM, Major::MN>(o, p[step], advance(value, 16 * BOX * step * sizeof(T)), add || step > 0);
-    }
-    wgmma_commit();
+    accumulate_values<T, HEAD_DIM>(o, p, shared.value[value_state.stage], add);
   }
 
   // Turns products into scores where they are more than that; keys that a row does not see get -inf.
@@ -184,11 +161,6 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
     }
     if (tile == 0) Base::guess_stabilizers(s);
     return Base::softmax_tile(s, p, factor, false);
-  }
-
-  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
   }
 
   // Adds the head's sink to a row's sum, of which it has a share but no value, and scales the stabilizer. Gives what O
@@ -299,7 +271,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
         end_values(to_skip);
         finish(previous_work(), done);
       } else if (moved) {
-        rescale(factor);
+        rescale(o, factor);
       }
     } else {
       accumulate(p, !first);
@@ -317,7 +289,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false> {
         finish(previous_work(), rows);
       }
       mask(s);
-      if (softmax_tile(s, next_p, factor) && !last) rescale(factor);
+      if (softmax_tile(s, next_p, factor) && !last) rescale(o, factor);
     }
     return true;
   }

@@ -5,19 +5,20 @@
 #include "../../common/online_softmax.cuh"
 #include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
+#include "../common/consumer.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit {
 
 template <typename Shared, bool CAUSAL>
-struct ScoringConsumer {
+struct ScoringConsumer : ConsumerWarpgroup<Shared::CONSUMERS> {
+  using Place = ConsumerWarpgroup<Shared::CONSUMERS>;
+  using Place::thread, Place::tile_row, Place::warpgroup;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
   using Sum = typename Shared::Sum;  // of products of quantized values
 
   Shared& shared;
   const EightBitParams& params;
-  const int warpgroup;  // among the consumers
-  const int thread;     // of the warpgroup
 
   float factor[2];  // what scores of quantized values are multiplied by, base 2; > 0
   int first_row;    // of the warpgroup
@@ -27,9 +28,7 @@ struct ScoringConsumer {
   PipelineState<Shared::STAGES> key_state;
 
   __device__ __forceinline__ ScoringConsumer(Shared& shared, const EightBitParams& params, int warpgroup)
-      : shared(shared), params(params), warpgroup(warpgroup), thread(threadIdx.x % WARPGROUP_THREADS), work(0) {}
-
-  __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
+      : Place(warpgroup), shared(shared), params(params), work(0) {}
 
   __device__ __forceinline__ void release(Mbarrier& read) const {
     if (elect_one()) mbarrier_arrive(read);
@@ -49,14 +48,6 @@ struct ScoringConsumer {
   __device__ __forceinline__ void end_query() {
     mbarrier_arrive(shared.query_empty[query_state.stage]);
     query_state.advance();
-  }
-
-  // Consumers start their products in turn, so that one has its exponentials while another multiplies.
-  __device__ __forceinline__ void pingpong_wait() const {
-    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
-  }
-  __device__ __forceinline__ void pingpong_arrive() const {
-    named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
   }
 
   // Waits for the next query tile; false when there is none.

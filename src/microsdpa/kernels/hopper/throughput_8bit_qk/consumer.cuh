@@ -2,26 +2,27 @@
 #pragma once
 
 #include "../../ptx/control.cuh"
+#include "../common/consumer.cuh"
 #include "../common/tile_softmax.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit_qk {
 
 template <typename Shared, bool CAUSAL>
-struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
+struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true>, ConsumerWarpgroup<Shared::CONSUMERS> {
   using T = typename Shared::T;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
-  static constexpr int TERMS = Shared::TERMS, BOX = Shared::BOX;
+  static constexpr int TERMS = Shared::TERMS;
   static constexpr int SECOND_STEPS = 256;  // a residual term counts this much less
   using Base = TileSoftmax<T, BLOCK_N, true>;
-  using Base::rows, Base::scale, Base::STEPS;
+  using Place = ConsumerWarpgroup<CONSUMERS>;
+  using Base::rows, Base::scale;
+  using Place::pingpong_arrive, Place::pingpong_wait, Place::release, Place::thread, Place::tile_row, Place::warpgroup;
   using typename Base::Probabilities, typename Base::Scores;
   using Sums = int32[TERMS][BLOCK_N / 2];
 
   Shared& shared;
   const EightBitParams& params;
-  const int warpgroup;  // among the consumers
-  const int thread;     // of the warpgroup
 
   PipelineState<Shared::QUERY_STAGES> query_state;
   PipelineState<Shared::STAGES> key_state, value_state;
@@ -34,26 +35,7 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
   int first_row;  // of the warpgroup
 
   __device__ __forceinline__ Consumer(Shared& shared, const EightBitParams& params, int warpgroup)
-      : shared(shared),
-        params(params),
-        warpgroup(warpgroup),
-        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)) {}
-
-  __device__ __forceinline__ int tile_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
-
-  // This warp is done with a tile in shared memory.
-  __device__ __forceinline__ void release(Mbarrier& done) const {
-    __syncwarp();
-    if (elect_one()) mbarrier_arrive(done);
-  }
-
-  // Consumers start their products in turn, so that one has its exponentials while another multiplies.
-  __device__ __forceinline__ void pingpong_wait() const {
-    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
-  }
-  __device__ __forceinline__ void pingpong_arrive() const {
-    named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
-  }
+      : Place(warpgroup), shared(shared), params(params) {}
 
   // Waits for the next query tile; false when there is none.
   __device__ __forceinline__ bool begin_query() {
@@ -131,20 +113,7 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
 
   // Starts O = P V, or adds to O.
   __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
-    const uint64 value = matrix_descriptor(shared.value[value_state.stage], BLOCK_N * BOX * sizeof(T),
-                                           8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
-    wgmma_fence_registers(o);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      wgmma<T, HEAD_DIM, Major::MN>(o, p[step], advance(value, 16 * BOX * step * sizeof(T)), add || step > 0);
-    }
-    wgmma_commit();
-  }
-
-  __device__ __forceinline__ void rescale(const float (&by)[2]) {
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= by[i / 2 % 2];
+    accumulate_values<T, HEAD_DIM>(o, p, shared.value[value_state.stage], add);
   }
 
   // Writes O and LSE of a finished query tile. A quad exchanges its words, so that a lane has eight neighbours.
@@ -200,7 +169,7 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true> {
     if (last) {
       finish(shared.work[(works - 1) % WORK_TILES], done);
     } else if (moved) {
-      rescale(correction);
+      rescale(o, correction);
     }
     return true;
   }
