@@ -178,6 +178,9 @@ def test_no_gradient_is_left_where_all_is_dropped() -> None:
     assert not any(tensor.any() for tensor in of.made.values())
 
 
+PLAIN = Case(1, 2, 40, 90, 64)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One replacement in one file, and what is said of it: of the forward pass where `forward`."""
@@ -188,7 +191,7 @@ class Mutant:
     new: str
     said: str
     forward: bool = False
-    case: Case = Case(1, 2, 40, 90, 64)
+    case: Case = PLAIN
 
 
 DROPOUT, KERNEL = "common/dropout.cuh", "backward/kernel.cu"

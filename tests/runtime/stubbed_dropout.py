@@ -14,7 +14,7 @@ from stubbed_gradients import GRAD_OUT, LSE, MADE, NAMES, OPERANDS, asked
 from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.options import DROPOUT_BIT
 from microsdpa.execution.gradients import _KEPT, _KEPT_SCALE, PLACES
-from microsdpa.kernels.params import DroppedBackwardParams, DroppedParams, DropoutParams
+from microsdpa.kernels.params import DropoutParams, DroppedBackwardParams, DroppedParams
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean"]

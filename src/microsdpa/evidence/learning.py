@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import microsdpa
+from microsdpa.evidence import results
+from microsdpa.evidence.inputs import Case
+from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.execution.torch_cpu import torch_attention
+from microsdpa.runtime import launcher
 
+SUITE = "verify_training"
+COMMAND = "microsdpa verify --training"
 LAG = 8
 REPLACED = 0.1
 """Part of the tokens that are random."""
@@ -29,6 +36,7 @@ MOST_ERRORS = 3.0
 LEAST_DIFFERENCE = 0.01
 """Difference in nats that is none: few runs may agree by chance."""
 
+SEEDS = (0, 1, 2)
 Attend = Callable[..., Any]
 
 
@@ -54,6 +62,20 @@ class Recipe:
     def width(self) -> int:
         """Of the model."""
         return self.heads * self.head_dim
+
+    @property
+    def case(self) -> Case:
+        """The attention of a layer."""
+        sizes = self.batch, self.heads, self.seqlen, self.seqlen, self.head_dim
+        return Case(*sizes, dtype="bfloat16", causal="upper_left")
+
+    def __str__(self) -> str:
+        """What is trained, in a few words."""
+        return f"{self.layers} layers, {self.steps} steps, dropout {self.dropout_p:g}"
+
+
+SMALL = Recipe(steps=40, layers=1, heads=2, head_dim=16, vocabulary=16, batch=4, seqlen=32)
+"""What a CPU trains in seconds; it has learned little after so few steps."""
 
 
 class _Layer(nn.Module):
@@ -154,3 +176,41 @@ def compare(recipe: Recipe, seeds: Sequence[int], device: str) -> Comparison:
         return tuple(sum(last) / len(last) for last in losses)
 
     return Comparison(runs(torch_attention), runs(microsdpa.sdpa))
+
+
+def step(progress: Progress = no_progress, output: Path | None = None, command: str = COMMAND) -> Step:
+    """Train with dropout and without it, on the GPU, or briefly on the CPU; both kinds must learn the same."""
+    reason = launcher.device_error()
+    device, recipe = ("cpu", SMALL) if reason else ("cuda", Recipe())
+    recipes = [recipe, replace(recipe, dropout_p=0.0)]
+    advance = progress("training", len(recipes))
+    rows: list[results.Row] = []
+    table = [["trained", "torch", "microsdpa", "difference", "allowed"]]
+    wrong = 0
+    for one in recipes:
+        found = compare(one, SEEDS, device)
+        wrong += not found.is_same
+        rows += _rows(one, found)
+        means = (f"{sum(losses) / len(losses):.4f}" for losses in (found.torch, found.ours))
+        table.append([str(one), *means, f"{found.difference:+.4f}", f"{found.allowed:.4f}"])
+        advance(str(one))
+    where = "on the CPU" if reason else "on the GPU"
+    summary = f"{len(recipes) - wrong} of {len(recipes)} transformers reached the loss of torch's {where}"
+    result = results.make(SUITE, command, rows)
+    if output is not None:
+        summary += f"; wrote {results.write(result, output)}"
+    return Step("verify", "failed" if wrong else "passed", summary, table, data=result)
+
+
+def _rows(recipe: Recipe, found: Comparison) -> list[results.Row]:
+    """A row for each run: the mean loss of its last steps, in nats."""
+    rows = []
+    for impl, losses in (("torch", found.torch), ("microsdpa", found.ours)):
+        reason = "" if found.is_same or impl == "torch" else f"its loss is off by {found.difference:+.4f} nats"
+        version = torch.__version__ if impl == "torch" else microsdpa.__version__
+        fields = {"impl": impl, "version": version, "mode": "verify", "case": str(recipe), "reason": reason}
+        fields["status"] = "wrong" if reason else "ok"
+        for seed, loss in zip(SEEDS, losses, strict=True):
+            metrics = {"seed": seed, "loss": loss, "steps": recipe.steps, "dropout_p": recipe.dropout_p}
+            rows.append(results.row(recipe.case, **fields, metrics=metrics))
+    return rows

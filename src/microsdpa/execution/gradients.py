@@ -232,9 +232,7 @@ def _launch(of: Gradient) -> None:
     )
     launch: Callable[..., bool] = launcher.gradients
     if of.dropout_p:
-        launch = functools.partial(
-            launcher.gradients_dropped, *kept_of(of.dropout_p), *Random(of.given["drawn"])
-        )
+        launch = functools.partial(launcher.gradients_dropped, *kept_of(of.dropout_p), *Random(of.given["drawn"]))
     if launch(*call):
         return
     problem = of.problem(launcher.target_of_device(of.given["query"].device))
