@@ -169,9 +169,7 @@ def verify(
         int | None, typer.Option("--fuzz", min=1, help="Make so many random calls through every door instead.")
     ] = None,
     backward: Annotated[bool, typer.Option("--backward", help="With --fuzz: calls with gradients alone.")] = False,
-    training: Annotated[
-        bool, typer.Option("--training", help="Train small transformers instead.")
-    ] = False,
+    training: Annotated[bool, typer.Option("--training", help="Train small transformers instead.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --sample or --fuzz.")] = 0,
     as_json: Json = False,
 ) -> None:

@@ -202,9 +202,9 @@ def tensors(call: Call, device: str) -> Tensors:
     if call.sinks != "none":
         of = dtype if call.sinks == "inputs" else torch.float32
         masks["sinks"] = torch.randn(call.heads, generator=generator).to(of).to(device)
-    shown = _sparse(call, device, masks, generator)
+    of_sparse = _sparse(call, device, masks, generator)
     state = torch.randint(2**62, (2,), generator=generator).to(device) if call.dropout_p else None
-    return Tensors(query, key, value, out, masks, shown, state)
+    return Tensors(query, key, value, out, masks, of_sparse, state)
 
 
 def _sparse(call: Call, device: str, masks: dict[str, Any], generator: torch.Generator) -> torch.Tensor | None:

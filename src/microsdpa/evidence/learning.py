@@ -74,7 +74,7 @@ class Recipe:
         return f"{self.layers} layers, {self.steps} steps, dropout {self.dropout_p:g}"
 
 
-SMALL = Recipe(steps=40, layers=1, heads=2, head_dim=16, vocabulary=16, batch=4, seqlen=32)
+SMALL = Recipe(steps=20, layers=1, heads=2, head_dim=16, vocabulary=16, batch=4, seqlen=32)
 """What a CPU trains in seconds; it has learned little after so few steps."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from microsdpa.call.dropout import Random, check
@@ -9,6 +11,8 @@ from microsdpa.call.dropout import Random, check
 NUMBERS = 4
 """What a call takes of the generator's stream. Each probability has a number of its own beside the offset."""
 _LARGEST_DRAWN = 2**62
+_taking = threading.Lock()
+"""Two threads must not take the same offset."""
 
 
 def draw(device: torch.device) -> torch.Tensor:
@@ -38,7 +42,8 @@ def take(query: torch.Tensor, keep: bool) -> Random:
     if not query.is_cuda or torch.cuda.is_current_stream_capturing():
         return Random(draw(device))
     generator = torch.cuda.default_generators[device.index]
-    seed, offset = generator.initial_seed(), generator.get_offset()
-    generator.set_offset(offset + NUMBERS)
+    with _taking:
+        seed, offset = generator.initial_seed(), generator.get_offset()
+        generator.set_offset(offset + NUMBERS)
     state = torch.empty(2, dtype=torch.int64, device=device) if keep else None
     return Random(None, seed if seed < 2**63 else seed - 2**64, offset, state)
