@@ -153,7 +153,7 @@ def test_what_a_dropout_is_not_for_is_said() -> None:
         microsdpa.sdpa(query, query, query, dropout_p=0.5, precision="fp8")
     with pytest.raises(UnsupportedProblem, match="ampere/mma: it drops no probabilities"):
         microsdpa.sdpa(query, query, query, dropout_p=0.5, impl="emulate:ampere/mma")
-    with pytest.raises(InvalidArgument, match="query: expected a torch.Tensor"):
+    with pytest.raises(InvalidArgument, match=r"query: expected a torch\.Tensor"):
         microsdpa.sdpa([1.0], query, query, dropout_p=0.5)  # type: ignore[arg-type]
     found = microsdpa.explain(query, query, query, dropout_p=0.5, impl="emulate")
     assert found.runs == "emulate:ampere/general"

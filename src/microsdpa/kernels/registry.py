@@ -246,6 +246,12 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)
             found += any(isinstance(result, KernelSpec) for result in results)
+        if family.dropout:
+            for head_dim, dtype in zip(GENERAL_HEAD_DIMS, cycle(dtypes)):
+                sizes = 1, 8, 8, 512, 512, head_dim, dtype
+                result = family.specify(Problem(*sizes, causal="upper_left", dropout=True, target=target))
+                if isinstance(result, KernelSpec):
+                    specs[result] = None
         if family.masks and not family.any_layout:
             for kind, dtype in zip(MASK_KINDS[1:], cycle(dtypes)):
                 result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))

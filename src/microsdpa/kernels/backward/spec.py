@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil
 from typing import Literal
 
@@ -308,7 +309,7 @@ def mask_grid(shape: tuple[int, int, int, int]) -> Grid:
 
 def backward_catalogue(target: str) -> list[KernelSpec]:
     """Configurations for `target`: head dimensions, masks and alignments, a few of each."""
-    kinds = (
+    kinds: tuple[tuple[int, MaskKind | None, int], ...] = (
         (64, None, VECTOR_BYTES),
         (128, None, VECTOR_BYTES),
         (128, MaskKind("bool", left=True), VECTOR_BYTES),
@@ -317,9 +318,10 @@ def backward_catalogue(target: str) -> list[KernelSpec]:
         (256, MaskKind(right=True, sinks="float16"), VECTOR_BYTES),
     )
     specs: dict[KernelSpec, None] = {}
-    for head_dim, mask, alignment in kinds:
+    for (head_dim, mask, alignment), dropout in (*product(kinds, (False,)), *product(kinds[:2] + kinds[3:4], (True,))):
         sizes = 4, 32, 8, 2048, 2048, head_dim
-        problem = Problem(*sizes, "float16", causal="upper_left", mask=mask, alignment=alignment, target=target)
+        shared = {"causal": "upper_left", "alignment": alignment, "target": target, "dropout": dropout}
+        problem = Problem(*sizes, "float16", mask=mask, **shared)  # type: ignore[arg-type]
         tiling = choose(problem)
         if isinstance(refusal(problem, tiling), Rejection):
             continue
