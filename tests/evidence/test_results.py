@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from microsdpa.evidence import environment, probes, render, results, signatures, wording
+from microsdpa.evidence import environment, probes, ratios, render, results, signatures, wording
 from microsdpa.evidence.inputs import Case
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels.problem import Problem
@@ -266,3 +266,29 @@ def test_a_commit_is_a_hash_or_not_recorded(said: str, monkeypatch: pytest.Monke
     assert "commit not recorded" in wording.provenance(result | {"commit": said})
     monkeypatch.setenv("MICROSDPA_COMMIT", "1234567890")
     assert "commit 1234567890," in wording.provenance(results.make("mission", "microsdpa bench", []))
+
+
+def test_the_summary_has_the_mean_and_the_lowest_call(result: results.Result, tmp_path: Path) -> None:
+    ours, peer, _ = result["rows"]
+    shape = ours["shape"]
+    fast = timed("microsdpa", 5.0, shape=shape | {"b": 2})
+    made = result | {"rows": [ours, peer, fast, timed("torch FLASH", 80.0, shape=shape | {"b": 2})]}
+    results.write(made | {"checksum": results.checksum(made)}, tmp_path)
+    lines = ratios.summary(tmp_path / "h200").splitlines()
+    assert len(lines) == 3  # a suite that is not recorded has no line
+    worst = f"{wording.case_name(ours)}: 0.25x, torch FLASH"
+    assert lines[2] == f"| {ratios.SUMMARIZED['mission']} | `mission` | 2 | 2.00x | 1 | {worst} |"
+    page = "<!-- microsdpa:summary gpu=h200 -->\n<!-- microsdpa:end -->\n"
+    assert render.rendered(page, tmp_path, "page").splitlines()[1:4] == lines
+
+
+def test_the_summary_compares_8_bits_with_8_bits(result: results.Result, tmp_path: Path) -> None:
+    rows = [
+        timed("microsdpa", 8.0),
+        timed("microsdpa", 4.0, dtype="e4m3", variant="e4m3, one term"),
+        timed("cuDNN FP8", 6.0, dtype="e4m3"),
+        timed("torch CUDNN", 2.0),
+    ]
+    made = result | {"suite": "prefill_fp8", "rows": rows}
+    results.write(made | {"checksum": results.checksum(made)}, tmp_path)
+    assert "| 1 | 1.50x | 0 |" in ratios.summary(tmp_path / "h200")

@@ -7,13 +7,13 @@ A marker pair looks like this, and what stands between the two is replaced:
 
 `peers=torch-flash,...` shows the columns of these peers only, `eight_bit=no` no 8-bit modes, `unit=tflops` TFLOP/s,
 `unit=ms` milliseconds, `notes=no` no reasons of failures. `microsdpa:plot gpu=h200 name=latency` shows a plot,
-`microsdpa:peers` the table of peers, and `microsdpa:support` what the specifications support.
+`microsdpa:peers` the table of peers, `microsdpa:support` what the specifications support, and
+`microsdpa:summary gpu=h200` a line a suite: how much faster than the best peer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from microsdpa.errors import MicrosdpaError
@@ -24,8 +24,8 @@ from microsdpa.evidence import (
     models,
     mutate,
     probes,
+    ratios,
     results,
-    statistics,
     suites,
     support,
     tune,
@@ -38,18 +38,15 @@ from microsdpa.evidence.plots.charts import DRAWINGS
 from microsdpa.evidence.signatures import is_stale
 from microsdpa.evidence.timing import ON_DEVICE
 from microsdpa.evidence.wording import case_name, provenance, quoted_us
-from microsdpa.evidence.worker import ALONE
 
 MARKER = re.compile(
-    r"(?P<head><!-- microsdpa:(?P<what>table|peers|plot|support) ?(?P<options>[^>]*?) ?-->\n)"
+    r"(?P<head><!-- microsdpa:(?P<what>table|peers|plot|summary|support) ?(?P<options>[^>]*?) ?-->\n)"
     r"(?P<body>.*?)(?P<tail><!-- microsdpa:end -->)",
     re.DOTALL,
 )
 STALE = "stale"
 NOT_RECORDED = "*Not recorded yet: `microsdpa {} --output benchmarks/results`, on a GPU, writes the result file.*\n"
 UNITS = ("us", "ms", "tflops")
-SIXTEEN_BITS = ("float16", "bfloat16")
-SIXTEEN_BIT = ("float16", "bfloat16")
 NOTE_LENGTH = 85
 
 
@@ -74,6 +71,8 @@ def rendered(text: str, results_directory: Path, name: str) -> str:
             return match["head"] + peers_table() + match["tail"]
         if match["what"] == "support":
             return match["head"] + support.markdown() + match["tail"]
+        if match["what"] == "summary":
+            return match["head"] + ratios.summary(results_directory / _options(match)["gpu"]) + match["tail"]
         if match["what"] == "plot":
             gpu, plot = _plot(_options(match), results_directory, name)
             return match["head"] + plot_files.reference(name, gpu, plot) + match["tail"]
@@ -150,7 +149,7 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         raise RenderError(f"{name}: unit: expected one of {', '.join(UNITS)}, got {unit!r}")
     peers = options["peers"].split(",") if "peers" in options else None
     if options.get("eight_bit") == "no":
-        result = result | {"rows": [row for row in result["rows"] if row["dtype"] in SIXTEEN_BITS]}
+        result = result | {"rows": [row for row in result["rows"] if row["dtype"] in ratios.SIXTEEN_BIT]}
     return timing_table(result, options["mode"], unit, notes=options.get("notes") != "no", peers=peers)
 
 
@@ -212,8 +211,12 @@ def timing_lines(
     for name, members in cases.items():
         by_column = {_column(row): row for row in members}
         target = result["environment"].get("target") or ""
-        ratios = [_ratio(members), _eight_bit_ratios(members)][: len(head) - 1 - len(columns)]
-        lines.append([name, *(_cell(by_column.get(c), target, unit) for c in columns), *ratios])
+        ratio = ratios.sixteen_bits(members)
+        of_eight = "; ".join(
+            f"{one.text} ({one.peer['impl']} / {one.ours['variant']})" for one in ratios.eight_bits(members)
+        )
+        shown = [ratio.text if ratio else "", of_eight][: len(head) - 1 - len(columns)]
+        lines.append([name, *(_cell(by_column.get(c), target, unit) for c in columns), *shown])
     return lines
 
 
@@ -284,31 +287,6 @@ def _cell(row: results.Row | None, target: str, unit: str) -> str:
         return f"{row['tflops']:.0f}{stale}"
     number = f"{quoted_us(row) / 1000:.1f}" if unit == "ms" else f"{quoted_us(row):.2f}"
     return f"{number}{stale}"
-
-
-def _ratio(rows: Iterable[results.Row]) -> str:
-    timed = [row for row in rows if row["status"] == "ok" and not row.get("precision")]
-    ours = [row for row in timed if row["impl"] == "microsdpa" and row.get("variant", "") != ALONE]
-    # 8 bits against 16 would be no comparison of implementations.
-    peers = [row for row in timed if row["impl"] != "microsdpa" and ours and row["dtype"] == ours[0]["dtype"]]
-    if not peers:
-        return ""
-    best = min(peers, key=quoted_us)
-    tie = statistics.compare(ours[0]["samples_us"], best["samples_us"]) == "tie"
-    return f"{quoted_us(best) / quoted_us(ours[0]):.2f}x{' (tie)' if tie else ''}"
-
-
-def _eight_bit_ratios(rows: Iterable[results.Row]) -> str:
-    """The fastest 8-bit peer over the fastest precision of ours: both on codes, and both quantizing in the call."""
-    timed = [row for row in rows if row["status"] == "ok" and row["dtype"] not in SIXTEEN_BIT]
-    found = []
-    for op in dict.fromkeys(row["op"] for row in timed):
-        ours = [row for row in timed if row["op"] == op and row.get("precision")]
-        peers = [row for row in timed if row["op"] == op and row["impl"] != "microsdpa"]
-        if ours and peers:
-            mine, best = min(ours, key=quoted_us), min(peers, key=quoted_us)
-            found.append(f"{quoted_us(best) / quoted_us(mine):.2f}x ({best['impl']} / {mine['variant']})")
-    return "; ".join(found)
 
 
 def render(root: Path, results_directory: Path) -> list[Path]:
