@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from microsdpa.call.masks import Masks
 from microsdpa.execution import forward
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import chosen
+from microsdpa.runtime import launcher
 
 
 @pytest.mark.parametrize("seqlen_k", [1, 100, 305, 511, 1000, 2040, 4095])
@@ -42,3 +46,36 @@ def test_a_length_that_has_not_just_grown_looks_no_further(before: int | None) -
     if before is not None:
         forward._growth(problem.with_keys(before), spec, "auto")
     assert forward._growth(problem, spec, "auto") == (512, 512)
+
+
+def test_a_call_of_other_sizes_is_prepared_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    like = Problem(2, 4, 4, 16, 24, 64, "float16", target="sm_90a")
+    registered: list[Any] = []
+    prepared: list[Any] = []
+    monkeypatch.setattr(forward, "_kinds", [])
+    monkeypatch.setattr(forward, "_numbers", {})
+    monkeypatch.setattr(forward, "_launch", lambda *call: call)
+    monkeypatch.setattr(launcher, "register_kind", lambda *call: registered.append(call) or True)
+    monkeypatch.setattr(launcher, "kind_of", lambda *_: len(registered) - 1)
+    monkeypatch.setattr(launcher, "prepare", lambda *given: prepared.append(given))
+    query, key = torch.zeros(3, 4, 50, 64).half(), torch.zeros(3, 4, 70, 64).half()
+    call = query, key, key, torch.empty_like(query), True, 0, None
+    assert forward.resized(*call) is None
+    forward._note_kind(like, "auto", call)
+    forward._note_kind(like.with_sizes(9, 9, 9), "auto", call)  # of the same kind
+    assert [number for number, *_ in registered] == [0, 0]
+    del registered[1:]
+    assert forward.resized(*call) == call
+    expected = replace(like, batch=3, seqlen_q=50, seqlen_k=70)
+    assert prepared == [(expected, chosen(expected), call, (70, 70))]
+    for other in (replace(like, bulk=False), replace(like, mask=Masks(window=(1, 1)).kind)):
+        forward._note_kind(other, "auto", call)
+    assert len(registered) == 1
+
+
+def test_what_no_kernel_computes_is_left_to_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = Problem(0, 4, 4, 0, 0, 513, "float16", target="sm_90a")
+    monkeypatch.setattr(forward, "_kinds", [(unknown, "auto")])
+    monkeypatch.setattr(launcher, "kind_of", lambda *_: 0)
+    query = torch.zeros(1, 4, 5, 513).half()
+    assert forward.resized(query, query, query, torch.empty_like(query), False, 0, None) is None

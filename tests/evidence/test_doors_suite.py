@@ -19,6 +19,40 @@ def test_every_door_has_a_way_of_ours_and_one_of_torchs_or_a_reason() -> None:
     names = {d.name for d in found}
     assert {"sdpa", "plan", "enable()", "flash backend", "torch.compile", "torch.ops.microsdpa.attention"} <= names
     assert {"transformers", "diffusers", "enable(), forward and backward", "sdpa of 8-bit values"} <= names
+    assert {"sdpa(document_ids)", "sdpa(block_mask)", "sdpa_varlen", "sdpa(window), forward and backward"} <= names
+
+
+SPARSE = Case(1, 2, 192, 192, 16, masks=("blocks 50%",))
+
+
+@pytest.mark.parametrize(
+    ("case", "bind"),
+    [
+        (Case(1, 2, 20, 20, 16, masks=("documents",)), doors._of_documents),
+        (SPARSE, doors._of_flex_blocks),
+        (SPARSE, lambda case, tensors: doors._with_masks(doors._sdpa, case)(tensors)),
+    ],
+)
+def test_documents_and_blocks_are_those_of_the_case(case: Case, bind: Any) -> None:
+    tensors = make(case)
+    for call in (bind(case, tensors), doors._as_tensor(case)(tensors)):
+        error, wrong = doors.against_oracle(case, tensors, call())
+        assert wrong == "", error
+
+
+def test_packed_sequences_are_those_of_the_case() -> None:
+    case = Case(2, 2, 20, 20, 16)
+    tensors = make(case)
+    error, wrong = doors._packed_output(case, tensors, doors._varlen(tensors)())
+    assert wrong == "", error
+    assert doors.packed(tensors)[3].tolist() == [0, 20, 40]
+
+
+def test_gradients_of_a_window_are_judged() -> None:
+    case = Case(1, 2, 20, 20, 16, masks=("window",))
+    tensors = tuple(t.requires_grad_() for t in make(case))
+    for bind in (doors._both_passes_of_window(case), doors._both_passes_of_mask(case)):
+        assert doors.gradients(case, tensors, bind(tensors)())[1] == ""  # type: ignore[arg-type]
 
 
 def test_gradients_are_judged_and_a_wrong_one_is_told() -> None:

@@ -11,7 +11,8 @@ import torch
 from microsdpa.evidence import doors, render, results, start
 from microsdpa.evidence.inputs import Case, make
 
-CASE = Case(1, 2, 20, 20, 16)
+CASE = Case(1, 2, 192, 192, 16)
+FURTHER = {"sdpa(document_ids)", "sdpa(block_mask)", "sdpa_varlen", "sdpa(window), requires grad"}
 GRADED = next(one for one in start.STARTS if one.door == "requires grad")
 
 
@@ -49,7 +50,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch, wrong_output: bool = False, **tim
     """Processes that are not started; gives the list of those that would have been."""
     asked: list[str] = []
 
-    def process(one: start.Start, impl: str, device: str, place: Path) -> dict[str, Any]:
+    def process(_: start.Server, one: start.Start, impl: str, device: str, place: Path) -> dict[str, Any]:
         asked.append(impl)
         if timed.get("fails") == impl:
             raise start.ProcessFailed("the process ended with 1: no such thing")
@@ -89,8 +90,31 @@ def test_a_wrong_output_and_a_process_that_fails_are_rows(monkeypatch: pytest.Mo
 
 
 def test_a_process_that_ends_with_an_error_says_its_last_line(tmp_path: Path) -> None:
-    with pytest.raises(start.ProcessFailed, match=r"ended with 1: FileNotFoundError: .*inputs\.pt"):
-        start.process(GRADED, doors.TORCHS, "cpu", tmp_path)
+    with start.Server() as server:
+        for _ in range(2):  # the server goes on
+            with pytest.raises(start.ProcessFailed, match=r"ended with 1: FileNotFoundError: .*inputs\.pt"):
+                start.process(server, GRADED, doors.TORCHS, "cpu", tmp_path)
+
+
+def test_a_process_that_takes_too_long_is_ended_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save([*make(CASE), torch.ones(1, 2, 192, 16)], tmp_path / "inputs.pt")
+    with start.Server() as server:
+        torch.save(None, tmp_path / "option.pt")
+        monkeypatch.setattr(start, "SECONDS", 0.0)
+        with pytest.raises(start.ProcessFailed, match=r"was ended after 0\.0 s"):
+            start.process(server, GRADED, doors.TORCHS, "cpu", tmp_path)
+        monkeypatch.setattr(start, "SECONDS", 60.0)
+        assert start.process(server, GRADED, doors.TORCHS, "cpu", tmp_path)["first_us"] > 0
+
+
+@pytest.mark.usefixtures("_cpu_fields")
+def test_further_arguments_are_those_of_the_case() -> None:
+    further = [one for one in start.STARTS if one.door in FURTHER]
+    rows = start.run(CASE, device="cpu", starts=tuple(further), rounds=1)
+    assert {row["door"] for row in rows} == FURTHER
+    assert {(row["status"], row["reason"]) for row in rows} == {("ok", "")}
 
 
 @pytest.mark.usefixtures("_cpu_fields")
@@ -99,4 +123,4 @@ def test_a_table_has_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = start.run(CASE, device="cpu", starts=(start.STARTS[2],), rounds=1)
     lines = render.timing_lines(results.make("start", "microsdpa bench", rows), "start", "ms")
     assert lines[0][1:3] == ["microsdpa", "torch"]
-    assert lines[1][:3] == ["sdpa, filled cache: (1, 2, 20, 20, 16), float16", "1.0", "1.0"]
+    assert lines[1][:3] == ["sdpa, filled cache: (1, 2, 192, 192, 16), float16", "1.0", "1.0"]

@@ -121,13 +121,20 @@ def test_the_node_is_torchs_and_the_gradient_that_of_plain_arithmetic(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_what_a_call_has_no_plan_for_is_made_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel raises RuntimeError: validation says what is wrong, and what it admits is called again."""
+NOTHING = (None,) * 4 + (0, 0) + (None,) * 3
+"""What the kernels give where there is no plan."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_call_has_no_plan_for_is_made_or_refused(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation says what is wrong, and what it admits is called again."""
     calls: list[str] = []
 
     def no_plan(*_: Any, **__: Any) -> Any:
         calls.append("operator")
-        raise RuntimeError("no plan is registered for the call")
+        if fails and len(calls) == 1:
+            raise RuntimeError("out of memory")
+        return NOTHING
 
     monkeypatch.setattr(nodes, "operator_for", lambda *_: (nodes.CUDNN, False))
     monkeypatch.setattr(nodes, "calls", lambda: {nodes.CUDNN: (no_plan, None)})
@@ -136,19 +143,75 @@ def test_what_a_call_has_no_plan_for_is_made_or_refused(monkeypatch: pytest.Monk
         nodes.attend((query, key, value), NO_TENSORS, Options(softcap=-1.0))
     assert calls == ["operator"]
     monkeypatch.setattr(forward, "first_call", lambda *_: calls.append("plan"))
-    with pytest.raises(RuntimeError, match="no plan"):
+    with pytest.raises(RuntimeError, match="report this as a bug"):
         nodes.attend((query, key, value), NO_TENSORS, PLAIN)
     assert calls[1:] == ["operator", "plan", "operator"]
+
+
+def test_an_operator_is_allowed_a_plan_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is made only to have a plan, and the next call is warm."""
+    allowed: list[Any] = []
+    calls: list[str] = []
+    query, key, value = (t.requires_grad_() for t in make(Case(1, 2, 8, 8, 16)))
+
+    def kernel(_: Any, q: Any, *__: Any, **___: Any) -> Any:
+        calls.append("operator")
+        return (q.clone(), *NOTHING[1:]) if allowed else NOTHING
+
+    def allow(number: int, *call: Any) -> bool:
+        allowed.append((number, call[5]))
+        return True
+
+    monkeypatch.setattr(nodes, "_usual", "")
+    monkeypatch.setattr(nodes, "operator_for", lambda *_: (nodes.CUDNN, False))
+    monkeypatch.setattr(nodes, "calls", lambda: {nodes.CUDNN: (kernel, None)})
+    monkeypatch.setattr(nodes.launcher, "allow_node", allow)
+    inputs = query, key, value
+    assert nodes.warm(inputs, False, PLAIN.code, None) is None
+    assert not calls
+    assert nodes.attend(inputs, NO_TENSORS, PLAIN) is not None
+    assert (calls, allowed) == (["operator"] * 2, [(1, PLAIN.code)])
+    assert nodes.warm(inputs, False, PLAIN.code, None) is not None
+    assert nodes.warm(inputs, False, PLAIN.code, 0.5) is not None
+    assert calls == ["operator"] * 4
+    # torch's backward passes want a positive scale, and give other bits each time.
+    assert nodes.warm(inputs, False, PLAIN.code, -0.5) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert nodes.warm(inputs, False, PLAIN.code, None) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    subclass = query.as_subclass(type("Own", (torch.Tensor,), {}))
+    assert nodes.warm((subclass, key, value), False, PLAIN.code, None) is None
+    assert calls == ["operator"] * 4
+
+
+def test_a_warm_call_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    def kernel(*given: Any, **_: Any) -> Any:
+        said.append(("called", given[4:]))
+        if len(said) > 2:
+            raise RuntimeError("out of memory")
+        return NOTHING
+
+    monkeypatch.setattr(nodes, "_usual", nodes.FLASH)
+    monkeypatch.setattr(nodes, "calls", lambda: {nodes.FLASH: (kernel, None)})
+    monkeypatch.setattr(nodes.launcher, "expect_node", lambda *told: said.append(told))
+    monkeypatch.setattr(nodes.launcher, "expect_no_node", lambda: said.append("taken back"))
+    inputs = make(Case(1, 2, 8, 8, 16))
+    code = Options(causal="lower_right").code
+    for _ in range(2):
+        assert nodes.warm(inputs, True, code, None) is None
+    once = [(code, None), ("called", (0.0, True))]
+    assert said == [*once, *once, "taken back"]
 
 
 def test_what_was_said_of_a_call_is_taken_back_when_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
-    def no_plan(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no plan is registered for the call")
-
     monkeypatch.setattr(nodes, "operator_for", lambda *_: (nodes.FLASH, True))
-    monkeypatch.setattr(nodes, "calls", lambda: {nodes.FLASH: (no_plan, None)})
+    monkeypatch.setattr(nodes, "calls", lambda: {nodes.FLASH: (lambda *_, **__: NOTHING, None)})
     monkeypatch.setattr(nodes.launcher, "expect_node", lambda *_: said.append("told"))
     monkeypatch.setattr(nodes.launcher, "expect_no_node", lambda: said.append("taken back"))
     inputs = tuple(t.requires_grad_() for t in make(Case(1, 2, 8, 8, 16)))
@@ -156,7 +219,7 @@ def test_what_was_said_of_a_call_is_taken_back_when_it_fails(monkeypatch: pytest
         nodes.attend(inputs, NO_TENSORS, Options(causal="lower_right", softcap=-1.0))  # type: ignore[arg-type]
     assert said == ["told", "taken back"]
     monkeypatch.setattr(forward, "first_call", lambda *_: said.append("plan"))
-    with pytest.raises(RuntimeError, match="no plan"):
+    with pytest.raises(RuntimeError, match="report this as a bug"):
         nodes.attend(inputs, NO_TENSORS, Options(causal="lower_right"))  # type: ignore[arg-type]
     assert said[2:] == ["told", "taken back", "plan", "told", "taken back"]
 

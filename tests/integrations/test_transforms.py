@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 import torch.nn.functional as F
 
 import microsdpa
+from microsdpa.attention import plan as plans
+from microsdpa.attention import varlen
+from microsdpa.attention.explain import Explanation
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.execution import autograd
+from microsdpa.execution import autograd, forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore::torch.jit.TracerWarning")
 IMPLS = ["auto", "emulate"]
@@ -135,6 +139,41 @@ def test_the_operator_refuses_what_it_would_lose() -> None:
             pytest.raises(microsdpa.UnsupportedProblem, match="forward-mode"),
         ):
             operator(torch.autograd.forward_ad.make_dual(query, query), query, query)
+
+
+def _jvp(query: torch.Tensor, call: Call) -> None:
+    torch.func.jvp(lambda one: call(one, query, query), (query,), (query,))
+
+
+@pytest.mark.parametrize("transform", [_dual, _jvp])
+@pytest.mark.parametrize("make_one", [plans.make_plan, plans.make_masked_plan])
+def test_a_plan_refuses_a_tangent_before_it_launches(make_one: Any, transform: Any) -> None:
+    query = make(Case(1, 2, 9, 9, 16))[0]
+    layout = plans.Layout.of(query)
+    expected = plans.Expected(dict.fromkeys(("query", "key", "value", "out"), layout), False, {"return_lse": False})
+    launches: list[Any] = []
+    plan = make_one(lambda *call: launches.append(call) or True, expected, Explanation("stub", "a test"))
+    assert plan(query, query, query) is not None
+    assert len(launches) == 1
+    with pytest.raises(microsdpa.UnsupportedProblem, match="forward-mode"):
+        transform(query, plan)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("precision", ["fp8", None])
+@pytest.mark.parametrize("transform", [_dual, _jvp])
+def test_a_tangent_is_lost_by_no_launch(precision: Any, transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor by one of 8-bit operands, nor by one of sequences of many lengths."""
+    launches: list[Any] = []
+    for module in (forward, varlen):
+        monkeypatch.setattr(module, "_launch", lambda *call: launches.append(call) or True)
+    query = make(Case(1, 2, 9, 9, 16))[0]
+    calls: Call = functools.partial(microsdpa.sdpa, precision=precision) if precision else microsdpa.sdpa_varlen
+    calls(query, query, query)
+    assert len(launches) == 1
+    with pytest.raises(microsdpa.UnsupportedProblem, match=r"forward-mode|transforms of torch\.func"):
+        transform(query, calls)
+    assert len(launches) == 1
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8_fp8"])

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,20 @@ def test_an_entry_is_built_once_and_found_whole(tmp_path: Path) -> None:
     assert (found.cubin, found.source, found.metadata["symbol"]) == (b"cubin", "source", "kernel")
     assert sorted(p.name for p in cache.path(SIGNATURE).iterdir()) == ["kernel.cubin", "metadata.json", "source.cu"]
     assert not list(tmp_path.rglob("staging-*"))
+
+
+def test_what_a_process_left_that_was_ended_is_removed_later(tmp_path: Path) -> None:
+    """A younger directory may be that of a process which writes another entry at this moment."""
+    cache = KernelCache(tmp_path)
+    folder = cache.path(SIGNATURE).parent
+    for name, hours in (("staging-old", 2), ("staging-young", 0.1)):
+        (folder / name / SIGNATURE).mkdir(parents=True)
+        (folder / name / SIGNATURE / "kernel.cubin").write_bytes(b"cu")
+        then = time.time() - hours * 3600
+        os.utime(folder / name, (then, then))
+    cache.get_or_build(SIGNATURE, lambda: ENTRY)
+    assert [path.name for path in folder.glob("staging-*")] == ["staging-young"]
+    assert cache.get_or_build(SIGNATURE, fail)[1]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "foreign", "edited", "missing", "garbage"])

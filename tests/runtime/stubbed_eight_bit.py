@@ -261,7 +261,7 @@ def test_what_validation_must_see_goes_there(wrong: str, checks: list[Any]) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "check", check)
-        patch.setattr(torch, "is_grad_enabled", lambda: wrong == "grad")
+        patch.setattr(forward, "_is_grad_enabled", lambda: wrong == "grad")
         with pytest.raises(SeenError):
             attend(q, k, v, **options)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_cuda import last, record, set_integer, tensor
+from fake_cuda import KDL_BFLOAT, last, record, set_integer, tensor
 from stub_harness import ADDRESSES, KV, SHAPE, _clean, _four_maps, call, kernel, library, maps_of_last, register
 
 from microsdpa.call.masks import Masks
@@ -103,3 +103,68 @@ def test_plans_that_are_forgotten_grow_no_more() -> None:
     register(of_length(24), growth=(24, 40))
     library.clear_plans()
     assert launcher.launch(*of_length(25)) is None
+
+
+NUMBER = 7
+
+
+def sized(batch: int, queries: int, keys: int, heads: int = 4, **changes: Any) -> list[Any]:
+    """A call of these sizes, with no tensor that meets another one."""
+    tensors = {
+        "query": tensor((batch, heads, queries, 32), 0x10000000),
+        "key": tensor((batch, 2, keys, 32), 0x20000000),
+        "value": tensor((batch, 2, keys, 32), 0x30000000),
+        "out": tensor((batch, heads, queries, 32), 0x40000000),
+    }
+    return call(**tensors | changes)
+
+
+def test_calls_of_a_kind_have_a_number() -> None:
+    assert library.kind_of(*sized(2, 16, 24)) == -1
+    assert library.register_kind(NUMBER, *sized(2, 16, 24))
+    strided = tensor((3, 2, 30, 32), 0x20000000, strides=(30 * 64, 32, 64, 1))
+    for given in (sized(2, 16, 24), sized(1, 1, 1), sized(300, 77, 1000), sized(3, 5, 30, key=strided)):
+        assert library.kind_of(*given) == NUMBER
+    library.clear_kinds()
+    assert library.kind_of(*sized(2, 16, 24)) == -1
+    library.register_kind(NUMBER, *sized(2, 16, 24))
+    library.clear_plans()
+    assert library.kind_of(*sized(2, 16, 24)) == -1
+
+
+WRONG_KINDS: dict[str, list[Any]] = {
+    "options": sized(2, 16, 24, options=6),
+    "heads": sized(2, 16, 24, heads=8),
+    "type": sized(2, 16, 24, key=tensor((2, 2, 24, 32), 0x20000000, code=KDL_BFLOAT)),
+    "device": sized(2, 16, 24, value=tensor((2, 2, 24, 32), 0x30000000, device=1)),
+    "alignment": sized(2, 16, 24, query=tensor((2, 4, 16, 32), 0x10000002)),
+    "batch of the key": sized(2, 16, 24, key=tensor((1, 2, 24, 32), 0x20000000)),
+    "batch of key and value": sized(
+        2, 16, 24, **{name: tensor((1, 2, 24, 32), at) for name, at in (("key", 0x20000000), ("value", 0x30000000))}
+    ),
+    "length of the value": sized(2, 16, 24, value=tensor((2, 2, 25, 32), 0x30000000)),
+    "head dimension of the value": sized(2, 16, 24, value=tensor((2, 2, 24, 40), 0x30000000)),
+    "shape of the output": sized(2, 16, 24, out=tensor((2, 4, 15, 32), 0x40000000)),
+    "stride of the last dimension": sized(
+        2, 16, 24, key=tensor((2, 2, 24, 32), 0x20000000, strides=(3072, 1536, 64, 2))
+    ),
+    "a stride that bulk copies cannot address": sized(
+        2, 16, 24, key=tensor((2, 2, 24, 32), 0x20000000, strides=(2**39, 768, 32, 1))
+    ),
+    "no keys": sized(2, 16, 0),
+    "an output that meets an input": sized(2, 16, 24, out=tensor((2, 4, 16, 32), 0x10000000)),
+    "a scale that is no number": sized(2, 16, 24, scale=float("nan")),
+    "a mask": [*sized(2, 16, 24), tensor((2, 1, 16, 24), 0x60000000, code=6, bits=8), None, None, -1, -1, None],
+    "a window": [*sized(2, 16, 24), None, None, None, 3, -1, None],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_KINDS)
+def test_what_has_to_be_looked_at_is_of_no_kind(name: str) -> None:
+    library.register_kind(NUMBER, *sized(2, 16, 24))
+    assert library.kind_of(*WRONG_KINDS[name]) == -1
+
+
+def test_a_kind_is_of_calls_without_masks() -> None:
+    for name in ("a mask", "a window"):
+        assert not library.register_kind(NUMBER, *WRONG_KINDS[name])

@@ -14,9 +14,9 @@ from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.validate import check
-from microsdpa.call.visibility import combined, with_causal
+from microsdpa.call.visibility import combined, known_mask, with_causal
 from microsdpa.errors import InvalidArgument
-from microsdpa.execution import autograd, dropout, forward, transforms
+from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES
 from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.runtime import launcher
@@ -111,10 +111,16 @@ def sdpa(
         UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
         CompileError: the kernel does not compile on this machine.
     """
+    is_known = False
     if document_ids is not None or block_mask is not None:
-        is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
-        attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
+        if is_causal is not False or causal is not None:
+            is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
+        known = None if attn_mask is not None or is_dynamo_compiling() else known_mask(document_ids, block_mask, key)
+        is_known = known is not None
+        attn_mask = known if is_known else combined((query, key, value), attn_mask, document_ids, block_mask)
     if dropout_p != 0.0:
+        if is_known:
+            attn_mask = combined((query, key, value), None, document_ids, block_mask)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
         call = Call((query, key, value), MaskTensors(attn_mask, alibi_slopes, sinks), options=options)
         dropped = _with_dropout(call._replace(scales=scales_of(q_scale, k_scale, v_scale), out=out), return_lse)
@@ -122,12 +128,14 @@ def sdpa(
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
         masked = attn_mask is not None or window is not None or softcap is not None
         if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):
-            given = (query, key, value), (q_scale, k_scale, v_scale), (is_causal, causal, enable_gqa, impl, precision)
-            found = forward.launch_eight_bit(*given, scale, return_lse, out)
+            named = is_causal, causal, enable_gqa, impl, precision
+            given = (q_scale, k_scale, v_scale) if precision is None else None
+            found = forward.launch_eight_bit(query, key, value, named, scale, return_lse, out, given)
             if found is not None:
                 return found if return_lse else found[0]  # type: ignore[return-value]
         if not is_dynamo_compiling():
             transforms.refuse_eight_bit()
+            transforms.refuse_tangents(query, key, value)
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
         found = forward.first_call(Call((query, key, value), masks, scales, options, return_lse, out))
@@ -149,26 +157,49 @@ def sdpa(
             or (out is not None and out.requires_grad)
             or forward_ad._current_level >= 0
         )
+        unmasked = attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None
         if not graded:
             # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
             plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
             code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
             result = _empty_like(query) if out is None else out
-            if attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None:
+            if unmasked:
                 lse = _launch(query, key, value, result, return_lse, code, scale)
+                if lse is None and out is None:
+                    lse = forward.resized(query, key, value, result, return_lse, code, scale)
             elif is_causal and attn_mask is not None:
                 lse = None
             else:
                 left, right = (-1, -1) if window is None else window
-                arrays = attn_mask, alibi_slopes, sinks
-                ends = left, right, softcap
-                lse = _launch(query, key, value, result, return_lse, code, scale, *arrays, *ends)
+                lse = _launch(
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    attn_mask,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                )
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice
+        elif unmasked and not return_lse and out is None and forward_ad._current_level < 0:
+            code = OPTIONS[is_causal, causal, enable_gqa, impl, None]
+            recorded = nodes.warm((query, key, value), is_causal or causal is not None, code, scale)
+            if recorded is not None:
+                return recorded
     except MISSES:
         pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
-    inputs, masks = (query, key, value), mask_tensors(attn_mask, alibi_slopes, sinks)
+    inputs = query, key, value
+    if is_known:
+        attn_mask = combined(inputs, None, document_ids, block_mask)
+    masks = mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
     transforms.refuse_tangents(*inputs, *masks)
     if graded or autograd.is_traced(inputs):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
+from torch.autograd import forward_ad
 
 from microsdpa.attention import api
 from microsdpa.attention.explain import Explanation, explanation
@@ -81,7 +82,7 @@ class Plan(Protocol):
 
         Raises:
             InvalidArgument: a tensor is not what the plan was made for.
-            UnsupportedProblem: an input requires grad.
+            UnsupportedProblem: an input requires grad, or has a forward-mode gradient.
         """
 
 
@@ -154,11 +155,14 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, out: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         try:
-            if not is_grad_enabled() or not (
-                query.requires_grad
-                or key.requires_grad
-                or value.requires_grad
-                or (out is not None and out.requires_grad)
+            if forward_ad._current_level < 0 and not (
+                is_grad_enabled()
+                and (
+                    query.requires_grad
+                    or key.requires_grad
+                    or value.requires_grad
+                    or (out is not None and out.requires_grad)
+                )
             ):
                 result = empty_like(query) if out is None else out
                 lse = launch(query, key, value, result, return_lse)
@@ -201,7 +205,9 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
         masks = attn_mask, alibi_slopes, sinks
         try:
             given = query, key, value, out, *masks
-            if not is_grad_enabled() or not any(tensor.requires_grad for tensor in given if tensor is not None):
+            if forward_ad._current_level < 0 and not (
+                is_grad_enabled() and any(tensor.requires_grad for tensor in given if tensor is not None)
+            ):
                 result = empty_like(query) if out is None else out
                 lse = launch(query, key, value, result, return_lse, *masks)
                 if lse is not None:

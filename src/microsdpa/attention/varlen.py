@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from microsdpa.call.call import Call, mask_tensors
 from microsdpa.call.options import VARLEN_OPTIONS, Options
 from microsdpa.call.sequences import Sequences
 from microsdpa.call.tensors import check_grad
 from microsdpa.errors import InvalidArgument
-from microsdpa.execution import forward
+from microsdpa.execution import forward, transforms
 from microsdpa.execution.forward import MISSES
 from microsdpa.runtime import launcher
 
@@ -93,8 +97,19 @@ def sdpa_varlen(
         UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
         CompileError: the kernel does not compile on this machine.
     """
+    if is_dynamo_compiling():
+        found = _traced(
+            (query, key, value),
+            (new_key, new_value),
+            *(query_offsets, key_offsets, lengths, page_table, max_queries),
+            *(rotary_cos, rotary_sin, rotary_interleaved, causal, scale, return_lse),
+            *([-1, -1] if window is None else list(window), softcap, alibi_slopes, sinks, impl),
+        )
+        result = found[0] if out is None else out.copy_(found[0])
+        return (result, found[1]) if return_lse else result
     try:
-        if not (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)):
+        graded = _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if not graded and forward_ad._current_level < 0:
             result = _empty_like(query) if out is None else out
             left, right = (-1, -1) if window is None else window
             lse = _launch(
@@ -121,7 +136,20 @@ def sdpa_varlen(
         *(new_key, new_value, rotary_cos, rotary_sin, rotary_interleaved),
     )
     call = Call((query, key, value), masks, options=options, return_lse=return_lse, out=out, sequences=sequences)
+    transforms.refuse_tangents(query, key, value)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     check_grad({name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)})
-    found = forward.first_call(call)
-    return found if return_lse else found[0]  # type: ignore[return-value]
+    attended = forward.first_call(call)
+    return attended if return_lse else attended[0]  # type: ignore[return-value]
+
+
+def _traced(
+    inputs: tuple[torch.Tensor, ...], new: tuple[torch.Tensor | None, torch.Tensor | None], *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call as an operator of integrations/varlen_ops.py, which checks its arguments when it runs."""
+    new_key, new_value = new
+    if new_key is None and new_value is None:
+        return torch.ops.microsdpa.attention_varlen(*inputs, *rest)  # type: ignore[no-any-return]
+    if new_key is None or new_value is None:
+        raise InvalidArgument("new_key, new_value", expected="both or none", got="one", hint="pass both")
+    return torch.ops.microsdpa.attention_varlen_append(*inputs, new_key, new_value, *rest)  # type: ignore[no-any-return]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from microsdpa.call.documents import sizes_of
 from microsdpa.call.summary import summed
 from microsdpa.errors import InvalidArgument
 
@@ -39,8 +38,6 @@ class BlockTable:
         memory: uint8 [B | 1, H | 1, S_q, W]: what all blocks together show, S_k bytes a query, and a summary of them
             (summary.py).
     """
-
-    _fitted: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -141,9 +138,6 @@ class BlockTable:
         Raises:
             InvalidArgument: it is.
         """
-        fitted = sizes_of(query, key)
-        if fitted == self._fitted:
-            return  # as in the call before
         if self.seqlens != (query.shape[2], key.shape[2]):
             raise InvalidArgument(
                 "block_mask",
@@ -162,7 +156,6 @@ class BlockTable:
                 got=str(self.memory.device),
                 hint="make it of tensors there",
             )
-        self._fitted = fitted
 
 
 _known: dict[int, tuple[weakref.ref[Any], BlockTable]] = {}

@@ -6,6 +6,7 @@ import weakref
 from typing import NamedTuple
 
 import torch
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 
 from microsdpa.errors import InvalidArgument
 
@@ -34,6 +35,8 @@ class _Known(NamedTuple):
 
 
 _known: dict[tuple[int, ...], _Known] = {}
+_known_alone: dict[int, tuple[weakref.ref[torch.Tensor], int, int, torch.Tensor]] = {}
+"""Of ids that are those of queries and keys, by id(): themselves, their version, S_k and the mask, for known_mask()."""
 
 
 def mask_of_documents(document_ids: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -52,7 +55,7 @@ def mask_of_documents(document_ids: object, query: torch.Tensor, key: torch.Tens
     if torch.compiler.is_compiling():
         return same_document(*check(pair, query, key))
     known = _known.get(tuple(map(id, pair)))
-    sizes = sizes_of(query, key)
+    sizes = query.size(0), query.size(1), query.size(2), key.size(2), query.get_device()
     if known is not None and known.sizes == sizes and known.is_of(pair) and not _is_recorded(known.mask):
         return known.mask
     of_query, of_key = check(pair, query, key)
@@ -63,9 +66,20 @@ def mask_of_documents(document_ids: object, query: torch.Tensor, key: torch.Tens
     return mask
 
 
-def sizes_of(query: torch.Tensor, key: torch.Tensor) -> Sizes:
-    """Those of query [B, H, S_q, D] and key [B, H_kv, S_k, D]."""
-    return query.size(0), query.size(1), query.size(2), key.size(2), query.get_device()
+def known_mask(document_ids: object, key: torch.Tensor) -> torch.Tensor | None:
+    """The mask that unchanged ids of queries and keys have, found without a check, to look for a plan with it.
+
+    Only calls that were checked have a plan, and its key has the mask's shape and device. What the mask does not show
+    of the ids is S_k, which is looked at here. None where there is more to look at, as in a CUDA graph.
+    """
+    known = _known_alone.get(id(document_ids))
+    if known is None or _get_tracing_state():
+        return None
+    ref, version, seqlen_k, mask = known
+    ids = ref()
+    if ids is None or ids is not document_ids or ids._version != version or key.size(2) != seqlen_k:
+        return None
+    return None if mask.is_cuda and torch.cuda.is_current_stream_capturing() else mask
 
 
 def check(pair: tuple[object, ...], query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,9 +147,9 @@ def _is_recorded(tensor: torch.Tensor) -> bool:
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tracer, a transform or a tensor type of its own has to see what is done with a tensor."""
-    if type(tensor) is not torch.Tensor or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state():
+    if type(tensor) is not torch.Tensor or _len_torch_dispatch_stack() or _get_tracing_state():
         return True
-    return torch._C._are_functorch_transforms_active()
+    return _are_functorch_transforms_active()
 
 
 def _remember(pair: tuple[object, ...], mask: torch.Tensor, sizes: Sizes) -> None:
@@ -144,9 +158,15 @@ def _remember(pair: tuple[object, ...], mask: torch.Tensor, sizes: Sizes) -> Non
         return  # nobody knows when a tensor of the inference mode changes
     if len(_known) >= MAX_KNOWN:
         _known.clear()
+        _known_alone.clear()
     name = tuple(map(id, pair))
     refs = tuple(weakref.ref(ids, lambda _: _known.pop(name, None)) for ids in tensors)
     _known[name] = _Known(refs, tuple(ids._version for ids in tensors), sizes, mask)
+    seqlen_q, seqlen_k = sizes[2:4]
+    if len(pair) == 1 and seqlen_q > 1:  # one row would broadcast to any number of queries
+        alone = id(tensors[0])
+        ref = weakref.ref(tensors[0], lambda _: _known_alone.pop(alone, None))
+        _known_alone[alone] = ref, tensors[0]._version, seqlen_k, mask
 
 
 def document_ranges(document_ids: Ids) -> torch.Tensor:

@@ -67,10 +67,12 @@ def check_values(query: object, key: object, value: object, enable_gqa: object) 
 
 def output_type(query: torch.Tensor, value: torch.Tensor, out: object) -> torch.dtype:
     """Type of the output: the tensors', or for codes a 16-bit value's, `out`'s, or else float16."""
-    if query.dtype not in VALUE_DTYPES:
-        return query.dtype
-    if value.dtype not in VALUE_DTYPES:
-        return value.dtype
+    dtype = query.dtype
+    if dtype not in VALUE_DTYPES:
+        return dtype
+    dtype = value.dtype
+    if dtype not in VALUE_DTYPES:
+        return dtype
     return out.dtype if isinstance(out, torch.Tensor) and out.dtype in tensors.DTYPES else torch.float16
 
 
@@ -230,7 +232,8 @@ def known_positive(scales: tuple[object, ...]) -> bool:
             entry = _positive.get(id(scale))
             if entry is None:
                 return False
-            tensor, changes = entry[0](), entry[1]
+            ref, changes = entry
+            tensor = ref()
             if tensor is None or tensor is not scale or (changes != UNCOUNTED and changes != tensor._version):
                 return False
     return True

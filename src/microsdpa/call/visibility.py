@@ -9,6 +9,7 @@ from microsdpa.call import masks, tensors
 from microsdpa.call.blocks import table_of
 from microsdpa.call.call import Inputs
 from microsdpa.call.documents import is_traced, mask_of_documents
+from microsdpa.call.documents import known_mask as known_mask_of_documents
 from microsdpa.kernels.problem import Causal
 
 
@@ -41,6 +42,25 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
     return masks.dense(given, key.shape[2]) & shown
 
 
+def known_mask(document_ids: object, block_mask: object, key: torch.Tensor) -> torch.Tensor | None:
+    """What combined() gave for documents or blocks alone, without a check; None where there is more to look at.
+
+    It is for a launch that nobody else has to see. A mask that does not belong to the call finds no plan: combined()
+    then says what is wrong. Its S_k alone is no part of a plan's key, and is looked at here.
+    """
+    try:
+        if block_mask is None:
+            return known_mask_of_documents(document_ids, key)
+        if document_ids is None:
+            table = table_of(block_mask)
+            seqlen_q, seqlen_k = table.seqlens
+            if seqlen_q > 1 and key.size(2) == seqlen_k:
+                return table.memory
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        pass  # combined() says what is wrong with a tensor
+    return None
+
+
 def _is_plain(inputs: Inputs) -> bool:
     """Whether kernels alone will read the mask: no tracer, transform or backward pass, which take booleans."""
     query, key, value = inputs
@@ -55,5 +75,7 @@ def with_causal(is_causal: bool, causal: Causal | None, attn_mask: object) -> Ca
     Raises:
         InvalidArgument: is_causal=True is given beside an attn_mask of its own, or beside another alignment.
     """
+    if is_causal is False and causal is None:
+        return None
     masks.refuse_both(is_causal, attn_mask)
     return tensors.check_causal(is_causal, causal)

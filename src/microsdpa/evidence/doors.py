@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,10 +22,13 @@ import microsdpa
 from microsdpa import reference
 from microsdpa.evidence import compare, results, signatures, statistics, timing
 from microsdpa.evidence.expectation import Expectation
-from microsdpa.evidence.inputs import Case, make, make_masks, masks_of
+from microsdpa.evidence.inputs import Case, dense_mask, documents, make, make_masks, masks_of
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.peers.ours import RungCodes
+from microsdpa.jit.signature import code_signature, signature
 from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.select import select
+from microsdpa.runtime import launcher
 
 SUITE = "doors"
 OURS, TORCHS = "microsdpa", "torch"
@@ -114,20 +118,57 @@ def _with_masks(call: Callable[..., Call], case: Case) -> Bind:
 
 
 def _as_tensor(case: Case) -> Bind:
-    """torch's call with the one mask tensor that says what a window or slopes say, made before."""
+    """torch's call with the one mask tensor that says what other masks say, made before."""
+    return lambda tensors: _torch_sdpa(tensors, attn_mask=dense_mask(case, tensors[0].device.type))
 
-    def bind(tensors: Tensors) -> Call:
-        query, key, _ = tensors
-        masks = masks_of(case, query.device.type)
-        shape = query.shape[2], key.shape[2]
-        if masks.alibi_slopes is None:
-            mask = masks.visible(case.causal, *shape, query.device)
-        else:
-            away = (torch.arange(shape[1]) - torch.arange(shape[0])[:, None]).abs().to(query.device)
-            mask = (-masks.alibi_slopes[:, :, None, None] * away).to(query.dtype)
-        return _torch_sdpa(tensors, attn_mask=mask)
 
-    return bind
+def _of_documents(case: Case, tensors: Tensors) -> Call:
+    """A call with the ids of the documents, of whom the ranges of keys are found in the first call."""
+    return _sdpa(tensors, document_ids=documents(case)[0].to(tensors[0].device))
+
+
+def _of_flex_blocks(case: Case, tensors: Tensors) -> Call:
+    """A call with the BlockMask of torch's flex_attention that shows what the BlockTable of the case shows."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    device = tensors[0].device
+    shown = make_masks(case, device.type)["block_mask"].mask[0, 0]
+    mask = create_block_mask(lambda b, h, i, j: shown[i, j], None, None, case.seqlen_q, case.seqlen_k, device=device)
+    return _sdpa(tensors, block_mask=mask)
+
+
+def packed(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """Query, key and value [B * S, H, D] of equal sequences, and their offsets, int32 [B + 1]."""
+    batch, _, seqlen, _ = tensors[0].shape
+    offsets = torch.arange(batch + 1, dtype=torch.int32, device=tensors[0].device) * seqlen
+    return *(tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in tensors), offsets
+
+
+def _varlen(tensors: Tensors) -> Call:
+    *given, offsets = packed(tensors)
+    return lambda: microsdpa.sdpa_varlen(*given, query_offsets=offsets, key_offsets=offsets)
+
+
+def _compiled_varlen(tensors: Tensors) -> Call:
+    *given, offsets = packed(tensors)
+    compiled = torch.compile(
+        lambda q, k, v: microsdpa.sdpa_varlen(q, k, v, query_offsets=offsets, key_offsets=offsets), fullgraph=True
+    )
+    return lambda: compiled(*given)
+
+
+def _torch_varlen(compiles: bool, tensors: Tensors) -> Call:
+    from torch.nn.attention.varlen import varlen_attn
+
+    *given, offsets = packed(tensors)
+    longest = tensors[0].shape[2]
+    function = lambda q, k, v: varlen_attn(q, k, v, offsets, offsets, longest, longest)  # noqa: E731
+    called = torch.compile(function, fullgraph=True) if compiles else function
+    return lambda: called(*given)
+
+
+def _packed_output(case: Case, tensors: Tensors, found: torch.Tensor) -> tuple[dict[str, object], str]:
+    return against_oracle(case, tensors, found.view(case.batch, case.seqlen_q, *found.shape[1:]).transpose(1, 2))
 
 
 def options() -> Iterator[Door]:
@@ -145,6 +186,13 @@ def options() -> Iterator[Door]:
         case = replace(HEADLINE, masks=(masking,))  # type: ignore[arg-type]
         torchs = Side(their(case) if their else _with_masks(_torch_sdpa, case))
         yield Door(f"sdpa({masking})", Side(_with_masks(_sdpa, case)), torchs, case)
+    case = replace(HEADLINE, masks=("documents",))
+    yield Door("sdpa(document_ids)", Side(functools.partial(_of_documents, case)), Side(_as_tensor(case)), case)
+    case = replace(HEADLINE, masks=("blocks 50%",))
+    yield Door("sdpa(block_mask)", Side(_with_masks(_sdpa, case)), Side(_as_tensor(case)), case, "BlockTable")
+    yield Door(
+        "sdpa(block_mask)", Side(functools.partial(_of_flex_blocks, case)), Side(_as_tensor(case)), case, "BlockMask"
+    )
     for masking in ("softcap", "sinks"):
         case = replace(HEADLINE, masks=(masking,))  # type: ignore[arg-type]
         yield Door(f"sdpa({masking})", Side(_with_masks(_sdpa, case)), _not_torchs(masking), case)
@@ -219,6 +267,15 @@ def torch_doors() -> Iterator[Door]:
     yield Door("flash backend", Side(_torch_sdpa, _our_flash), Side(_torch_sdpa, _their_flash))
 
 
+def varlen_doors() -> Iterator[Door]:
+    """Packed sequences, beside torch's own function for them."""
+    check = functools.partial(_packed_output, HEADLINE)
+    missing = "" if importlib.util.find_spec("torch.nn.attention.varlen") else f"torch {torch.__version__} has none"
+    for text, ours in (("", _varlen), ("torch.compile", _compiled_varlen)):
+        theirs = Side(functools.partial(_torch_varlen, bool(text)), check=check, absent=missing)
+        yield Door("sdpa_varlen", Side(ours, check=check), theirs, text=text)
+
+
 def _compiled(function: Callable[..., Any], mode: str | None, tensors: Tensors) -> Call:
     compiled = torch.compile(lambda q, k, v: function(q, k, v), fullgraph=True, mode=mode)
     return lambda: compiled(*tensors)
@@ -259,6 +316,17 @@ def training_doors() -> Iterator[Door]:
     """Inputs that require grad: the forward pass alone, and both passes."""
     yield Door("sdpa, requires grad", Side(_sdpa), PLAIN, graded=True, modes=("host",))
     yield Door("enable(), requires grad", ENABLED, PLAIN, graded=True, modes=("host",))
+    windowed = replace(HEADLINE, masks=("window",))
+    windowed_check = functools.partial(gradients, windowed)
+    yield Door(
+        "sdpa(window), forward and backward",
+        Side(_both_passes_of_window(windowed), check=windowed_check),
+        Side(_both_passes_of_mask(windowed), check=windowed_check),
+        windowed,
+        "kernels of this library in both passes",
+        graded=True,
+        direction="both",
+    )
     for case in TRAINED:
         # The host's part is that of the headline shape; others keep the GPU busy.
         modes = ("host", "eager") if case == HEADLINE else ("eager",)
@@ -273,6 +341,27 @@ def training_doors() -> Iterator[Door]:
             direction="both",
             modes=modes,
         )
+
+
+def _both_passes_of_window(case: Case) -> Bind:
+    """Both passes of sdpa with a window: torch's backward passes have none, so that this library's runs."""
+    window = make_masks(case)["window"]
+
+    def bind(tensors: Tensors) -> Call:
+        factor = weight(tensors[0])
+        return lambda: torch.autograd.grad(microsdpa.sdpa(*tensors, window=window), tensors, factor)
+
+    return bind
+
+
+def _both_passes_of_mask(case: Case) -> Bind:
+    """Both passes of torch's function with a mask tensor."""
+
+    def bind(tensors: Tensors) -> Call:
+        factor, mask = weight(tensors[0]), dense_mask(case, tensors[0].device.type)
+        return lambda: torch.autograd.grad(F.scaled_dot_product_attention(*tensors, attn_mask=mask), tensors, factor)
+
+    return bind
 
 
 def _both_passes(case: Case, tensors: Tensors) -> Call:
@@ -342,7 +431,7 @@ def _first_output(case: Case, tensors: Tensors, found: tuple[torch.Tensor, ...])
 
 def doors() -> list[Door]:
     """All doors but those of models and of lengths that are new (door_models.py)."""
-    return [*options(), *torch_doors(), *training_doors()]
+    return [*options(), *torch_doors(), *varlen_doors(), *training_doors()]
 
 
 def run(
@@ -418,6 +507,15 @@ def _around(door: Door, side: Side) -> Iterator[None]:
         yield
 
 
+def _of_varlen(case: Case) -> dict[str, Any]:
+    """The fields of one packed sequence that say what ran."""
+    target, rounded = launcher.target_of_device(), 1 << (case.seqlen_q - 1).bit_length()
+    spec = select(replace(case.problem(target), seqlen_q=rounded, varlen=0)).spec
+    codes = {"signature": signature(spec, target), "code_signature": code_signature(spec, target)}
+    shape = {"varlen": 0, "rounded_queries": rounded, "lengths": [case.seqlen_k], "requested": "auto"}
+    return {"kernel": spec.name, **codes, **shape}
+
+
 def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
     """What the rows of a door share."""
     fields: dict[str, Any] = {"impl": impl, "door": door.name, "case": door.text, "direction": door.direction}
@@ -428,6 +526,8 @@ def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
     fields |= {"version": microsdpa.__version__}
     if door.name in WITHOUT_KERNEL:
         return fields
+    if door.name == "sdpa_varlen":
+        return fields | _of_varlen(door.case)
     if door.operands:
         made = RungCodes.of(tensors)
         found = microsdpa.explain(*made.codes, **made.scales)

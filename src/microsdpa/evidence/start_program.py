@@ -1,18 +1,22 @@
-"""What a fresh process of suite start runs. It imports nothing of the library before the clock does.
+"""What fresh processes of suite start run. None imports anything of the library before the clock does.
 
-start.py passes this text to `python -c` with a JSON object: `impl`, `door`, `device`, `inputs` (a file with query, key,
-value and the gradient of the output) and `output` (the file for results). The process prints a JSON object: `first_us`,
-`backward_us` where there is a backward pass, and `imported`, those of SLOW that the calls imported.
+start.py passes this text to `python -c`. The process imports torch, whose CUDA it leaves alone, and forks itself for
+each line that it reads: a JSON object with `impl`, `door`, `device`, `environment`, the files `inputs` (query, key,
+value and the gradient of the output) and `option` (a further argument), and the files `output` for results, `timed`
+and `errors`. The child writes to `timed` a JSON object: `first_us`, `backward_us` where there is a backward pass, and
+`imported`, those of SLOW that the calls imported. The parent prints the child's exit status.
 """
 
 from __future__ import annotations
 
-import functools
 import json
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +27,13 @@ SLOW = ("torch._dynamo", "sympy")
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     """Make the first call of a door, and time it."""
-    graded = job["door"] == "requires grad"
+    graded = "requires grad" in job["door"]
     *tensors, weight = [tensor.to(job["device"]) for tensor in torch.load(job["inputs"])]
     tensors = [tensor.requires_grad_(graded) for tensor in tensors]
     known = set(sys.modules)
-    call = _import if job["door"] == "import microsdpa" else _call(job["impl"], job["door"])
+    given = torch.load(job["option"])
+    given = given.to(job["device"]) if isinstance(given, torch.Tensor) else given
+    call = _import if job["door"] == "import microsdpa" else _call(job["impl"], job["door"], given, job["device"])
     _wait(job["device"])
     start = time.perf_counter()
     results = call(*tensors)
@@ -50,7 +56,7 @@ def _import(*_: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def _call(impl: str, door: str) -> Callable[..., list[torch.Tensor]]:
+def _call(impl: str, door: str, given: Any, device: str) -> Callable[..., list[torch.Tensor]]:
     """The call of a door, which nobody has made yet."""
     function: Callable[..., torch.Tensor] = _torchs
     if impl == "microsdpa":
@@ -58,12 +64,35 @@ def _call(impl: str, door: str) -> Callable[..., list[torch.Tensor]]:
 
         if door == "enable()":
             microsdpa.enable()
-        elif "precision" in door:
-            function = cast("Callable[..., torch.Tensor]", functools.partial(microsdpa.sdpa, precision="int8_fp8"))
+        elif door == "sdpa_varlen":
+            function = _varlen
         else:
             function = cast("Callable[..., torch.Tensor]", microsdpa.sdpa)
+        if "(" in door and door != "enable()":
+            return lambda *tensors: [function(*tensors, **_option(door, given, device))]
     made = torch.compile(function) if door == "torch.compile" else function
     return lambda *tensors: [made(*tensors)]
+
+
+def _option(door: str, given: Any, device: str) -> dict[str, Any]:
+    """The further argument that a door has, of what the job's file `option` has."""
+    if "precision" in door:
+        return {"precision": "int8_fp8"}
+    if "document_ids" in door:
+        return {"document_ids": given}
+    if "block_mask" in door:
+        import microsdpa
+
+        table, block, *seqlens = given
+        return {"block_mask": microsdpa.BlockTable(table.to(device), block, *seqlens)}
+    return {"window": given}
+
+
+def _varlen(*tensors: torch.Tensor) -> torch.Tensor:
+    import microsdpa
+
+    found = microsdpa.sdpa_varlen(*(tensor.transpose(1, 2) for tensor in tensors))
+    return cast(torch.Tensor, found).transpose(1, 2)
 
 
 def _torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -79,5 +108,29 @@ def _since(start: float) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
+def _child(job: dict[str, Any]) -> NoReturn:
+    """Run one job in this process, and end it."""
+    status = 1
+    with open(job["errors"], "w", encoding="utf-8") as errors:
+        os.dup2(errors.fileno(), 2)
+        os.dup2(errors.fileno(), 1)
+        try:
+            os.environ.update(job["environment"])
+            Path(job["timed"]).write_text(json.dumps(main(job)), encoding="utf-8")
+            status = 0
+        except BaseException:  # whatever it is, the parent's loop is not this process's
+            traceback.print_exc(file=errors)
+    os._exit(status)
+
+
+def serve() -> None:
+    """Fork a process for each job of the standard input."""
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _child(json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(sys.argv[1]))))
+    serve()

@@ -20,9 +20,7 @@ from microsdpa.call.dropout import Random
 from microsdpa.call.masks import Masks, refuse_both
 from microsdpa.call.options import Options
 from microsdpa.execution import backward, dropout, forward, nodes
-
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that nothing but this library looks at."""
+from microsdpa.execution.nodes import PLAIN_TYPES
 
 
 def is_eager(inputs: Inputs) -> bool:

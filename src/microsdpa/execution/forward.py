@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
 from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
-from microsdpa.call.scales import known_positive, output_type
+from microsdpa.call.scales import VALUE_DTYPES, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.execution import dropout, quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
@@ -20,10 +22,10 @@ from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import chosen, select
 from microsdpa.runtime import launcher
-from microsdpa.runtime.launcher import NO_MASKS
 
 _launch = launcher.launch
 _empty_like = torch.empty_like
+_is_grad_enabled = torch.is_grad_enabled
 
 MISSES = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
@@ -57,6 +59,8 @@ def launch(
         code, scale, result = PLAIN_CODE if options is PLAIN else options.code, options.scale, _empty_like(query)
         if masks is NO_TENSORS and options.window is None and options.softcap is None:
             lse = _launch(query, key, value, result, return_lse, code, scale)
+            if lse is None:
+                lse = resized(query, key, value, result, return_lse, code, scale)
         elif options.is_causal and masks.attn_mask is not None:
             return None
         else:
@@ -85,34 +89,61 @@ def _launch_dropping(
 
 
 def launch_eight_bit(
-    inputs: Inputs,
-    scales: tuple[object, object, object],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     options: tuple[object, ...],
     scale: float | None,
     return_lse: bool,
     out: torch.Tensor | None,
+    scales: tuple[object, object, object] | None,
 ) -> Result | None:
     """Launch a call with 8-bit operands that has a plan; None for one whose arguments have to be looked at.
 
-    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them.
+    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them; `scales` those of 8-bit values.
     """
-    query, key, value = inputs
     try:
         code = OPTIONS[options]
-        if options[4] is None and not known_positive(scales):
+        if scales is not None and not known_positive(scales):
             return None
-        if torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad or (out is not None and out.requires_grad)
+        if forward_ad._current_level >= 0 or (
+            _is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+            )
         ):
             return None
-        if out is not None:
-            result = out
-        elif options[4] is None:
-            result = _empty_like(query, dtype=output_type(query, value, None))
+        if scales is None:
+            result = _empty_like(query) if out is None else out
+            lse = _launch(query, key, value, result, return_lse, code, scale)
         else:
-            result = _empty_like(query)
-        rest = () if options[4] is not None else (*NO_MASKS, *scales)
-        lse = _launch(query, key, value, result, return_lse, code, scale, *rest)
+            if out is None:
+                dtype = value.dtype  # as output_type() gives it
+                result = _empty_like(query, dtype=torch.float16 if dtype in VALUE_DTYPES else dtype)
+            else:
+                result = out
+            q_scale, k_scale, v_scale = scales
+            lse = _launch(
+                query,
+                key,
+                value,
+                result,
+                return_lse,
+                code,
+                scale,
+                None,
+                None,
+                None,
+                -1,
+                -1,
+                None,
+                q_scale,
+                k_scale,
+                v_scale,
+            )
     except MISSES:
         return None
     if lse is None:
@@ -165,8 +196,56 @@ def prepare(checked: Checked, out: torch.Tensor) -> None:
         launcher.prepare_varlen(problem, spec, call, varlen.append_kernel(checked, problem))
     elif checked.operands is None:
         launcher.prepare(problem, spec, call, _growth(problem, spec, checked.kernel))
+        _note_kind(problem, checked.kernel, call)
     else:
         launcher.register(call, *quantized.planned(checked, problem, spec, out))
+
+
+_MAX_KINDS = 4096
+_kinds: list[tuple[Problem, str]] = []
+"""Of each number of launcher.register_kind(): a problem of that kind, of no sizes, and the kernel asked for."""
+_numbers: dict[tuple[Problem, str], int] = {}
+_numbering = threading.Lock()
+
+
+def _note_kind(problem: Problem, kernel: str, call: launcher.Call) -> None:
+    """Let resized() know calls that differ from this one, which is valid, in batch size, lengths and strides alone."""
+    if problem.mask is not None or not problem.bulk:
+        return
+    kind = problem.with_sizes(0, 0, 0), kernel
+    with _numbering:
+        number = _numbers.setdefault(kind, len(_kinds))
+        if number == len(_kinds) < _MAX_KINDS:
+            _kinds.append(kind)
+    if number < _MAX_KINDS:
+        launcher.register_kind(number, *call)
+
+
+def resized(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    return_lse: bool,
+    code: int,
+    scale: float | None,
+) -> Any:
+    """Make the plan of a call that differs from one before in batch size, lengths and strides alone, and launch it.
+
+    What validation looks at is in the key of a kind, or is looked at in C++ (runtime/plans.h); `out` is new. Gives what
+    launcher.launch does, and None for any other call, and where no kernel computes it.
+    """
+    call = query, key, value, out, return_lse, code, scale
+    number = launcher.kind_of(*call)
+    if number < 0:
+        return None
+    like, kernel = _kinds[number]
+    problem = like.with_sizes(query.size(0), query.size(2), key.size(2))
+    spec = chosen(problem, kernel)
+    if spec is None:
+        return None
+    launcher.prepare(problem, spec, call, _growth(problem, spec, kernel))
+    return _launch(*call)
 
 
 LENGTHS_AHEAD = 15

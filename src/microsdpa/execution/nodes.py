@@ -11,7 +11,12 @@ import functools
 from typing import Any
 
 import torch
-from torch._C import _get_cudnn_sdp_enabled
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_cudnn_sdp_enabled,
+    _get_deterministic_algorithms,
+    _len_torch_dispatch_stack,
+)
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
@@ -25,7 +30,11 @@ from microsdpa.runtime import launcher
 
 CUDNN = "_scaled_dot_product_cudnn_attention"
 FLASH = "_scaled_dot_product_flash_attention"
+_NUMBERS = {CUDNN: 1, FLASH: 2}
+"""Node of runtime/torch_nodes.h."""
 BACKEND = "PrivateUse3"
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that nothing but this library looks at."""
 _OUTPUTS = (
     "(Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor {}, "
     "Tensor {}, Tensor debug_attn_mask)"
@@ -53,6 +62,40 @@ _NONE: Choice = ("", False)
 _remembered: dict[tuple[object, ...], Choice] = {}
 
 
+_usual = ""
+"""The operator that attend() has used last: warm() tries no other one."""
+
+
+def warm(inputs: Inputs, causal: bool, code: int, scale: float | None) -> torch.Tensor | None:
+    """The output of a call without masks that attend() has allowed a node for; None where there is more to look at.
+
+    `code` is that of the call's options, `causal` whether it has a causal mask. No forward-mode gradient is active.
+    """
+    query, key, value = inputs
+    operator = _usual
+    if not operator or _get_deterministic_algorithms() or (operator == CUDNN and not _get_cudnn_sdp_enabled()):
+        return None
+    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
+        return None
+    if _len_torch_dispatch_stack() or _are_functorch_transforms_active() or not (scale is None or scale > 0.0):
+        return None
+    call, keys = calls()[operator]
+    told = code != _DEFAULTS[causal]
+    if told:
+        launcher.expect_node(code, None)
+    try:
+        given = (0.0, causal) if operator == FLASH else (None, True, 0.0, causal)
+        if scale is None:
+            found = call(keys, query, key, value, *given)
+        else:
+            found = call(keys, query, key, value, *given, scale=scale)
+    except RuntimeError:
+        if told:
+            launcher.expect_no_node()
+        return None
+    return found[0]  # type: ignore[no-any-return]
+
+
 def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:
     """The output of a call whose gradient a backward pass of torch's computes; None where it computes none.
 
@@ -61,19 +104,32 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor
     Raises:
         MicrosdpaError: as sdpa.
     """
+    global _usual
     operator, told = operator_for(inputs, masks, options)
     if not operator:
         return None
     call = _call_told if told else _call
     try:
-        return call(operator, inputs, masks, options)
+        out = call(operator, inputs, masks, options)
     except RuntimeError:
-        pass  # the call has no plan: one is made, or what is wrong with the call is raised
-    forward.first_call(Call(inputs, masks, options=options, return_lse=True))
-    return call(operator, inputs, masks, options)
+        out = None  # such as out of memory: it is raised below, in better words
+    if out is None:
+        if masks is not NO_TENSORS or not _allow(operator, inputs, options):
+            forward.first_call(Call(inputs, masks, options=options, return_lse=True))
+            if masks is NO_TENSORS:
+                _allow(operator, inputs, options)
+        out = launcher.found(call(operator, inputs, masks, options))
+    _usual = operator
+    return out
 
 
-def _call_told(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor:
+def _allow(operator: str, inputs: Inputs, options: Options) -> bool:
+    """Let an operator run the plan of a call without masks; False when there is no plan."""
+    call = *inputs, torch.empty_like(inputs[0]), None, options.code, options.scale
+    return bool(launcher.allow_node(_NUMBERS[operator], *call))
+
+
+def _call_told(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:
     """_call() whose kernel is told of the options and the mask; nothing of it is left for a later call."""
     launcher.expect_node(options.code, masks.attn_mask)
     try:
@@ -82,7 +138,8 @@ def _call_told(operator: str, inputs: Inputs, masks: MaskTensors, options: Optio
         launcher.expect_no_node()
 
 
-def _call(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor:
+def _call(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:
+    """The output, or None for a call that has no plan which the operator is allowed."""
     query, key, value = inputs
     causal = options.is_causal or options.causal is not None
     call, keys = calls()[operator]
@@ -217,5 +274,5 @@ def calls() -> dict[str, tuple[Any, Any]]:
     for name in (CUDNN, FLASH):
         operator = getattr(getattr(torch.ops.aten, name, None), "default", None)
         if operator is not None and str(operator._schema) == f"aten::{name}{SCHEMAS[name]}":
-            found[name] = operator.redispatch, keys
+            found[name] = operator._handle.redispatch_boxed, keys
     return found

@@ -32,9 +32,9 @@ from microsdpa.call.call import Call, mask_tensors
 from microsdpa.call.options import OPTIONS, Options
 from microsdpa.call.tensors import DTYPES, check_impl
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.execution import autograd, forward, torch_cpu
-from microsdpa.execution.autograd import PLAIN_TYPES
+from microsdpa.execution import autograd, forward, nodes, torch_cpu
 from microsdpa.execution.forward import MISSES
+from microsdpa.execution.nodes import PLAIN_TYPES
 from microsdpa.kernels.ampere.general.spec import MAX_HEAD_DIM
 from microsdpa.kernels.problem import LARGEST_FACTOR, Causal
 from microsdpa.runtime import launcher
@@ -298,12 +298,22 @@ def _at_once(
     )
     if not graded and attn_mask is None:
         try:
-            out = _empty_like(query)
-            if _launch(query, key, value, out, False, OPTIONS[is_causal, None, enable_gqa, impl, None], scale):
+            out, code = _empty_like(query), OPTIONS[is_causal, None, enable_gqa, impl, None]
+            if _launch(query, key, value, out, False, code, scale):
+                return out
+            if forward.resized(query, key, value, out, False, code, scale):
                 return out
         except MISSES:
             pass
         return None
+    if attn_mask is None:
+        try:
+            code = OPTIONS[is_causal, None, enable_gqa, impl, None]
+            result = nodes.warm((query, key, value), is_causal, code, scale)
+        except MISSES:
+            return None
+        if result is not None:
+            return result
     masks = mask_tensors(attn_mask, None, None)
     options = Options(is_causal, None, scale, enable_gqa, None, None, impl)
     if not graded:

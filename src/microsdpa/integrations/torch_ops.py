@@ -22,6 +22,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution import autograd, backward, forward, transforms
 
 _UNBOUNDED = (-1, -1)
+_is_grad_enabled = torch.is_grad_enabled
 _library = torch.library.Library("microsdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
 # A call pays for every argument that it gives: what has its default is left out on the way to the functions below.
 _ARGUMENTS = (
@@ -103,6 +104,49 @@ def _differentiable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         return torch.ops.microsdpa.attention.default(query, key, value, *rest)  # type: ignore[no-any-return]
 
 
+class _Packet(torch._ops.OpOverloadPacket):
+    """The operator `attention` as Python calls it: a call that has a plan is launched at once.
+
+    One that somebody else has to see goes through torch's dispatcher, as calls of an overload, such as .default, do.
+    """
+
+    return_lse = True
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """The operator's result."""
+        try:
+            plain = len(given) == 3 and not named
+            inputs, masks, options, random = _plain(*given) if plain else _call(*given, **named)
+            if autograd.is_eager(inputs) and not _is_differentiated(inputs, masks):
+                found = forward.launch(inputs, masks, options, self.return_lse, random)
+                if found is not None:
+                    return found if self.return_lse else found[0]
+        except (AttributeError, TypeError):
+            pass  # the dispatcher says which argument is wrong
+        return super().__call__(*given, **named)
+
+
+class _PacketOfOutput(_Packet):
+    """The same of the operator `attention_output`."""
+
+    return_lse = False
+
+
+def _is_differentiated(inputs: Inputs, masks: MaskTensors) -> bool:
+    """Whether autograd has to see a call: an input requires grad, or may have a tangent."""
+    if forward_ad._current_level >= 0:
+        return True
+    if not _is_grad_enabled():
+        return False
+    query, key, value = inputs
+    return (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (masks is not NO_TENSORS and any(t is not None and t.requires_grad for t in masks))
+    )
+
+
 _library.impl("attention", _forward, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("attention_output", _output, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("attention", _differentiable, "Autograd")  # type: ignore[no-untyped-call]
@@ -116,6 +160,10 @@ def _(query: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.library.register_fake("microsdpa::attention_output", lib=_library)  # type: ignore[untyped-decorator]
 def _(query: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(query)
+
+
+torch.ops.microsdpa.attention.__class__ = _Packet
+torch.ops.microsdpa.attention_output.__class__ = _PacketOfOutput
 
 
 @torch.library.custom_op("microsdpa::attention_backward", mutates_args=())

@@ -18,6 +18,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ import platformdirs
 LOCK_TIMEOUT_SECONDS = 120
 DIRECTORY_MODE, FILE_MODE = 0o755, 0o644
 """Before the umask."""
+STAGING = "staging-"
+"""What names of directories begin with that an entry is written in."""
+ABANDONED_SECONDS = 3600
+"""Age from which on such a directory is that of a process that was ended: to write an entry takes milliseconds."""
 
 
 class CacheWarning(UserWarning):
@@ -152,7 +157,8 @@ class KernelCache:
         private: str | None = None
         try:
             _make_directory(path.parent)
-            private = tempfile.mkdtemp(prefix="staging-", dir=path.parent)
+            _remove_abandoned(path.parent)
+            private = tempfile.mkdtemp(prefix=STAGING, dir=path.parent)
             staging = Path(private, signature)
             staging.mkdir(DIRECTORY_MODE)
             _write(staging / self.binary, entry.cubin)
@@ -196,6 +202,14 @@ def _remove_obstacle(path: Path) -> None:
     warnings.warn(f"cache entry {path} is no directory; compiling again", CacheWarning, stacklevel=3)
     with contextlib.suppress(OSError):  # of another user's, or a directory by now; publishing says what fails
         path.unlink()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what processes have left in a folder of the cache that were ended while they wrote an entry."""
+    for path in folder.glob(f"{STAGING}*"):
+        with contextlib.suppress(OSError):  # another process is removing it
+            if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_directory(path: Path) -> None:

@@ -102,11 +102,15 @@ class Problem:
     varlen: int | None = None
     dropout: bool = False
 
-    def with_keys(self, seqlen_k: int) -> Problem:
-        """The same problem with another number of keys, in a fifth of the time of dataclasses.replace()."""
+    def with_sizes(self, batch: int, seqlen_q: int, seqlen_k: int) -> Problem:
+        """The same problem of other sizes, in a fifth of the time of dataclasses.replace()."""
         found = object.__new__(Problem)
-        vars(found).update(vars(self), seqlen_k=seqlen_k)
+        vars(found).update(vars(self), batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
         return found
+
+    def with_keys(self, seqlen_k: int) -> Problem:
+        """The same problem with another number of keys."""
+        return self.with_sizes(self.batch, self.seqlen_q, seqlen_k)
 
     @property
     def flops(self) -> int:

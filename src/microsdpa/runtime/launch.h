@@ -8,7 +8,9 @@
 
 namespace microsdpa {
 
-// Launches the plan of a call. Gives None when there is none, or else what LseArgument gives for `lse`.
-ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap);
+// Launches the plan of a call. Gives None when there is none, or else what LseArgument gives for `lse`. With `node`,
+// it must be a plan that the node of this operator was allowed for.
+ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap,
+                std::int64_t node = 0);
 
 }  // namespace microsdpa

@@ -115,13 +115,14 @@ struct GivenCall {
 
 }  // namespace
 
-ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap) {
+ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> scale, Optional<double> softcap,
+                std::int64_t node) {
   Call call;
   if (!parse(arguments, call)) return nullptr;
   const Factors factors = factors_of(arguments, scale, softcap);
   if (!factors.valid()) return nullptr;
   const std::shared_ptr<const Plan> plan = plan_of(call);
-  if (!plan) return nullptr;
+  if (!plan || (node && plan->node != node)) return nullptr;
   return execute(*plan, call, lse, factors);
 }
 
@@ -171,6 +172,45 @@ ffi::Any sdpa_dropped(ffi::PackedArgs args) {
   if (!plan) return nullptr;
   dropout.apply(call, factors);
   return execute(*plan, call, given.lse, factors);
+}
+
+// Allows the node of an operator of torch's (Node of torch_nodes.h) for the plan of a call, which the arguments after
+// its number describe; false when there is no plan.
+bool allow_node(ffi::PackedArgs args) {
+  TVM_FFI_CHECK(args.size() > 1, TypeError) << "allow_node: expected a node and a call";
+  Call call;
+  if (!parse(GivenCall(args.Slice(1)).arguments, call) || call.key.varlen()) return false;
+  const std::shared_ptr<const Plan> plan = plan_of(call);
+  if (!plan) return false;
+  auto allowed = std::make_shared<Plan>(*plan);
+  allowed->node = args[0].cast<std::int64_t>();
+  plans().insert(call.key, allowed);
+  return true;
+}
+
+// Gives the calls that differ from this one in batch size, lengths and strides alone a number; false where there is
+// more to look at in each.
+bool register_kind(ffi::PackedArgs args) {
+  TVM_FFI_CHECK(args.size() > 1, TypeError) << "register_kind: expected a number and a call";
+  Call call;
+  CallKey common;
+  if (!parse(GivenCall(args.Slice(1)).arguments, call) || call.key.varlen()) return false;
+  if (!resized_key(call.key, common)) return false;
+  auto kind = std::make_shared<Plan>();
+  kind->kind = args[0].cast<std::int64_t>();
+  kinds().insert(common, kind);
+  return true;
+}
+
+// The number of a call's kind; -1 for none.
+std::int64_t kind_of(ffi::PackedArgs args) {
+  const GivenCall given(args);
+  Call call;
+  CallKey common;
+  if (!parse(given.arguments, call) || call.key.varlen() || !given.factors().valid()) return -1;
+  if (!resized_key(call.key, common)) return -1;
+  const std::shared_ptr<const Plan> kind = kinds().find(common);
+  return kind ? kind->kind : -1;
 }
 
 // A function of (query, key, value, out, LSE, and tensors of masks and scales) that launches the plan of these
@@ -352,7 +392,9 @@ bool set_programmatic(bool enabled) { return programmatic_enabled.exchange(enabl
 
 std::int64_t plan_count() { return plans().size(); }
 
-void clear_plans() { plans().clear(), growing_plans().clear(); }
+void clear_kinds() { kinds().clear(); }
+
+void clear_plans() { plans().clear(), growing_plans().clear(), kinds().clear(); }
 
 }  // namespace
 
@@ -367,6 +409,9 @@ void clear_plans() { plans().clear(), growing_plans().clear(); }
 
 MICROSDPA_EXPORT_PACKED(sdpa, sdpa(packed))
 MICROSDPA_EXPORT_PACKED(prepared_call, prepared_call(packed))
+MICROSDPA_EXPORT_PACKED(allow_node, allow_node(packed))
+MICROSDPA_EXPORT_PACKED(register_kind, register_kind(packed))
+MICROSDPA_EXPORT_PACKED(kind_of, kind_of(packed))
 MICROSDPA_EXPORT_PACKED(gradients, gradients(packed))
 MICROSDPA_EXPORT_PACKED(sdpa_dropped, sdpa_dropped(packed))
 MICROSDPA_EXPORT_PACKED(gradients_dropped, gradients_dropped(packed))
@@ -383,5 +428,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(driver_version, driver_version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_programmatic, set_programmatic);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(plan_count, plan_count);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(clear_plans, clear_plans);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(clear_kinds, clear_kinds);
 
 }  // namespace microsdpa

@@ -86,6 +86,21 @@ expect_node = _library.expect_node
 expect_no_node = _library.expect_no_node
 """expect_no_node(): take that back, after a call that did not come to the operator's kernel."""
 
+register_kind: Callable[..., bool] = _library.register_kind
+"""register_kind(number, *call): number the calls that differ from a Call in batch size, lengths and strides alone.
+
+False where there is more to look at in each of them. forget_plans() forgets the numbers.
+"""
+
+kind_of: Callable[..., int] = _library.kind_of
+"""kind_of(*call): the number of a Call, which register_kind() gave; -1 for none."""
+
+allow_node: Callable[..., bool] = _library.allow_node
+"""allow_node(number, *call): let the node's operator of this number (nodes.py) run the plan of a Call without masks.
+
+False when no plan is registered for the call.
+"""
+
 set_node_constants = _library.set_node_constants
 """set_node_constants(device, state, scalar): addresses of two uint64 and an int64 on a device, kept for ever."""
 
@@ -126,7 +141,7 @@ def found(result: Any) -> Any:
 
 
 def forget_plans() -> None:
-    """Forget every registered plan; calls that were prepared keep theirs."""
+    """Forget every registered plan, and kinds of calls; calls that were prepared keep their plan."""
     _library.clear_plans()
 
 
@@ -163,6 +178,8 @@ def use_ptx_of(target: str | None) -> None:
     if target is not None:
         virtual(target)
     _ptx_of = target
+    _stages.clear()
+    _library.clear_kinds()
 
 
 def target_of_device(device: torch.device | int | None = None) -> str:
@@ -341,6 +358,33 @@ def register(
     enter(_packed(integers), b"".join([kernel.params for kernel in kernels]), *call)
 
 
+class _Stage(NamedTuple):
+    """A kernel that is loaded: its specification and function, and the integers behind the grid (see register())."""
+
+    spec: KernelSpec
+    function: int
+    rest: list[int]
+
+
+_stages: dict[tuple[int, int], tuple[KernelSpec, int, list[_Stage]]] = {}
+"""By the id of a specification and a device: the specification, the context and the kernels of `spec.stages`."""
+
+
+def _loaded_stages(spec: KernelSpec, target: str, device: int) -> tuple[KernelSpec, int, list[_Stage]]:
+    """Specifications are long to hash and are made once for a kind of problem: they are known by their id."""
+    found = _stages.get((id(spec), device))
+    if found is None:
+        stages, context = [], 0
+        for stage in spec.stages:
+            function, context = load_kernel(_compiled(stage, target), device)
+            places = [(_OPERANDS.index(box.tensor), 0) for box in stage.tensor_maps]
+            rest = _launch_integers(function, stage, (0, 0, 0))[4:]
+            # Whether only calls with an LSE launch it; bytes of a parameter, addresses and numbers of its own.
+            stages.append(_Stage(stage, function, [*rest, 0, 0, 0, 0, *_map_integers(stage, (), places)]))
+        found = _stages[id(spec), device] = spec, context, stages
+    return found
+
+
 def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int] = NO_GROWTH) -> None:
     """register() for the kernels of `spec`, which have 16-bit operands.
 
@@ -348,9 +392,13 @@ def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, i
         CompileError: a kernel does not compile.
         RuntimeError: the driver refuses to load one.
     """
-    kernels = [PlannedKernel(stage, stage.grid(problem)) for stage in spec.stages]
-    workspace_bytes = max([stage.workspace_bytes(problem) for stage in spec.stages])
-    register(call, kernels, problem.target, workspace_bytes, growth)
+    _, context, stages = _loaded_stages(spec, problem.target, call[0].device.index)
+    workspace_bytes = max([stage.workspace_bytes(problem) for stage, _, _ in stages])
+    integers = [context, workspace_bytes, *growth, *NO_VARLEN, len(stages)]
+    for stage, function, rest in stages:
+        integers += (function, *stage.grid(problem))
+        integers += rest
+    _library.register_plan(_packed(integers), b"", *call)
 
 
 def prepare_varlen(problem: Problem, spec: KernelSpec, call: Call, append: KernelSpec | None) -> None:

@@ -76,6 +76,8 @@ struct Plan {
   std::int64_t workspace_bytes;        // scratch memory of one call
   Growth growth;
   VarlenLaunch varlen;  // of no CTAs for other plans
+  std::int64_t node;    // the operator of torch's whose node of autograd has the call's gradient: see torch_nodes.h
+  std::int64_t kind;    // of kinds() in plans.h
 };
 
 // Readers share the lock, so concurrent callers do not wait for one another. Keys are compared as bytes.

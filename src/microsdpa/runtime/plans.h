@@ -55,6 +55,7 @@ inline std::shared_ptr<const Plan> grown_plan(const Call& call) {
   const std::shared_ptr<const Plan> before = growing_plans().find(common);
   if (!before || !before->growth.has(call.key.tensors[KEY].shape[2])) return nullptr;
   auto plan = std::make_shared<Plan>(*before);
+  plan->node = 0;
   guarded([&] {
     ScopedContext current(driver(), plan->context);
     for (PlannedKernel& kernel : plan->kernels) {
@@ -68,6 +69,33 @@ inline std::shared_ptr<const Plan> grown_plan(const Call& call) {
   });
   if (plan) plans().insert(call.key, plan);
   return plan;
+}
+
+// Calls without masks by what they have in common that differ in batch size, lengths and strides alone: resized_key()
+// gives the keys. A plan in this table is none to launch: its `kind` is the number that Python knows the calls by.
+inline PlanTable& kinds() {
+  static PlanTable table;
+  return table;
+}
+
+// The key of a call's kind. False for a call that is none of those: one that validation may refuse, or whose tensors
+// bulk copies cannot address.
+inline bool resized_key(const CallKey& key, CallKey& common) {
+  const TensorKey *query = &key.tensors[QUERY], *keys = &key.tensors[KEY], *out = &key.tensors[OUT];
+  if (key.given || key.left != -1 || key.right != -1 || key.capped ||
+      std::memcmp(query->shape, out->shape, sizeof(query->shape)) ||
+      std::memcmp(keys->shape, key.tensors[VALUE].shape, sizeof(keys->shape)) || keys->shape[0] != query->shape[0]) {
+    return false;
+  }
+  common = key;
+  for (int i = 0; i < DENSE_OPERANDS; ++i) {
+    TensorKey& tensor = common.tensors[i];
+    if (tensor.shape[0] < 1 || tensor.shape[2] < 1 || !is_bulk(tensor)) return false;
+    if (tensor.shape[3] > 1 && tensor.strides[3] != 1) return false;
+    tensor.shape[0] = tensor.shape[2] = 0;
+    std::fill_n(tensor.strides, 3, 0);
+  }
+  return true;
 }
 
 inline std::shared_ptr<const Plan> plan_of(const Call& call) {

@@ -14,6 +14,9 @@
 
 namespace microsdpa {
 
+// The operators. A plan without a mask says for which of them it may be launched: Python decides who has the gradient.
+enum Node : std::int64_t { NO_NODE, CUDNN_NODE, FLASH_NODE };
+
 // What the next call of this thread asks for beyond the operator's arguments.
 struct ExpectedCall {
   bool given = false;
@@ -112,16 +115,25 @@ inline OwnedTensor of_seen_rows(const TorchShim& torch, OwnedTensor lse) {
   return OwnedTensor(tensor_of(stack[0]));
 }
 
+// Nine results that say that nothing was computed: tensors that are not there.
+inline void give_nothing(const TorchShim& torch, TorchValue* stack) {
+  OwnedTensor absent[7];
+  for (OwnedTensor& tensor : absent) TorchShim::check(torch.new_undefined(tensor.place()), "new_uninitialized_tensor");
+  stack[4] = stack[5] = 0;
+  for (int i = 0; i < 7; ++i) stack[i < 4 ? i : i + 2] = value_of(absent[i].release());
+}
+
 // The operators' nine results: output, LSE of `lse_rank` dimensions, two tensors that are not there, S_q, S_k, random
-// state and mask of a dropout. Throws where the call has no plan: Python then makes one, or says what is wrong.
-inline void attend_node(TorchValue* stack, NodeCall call, int lse_rank, TorchTensor NodeConstants::* state) {
+// state and mask of a dropout. No tensor is there where the call has no plan that `node` is allowed for: Python then
+// makes one, or says what is wrong. A call with a mask is told of by expect_node(), which is leave enough.
+inline void attend_node(TorchValue* stack, NodeCall call, Node node, int lse_rank, TorchTensor NodeConstants::* state) {
   const ExpectedCall expected = std::exchange(expected_call(), ExpectedCall{});
   const TorchShim& torch = *TorchShim::get();
   TorchView query(torch, call.query.get()), key(torch, call.key.get()), value(torch, call.value.get());
   const DLTensor& q = query.tensor;
   const bool on_gpu = q.ndim == 4 && q.device.device_type == kDLCUDA && q.device.device_id < MAX_DEVICES;
   const NodeConstants* constants = on_gpu ? node_constants[q.device.device_id].load() : nullptr;
-  if (!constants) throw std::runtime_error("no plan: a tensor is not on a GPU that was set up");
+  if (!constants) return give_nothing(torch, stack);
 
   OwnedTensor out, lse;
   std::int64_t strides[4];
@@ -149,8 +161,9 @@ inline void attend_node(TorchValue* stack, NodeCall call, int lse_rank, TorchTen
     arguments.tensors[MASK] = &mask;
   }
   CurrentStream current(torch, q.device);
-  const ffi::Any launched = attend(arguments, ffi::AnyView(&sums.tensor), call.scale, {});
-  if (launched == nullptr) throw std::runtime_error("no plan is registered for the call");
+  const std::int64_t allowed = expected.masked ? NO_NODE : node;
+  const ffi::Any launched = attend(arguments, ffi::AnyView(&sums.tensor), call.scale, {}, allowed);
+  if (launched == nullptr) return give_nothing(torch, stack);
   if (expected.masked) {
     OwnedTensor seen = of_seen_rows(torch, std::move(lse));
     *lse.place() = seen.release();
@@ -174,15 +187,15 @@ inline void cudnn_node(TorchValue* stack, std::uint64_t, std::uint64_t) {
   take_optional(stack[3], bias);
   attend_node(stack,
               {taken(stack[0]), taken(stack[1]), taken(stack[2]), taken(bias), bool_of(stack[6]), take_scale(stack[8])},
-              4, &NodeConstants::scalar);
+              CUDNN_NODE, 4, &NodeConstants::scalar);
 }
 
 // _scaled_dot_product_flash_attention(query, key, value, dropout, causal, debug mask, scale)
 inline void flash_node(TorchValue* stack, std::uint64_t, std::uint64_t) {
   attend_node(
       stack,
-      {taken(stack[0]), taken(stack[1]), taken(stack[2]), OwnedTensor(), bool_of(stack[4]), take_scale(stack[6])}, 3,
-      &NodeConstants::state);
+      {taken(stack[0]), taken(stack[1]), taken(stack[2]), OwnedTensor(), bool_of(stack[4]), take_scale(stack[6])},
+      FLASH_NODE, 3, &NodeConstants::state);
 }
 
 // Registers the kernels under a dispatch key of torch's for those of the operators that are named; false where the

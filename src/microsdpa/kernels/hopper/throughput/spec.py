@@ -91,6 +91,7 @@ class Tiles:
         behind_masks = ceil((tiles + 16 * WORKS + barriers) / 1024) * 1024
         return self.mask_bytes(head_dim, mask_element) + behind_masks
 
+    @functools.lru_cache  # noqa: B019 (tiles are a few constants)
     def rings(self, head_dim: int, shared_per_cta: int, mask_element: int = 0) -> tuple[int, int] | None:
         """(tiles of K and of V, tiles of Q) that fit: two query tiles if two of the others fit as well."""
         for query_stages in (2, 1):
