@@ -76,7 +76,7 @@ def check(name: str, call: Call, impl: str = "auto") -> Outcome:
         expected, eager = _exact(*arguments, **options), _eager(*arguments, **options)
     else:
         expected, eager = (
-            _eager(*arguments, **options, rng_state=state, function=function)
+            _eager(*arguments, **(options | {"rng_state": state, "function": function}))
             for function in (reference.oracle, reference.eager)
         )
     errors, allowed = compare.measure(out, expected), compare.tolerance(eager, expected, out.dtype)
