@@ -241,8 +241,7 @@ ffi::Any prepared_call(ffi::PackedArgs args) {
 // gradients of the output and the LSE, and what is written: those of query, key, value, attn_mask, slopes and sinks.
 // None stands for what there is not.
 struct GivenGradients {
-  static constexpr int FIRST = QUERY_SCALE_ARGUMENT, GRADIENTS = DRAWN - GRAD_QUERY,
-                       ARGUMENTS = FIRST + 2 + GRADIENTS;
+  static constexpr int FIRST = QUERY_SCALE_ARGUMENT, GRADIENTS = DRAWN - GRAD_QUERY, ARGUMENTS = FIRST + 2 + GRADIENTS;
 
   GivenCall given;
   std::uintptr_t addresses[OPERANDS]{};
