@@ -52,7 +52,9 @@ PRELUDE = """
 #include "../ptx/control.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/mbarrier.cuh"
+#include "../ptx/bulk.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include <mma.h>
 namespace test {

@@ -4,83 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gradient_calls import check, expected
 from harness import tree
 
-from microsdpa import reference
-from microsdpa.call.masks import Masks
-from microsdpa.emulate.run import EmulationError, Report, Schedule, scheduled
-from microsdpa.evidence import compare
+from microsdpa.emulate.run import EmulationError, Schedule, scheduled
 from microsdpa.evidence.cases import MASKINGS
-from microsdpa.evidence.inputs import Case, make, make_masks
+from microsdpa.evidence.inputs import Case
 from microsdpa.execution import gradients
 from microsdpa.kernels.backward.spec import Tiling
-
-Grads = tuple[torch.Tensor, ...]
-FACTOR = 4
-"""Times the error of plain arithmetic that a gradient may have: a backward rounds P and dS too."""
-
-
-@dataclass
-class Expected:
-    """A call, and its gradients in FP64 and in plain arithmetic: of query, key, value and the masks' numbers."""
-
-    of: gradients.Gradient
-    exact: Grads
-    plain: Grads
-
-    def wrong(self) -> str:
-        """What is wrong with the gradients that were made; empty for nothing."""
-        for (name, got), want, rough in zip(self.of.made.items(), self.exact, self.plain, strict=True):
-            unit = compare.UNIT_ROUNDOFF[self.of.given["query"].dtype] * float(want.abs().max())
-            allowed = FACTOR * float((rough.double() - want).abs().max()) + unit
-            error = compare.measure(got, want)
-            if not error.max_abs <= allowed:
-                return f"{name} is off by {error.max_abs:.3g} at {error.worst}, {allowed:.3g} allowed"
-        return ""
-
-
-def expected(case: Case, masks: dict[str, Any] | None = None, through_lse: bool = False) -> Expected:
-    tensors = make(case)
-    masks = make_masks(case) if masks is None else masks
-    generator = torch.Generator().manual_seed(5)
-    grad_out = torch.randn(tensors[0].shape, generator=generator).to(tensors[0].dtype)
-    grad_lse = torch.randn(tensors[0].shape[:3], generator=generator) if through_lse else None
-    names = [name for name in gradients.MASK_TENSORS if name in masks and masks[name].is_floating_point()]
-
-    def made(function: Any, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, torch.Tensor], Grads]:
-        leaves = [t.detach().to(dtype).requires_grad_() for t in (*tensors, *(masks[name] for name in names))]
-        of_masks = masks | dict(zip(names, leaves[3:], strict=True))
-        out, lse = function(*leaves[:3], causal=case.causal, scale=case.scale, **of_masks)
-        ends = [(out, grad_out.to(dtype))] + ([] if grad_lse is None else [(lse, grad_lse.to(lse))])
-        outputs, grads = zip(*ends, strict=True)
-        return (out.detach(), lse.detach()), torch.autograd.grad(outputs, leaves, grads)
-
-    (out, lse), exact = made(reference.oracle, torch.float64)
-    _, plain = made(reference.eager, tensors[0].dtype)
-    result = out.to(tensors[0].dtype), lse.float()
-    of = gradients.described((grad_out, grad_lse), tensors, result, case.causal, case.scale, Masks(**masks))
-    return Expected(of, exact, plain)
-
-
-def check(wanted: Expected, tiling: Tiling | None = None, target: str = "") -> list[Report]:
-    """Compute the gradients in two orders of threads and copies: right, and the same bits."""
-    found = []
-    for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
-        for tensor in wanted.of.made.values():
-            tensor.fill_(torch.nan)
-        with scheduled(schedule):
-            reports = gradients.emulate(wanted.of, tiling, target, count_banks=True)
-        assert wanted.wrong() == ""
-        found.append([tensor.clone() for tensor in wanted.of.made.values()])
-    assert all(starmap(torch.equal, zip(*found, strict=True)))
-    return reports
-
 
 CASES = [
     Case(1, 2, 70, 100, 64),

@@ -18,6 +18,7 @@ from microsdpa.kernels import catalogue
 
 KERNEL = "inline float sum(float4 v) { return v.x + v.y + v.z + v.w; } template <int UNUSED>\n__global__ void kernel(const __grid_constant__ Params p) {\n%s\n}\n}\n"
 SHARED = "  __shared__ float s[64];\n"
+REDUCED = "  __shared__ __align__(16) float s[64];\n  s[threadIdx.x] = 1.0f;\n  __syncthreads();\n  "
 
 REFUSED = {
     "read past a buffer": (
@@ -152,6 +153,25 @@ REFUSED = {
     "wgmma with an illegal descriptor": (
         "float d[16];\n  wgmma_fence();\n  wgmma<__half, 32>(d, 1ull << 60, 0, false);",
         "inline.cu:5: wgmma: illegal matrix descriptor",
+    ),
+    "bulk reduction without a proxy fence": (
+        REDUCED
+        + "if (threadIdx.x == 0) {\n  bulk_reduce_add(p.out, s, 256);\n  tma_store_commit();\n  tma_store_wait();\n  }",
+        "bulk reduction of byte .* wrote, with no fence.proxy.async",
+    ),
+    "bulk reduction without a wait": (
+        REDUCED + "fence_proxy_async();\n  __syncthreads();\n  if (threadIdx.x == 0) bulk_reduce_add(p.out, s, 256);",
+        "a bulk reduction is in flight when its thread returns",
+    ),
+    "bulk reduction of half a vector": (
+        REDUCED
+        + "fence_proxy_async();\n  __syncthreads();\n  if (threadIdx.x == 0) bulk_reduce_add(p.out + 1, s, 16);",
+        "bulk reduction: expected a multiple of 16 bytes on addresses aligned to 16",
+    ),
+    "turn that ends before its bulk reduction": (
+        REDUCED
+        + "fence_proxy_async();\n  __syncthreads();\n  if (threadIdx.x == 0) {\n  bulk_reduce_add(p.out, s, 256);\n  tma_store_commit();\n  end_turn(reinterpret_cast<int32*>(p.out + 64), 1);\n  }",
+        "end of a turn: this thread has a bulk store in flight",
     ),
     "deadlock": (
         "if (threadIdx.x < 16) __syncwarp(0xffffu); else __shfl_sync(0xffffffffu, 1.0f, 0);",

@@ -17,6 +17,7 @@ from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, Masking, make, make_masks
 from microsdpa.kernels.hopper.latency.spec import configuration, specification
 from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.spec import KernelSpec
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ONE_CTA, PAIR = 1, 2
@@ -58,6 +59,60 @@ def test_masks_are_right_in_every_order(case: Case, cluster: int, masks: tuple[M
     case = replace(case, masks=masks)
     problem = masked_problem(case)
     check_in_every_order(specification(problem, configuration(problem, cluster)), problem, case)
+
+
+BROUGHT: tuple[tuple[Case, int], ...] = (
+    (Case(1, 1, 64, 512, 64), PAIR),
+    (Case(2, 2, 70, 304, 64, causal="lower_right", dtype="bfloat16"), PAIR),  # keys and queries end in a box
+    (Case(1, 2, 33, 112, 64, heads_kv=1), ONE_CTA),
+)
+TENSORS: tuple[tuple[Masking, ...], ...] = (
+    ("bool",),
+    ("padding",),
+    ("left padding",),
+    ("left padding, numbers",),
+    ("additive",),
+    ("float32",),
+    ("bool", "window", "softcap", "alibi", "sinks"),
+    ("float32", "window", "alibi", "sinks"),
+)
+
+
+def specification_in_memory(case: Case, cluster: int) -> tuple[KernelSpec, Problem]:
+    """The kernel that the masks' place in memory leads to."""
+    problem = replace(case.problem("sm_90a"), mask=Masks(**make_masks(case)).kind_in_memory)
+    return specification(problem, configuration(problem, cluster)), problem
+
+
+@pytest.mark.parametrize("masks", TENSORS, ids=", ".join)
+@pytest.mark.parametrize(("case", "cluster"), BROUGHT, ids=str)
+def test_masks_that_bulk_copies_bring_are_right(case: Case, cluster: int, masks: tuple[Masking, ...]) -> None:
+    case = replace(case, masks=masks)
+    spec, problem = specification_in_memory(case, cluster)
+    assert any(box.tensor == "attn_mask" for box in spec.tensor_maps)
+    # Two rows of numbers in FP32 meet in a bank where a thread reads a pair.
+    check_in_every_order(spec, problem, case, conflicts="float32" in masks)
+
+
+@pytest.mark.parametrize(
+    "masks", [("bool",), ("padding",), ("window",), ("alibi",), ("softcap", "sinks")], ids=", ".join
+)
+@pytest.mark.parametrize(("keys", "cluster"), [(384, ONE_CTA), (500, ONE_CTA), (1000, PAIR)])
+def test_rounds_under_masks_are_unrolled(keys: int, cluster: int, masks: tuple[Masking, ...]) -> None:
+    case = Case(1, 1, 64, keys, 64, masks=masks)
+    spec, problem = specification_in_memory(case, cluster)
+    assert dict(spec.template_args)["ROUNDS"] in ("3", "4")
+    check_in_every_order(spec, problem, case)
+
+
+@pytest.mark.parametrize("keys", [256, 512])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_key_that_is_no_number_leaves_none_to_any_row(keys: int, masked: bool) -> None:
+    query, key, value = make(Case(1, 1, 64, keys, 64))
+    key[0, 0, keys - 3] = torch.nan
+    masks = {"attn_mask": torch.ones(keys, dtype=torch.bool)} if masked else {}
+    for found in microsdpa.sdpa(query, key, value, return_lse=True, impl="emulate:hopper/latency", **masks):
+        assert found.isnan().all()
 
 
 @pytest.mark.parametrize("head_dim", [8, 24, 40, 56, 72, 80, 96, 104, 120])

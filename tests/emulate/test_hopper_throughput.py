@@ -30,7 +30,10 @@ CASES = [
     (Case(1, 3, 130, 200, 8, causal="upper_left"), 0),  # columns that the tensors do not have are zeros
     (Case(1, 3, 200, 300, 32), 1),
     (Case(1, 3, 200, 300, 40, causal="upper_left", layout="bshd"), 2),
+    (Case(1, 3, 200, 300, 48), 0),
     (Case(2, 2, 140, 200, 72, dtype="bfloat16"), 0),
+    (Case(1, 3, 200, 300, 72, scale=-0.2, causal="lower_right", layout="bshd"), 1),
+    (Case(1, 3, 140, 400, 80, causal="upper_left"), 0),
     (Case(1, 3, 130, 300, 112, causal="lower_right", layout="bshd"), 0),
     (Case(1, 3, 140, 300, 160, causal="lower_right", dtype="bfloat16"), 0),
     (Case(1, 2, 140, 200, 200), 0),
@@ -45,5 +48,5 @@ CTAS = 3
 def test_a_configuration_is_right_in_every_order(case: Case, candidate: int) -> None:
     problem = case.problem("sm_90a")
     check_in_every_order(
-        replace(specification(problem, CANDIDATES[padded(case.head_dim)][candidate]), max_ctas=CTAS), problem, case
+        replace(specification(problem, CANDIDATES[padded(problem)][candidate]), max_ctas=CTAS), problem, case
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,8 @@ from microsdpa.evidence import fp8_products, probes
 from microsdpa.kernels import KernelSpec, catalogue, eight_bit_params, params
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
+from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.spec import CPP_TYPE
 
 Structs = dict[str, type[ctypes.Structure]]
 KERNELS: dict[str, Structs] = {
@@ -100,6 +103,9 @@ ALIGNMENT = 'static_assert(alignof(T) <= 1024, "dynamic shared memory starts on 
 SOURCES = sorted({spec.source for spec in catalogue("sm_90a") if spec.shared_bytes})
 
 
+MASKS_BROUGHT = {f"Masks<{CPP_TYPE[t]}": MaskKind(t, bulk=True) for t in ("bool", "float16", "bfloat16", "float32")}
+
+
 def configurations(source: str) -> list[KernelSpec]:
     """Up to three configurations of a kernel, those that differ most."""
     found = [spec for spec in catalogue("sm_90a") if spec.source == source and spec.shared_bytes]
@@ -112,8 +118,11 @@ def struct_bytes(spec: KernelSpec) -> int:
         return spec.shared_bytes
     sizes = {name: int(value) for name, value in spec.template_args if value.isdigit()}
     choice = hopper_latency.Latency(sizes["CLUSTER"], sizes["STAGES"], sizes["ROUNDS"])
-    assert spec.shared_bytes == max(choice.shared_bytes(sizes["HEAD_DIM"]), chip_of("sm_90a").shared_per_sm // 2)
-    return choice.shared_bytes(sizes["HEAD_DIM"])
+    kind = next((kind for name, kind in MASKS_BROUGHT.items() if name in spec.expression), None)
+    mask = replace(kind, per_query=sizes["MASK_ROWS"] > 1) if kind and "MASK_ROWS" in sizes else None
+    size = choice.shared_bytes(sizes["HEAD_DIM"], mask)
+    assert spec.shared_bytes == max(size, chip_of("sm_90a").shared_per_sm // 2)
+    return size
 
 
 def assert_struct_size(spec: KernelSpec, size: int) -> None:
@@ -127,6 +136,24 @@ def assert_struct_size(spec: KernelSpec, size: int) -> None:
 def test_a_launch_asks_for_the_shared_memory_of_the_kernels_struct(source: str) -> None:
     for spec in configurations(source):
         assert_struct_size(spec, struct_bytes(spec))
+
+
+@pytest.mark.parametrize("mask", MASKS_BROUGHT.values(), ids=str)
+@pytest.mark.parametrize("per_query", [False, True])
+def test_a_launch_asks_for_the_room_of_a_mask_that_bulk_copies_bring(mask: MaskKind, per_query: bool) -> None:
+    problem = Problem(1, 8, 8, 512, 512, 64, "float16", mask=replace(mask, per_query=per_query))
+    for cluster in (1, 2):
+        spec = hopper_latency.specification(problem, hopper_latency.configuration(problem, cluster))
+        # The compiler of the emulator cannot take a kernel's address with a pack of parameters; the struct has none.
+        arguments = tuple(pair for pair in spec.template_args if pair[0] != "MAPS")
+        assert_struct_size(replace(spec, template_args=arguments), struct_bytes(spec))
+
+
+@pytest.mark.parametrize("head_dim", [72, 96, 128])
+def test_a_launch_asks_for_the_room_of_every_head_dimension(head_dim: int) -> None:
+    spec = hopper_latency.latency(Problem(1, 8, 8, 512, 512, head_dim, "float16"))
+    assert isinstance(spec, KernelSpec)
+    assert_struct_size(spec, struct_bytes(spec))
 
 
 @pytest.mark.parametrize("off", [-16, 16])

@@ -10,6 +10,7 @@ import torch
 import microsdpa
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.execution import choice
+from microsdpa.kernels.ampere.varlen import spec as kernel
 from varlen_space import Form, after_appending, appending, assert_right, call
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -137,6 +138,7 @@ APPENDING = {
     "decode": (Form(group=4), 0, False),
     "decode, rotated": (Form(group=4), 64, False),
     "several tokens, a part rotated in pairs": (Form(torch.float16, 64, 2, 5), 32, True),
+    "many tokens, which are written ahead": (Form(BF16, 80, 2, 20), 48, False),
     "rows, rotated": (Form(torch.float16, 64, 2, 3, keys="dense"), 64, False),
 }
 
@@ -144,12 +146,66 @@ APPENDING = {
 @pytest.mark.parametrize("name", APPENDING)
 @pytest.mark.parametrize("seed", range(2))
 def test_new_keys_are_written_and_seen(name: str, seed: int) -> None:
-    given = appending(APPENDING[name][0], seed, *APPENDING[name][1:])
+    assert_appended(appending(APPENDING[name][0], seed, *APPENDING[name][1:]), seed)
+
+
+def assert_appended(given: dict[str, Any], seed: int = 0) -> None:
+    """Compare caches, output and LSE of a call that appends with those of one that finds all keys in its cache."""
     expected = after_appending(given)
     out, lse = emulated(given, seed)
     torch.testing.assert_close(given["key"], expected["key"], rtol=1e-2, atol=1e-3)
     assert torch.equal(given["value"], expected["value"])
     assert_right(out, lse, expected)
+
+
+def decode_appending(lengths: list[int], queries: int, width: int, rotary: int = 0) -> dict[str, Any]:
+    """A call whose sequences each have new keys, and pages of their own for them."""
+    pages = torch.randperm(len(lengths) * width, generator=torch.Generator().manual_seed(3)).view(len(lengths), width)
+    given = decode(lengths, pages.tolist())
+    generator = torch.Generator().manual_seed(2)
+    given["query"] = torch.randn(len(lengths), queries, 4, 64, generator=generator).to(BF16)
+    for name in ("new_key", "new_value"):
+        given[name] = torch.randn(len(lengths), queries, 1, 64, generator=generator).to(BF16)
+    if rotary:
+        angles = torch.rand(width * 16 + queries, rotary // 2, generator=generator) * 6
+        given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": False}
+    return given
+
+
+@pytest.mark.parametrize("queries", [1, 4, 40])
+def test_new_keys_without_room_are_left_out(queries: int) -> None:
+    assert_appended(decode_appending([48, 30, 47], queries, 3, 64))
+
+
+def test_new_keys_meet_windows_and_sinks() -> None:
+    given = decode_appending([100, 3, 0], 4, 8, 32)
+    assert_appended(given | {"window": (2, 0), "sinks": torch.tensor([0.5, 1.0, -1.0, 0.0])})
+
+
+def test_more_new_keys_than_the_hint_says() -> None:
+    form = Form(BF16, 64, 2, 70)
+    seed = next(seed for seed in range(99) if "query_offsets" in call(form, seed))
+    assert_appended(appending(form, seed, 64) | {"max_queries": 1})
+
+
+def test_wild_lengths_append_within_the_cache() -> None:
+    wild, tame = (decode_appending(lengths, 1, 2, 64) for lengths in ([2**31 - 1, -7], [32, 0]))
+    found = zip(emulated(wild), emulated(tame), strict=True)
+    assert all(torch.equal(one, other) for one, other in found)
+    assert torch.equal(wild["key"], tame["key"])
+    assert_appended(decode_appending([32, 0], 1, 2, 64))
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_new_keys_on_a_page_that_the_cache_lacks_are_not_written(queries: int) -> None:
+    given = decode_appending([40, 40], queries, 6, 64)
+    given["page_table"][0, 2] = -1
+    before = given["key"].clone()
+    out, _ = emulated(given)
+    assert out[0, -1].isnan().all()
+    assert out[1].isfinite().all()
+    table = given["page_table"][0]
+    assert torch.equal(given["key"][table[:2].long()], before[table[:2].long()])
 
 
 @pytest.fixture
@@ -186,9 +242,70 @@ def test_a_cluster_has_any_number_of_keys(length: int) -> None:
 
 
 @pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("length", [0, 15, 511, 600])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_cluster_appends_and_rotates(length: int, queries: int) -> None:
+    assert_appended(decode_appending([length], queries, 40, 64))
+
+
+@pytest.mark.usefixtures("_hopper")
 def test_a_cluster_reads_no_page_that_the_cache_lacks() -> None:
     out, lse = emulated(decode([40], [[1, -5, 3]]))
     assert out.isnan().all()
     assert lse.isnan().all()
     given = decode([16], [[1, -5, 3]])
     assert_right(*emulated(given), given)
+
+
+def invariant(given: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return emulated(given | {"batch_invariant": True}, seed)
+
+
+@pytest.mark.parametrize("name", ["decode", "decode, D = 72", "decode, D = 256", "few queries", "all masks"])
+@pytest.mark.parametrize("seed", range(2))
+def test_any_call_whose_parts_have_a_fixed_size(name: str, seed: int) -> None:
+    given = call(FORMS[name], seed)
+    assert_right(*invariant(given, seed), given)
+
+
+LONG = {"plain": {}, "window": {"window": (700, 0)}, "sinks": {"sinks": torch.tensor([0.5, 1.0, -1.0, 4.0])}}
+
+
+@pytest.mark.parametrize("masks", LONG)
+@pytest.mark.parametrize("most_parts", [4096, 3])
+def test_bits_do_not_depend_on_the_batch(masks: str, most_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [[(7 * i) % 200 for i in range(100)]] * 3
+    alone = decode([1300], table[:1]) | LONG[masks]
+    expected = invariant(alone)
+    assert_right(*expected, alone)
+    monkeypatch.setattr(kernel, "MOST_PARTS", most_parts)
+    kernel._specification.cache_clear()
+    batch = decode([40, 900, 1300], table) | LONG[masks]
+    batch["query"][2] = alone["query"][0]
+    out, lse = invariant(batch, 1)
+    assert_right(out, lse, batch)
+    assert torch.equal(out[2], expected[0][0])
+    assert torch.equal(lse[2], expected[1][0])
+    kernel._specification.cache_clear()
+
+
+@pytest.mark.parametrize("masks", LONG)
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(masks: str) -> None:
+    """The last queries of a prompt, by tiles of other rows, beside the whole of it."""
+    whole = decode([1100], [[(7 * i) % 200 for i in range(69)]]) | LONG[masks]
+    whole["query"] = torch.randn(1, 90, 4, 64, generator=torch.Generator().manual_seed(5)).to(BF16)
+    out, lse = invariant(whole)
+    assert_right(out, lse, whole)
+    for queries in (1, 3, 50):
+        last = whole | {"query": whole["query"][:, -queries:]}
+        part_out, part_lse = invariant(last, 1)
+        assert torch.equal(part_out, out[:, -queries:])
+        assert torch.equal(part_lse, lse[..., -queries:])
+    before = whole | {"query": whole["query"][:, :20], "lengths": whole["lengths"] - 70}
+    assert torch.equal(invariant(before)[0], out[:, :20])
+
+
+def test_bits_do_not_depend_on_who_appends() -> None:
+    given = decode_appending([600, 20], 3, 40, 64)
+    expected = invariant(after_appending(given))
+    assert all(torch.equal(one, other) for one, other in zip(invariant(given), expected, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,24 @@ def test_shared_memory_fits_the_chip_and_keeps_ctas_apart() -> None:
                 assert choice.rounds <= choice.stages
 
 
+@pytest.mark.parametrize(
+    ("mask", "changes", "rows"),
+    [
+        (MaskKind("bool", per_query=True, bulk=True), {}, 64),
+        (MaskKind("bool", per_batch=True, bulk=True), {}, 1),
+        (MaskKind("float32", per_head=True, per_query=True, bulk=True), {}, 64),
+        (MaskKind("bool", per_query=True), {}, 0),  # rows off 16 bytes
+        (MaskKind(softcap=True, bulk=False), {}, 0),
+        (MaskKind("float32", per_query=True, bulk=True), {"head_dim": 128}, 0),  # no room
+        (MaskKind("float16", per_query=True, bulk=True), {"seqlen_k": 4096}, 0),  # a ring
+    ],
+)
+def test_bulk_copies_bring_masks_that_have_room(mask: MaskKind, changes: dict[str, Any], rows: int) -> None:
+    spec = specify(mask=mask, **changes)
+    assert [box.rows for box in spec.tensor_maps if box.tensor == "attn_mask"] == ([rows] if rows else [])
+    assert dict(spec.template_args).get("MASK_ROWS", "0") == str(rows)
+
+
 @pytest.mark.parametrize(("head_dim", "padded"), [(8, 64), (64, 64), (72, 96), (96, 96), (104, 128), (128, 128)])
 def test_head_dimensions_are_padded_to_the_next_kernel(head_dim: int, padded: int) -> None:
     arguments = dict(specify(head_dim=head_dim).template_args)
@@ -62,10 +81,13 @@ def test_head_dimensions_are_padded_to_the_next_kernel(head_dim: int, padded: in
         (MaskKind(softcap=True), 512, 2),
         (MaskKind("bool", softcap=True), 512, 2),
         (MaskKind("float32", softcap=True), 512, 0),  # numbers and the accumulators take too many registers
-        (MaskKind("bool"), 600, 0),
+        (MaskKind("bool"), 600, 3),
+        (MaskKind(left=True, right=True), 1024, 4),
+        (MaskKind("float16"), 600, 0),
+        (MaskKind("bool"), 1088, 0),
     ],
 )
-def test_masked_problems_of_two_rounds_have_them_unrolled(mask: MaskKind, keys: int, rounds: int) -> None:
+def test_masked_problems_of_few_rounds_have_them_unrolled(mask: MaskKind, keys: int, rounds: int) -> None:
     spec = specify(mask=mask, seqlen_k=keys)
     assert spec.cluster == 2
     assert dict(spec.template_args)["ROUNDS"] == str(rounds)

@@ -9,7 +9,7 @@ import pytest
 from microsdpa.kernels import KernelSpec, Rejection
 from microsdpa.kernels.chip import REGISTERS_PER_SM, chip_of
 from microsdpa.kernels.hopper.throughput import spec as tiles
-from microsdpa.kernels.problem import Causal, Problem
+from microsdpa.kernels.problem import Causal, MaskKind, Problem
 from microsdpa.kernels.select import select
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
@@ -35,11 +35,34 @@ def test_every_candidate_fits_the_chip(head_dim: int) -> None:
         assert (spec.block_m - 64 + candidate.block_n - 1) // candidate.block_n < int(arguments["STAGES"])
 
 
-@pytest.mark.parametrize(("head_dim", "padded"), [(8, 32), (40, 64), (72, 96), (104, 128), (136, 160), (256, 256)])
+@pytest.mark.parametrize(("head_dim", "padded"), [(8, 32), (40, 48), (72, 80), (104, 112), (136, 160), (256, 256)])
 def test_head_dimensions_are_padded_to_the_next_kernel(head_dim: int, padded: int) -> None:
     spec = tiles.throughput(replace(LONG, head_dim=head_dim))
     assert isinstance(spec, KernelSpec)
     assert dict(spec.template_args)["HEAD_DIM"] == str(padded)
+
+
+def test_a_narrow_box_of_each_tensor_has_the_last_columns_of_80() -> None:
+    spec = tiles.throughput(replace(LONG, head_dim=72))
+    assert isinstance(spec, KernelSpec)
+    assert [(m.tensor, m.columns, m.swizzle) for m in spec.tensor_maps] == [
+        (name, *box) for box in ((64, 128), (16, 32)) for name in ("query", "key", "value", "out")
+    ]
+    added = replace(LONG, head_dim=72, mask=MaskKind("float16", bulk=True))
+    spec = tiles.throughput(added)
+    assert isinstance(spec, KernelSpec)
+    assert dict(spec.template_args)["HEAD_DIM"] == "96"  # a mask of numbers takes a map too
+
+
+@pytest.mark.parametrize(
+    ("change", "block_m"),
+    [
+        ({"seqlen_q": 2705, "seqlen_k": 1017, "batch": 5, "heads": 16, "heads_kv": 16}, 192),
+        ({"seqlen_q": 1024, "seqlen_k": 1024, "batch": 2, "heads": 16, "heads_kv": 16}, 128),
+    ],
+)
+def test_choices_at_80(change: dict[str, int], block_m: int) -> None:
+    assert tiles.choose(replace(LONG, head_dim=80, **change)) == named(80, block_m)  # type: ignore[arg-type]
 
 
 def test_tiles_that_do_not_fit_are_an_error() -> None:
@@ -97,7 +120,7 @@ def test_auto_takes_it_where_it_is_faster(head_dim: int) -> None:
     decoding = replace(problem, seqlen_q=1)
     assert select(decoding).spec.name == "ampere/mma"
     few_long = replace(problem, batch=1, heads=8, heads_kv=8, seqlen_q=64, seqlen_k=4096)
-    kernels = {96: "hopper/latency", 128: "hopper/latency"}
+    kernels = dict.fromkeys((48, 80, 96, 112, 128), "hopper/latency")
     assert select(few_long).spec.name == kernels.get(head_dim, "ampere/mma")
 
 

@@ -70,6 +70,7 @@ class Given:
     appends: bool = False
     rotary: int = 0
     interleaved: bool = False
+    invariant: bool = False
 
     def torch_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors of these shapes on the CPU."""
@@ -106,7 +107,7 @@ class Given:
             for name, t in self.torch_tensors().items()
         } | changes
         get = tensors.get
-        code = VARLEN_OPTIONS[self.causal, self.interleaved, "auto"]
+        code = VARLEN_OPTIONS[self.causal, self.interleaved, self.invariant, "auto"]
         return [
             *(get("query"), get("key"), get("value"), get("out"), self.lse, code, None),
             *(None, get("slopes"), get("sinks"), *self.window, self.softcap, *NO_SCALES),
@@ -122,21 +123,22 @@ class Given:
             False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, "emulate"
         )
         integers, new = ([t.get(name) for name in names] for names in (NAMES[4:8], NAMES[10:]))
-        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved)
+        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved, self.invariant)
         masks = mask_tensors(None, t.get("slopes"), t.get("sinks"))
         inputs = t["query"], t["key"], t["value"]
         checked = check(Call(inputs, masks, options=options, return_lse=self.lse, out=t["out"], sequences=sequences))
         problem = problem_of(checked)
         spec = select(problem, "auto").spec
         addresses = {name: ADDRESSES[name] for name in t}
-        attention = {name: address for name, address in addresses.items() if name not in sequences.appended}
         queries = sequences.queries(t["query"])
+        *ahead, spec = varlen.kernels_of(checked, problem, spec)
         found = []
-        if append := varlen.append_kernel(checked, problem):
+        for append in ahead:
             params = varlen.append_parameters(checked, problem, spec, addresses)
             grid = kernel.append_grid(problem, queries, self.appends, bool(self.rotary))
             found.append(Expected(params, grid, append, problem))
-        params = varlen.parameters(checked, problem, spec, attention)
+            addresses = {name: address for name, address in addresses.items() if name not in sequences.appended}
+        params = varlen.parameters(checked, problem, spec, addresses)
         return *found, Expected(params, kernel.grid_of(spec, problem, queries), spec, problem)
 
 
@@ -171,6 +173,15 @@ CASES = {
     "masks": Given(slopes=(3, 8), sinks=True, window=(5, -1), softcap=2.0),
     "one sequence on a wide table": Given(query=(1, 1, 8, 64), integers={"lengths": (1,), "page_table": (1, 700)}),
     "new keys": Given(appends=True),
+    "parts of a fixed size": Given(invariant=True, sinks=True),
+    "parts of a fixed size of one sequence": Given(
+        query=(1, 5, 8, 64), integers={"lengths": (1,), "page_table": (1, 7)}, appends=True, rotary=64, invariant=True
+    ),
+    "parts of a fixed size of prompts": Given(
+        query=(9000, 8, 64), key=(9000, 2, 64), integers={"query_offsets": (4,), "key_offsets": (4,)}, invariant=True
+    ),
+    "new keys, rotated": Given(appends=True, rotary=32, interleaved=True),
+    "new keys of many queries": Given((3, 40, 8, 64), appends=True, rotary=64),
     "new keys of packed queries, rotated": Given(
         (50, 8, 64), integers={"query_offsets": (4,), "lengths": (3,), "page_table": (3, 9)}, appends=True, rotary=32
     ),
@@ -193,12 +204,15 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
         batch, *_ = given.query
         shape = (8, batch) if packed_queries else (batch, 8, given.query[1])
         assert (tuple(lse.shape), lse.data_ptr()) == (shape, latest().lse)
-    got = latest()
+    got, wanted = latest(), expected[-1].params
+    if isinstance(wanted, AppendParams):  # one kernel appends, rotates and attends
+        compare(given, latest(AppendParams), wanted, {"call", "rotated"})
+        wanted = wanted.call
     assert tuple(last().grid) == expected[-1].grid
-    assert bool(got.arrivals) == bool(expected[-1].params.divides_keys)
-    rotated = bool(given.rotary)
+    assert bool(got.arrivals) == bool(wanted.divides_keys)
+    rotated = len(expected) == 2 and bool(given.rotary)
     assert bool(got.workspace) == (rotated or bool(got.arrivals))
-    compare(given, got, expected[-1].params, {"query", "query_strides"} if rotated else set())
+    compare(given, got, wanted, {"query", "query_strides"} if rotated else set())
     if len(expected) == 2:
         before = latest(AppendParams, back=1)
         assert tuple(last(1).grid) == expected[0].grid
@@ -278,7 +292,11 @@ def test_other_arguments_miss(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}]
+    "changes",
+    [
+        *({"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}),
+        {"invariant": True},
+    ],
 )
 def test_another_kind_of_mask_misses(changes: dict[str, Any]) -> None:
     register(CASES["decode, pages"])

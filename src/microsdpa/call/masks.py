@@ -84,14 +84,16 @@ class Masks:
         sizes, strides = (1, 1, 1, 1, *mask.shape)[-4:], (0, 0, 0, 0, *mask.stride())[-4:]
         used = [stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True)]
         outer = [stride * mask.element_size() for stride in used[:3]]
-        numbers = kind.tensor not in ("bool", "int32", "uint8")
         aligned = all(place % VECTOR_BYTES == 0 for place in (mask.data_ptr(), *outer))
         return replace(
             kind,
             per_batch=used[0] != 0,
             per_head=used[1] != 0,
             per_query=used[2] != 0,
-            bulk=numbers and aligned and used[3] == 1 and max(outer) < TENSOR_MAP_STRIDE_LIMIT,
+            bulk=kind.tensor not in ("int32", "uint8")
+            and aligned
+            and used[3] == 1
+            and max(outer) < TENSOR_MAP_STRIDE_LIMIT,
         )
 
     def bounds(self, causal: Causal | None, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ from typing import Any
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.kernels.backward import spec as backward_spec
+from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import OPERANDS, DType, MaskKind, Problem
 from microsdpa.kernels.select import select
 
@@ -92,10 +93,12 @@ def _gradients_cell(target: str) -> str:
     found: dict[str, set[int]] = {}
     for head_dim in range(1, LARGEST + 1):
         problem = Problem(1, 8, 8, 512, 512, head_dim, "float16", target=target)
-        if not backward_spec.refusal(problem, tiling := backward_spec.choose(problem)):
-            found.setdefault("wgmma" if tiling.wgmma else "mma.sync", set()).add(head_dim)
+        if isinstance(hopper_backward.choose(problem), hopper_backward.Tiling):
+            found.setdefault("hopper/backward", set()).add(head_dim)
+        elif not backward_spec.refusal(problem, tiling := backward_spec.choose(problem)):
+            found.setdefault(f"backward, {'wgmma' if tiling.wgmma else 'mma.sync'}", set()).add(head_dim)
     order = sorted(found, key=lambda name: len(found[name]))
-    return "<br>".join(f"backward, {name}: {dimensions(found[name])}" for name in order) or "no"
+    return "<br>".join(f"{name}: {dimensions(found[name])}" for name in order) or "no"
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from microsdpa.evidence.peers import Call, Implementation, Microsdpa, Tensors, c
 from microsdpa.execution import forward
 from microsdpa.execution import gradients as kernels
 from microsdpa.jit.signature import code_signature, signature
-from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.runtime import launcher
 
 SUITE = "backward"
@@ -48,7 +47,7 @@ class OwnKernels(Microsdpa):
         masks = masks_of(case, tensors[0].device.type)
         of = kernels.described((made[0], None), tensors, made, case.causal, case.scale, masks, ())
         problem = of.problem(launcher.target_of_device(tensors[0].device))
-        spec = backward_spec.gradients(problem, backward_spec.choose(problem))
+        spec = kernels.summing(problem, kernels.choose(problem, torch.are_deterministic_algorithms_enabled()))
         signatures = {"signature": signature(spec, problem.target)}
         return {"kernel": spec.name, **signatures, "code_signature": code_signature(spec, problem.target)}
 

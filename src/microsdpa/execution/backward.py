@@ -15,6 +15,7 @@ from microsdpa.call.options import Options
 from microsdpa.call.tensors import kernel_of
 from microsdpa.execution import gradients as kernels
 from microsdpa.execution import nodes, torch_cpu
+from microsdpa.kernels import policy
 from microsdpa.kernels.problem import Causal
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -38,8 +39,8 @@ def gradients(
     """Gradients of query, key, value and of attn_mask (numbers), alibi_slopes and sinks, in this order.
 
     Of the last three it gives those that are there and `wanted`. `result` are the output [B, H, S_q, D] and the LSE
-    [B, H, S_q] in FP32, and `grads` their gradients. On a GPU, torch's cuDNN or flash backward computes what it can,
-    and kernels of this library the rest.
+    [B, H, S_q] in FP32, and `grads` their gradients. On a GPU kernels of this library compute what torch's cuDNN or
+    flash backward does not, or not as fast.
 
     Raises:
         UnsupportedProblem: there are too many rows or heads for a launch.
@@ -52,8 +53,8 @@ def gradients(
         return _through_math(grads, inputs, causal, scale, masks, wanted)
     # torch's backward passes have no gradient of a mask, which is to be among the results, and other random numbers.
     own = any(name in wanted and t.is_floating_point() for name, t in masks.tensors.items())
-    own |= masks.dropping is not None
-    if grad_lse is None and query.is_cuda and not own and not kernels.are_fastest(inputs):
+    own = own or masks.dropping is not None or grad_lse is not None or not query.is_cuda
+    if not own and not policy.beats_torch_backward(kernels.problem_of(inputs, causal, masks.kind)):
         options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
         tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
         operator, _ = nodes.operator_for(inputs, tensors, options)

@@ -193,7 +193,7 @@ def prepare(checked: Checked, out: torch.Tensor) -> None:
     spec = chosen(problem, checked.kernel) or select(problem, checked.kernel).spec
     call = foreign_call(checked, out)
     if problem.varlen is not None:
-        launcher.prepare_varlen(problem, spec, call, varlen.append_kernel(checked, problem))
+        launcher.prepare_varlen(problem, varlen.kernels_of(checked, problem, spec), call)
     elif checked.operands is None:
         launcher.prepare(problem, spec, call, _growth(problem, spec, checked.kernel))
         _note_kind(problem, checked.kernel, call)

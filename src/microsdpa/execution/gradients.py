@@ -14,12 +14,13 @@ from microsdpa.call import tensors
 from microsdpa.call.call import Inputs
 from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
-from microsdpa.call.options import Options
+from microsdpa.call.options import DETERMINISTIC_BIT, Options
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution.quantized import Launch
-from microsdpa.kernels import KernelSpec, emulated_target
+from microsdpa.kernels import KernelSpec, emulated_target, policy
 from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.backward.spec import Tiling
+from microsdpa.kernels.hopper.backward import spec as hopper_spec
 from microsdpa.kernels.params import (
     BackwardParams,
     DropoutParams,
@@ -28,7 +29,8 @@ from microsdpa.kernels.params import (
     Params,
     Strides,
 )
-from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, Problem
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, MaskKind, Problem
+from microsdpa.kernels.spec import Rejection
 from microsdpa.runtime import launcher
 
 if TYPE_CHECKING:
@@ -99,7 +101,17 @@ class Gradient:
         )
 
 
-def _parameters(of: Gradient, problem: Problem, tiling: Tiling) -> BackwardParams:
+AnyTiling = Tiling | hopper_spec.Tiling
+"""Of the kernels of backward/, or of those of hopper/backward/."""
+
+
+def choose(problem: Problem, deterministic: bool) -> AnyTiling:
+    """The kernels of a problem, by policy, and their tiling."""
+    found = policy.five_products(problem, deterministic)
+    return backward_spec.choose(problem) if isinstance(found, Rejection) else found
+
+
+def _parameters(of: Gradient, problem: Problem, tiling: AnyTiling) -> BackwardParams:
     """The kernels' parameter, without addresses."""
     masks = of.masks
     position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
@@ -114,7 +126,10 @@ def _parameters(of: Gradient, problem: Problem, tiling: Tiling) -> BackwardParam
     )
     cap = (masks.softcap or 0.0) * math.log2(math.e)
     forward = MaskedParams(call=call, position=position, lowest=lowest, softcap_log2=cap)
-    key_heads, query_heads = backward_spec.heads_together(problem)
+    if isinstance(tiling, Tiling):
+        key_heads, query_heads = backward_spec.heads_together(problem)
+    else:
+        key_heads, query_heads = hopper_spec.heads_together(problem, tiling), 0
     params = BackwardParams(forward=forward, key_heads=key_heads, query_heads=query_heads)
     for name in ("query", "key", "value", "out"):
         strides = of.given[name].stride()[:3]
@@ -127,7 +142,7 @@ def _parameters(of: Gradient, problem: Problem, tiling: Tiling) -> BackwardParam
         whole = problem.batch, problem.heads, problem.seqlen_q, last
         *outer, params.forward.mask_column_stride = masks.attn_mask.expand(whole).stride()
         params.forward.mask_strides = type(forward.mask_strides)(*outer)
-    if masks.alibi_slopes is not None:
+    if masks.alibi_slopes is not None and isinstance(tiling, Tiling):
         strides = masks.alibi_slopes.expand(problem.batch, problem.heads).stride()
         params.forward.slope_batch_stride, params.forward.slope_head_stride = strides
         params.parts_of_slope = backward_spec.parts_of_slope(problem, tiling)
@@ -142,15 +157,26 @@ def _parameters(of: Gradient, problem: Problem, tiling: Tiling) -> BackwardParam
     return params
 
 
-def launches(of: Gradient, problem: Problem, tiling: Tiling) -> tuple[list[Launch], int]:
+def launches(of: Gradient, problem: Problem, tiling: AnyTiling) -> tuple[list[Launch], int]:
     """The kernels in the order of their launch, and bytes of scratch memory."""
+    if not isinstance(tiling, Tiling):
+        pointers = tuple((PLACES[name], name, 0) for name in (*of.given, *of.made, "workspace"))
+        params, tiles = _parameters(of, problem, tiling), hopper_spec.tiles_grid(problem, tiling)
+        stages = (
+            (hopper_spec.prepare(problem, tiling), tiles),
+            (hopper_spec.gradients(problem, tiling), hopper_spec.gradients_grid(problem)),
+            (hopper_spec.finish(problem, tiling), tiles),
+        )
+        numbers: tuple[tuple[int, int], ...] = ((_SCALE_LOG2, launcher.SCALE_LOG2),)
+        made = [Launch(spec, grid, params, pointers, _mapped(of, spec), numbers) for spec, grid in stages]
+        return made, tiling.workspace_bytes(problem)
     slopes = "grad_slopes" in of.made
     workspace_bytes, parts_at = backward_spec.workspace_bytes(problem, tiling, slopes)
     params = _parameters(of, problem, tiling)
     whole: BackwardParams | DroppedBackwardParams = params
     pointers = tuple((PLACES[name], name, 0) for name in (*of.given, *of.made, "workspace"))
     pointers = (*pointers, (BackwardParams.slope_parts.offset, "workspace", parts_at))
-    numbers: tuple[tuple[int, int], ...] = ((_SCALE_LOG2, launcher.SCALE_LOG2),)
+    numbers = ((_SCALE_LOG2, launcher.SCALE_LOG2),)
     if of.masks.softcap is not None:
         numbers = (*numbers, (_SOFTCAP_LOG2, launcher.SOFTCAP_LOG2))
     if of.dropout_p:
@@ -172,21 +198,31 @@ def launches(of: Gradient, problem: Problem, tiling: Tiling) -> tuple[list[Launc
     return found, workspace_bytes
 
 
+def summing(problem: Problem, tiling: AnyTiling) -> KernelSpec:
+    """The kernel that sums the gradients of query, key and value."""
+    if isinstance(tiling, Tiling):
+        return backward_spec.gradients(problem, tiling)
+    return hopper_spec.gradients(problem, tiling)
+
+
 def _mapped(of: Gradient, spec: KernelSpec) -> tuple[launcher.Mapped, ...]:
     """What a kernel's tensor maps describe: whole tensors."""
-    read = [(box.tensor, of.given[box.tensor]) for box in spec.tensor_maps]
-    return tuple(launcher.Mapped(name, 0, tuple(t.shape), t.stride(), t.element_size()) for name, t in read)
+    tensors_of = of.given | of.made
+    found = [(box.tensor, tensors_of[box.tensor]) for box in spec.tensor_maps]
+    return tuple(launcher.Mapped(name, 0, tuple(t.shape), t.stride(), t.element_size()) for name, t in found)
 
 
 _PRODUCTS = {"query", "key", "value", "grad_out", "attn_mask", "alibi_slopes", "drawn"}
 _SUMS = {"grad_query", "grad_key", "grad_value"}
 _READ = {
+    "prepare": {"out", "lse", "grad_out", "grad_lse"},
     "row_terms": {"query", "key", "out", "lse", "grad_out", "grad_lse", *MASK_TENSORS},
     "gradients": _PRODUCTS,
     "gradients_bulk": _PRODUCTS,
     "mask_gradient": _PRODUCTS,
     "sink_gradients": {"sinks"},
     "slope_gradients": set(),
+    "finish": set(),
 }
 _WRITTEN = {
     "gradients": _SUMS,
@@ -194,11 +230,12 @@ _WRITTEN = {
     "mask_gradient": {"grad_mask"},
     "sink_gradients": {"grad_sinks"},
     "slope_gradients": {"grad_slopes"},
+    "finish": {"grad_query"},
 }
 """Tensors that each kernel may touch, beside the workspace: in the emulator any other access is an error."""
 
 
-def emulate(of: Gradient, tiling: Tiling | None = None, target: str = "", **options: Any) -> list[Report]:
+def emulate(of: Gradient, tiling: AnyTiling | None = None, target: str = "", **options: Any) -> list[Report]:
     """Compute gradients of CPU tensors in the emulator; `options` are those of its one_kernel()."""
     from microsdpa.emulate import run  # not imported with the package: few programs need it
 
@@ -223,7 +260,8 @@ def _launch(of: Gradient) -> None:
         UnsupportedProblem: there are too many rows or heads.
     """
     read, made, masks = of.given.get, of.made.get, of.masks
-    code = Options(False, of.causal, enable_gqa=True, dropout_p=of.dropout_p).code
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    code = Options(False, of.causal, enable_gqa=True, dropout_p=of.dropout_p).code | DETERMINISTIC_BIT * deterministic
     call: launcher.GradientCall = (
         *(read(name) for name in ("query", "key", "value", "out", "lse")),
         *(code, of.scale, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap),
@@ -236,8 +274,8 @@ def _launch(of: Gradient) -> None:
     if launch(*call):
         return
     problem = of.problem(launcher.target_of_device(of.given["query"].device))
-    tiling = backward_spec.choose(problem)
-    if refusal := backward_spec.refusal(problem, tiling):
+    tiling = choose(problem, deterministic)
+    if isinstance(tiling, Tiling) and (refusal := backward_spec.refusal(problem, tiling)):
         raise UnsupportedProblem(refusal.reason, nearest=refusal.nearest)
     found, workspace_bytes = launches(of, problem, tiling)
     kernels = [
@@ -277,12 +315,19 @@ def described(
     return Gradient(given | masks.tensors, made, causal, factor, masks)
 
 
-def are_fastest(inputs: Inputs) -> bool:
-    """Whether torch has no faster backward pass for a call on a GPU, even where it computes it."""
+def problem_of(inputs: Inputs, causal: Causal | None, mask: MaskKind | None) -> Problem:
+    """The problem of a call on a GPU, as far as its inputs tell."""
     query, key, _ = inputs
     sizes = query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2], query.shape[3]
-    dtype, target = tensors.DTYPES[query.dtype], launcher.target_of_device(query.device)
-    return backward_spec.is_for_small(Problem(*sizes, dtype, target=target))
+    return Problem(
+        *sizes,
+        tensors.DTYPES[query.dtype],
+        causal=causal,
+        mask=mask,
+        target=launcher.target_of_device(query.device),
+        alignment=VECTOR_BYTES if all(map(tensors.is_aligned, inputs)) else ELEMENT_BYTES["float16"],
+        bulk=all(map(tensors.is_bulk_addressable, inputs)),
+    )
 
 
 def compute(of: Gradient) -> list[torch.Tensor]:

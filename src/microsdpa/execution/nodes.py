@@ -24,7 +24,9 @@ from microsdpa.call.masks import UNBOUNDED
 from microsdpa.call.options import PLAIN_CODE, Options
 from microsdpa.call.tensors import is_aligned
 from microsdpa.execution import forward
-from microsdpa.kernels.problem import VECTOR_BYTES
+from microsdpa.execution.gradients import problem_of
+from microsdpa.kernels import policy
+from microsdpa.kernels.problem import VECTOR_BYTES, Causal
 from microsdpa.kernels.spec import MAX_GRID_YZ
 from microsdpa.runtime import launcher
 
@@ -72,12 +74,21 @@ def warm(inputs: Inputs, causal: bool, code: int, scale: float | None) -> torch.
     `code` is that of the call's options, `causal` whether it has a causal mask. No forward-mode gradient is active.
     """
     query, key, value = inputs
+    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
+        return None
+    if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
+        return None
+    return recorded(query, key, value, causal, code, scale)
+
+
+def recorded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, code: int, scale: float | None
+) -> torch.Tensor | None:
+    """warm() of plain tensors that no tracer or transform looks at."""
     operator = _usual
     if not operator or _get_deterministic_algorithms() or (operator == CUDNN and not _get_cudnn_sdp_enabled()):
         return None
-    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
-        return None
-    if _len_torch_dispatch_stack() or _are_functorch_transforms_active() or not (scale is None or scale > 0.0):
+    if not (scale is None or scale > 0.0):
         return None
     call, keys = calls()[operator]
     told = code != _DEFAULTS[causal]
@@ -187,7 +198,9 @@ def _operator_for(inputs: Inputs, masks: MaskTensors, options: Options) -> str:
         return ""
     if torch.are_deterministic_algorithms_enabled():
         return ""  # this library's own kernels give the same bits each time
-    causal = "upper_left" if options.is_causal else options.causal
+    causal: Causal | None = "upper_left" if options.is_causal else options.causal
+    if masks.attn_mask is None and policy.is_worth_a_node(problem_of(inputs, causal, None)):
+        return ""
     cudnn, flash = (name in calls() for name in (CUDNN, FLASH))
     cudnn &= _cudnn_computes(inputs, masks.attn_mask, causal)
     flash &= _flash_computes(inputs, masks.attn_mask, causal)

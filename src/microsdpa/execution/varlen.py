@@ -24,21 +24,34 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     """The launcher's arguments for a call."""
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
     assert sequences is not None
-    code = VARLEN_OPTIONS[checked.causal is not None, sequences.rotary_interleaved, call.options.impl]
+    options = checked.causal is not None, sequences.rotary_interleaved, sequences.batch_invariant, call.options.impl
+    code = VARLEN_OPTIONS[options]
     given = *call.inputs, out, call.return_lse, code, checked.scale
     tensors = None, masks.alibi_slopes, masks.sinks
-    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-1]
+    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-2]
 
 
-def append_kernel(checked: Checked, problem: Problem) -> KernelSpec | None:
-    """The kernel that writes to the cache before attention; None where nothing is written or rotated."""
+def kernels_of(checked: Checked, problem: Problem, spec: KernelSpec) -> tuple[KernelSpec, ...]:
+    """The kernels of a call: that of attention, and ahead of it one that writes to the cache if that one does not."""
     sequences = checked.call.sequences
     assert sequences is not None
-    return kernel.append(problem, sequences.rotary) if sequences.appended else None
+    if sequences.batch_invariant:
+        spec = kernel.batch_invariant(problem)
+    if not sequences.appended:
+        return (spec,)
+    if kernel.appends_itself(spec, problem):
+        return (kernel.appending(spec, sequences.rotary),)
+    return kernel.append(problem, sequences.rotary), spec
 
 
 def parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]) -> ctypes.Structure:
-    """The kernel's parameter, as runtime/varlen.h fills it."""
+    """The parameter of the kernel of attention, as runtime/varlen.h fills it."""
+    if spec.params == "microsdpa::AppendParams":
+        return append_parameters(checked, problem, spec, addresses)
+    return _parameters(checked, problem, spec, addresses)
+
+
+def _parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]) -> ctypes.Structure:
     from microsdpa.emulate import abi
 
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
@@ -82,7 +95,7 @@ def parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: 
 def append_parameters(
     checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]
 ) -> ctypes.Structure:
-    """The parameter of the kernel that appends, as runtime/varlen.h fills it."""
+    """The parameter of a kernel that appends, as runtime/varlen.h fills it."""
     from microsdpa.emulate import abi
 
     sequences = checked.call.sequences
@@ -90,7 +103,7 @@ def append_parameters(
     own = {name: addresses[name] for name in (*sequences.appended, "rotated") if name in addresses}
     rest = {name: address for name, address in addresses.items() if name not in own}
     params = abi.AppendParams(
-        call=parameters(checked, problem, spec, rest), **own, queries=sequences.queries(checked.call.inputs[0])
+        call=_parameters(checked, problem, spec, rest), **own, queries=sequences.queries(checked.call.inputs[0])
     )
     for name in ("new_key", "new_value"):
         if name in sequences.appended:
@@ -125,7 +138,9 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
         inputs["slopes"] = masks.alibi_slopes
     if masks.sinks is not None:
         inputs["sinks"] = masks.sinks
-    if append := append_kernel(checked, problem):
+    *ahead, spec = kernels_of(checked, problem, spec)
+    if ahead:
+        (append,) = ahead
         queries, rotates = sequences.queries(query), sequences.rotary is not None
         given = {name: tensor for name, tensor in inputs.items() if name not in ("key", "value", "slopes", "sinks")}
         rotated = torch.empty(query.shape, dtype=query.dtype, device="cpu")
@@ -140,11 +155,15 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
         if rotates:
             inputs["query"] = rotated
             checked = checked._replace(call=checked.call._replace(inputs=(rotated, key, value)))
+    outputs = {"out": out} | ({} if lse is None else {"lse": lse})
+    if sequences.appended and not ahead:
+        inputs |= sequences.appended
+        outputs |= {name: inputs.pop(name) for name in ("key", "value")}
     grid = kernel.grid_of(spec, problem, sequences.queries(query))
     # All bits set are NaN in every type: what is read before it is written shows in the output.
     workspace = torch.full((kernel.workspace_bytes(spec),), 0xFF, dtype=torch.uint8, device="cpu")
     arrivals = torch.zeros(spec.max_ctas, dtype=torch.int32, device="cpu")
-    outputs = {"out": out, "workspace": workspace, "arrivals": arrivals} | ({} if lse is None else {"lse": lse})
+    outputs |= {"workspace": workspace, "arrivals": arrivals}
     run.one_kernel(spec, grid, lambda addresses: parameters(checked, problem, spec, addresses), inputs, outputs)
     assert not arrivals.any(), "every counter is zero again after a launch"
 
@@ -180,8 +199,8 @@ def _append_on_cpu(inputs: Inputs, sequences: Sequences) -> tuple[Inputs, dict[s
     """Write new keys and values to the cache; gives rotated queries beside it, and the lengths that hold now."""
     query, key, value = inputs
     assert sequences.lengths is not None
-    lengths, rotated = sequences.lengths.clamp(min=0), query.clone()
     most, page = sequences.most_keys(key), key.shape[1]
+    lengths, rotated = sequences.lengths.clamp(0, most), query.clone()
     for b, one in enumerate(reference.sequences(inputs, sequences.tensors)):
         rows = one.rows(query)
         position = torch.arange(rows.shape[0], device=query.device) + lengths[b]

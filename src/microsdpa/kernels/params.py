@@ -1,4 +1,4 @@
-"""The parameters of kernels with 16-bit operands, as ctypes: as in kernels/common/ and kernels/backward/."""
+"""The parameters of kernels with 16-bit operands, as ctypes: as in kernels/common/."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Strides(ctypes.Structure):
 
 
 class BackwardParams(ctypes.Structure):
-    """BackwardParams of kernels/backward/params.cuh."""
+    """BackwardParams of kernels/common/backward_params.cuh."""
 
     _fields_ = (
         ("forward", MaskedParams),

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from math import ceil
 
 from microsdpa.kernels.ampere.mma.tiles import splits_long_keys
+from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.problem import Operands, Problem
@@ -167,3 +169,31 @@ def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
 def skip_reason(family: Family, problem: Problem) -> Rejection | None:
     """Why impl="auto" skips a kernel, whether or not it computes the problem; None when it does not skip it."""
     return PREFERENCES[family.name](problem)
+
+
+LEAST_GRADIENT_FLOPS = 2.0**37
+"""Of the five products of a gradient, from which on 0.3 ms of the GPU hide a node in Python."""
+
+
+def five_products(problem: Problem, deterministic: bool) -> hopper_backward.Tiling | Rejection:
+    """The tiling of hopper/backward for gradients, or why backward/ makes them."""
+    if backward.is_for_small(problem):
+        return Rejection("few tiles, or short ones: its three kernels cost more than two products", "longer sequences")
+    if deterministic and problem.causal is not None:
+        return Rejection("under a causal mask its tiles of keys would wait long for their turns", "no causal mask")
+    return hopper_backward.choose(problem, deterministic)
+
+
+def beats_torch_backward(problem: Problem) -> bool:
+    """Whether this library's kernels make a gradient faster than torch's backward passes, as measured on an H200.
+
+    Against cuDNN's that is hopper/backward wherever it runs; without it, where there are few tiles.
+    """
+    return isinstance(five_products(problem, False), hopper_backward.Tiling) or backward.is_for_small(problem)
+
+
+def is_worth_a_node(problem: Problem) -> bool:
+    """Whether the gradient is to be hopper/backward's in spite of the time that a node in Python costs the host."""
+    flops = 10 * problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k * problem.head_dim
+    enough = flops / (2 if problem.causal else 1) >= LEAST_GRADIENT_FLOPS
+    return enough and isinstance(five_products(problem, False), hopper_backward.Tiling)

@@ -13,6 +13,7 @@ from microsdpa.kernels.ampere.mma import spec as ampere_mma
 from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.backward.spec import backward_catalogue
 from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
+from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
@@ -257,7 +258,7 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))
                 if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)
-    specs |= dict.fromkeys(backward_catalogue(target))
+    specs |= dict.fromkeys([*backward_catalogue(target), *hopper_backward.catalogue(target)])
     specs |= dict.fromkeys(_varlen_catalogue(target))
     quantized = [*_eight_bit_catalogue(target), *quantize_catalogue(target)]
     if not every:
@@ -278,7 +279,10 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
         problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
         if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
             specs[found] = None
-            specs[ampere_varlen.append(problem, None if page == 1 else ROTARY)] = None
+            rotary = None if page == 1 else ROTARY
+            specs[ampere_varlen.append(problem, rotary)] = None
+            if ampere_varlen.appends_itself(found, problem):
+                specs[ampere_varlen.appending(found, rotary)] = None
     return list(specs)
 
 

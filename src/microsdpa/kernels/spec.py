@@ -68,13 +68,13 @@ class TensorMap:
     Elements outside the tensor read as zeros and are not written.
 
     Attributes:
-        tensor: "query", "key", "value", "out", "attn_mask" or "grad_out".
+        tensor: "query", "key", "value", "out", "attn_mask", "grad_out", "grad_key" or "grad_value".
         rows: rows of a box.
         columns: elements of a row of the box; columns * element size is at most `swizzle` bytes when there is one.
         swizzle: bytes of the shared-memory pattern: 0 (none), 32, 64 or 128.
     """
 
-    tensor: Literal["query", "key", "value", "out", "attn_mask", "grad_out"]
+    tensor: Literal["query", "key", "value", "out", "attn_mask", "grad_out", "grad_key", "grad_value"]
     rows: int
     columns: int
     swizzle: int = 128
@@ -106,7 +106,7 @@ class TileLists:
     def bytes(self, problem: Problem) -> int:
         """TileList's extent (hopper/throughput/tile_list.cuh)."""
         tiles, lists = -(-problem.seqlen_k // self.block_n), self.lists(problem)
-        numbers = -(-lists * (1 + tiles) // self.WORDS) * self.WORDS
+        numbers = -(-(1 + lists * (1 + tiles)) // self.WORDS) * self.WORDS
         per_query = problem.mask is not None and problem.mask.per_query
         rows = lists * self.block_m if per_query else self._masks(problem)
         return 4 * (numbers + (rows * tiles * self.WORDS if self.words else 0))

@@ -5,10 +5,13 @@
 // what is wrong.
 #include <tvm/ffi/string.h>
 
+#include <optional>
+
 #include "framework.h"
 #include "launch.h"
 #include "plan_reader.h"
 #include "plans.h"
+#include "scratch.h"
 #include "torch_nodes.h"
 #include "varlen.h"
 
@@ -17,10 +20,10 @@ namespace {
 
 // Launches the kernels of a plan for a call of which all addresses but that of scratch memory are there.
 void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
-  Optional<ffi::Tensor> workspace;
+  std::optional<Scratch> scratch;
   if (plan.workspace_bytes) {
-    workspace = allocate(&plan.workspace_bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
-    call.addresses[WORKSPACE] = reinterpret_cast<std::uintptr_t>(workspace.value().data_ptr());
+    scratch.emplace(plan.workspace_bytes, *call.query);
+    call.addresses[WORKSPACE] = scratch->address();
   }
   Numbers numbers;
   numbers[SCALE] = static_cast<float>(factors.scale);

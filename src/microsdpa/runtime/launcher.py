@@ -401,15 +401,18 @@ def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, i
     _library.register_plan(_packed(integers), b"", *call)
 
 
-def prepare_varlen(problem: Problem, spec: KernelSpec, call: Call, append: KernelSpec | None) -> None:
+def prepare_varlen(problem: Problem, specs: Sequence[KernelSpec], call: Call) -> None:
     """register() for the kernels of a call with sequences of many lengths, whose parameters varlen.h fills.
+
+    The last one is that of attention.
 
     Raises:
         CompileError: the kernel does not compile.
         RuntimeError: the driver refuses to load it.
     """
+    spec = specs[-1]
     scratch = ampere_varlen.workspace_bytes(spec)
-    kernels = [PlannedKernel(one, (1, 1, 1), bytes(8)) for one in (append, spec) if one]
+    kernels = [PlannedKernel(one, (1, 1, 1), bytes(8)) for one in specs]
     register(call, kernels, problem.target, varlen=(spec.block_m, spec.max_ctas, scratch, spec.cluster))
 
 

@@ -36,7 +36,8 @@ inline bool growing_key(const CallKey& key, CallKey& common) {
   if (key.given & 1 << MASK) {
     TensorKey& mask = common.tensors[MASK];
     if (mask.shape[3] == length) mask.shape[3] = 0;
-    std::fill_n(mask.strides, 4, 0);
+    // Which rows share memory decides about kernels, as the last stride does.
+    for (std::int64_t* stride = mask.strides; stride < mask.strides + 3; ++stride) *stride = *stride != 0;
   }
   return true;
 }

@@ -11,8 +11,8 @@ namespace microsdpa {
 
 // Numbers that the kernel's 32 bits have room for, as in kernels/ampere/varlen/spec.py.
 constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
-constexpr std::int64_t FEW_KEYS = 1024, CLUSTERED_KEYS = 8192;  // as in spec.py
-constexpr std::int64_t LARGEST_GRANULARITY = 64;                // as in sequences.py
+constexpr std::int64_t FEW_KEYS = 1536, CLUSTERED_KEYS = 8192, SPLIT_KEYS = 512;  // as in spec.py
+constexpr std::int64_t LARGEST_GRANULARITY = 64;                                  // as in sequences.py
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.
 inline Strides row_strides(const DLTensor& tensor) {
@@ -155,6 +155,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t rows = (queries * heads + 15) / 16 + batch * heads_kv;
   if (most_keys < 1 || most_keys > MOST_KEYS || queries > MOST_KEYS || arguments.max_queries < 0) return false;
   if (rows > MOST_WORK) return false;
+  if (call.key.batch_invariant() && rows * ((most_keys + SPLIT_KEYS - 1) / SPLIT_KEYS + 1) > MOST_WORK) return false;
   if (!is_written_once(*out) || meets_others(*out, arguments, 1u << OUT)) return false;
 
   call.varlen = AppendParams{};
@@ -229,6 +230,10 @@ inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (
     ctas[0] = static_cast<unsigned>(launch.cluster), ctas[1] = p.heads_kv, ctas[2] = p.batch;
     return false;
   }
+  if (call.key.batch_invariant()) {
+    ctas[0] = launch.ctas, ctas[1] = ctas[2] = 1;
+    return true;
+  }
   const std::int64_t pack = p.heads / p.heads_kv, most = call.key.tensors[QUERY].shape[1];
   const std::int64_t queries = call.varlen.queries;
   const std::int64_t tiles = (queries * pack + launch.block_m - 1) / launch.block_m;
@@ -254,7 +259,9 @@ constexpr int APPEND_THREADS = 128;
 inline unsigned append_ctas(const AppendParams& params, std::int64_t head_dim) {
   const std::int64_t rows =
       (params.new_key ? 2 * params.call.heads_kv : 0) + (params.rotary_cos ? params.call.heads : 0);
-  return static_cast<unsigned>((params.queries * rows * (head_dim / 8) + APPEND_THREADS - 1) / APPEND_THREADS);
+  std::int64_t lanes = 1;
+  while (lanes < head_dim / 8) lanes *= 2;
+  return static_cast<unsigned>((params.queries * rows * lanes + APPEND_THREADS - 1) / APPEND_THREADS);
 }
 
 // Launches a plan for sequences of many lengths; gives what LseArgument does.
@@ -266,8 +273,9 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const std::int64_t head_dim = call.query->shape[call.query->ndim - 1];
   unsigned ctas[3];
   const bool divides_keys = varlen_ctas(call, plan.varlen, ctas);
-  const std::int64_t row = params.heads * head_dim;  // of rotated queries
-  const std::int64_t rotated_bytes = call.varlen.rotary_cos ? call.varlen.queries * row * 2 : 0;
+  const std::int64_t row = params.heads * head_dim;    // of rotated queries
+  const bool appends_ahead = plan.kernels.size() > 1;  // else the kernel of attention does
+  const std::int64_t rotated_bytes = appends_ahead && call.varlen.rotary_cos ? call.varlen.queries * row * 2 : 0;
   const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
   Optional<ffi::Tensor> workspace;
   if (bytes) {
@@ -282,7 +290,7 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   guarded([&] {
     ScopedContext current(driver(), plan.context);
     if (divides_keys) params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));
-    if (plan.kernels.size() > 1) {
+    if (appends_ahead) {
       if (rotated_bytes) {
         call.varlen.rotated = static_cast<char*>(params.workspace) + (divides_keys ? plan.varlen.workspace_bytes : 0);
       }
@@ -293,7 +301,8 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
         params.query_strides = {params.query_offsets ? 0 : params.most_queries * row, head_dim, row};
       }
     }
-    plan.kernels.back().launch.issue(driver(), stream, &params, call.addresses, ctas);
+    // The parameter of a kernel that appends begins with that of one that does not.
+    plan.kernels.back().launch.issue(driver(), stream, &call.varlen, call.addresses, ctas);
   });
   return lse.result();
 }

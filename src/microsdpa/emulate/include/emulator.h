@@ -58,8 +58,12 @@ struct BoxOrigin {
 };
 void bulk_load(std::uint32_t shared, const void* map, std::uint32_t barrier, BoxOrigin origin, unsigned ctas,
                Place place);
+void bulk_load_bytes(std::uint32_t shared, const void* global, int bytes, std::uint32_t barrier, Place place);
+void bulk_reduce_add(float* global, std::uint32_t shared, int bytes, Place place);
 void bulk_store(const void* map, std::uint32_t shared, BoxOrigin origin, Place place);
 void bulk_commit();
+void wait_for_turn(const std::int32_t* number, std::int32_t turn, Place place);
+void end_turn(std::int32_t* number, std::int32_t next, Place place);
 void bulk_wait_read(int pending_groups);
 void bulk_to_peer(std::uint32_t target, std::uint32_t shared, int bytes, std::uint32_t barrier, Place place);
 void store_async(std::uint32_t target, const void* data, int bytes, std::uint32_t barrier, Place place);

@@ -3,14 +3,18 @@
 // A bulk copy's bytes arrive when a thread waits for the phase that they count towards and nothing else is missing from
 // it (late), or at once (early). Who has not waited for the phase does not know of them, and is in a race.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <optional>
+#include <thread>
 
 #include "processor.h"
 
 namespace microsdpa::emulator {
 
 namespace {
+
+constexpr std::chrono::seconds TURN_SECONDS(60);  // far longer than another block takes
 
 constexpr int RANK_SHIFT = 24;  // an address in a cluster: the CTA's rank above the position in its shared memory
 
@@ -191,6 +195,26 @@ void Processor::bulk_load(std::uint32_t shared, const void* map, std::uint32_t b
   }
 }
 
+void Processor::bulk_load_bytes(std::uint32_t shared, const void* global, int bytes, std::uint32_t barrier,
+                                Place place) {
+  const auto source = reinterpret_cast<std::uintptr_t>(global);
+  if (bytes <= 0 || bytes % 16 || shared % 16 || source % 16) {
+    fail(place, "bulk copy: expected a multiple of 16 bytes on addresses aligned to 16, got %d bytes", bytes);
+  }
+  const auto size = static_cast<std::size_t>(bytes);
+  if (const std::string fault = global_fault(source, size, false); !fault.empty()) {
+    fail(place, "bulk copy: %s", fault.c_str());
+  }
+  Delivery delivery;
+  delivery.number = take_flight("a bulk copy", place);
+  delivery.bytes = bytes;
+  const auto* first = static_cast<const std::byte*>(global);
+  delivery.pieces.push_back(
+      {cluster_offset(shared, size, "a bulk copy", place), std::vector<std::byte>(first, first + bytes)});
+  counters.global_read_bytes += size, counters.bulk_copy_bytes += size;
+  send(cluster_offset(barrier, 8, "a bulk copy", place), std::move(delivery), place);
+}
+
 void Processor::bulk_to_peer(std::uint32_t target, std::uint32_t shared, int bytes, std::uint32_t barrier,
                              Place place) {
   if (bytes <= 0 || bytes % 16 || shared % 16 || target % 16) {
@@ -261,12 +285,51 @@ void Processor::bulk_store(const void* map, std::uint32_t shared, BoxOrigin orig
     counters.global_write_bytes += static_cast<std::uint64_t>(view.element_bytes);
   }
   counters.bulk_copy_bytes += bytes;
-  if (!job_.launch.late) {
-    for (const auto& [address, offset] : store.targets) {
-      std::memcpy(reinterpret_cast<void*>(address), memory_at(offset), static_cast<std::size_t>(store.target_bytes));
-    }
-  }
+  if (!job_.launch.late) move_store(store);
   self_->open_stores.push_back(std::move(store));
+}
+
+// Floats are added to those that are there when the thread waits (late), or at once.
+void Processor::bulk_reduce_add(float* global, std::uint32_t shared, int bytes, Place place) {
+  const auto target = reinterpret_cast<std::uintptr_t>(global);
+  if (bytes <= 0 || bytes % 16 || shared % 16 || target % 16) {
+    fail(place, "bulk reduction: expected a multiple of 16 bytes on addresses aligned to 16, got %d bytes", bytes);
+  }
+  const auto size = static_cast<std::size_t>(bytes);
+  const std::size_t source = cluster_offset(shared, size, "a bulk reduction", place);
+  if (const std::string fault = async_read_fault(source, size, self_->known, "bulk reduction"); !fault.empty()) {
+    fail(place, "%s", fault.c_str());
+  }
+  if (const std::string fault = global_fault(target, size, true); !fault.empty()) {
+    fail(place, "bulk reduction: %s", fault.c_str());
+  }
+  BulkStore store;
+  store.number = take_flight("a bulk reduction", place);
+  store.target_bytes = sizeof(float), store.adds = true;
+  for (std::size_t at = 0; at < size; at += sizeof(float)) store.targets.emplace_back(target + at, source + at);
+  shadow_.begin_leaving(source, size, store.number);
+  counters.global_write_bytes += size, counters.bulk_copy_bytes += size;
+  if (!job_.launch.late) move_store(store);
+  self_->open_stores.push_back(std::move(store));
+}
+
+// Brings the bytes of a store to global memory.
+void Processor::move_store(const BulkStore& store) {
+  const auto bytes = static_cast<std::size_t>(store.target_bytes);
+  if (!store.adds) {
+    for (const auto& [address, offset] : store.targets) {
+      std::memcpy(reinterpret_cast<void*>(address), memory_at(offset), bytes);
+    }
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(job_.reductions);
+  for (const auto& [address, offset] : store.targets) {
+    float sum, added;
+    std::memcpy(&sum, reinterpret_cast<const void*>(address), bytes);
+    std::memcpy(&added, memory_at(offset), bytes);
+    sum += added;
+    std::memcpy(reinterpret_cast<void*>(address), &sum, bytes);
+  }
 }
 
 void Processor::bulk_commit() {
@@ -284,12 +347,39 @@ void Processor::bulk_wait_read(std::size_t pending_groups) {
 
 void Processor::finish_store(const BulkStore& store) {
   const auto bytes = static_cast<std::size_t>(store.target_bytes);
+  if (job_.launch.late) move_store(store);
   for (const auto& [address, offset] : store.targets) {
-    if (job_.launch.late) std::memcpy(reinterpret_cast<void*>(address), memory_at(offset), bytes);
     shadow_.end_leaving(offset, bytes);
     // From here the reads are as if this thread had made them: who writes next needs a barrier with it.
     shadow_.mark_read(offset, bytes, self_->id, self_->known, 0);
   }
+}
+
+// Blocks begin in the order of their numbers, each on one OS thread: the one that sets the number has begun. One that
+// has begun later never sets it in time, which is a deadlock of a GPU too.
+void Processor::wait_for_turn(const std::int32_t* number, std::int32_t turn, Place place) {
+  if (const std::string fault = global_fault(reinterpret_cast<std::uintptr_t>(number), sizeof(*number), false);
+      !fault.empty()) {
+    fail(place, "wait for a turn: %s", fault.c_str());
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  while (__atomic_load_n(number, __ATOMIC_ACQUIRE) != turn) {
+    if (job_.stop || std::chrono::steady_clock::now() - begin > TURN_SECONDS) {
+      fail(place, "wait for turn %d: the number stays %d", turn, __atomic_load_n(number, __ATOMIC_ACQUIRE));
+    }
+    std::this_thread::yield();
+  }
+}
+
+void Processor::end_turn(std::int32_t* number, std::int32_t next, Place place) {
+  if (const std::string fault = global_fault(reinterpret_cast<std::uintptr_t>(number), sizeof(*number), true);
+      !fault.empty()) {
+    fail(place, "end of a turn: %s", fault.c_str());
+  }
+  if (!self_->open_stores.empty() || !self_->store_groups.empty()) {
+    fail(place, "end of a turn: this thread has a bulk store in flight: a wait is missing");
+  }
+  __atomic_store_n(number, next, __ATOMIC_RELEASE);
 }
 
 void Processor::fence_proxy_async() {

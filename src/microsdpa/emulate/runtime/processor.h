@@ -71,6 +71,7 @@ struct BulkStore {
   std::vector<std::pair<std::size_t, std::size_t>> sources;     // shared memory: offset, bytes
   std::vector<std::pair<std::uintptr_t, std::size_t>> targets;  // global address, offset in shared memory; 16 bytes
   int target_bytes = 16;
+  bool adds = false;  // floats, to those that are there
 };
 
 struct BankAccess {
@@ -165,6 +166,7 @@ struct Job {
   std::atomic<bool> stop{false};
   std::mutex mutex;
   Outcome& outcome;
+  std::mutex reductions;  // to global memory, one after the other
 };
 
 class Processor {
@@ -201,8 +203,12 @@ class Processor {
   void mbarrier_wait(std::uint32_t barrier, int parity, bool cluster_scope, Place place);
   void bulk_load(std::uint32_t shared, const void* map, std::uint32_t barrier, BoxOrigin origin, unsigned ctas,
                  Place place);
+  void bulk_load_bytes(std::uint32_t shared, const void* global, int bytes, std::uint32_t barrier, Place place);
+  void bulk_reduce_add(float* global, std::uint32_t shared, int bytes, Place place);
   void bulk_store(const void* map, std::uint32_t shared, BoxOrigin origin, Place place);
   void bulk_commit();
+  void wait_for_turn(const std::int32_t* number, std::int32_t turn, Place place);
+  void end_turn(std::int32_t* number, std::int32_t next, Place place);
   void bulk_wait_read(std::size_t pending_groups);
   void bulk_to_peer(std::uint32_t target, std::uint32_t shared, int bytes, std::uint32_t barrier, Place place);
   void store_async(std::uint32_t target, const void* data, int bytes, std::uint32_t barrier, Place place);
@@ -278,6 +284,7 @@ class Processor {
   void complete_if_due(Mbarrier& barrier, std::size_t offset);
   bool phase_done(std::uint32_t address, int parity, bool cluster_scope, Place place);
   void finish_store(const BulkStore& store);
+  void move_store(const BulkStore& store);
 
   void run_mma(WarpMma& mma);
   void finish_mmas(std::size_t pending_groups);

@@ -85,8 +85,24 @@ EXPORTED void bulk_load(std::uint32_t shared, const void* map, std::uint32_t bar
   Processor::current()->bulk_load(shared, map, barrier, origin, ctas, place);
 }
 
+EXPORTED void bulk_load_bytes(std::uint32_t shared, const void* global, int bytes, std::uint32_t barrier, Place place) {
+  Processor::current()->bulk_load_bytes(shared, global, bytes, barrier, place);
+}
+
+EXPORTED void bulk_reduce_add(float* global, std::uint32_t shared, int bytes, Place place) {
+  Processor::current()->bulk_reduce_add(global, shared, bytes, place);
+}
+
 EXPORTED void bulk_store(const void* map, std::uint32_t shared, BoxOrigin origin, Place place) {
   Processor::current()->bulk_store(map, shared, origin, place);
+}
+
+EXPORTED void wait_for_turn(const std::int32_t* number, std::int32_t turn, Place place) {
+  Processor::current()->wait_for_turn(number, turn, place);
+}
+
+EXPORTED void end_turn(std::int32_t* number, std::int32_t next, Place place) {
+  Processor::current()->end_turn(number, next, place);
 }
 
 EXPORTED void bulk_commit() { Processor::current()->bulk_commit(); }

@@ -10,6 +10,7 @@
 // Pipeline: 1. cp.async fills the ring, one tile ahead     2. S and dP of STEP walked rows; where keys are owned, their
 //           transposes     3. P and dS in registers, which are A operands     4. the sums
 // Bound by: shared memory, which each product of a warp reads one operand from, beside the tensor cores.
+#include "../common/backward_work.cuh"
 #include "../common/dropout.cuh"
 #include "../ptx/address.cuh"
 #include "../ptx/control.cuh"
@@ -50,19 +51,6 @@ struct Shared {
 // Descriptions of the tensors for bulk copies; null where there are none.
 struct Maps {
   const TensorMap *query = nullptr, *key = nullptr, *value = nullptr, *grad_out = nullptr;
-};
-
-// The tile and the head of a CTA's work. CTAs of up to `together` heads run side by side, so that what they walk over
-// stays in L2, and of these heads the first tiles come first.
-struct Work {
-  int tile, head;
-
-  __device__ __forceinline__ Work(int index, int tiles, int heads, int together) {
-    const int section = index / (tiles * together), width = min(together, heads - section * together);
-    const int rest = index - section * tiles * together;
-    tile = rest / width;
-    head = section * together + rest % width;
-  }
 };
 
 // `SLOPES`: whether the CTAs that own queries sum the gradient of ALiBi's slopes too.

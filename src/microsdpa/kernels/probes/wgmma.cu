@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(128, 1) probe_wgmma(const __grid_constant__ Pr
   multiply<T, Sum, N, LayoutA, LayoutB, A_MAJOR, B_MAJOR, false>(tiles, in + 4 + N / 16, output_of<OUT>(params), START);
 }
 
-// Every width there is: 32, 64, 96, 128, 160, 192 and 256, one after another.
+// Widths: 32, 64, 96, 128, 160, 192 and 256, one after another.
 template <int IN, int OUT, typename T, typename Sum, Major B_MAJOR, bool A_IN_REGISTERS>
 __global__ void __launch_bounds__(128, 1) probe_wgmma_widths(const __grid_constant__ ProbeParams params) {
   using LayoutA = Layout<Swizzle::BYTES_128, Major::K>;

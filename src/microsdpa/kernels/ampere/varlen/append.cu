@@ -2,10 +2,11 @@
 //
 // With rotary embeddings (RoPE), new keys are rotated on their way, and queries too, into memory of their own. A token
 // of a sequence stands at the number of keys that the cache had, and the tokens before it. Key heads, then value heads,
-// then query heads of a token are rows; a thread moves 16 bytes of one.
+// then query heads of a token are rows; a lane moves 16 bytes of one.
 // Bound by: the launch, and one trip to memory.
 #include "../../common/element.cuh"
 #include "../../ptx/control.cuh"
+#include "embedding.cuh"
 #include "sequence.cuh"
 
 namespace microsdpa::ampere::varlen {
@@ -24,103 +25,59 @@ __device__ __forceinline__ int sequence_of(const VarlenParams& params, int query
   return first - 1;
 }
 
-template <typename T>
-using Chunk = Vector<T, 8>;
-
-__device__ __forceinline__ float angle(const float* from, int64 at) { return from[at]; }
-template <typename T>
-__device__ __forceinline__ float angle(const T* from, int64 at) {
-  return to_float(from[at]);
-}
-
-// Rotates eight elements of a row, from `column` on, as the row's position says. Of ROTARY columns, pairs are
-// neighbours, or as far apart as half of them.
-template <typename T, int ROTARY, bool INTERLEAVED, typename ANGLE>
-__device__ __forceinline__ Chunk<T> rotate(const T* row, int column, int position, const AppendParams& params) {
-  Chunk<T> chunk = *reinterpret_cast<const Chunk<T>*>(row + column);
-  if (column >= ROTARY) return chunk;
-  constexpr int HALF = ROTARY / 2;
-  position = min(position, params.positions - 1);
-  const ANGLE* cos = static_cast<const ANGLE*>(params.rotary_cos) + position * params.cos_stride;
-  const ANGLE* sin = static_cast<const ANGLE*>(params.rotary_sin) + position * params.sin_stride;
-  Chunk<T> rotated;
-  if constexpr (INTERLEAVED) {
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      const float c = angle(cos, (column + i) / 2), s = angle(sin, (column + i) / 2);
-      const float x = to_float(chunk.data[i]), y = to_float(chunk.data[i + 1]);
-      rotated.data[i] = from_float<T>(x * c - y * s);
-      rotated.data[i + 1] = from_float<T>(x * s + y * c);
-    }
-  } else {
-    const bool second = column >= HALF;
-    const Chunk<T> other = *reinterpret_cast<const Chunk<T>*>(row + (second ? column - HALF : column + HALF));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int at = column % HALF + i;
-      const float c = angle(cos, at), s = angle(sin, at), x = to_float(chunk.data[i]), y = to_float(other.data[i]);
-      rotated.data[i] = from_float<T>(x * c + (second ? y : -y) * s);
-    }
-  }
-  return rotated;
-}
-
-// ROTARY: columns that are rotated, a multiple of 16; 0 for none. ANGLE: the type of cosines and sines.
-template <typename T, int HEAD_DIM, int ROTARY, bool INTERLEAVED, typename ANGLE, bool PAGED, bool PROGRAMMATIC>
+template <typename T, int HEAD_DIM, typename EMBEDDING, bool PAGED, bool PROGRAMMATIC>
 __global__ void __launch_bounds__(128) append(const __grid_constant__ AppendParams params) {
+  using OwnChunk = RowChunk<T, HEAD_DIM, EMBEDDING>;
   const VarlenParams& call = params.call;
-  constexpr int CHUNKS = HEAD_DIM / 8;
-  const int rows = (params.new_key != nullptr ? 2 * call.heads_kv : 0) + (ROTARY > 0 ? call.heads : 0);
-  const int64 index = static_cast<int64>(blockIdx.x) * 128 + threadIdx.x;
-  const int column = static_cast<int>(index % CHUNKS) * 8;
-  const int64 row = index / CHUNKS;
+  const int new_rows = params.new_key != nullptr ? 2 * call.heads_kv : 0;
+  const int rows = new_rows + (EMBEDDING::ROTARY > 0 ? call.heads : 0);
+  const int64 row = (static_cast<int64>(blockIdx.x) * 128 + threadIdx.x) / OwnChunk::LANES;
   if (PROGRAMMATIC) {
     grid_dependency_wait();
     grid_dependency_launch();
   }
-  if (row >= static_cast<int64>(params.queries) * rows) return;
-  const int query = static_cast<int>(row / rows);
-  int kind = static_cast<int>(row % rows);
-  const bool packed = call.query_offsets != nullptr;
-  const int b = packed ? sequence_of(call, query) : query / call.most_queries;
-  if (b < 0 || b >= call.batch) return;
-  const int number = packed ? query - max(call.query_offsets[b], 0) : query % call.most_queries;
-  const int place = packed ? query : number;
-  const int position = max(call.lengths[b], 0) + number;
-  const auto row_of = [&](const void* base, const Strides& strides, int head) {
-    return static_cast<const T*>(base) + (packed ? 0 : b * strides.batch) + head * strides.head + place * strides.row;
-  };
-  if (params.new_key != nullptr && kind < 2 * call.heads_kv) {
-    const bool is_key = kind < call.heads_kv;
-    const int head = is_key ? kind : kind - call.heads_kv;
+  // Where the row comes from and goes to; null where nothing is to be done.
+  const T* from = nullptr;
+  T* to = nullptr;
+  bool is_value = false;
+  int position = 0;
+  const auto find = [&]() {
+    if (row >= static_cast<int64>(params.queries) * rows || OwnChunk::column() >= HEAD_DIM) return;
+    const int query = static_cast<int>(row / rows), kind = static_cast<int>(row % rows);
+    const bool packed = call.query_offsets != nullptr;
+    const int b = packed ? sequence_of(call, query) : query / call.most_queries;
+    if (b < 0 || b >= call.batch) return;
+    const int number = packed ? query - max(call.query_offsets[b], 0) : query % call.most_queries;
+    const int place = packed ? query : number;
+    position = min(max(call.lengths[b], 0), call.most_keys) + number;
+    const auto row_of = [&](const void* base, const Strides& strides, int head) {
+      return static_cast<const T*>(base) + (packed ? 0 : b * strides.batch) + head * strides.head + place * strides.row;
+    };
+    if (kind >= new_rows) {
+      from = row_of(call.query, call.query_strides, kind - new_rows);
+      to = static_cast<T*>(params.rotated) + (static_cast<int64>(query) * call.heads + kind - new_rows) * HEAD_DIM;
+      return;
+    }
     if (position >= call.most_keys) return;
+    is_value = kind >= call.heads_kv;
+    const int head = is_value ? kind - call.heads_kv : kind;
     const Keys<PAGED ? ANY_PAGES : CONTIGUOUS> keys(call, Sequence(call, b), b, head);
     const auto at = keys.place(call, position);
     const int page = PAGED ? keys.table[at.number] : 0;
     if (PAGED && static_cast<uint32>(page) >= static_cast<uint32>(call.pages)) return;
-    if (is_key) {
-      const T* from = row_of(params.new_key, params.new_key_strides, head);
-      T* to = static_cast<T*>(const_cast<void*>(call.key)) + keys.key + keys.offset(call.key_strides, page, at.within) +
-              column;
-      if constexpr (ROTARY > 0) {
-        *reinterpret_cast<Chunk<T>*>(to) = rotate<T, ROTARY, INTERLEAVED, ANGLE>(from, column, position, params);
-      } else {
-        *reinterpret_cast<Chunk<T>*>(to) = *reinterpret_cast<const Chunk<T>*>(from + column);
-      }
+    if (is_value) {
+      from = row_of(params.new_value, params.new_value_strides, head);
+      to = static_cast<T*>(const_cast<void*>(call.value)) + keys.value +
+           keys.offset(call.value_strides, page, at.within);
     } else {
-      const T* from = row_of(params.new_value, params.new_value_strides, head);
-      T* to = static_cast<T*>(const_cast<void*>(call.value)) + keys.value +
-              keys.offset(call.value_strides, page, at.within) + column;
-      *reinterpret_cast<Chunk<T>*>(to) = *reinterpret_cast<const Chunk<T>*>(from + column);
+      from = row_of(params.new_key, params.new_key_strides, head);
+      to = static_cast<T*>(const_cast<void*>(call.key)) + keys.key + keys.offset(call.key_strides, page, at.within);
     }
-    return;
-  }
-  if constexpr (ROTARY > 0) {
-    if (params.new_key != nullptr) kind -= 2 * call.heads_kv;
-    const T* from = row_of(call.query, call.query_strides, kind);
-    T* to = static_cast<T*>(params.rotated) + (static_cast<int64>(query) * call.heads + kind) * HEAD_DIM + column;
-    *reinterpret_cast<Chunk<T>*>(to) = rotate<T, ROTARY, INTERLEAVED, ANGLE>(from, column, position, params);
-  }
+  };
+  find();
+  const OwnChunk chunk(from, position, params);
+  const Chunk<T> embedded = chunk.embedded();
+  if (to != nullptr) *reinterpret_cast<Chunk<T>*>(to + OwnChunk::column()) = is_value ? chunk.as_it_was() : embedded;
 }
 
 }  // namespace microsdpa::ampere::varlen

@@ -11,6 +11,9 @@
 //           workspace, and the one that is ready last combines them, in their order. For few sequences the CTAs of a
 //           cluster share the keys of one tile of rows, turn by turn, and send one another their parts (CLUSTER > 1,
 //           sm_90): which keys they take does not depend on the lengths, so that pages are looked up before these come.
+//           New keys and values, where EMBEDDING is given, do not come from the cache: the CTA that reads their tile
+//           takes them from their tensors, rotates the keys, and writes them to shared memory and to the cache. Queries
+//           are rotated on their way to shared memory.
 // Bound by: memory where few queries meet many keys; latency where there are few of both.
 #include "../../common/combine.cuh"
 #include "../../common/mma_tile.cuh"
@@ -18,6 +21,7 @@
 #include "../../ptx/address.cuh"
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/control.cuh"
+#include "embedding.cuh"
 #include "masks.cuh"
 #include "scheduler.cuh"
 #include "shared.cuh"
@@ -36,13 +40,14 @@ __device__ __forceinline__ void group_sync(int group) {
 }
 
 // A tile of rows, the keys that it sees, and how many of their tiles are its part.
-template <typename C, typename MASKS, int PACK, Layout LAYOUT, int CLUSTER>
+template <typename C, typename MASKS, int PACK, Layout LAYOUT, int CLUSTER, bool APPENDS>
 struct Segment {
   WorkTile work;
   Sequence sequence;
   Keys<LAYOUT> keys;
   int rows;       // of the tile
   int from, end;  // keys that are read: no row of the tile sees others
+  int new_from;   // those from here on are new ones, and not in the cache yet
   int first_tile, count;
   int misplaced = 0;  // whether this thread met a page that the cache does not have
 
@@ -52,6 +57,7 @@ struct Segment {
     rows = min(C::BLOCK_M, sequence.queries * PACK - work.first_row);
     from = visibility.first(params, work.first_row);
     end = visibility.end(params, work.first_row + rows - 1);
+    new_from = APPENDS && params.appends ? min(max(sequence.length, from), end) : end;
     first_tile = CLUSTER > 1 ? from / C::TILE + work.part : max(work.first_tile, from / C::TILE);
     const int end_tile = min(work.end_tile, (end + C::TILE - 1) / C::TILE);
     count = max(0, (end_tile - first_tile + CLUSTER - 1) / CLUSTER);
@@ -60,7 +66,9 @@ struct Segment {
   __device__ __forceinline__ int first_key(int i, int group) const {
     return (first_tile + i * CLUSTER) * C::TILE + group * C::BLOCK_N;
   }
-  __device__ __forceinline__ bool is_read(int key) const { return key >= from && key < end; }
+  // Whether a key is read from the cache, and whether it is read from the new ones.
+  __device__ __forceinline__ bool is_cached(int key) const { return key >= from && key < new_from; }
+  __device__ __forceinline__ bool is_new(int key) const { return APPENDS && key >= new_from && key < end; }
 };
 
 // Tiles of K and V on their way to a group's ring. A thread copies one chunk of every ROWS-th row of each panel.
@@ -92,7 +100,7 @@ struct Source {
     }
   }
 
-  // Starts copying a tile; rows that are not read become zeros.
+  // Starts copying a tile; rows that are not read become zeros, and those of new keys stay as they are.
   template <typename Segment>
   __device__ __forceinline__ static void copy_async(Stage<C>& stage, const Pages& pages, const VarlenParams& params,
                                                     Segment& segment, int first_key) {
@@ -103,7 +111,7 @@ struct Source {
     if constexpr (!APART) {
       const bool exists =
           LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[0]) < static_cast<uint32>(params.pages);
-      if (exists && first_key >= segment.from && first_key + C::BLOCK_N <= segment.end) {
+      if (exists && first_key >= segment.from && first_key + C::BLOCK_N <= segment.new_from) {
         const int within = pages.within[0] + row();
         const T* k = key_base + keys.key + keys.offset(params.key_strides, pages.page[0], within) + column;
         const T* v = value_base + keys.value + keys.offset(params.value_strides, pages.page[0], within) + column;
@@ -119,7 +127,8 @@ struct Source {
     for (int p = 0; p < PASSES; ++p) {
       const int key = first_key + p * ROWS + row(), at = APART ? p : 0;
       const int within = pages.within[at] + (APART ? 0 : p * ROWS + row());
-      bool valid = segment.is_read(key);
+      if (segment.is_new(key)) continue;
+      bool valid = segment.is_cached(key);
       if (LAYOUT != CONTIGUOUS && static_cast<uint32>(pages.page[at]) >= static_cast<uint32>(params.pages)) {
         segment.misplaced |= valid;
         valid = false;
@@ -129,6 +138,49 @@ struct Source {
       const int64 v = valid ? keys.value + keys.offset(params.value_strides, pages.page[at], within) : 0;
       copy_row(stage.key, p, column, key_base + k + column, key_base, valid);
       copy_row(stage.value, p, column, value_base + v + column, value_base, valid);
+    }
+  }
+
+  // Stores the group's new keys and values of a tile, to the tile and to the cache, or to the cache alone.
+  template <typename EMBEDDING, typename Segment>
+  __device__ __forceinline__ static void store_new(Stage<C>* stage, const Pages& pages, const AppendParams& append,
+                                                   Segment& segment, int first_key) {
+    using KeyChunk = RowChunk<T, C::COLUMNS, EMBEDDING>;
+    const VarlenParams& params = append.call;
+    const Sequence& sequence = segment.sequence;
+    const int column = KeyChunk::column(), end = min(first_key + C::BLOCK_N, segment.end);
+    for (int first = max(first_key, segment.new_from); first < end; first += C::GROUP_THREADS / KeyChunk::LANES) {
+      const int key = first + static_cast<int>(threadIdx.x) % C::GROUP_THREADS / KeyChunk::LANES;
+      const bool inside = key < end && column < C::HEAD_DIM;
+      const auto row_of = [&](const void* base, const Strides& strides) {
+        return static_cast<const T*>(base) + segment.work.b * strides.batch + segment.work.head_kv * strides.head +
+               static_cast<int64>(sequence.first_query + key - sequence.length) * strides.row;
+      };
+      const KeyChunk key_chunk(inside ? row_of(append.new_key, append.new_key_strides) : nullptr, key, append);
+      Chunk<T> value_chunk{};
+      if (inside) {
+        const T* value = row_of(append.new_value, append.new_value_strides) + column;
+        value_chunk = *reinterpret_cast<const Chunk<T>*>(value);
+      }
+      const auto place = segment.keys.place(params, key);
+      const bool looks_up = LAYOUT != CONTIGUOUS && (APART || stage == nullptr);
+      int page = looks_up ? 0 : pages.page[0];
+      if (looks_up && inside) page = segment.keys.table[place.number];
+      const bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(page) < static_cast<uint32>(params.pages);
+      segment.misplaced |= inside && !exists;
+      const Chunk<T> embedded = key_chunk.embedded();
+      if (key >= end || column >= C::COLUMNS) continue;
+      if (stage != nullptr) {
+        *reinterpret_cast<Chunk<T>*>(stage->key.at(key - first_key, column)) = embedded;
+        *reinterpret_cast<Chunk<T>*>(stage->value.at(key - first_key, column)) = value_chunk;
+      }
+      if (inside && exists) {
+        T* key_cache = static_cast<T*>(const_cast<void*>(params.key)) + segment.keys.key + column;
+        T* value_cache = static_cast<T*>(const_cast<void*>(params.value)) + segment.keys.value + column;
+        const auto& keys = segment.keys;
+        *reinterpret_cast<Chunk<T>*>(key_cache + keys.offset(params.key_strides, page, place.within)) = embedded;
+        *reinterpret_cast<Chunk<T>*>(value_cache + keys.offset(params.value_strides, page, place.within)) = value_chunk;
+      }
     }
   }
 
@@ -164,6 +216,38 @@ struct Rows {
   }
 };
 
+// A tile of queries that are rotated comes through registers, ROWS of its rows at a time.
+template <typename C, int PACK, typename EMBEDDING>
+struct RotatedRows {
+  using T = typename C::T;
+  using OwnChunk = RowChunk<T, C::COLUMNS, EMBEDDING>;
+  static constexpr int ROWS = C::THREADS / OwnChunk::LANES;
+
+  __device__ __forceinline__ static int row(int first) {
+    return first + static_cast<int>(threadIdx.x) / OwnChunk::LANES;
+  }
+  // Starts loading the rows from `first` on.
+  template <typename Segment>
+  __device__ __forceinline__ static OwnChunk load(const AppendParams& append, const Segment& segment, int first) {
+    const Rows<PACK> place(segment.work, segment.sequence, PACK);
+    const T* query = static_cast<const T*>(append.call.query);
+    const bool valid = row(first) < segment.rows && OwnChunk::column() < C::HEAD_DIM;
+    return OwnChunk(valid ? place.at(query, append.call.query_strides, row(first)) : nullptr,
+                    segment.sequence.length + (segment.work.first_row + row(first)) / PACK, append);
+  }
+  __device__ __forceinline__ static void store(typename C::QueryTile& tile, int first, const OwnChunk& chunk) {
+    const Chunk<T> embedded = chunk.embedded();
+    if (row(first) < C::BLOCK_M && OwnChunk::column() < C::COLUMNS) {
+      *reinterpret_cast<Chunk<T>*>(tile.at(row(first), OwnChunk::column())) = embedded;
+    }
+  }
+  template <typename Segment>
+  __device__ __forceinline__ static void copy(typename C::QueryTile& tile, const AppendParams& append,
+                                              const Segment& segment, int first) {
+    for (; first < C::BLOCK_M; first += ROWS) store(tile, first, load(append, segment, first));
+  }
+};
+
 // Gives four columns of the row's O, and its statistics, of any number of parts, in their order.
 template <typename Stats, typename Values>
 __device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, Stats stats, Values values) {
@@ -185,9 +269,67 @@ __device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, S
   return total;
 }
 
+// The parameter of a kernel: without an embedding, which is void, it appends and rotates nothing.
+template <typename EMBEDDING>
+struct Given {
+  using Params = AppendParams;
+};
+template <>
+struct Given<void> {
+  using Params = VarlenParams;
+};
+template <typename EMBEDDING>
+using ParamsOf = typename Given<EMBEDDING>::Params;
+__device__ __forceinline__ const VarlenParams& call_of(const VarlenParams& params) { return params; }
+__device__ __forceinline__ const VarlenParams& call_of(const AppendParams& params) { return params.call; }
+
+// Adds a part's four columns and statistics of a row to those of the parts before it. A part that the row does not see
+// changes no bit, and no other order of operations is allowed: parts of a fixed size give the same in every call.
+__device__ __forceinline__ void add_part(Values4& total, RowStats& combined, const Values4& values,
+                                         const RowStats& stats) {
+  const float largest = fmaxf(combined.stabilizer, stats.stabilizer);
+  const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
+  const float before = ex2_approx(combined.stabilizer - stabilizer), now = ex2_approx(stats.stabilizer - stabilizer);
+  combined = {largest, fmaf(combined.sum, before, __fmul_rn(stats.sum, now))};
+#pragma unroll
+  for (int c = 0; c < 4; ++c) total.data[c] = fmaf(total.data[c], before, __fmul_rn(values.data[c], now));
+}
+
+// Moves every row's stabilizer to its largest score. An update moves those of a warp together, when one of them is far
+// behind: after this none is, and no bit of a row depends on the others.
+template <int KEYS, int COLUMNS, int ROW_TILES>
+__device__ __forceinline__ void follow_maxima(OnlineSoftmax<ROW_TILES>& softmax,
+                                              const float (&s)[ROW_TILES][KEYS / 8][4],
+                                              float (&o)[ROW_TILES][COLUMNS / 8][4]) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = negative_infinity();
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) largest = fmaxf(largest, fmaxf(s[t][n][2 * half], s[t][n][2 * half + 1]));
+      largest = quad_max(largest);
+      float& stabilizer = softmax.stabilizer[t][half];
+      if (!__any_sync(FULL_WARP, largest > stabilizer)) continue;
+      const float next = fmaxf(stabilizer, largest);
+      const float factor = next == negative_infinity() ? 1.0f : ex2_approx(stabilizer - next);
+      stabilizer = next;
+      softmax.sum[t][half] *= factor;
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 8; ++n) o[t][n][2 * half] *= factor, o[t][n][2 * half + 1] *= factor;
+    }
+  }
+}
+
+// SPLIT: tiles of keys of a part, where a sequence's bits may not depend on the others; 0 where they may. MOST_PARTS:
+// those of all sequences that CTAs share.
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
-          int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __grid_constant__ VarlenParams params) {
+          int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING, int SPLIT,
+          int MOST_PARTS>
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
+    attention(const __grid_constant__ ParamsOf<EMBEDDING> given) {
+  constexpr bool APPENDS = PRESENT<EMBEDDING>, ROTATES = ROTATED_COLUMNS<EMBEDDING> > 0;
+  const VarlenParams& params = call_of(given);
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
   auto& shared = dynamic_shared<Shared<C, CLUSTER>>();
@@ -202,10 +344,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
     }
   }
   if (PROGRAMMATIC) grid_dependency_wait();
-  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, CLUSTER> scheduler(params);
+  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, SPLIT, MOST_PARTS, CLUSTER> scheduler(params);
   WorkTile work;
   if (!scheduler.next(work)) return;
-  using OwnSegment = Segment<C, MASKS, PACK, LAYOUT, CLUSTER>;
+  using OwnSegment = Segment<C, MASKS, PACK, LAYOUT, CLUSTER, APPENDS>;
   using OwnSource = Source<C, LAYOUT>;
   // Tiles are loaded ahead: of `loading`, which is the segment that is computed or, where the ring flows, the next one.
   OwnSegment loading(params, work);
@@ -221,15 +363,34 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
                    valid ? place.at(query, params.query_strides, r) + column : query, valid ? 16 : 0);
     });
   };
+  using RotatedQuery = RotatedRows<C, PACK, EMBEDDING>;
   const auto begin_loading = [&](int buffer) {
     loaded = 0;
     OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
-    load_query(buffer);
+    if constexpr (!ROTATES) load_query(buffer);
+  };
+  // New keys that are not among the first tiles go to the cache, once those are on their way, and come from there: a
+  // barrier is in between.
+  const auto store_ahead = [&]() {
+    if constexpr (APPENDS) {
+      const int before = (loading.new_from / C::TILE - loading.first_tile) / CLUSTER;
+      if (loading.new_from >= loading.end || before < AHEAD) return;
+      for (int i = before; i < loading.count; ++i) {
+        OwnSource::template store_new<EMBEDDING>(nullptr, pages, given, loading, loading.first_key(i, group));
+      }
+      loading.new_from = loading.end;
+    }
   };
   // Starts copying the next tile of `loading`, if there is one, as a group of copies.
   const auto load = [&]() {
     if (loaded < loading.count) {
-      OwnSource::copy_async(ring[total % STAGES], pages, params, loading, loading.first_key(loaded, group));
+      const int first_key = loading.first_key(loaded, group);
+      OwnSource::copy_async(ring[total % STAGES], pages, params, loading, first_key);
+      if constexpr (APPENDS) {
+        if (first_key + BLOCK_N > loading.new_from) {
+          OwnSource::template store_new<EMBEDDING>(&ring[total % STAGES], pages, given, loading, first_key);
+        }
+      }
       ++loaded, ++total;
       OwnSource::fetch(pages, params, loading, loading.first_key(loaded, group));
     }
@@ -243,10 +404,21 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
     loading = OwnSegment(params, work);
     is_ahead = true;
     begin_loading(1 - query_buffer);
+    store_ahead();
+    if constexpr (ROTATES) RotatedQuery::copy(shared.streaming.query[1 - query_buffer], given, loading, 0);
   };
   begin_loading(0);
+  if constexpr (ROTATES) {
+    const auto first_rows = RotatedQuery::load(given, loading, 0);  // on their way while keys are asked for
 #pragma unroll
-  for (int i = 0; i < AHEAD; ++i) load();
+    for (int i = 0; i < AHEAD; ++i) load();
+    RotatedQuery::store(shared.streaming.query[0], 0, first_rows);
+    RotatedQuery::copy(shared.streaming.query[0], given, loading, RotatedQuery::ROWS);
+  } else {
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) load();
+  }
+  store_ahead();
   if (PROGRAMMATIC) grid_dependency_launch();
 
   int step = 0;          // tiles that were computed
@@ -279,7 +451,9 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
 
     OnlineSoftmax<ROW_TILES> softmax;
     float o[ROW_TILES][COLUMNS / 8][4] = {};
-    if (segment.work.part == 0 && group == 0) masked.add_sinks(softmax);
+    if constexpr (SPLIT == 0) {
+      if (segment.work.part == 0 && group == 0) masked.add_sinks(softmax);
+    }
     for (int i = 0; i < segment.count; ++i, ++step) {
       cp_async_wait<AHEAD - 1>();
       group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads the one before any more
@@ -291,6 +465,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       float s[ROW_TILES][BLOCK_N / 8][4];
       multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, stage.key, 0);
       masked.template apply<BLOCK_N>(s, first_key);
+      if constexpr (SPLIT > 0) follow_maxima<BLOCK_N, COLUMNS>(softmax, s, o);
       softmax.template update<BLOCK_N, COLUMNS>(s, o, 1.0f);
       multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, s, stage.value, 0);
     }
@@ -333,7 +508,11 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       for (int w = 0; w < WARPS_M * WARPS_N; ++w) is_wrong |= shared.misplaced[w] != 0;
     }
 
-    const auto store = [&](int r, int column, const Values4& values, const RowStats& stats) {
+    const auto store = [&](int r, int column, Values4 values, RowStats stats) {
+      if constexpr (SPLIT > 0 && PRESENT<typename MASKS::Sink>) {
+        const float logit = masked.sink(segment.work.first_row + r);
+        add_part(values, stats, Values4{}, {logit, logit > negative_infinity() ? 1.0f : 0.0f});
+      }
       if (column < HEAD_DIM) {
         const float inverse = normalizer(stats.sum);
         const Vector<uint32, 2> packed = {pack<T>(values.data[0] * inverse, values.data[1] * inverse),
@@ -345,6 +524,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
     };
     if constexpr (CLUSTER > 1) cluster_wait();  // the others' barriers are set up
     const Partials<C> partials(params);
+    const auto slot_of = [&](int part) {
+      if constexpr (SPLIT > 0) return segment.work.slot + (segment.work.alone ? part % 2 : part);
+      return partials.slot(segment.work.owner, part);
+    };
     for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
       const int r = i / UNITS, column = i % UNITS * 4;
       RowStats stats;
@@ -362,8 +545,23 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       } else if (segment.work.parts == 1) {
         store(r, column, values, stats);
       } else {
-        *partials.values(segment.work.owner, segment.work.part, r, column) = values;
-        if (column == 0) *partials.stats(segment.work.owner, segment.work.part, r) = stats;
+        Values4 total = values;
+        if constexpr (SPLIT > 0) {
+          if (segment.work.alone && segment.work.part > 0) {  // slots take turns: others still read the statistics
+            const int before = segment.work.slot + (segment.work.part - 1) % 2;
+            total = *partials.values(before, r, column);
+            RowStats combined = *partials.stats(before, r);
+            add_part(total, combined, values, stats);
+            stats = combined;
+          }
+          if (segment.work.alone && segment.work.part == segment.work.parts - 1) {
+            store(r, column, total, stats);
+            continue;
+          }
+        }
+        const int slot = slot_of(segment.work.part);
+        *partials.values(slot, r, column) = total;
+        if (column == 0) *partials.stats(slot, r) = stats;
       }
     }
     if constexpr (CLUSTER > 1) {
@@ -378,7 +576,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       }
       return;
     }
-    if (segment.work.parts > 1) {
+    if (segment.work.parts > 1 && (SPLIT == 0 || !segment.work.alone)) {
       __syncthreads();
       if (threadIdx.x == 0) {  // its fences order what the others wrote before the barrier, and read after the next
         uint32& arrivals = params.arrivals[segment.work.owner];
@@ -391,10 +589,19 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       if (shared.is_last) {
         for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
           const int r = i / UNITS, column = i % UNITS * 4;
+          const auto stats_of = [&](int part) { return *partials.stats(slot_of(part), r); };
+          const auto values_of = [&](int part) { return *partials.values(slot_of(part), r, column); };
           RowStats stats;
-          const Values4 values = combine_many(
-              stats, segment.work.parts, [&](int part) { return *partials.stats(segment.work.owner, part, r); },
-              [&](int part) { return *partials.values(segment.work.owner, part, r, column); });
+          Values4 values;
+          if constexpr (SPLIT > 0) {
+            stats = stats_of(0), values = values_of(0);
+#pragma unroll 4
+            for (int part = 1; part < segment.work.parts; ++part) {
+              add_part(values, stats, values_of(part), stats_of(part));
+            }
+          } else {
+            values = combine_many(stats, segment.work.parts, stats_of, values_of);
+          }
           store(r, column, values, stats);
         }
       }
@@ -406,6 +613,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       if (!more || !scheduler.next(work)) return;
       loading = OwnSegment(params, work);
       begin_loading(query_buffer);
+      if constexpr (ROTATES) RotatedQuery::copy(shared.streaming.query[query_buffer], given, loading, 0);
     }
     segment = loading;
     drained = false;
@@ -414,6 +622,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1) attention(const __g
       if (loaded < min(AHEAD, loading.count)) load(), drained = true;
     }
     if (loaded == 0) cp_async_commit(), drained = true;
+    store_ahead();
   }
 }
 

@@ -8,14 +8,17 @@ namespace microsdpa::ampere::varlen {
 // What the device says of a sequence, within the bounds that the host knows.
 struct Sequence {
   int queries, keys;
+  int length;                  // keys before this call
   int first_query, first_key;  // in packed tensors
 
   __device__ __forceinline__ Sequence(const VarlenParams& params, int b)
       : queries(params.most_queries), keys(params.most_keys), first_query(0), first_key(0) {
     if (params.query_offsets != nullptr) range(params.query_offsets, b, params.most_queries, first_query, queries);
     if (params.key_offsets != nullptr) range(params.key_offsets, b, params.most_keys, first_key, keys);
+    length = keys;
     if (params.lengths != nullptr) {
-      keys = min(keys, max(params.lengths[b], 0) + (params.appends ? min(queries, keys) : 0));
+      length = min(keys, max(params.lengths[b], 0));
+      keys = min(keys, length + (params.appends ? min(queries, keys) : 0));
     }
   }
 

@@ -34,17 +34,23 @@ struct ConsumerWarpgroup {
   }
 };
 
-// Starts O = P V, or adds to O. The tile of V has 16 bits, and lies in panels of PANEL channels.
+// Starts O = P V, or adds to O. The tile of V has 16 bits, and lies in panels of PANEL channels, and perhaps a tail.
 template <typename T, int HEAD_DIM, int STEPS>
 __device__ __forceinline__ void accumulate_values(float (&o)[HEAD_DIM / 2], const uint32 (&p)[STEPS][4], const T* tile,
                                                   bool add) {
-  constexpr int BOX = PANEL<HEAD_DIM>;
+  constexpr int BOX = PANEL<HEAD_DIM>, END = TAIL<HEAD_DIM>, WIDE = HEAD_DIM - END;
   const uint64 value = matrix_descriptor(tile, 16 * STEPS * BOX * sizeof(T), 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
   wgmma_fence_registers(o);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
-    wgmma<T, HEAD_DIM, Major::MN>(o, p[step], advance(value, 16 * BOX * step * sizeof(T)), add || step > 0);
+    wgmma<T, WIDE, Major::MN>(reinterpret_cast<float (&)[WIDE / 2]>(o), p[step],
+                              advance(value, 16 * BOX * step * sizeof(T)), add || step > 0);
+    if constexpr (END > 0) {
+      const uint64 last = matrix_descriptor(tile + 16 * STEPS * WIDE, 16, 8 * END * sizeof(T), TAIL_PATTERN);
+      wgmma<T, END, Major::MN>(reinterpret_cast<float (&)[END / 2]>(o[WIDE / 2]), p[step],
+                               advance(last, 16 * END * step * sizeof(T)), add || step > 0);
+    }
   }
   wgmma_commit();
 }

@@ -80,6 +80,23 @@ struct Schedule {
     const bool backwards = CAUSAL ? turn % 2 == 1 : round * ctas >= whole * heads;
     const int index = round_of_section * ctas + (backwards ? ctas - 1 - cta : cta);
     if (index >= in_section * tiles) return {0, 0, 0, 0};
+    return tile_of(first_head, in_section, index);
+  }
+
+  // Query tiles of all heads.
+  __device__ __forceinline__ int count() const { return heads * tiles; }
+
+  // One of count(), for CTAs that take the next one when they are done with one: in the order of the sections, the
+  // longest tiles first.
+  __device__ __forceinline__ WorkTile numbered(int number) const {
+    const int section = number / (section_heads * tiles), first_head = section * section_heads;
+    return tile_of(first_head, min(section_heads, heads - first_head), number - first_head * tiles);
+  }
+
+ private:
+  // By its place in a section of `in_section` heads.
+  __device__ __forceinline__ WorkTile tile_of(int first_head, int in_section, int index) const {
+    const int whole = params.seqlen_q / BLOCK_M;  // tiles of a head
     int head, tile;
     if (CAUSAL) {
       head = first_head + index % in_section, tile = tiles - 1 - index / in_section;

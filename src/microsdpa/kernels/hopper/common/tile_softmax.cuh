@@ -85,17 +85,18 @@ struct TileSoftmax {
     }
   }
 
-  // Probabilities relative to what is still to be subtracted, and their sums.
+  // Probabilities relative to what is still to be subtracted, and their sums. Scores are what `factor` makes of them.
+  template <typename Factor>
   __device__ __forceinline__ void exponentials(const Scores& s, Probabilities& p, const float (&subtract)[2],
-                                               float (&added)[2]) const {
+                                               float (&added)[2], const Factor& factor) const {
     float even[2] = {0.0f, 0.0f}, odd[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
       for (int i = 8 * step; i < 8 * step + 8; i += 2) {
         const int half = i / 2 % 2;
-        const float x = ex2_approx(fmaf(s[i], scale_of(half), -subtract[half]));
-        const float y = ex2_approx(fmaf(s[i + 1], scale_of(half), -subtract[half]));
+        const float x = ex2_approx(fmaf(s[i], factor(s[i], half), -subtract[half]));
+        const float y = ex2_approx(fmaf(s[i + 1], factor(s[i + 1], half), -subtract[half]));
         even[half] = FROM_ZERO || i >= 4 ? even[half] + x : x;
         odd[half] = FROM_ZERO || i >= 4 ? odd[half] + y : y;
         p[step][i / 2 % 4] = pack<T>(x, y);
@@ -106,9 +107,15 @@ struct TileSoftmax {
     added[1] = even[1] + odd[1];
   }
 
+  // Whether probabilities with these sums stand: later maxima are not looked for as long as no sum comes near the end
+  // of FP16's range, and no scaled stabilizer is so large that its rounding would show, nor infinite.
+  __device__ __forceinline__ static bool fits(const float (&subtracted)[2], const float (&added)[2]) {
+    const bool usual = fmaxf(fabsf(subtracted[0]), fabsf(subtracted[1])) < LARGE_STABILIZER;
+    return usual && fmaxf(added[0], added[1]) <= LARGEST_SUM;
+  }
+
   // Turns the scores of a tile into probabilities. Stabilizers are the maxima of a row's first tile, where `first` says
-  // that this is one, or have been guessed; later maxima are not looked for as long as no sum comes near the end of
-  // FP16's range, and no scaled stabilizer is so large that its rounding would show. Gives whether stabilizers have
+  // that this is one, or have been guessed; they stay while the probabilities fit. Gives whether stabilizers have
   // moved: O is then to be multiplied by `factor`. `look` has the maxima looked for at once.
   __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2], bool first,
                                                bool look = false) {
@@ -123,10 +130,9 @@ struct TileSoftmax {
 #pragma unroll
         for (int half = 0; half < 2; ++half) subtract[half] = rows.stabilizer[half] * scale_of(half);
       }
-      exponentials(s, p, subtract, added);
-      const bool usual = fmaxf(fabsf(subtract[0]), fabsf(subtract[1])) < LARGE_STABILIZER;  // nor infinite
-      const bool fits = usual && fmaxf(added[0], added[1]) <= LARGEST_SUM;
-      if (moved || __all_sync(FULL_WARP, fits)) break;
+      exponentials(s, p, subtract, added, [this](float, int half) { return scale_of(half); });
+      const bool stands = fits(subtract, added);
+      if (moved || __all_sync(FULL_WARP, stands)) break;
       moved = true;
     }
     rows.sum[0] += added[0];

@@ -90,7 +90,7 @@ struct Exchange {
   using T = typename C::T;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool LATE_LSE = C::LATE_LSE;
-  using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
+  using Shared = SharedStorage<T, HEAD_DIM, STAGES, typename C::MaskMemory>;
   static constexpr int QUADRUPLES = Shared::QUADRUPLES;
   static constexpr int OWN_ROWS = CLUSTER == 2 ? 1 : 2;  // halves that this CTA finishes
 
@@ -145,15 +145,15 @@ struct Exchange {
     return wrong;
   }
 
-  // Sends the peer this warpgroup's part of its rows' l, infinity when it comes again. Under masks the peer judges by
-  // the sums themselves.
+  // Sends the peer this warpgroup's part of its rows' l, infinity when it comes again; what then comes is the sum,
+  // which may be no number. Under masks the peer judges by the sums themselves.
   template <bool AGAIN>
   __device__ __forceinline__ void send_sum() {
     const bool wrong = finish_sum<1>();
     if (sends && fragment.quad_lane() == 0) {
       const int peer = 1 - work.rank;
       store_async(peer_address(&shared.from_peer[AGAIN].row[warpgroup][fragment.row_of_half()], peer), stabilizer[1],
-                  wrong && !C::MASKS::ANY ? -negative_infinity() : sum[1],
+                  wrong && !AGAIN && !C::MASKS::ANY ? -negative_infinity() : sum[1],
                   peer_address(&shared.peer_arrived[AGAIN].row, peer));
     }
     __syncwarp();

@@ -38,10 +38,11 @@ constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
 
 // What a kernel is compiled for; kernel.cu says what each is.
 template <typename T_, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_, bool MASKED_,
-          typename MASKS_>
+          typename MASKS_, int MASK_ROWS_>
 struct Configuration {
   using T = T_;
   using MASKS = MASKS_;
+  using MaskMemory = typename MaskMemoryOf<MASKS_, MASK_ROWS_, ROUNDS_>::Type;
   static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ROUNDS = ROUNDS_;
   static constexpr bool CAUSAL = CAUSAL_, RAGGED = MASKED_, MASKED = MASKED_ || MASKS::ANY;
   static constexpr bool LATE_LSE = LSE_LAST<CLUSTER, ROUNDS, MASKED>;
@@ -53,7 +54,7 @@ struct Consumer : Exchange<C> {
   using Base = Exchange<C>;
   using T = typename C::T;
   using MASKS = typename C::MASKS;
-  using Rules = ScoreMasks<MASKS, C::CLUSTER, C::CAUSAL, C::RAGGED>;
+  using Rules = ScoreMasks<MASKS, C::CLUSTER, C::CAUSAL, C::RAGGED, typename C::MaskMemory>;
   using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
@@ -80,7 +81,7 @@ struct Consumer : Exchange<C> {
   uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];
   float subtract[2];  // the stabilizers, finite
-  MaskState<MASKS, CLUSTER, CAUSAL, C::RAGGED, ROUNDS == 0 ? 1 : ROUNDS> masks;
+  MaskState<Rules, ROUNDS == 0 ? 1 : ROUNDS> masks;
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Q's fragments. A negative scale is a positive one of -Q.
@@ -144,72 +145,23 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ TileMask<CLUSTER, CAUSAL> mask_of(int round) const {
     return {params, fragment, work.first_row, work.first_key(round, warpgroup)};
   }
-  __device__ __forceinline__ Rules score_masks() const { return {arguments, work, fragment, scale}; }
-  // Makes scores of a tile's products.
-  __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round) {
-    if constexpr (MASKS::ANY) {
-      const Rules rules = score_masks();
-      if (ROUNDS > 0) rules.fetch(masks.view[0], masks.rows, work.first_key(round, warpgroup));
-      rules.settle(masks.view[0]);
-      rules.score(s, masks.view[0], masks.rows, masks.slope, work.first_key(round, warpgroup), masks.soft_cap);
-      // In a ring the next tile's mask is read a tile ahead.
-      if (ROUNDS == 0) rules.fetch(masks.view[0], masks.rows, work.first_key(round + 1, warpgroup));
-    } else if constexpr (MASKED) {
-      mask_of(round).apply(s);
-    }
-  }
-
-  // Works out all that masks do not have to be read for, and starts to read the others: of all tiles, or of a ring's
-  // first one.
-  __device__ __forceinline__ void read_masks() {
-    const Rules rules = score_masks();
-    masks.rows = rules.find_rows();
-    masks.soft_cap = rules.find_soft_cap();
-    if constexpr (Rules::READS) {
-      masks.rows.hold();
-    } else if constexpr (!Rules::READS_ROWS) {
-      look_at_rows();
-    }
-    if constexpr (Rules::WAITS) grid_dependency_wait();
-    rules.read_ranges(masks.rows);
-    masks.slope = rules.slope();
-    masks.sink = rules.sink();
-#pragma unroll
-    for (int round = 0; round < (ROUNDS == 0 ? 1 : ROUNDS); ++round) {
-      rules.fetch(masks.view[round], masks.rows, work.first_key(round, warpgroup));
-    }
-  }
-  // Of rows without a mask tensor: which keys they see, and not less than what is added to a score of any tile of the
-  // CTA.
-  __device__ __forceinline__ void look_at_rows() {
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) see_keys(round);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      masks.highest[half] = negative_infinity();
-#pragma unroll
-      for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
-        const int first_key = work.first_key(tile / WARPGROUPS, tile % WARPGROUPS);
-        const float highest = score_masks().highest_of_keys(masks.rows, half, masks.slope, first_key);
-        masks.highest[half] = fmaxf(masks.highest[half], highest);
-      }
-    }
-  }
-  // Finds the keys of a tile that rows see, bits of the thread's own first.
-  __device__ __forceinline__ void see_keys(int round) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      KeyBits bits = score_masks().seen(masks.view[round], masks.rows, half, work.first_key(round, warpgroup));
-      if (round == 0) masks.sees_first[half] = bits.word[0] & (1 << STABILIZER_KEYS) - 1;
-      bits.word[0] >>= 2 * fragment.quad_lane();
-      bits.word[1] >>= 2 * fragment.quad_lane();
-      masks.seen[round][half] = bits;
-    }
-  }
+  __device__ __forceinline__ Rules score_masks() const { return {{arguments, work, fragment, shared}, scale}; }
+  // What masks ask for (masked_rounds.cuh).
+  __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round);
+  __device__ __forceinline__ void fetch_mask(int round, typename Rules::View& view) const;
+  __device__ __forceinline__ void read_masks();
+  __device__ __forceinline__ void look_at_rows();
+  __device__ __forceinline__ void see_keys(int round);
   // Whether a row sees key 8 n + e of the thread's own.
   __device__ __forceinline__ bool sees(int round, int half, int n, int e) const {
     if constexpr (!Rules::SOME_HIDDEN) return true;
     return masks.seen[round][half].word[n / 4] >> (n % 4 * 8 + e) & 1;
+  }
+
+  // How far below its stabilizer a row's largest score is expected. Where all that masks do is to hide keys, and one of
+  // the first is visible, that cannot be the largest one's place.
+  __device__ __forceinline__ float headroom(int half) const {
+    return !Rules::ADDS && !Rules::ALIBI && masks.sees_first[half] ? 0.0f : HEADROOM<T>;
   }
 
   // What a row's sum begins with, in one thread: its sink's part.
@@ -319,6 +271,9 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void run_unrolled();
   __device__ __forceinline__ void begin_first(float (&s)[BLOCK_N / 2]);
   __device__ __forceinline__ void look_at_masks(float (&s)[2][BLOCK_N / 2]);
+  __device__ __forceinline__ void begin_later(float (&s)[2][BLOCK_N / 2]);
+  __device__ __forceinline__ void look_at_rows_later();
+  __device__ __forceinline__ bool shows_first(int half, int n, int e) const;
   __device__ __forceinline__ void find_masked_stabilizer(const float (&s)[BLOCK_N / 2]);
   template <int N>
   __device__ __forceinline__ void find_stabilizer(const float (&s)[N]);

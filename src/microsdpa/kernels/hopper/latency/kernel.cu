@@ -89,12 +89,12 @@ struct Tile {
   __device__ __forceinline__ int round() const { return is_key() ? (turn() + 1) / 2 : (turn() - 1) / 2; }
 };
 // Whether the copy of another tile brings this one too.
-template <int HEAD_DIM, int STAGES, typename T>
-__device__ __forceinline__ bool comes_along(const SharedStorage<T, HEAD_DIM, STAGES>&, const Tile<STAGES>& tile) {
-  return SharedStorage<T, HEAD_DIM, STAGES>::FEW_COPIES && !tile.is_key() && tile.warpgroup() + tile.round() > 0;
+template <typename Shared, int STAGES>
+__device__ __forceinline__ bool comes_along(const Shared&, const Tile<STAGES>& tile) {
+  return Shared::FEW_COPIES && !tile.is_key() && tile.warpgroup() + tile.round() > 0;
 }
-template <int FIRST, int LAST, int HEAD_DIM, int STAGES, typename T>
-__device__ __forceinline__ void set_up_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared) {
+template <int FIRST, int LAST, int STAGES, typename Shared>
+__device__ __forceinline__ void set_up_tiles(Shared& shared) {
 #pragma unroll
   for (int number = FIRST; number < LAST; ++number) {
     const Tile<STAGES> tile{number};
@@ -105,10 +105,11 @@ __device__ __forceinline__ void set_up_tiles(SharedStorage<T, HEAD_DIM, STAGES>&
   }
   mbarrier_init_fence();
 }
-template <int FIRST, int LAST, int ROUNDS, bool ANNOUNCED = false, int HEAD_DIM, int STAGES, typename T>
-__device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& shared, const WorkTile& work,
+template <int FIRST, int LAST, int ROUNDS, bool ANNOUNCED = false, int HEAD_DIM, int STAGES, typename T,
+          typename MASK_TILES>
+__device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>& shared, const WorkTile& work,
                                            const TensorMap& key, const TensorMap& value) {
-  constexpr int VALUE_TILES = SharedStorage<T, HEAD_DIM, STAGES>::VALUE_TILES;
+  constexpr int VALUE_TILES = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::VALUE_TILES;
 #pragma unroll
   for (int number = FIRST; number < LAST; ++number) {
     const Tile<STAGES> tile{number};
@@ -125,19 +126,60 @@ __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES>& s
   }
 }
 
+template <typename First, typename... Others>
+__device__ __forceinline__ const First& first_of(const First& first, const Others&...) {
+  return first;
+}
+
+// A mask tensor's head and batch entry for a CTA, 0 where there is but one.
+struct MaskOrigin {
+  int head, batch;
+
+  // Worked out here, and not where it is used: a parameter's first access takes long.
+  __device__ __forceinline__ MaskOrigin(const AttentionParams&, const WorkTile&) {}
+  __device__ __forceinline__ MaskOrigin(const MaskedParams& params, const WorkTile& work)
+      : head(opaque(params.masks.mask_strides.head != 0 ? work.head : 0)),
+        batch(opaque(params.masks.mask_strides.batch != 0 ? work.batch : 0)) {}
+};
+
+// Copies the mask's tiles for the query tile and all of the CTA's keys, as far as the kernel has them from bulk copies.
+// They come ahead of Q: there is much to do with them before there are products.
+template <int ROUNDS, typename Shared, typename... MAPS>
+__device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work, const MaskOrigin& origin,
+                                           const MAPS&... maps) {
+  if constexpr (sizeof...(MAPS) > 0) {
+    using Tiles = typename Shared::Masks;
+    const TensorMap& map = first_of(maps...);
+    const int row = Tiles::ROWS == 1 ? 0 : work.first_row;
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+#pragma unroll
+      for (int panel = 0; panel < Tiles::PANELS_OF_ROUND; ++panel) {
+        tma_load(shared.mask[round][panel], map, shared.mask_full, work.first_key(round, 0) + panel * Tiles::PANEL_KEYS,
+                 row, origin.head, origin.batch);
+      }
+    }
+  }
+}
+
 // Sets the barriers up, and issues the copies. One thread: two warps that issue them hold each other up. With few
 // copies, what is ahead of the first ones counts, also when the kernel before has not ended: the barriers of Q and of
 // one tile alone are set up and told their bytes first, and the exchange is set up by another warp.
-template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T>
-__device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared, const WorkTile& work,
-                                      const TensorMap& query, const TensorMap& key, const TensorMap& value) {
-  constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES>::FEW_COPIES;
+template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T, typename MASK_TILES, typename PARAMS,
+          typename... MAPS>
+__device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>& shared, const WorkTile& work,
+                                      const PARAMS& arguments, const TensorMap& query, const TensorMap& key,
+                                      const TensorMap& value, const MAPS&... masks) {
+  constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::FEW_COPIES;
   constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
   if (!FEW) prefetch_tensor_map(value);
   mbarrier_init(shared.query_full(), 1);
-  set_up_tiles<0, FIRST_TILES>(shared);
+  if constexpr (sizeof...(MAPS) > 0) mbarrier_init(shared.mask_full, 1);
+  set_up_tiles<0, FIRST_TILES, STAGES>(shared);
+  const MaskOrigin origin(arguments, work);
+  if constexpr (sizeof...(MAPS) > 0) mbarrier_arrive_expect(shared.mask_full, MASK_TILES::COPIED_BYTES);
   if (FEW) {
     mbarrier_arrive_expect(shared.query_full(), TILE_BYTES<T, HEAD_DIM>);
     mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<T, HEAD_DIM>);
@@ -145,12 +187,13 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
+  copy_masks<ROUNDS>(shared, work, origin, masks...);
   load_tile<T, HEAD_DIM, 1, FEW>(shared.query, query, shared.query_full(), work.first_row, work.head, work.batch);
   copy_tiles<0, FIRST_TILES, ROUNDS, FEW>(shared, work, key, value);
   if constexpr (FEW) {
     // Never true. Behind a branch that ptxas cannot decide it works out what later copies need after the first ones.
     if (opaque(work.batch) > MAX_BATCH) return;
-    set_up_tiles<FIRST_TILES, TILES>(shared);
+    set_up_tiles<FIRST_TILES, TILES, STAGES>(shared);
     copy_tiles<FIRST_TILES, TILES, ROUNDS>(shared, work, key, value);
   } else {
     begin_exchange<CLUSTER, ROUNDS>(shared);
@@ -160,31 +203,36 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES>& shared
 // HEAD_DIM: columns of the tiles, of which the tensors have the first COLUMNS. ROUNDS: tiles of each warpgroup when
 // known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key head. CAUSAL: what a row sees has a
 // right end. MASKED: keys do not fill the tiles, or have such an end. MASKS: what else decides about scores.
+// MASK_ROWS: rows of the boxes in which bulk copies bring a mask tensor, 1 where queries share one; then there is one
+// more tensor map. 0: threads read it, if there is one.
 template <typename T, int HEAD_DIM, int COLUMNS, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL,
-          bool MASKED, typename MASKS>
+          bool MASKED, typename MASKS, int MASK_ROWS = 0, typename... MAPS>
 __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ typename MASKS::Params arguments, const __grid_constant__ TensorMap query,
-              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
+              const __grid_constant__ MAPS... masks) {
   const AttentionParams& params = MASKS::call(arguments);
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "each warpgroup finishes whole quadruples");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
-  using Shared = SharedStorage<T, HEAD_DIM, STAGES>;
+  using C = Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS, MASK_ROWS>;
+  using Shared = SharedStorage<T, HEAD_DIM, STAGES, typename C::MaskMemory>;
   static_assert(!Shared::FEW_COPIES || ROUNDS == STAGES, "few copies are all there are");
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
   const WorkTile work = work_of_cta<MASKS, CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(arguments);
-  if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, query, key, value);
+  if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, arguments, query, key, value, masks...);
   if (Shared::FEW_COPIES && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
     prefetch_tensor_map(value);
+    if constexpr (sizeof...(MAPS) > 0) prefetch_tensor_map(first_of(masks...));
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
   __syncwarp();
   const auto consumer_of_thread = [&] {
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
     const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
-    return Consumer<Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS>>{
+    return Consumer<C>{
         {shared, params, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}},
         key,
         value,

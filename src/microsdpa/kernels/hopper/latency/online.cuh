@@ -3,6 +3,7 @@
 #pragma once
 
 #include "consumer.cuh"
+#include "masked_rounds.cuh"
 
 namespace microsdpa::hopper::latency {
 

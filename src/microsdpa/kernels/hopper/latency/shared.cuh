@@ -78,8 +78,16 @@ struct PeerArrived {
   Mbarrier row;
 };
 
-template <typename T, int HEAD_DIM, int STAGES>
-struct SharedStorage {
+// Without a mask tensor that bulk copies bring.
+struct NoMaskTiles {};
+template <typename MASK_TILES>
+constexpr bool HAS_MASK_TILES = true;
+template <>
+constexpr bool HAS_MASK_TILES<NoMaskTiles> = false;
+
+template <typename T, int HEAD_DIM, int STAGES, typename MASK_TILES = NoMaskTiles>
+struct SharedStorage : MASK_TILES {
+  using Masks = MASK_TILES;
   // What the thread that issues the copies does is everybody's time where there are few of them: then one brings all
   // tiles of V. Of K it would make the first product wait.
   static constexpr bool FEW_COPIES = HEAD_DIM == 64 && STAGES <= 2;

@@ -24,6 +24,10 @@ BLOCK_M = BLOCK_N = 64
 WARPGROUPS = 2
 PANEL = 64
 """Columns of a box."""
+PANEL_BYTES = 128
+"""Of a row of a mask's box."""
+MASK_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+"""Of an element of a mask that bulk copies can bring."""
 HEAD_DIMS = range(8, 129, 8)
 """Head dimensions whose rows a bulk copy can read."""
 TILE_DIMS = (64, 96, 128)
@@ -35,7 +39,8 @@ def padded(head_dim: int) -> int:
     return min(dim for dim in TILE_DIMS if dim >= head_dim)
 
 
-MASK_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
+RING_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
+UNROLLED_SPILLS = "four rounds under masks take a few registers more than there are: they are stored, once"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Latency:
         """Tiles of V that one copy brings: with few copies, all."""
         return WARPGROUPS * self.stages if head_dim == 64 and self.stages <= 2 else 1
 
-    def shared_bytes(self, head_dim: int) -> int:
+    def shared_bytes(self, head_dim: int, mask: MaskKind | None = None) -> int:
         """SharedStorage's size (shared.cuh), for one of TILE_DIMS."""
         quadruples = head_dim // WARPGROUPS // 16
         columns = -(-head_dim // PANEL) * PANEL
@@ -68,7 +73,18 @@ class Latency:
         )
         copies = WARPGROUPS * self.stages + WARPGROUPS * self.stages // self.value_tiles(head_dim)
         barriers = (1 + copies + 2 * (WARPGROUPS + 1)) * 8
-        return -(-(tiles + merging + barriers) // 1024) * 1024
+        return self.mask_bytes(mask) + -(-(tiles + merging + barriers) // 1024) * 1024
+
+    def mask_bytes(self, mask: MaskKind | None) -> int:
+        """MaskTiles' size (mask_tiles.cuh), of a mask that bulk copies bring; 0 for none."""
+        if mask is None or mask.tensor is None or not mask.bulk or not self.rounds:
+            return 0
+        bytes_of_row = self.rounds * WARPGROUPS * BLOCK_N * MASK_BYTES[mask.tensor]
+        return bytes_of_row * (BLOCK_M if mask.per_query else 8) + 1024
+
+    def brings(self, head_dim: int, mask: MaskKind | None, shared_per_cta: int) -> bool:
+        """Whether bulk copies bring the mask: as far as tensor maps describe it, and it fits."""
+        return self.mask_bytes(mask) > 0 and self.shared_bytes(head_dim, mask) <= shared_per_cta
 
 
 def key_rounds(problem: Problem, cluster: int) -> int:
@@ -84,14 +100,17 @@ def configuration(problem: Problem, cluster: int) -> Latency:
     # Unrolled rounds are code; past four of them the loop costs as little. Four with a mask and a peer do not fit the
     # registers at D = 64.
     most = 3 if head_dim == 64 and problem.causal is not None and cluster == 2 else 4
+    unrolled = Latency(cluster, rounds, rounds)
     if problem.mask is not None:
-        most = _most_masked(problem.mask)
-    return Latency(cluster, rounds, rounds) if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
+        most = min(most, _most_masked(problem.mask))
+    return unrolled if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
 
 
 def _most_masked(mask: MaskKind) -> int:
-    """Rounds that are unrolled under masks. Numbers behind a soft cap would take too many registers."""
-    return 0 if mask.softcap and mask.tensor not in (None, "bool", "int32", "uint8") else 2
+    """Rounds that are unrolled under masks. S begins with numbers in two of them, and with none behind a soft cap."""
+    if mask.tensor in (None, "bool", "int32", "uint8"):
+        return 4
+    return 0 if mask.softcap else 2
 
 
 @functools.lru_cache
@@ -123,8 +142,21 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         "MASKED": BOOLEAN[right or not whole],
         "MASKS": masks_type(mask),
     }
+    chip = chip_of(problem.target)
+    box = mask if choice.brings(head_dim, mask, chip.shared_per_cta) else None
+    maps = [
+        TensorMap("query", BLOCK_M, PANEL),
+        TensorMap("key", BLOCK_N, PANEL),
+        TensorMap("value", BLOCK_N * choice.value_tiles(head_dim), PANEL),
+    ]
+    if box and box.tensor:
+        rows = BLOCK_M if box.per_query else 1
+        swizzle = 0 if box.tensor == "bool" else PANEL_BYTES
+        columns = BLOCK_N if box.tensor == "bool" and rows > 1 else PANEL_BYTES // MASK_BYTES[box.tensor]
+        maps.append(TensorMap("attn_mask", rows, columns, swizzle))
+        arguments |= {"MASK_ROWS": rows, "MAPS": "microsdpa::TensorMap"}
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
-    alone = chip_of(problem.target).shared_per_sm // 2
+    alone = chip.shared_per_sm // 2
     return KernelSpec(
         name="hopper/latency",
         source="hopper/latency/kernel.cu",
@@ -132,17 +164,13 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=128 * WARPGROUPS,
         block_m=BLOCK_M,
-        shared_bytes=max(choice.shared_bytes(head_dim), alone),
-        local_memory=MASK_SPILLS if mask is not None and choice.rounds == 0 else "",
+        shared_bytes=max(choice.shared_bytes(head_dim, box), alone),
+        local_memory="" if mask is None else {0: RING_SPILLS, 4: UNROLLED_SPILLS}.get(choice.rounds, ""),
         low_occupancy="one CTA an SM, of two warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,
         grid_order="xyz",
-        tensor_maps=(
-            TensorMap("query", BLOCK_M, PANEL),
-            TensorMap("key", BLOCK_N, PANEL),
-            TensorMap("value", BLOCK_N * choice.value_tiles(head_dim), PANEL),
-        ),
+        tensor_maps=tuple(maps),
         programmatic=True,
         params="microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams",
     )

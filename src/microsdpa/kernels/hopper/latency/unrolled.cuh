@@ -3,85 +3,9 @@
 #pragma once
 
 #include "consumer.cuh"
+#include "masked_rounds.cuh"
 
 namespace microsdpa::hopper::latency {
-
-// What S of the first tile begins with where masks are numbers: these, but of the first 16 keys nothing, in which the
-// stabilizer is found.
-template <typename C>
-__device__ __forceinline__ void Consumer<C>::begin_first(float (&s)[BLOCK_N / 2]) {
-  score_masks().settle(masks.view[0]);
-  score_masks().begin(s, masks.view[0], masks.slope, work.first_key(0, warpgroup));
-#pragma unroll
-  for (int i = 0; i < STABILIZER_KEYS / 2; ++i) masks.first[i] = s[i], s[i] = 0.0f;
-}
-
-// Beside the products of the first tile: what S of the later tiles begins with, which keys rows see, and the largest
-// number that masks add to a score of each row. This one and the largest product of the first keys make the stabilizer:
-// it is near the row's largest score whatever keys are hidden, and -inf when all of the CTA's are.
-template <typename C>
-__device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N / 2]) {
-  const Rules rules = score_masks();
-  // Long over. What follows depends on shuffles behind it: ptxas would put it amid the products and delay these.
-  mbarrier_wait(shared.query_full(), 0);
-#pragma unroll
-  for (int round = 0; round < ROUNDS; ++round) {
-    if (!MASK_AHEAD || round > 0) rules.settle(masks.view[round]);
-    if (MASK_AHEAD && round > 0) {
-      rules.begin(s[round], masks.view[round], masks.slope, work.first_key(round, warpgroup));
-    }
-    see_keys(round);
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    masks.highest[half] = negative_infinity();
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-      const float highest =
-          rules.highest(masks.view[round], masks.rows, half, masks.slope, work.first_key(round, warpgroup));
-      masks.highest[half] = fmaxf(masks.highest[half], highest);
-    }
-    if constexpr (Rules::ADDS) {
-      masks.highest[half] = quad_max(masks.highest[half]);
-      float shown = negative_infinity();
-#pragma unroll
-      for (int n = 0; n < STABILIZER_KEYS / 8; ++n) {
-        shown = fmaxf(shown, fmaxf(masks.first[4 * n + 2 * half], masks.first[4 * n + 2 * half + 1]));
-      }
-      shown = quad_max(shown);
-      masks.sees_first[half] = masks.sees_first[half] && shown != negative_infinity();
-    }
-  }
-  wgmma_fence_registers(masks.highest);
-  // The first warpgroup, which finds the stabilizer, is told the second one's.
-  const int row = fragment.row_of_half();
-  if (warpgroup == 0) {
-    named_barrier_sync(MASKS_READ, THREADS);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) masks.highest[half] = fmaxf(masks.highest[half], shared.sum[1][half][row]);
-  } else {
-    if (fragment.quad_lane() == 0) {
-      shared.sum[1][0][row] = masks.highest[0];
-      shared.sum[1][1][row] = masks.highest[1];
-    }
-    named_barrier_arrive(MASKS_READ, THREADS);
-    named_barrier_sync(MASKS_SENT, WARPGROUP_THREADS);  // for racecheck, as below
-  }
-}
-
-// Finds the stabilizer in the scores of the first 16 keys. Those that are hidden do not count, unless all are.
-template <typename C>
-__device__ __forceinline__ void Consumer<C>::find_masked_stabilizer(const float (&s)[BLOCK_N / 2]) {
-  float counted[STABILIZER_KEYS / 2];
-#pragma unroll
-  for (int i = 0; i < STABILIZER_KEYS / 2; ++i) {
-    const int half = i / 2 % 2;
-    bool shown = sees(0, half, i / 4, i % 2);
-    if constexpr (Rules::ADDS) shown = shown && masks.first[i] != negative_infinity();
-    counted[i] = shown || !masks.sees_first[half] ? s[i] : negative_infinity();
-  }
-  find_stabilizer(counted);
-}
 
 // The stabilizer of both warpgroups: the first one's, whose first tile comes first. A row that sees none of its keys
 // sees none of this CTA's.
@@ -98,7 +22,7 @@ __device__ __forceinline__ void Consumer<C>::find_stabilizer(const float (&s)[N]
       bool large = MASKED ? is_large(stabilizer[half]) : fabsf(stabilizer[half]) >= LARGE_STABILIZER;
       if constexpr (MASKS::ANY) {
         const bool sees = masks.highest[half] != negative_infinity();
-        stabilizer[half] = sees ? stabilizer[half] + masks.highest[half] - HEADROOM<T> : negative_infinity();
+        stabilizer[half] = sees ? stabilizer[half] + masks.highest[half] - headroom(half) : negative_infinity();
         large = sees && !(fabsf(stabilizer[half]) < LARGE_STABILIZER);
         if (Rules::SINKS && work.rank == 0) {
           large |= is_large(masks.sink);
@@ -198,8 +122,9 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
   }
+  if constexpr (!KNOWN && Rules::BULK) look_at_masks(s);
   if constexpr (!KNOWN) load_query();
-  if constexpr (!KNOWN && Rules::READS_ROWS) look_at_rows();
+  if constexpr (!KNOWN && Rules::READS_ROWS && !Rules::LATE) look_at_rows();
   if constexpr (BEGUN) {
     // Each of them in a register of its own, or ptxas would wait for the products.
 #pragma unroll
@@ -207,7 +132,9 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   }
   if constexpr (FIRST_IN_HALVES && !KNOWN) {
     score<BEGUN, 2>(s[0], 0);
-    if constexpr (Rules::READS) look_at_masks(s);
+    if constexpr (Rules::READS && !Rules::BULK) look_at_masks(s);
+    if constexpr (Rules::BULK && BEGUN) begin_later(s);
+    if constexpr (Rules::LATE) look_at_rows_later();
     if constexpr (MASKS::ANY && BEGUN && ROUNDS > 1) wgmma_fence_registers(s[1]);
     wgmma_wait<1>();
     wgmma_fence_registers(part_of<2>(s[0], 0));

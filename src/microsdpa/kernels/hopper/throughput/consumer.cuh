@@ -19,11 +19,11 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
   using Base::rows, Base::scale;
   using Place::pingpong_arrive, Place::pingpong_wait, Place::release, Place::thread, Place::tile_row, Place::warpgroup;
   using typename Base::Probabilities, typename Base::Scores;
-  using Shared =
-      SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename MaskTraits<MASKS>::Added>;
+  using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename MaskTraits<MASKS>::Added,
+                               MaskTraits<MASKS>::DEALT>;
   using Masked = MaskTraits<MASKS>;
   static constexpr int BLOCK_M = ROWS * CONSUMERS;
-  static constexpr int BOX = PANEL<HEAD_DIM>;
+  static constexpr int BOX = PANEL<HEAD_DIM>, END = TAIL<HEAD_DIM>, WIDE = HEAD_DIM - END;
   // What a consumer skips, others compute: K and V of it must not fill the rings while they wait for each other.
   static_assert(!CAUSAL || (BLOCK_M - ROWS + BLOCK_N - 1) / BLOCK_N < STAGES, "room for the tiles that are skipped");
 
@@ -92,7 +92,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
   // A negative scale is a positive one of -Q.
   __device__ __forceinline__ void negate_query() {
     auto* chunks = reinterpret_cast<uint4*>(shared.query[query_state.stage][warpgroup]);
-    for (int i = thread; i < ROWS * HEAD_DIM / 8; i += WARPGROUP_THREADS) {
+    for (int i = thread; i < ROWS * STORED_COLUMNS<HEAD_DIM> / 8; i += WARPGROUP_THREADS) {
       const uint4 old = chunks[i];
       chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
     }
@@ -113,10 +113,16 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
     const uint64 key = matrix_descriptor(shared.key[key_state.stage], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < HEAD_DIM / 16; ++step) {
+    for (int step = 0; step < WIDE / 16; ++step) {
       const int panel = step / (BOX / 16), column = step % (BOX / 16) * 16;
       wgmma<T, BLOCK_N>(s, advance(query, (panel * ROWS * BOX + column) * sizeof(T)),
                         advance(key, (panel * BLOCK_N * BOX + column) * sizeof(T)), step > 0);
+    }
+    if constexpr (END > 0) {
+      const T *last_query = shared.query[query_state.stage][warpgroup] + ROWS * WIDE,
+              *last_key = shared.key[key_state.stage] + BLOCK_N * WIDE;
+      wgmma<T, BLOCK_N>(s, matrix_descriptor(last_query, 16, 8 * END * sizeof(T), TAIL_PATTERN),
+                        matrix_descriptor(last_key, 16, 8 * END * sizeof(T), TAIL_PATTERN));
     }
     wgmma_commit();
   }
@@ -157,7 +163,20 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
       // A row's stabilizer is a score that it sees: as long as there is none, each tile is looked at for one.
       if (tile == 0) rows.reset();
       const bool blind = fminf(rows.stabilizer[0], rows.stabilizer[1]) == negative_infinity();
-      return Base::softmax_tile(s, p, factor, false, __any_sync(FULL_WARP, blind));
+      bool look = __any_sync(FULL_WARP, blind);
+      if constexpr (Masked::CAPPED_LATE) {
+        if (masks.late && !look) {
+          float added[2];
+          Base::exponentials(s, p, rows.stabilizer, added, masks.near_cap());
+          if (__all_sync(FULL_WARP, Base::fits(rows.stabilizer, added))) {
+            rows.sum[0] += added[0], rows.sum[1] += added[1];
+            return false;
+          }
+          look = true;
+        }
+        if (masks.late) masks.cap_near(s);
+      }
+      return Base::softmax_tile(s, p, factor, false, look);
     }
     if (tile == 0) Base::guess_stabilizers(s);
     return Base::softmax_tile(s, p, factor, false);
@@ -197,6 +216,9 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
       if (written > 0 || column > 0)
         named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);  // what was there is stored
       put<OUT_COLUMNS<HEAD_DIM>>(shared.out[warpgroup], column, inverse);
+      if constexpr (Masked::DEALT) {
+        if (thread == 0) shared.stored(warpgroup) = work;
+      }
       fence_proxy_async();
       named_barrier_arrive(OUT_FULL + warpgroup, OUT_THREADS);
     }
@@ -206,18 +228,19 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
   // O times `factor`, from `first` on, as the tile that a bulk copy takes.
   template <int COLUMNS>
   __device__ __forceinline__ void put(T* tile, int first, const float (&factor)[2]) const {
-    constexpr int CHUNKS = BOX / 8;  // of a row of a panel, 16 bytes each
     const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int block = 0; block < COLUMNS / 16; ++block) {
+    for (int block = 0; block < (COLUMNS < HEAD_DIM ? COLUMNS : HEAD_DIM) / 16; ++block) {
+      const bool is_tail = END > 0 && 16 * block >= WIDE;
+      const int columns = is_tail ? END : BOX, chunks = columns / 8;  // of a row of the panel; of 16 bytes each
       uint32 word[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = (first + 16 * block) / 2 + 2 * i;
         word[i] = pack<T>(o[at] * factor[i % 2], o[at + 1] * factor[i % 2]);
       }
-      const int chunk = (2 * block % CHUNKS + lane / 16) ^ (row * CHUNKS / 8 % CHUNKS);
-      stmatrix(tile + 16 * block / BOX * ROWS * BOX + row * BOX + 8 * chunk, word);
+      const int chunk = (2 * block % chunks + lane / 16) ^ (row * chunks / 8 % chunks);
+      stmatrix(tile + 16 * block / BOX * ROWS * BOX + row * columns + 8 * chunk, word);
     }
   }
 
@@ -364,6 +387,11 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
       }
     }
     if (warpgroup == 0) pingpong_wait();  // nobody else takes the last one
+    if constexpr (Masked::DEALT) {
+      if (written > 0) named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);
+      if (thread == 0) shared.stored(warpgroup) = {0, 0, 0, 0};
+      named_barrier_arrive(OUT_FULL + warpgroup, OUT_THREADS);
+    }
   }
 };
 

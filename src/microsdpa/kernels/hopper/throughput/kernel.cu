@@ -26,28 +26,63 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2   ? 232
 template <int CONSUMERS>
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 
-// Copies TILE_ROWS rows of one head, from `row` on. Rows past the tensor become zeros.
+// A tensor's boxes: of PANEL columns, and of TAIL where tiles have one.
+struct Boxes {
+  const TensorMap& panel;
+  const TensorMap& tail;
+};
+
+// Copies TILE_ROWS rows of one head, from `row` on. Rows and columns past the tensor become zeros.
 template <int TILE_ROWS, int HEAD_DIM, typename T>
-__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
-                                          int batch) {
+__device__ __forceinline__ void load_tile(T* shared, const Boxes& boxes, Mbarrier& full, int row, int head, int batch) {
+  constexpr int BOX = PANEL<HEAD_DIM>, COUNT = PANELS<HEAD_DIM>;
 #pragma unroll
-  for (int panel = 0; panel < HEAD_DIM / PANEL<HEAD_DIM>; ++panel) {
-    tma_load(shared + panel * TILE_ROWS * PANEL<HEAD_DIM>, map, full, panel * PANEL<HEAD_DIM>, row, head, batch);
+  for (int panel = 0; panel < COUNT; ++panel) {
+    tma_load(shared + panel * TILE_ROWS * BOX, boxes.panel, full, panel * BOX, row, head, batch);
+  }
+  if constexpr (TAIL<HEAD_DIM> > 0) {
+    tma_load(shared + COUNT * TILE_ROWS * BOX, boxes.tail, full, COUNT * BOX, row, head, batch);
   }
 }
+
+// Which query tiles a CTA computes, one in each round: those that its place among the CTAs gives it, or, DEALT, the
+// next one when it has issued the copies of the one before, where lists of tiles are of any length.
+template <bool DEALT, typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+struct Order : Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
+  __device__ __forceinline__ explicit Order(const typename MASKS::Params& params)
+      : Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM>(MASKS::call(params)) {}
+};
+template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+struct Order<true, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
+  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule;
+  uint32* const dealt;
+  int next;
+
+  __device__ __forceinline__ explicit Order(const MaskedParams& params)
+      : schedule(params.call),
+        dealt(TileList<BLOCK_M, BLOCK_N>(params, 0, 0).dealt),
+        next(static_cast<int>(blockIdx.x)) {}
+  __device__ __forceinline__ bool has(int) const { return next < schedule.count(); }
+  // Asks for the next one's number long before it is needed.
+  __device__ __forceinline__ WorkTile work(int) {
+    const int number = next;
+    next = static_cast<int>(gridDim.x + atomicAdd(dealt, 1u));
+    return schedule.numbered(number);
+  }
+};
 
 // Issues every copy of the CTA, in the order in which the tiles are needed, and says which query tiles they are of. One
 // thread.
 template <bool CAUSAL, typename MASKS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES,
-          int QUERY_STAGES, typename MASK>
+          int QUERY_STAGES, typename MASK, bool DEALT>
 __device__ __forceinline__ void produce(
-    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>& shared,
-    const typename MASKS::Params& masked_params, const TensorMap& query, const TensorMap& key, const TensorMap& value) {
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, DEALT>& shared,
+    const typename MASKS::Params& masked_params, const Boxes& query, const Boxes& key, const Boxes& value) {
   const AttentionParams& params = MASKS::call(masked_params);
   constexpr int BLOCK_M = ROWS * CONSUMERS;
-  constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
-  constexpr int QUERY_BYTES = BLOCK_M * HEAD_DIM * static_cast<int>(sizeof(T));
-  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params);
+  constexpr int TILE_BYTES = BLOCK_N * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
+  constexpr int QUERY_BYTES = BLOCK_M * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
+  Order<DEALT, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(masked_params);
   PipelineState<QUERY_STAGES> query_state;
   PipelineState<STAGES> key_state, value_state;
   int works = 0;
@@ -139,12 +174,27 @@ __device__ __forceinline__ void produce_masks(
   }
 }
 
+// Copies columns of O from shared memory, as many as there are at once. One thread.
+template <int HEAD_DIM, typename T>
+__device__ __forceinline__ void store_columns(const Boxes& out, const T* tile, int column, const WorkTile& work,
+                                              int first_row) {
+  constexpr int BOX = PANEL<HEAD_DIM>, WIDE = HEAD_DIM - TAIL<HEAD_DIM>;
+#pragma unroll
+  for (int panel = 0; panel < OUT_COLUMNS<HEAD_DIM> / BOX; ++panel) {
+    tma_store(out.panel, tile + panel * ROWS * BOX, column + panel * BOX, first_row, work.head, work.batch);
+  }
+  if constexpr (TAIL<HEAD_DIM> > 0) {
+    tma_store(out.tail, tile + ROWS * WIDE, WIDE, first_row, work.head, work.batch);
+  }
+  tma_store_commit();
+}
+
 // Copies what some of the consumers leave in shared memory to O: `first`, and every STORERS-th after it. One warp.
 template <bool CAUSAL, int STORERS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES,
           typename MASK>
 __device__ __forceinline__ void store(
-    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK>& shared, const AttentionParams& params,
-    const TensorMap& out, int first) {
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, false>& shared,
+    const AttentionParams& params, const Boxes& out, int first) {
   const Schedule<CAUSAL, ROWS * CONSUMERS, BLOCK_N, HEAD_DIM> schedule(params);
   const bool elected = elect_one();
   int before = 0;  // consumers, one bit each, that have written
@@ -161,14 +211,7 @@ __device__ __forceinline__ void store(
           named_barrier_arrive(OUT_EMPTY + i, OUT_THREADS);
         }
         named_barrier_sync(OUT_FULL + i, OUT_THREADS);
-        if (elected) {
-#pragma unroll
-          for (int panel = 0; panel < OUT_COLUMNS<HEAD_DIM> / PANEL<HEAD_DIM>; ++panel) {
-            tma_store(out, shared.out[i] + panel * ROWS * PANEL<HEAD_DIM>, column + panel * PANEL<HEAD_DIM>, first_row,
-                      work.head, work.batch);
-          }
-          tma_store_commit();
-        }
+        if (elected) store_columns<HEAD_DIM>(out, shared.out[i], column, work, first_row);
         before |= 1 << i;
         __syncwarp();
       }
@@ -177,23 +220,68 @@ __device__ __forceinline__ void store(
   if (elected) tma_store_wait_read<0>();
 }
 
-template <typename First, typename... Others>
-__device__ __forceinline__ const First& first_of(const First& first, const Others&...) {
-  return first;
+// The same of one consumer, which says what it leaves, where CTAs take query tiles as they come to them. One warp.
+template <bool CAUSAL, int STORERS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES,
+          typename MASK>
+__device__ __forceinline__ void store(
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, true>& shared, const AttentionParams&,
+    const Boxes& out, int consumer) {
+  static_assert(CONSUMERS <= STORERS, "a warp for each");
+  if (consumer >= CONSUMERS) return;
+  const bool elected = elect_one();
+  bool before = false;
+  while (true) {
+    for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
+      if (before) {
+        if (elected) tma_store_wait_read<0>();
+        __syncwarp();
+        named_barrier_arrive(OUT_EMPTY + consumer, OUT_THREADS);
+      }
+      named_barrier_sync(OUT_FULL + consumer, OUT_THREADS);
+      const WorkTile work = shared.stored(consumer);
+      if (work.tiles == 0) return;
+      if (elected) {
+        store_columns<HEAD_DIM>(out, shared.out[consumer], column, work, work.first_row + ROWS * consumer);
+      }
+      before = true;
+      __syncwarp();
+    }
+  }
+}
+
+template <int NUMBER, typename First, typename... Others>
+__device__ __forceinline__ const TensorMap& further(const First& first, const Others&... others) {
+  if constexpr (NUMBER == 0) {
+    return first;
+  } else {
+    return further<NUMBER - 1>(others...);
+  }
+}
+
+// Of the tensor whose tail, where tiles have one, is the NUMBER-th of further maps.
+template <int HEAD_DIM, int NUMBER, typename... Maps>
+__device__ __forceinline__ Boxes boxes_of(const TensorMap& panel, const Maps&... maps) {
+  if constexpr (TAIL<HEAD_DIM> > 0) {
+    return {panel, further<NUMBER>(maps...)};
+  } else {
+    return {panel, panel};
+  }
 }
 
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
 // beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone. MAPS:
-// one more tensor map where there is a mask of numbers.
+// further tensor maps, of a mask of numbers or of the tails of query, key, value and out.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
           typename MASKS, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     attention(const __grid_constant__ typename MASKS::Params params, const __grid_constant__ TensorMap query,
               const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-              const __grid_constant__ TensorMap out, const __grid_constant__ MAPS... masks) {
+              const __grid_constant__ TensorMap out, const __grid_constant__ MAPS... maps) {
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
   using Masked = MaskTraits<MASKS>;
-  using Shared = SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added>;
+  static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : Masked::ADDED), "a map for each, and no mask with tails");
+  using Shared =
+      SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added, Masked::DEALT>;
   // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.
   constexpr int STORERS = Masked::ADDED ? 2 : 3;
   auto& shared = dynamic_shared<Shared>();
@@ -234,17 +322,18 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       prefetch_tensor_map(value);
       // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
       grid_dependency_wait();
-      produce<CAUSAL, MASKS>(shared, params, query, key, value);
+      produce<CAUSAL, MASKS>(shared, params, boxes_of<HEAD_DIM, 0>(query, maps...), boxes_of<HEAD_DIM, 1>(key, maps...),
+                             boxes_of<HEAD_DIM, 2>(value, maps...));
     } else if (Masked::ADDED && warp == 1 + STORERS) {
       if constexpr (Masked::ADDED) {
         if (!elect_one()) return;
-        const TensorMap& mask = first_of(masks...);
+        const TensorMap& mask = further<0>(maps...);
         prefetch_tensor_map(mask);
         grid_dependency_wait();
         produce_masks<CAUSAL, MASKS>(shared, params, mask);
       }
     } else if (warp > 0) {
-      store<CAUSAL, STORERS>(shared, MASKS::call(params), out, warp - 1);
+      store<CAUSAL, STORERS>(shared, MASKS::call(params), boxes_of<HEAD_DIM, 3>(out, maps...), warp - 1);
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();

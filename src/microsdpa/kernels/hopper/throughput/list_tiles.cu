@@ -231,7 +231,10 @@ __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_co
   const List list(params, work.mask, work.query_tile);
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  if constexpr (is_range<MASK>) return list_ranges(params, list, work.mask, work.first_row, first, last);
+  if constexpr (is_range<MASK>) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *list.dealt = 0;
+    return list_ranges(params, list, work.mask, work.first_row, first, last);
+  }
 
   const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, work.mask, work.first_row);
   const bool has_rows = List::has_rows(params);

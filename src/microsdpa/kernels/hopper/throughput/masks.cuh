@@ -32,14 +32,18 @@ struct MaskTraits {
   static constexpr bool RANGED = MASKS::RANGED, LISTED = RANGED || is_bool<typename MASKS::Mask>;
   static constexpr bool ADDED = PRESENT<typename MASKS::Mask> && !LISTED;
   static constexpr bool MODIFIED = ADDED || MASKS::SOFTCAP || MASKS::ALIBI, SINKS = PRESENT<typename MASKS::Sink>;
+  // Query tiles are dealt out as CTAs come to them: ranges leave them lists of any length.
+  static constexpr bool DEALT = RANGED;
+  // Nothing is added to what a soft cap makes: it may be a part of the exponentials.
+  static constexpr bool CAPPED_LATE = MASKS::SOFTCAP && !ADDED && !MASKS::ALIBI;
   // ALiBi makes later keys' scores the larger ones: tiles are visited from the last one on, so that stabilizers last.
   static constexpr bool BACKWARDS = MASKS::ALIBI && !LISTED;
   using Added = If<ADDED, typename MASKS::Mask>;
 };
 template <>
 struct MaskTraits<NoMasks> {
-  static constexpr bool RANGED = false, LISTED = false, ADDED = false, MODIFIED = false, SINKS = false,
-                        BACKWARDS = false;
+  static constexpr bool RANGED = false, LISTED = false, ADDED = false, MODIFIED = false, SINKS = false, DEALT = false,
+                        CAPPED_LATE = false, BACKWARDS = false;
   using Added = void;
 };
 
@@ -144,6 +148,33 @@ struct SoftCap {
   }
 };
 
+// The same from products whose scores are at most NEAR of the cap, without the exponential unit: a polynomial, least
+// squares that were weighted until all its largest relative errors were the same, 6e-7. Of -inf it makes -inf.
+struct NearSoftCap {
+  static constexpr float NEAR = 0.75f;
+
+  float limit;  // of products
+  float coefficient[5];
+
+  __device__ __forceinline__ NearSoftCap(float cap, float scale) {
+    constexpr float OF_TANH[5] = {0.999999464f, -0.333282501f, 0.132589832f, -0.0500562824f, 0.0129296156f};
+    const float factor = scale / cap;
+    float power = scale;
+#pragma unroll
+    for (int i = 0; i < 5; ++i) coefficient[i] = OF_TANH[i] * power, power *= factor * factor;
+    // Negative scales, and factors whose powers are out of range, are left to the others.
+    limit = factor < 1e3f && coefficient[4] > 1e-37f ? NEAR / factor : -1.0f;
+  }
+  // A score divided by its product.
+  __device__ __forceinline__ float operator()(float product, int = 0) const {
+    const float square = product * product;
+    float sum = coefficient[4];
+#pragma unroll
+    for (int i = 3; i >= 0; --i) sum = fmaf(sum, square, coefficient[i]);
+    return sum;
+  }
+};
+
 // No numbers to be added.
 struct NothingAdded {
   __device__ __forceinline__ int load(int) const { return 0; }
@@ -219,6 +250,7 @@ struct TileMasks {
   uint32 seen[2];        // else, of a boolean mask: bit 2 n + e of each row
   KeyRange range[2];     // of each row
   int tile;              // of keys: its number
+  bool late;             // CAPPED_LATE: the tile's scores are still products
 
   __device__ __forceinline__ explicit TileMasks(const MaskedParams& params) : params(params) {}
 
@@ -264,17 +296,16 @@ struct TileMasks {
   // Turns products into scores; of keys that a row does not see they are -inf. `added`: numbers to be added, by load(n)
   // for the keys of two columns of the accumulator.
   template <typename Added>
-  __device__ __forceinline__ void apply(Scores& s, const Added& added) const {
+  __device__ __forceinline__ void apply(Scores& s, const Added& added) {
     if constexpr (MASKS::SOFTCAP) {
-      // One code or the other for the whole tile: all threads have the same cap.
-      if (params.masks.softcap_log2 > SoftCap<true>::LARGE) {
-        modify<true>(s, added);
-      } else {
-        modify<false>(s, added);
+      late = are_near(s);
+      if (!late) {
+        cap_far(s);
+      } else if (!Traits::CAPPED_LATE) {
+        cap_near(s);
       }
-    } else if constexpr (Traits::MODIFIED) {
-      modify<false>(s, added);
     }
+    if constexpr (Traits::MODIFIED) modify(s, added);
     if constexpr (Traits::LISTED) {
       if (!whole) {
 #pragma unroll
@@ -292,11 +323,42 @@ struct TileMasks {
     hide_outside(s);
   }
 
+  __device__ __forceinline__ NearSoftCap near_cap() const {
+    return {params.masks.softcap_log2, params.call.scale_log2};
+  }
+  __device__ __forceinline__ void cap_near(Scores& s) const {
+    const NearSoftCap near = near_cap();
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) s[i] *= near(s[i]);
+  }
+
  private:
-  template <bool EXACT_CAP, typename Added>
+  // Whether all of a warp's products are near ones. Those that are no number stay so however they are capped.
+  __device__ __forceinline__ bool are_near(const Scores& s) const {
+    float largest[4] = {};
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(s[i]));
+    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    return __all_sync(FULL_WARP, most <= near_cap().limit);
+  }
+  // From products to soft-capped scores, not all of which are near: all threads have the same cap.
+  __device__ __forceinline__ void cap_far(Scores& s) const {
+    const float scale = params.call.scale_log2, cap = params.masks.softcap_log2;
+    if (cap > SoftCap<true>::LARGE) {
+      const SoftCap<true> capped(cap);
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = capped(s[i] * scale);
+    } else {
+      const SoftCap<false> capped(cap);
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = capped(s[i] * scale);
+    }
+  }
+
+  // What follows a soft cap, or the product.
+  template <typename Added>
   __device__ __forceinline__ void modify(Scores& s, const Added& added) const {
     const float scale = params.call.scale_log2;
-    const SoftCap<EXACT_CAP> capped(MASKS::SOFTCAP ? params.masks.softcap_log2 : 1.0f);
     // Of this lane's first query to its first key of the tile.
     const float distance = static_cast<float>(first_row + params.masks.position - BLOCK_N * tile -
                                               static_cast<int>(2 * (threadIdx.x % 4)));
@@ -307,8 +369,7 @@ struct TileMasks {
       for (int i = 0; i < 8; ++i) {
         const int n = pair + i / 4, half = i / 2 % 2, e = i % 2;
         float& x = s[4 * n + 2 * half + e];
-        x *= scale;
-        if constexpr (MASKS::SOFTCAP) x = capped(x);
+        if constexpr (!MASKS::SOFTCAP) x *= scale;
         if constexpr (MASKS::ALIBI) x = fmaf(-slope, fabsf(distance + static_cast<float>(8 * half - 8 * n - e)), x);
         if constexpr (Traits::ADDED) x = add_mask<Mask>(x, elements.at(half, i / 4, e));
       }

@@ -31,6 +31,8 @@ ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
 LISTED = ("bool", "int32", "uint8")
 """Element types of masks that say which keys are visible."""
+MOST_LISTED = 128
+"""Keys of a tile in a list (tile_list.cuh)."""
 PANEL_BYTES = 128
 """Of a row of a mask's tile: the copies' pattern repeats."""
 LIST_WARPS = 16
@@ -40,9 +42,26 @@ MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
 
 
+def panel(head_dim: int) -> int:
+    """Columns of a box of Q, K, V and O."""
+    return 32 if head_dim % 64 == 32 else 64
+
+
+def tail(head_dim: int) -> int:
+    """Columns of a tile's last box, where it is a narrow one; 0 without one."""
+    return 16 if head_dim % 64 == 16 else 0
+
+
+def stored_columns(head_dim: int) -> int:
+    """Columns of a tile in shared memory."""
+    end = tail(head_dim)
+    return ceil((head_dim - end) / panel(head_dim)) * panel(head_dim) + end
+
+
 def out_columns(head_dim: int) -> int:
     """Columns of O that wait in shared memory to be stored."""
-    return head_dim if head_dim <= 128 or head_dim % 64 else 128 if head_dim % 128 == 0 else 64
+    whole = head_dim <= 128 or head_dim % 64
+    return stored_columns(head_dim) if whole else 128 if head_dim % 128 == 0 else 64
 
 
 @dataclass(frozen=True)
@@ -83,28 +102,36 @@ class Tiles:
         each = ROWS * self.block_n * element + 16
         return ceil(stages * self.consumers * each / 1024) * 1024 if element else 0
 
-    def shared_bytes(self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0) -> int:
-        """SharedStorage's size (shared.cuh)."""
-        tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * head_dim * ELEMENT
+    def shared_bytes(
+        self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0, dealt: bool = False
+    ) -> int:
+        """SharedStorage's size (shared.cuh); `dealt`: query tiles are dealt out as CTAs come to them."""
+        tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * stored_columns(head_dim) * ELEMENT
         tiles += self.block_m * out_columns(head_dim) * ELEMENT
         barriers = (2 * query_stages + 4 * stages) * 8
-        behind_masks = ceil((tiles + 16 * WORKS + barriers) / 1024) * 1024
+        works = WORKS + self.consumers * dealt
+        behind_masks = ceil((tiles + 16 * works + barriers) / 1024) * 1024
         return self.mask_bytes(head_dim, mask_element) + behind_masks
 
     @functools.lru_cache  # noqa: B019 (tiles are a few constants)
-    def rings(self, head_dim: int, shared_per_cta: int, mask_element: int = 0) -> tuple[int, int] | None:
+    def rings(
+        self, head_dim: int, shared_per_cta: int, mask_element: int = 0, dealt: bool = False
+    ) -> tuple[int, int] | None:
         """(tiles of K and of V, tiles of Q) that fit: two query tiles if two of the others fit as well."""
         for query_stages in (2, 1):
             for stages in range(DEEPEST, 1, -1):
-                if self.shared_bytes(head_dim, stages, query_stages, mask_element) <= shared_per_cta:
+                if self.shared_bytes(head_dim, stages, query_stages, mask_element, dealt) <= shared_per_cta:
                     return stages, query_stages
         return None
 
 
 CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     32: (Tiles(3, 128, False, 2200, 3100), Tiles(4, 64, False, 1600, 3700), Tiles(2, 128, True, 1900, 3500)),
+    48: (Tiles(3, 128, False, 2630, 3100), Tiles(4, 64, False, 1760, 3700), Tiles(2, 128, True, 2210, 3500)),
     64: (Tiles(3, 128, False, 2650, 3100), Tiles(4, 64, False, 1870, 3700), Tiles(2, 128, True, 2210, 3500)),
+    80: (Tiles(2, 128, True, 2200, 4000), Tiles(3, 96, False, 2290, 3500)),
     96: (Tiles(2, 128, True, 2350, 4000),),
+    112: (Tiles(2, 128, True, 2420, 4300),),
     128: (Tiles(2, 128, True, 2600, 4300),),
     160: (Tiles(2, 96, True, 2500, 5200),),
     192: (Tiles(2, 64, True, 1900, 6000),),
@@ -114,6 +141,7 @@ CANDIDATES: dict[int, tuple[Tiles, ...]] = {
 MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
 MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     96: (Tiles(2, 64, True, 1400, 4000),),
+    112: (Tiles(2, 64, True, 1400, 4300),),
     128: (Tiles(2, 64, True, 1500, 4300),),
     160: (Tiles(2, 64, True, 1800, 5200),),
 }
@@ -122,9 +150,13 @@ HEAD_DIMS = range(8, max(CANDIDATES) + 1, 8)
 """Head dimensions whose rows a bulk copy can read."""
 
 
-def padded(head_dim: int) -> int:
-    """The head dimension of the kernel for one of HEAD_DIMS: bulk copies fill further columns with zeros."""
-    return min(dim for dim in CANDIDATES if dim >= head_dim)
+def padded(problem: Problem) -> int:
+    """The head dimension of the problem's kernel: bulk copies fill further columns with zeros.
+
+    Tails and a mask of numbers would be more tensor maps than a kernel gets.
+    """
+    masked = mask_element(problem) > 0
+    return min(dim for dim in CANDIDATES if dim >= problem.head_dim and not (masked and tail(dim)))
 
 
 def key_tiles(problem: Problem, tiles: Tiles) -> float:
@@ -171,7 +203,7 @@ def cost(problem: Problem, tiles: Tiles) -> float:
 
 def fitting(problem: Problem) -> tuple[Tiles, ...]:
     """Tiles that compute the problem, and fit its GPU's shared memory and the kernel's registers."""
-    element, head_dim = mask_element(problem), padded(problem.head_dim)
+    element, head_dim = mask_element(problem), padded(problem)
     found = CANDIDATES[head_dim]
     if element:
         # A mask of numbers leaves no registers for small shares of them, nor, beside a soft cap, for large tiles.
@@ -180,14 +212,22 @@ def fitting(problem: Problem) -> tuple[Tiles, ...]:
         found = tuple(t for t in found if t.consumers == 2 and t.block_n <= most and t.block_n % panel == 0)
     elif problem.mask is not None and problem.mask.tensor is not None:
         # Small query tiles visit fewer tiles of keys, where queries have masks of their own.
-        found = tuple(t for t in found if t.consumers <= (2 if problem.mask.per_query else 3))
-    return tuple(t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element))
+        most = 2 if problem.mask.per_query else 3
+        found = tuple(t for t in found if t.consumers <= most and t.block_n <= MOST_LISTED)
+    return tuple(
+        t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, is_dealt(problem.mask))
+    )
 
 
 def mask_element(problem: Problem) -> int:
     """Bytes of an element of the problem's mask of numbers; 0 without one."""
     kind = problem.mask
     return 0 if kind is None or kind.tensor in (None, *LISTED) else 4 if kind.tensor == "float32" else 2
+
+
+def is_dealt(mask: MaskKind | None) -> bool:
+    """Whether query tiles are dealt out as CTAs come to them."""
+    return mask is not None and mask.tensor == "int32"
 
 
 def choose(problem: Problem) -> Tiles:
@@ -216,9 +256,10 @@ def _is_marked(problem: Problem, tiles: Tiles) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
-    chip, head_dim, mask = chip_of(problem.target), padded(problem.head_dim), problem.mask
+    chip, head_dim, mask = chip_of(problem.target), padded(problem), problem.mask
     element = mask_element(problem)
-    rings = tiles.rings(head_dim, chip.shared_per_cta, element)
+    listed = mask if mask is not None and mask.tensor in LISTED else None
+    rings = tiles.rings(head_dim, chip.shared_per_cta, element, is_dealt(mask))
     if rings is None:
         raise ValueError(
             f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {head_dim}, got {tiles}"
@@ -236,16 +277,19 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         "CAUSAL": BOOLEAN[causal],
         "MASKS": masks_type(mask),
     }
-    columns = 64 if head_dim % 64 == 0 else 32
+    columns = panel(head_dim)
     boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))
     maps = [
         TensorMap(name, rows, columns, columns * ELEMENT_BYTES[problem.dtype])  # type: ignore[arg-type]
         for name, rows in boxes
     ]
+    if tail(head_dim):
+        narrow = tail(head_dim) * ELEMENT_BYTES[problem.dtype]
+        maps += [replace(wide, columns=tail(head_dim), swizzle=narrow) for wide in maps]
+        arguments["MAPS"] = ", ".join(["microsdpa::TensorMap"] * len(boxes))
     if element:
         maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
         arguments["MAPS"] = "microsdpa::TensorMap"
-    listed = mask if mask is not None and mask.tensor in LISTED else None
     lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor != "int32") if listed else None
     return KernelSpec(
         name="hopper/throughput",
@@ -254,7 +298,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,
-        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element),
+        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, is_dealt(mask)),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         max_ctas=chip.sms,
         local_memory=MASK_SPILLS if mask is not None else "",

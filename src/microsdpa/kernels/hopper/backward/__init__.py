@@ -1,0 +1,1 @@
+"""Gradients on wgmma, with five products and sums of dQ in global memory."""

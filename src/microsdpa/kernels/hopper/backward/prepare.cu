@@ -1,0 +1,57 @@
+// What hopper/backward/kernel.cu needs ahead: LSE in base 2 and delta = rowsum(dO * O), less the gradient of the LSE,
+// of every query, and sums of dQ that are zero.
+//
+// A CTA has a tile of queries. Rows past the last query get an LSE of +inf, which makes their probabilities zero.
+// Bound by: memory; dO and O are read once, and the sums written.
+#include "../../common/element.cuh"
+#include "../../common/softmax.cuh"
+#include "../../ptx/control.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::hopper::backward {
+
+template <typename T, int HEAD_DIM, int BLOCK_M, int SUMS, int THREADS>
+__global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ BackwardParams params) {
+  constexpr float LOG2_E = 1.44269504088896340736f;
+  constexpr int WIDTH = 16 / sizeof(T), LANES = HEAD_DIM > 64 ? 16 : 8, ROWS_AT_A_TIME = THREADS / LANES;
+  static_assert(HEAD_DIM % WIDTH == 0 && HEAD_DIM <= LANES * WIDTH && BLOCK_M % ROWS_AT_A_TIME == 0, "whole rows");
+  const AttentionParams& call = params.forward.call;
+  grid_dependency_wait();
+  grid_dependency_launch();
+  const Workspace<BLOCK_M> workspace(call);
+  const int index = blockIdx.x / workspace.tiles, tile = blockIdx.x % workspace.tiles;  // the head of all, and its tile
+  const int64 batch = index / call.heads, head = index % call.heads;
+  const int lane = threadIdx.x % LANES, column = lane * WIDTH;
+  const T* out = static_cast<const T*>(call.out) + batch * call.out_strides.batch + head * call.out_strides.head;
+  const T* grad_out = static_cast<const T*>(params.grad_out) + batch * params.grad_out_strides.batch +
+                      head * params.grad_out_strides.head;
+#pragma unroll
+  for (int first = 0; first < BLOCK_M; first += ROWS_AT_A_TIME) {
+    const int row_of_tile = first + threadIdx.x / LANES, row = tile * BLOCK_M + row_of_tile;
+    float delta = 0.0f;
+    if (row < call.seqlen_q && column < HEAD_DIM) {
+      const auto a = *reinterpret_cast<const Vector<T, WIDTH>*>(out + row * call.out_strides.row + column);
+      const auto b = *reinterpret_cast<const Vector<T, WIDTH>*>(grad_out + row * params.grad_out_strides.row + column);
+#pragma unroll
+      for (int e = 0; e < WIDTH; ++e) delta += to_float(a.data[e]) * to_float(b.data[e]);
+    }
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2) delta += __shfl_xor_sync(FULL_WARP, delta, offset);
+    if (lane == 0) {
+      float lse = negative_infinity();
+      if (row < call.seqlen_q) {
+        const int64 at = static_cast<int64>(index) * call.seqlen_q + row;
+        lse = LOG2_E * call.lse[at];
+        if (params.grad_lse != nullptr) delta -= params.grad_lse[at];
+      }
+      workspace.lse(index, tile)[row_of_tile] = lse == negative_infinity() ? -negative_infinity() : lse;
+      workspace.delta(index, tile)[row_of_tile] = delta;
+    }
+  }
+  if (threadIdx.x < CONSUMERS) workspace.turn(index, tile)[threadIdx.x] = 0;
+  auto* sums = reinterpret_cast<float4*>(workspace.sum(index, tile));
+#pragma unroll
+  for (int i = 0; i < SUMS / 4; i += THREADS) sums[i + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
+}  // namespace microsdpa::hopper::backward

@@ -1,0 +1,118 @@
+// Tiles and shared memory of hopper/backward/kernel.cu.
+#pragma once
+
+#include "../../common/backward_params.cuh"
+#include "../../common/backward_work.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../common/pipeline.cuh"
+#include "../common/warpgroup.cuh"
+
+namespace microsdpa::hopper::backward {
+
+using microsdpa::backward::BackwardParams;
+
+constexpr int CONSUMERS = 2;
+constexpr int BLOCK_N = ROWS * CONSUMERS;  // keys of a CTA
+constexpr int PART = ROWS * 64;            // sums of dQ that a consumer makes of a tile of queries
+
+// BLOCK_M queries are walked over at a time. DP_FIRST: dP is multiplied while P is made, else after it, which takes
+// fewer registers.
+template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool DP_FIRST_>
+struct Tiles {
+  using T = T_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = BLOCK_M_;
+  static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
+  static constexpr bool DP_FIRST = DP_FIRST_;
+  static constexpr int BOX = 64;  // columns of a panel
+  static constexpr int SUMS = BLOCK_M * HEAD_DIM;
+  static_assert(SUMS == CONSUMERS * PART, "each consumer has a part of 64 x 64 sums of dQ");
+  static_assert(BLOCK_M % BOX == 0 && HEAD_DIM % BOX == 0, "tiles have whole panels");
+};
+
+// Tiles are cut into panels of 64 columns, stored one after another.
+template <typename C>
+struct SharedStorage {
+  using T = typename C::T;
+  alignas(1024) T key[BLOCK_N * C::HEAD_DIM];    // at the end dK
+  alignas(1024) T value[BLOCK_N * C::HEAD_DIM];  // at the end dV
+  alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::HEAD_DIM];
+  alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::HEAD_DIM];
+  alignas(1024) T ds[2][BLOCK_N * C::BLOCK_M];  // dS^T, the queries contiguous, of every other tile
+  alignas(1024) float sums[CONSUMERS][PART];    // of dQ, on their way to global memory
+  alignas(128) float lse[C::QUERY_STAGES][C::BLOCK_M];
+  alignas(128) float delta[C::QUERY_STAGES][C::BLOCK_M];
+  Mbarrier owned_full;
+  Mbarrier query_full[C::QUERY_STAGES], query_empty[C::QUERY_STAGES];
+  Mbarrier grad_full[C::GRAD_STAGES], grad_empty[C::GRAD_STAGES];
+};
+
+// Scratch memory of a call: for each tile of queries of each head the LSE and then delta of its rows, which go on past
+// the last one; behind all of these, for each tile, the sums of dQ as the consumers' registers have them, and at last,
+// for each of their parts, how many tiles of keys have added to it.
+template <int BLOCK_M>
+struct Workspace {
+  int tiles;  // of a head
+  float* rows;
+  float* sums;
+  int32* turns;
+
+  __device__ __forceinline__ explicit Workspace(const AttentionParams& call) {
+    tiles = (call.seqlen_q + BLOCK_M - 1) / BLOCK_M;
+    rows = static_cast<float*>(call.workspace);
+    const int64 all = static_cast<int64>(call.batch) * call.heads * tiles;
+    sums = rows + all * 2 * BLOCK_M;
+    turns = reinterpret_cast<int32*>(sums + all * CONSUMERS * PART);
+  }
+
+  // `head` counts through the batch.
+  __device__ __forceinline__ float* lse(int head, int tile) const {
+    return rows + (static_cast<int64>(head) * tiles + tile) * 2 * BLOCK_M;
+  }
+  __device__ __forceinline__ float* delta(int head, int tile) const { return lse(head, tile) + BLOCK_M; }
+  __device__ __forceinline__ float* sum(int head, int tile) const {
+    return sums + (static_cast<int64>(head) * tiles + tile) * CONSUMERS * PART;
+  }
+  __device__ __forceinline__ int32* turn(int head, int tile) const {
+    return turns + (static_cast<int64>(head) * tiles + tile) * CONSUMERS;
+  }
+};
+
+// What a CTA walks over: of each query head of a key head the tiles of queries that see one of its keys.
+template <typename C, bool CAUSAL>
+struct Walk {
+  int batch, head_kv, first_key;
+  int first_head, first_tile, tiles, turns;
+
+  __device__ __forceinline__ explicit Walk(const BackwardParams& params) {
+    const AttentionParams& call = params.forward.call;
+    const microsdpa::backward::Work work(blockIdx.x, (call.seqlen_k + BLOCK_N - 1) / BLOCK_N,
+                                         call.batch * call.heads_kv, params.key_heads);
+    const int group = call.heads / call.heads_kv;
+    batch = work.head / call.heads_kv, head_kv = work.head % call.heads_kv;
+    first_head = head_kv * group;
+    first_key = work.tile * BLOCK_N;
+    const int begin = CAUSAL ? max(0, first_key - call.diagonal) : 0;
+    first_tile = begin / C::BLOCK_M;
+    tiles = begin < call.seqlen_q ? (call.seqlen_q + C::BLOCK_M - 1) / C::BLOCK_M - first_tile : 0;
+    turns = tiles * group;
+  }
+};
+
+// The query head and the tile of a turn.
+struct Turn {
+  int head, tile;
+
+  template <typename W>
+  __device__ __forceinline__ explicit Turn(const W& walk) : head(walk.first_head), tile(walk.first_tile) {}
+
+  template <typename W>
+  __device__ __forceinline__ void advance(const W& walk) {
+    if (++tile == walk.first_tile + walk.tiles) tile = walk.first_tile, ++head;
+  }
+};
+
+// Barriers among warps.
+enum BackwardBarrier : int { SCORES_THERE = 1, SUMS_FULL = 2, SUMS_EMPTY = 4, CONSUMER = 6 };
+constexpr int SUMS_THREADS = WARPGROUP_THREADS + 32;  // of a consumer, and the warp that stores for it
+
+}  // namespace microsdpa::hopper::backward

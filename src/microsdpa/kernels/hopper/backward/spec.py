@@ -1,0 +1,176 @@
+"""Specifications of hopper/backward: gradients with five products, whose sums of dQ are added in global memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal
+
+from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, MAX_NUMBER, Grid, KernelSpec, Rejection, TensorMap
+
+NAME = "hopper/backward"
+PARAMS = "microsdpa::backward::BackwardParams"
+CONSUMERS = 2
+ROWS = 64
+"""Keys of a consumer: one wgmma's rows."""
+BLOCK_N = ROWS * CONSUMERS
+"""Keys of a CTA."""
+BOX = 64
+"""Columns of a panel."""
+LARGEST_HEAD_DIM = 128
+THREADS = 256
+"""Of a CTA of the kernels ahead and behind."""
+L2_BYTES = 2**24
+"""What the CTAs that run side by side walk over, at most: a part of the L2 cache."""
+Name = Literal["query", "key", "value", "grad_out", "grad_key", "grad_value"]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A configuration of the kernel.
+
+    Attributes:
+        columns: of its tiles; those past the head dimension are zeros.
+        block_m: queries of a tile.
+        query_stages: tiles of Q that there is room for.
+        grad_stages: the same of dO.
+        dp_first: whether dP is multiplied while P is made, else after it, which takes fewer registers.
+        in_order: whether sums of dQ are added in an order that is always the same.
+    """
+
+    columns: int
+    block_m: int
+    query_stages: int = 3
+    grad_stages: int = 2
+    dp_first: bool = True
+    in_order: bool = False
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: SharedStorage of shared.cuh."""
+        owned = 2 * BLOCK_N * self.columns * 2
+        walked = (self.query_stages + self.grad_stages) * self.block_m * self.columns * 2
+        ds, sums = 2 * BLOCK_N * self.block_m * 2, self.block_m * self.columns * 4
+        rows = self.query_stages * 2 * self.block_m * 4
+        barriers = 8 * (1 + 2 * self.query_stages + 2 * self.grad_stages)
+        return ceil((owned + walked + ds + sums + rows + barriers) / 1024) * 1024
+
+    def tiles(self, problem: Problem) -> int:
+        """Tiles of queries of all heads."""
+        return problem.batch * problem.heads * ceil(problem.seqlen_q / self.block_m)
+
+    def workspace_bytes(self, problem: Problem) -> int:
+        """LSE and delta of every row of every tile, its sums of dQ, and how many tiles of keys have added to them."""
+        return self.tiles(problem) * (self.block_m * 4 * (2 + self.columns) + 4 * CONSUMERS)
+
+
+def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
+    """The tiling for a problem, or why the kernel does not compute it.
+
+    `deterministic` asks for the same bits each time.
+    """
+    if capability_of(problem.target) != (9, 0):
+        return Rejection(f"{problem.target} has no wgmma", "sm_90a")
+    if problem.head_dim > LARGEST_HEAD_DIM or problem.head_dim % 8:
+        return Rejection(
+            f"head_dim {problem.head_dim} is not a multiple of 8 up to {LARGEST_HEAD_DIM}",
+            f"head_dim {LARGEST_HEAD_DIM}",
+            LARGEST_HEAD_DIM,
+        )
+    if problem.mask is not None:
+        return Rejection(f"there is {problem.mask}", "no mask but a causal one")
+    if problem.dropout:
+        return Rejection("it drops no probabilities", "dropout_p=0.0")
+    if not problem.bulk or problem.alignment < VECTOR_BYTES:
+        return Rejection("tensor maps cannot describe the tensors", "rows that start on 16 bytes")
+    tiling = Tiling(64, 128, dp_first=False) if problem.head_dim <= 64 else Tiling(128, 64)
+    ctas = max(gradients_grid(problem)[0], tiling.tiles(problem))
+    if ctas > MAX_GRID_X:
+        return Rejection(f"{ctas} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
+    rows = (problem.seqlen_q + tiling.block_m) * (problem.heads // problem.heads_kv)
+    if max(problem.seqlen_q + problem.seqlen_k, rows, problem.batch * problem.heads) > MAX_NUMBER:
+        return Rejection("more rows or heads than a kernel counts", "a smaller batch or shorter sequences")
+    return replace(tiling, in_order=deterministic)
+
+
+def heads_together(problem: Problem, tiling: Tiling) -> int:
+    """Key heads whose CTAs run side by side: Q, dO and the sums of dQ that they walk over stay in the L2 cache."""
+    row = tiling.columns * (2 + 2 + 4) * (problem.heads // problem.heads_kv)
+    return max(1, min(L2_BYTES // (row * problem.seqlen_q), problem.batch * problem.heads_kv))
+
+
+def _spec(
+    source: str, template: str, arguments: dict[str, str | int], threads: int, tiling: Tiling, **others: object
+) -> KernelSpec:
+    """One of the kernels; all have the same parameter, and wait for the kernel ahead of them."""
+    return KernelSpec(
+        name=NAME,
+        source=f"hopper/backward/{source}.cu",
+        template=f"microsdpa::hopper::backward::{template}",
+        template_args=tuple((name, str(value)) for name, value in arguments.items()),
+        threads=threads,
+        block_m=tiling.block_m,
+        programmatic=True,
+        params=PARAMS,
+        **others,  # type: ignore[arg-type]
+    )
+
+
+def prepare(problem: Problem, tiling: Tiling) -> KernelSpec:
+    """The kernel ahead: LSE and delta of every row, and zeros for the sums of dQ."""
+    arguments: dict[str, str | int] = {"T": CPP_TYPE[problem.dtype], "HEAD_DIM": problem.head_dim}
+    arguments |= {"BLOCK_M": tiling.block_m, "SUMS": tiling.block_m * tiling.columns, "THREADS": THREADS}
+    return _spec("prepare", "prepare", arguments, THREADS, tiling)
+
+
+def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
+    """The kernel that sums dK and dV, and adds to dQ."""
+    arguments: dict[str, str | int] = {
+        "T": CPP_TYPE[problem.dtype],
+        "HEAD_DIM": tiling.columns,
+        "BLOCK_M": tiling.block_m,
+        "QUERY_STAGES": tiling.query_stages,
+        "GRAD_STAGES": tiling.grad_stages,
+        "DP_FIRST": BOOLEAN[tiling.dp_first],
+        "IN_ORDER": BOOLEAN[tiling.in_order],
+        "CAUSAL": BOOLEAN[problem.causal is not None],
+    }
+    boxes: tuple[tuple[Name, int], ...] = (
+        *(("query", tiling.block_m), ("key", BLOCK_N), ("value", BLOCK_N)),
+        *(("grad_out", tiling.block_m), ("grad_key", ROWS), ("grad_value", ROWS)),
+    )
+    return _spec(
+        *("kernel", "gradients", arguments, 128 * (1 + CONSUMERS), tiling),
+        shared_bytes=tiling.shared_bytes,
+        tensor_maps=tuple(TensorMap(name, rows, BOX) for name, rows in boxes),
+    )
+
+
+def finish(problem: Problem, tiling: Tiling) -> KernelSpec:
+    """The kernel behind: dQ of its sums."""
+    arguments: dict[str, str | int] = {"T": CPP_TYPE[problem.dtype], "HEAD_DIM": problem.head_dim}
+    arguments |= {"BLOCK_M": tiling.block_m, "THREADS": THREADS}
+    return _spec("finish", "finish", arguments, THREADS, tiling)
+
+
+def tiles_grid(problem: Problem, tiling: Tiling) -> Grid:
+    """CTAs of the kernels ahead and behind: one for each tile of queries."""
+    return tiling.tiles(problem), 1, 1
+
+
+def gradients_grid(problem: Problem) -> Grid:
+    """One CTA for each tile of keys."""
+    return problem.batch * problem.heads_kv * ceil(problem.seqlen_k / BLOCK_N), 1, 1
+
+
+def catalogue(target: str) -> list[KernelSpec]:
+    """Configurations for `target`: head dimensions, types and masks, a few of each."""
+    specs: dict[KernelSpec, None] = {}
+    for head_dim, dtype, causal in ((64, "float16", None), (128, "bfloat16", "upper_left"), (72, "float16", None)):
+        sizes = 4, 32, 8, 2048, 2048, head_dim
+        problem = Problem(*sizes, dtype, causal=causal, target=target)  # type: ignore[arg-type]
+        tiling = choose(problem)
+        if isinstance(tiling, Tiling):
+            specs |= dict.fromkeys((prepare(problem, tiling), gradients(problem, tiling), finish(problem, tiling)))
+    return list(specs)

@@ -1,0 +1,180 @@
+"""Gradients by hopper/backward in the emulator: right, free of races, in a fixed order the same bits each time."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gradient_calls import Expected, check, expected
+from harness import tree
+
+from microsdpa.emulate.run import EmulationError, Schedule, scheduled
+from microsdpa.evidence.inputs import Case
+from microsdpa.execution import gradients
+from microsdpa.kernels.hopper.backward.spec import Tiling, choose
+from microsdpa.kernels.spec import Rejection
+
+TARGET = "sm_90a"
+
+
+def tiling_of(wanted: Expected, deterministic: bool = False) -> Tiling:
+    tiling = choose(wanted.of.problem(TARGET), deterministic)
+    assert isinstance(tiling, Tiling)
+    return tiling
+
+
+CASES = [
+    Case(1, 2, 150, 200, 64),
+    Case(1, 4, 200, 300, 64, heads_kv=2, causal="upper_left", dtype="bfloat16"),
+    Case(2, 2, 100, 260, 128, layout="bshd"),
+    Case(1, 4, 150, 130, 128, heads_kv=1, causal="lower_right"),
+    Case(1, 1, 300, 140, 128, causal="lower_right"),  # queries that see nothing
+    Case(1, 1, 40, 300, 64, causal="upper_left"),  # keys that nobody sees
+    Case(1, 2, 70, 150, 72, dtype="bfloat16", scale=-0.2),
+    Case(1, 1, 1, 1, 8),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_right_in_two_orders(case: Case) -> None:
+    wanted = expected(case, through_lse=True)
+    reports = check(wanted, tiling_of(wanted), TARGET, same_bits=False)
+    assert all(report.bank_conflicts == 0 for report in reports)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_a_fixed_order_gives_the_same_bits(case: Case) -> None:
+    wanted = expected(case, through_lse=True)
+    check(wanted, tiling_of(wanted, deterministic=True), TARGET)
+
+
+@pytest.mark.parametrize("case", [Case(1, 1, 140, 200, 128), Case(1, 1, 140, 200, 128, causal="upper_left")], ids=str)
+def test_other_tilings_are_right(case: Case) -> None:
+    wanted = expected(case)
+    check(wanted, replace(tiling_of(wanted), query_stages=2, dp_first=False), TARGET, same_bits=False)
+
+
+def test_tiles_past_the_diagonal_are_not_multiplied() -> None:
+    products = []
+    for causal in (None, "upper_left"):
+        wanted = expected(Case(1, 1, 512, 512, 64, causal=causal))  # type: ignore[arg-type]
+        report = gradients.emulate(wanted.of, tiling_of(wanted), TARGET)[1]
+        products.append(report.counters["tensor_instructions"])
+    whole, half = products
+    assert half == whole * 10 / 16
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case(1, 1, 40, 40, 256), "head_dim 256"),
+        (Case(1, 1, 40, 40, 36), "head_dim 36"),
+        (Case(1, 1, 40, 40, 64, masks=("softcap",)), "softcap"),
+        (Case(1, 1, 40, 40, 64, layout="unaligned"), "tensor maps"),
+    ],
+    ids=str,
+)
+def test_what_is_left_to_the_other_kernels(case: Case, reason: str) -> None:
+    found = choose(expected(case).of.problem(TARGET))
+    assert isinstance(found, Rejection)
+    assert reason in found.reason
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One replacement in one file, the call that shows it, and what is said of it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    case: Case
+    said: str
+    deterministic: bool = False
+
+
+FOLDER = "hopper/backward/"
+PLAIN, LONG = Case(1, 1, 140, 140, 64), Case(1, 1, 400, 100, 64)
+MUTANTS = [
+    Mutant(
+        *("no fence ahead of a reduction", FOLDER + "consumer.cuh"),
+        *("    fence_proxy_async();\n    named_barrier_arrive(SUMS_FULL", "    named_barrier_arrive(SUMS_FULL"),
+        *(PLAIN, "no fence.proxy.async"),
+    ),
+    Mutant(
+        *("sums are written over that are still read", FOLDER + "consumer.cuh"),
+        *("if (!first) named_barrier_sync(SUMS_EMPTY", "if (false) named_barrier_sync(SUMS_EMPTY"),
+        *(LONG, "race|in flight|still"),
+    ),
+    Mutant(
+        *("a reduction is not waited for", FOLDER + "kernel.cu", "        tma_store_wait_read<0>();\n", ""),
+        *(PLAIN, "still reads|in flight"),
+    ),
+    Mutant(
+        *(
+            "a turn ends too early",
+            FOLDER + "kernel.cu",
+            "        tma_store_wait();\n",
+            "        tma_store_wait_read<1>();\n",
+        ),
+        *(PLAIN, "end of a turn", True),
+    ),
+    Mutant(
+        *("dS is read before it is there", FOLDER + "consumer.cuh"),
+        *("    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);\n    float dq", "    float dq"),
+        *(PLAIN, "race|nothing has written"),
+    ),
+    Mutant(
+        *("dK is written over K that is still read", FOLDER + "consumer.cuh"),
+        "    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);\n    store(grad_key",
+        *("    store(grad_key", PLAIN, "race|in flight"),
+    ),
+    Mutant(
+        *("a tile of queries is given back too early", FOLDER + "consumer.cuh"),
+        *("release(shared.query_empty[before]);", "release(shared.query_empty[query_stage]);"),
+        *(Case(1, 1, 600, 100, 64), "race|in flight|arrival|deadlock"),
+    ),
+    Mutant(
+        *("sums begin with what was there", FOLDER + "prepare.cu"),
+        *("make_float4(0.0f, 0.0f, 0.0f, 0.0f)", "sums[i + threadIdx.x]", PLAIN, "grad_query is off"),
+    ),
+    Mutant(
+        *("the diagonal is one key further", FOLDER + "consumer.cuh"),
+        *("CAUSAL ? key - call.diagonal - first_query : 0;", "CAUSAL ? key - call.diagonal - first_query - 1 : 0;"),
+        *(Case(1, 1, 140, 140, 128, causal="upper_left"), "is off"),
+    ),
+    Mutant(
+        *("the last head of a group is left out", FOLDER + "shared.cuh", "turns = tiles * group;"),
+        *("turns = tiles * max(1, group - 1);", Case(1, 2, 70, 100, 64, heads_kv=1), "grad_.* is off"),
+    ),
+]
+
+
+def verdict(case: Case, deterministic: bool, schedule: Schedule, **options: Any) -> str:
+    wanted = expected(case, through_lse=True)
+    for tensor in wanted.of.made.values():
+        tensor.fill_(torch.nan)
+    try:
+        with scheduled(schedule):
+            gradients.emulate(wanted.of, tiling_of(wanted, deterministic), TARGET, **options)
+    except EmulationError as error:
+        return error.problem
+    return wanted.wrong()
+
+
+original = functools.cache(verdict)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutation_is_caught(tmp_path: Path, mutant: Mutant) -> None:
+    root = tree(tmp_path, {mutant.file: (mutant.old, mutant.new)})
+    said = []
+    for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
+        assert original(mutant.case, mutant.deterministic, schedule) == ""
+        said.append(verdict(mutant.case, mutant.deterministic, schedule, root=root))
+    assert any(re.search(mutant.said, one) for one in said if one), said
