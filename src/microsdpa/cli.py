@@ -21,6 +21,7 @@ from microsdpa.evidence import (
     accuracy,
     ceilings,
     fuzz,
+    learning,
     models,
     mutate,
     profile,
@@ -168,6 +169,7 @@ def verify(
         int | None, typer.Option("--fuzz", min=1, help="Make so many random calls through every door instead.")
     ] = None,
     backward: Annotated[bool, typer.Option("--backward", help="With --fuzz: calls with gradients alone.")] = False,
+    training: Annotated[bool, typer.Option("--training", help="Train small transformers instead.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --sample or --fuzz.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -178,6 +180,10 @@ def verify(
         doors: tuple[Door, ...] = ("backward",) if backward else DOORS
         with progress() as bars:
             step = fuzz.step(random_calls, seed, bars, output, _command(), doors)
+        _finish([step], as_json)
+    if training:
+        with progress() as bars:
+            step = learning.step(bars, output, _command())
         _finish([step], as_json)
     if torch_cases:
         with progress() as bars:

@@ -10,6 +10,50 @@ from typing import Any
 import torch
 
 MAX_CHUNK_SCORES = 2**25
+_WORD = 2**32 - 1
+
+
+def kept_of(dropout_p: float) -> tuple[int, float]:
+    """How many of 65,536 probabilities are kept, and their factor, which is 0 where none is.
+
+    `dropout_p`, from 0 to 1, is rounded to a multiple of 2**-16; one below 1 keeps some.
+    """
+    kept = 0 if dropout_p == 1.0 else max(1, round((1.0 - dropout_p) * 65536))
+    return kept, 65536 / kept if kept else 0.0
+
+
+def philox(counter: list[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
+    """Philox 4x32-10 (Salmon et al., SC 2011): four int64 tensors of 32 bits for four such tensors, any shapes."""
+    a, b, c, d = counter
+    first, second = key
+    for _ in range(10):
+        left, right = a * 0xD2511F53, c * 0xCD9E8D57  # of their 64 bits the sign is one
+        a, b = (right >> 32 & _WORD) ^ b ^ first, right & _WORD
+        c, d = (left >> 32 & _WORD) ^ d ^ second, left & _WORD
+        first, second = first + 0x9E3779B9 & _WORD, second + 0xBB67AE85 & _WORD
+    return [a, b, c, d]
+
+
+def kept(dropout_p: float, rng_state: torch.Tensor, heads: torch.Tensor, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    """Which probabilities a call with dropout keeps, bool [heads, S_q, S_k].
+
+    rng_state has the call's seed and offset, [2] int64; heads are numbers of heads, batch entry times H plus head.
+
+    A square of 16 queries and 16 keys has 32 turns of the generator: one for every query i and even key j below 8.
+    Its words are of keys j, j + 8, j + 1 and j + 9; the low half of each is of query i, the high half of i + 8.
+    """
+    seed, offset = (int(number) for number in rng_state.tolist())
+    position = offset // 4
+    key = seed & _WORD, seed >> 32 & _WORD ^ position >> 32 & _WORD
+    rows, columns, device = -(-seqlen_q // 16), -(-seqlen_k // 16), heads.device
+    column = torch.arange(columns * 4, device=device)
+    row = torch.arange(rows * 8, device=device)[:, None].expand(-1, columns * 4)
+    counter = [column.expand_as(row), row, heads[:, None, None], torch.full_like(row, position & _WORD)]
+    words = torch.stack([word.expand(len(heads), *row.shape) for word in philox(counter, key)], dim=-1)
+    numbers = torch.stack([words & 0xFFFF, words >> 16], dim=-1).view(len(heads), rows, 8, columns, 4, 2, 2, 2)
+    # [head, square, query, square, pair, odd key, upper keys, upper queries] in the order of queries and keys
+    numbers = numbers.permute(0, 1, 7, 2, 3, 6, 4, 5).reshape(len(heads), rows * 16, columns * 16)
+    return numbers[:, :seqlen_q, :seqlen_k] < kept_of(dropout_p)[0]
 
 
 def oracle(
@@ -26,6 +70,8 @@ def oracle(
     sinks: torch.Tensor | None = None,
     document_ids: Any = None,
     block_mask: Any = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in FP64: output [B, H, S_q, D] and LSE [B, H, S_q].
 
@@ -40,9 +86,12 @@ def oracle(
     document_ids ([S], [B, S] or a pair of those of queries and keys) hide keys of other documents. block_mask (a
     BlockMask of flex_attention, or what has such lists) hides keys of blocks that are not listed, and in those of
     kv_indices what mask_mod hides. sinks ([H]) are one more score of each row, without a value; LSE counts them.
+
+    With dropout_p over 0 the probabilities that `kept` gives for rng_state are multiplied by its factor, and the others
+    by 0; LSE stays as it is.
     """
     rest = _with_hidden(query, key, attn_mask, document_ids, block_mask), window, softcap, alibi_slopes, sinks
-    return _attention(query, key, value, causal, scale, torch.float64, *rest)
+    return _attention(query, key, value, causal, scale, torch.float64, *rest, (dropout_p, rng_state))
 
 
 @dataclass(frozen=True)
@@ -183,13 +232,15 @@ def eager(
     sinks: torch.Tensor | None = None,
     document_ids: Any = None,
     block_mask: Any = None,
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in the inputs' dtype: products, final scores, probabilities and output are each rounded to it.
 
     Its error against `oracle` is what an ordinary implementation costs. LSE is taken in FP32 from the rounded scores.
     """
     rest = _with_hidden(query, key, attn_mask, document_ids, block_mask), window, softcap, alibi_slopes, sinks
-    return _attention(query, key, value, causal, scale, query.dtype, *rest)
+    return _attention(query, key, value, causal, scale, query.dtype, *rest, (dropout_p, rng_state))
 
 
 def _with_hidden(
@@ -249,6 +300,7 @@ def _attention(
     softcap: float | None,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    dropout: tuple[float, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k = key.shape[2]
@@ -296,6 +348,9 @@ def _attention(
             column = sinks[h].to(dtype)[:, None, None].expand(-1, seqlen_q, 1)
             scores = torch.cat([scores, column], dim=-1)
         probabilities = scores.softmax(dim=-1)[..., :seqlen_k].masked_fill(unseen, 0.0)
+        if dropout[0] and dropout[1] is not None:
+            some = kept(dropout[0], dropout[1], index, seqlen_q, seqlen_k)
+            probabilities = (probabilities * kept_of(dropout[0])[1]).masked_fill(~some, 0.0)
         out[index] = probabilities @ value[b, h_kv].to(dtype)
         lse[index] = scores.to(wide).logsumexp(dim=-1)
     return out.view(batch, heads, seqlen_q, head_dim), lse.view(batch, heads, seqlen_q)

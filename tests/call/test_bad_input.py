@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import microsdpa
+from microsdpa import InvalidArgument, UnsupportedProblem
 from microsdpa.runtime import launcher
 
 
@@ -133,5 +134,36 @@ def test_a_machine_that_can_launch_has_no_reason(monkeypatch: pytest.MonkeyPatch
 
 def test_an_unknown_keyword_is_sdpas_error() -> None:
     query = torch.zeros(1, 1, 8, 32, dtype=torch.float16)
-    with pytest.raises(TypeError, match=r"^sdpa\(\) got an unexpected keyword argument 'dropout_p'"):
-        microsdpa.sdpa(query, query, query, dropout_p=0.1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^sdpa\(\) got an unexpected keyword argument 'dropout'"):
+        microsdpa.sdpa(query, query, query, dropout=0.1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.5, math.nan, "0.5", True, None])
+@pytest.mark.parametrize("impl", ["auto", "emulate"])
+def test_a_dropout_that_is_no_probability_is_named(dropout_p: Any, impl: str) -> None:
+    query = torch.zeros(1, 1, 8, 32, dtype=torch.float16)
+    for tensor in (query, query.clone().requires_grad_()):
+        with pytest.raises(InvalidArgument, match="dropout_p: expected a probability"):
+            microsdpa.sdpa(tensor, query, query, dropout_p=dropout_p, impl=impl)
+
+
+def test_what_a_dropout_is_not_for_is_said() -> None:
+    query = torch.zeros(1, 1, 8, 32, dtype=torch.float16)
+    with pytest.raises(UnsupportedProblem, match=r"8-bit operands.*dropout_p"):
+        microsdpa.sdpa(query, query, query, dropout_p=0.5, precision="fp8")
+    with pytest.raises(UnsupportedProblem, match="ampere/mma: it drops no probabilities"):
+        microsdpa.sdpa(query, query, query, dropout_p=0.5, impl="emulate:ampere/mma")
+    with pytest.raises(InvalidArgument, match=r"query: expected a torch\.Tensor"):
+        microsdpa.sdpa([1.0], query, query, dropout_p=0.5)  # type: ignore[arg-type]
+    found = microsdpa.explain(query, query, query, dropout_p=0.5, impl="emulate")
+    assert found.runs == "emulate:ampere/general"
+    assert ("ampere/mma", "it drops no probabilities") in found.rejected
+
+
+@pytest.mark.parametrize(
+    "state", [None, torch.zeros(3, dtype=torch.int64), torch.zeros(2), torch.zeros(4, dtype=torch.int64)[::2]]
+)
+def test_an_operator_wants_a_random_state_with_its_dropout(state: Any) -> None:
+    query = torch.zeros(1, 1, 8, 32, dtype=torch.float16)
+    with pytest.raises(InvalidArgument, match="rng_state: expected two int64"):
+        torch.ops.microsdpa.attention(query, query, query, dropout_p=0.5, rng_state=state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from dataclasses import replace
 
@@ -21,6 +22,11 @@ Structs = dict[str, type[ctypes.Structure]]
 KERNELS: dict[str, Structs] = {
     "common/mask_params.cuh": {"AttentionParams": params.Params, "MaskedParams": params.MaskedParams},
     "backward/terms.cu": {"Strides": params.Strides, "backward::BackwardParams": params.BackwardParams},
+    "backward/mask.cu": {
+        "DropoutParams": params.DropoutParams,
+        "Dropped<microsdpa::MaskedParams>": params.DroppedParams,
+        "Dropped<microsdpa::backward::BackwardParams>": params.DroppedBackwardParams,
+    },
     "common/varlen_params.cuh": {"VarlenParams": abi.VarlenParams, "AppendParams": abi.AppendParams},
     "common/eight_bit_params.cuh": {
         name: getattr(eight_bit_params, name)
@@ -39,11 +45,18 @@ MEMBERS = {params.MaskedParams: lambda name: name if name == "call" else f"masks
 """What C++ calls members, where that is not what Python does."""
 
 
+def alias(cpp: str) -> str:
+    """A name without brackets, which a macro takes."""
+    return f"Compared_{re.sub(r'[^A-Za-z0-9]', '_', cpp)}"
+
+
 def assertions(structs: Structs) -> str:
     """One line for each fact of a struct."""
     lines = []
     for name, struct in structs.items():
         cpp = f"microsdpa::{name}"
+        lines.append(f"using {alias(cpp)} = {cpp};")
+        cpp = alias(cpp)
         lines.append(f'static_assert(sizeof({cpp}) == {ctypes.sizeof(struct)}, "size");')
         for member, *_ in struct._fields_:
             there = MEMBERS.get(struct, str)(member)

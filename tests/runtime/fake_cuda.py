@@ -27,7 +27,7 @@ class Launch(ctypes.Structure):
         ("programmatic", ctypes.c_int64),
         ("attributes", ctypes.c_int64),
         ("tensor_maps", ctypes.c_uint64 * 16 * MAX_MAPS),
-        ("raw", ctypes.c_uint8 * 512),
+        ("raw", ctypes.c_uint8 * 640),
         ("params", Params),
         *MaskedParams._fields_[1:],
     ]

@@ -24,7 +24,7 @@ constexpr int HISTORY = 8, MAX_MAPS = 8;
 struct StubLaunch {
   std::int64_t grid[3], threads, shared_bytes, stream, function, context, depth, cluster[3], programmatic, attributes;
   unsigned long long tensor_maps[MAX_MAPS][16];  // the first `stub_tensor_maps` arguments after the parameters
-  unsigned char raw[512];                        // the first `stub_raw_bytes` of the parameter
+  unsigned char raw[640];                        // the first `stub_raw_bytes` of the parameter
   microsdpa::AttentionParams params;
   microsdpa::MaskParams masks;  // when `stub_masked`
 };

@@ -11,11 +11,12 @@ from torch.compiler import is_dynamo_compiling
 from microsdpa.call.blocks import BlockTable
 from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
+from microsdpa.call.dropout import check as check_dropout
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, known_mask, with_causal
 from microsdpa.errors import InvalidArgument
-from microsdpa.execution import autograd, forward, nodes, transforms
+from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES
 from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.runtime import launcher
@@ -51,6 +52,7 @@ def sdpa(
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact.
 
@@ -97,6 +99,9 @@ def sdpa(
         alibi_slopes: [H] or [B, H], float32: slope * |p - key| is subtracted from the scores.
         sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax and has no
             value. The LSE counts it.
+        dropout_p: the probability with which a weight of the softmax is dropped, and the others are multiplied by
+            1 / (1 - dropout_p), as in torch; it is rounded to a multiple of 2**-16. Random numbers are those of torch's
+            generator of the device. The LSE stays as it is. There is no dropout beside 8-bit operands.
 
     Returns:
         The output, or (output, LSE) with return_lse.
@@ -113,6 +118,13 @@ def sdpa(
         known = None if attn_mask is not None or is_dynamo_compiling() else known_mask(document_ids, block_mask, key)
         is_known = known is not None
         attn_mask = known if is_known else combined((query, key, value), attn_mask, document_ids, block_mask)
+    if dropout_p != 0.0:
+        if is_known:
+            attn_mask = combined((query, key, value), None, document_ids, block_mask)
+        options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
+        call = Call((query, key, value), MaskTensors(attn_mask, alibi_slopes, sinks), options=options)
+        dropped = _with_dropout(call._replace(scales=scales_of(q_scale, k_scale, v_scale), out=out), return_lse)
+        return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
         masked = attn_mask is not None or window is not None or softcap is not None
         if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):
@@ -129,7 +141,7 @@ def sdpa(
         found = forward.first_call(Call((query, key, value), masks, scales, options, return_lse, out))
         return found if return_lse else found[0]  # type: ignore[return-value]
     if is_dynamo_compiling():
-        traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl, None)
+        traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl, None, 0.0)
         result, lse = autograd.operator((query, key, value), (attn_mask, alibi_slopes, sinks), traced, return_lse)
         result = result if out is None else out.copy_(result)
         return (result, lse) if return_lse else result  # type: ignore[return-value]
@@ -195,6 +207,26 @@ def sdpa(
     else:
         found = forward.first_call(Call(inputs, masks, options=options, return_lse=return_lse, out=out))
     return found if return_lse else found[0]  # type: ignore[return-value]
+
+
+def _with_dropout(call: Call, return_lse: bool) -> forward.Result:
+    """A call that drops probabilities."""
+    inputs, options, out = call.inputs, call.options, call.out
+    check_dropout(options.dropout_p)
+    call = call._replace(masks=mask_tensors(*call.masks), return_lse=return_lse)
+    given = *inputs, *call.masks, out
+    if call.is_eight_bit or not all(isinstance(t, torch.Tensor) for t in inputs):
+        return forward.first_call(call)
+    if is_dynamo_compiling():
+        result, lse = autograd.operator(inputs, call.masks, options, return_lse)
+        return result if out is None else out.copy_(result), lse
+    transforms.refuse_tangents(*given)
+    graded = _is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in given)
+    if graded or autograd.is_traced(inputs):
+        return _through_autograd(inputs, call.masks, options, return_lse, out)
+    call = call._replace(random=dropout.take(inputs[0], False))
+    found = forward.launch(inputs, call.masks, options, return_lse, call.random) if out is None else None
+    return forward.first_call(call) if found is None else found
 
 
 def _through_autograd(

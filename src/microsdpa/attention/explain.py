@@ -92,6 +92,7 @@ def explain(
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    dropout_p: float = 0.0,
 ) -> Explanation:
     """What sdpa would run for these arguments, without running or compiling it.
 
@@ -102,7 +103,7 @@ def explain(
         is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
         attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
     masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
-    options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
+    options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
     return explanation(check(Call((query, key, value), masks, scales, options, return_lse, out)))
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from microsdpa.call.dropout import Random
 from microsdpa.call.options import PLAIN, Options
 from microsdpa.call.sequences import Sequences
 
@@ -61,6 +62,7 @@ class Call(NamedTuple):
         scales: of 8-bit values; NO_SCALES itself where there are none.
         out: tensor to write to; None for one that is allocated.
         sequences: where sequences of many lengths lie; query, key and value then have the layouts of sdpa_varlen.
+        random: of a call that drops probabilities; None for random numbers that are taken when it runs.
     """
 
     inputs: Inputs
@@ -70,6 +72,7 @@ class Call(NamedTuple):
     return_lse: bool = False
     out: torch.Tensor | None = None
     sequences: Sequences | None = None
+    random: Random | None = None
 
     @property
     def has_values(self) -> bool:

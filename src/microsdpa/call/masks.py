@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from microsdpa.call.call import Call
+from microsdpa.call.dropout import Dropping
 from microsdpa.call.summary import is_summed
 from microsdpa.call.tensors import TENSOR_MAP_STRIDE_LIMIT
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
@@ -37,6 +38,7 @@ class Masks:
         softcap: scores x become softcap * tanh(x / softcap).
         alibi_slopes: [H] or [B, H], float32.
         sinks: [H], a logit of each head that takes its share of the softmax and has no value.
+        dropping: of a call that drops probabilities; it decides about none of the scores.
     """
 
     attn_mask: torch.Tensor | None = None
@@ -44,6 +46,7 @@ class Masks:
     softcap: float | None = None
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    dropping: Dropping | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -120,7 +123,7 @@ NONE = Masks()
 
 
 def refuse(*given: object) -> None:
-    """Refuse masks beside 8-bit operands.
+    """Refuse masks and dropout beside 8-bit operands.
 
     Raises:
         UnsupportedProblem: one of the arguments is not None.
@@ -128,7 +131,7 @@ def refuse(*given: object) -> None:
     if any(argument is not None for argument in given):
         raise UnsupportedProblem(
             "the kernels for 8-bit operands know the causal mask only",
-            nearest="precision=None for masks, windows, softcap, alibi_slopes and sinks",
+            nearest="precision=None for masks, windows, softcap, alibi_slopes, sinks and dropout_p",
         )
 
 

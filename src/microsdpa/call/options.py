@@ -44,6 +44,8 @@ INTERLEAVED_BIT = 1 << 21
 INVARIANT_BIT = 1 << 22
 DETERMINISTIC_BIT = 1 << 23
 """Set in the number of a call for gradients whose bits shall be the same each time."""
+DROPOUT_BIT = 1 << 24
+"""Set where the call drops probabilities."""
 VARLEN_OPTIONS: dict[tuple[object, ...], int] = {
     (causal, interleaved, invariant, impl): OPTIONS[False, "lower_right" if causal else None, True, impl, None]
     | VARLEN_BIT
@@ -68,6 +70,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     impl: str = "auto"
     precision: Operands | None = None
+    dropout_p: float = 0.0
 
     @property
     def code(self) -> int:
@@ -76,7 +79,8 @@ class Options(NamedTuple):
         Raises:
             KeyError: one of them is not valid.
         """
-        return OPTIONS[self.is_causal, self.causal, self.enable_gqa, self.impl, self.precision]
+        code = OPTIONS[self.is_causal, self.causal, self.enable_gqa, self.impl, self.precision]
+        return code | DROPOUT_BIT if self.dropout_p else code
 
 
 PLAIN = Options()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from microsdpa.call import dropout as dropout_checks
 from microsdpa.call import masks as mask_checks
 from microsdpa.call import scales as scale_checks
 from microsdpa.call import sequences as sequence_checks
@@ -86,11 +87,12 @@ def check(call: Call) -> Checked:
     """
     options, (query, key, value), eight_bit = call.options, call.inputs, call.is_eight_bit
     if eight_bit:
-        mask_checks.refuse(*call.masks, options.window, options.softcap)
+        mask_checks.refuse(*call.masks, options.window, options.softcap, options.dropout_p or None)
     varlen = call.sequences is not None
     kernel, emulated = tensors.kernel_of(tensors.check_impl(options.impl, eight_bit, varlen))
     causal = tensors.check_causal(options.is_causal, options.causal)
     scale = tensors.check_scale(options.scale)
+    dropout_checks.check(options.dropout_p)
     tensors.check_not_nested(query=query, key=key, value=value)
     if call.masks is not NO_TENSORS:
         tensors.check_not_nested(**call.masks._asdict())

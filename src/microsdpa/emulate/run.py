@@ -16,12 +16,13 @@ from pathlib import Path
 
 import torch
 
+from microsdpa.call.dropout import kept_of
 from microsdpa.call.masks import NONE, Masks
 from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec, TensorMap
-from microsdpa.kernels.params import MaskedParams, Params
+from microsdpa.kernels.params import DropoutParams, DroppedParams, MaskedParams, Params
 from microsdpa.kernels.problem import Problem
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
@@ -359,12 +360,14 @@ def attention(
     }
     present = {name: tensor for name, tensor in mask_operands.items() if tensor is not None}
     buffers |= {name: (tensor, False) for name, tensor in present.items()}
+    if masks.dropping is not None:
+        buffers["drawn"] = (masks.dropping[1], False)
     position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
 
     def params(addresses: dict[str, int], kind: str) -> ctypes.Structure:
         """Parameters of the C++ type `kind`: the call's, and for kernels that take them the masks'."""
         filled = Params(
-            **{name: address for name, address in addresses.items() if name not in present},
+            **{name: address for name, address in addresses.items() if name not in present and name != "drawn"},
             batch=problem.batch,
             heads=problem.heads,
             heads_kv=problem.heads_kv,
@@ -394,7 +397,10 @@ def attention(
             everything.slope_batch_stride, everything.slope_head_stride = present["slopes"].stride()
         if "sinks" in present:
             (everything.sink_head_stride,) = present["sinks"].stride()
-        return everything
+        if masks.dropping is None:
+            return everything
+        kept, factor_of_kept = kept_of(masks.dropping[0])
+        return DroppedParams(everything, DropoutParams(drawn=addresses["drawn"], kept=kept, scale=factor_of_kept))
 
     reports = [
         launch(

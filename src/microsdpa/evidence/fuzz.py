@@ -207,6 +207,8 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
     kind = Masks(window=call.window, softcap=call.softcap, **masks).kind_in_memory
     given = [made.query, made.key, made.value, *([made.out] if call.door == "out" else [])]
     aligned = VECTOR_BYTES if all(map(is_aligned, given)) else ELEMENT_BYTES[call.dtype]
+    if call.dropout_p:
+        fields["dropout_p"] = call.dropout_p
     return fields | {"alignment": aligned, **({"mask_kind": dataclasses.asdict(kind)} if kind else {})}
 
 

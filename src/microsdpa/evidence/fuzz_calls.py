@@ -59,6 +59,7 @@ class Call:
         granularity: of the scales of query and key, for the door "codes".
         impl: "auto", or a kernel's name.
         seed: of the values.
+        dropout_p: of the doors "operator" and "backward", whose calls are then the operator's, with a random state.
     """
 
     door: Door = "sdpa"
@@ -88,6 +89,7 @@ class Call:
     granularity: Granularity = "tensor"
     impl: str = "auto"
     seed: int = 0
+    dropout_p: float = 0.0
 
     @property
     def heads(self) -> int:
@@ -109,7 +111,7 @@ class Call:
         """What kernels are compiled for: calls that differ in the rest alone share most of them."""
         sides = tuple(end != -1 for end in self.window or (-1, -1))
         masks = self.mask, sides, self.softcap is not None, self.alibi != "none", self.sinks
-        return self.dtype, self.head_dim, self.operands, self.impl, *masks
+        return self.dtype, self.head_dim, self.operands, self.impl, self.dropout_p > 0.0, *masks
 
     def case(self) -> Case:
         """Shape, type and alignment, for tolerances and rows."""
@@ -136,6 +138,7 @@ class Tensors:
 
     Attributes:
         masks: arguments of sdpa: attn_mask, document_ids, block_mask, alibi_slopes and sinks.
+        rng_state: two int64; None without dropout.
         shown: bool [B, 1, S_q, S_k]: what documents and blocks show; None where there are none.
     """
 
@@ -145,6 +148,7 @@ class Tensors:
     out: torch.Tensor
     masks: dict[str, Any]
     shown: torch.Tensor | None = None
+    rng_state: torch.Tensor | None = None
 
 
 def tensors(call: Call, device: str) -> Tensors:
@@ -198,7 +202,9 @@ def tensors(call: Call, device: str) -> Tensors:
     if call.sinks != "none":
         of = dtype if call.sinks == "inputs" else torch.float32
         masks["sinks"] = torch.randn(call.heads, generator=generator).to(of).to(device)
-    return Tensors(query, key, value, out, masks, _sparse(call, device, masks, generator))
+    of_sparse = _sparse(call, device, masks, generator)
+    state = torch.randint(2**62, (2,), generator=generator).to(device) if call.dropout_p else None
+    return Tensors(query, key, value, out, masks, of_sparse, state)
 
 
 def _sparse(call: Call, device: str, masks: dict[str, Any], generator: torch.Generator) -> torch.Tensor | None:
@@ -238,11 +244,14 @@ def valid(call: Call) -> Call:
     """The call without what its door does not take, or what torch and this library refuse."""
     if call.door == "enable" and call.mask == "ranges":
         call = _as_default(call, "mask")  # which torch does not know
+    if call.door not in ("operator", "backward"):
+        call = _as_default(call, "dropout_p")
     if call.mask == "none":
         call = _as_default(call, "mask_dims", "mask_shown", "mask_transposed")
     if call.mask == "ranges":
         call = _as_default(call, "mask_transposed")
-    if call.door in ("operator", "enable"):  # which have no such arguments
+    of_operator = call.door == "operator" or call.dropout_p > 0.0
+    if of_operator or call.door == "enable":  # which have no such arguments
         call = _as_default(call, "documents", "blocks")
     if call.documents in ("in order", "apart"):
         call = replace(call, seqlen_k=call.seqlen_q)
@@ -254,7 +263,7 @@ def valid(call: Call) -> Call:
         call = _as_default(call, "window", "softcap", "alibi", "sinks")
         causal: CausalOption = "none" if call.causal == "none" or call.mask != "none" else "is_causal"
         call = replace(call, causal=causal)
-    elif call.causal == "is_causal" and (call.mask != "none" or call.door == "operator"):
+    elif call.causal == "is_causal" and (call.mask != "none" or of_operator):
         call = replace(call, causal="upper_left")
     if call.door in EIGHT_BIT_DOORS:
         call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "window", "softcap", "alibi")
@@ -310,6 +319,7 @@ def _form(choose: random.Random, emulated: bool) -> dict[str, Any]:
         form["sinks"] = choose.choice(("inputs", "float32"))
     if not emulated and choose.random() < 0.3:
         form["impl"] = choose.choice([family.name for family in FAMILIES])
+    form["dropout_p"] = random.Random(repr(form)).choice((0.0, 0.0, 0.1, 0.7))
     return form
 
 
@@ -376,6 +386,7 @@ def simpler(call: Call) -> Iterator[Call]:
         "outliers",
         "dtype",
         "granularity",
+        "dropout_p",
     ):
         if getattr(call, name) != getattr(Call, name):
             yield from changed(**{name: getattr(Call, name)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ GRADIENT_FACTOR = 4
 """Times the error of plain arithmetic that a gradient may have: a backward rounds P and dS too."""
 ENABLED = threading.Lock()
 """The drop-in is the process's, and its kernel too: one call at a time goes through it."""
+NORMAL_REACH = 4.0
+"""Standard deviations that the largest of some thousand normal numbers reaches."""
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
@@ -100,6 +102,8 @@ def _options(call: Call, made: Tensors, device: str) -> dict[str, Any]:
     for name in ("window", "softcap"):
         if getattr(call, name) is not None:
             found[name] = getattr(call, name)
+    if call.dropout_p:
+        found["dropout_p"] = call.dropout_p
     return found
 
 
@@ -116,10 +120,8 @@ def _through(call: Call, made: Tensors, device: str) -> Callable[[], Result]:
     if call.door == "plan":
         plan: Any = microsdpa.plan(*inputs, **options, return_lse=True)
         return lambda: plan(*inputs, **made.masks)
-    if call.door == "operator":
-        masks = [made.masks.get(name) for name in ("attn_mask", "alibi_slopes", "sinks")]
-        rest = call.alignment, call.scale, call.group > 1, list(call.window or (-1, -1)), call.softcap, options["impl"]
-        return lambda: torch.ops.microsdpa.attention(*inputs, *masks, *rest)
+    if call.door == "operator" or call.dropout_p:
+        return lambda: _operator(call, inputs, options, made.rng_state)
     if call.door == "enable":
         mask = made.masks.get("attn_mask")
         rest_of: dict[str, Any] = {
@@ -136,6 +138,15 @@ def _through(call: Call, made: Tensors, device: str) -> Callable[[], Result]:
     return named
 
 
+def _operator(
+    call: Call, inputs: Sequence[torch.Tensor], options: dict[str, Any], rng_state: torch.Tensor | None
+) -> Result:
+    masks = [options.get(name) for name in ("attn_mask", "alibi_slopes", "sinks")]
+    rest = call.alignment, call.scale, call.group > 1, list(call.window or (-1, -1)), call.softcap, options["impl"]
+    found: Result = torch.ops.microsdpa.attention(*inputs, *masks, *rest, call.dropout_p, rng_state)
+    return found
+
+
 def _check(call: Call, device: str) -> Outcome:
     made = tensors(call, device)
     run = _through(call, made, device)
@@ -146,12 +157,17 @@ def _check(call: Call, device: str) -> Outcome:
         found.append(_copied(run()))
     (out, lse), (again, lse_again) = found
     options: dict[str, Any] = {"causal": call.alignment, "scale": call.scale, **made.masks}
-    options |= {"window": call.window, "softcap": call.softcap}
+    options |= {
+        "window": call.window,
+        "softcap": call.softcap,
+        "dropout_p": call.dropout_p,
+        "rng_state": made.rng_state,
+    }
     inputs = made.query, made.key, made.value
     (expected, expected_lse), (eager, eager_lse) = (f(*inputs, **options) for f in (reference.oracle, reference.eager))
     errors = compare.measure(out, expected)
     # Where plain arithmetic happens to be exact, what rounding P once may cost is allowed: one rounding of V.
-    rounding = compare.UNIT_ROUNDOFF[out.dtype] * float(made.value.abs().max())
+    rounding = compare.UNIT_ROUNDOFF[out.dtype] * float(made.value.abs().max()) * reference.kept_of(call.dropout_p)[1]
     allowed = compare.tolerance(eager, expected, out.dtype).max_abs + rounding
     outcome = Outcome(call, errors=errors, allowed=allowed)
     if not errors.max_abs <= allowed:
@@ -187,20 +203,28 @@ def _check_gradients(call: Call, device: str, outcome: Outcome) -> Outcome:
     masks = {name: mask for name, mask in made.masks.items() if name not in ("document_ids", "block_mask")}
     given = {"query": made.query, "key": made.key, "value": made.value, **masks}
     shown = {} if made.shown is None else {"shown": made.shown}
+    if made.rng_state is not None:
+        heads = torch.arange(call.batch * call.heads, device=device)
+        kept = reference.kept(call.dropout_p, made.rng_state, heads, call.seqlen_q, call.seqlen_k)
+        shown["kept"] = kept.view(call.batch, call.heads, call.seqlen_q, call.seqlen_k)
     generator = torch.Generator().manual_seed(call.seed + 1)
     weight = torch.randn(made.query.shape, generator=generator).to(made.query)
     chosen = [NAMES[letter] for letter in call.graded]
     leaves = {name: given[name].detach().requires_grad_() for name in chosen}
     options = _options(call, made, device) | {name: leaf for name, leaf in leaves.items() if name in made.masks}
     inputs = [leaves.get(name, given[name]) for name in ("query", "key", "value")]
-    out: Any = microsdpa.sdpa(*inputs, **options)
+    if call.dropout_p:
+        out: Any = _operator(call, inputs, options, made.rng_state)[0]
+    else:
+        out = microsdpa.sdpa(*inputs, **options)
     found = torch.autograd.grad(out, list(leaves.values()), weight)
     exact, plain = (
         _plain_gradients(call, given | shown, chosen, weight, dtype) for dtype in (torch.float64, weight.dtype)
     )
     for name, got, want, rough in zip(chosen, found, exact, plain, strict=True):
         error = compare.measure(got, want)
-        unit = compare.UNIT_ROUNDOFF[weight.dtype] * (float(want.abs().max()) + _reach(call))
+        reach = _reach(call) * (max(call.seqlen_q, call.seqlen_k) if call.dropout_p and name == "alibi_slopes" else 1)
+        unit = compare.UNIT_ROUNDOFF[weight.dtype] * (float(want.abs().max()) + reach)
         allowed = GRADIENT_FACTOR * float((rough.double() - want).abs().max()) + unit
         if not error.max_abs <= allowed:
             failure = f"the gradient of {name} is off by {error.max_abs:.3g} at {list(error.worst)}"
@@ -209,8 +233,16 @@ def _check_gradients(call: Call, device: str, outcome: Outcome) -> Outcome:
 
 
 def _reach(call: Call) -> float:
-    """Size of the terms that a gradient is a sum of: where they cancel, its own size says nothing of its error."""
-    return math.sqrt(call.seqlen_q * call.group)
+    """Size of the terms that a gradient is a sum of: where they cancel, its own size says nothing of its error.
+
+    A row of one large weight has terms that cancel in rowsum(dO O). Its output is a value, which has no rounding, or
+    under dropout a multiple of it, whose rounding every score's gradient has.
+    """
+    reach = math.sqrt(call.seqlen_q * call.group)
+    if not call.dropout_p:
+        return reach
+    scale = call.head_dim**-0.5 if call.scale is None else abs(call.scale)
+    return reach * reference.kept_of(call.dropout_p)[1] * max(1.0, NORMAL_REACH * scale * math.sqrt(call.head_dim))
 
 
 def _plain_gradients(
@@ -263,6 +295,8 @@ def plain(call: Call, of: dict[str, torch.Tensor]) -> torch.Tensor:
         scores = torch.cat([scores, column.to(scores)], dim=-1)
     scores = scores.masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
     weights = scores.softmax(dim=-1)[..., : call.seqlen_k].masked_fill(hidden, 0.0)
+    if "kept" in of:
+        weights = weights * reference.kept_of(call.dropout_p)[1] * of["kept"]
     return weights @ value
 
 

@@ -89,6 +89,7 @@ def problem_of(row: Row, target: str) -> Problem:
         dtype=row["dtype"],
         causal=_causal(row["mask"]),
         mask=MaskKind(**row["mask_kind"]) if row.get("mask_kind") else None,
+        dropout=row.get("dropout_p", 0.0) > 0.0,
         alignment=row.get("alignment", 16),
         target=target,
     )

@@ -38,6 +38,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "mask": MaskKind("bool", True, True, True, True, "float32"),
         "causal": "lower_right",
     },
+    "`dropout_p`": {"dropout": True},
 }
 
 

@@ -18,6 +18,7 @@ from microsdpa.evidence import compare, results, survey
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.torch_cases import Call, TorchCase, all_cases, corners, sample
+from microsdpa.execution import dropout
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import capability_of
@@ -63,13 +64,21 @@ def check(name: str, call: Call, impl: str = "auto") -> Outcome:
     rounding.
     """
     arguments, options = call
+    if options.get("dropout_p") and impl == "auto" and arguments[0].device.type == "cpu":
+        return _as_torch(name, arguments, options)  # torch's own, whose mask is its own
+    state = _random_state(arguments[0].device) if options.get("dropout_p") else None
     try:
         with microsdpa.enabled(strict=True, impl=impl):
             out = F.scaled_dot_product_attention(*arguments, **options)
     except (microsdpa.UnsupportedProblem, RuntimeError, ValueError):
         return _as_torch(name, arguments, options)
-    expected = _exact(*arguments, **options)
-    eager = _eager(*arguments, **options)
+    if state is None:
+        expected, eager = _exact(*arguments, **options), _eager(*arguments, **options)
+    else:
+        expected, eager = (
+            _eager(*arguments, **(options | {"rng_state": state, "function": function}))
+            for function in (reference.oracle, reference.eager)
+        )
     errors, allowed = compare.measure(out, expected), compare.tolerance(eager, expected, out.dtype)
     failure = "" if allowed.admits(errors) else f"output differs from FP64: {errors}, allowed {allowed}"
     if out.dtype != arguments[0].dtype:
@@ -129,10 +138,23 @@ def _eager(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+    function: Any = reference.eager,
+    **of_dropout: Any,
+) -> Any:
     causal = "upper_left" if is_causal else None
     mask = _written_out(mask, query.device)
-    return reference.eager(query, key, value, causal=causal, scale=scale, attn_mask=mask)[0]
+    return function(query, key, value, causal=causal, scale=scale, attn_mask=mask, **of_dropout)[0]
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    """Seed torch's generators, and give the seed and offset that the next call takes."""
+    torch.manual_seed(0)
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index]
+        return torch.tensor([generator.initial_seed(), generator.get_offset()])
+    state = dropout.draw(device)
+    torch.manual_seed(0)
+    return state
 
 
 def _row(case: TorchCase, outcomes: list[tuple[TorchCase, Outcome]], spec: KernelSpec, target: str) -> results.Row:

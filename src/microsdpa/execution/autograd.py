@@ -16,9 +16,10 @@ from torch.compiler import is_compiling
 
 from microsdpa.call import tensors
 from microsdpa.call.call import Inputs, MaskTensors, mask_tensors
+from microsdpa.call.dropout import Random
 from microsdpa.call.masks import Masks, refuse_both
 from microsdpa.call.options import Options
-from microsdpa.execution import backward, forward, nodes
+from microsdpa.execution import backward, dropout, forward, nodes
 from microsdpa.execution.nodes import PLAIN_TYPES
 
 
@@ -43,7 +44,7 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
         MicrosdpaError: as sdpa.
     """
     query = inputs[0]
-    if not return_lse and query.is_cuda and not query.is_nested:
+    if not return_lse and query.is_cuda and not query.is_nested and not options.dropout_p:
         out = nodes.attend(inputs, masks, options)
         if out is not None:
             return out, None
@@ -51,16 +52,22 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
 
 
 def operator(
-    inputs: Inputs, masks: tuple[Any, ...], options: tuple[Any, ...], return_lse: bool = True
+    inputs: Inputs,
+    masks: tuple[Any, ...],
+    options: tuple[Any, ...],
+    return_lse: bool = True,
+    rng_state: torch.Tensor | None = None,
 ) -> forward.Result:
     """The call as an operator of torch.ops.microsdpa, which checks its arguments when it runs.
 
     It is attention_output where neither the LSE nor a gradient is asked for. torch.compile reads these lines, and looks
     at each name that they use again before each call of the graph: `masks` and `options` may be plain tuples for it.
+    Seed and offset of a dropout are an argument of the operator, which so gives the same for the same arguments:
+    `rng_state`, or two numbers that are drawn here.
     """
     query, key, value = inputs
     attn_mask, alibi_slopes, sinks = masks
-    is_causal, causal, scale, enable_gqa, window, softcap, impl, _ = options
+    is_causal, causal, scale, enable_gqa, window, softcap, impl, _, dropout_p = options
     if query.is_nested or key.is_nested or value.is_nested or (attn_mask is not None and attn_mask.is_nested):
         tensors.check_not_nested(query=query, key=key, value=value, attn_mask=attn_mask)
     if is_causal is not False:
@@ -72,6 +79,9 @@ def operator(
         rest: tuple[Any, ...] = (attn_mask, alibi_slopes, sinks, causal, scale, enable_gqa, ends, softcap, impl)
     else:
         rest = () if impl == "auto" else (None, None, None, None, None, False, [-1, -1], None, impl)
+    if dropout_p:
+        rest = rest or (None, None, None, None, None, False, [-1, -1], None, impl)
+        rest = *rest, dropout_p, dropout.draw(query.device) if rng_state is None else rng_state
     if return_lse or (torch.is_grad_enabled() and _wants_gradient(query, key, value, attn_mask, alibi_slopes, sinks)):
         return torch.ops.microsdpa.attention(query, key, value, *rest)  # type: ignore[no-any-return]
     return torch.ops.microsdpa.attention_output(query, key, value, *rest), None
@@ -81,11 +91,16 @@ def _wants_gradient(*given: torch.Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in given)
 
 
-def record(inputs: Inputs, masks: MaskTensors, options: Options, eager: bool) -> forward.Result:
-    """Output and LSE of a call, with a node in autograd's graph; `eager` is is_eager()'s answer."""
+def record(
+    inputs: Inputs, masks: MaskTensors, options: Options, eager: bool, rng_state: torch.Tensor | None = None
+) -> forward.Result:
+    """Output and LSE of a call, with a node in autograd's graph; `eager` is is_eager()'s answer.
+
+    `rng_state` has seed and offset of a dropout; without one, an eager call takes those of torch's generator.
+    """
     # What torch.autograd.Function.apply does besides is for transforms, of which there is none in an eager call.
     apply = _apply if eager else _Attention.apply
-    return apply(*inputs, *masks, options, eager)  # type: ignore[no-any-return, no-untyped-call]
+    return apply(*inputs, *masks, rng_state, options, eager)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
@@ -100,6 +115,7 @@ class _Attention(torch.autograd.Function):
         attn_mask: torch.Tensor | None,
         alibi_slopes: torch.Tensor | None,
         sinks: torch.Tensor | None,
+        rng_state: torch.Tensor | None,
         options: Options,
         eager: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,21 +123,25 @@ class _Attention(torch.autograd.Function):
         inputs = query, key, value
         masks = mask_tensors(attn_mask, alibi_slopes, sinks)
         if eager:
-            out, lse = forward.attend(inputs, masks, options, True)
+            random = None
+            if options.dropout_p:
+                random = Random(rng_state) if rng_state is not None else dropout.begin(query, options.dropout_p)
+            out, lse = forward.attend(inputs, masks, options, True, random)
+            rng_state = None if random is None else random.in_memory
         else:
             with _AutoDispatchBelowAutograd():
-                out, lse = operator(inputs, masks, options)
+                out, lse = operator(inputs, masks, options, rng_state=rng_state)
         assert lse is not None
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, attn_mask, alibi_slopes, sinks, out, lse)
+        ctx.save_for_backward(query, key, value, attn_mask, alibi_slopes, sinks, out, lse, rng_state)
         ctx.options = options
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of the tensors; None for options, and for a mask of booleans."""
+        """Gradients of the tensors; None for the rest, and for a mask of booleans."""
         grad_out, grad_lse = grads
-        *given, out, lse = ctx.saved_tensors
+        *given, out, lse, rng_state = ctx.saved_tensors
         options: Options = ctx.options
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -131,17 +151,19 @@ class _Attention(torch.autograd.Function):
         wanted = tuple(compress(backward.ALL, graded[3:]))
         # With grad enabled, a gradient of the gradient is wanted: the operator refuses it.
         if is_eager((query, key, grad_out)) and not torch.is_grad_enabled():
-            masks = Masks(attn_mask, options.window, options.softcap, alibi_slopes, sinks)
+            dropping = None if rng_state is None else (options.dropout_p, rng_state)
+            masks = Masks(attn_mask, options.window, options.softcap, alibi_slopes, sinks, dropping)
             inputs = query, key, value
             of = (grad_out, grad_lse), inputs, (out, lse)
             found = backward.gradients(*of, causal, options.scale, masks, wanted, options.impl)
         else:
             ends = list(options.window or (-1, -1))
             rest = causal, options.scale, ends, options.softcap, list(graded[3:]), options.impl
-            found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *given, out, lse, *rest)
+            of_dropout = options.dropout_p, rng_state
+            found = torch.ops.microsdpa.attention_backward(grad_out, grad_lse, *given, out, lse, *rest, *of_dropout)
         waiting, made = iter(found), zip(given, (True, True, True, *graded[3:]), strict=True)
         there = (t is not None and one and t.is_floating_point() for t, one in made)
-        return *(next(waiting) if one else None for one in there), None, None
+        return *(next(waiting) if one else None for one in there), None, None, None
 
 
 _apply = super(torch.autograd.Function, _Attention).apply

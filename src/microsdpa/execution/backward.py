@@ -51,9 +51,9 @@ def gradients(
         if masks.attn_mask is not None:
             masks = replace(masks, attn_mask=dense(masks.attn_mask, key.shape[2]))
         return _through_math(grads, inputs, causal, scale, masks, wanted)
-    # torch's backward passes have no gradient of a mask, which is to be among the results.
+    # torch's backward passes have no gradient of a mask, which is to be among the results, and other random numbers.
     own = any(name in wanted and t.is_floating_point() for name, t in masks.tensors.items())
-    own = own or grad_lse is not None or not query.is_cuda
+    own = own or masks.dropping is not None or grad_lse is not None or not query.is_cuda
     if not own and not policy.beats_torch_backward(kernels.problem_of(inputs, causal, masks.kind)):
         options = Options(False, causal, scale, window=masks.ends, softcap=masks.softcap)
         tensors = MaskTensors(masks.attn_mask, masks.alibi_slopes, masks.sinks)
@@ -122,11 +122,14 @@ def _through_math(
         d_out = grad_out[:, h].float()
         logits = torch_cpu.scores(q, k, h, causal, scale, masks)
         p = torch_cpu.probabilities(logits)
-        d_p = d_out @ v.mT
+        d_p, kept = d_out @ v.mT, p[..., :seqlen_k]
+        if masks.dropping is not None:
+            factors = torch_cpu.factors(masks.dropping, query.shape, h, seqlen_k)
+            d_p, kept = d_p * factors, kept * factors
         delta = (p[..., :seqlen_k] * d_p).sum(dim=-1, keepdim=True)
         shift = -delta if grad_lse is None else grad_lse[:, h, :, None].float() - delta
         d_logits = p[..., :seqlen_k] * (d_p + shift)
-        d_value[:, h // group] += p[..., :seqlen_k].mT @ d_out
+        d_value[:, h // group] += kept.mT @ d_out
         if d_sinks is not None:
             d_sinks[h] = (p[..., seqlen_k] * shift[..., 0]).sum()
         if d_mask is not None and masks.attn_mask is not None and masks.attn_mask.is_floating_point():

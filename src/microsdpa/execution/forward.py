@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
+from microsdpa.call.dropout import Random, kept_of
+from microsdpa.call.masks import Masks
 from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
 from microsdpa.call.scales import VALUE_DTYPES, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
-from microsdpa.execution import quantized, torch_cpu, varlen
+from microsdpa.execution import dropout, quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
@@ -31,20 +34,28 @@ Result = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output, of query's shape, and LSE in FP32 where it is asked for, [B, H, S_q] or, of packed queries, [H, queries]."""
 
 
-def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool) -> Result:
-    """Attention of one call into a new output.
+def attend(
+    inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool, random: Random | None = None
+) -> Result:
+    """Attention of one call into a new output; `random` is of one that drops probabilities.
 
     Raises:
         MicrosdpaError: as sdpa.
     """
-    found = launch(inputs, masks, options, return_lse)
-    return first_call(Call(inputs, masks, options=options, return_lse=return_lse)) if found is None else found
+    found = launch(inputs, masks, options, return_lse, random)
+    if found is not None:
+        return found
+    return first_call(Call(inputs, masks, options=options, return_lse=return_lse, random=random))
 
 
-def launch(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool) -> Result | None:
+def launch(
+    inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool, random: Random | None = None
+) -> Result | None:
     """Launch a call that has a plan; None for one that has none."""
     query, key, value = inputs
     try:
+        if options.dropout_p:
+            return None if random is None else _launch_dropping(inputs, masks, options, return_lse, random)
         code, scale, result = PLAIN_CODE if options is PLAIN else options.code, options.scale, _empty_like(query)
         if masks is NO_TENSORS and options.window is None and options.softcap is None:
             lse = _launch(query, key, value, result, return_lse, code, scale)
@@ -61,6 +72,20 @@ def launch(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
     if lse is None:
         return None
     return result, lse if return_lse else None
+
+
+def _launch_dropping(
+    inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool, random: Random
+) -> Result | None:
+    if options.is_causal and masks.attn_mask is not None:
+        return None
+    result = _empty_like(inputs[0])
+    left, right = options.window or (-1, -1)
+    of_masks = () if masks is NO_TENSORS and options.window is None and options.softcap is None else masks
+    ends = (left, right, options.softcap) if of_masks else ()
+    given = *inputs, result, return_lse, options.code, options.scale, *of_masks, *ends
+    lse = launcher.launch_dropped(*kept_of(options.dropout_p), *random, *given)
+    return None if lse is None else (result, lse if return_lse else None)
 
 
 def launch_eight_bit(
@@ -135,6 +160,9 @@ def first_call(call: Call) -> Result:
     checked = check(call)
     if checked.is_empty:
         return _nothing(checked)
+    if call.options.dropout_p and call.random is None:
+        checked = checked._replace(call=call._replace(random=dropout.take(call.inputs[0], False)))
+        call = checked.call
     if checked.emulated:
         return _emulate(checked)
     query, key, value = call.inputs
@@ -142,7 +170,7 @@ def first_call(call: Call) -> Result:
         check_cpu_impl(call.options.impl)
         if call.sequences is not None:
             return varlen.attend_on_cpu(checked)
-        how = checked.causal, checked.scale, checked.masks, call.return_lse
+        how = checked.causal, checked.scale, _with_dropping(checked), call.return_lse
         result, cpu_lse = torch_cpu.attend(query, key, value, *how)
         return result if call.out is None else call.out.copy_(result), cpu_lse
     out = checked.output()
@@ -256,8 +284,21 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     return *given, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap
 
 
+def _with_dropping(checked: Checked) -> Masks:
+    """The masks of a call on CPU tensors, with its dropout."""
+    call = checked.call
+    if call.random is None or call.random.drawn is None:
+        return checked.masks
+    return replace(checked.masks, dropping=(call.options.dropout_p, call.random.drawn))
+
+
 def launch_checked(checked: Checked, out: torch.Tensor) -> Any:
     """Launch a call by its plan, and give what launcher.launch does."""
+    call = checked.call
+    if call.options.dropout_p:
+        assert call.random is not None
+        given = *kept_of(call.options.dropout_p), *call.random
+        return launcher.launch_dropped(*given, *foreign_call(checked, out))
     return _launch(*foreign_call(checked, out))
 
 
@@ -292,5 +333,6 @@ def _emulate(checked: Checked) -> Result:
         return out, lse
     from microsdpa.emulate import run  # not imported with the package: few programs need it
 
-    run.attention(spec, problem, (*call.inputs, out, lse), checked.scale, masks=checked.masks)
+    operands = *call.inputs, out, lse
+    run.attention(spec, problem, operands, checked.scale, masks=_with_dropping(checked))
     return out, lse

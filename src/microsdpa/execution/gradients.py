@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ import torch
 
 from microsdpa.call import tensors
 from microsdpa.call.call import Inputs
+from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import DETERMINISTIC_BIT, Options
 from microsdpa.errors import UnsupportedProblem
@@ -18,7 +21,14 @@ from microsdpa.kernels import KernelSpec, emulated_target, policy
 from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.backward.spec import Tiling
 from microsdpa.kernels.hopper.backward import spec as hopper_spec
-from microsdpa.kernels.params import BackwardParams, MaskedParams, Params, Strides
+from microsdpa.kernels.params import (
+    BackwardParams,
+    DropoutParams,
+    DroppedBackwardParams,
+    MaskedParams,
+    Params,
+    Strides,
+)
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Causal, MaskKind, Problem
 from microsdpa.kernels.spec import Rejection
 from microsdpa.runtime import launcher
@@ -37,9 +47,13 @@ PLACES: dict[str, int] = {
     **{name: getattr(Params, name).offset for name in OF_CALL},
     **{tensor: getattr(MaskedParams, name).offset for name, tensor in OF_MASKS.items()},
     **{name: getattr(BackwardParams, name).offset for name in GRADIENTS},
+    "drawn": DroppedBackwardParams.dropout.offset + DropoutParams.drawn.offset,
 }
 """Bytes from the parameter's start to the address of each tensor."""
 _SCALE_LOG2, _SOFTCAP_LOG2 = Params.scale_log2.offset, MaskedParams.softcap_log2.offset
+_KEPT, _KEPT_SCALE = (
+    DroppedBackwardParams.dropout.offset + field.offset for field in (DropoutParams.kept, DropoutParams.scale)
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,8 @@ class Gradient:
     """A call whose gradients are asked for.
 
     Attributes:
-        given: tensors that are read, by name: query, key, value, out, lse, grad_out, grad_lse and those of masks.
+        given: tensors that are read, by name: query, key, value, out, lse, grad_out, grad_lse, those of masks, and
+            `drawn`, seed and offset of a dropout.
         made: the gradients that are written, by the names of GRADIENTS.
         causal, scale, masks: as of the call; `scale` is the softmax's.
     """
@@ -57,6 +72,11 @@ class Gradient:
     causal: Causal | None
     scale: float
     masks: Masks
+
+    @property
+    def dropout_p(self) -> float:
+        """The probability to drop; 0 for a call without dropout."""
+        return 0.0 if self.masks.dropping is None else self.masks.dropping[0]
 
     def problem(self, target: str) -> Problem:
         """The problem of the call."""
@@ -77,6 +97,7 @@ class Gradient:
             target=target,
             alignment=VECTOR_BYTES if all(map(tensors.is_aligned, rows)) else ELEMENT_BYTES[dtype],
             bulk=all(map(tensors.is_bulk_addressable, rows)),
+            dropout=self.dropout_p > 0.0,
         )
 
 
@@ -152,11 +173,16 @@ def launches(of: Gradient, problem: Problem, tiling: AnyTiling) -> tuple[list[La
     slopes = "grad_slopes" in of.made
     workspace_bytes, parts_at = backward_spec.workspace_bytes(problem, tiling, slopes)
     params = _parameters(of, problem, tiling)
+    whole: BackwardParams | DroppedBackwardParams = params
     pointers = tuple((PLACES[name], name, 0) for name in (*of.given, *of.made, "workspace"))
     pointers = (*pointers, (BackwardParams.slope_parts.offset, "workspace", parts_at))
     numbers = ((_SCALE_LOG2, launcher.SCALE_LOG2),)
     if of.masks.softcap is not None:
         numbers = (*numbers, (_SOFTCAP_LOG2, launcher.SOFTCAP_LOG2))
+    if of.dropout_p:
+        kept, factor = kept_of(of.dropout_p)
+        whole = DroppedBackwardParams(params, DropoutParams(kept=kept, scale=factor))
+        numbers = (*numbers, (_KEPT, launcher.KEPT), (_KEPT_SCALE, launcher.KEPT_SCALE))
     kernels = [
         (backward_spec.terms(problem), backward_spec.terms_grid(problem)),
         (backward_spec.gradients(problem, tiling, slopes), backward_spec.gradients_grid(problem, tiling)),
@@ -168,7 +194,7 @@ def launches(of: Gradient, problem: Problem, tiling: AnyTiling) -> tuple[list[La
     if "grad_mask" in of.made:
         shape = params.mask_batch, params.mask_heads, params.mask_rows, params.mask_columns
         kernels.append((backward_spec.mask_gradient(problem), backward_spec.mask_grid(shape)))
-    found = [Launch(spec, grid, params, pointers, _mapped(of, spec), numbers) for spec, grid in kernels]
+    found = [Launch(spec, grid, whole, pointers, _mapped(of, spec), numbers) for spec, grid in kernels]
     return found, workspace_bytes
 
 
@@ -186,7 +212,7 @@ def _mapped(of: Gradient, spec: KernelSpec) -> tuple[launcher.Mapped, ...]:
     return tuple(launcher.Mapped(name, 0, tuple(t.shape), t.stride(), t.element_size()) for name, t in found)
 
 
-_PRODUCTS = {"query", "key", "value", "grad_out", "attn_mask", "alibi_slopes"}
+_PRODUCTS = {"query", "key", "value", "grad_out", "attn_mask", "alibi_slopes", "drawn"}
 _SUMS = {"grad_query", "grad_key", "grad_value"}
 _READ = {
     "prepare": {"out", "lse", "grad_out", "grad_lse"},
@@ -235,14 +261,17 @@ def _launch(of: Gradient) -> None:
     """
     read, made, masks = of.given.get, of.made.get, of.masks
     deterministic = torch.are_deterministic_algorithms_enabled()
-    code = Options(False, of.causal, enable_gqa=True).code | DETERMINISTIC_BIT * deterministic
+    code = Options(False, of.causal, enable_gqa=True, dropout_p=of.dropout_p).code | DETERMINISTIC_BIT * deterministic
     call: launcher.GradientCall = (
         *(read(name) for name in ("query", "key", "value", "out", "lse")),
         *(code, of.scale, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap),
         *(read("grad_out"), read("grad_lse")),
         *map(made, GRADIENTS[2:]),
     )
-    if launcher.gradients(*call):
+    launch: Callable[..., bool] = launcher.gradients
+    if of.dropout_p:
+        launch = functools.partial(launcher.gradients_dropped, *kept_of(of.dropout_p), *Random(of.given["drawn"]))
+    if launch(*call):
         return
     problem = of.problem(launcher.target_of_device(of.given["query"].device))
     tiling = choose(problem, deterministic)
@@ -254,7 +283,7 @@ def _launch(of: Gradient) -> None:
         for one in found
     ]
     launcher.register(call, kernels, problem.target, workspace_bytes)
-    if not launcher.gradients(*call):
+    if not launch(*call):
         launcher.found(None)
 
 
@@ -281,6 +310,8 @@ def described(
     if grad_lse is not None:
         given["grad_lse"] = grad_lse.float().contiguous()
     factor = query.shape[3] ** -0.5 if scale is None else scale
+    if masks.dropping is not None:
+        given["drawn"] = masks.dropping[1]
     return Gradient(given | masks.tensors, made, causal, factor, masks)
 
 

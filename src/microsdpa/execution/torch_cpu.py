@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from microsdpa import reference
+from microsdpa.call.dropout import Dropping
 from microsdpa.call.masks import Masks, dense
 from microsdpa.kernels.problem import Causal
 
@@ -26,7 +28,7 @@ def attend(
     query is [B, H, S_q, D]; key and value are [B, H_kv, S_k, D]. What torch's attention has no argument for is computed
     in FP32, a head at a time.
     """
-    plain = masks.softcap is None and masks.alibi_slopes is None and masks.sinks is None
+    plain = masks.softcap is None and masks.alibi_slopes is None and masks.sinks is None and masks.dropping is None
     if plain:
         out = _through_torch(query, key, value, causal, scale, masks)
         if not return_lse:
@@ -40,6 +42,8 @@ def attend(
         lse[:, head] = logits.logsumexp(dim=-1)
         if not plain:
             weights = probabilities(logits)[..., : key.shape[2]]
+            if masks.dropping is not None:
+                weights = weights * factors(masks.dropping, query.shape, head, key.shape[2])
             out[:, head] = (weights @ value[:, head // group].float()).to(query.dtype)
     return out, lse if return_lse else None
 
@@ -77,6 +81,15 @@ def probabilities(logits: torch.Tensor) -> torch.Tensor:
     """
     hidden = logits == -torch.inf
     return logits.masked_fill(hidden.all(dim=-1, keepdim=True), 0.0).softmax(dim=-1).masked_fill(hidden, 0.0)
+
+
+def factors(dropping: Dropping, shape: tuple[int, ...], head: int, seqlen_k: int) -> torch.Tensor:
+    """What dropout multiplies a head's probabilities by, [B, S_q, S_k]; query has `shape`."""
+    dropout_p, rng_state = dropping
+    batch, heads, seqlen_q, _ = shape
+    index = torch.arange(batch, device=rng_state.device) * heads + head
+    kept = reference.kept(dropout_p, rng_state, index, seqlen_q, seqlen_k)
+    return kept * reference.kept_of(dropout_p)[1]
 
 
 def products(query: torch.Tensor, key: torch.Tensor, scale: float | None, masks: Masks) -> torch.Tensor:

@@ -13,7 +13,7 @@ from microsdpa.call.call import Inputs, MaskTensors
 from microsdpa.call.masks import refuse_both
 from microsdpa.call.options import Options
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.execution import forward
+from microsdpa.execution import dropout, forward
 
 TORCHS_OWN = "torch's own attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 
@@ -36,7 +36,9 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> forward.Resu
     """
     tensor_checks.check_not_nested(**dict(zip(("query", "key", "value"), inputs, strict=True)))
     refuse_both(options.is_causal, masks.attn_mask)
-    return _Attention.apply(*inputs, *masks, options)  # type: ignore[no-any-return, no-untyped-call]
+    # Two numbers are drawn for all of a vmap or for each element, as its argument `randomness` says.
+    rng_state = dropout.draw(inputs[0].device) if options.dropout_p else None
+    return _Attention.apply(*inputs, *masks, rng_state, options)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def refuse_tangents(*tensors: torch.Tensor | None) -> None:
@@ -98,11 +100,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [B, H, S_q, D] and LSE [B, H, S_q] of query, key, value, the mask tensors and Options."""
-        *tensors, options = given
+        """Output [B, H, S_q, D] and LSE [B, H, S_q] of query, key, value, masks, random state and Options."""
+        *tensors, rng_state, options = given
         # Whatever wants a gradient has been here; what is left is vmap, which calls the operator for each element.
         with _AutoDispatchBelowAutograd():
-            return torch.ops.microsdpa.attention(*tensors, *_rest(options))  # type: ignore[no-any-return]
+            rest = *_rest(options), options.dropout_p, rng_state
+            return torch.ops.microsdpa.attention(*tensors, *rest)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -122,13 +125,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of the tensors; None for a mask of booleans, and for options."""
+        """Gradients of the tensors; None for a mask of booleans, random state and options."""
         grad_out, grad_lse = grads
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, rng_state, out, lse = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        found = iter(_Backward.apply(grad_out, grad_lse, *tensors, out, lse, ctx.options))  # type: ignore[no-untyped-call]
-        return *(next(found) if t is not None and t.is_floating_point() else None for t in tensors), None
+        found = iter(_Backward.apply(grad_out, grad_lse, *tensors, out, lse, rng_state, ctx.options))  # type: ignore[no-untyped-call]
+        return *(next(found) if t is not None and t.is_floating_point() else None for t in tensors), None, None
 
 
 class _Backward(torch.autograd.Function):
@@ -139,9 +142,9 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(*given: Any) -> tuple[torch.Tensor, ...]:
         """Gradients as the operator attention_backward gives them."""
-        *tensors, options = given
+        *tensors, rng_state, options = given
         causal, scale, _, ends, softcap, impl = _rest(options)
-        rest = causal, scale, ends, softcap, [True, True, True], impl
+        rest = causal, scale, ends, softcap, [True, True, True], impl, options.dropout_p, rng_state
         with _AutoDispatchBelowAutograd():
             return tuple(torch.ops.microsdpa.attention_backward(*tensors, *rest))
 

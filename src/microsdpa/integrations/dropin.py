@@ -188,14 +188,14 @@ def attend(given: Given, scale: float | None, enable_gqa: bool, *, strict: bool,
         # torch computes it whether microsdpa is asked or not: its own call, gradients included, costs nothing more.
         try:
             if strict and not is_dynamo_compiling():
-                options = Options(is_causal, None, scale, enable_gqa, impl=impl)
+                options = Options(is_causal, None, scale, enable_gqa, impl=impl, dropout_p=dropout_p)
                 validate.check(Call((query, key, value), mask_tensors(attn_mask, None, None), options=options))
             return torch_cpu.torch_attention(*given, scale=scale, enable_gqa=enable_gqa)
         except (InvalidArgument, UnsupportedProblem) as error:
             reason = str(error)
     if not reason:
         asked: dict[str, Any] = {"causal": causal} if causal else {"is_causal": is_causal}
-        asked |= {"impl": impl, "scale": scale, "enable_gqa": enable_gqa}
+        asked |= {"impl": impl, "scale": scale, "enable_gqa": enable_gqa, "dropout_p": dropout_p}
         if is_dynamo_compiling():
             reason = why_not_traced(query, key, value, attn_mask, asked)
     if not reason:
@@ -376,9 +376,7 @@ def why_not(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
 ) -> str:
     """What of a call of torch's function microsdpa does not compute; empty for nothing that can be told at a glance."""
-    if dropout_p > 0.0:
-        return "dropout_p is over 0"
-    if dropout_p != 0.0:
+    if not 0.0 <= dropout_p <= 1.0:
         return "dropout_p is no probability"
     if not is_dynamo_compiling() and (peek_interpreter_stack() is not None or forward_ad._current_level >= 0):
         return "the call is inside a torch.func transform or takes forward-mode gradients"

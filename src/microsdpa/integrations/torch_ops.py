@@ -1,7 +1,8 @@
 """torch.ops.microsdpa: the attention as an operator, for torch.compile and autograd. Imported with the package.
 
-attention(query, key, value, attn_mask, alibi_slopes, sinks, causal, scale, enable_gqa, window, softcap, impl) gives
-(output, LSE); the arguments are those of sdpa, `window` is [left, right]. Its gradient is attention_backward.
+attention(query, key, value, attn_mask, alibi_slopes, sinks, causal, scale, enable_gqa, window, softcap, impl,
+dropout_p, rng_state) gives (output, LSE); the arguments are those of sdpa, `window` is [left, right]. A dropout has its
+seed and offset in rng_state, two int64 on the tensors' device. The gradient is attention_backward.
 attention_output gives the output alone, and has no gradient.
 """
 
@@ -14,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from microsdpa.call.call import NO_TENSORS, Inputs, MaskTensors, mask_tensors
+from microsdpa.call.dropout import Random, check_state
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import PLAIN, Options
 from microsdpa.errors import UnsupportedProblem
@@ -26,7 +28,7 @@ _library = torch.library.Library("microsdpa", "FRAGMENT")  # type: ignore[no-unt
 _ARGUMENTS = (
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "
     "str? causal=None, float? scale=None, bool enable_gqa=False, SymInt[2] window=[-1, -1], float? softcap=None, "
-    'str impl="auto")'
+    'str impl="auto", float dropout_p=0., Tensor? rng_state=None)'
 )
 for _name, _result in (("attention", "(Tensor, Tensor)"), ("attention_output", "Tensor")):
     _library.define(f"{_name}{_ARGUMENTS} -> {_result}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
@@ -45,16 +47,25 @@ def _call(
     window: Any = _UNBOUNDED,
     softcap: float | None = None,
     impl: str = "auto",
-) -> tuple[Inputs, MaskTensors, Options]:
-    """The operator's arguments as the rest of the library has them."""
+    dropout_p: float = 0.0,
+    rng_state: torch.Tensor | None = None,
+) -> tuple[Inputs, MaskTensors, Options, Random | None]:
+    """The operator's arguments as the rest of the library has them.
+
+    Raises:
+        InvalidArgument: there is a dropout and no sound rng_state.
+    """
     ends = None if window is _UNBOUNDED or tuple(window) == _UNBOUNDED else (window[0], window[1])
     masks = mask_tensors(attn_mask, alibi_slopes, sinks)
-    return (query, key, value), masks, Options(False, causal, scale, enable_gqa, ends, softcap, impl)
+    options = Options(False, causal, scale, enable_gqa, ends, softcap, impl, None, dropout_p)
+    random = Random(check_state(rng_state, query)) if dropout_p else None
+    return (query, key, value), masks, options, random
 
 
 def _forward(*arguments: Any) -> forward.Result:
     """Output [B, H, S_q, D], in the memory order of query, and LSE [B, H, S_q]; arguments and errors as in sdpa."""
-    return forward.attend(*_call(*arguments), True)
+    inputs, masks, options, random = _call(*arguments)
+    return forward.attend(inputs, masks, options, True, random)
 
 
 def _output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -63,21 +74,21 @@ def _output(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: 
     Raises:
         UnsupportedProblem: an input requires grad, which this operator has none of.
     """
-    inputs, masks, options = _call(query, key, value, *rest) if rest else _plain(query, key, value)
+    inputs, masks, options, random = _call(query, key, value, *rest) if rest else _plain(query, key, value)
     if forward_ad._current_level >= 0:
         transforms.refuse_tangents(*inputs, *masks)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *masks) if t is not None):
         raise UnsupportedProblem("attention_output has no gradient", nearest="torch.ops.microsdpa.attention")
-    return forward.attend(inputs, masks, options, False)[0]
+    return forward.attend(inputs, masks, options, False, random)[0]
 
 
-def _plain(*inputs: torch.Tensor) -> tuple[Inputs, MaskTensors, Options]:
-    return inputs, NO_TENSORS, PLAIN  # type: ignore[return-value]
+def _plain(*inputs: torch.Tensor) -> tuple[Inputs, MaskTensors, Options, Random | None]:
+    return inputs, NO_TENSORS, PLAIN, None  # type: ignore[return-value]
 
 
 def _differentiable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> forward.Result:
     """The operator where autograd looks at it: with a gradient when an input wants one."""
-    inputs, masks, options = _call(query, key, value, *rest) if rest else _plain(query, key, value)
+    inputs, masks, options, random = _call(query, key, value, *rest) if rest else _plain(query, key, value)
     if forward_ad._current_level >= 0:
         transforms.refuse_tangents(*inputs, *masks)
     eager = autograd.is_eager(inputs)
@@ -86,9 +97,9 @@ def _differentiable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         if graded or any(t is not None and t.requires_grad for t in masks):
             if transforms.are_active():
                 raise UnsupportedProblem("the operator has no gradient under torch.func", nearest="microsdpa.sdpa")
-            return autograd.record(inputs, masks, options, eager)
+            return autograd.record(inputs, masks, options, eager, None if random is None else random.drawn)
     if eager:
-        return forward.attend(inputs, masks, options, True)
+        return forward.attend(inputs, masks, options, True, random)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.microsdpa.attention.default(query, key, value, *rest)  # type: ignore[no-any-return]
 
@@ -105,9 +116,9 @@ class _Packet(torch._ops.OpOverloadPacket):
         """The operator's result."""
         try:
             plain = len(given) == 3 and not named
-            inputs, masks, options = (given, NO_TENSORS, PLAIN) if plain else _call(*given, **named)
+            inputs, masks, options, random = _plain(*given) if plain else _call(*given, **named)
             if autograd.is_eager(inputs) and not _is_differentiated(inputs, masks):
-                found = forward.launch(inputs, masks, options, self.return_lse)
+                found = forward.launch(inputs, masks, options, self.return_lse, random)
                 if found is not None:
                     return found if self.return_lse else found[0]
         except (AttributeError, TypeError):
@@ -173,12 +184,15 @@ def attention_backward(
     softcap: float | None,
     wanted: list[bool],
     impl: str,
+    dropout_p: float,
+    rng_state: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Gradients of query, key, value and of a float attn_mask, alibi_slopes and sinks, in this order.
 
     Of the last three it gives those that are there and, by one bool for each, `wanted`.
     """
-    masks = Masks(attn_mask, (window[0], window[1]), softcap, alibi_slopes, sinks)
+    dropping = (dropout_p, check_state(rng_state, query)) if dropout_p else None
+    masks = Masks(attn_mask, (window[0], window[1]), softcap, alibi_slopes, sinks, dropping)
     inputs, result = (query, key, value), (out, lse)
     rest = causal, scale, masks, tuple(compress(backward.ALL, wanted)), impl
     return backward.gradients((grad_out, grad_lse), inputs, result, *rest)  # type: ignore[arg-type]
@@ -186,7 +200,7 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(grad_out: torch.Tensor, grad_lse: torch.Tensor | None, *given: Any) -> list[torch.Tensor]:
-    tensors = *given[:3], *compress(given[3:6], given[-2])  # the inputs, and the masks' that are wanted
+    tensors = *given[:3], *compress(given[3:6], given[-4])  # the inputs, and the masks' that are wanted
     return [torch.empty_like(tensor) for tensor in tensors if tensor is not None and tensor.is_floating_point()]
 
 

@@ -117,6 +117,8 @@ def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str
         options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1], "impl": impl}
         if pattern is not None:
             options |= {"causal": pattern.causal, "window": pattern.window}
+        if dropout:
+            options["dropout_p"] = dropout
         options |= {"attn_mask": _combined(mask, position_bias), "softcap": softcap, "sinks": s_aux}
         only_here = softcap is not None or s_aux is not None
         size = value.shape[3]

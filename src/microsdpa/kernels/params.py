@@ -32,6 +32,24 @@ class MaskedParams(ctypes.Structure):
     )
 
 
+class DropoutParams(ctypes.Structure):
+    """DropoutParams of kernels/common/dropout_params.cuh."""
+
+    _fields_ = (
+        ("drawn", ctypes.c_void_p),
+        *((name, ctypes.c_uint64) for name in ("seed", "offset")),
+        ("state", ctypes.c_void_p),
+        ("kept", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+    )
+
+
+class DroppedParams(ctypes.Structure):
+    """Dropped<MaskedParams> of kernels/common/dropout_params.cuh."""
+
+    _fields_ = (("call", MaskedParams), ("dropout", DropoutParams))
+
+
 class Strides(ctypes.Structure):
     """Distances in elements from one batch entry, head and row to the next."""
 
@@ -51,3 +69,9 @@ class BackwardParams(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("mask_batch", "mask_heads", "mask_rows", "mask_columns")),
         *((name, ctypes.c_int32) for name in ("parts_of_slope", "slope_batch", "key_heads", "query_heads")),
     )
+
+
+class DroppedBackwardParams(ctypes.Structure):
+    """Dropped<BackwardParams> of kernels/common/dropout_params.cuh."""
+
+    _fields_ = (("call", BackwardParams), ("dropout", DropoutParams))

@@ -81,6 +81,7 @@ class Problem:
         varlen: for sequences with lengths of their own, which the device alone knows: the largest power of two, up to
             64, that divides the keys of a page; 0 where the keys of a sequence follow one another. Then seqlen_q and
             seqlen_k are what a sequence has at most, and a causal mask is "lower_right". None for one length.
+        dropout: whether probabilities are dropped.
     """
 
     batch: int
@@ -99,6 +100,7 @@ class Problem:
     query_terms: int = 1
     key_block: int = 1
     varlen: int | None = None
+    dropout: bool = False
 
     def with_sizes(self, batch: int, seqlen_q: int, seqlen_k: int) -> Problem:
         """The same problem of other sizes, in a fifth of the time of dataclasses.replace()."""

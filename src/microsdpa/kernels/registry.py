@@ -50,6 +50,7 @@ class Family:
         masks: whether the family knows masks other than the causal one, at least for some problems.
         ranges: whether it knows ranges of keys, which are int32, and tables of blocks, which are uint8, as masks.
         any_layout: whether it takes any head dimension and alignment.
+        dropout: whether it drops probabilities.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
         varlen: whether its problems have sequences of many lengths; those of the other families have none.
         short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
@@ -63,6 +64,7 @@ class Family:
     masks: bool = False
     ranges: bool = False
     any_layout: bool = False
+    dropout: bool = False
     eight_bit: bool = False
     varlen: bool = False
     short_sums: tuple[Operands, ...] = ()
@@ -115,6 +117,7 @@ FAMILIES: tuple[Family, ...] = (
         masks=True,
         ranges=True,
         any_layout=True,
+        dropout=True,
     ),
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
     Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
@@ -259,6 +262,12 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)
             found += any(isinstance(result, KernelSpec) for result in results)
+        if family.dropout:
+            for head_dim, dtype in zip(GENERAL_HEAD_DIMS, cycle(dtypes)):
+                sizes = 1, 8, 8, 512, 512, head_dim, dtype
+                result = family.specify(Problem(*sizes, causal="upper_left", dropout=True, target=target))
+                if isinstance(result, KernelSpec):
+                    specs[result] = None
         if family.masks and not family.any_layout:
             for kind, dtype in zip(MASK_KINDS[1:], cycle(dtypes)):
                 result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))

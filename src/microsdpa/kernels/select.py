@@ -27,10 +27,12 @@ class Selection:
         return tuple((name, rejection.nearest) for name, rejection in self.rejections)
 
 
-def _refuse_mask(problem: Problem, family: Family) -> Rejection | None:
-    """Why a family cannot apply the problem's mask; None when it can."""
+def _refuse_operands(problem: Problem, family: Family) -> Rejection | None:
+    """Why a family cannot apply the problem's mask or dropout; None when it can."""
     if problem.mask is not None and problem.mask.tensor in ("int32", "uint8") and family.masks and not family.ranges:
         return Rejection(f"it does not know {problem.mask}", "an attn_mask of booleans")
+    if problem.dropout and not family.dropout:
+        return Rejection("it drops no probabilities", "dropout_p=0.0")
     if problem.mask is None or family.masks:
         return None
     return Rejection(f"it knows the causal mask only, not {problem.mask}", f"a call without {problem.mask}")
@@ -56,7 +58,7 @@ def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
 def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
     """What select() chooses, without its reasons and in a fifth of the time; None where it raises."""
     for family in policy.candidates(problem, impl):
-        if _refuse_mask(problem, family) or (impl == "auto" and policy.skip_reason(family, problem)):
+        if _refuse_operands(problem, family) or (impl == "auto" and policy.skip_reason(family, problem)):
             continue
         result = family.specify(problem)
         if isinstance(result, KernelSpec) and not (_refuse_layout(problem, result) or oversized(problem, result)):
@@ -74,7 +76,7 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
     """
     rejections: list[tuple[str, Rejection]] = []
     for family in policy.candidates(problem, impl):
-        result = _refuse_mask(problem, family) or family.specify(problem)
+        result = _refuse_operands(problem, family) or family.specify(problem)
         if isinstance(result, KernelSpec):
             refusal = _refuse_layout(problem, result) or oversized(problem, result)
             refusal = refusal or (policy.skip_reason(family, problem) if impl == "auto" else None)

@@ -16,10 +16,16 @@ CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"
 CPP_TYPE |= {"int32": "microsdpa::KeyRange", "uint8": "bool"}
 """Types as templates name them; no tensor is `void`."""
 BOOLEAN = {True: "true", False: "false"}
+DROPOUT_TYPE = {True: "microsdpa::Dropout", False: "microsdpa::NoDropout"}
 MAX_GRID_X = 2**31 - 1
 MAX_GRID_YZ = 65_535
 MAX_NUMBER = 2**31 - 2**13
 """Rows, heads and positions up to here have room for a tile of each behind them in the kernels' 32-bit numbers."""
+
+
+def dropped_params(params: str, dropout: bool) -> str:
+    """The C++ type of a kernel's first parameter, with what dropout adds to it."""
+    return f"microsdpa::Dropped<{params}>" if dropout else params
 
 
 def masks_type(mask: MaskKind | None) -> str:

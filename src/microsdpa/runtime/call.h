@@ -49,6 +49,9 @@ struct CallKey {
   // The causal mask's alignment, which the options' lowest two bits have: 0 for none, 1 upper left, 2 lower right.
   std::int64_t causal() const { return options & 3; }
 
+  // Whether the call drops probabilities: DROPOUT_BIT of call/options.py.
+  bool drops() const { return options >> 24 & 1; }
+
   // Whether the call has sequences of many lengths: VARLEN_BIT of call/options.py.
   bool varlen() const { return options >> 20 & 1; }
   // Whether bits of a sequence must not depend on the others: INVARIANT_BIT.

@@ -94,9 +94,12 @@ struct LseArgument {
   }
 };
 
-// The softmax's scale and the soft cap of one call; a soft cap of 1 stands for none.
+// The softmax's scale and the soft cap of one call; a soft cap of 1 stands for none. Of 65,536 probabilities `kept` are
+// kept, times `kept_scale`, where some are dropped.
 struct Factors {
   double scale, softcap;
+  std::uint32_t kept = 0;
+  float kept_scale = 0.0f;
 
   Factors(const Optional<double>& given, const Optional<double>& cap, std::int64_t head_dim)
       : scale(given.has_value() ? given.value() : 1.0 / std::sqrt(static_cast<double>(head_dim))),

@@ -29,6 +29,8 @@ void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
   numbers[SCALE] = static_cast<float>(factors.scale);
   numbers[SCALE_LOG2] = static_cast<float>(factors.scale * LOG2_E);
   numbers[SOFTCAP_LOG2] = static_cast<float>(factors.softcap * LOG2_E);
+  std::memcpy(&numbers[KEPT], &factors.kept, sizeof(factors.kept));
+  numbers[KEPT_SCALE] = factors.kept_scale;
   const CUstream stream = current_stream(call.query->device);
   guarded([&] {
     ScopedContext current(driver(), plan.context);
@@ -135,6 +137,46 @@ ffi::Any sdpa(ffi::PackedArgs args) {
   return attend(given.arguments, given.lse, given.scale, given.softcap);
 }
 
+// What dropout adds to a call, ahead of its arguments: how many of 65,536 probabilities are kept, and the factor of
+// these; seed and offset on the device, or None for the two numbers that follow; and where they are left, or None.
+struct GivenDropout {
+  static constexpr int ARGUMENTS = 6;
+
+  std::int64_t kept;
+  double scale;
+  const DLTensor *drawn, *state;
+  std::int64_t seed, offset;
+
+  explicit GivenDropout(ffi::PackedArgs args) {
+    TVM_FFI_CHECK(args.size() > ARGUMENTS, TypeError) << "a call with dropout: expected numbers and a call";
+    kept = args[0].cast<std::int64_t>(), scale = args[1].cast<double>();
+    drawn = optional_tensor(args[2]);
+    seed = args[3].cast<std::int64_t>(), offset = args[4].cast<std::int64_t>();
+    state = optional_tensor(args[5]);
+  }
+
+  void apply(Call& call, Factors& factors) const {
+    call.addresses[DRAWN] = drawn ? address(*drawn) : 0;
+    call.addresses[SEED] = static_cast<std::uintptr_t>(seed);
+    call.addresses[OFFSET] = static_cast<std::uintptr_t>(offset);
+    call.addresses[STATE] = state ? address(*state) : 0;
+    factors.kept = static_cast<std::uint32_t>(kept), factors.kept_scale = static_cast<float>(scale);
+  }
+};
+
+// sdpa() for a call that drops probabilities.
+ffi::Any sdpa_dropped(ffi::PackedArgs args) {
+  const GivenDropout dropout(args);
+  const GivenCall given(args.Slice(GivenDropout::ARGUMENTS));
+  Call call;
+  if (!parse(given.arguments, call)) return nullptr;
+  Factors factors = given.factors();
+  const std::shared_ptr<const Plan> plan = factors.valid() ? plan_of(call) : nullptr;
+  if (!plan) return nullptr;
+  dropout.apply(call, factors);
+  return execute(*plan, call, given.lse, factors);
+}
+
 // Allows the node of an operator of torch's (Node of torch_nodes.h) for the plan of a call, which the arguments after
 // its number describe; false when there is no plan.
 bool allow_node(ffi::PackedArgs args) {
@@ -180,7 +222,7 @@ std::int64_t kind_of(ffi::PackedArgs args) {
 ffi::Any prepared_call(ffi::PackedArgs args) {
   const GivenCall given(args);
   Call first;
-  if (!parse(given.arguments, first) || first.key.varlen()) return nullptr;
+  if (!parse(given.arguments, first) || first.key.varlen() || first.key.drops()) return nullptr;
   const Factors factors = given.factors();
   const std::shared_ptr<const Plan> plan = plan_of(first);
   if (!plan || !factors.valid()) return nullptr;
@@ -202,8 +244,7 @@ ffi::Any prepared_call(ffi::PackedArgs args) {
 // gradients of the output and the LSE, and what is written: those of query, key, value, attn_mask, slopes and sinks.
 // None stands for what there is not.
 struct GivenGradients {
-  static constexpr int FIRST = QUERY_SCALE_ARGUMENT, GRADIENTS = OPERANDS - GRAD_QUERY,
-                       ARGUMENTS = FIRST + 2 + GRADIENTS;
+  static constexpr int FIRST = QUERY_SCALE_ARGUMENT, GRADIENTS = DRAWN - GRAD_QUERY, ARGUMENTS = FIRST + 2 + GRADIENTS;
 
   GivenCall given;
   std::uintptr_t addresses[OPERANDS]{};
@@ -229,15 +270,25 @@ struct GivenGradients {
   }
 };
 
-// Launches the plan of a call for gradients; false when there is none.
-bool gradients(ffi::PackedArgs args) {
+// Launches the plan of a call for gradients; false when there is none. `dropout` is null for none.
+bool launch_gradients(ffi::PackedArgs args, const GivenDropout* dropout) {
   const GivenGradients given(args);
   Call call;
   if (!given.parse(call)) return false;
-  const Factors factors = given.given.factors();
+  Factors factors = given.given.factors();
   const std::shared_ptr<const Plan> plan = factors.valid() ? plans().find(call.key) : nullptr;
-  if (plan) launch_kernels(*plan, call, factors);
-  return plan != nullptr;
+  if (!plan) return false;
+  if (dropout) dropout->apply(call, factors);
+  launch_kernels(*plan, call, factors);
+  return true;
+}
+
+bool gradients(ffi::PackedArgs args) { return launch_gradients(args, nullptr); }
+
+// The same for a call that dropped probabilities.
+bool gradients_dropped(ffi::PackedArgs args) {
+  const GivenDropout dropout(args);
+  return launch_gradients(args.Slice(GivenDropout::ARGUMENTS), &dropout);
 }
 
 // Registers the plan of a validated call; parse() reads the arguments as sdpa() or gradients() does. After `numbers`
@@ -365,6 +416,8 @@ MICROSDPA_EXPORT_PACKED(allow_node, allow_node(packed))
 MICROSDPA_EXPORT_PACKED(register_kind, register_kind(packed))
 MICROSDPA_EXPORT_PACKED(kind_of, kind_of(packed))
 MICROSDPA_EXPORT_PACKED(gradients, gradients(packed))
+MICROSDPA_EXPORT_PACKED(sdpa_dropped, sdpa_dropped(packed))
+MICROSDPA_EXPORT_PACKED(gradients_dropped, gradients_dropped(packed))
 MICROSDPA_EXPORT_PACKED(register_plan, (register_plan(packed, parse_call), nullptr))
 MICROSDPA_EXPORT_PACKED(register_gradients, (register_plan(packed, parse_gradients), nullptr))
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);

@@ -60,6 +60,17 @@ when no plan is registered for the call, the LSE where it was allocated, and els
 gradients: Callable[..., Any] = _library.gradients
 """The same for gradients, a function of a GradientCall's items; False when no plan is registered for the call."""
 
+launch_dropped: Callable[..., Any] = _library.sdpa_dropped
+"""`launch` for a call that drops probabilities, a function of a Dropped's items and then a Call's."""
+
+gradients_dropped: Callable[..., Any] = _library.gradients_dropped
+"""`gradients` for such a call, a function of a Dropped's items and then a GradientCall's."""
+
+Dropped = tuple[int, float, "torch.Tensor | None", int, int, "torch.Tensor | None"]
+"""How many of 65,536 probabilities are kept, and their factor; seed and offset as a tensor, or None for the two numbers
+that follow; and the tensor that seed and offset are left in, or None. Both tensors are two int64 on the device.
+"""
+
 GradientCall = tuple[Any, ...]
 """Arguments of one call for gradients, in the order that the library has them.
 
@@ -237,10 +248,14 @@ _OPERANDS = (
     *("query", "key", "value", "out", "attn_mask", "alibi_slopes", "sinks"),
     *("query_scale", "key_scale", "value_scale", "grad_out", "lse", "workspace", "grad_lse"),
     *("grad_query", "grad_key", "grad_value", "grad_mask", "grad_slopes", "grad_sinks"),
+    *("drawn", "seed", "offset", "state"),
 )
 """Names of what addresses in a parameter are of, in the library's order (tensor_key.h)."""
-SCALE, SCALE_LOG2, SOFTCAP_LOG2 = 0, 1, 2
-"""Numbers of a call that a parameter holds as floats: the softmax's scale, the same and the soft cap times log2(e)."""
+SCALE, SCALE_LOG2, SOFTCAP_LOG2, KEPT, KEPT_SCALE = range(5)
+"""Numbers of a call that a parameter holds in 4 bytes.
+
+They are the softmax's scale, the same and the soft cap times log2(e), and the first two of Dropped.
+"""
 NO_GROWTH = 1, 0
 NO_VARLEN = 0, 0, 0, 1, 0, 0
 

@@ -24,8 +24,8 @@ struct Pointer {
   std::uintptr_t offset;
 };
 
-// Numbers of a call that are no part of its key.
-enum Number { SCALE, SCALE_LOG2, SOFTCAP_LOG2, NUMBERS };
+// Numbers of a call that are no part of its key; KEPT has the bits of an integer.
+enum Number { SCALE, SCALE_LOG2, SOFTCAP_LOG2, KEPT, KEPT_SCALE, NUMBERS };
 using Numbers = float[NUMBERS];
 
 // Where in a kernel's parameter a float belongs.
@@ -36,7 +36,7 @@ struct NumberPlace {
 
 // A kernel with its parameter, in which only what may differ from call to call is left open.
 struct PlannedKernel {
-  static constexpr std::size_t MAX_PARAMS = 512;
+  static constexpr std::size_t MAX_PARAMS = 640;
 
   KernelLaunch launch;
   std::string params;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "../kernels/common/dropout_params.cuh"
 #include "../kernels/common/mask_params.cuh"
 #include "plan.h"
 
@@ -45,12 +46,13 @@ inline MaskedParams standard_params(const CallKey& k) {
   return found;
 }
 
-inline bool is_masked(const CallKey& k) { return k.given || k.left != -1 || k.right != -1 || k.capped; }
+inline bool is_masked(const CallKey& k) { return k.given || k.left != -1 || k.right != -1 || k.capped || k.drops(); }
 
 inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
-  const MaskedParams params = standard_params(k);
+  const Dropped<MaskedParams> params{standard_params(k), {}};
   const bool masked = is_masked(k);
-  kernel.params.assign(reinterpret_cast<const char*>(&params), masked ? sizeof(MaskedParams) : sizeof(AttentionParams));
+  const std::size_t bytes = k.drops() ? sizeof(params) : masked ? sizeof(MaskedParams) : sizeof(AttentionParams);
+  kernel.params.assign(reinterpret_cast<const char*>(&params), bytes);
   kernel.pointers = {
       {offsetof(AttentionParams, query), QUERY, 0}, {offsetof(AttentionParams, key), KEY, 0},
       {offsetof(AttentionParams, value), VALUE, 0}, {offsetof(AttentionParams, out), OUT, 0},
@@ -62,6 +64,14 @@ inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
   kernel.pointers.push_back({MASKS + offsetof(MaskParams, slopes), SLOPES, 0});
   kernel.pointers.push_back({MASKS + offsetof(MaskParams, sinks), SINKS, 0});
   kernel.numbers.push_back({MASKS + offsetof(MaskParams, softcap_log2), SOFTCAP_LOG2});
+  if (!k.drops()) return;
+  constexpr std::size_t DROPOUT = offsetof(Dropped<MaskedParams>, dropout);
+  kernel.pointers.push_back({DROPOUT + offsetof(DropoutParams, drawn), DRAWN, 0});
+  kernel.pointers.push_back({DROPOUT + offsetof(DropoutParams, seed), SEED, 0});
+  kernel.pointers.push_back({DROPOUT + offsetof(DropoutParams, offset), OFFSET, 0});
+  kernel.pointers.push_back({DROPOUT + offsetof(DropoutParams, state), STATE, 0});
+  kernel.numbers.push_back({DROPOUT + offsetof(DropoutParams, kept), KEPT});
+  kernel.numbers.push_back({DROPOUT + offsetof(DropoutParams, scale), KEPT_SCALE});
 }
 
 }  // namespace microsdpa

@@ -11,6 +11,7 @@
 //           transposes     3. P and dS in registers, which are A operands     4. the sums
 // Bound by: shared memory, which each product of a warp reads one operand from, beside the tensor cores.
 #include "../common/backward_work.cuh"
+#include "../common/dropout.cuh"
 #include "../ptx/address.cuh"
 #include "../ptx/control.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -53,15 +54,18 @@ struct Maps {
 };
 
 // `SLOPES`: whether the CTAs that own queries sum the gradient of ALiBi's slopes too.
-template <typename C, typename M, Role ROLE, bool SLOPES>
+template <typename C, typename M, Role ROLE, bool SLOPES, typename DROPOUT>
 struct Walk {
+  using Given = typename DROPOUT::template Params<BackwardParams>;
   using T = typename C::T;
   using Terms = RowTerms<M::WEIGHTED>;
   using Sums = float[C::ROW_TILES][C::COLUMNS / 8][4];
   using Products = float[C::ROW_TILES][C::STEP / 8][4];
   static constexpr bool BY_KEYS = ROLE != QUERIES;
+  using Kept = KeptOf<DROPOUT, BY_KEYS, C::ROW_TILES, C::STEP>;
   static constexpr bool SUMS_VALUES = ROLE == KEYS_AND_VALUES || ROLE == VALUES, SUMS_OTHERS = ROLE != VALUES;
 
+  const Given& given;
   const BackwardParams& params;
   const AttentionParams& call;
   const Maps& maps;
@@ -72,9 +76,9 @@ struct Walk {
   float slope_sum = 0.0f;  // of dS times the distance, of this lane
   int votes = 0;           // of what a warpgroup sees
 
-  __device__ __forceinline__ Walk(const BackwardParams& params, const Maps& maps, Shared<C, M::WEIGHTED>& shared,
+  __device__ __forceinline__ Walk(const Given& given, const Maps& maps, Shared<C, M::WEIGHTED>& shared,
                                   const Work& work)
-      : params(params), call(params.forward.call), maps(maps), shared(shared) {
+      : given(given), params(DROPOUT::call(given)), call(params.forward.call), maps(maps), shared(shared) {
     const int shared_by = call.heads / call.heads_kv, heads = BY_KEYS ? call.heads_kv : call.heads;
     batch = work.head / heads;
     head = work.head % heads * (BY_KEYS ? shared_by : 1);
@@ -202,9 +206,10 @@ struct Walk {
 
   // Turns dP into dS.
   template <typename TermsOf>
-  __device__ __forceinline__ void differentiate(Products& dp, const Products& p, const Products& bend, int own,
-                                                int walked, TermsOf terms) {
+  __device__ __forceinline__ void differentiate(Products& dp, const Products& p, const Products& bend, const Kept& kept,
+                                                int own, int walked, TermsOf terms) {
     for_each(own, walked, [&](int t, int n, int e, int query, int key) {
+      if constexpr (DROPOUT::ANY) dp[t][n][e] = kept.has(t, n, e) ? dp[t][n][e] * given.dropout.scale : 0.0f;
       float ds = p[t][n][e] * (dp[t][n][e] - terms(t, n, e).delta);
       if constexpr (SLOPES && !BY_KEYS) {
         // Past the last key there is no distance to speak of, and P is zero.
@@ -213,6 +218,15 @@ struct Walk {
       if constexpr (M::SOFTCAP) ds *= bend[t][n][e];
       dp[t][n][e] = ds;
     });
+  }
+
+  // Drops what is not kept of P, which is scaled where dV is stored.
+  __device__ __forceinline__ static void drop(Products& p, const Kept& kept) {
+    if constexpr (DROPOUT::ANY) {
+      for_each(0, 0, [&](int t, int n, int e, int, int) {
+        if (!kept.has(t, n, e)) p[t][n][e] = 0.0f;
+      });
+    }
   }
 
   // The sums of a warp's rows over everything that is walked: those of dS, and dV.
@@ -239,6 +253,7 @@ struct Walk {
       }
     }
 
+    const DropoutOf<DROPOUT> philox(given);
     for (int turn = 0; turn < turns; ++turn) {
       if constexpr (C::STAGES == 1) {
         __syncthreads();
@@ -253,7 +268,8 @@ struct Walk {
       cp_async_commit();
       const int stage = turn % C::STAGES;
       const auto &u = shared.walked[0][stage], &w = shared.walked[1][stage];
-      const HeadScores<M> scores(params.forward, batch, head + (BY_KEYS ? turn / tiles : 0));
+      const int own_head = head + (BY_KEYS ? turn / tiles : 0);
+      const HeadScores<M> scores(params.forward, batch, own_head);
 #pragma unroll 1
       for (int step = 0; step < C::BLOCK_WALK; step += C::STEP) {
         const int walked = (first_tile + turn % tiles) * C::BLOCK_WALK + step, last_walked = walked + C::STEP - 1;
@@ -287,14 +303,17 @@ struct Walk {
           }
         };
         Products s, dp, bend;
+        const auto kept_of_step = [&] { return Kept(philox, given, batch * call.heads + own_head, own, walked); };
         if constexpr (!C::WGMMA) {
           multiply_query_key<T, C::ROW_TILES, C::COLUMNS, C::STEP>(s, operand(shared.owned[0], warp_row), u, step);
           if constexpr (SUMS_OTHERS) {
             multiply_query_key<T, C::ROW_TILES, C::COLUMNS, C::STEP>(dp, operand(shared.owned[1], warp_row), w, step);
           }
           weigh_all(s, bend);
-          if constexpr (SUMS_OTHERS) differentiate(dp, s, bend, own, walked, terms);
+          const Kept kept = kept_of_step();
+          if constexpr (SUMS_OTHERS) differentiate(dp, s, bend, kept, own, walked, terms);
           if constexpr (SUMS_VALUES) {
+            drop(s, kept);
             multiply_probability_value<T, C::ROW_TILES, C::COLUMNS, C::STEP>(values, s, w, step);
           }
           if constexpr (SUMS_OTHERS) {
@@ -306,17 +325,25 @@ struct Walk {
           uint32 p[1][C::STEP / 16][4], ds[1][C::STEP / 16][4];
           Wgmma::scores(s, shared.owned[0], warp_row, u, step);
           if constexpr (SUMS_OTHERS) Wgmma::scores(dp, shared.owned[1], warp_row, w, step);
+          const Kept kept = kept_of_step();
           wgmma_wait<SUMS_OTHERS ? 1 : 0>();
           wgmma_fence_registers(flat(s));
           weigh_all(s, bend);
           if constexpr (SUMS_VALUES) {
-            pack_probabilities<T, 1, C::STEP>(p, s);
+            if constexpr (DROPOUT::ANY) {
+              Products rest;
+              for_each(0, 0, [&](int t, int n, int e, int, int) { rest[t][n][e] = s[t][n][e]; });
+              drop(rest, kept);
+              pack_probabilities<T, 1, C::STEP>(p, rest);
+            } else {
+              pack_probabilities<T, 1, C::STEP>(p, s);
+            }
             Wgmma::sum(values, p, w, step);
           }
           if constexpr (SUMS_OTHERS) {
             wgmma_wait<SUMS_VALUES ? 1 : 0>();
             wgmma_fence_registers(flat(dp));
-            differentiate(dp, s, bend, own, walked, terms);
+            differentiate(dp, s, bend, kept, own, walked, terms);
             pack_probabilities<T, 1, C::STEP>(ds, dp);
             Wgmma::sum(sums, ds, u, step);
           }
@@ -358,9 +385,10 @@ struct Walk {
                   rows - own);
   }
 
-  __device__ __forceinline__ static void compute(const BackwardParams& params, const Maps& maps,
-                                                 Shared<C, M::WEIGHTED>& shared, const Work& work) {
-    Walk walk(params, maps, shared, work);
+  __device__ __forceinline__ static void compute(const Given& given, const Maps& maps, Shared<C, M::WEIGHTED>& shared,
+                                                 const Work& work) {
+    const BackwardParams& params = DROPOUT::call(given);
+    Walk walk(given, maps, shared, work);
     Sums sums = {}, values = {};
     walk.run(sums, values);
     const float scale = params.forward.call.scale_log2 * LN_2;
@@ -374,15 +402,20 @@ struct Walk {
       }
     } else {
       if constexpr (SUMS_OTHERS) walk.store(shared.owned[0], sums, scale, params.grad_key, params.grad_key_strides);
-      if constexpr (SUMS_VALUES)
-        walk.store(shared.owned[1], values, 1.0f, params.grad_value, params.grad_value_strides);
+      if constexpr (SUMS_VALUES) {
+        float factor = 1.0f;
+        if constexpr (DROPOUT::ANY) factor = given.dropout.scale;
+        walk.store(shared.owned[1], values, factor, params.grad_value, params.grad_value_strides);
+      }
     }
   }
 };
 
 // What a CTA does: its work is of one of the roles.
-template <typename C, typename M, bool APART, bool SLOPES, bool PROGRAMMATIC>
-__device__ __forceinline__ void compute_gradients(const BackwardParams& params, const Maps& maps) {
+template <typename C, typename M, bool APART, bool SLOPES, bool PROGRAMMATIC, typename DROPOUT>
+__device__ __forceinline__ void compute_gradients(const typename DROPOUT::template Params<BackwardParams>& given,
+                                                  const Maps& maps) {
+  const BackwardParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.forward.call;
   auto& shared = dynamic_shared<Shared<C, M::WEIGHTED>>();
   const int key_tiles = (call.seqlen_k + C::BLOCK_OWN - 1) / C::BLOCK_OWN, key_heads = call.batch * call.heads_kv;
@@ -392,37 +425,38 @@ __device__ __forceinline__ void compute_gradients(const BackwardParams& params, 
   if (PROGRAMMATIC) grid_dependency_launch();
   if (index < by_keys) {
     const Work work(index, key_tiles, key_heads, params.key_heads);
-    Walk<C, M, APART ? KEYS : KEYS_AND_VALUES, SLOPES>::compute(params, maps, shared, work);
+    Walk<C, M, APART ? KEYS : KEYS_AND_VALUES, SLOPES, DROPOUT>::compute(given, maps, shared, work);
   } else if (APART && index < 2 * by_keys) {
     const Work work(index - by_keys, key_tiles, key_heads, params.key_heads);
-    Walk<C, M, APART ? VALUES : KEYS_AND_VALUES, SLOPES>::compute(params, maps, shared, work);
+    Walk<C, M, APART ? VALUES : KEYS_AND_VALUES, SLOPES, DROPOUT>::compute(given, maps, shared, work);
   } else {
     Work work(index - by_keys * (APART ? 2 : 1), query_tiles, query_heads, params.query_heads);
     work.tile = query_tiles - 1 - work.tile;  // under a causal mask the last queries see most
-    Walk<C, M, QUERIES, SLOPES>::compute(params, maps, shared, work);
+    Walk<C, M, QUERIES, SLOPES, DROPOUT>::compute(given, maps, shared, work);
   }
 }
 
 template <typename T, int HEAD_DIM, int ROW_TILES, int WARPS, int BLOCK_WALK, int STEP, int STAGES, int CTAS,
           int LOAD_BYTES, bool WGMMA, bool APART, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI,
-          bool SLOPES, bool PROGRAMMATIC>
-__global__ void __launch_bounds__(32 * WARPS, CTAS) gradients(const __grid_constant__ BackwardParams params) {
+          bool SLOPES, bool PROGRAMMATIC, typename DROPOUT>
+__global__ void __launch_bounds__(32 * WARPS, CTAS)
+    gradients(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given) {
   using C = Tiles<T, HEAD_DIM, ROW_TILES, WARPS, BLOCK_WALK, STEP, STAGES, LOAD_BYTES, WGMMA, false>;
   const Maps none;
-  compute_gradients<C, Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>, APART, SLOPES, PROGRAMMATIC>(params, none);
+  compute_gradients<C, Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>, APART, SLOPES, PROGRAMMATIC, DROPOUT>(given, none);
 }
 
 // The same with bulk copies of the walked rows.
 template <typename T, int HEAD_DIM, int ROW_TILES, int WARPS, int BLOCK_WALK, int STEP, int STAGES, int CTAS,
           int LOAD_BYTES, bool WGMMA, bool APART, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP, bool ALIBI,
-          bool SLOPES, bool PROGRAMMATIC>
+          bool SLOPES, bool PROGRAMMATIC, typename DROPOUT>
 __global__ void __launch_bounds__(32 * WARPS, CTAS)
-    gradients_bulk(const __grid_constant__ BackwardParams params, const __grid_constant__ TensorMap query,
-                   const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-                   const __grid_constant__ TensorMap grad_out) {
+    gradients_bulk(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given,
+                   const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+                   const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap grad_out) {
   using C = Tiles<T, HEAD_DIM, ROW_TILES, WARPS, BLOCK_WALK, STEP, STAGES, LOAD_BYTES, WGMMA, true>;
   const Maps maps{&query, &key, &value, &grad_out};
-  compute_gradients<C, Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>, APART, SLOPES, PROGRAMMATIC>(params, maps);
+  compute_gradients<C, Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>, APART, SLOPES, PROGRAMMATIC, DROPOUT>(given, maps);
 }
 
 }  // namespace microsdpa::backward

@@ -5,6 +5,7 @@
 // that is broadcast over every tile, that the elements are added to: of each it makes dS = P (dP - delta), and adds it
 // up. Tiles:    Q, dO, K and V [BLOCK, D]; each warp has 16 rows of the sum in registers. Bound by: a masked training
 // step's least product; nothing is ahead of the tile that is waited for.
+#include "../common/dropout.cuh"
 #include "../ptx/address.cuh"
 #include "../ptx/control.cuh"
 #include "rows.cuh"
@@ -27,8 +28,10 @@ struct MaskShared {
 };
 
 template <typename T, int HEAD_DIM, int WARPS, int LOAD_BYTES, typename MASK, bool LEFT, bool RIGHT, bool SOFTCAP,
-          bool ALIBI, bool PROGRAMMATIC>
-__global__ void __launch_bounds__(32 * WARPS, 1) mask_gradient(const __grid_constant__ BackwardParams params) {
+          bool ALIBI, bool PROGRAMMATIC, typename DROPOUT>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    mask_gradient(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given) {
+  const BackwardParams& params = DROPOUT::call(given);
   using C = MaskTiles<T, HEAD_DIM, WARPS, LOAD_BYTES>;
   using M = Scoring<MASK, LEFT, RIGHT, SOFTCAP, ALIBI>;
   constexpr int BLOCK = C::BLOCK;
@@ -59,6 +62,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) mask_gradient(const __grid_cons
 
   const int warp_row = threadIdx.x / 32 * 16, lane_row = lane_index() / 4, lane_column = lane_index() % 4 * 2;
   float sums[BLOCK / 8][4] = {};
+  const DropoutOf<DROPOUT> philox(given);
   for (int64 batch = first_batch; batch < last_batch; ++batch) {
     for (int head = first_head; head < last_head; ++head) {
       const HeadScores<M> scores(params.forward, batch, head);
@@ -90,6 +94,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1) mask_gradient(const __grid_cons
           const QueryOperand<typename C::Tile, 1, C::COLUMNS, 0> y(shared.grad_out, warp_row);
           multiply_query_key<T, 1, C::COLUMNS, BLOCK>(s, x, shared.key, 0);
           multiply_query_key<T, 1, C::COLUMNS, BLOCK>(dp, y, shared.value, 0);
+          const int own_head = static_cast<int>(batch) * call.heads + head;
+          const KeptOf<DROPOUT, false, 1, BLOCK> kept(philox, given, own_head, query + warp_row, key);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int i = query + warp_row + 8 * half + lane_row;
@@ -102,6 +108,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) mask_gradient(const __grid_cons
                 float bend;
                 const float exponent = scores.exponent(s[0][n][e], scores.element(i, j), i, j, of_row.lse, bend);
                 const float p = ex2_approx(exponent) * of_row.weight();
+                if constexpr (DROPOUT::ANY) dp[0][n][e] = kept.has(0, n, e) ? dp[0][n][e] * given.dropout.scale : 0.0f;
                 if (scores.is_within(i, j)) sums[n][e] += p * (dp[0][n][e] - of_row.delta);
               }
             }

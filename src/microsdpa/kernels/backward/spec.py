@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil
 from typing import Literal
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, MaskKind, Problem, capability_of
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, MAX_NUMBER, Grid, KernelSpec, Rejection, TensorMap
+from microsdpa.kernels.spec import (
+    BOOLEAN,
+    CPP_TYPE,
+    DROPOUT_TYPE,
+    MAX_GRID_X,
+    MAX_NUMBER,
+    Grid,
+    KernelSpec,
+    Rejection,
+    TensorMap,
+    dropped_params,
+)
 
 MAX_HEAD_DIM = 256
 LARGEST_JOINT = 128
@@ -86,7 +98,7 @@ def choose(problem: Problem) -> Tiling:
             return Tiling(warps=8, block_walk=32, ctas=1, wgmma=True, bulk=bulk)
         if columns <= 64 and max(problem.seqlen_q, problem.seqlen_k) <= SHORT:
             return Tiling(ctas=3, wgmma=True, bulk=bulk)
-        crowded = columns > 64 and mask is not None and mask.tensor is not None
+        crowded = columns > 64 and (problem.dropout or (mask is not None and mask.tensor is not None))
         return Tiling(warps=8, block_walk=128, step=32 if crowded else 64, ctas=1, wgmma=True, bulk=bulk)
     if columns > LARGEST_JOINT:
         tiling = Tiling(block_walk=32, ctas=1)
@@ -158,6 +170,12 @@ def _spec(problem: Problem, source: str, template: str, arguments: dict[str, str
     )
 
 
+def _dropped(problem: Problem, spec: KernelSpec) -> KernelSpec:
+    """A kernel that may drop probabilities, as it is for a problem."""
+    arguments = *spec.template_args, ("DROPOUT", DROPOUT_TYPE[problem.dropout])
+    return replace(spec, template_args=arguments, params=dropped_params(PARAMS, problem.dropout))
+
+
 def terms(problem: Problem) -> KernelSpec:
     """The kernel ahead: LSE and delta of every row."""
     arguments: dict[str, str | int] = {
@@ -202,7 +220,7 @@ def gradients(problem: Problem, tiling: Tiling, slopes: bool = False) -> KernelS
     }
     template = "gradients_bulk" if tiling.bulk else "gradients"
     return replace(
-        _spec(problem, "kernel", template, arguments, 32 * tiling.warps),
+        _dropped(problem, _spec(problem, "kernel", template, arguments, 32 * tiling.warps)),
         block_m=tiling.block_own,
         shared_bytes=tiling.shared_bytes(problem.head_dim, is_weighted(problem)),
         tensor_maps=_tensor_maps(problem, tiling) if tiling.bulk else (),
@@ -277,7 +295,7 @@ def mask_gradient(problem: Problem) -> KernelSpec:
         "LOAD_BYTES": _load_bytes(problem),
         **_masks(problem),
     }
-    spec = _spec(problem, "mask", "mask_gradient", arguments, 32 * MASK_WARPS)
+    spec = _dropped(problem, _spec(problem, "mask", "mask_gradient", arguments, 32 * MASK_WARPS))
     columns = ceil(problem.head_dim / 16) * 16
     tiles, sums = 4 * MASK_BLOCK * columns * 2, 4 * MASK_BLOCK * (MASK_BLOCK + 1)
     return replace(spec, block_m=MASK_BLOCK, shared_bytes=ceil((tiles + sums) / 128) * 128)
@@ -291,7 +309,7 @@ def mask_grid(shape: tuple[int, int, int, int]) -> Grid:
 
 def backward_catalogue(target: str) -> list[KernelSpec]:
     """Configurations for `target`: head dimensions, masks and alignments, a few of each."""
-    kinds = (
+    kinds: tuple[tuple[int, MaskKind | None, int], ...] = (
         (64, None, VECTOR_BYTES),
         (128, None, VECTOR_BYTES),
         (128, MaskKind("bool", left=True), VECTOR_BYTES),
@@ -300,9 +318,10 @@ def backward_catalogue(target: str) -> list[KernelSpec]:
         (256, MaskKind(right=True, sinks="float16"), VECTOR_BYTES),
     )
     specs: dict[KernelSpec, None] = {}
-    for head_dim, mask, alignment in kinds:
+    for (head_dim, mask, alignment), dropout in (*product(kinds, (False,)), *product(kinds[:2] + kinds[3:4], (True,))):
         sizes = 4, 32, 8, 2048, 2048, head_dim
-        problem = Problem(*sizes, "float16", causal="upper_left", mask=mask, alignment=alignment, target=target)
+        shared = {"causal": "upper_left", "alignment": alignment, "target": target, "dropout": dropout}
+        problem = Problem(*sizes, "float16", mask=mask, **shared)  # type: ignore[arg-type]
         tiling = choose(problem)
         if isinstance(refusal(problem, tiling), Rejection):
             continue

@@ -9,6 +9,7 @@
 //           tile of which the warp sees nothing costs no product     3. S = Q K^T, scores, online softmax in registers
 //           4. O += P V, P straight from S's registers
 // Bound by: shared memory, as ampere/mma with 16 rows per warp.
+#include "../../common/dropout.cuh"
 #include "../../common/head.cuh"
 #include "../../common/masks.cuh"
 #include "../../common/mma_tile.cuh"
@@ -86,9 +87,11 @@ __device__ __forceinline__ void store_tile(Tile& staging, unsigned warp_row,
 }
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int LOAD_BYTES, typename MASK, bool LEFT,
-          bool RIGHT, bool SOFTCAP, bool ALIBI, typename SINK, bool PROGRAMMATIC>
-__global__ void __launch_bounds__(32 * WARPS, 1) attention(const __grid_constant__ MaskedParams params) {
+          bool RIGHT, bool SOFTCAP, bool ALIBI, typename SINK, bool PROGRAMMATIC, typename DROPOUT>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    attention(const __grid_constant__ typename DROPOUT::template Params<MaskedParams> given) {
   constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16, BLOCK_M = 16 * ROW_TILES * WARPS, THREADS = 32 * WARPS;
+  const MaskedParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.call;
   auto& tiles = dynamic_shared<GeneralTiles<T, COLUMNS, BLOCK_M, BLOCK_N>>();
 
@@ -160,6 +163,10 @@ __global__ void __launch_bounds__(32 * WARPS, 1) attention(const __grid_constant
   const QueryOperand<SwizzledTile<T, BLOCK_M, COLUMNS>, ROW_TILES, COLUMNS, KEPT> query(tiles.query, warp_row);
   OnlineSoftmax<ROW_TILES> softmax;
   rows.add_sinks(softmax);
+  const DropoutOf<DROPOUT> philox(given);
+  if constexpr (DROPOUT::ANY) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) keep_state(given.dropout);
+  }
   float o[ROW_TILES][COLUMNS / 8][4] = {};
 
   for (int following; tile < last_tile; tile = following, stage ^= 1) {
@@ -176,6 +183,10 @@ __global__ void __launch_bounds__(32 * WARPS, 1) attention(const __grid_constant
       multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, query, tiles.key[stage], 0);
       rows.apply(s, view, first_key);
       softmax.template update<BLOCK_N, COLUMNS>(s, o, 1.0f);
+      // The sum is that of all probabilities.
+      if constexpr (DROPOUT::ANY) {
+        drop_probabilities<ROW_TILES, BLOCK_N>(s, philox, given.dropout.kept, head_index, rows.first, first_key);
+      }
       pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
     }
     if (following < last_tile) rows.fetch(view, following * BLOCK_N);
@@ -190,6 +201,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1) attention(const __grid_constant
       const float sum = softmax.total(t, half);
       const int row = warp_first + 16 * t + 8 * half + lane_index() / 4;
       scale[t][half] = normalizer(sum);
+      if constexpr (DROPOUT::ANY) scale[t][half] *= given.dropout.scale;
       if (head.lse != nullptr && lane_index() % 4 == 0 && row < call.seqlen_q) {
         head.lse[row] = log_sum_exp(softmax.stabilizer[t][half], sum);
       }

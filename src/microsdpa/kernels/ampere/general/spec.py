@@ -6,7 +6,7 @@ from math import ceil
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection
+from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, DROPOUT_TYPE, KernelSpec, Rejection, dropped_params
 
 MAX_HEAD_DIM = 256
 WARPS = 4
@@ -39,6 +39,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         "ALIBI": BOOLEAN[mask.alibi],
         "SINK": CPP_TYPE[mask.sinks],
         "PROGRAMMATIC": BOOLEAN[programmatic],
+        "DROPOUT": DROPOUT_TYPE[problem.dropout],
     }
     return KernelSpec(
         name="ampere/general",
@@ -49,7 +50,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         block_m=16 * row_tiles * WARPS,
         shared_bytes=2 * columns * (16 * row_tiles * WARPS + 4 * block_n),
         programmatic=programmatic,
-        params="microsdpa::MaskedParams",
+        params=dropped_params("microsdpa::MaskedParams", problem.dropout),
         local_memory="it computes what no other kernel does: refused, the call would have none",
     )
 
@@ -61,6 +62,8 @@ def _tile(problem: Problem) -> tuple[int, int]:
     chip, and take the keys that leave its registers room for the mask.
     """
     tensor = problem.mask.tensor if problem.mask else None
+    if problem.dropout:
+        return 1, 64 if problem.head_dim <= 128 else 32  # random numbers take the registers of a second tile
     ctas = problem.batch * problem.heads * ceil(problem.seqlen_q / (32 * WARPS))
     if problem.seqlen_q > 128 and ctas >= chip_of(problem.target).sms:
         if problem.head_dim <= 64:

@@ -80,6 +80,8 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
         )
     if problem.mask is not None:
         return Rejection(f"there is {problem.mask}", "no mask but a causal one")
+    if problem.dropout:
+        return Rejection("it drops no probabilities", "dropout_p=0.0")
     if not problem.bulk or problem.alignment < VECTOR_BYTES:
         return Rejection("tensor maps cannot describe the tensors", "rows that start on 16 bytes")
     tiling = Tiling(64, 128, dp_first=False) if problem.head_dim <= 64 else Tiling(128, 64)
