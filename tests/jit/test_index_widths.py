@@ -28,13 +28,11 @@ PACKED = "queries or keys, also packed ones: more than 2^29 are refused (call/se
 EXPLAINED: tuple[tuple[str, str, str], ...] = (
     # source file or folder, words of the line, what the numbers are and why they fit 32 bits
     ("common/combine.cuh", "combined.sum += weight[part] * mine.sum;", "numbers of the softmax, in FP32"),
-    ("ampere/varlen/embedding.cuh", "return lane() * 8; }", PLACE),
     (
         "ampere/varlen/append.cu",
         "const int new_rows = params.new_key",
         "heads of a token: more than 2^31 - 2^20 are refused",
     ),
-    ("ampere/varlen/append.cu", "(blockIdx.x) * 128 + threadIdx.x;", "64 bits"),
     ("ampere/varlen/kernel.cu", "head(work.head_kv * pack)", "query heads of a call"),
     ("ampere/varlen/kernel.cu", "column = i % UNITS * 4;", PLACE),
     ("ampere/varlen/kernel.cu", "segment.work.part * units_each));", PLACE),
