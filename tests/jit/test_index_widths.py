@@ -28,14 +28,11 @@ PACKED = "queries or keys, also packed ones: more than 2^29 are refused (call/se
 EXPLAINED: tuple[tuple[str, str, str], ...] = (
     # source file or folder, words of the line, what the numbers are and why they fit 32 bits
     ("common/combine.cuh", "combined.sum += weight[part] * mine.sum;", "numbers of the softmax, in FP32"),
-    ("ampere/varlen/append.cu", "(index % CHUNKS) * 8;", PLACE),
     (
         "ampere/varlen/append.cu",
-        "const int rows = (params.new_key",
+        "const int new_rows = params.new_key",
         "heads of a token: more than 2^31 - 2^20 are refused",
     ),
-    ("ampere/varlen/append.cu", "(blockIdx.x) * 128 + threadIdx.x;", "64 bits"),
-    ("ampere/varlen/append.cu", "kind -= 2 * call.heads_kv;", "heads of a token: more than 2^31 - 2^20 are refused"),
     ("ampere/varlen/kernel.cu", "head(work.head_kv * pack)", "query heads of a call"),
     ("ampere/varlen/kernel.cu", "column = i % UNITS * 4;", PLACE),
     ("ampere/varlen/kernel.cu", "segment.work.part * units_each));", PLACE),
@@ -47,7 +44,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ampere/varlen/scheduler.cuh", "while (at_ >= begin_ + extent.count()) {", WORK),
     ("ampere/varlen/scheduler.cuh", "unit / params_.heads_kv) * BLOCK_M;", PACKED),
     ("common/sequence.cuh", "index - number * params.page_size};", PACKED),
-    ("ampere/varlen/shared.cuh", "(2 * (owner + part) + (part == 0)) * FLOATS;", "CTAs of a launch that divides keys"),
+    ("ampere/varlen/shared.cuh", "return 2 * (owner + part) + (part == 0); }", "CTAs of a launch that divides keys"),
     ("hopper/common/consumer.cuh", "int tile_row(int half)", PLACE),
     ("hopper/varlen/consumer.cuh", "", "what a row's place in its group of heads is taken from: at most the row"),
     ("hopper/varlen/consumer.cuh", "segment.owner * C::CONSUMERS + warpgroup", "counters of a launch: 1,024"),
