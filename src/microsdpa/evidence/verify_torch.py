@@ -138,9 +138,9 @@ def _eager(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    function: Any = reference.eager,
     **of_dropout: Any,
 ) -> Any:
+    function = of_dropout.pop("function", reference.eager)
     causal = "upper_left" if is_causal else None
     mask = _written_out(mask, query.device)
     return function(query, key, value, causal=causal, scale=scale, attn_mask=mask, **of_dropout)[0]
