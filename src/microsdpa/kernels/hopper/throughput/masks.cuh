@@ -7,6 +7,7 @@
 #include "../../common/masks.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../../ptx/mma.cuh"
+#include "../common/masked_scores.cuh"
 #include "../common/tile_scheduler.cuh"
 #include "../common/warpgroup.cuh"
 #include "tile_list.cuh"
@@ -114,42 +115,9 @@ __device__ __forceinline__ KeyRange range_of_row(const MaskedParams& params, int
   return {max(from[0], 0), max(0, min(from[masks.mask_column_stride], params.call.seqlen_k))};
 }
 
-// Scores of one row become -inf where `hidden` says so of the lane's key 8 n + e.
-template <int BLOCK_N, typename Hidden>
-__device__ __forceinline__ void hide_where(float (&s)[BLOCK_N / 2], int half, Hidden hidden) {
-#pragma unroll
-  for (int n = 0; n < BLOCK_N / 8; ++n) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (hidden(n, e)) s[4 * n + 2 * half + e] = negative_infinity();
-    }
-  }
-}
-
-// Scores in base 2, capped: cap tanh(score / cap). tanh x = 1 - 2 / (1 + e^2x) has an error of 2^-22, which the cap
-// multiplies. EXACT, small scores go through the series of tanh instead, whose error is a part of the score: for caps
-// that are large beside most scores.
-template <bool EXACT>
-struct SoftCap {
-  static constexpr float LARGE = 2048.0f;  // base 2
-
-  float cap;
-  float rate;     // e^2x is 2^(rate score)
-  float inverse;  // of the cap
-
-  __device__ __forceinline__ explicit SoftCap(float cap)
-      : cap(cap), rate(2.0f * 1.44269504088896340736f / cap), inverse(1.0f / cap) {}
-  __device__ __forceinline__ float operator()(float score) const {
-    const float far = fmaf(-2.0f * cap, rcp_approx(1.0f + ex2_approx(score * rate)), cap);
-    if constexpr (!EXACT) return far;
-    const float x = score * inverse, square = x * x;
-    const float near = score * fmaf(square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
-    return square < 0.01f ? near : far;
-  }
-};
-
-// The same from products whose scores are at most NEAR of the cap, without the exponential unit: a polynomial, least
-// squares that were weighted until all its largest relative errors were the same, 6e-7. Of -inf it makes -inf.
+// What SoftCap does, from products whose scores are at most NEAR of the cap and without the exponential unit: a
+// polynomial, least squares that were weighted until all its largest relative errors were the same, 6e-7. Of -inf it
+// makes -inf.
 struct NearSoftCap {
   static constexpr float NEAR = 0.75f;
 

@@ -2,8 +2,9 @@
 // ALiBi and sinks.
 #pragma once
 
+#include "../../common/masks.cuh"
 #include "../../common/sequence.cuh"
-#include "../throughput/masks.cuh"
+#include "../common/masked_scores.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::varlen {
@@ -61,7 +62,7 @@ struct MaskedRows {
   // Turns products into scores; of keys that a row does not see, unless `all` are seen, they are -inf.
   __device__ __forceinline__ void apply(Scores& s, int own_row, int first_key, bool all) const {
     if constexpr (MASKS::SOFTCAP) {
-      if (params.softcap_log2 > throughput::SoftCap<true>::LARGE) {
+      if (params.softcap_log2 > SoftCap<true>::LARGE) {
         modify<true>(s, own_row, first_key);
       } else {
         modify<false>(s, own_row, first_key);
@@ -74,7 +75,7 @@ struct MaskedRows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int hidden_before = from(own_row + 8 * half) - own, hidden_from = end(own_row + 8 * half) - own;
-      throughput::hide_where<BLOCK_N>(s, half, [&](int n, int e) {
+      hide_where<BLOCK_N>(s, half, [&](int n, int e) {
         return (MASKS::LEFT && 8 * n + e < hidden_before) || 8 * n + e >= hidden_from;
       });
     }
@@ -90,7 +91,7 @@ struct MaskedRows {
   template <bool EXACT_CAP>
   __device__ __forceinline__ void modify(Scores& s, int own_row, int first_key) const {
     const float scale = params.scale_log2;
-    const throughput::SoftCap<EXACT_CAP> capped(MASKS::SOFTCAP ? params.softcap_log2 : 1.0f);
+    const SoftCap<EXACT_CAP> capped(MASKS::SOFTCAP ? params.softcap_log2 : 1.0f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Of the row's query to this thread's first key.
