@@ -50,12 +50,10 @@ struct CallKey {
   std::int64_t causal() const { return options & 3; }
 
   // Whether the call drops probabilities: DROPOUT_BIT of call/options.py.
-  bool drops() const { return options >> 24 & 1; }
+  bool drops() const { return options >> 23 & 1; }
 
   // Whether the call has sequences of many lengths: VARLEN_BIT of call/options.py.
   bool varlen() const { return options >> 20 & 1; }
-  // Whether bits of a sequence must not depend on the others: INVARIANT_BIT.
-  bool batch_invariant() const { return options >> 22 & 1; }
 };
 static_assert(sizeof(CallKey) == 7 * 8 + KEYED_OPERANDS * 72, "CallKey must have no padding");
 
