@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.kernels import Grid, KernelSpec, configurations
+from microsdpa.kernels import Grid, KernelSpec, configurations, policy
+from microsdpa.kernels.backward import spec as backward
+from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import OPERANDS, Causal, DType, MaskKind, Operands, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES, fused, fused_grid, part_rows
 from microsdpa.kernels.select import select
+from microsdpa.kernels.spec import Rejection
 
 Row = dict[str, Any]
+OWN_KERNELS = "own kernels"
+"""Variant of rows whose gradients this library's kernels made."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
         codes = Problem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
         return {"code_signature": Kernel.of(select(codes, row["requested"]).spec, codes)}
     plain = problem_of(row, target)
+    if row.get("variant") == OWN_KERNELS:
+        return {"code_signature": _gradients(plain)}
     if "chosen" in row:  # of `microsdpa tune`: one configuration of many
         return {"code_signature": Kernel.of(_configuration(plain, row["variant"]), plain)}
     spec = select(plain, row.get("requested") or "auto").spec
@@ -93,6 +100,15 @@ def problem_of(row: Row, target: str) -> Problem:
         alignment=row.get("alignment", 16),
         target=target,
     )
+
+
+def _gradients(problem: Problem) -> Kernel:
+    """The kernel that sums the gradients of query, key and value, where their bits may differ from run to run."""
+    tiling = policy.five_products(problem, False)
+    if isinstance(tiling, Rejection):
+        own = backward.choose(problem)
+        return Kernel(backward.gradients(problem, own), (backward.gradients_grid(problem, own),))
+    return Kernel(hopper_backward.gradients(problem, tiling), (hopper_backward.gradients_grid(problem),))
 
 
 def _quantizer(problem: Problem) -> Kernel:

@@ -6,6 +6,7 @@ torch's backward passes, and "own kernels", where it never is.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +18,13 @@ from microsdpa.call.options import Options
 from microsdpa.evidence import compare, graphs, results, statistics, timing
 from microsdpa.evidence.inputs import Case, make, make_masks, masks_of
 from microsdpa.evidence.peers import Call, Implementation, Microsdpa, Tensors, choose
+from microsdpa.evidence.recorded import OWN_KERNELS
 from microsdpa.execution import forward
 from microsdpa.execution import gradients as kernels
 from microsdpa.jit.signature import code_signature, signature
 from microsdpa.runtime import launcher
 
 SUITE = "backward"
-OWN_KERNELS = "own kernels"
 DIRECTIONS = {"backward": "backward", "both": "forward and backward"}
 """What rows have for `direction`, and as a case's name."""
 FLOPS = {"backward": 10, "both": 14}
@@ -49,7 +50,9 @@ class OwnKernels(Microsdpa):
         problem = of.problem(launcher.target_of_device(tensors[0].device))
         spec = kernels.summing(problem, kernels.choose(problem, torch.are_deterministic_algorithms_enabled()))
         signatures = {"signature": signature(spec, problem.target)}
-        return {"kernel": spec.name, **signatures, "code_signature": code_signature(spec, problem.target)}
+        signatures["code_signature"] = code_signature(spec, problem.target)
+        kind = {"mask_kind": dataclasses.asdict(problem.mask)} if problem.mask else {}
+        return {"kernel": spec.name, **signatures, **kind}
 
     def calls(self, case: Case, tensors: Tensors, weight: torch.Tensor) -> dict[str, Call]:
         """What is timed in each direction."""
