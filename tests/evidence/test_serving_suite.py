@@ -64,7 +64,7 @@ def test_a_row_knows_its_kernel(cell: Cell) -> None:
         assert code_signature(found.spec, "sm_90a") == fields["code_signature"]
         if not way.dense:
             assert recorded.problem_of(row, "sm_90a") == problem_of(cell, "sm_90a")
-            assert found.spec.name == "ampere/varlen"
+            assert found.spec.name in ("ampere/varlen", "hopper/varlen")
 
 
 def test_the_problem_is_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ from microsdpa.kernels import KernelSpec, TensorMap
 BLOCKS = 64
 INSTRUCTIONS, WMMA = "probes/instructions.cu", "probes/wmma.cu"
 HOPPER, WGMMA = "probes/hopper.cu", "probes/wgmma.cu"
-WIDTHS = (32, 64, 96, 128, 160, 192, 256)
-"""Every n of wgmma that kernels/ptx/ has, but 16, 48 and 112: those are tried in hopper/throughput alone."""
+WIDTHS = (16, 32, 48, 64, 96, 112, 128, 160, 192, 256)
+"""Every n of wgmma that kernels/ptx/ has."""
 ADDED, FROM_ZERO = "microsdpa::Start::ADDED", "microsdpa::Start::ZERO"
 
 
@@ -170,6 +170,16 @@ def _tma_probes() -> list[Probe]:
     pair = TensorMap("query", 32, 64, 128)
     return [
         *probes,
+        Probe(
+            "bulk",
+            "bulk",
+            4,
+            8,
+            floats(-100.0, 100.0, 4),
+            target="sm_90a",
+            source=HOPPER,
+            shared_bytes=1024,
+        ),
         Probe(
             "tma_multicast",
             "tma_multicast",

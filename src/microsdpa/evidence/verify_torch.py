@@ -137,13 +137,13 @@ def _eager(
     mask: Any = None,
     is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,
-    **of_dropout: Any,
+    **rest: Any,
 ) -> Any:
-    function = of_dropout.pop("function", reference.eager)
+    function = rest.pop("function", reference.eager)
+    rest.pop("enable_gqa", None)  # grouped heads are what they are without it
     causal = "upper_left" if is_causal else None
     mask = _written_out(mask, query.device)
-    return function(query, key, value, causal=causal, scale=scale, attn_mask=mask, **of_dropout)[0]
+    return function(query, key, value, causal=causal, scale=scale, attn_mask=mask, **rest)[0]
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

@@ -1,5 +1,6 @@
 // Probes of sm_90: bulk copies, mbarriers, clusters, and what warps are given.
 #include "../ptx/address.cuh"
+#include "../ptx/bulk.cuh"
 #include "../ptx/cluster.cuh"
 #include "../ptx/control.cuh"
 #include "../ptx/mbarrier.cuh"
@@ -56,6 +57,34 @@ __global__ void probe_tma_store(const __grid_constant__ ProbeParams params, cons
     tma_store_commit();
     tma_store_wait_read<0>();
   }
+}
+
+struct Lines {
+  alignas(128) uint32 words[32][4];
+  Mbarrier arrived;
+};
+
+// Loads the block's words as they are, and adds each thread's four floats to those that it has written. The fifth word
+// is a turn, which ends twice.
+template <int IN, int OUT>
+__global__ void probe_bulk(const __grid_constant__ ProbeParams params) {
+  Lines& lines = dynamic_shared<Lines>();
+  const uint32* in = input_of<IN>(params);
+  uint32* out = output_of<OUT>(params);
+  auto* number = reinterpret_cast<int32*>(out + 4);
+  set_up(lines.arrived, 1);
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect(lines.arrived, sizeof(lines.words));
+    bulk_load(lines.words, in, sizeof(lines.words), lines.arrived);
+  }
+  mbarrier_wait(lines.arrived, 0);
+  for (int i = 0; i < OUT; ++i) out[i] = i < 4 ? in[i] : 0;
+  end_turn(number, 1);
+  bulk_reduce_add(reinterpret_cast<float*>(out), reinterpret_cast<const float*>(lines.words[threadIdx.x]), 16);
+  tma_store_commit();
+  tma_store_wait();
+  wait_for_turn(number, 1);
+  end_turn(number, 2);
 }
 
 // Each CTA of a pair loads half of the tile, for both.
