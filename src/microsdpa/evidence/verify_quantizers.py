@@ -92,7 +92,7 @@ def _same_values(x: torch.Tensor, format: Format, granularity: Granularity, devi
         here, there = (
             microsdpa.quantize(one, format, granularity, block=16, allow_nonfinite=True) for one in (x, x.to(device))
         )
-        for name in ("quantized", "scale"):
+        for name in ("values", "scale"):
             wanted, got = (getattr(one, name).cpu().flatten().view(torch.uint8) for one in (here, there))
             if not torch.equal(wanted, got):
                 return f"{name} differ from the CPU's"
