@@ -246,12 +246,12 @@ def test_the_8_bit_reference_is_attention_with_an_8_bit_error(arithmetic: str, c
     assert low < found.rel_l1 < high
 
 
-def test_e4m3_codes_reach_448_and_zeros_stay_zeros() -> None:
+def test_e4m3_values_reach_448_and_zeros_stay_zeros() -> None:
     x = torch.randn(2, 4, 8, 16)
-    codes, scale = quantized.per_tensor_e4m3(x)
-    assert float(codes.float().abs().max()) == 448
-    assert float((codes.float() * scale - x).abs().max()) <= float(x.abs().max()) * 2**-4
-    codes, scale = quantized.per_head_e4m3(x, 2)
+    values, scale = quantized.per_tensor_e4m3(x)
+    assert float(values.float().abs().max()) == 448
+    assert float((values.float() * scale - x).abs().max()) <= float(x.abs().max()) * 2**-4
+    values, scale = quantized.per_head_e4m3(x, 2)
     assert scale.shape == (2, 2)
-    assert float(codes.float()[0, :2].abs().max()) == 448
+    assert float(values.float()[0, :2].abs().max()) == 448
     assert not quantized.per_tensor_e4m3(torch.zeros(3))[0].float().any()
