@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from microsdpa import cli
 from microsdpa.evidence import accuracy, minilm, render, report, repro, results, resume, roofline, suites
 from microsdpa.evidence.compare import Errors
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.plots import all_plots, charts
 from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.step import Step
+from microsdpa_cli import app as cli
 
 PLOTS = ["latency", "ladder", "throughput", "ampere", "accuracy", "errors", "roofline", "host"]
 
