@@ -244,8 +244,7 @@ def resized(
     spec = chosen(problem, kernel)
     if spec is None:
         return None
-    launcher.prepare(problem, spec, call, _growth(problem, spec, kernel))
-    return _launch(*call)
+    return launcher.prepare_and_launch(problem, spec, call, _growth(problem, spec, kernel))
 
 
 LENGTHS_AHEAD = 15
