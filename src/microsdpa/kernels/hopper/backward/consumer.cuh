@@ -107,7 +107,7 @@ struct Consumer {
 
   // Where 16 bytes of one of the warpgroup's rows lie in a tile of BLOCK_N rows.
   __device__ __forceinline__ T* place(T* tile, int block) const {
-    return place_of<BLOCK_N>(tile, warpgroup * ROWS, block, thread);
+    return place_of<BLOCK_N>(tile, warpgroup, block, thread);
   }
 
   // A turn, of which S is there; dK of the turn before is on its way.
@@ -178,7 +178,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void store(const TensorMap& map, T* tile, const Sums& sums, float factor) const {
-    store_rows<C, CAUSAL, IN_ORDER>(map, tile, sums, factor, walk, warpgroup, warpgroup * ROWS, thread);
+    store_rows<C, CAUSAL, IN_ORDER>(map, tile, sums, factor, walk, warpgroup, warpgroup, thread);
   }
 
   __device__ __forceinline__ void finish(const TensorMap& grad_key, const TensorMap& grad_value) const {

@@ -67,13 +67,13 @@ __device__ __forceinline__ void add_sums(Storage& shared, const AttentionParams&
   const bool elected = elect_one();
   Turn at(walk);
   for (int turn = 0; turn < walk.turns; ++turn) {
-    const int head = walk.batch * call.heads + at.head;
 #pragma unroll
     for (int i = 0; i < C::PARTS; i += CONSUMERS) {
       const int part = i + consumer;
       if (C::PARTS % CONSUMERS != 0 && part >= C::PARTS) break;
       named_barrier_sync(SUMS_FULL + consumer, SUMS_THREADS);
       if (elected) {
+        const int head = walk.batch * call.heads + at.head;
         float* const sum = workspace.sum(head, at.tile) + part * PART;
         if constexpr (IN_ORDER) {
           const int before = walk.keys_before(call, at.tile);

@@ -74,11 +74,11 @@ __device__ __forceinline__ void round_to(uint32 (&to)[K][4], const float (&from)
   }
 }
 
-// Where 16 bytes of one of a warpgroup's rows, from `first_row` on, lie in a tile of TILE_ROWS rows.
+// Where 16 bytes of one of a warpgroup's rows lie in a tile of TILE_ROWS rows.
 template <int TILE_ROWS, typename T>
-__device__ __forceinline__ T* place_of(T* tile, int first_row, int block, int thread) {
+__device__ __forceinline__ T* place_of(T* tile, int warpgroup, int block, int thread) {
   constexpr int BOX = 64;
-  const int lane = thread % 32, row = first_row + thread / 32 * 16 + lane % 16;
+  const int lane = thread % 32, row = warpgroup * ROWS + thread / 32 * 16 + lane % 16;
   const int chunk = (2 * block % 8 + lane / 16) ^ row % 8;
   return tile + 16 * block / BOX * TILE_ROWS * BOX + row * BOX + 8 * chunk;
 }
@@ -96,11 +96,11 @@ __device__ __forceinline__ void put_sums(float* sums, const float (&dq)[PART / W
   named_barrier_arrive(SUMS_FULL + warpgroup, SUMS_THREADS);
 }
 
-// Writes 64 rows of a sum, from `first_row` of the CTA's on, by way of a tile that nobody reads any more.
+// Writes the CTA's rows number `rows`, 64 of them, of a sum by way of a tile that nobody reads any more.
 template <typename C, bool CAUSAL, bool IN_ORDER>
 __device__ __forceinline__ void store_rows(const TensorMap& map, typename C::T* tile,
                                            const float (&sums)[C::HEAD_DIM / 2], float factor,
-                                           const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, int first_row,
+                                           const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, int rows,
                                            int thread) {
 #pragma unroll
   for (int block = 0; block < C::HEAD_DIM / 16; ++block) {
@@ -109,14 +109,14 @@ __device__ __forceinline__ void store_rows(const TensorMap& map, typename C::T* 
     for (int i = 0; i < 4; ++i) {
       word[i] = pack<typename C::T>(sums[8 * block + 2 * i] * factor, sums[8 * block + 2 * i + 1] * factor);
     }
-    stmatrix(place_of<C::BLOCK_N>(tile, first_row, block, thread), word);
+    stmatrix(place_of<C::BLOCK_N>(tile, rows, block, thread), word);
   }
   fence_proxy_async();
   named_barrier_sync(CONSUMER + warpgroup, WARPGROUP_THREADS);
   if (thread / 32 == 0 && elect_one()) {
 #pragma unroll
     for (int panel = 0; panel < C::HEAD_DIM / C::BOX; ++panel) {
-      tma_store(map, tile + (panel * C::BLOCK_N + first_row) * C::BOX, panel * C::BOX, walk.first_key + first_row,
+      tma_store(map, tile + (panel * C::BLOCK_N + rows * ROWS) * C::BOX, panel * C::BOX, walk.first_key + rows * ROWS,
                 walk.head_kv, walk.batch);
     }
     tma_store_commit();
