@@ -35,6 +35,8 @@ struct Consumer {
         thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
         first_key(walk.first_key + ROWS * warpgroup) {}
 
+  __device__ __forceinline__ int rows() const { return warpgroup; }  // of the CTA's keys, 64 at a time
+
   // Starts d = X Y^T, of the warpgroup's rows of an owned tile and all of a tile that is walked over.
   __device__ __forceinline__ void multiply(Products& d, const T* owned, const T* walked) const {
     const uint64 a = matrix_descriptor(owned + warpgroup * ROWS * BOX, 16, EIGHT_ROWS, Swizzle::BYTES_128);
@@ -105,11 +107,6 @@ struct Consumer {
     for (int i = 0; i < BLOCK_M / 2; ++i) s[i] = next[i];
   }
 
-  // Where 16 bytes of one of the warpgroup's rows lie in a tile of BLOCK_N rows.
-  __device__ __forceinline__ T* place(T* tile, int block) const {
-    return place_of<BLOCK_N>(tile, warpgroup, block, thread);
-  }
-
   // A turn, of which S is there; dK of the turn before is on its way.
   template <bool LAST>
   __device__ __forceinline__ void step(int turn, const Turn& at) {
@@ -120,7 +117,7 @@ struct Consumer {
     Products dp;
     if constexpr (C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     Products p;
-    weigh<CAUSAL>(p, s, shared.lse[query_stage], call, thread, first_key, at.tile * BLOCK_M);
+    weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
     Rounded rounded;
     round_to<T>(rounded, p);
     if constexpr (!C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
@@ -133,7 +130,7 @@ struct Consumer {
     Rounded words;
     round_to<T>(words, p);
 #pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(place(ds, k), words[k]);
+    for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(place(*this, ds, k), words[k]);
     fence_proxy_async();
     named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
     float dq[PART / WARPGROUP_THREADS];
@@ -177,16 +174,12 @@ struct Consumer {
     wgmma_fence_registers(dk);
   }
 
-  __device__ __forceinline__ void store(const TensorMap& map, T* tile, const Sums& sums, float factor) const {
-    store_rows<C, CAUSAL, IN_ORDER>(map, tile, sums, factor, walk, warpgroup, warpgroup, thread);
-  }
-
   __device__ __forceinline__ void finish(const TensorMap& grad_key, const TensorMap& grad_value) const {
     constexpr float LN_2 = 0.693147180559945309417f;
-    store(grad_value, shared.value, dv, 1.0f);
+    store(*this, grad_value, shared.value, dv, 1.0f);
     // The other warpgroup has read K for its dQ.
     named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
-    store(grad_key, shared.key, dk, call.scale_log2 * LN_2);
+    store(*this, grad_key, shared.key, dk, call.scale_log2 * LN_2);
     if (thread / 32 == 0) tma_store_wait_read<0>();
   }
 };

@@ -35,7 +35,19 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    feed(shared, call, walk, query, key, value, grad_out);
+    const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    // What comes before the wait overlaps with the kernel ahead; what follows reads and adds to what that one writes.
+    if (warp == 0 && elect_one()) {
+      prefetch_tensor_map(query);
+      prefetch_tensor_map(key);
+      prefetch_tensor_map(value);
+      prefetch_tensor_map(grad_out);
+      grid_dependency_wait();
+      produce(shared, call, walk, query, key, value, grad_out);
+    } else if (warp == 1 || warp == 2) {
+      grid_dependency_wait();
+      add_sums(shared, call, walk, warp - 1);
+    }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer<C, CAUSAL, IN_ORDER> consumer(shared, call, walk, warpgroup - 1);

@@ -117,24 +117,4 @@ __device__ __forceinline__ void init_barriers(Storage& shared) {
   }
 }
 
-// The roles of the warps of the first warpgroup.
-template <typename C, bool CAUSAL, bool IN_ORDER, typename Storage>
-__device__ __forceinline__ void feed(Storage& shared, const AttentionParams& call,
-                                     const Walk<C, CAUSAL, IN_ORDER>& walk, const TensorMap& query,
-                                     const TensorMap& key, const TensorMap& value, const TensorMap& grad_out) {
-  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
-  // What comes before the wait overlaps with the kernel ahead; what follows reads and adds to what that one writes.
-  if (warp == 0 && elect_one()) {
-    prefetch_tensor_map(query);
-    prefetch_tensor_map(key);
-    prefetch_tensor_map(value);
-    prefetch_tensor_map(grad_out);
-    grid_dependency_wait();
-    produce(shared, call, walk, query, key, value, grad_out);
-  } else if (warp == 1 || warp == 2) {
-    grid_dependency_wait();
-    add_sums(shared, call, walk, warp - 1);
-  }
-}
-
 }  // namespace microsdpa::hopper::backward

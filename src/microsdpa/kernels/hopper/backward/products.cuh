@@ -23,27 +23,27 @@ __device__ __forceinline__ void release(Mbarrier& done) {
   if (elect_one()) mbarrier_arrive(done);
 }
 
-// Makes P of S. Accumulators keep what wgmma left in them: ptxas takes one that others write to for in use.
-template <bool CAUSAL, int N>
-__device__ __forceinline__ void weigh(float (&p)[N], const float (&s)[N], const float* lse_of_column,
-                                      const AttentionParams& call, int thread, int first_key, int first_query) {
-  constexpr int BLOCK_M = 2 * N;
-  const float scale = call.scale_log2;
+// Makes P of a consumer's S. Accumulators keep what wgmma left in them: ptxas takes one that others write to for in
+// use.
+template <bool CAUSAL, typename Consumer>
+__device__ __forceinline__ void weigh(const Consumer& of, typename Consumer::Products& p, int stage, int first_query) {
+  constexpr int BLOCK_M = Consumer::BLOCK_M;
+  const float scale = of.call.scale_log2;
 #pragma unroll
   for (int n = 0; n < BLOCK_M / 8; ++n) {
-    const float2 lse = *reinterpret_cast<const float2*>(&lse_of_column[8 * n + first_column(thread)]);
+    const float2 lse = *reinterpret_cast<const float2*>(&of.shared.lse[stage][8 * n + first_column(of.thread)]);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) p[4 * n + e] = ex2_approx(fmaf(s[4 * n + e], scale, e % 2 ? -lse.y : -lse.x));
+    for (int e = 0; e < 4; ++e) p[4 * n + e] = ex2_approx(fmaf(of.s[4 * n + e], scale, e % 2 ? -lse.y : -lse.x));
   }
-  const int last_key = first_key + ROWS - 1;
-  if (last_key < call.seqlen_k && !(CAUSAL && last_key > first_query + call.diagonal)) return;
+  const int last_key = of.first_key + ROWS - 1;
+  if (last_key < of.call.seqlen_k && !(CAUSAL && last_key > first_query + of.call.diagonal)) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int key = first_key + key_row(thread, half);
+    const int key = of.first_key + key_row(of.thread, half);
     // The first column that sees the key.
-    int first = CAUSAL ? key - call.diagonal - first_query : 0;
-    if (key >= call.seqlen_k) first = BLOCK_M;
-    first -= first_column(thread);
+    int first = CAUSAL ? key - of.call.diagonal - first_query : 0;
+    if (key >= of.call.seqlen_k) first = BLOCK_M;
+    first -= first_column(of.thread);
 #pragma unroll
     for (int i = 0; i < BLOCK_M / 4; ++i) {
       if (i / 2 * 8 + i % 2 < first) p[i / 2 * 4 + 2 * half + i % 2] = 0.0f;
@@ -74,13 +74,13 @@ __device__ __forceinline__ void round_to(uint32 (&to)[K][4], const float (&from)
   }
 }
 
-// Where 16 bytes of one of a warpgroup's rows lie in a tile of TILE_ROWS rows.
-template <int TILE_ROWS, typename T>
-__device__ __forceinline__ T* place_of(T* tile, int warpgroup, int block, int thread) {
-  constexpr int BOX = 64;
-  const int lane = thread % 32, row = warpgroup * ROWS + thread / 32 * 16 + lane % 16;
+// Where 16 bytes of one of a consumer's rows lie in a tile of all keys of the CTA.
+template <typename Consumer, typename T>
+__device__ __forceinline__ T* place(const Consumer& of, T* tile, int block) {
+  constexpr int BOX = Consumer::BOX, BLOCK_N = Consumer::BLOCK_N;
+  const int lane = of.thread % 32, row = of.rows() * ROWS + of.thread / 32 * 16 + lane % 16;
   const int chunk = (2 * block % 8 + lane / 16) ^ row % 8;
-  return tile + 16 * block / BOX * TILE_ROWS * BOX + row * BOX + 8 * chunk;
+  return tile + 16 * block / BOX * BLOCK_N * BOX + row * BOX + 8 * chunk;
 }
 
 // Leaves a consumer's part of dQ where it is added to global memory.
@@ -96,28 +96,28 @@ __device__ __forceinline__ void put_sums(float* sums, const float (&dq)[PART / W
   named_barrier_arrive(SUMS_FULL + warpgroup, SUMS_THREADS);
 }
 
-// Writes the CTA's rows number `rows`, 64 of them, of a sum by way of a tile that nobody reads any more.
-template <typename C, bool CAUSAL, bool IN_ORDER>
-__device__ __forceinline__ void store_rows(const TensorMap& map, typename C::T* tile,
-                                           const float (&sums)[C::HEAD_DIM / 2], float factor,
-                                           const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, int rows,
-                                           int thread) {
+// Writes a consumer's rows of a sum, which lie in a tile that nobody reads any more.
+template <typename Consumer>
+__device__ __forceinline__ void store(const Consumer& of, const TensorMap& map, typename Consumer::T* tile,
+                                      const typename Consumer::Sums& sums, float factor) {
+  using T = typename Consumer::T;
+  constexpr int BOX = Consumer::BOX, BLOCK_N = Consumer::BLOCK_N, HEAD_DIM = Consumer::HEAD_DIM;
 #pragma unroll
-  for (int block = 0; block < C::HEAD_DIM / 16; ++block) {
+  for (int block = 0; block < HEAD_DIM / 16; ++block) {
     uint32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      word[i] = pack<typename C::T>(sums[8 * block + 2 * i] * factor, sums[8 * block + 2 * i + 1] * factor);
+      word[i] = pack<T>(sums[8 * block + 2 * i] * factor, sums[8 * block + 2 * i + 1] * factor);
     }
-    stmatrix(place_of<C::BLOCK_N>(tile, rows, block, thread), word);
+    stmatrix(place(of, tile, block), word);
   }
   fence_proxy_async();
-  named_barrier_sync(CONSUMER + warpgroup, WARPGROUP_THREADS);
-  if (thread / 32 == 0 && elect_one()) {
+  named_barrier_sync(CONSUMER + of.warpgroup, WARPGROUP_THREADS);
+  if (of.thread / 32 == 0 && elect_one()) {
 #pragma unroll
-    for (int panel = 0; panel < C::HEAD_DIM / C::BOX; ++panel) {
-      tma_store(map, tile + (panel * C::BLOCK_N + rows * ROWS) * C::BOX, panel * C::BOX, walk.first_key + rows * ROWS,
-                walk.head_kv, walk.batch);
+    for (int panel = 0; panel < HEAD_DIM / BOX; ++panel) {
+      tma_store(map, tile + (panel * BLOCK_N + of.rows() * ROWS) * BOX, panel * BOX, of.first_key, of.walk.head_kv,
+                of.walk.batch);
     }
     tma_store_commit();
   }

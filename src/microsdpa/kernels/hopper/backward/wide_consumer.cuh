@@ -20,14 +20,23 @@ struct WideConsumer {
   WideStorage<C>& shared;
   const AttentionParams& call;
   const Walk<C, CAUSAL, IN_ORDER>& walk;
-  const int thread;  // of the warpgroup
+  const int warpgroup;
+  const int thread;     // of the warpgroup
+  const int first_key;  // of the CTA
   PipelineState<C::QUERY_STAGES> query_state;
   PipelineState<C::GRAD_STAGES> grad_state;
   Sums sums = {};
 
   __device__ __forceinline__ WideConsumer(WideStorage<C>& shared, const AttentionParams& call,
-                                          const Walk<C, CAUSAL, IN_ORDER>& walk)
-      : shared(shared), call(call), walk(walk), thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)) {}
+                                          const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup)
+      : shared(shared),
+        call(call),
+        walk(walk),
+        warpgroup(warpgroup),
+        thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
+        first_key(walk.first_key) {}
+
+  __device__ __forceinline__ static int rows() { return 0; }
 
   // Starts d = X Y^T of an owned tile and one that is walked over.
   __device__ __forceinline__ static void multiply(Products& d, const T* owned, const T* walked) {
@@ -97,7 +106,7 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
   __device__ __forceinline__ void step(int turn, const Turn& at) {
     const int query_stage = query_state.stage, grad_stage = grad_state.stage;
     Products p;
-    weigh<CAUSAL>(p, s, shared.lse[query_stage], call, thread, walk.first_key, at.tile * BLOCK_M);
+    weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
     release(shared.query_empty[query_stage]);
     auto* to = reinterpret_cast<float4*>(shared.p) + thread;
 #pragma unroll
@@ -151,7 +160,7 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
   // The other consumer has read V for its dP.
   __device__ __forceinline__ void finish(const TensorMap& grad_value) const {
     named_barrier_arrive(KEYS_READ, Base::BOTH);
-    store_rows<C, CAUSAL, IN_ORDER>(grad_value, shared.value, sums, 1.0f, walk, 0, 0, thread);
+    store(*this, grad_value, shared.value, sums, 1.0f);
     if (thread / 32 == 0) tma_store_wait_read<0>();
   }
 };
@@ -189,7 +198,7 @@ struct KeyConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
     Rounded words;
     round_to<typename C::T>(words, p);
 #pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(place_of<C::BLOCK_N>(shared.ds, 0, k, thread), words[k]);
+    for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(place(*this, shared.ds, k), words[k]);
     fence_proxy_async();
     named_barrier_arrive(SCORES_THERE, Base::BOTH);
     named_barrier_sync(CONSUMER + 1, WARPGROUP_THREADS);
@@ -237,7 +246,7 @@ struct KeyConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
   __device__ __forceinline__ void finish(const TensorMap& grad_key) const {
     constexpr float LN_2 = 0.693147180559945309417f;
     named_barrier_sync(KEYS_READ, Base::BOTH);  // the other consumer has read K for its dQ
-    store_rows<C, CAUSAL, IN_ORDER>(grad_key, shared.key, sums, call.scale_log2 * LN_2, walk, 1, 0, thread);
+    store(*this, grad_key, shared.key, sums, call.scale_log2 * LN_2);
     if (thread / 32 == 0) tma_store_wait_read<0>();
   }
 };
