@@ -180,6 +180,7 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void fetch_mask(int round, typename Rules::View& view) const;
   __device__ __forceinline__ void read_masks();
   __device__ __forceinline__ void look_at_rows();
+  __device__ __forceinline__ void look_at_samples(float (&found)[2]);
   __device__ __forceinline__ void see_keys(int round);
   // Whether a row sees key 8 n + e of the thread's own.
   __device__ __forceinline__ bool sees(int round, int half, int n, int e) const {

@@ -159,9 +159,10 @@ struct MaskOrigin {
         batch(opaque(params.masks.mask_strides.batch != 0 ? work.batch : 0)) {}
 };
 
-// Copies the mask's tiles for the query tile and all of the CTA's keys, as far as the kernel has them from bulk copies.
-// They come ahead of Q: there is much to do with them before there are products.
-template <int ROUNDS, int MAP, typename Shared, typename... MAPS>
+// Copies the mask's tiles of some rounds for the query tile, as far as the kernel has them from bulk copies. They come
+// ahead of Q, there being much to do with them before there are products; but numbers in FP32, which take longer than
+// Q and its products, come in turn with the keys.
+template <int FIRST, int LAST, int MAP, typename Shared, typename... MAPS>
 __device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work, const MaskOrigin& origin,
                                            const MAPS&... maps) {
   if constexpr (sizeof...(MAPS) > MAP) {
@@ -169,11 +170,12 @@ __device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work,
     const TensorMap& map = further<MAP>(maps...);
     const int row = Tiles::ROWS == 1 ? 0 : work.first_row;
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
+    for (int round = FIRST; round < LAST; ++round) {
+      Mbarrier& full = shared.mask_full[Tiles::IN_TURN ? round : 0];
 #pragma unroll
       for (int panel = 0; panel < Tiles::PANELS_OF_ROUND; ++panel) {
-        tma_load(shared.mask[round][panel], map, shared.mask_full, work.first_key(round, 0) + panel * Tiles::PANEL_KEYS,
-                 row, origin.head, origin.batch);
+        tma_load(shared.mask[round][panel], map, full, work.first_key(round, 0) + panel * Tiles::PANEL_KEYS, row,
+                 origin.head, origin.batch);
       }
     }
   }
@@ -189,17 +191,24 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
                                       const TensorMap& value, const MAPS&... maps) {
   constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::FEW_COPIES;
   constexpr bool BRINGS_MASK = sizeof...(MAPS) > MASK_MAP<HEAD_DIM>;
-  constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
+  constexpr bool IN_TURN = COMES_IN_TURN<MASK_TILES>;
+  constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : IN_TURN ? WARPGROUPS : TILES;
   const Boxes query_boxes = boxes_of<HEAD_DIM, 0>(query, maps...), key_boxes = boxes_of<HEAD_DIM, 1>(key, maps...),
               value_boxes = boxes_of<HEAD_DIM, 2>(value, maps...);
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
   if (!FEW) prefetch_tensor_map(value);
   mbarrier_init(shared.query_full(), 1);
-  if constexpr (BRINGS_MASK) mbarrier_init(shared.mask_full, 1);
-  set_up_tiles<0, FIRST_TILES, STAGES>(shared);
+  if constexpr (BRINGS_MASK) {
+#pragma unroll
+    for (Mbarrier& full : shared.mask_full) mbarrier_init(full, 1);
+  }
+  set_up_tiles<0, FEW ? FIRST_TILES : TILES, STAGES>(shared);
   const MaskOrigin origin(arguments, work);
-  if constexpr (BRINGS_MASK) mbarrier_arrive_expect(shared.mask_full, MASK_TILES::COPIED_BYTES);
+  if constexpr (BRINGS_MASK) {
+#pragma unroll
+    for (Mbarrier& full : shared.mask_full) mbarrier_arrive_expect(full, MASK_TILES::COPIED_BYTES);
+  }
   if (FEW) {
     mbarrier_arrive_expect(shared.query_full(), TILE_BYTES<T, HEAD_DIM>);
     mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<T, HEAD_DIM>);
@@ -207,7 +216,8 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  copy_masks<ROUNDS, MASK_MAP<HEAD_DIM>>(shared, work, origin, maps...);
+  constexpr int MAP = MASK_MAP<HEAD_DIM>, MASK_ROUNDS = IN_TURN ? 1 : ROUNDS;  // that come ahead of Q
+  copy_masks<0, MASK_ROUNDS, MAP>(shared, work, origin, maps...);
   load_tile<T, HEAD_DIM, 1, FEW>(shared.query, shared.query_tail(), query_boxes, shared.query_full(), work.first_row,
                                  work.head, work.batch);
   copy_tiles<0, FIRST_TILES, ROUNDS, FEW>(shared, work, key_boxes, value_boxes);
@@ -215,8 +225,16 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
     // Never true. Behind a branch that ptxas cannot decide it works out what later copies need after the first ones.
     if (opaque(work.batch) > MAX_BATCH) return;
     set_up_tiles<FIRST_TILES, TILES, STAGES>(shared);
-    copy_tiles<FIRST_TILES, TILES, ROUNDS>(shared, work, key_boxes, value_boxes);
+    if constexpr (IN_TURN) {
+      copy_tiles<FIRST_TILES, WARPGROUPS, ROUNDS>(shared, work, key_boxes, value_boxes);
+      copy_masks<MASK_ROUNDS, ROUNDS, MAP>(shared, work, origin, maps...);
+    }
+    copy_tiles<IN_TURN ? WARPGROUPS : FIRST_TILES, TILES, ROUNDS>(shared, work, key_boxes, value_boxes);
   } else {
+    if constexpr (IN_TURN) {
+      copy_masks<MASK_ROUNDS, ROUNDS, MAP>(shared, work, origin, maps...);
+      copy_tiles<FIRST_TILES, TILES, ROUNDS>(shared, work, key_boxes, value_boxes);
+    }
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
 }
