@@ -104,8 +104,8 @@ def configuration(problem: Problem, cluster: int) -> Latency:
     head_dim = padded(problem.head_dim)
     deepest = _deepest(cluster, head_dim, chip_of(problem.target).shared_per_cta)
     rounds = key_rounds(problem, cluster)
-    # Unrolled rounds are code; past four of them the loop costs as little. Four do not fit the registers at D = 64 with a
-    # mask and a peer, nor at D = 80.
+    # Unrolled rounds are code; past four of them the loop costs as little. Four do not fit the registers at D = 64 with
+    # a mask and a peer, nor at D = 80.
     most = 3 if tail(head_dim) or (head_dim == 64 and problem.causal is not None and cluster == 2) else 4
     unrolled = Latency(cluster, rounds, rounds)
     if problem.mask is not None:
