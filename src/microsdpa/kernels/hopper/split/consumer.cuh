@@ -263,7 +263,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
     }
     if constexpr (IN_TURN) {
-      for (int turn = rounds; turn < work.rounds(work.all_tiles, 0); ++turn) turn_wait(), turn_arrive();
+      // Turns of which others have more pass by, each with a tile that only the CTA's other query tile sees.
+      for (int turn = rounds; turn < work.rounds(work.all_tiles, 0); ++turn) {
+        turn_wait();
+        turn_arrive();
+        pass_tile(round);
+      }
       if (query_tile == 0 && group == 0) turn_wait();  // nobody else takes the last one
     }
     // Tiles that only the CTA's other query tile sees pass by.
@@ -271,6 +276,12 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       mbarrier_wait(shared.key_full[group][value_state.stage], value_state.phase);
       release(round++);
     }
+  }
+  // One of them, if its place is to be filled again.
+  __device__ __forceinline__ void pass_tile(int& round) {
+    if (round - LAG + STAGES >= all_rounds) return;
+    mbarrier_wait(shared.key_full[group][value_state.stage], value_state.phase);
+    release(round++);
   }
 
   // Gives the other groups their columns, takes this one's, and writes them.
