@@ -74,13 +74,14 @@ struct Addends {
       }
     }
   }
-  // Every second pair of columns of the part: half of them.
+  // Half of the part: every second eight keys, so that both ends of the tile are among them.
   template <typename TILES, typename RowOf>
   __device__ __forceinline__ void sample(const TILES& tiles, int round, int warpgroup, int part, RowOf row_of) {
     static_assert(BYTES == 4, "others are read at once");
 #pragma unroll
-    for (int n = 0; n < KEYS / 8; n += 2)
-      load_pair(tiles, round, warpgroup, 4 * part + (n ^ shift<TILES>()), n / 2, row_of);
+    for (int n = 0; n < KEYS / 8; n += 2) {
+      load_pair(tiles, round, warpgroup, 4 * part + (n ^ shift<TILES>()) + part, n / 2, row_of);
+    }
   }
 
  private:
