@@ -29,9 +29,9 @@ FORMS = {
 }
 
 
-def emulated(given: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def emulated(given: dict[str, Any], seed: int = 0, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full_like(given["query"], torch.nan)
-    with scheduled(Schedule(seed, late=seed % 2 == 0)):
+    with scheduled(Schedule(seed, late=seed % 2 == 0, backwards=backwards)):
         found = microsdpa.sdpa_varlen(**given, out=out, return_lse=True, impl="emulate")
     assert isinstance(found, tuple)
     return found
@@ -303,6 +303,17 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(masks: str) -> None:
         assert torch.equal(part_lse, lse[..., -queries:])
     before = whole | {"query": whole["query"][:, :20], "lengths": whole["lengths"] - 70}
     assert torch.equal(invariant(before)[0], out[:, :20])
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("ctas", [2, 3, 5])
+def test_parts_of_many_sequences_on_few_ctas(ctas: int, backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CTA begins with several tiles of rows, and the next CTA is ready first with parts of the last of them."""
+    monkeypatch.setattr(kernel, "grid_of", lambda *_: (ctas, 1, 1))
+    lengths = [1300, 20, 1100, 700, 1500, 530]
+    given = decode(lengths, [[(7 * i + b) % 200 for i in range(100)] for b in range(len(lengths))])
+    assert_right(*emulated(given, backwards=backwards), given)
+    assert_right(*emulated(given | {"batch_invariant": True}, backwards=backwards), given)
 
 
 def test_bits_do_not_depend_on_who_appends() -> None:
