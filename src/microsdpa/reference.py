@@ -120,7 +120,10 @@ class Sequence:
 def sequences(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], given: dict[str, torch.Tensor]
 ) -> Iterator[Sequence]:
-    """The sequences of a call of sdpa_varlen, whose tensors of offsets, lengths and pages are `given` by name."""
+    """The sequences of a call of sdpa_varlen, whose tensors of offsets, lengths, pages and scales are `given` by name.
+
+    Keys and values with scales come as the numbers that they stand for, in FP64.
+    """
     query, key, value = inputs
     offsets, key_offsets = given.get("query_offsets"), given.get("key_offsets")
     lengths, table = given.get("lengths"), given.get("page_table")
@@ -135,13 +138,20 @@ def sequences(
         else:
             most = key.shape[1]
         count = most if lengths is None else max(0, min(most, int(lengths[b])))
-        if table is not None:
-            pages = table[b, : -(-count // max(1, key.shape[1]))].long().clamp(min=0)
-            own = [tensor[pages].flatten(0, 1)[:count] for tensor in (key, value)]
-        elif key_offsets is not None:
-            own = [tensor[int(key_offsets[b]) :][:count] for tensor in (key, value)]
-        else:
-            own = [tensor[b, :count] for tensor in (key, value)]
+        pages = None if table is None else table[b, : -(-count // max(1, key.shape[1]))].long().clamp(min=0)
+
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
+            if pages is not None:
+                return tensor[pages].flatten(0, 1)[:count]
+            return tensor[int(key_offsets[b]) :][:count] if key_offsets is not None else tensor[b, :count]
+
+        own = []
+        for tensor, scale in ((key, given.get("k_scale")), (value, given.get("v_scale"))):
+            rows = gathered(tensor)
+            if scale is not None:
+                factors = gathered(scale) if scale.shape == tensor.shape[:-1] else scale[b] if scale.dim() == 2 else scale
+                rows = rows.float().double() * factors.double()[..., None]
+            own.append(rows)
         yield Sequence(
             tuple(tensor.transpose(0, 1)[None] for tensor in (own_query, *own)),  # type: ignore[arg-type]
             b,

@@ -8,6 +8,7 @@ import math
 import torch
 
 from microsdpa import reference
+from microsdpa.call.cache import kernel_strides
 from microsdpa.call.call import Inputs
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import VARLEN_OPTIONS
@@ -31,7 +32,7 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     code = VARLEN_OPTIONS[checked.causal is not None, sequences.rotary_interleaved, call.options.impl]
     given = *call.inputs, out, call.return_lse, code, checked.scale
     tensors = None, masks.alibi_slopes, masks.sinks
-    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-1]
+    return *given, *tensors, *masks.ends, masks.softcap, *checked.scales, *sequences[:-1]
 
 
 def kernels_of(checked: Checked, problem: Problem, spec: KernelSpec) -> tuple[KernelSpec, ...]:
@@ -47,6 +48,8 @@ def kernels_of(checked: Checked, problem: Problem, spec: KernelSpec) -> tuple[Ke
 
 def parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]) -> ctypes.Structure:
     """The parameter of the kernel of attention, as runtime/varlen.h fills it."""
+    if spec.params == "microsdpa::CacheParams":
+        return _cache_parameters(checked, problem, spec, addresses)
     if spec.params == "microsdpa::AppendParams":
         return append_parameters(checked, problem, spec, addresses)
     return _parameters(checked, problem, spec, addresses)
@@ -115,6 +118,22 @@ def append_parameters(
     return params
 
 
+def _cache_parameters(
+    checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]
+) -> ctypes.Structure:
+    """The parameter of a kernel with an 8-bit cache, as runtime/varlen.h fills it."""
+    from microsdpa.emulate import abi
+
+    own = {name: addresses[name] for name in ("key_scale", "value_scale")}
+    rest = {name: address for name, address in addresses.items() if name not in own}
+    params = abi.CacheParams(append=append_parameters(checked, problem, spec, rest), **own)
+    key = checked.call.inputs[1]
+    for name, scale in (("key_scale", checked.scales.k_scale), ("value_scale", checked.scales.v_scale)):
+        assert isinstance(scale, torch.Tensor)
+        setattr(params, f"{name}_strides", (ctypes.c_int64 * 3)(*kernel_strides(key, scale)))
+    return params
+
+
 def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Of [B, S, H, D], or [S, H, D]: from batch entry to batch entry (0 without), head to head and row to row."""
     *batch, row, head, _ = tensor.stride()
@@ -139,6 +158,9 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
         inputs["slopes"] = masks.alibi_slopes
     if masks.sinks is not None:
         inputs["sinks"] = masks.sinks
+    for name, scale in (("key_scale", checked.scales.k_scale), ("value_scale", checked.scales.v_scale)):
+        if isinstance(scale, torch.Tensor):
+            inputs[name] = scale
     *ahead, spec = kernels_of(checked, problem, spec)
     if ahead:
         (append,) = ahead
@@ -182,6 +204,9 @@ def attend_on_cpu(checked: Checked) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert sequences is not None
     out = checked.output()
     inputs, given = call.inputs, sequences.tensors
+    for name, scale in (("k_scale", checked.scales.k_scale), ("v_scale", checked.scales.v_scale)):
+        if isinstance(scale, torch.Tensor):
+            given[name] = scale
     if sequences.appended:
         inputs, given = _append_on_cpu(inputs, sequences)
     out.zero_()
@@ -190,6 +215,8 @@ def attend_on_cpu(checked: Checked) -> tuple[torch.Tensor, torch.Tensor | None]:
         lse.copy_(masks.sinks.float()[:, None].expand_as(lse))
     for b, one in enumerate(reference.sequences(inputs, given)):
         query, key, value = one.tensors
+        if key.dtype != query.dtype:  # what an 8-bit cache stands for
+            query, key, value = query.float(), key.float(), value.float()
         if not query.shape[2] or not key.shape[2]:
             continue
         slopes = masks.alibi_slopes
