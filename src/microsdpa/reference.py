@@ -127,6 +127,11 @@ def sequences(
     query, key, value = inputs
     offsets, key_offsets = given.get("query_offsets"), given.get("key_offsets")
     lengths, table = given.get("lengths"), given.get("page_table")
+    k_scale, v_scale = given.get("k_scale"), given.get("v_scale")
+    cached = {"key": key, "value": value}
+    for name, scale in (("key_scale", k_scale), ("value_scale", v_scale)):
+        if scale is not None and scale.shape == key.shape[:-1]:  # one of every token
+            cached[name] = scale
     batch = query.shape[0] if offsets is None else offsets.shape[0] - 1
     for b in range(batch):
         first, end = (0, query.shape[1]) if offsets is None else (int(offsets[b]), int(offsets[b + 1]))
@@ -138,25 +143,29 @@ def sequences(
         else:
             most = key.shape[1]
         count = most if lengths is None else max(0, min(most, int(lengths[b])))
-        pages = None if table is None else table[b, : -(-count // max(1, key.shape[1]))].long().clamp(min=0)
-
-        def gathered(tensor: torch.Tensor) -> torch.Tensor:
-            if pages is not None:
-                return tensor[pages].flatten(0, 1)[:count]
-            return tensor[int(key_offsets[b]) :][:count] if key_offsets is not None else tensor[b, :count]
-
-        own = []
-        for tensor, scale in ((key, given.get("k_scale")), (value, given.get("v_scale"))):
-            rows = gathered(tensor)
-            if scale is not None:
-                factors = gathered(scale) if scale.shape == tensor.shape[:-1] else scale[b] if scale.dim() == 2 else scale
-                rows = rows.float().double() * factors.double()[..., None]
-            own.append(rows)
+        if table is not None:
+            pages = table[b, : -(-count // max(1, key.shape[1]))].long().clamp(min=0)
+            gathered = {name: tensor[pages].flatten(0, 1)[:count] for name, tensor in cached.items()}
+        elif key_offsets is not None:
+            gathered = {name: tensor[int(key_offsets[b]) :][:count] for name, tensor in cached.items()}
+        else:
+            gathered = {name: tensor[b, :count] for name, tensor in cached.items()}
+        own = [_numbers(gathered, name, scale, b) for name, scale in (("key", k_scale), ("value", v_scale))]
         yield Sequence(
             tuple(tensor.transpose(0, 1)[None] for tensor in (own_query, *own)),  # type: ignore[arg-type]
             b,
             None if offsets is None else first,
         )
+
+
+def _numbers(gathered: dict[str, torch.Tensor], name: str, scale: torch.Tensor | None, b: int) -> torch.Tensor:
+    """Keys or values of a sequence, [S_k, H_kv, D]; with a scale, the numbers that they stand for."""
+    if scale is None:
+        return gathered[name]
+    of_tokens = gathered.get(f"{name}_scale")
+    if of_tokens is None:
+        of_tokens = scale[b] if scale.dim() == 2 else scale
+    return gathered[name].float().double() * of_tokens.double()[..., None]
 
 
 def lower_right_bias(

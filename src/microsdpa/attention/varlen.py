@@ -112,13 +112,14 @@ def sdpa_varlen(
             *(query_offsets, key_offsets, lengths, page_table, max_queries),
             *(rotary_cos, rotary_sin, rotary_interleaved, causal, scale, return_lse),
             *([-1, -1] if window is None else list(window), softcap, alibi_slopes, sinks, impl),
+            *(_traced_scale(scale, key) for scale in (k_scale, v_scale)),
         )
         result = found[0] if out is None else out.copy_(found[0])
         return (result, found[1]) if return_lse else result
     if k_scale is not None and not isinstance(k_scale, torch.Tensor):
-        k_scale = scale_tensor("k_scale", k_scale, key)
+        k_scale = scale_tensor("k_scale", k_scale, key)  # type: ignore[assignment]
     if v_scale is not None and not isinstance(v_scale, torch.Tensor):
-        v_scale = scale_tensor("v_scale", v_scale, value)
+        v_scale = scale_tensor("v_scale", v_scale, value)  # type: ignore[assignment]
     try:
         graded = _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if not graded and forward_ad._current_level < 0:
@@ -154,6 +155,13 @@ def sdpa_varlen(
     check_grad({name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)})
     attended = forward.first_call(call)
     return attended if return_lse else attended[0]  # type: ignore[return-value]
+
+
+def _traced_scale(scale: torch.Tensor | float | None, key: torch.Tensor) -> torch.Tensor | None:
+    """A scale of a graph: a number is a tensor that the graph makes."""
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale
+    return torch.full((), float(scale), dtype=torch.float32, device=key.device)
 
 
 def _traced(

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from microsdpa.call import cache, tensors
+from microsdpa.call import tensors
+from microsdpa.call.cache import is_cached
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, ROTARY_COLUMNS, Rotary
 from microsdpa.kernels.problem import MaskType
@@ -127,7 +128,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences
         else "[B, S_k, H_kv, D]",
     }
     letters["value"] = letters["key"]
-    cached = cache.is_cached(query, key)
+    cached = is_cached(query, key)
     for name, tensor in given.items():
         wanted = key.dtype if cached and name == "value" else query.dtype
         if not (cached and name == "key") and (query.dtype not in tensors.DTYPES or tensor.dtype != wanted):
@@ -256,7 +257,7 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, sequences: Sequences) -
 def _check_appended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> None:
     """Check what is written to the cache and rotated before attention."""
     given = sequences.appended
-    if cache.is_cached(query, key):
+    if is_cached(query, key):
         raise UnsupportedProblem(
             f"{next(iter(given))}: nothing is appended to a cache of {key.dtype}, or rotated beside one",
             nearest="a call after one that writes to the cache",

@@ -10,7 +10,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
-from microsdpa.kernels.problem import OPERANDS, DType, MaskKind, Problem
+from microsdpa.kernels.problem import OPERANDS, CacheKind, DType, MaskKind, Problem
 from microsdpa.kernels.select import select
 
 GPUS = {"sm_80": "A100", "sm_89": "L4, RTX 4090", "sm_90a": "H100, H200", "sm_120": "RTX 5090"}
@@ -39,6 +39,8 @@ FEATURES: dict[str, dict[str, Any]] = {
         "causal": "lower_right",
     },
     "`dropout_p`": {"dropout": True},
+    "`key` and `value` of float8_e4m3fn": {"cache": CacheKind("e4m3"), "varlen": 0},
+    "`key` and `value` of int8": {"cache": CacheKind("int8"), "varlen": 0},
 }
 
 

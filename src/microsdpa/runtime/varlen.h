@@ -138,7 +138,7 @@ inline int parse_scale(const DLTensor& scale, const DLTensor& key, std::int64_t 
 // Reads the scales of 8-bit keys and values into a call whose other parts are read; false as parse().
 inline bool parse_cache(const Arguments& arguments, std::int64_t batch, Call& call) {
   const DLTensor *key = arguments.tensors[KEY], *query = arguments.tensors[QUERY];
-  const DLTensor *scales[2] = {arguments.tensors[KEY_SCALE], arguments.tensors[VALUE_SCALE]};
+  const DLTensor* scales[2] = {arguments.tensors[KEY_SCALE], arguments.tensors[VALUE_SCALE]};
   CacheParams& p = call.varlen;
   if (!scales[0] || !scales[1] || key->device.device_id != query->device.device_id) return false;
   const int of_keys = parse_scale(*scales[0], *key, batch, p.key_scale, p.key_scale_strides);

@@ -97,7 +97,7 @@ struct Source {
                                                int first_key) {
 #pragma unroll
     for (int p = 0; p < SPANS; ++p) {
-      const int key = first_key + p * SPAN * ROWS + (APART ? row() : 0);
+      const int key = APART ? first_key + p * ROWS + row() : first_key + p * SPAN * ROWS;
       const auto place = segment.keys.place(params, key);
       pages.within[p] = place.within;
       pages.page[p] = LAYOUT != CONTIGUOUS && key < params.most_keys ? segment.keys.table[place.number] : 0;
@@ -113,11 +113,8 @@ struct Source {
     const T* value_base = static_cast<const T*>(params.value);
     const auto& keys = segment.keys;
     if constexpr (!APART) {
-      bool exists = true;
-#pragma unroll
-      for (int i = 0; i < SPANS; ++i) {
-        exists &= LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[i]) < static_cast<uint32>(params.pages);
-      }
+      bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[0]) < static_cast<uint32>(params.pages);
+      if (SPANS > 1) exists &= static_cast<uint32>(pages.page[SPANS - 1]) < static_cast<uint32>(params.pages);
       if (exists && first_key >= segment.from && first_key + C::BLOCK_N <= segment.new_from) {
 #pragma unroll
         for (int i = 0; i < SPANS; ++i) {
@@ -135,8 +132,8 @@ struct Source {
     }
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
-      const int key = first_key + p * ROWS + row(), at = p / SPAN;
-      const int within = pages.within[at] + (APART ? 0 : p % SPAN * ROWS + row());
+      const int key = first_key + p * ROWS + row(), at = SPANS > 1 ? p / SPAN : 0;
+      const int within = pages.within[at] + (APART ? 0 : (SPANS > 1 ? p % SPAN : p) * ROWS + row());
       if (segment.is_new(key)) continue;
       bool valid = segment.is_cached(key);
       if (LAYOUT != CONTIGUOUS && static_cast<uint32>(pages.page[at]) >= static_cast<uint32>(params.pages)) {
@@ -200,7 +197,8 @@ struct Source {
 #pragma unroll
     for (int c = 0; c < C::COLUMNS; c += Tile::PANEL * C::UNIT) {
       const bool inside = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + c < C::HEAD_DIM;
-      cp_async<16>(tile.at(pass * ROWS + row(), (column + c) / C::UNIT), inside ? from + c : anywhere, valid && inside ? 16 : 0);
+      cp_async<16>(tile.at(pass * ROWS + row(), (column + c) / C::UNIT), inside ? from + c : anywhere,
+                   valid && inside ? 16 : 0);
     }
   }
 };
@@ -361,12 +359,8 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   using OwnScales = TokenScales<C, LAYOUT>;
   typename OwnSource::Pages pages;  // of the next tile that is loaded
   [[maybe_unused]] typename OwnScales::Pages scale_pages;
-  const auto fetch = [&](int first_key) {
-    OwnSource::fetch(pages, params, loading, first_key);
-    if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, first_key);
-  };
-  int loaded = 0, total = 0;        // tiles of the segment, and of all
-  int query_buffer = 0;             // of the segment that is computed
+  int loaded = 0, total = 0;  // tiles of the segment, and of all
+  int query_buffer = 0;       // of the segment that is computed
   const auto load_query = [&](int buffer) {
     const Rows<PACK> place(loading.work, loading.sequence, PACK);
     const T* query = static_cast<const T*>(params.query);
@@ -383,7 +377,8 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   };
   const auto begin_loading = [&](int buffer) {
     loaded = 0;
-    fetch(loading.first_key(0, group));
+    OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
+    if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(0, group));
     if constexpr (!ROTATES) load_query(buffer);
   };
   // New keys that are not among the first tiles go to the cache, once those are on their way, and come from there: a
@@ -410,7 +405,8 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
         }
       }
       ++loaded, ++total;
-      fetch(loading.first_key(loaded, group));
+      OwnSource::fetch(pages, params, loading, loading.first_key(loaded, group));
+      if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(loaded, group));
     }
     cp_async_commit();
   };
@@ -424,8 +420,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     begin_loading(1 - query_buffer);
     store_ahead();
     if constexpr (ROTATES) {
-      RotatedQuery::copy(shared.streaming.query[1 - query_buffer], query_scales(1 - query_buffer), given,
-                         loading, 0);
+      RotatedQuery::copy(shared.streaming.query[1 - query_buffer], query_scales(1 - query_buffer), given, loading, 0);
     }
   };
   begin_loading(0);
@@ -619,8 +614,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       loading = OwnSegment(params, work);
       begin_loading(query_buffer);
       if constexpr (ROTATES) {
-        RotatedQuery::copy(shared.streaming.query[query_buffer], query_scales(query_buffer), given, loading,
-                           0);
+        RotatedQuery::copy(shared.streaming.query[query_buffer], query_scales(query_buffer), given, loading, 0);
       }
     }
     segment = loading;
