@@ -17,8 +17,8 @@ _library = torch.library.Library("microsdpa", "FRAGMENT")  # type: ignore[no-unt
 _REST = (
     "Tensor? query_offsets, Tensor? key_offsets, Tensor? lengths, Tensor? page_table, SymInt? max_queries, "
     "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, bool causal, float? scale, bool return_lse, "
-    "SymInt[2] window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, str impl, Tensor? k_scale, Tensor? v_scale) "
-    "-> (Tensor, Tensor)"
+    "SymInt[2] window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, str impl, Tensor? k_scale, "
+    "Tensor? v_scale) -> (Tensor, Tensor)"
 )
 for _signature in (
     f"attention_varlen(Tensor query, Tensor key, Tensor value, {_REST}",

@@ -5,7 +5,7 @@
 
 namespace microsdpa {
 
-template <int BYTES, int PREFETCH = 0>
+template <int BYTES>
 inline void cp_async(void* shared, const void* global, int valid_bytes = BYTES,
                      emulator::Place place = emulator::Place::here()) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");

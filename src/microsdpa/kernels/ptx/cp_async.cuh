@@ -7,20 +7,10 @@ namespace microsdpa {
 
 // Copies BYTES (4, 8 or 16) to `shared`; of these the first `valid_bytes` come from `global`, the rest are zeros. Both
 // addresses are BYTES-aligned. The data may be read by this thread after cp_async_wait, by others after a barrier too.
-// L2 may fetch as many bytes around as PREFETCH says: 0, or for 16 bytes 128 or 256.
-template <int BYTES, int PREFETCH = 0>
+template <int BYTES>
 __device__ __forceinline__ void cp_async(void* shared, const void* global, int valid_bytes = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
-  static_assert(PREFETCH == 0 || (BYTES == 16 && (PREFETCH == 128 || PREFETCH == 256)), "16 bytes prefetch 128 or 256");
-  if constexpr (PREFETCH == 256) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(valid_bytes)
-                 : "memory");
-  } else if constexpr (PREFETCH == 128) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(valid_bytes)
-                 : "memory");
-  } else if constexpr (BYTES == 16) {  // past L1
+  if constexpr (BYTES == 16) {  // past L1
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                  "r"(valid_bytes)
                  : "memory");

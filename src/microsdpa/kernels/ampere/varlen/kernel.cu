@@ -27,12 +27,6 @@
 #include "scheduler.cuh"
 #include "shared.cuh"
 
-#ifndef CACHE_PREFETCH
-#define CACHE_PREFETCH 0
-#endif
-#ifndef MIN_CTAS
-#define MIN_CTAS 1
-#endif
 namespace microsdpa::ampere::varlen {
 
 template <int THREADS, int GROUPS>
@@ -203,7 +197,7 @@ struct Source {
 #pragma unroll
     for (int c = 0; c < C::COLUMNS; c += Tile::PANEL * C::UNIT) {
       const bool inside = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + c < C::HEAD_DIM;
-      cp_async<16, C::NARROW ? CACHE_PREFETCH : 0>(tile.at(pass * ROWS + row(), (column + c) / C::UNIT), inside ? from + c : anywhere,
+      cp_async<16>(tile.at(pass * ROWS + row(), (column + c) / C::UNIT), inside ? from + c : anywhere,
                    valid && inside ? 16 : 0);
     }
   }
@@ -335,7 +329,7 @@ struct Memory<C, CLUSTER, void> {
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
           int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING, typename CACHE>
-__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, MIN_CTAS)
+__global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     attention(const __grid_constant__ ParamsOf<EMBEDDING, CACHE> given) {
   // Queries that are rotated, or whose products are of another type, come through registers.
   constexpr bool APPENDS = PRESENT<EMBEDDING>, NARROW = PRESENT<CACHE>;

@@ -182,15 +182,15 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
     if problem.head_dim not in HEAD_DIMS:
         return refused_head_dim(problem.head_dim, HEAD_DIMS, "a multiple of 8 up to 256")
-    if problem.alignment < VECTOR_BYTES:
-        return Rejection(
-            f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
-        )
     if problem.cache is not None:
         if problem.head_dim not in CACHE_DIMS:
             return refused_head_dim(problem.head_dim, CACHE_DIMS, "a multiple of 16 up to 256, as 8-bit caches need")
         if problem.cache.dtype == "e4m3" and capability_of(problem.target) < (8, 9):
             return Rejection(f"{problem.target} does not convert E4M3", "an int8 cache, or a GPU from sm_89 on")
+    if problem.alignment < VECTOR_BYTES:
+        return Rejection(
+            f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
     return specification(problem, tiling_of(problem))
 
 
