@@ -83,6 +83,8 @@ def specifications(kernel: str) -> list[tuple[Case, KernelSpec]]:
         raise InvalidArgument("kernel", expected=f"one of {known}", got=repr(kernel), hint="name a production kernel")
     found = []
     for case in CASES:
+        if case.masks and not family.masks:
+            continue
         spec = family.specify(problem_of(case, TARGET))
         if isinstance(spec, KernelSpec):
             found.append((case, spec))
