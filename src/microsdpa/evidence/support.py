@@ -39,8 +39,10 @@ FEATURES: dict[str, dict[str, Any]] = {
         "causal": "lower_right",
     },
     "`dropout_p`": {"dropout": True},
-    "`key` and `value` of float8_e4m3fn": {"cache": CacheKind("e4m3"), "varlen": 0},
-    "`key` and `value` of int8": {"cache": CacheKind("int8"), "varlen": 0},
+}
+CACHES = {
+    "`key` and `value` of float8_e4m3fn": CacheKind("e4m3"),
+    "`key` and `value` of int8": CacheKind("int8"),
 }
 
 
@@ -118,6 +120,9 @@ def matrix() -> list[list[str]]:
             for dtype in (DTYPES[:1] if same else DTYPES)
         ]
     lines.append(["gradients by own kernels", " and ".join(DTYPES), *map(_gradients_cell, TARGETS)])
+    for label, cache in CACHES.items():
+        cells = [_cell("float16", target, cache=cache, varlen=0) for target in TARGETS]
+        lines.append([label, "a query of either", *cells])
     for operands in OPERANDS:
         cells = [_cell("float16", target, operands=operands) for target in TARGETS]
         lines.append([f'`precision="{operands}"`', "quantized from either", *cells])
