@@ -9,7 +9,6 @@ import torch
 
 from microsdpa.attention.api import sdpa
 from microsdpa.attention.varlen import sdpa_varlen
-from microsdpa.call.cache import is_cached
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -64,9 +63,9 @@ NO_DESCALES: Descales = None, None
 
 
 def _scales(inputs: Inputs, descales: Descales) -> dict[str, Any]:
-    """Arguments of sdpa_varlen: for 8-bit keys and values, 1 where there is no descale."""
+    """Arguments of sdpa_varlen: for keys of another type, which are 8-bit ones, 1 where there is no descale."""
     query, key, _ = inputs
-    if not is_cached(query, key):
+    if key.dtype == query.dtype:
         refuse(k_descale=(descales[0], None), v_descale=(descales[1], None))
         return {}
     k_scale, v_scale = (1.0 if descale is None else descale for descale in descales)
