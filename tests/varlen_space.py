@@ -148,12 +148,16 @@ def appending(form: Form, seed: int, rotary: int = 0, interleaved: bool = False)
     query, key, page_table = given["query"], given["key"], given.get("page_table")
     shape = *query.shape[:-2], key.shape[-2], form.head_dim
     new = {name: torch.randn(shape, generator=generator).to(form.dtype) for name in ("new_key", "new_value")}
+    if form.cache is not None and form.each_token and given["k_scale"].dim() != given["v_scale"].dim():
+        given["v_scale"] = torch.rand(key.shape[:-1], generator=generator)
     if page_table is not None:  # pages that belong to one sequence alone, for the new keys
         room = torch.arange(page_table.numel(), dtype=torch.int32).view(page_table.shape)
         given["page_table"] = torch.cat([room + 3, room + 3 + room.numel()], dim=1)
         pages = 3 + 2 * room.numel()
-        cache = (torch.randn(pages, *key.shape[1:], generator=generator).to(form.dtype) for _ in range(2))
-        given |= zip(("key", "value"), cache, strict=True)
+        for name, scale in (("key", "k_scale"), ("value", "v_scale")):
+            given[name] = torch.randn(pages, *key.shape[1:], generator=generator).to(form.cache or form.dtype)
+            if form.each_token:
+                given[scale] = torch.rand(pages, *key.shape[1:-1], generator=generator) + 0.1
     if rotary:
         angles = torch.rand(500, rotary // 2, generator=generator) * 6
         types = torch.float32, form.dtype
@@ -181,6 +185,7 @@ def after_appending(given: dict[str, Any]) -> dict[str, Any]:
     names = "new_key", "new_value", "rotary_cos", "rotary_sin", "rotary_interleaved"
     found = {name: value for name, value in given.items() if name not in names}
     query, key, value = (given[name].clone() for name in ("query", "key", "value"))
+    found |= {name: given[name].clone() for name in SCALES if name in given}
     lengths, table = given["lengths"].clone(), given.get("page_table")
     for b in range(len(lengths)):
         first, end = (
@@ -196,9 +201,24 @@ def after_appending(given: dict[str, Any]) -> dict[str, Any]:
             if at >= (page if table is None else page * table.shape[1]):
                 break
             place = (b, at) if table is None else (int(table[b, at // page]), at % page)
-            key[place], value[place] = new_key[i], given["new_value"][own][i]
+            for cache, scale, row in ((key, "k_scale", new_key[i]), (value, "v_scale", given["new_value"][own][i])):
+                cache[place] = row if scale not in given else narrow_row(row, cache, found[scale], place, b)
         lengths[b] += end - first
     return found | {"query": query, "key": key, "value": value, "lengths": lengths}
+
+
+def narrow_row(
+    row: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor, place: tuple[int, int], b: int
+) -> torch.Tensor:
+    """New rows [H_kv, D] of a token of sequence b in 8 bits; a scale of the token is written to its place."""
+    largest = 127.0 if cache.dtype == torch.int8 else 448.0
+    if scale.shape == cache.shape[:-1]:
+        scale[place] = row.float().abs().amax(-1) / largest
+        divisor = scale[place]
+    else:
+        divisor = scale[b] if scale.dim() == 2 else scale
+    values = (row.float() / divisor[..., None]).clamp(-largest, largest)
+    return values.round().to(cache.dtype) if cache.dtype == torch.int8 else values.to(cache.dtype)
 
 
 def moved(given: dict[str, Any], device: str) -> dict[str, Any]:

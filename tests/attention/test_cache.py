@@ -11,7 +11,7 @@ import microsdpa
 from microsdpa import reference
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.evidence import compare
-from varlen_space import Form, assert_right, call
+from varlen_space import Form, after_appending, appending, assert_right, call
 
 E4M3 = torch.float8_e4m3fn
 FORMS = {
@@ -143,11 +143,31 @@ def test_a_cache_of_16_bits_has_no_scale() -> None:
         microsdpa.sdpa_varlen(query, query, query, v_scale=1.0)
 
 
-def test_nothing_is_appended_to_a_narrow_cache() -> None:
-    given = call(Form(group=4, cache=E4M3), 1)
-    new = torch.zeros(*given["query"].shape[:-2], given["key"].shape[-2], 64, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedProblem, match="new_key: nothing is appended to a cache of"):
-        microsdpa.sdpa_varlen(**given, new_key=new, new_value=new)
+APPENDING = {
+    "E4M3": (Form(group=4, cache=E4M3), 0),
+    "INT8, scales of tokens, rotated": (Form(torch.float16, 48, 2, 5, cache=torch.int8, each_token=True), 32),
+}
+
+
+@pytest.mark.parametrize("name", APPENDING)
+@pytest.mark.parametrize("seed", range(3))
+def test_new_keys_are_quantized_and_seen(name: str, seed: int) -> None:
+    given = appending(APPENDING[name][0], seed, APPENDING[name][1])
+    expected = after_appending(given)
+    out, lse = microsdpa.sdpa_varlen(**given, return_lse=True)
+    assert torch.equal(given["value"].float(), expected["value"].float())
+    assert torch.allclose(given["v_scale"], expected["v_scale"])
+    assert_right(out, lse, expected | {name: given[name] for name in ("key", "k_scale")})
+
+
+def test_scales_of_new_keys_are_of_both() -> None:
+    given = appending(Form(cache=E4M3, each_token=True), 1) | {"v_scale": 1.0}
+    with pytest.raises(InvalidArgument, match=r"v_scale: expected .* beside new keys, whose own scales are written"):
+        microsdpa.sdpa_varlen(**given)
+    given = appending(Form(cache=E4M3, each_token=True), 1)
+    given["k_scale"] = given["k_scale"][:1].expand_as(given["k_scale"])
+    with pytest.raises(InvalidArgument, match=r"k_scale: expected .* in memory of its own"):
+        microsdpa.sdpa_varlen(**given)
 
 
 def test_an_empty_cache_gives_zeros() -> None:

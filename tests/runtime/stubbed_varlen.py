@@ -142,7 +142,8 @@ class Given:
         *ahead, spec = varlen.kernels_of(checked, problem, spec)
         found = []
         for append in ahead:
-            params = varlen.append_parameters(checked, problem, spec, addresses)
+            fill = varlen.cache_parameters if problem.cache else varlen.append_parameters
+            params = fill(checked, problem, spec, addresses)
             grid = kernel.append_grid(problem, queries, self.appends, bool(self.rotary))
             found.append(Expected(params, grid, append, problem))
             addresses = {name: address for name, address in addresses.items() if name not in sequences.appended}
@@ -209,6 +210,8 @@ CASES = {
     "E4M3, scales of heads": Given(cache=torch.float8_e4m3fn, scales=((2,), (3, 2)), transposed=True),
     "INT8, scales of tokens": Given(cache=torch.int8, scales=((40, 16, 2), (40, 16, 2)), lse=True),
     "INT8, scales of tokens beside one of all": Given(cache=torch.int8, scales=((1,), (40, 16, 2))),
+    "E4M3, new keys, rotated": Given(cache=torch.float8_e4m3fn, scales=((2,), (2,)), appends=True, rotary=32),
+    "INT8, new keys": Given(cache=torch.int8, scales=((40, 16, 2), (40, 16, 2)), appends=True),
     "INT8, packed": Given(
         query=(90, 8, 64),
         key=(900, 2, 64),
@@ -245,10 +248,13 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
     assert bool(got.workspace) == (rotated or divides_keys)
     compare(given, got, wanted, {"query", "query_strides"} if rotated else set())
     if len(expected) == 2:
-        before = latest(AppendParams, back=1)
+        before, wanted = latest(AppendParams, back=1), expected[0].params
+        if isinstance(wanted, CacheParams):
+            compare(given, latest(CacheParams, back=1), wanted, {"append"})
+            wanted = wanted.append
         assert tuple(last(1).grid) == expected[0].grid
-        compare(given, before, expected[0].params, {"call", "rotated"})
-        compare(given, before.call, expected[0].params.call, set())
+        compare(given, before, wanted, {"call", "rotated"})
+        compare(given, before.call, wanted.call, set())
         assert bool(before.rotated) == rotated
         if rotated:
             assert got.query == before.rotated != 0

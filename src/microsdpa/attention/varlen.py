@@ -95,6 +95,7 @@ def sdpa_varlen(
         k_scale: of an 8-bit key, which times its scale is the number that it stands for: a number, or float32: a
             scalar, [H_kv], [B, H_kv], or one of every token, of key's shape without D. Packed keys of two dimensions
             that fit both are of tokens. Scales are positive and finite; the device alone reads them.
+            Where new keys come, those of tokens are written for them.
         v_scale: the same of value. Where one has a scale of every token, the other one is the same for all sequences.
 
     Returns:

@@ -19,6 +19,10 @@ CACHE_TYPES: dict[torch.dtype, CacheType] = {torch.float8_e4m3fn: "e4m3", torch.
 """Types of keys and values that kernels widen."""
 
 
+LARGEST: dict[CacheType, float] = {"e4m3": 448.0, "int8": 127.0}
+"""The largest value of each."""
+
+
 def is_cached(query: torch.Tensor, key: torch.Tensor) -> bool:
     """Whether keys have 8 bits beside queries of 16."""
     return key.dtype in CACHE_TYPES and query.dtype in tensors.DTYPES
@@ -83,7 +87,29 @@ def check_scales(query: torch.Tensor, key: torch.Tensor, scales: Scales, sequenc
                 got=f"shape {list(other.shape)}",
                 hint="one scale for all sequences, or one for every token",
             )
+    if sequences.new_key is not None and (of_keys or of_values):
+        _check_written({"k_scale": k_scale, "v_scale": v_scale}, key, sequences)
     return scales._replace(k_scale=k_scale, v_scale=v_scale)
+
+
+def _check_written(scales: dict[str, torch.Tensor], key: torch.Tensor, sequences: Sequences) -> None:
+    """Check scales of every token that new keys and values get theirs in."""
+    for name, scale in scales.items():
+        if not has_each_token(key, scale) or tensors.overlaps_itself(scale):
+            raise InvalidArgument(
+                name,
+                expected=f"{list(key.shape[:-1])} beside new keys, whose own scales are written, in memory of its own",
+                got=f"shape {list(scale.shape)} with strides {scale.stride()}",
+                hint="scales of every token for both, or of heads for both",
+            )
+        new = [tensor for tensor in (sequences.new_key, sequences.new_value) if tensor is not None]
+        if any(tensors.memory_ranges_meet(scale, tensor) for tensor in (key, *new)):
+            raise InvalidArgument(
+                name,
+                expected="memory that neither keys nor new ones use, since scales of new keys are written to it",
+                got="a scale that overlaps them",
+                hint="clone it",
+            )
 
 
 def _check_scale(
@@ -111,6 +137,20 @@ def _check_scale(
             hint="scales of the call, of key heads, of these in each sequence, or of every token in the order of key",
         )
     return scale
+
+
+def narrowed(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [..., D] as 8-bit values, and their scales, [...]: those given, or that of each row's largest magnitude.
+
+    The same bits as append.cu of ampere/varlen.
+    """
+    numbers, largest = rows.float(), LARGEST[CACHE_TYPES[dtype]]
+    if scale is None:
+        magnitudes = numbers.abs()
+        scale = magnitudes.where(magnitudes < torch.inf, 0.0).amax(-1) / largest
+        scale = scale.where(scale != 0.0, 1.0)
+    quotient = (numbers / scale[..., None]).clamp(-largest, largest)
+    return (quotient.nan_to_num(0.0).round() if dtype == torch.int8 else quotient).to(dtype), scale
 
 
 def scale_tensor(name: str, scale: object, key: object) -> object:

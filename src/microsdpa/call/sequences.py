@@ -257,11 +257,6 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, sequences: Sequences) -
 def _check_appended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> None:
     """Check what is written to the cache and rotated before attention."""
     given = sequences.appended
-    if is_cached(query, key):
-        raise UnsupportedProblem(
-            f"{next(iter(given))}: nothing is appended to a cache of {key.dtype}, or rotated beside one",
-            nearest="a call after one that writes to the cache",
-        )
     if sequences.lengths is None or sequences.key_offsets is not None:
         raise InvalidArgument(
             next(iter(given)),

@@ -147,6 +147,12 @@ inline bool parse_cache(const Arguments& arguments, std::int64_t batch, Call& ca
   // Beside scales of tokens, those of heads are the same for all sequences.
   if (of_keys != of_values && (of_keys ? p.value_scale_strides : p.key_scale_strides).batch) return false;
   const std::int64_t each_token = of_keys || of_values;
+  if (each_token && arguments.tensors[NEW_KEY]) {  // their scales are written
+    constexpr std::uint64_t SCALES = 1u << KEY_SCALE | 1u << VALUE_SCALE;
+    for (const DLTensor* scale : scales) {
+      if (of_keys != of_values || !is_written_once(*scale) || meets_others(*scale, arguments, SCALES)) return false;
+    }
+  }
   call.key.tensors[KEY_SCALE] = {{each_token}, {}, TensorKey::pack(key->dtype, key->device)};
   return true;
 }
@@ -264,7 +270,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   p.right = k.causal() ? 0 : static_cast<int32>(std::min(arguments.right, MOST_KEYS));
   call.varlen.queries = static_cast<int32>(queries);
   constexpr std::int64_t APPENDED = 1 << NEW_KEY | 1 << NEW_VALUE | 1 << ROTARY_COS | 1 << ROTARY_SIN;
-  if (is_cached && ((k.given & APPENDED) || !parse_cache(arguments, batch, call))) return false;
+  if (is_cached && !parse_cache(arguments, batch, call)) return false;
   return !(k.given & APPENDED) || parse_append(arguments, call);
 }
 

@@ -4,6 +4,7 @@
 // of two for each row, so that those of BF16 keep their bits: what is less than 2^-38 of a row's largest is rounded.
 #pragma once
 
+#include "../../common/formats.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
 #include "../../common/sequence.cuh"
@@ -16,6 +17,7 @@ using namespace sequences;
 
 // Formats of a cache: from four values, which are four of a row, or two neighbours of two rows, to two pairs in FP16.
 struct E4m3Cache {
+  using Encoder = format::E4m3;
   // Values 0 and 1, and 2 and 3.
   static __device__ __forceinline__ void widen_row(uint32 (&pairs)[2], uint32 four) {
     pairs[0] = halves_from_e4m3x2(four & 0xffff), pairs[1] = halves_from_e4m3x2(four >> 16);
@@ -30,6 +32,7 @@ struct E4m3Cache {
 
 // A value plus 128 is the low byte of 1024 plus as much in FP16.
 struct Int8Cache {
+  using Encoder = format::Int8;
   static __device__ __forceinline__ void widen_row(uint32 (&pairs)[2], uint32 four) {
     widen<0x4140, 0x4342>(pairs[0], pairs[1], four);
   }

@@ -266,7 +266,8 @@ def _embedding(rotary: Rotary | None) -> str:
 
 def appends_itself(spec: KernelSpec, problem: Problem) -> bool:
     """Whether the kernel of attention writes new keys and rotates, too: each tile of rows takes what it sees itself."""
-    return spec.name == "ampere/varlen" and problem.seqlen_q * spec.pack <= min(spec.block_m, MOST_NEW_KEYS * spec.pack)
+    few = problem.cache is None and spec.name == "ampere/varlen"
+    return few and problem.seqlen_q * spec.pack <= min(spec.block_m, MOST_NEW_KEYS * spec.pack)
 
 
 def appending(spec: KernelSpec, rotary: Rotary | None) -> KernelSpec:
@@ -284,6 +285,7 @@ def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
         "EMBEDDING": _embedding(rotary),
         "PAGED": BOOLEAN[problem.varlen != 0],
         "PROGRAMMATIC": BOOLEAN[programmatic],
+        "CACHE": _cache(problem.cache),
     }
     return KernelSpec(
         name="ampere/varlen",
@@ -293,7 +295,7 @@ def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
         threads=APPEND_THREADS,
         block_m=1,
         programmatic=programmatic,
-        params="microsdpa::AppendParams",
+        params="microsdpa::CacheParams" if problem.cache else "microsdpa::AppendParams",
     )
 
 
