@@ -71,7 +71,7 @@ def test_one_of_two_new_tensors_is_refused_while_tracing() -> None:
 def _arguments(given: dict[str, Any], appends: bool) -> tuple[Any, ...]:
     names = ["query", "key", "value", *(["new_key", "new_value"] if appends else [])]
     names += ["query_offsets", "key_offsets", "lengths", "page_table", "max_queries", "rotary_cos", "rotary_sin"]
-    rest = False, given["causal"], given.get("scale"), True, [-1, -1], None, None, None, "auto", False
+    rest = False, given["causal"], given.get("scale"), True, [-1, -1], None, None, None, "auto", False, None, None
     return *(given.get(name) for name in names), *rest
 
 

@@ -9,8 +9,11 @@ from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.blocks import BlockTable
-from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
+from microsdpa.call.cache import CACHE_TYPES
+from microsdpa.call.cached import as_sequences, has_cache
+from microsdpa.call.call import Call, Inputs, MaskTensors, Scales, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
@@ -170,6 +173,9 @@ def sdpa(
             output is then float16, or what `out` is, or of the value's type where that has 16 bits.
         k_scale: the same for key: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
         v_scale: for an 8-bit value: a scalar, [B, H_kv] or, for every channel, [B, H_kv, D].
+            Beside a float16 or bfloat16 query, key and value of float8_e4m3fn or int8 are a cache: there is no q_scale,
+            and the two scales are a scalar, [H_kv], [B, H_kv] or, of every token, [B, H_kv, S_k]. Their values stay on
+            the device. D is a multiple of 16 up to 256; masks are those of sdpa_varlen, aligned to the lower right.
         attn_mask: broadcastable to [B, H, S_q, S_k]: bool, where False hides a key, or numbers in the inputs' type or
             float32 that are added to the scores. With is_causal=True it is an error, as in torch; beside `causal` both
             hold.
@@ -217,6 +223,12 @@ def sdpa(
         dropped = _with_dropout(call._replace(scales=scales_of(q_scale, k_scale, v_scale), out=out), return_lse)
         return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
+        if precision is None and isinstance(key, torch.Tensor) and key.dtype in CACHE_TYPES:
+            masks, scales = MaskTensors(attn_mask, alibi_slopes, sinks), Scales(q_scale, k_scale, v_scale)
+            options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
+            call = Call((query, key, value), masks, scales, options, return_lse, out)
+            if has_cache(call):
+                return _beside_cache(call)
         masked = attn_mask is not None or window is not None or softcap is not None
         if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):
             named = is_causal, causal, enable_gqa, impl, precision
@@ -308,6 +320,28 @@ def sdpa(
     else:
         found = forward.first_call(Call(inputs, masks, options=options, return_lse=return_lse, out=out))
     return found if return_lse else found[0]  # type: ignore[return-value]
+
+
+def _beside_cache(call: Call) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A call with 8-bit keys and values beside a 16-bit query."""
+    turned, options = as_sequences(call), call.options
+    found = sdpa_varlen(
+        *turned.inputs,
+        causal=turned.options.causal is not None,
+        scale=options.scale,
+        return_lse=call.return_lse,
+        out=turned.out,
+        impl=options.impl,
+        window=options.window,
+        softcap=options.softcap,
+        alibi_slopes=call.masks.alibi_slopes,
+        sinks=call.masks.sinks,
+        k_scale=turned.scales.k_scale,  # type: ignore[arg-type]
+        v_scale=turned.scales.v_scale,  # type: ignore[arg-type]
+    )
+    if not isinstance(found, tuple):
+        return found.transpose(1, 2) if call.out is None else call.out
+    return found[0].transpose(1, 2) if call.out is None else call.out, found[1]
 
 
 def _with_dropout(call: Call, return_lse: bool) -> forward.Result:

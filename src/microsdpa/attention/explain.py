@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from microsdpa.call.blocks import BlockTable
+from microsdpa.call.cached import as_sequences, has_cache
 from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.options import Options
@@ -104,7 +105,8 @@ def explain(
         attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
     masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
-    return explanation(check(Call((query, key, value), masks, scales, options, return_lse, out)))
+    call = Call((query, key, value), masks, scales, options, return_lse, out)
+    return explanation(check(as_sequences(call) if has_cache(call) else call))
 
 
 def explanation(checked: Checked) -> Explanation:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from microsdpa.call import tensors
+from microsdpa.call.cache import is_cached
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, ROTARY_COLUMNS, SPLIT_KEYS, Rotary
 from microsdpa.kernels.problem import MaskType
@@ -129,11 +130,15 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences
         else "[B, S_k, H_kv, D]",
     }
     letters["value"] = letters["key"]
+    cached = is_cached(query, key)
     for name, tensor in given.items():
-        if tensor.dtype not in tensors.DTYPES or tensor.dtype != query.dtype:
+        wanted = key.dtype if cached and name == "value" else query.dtype
+        if not (cached and name == "key") and (query.dtype not in tensors.DTYPES or tensor.dtype != wanted):
             raise InvalidArgument(
                 name,
-                expected="torch.float16 or torch.bfloat16, one type for all",
+                expected=f"{key.dtype}, as key has"
+                if wanted != query.dtype
+                else "torch.float16 or torch.bfloat16, one type for all, or key and value of 8 bits with their scales",
                 got=str(tensor.dtype),
                 hint="convert it, for example with .to(torch.bfloat16)",
             )

@@ -13,6 +13,9 @@ Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
 """What Q and K, and then V and P, are in 8 bits: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
 OPERANDS: tuple[Operands, ...] = get_args(Operands)
 
+CacheType = Literal["e4m3", "int8"]
+"""8-bit types of keys and values beside queries of 16 bits."""
+
 ELEMENT_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2}
 VECTOR_BYTES = 16
 """Alignment, in bytes, at which every row of every tensor can be read with the widest loads."""
@@ -61,6 +64,24 @@ class MaskKind:
 
 
 @dataclass(frozen=True)
+class CacheKind:
+    """Keys and values of 8 bits beside queries of 16 bits.
+
+    Attributes:
+        dtype: of both.
+        each_token: whether each token of a key head has a scale of K and one of V; else all of a head have.
+    """
+
+    dtype: CacheType
+    each_token: bool = False
+
+    def __str__(self) -> str:
+        """What there is, for a message."""
+        name = "INT8" if self.dtype == "int8" else "E4M3"
+        return f"{name} keys and values beside 16-bit queries"
+
+
+@dataclass(frozen=True)
 class Problem:
     """One call of attention: O = softmax(scale * Q K^T + mask) V.
 
@@ -82,6 +103,7 @@ class Problem:
             64, that divides the keys of a page; 0 where the keys of a sequence follow one another. Then seqlen_q and
             seqlen_k are what a sequence has at most, and a causal mask is "lower_right". None for one length.
         dropout: whether probabilities are dropped.
+        cache: 8-bit keys and values beside queries of 16 bits; None for one type of all.
     """
 
     batch: int
@@ -101,6 +123,7 @@ class Problem:
     key_block: int = 1
     varlen: int | None = None
     dropout: bool = False
+    cache: CacheKind | None = None
 
     def __hash__(self) -> int:
         """Of what most problems differ in: the hash of all fields takes three times as long."""
@@ -125,14 +148,15 @@ class Problem:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of Q, K, V and O, each counted once."""
-        rows = 2 * self.heads * self.seqlen_q + 2 * self.heads_kv * self.seqlen_k
-        return self.batch * rows * self.head_dim * ELEMENT_BYTES[self.dtype]
+        element, cached = ELEMENT_BYTES[self.dtype], 1 if self.cache else ELEMENT_BYTES[self.dtype]
+        rows = 2 * self.heads * self.seqlen_q * element + 2 * self.heads_kv * self.seqlen_k * cached
+        return self.batch * rows * self.head_dim
 
 
 def of_any_size(problem: Problem) -> Problem:
     """What many problems have in common: `problem` with one batch entry, query and key, and a group of query heads."""
     group, p = problem.heads // problem.heads_kv, problem
-    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target)
+    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target, p.cache)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,8 +168,9 @@ def _of_any_size(
     mask: MaskKind | None,
     alignment: int,
     target: str,
+    cache: CacheKind | None,
 ) -> Problem:
-    return Problem(1, heads, 1, 1, 1, head_dim, dtype, causal, mask, alignment, target=target)
+    return Problem(1, heads, 1, 1, 1, head_dim, dtype, causal, mask, alignment, target=target, cache=cache)
 
 
 VIRTUAL = "compute_"

@@ -64,7 +64,7 @@ struct Call {
   const DLTensor* keys_and_values[2];  // of calls with sequences of many lengths
   Addresses addresses{};
   CallKey key;
-  AppendParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
+  CacheParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
 };
 
 inline std::uintptr_t address(const DLTensor& tensor) {

@@ -20,6 +20,16 @@ struct Embedding {
   static constexpr int ANGLES = INTERLEAVED ? 4 : 8;  // of a chunk
 };
 
+// The embedding of rows that are loaded: one that leaves them as they are stands for none.
+template <typename EMBEDDING>
+struct EmbeddingOf {
+  using Type = EMBEDDING;
+};
+template <>
+struct EmbeddingOf<void> {
+  using Type = Embedding<0, false, float>;
+};
+
 template <typename EMBEDDING>
 constexpr int ROTATED_COLUMNS = EMBEDDING::ROTARY;
 template <>
