@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import microsdpa
 from microsdpa.attention import varlen
+from microsdpa.call.sequences import Sequences
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.execution import varlen as execution
 from varlen_space import Form, after_appending, appending, assert_right, call
 
 FORMS = {
@@ -181,3 +184,11 @@ def test_a_call_that_has_a_plan_is_one_foreign_call_and_one_allocation(monkeypat
     assert lse is False
     assert rest[-7] is given["lengths"]
     assert rest[-6] is given["page_table"]
+
+
+def test_no_gpu_is_batch_invariant_yet() -> None:
+    inputs = (SimpleNamespace(is_cuda=True),) * 3
+    call = SimpleNamespace(inputs=inputs, sequences=Sequences(batch_invariant=True))
+    checked: Any = SimpleNamespace(call=call, kernel="ampere/varlen")
+    with pytest.raises(UnsupportedProblem, match="batch_invariant=True: 20 runs"):
+        execution.kernels_of(checked, *cast("tuple[Any, Any]", (None, None)))

@@ -60,8 +60,7 @@ def test_varlen_attn_of_pages_and_into_a_given_tensor(on_cpu: None) -> None:
     _, found = varlen.varlen_attn_out(out, q, k, v, OFFSETS, None, 7, 12, return_aux=lse, **given)
     ends = {"query_offsets": OFFSETS, "page_table": TABLE, "lengths": LENGTHS}
     check(out, found, (q, k, v), ends, causal=True)
-    for splits in (1, 3):
-        assert torch.equal(out, varlen.varlen_attn(q, k, v, OFFSETS, None, 7, 12, num_splits=splits, **given))
+    assert torch.equal(out, varlen.varlen_attn(q, k, v, OFFSETS, None, 7, 12, num_splits=3, **given))
 
 
 def test_varlen_attn_below_autograd(on_cpu: None) -> None:
@@ -72,22 +71,6 @@ def test_varlen_attn_below_autograd(on_cpu: None) -> None:
         assert torch.equal(out, varlen.varlen_attn(q, k, v, OFFSETS, OFFSETS, 7, 7, window_size=(-1, 0)))
 
 
-def test_one_split_is_batch_invariance(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "num_splits" not in str(torch.ops.aten._flash_attention_forward.default._schema):
-        pytest.skip(f"torch {torch.__version__} has no num_splits")
-    asked = []
-
-    def noted(*given: Any, **options: Any) -> Any:
-        asked.append(options["batch_invariant"])
-        return microsdpa.sdpa_varlen(*given, **options)
-
-    monkeypatch.setattr(flash_packed, "sdpa_varlen", noted)
-    q = tensor(10, 2, 32)
-    for splits in (None, 1, 2):
-        varlen.varlen_attn(q, q, q, OFFSETS, OFFSETS, 7, 7, num_splits=splits)
-    assert asked == [False, True, False]
-
-
 def test_dense_tensors_and_slopes(on_cpu: None) -> None:
     q, k, v, slopes = tensor(2, 5, 4, 32), tensor(2, 9, 4, 32, seed=1), tensor(2, 9, 4, 32, seed=2), torch.rand(4)
     operator = torch.ops.aten._flash_attention_forward
@@ -96,8 +79,10 @@ def test_dense_tensors_and_slopes(on_cpu: None) -> None:
     assert state.dtype == torch.uint64
 
 
-@pytest.mark.parametrize("given", [{"dropout_p": 0.2}, {"return_debug_mask": True}])
+@pytest.mark.parametrize("given", [{"dropout_p": 0.2}, {"return_debug_mask": True}, {"num_splits": 1}])
 def test_what_is_torchs_own(on_cpu: None, given: dict[str, Any]) -> None:
+    if "num_splits" in given and "num_splits" not in str(torch.ops.aten._flash_attention_forward.default._schema):
+        pytest.skip(f"torch {torch.__version__} has no num_splits")
     q = tensor(10, 2, 32)
     calls = {"dropout_p": 0.0, "is_causal": False, "return_debug_mask": False} | given
     with pytest.raises(microsdpa.UnsupportedProblem, match=next(iter(given))):

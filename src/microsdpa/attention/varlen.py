@@ -95,8 +95,8 @@ def sdpa_varlen(
         sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax.
         batch_invariant: whether the bits of a query's output depend on nothing but the query and the keys that it sees:
             not on the other sequences, its place in the batch, the width of the table, or how many queries of its
-            sequence are in the call. Parts of 512 keys are computed apart. CUDA tensors and the emulator alone; on CPU
-            tensors the option has no effect.
+            sequence are in the call. Parts of 512 keys are computed apart. The emulator alone: GPUs refuse it so far,
+            and on CPU tensors the option has no effect.
         k_scale: of an 8-bit key, which times its scale is the number that it stands for: a number, or float32: a
             scalar, [H_kv], [B, H_kv], or one of every token, of key's shape without D. Packed keys of two dimensions
             that fit both are of tokens. Scales are positive and finite; the device alone reads them.

@@ -35,13 +35,11 @@ def attend(
     seqused_k: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    num_splits: int | None = None,
 ) -> Pair:
     """(output, LSE) by the operator's arguments: queries and keys are [tokens, H, D], or [B, S, H, D] without offsets.
 
     With block_table, keys are [pages, page, H_kv, D]. The LSE is [H, tokens], or [B, H, S]. Lengths are on the device,
-    so max_q is a hint, and the operator's max_k is not needed. num_splits=1 is torch's promise that a sequence's bits
-    do not depend on its batch; more of them change nothing. Gradients are torch's own, by this output and LSE.
+    so max_q is a hint, and the operator's max_k is not needed. Gradients are torch's own, by this output and LSE.
 
     Raises:
         MicrosdpaError: as sdpa_varlen.
@@ -64,17 +62,19 @@ def attend(
             out=out,
             window=None if left == right == -1 else (left, right),
             alibi_slopes=alibi_slopes,
-            batch_invariant=num_splits == 1,
         )
     assert isinstance(found, tuple)
     return found
 
 
-def why_torchs(dropout_p: float, return_debug_mask: bool) -> str:
+def why_torchs(dropout_p: float, return_debug_mask: bool, num_splits: int | None) -> str:
     """Why a call is torch's own; empty for none."""
     if dropout_p:
         return f"packed sequences with dropout_p={dropout_p}"
-    return "return_debug_mask=True" if return_debug_mask else ""
+    if return_debug_mask:
+        return "return_debug_mask=True"
+    # One split is torch's promise that a sequence's bits do not depend on its batch.
+    return "num_splits=1, the same bits in every batch" if num_splits == 1 else ""
 
 
 def kernels(torchs: Callable[[str], Any], nothing: Callable[[torch.device], Any]) -> dict[str, Callable[..., Any]]:
@@ -92,10 +92,11 @@ def kernels(torchs: Callable[[str], Any], nothing: Callable[[torch.device], Any]
 
     torchs_forward = own(OPERATOR)
 
-    def forward(keyset: Any, *given: Any, **further: Any) -> Any:
+    def forward(keyset: Any, *given: Any, num_splits: int | None = None, **further: Any) -> Any:
         query, key, value, offsets_q, offsets_k, max_q, _, dropout_p, is_causal, debug = given
-        if reason := why_torchs(dropout_p, debug):
-            return torchs_forward(keyset, reason, given, further)
+        if reason := why_torchs(dropout_p, debug, num_splits):
+            splits = {} if num_splits is None else {"num_splits": num_splits}
+            return torchs_forward(keyset, reason, given, further | splits)
         return *attend(query, key, value, offsets_q, offsets_k, max_q, is_causal, **further), *nothing(query.device)
 
     found: dict[str, Callable[..., Any]] = {OPERATOR: forward}
@@ -103,10 +104,11 @@ def kernels(torchs: Callable[[str], Any], nothing: Callable[[torch.device], Any]
         return found
     torchs_in_place = own(IN_PLACE)
 
-    def in_place(keyset: Any, *given: Any, **further: Any) -> Any:
+    def in_place(keyset: Any, *given: Any, num_splits: int | None = None, **further: Any) -> Any:
         out, query, key, value, offsets_q, offsets_k, max_q, _, dropout_p, is_causal, debug = given
-        if reason := why_torchs(dropout_p, debug):
-            return torchs_in_place(keyset, reason, given, further)
+        if reason := why_torchs(dropout_p, debug, num_splits):
+            splits = {} if num_splits is None else {"num_splits": num_splits}
+            return torchs_in_place(keyset, reason, given, further | splits)
         return attend(query, key, value, offsets_q, offsets_k, max_q, is_causal, out=out, **further)[1]
 
     return found | {IN_PLACE: in_place}
