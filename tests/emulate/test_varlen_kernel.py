@@ -10,6 +10,7 @@ import torch
 import microsdpa
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.execution import choice
+from microsdpa.kernels.ampere.varlen import spec as kernel
 from varlen_space import Form, after_appending, appending, assert_right, call
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -28,9 +29,9 @@ FORMS = {
 }
 
 
-def emulated(given: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def emulated(given: dict[str, Any], seed: int = 0, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full_like(given["query"], torch.nan)
-    with scheduled(Schedule(seed, late=seed % 2 == 0)):
+    with scheduled(Schedule(seed, late=seed % 2 == 0, backwards=backwards)):
         found = microsdpa.sdpa_varlen(**given, out=out, return_lse=True, impl="emulate")
     assert isinstance(found, tuple)
     return found
@@ -254,3 +255,68 @@ def test_a_cluster_reads_no_page_that_the_cache_lacks() -> None:
     assert lse.isnan().all()
     given = decode([16], [[1, -5, 3]])
     assert_right(*emulated(given), given)
+
+
+def invariant(given: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return emulated(given | {"batch_invariant": True}, seed)
+
+
+@pytest.mark.parametrize("name", ["decode", "decode, D = 72", "decode, D = 256", "few queries", "all masks"])
+@pytest.mark.parametrize("seed", range(2))
+def test_any_call_whose_parts_have_a_fixed_size(name: str, seed: int) -> None:
+    given = call(FORMS[name], seed)
+    assert_right(*invariant(given, seed), given)
+
+
+LONG = {"plain": {}, "window": {"window": (700, 0)}, "sinks": {"sinks": torch.tensor([0.5, 1.0, -1.0, 4.0])}}
+
+
+@pytest.mark.parametrize("masks", LONG)
+@pytest.mark.parametrize("most_parts", [4096, 3])
+def test_bits_do_not_depend_on_the_batch(masks: str, most_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = [[(7 * i) % 200 for i in range(100)]] * 3
+    alone = decode([1300], table[:1]) | LONG[masks]
+    expected = invariant(alone)
+    assert_right(*expected, alone)
+    monkeypatch.setattr(kernel, "MOST_PARTS", most_parts)
+    kernel._specification.cache_clear()
+    batch = decode([40, 900, 1300], table) | LONG[masks]
+    batch["query"][2] = alone["query"][0]
+    out, lse = invariant(batch, 1)
+    assert_right(out, lse, batch)
+    assert torch.equal(out[2], expected[0][0])
+    assert torch.equal(lse[2], expected[1][0])
+    kernel._specification.cache_clear()
+
+
+@pytest.mark.parametrize("masks", LONG)
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(masks: str) -> None:
+    """The last queries of a prompt, by tiles of other rows, beside the whole of it."""
+    whole = decode([1100], [[(7 * i) % 200 for i in range(69)]]) | LONG[masks]
+    whole["query"] = torch.randn(1, 90, 4, 64, generator=torch.Generator().manual_seed(5)).to(BF16)
+    out, lse = invariant(whole)
+    assert_right(out, lse, whole)
+    for queries in (1, 3, 50):
+        last = whole | {"query": whole["query"][:, -queries:]}
+        part_out, part_lse = invariant(last, 1)
+        assert torch.equal(part_out, out[:, -queries:])
+        assert torch.equal(part_lse, lse[..., -queries:])
+    before = whole | {"query": whole["query"][:, :20], "lengths": whole["lengths"] - 70}
+    assert torch.equal(invariant(before)[0], out[:, :20])
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("ctas", [2, 3, 5])
+def test_parts_of_many_sequences_on_few_ctas(ctas: int, backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CTA begins with several tiles of rows, and the next CTA is ready first with parts of the last of them."""
+    monkeypatch.setattr(kernel, "grid_of", lambda *_: (ctas, 1, 1))
+    lengths = [1300, 20, 1100, 700, 1500, 530]
+    given = decode(lengths, [[(7 * i + b) % 200 for i in range(100)] for b in range(len(lengths))])
+    assert_right(*emulated(given, backwards=backwards), given)
+    assert_right(*emulated(given | {"batch_invariant": True}, backwards=backwards), given)
+
+
+def test_bits_do_not_depend_on_who_appends() -> None:
+    given = decode_appending([600, 20], 3, 40, 64)
+    expected = invariant(after_appending(given))
+    assert all(torch.equal(one, other) for one, other in zip(invariant(given), expected, strict=True))

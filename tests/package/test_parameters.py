@@ -40,6 +40,7 @@ SIGNATURES = {
     ("reference.py", "eager"),
     ("reference.py", "_attention"),
     ("evidence/peers/triton_kernel.py", "fused_attention"),
+    ("integrations/flash_packed.py", "attend"),
 }
 """Functions that have more, by file and name."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_cuda import integer, last, record, set_integer, tensor
-from stub_harness import PRIMARY, _clean, packed
+from stub_harness import PRIMARY, _clean, address_of, packed
 
 from microsdpa.call.call import Call, mask_tensors
 from microsdpa.call.options import VARLEN_OPTIONS, Options
@@ -72,6 +72,7 @@ class Given:
     appends: bool = False
     rotary: int = 0
     interleaved: bool = False
+    invariant: bool = False
     impl: str = "auto"
 
     def torch_tensors(self) -> dict[str, torch.Tensor]:
@@ -109,7 +110,7 @@ class Given:
             for name, t in self.torch_tensors().items()
         } | changes
         get = tensors.get
-        code = VARLEN_OPTIONS[self.causal, self.interleaved, self.impl]
+        code = VARLEN_OPTIONS[self.causal, self.interleaved, self.invariant, self.impl]
         return [
             *(get("query"), get("key"), get("value"), get("out"), self.lse, code, None),
             *(None, get("slopes"), get("sinks"), *self.window, self.softcap, *NO_SCALES),
@@ -125,7 +126,7 @@ class Given:
             False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, EMULATED[self.impl]
         )
         integers, new = ([t.get(name) for name in names] for names in (NAMES[4:8], NAMES[10:]))
-        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved)
+        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved, self.invariant)
         masks = mask_tensors(None, t.get("slopes"), t.get("sinks"))
         inputs = t["query"], t["key"], t["value"]
         checked = check(Call(inputs, masks, options=options, return_lse=self.lse, out=t["out"], sequences=sequences))
@@ -176,6 +177,13 @@ CASES = {
     "masks": Given(slopes=(3, 8), sinks=True, window=(5, -1), softcap=2.0),
     "one sequence on a wide table": Given(query=(1, 1, 8, 64), integers={"lengths": (1,), "page_table": (1, 700)}),
     "new keys": Given(appends=True),
+    "parts of a fixed size": Given(invariant=True, sinks=True),
+    "parts of a fixed size of one sequence": Given(
+        query=(1, 5, 8, 64), integers={"lengths": (1,), "page_table": (1, 7)}, appends=True, rotary=64, invariant=True
+    ),
+    "parts of a fixed size of prompts": Given(
+        query=(9000, 8, 64), key=(9000, 2, 64), integers={"query_offsets": (4,), "key_offsets": (4,)}, invariant=True
+    ),
     "new keys, rotated": Given(appends=True, rotary=32, interleaved=True),
     "new keys of many queries": Given((3, 40, 8, 64), appends=True, rotary=64),
     "new keys of packed queries, rotated": Given(
@@ -213,7 +221,7 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
         packed_queries = "query_offsets" in given.integers
         batch, *_ = given.query
         shape = (8, batch) if packed_queries else (batch, 8, given.query[1])
-        assert (tuple(lse.shape), lse.data_ptr()) == (shape, latest().lse)
+        assert (tuple(lse.shape), address_of(lse)) == (shape, latest().lse)
     got, wanted = latest(), expected[-1].params
     if isinstance(wanted, AppendParams):  # one kernel appends, rotates and attends
         compare(given, latest(AppendParams), wanted, {"call", "rotated"})
@@ -303,7 +311,11 @@ def test_other_arguments_miss(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}]
+    "changes",
+    [
+        *({"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}),
+        {"invariant": True},
+    ],
 )
 def test_another_kind_of_mask_misses(changes: dict[str, Any]) -> None:
     register(CASES["decode, pages"])

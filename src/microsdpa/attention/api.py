@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -19,6 +20,7 @@ from microsdpa.call.visibility import combined, known_mask, with_causal
 from microsdpa.errors import InvalidArgument
 from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES
+from microsdpa.execution.nodes import PLAIN_TYPES
 from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.runtime import launcher
 
@@ -278,9 +280,19 @@ def sdpa(
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice
-        elif unmasked and not return_lse and out is None and forward_ad._current_level < 0:
+        elif (
+            unmasked
+            and not return_lse
+            and out is None
+            and type(query) in PLAIN_TYPES
+            and type(key) in PLAIN_TYPES
+            and type(value) in PLAIN_TYPES
+            and forward_ad._current_level < 0
+            and not _len_torch_dispatch_stack()
+            and not _are_functorch_transforms_active()
+        ):
             code = OPTIONS[is_causal, causal, enable_gqa, impl, None]
-            recorded = nodes.warm((query, key, value), is_causal or causal is not None, code, scale)
+            recorded = nodes.recorded(query, key, value, is_causal or causal is not None, code, scale)
             if recorded is not None:
                 return recorded
     except MISSES:

@@ -46,6 +46,7 @@ def sdpa_varlen(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of sequences of many lengths, packed or in the pages of a cache, in one launch.
 
@@ -88,6 +89,10 @@ def sdpa_varlen(
         softcap: scores x become softcap * tanh(x / softcap).
         alibi_slopes: [H] or [B, H], float32: slope * |p - key| is subtracted from the scores.
         sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax.
+        batch_invariant: whether the bits of a query's output depend on nothing but the query and the keys that it sees:
+            not on the other sequences, its place in the batch, the width of the table, or how many queries of its
+            sequence are in the call. Parts of 512 keys are computed apart. CUDA tensors and the emulator alone; on CPU
+            tensors the option has no effect.
 
     Returns:
         The output, or (output, LSE) with return_lse. Queries that see no key give zeros and LSE -inf, or the sink.
@@ -104,6 +109,7 @@ def sdpa_varlen(
             *(query_offsets, key_offsets, lengths, page_table, max_queries),
             *(rotary_cos, rotary_sin, rotary_interleaved, causal, scale, return_lse),
             *([-1, -1] if window is None else list(window), softcap, alibi_slopes, sinks, impl),
+            batch_invariant,
         )
         result = found[0] if out is None else out.copy_(found[0])
         return (result, found[1]) if return_lse else result
@@ -111,13 +117,61 @@ def sdpa_varlen(
         graded = _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if not graded and forward_ad._current_level < 0:
             result = _empty_like(query) if out is None else out
+            code = VARLEN_OPTIONS[causal, rotary_interleaved, batch_invariant, impl]
             left, right = (-1, -1) if window is None else window
-            lse = _launch(
-                *(query, key, value, result, return_lse, VARLEN_OPTIONS[causal, rotary_interleaved, impl], scale),
-                *(None, alibi_slopes, sinks, left, right, softcap, None, None, None),
-                *(query_offsets, key_offsets, lengths, page_table, max_queries),
-                *(new_key, new_value, rotary_cos, rotary_sin),
-            )
+            # Arguments are not unpacked: making a tuple of them takes longer than these lines.
+            if new_key is None and new_value is None and rotary_cos is None and rotary_sin is None:
+                lse = _launch(
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    None,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                    None,
+                    None,
+                    None,
+                    query_offsets,
+                    key_offsets,
+                    lengths,
+                    page_table,
+                    max_queries,
+                )
+            else:
+                lse = _launch(
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    None,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                    None,
+                    None,
+                    None,
+                    query_offsets,
+                    key_offsets,
+                    lengths,
+                    page_table,
+                    max_queries,
+                    new_key,
+                    new_value,
+                    rotary_cos,
+                    rotary_sin,
+                )
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice
@@ -129,11 +183,17 @@ def sdpa_varlen(
         raise InvalidArgument(
             "rotary_interleaved", expected="a bool", got=repr(rotary_interleaved), hint="True for neighbouring pairs"
         )
+    if not isinstance(batch_invariant, bool):
+        raise InvalidArgument(
+            "batch_invariant", expected="a bool", got=repr(batch_invariant), hint="True for bits that never change"
+        )
     masks = mask_tensors(None, alibi_slopes, sinks)
     options = Options(False, "lower_right" if causal else None, scale, True, window, softcap, impl)
     sequences = Sequences(
         *(query_offsets, key_offsets, lengths, page_table, max_queries),
-        *(new_key, new_value, rotary_cos, rotary_sin, rotary_interleaved),
+        *(new_key, new_value, rotary_cos, rotary_sin),
+        rotary_interleaved=rotary_interleaved,
+        batch_invariant=batch_invariant,
     )
     call = Call((query, key, value), masks, options=options, return_lse=return_lse, out=out, sequences=sequences)
     transforms.refuse_tangents(query, key, value)

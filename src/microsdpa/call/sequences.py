@@ -8,7 +8,7 @@ import torch
 
 from microsdpa.call import tensors
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, ROTARY_COLUMNS, Rotary
+from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, ROTARY_COLUMNS, SPLIT_KEYS, Rotary
 from microsdpa.kernels.problem import MaskType
 
 LARGEST_GRANULARITY = 64
@@ -29,6 +29,7 @@ class Sequences(NamedTuple):
         rotary_cos: [positions, R / 2]: queries and new keys are rotated in their first R columns.
         rotary_sin: like rotary_cos.
         rotary_interleaved: whether pairs that are rotated are neighbours.
+        batch_invariant: whether a sequence's bits may depend on nothing but the sequence.
     """
 
     query_offsets: torch.Tensor | None = None
@@ -41,6 +42,7 @@ class Sequences(NamedTuple):
     rotary_cos: torch.Tensor | None = None
     rotary_sin: torch.Tensor | None = None
     rotary_interleaved: bool = False
+    batch_invariant: bool = False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -246,6 +248,12 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, sequences: Sequences) -
     if rows > MOST_WORK:
         raise UnsupportedProblem(
             f"{rows} tiles of 16 rows exceed the {MOST_WORK} that a kernel counts", nearest="a smaller batch"
+        )
+    parts = rows * (-(-most // SPLIT_KEYS) + 1)
+    if sequences.batch_invariant and parts > MOST_WORK:
+        raise UnsupportedProblem(
+            f"{parts} parts of {SPLIT_KEYS} keys exceed the {MOST_WORK} that a kernel counts",
+            nearest="a page table that is less wide, a smaller batch, or batch_invariant=False",
         )
 
 

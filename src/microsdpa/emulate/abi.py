@@ -94,6 +94,7 @@ class Launch(ctypes.Structure):
                 "count_banks",
                 "cluster",
                 "programmatic",
+                "backwards",
             )
         ),
         ("seed", ctypes.c_uint64),

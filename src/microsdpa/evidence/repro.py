@@ -41,7 +41,7 @@ from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.plots.charts import Results
 from microsdpa.evidence.probe_list import PROBES
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.evidence.suites import ALL, Some, chosen, load
+from microsdpa.evidence.suites import ALL, Some, chosen, load, some_of
 from microsdpa.evidence.verify import as_row, check, problem_of
 from microsdpa.evidence.wording import case_name, quoted_us
 from microsdpa.kernels import catalogue, emulated_target
@@ -258,7 +258,8 @@ def bench_step(
     the others that were recorded below `output` at this commit stay.
     """
     until = None if some.seconds is None else time.time() + some.seconds
-    loaded = load(suite) if some.is_all else chosen(load(suite), some)
+    of_doors = suite == doors.SUITE  # its cells are doors, and not the cases
+    loaded = load(suite) if some.is_all or of_doors else chosen(load(suite), some)
     peers = some.peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
     if suite == training.SUITE and modes not in (None, ["graph"]):
@@ -269,6 +270,9 @@ def bench_step(
         raise InvalidArgument(
             "modes", expected="none for suite start, which times first calls", got=",".join(modes), hint=hint
         )
+    if of_doors and some.seconds is not None:
+        hint = "--part 1/2 and --part 2/2 take half of the time each"
+        raise InvalidArgument("seconds", expected="none for suite doors", got=f"{some.seconds:g}", hint=hint)
     if reason := launcher.device_error():
         return Step("bench", "not run", f"timings need a GPU: {reason}")
 
@@ -282,13 +286,13 @@ def bench_step(
             made = results.make(loaded.name, command, found)
             results.write(made if some.is_all else results.completed(made, output, case_name), output)
 
-    if suite in (start.SUITE, doors.SUITE, serving.SUITE) and not some.is_all:
+    if suite in (start.SUITE, serving.SUITE) and not some.is_all:
         hint = "leave --cells, --part and --seconds out, or name another suite"
         raise InvalidArgument("cells", expected=f"all of suite {suite}", got="some of them", hint=hint)
     if suite == start.SUITE:
         rows = start.run(loaded.cases[0], progress(suite, len(start.STARTS)), keep)
-    elif suite == doors.SUITE:
-        ways = [*doors.doors(), *door_models.doors()]
+    elif of_doors:
+        ways = some_of([*doors.doors(), *door_models.doors()], some, lambda door: f"{door.name} {door.text}")
         rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)), keep)
     elif suite == training.SUITE:
         rows = training.run(loaded.cases, peers, progress(suite, len(loaded.cases)), keep)

@@ -13,6 +13,7 @@ from microsdpa.call.masks import Masks
 from microsdpa.call.options import VARLEN_OPTIONS
 from microsdpa.call.sequences import Sequences
 from microsdpa.call.validate import Checked
+from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution import torch_cpu
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.ampere.varlen import spec as kernel
@@ -28,16 +29,28 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     """The launcher's arguments for a call."""
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
     assert sequences is not None
-    code = VARLEN_OPTIONS[checked.causal is not None, sequences.rotary_interleaved, call.options.impl]
+    options = checked.causal is not None, sequences.rotary_interleaved, sequences.batch_invariant, call.options.impl
+    code = VARLEN_OPTIONS[options]
     given = *call.inputs, out, call.return_lse, code, checked.scale
     tensors = None, masks.alibi_slopes, masks.sinks
-    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-1]
+    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-2]
 
 
 def kernels_of(checked: Checked, problem: Problem, spec: KernelSpec) -> tuple[KernelSpec, ...]:
-    """The kernels of a call: that of attention, and ahead of it one that writes to the cache if that one does not."""
+    """The kernels of a call: that of attention, and ahead of it one that writes to the cache if that one does not.
+
+    Raises:
+        UnsupportedProblem: impl names a kernel whose bits depend on the batch, and batch_invariant is asked for.
+    """
     sequences = checked.call.sequences
     assert sequences is not None
+    if sequences.batch_invariant:
+        if checked.kernel == "hopper/varlen":
+            raise UnsupportedProblem(
+                "hopper/varlen divides keys by what the batch has, and batch_invariant=True asks for parts of one size",
+                nearest="impl='auto', or batch_invariant=False",
+            )
+        spec = kernel.batch_invariant(problem)
     if not sequences.appended:
         return (spec,)
     if kernel.appends_itself(spec, problem):

@@ -11,8 +11,8 @@ namespace microsdpa {
 
 // Numbers that the kernel's 32 bits have room for, as in kernels/ampere/varlen/spec.py.
 constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
-constexpr std::int64_t FEW_KEYS = 1536, CLUSTERED_KEYS = 8192;  // as in spec.py
-constexpr std::int64_t LARGEST_GRANULARITY = 64;                // as in sequences.py
+constexpr std::int64_t FEW_KEYS = 1536, CLUSTERED_KEYS = 8192, SPLIT_KEYS = 512;  // as in spec.py
+constexpr std::int64_t LARGEST_GRANULARITY = 64;                                  // as in sequences.py
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.
 inline Strides row_strides(const DLTensor& tensor) {
@@ -155,6 +155,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t rows = (queries * heads + 15) / 16 + batch * heads_kv;
   if (most_keys < 1 || most_keys > MOST_KEYS || queries > MOST_KEYS || arguments.max_queries < 0) return false;
   if (rows > MOST_WORK) return false;
+  if (call.key.batch_invariant() && rows * ((most_keys + SPLIT_KEYS - 1) / SPLIT_KEYS + 1) > MOST_WORK) return false;
   if (!is_written_once(*out) || meets_others(*out, arguments, 1u << OUT)) return false;
 
   call.varlen = AppendParams{};
@@ -231,6 +232,10 @@ inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (
   if (launch.cluster > 1) {
     ctas[0] = static_cast<unsigned>(launch.cluster), ctas[1] = p.heads_kv, ctas[2] = p.batch;
     return false;
+  }
+  if (call.key.batch_invariant()) {
+    ctas[0] = launch.ctas, ctas[1] = ctas[2] = 1;
+    return true;
   }
   const std::int64_t pack = p.heads / p.heads_kv, most = call.key.tensors[QUERY].shape[1];
   const std::int64_t queries = call.varlen.queries;

@@ -283,8 +283,49 @@ using ParamsOf = typename Given<EMBEDDING>::Params;
 __device__ __forceinline__ const VarlenParams& call_of(const VarlenParams& params) { return params; }
 __device__ __forceinline__ const VarlenParams& call_of(const AppendParams& params) { return params.call; }
 
+// Adds a part's four columns and statistics of a row to those of the parts before it. A part that the row does not see
+// changes no bit, and no other order of operations is allowed: parts of a fixed size give the same in every call.
+__device__ __forceinline__ void add_part(Values4& total, RowStats& combined, const Values4& values,
+                                         const RowStats& stats) {
+  const float largest = fmaxf(combined.stabilizer, stats.stabilizer);
+  const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
+  const float before = ex2_approx(combined.stabilizer - stabilizer), now = ex2_approx(stats.stabilizer - stabilizer);
+  combined = {largest, fmaf(combined.sum, before, __fmul_rn(stats.sum, now))};
+#pragma unroll
+  for (int c = 0; c < 4; ++c) total.data[c] = fmaf(total.data[c], before, __fmul_rn(values.data[c], now));
+}
+
+// Moves every row's stabilizer to its largest score. An update moves those of a warp together, when one of them is far
+// behind: after this none is, and no bit of a row depends on the others.
+template <int KEYS, int COLUMNS, int ROW_TILES>
+__device__ __forceinline__ void follow_maxima(OnlineSoftmax<ROW_TILES>& softmax,
+                                              const float (&s)[ROW_TILES][KEYS / 8][4],
+                                              float (&o)[ROW_TILES][COLUMNS / 8][4]) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = negative_infinity();
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) largest = fmaxf(largest, fmaxf(s[t][n][2 * half], s[t][n][2 * half + 1]));
+      largest = quad_max(largest);
+      float& stabilizer = softmax.stabilizer[t][half];
+      if (!__any_sync(FULL_WARP, largest > stabilizer)) continue;
+      const float next = fmaxf(stabilizer, largest);
+      const float factor = next == negative_infinity() ? 1.0f : ex2_approx(stabilizer - next);
+      stabilizer = next;
+      softmax.sum[t][half] *= factor;
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 8; ++n) o[t][n][2 * half] *= factor, o[t][n][2 * half + 1] *= factor;
+    }
+  }
+}
+
+// SPLIT: tiles of keys of a part, where a sequence's bits may not depend on the others; 0 where they may. MOST_PARTS:
+// those of all sequences that CTAs share.
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
-          int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING>
+          int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING, int SPLIT,
+          int MOST_PARTS>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     attention(const __grid_constant__ ParamsOf<EMBEDDING> given) {
   constexpr bool APPENDS = PRESENT<EMBEDDING>, ROTATES = ROTATED_COLUMNS<EMBEDDING> > 0;
@@ -303,7 +344,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     }
   }
   if (PROGRAMMATIC) grid_dependency_wait();
-  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, CLUSTER> scheduler(params);
+  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, SPLIT, MOST_PARTS, CLUSTER> scheduler(params);
   WorkTile work;
   if (!scheduler.next(work)) return;
   using OwnSegment = Segment<C, MASKS, PACK, LAYOUT, CLUSTER, APPENDS>;
@@ -410,7 +451,9 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
 
     OnlineSoftmax<ROW_TILES> softmax;
     float o[ROW_TILES][COLUMNS / 8][4] = {};
-    if (segment.work.part == 0 && group == 0) masked.add_sinks(softmax);
+    if constexpr (SPLIT == 0) {
+      if (segment.work.part == 0 && group == 0) masked.add_sinks(softmax);
+    }
     for (int i = 0; i < segment.count; ++i, ++step) {
       cp_async_wait<AHEAD - 1>();
       group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads the one before any more
@@ -422,6 +465,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       float s[ROW_TILES][BLOCK_N / 8][4];
       multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, stage.key, 0);
       masked.template apply<BLOCK_N>(s, first_key);
+      if constexpr (SPLIT > 0) follow_maxima<BLOCK_N, COLUMNS>(softmax, s, o);
       softmax.template update<BLOCK_N, COLUMNS>(s, o, 1.0f);
       multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, s, stage.value, 0);
     }
@@ -464,7 +508,11 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       for (int w = 0; w < WARPS_M * WARPS_N; ++w) is_wrong |= shared.misplaced[w] != 0;
     }
 
-    const auto store = [&](int r, int column, const Values4& values, const RowStats& stats) {
+    const auto store = [&](int r, int column, Values4 values, RowStats stats) {
+      if constexpr (SPLIT > 0 && PRESENT<typename MASKS::Sink>) {
+        const float logit = masked.sink(segment.work.first_row + r);
+        add_part(values, stats, Values4{}, {logit, logit > negative_infinity() ? 1.0f : 0.0f});
+      }
       if (column < HEAD_DIM) {
         const float inverse = normalizer(stats.sum);
         const Vector<uint32, 2> packed = {pack<T>(values.data[0] * inverse, values.data[1] * inverse),
@@ -476,6 +524,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     };
     if constexpr (CLUSTER > 1) cluster_wait();  // the others' barriers are set up
     const Partials<C> partials(params);
+    const auto slot_of = [&](int part) {
+      if constexpr (SPLIT > 0) return segment.work.slot + (segment.work.alone ? part % 2 : part);
+      return partials.slot(segment.work.owner, part);
+    };
     for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
       const int r = i / UNITS, column = i % UNITS * 4;
       RowStats stats;
@@ -493,8 +545,23 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       } else if (segment.work.parts == 1) {
         store(r, column, values, stats);
       } else {
-        *partials.values(segment.work.owner, segment.work.part, r, column) = values;
-        if (column == 0) *partials.stats(segment.work.owner, segment.work.part, r) = stats;
+        Values4 total = values;
+        if constexpr (SPLIT > 0) {
+          if (segment.work.alone && segment.work.part > 0) {  // slots take turns: others still read the statistics
+            const int before = segment.work.slot + (segment.work.part - 1) % 2;
+            total = *partials.values(before, r, column);
+            RowStats combined = *partials.stats(before, r);
+            add_part(total, combined, values, stats);
+            stats = combined;
+          }
+          if (segment.work.alone && segment.work.part == segment.work.parts - 1) {
+            store(r, column, total, stats);
+            continue;
+          }
+        }
+        const int slot = slot_of(segment.work.part);
+        *partials.values(slot, r, column) = total;
+        if (column == 0) *partials.stats(slot, r) = stats;
       }
     }
     if constexpr (CLUSTER > 1) {
@@ -509,7 +576,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       }
       return;
     }
-    if (segment.work.parts > 1) {
+    if (segment.work.parts > 1 && (SPLIT == 0 || !segment.work.alone)) {
       __syncthreads();
       if (threadIdx.x == 0) {  // its fences order what the others wrote before the barrier, and read after the next
         uint32& arrivals = params.arrivals[segment.work.owner];
@@ -522,10 +589,19 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       if (shared.is_last) {
         for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
           const int r = i / UNITS, column = i % UNITS * 4;
+          const auto stats_of = [&](int part) { return *partials.stats(slot_of(part), r); };
+          const auto values_of = [&](int part) { return *partials.values(slot_of(part), r, column); };
           RowStats stats;
-          const Values4 values = combine_many(
-              stats, segment.work.parts, [&](int part) { return *partials.stats(segment.work.owner, part, r); },
-              [&](int part) { return *partials.values(segment.work.owner, part, r, column); });
+          Values4 values;
+          if constexpr (SPLIT > 0) {
+            stats = stats_of(0), values = values_of(0);
+#pragma unroll 4
+            for (int part = 1; part < segment.work.parts; ++part) {
+              add_part(values, stats, values_of(part), stats_of(part));
+            }
+          } else {
+            values = combine_many(stats, segment.work.parts, stats_of, values_of);
+          }
           store(r, column, values, stats);
         }
       }

@@ -78,8 +78,9 @@ struct Shared {
   int is_last;                             // whether this CTA's part of the rows was the last one to be ready
 };
 
-// What CTAs leave of rows whose keys they share: O, not divided by l, and the rows' statistics. A CTA has two of them
-// at most: of keys from the first one on, and of keys that another CTA has begun with.
+// What CTAs leave of rows whose keys they share: O, not divided by l, and the rows' statistics, in a slot of the
+// workspace. Unless parts have a fixed size, a CTA has two of them at most: of keys from the first one on, and of keys
+// that another CTA has begun with.
 template <typename C>
 struct Partials {
   static constexpr int FLOATS = C::BLOCK_M * (C::COLUMNS + 2);
@@ -87,17 +88,16 @@ struct Partials {
 
   __device__ __forceinline__ explicit Partials(const VarlenParams& params)
       : workspace(static_cast<float*>(params.workspace)) {}
-  __device__ __forceinline__ Values4* values(int owner, int part, int r, int column) const {
-    return reinterpret_cast<Values4*>(base(owner, part) + r * C::COLUMNS + column);
+  __device__ __forceinline__ static int slot(int owner, int part) { return 2 * (owner + part) + (part == 0); }
+  __device__ __forceinline__ Values4* values(int slot, int r, int column) const {
+    return reinterpret_cast<Values4*>(base(slot) + r * C::COLUMNS + column);
   }
-  __device__ __forceinline__ RowStats* stats(int owner, int part, int r) const {
-    return reinterpret_cast<RowStats*>(base(owner, part) + C::BLOCK_M * C::COLUMNS) + r;
+  __device__ __forceinline__ RowStats* stats(int slot, int r) const {
+    return reinterpret_cast<RowStats*>(base(slot) + C::BLOCK_M * C::COLUMNS) + r;
   }
 
  private:
-  __device__ __forceinline__ float* base(int owner, int part) const {
-    return workspace + static_cast<int64>(2 * (owner + part) + (part == 0)) * FLOATS;
-  }
+  __device__ __forceinline__ float* base(int slot) const { return workspace + static_cast<int64>(slot) * FLOATS; }
 };
 
 }  // namespace microsdpa::ampere::varlen

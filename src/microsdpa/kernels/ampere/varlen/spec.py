@@ -98,6 +98,10 @@ MANY, PROMPTS = Tiling(16, 2, 2, 4, 3, kept=0), Tiling(64, 1, 4, 1, 2, kept=0)
 ONE = Tiling(16, 1, 1, 8, 3)
 """Tiles for up to 16 rows of a sequence, for up to 32, up to 64, and more; for head dimensions over 128; and for one
 sequence of few rows."""
+SPLIT_KEYS = 512
+"""Keys of a part where a sequence's bits may not depend on the others of its batch."""
+MOST_PARTS = 4096
+"""Such parts that the workspace has room for, and CTAs share."""
 MOST_NEW_KEYS = 8
 """New keys of a sequence up to which every tile of rows rotates those that it sees; more are written ahead."""
 FEW_KEYS = 1536
@@ -162,9 +166,29 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
     return specification(problem, tiling_of(problem))
 
 
-def specification(problem: Problem, tiling: Tiling) -> KernelSpec:
-    """The kernel of one tiling for a problem."""
-    return _specification(of_any_size(problem), tiling, _layout(problem, tiling))
+def batch_invariant(problem: Problem) -> KernelSpec:
+    """The kernel whose bits of a sequence depend on nothing but the sequence: its parts of keys have a fixed size.
+
+    Tiles differ in rows alone, so that a row's sums are the same in all of them.
+    """
+    small = FEW_LARGE if problem.head_dim > 128 else FEW
+    if problem.head_dim > 128:
+        large = FEW_LARGE
+    else:
+        large = Tiling(16, 2, 1, 4, 3, kept=0) if ceil(problem.head_dim / 16) % 2 else MANY
+    shared, groups = chip_of(problem.target).shared_per_cta, 4
+    while replace(large, warps_n=groups, stages=2).shared_bytes(problem.head_dim) > shared:
+        groups //= 2
+    tiling = small if problem.seqlen_q * problem.heads // problem.heads_kv <= small.block_m else large
+    tiling = replace(tiling, warps_n=groups)
+    while tiling.shared_bytes(problem.head_dim) > shared:
+        tiling = replace(tiling, stages=tiling.stages - 1)
+    return specification(problem, tiling, SPLIT_KEYS // tiling.tile)
+
+
+def specification(problem: Problem, tiling: Tiling, split: int = 0) -> KernelSpec:
+    """The kernel of one tiling for a problem; `split` tiles of keys are a part of a fixed size, 0 for any."""
+    return _specification(of_any_size(problem), tiling, _layout(problem, tiling), split)
 
 
 def _layout(problem: Problem, tiling: Tiling) -> str:
@@ -175,7 +199,7 @@ def _layout(problem: Problem, tiling: Tiling) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _specification(problem: Problem, tiling: Tiling, layout: str) -> KernelSpec:
+def _specification(problem: Problem, tiling: Tiling, layout: str, split: int) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     mask, programmatic = problem.mask or MaskKind(), capability_of(problem.target) >= (9, 0)
     right = mask.right or problem.causal is not None
@@ -195,6 +219,8 @@ def _specification(problem: Problem, tiling: Tiling, layout: str) -> KernelSpec:
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "MASKS": f"microsdpa::ampere::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
         "EMBEDDING": "void",
+        "SPLIT": split,
+        "MOST_PARTS": MOST_PARTS if split else 0,
     }
     chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim)
     resident = max(1, min(chip.shared_per_sm // (shared_bytes + 1024), MOST_RESIDENT))
@@ -263,10 +289,16 @@ def append_grid(problem: Problem, queries: int, new_keys: bool, rotates: bool) -
 
 
 def workspace_bytes(spec: KernelSpec) -> int:
-    """Scratch memory of a call whose keys are divided: two partial outputs for each CTA."""
-    head_dim = dict(spec.template_args)["HEAD_DIM"]
-    columns = ceil(int(head_dim) / 16) * 16
-    return 2 * spec.max_ctas * spec.block_m * (columns + 2) * 4
+    """Scratch memory of a call whose keys are divided: two partial outputs for each CTA, or all parts."""
+    arguments = dict(spec.template_args)
+    columns = ceil(int(arguments["HEAD_DIM"]) / 16) * 16
+    slots = max(int(arguments["MOST_PARTS"]), 2 * spec.max_ctas)
+    return slots * spec.block_m * (columns + 2) * 4
+
+
+def is_batch_invariant(spec: KernelSpec) -> bool:
+    """Whether parts of keys have a fixed size."""
+    return dict(spec.template_args)["SPLIT"] != "0"
 
 
 def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
@@ -275,6 +307,8 @@ def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
     They do where a sequence has one tile of rows, as in decoding, and where there are fewer tiles than CTAs, unless the
     parts are too many to be counted. Else each CTA takes a tile, with the keys that it sees.
     """
+    if is_batch_invariant(spec):
+        return True
     rows = -(-queries * problem.heads // 16) + problem.batch * problem.heads_kv
     if spec.cluster > 1 or rows * -(-problem.seqlen_k // 16) > MOST_WORK:
         return False
