@@ -151,7 +151,7 @@ def _throughput(results: Results, suite: str, name: str, title: str, command: st
     names = sorted({_name(row) for row in rows}, key=lambda n: (not n.startswith("microsdpa"), n))
     device = _device(result)
     peak = device.peak("float16") if device else None
-    figure, axes = new_figure(4.1 * len(masks) + 1.0, 2.3 * len(dims), len(dims), len(masks))
+    figure, axes = new_figure(3.1 * len(masks) + 1.0, 2.1 * len(dims), len(dims), len(masks))
     highest = max(row["tflops"] for row in rows)
     for i, dim in enumerate(dims):
         for j, mask in enumerate(masks):
@@ -190,7 +190,7 @@ def _label_ends(axis: Any, rows: list[Row], names: list[str]) -> None:
         if points:
             ends.append((points[-1][1], name))
     lowest, highest = axis.get_ylim()
-    places = spread([value for value, _ in sorted(ends)], (highest - lowest) * 0.1, lowest, highest)
+    places = spread([value for value, _ in sorted(ends)], (highest - lowest) * 0.12, lowest, highest)
     for (_, name), place in zip(sorted(ends), places, strict=True):
         axis.annotate(
             name, (1.02, place), xycoords=("axes fraction", "data"), color=colour_of(name), va="center", fontsize=9
