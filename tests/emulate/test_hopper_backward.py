@@ -168,11 +168,6 @@ MUTANTS = [
         *("    named_barrier_sync(KEYS_READ, Base::BOTH);", "", WIDE, "race|in flight|deadlock"),
     ),
     Mutant(
-        *("a fixed order waits for later tiles of keys", FOLDER + "shared.cuh"),
-        *("CAUSAL && IN_ORDER ? tiles_of_head - 1 - work.tile : work.tile", "work.tile"),
-        *(Case(1, 1, 300, 300, 64, causal="upper_left"), "deadlock|turn|wait|never", True),
-    ),
-    Mutant(
         *("the last head of a group is left out", FOLDER + "shared.cuh", "turns = tiles * group;"),
         *("turns = tiles * max(1, group - 1);", Case(1, 2, 70, 100, 64, heads_kv=1), "grad_.* is off"),
     ),
