@@ -37,6 +37,9 @@ CASES = [
     Case(1, 1, 40, 300, 64, causal="upper_left"),  # keys that nobody sees
     Case(1, 2, 70, 150, 72, dtype="bfloat16", scale=-0.2),
     Case(1, 1, 1, 1, 8),
+    Case(1, 2, 70, 140, 256, heads_kv=1, causal="upper_left"),
+    Case(1, 1, 150, 100, 136, dtype="bfloat16"),  # three parts of dQ
+    Case(1, 1, 40, 140, 192, causal="upper_left"),  # keys that nobody sees
 ]
 
 
@@ -47,7 +50,10 @@ def test_gradients_are_right_in_two_orders(case: Case) -> None:
     assert all(report.bank_conflicts == 0 for report in reports)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+FIXED = [*CASES[:2], CASES[4], CASES[5], CASES[8]]
+
+
+@pytest.mark.parametrize("case", FIXED, ids=str)
 def test_a_fixed_order_gives_the_same_bits(case: Case) -> None:
     wanted = expected(case, through_lse=True)
     check(wanted, tiling_of(wanted, deterministic=True), TARGET)
@@ -72,7 +78,7 @@ def test_tiles_past_the_diagonal_are_not_multiplied() -> None:
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (Case(1, 1, 40, 40, 256), "head_dim 256"),
+        (Case(1, 1, 40, 40, 264), "head_dim 264"),
         (Case(1, 1, 40, 40, 36), "head_dim 36"),
         (Case(1, 1, 40, 40, 64, masks=("softcap",)), "softcap"),
         (Case(1, 1, 40, 40, 64, layout="unaligned"), "tensor maps"),
@@ -99,28 +105,28 @@ class Mutant:
 
 
 FOLDER = "hopper/backward/"
-PLAIN, LONG = Case(1, 1, 140, 140, 64), Case(1, 1, 400, 100, 64)
+PLAIN, LONG, WIDE = Case(1, 1, 140, 140, 64), Case(1, 1, 400, 100, 64), Case(1, 1, 140, 70, 192)
 MUTANTS = [
     Mutant(
-        *("no fence ahead of a reduction", FOLDER + "consumer.cuh"),
-        *("    fence_proxy_async();\n    named_barrier_arrive(SUMS_FULL", "    named_barrier_arrive(SUMS_FULL"),
+        *("no fence ahead of a reduction", FOLDER + "products.cuh"),
+        *("  fence_proxy_async();\n  named_barrier_arrive(SUMS_FULL", "  named_barrier_arrive(SUMS_FULL"),
         *(PLAIN, "no fence.proxy.async"),
     ),
     Mutant(
-        *("sums are written over that are still read", FOLDER + "consumer.cuh"),
+        *("sums are written over that are still read", FOLDER + "products.cuh"),
         *("if (!first) named_barrier_sync(SUMS_EMPTY", "if (false) named_barrier_sync(SUMS_EMPTY"),
         *(LONG, "race|in flight|still"),
     ),
     Mutant(
-        *("a reduction is not waited for", FOLDER + "kernel.cu", "        tma_store_wait_read<0>();\n", ""),
+        *("a reduction is not waited for", FOLDER + "producer.cuh", "          tma_store_wait_read<0>();\n", ""),
         *(PLAIN, "still reads|in flight"),
     ),
     Mutant(
         *(
             "a turn ends too early",
-            FOLDER + "kernel.cu",
-            "        tma_store_wait();\n",
-            "        tma_store_wait_read<1>();\n",
+            FOLDER + "producer.cuh",
+            "          tma_store_wait();\n",
+            "          tma_store_wait_read<1>();\n",
         ),
         *(PLAIN, "end of a turn", True),
     ),
@@ -131,8 +137,8 @@ MUTANTS = [
     ),
     Mutant(
         *("dK is written over K that is still read", FOLDER + "consumer.cuh"),
-        "    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);\n    store(grad_key",
-        *("    store(grad_key", PLAIN, "race|in flight"),
+        "    named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);\n    store(*this, grad_key",
+        *("    store(*this, grad_key", PLAIN, "race|in flight"),
     ),
     Mutant(
         *("a tile of queries is given back too early", FOLDER + "consumer.cuh"),
@@ -144,9 +150,22 @@ MUTANTS = [
         *("make_float4(0.0f, 0.0f, 0.0f, 0.0f)", "sums[i + threadIdx.x]", PLAIN, "grad_query is off"),
     ),
     Mutant(
-        *("the diagonal is one key further", FOLDER + "consumer.cuh"),
-        *("CAUSAL ? key - call.diagonal - first_query : 0;", "CAUSAL ? key - call.diagonal - first_query - 1 : 0;"),
+        *("the diagonal is one key further", FOLDER + "products.cuh"),
+        *("CAUSAL ? key - of.call.diagonal - first_query : 0;",),
+        "CAUSAL ? key - of.call.diagonal - first_query - 1 : 0;",
         *(Case(1, 1, 140, 140, 128, causal="upper_left"), "is off"),
+    ),
+    Mutant(
+        *("P of a large head is read before it is there", FOLDER + "wide_consumer.cuh"),
+        *("    named_barrier_sync(P_THERE, Base::BOTH);\n", "", WIDE, "race|nothing has written|deadlock"),
+    ),
+    Mutant(
+        *("dQ of a large head begins without dS", FOLDER + "wide_consumer.cuh"),
+        *("    named_barrier_sync(SCORES_THERE, Base::BOTH);\n", "", WIDE, "race|nothing has written|deadlock"),
+    ),
+    Mutant(
+        *("dK of a large head is written over K that is still read", FOLDER + "wide_consumer.cuh"),
+        *("    named_barrier_sync(KEYS_READ, Base::BOTH);", "", WIDE, "race|in flight|deadlock"),
     ),
     Mutant(
         *("the last head of a group is left out", FOLDER + "shared.cuh", "turns = tiles * group;"),
