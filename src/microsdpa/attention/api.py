@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -13,20 +14,107 @@ from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_
 from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
+from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, known_mask, with_causal
 from microsdpa.errors import InvalidArgument
 from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES
+from microsdpa.execution.nodes import PLAIN_TYPES
 from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.runtime import launcher
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+    from typing_extensions import Never
 
 _launch = launcher.launch
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
+
+
+@overload
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    causal: Causal | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    document_ids: Ids | None = None,
+    block_mask: BlockMask | BlockTable | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor: ...
+
+
+@overload
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    causal: Causal | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[True],
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    document_ids: Ids | None = None,
+    block_mask: BlockMask | BlockTable | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    causal: Causal | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    document_ids: Ids | None = None,
+    block_mask: BlockMask | BlockTable | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def sdpa(
@@ -53,6 +141,7 @@ def sdpa(
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
     dropout_p: float = 0.0,
+    **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact.
 
@@ -107,10 +196,12 @@ def sdpa(
         The output, or (output, LSE) with return_lse.
 
     Raises:
-        InvalidArgument: an argument that no call could accept.
+        InvalidArgument: an argument that no call could accept; for a name that is none of sdpa's, UnknownArgument.
         UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
         CompileError: the kernel does not compile on this machine.
     """
+    if unknown:
+        raise unknown_argument("sdpa", unknown, sdpa)
     is_known = False
     if document_ids is not None or block_mask is not None:
         if is_causal is not False or causal is not None:
@@ -189,9 +280,19 @@ def sdpa(
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice
-        elif unmasked and not return_lse and out is None and forward_ad._current_level < 0:
+        elif (
+            unmasked
+            and not return_lse
+            and out is None
+            and type(query) in PLAIN_TYPES
+            and type(key) in PLAIN_TYPES
+            and type(value) in PLAIN_TYPES
+            and forward_ad._current_level < 0
+            and not _len_torch_dispatch_stack()
+            and not _are_functorch_transforms_active()
+        ):
             code = OPTIONS[is_causal, causal, enable_gqa, impl, None]
-            recorded = nodes.warm((query, key, value), is_causal or causal is not None, code, scale)
+            recorded = nodes.recorded(query, key, value, is_causal or causal is not None, code, scale)
             if recorded is not None:
                 return recorded
     except MISSES:

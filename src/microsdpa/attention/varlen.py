@@ -112,12 +112,60 @@ def sdpa_varlen(
         if not graded and forward_ad._current_level < 0:
             result = _empty_like(query) if out is None else out
             left, right = (-1, -1) if window is None else window
-            lse = _launch(
-                *(query, key, value, result, return_lse, VARLEN_OPTIONS[causal, rotary_interleaved, impl], scale),
-                *(None, alibi_slopes, sinks, left, right, softcap, None, None, None),
-                *(query_offsets, key_offsets, lengths, page_table, max_queries),
-                *(new_key, new_value, rotary_cos, rotary_sin),
-            )
+            code = VARLEN_OPTIONS[causal, rotary_interleaved, impl]
+            # Arguments are not unpacked: making a tuple of them takes longer than these lines.
+            if new_key is None and new_value is None and rotary_cos is None and rotary_sin is None:
+                lse = _launch(
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    None,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                    None,
+                    None,
+                    None,
+                    query_offsets,
+                    key_offsets,
+                    lengths,
+                    page_table,
+                    max_queries,
+                )
+            else:
+                lse = _launch(
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    None,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                    None,
+                    None,
+                    None,
+                    query_offsets,
+                    key_offsets,
+                    lengths,
+                    page_table,
+                    max_queries,
+                    new_key,
+                    new_value,
+                    rotary_cos,
+                    rotary_sin,
+                )
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice

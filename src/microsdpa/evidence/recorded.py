@@ -108,7 +108,7 @@ def _gradients(problem: Problem) -> Kernel:
     if isinstance(tiling, Rejection):
         own = backward.choose(problem)
         return Kernel(backward.gradients(problem, own), (backward.gradients_grid(problem, own),))
-    return Kernel(hopper_backward.gradients(problem, tiling), (hopper_backward.gradients_grid(problem),))
+    return Kernel(hopper_backward.gradients(problem, tiling), (hopper_backward.gradients_grid(problem, tiling),))
 
 
 def _quantizer(problem: Problem) -> Kernel:
