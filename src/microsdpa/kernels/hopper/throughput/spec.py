@@ -129,7 +129,7 @@ CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     32: (Tiles(3, 128, False, 2200, 3100), Tiles(4, 64, False, 1600, 3700), Tiles(2, 128, True, 1900, 3500)),
     48: (Tiles(3, 128, False, 2630, 3100), Tiles(4, 64, False, 1760, 3700), Tiles(2, 128, True, 2210, 3500)),
     64: (Tiles(3, 128, False, 2650, 3100), Tiles(4, 64, False, 1870, 3700), Tiles(2, 128, True, 2210, 3500)),
-    80: (Tiles(2, 128, True, 2200, 4000), Tiles(3, 96, False, 2290, 3500)),
+    80: (Tiles(2, 128, True, 2200, 4000), Tiles(3, 96, False, 2290, 3500), Tiles(3, 64, False, 1650, 3500)),
     96: (Tiles(2, 128, True, 2350, 4000),),
     112: (Tiles(2, 128, True, 2420, 4300),),
     128: (Tiles(2, 128, True, 2600, 4300),),
