@@ -1,0 +1,119 @@
+// The third warpgroup of hopper/latency/kernel.cu with 8-bit operands: it fetches scales, and widens V to FP16.
+//
+// wgmma takes 16-bit values of P V as V lies, and 8-bit ones only when keys are contiguous. So V is widened rather than
+// transposed, while Q K^T and the first exponentials run: P then has 11 bits, and V loses none.
+#pragma once
+
+#include "../../ptx/arithmetic.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/tma.cuh"
+#include "consumer.cuh"
+
+namespace microsdpa::hopper::latency {
+
+constexpr int WIDENERS = WARPGROUP_THREADS;
+constexpr int WIDENING_WARPS = WIDENERS / 32;
+
+// C: a Configuration (consumer.cuh).
+template <typename C>
+struct Widener {
+  using Shared = typename C::Shared;
+  using Operands = typename C::Operands;
+  static constexpr int HEAD_DIM = C::HEAD_DIM, ROUNDS = C::ROUNDS;
+  static_assert(HEAD_DIM <= WIDENERS && BLOCK_M <= WIDENERS && WARPGROUPS * BLOCK_N == WIDENERS,
+                "a thread has a channel, a query, and a key of each round");
+
+  Shared& shared;
+  const Scaled<AttentionParams>& arguments;
+  const WorkTile& work;
+  const int thread;
+
+  float value_scale;
+  float row_scale;
+  float key_scale[ROUNDS];
+
+  __device__ __forceinline__ void set_up() {
+    mbarrier_init(shared.scales_full, WIDENING_WARPS);
+#pragma unroll
+    for (int tile = 0; tile < WARPGROUPS * ROUNDS; ++tile) {
+      mbarrier_init(shared.wide_full[tile / WARPGROUPS][tile % WARPGROUPS], WIDENING_WARPS);
+    }
+  }
+
+  // Starts to read scales. Those past the tensors are others of the same head.
+  __device__ __forceinline__ void fetch_scales() {
+    grid_dependency_wait();
+    const AttentionParams& params = arguments.call;
+    const ChannelScales& channels = arguments.value_scale;
+    value_scale = channels.data[work.batch * channels.batch + work.head_kv * channels.head +
+                                min(thread, C::COLUMNS - 1) * channels.channel];
+    const int row = min(work.first_row + thread % BLOCK_M, params.seqlen_q - 1);
+    row_scale = *arguments.query_scale.at(work.batch, work.head, row);
+    if constexpr (Operands::KEY_SCALES) {
+#pragma unroll
+      for (int round = 0; round < ROUNDS; ++round) {
+        const int key = min(work.first_key(round, thread / BLOCK_N) + thread % BLOCK_N, params.seqlen_k - 1);
+        key_scale[round] = *arguments.key_scale.at(work.batch, work.head_kv, key);
+      }
+    } else {
+      row_scale *= *arguments.key_scale.at(work.batch, work.head_kv, 0);
+    }
+  }
+
+  // Lets the consumers have what this warp has written.
+  __device__ __forceinline__ static void arrive(Mbarrier& barrier) {
+    __syncwarp();
+    if (elect_one()) mbarrier_arrive(barrier);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void give_scales() {
+    if (thread < HEAD_DIM) shared.value_scale[thread] = value_scale;
+    // 0 must not meet a masked score of -inf.
+    if (thread < BLOCK_M) shared.row_scale[thread] = fmaxf(row_scale * fabsf(arguments.call.scale_log2), 1e-30f);
+    if constexpr (Operands::KEY_SCALES) {
+#pragma unroll
+      for (int round = 0; round < ROUNDS; ++round) shared.key_scale[WIDENERS * round + thread] = key_scale[round];
+    }
+    arrive(shared.scales_full);
+  }
+
+  // Eight values at a time, of which a warp has whole lines on both sides.
+  __device__ __forceinline__ void widen_tile(__half* wide, const unsigned char* narrow) const {
+    constexpr int CHUNKS = HEAD_DIM / 8;
+    constexpr int PIECES = BLOCK_N * CHUNKS / WIDENERS, AT_A_TIME = 4;
+#pragma unroll
+    for (int first = 0; first < PIECES; first += AT_A_TIME) {
+      Vector<uint32, 2> loaded[AT_A_TIME];
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) {
+        loaded[i] = reinterpret_cast<const Vector<uint32, 2>*>(narrow)[WIDENERS * (first + i) + thread];
+      }
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) {
+        const int piece = WIDENERS * (first + i) + thread, row = piece / CHUNKS, chunk = piece % CHUNKS;
+        const uint32(&from)[2] = loaded[i].data;
+        const uint4 to = {halves_from_e4m3x2(from[0]), halves_from_e4m3x2(from[0] >> 16), halves_from_e4m3x2(from[1]),
+                          halves_from_e4m3x2(from[1] >> 16)};
+        __half* panel = wide + chunk / 8 * (BLOCK_N * PANEL);
+        *reinterpret_cast<uint4*>(panel + row * PANEL + (chunk % 8 ^ row % 8) * 8) = to;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    give_scales();
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+#pragma unroll
+      for (int warpgroup = 0; warpgroup < WARPGROUPS; ++warpgroup) {
+        if (!Shared::FEW_COPIES || round + warpgroup == 0) mbarrier_wait(shared.value_full(round, warpgroup), 0);
+        widen_tile(shared.value[round][warpgroup], shared.narrow_value[round][warpgroup]);
+        fence_proxy_async();
+        arrive(shared.wide_full[round][warpgroup]);
+      }
+    }
+  }
+};
+
+}  // namespace microsdpa::hopper::latency
