@@ -25,6 +25,7 @@ CPP_CODE: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed c
 """Of Q and K."""
 MOST_ROUNDS = 4
 """Tiles of keys of a warpgroup: all of them are resident."""
+UNROLLED_SPILLS = "four rounds take a few registers more than there are: they are stored, once"
 WIDENED = 3
 """Bytes of a value of V: as it comes, and in FP16."""
 
@@ -96,6 +97,7 @@ def specification(problem: Problem, choice: EightBitLatency) -> KernelSpec | Rej
         threads=128 * (WARPGROUPS + 1),
         block_m=BLOCK_M,
         shared_bytes=max(shared_bytes, chip.shared_per_sm // 2),  # one CTA an SM, as with 16 bits
+        local_memory=UNROLLED_SPILLS if choice.rounds == MOST_ROUNDS else "",
         low_occupancy="one CTA an SM, of three warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,

@@ -283,6 +283,11 @@ __global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
       return;
     }
   }
+  const auto get_registers = [] {
+    if constexpr (Operands::EIGHT_BIT) {
+      if constexpr (MOVES_REGISTERS<C>) setmaxnreg_inc<CONSUMER_REGISTERS>();
+    }
+  };
   if constexpr (MASKS::ANY) {
     auto consumer = consumer_of_thread();
     consumer.read_masks();
@@ -290,6 +295,7 @@ __global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
     consumer.run();
   } else {
     meet();
+    get_registers();
     auto consumer = consumer_of_thread();
     consumer.run();
   }

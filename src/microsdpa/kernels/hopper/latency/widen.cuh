@@ -14,6 +14,15 @@ namespace microsdpa::hopper::latency {
 constexpr int WIDENERS = WARPGROUP_THREADS;
 constexpr int WIDENING_WARPS = WIDENERS / 32;
 
+// Registers of a thread where the consumers need more than three warpgroups can be launched with: these take some of
+// the widening one's.
+template <typename C>
+constexpr bool MOVES_REGISTERS =
+    C::HEAD_DIM > 64 || C::ROUNDS > 2 || (C::ROUNDS == 2 && (C::MASKED || C::Operands::TERMS > 1));
+constexpr int CONSUMER_REGISTERS = 240, WIDENER_REGISTERS = 24, LAUNCHED_REGISTERS = 168;
+static_assert(WARPGROUPS * CONSUMER_REGISTERS + WIDENER_REGISTERS <= (WARPGROUPS + 1) * LAUNCHED_REGISTERS,
+              "setmaxnreg would wait for ever for more registers than there are");
+
 // C: a Configuration (consumer.cuh).
 template <typename C>
 struct Widener {
@@ -102,6 +111,7 @@ struct Widener {
   }
 
   __device__ __forceinline__ void run() {
+    if constexpr (MOVES_REGISTERS<C>) setmaxnreg_dec<WIDENER_REGISTERS>();
     give_scales();
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
