@@ -37,14 +37,6 @@ __device__ __forceinline__ void load_tile(E* shared, const TensorMap& map, Mbarr
 template <int CLUSTER, int ROUNDS, bool MASKED>
 constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
 
-// What the products of a thread's rows are multiplied with.
-template <bool EIGHT_BIT>
-struct RowFactors {};
-template <>
-struct RowFactors<true> {
-  float row[2];
-};
-
 // What a kernel is compiled for; kernel.cu says what each is.
 template <typename OPERANDS, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_, bool MASKED_,
           typename MASKS_, int MASK_ROWS_>
@@ -95,8 +87,8 @@ struct Consumer : Exchange<C> {
 
   uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];
-  float subtract[2];  // the stabilizers, finite
-  RowFactors<Operands::EIGHT_BIT> factors;
+  // The stabilizers, finite; then, of 8-bit values, what products of each row are multiplied with, base 2: > 0.
+  float subtract[Operands::EIGHT_BIT ? 4 : 2];
   MaskState<Rules, ROUNDS == 0 ? 1 : ROUNDS> masks;
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
@@ -196,16 +188,15 @@ struct Consumer : Exchange<C> {
     }
   }
 
-  // What a row's products are multiplied with, base 2: > 0.
   __device__ __forceinline__ float factor_of(int half) const {
-    if constexpr (Operands::EIGHT_BIT) return factors.row[half];
+    if constexpr (Operands::EIGHT_BIT) return subtract[2 + half];
     return scale;
   }
   __device__ __forceinline__ void read_factors() {
     if constexpr (Operands::EIGHT_BIT) {
       mbarrier_wait(shared.scales_full, 0);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) factors.row[half] = shared.row_scale[fragment.tile_row(half)];
+      for (int half = 0; half < 2; ++half) subtract[2 + half] = shared.row_scale[fragment.tile_row(half)];
     }
   }
 
@@ -437,7 +428,7 @@ struct Consumer : Exchange<C> {
       for (int e = 0; e < 4; ++e) {
         float& x = columns.part[i].data[e];
         x = CLUSTER == 2 ? fmaf(x, weights.own, peer.part[i].data[e]) : x * weights.own;
-        if (Operands::EIGHT_BIT) x *= scales.part[i].data[e];
+        if constexpr (Operands::EIGHT_BIT) x *= scales.part[i].data[e];
       }
     }
     this->store(HALF, columns);
