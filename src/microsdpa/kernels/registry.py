@@ -286,9 +286,15 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
     specs |= dict.fromkeys(_varlen_catalogue(target))
     quantized = [*_eight_bit_catalogue(target), *quantize_catalogue(target)]
     if not every:
-        quantized = [s for s in quantized if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]
+        quantized = [s for s in quantized if ("HEAD_DIM", "64") in s.template_args and _is_of_half(s)]
         quantized = [s for s in quantized if ("CAUSAL", "false") not in s.template_args]
     return [*specs, *quantized]
+
+
+def _is_of_half(spec: KernelSpec) -> bool:
+    """Whether a kernel around 8-bit operands has FP16 for its 16-bit type."""
+    arguments = dict(spec.template_args)
+    return "__half" in arguments.get("T", arguments.get("OPERANDS", ""))
 
 
 def _varlen_catalogue(target: str) -> list[KernelSpec]:

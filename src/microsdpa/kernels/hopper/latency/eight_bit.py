@@ -17,8 +17,7 @@ from microsdpa.kernels.spec import (
     refused_head_dim,
 )
 
-HEAD_DIMS = range(16, 129, 16)
-"""Head dimensions whose rows a bulk copy can read."""
+HEAD_DIMS = (32, 64, 128)
 TILE_DIMS = (64, 128)
 """Columns of the tiles that there are kernels for."""
 CPP_CODE: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
@@ -121,6 +120,6 @@ def latency(problem: Problem) -> KernelSpec | Rejection:
     if problem.operands == "int8_fp8" and problem.query_terms != 1:
         return Rejection("a query has two INT8 codes an element", "one code an element")
     if problem.head_dim not in HEAD_DIMS:
-        return refused_head_dim(problem.head_dim, HEAD_DIMS, f"a multiple of 16 up to {HEAD_DIMS[-1]}")
+        return refused_head_dim(problem.head_dim, HEAD_DIMS)
     cluster = cluster_for(problem)
     return specification(problem, EightBitLatency(cluster, key_rounds(problem, cluster)))
