@@ -27,8 +27,8 @@ from microsdpa.evidence import (
     profile,
     suites,
     tune,
-    verify_codes,
     verify_eight_bit,
+    verify_quantizers,
     verify_torch,
 )
 from microsdpa.evidence import regress as regression
@@ -200,8 +200,8 @@ def verify(
         with progress() as bars:
             whole = precision == "all" and impl == "auto"
             if whole and ptx is None and launcher.device_error() is None:
-                verify_codes.compile_ahead(launcher.target_of_device())
-            step = verify_eight_bit.step(precision, bars, impl, ptx, verify_codes.parts if whole else lambda _: [])
+                verify_quantizers.compile_ahead(launcher.target_of_device())
+            step = verify_eight_bit.step(precision, bars, impl, ptx, verify_quantizers.parts if whole else lambda _: [])
         _finish([step], as_json)
     with progress() as bars:
         step = reproduction.verify_step(bars, impl, output, _command(), ptx=ptx)

@@ -164,14 +164,14 @@ def test_the_default_device_is_not_where_results_are() -> None:
         {"impl": "emulate", "precision": "int8_fp8"},
     ]
     expected = [microsdpa.sdpa(query, key, value, return_lse=True, **call) for call in calls]
-    codes = microsdpa.quantize(query, "int8", "block")
+    quantized = microsdpa.quantize(query, "int8", "block")
     before = torch.get_default_dtype()
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     try:
         found = [microsdpa.sdpa(query, key, value, return_lse=True, **call) for call in calls]
-        assert torch.equal(microsdpa.quantize(query, "int8", "block").scale, codes.scale)
-        assert torch.equal(codes.dequantize(), microsdpa.quantize(query, "int8", "block").dequantize())
+        assert torch.equal(microsdpa.quantize(query, "int8", "block").scale, quantized.scale)
+        assert torch.equal(quantized.dequantize(), microsdpa.quantize(query, "int8", "block").dequantize())
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(before)

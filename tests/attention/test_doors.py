@@ -224,7 +224,7 @@ def sdpa(name: str, heads_kv: int = HEADS, dtype: torch.dtype = torch.float16, *
     return Door(f"sdpa {name}", start, NOTHING if "out" in options else OUTPUT, wanted, wanted, dtype)
 
 
-def codes(name: str, of: tuple[torch.dtype, ...], dtype: torch.dtype, **options: Any) -> Door:
+def quantized(name: str, of: tuple[torch.dtype, ...], dtype: torch.dtype, **options: Any) -> Door:
     """A call of sdpa with 8-bit values and scales that are tensors."""
 
     def start(_: Setting) -> Callable[[], Any]:
@@ -238,7 +238,9 @@ def codes(name: str, of: tuple[torch.dtype, ...], dtype: torch.dtype, **options:
         return lambda: microsdpa.sdpa(query, key, value, **made)
 
     wanted = options.get("return_lse", False)
-    return Door(f"sdpa of codes, {name}", start, NOTHING if "out" in options else OUTPUT, wanted, wanted, dtype)
+    return Door(
+        f"sdpa of quantized values, {name}", start, NOTHING if "out" in options else OUTPUT, wanted, wanted, dtype
+    )
 
 
 def slopes() -> torch.Tensor:
@@ -289,12 +291,12 @@ SDPA = [
     sdpa("precision, return_lse", precision="fp8", return_lse=True),
     sdpa("precision, out", precision="fp8", out=output),
     sdpa("precision, enable_gqa", heads_kv=HEADS_KV, precision="fp8", enable_gqa=True),
-    codes("fp8", (E4M3,) * 3, HALF),
-    codes("fp8, out of bfloat16", (E4M3,) * 3, BRAIN, out=lambda: output(BRAIN)),
-    codes("fp8, return_lse", (E4M3,) * 3, HALF, return_lse=True),
-    codes("int8_fp8", (INT8, INT8, E4M3), HALF),
-    codes("int8_fp16", (INT8, INT8, HALF), HALF),
-    codes("int8_fp16, value of bfloat16", (INT8, INT8, BRAIN), BRAIN),
+    quantized("fp8", (E4M3,) * 3, HALF),
+    quantized("fp8, out of bfloat16", (E4M3,) * 3, BRAIN, out=lambda: output(BRAIN)),
+    quantized("fp8, return_lse", (E4M3,) * 3, HALF, return_lse=True),
+    quantized("int8_fp8", (INT8, INT8, E4M3), HALF),
+    quantized("int8_fp16", (INT8, INT8, HALF), HALF),
+    quantized("int8_fp16, value of bfloat16", (INT8, INT8, BRAIN), BRAIN),
 ]
 
 

@@ -41,14 +41,14 @@ def test_explain_names_both_kernels(precision: Operands) -> None:
     assert named.runs == "emulate:ladder/11_8bit_cp_async"
 
 
-def test_explain_of_codes_and_of_nothing() -> None:
+def test_explain_of_quantized_values_and_of_nothing() -> None:
     q, k, v = (microsdpa.quantize(x, "e4m3", "head") for x in make(CASE))
     scales = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
-    found = microsdpa.explain(q.codes, k.codes, v.codes, **scales, impl="emulate")
+    found = microsdpa.explain(q.values, k.values, v.values, **scales, impl="emulate")
     assert found.quantizer is None
     assert "quantizes" not in str(found)
-    with pytest.raises(InvalidArgument, match="v_scale: expected a scale for 8-bit codes, got None"):
-        microsdpa.explain(q.codes, k.codes, v.codes, q_scale=q.scale, k_scale=k.scale, impl="emulate")
+    with pytest.raises(InvalidArgument, match="v_scale: expected a scale for 8-bit values, got None"):
+        microsdpa.explain(q.values, k.values, v.values, q_scale=q.scale, k_scale=k.scale, impl="emulate")
     query, key, value = make(CASE)
     empty = microsdpa.explain(query, key[:, :, :0], value[:, :, :0], precision="fp8", impl="emulate")
     assert "nothing to compute" in empty.reason

@@ -1,4 +1,4 @@
-"""The quantizers: every code, every FP16 value, every granularity; what is refused."""
+"""The quantizers: every value, every FP16 value, every granularity; what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import microsdpa
 from microsdpa.attention.quantize import (
     LARGEST,
     RESIDUAL_STEPS,
-    Code,
+    Format,
     Granularity,
     decode,
     encode,
@@ -17,92 +17,92 @@ from microsdpa.attention.quantize import (
     residual,
     rotate,
 )
-from microsdpa.call.scales import CODE_DTYPE
+from microsdpa.call.scales import FORMAT_DTYPE
 from microsdpa.errors import InvalidArgument
 
-CODES: tuple[Code, ...] = ("e4m3", "int8", "sim_u8")
+FORMATS: tuple[Format, ...] = ("e4m3", "int8", "sim_u8")
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "head", "channel", "block")
 
 
-def all_codes(code: Code) -> torch.Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(CODE_DTYPE[code])
+def all_values(format: Format) -> torch.Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(FORMAT_DTYPE[format])
 
 
 def every_half() -> torch.Tensor:
     return torch.arange(-32768, 32768, dtype=torch.int16).view(torch.float16)
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_all_256_codes_come_back(code: Code) -> None:
-    codes = all_codes(code)
-    back = encode(decode(codes, code), code)
-    expected = codes.view(torch.uint8).clone()
-    if code == "e4m3":
-        expected[0xFF] = 0x7F  # NaN has one code
-    if code == "int8":
+@pytest.mark.parametrize("format", FORMATS)
+def test_all_256_values_come_back(format: Format) -> None:
+    quantized = all_values(format)
+    back = encode(decode(quantized, format), format)
+    expected = quantized.view(torch.uint8).clone()
+    if format == "e4m3":
+        expected[0xFF] = 0x7F  # NaN has one encoding
+    if format == "int8":
         expected[0x80] = 0x81  # -128 is never made, and is read as what it says: it saturates
     assert torch.equal(back.view(torch.uint8), expected)
 
 
-@pytest.mark.parametrize("code", CODES)
-def test_every_half_goes_to_its_nearest_code(code: Code) -> None:
-    """Against a search of all codes: nearest, ties to the even code, saturated at both ends."""
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_half_goes_to_its_nearest_value(format: Format) -> None:
+    """Against a search of all quantized values: nearest, ties to the even one, saturated at both ends."""
     y = every_half()
     y = y[y.isfinite()].float()
-    values = decode(all_codes(code), code)
-    usable = values.isfinite() & (values.abs() <= LARGEST[code] + 1e-3)
+    values = decode(all_values(format), format)
+    usable = values.isfinite() & (values.abs() <= LARGEST[format] + 1e-3)
     values, _ = values[usable].sort()
-    found = decode(encode(y, code), code)
-    nearest = (y.clamp(-LARGEST[code], LARGEST[code])[:, None] - values).abs().amin(dim=1)
-    distance = (y.clamp(-LARGEST[code], LARGEST[code]) - found).abs()
-    # The linear code's steps are no FP32 numbers: two neighbours may be equally near but for a rounding.
-    torch.testing.assert_close(distance, nearest, rtol=0, atol=2e-4 if code == "sim_u8" else 0)
-    if code == "int8":
+    found = decode(encode(y, format), format)
+    nearest = (y.clamp(-LARGEST[format], LARGEST[format])[:, None] - values).abs().amin(dim=1)
+    distance = (y.clamp(-LARGEST[format], LARGEST[format]) - found).abs()
+    # The linear format's steps are no FP32 numbers: two neighbours may be equally near but for a rounding.
+    torch.testing.assert_close(distance, nearest, rtol=0, atol=2e-4 if format == "sim_u8" else 0)
+    if format == "int8":
         assert torch.equal(found, y.round().clamp(-127, 127))
-    if code == "e4m3":
-        assert torch.equal(encode(-y, code).float(), -found)
+    if format == "e4m3":
+        assert torch.equal(encode(-y, format).float(), -found)
         ties = torch.tensor([17.0, 19.0, 2.0**-10, 3 * 2.0**-10, 465.0, 1e6])
-        assert encode(ties, code).float().tolist() == [16.0, 20.0, 0.0, 2.0**-8, 448.0, 448.0]
+        assert encode(ties, format).float().tolist() == [16.0, 20.0, 0.0, 2.0**-8, 448.0, 448.0]
     assert found[y.argsort()].diff().min() >= 0
 
 
 def test_nonfinite_values_when_they_are_allowed() -> None:
     x = torch.tensor([1.0, torch.nan, torch.inf, -torch.inf], dtype=torch.float16).repeat(8).view(1, 1, 8, 4)
     finite = x.masked_fill(x.isnan(), 0.5)
-    for code in CODES:
+    for format in FORMATS:
         with pytest.raises(InvalidArgument, match="allow_nonfinite=True"):
-            microsdpa.quantize(x, code)  # type: ignore[arg-type]
-        found = microsdpa.quantize(finite, code, allow_nonfinite=True)  # type: ignore[arg-type]
-        assert found.scale == torch.tensor(1.0) / LARGEST[code]  # infinity does not count
+            microsdpa.quantize(x, format)  # type: ignore[arg-type]
+        found = microsdpa.quantize(finite, format, allow_nonfinite=True)  # type: ignore[arg-type]
+        assert found.scale == torch.tensor(1.0) / LARGEST[format]  # infinity does not count
         expected = torch.tensor([1.0, 0.5, 1.0, -1.0])
         torch.testing.assert_close(found.dequantize()[0, 0, 0], expected, rtol=1e-6, atol=4e-3)
-        found = microsdpa.quantize(x, code, allow_nonfinite=True)  # type: ignore[arg-type]
+        found = microsdpa.quantize(x, format, allow_nonfinite=True)  # type: ignore[arg-type]
         nan = torch.tensor([False, True, False, False])
-        if code == "e4m3":
-            assert found.scale == torch.tensor(1.0) / LARGEST[code]
+        if format == "e4m3":
+            assert found.scale == torch.tensor(1.0) / LARGEST[format]
             assert torch.equal(found.dequantize()[0, 0, 0].isnan(), nan)
-        else:  # which has no code for NaN
+        else:  # which has no NaN
             assert found.scale.isnan()
             assert found.dequantize().isnan().all()
 
 
-@pytest.mark.parametrize("code", ["int8", "sim_u8"])
+@pytest.mark.parametrize("format", ["int8", "sim_u8"])
 @pytest.mark.parametrize(("granularity", "count"), [("block", 2), ("head", 16), ("channel", 8)])
-def test_nan_spreads_no_farther_than_its_scale(code: str, granularity: str, count: int) -> None:
+def test_nan_spreads_no_farther_than_its_scale(format: str, granularity: str, count: int) -> None:
     x = torch.ones(1, 2, 8, 2)
     x[0, 1, 3, 0] = torch.nan
-    found = microsdpa.quantize(x, code, granularity, block=1, allow_nonfinite=True)  # type: ignore[arg-type]
+    found = microsdpa.quantize(x, format, granularity, block=1, allow_nonfinite=True)  # type: ignore[arg-type]
     nan = found.dequantize().isnan()
     assert nan[0, 1, 3, 0]
     assert int(nan.sum()) == count
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_zeros_have_scale_one(code: Code, granularity: Granularity) -> None:
-    found = microsdpa.quantize(torch.zeros(2, 3, 70, 32), code, granularity)
+def test_zeros_have_scale_one(format: Format, granularity: Granularity) -> None:
+    found = microsdpa.quantize(torch.zeros(2, 3, 70, 32), format, granularity)
     assert (found.scale == 1).all()
-    assert found.dequantize().abs().max() <= (448 / 255 if code == "sim_u8" else 0)
+    assert found.dequantize().abs().max() <= (448 / 255 if format == "sim_u8" else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -110,24 +110,24 @@ def test_zeros_have_scale_one(code: Code, granularity: Granularity) -> None:
 def test_scales_have_their_shapes_and_bound_the_error(granularity: Granularity, dtype: torch.dtype) -> None:
     x = (torch.randn(2, 3, 70, 32, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     shapes = {"tensor": (), "head": (2, 3), "channel": (2, 3, 32), "block": (2, 3, 5)}
-    for code in CODES:
-        found = microsdpa.quantize(x, code, granularity, block=16)
+    for format in FORMATS:
+        found = microsdpa.quantize(x, format, granularity, block=16)
         assert found.scale.shape == shapes[granularity]
-        assert found.codes.dtype == CODE_DTYPE[code]
+        assert found.values.dtype == FORMAT_DTYPE[format]
         error = (found.dequantize() - x.float()).abs()
         step = {
             "e4m3": x.float().abs() * 2**-4 + 1e-4,
             "int8": 0.51 * found.scale.max(),
             "sim_u8": 1.76 * found.scale.max(),
         }
-        assert (error <= step[code] * 1.01).all()
+        assert (error <= step[format] * 1.01).all()
 
 
 def test_a_row_of_its_own_scale() -> None:
     x = torch.randn(1, 2, 5, 32) * torch.tensor([1e-3, 1.0, 1e3, 0.0, 7.0])[:, None]
     found = microsdpa.quantize(x, "int8", "block", block=1)
     assert found.scale.shape == (1, 2, 5)
-    assert torch.equal(found.codes.abs().amax(dim=-1)[0, 0], torch.tensor([127, 127, 127, 0, 127], dtype=torch.int8))
+    assert torch.equal(found.values.abs().amax(dim=-1)[0, 0], torch.tensor([127, 127, 127, 0, 127], dtype=torch.int8))
 
 
 def test_smoothing_and_rotation_leave_attention_as_it_is() -> None:
@@ -151,18 +151,18 @@ def test_smoothing_and_rotation_are_undone() -> None:
     assert (better.dequantize() - x).square().mean() < 0.2 * (plain.dequantize() - x).square().mean()
 
 
-@pytest.mark.parametrize(("code", "better"), [("e4m3", 20), ("int8", 200)])
-def test_a_second_code_has_what_the_first_lacks(code: Code, better: float) -> None:
+@pytest.mark.parametrize(("format", "better"), [("e4m3", 20), ("int8", 200)])
+def test_a_residual_term_has_what_the_first_lacks(format: Format, better: float) -> None:
     y = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 30
-    first = encode(y, code)
-    both = decode(first, code) + decode(residual(y, first, code), code) / RESIDUAL_STEPS[code]
-    assert (both - y).norm() < (decode(first, code) - y).norm() / better
+    first = encode(y, format)
+    both = decode(first, format) + decode(residual(y, first, format), format) / RESIDUAL_STEPS[format]
+    assert (both - y).norm() < (decode(first, format) - y).norm() / better
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"code": "fp4"}, "code: expected one of 'e4m3'"),
+        ({"format": "fp4"}, "format: expected one of 'e4m3'"),
         ({"granularity": "token"}, "granularity: expected one of 'tensor'"),
         ({"block": 48}, "block: expected a power of two, got 48"),
         ({"block": 0}, "block: expected a power of two, got 0"),
@@ -192,5 +192,5 @@ def test_strides_change_nothing(granularity: Granularity, seqlen: int) -> None:
     )
     for view in (*views, apart[:, :, ::2]):
         found = microsdpa.quantize(view, "e4m3", granularity)
-        assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(found.scale, expected.scale)

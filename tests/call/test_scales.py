@@ -13,7 +13,7 @@ from microsdpa.errors import InvalidArgument, UnsupportedProblem
 E4M3 = torch.float8_e4m3fn
 
 
-def codes(dtype: torch.dtype = E4M3, heads: int = 2, seqlen: int = 8, head_dim: int = 32) -> torch.Tensor:
+def quantized(dtype: torch.dtype = E4M3, heads: int = 2, seqlen: int = 8, head_dim: int = 32) -> torch.Tensor:
     return torch.zeros(1, heads, seqlen, head_dim, dtype=torch.uint8).view(dtype)
 
 
@@ -23,9 +23,9 @@ def half(head_dim: int = 32) -> torch.Tensor:
 
 def call(**changes: Any) -> object:
     arguments: dict[str, Any] = {
-        "query": codes(),
-        "key": codes(),
-        "value": codes(),
+        "query": quantized(),
+        "key": quantized(),
+        "value": quantized(),
         "q_scale": 1.0,
         "k_scale": torch.ones(1, 2),
         "v_scale": torch.ones(1, 2, 32),
@@ -38,7 +38,7 @@ def call(**changes: Any) -> object:
 @pytest.mark.parametrize(
     ("scale", "words"),
     [
-        (None, "a scale for 8-bit codes, got None"),
+        (None, "a scale for 8-bit values, got None"),
         (0.0, "positive finite scales, got 0.0"),
         (-1.0, "positive finite scales, got -1.0"),
         (1e300, r"scales from 2\*\*-126 to 2\*\*127, got 1e\+300"),
@@ -64,9 +64,9 @@ def test_inference_mode_has_8_bit_values(value: torch.dtype) -> None:
         inputs = half()
         scale = torch.ones(1, 2)
         operands = (
-            {"query": codes(), "key": codes(), "value": codes()}
+            {"query": quantized(), "key": quantized(), "value": quantized()}
             if value == E4M3
-            else {"query": codes(torch.int8), "key": codes(torch.int8), "value": inputs, "v_scale": None}
+            else {"query": quantized(torch.int8), "key": quantized(torch.int8), "value": inputs, "v_scale": None}
         )
         assert scale.is_inference()
         for _ in range(2):
@@ -87,25 +87,25 @@ def test_a_scale_that_becomes_bad_is_seen() -> None:
 @pytest.mark.parametrize(
     "dtypes", [(E4M3, torch.int8, E4M3), (torch.int8, torch.int8, torch.int8), (torch.uint8, torch.uint8, torch.uint8)]
 )
-def test_mixed_and_unknown_codes(dtypes: tuple[torch.dtype, ...]) -> None:
+def test_mixed_and_unknown_formats(dtypes: tuple[torch.dtype, ...]) -> None:
     with pytest.raises(InvalidArgument, match="three float8_e4m3fn tensors, or int8 query and key with"):
-        call(**dict(zip(("query", "key", "value"), map(codes, dtypes), strict=True)))
+        call(**dict(zip(("query", "key", "value"), map(quantized, dtypes), strict=True)))
 
 
-def test_codes_without_scales() -> None:
-    with pytest.raises(InvalidArgument, match="pass q_scale, k_scale and v_scale with 8-bit codes"):
-        microsdpa.sdpa(codes(), codes(), codes())
+def test_quantized_values_without_scales() -> None:
+    with pytest.raises(InvalidArgument, match="pass q_scale, k_scale and v_scale with 8-bit values"):
+        microsdpa.sdpa(quantized(), quantized(), quantized())
 
 
-def test_a_value_scale_for_a_value_without_codes() -> None:
+def test_a_value_scale_for_a_value_of_16_bits() -> None:
     with pytest.raises(InvalidArgument, match=r"v_scale: expected None beside a torch.float16 value"):
-        call(query=codes(torch.int8), key=codes(torch.int8), value=half())
+        call(query=quantized(torch.int8), key=quantized(torch.int8), value=half())
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("options", [{"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}, {"precision": "fp8"}])
 def test_what_is_no_tensor_is_refused_by_name(name: str, options: dict[str, Any]) -> None:
-    given: dict[str, Any] = {one: codes() if "q_scale" in options else half() for one in ("query", "key", "value")}
+    given: dict[str, Any] = {one: quantized() if "q_scale" in options else half() for one in ("query", "key", "value")}
     with pytest.raises(InvalidArgument, match=rf"^{name}: expected a torch.Tensor, got str"):
         microsdpa.sdpa(**(given | {name: "no tensor"}), **options)
 
@@ -130,7 +130,7 @@ def test_precision_and_where_it_runs() -> None:
         match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/latency_8bit', 'hopper/throughput_8bit', 'hopper/throughput_8bit_qk'",
     ):
         microsdpa.sdpa(half(), half(), half(), precision="fp8", impl="ladder/01")
-    with pytest.raises(UnsupportedProblem, match="this rung takes Q, K and V of one E4M3 code an element"):
+    with pytest.raises(UnsupportedProblem, match="this rung takes Q, K and V of one E4M3 term an element"):
         microsdpa.sdpa(half(), half(), half(), precision="int8_fp8", impl="emulate:ladder/10")
     with pytest.raises(UnsupportedProblem, match="requires grad"):
         microsdpa.sdpa(half().requires_grad_(), half(), half(), precision="fp8", impl="emulate")

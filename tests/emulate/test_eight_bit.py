@@ -1,4 +1,4 @@
-"""Attention with 8-bit operands in the emulator: against the oracle on what codes stand for, and on the originals."""
+"""Attention with 8-bit operands in the emulator: against the oracle on dequantized values, and on the originals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_family_is_tested() -> None:
     assert {f.short_name for f in EIGHT_BIT_FAMILIES} == {*RUNGS, *on_wgmma}
 
 
-def codes_of(tensors: Tensors, block: int = 16) -> tuple[Quantized, Quantized, Quantized]:
+def quantized_of(tensors: Tensors, block: int = 16) -> tuple[Quantized, Quantized, Quantized]:
     query, key, value = tensors
     return (
         microsdpa.quantize(query, "e4m3", "head"),
@@ -54,7 +54,7 @@ def codes_of(tensors: Tensors, block: int = 16) -> tuple[Quantized, Quantized, Q
 
 def attend(q: Quantized, k: Quantized, v: Quantized, impl: str, **options: object) -> Tensors:
     return microsdpa.sdpa(  # type: ignore[return-value, call-overload]
-        *(x.codes for x in (q, k, v)),
+        *(x.values for x in (q, k, v)),
         q_scale=q.scale,
         k_scale=k.scale,
         v_scale=v.scale,
@@ -79,9 +79,9 @@ def probability_bound(tensors: list[torch.Tensor], causal: str | None) -> torch.
 
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_rung_against_what_the_codes_stand_for(rung: str, case: Case) -> None:
+def test_every_rung_against_the_dequantized_values(rung: str, case: Case) -> None:
     tensors = make(case)
-    q, k, v = codes_of(tensors)
+    q, k, v = quantized_of(tensors)
     plain = [x.dequantize() for x in (q, k, v)]
     expected, expected_lse = reference.oracle(*plain, causal=case.causal)
     out = torch.empty_like(tensors[0])
@@ -113,7 +113,7 @@ def two_sms(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", MANY_HEADS, ids=str)
 def test_tiles_for_many_heads(case: Case) -> None:
     for rung in ("ada/mma_8bit", "ladder/12"):
-        test_every_rung_against_what_the_codes_stand_for(rung, case)
+        test_every_rung_against_the_dequantized_values(rung, case)
     for precision in OPERANDS:
         test_every_precision_against_the_original_tensors(precision, case)
 
@@ -148,8 +148,8 @@ SCALES: dict[str, Callable[[torch.Tensor], Quantized]] = {
 @pytest.mark.parametrize("granularity", SCALES)
 def test_scales_of_every_shape(granularity: str) -> None:
     query, key, value = make(Case(2, 4, 40, 100, 64, heads_kv=2))
-    make_codes = SCALES[granularity]
-    q, k = make_codes(query * torch.arange(1, 41)[:, None] / 20), make_codes(key)
+    make_quantized = SCALES[granularity]
+    q, k = make_quantized(query * torch.arange(1, 41)[:, None] / 20), make_quantized(key)
     for v in (microsdpa.quantize(value, "e4m3", "tensor"), microsdpa.quantize(value, "e4m3", "head")):
         expected, _ = reference.oracle(*(x.dequantize() for x in (q, k, v)))
         assert compare.measure(attend(q, k, v, "auto")[0], expected).rel_l1 <= 0.026
@@ -161,7 +161,7 @@ def test_scales_that_are_numbers_or_of_the_key_heads() -> None:
     expected, _ = reference.oracle(q.dequantize(), k.dequantize(), value)
     for q_scale in (float(q.scale), q.scale.expand(1, 2)):
         out = microsdpa.sdpa(
-            q.codes, k.codes, value, q_scale=q_scale, k_scale=float(k.scale), enable_gqa=True, impl="emulate"
+            q.values, k.values, value, q_scale=q_scale, k_scale=float(k.scale), enable_gqa=True, impl="emulate"
         )
         assert isinstance(out, torch.Tensor)
         assert compare.measure(out, expected).max_abs <= 5e-3
@@ -184,7 +184,7 @@ def test_probabilities_do_not_saturate(kind: str) -> None:
         else:
             key += torch.linspace(0, 1.5, 400)[:, None].half()
     value = value + 1  # a saturated or lost probability shows as a factor
-    q, k, v = codes_of((query, key, value), block=1)
+    q, k, v = quantized_of((query, key, value), block=1)
     plain = [x.dequantize() for x in (q, k, v)]
     expected, expected_lse = reference.oracle(*plain)
     for rung in ("ladder/10", "ladder/11", "ada/mma_8bit", "ladder/12"):
@@ -210,7 +210,7 @@ def test_rows_without_keys_and_empty_calls() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 100.0])
 def test_odd_softmax_scales(scale: float) -> None:
-    q, k, v = codes_of(make(Case(1, 1, 40, 70, 32)))
+    q, k, v = quantized_of(make(Case(1, 1, 40, 70, 32)))
     plain = [x.dequantize() for x in (q, k, v)]
     expected, _ = reference.oracle(*plain, scale=scale)
     for rung in RUNGS:

@@ -1,4 +1,4 @@
-"""NaN in, NaN out, in every mode of 8-bit attention and every kernel of it: codes of INT8 have no NaN of their own."""
+"""NaN in, NaN out, in every mode and kernel of 8-bit attention: INT8 has no NaN of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The FP8 GEMM and FP8 Q K^T against FP64 products of what the codes stand for."""
+"""The FP8 GEMM and FP8 Q K^T against FP64 products of the dequantized values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from microsdpa.jit.inspect import count_instructions, tensor_instructions
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def codes(*shape: int, seed: int = 0) -> torch.Tensor:
+def quantized(*shape: int, seed: int = 0) -> torch.Tensor:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return x.to(torch.float8_e4m3fn)
 
@@ -29,7 +29,7 @@ def bound(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 )
 def test_gemm_of_any_size(shape: tuple[int, int, int], device: str) -> None:
     m, n, k = shape
-    a, b = codes(m, k), codes(k, n, seed=1)
+    a, b = quantized(m, k), quantized(k, n, seed=1)
     found = fp8_products.gemm(a.to(device), b.to(device), a_scale=0.5, b_scale=0.125).cpu().double()
     x, y = a.double() * 0.5, b.double() * 0.125
     assert ((found - x @ y).abs() <= bound(x, y)).all()
@@ -39,7 +39,7 @@ def test_gemm_of_any_size(shape: tuple[int, int, int], device: str) -> None:
 @pytest.mark.parametrize("shape", [(1, 512, 512, 64), (3, 37, 70, 32), (2, 65, 129, 128), (2, 5, 9, 48)])
 def test_scores_of_real_sizes(shape: tuple[int, ...], device: str) -> None:
     heads, seqlen_q, seqlen_k, head_dim = shape
-    query, key = codes(heads, seqlen_q, head_dim), codes(heads, seqlen_k, head_dim, seed=1)
+    query, key = quantized(heads, seqlen_q, head_dim), quantized(heads, seqlen_k, head_dim, seed=1)
     scale = head_dim**-0.5
     found = fp8_products.scores(query.to(device), key.to(device), scale).cpu().double()
     x, y = query.double() * scale, key.double().mT
@@ -49,7 +49,7 @@ def test_scores_of_real_sizes(shape: tuple[int, ...], device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_scores_of_the_small_case(device: str) -> None:
     """4 x 8 x 64: at most .008 as it is, .001 scaled by 1/8."""
-    query, key = codes(1, 4, 64), codes(1, 8, 64, seed=1)
+    query, key = quantized(1, 4, 64), quantized(1, 8, 64, seed=1)
     for scale, most in ((1.0, 0.008), (0.125, 0.001)):
         found = fp8_products.scores(query.to(device), key.to(device), scale).cpu().double()
         assert (found - query.double() @ key.double().mT * scale).abs().max() <= most
@@ -63,10 +63,10 @@ def test_8_bit_tensor_cores_on_ada(scores: bool) -> None:
 
 
 def test_what_is_refused() -> None:
-    a = codes(4, 32)
+    a = quantized(4, 32)
     with pytest.raises(InvalidArgument, match="b: expected K = 32 rows"):
-        fp8_products.gemm(a, codes(31, 4))
-    with pytest.raises(InvalidArgument, match="a: expected contiguous float8_e4m3fn codes of 2 dimensions, got"):
+        fp8_products.gemm(a, quantized(31, 4))
+    with pytest.raises(InvalidArgument, match="a: expected contiguous float8_e4m3fn values of 2 dimensions, got"):
         fp8_products.gemm(a.float(), a)
     with pytest.raises(InvalidArgument, match=r"key: expected .1, S_k, 64."):
-        fp8_products.scores(codes(1, 4, 64), codes(1, 4, 32))
+        fp8_products.scores(quantized(1, 4, 64), quantized(1, 4, 32))

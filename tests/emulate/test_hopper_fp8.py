@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from microsdpa import quantize, reference
-from microsdpa.attention.quantize import Code, Granularity, Quantized, expand_scale
+from microsdpa.attention.quantize import Format, Granularity, Quantized, expand_scale
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare, verify_eight_bit
@@ -65,12 +65,12 @@ def problem_of(case: Case, key_block: int, operands: Operands = "fp8") -> Proble
 
 
 def attend(
-    spec: KernelSpec, problem: Problem, case: Case, codes: tuple[Quantized, Quantized, Quantized]
+    spec: KernelSpec, problem: Problem, case: Case, quantized: tuple[Quantized, Quantized, Quantized]
 ) -> tuple[torch.Tensor, ...]:
     """(output, LSE) of two schedules, the same bits in both."""
     names = ("query", "key", "value")
-    inputs = {name: x.codes for name, x in zip(names, codes, strict=True)}
-    inputs |= {f"{name}_scale": x.scale for name, x in zip(names, codes, strict=True)}
+    inputs = {name: x.values for name, x in zip(names, quantized, strict=True)}
+    inputs |= {f"{name}_scale": x.scale for name, x in zip(names, quantized, strict=True)}
     query = make(case)[0]
     found = []
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
@@ -91,22 +91,22 @@ def check(
     case: Case, granularity: Granularity, block: int, tiles: Tiles | None = None, operands: Operands = "fp8"
 ) -> None:
     query, key, value = make(case)
-    code: Code = "e4m3" if operands == "fp8" else "int8"
-    codes = (
-        quantize(query, code, "block", block=32),
-        quantize(key, code, granularity, block=max(block, 1)),
+    format: Format = "e4m3" if operands == "fp8" else "int8"
+    quantized = (
+        quantize(query, format, "block", block=32),
+        quantize(key, format, granularity, block=max(block, 1)),
         quantize(value, "e4m3", "channel" if block else "head"),
     )
     problem = problem_of(case, block, operands)
     spec = throughput(problem) if tiles is None else specification(problem, tiles)
     assert isinstance(spec, KernelSpec)
-    out, lse = attend(replace(spec, max_ctas=CTAS), problem, case, codes)
-    plain = [x.dequantize() for x in codes]
-    scales = tuple(expand_scale(x.scale, x.granularity, x.block, x.codes.shape) for x in codes[:2])
+    out, lse = attend(replace(spec, max_ctas=CTAS), problem, case, quantized)
+    plain = [x.dequantize() for x in quantized]
+    scales = tuple(expand_scale(x.scale, x.granularity, x.block, x.values.shape) for x in quantized[:2])
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     lost = None
     if operands == "fp8":
-        lost = lost_of_scores((codes[0].codes, codes[1].codes), (scales[0], scales[1]), scale)
+        lost = lost_of_scores((quantized[0].values, quantized[1].values), (scales[0], scales[1]), scale)
     expected, expected_lse = reference.oracle(*plain, causal=case.causal, scale=case.scale, attn_mask=lost)
     wrong = allowed_in_place(plain, case, spec, lost)
     if wrong is None:  # half a step of E4M3 for every probability, of which the largest is 256
@@ -150,7 +150,7 @@ def test_scales_of_keys_in_place(head_dim: int, tiles: Tiles, operands: Operands
 
 
 @pytest.mark.parametrize("case", [Case(1, 2, 270, 200, 64, causal="upper_left"), Case(1, 1, 70, 1300, 128)], ids=str)
-def test_two_codes_in_place(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_terms_in_place(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_fp8, "chip_of", lambda target: replace(chip_of(target), sms=1))
     outcome = verify_eight_bit.check(case, "fp8", "cpu", "hopper/throughput_8bit")
     assert not outcome.failure

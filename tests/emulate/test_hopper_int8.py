@@ -1,4 +1,4 @@
-"""hopper/throughput_8bit_qk in the emulator: right for one and two codes of Q, free of races and of bank conflicts."""
+"""hopper/throughput_8bit_qk in the emulator: right for one and two terms of Q, free of races and of bank conflicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from microsdpa.kernels.select import select
 CTAS = 3
 """Fewer than there are query tiles, so that each takes several."""
 
-# A case, the granularity of K's scales and the rows of their blocks, and codes of a query.
+# A case, the granularity of K's scales and the rows of their blocks, and terms of a query.
 CASES: list[tuple[Case, Granularity, int, int]] = [
     (Case(1, 3, 256, 384, 64), "block", 1, 2),
     (Case(2, 4, 170, 350, 64, heads_kv=2, causal="lower_right", layout="bshd"), "block", 16, 1),
@@ -46,16 +46,16 @@ def problem_of(case: Case, key_block: int, terms: int) -> Problem:
 def check(case: Case, granularity: Granularity, block: int, terms: int, tiles: Tiles | None = None) -> None:
     query, key, value = make(case)
     q, k = quantize(query, "int8", "block", block=32), quantize(key, "int8", granularity, block=max(block, 1))
-    codes, plain_q = q.codes, q.dequantize()
+    quantized, plain_q = q.values, q.dequantize()
     if terms == 2:
-        wide = expand_scale(q.scale, "block", 32, q.codes.shape)
-        rest = residual(query.float() / wide, q.codes, "int8")
+        wide = expand_scale(q.scale, "block", 32, q.values.shape)
+        rest = residual(query.float() / wide, q.values, "int8")
         plain_q += rest.float() * wide / RESIDUAL_STEPS["int8"]
-        codes = torch.cat((codes, rest), dim=-1)
+        quantized = torch.cat((quantized, rest), dim=-1)
     problem = problem_of(case, block, terms)
     spec = replace(specification(problem, tiles or tiles_for(problem)), max_ctas=CTAS)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    inputs = {"query": codes, "key": k.codes, "value": value, "query_scale": q.scale, "key_scale": k.scale}
+    inputs = {"query": quantized, "key": k.values, "value": value, "query_scale": q.scale, "key_scale": k.scale}
     found = []
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
         outputs = {"out": torch.full_like(query, torch.nan), "lse": torch.full(query.shape[:3], torch.nan)}

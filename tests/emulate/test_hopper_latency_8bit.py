@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from microsdpa import quantize, reference
-from microsdpa.attention.quantize import Code, Granularity, Quantized, expand_scale
+from microsdpa.attention.quantize import Format, Granularity, Quantized, expand_scale
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
 from microsdpa.evidence import compare, verify_eight_bit
@@ -43,22 +43,22 @@ def problem_of(case: Case, key_block: int, operands: Operands) -> Problem:
     )
 
 
-def codes_of(case: Case, operands: Operands, of_key: Granularity, block: int, of_value: Granularity) -> list[Quantized]:
+def quantized_of(case: Case, operands: Operands, of_key: Granularity, block: int, of_value: Granularity) -> list[Quantized]:
     query, key, value = make(case)
-    code: Code = "e4m3" if operands == "fp8" else "int8"
+    format: Format = "e4m3" if operands == "fp8" else "int8"
     of_query: Granularity = "block" if block else "head"
     return [
-        quantize(query, code, of_query, block=32),
-        quantize(key, code, of_key, block=max(block, 1)),
+        quantize(query, format, of_query, block=32),
+        quantize(key, format, of_key, block=max(block, 1)),
         quantize(value, "e4m3", of_value),
     ]
 
 
-def attend(spec: KernelSpec, problem: Problem, case: Case, codes: list[Quantized]) -> tuple[torch.Tensor, ...]:
+def attend(spec: KernelSpec, problem: Problem, case: Case, quantized: list[Quantized]) -> tuple[torch.Tensor, ...]:
     """(output, LSE) of two schedules, the same bits in both."""
     names = ("query", "key", "value")
-    inputs = {name: x.codes for name, x in zip(names, codes, strict=True)}
-    inputs |= {f"{name}_scale": x.scale for name, x in zip(names, codes, strict=True)}
+    inputs = {name: x.values for name, x in zip(names, quantized, strict=True)}
+    inputs |= {f"{name}_scale": x.scale for name, x in zip(names, quantized, strict=True)}
     query = make(case)[0]
     found = []
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
@@ -74,16 +74,16 @@ def attend(spec: KernelSpec, problem: Problem, case: Case, codes: list[Quantized
     return found[0]
 
 
-def check(case: Case, codes: list[Quantized], spec: KernelSpec | Rejection, operands: Operands, block: int) -> None:
+def check(case: Case, quantized: list[Quantized], spec: KernelSpec | Rejection, operands: Operands, block: int) -> None:
     """P is rounded to FP16, of which a probability loses 2^-11 of itself, and the output to its type."""
     assert isinstance(spec, KernelSpec)
-    out, lse = attend(spec, problem_of(case, block, operands), case, codes)
-    plain = [x.dequantize() for x in codes]
+    out, lse = attend(spec, problem_of(case, block, operands), case, quantized)
+    plain = [x.dequantize() for x in quantized]
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     lost = None
     if operands == "fp8":
-        wide = [expand_scale(x.scale, x.granularity, x.block, x.codes.shape) for x in codes[:2]]
-        lost = lost_of_scores((codes[0].codes, codes[1].codes), (wide[0], wide[1]), scale)
+        wide = [expand_scale(x.scale, x.granularity, x.block, x.values.shape) for x in quantized[:2]]
+        lost = lost_of_scores((quantized[0].values, quantized[1].values), (wide[0], wide[1]), scale)
     expected, expected_lse = reference.oracle(*plain, causal=case.causal, scale=case.scale, attn_mask=lost)
     magnitude, _ = reference.oracle(
         *(plain[0], plain[1], plain[2].abs()), causal=case.causal, scale=case.scale, attn_mask=lost
@@ -99,8 +99,8 @@ def check(case: Case, codes: list[Quantized], spec: KernelSpec | Rejection, oper
 def test_right_in_every_order(
     case: Case, of_key: Granularity, block: int, of_value: Granularity, operands: Operands
 ) -> None:
-    codes = codes_of(case, operands, of_key, block, of_value)
-    check(case, codes, latency(problem_of(case, block, operands)), operands, block)
+    quantized = quantized_of(case, operands, of_key, block, of_value)
+    check(case, quantized, latency(problem_of(case, block, operands)), operands, block)
 
 
 @pytest.mark.parametrize(("cluster", "rounds"), [(1, 3), (1, 4), (2, 2)])
@@ -108,7 +108,7 @@ def test_right_in_every_order(
 def test_every_number_of_rounds(cluster: int, rounds: int, operands: Operands) -> None:
     case = Case(1, 1, 64, 128 * cluster * rounds - 9, 64)
     spec = specification(problem_of(case, 0, operands), EightBitLatency(cluster, rounds))
-    check(case, codes_of(case, operands, "head", 0, "channel"), spec, operands, 0)
+    check(case, quantized_of(case, operands, "head", 0, "channel"), spec, operands, 0)
 
 
 @pytest.mark.parametrize("case", [Case(1, 2, 100, 300, 64, causal="upper_left"), Case(1, 1, 70, 200, 128)], ids=str)
@@ -121,11 +121,11 @@ def test_what_precision_makes(case: Case) -> None:
 
 def test_nan_in_a_value_reaches_its_output() -> None:
     case = Case(1, 1, 64, 128, 64)
-    codes = codes_of(case, "fp8", "head", 0, "head")
-    codes[2].codes.view(torch.uint8)[0, 0, 5, 7] = 0x7F
+    quantized = quantized_of(case, "fp8", "head", 0, "head")
+    quantized[2].values.view(torch.uint8)[0, 0, 5, 7] = 0x7F
     spec = latency(problem_of(case, 0, "fp8"))
     assert isinstance(spec, KernelSpec)
-    out, _ = attend(spec, problem_of(case, 0, "fp8"), case, codes)
+    out, _ = attend(spec, problem_of(case, 0, "fp8"), case, quantized)
     assert out[..., 7].isnan().all()
     assert not out[..., 8].isnan().any()
 
@@ -136,7 +136,7 @@ def test_auto_takes_it_where_its_tiles_fit_the_chip() -> None:
     assert "more than the SMs" in dict(select(replace(problem, batch=3)).reasons)["hopper/latency_8bit"]
     refused = {
         "V is not E4M3": replace(problem, operands="int8_fp16"),
-        "two INT8 codes": replace(problem, operands="int8_fp8", query_terms=2),
+        "two INT8 values": replace(problem, operands="int8_fp8", query_terms=2),
         "do not fit the shared memory": replace(problem, seqlen_k=4096),
         "is not 32, 64 or 128": replace(problem, head_dim=48),
     }

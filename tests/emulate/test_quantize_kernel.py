@@ -1,4 +1,4 @@
-"""The quantizing kernel makes the codes of quantize.py, bit for bit."""
+"""The quantizing kernel makes the quantized values of quantize.py, bit for bit."""
 
 from __future__ import annotations
 
@@ -56,43 +56,43 @@ def test_it_agrees_with_the_specification(
 ) -> None:
     query, key, value = inputs(shape, dtype)
     found = quantize_query_key_value(query, key, value, scheme, emulated=True)
-    q = microsdpa.quantize(query, scheme.code, "block", block=scheme.block, hadamard=scheme.hadamard)
+    q = microsdpa.quantize(query, scheme.format, "block", block=scheme.block, hadamard=scheme.hadamard)
     k = microsdpa.quantize(
-        key, scheme.code, "block", block=scheme.block, hadamard=scheme.hadamard, smooth=scheme.smooth
+        key, scheme.format, "block", block=scheme.block, hadamard=scheme.hadamard, smooth=scheme.smooth
     )
-    assert same(found.query[..., : shape[5]].contiguous(), q.codes)
+    assert same(found.query[..., : shape[5]].contiguous(), q.values)
     assert same(found.query_scale, q.scale)
-    assert same(found.key, k.codes)
+    assert same(found.key, k.values)
     assert same(found.key_scale, k.scale)
     if scheme.smooth:
         assert same(found.key_mean, k.mean)
     if scheme.query_terms == 2:
         rotated = rotate(query.float())
         y = rotated / expand_scale(q.scale, "block", scheme.block, query.shape)
-        assert same(found.query[..., shape[5] :].contiguous(), residual(y, q.codes, scheme.code))
+        assert same(found.query[..., shape[5] :].contiguous(), residual(y, q.values, scheme.format))
     if scheme.value is None:
         assert found.value is value
         assert found.value_scale is None
     else:
         v = microsdpa.quantize(value, scheme.value, "channel")
-        assert same(found.value, v.codes)
+        assert same(found.value, v.values)
         assert same(found.value_scale, v.scale)
 
 
 @pytest.mark.parametrize("nan", [True, False])
-@pytest.mark.parametrize(("code", "value"), [("e4m3", "int8"), ("int8", "sim_u8"), ("sim_u8", "e4m3")])
-def test_every_half_has_the_same_code(code: str, value: str, nan: bool) -> None:
+@pytest.mark.parametrize(("format", "value"), [("e4m3", "int8"), ("int8", "sim_u8"), ("sim_u8", "e4m3")])
+def test_every_half_has_the_same_value(format: str, value: str, nan: bool) -> None:
     """All 65,536 bit patterns, infinities among them, and NaN, of which some types make the scale NaN."""
     x = torch.arange(-32768, 32768, dtype=torch.int16).view(torch.float16).view(1, 1, 1024, 64)
     x = x if nan else x.masked_fill(x.isnan(), -torch.inf)
-    scheme = QuantizationScheme(code, value, smooth=False, hadamard=False)  # type: ignore[arg-type]
+    scheme = QuantizationScheme(format, value, smooth=False, hadamard=False)  # type: ignore[arg-type]
     found = quantize_query_key_value(x, x, x, scheme, emulated=True)
-    rows = microsdpa.quantize(x, scheme.code, "block", block=1, allow_nonfinite=True)
+    rows = microsdpa.quantize(x, scheme.format, "block", block=1, allow_nonfinite=True)
     channels = microsdpa.quantize(x, scheme.value, "channel", allow_nonfinite=True)  # type: ignore[arg-type]
-    assert same(found.query, rows.codes)
-    assert same(found.key, rows.codes)
+    assert same(found.query, rows.values)
+    assert same(found.key, rows.values)
     assert same(found.key_scale, rows.scale)
-    assert same(found.value, channels.codes)
+    assert same(found.value, channels.values)
     assert same(found.value_scale, channels.scale)
 
 

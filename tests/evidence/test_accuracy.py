@@ -18,11 +18,11 @@ def test_the_gates_hold_for_the_mission_shape_with_outliers() -> None:
     measured = [accuracy.measure(p, Case(1, 8, 512, 512, 64, kind="outliers"), "cpu") for p in OPERANDS]
     assert accuracy.failures(measured) == []
     for one in measured:
-        assert one.on_codes is not None
-        assert 0.05 < one.on_codes.share < 1
-        assert 0.95 < one.errors.rel_l1 / one.on_codes.exact_sums < 1.01
+        assert one.on_quantized is not None
+        assert 0.05 < one.on_quantized.share < 1
+        assert 0.95 < one.errors.rel_l1 / one.on_quantized.exact_sums < 1.01
     rows = [accuracy.as_row(one, "sm_89") for one in measured]
-    head, *lines = accuracy.codes_lines(results.make("accuracy", "microsdpa accuracy", rows))
+    head, *lines = accuracy.quantized_lines(results.make("accuracy", "microsdpa accuracy", rows))
     assert [line[0] for line in lines] == [f'`precision="{p}"`' for p in OPERANDS]
     assert lines[0][1].endswith("%")
     assert len(head) == len(lines[0])
@@ -52,16 +52,16 @@ def test_gates() -> None:
         ("fp8", (0.1, 0.5, 0.0101), ""),
         ("fp8", (0.1, 1.5, 0.0101), "fp8, .*: 1.50 of what rounding P and the output explains"),
         ("fp8", (0.1, 0.5, 0.0097), "fp8, .*: 0.01 is more than exact sums' 0.0097"),
-        ("int8_fp16", (0.02, 0.5, 0.0101), "int8_fp16, .*: 0.02 on what the codes stand for"),
+        ("int8_fp16", (0.02, 0.5, 0.0101), "int8_fp16, .*: 0.02 on the dequantized values"),
         ("int8_fp16", (0.006, 0.5, 0.0101), ""),
     ],
 )
-def test_gates_on_what_the_codes_stand_for(precision: str, beside: tuple[float, float, float], words: str) -> None:
+def test_gates_on_the_dequantized_values(precision: str, beside: tuple[float, float, float], words: str) -> None:
     most, share, exact_sums = beside
     errors = Errors(0.1, 0.0004, 0.01, 1.0, ())
-    on_codes = accuracy.OnCodes(Errors(most, 0.0, 0.0, 1.0, ()), share, exact_sums)
+    on_quantized = accuracy.OnQuantized(Errors(most, 0.0, 0.0, 1.0, ()), share, exact_sums)
     case = Case(1, 8, 32, 512, 64, seed=100)
-    found = accuracy.failures([accuracy.Measured(precision, case, errors, on_codes)])  # type: ignore[arg-type]
+    found = accuracy.failures([accuracy.Measured(precision, case, errors, on_quantized)])  # type: ignore[arg-type]
     assert len(found) == bool(words)
     assert re.fullmatch(words, "".join(found))
 

@@ -334,7 +334,7 @@ def test_our_8_bit_calls_are_checked_timed_and_signed(precision: Operands, monke
     named = [(row["mode"], row["variant"], row["op"]) for row in rows]
     assert named == [
         ("graph", precision, "quantize+sdpa"),
-        ("graph", f"{precision} codes", "sdpa"),
+        ("graph", f"{precision} quantized", "sdpa"),
         ("host", precision, "quantize+sdpa"),
     ]
     for row in rows:
@@ -352,7 +352,7 @@ def test_our_8_bit_calls_are_checked_timed_and_signed(precision: Operands, monke
 
 @pytest.mark.usefixtures("on_a_pretended_h200")
 @pytest.mark.parametrize("rung", ["ladder/09_fp8_mma", "ladder/12_8bit_persistent"])
-def test_a_rung_with_8_bits_is_timed_on_codes(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rung_with_8_bits_is_timed_on_quantized_values(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "prepare", lambda mode, calls: FakeRunner())
     bench = CaseBench(SMALL, device="cpu")
     bench.rehearse(ours(rung))
@@ -366,17 +366,17 @@ def test_a_rung_with_8_bits_is_timed_on_codes(rung: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("on_a_pretended_h200")
-def test_one_code_a_query_is_timed_beside_peers_that_have_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_term_a_query_is_timed_beside_peers_that_have_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "prepare", lambda mode, calls: FakeRunner())
-    (one_code,) = (one for one in ours("auto") if one.variant == "e4m3, one code")
-    assert one_code.where == "device"
-    row, empty = CaseBench(SMALL, device="cpu").run([one_code], ["graph"])
+    (one_term,) = (one for one in ours("auto") if one.variant == "e4m3, one term")
+    assert one_term.where == "device"
+    row, empty = CaseBench(SMALL, device="cpu").run([one_term], ["graph"])
     assert (row["status"], row["reason"], row["dtype"], row["op"]) == ("ok", "", "e4m3", "sdpa")
     assert row["kernel"] == "ada/mma_8bit"
-    assert 0.02 < row["error"]["rel_l1"] < 0.09  # of the tensors, not of what the codes stand for
+    assert 0.02 < row["error"]["rel_l1"] < 0.09  # of the tensors, not of the dequantized values
     assert not signatures.is_stale(row, "sm_89")
     results.validate(json.loads(json.dumps(results.make("fp8", "microsdpa bench", [row, empty]))), "test")
-    assert "32, 64, 128" in one_code.refuses(Case(1, 1, 8, 8, 48))
+    assert "32, 64, 128" in one_term.refuses(Case(1, 1, 8, 8, 48))
 
 
 @pytest.mark.usefixtures("on_a_pretended_h200")

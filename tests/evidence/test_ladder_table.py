@@ -164,14 +164,14 @@ def test_without_a_gpu_the_compiled_and_emulated_columns_are_there(monkeypatch: 
     step = ladder.step()
     assert step.status == "passed"
     assert "times need a GPU" in step.summary
-    wmma, mma_sync, codes = step.table[1:]
+    wmma, mma_sync, quantized = step.table[1:]
     assert wmma[1:6] == mma_sync[1:6] == [""] * 5
     assert "not modelled" in wmma[11]
     assert mma_sync[11].startswith("0 of ")
     assert mma_sync[12] == "HMMA 64"
     assert float(mma_sync[13]) < 1e-3
-    assert (codes[12], mma_sync[14], codes[14]) == ("QMMA 32", "8.0", "4.0")
-    assert 1e-3 < float(codes[13]) < 2e-2
+    assert (quantized[12], mma_sync[14], quantized[14]) == ("QMMA 32", "8.0", "4.0")
+    assert 1e-3 < float(quantized[13]) < 2e-2
 
 
 @pytest.mark.parametrize("rung", [rung for rung in ladder.rungs() if rung >= "ladder/08"])
@@ -181,7 +181,7 @@ def test_rungs_with_8_bits_have_no_bank_conflicts_and_small_errors(rung: str) ->
     assert error <= (5e-4 if rung in WIDE_PROBABILITIES else 1.5e-2)
 
 
-def test_a_rung_with_8_bits_is_checked_against_what_its_codes_stand_for() -> None:
+def test_a_rung_with_8_bits_is_checked_against_the_dequantized_values() -> None:
     case = Case(1, 2, 70, 130, 32, causal="upper_left")
     tensors = make(case)
     (rung,) = ours("ladder/09_fp8_mma")

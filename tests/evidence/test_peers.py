@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import compare
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, Masking, make
-from microsdpa.evidence.peers import PEERS, Implementation, choose, quantized, slug, torch_flex
-from microsdpa.evidence.peers.flash_attn import FlashAttention2, FlashAttention3Fp8, FlashAttention4
+from microsdpa.evidence.peers import PEERS, Implementation, choose, fa3_library, quantized, slug, torch_flex
+from microsdpa.evidence.peers.flash_attn import FlashAttention2, FlashAttention3, FlashAttention3Fp8, FlashAttention4
 from microsdpa.evidence.peers.flash_infer import FlashInfer
 from microsdpa.evidence.peers.sage_attention import SageAttention
 from microsdpa.evidence.peers.torch_flex import TorchFlex
@@ -39,6 +41,27 @@ def test_an_absent_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     broken = types.ModuleType("flash_attn")
     monkeypatch.setitem(sys.modules, "flash_attn", broken)
     assert FlashAttention2().unavailable() == "flash_attn has no flash_attn_func: pip install flash-attn"
+
+
+def test_a_library_of_flash_attention_3_is_checked_before_it_is_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "libother.so"
+    source = tmp_path / "other.cc"
+    source.write_text(
+        'extern "C" int fa3_forward() { return 0; }\nextern "C" int fa3_size_of_arguments() { return 8; }'
+    )
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", str(other), str(source)], check=True)
+    for path, said in ((tmp_path / "absent.so", "cannot open"), (other, "build it again")):
+        fa3_library.library.cache_clear()
+        monkeypatch.setenv(fa3_library.LIBRARY, str(path))
+        assert said in FlashAttention3().unavailable()
+        assert FlashAttention3().version == ""
+    assert FlashAttention3().refuses(Case(1, 1, 64, 64, 96)).endswith("no head dimension 96")
+    assert "no masks" in FlashAttention3().refuses(Case(1, 1, 64, 64, 64, masks=("window",)))
+    assert not FlashAttention3().refuses(Case(1, 1, 64, 64, 64, causal="lower_right"))
+    monkeypatch.delenv(fa3_library.LIBRARY)
+    assert "pip install flash_attn_3" in FlashAttention3().unavailable()
 
 
 def test_choosing_peers() -> None:
@@ -223,12 +246,12 @@ def test_the_8_bit_reference_is_attention_with_an_8_bit_error(arithmetic: str, c
     assert low < found.rel_l1 < high
 
 
-def test_e4m3_codes_reach_448_and_zeros_stay_zeros() -> None:
+def test_e4m3_values_reach_448_and_zeros_stay_zeros() -> None:
     x = torch.randn(2, 4, 8, 16)
-    codes, scale = quantized.per_tensor_e4m3(x)
-    assert float(codes.float().abs().max()) == 448
-    assert float((codes.float() * scale - x).abs().max()) <= float(x.abs().max()) * 2**-4
-    codes, scale = quantized.per_head_e4m3(x, 2)
+    values, scale = quantized.per_tensor_e4m3(x)
+    assert float(values.float().abs().max()) == 448
+    assert float((values.float() * scale - x).abs().max()) <= float(x.abs().max()) * 2**-4
+    values, scale = quantized.per_head_e4m3(x, 2)
     assert scale.shape == (2, 2)
-    assert float(codes.float()[0, :2].abs().max()) == 448
+    assert float(values.float()[0, :2].abs().max()) == 448
     assert not quantized.per_tensor_e4m3(torch.zeros(3))[0].float().any()

@@ -185,14 +185,14 @@ def test_our_8_bit_calls_are_compared_with_8_bit_peers_that_do_the_same(result: 
     rows = [
         eight("microsdpa", 8.0, variant="fp8", op="quantize+sdpa", precision="fp8"),
         eight("microsdpa", 9.0, variant="int8_fp8", op="quantize+sdpa", precision="int8_fp8", dtype="int8_fp8"),
-        eight("microsdpa", 6.0, variant="fp8 codes", precision="fp8"),
+        eight("microsdpa", 6.0, variant="fp8 quantized", precision="fp8"),
         eight("cuDNN FP8", 9.0),
         eight("SageAttention", 20.0, op="quantize+sdpa", dtype="int8"),
     ]
     head, line = render.timing_lines(result | {"rows": [*result["rows"], *rows]}, "graph")
     assert head[-2:] == ["best peer / microsdpa", "8-bit: best peer / microsdpa"]
-    assert {"microsdpa fp8", "microsdpa fp8 codes", "cuDNN FP8"} < set(head)
-    assert line[-2:] == ["0.25x", "2.50x (SageAttention / fp8); 1.50x (cuDNN FP8 / fp8 codes)"]
+    assert {"microsdpa fp8", "microsdpa fp8 quantized", "cuDNN FP8"} < set(head)
+    assert line[-2:] == ["0.25x", "2.50x (SageAttention / fp8); 1.50x (cuDNN FP8 / fp8 quantized)"]
 
 
 def test_a_changed_result_file_is_noticed(checkout: Path, result: results.Result) -> None:

@@ -8,7 +8,7 @@ import torch
 from microsdpa.evidence.short_sums import allowed_of_values, lost_of_products, lost_of_scores
 
 
-def codes(*values: float, length: int = 64) -> torch.Tensor:
+def quantized(*values: float, length: int = 64) -> torch.Tensor:
     """[1, 1, 1, length], zeros behind the values."""
     row = torch.zeros(length)
     row[: len(values)] = torch.tensor(values)
@@ -29,19 +29,19 @@ def codes(*values: float, length: int = 64) -> torch.Tensor:
     ],
 )
 def test_terms_and_sums_are_cut(query: tuple[float, ...], key: tuple[float, ...], lost: float) -> None:
-    assert lost_of_products(codes(*query), codes(*key)).item() == lost
+    assert lost_of_products(quantized(*query), quantized(*key)).item() == lost
 
 
-def test_a_second_code_is_summed_behind_the_first() -> None:
-    query = torch.cat((codes(2.0**-6), codes(1.0)), dim=-1)
-    assert lost_of_products(query, codes(2.0**-8)).item() == 0.0
-    query = torch.cat((codes(2.0**-6, 0.0), codes(0.0, 1.0)), dim=-1)
-    assert lost_of_products(query, codes(2.0**-8, 1.0)).item() == -(2.0**-14)
+def test_a_residual_term_is_summed_behind_the_first() -> None:
+    query = torch.cat((quantized(2.0**-6), quantized(1.0)), dim=-1)
+    assert lost_of_products(query, quantized(2.0**-8)).item() == 0.0
+    query = torch.cat((quantized(2.0**-6, 0.0), quantized(0.0, 1.0)), dim=-1)
+    assert lost_of_products(query, quantized(2.0**-8, 1.0)).item() == -(2.0**-14)
 
 
-def test_scores_have_the_codes_scales() -> None:
-    query = codes(1.0, 2.0**-6).expand(1, 4, 3, 64)
-    key = codes(1.0, 2.0**-8).expand(1, 2, 2, 64)
+def test_scores_have_the_scales_of_quantized_values() -> None:
+    query = quantized(1.0, 2.0**-6).expand(1, 4, 3, 64)
+    key = quantized(1.0, 2.0**-8).expand(1, 2, 2, 64)
     scales = torch.tensor(2.0), torch.tensor([4.0, 8.0])[None, :, None, None]
     found = lost_of_scores((query, key), scales, 3.0)
     assert found.shape == (1, 4, 3, 2)
@@ -56,11 +56,11 @@ def test_sums_in_place_stay_within_their_bound_and_use_it(keys: int, sign: str) 
     scores, value = torch.randn(2, keys, generator=generator), torch.randn(16, keys, generator=generator)
     if sign == "one":
         value = value.abs()
-    value_codes = (value * 64).to(torch.float8_e4m3fn)
+    quantized_value = (value * 64).to(torch.float8_e4m3fn)
     exponentials = (scores - scores[:, :32].amax(dim=1, keepdim=True)).exp().double()
     query = (16 * exponentials.float()).to(torch.float8_e4m3fn)
-    rounded, exact_value = query.double() / 16, value_codes.double()
-    lost = lost_of_products(query[None, None], value_codes[None, None])[0, 0] / 16
+    rounded, exact_value = query.double() / 16, quantized_value.double()
+    lost = lost_of_products(query[None, None], quantized_value[None, None])[0, 0] / 16
     total = exponentials.sum(dim=1, keepdim=True)
     found, exact = (rounded @ exact_value.T + lost) / total, exponentials @ exact_value.T / total
     share = (found - exact).abs() / allowed_of_values(exponentials / total, exact_value.T, 16, keys)

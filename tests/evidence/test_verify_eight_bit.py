@@ -7,7 +7,7 @@ import torch
 
 from microsdpa.attention.quantize import encode
 from microsdpa.errors import InvalidArgument
-from microsdpa.evidence import verify_codes, verify_eight_bit
+from microsdpa.evidence import verify_eight_bit, verify_quantizers
 from microsdpa.evidence.inputs import Case
 from microsdpa.execution import quantized
 from microsdpa.kernels.problem import OPERANDS, Operands
@@ -48,13 +48,13 @@ def test_a_kernel_can_be_named_and_ptx_needs_a_gpu(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_will_run_is_known_ahead() -> None:
-    names = {spec.name for spec in verify_codes.kernels("sm_90a")}
+    names = {spec.name for spec in verify_quantizers.kernels("sm_90a")}
     assert names >= {"ladder/08_fp8_scalar", "ladder/12_8bit_persistent", "quantize/fused", "quantize/restore_lse"}
     assert names >= {"probe/fp8_gemm", "probe/fp8_scores"}
 
 
 def test_parts_pass_in_the_emulator_and_what_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = verify_codes.parts("cpu")
+    parts = verify_quantizers.parts("cpu")
     names = [name for name, _ in parts]
     assert len(names) == len(set(names))
     assert {name.split()[0].split("_")[0].rstrip(",") for name in names} >= {"quantize", "FP8", "all", "ladder/12"}
@@ -62,13 +62,17 @@ def test_parts_pass_in_the_emulator_and_what_is_wrong_is_told(monkeypatch: pytes
     monkeypatch.setattr(verify_eight_bit, "cases", lambda: [Case(1, 1, 5, 9, 32)])
     step = verify_eight_bit.step("int8_fp8", parts=lambda device: quick)
     assert step.status == "passed", step.sections
-    assert step.summary.endswith(f"; {len(quick)} of {len(quick)} quantizers, products and rungs on codes")
+    assert step.summary.endswith(f"; {len(quick)} of {len(quick)} quantizers, products and rungs on quantized values")
 
-    monkeypatch.setattr(verify_codes, "MOST_RAW", 1e-5)
-    scores = verify_codes.fp8_products.scores
-    monkeypatch.setattr(verify_codes.fp8_products, "scores", lambda *a: 1.01 * scores(*a))
-    monkeypatch.setattr(verify_codes, "encode", lambda y, code: encode(y + 9, code))
-    found = {name: check() for name, check in verify_codes.parts("cpu") if "Q K^T" in name or "all codes" in name}
+    monkeypatch.setattr(verify_quantizers, "MOST_RAW", 1e-5)
+    scores = verify_quantizers.fp8_products.scores
+    monkeypatch.setattr(verify_quantizers.fp8_products, "scores", lambda *a: 1.01 * scores(*a))
+    monkeypatch.setattr(verify_quantizers, "encode", lambda y, format: encode(y + 9, format))
+    found = {
+        name: check()
+        for name, check in verify_quantizers.parts("cpu")
+        if "Q K^T" in name or "all quantized values" in name
+    }
     assert all(found.values())
     assert found["FP8 Q K^T 4 x 8 x 64 scaled by 1"].endswith("1e-05 allowed")
     wrong = verify_eight_bit.step("int8_fp8", parts=lambda device: [("one", lambda: "off"), ("two", lambda: "")])
@@ -77,18 +81,18 @@ def test_parts_pass_in_the_emulator_and_what_is_wrong_is_told(monkeypatch: pytes
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", verify_codes.parts("cuda"), ids=lambda part: part[0])
-def test_parts_pass_on_a_gpu(part: verify_codes.Part) -> None:
+@pytest.mark.parametrize("part", verify_quantizers.parts("cuda"), ids=lambda part: part[0])
+def test_parts_pass_on_a_gpu(part: verify_quantizers.Part) -> None:
     assert part[1]() == ""
 
 
-def test_another_code_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_quantized_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     quantize = quantized.quantize_query_key_value
 
-    def off_by_one(*arguments: object) -> quantized.Codes:
-        codes = quantize(*arguments)  # type: ignore[arg-type]
-        codes.key.view(torch.uint8)[0, 0, 0, 0] ^= 1
-        return codes
+    def off_by_one(*arguments: object) -> quantized.QuantizedInputs:
+        made = quantize(*arguments)  # type: ignore[arg-type]
+        made.key.view(torch.uint8)[0, 0, 0, 0] ^= 1
+        return made
 
     monkeypatch.setattr(verify_eight_bit, "quantize_query_key_value", off_by_one)
     found = verify_eight_bit.check(Case(1, 1, 5, 9, 32), "int8_fp8", "cpu")

@@ -54,7 +54,7 @@ def _backward_on_cpu() -> Iterator[None]:
 def _kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the launcher's kernels give, by forward.attend, for CPU tensors."""
     told: list[tuple[Any, Any]] = []
-    codes = {
+    known = {
         Options(c, a, None, g).code: (c, a, g)
         for c in (False, True)
         for a in (None, "lower_right")
@@ -64,7 +64,7 @@ def _kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def attend(query: Any, key: Any, value: Any, causal: bool, scale: Any) -> Any:
         code, mask = told.pop() if told else (Options(causal).code, None)
-        is_causal, alignment, gqa = codes[code]
+        is_causal, alignment, gqa = known[code]
         options = Options(is_causal, alignment, scale, gqa)
         assert causal == (is_causal or alignment is not None)
         return forward.attend((query, key, value), mask_tensors(mask, None, None), options, True)

@@ -1,4 +1,4 @@
-"""Calls with 8-bit operands on a GPU: plans, captures, codes with scales. Their accuracy: verify and accuracy."""
+"""Calls with 8-bit operands on a GPU: plans, captures, values with scales. Their accuracy: verify and accuracy."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_a_capture_may_be_the_first_call_and_replays_see_new_values(precision: O
 
 
 @pytest.mark.parametrize("precision", OPERANDS)
-def test_attention_on_codes_alone_is_captured(precision: Operands) -> None:
+def test_attention_on_quantized_values_alone_is_captured(precision: Operands) -> None:
     """What a benchmark times: a launch outside of any plan is on the current stream too."""
     case = Case(1, 3, 130, 77, 64)
     tensors = make(case, "cuda")
     out = torch.zeros_like(tensors[0])
-    call = MicrosdpaEightBit(precision, codes=True).bind(case, tensors, out)
+    call = MicrosdpaEightBit(precision, is_quantized=True).bind(case, tensors, out)
     call()
     expected = out.clone()
     graph = torch.cuda.CUDAGraph()
@@ -100,7 +100,7 @@ ROUNDING_P_TO_HALF = ("ladder/08_fp8_scalar", "ladder/09_fp8_mma")
 
 @pytest.mark.parametrize("rung", sorted(family.name for family in EIGHT_BIT_FAMILIES))
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
-def test_every_rung_on_codes(rung: str, head_dim: int) -> None:
+def test_every_rung_on_quantized_values(rung: str, head_dim: int) -> None:
     case = Case(2, 4, 130, 200, head_dim, heads_kv=2, causal="lower_right")
     query, key, value = make(case)
     made = (
@@ -109,41 +109,41 @@ def test_every_rung_on_codes(rung: str, head_dim: int) -> None:
         microsdpa.quantize(value, "e4m3", "channel"),
     )
     scales = {name: x.scale.cuda() for name, x in zip(("q_scale", "k_scale", "v_scale"), made, strict=True)}
-    codes = [x.codes.cuda() for x in made]
+    quantized = [x.values.cuda() for x in made]
     try:
-        out, lse = microsdpa.sdpa(*codes, causal=case.causal, enable_gqa=True, return_lse=True, impl=rung, **scales)
+        out, lse = microsdpa.sdpa(*quantized, causal=case.causal, enable_gqa=True, return_lse=True, impl=rung, **scales)
     except microsdpa.UnsupportedProblem as refusal:
         pytest.skip(str(refusal))
     plain = [x.dequantize() for x in made]
     family, lost = family_named(rung), None
     if family is not None and "fp8" in family.short_sums:
-        of_query, of_key = (expand_scale(x.scale, x.granularity, x.block, x.codes.shape) for x in made[:2])
-        lost = lost_of_scores((made[0].codes, made[1].codes), (of_query, of_key), head_dim**-0.5)
+        of_query, of_key = (expand_scale(x.scale, x.granularity, x.block, x.values.shape) for x in made[:2])
+        lost = lost_of_scores((made[0].values, made[1].values), (of_query, of_key), head_dim**-0.5)
     expected, expected_lse = reference.oracle(*plain, causal=case.causal, attn_mask=lost)
     assert compare.measure(out.cpu(), expected).rel_l1 <= (2e-3 if rung in ROUNDING_P_TO_HALF else 0.026)
     assert compare.measure(lse.cpu(), expected_lse).max_abs <= 1e-3
 
 
-def test_codes_are_checked_once_and_may_have_numbers_for_scales() -> None:
+def test_quantized_values_are_checked_once_and_may_have_numbers_for_scales() -> None:
     query, key, value = make(Case(1, 4, 64, 200, 64, heads_kv=2), "cuda")
     q, k, v = (microsdpa.quantize(x, "e4m3", "head") for x in (query, key, value))
     scales = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
-    first = microsdpa.sdpa(q.codes, k.codes, v.codes, enable_gqa=True, **scales)
+    first = microsdpa.sdpa(q.values, k.values, v.values, enable_gqa=True, **scales)
     plans = launcher._library.plan_count()
     for _ in range(2):
-        assert torch.equal(microsdpa.sdpa(q.codes, k.codes, v.codes, enable_gqa=True, **scales), first)
+        assert torch.equal(microsdpa.sdpa(q.values, k.values, v.values, enable_gqa=True, **scales), first)
     assert launcher._library.plan_count() == plans
     expected, _ = reference.oracle(*(x.dequantize().cpu() for x in (q, k, v)))
     assert compare.measure(first.cpu(), expected).rel_l1 <= 0.026
-    numbers = microsdpa.sdpa(q.codes, k.codes, v.codes, enable_gqa=True, q_scale=0.01, k_scale=0.02, v_scale=0.5)
+    numbers = microsdpa.sdpa(q.values, k.values, v.values, enable_gqa=True, q_scale=0.01, k_scale=0.02, v_scale=0.5)
     ones = torch.ones((), device="cuda")
     same = microsdpa.sdpa(
-        *(q.codes, k.codes, v.codes), enable_gqa=True, q_scale=0.01 * ones, k_scale=0.02 * ones, v_scale=0.5 * ones
+        *(q.values, k.values, v.values), enable_gqa=True, q_scale=0.01 * ones, k_scale=0.02 * ones, v_scale=0.5 * ones
     )
     assert torch.equal(numbers, same)  # type: ignore[arg-type]
     k.scale[0, 1] = -1
     with pytest.raises(microsdpa.InvalidArgument, match="k_scale: expected positive finite scales, got -1"):
-        microsdpa.sdpa(q.codes, k.codes, v.codes, enable_gqa=True, **scales)
+        microsdpa.sdpa(q.values, k.values, v.values, enable_gqa=True, **scales)
 
 
 def test_a_call_does_not_synchronise() -> None:

@@ -64,11 +64,11 @@ def test_8_bit_values_in_inference_mode() -> None:
         q, k, v = (microsdpa.quantize(t.clone(), "e4m3", "head") for t in tensors)
         assert q.scale.is_inference()
         scales = {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale}
-        first = microsdpa.sdpa(q.codes, k.codes, v.codes, **scales)
-        assert torch.equal(microsdpa.sdpa(q.codes, k.codes, v.codes, **scales), first)  # type: ignore[arg-type]
+        first = microsdpa.sdpa(q.values, k.values, v.values, **scales)
+        assert torch.equal(microsdpa.sdpa(q.values, k.values, v.values, **scales), first)  # type: ignore[arg-type]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = microsdpa.sdpa(q.codes, k.codes, v.codes, **scales)
+            captured = microsdpa.sdpa(q.values, k.values, v.values, **scales)
         graph.replay()
         assert torch.equal(captured, first)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from microsdpa.kernels.quantize.spec import SCHEMES, fused
 from microsdpa.kernels.spec import KernelSpec
 
 TARGETS = ("sm_89", "sm_90a")
-# Operands, codes of a query, and the tensor instructions on Ada and on Hopper, which has no mma.sync of E4M3 and turns
+# Operands, terms of a query, and the tensor instructions on Ada and on Hopper, which has no mma.sync of E4M3 and turns
 # it into FP16.
 CONFIGURATIONS: list[tuple[str, Operands, int, set[str], set[str]]] = [
     ("ladder/08", "fp8", 1, set(), set()),

@@ -195,7 +195,7 @@ def test_every_number_that_could_outgrow_32_bits_is_explained() -> None:
 
 CUTS = [
     ("quantize/fused.cu", "params.key_mean[static_cast<int64>(head) * HEAD_DIM", "params.key_mean[head * HEAD_DIM"),
-    ("quantize/fused.cu", "params.key_codes + static_cast<int64>(head) *", "params.key_codes + head *"),
+    ("quantize/fused.cu", "params.quantized_key + static_cast<int64>(head) *", "params.quantized_key + head *"),
     ("common/head.cuh", "params.lse + static_cast<int64>(index) *", "params.lse + index *"),
 ]
 

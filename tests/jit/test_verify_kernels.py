@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from microsdpa.evidence import verify_codes, verify_eight_bit
+from microsdpa.evidence import verify_eight_bit, verify_quantizers
 from microsdpa.evidence.cases import verify_cases
 from microsdpa.evidence.verify import problem_of
 from microsdpa.jit import compile_kernel
@@ -41,7 +41,7 @@ def test_every_verify_case_has_its_kernels() -> None:
 
 
 def test_every_verify_case_in_eight_bits_has_its_kernels() -> None:
-    kernels = set(verify_codes.kernels(TARGET))
+    kernels = set(verify_quantizers.kernels(TARGET))
     every = [(case, precision) for case in verify_eight_bit.cases() for precision in SCHEMES]
     computed = [one for one in every if verify_eight_bit.computed_by("auto", *one, TARGET)]
     assert len(computed) > 50

@@ -14,16 +14,16 @@ from microsdpa.kernels.problem import OPERANDS, MaskKind, Problem
 from microsdpa.kernels.select import select
 
 SMALL = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
-CODES = replace(SMALL, operands="fp8")
+QUANTIZED = replace(SMALL, operands="fp8")
 MASK = MaskKind("bool")
 
 
-@pytest.mark.parametrize("problem", [SMALL, CODES], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("problem", [SMALL, QUANTIZED], ids=["16 bits", "8 bits"])
 def test_auto_tries_the_kernels_of_the_policy_in_its_order(problem: Problem) -> None:
     names = [family.name for family in policy.candidates(problem, "auto")]
     assert names == [name for name in policy.PREFERENCES if name in names]
     assert names
-    assert all(family.eight_bit == (problem is CODES) for family in policy.candidates(problem, "auto"))
+    assert all(family.eight_bit == (problem is QUANTIZED) for family in policy.candidates(problem, "auto"))
 
 
 def test_every_preferred_name_is_a_kernels() -> None:
@@ -44,10 +44,10 @@ def test_the_ladder_runs_where_it_is_named_and_is_not_in_an_error() -> None:
 
 def test_a_kernel_for_other_operands_is_no_candidate() -> None:
     for family in FAMILIES:
-        assert policy.candidates(CODES, family.name) == ()
+        assert policy.candidates(QUANTIZED, family.name) == ()
     for family in EIGHT_BIT_FAMILIES:
         assert policy.candidates(SMALL, family.name) == ()
-        assert policy.candidates(CODES, family.name) == (family,)
+        assert policy.candidates(QUANTIZED, family.name) == (family,)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_a_kernel_for_other_operands_is_no_candidate() -> None:
         ("hopper/latency", replace(SMALL, batch=16), "hopper/throughput is faster"),
         ("hopper/split", replace(SMALL, seqlen_q=1, seqlen_k=4096), "leave SMs idle or come in several rounds"),
         ("hopper/throughput", replace(SMALL, seqlen_q=1, seqlen_k=4096), "too few queries"),
-        ("hopper/throughput_8bit", replace(CODES, seqlen_k=4096), "32 tiles of 128 queries are too few"),
-        ("hopper/latency_8bit", replace(CODES, batch=5), "more than the SMs"),
-        ("hopper/throughput_8bit_qk", replace(CODES, operands="int8_fp16"), "32 tiles of 128 queries are too few"),
+        ("hopper/throughput_8bit", replace(QUANTIZED, seqlen_k=4096), "32 tiles of 128 queries are too few"),
+        ("hopper/latency_8bit", replace(QUANTIZED, batch=5), "more than the SMs"),
+        ("hopper/throughput_8bit_qk", replace(QUANTIZED, operands="int8_fp16"), "32 tiles of 128 queries are too few"),
     ],
 )
 def test_a_skip_has_its_reason_and_explains_itself(kernel: str, problem: Problem, reason: str) -> None:
@@ -111,11 +111,11 @@ def test_the_kernel_that_runs_is_skipped_by_no_rule_and_those_before_it_have_a_r
         (replace(SMALL, head_dim=300), "ampere/general", "head_dim 256"),
         (replace(SMALL, target="sm_75"), "auto", "a GPU of compute capability 8.0 or newer"),
         (replace(SMALL, head_dim=300, target="sm_75"), "auto", "a GPU of compute capability 8.0 or newer"),
-        (replace(CODES, head_dim=200), "auto", "head_dim 256"),
-        (replace(CODES, head_dim=200, operands="int8_fp16"), "auto", "head_dim 128"),
-        (replace(CODES, head_dim=200, target="sm_89"), "auto", "head_dim 128"),
-        (replace(CODES, head_dim=48), "auto", "head_dim 64"),
-        (replace(CODES, target="sm_86"), "auto", "float16 or bfloat16 tensors without precision="),
+        (replace(QUANTIZED, head_dim=200), "auto", "head_dim 256"),
+        (replace(QUANTIZED, head_dim=200, operands="int8_fp16"), "auto", "head_dim 128"),
+        (replace(QUANTIZED, head_dim=200, target="sm_89"), "auto", "head_dim 128"),
+        (replace(QUANTIZED, head_dim=48), "auto", "head_dim 64"),
+        (replace(QUANTIZED, target="sm_86"), "auto", "float16 or bfloat16 tensors without precision="),
         (replace(SMALL, mask=MASK), "hopper/split", "a call without a bool mask"),
     ],
 )

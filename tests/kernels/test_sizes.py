@@ -82,12 +82,12 @@ def test_what_is_launched_with_8_bit_operands_fits(sizes: tuple[int, ...]) -> No
 def test_too_many_ctas_of_a_quantizer_are_refused() -> None:
     """As many tensors would have is enough: nothing is allocated on the meta device."""
     shape = (2**16, 2**15, 1, 64)
-    codes, _ = quantized.in_one_tensor(
-        "workspace", quantized.code_shapes(SCHEMES["fp8"], torch.Size(shape), torch.Size(shape))
+    places, _ = quantized.in_one_tensor(
+        "workspace", quantized.quantized_shapes(SCHEMES["fp8"], torch.Size(shape), torch.Size(shape))
     )
     inputs = {n: quantized.Place(n, shape, (2**21, 64, 64, 1), 2) for n in ("query", "key", "value")}
     with pytest.raises(UnsupportedProblem, match="CTAs of quantize/fused exceed the 2147483647 of one launch"):
-        quantized.quantizing(SCHEMES["fp8"], "float16", inputs | codes)
+        quantized.quantizing(SCHEMES["fp8"], "float16", inputs | places)
 
 
 def test_a_refusal_names_the_number_and_what_would_do() -> None:

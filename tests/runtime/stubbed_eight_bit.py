@@ -52,8 +52,8 @@ class Tensor(FakeCuda):
     device = SimpleNamespace(index=0, type="cuda")
 
     def __init__(self, shape: tuple[int, ...], address: int, dtype: torch.dtype = torch.float16, **rest: Any) -> None:
-        codes = {torch.float16: KDL_FLOAT, torch.float32: KDL_FLOAT, torch.float8_e4m3fn: KDL_E4M3, torch.int8: KDL_INT}
-        super().__init__(shape, address, code=codes[dtype], bits=8 * dtype.itemsize, **rest)
+        types = {torch.float16: KDL_FLOAT, torch.float32: KDL_FLOAT, torch.float8_e4m3fn: KDL_E4M3, torch.int8: KDL_INT}
+        super().__init__(shape, address, code=types[dtype], bits=8 * dtype.itemsize, **rest)
         self.dtype = dtype
 
     def stride(self) -> tuple[int, ...]:
@@ -172,16 +172,16 @@ def test_a_repeated_call_is_validated_and_planned_once(precision: Operands, chec
 def test_the_kernels_share_one_workspace(checks: list[Any]) -> None:
     attend(*tensors())
     quantize, attention = params(QuantizeParams, 1), params(EightBitParams)
-    codes = quantize.query_codes, quantize.key_codes, quantize.value_codes
-    assert codes == (attention.query, attention.key, attention.value)
+    quantized = quantize.quantized_query, quantize.quantized_key, quantize.quantized_value
+    assert quantized == (attention.query, attention.key, attention.value)
     assert quantize.query_scale == attention.query_scale.data
     assert quantize.key_scale == attention.key_scale.data
     assert quantize.value_scale == attention.value_scale.data
     places = sorted(
         [
-            (quantize.query_codes, 2 * 4 * 16 * 64),  # two codes a query
-            (quantize.key_codes, 2 * 2 * 24 * 32),
-            (quantize.value_codes, 2 * 2 * 24 * 32),
+            (quantize.quantized_query, 2 * 4 * 16 * 64),  # two terms a query
+            (quantize.quantized_key, 2 * 2 * 24 * 32),
+            (quantize.quantized_value, 2 * 2 * 24 * 32),
             (quantize.query_scale, 2 * 4 * 16 * 4),
             (quantize.key_scale, 2 * 2 * 24 * 4),
             (quantize.value_scale, 2 * 2 * 32 * 4),
@@ -271,13 +271,13 @@ def scales(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(Tensor(shape, address, torch.float32) for shape, address in found)
 
 
-def test_codes_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantized_values_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "known_positive", lambda scales: True)
     monkeypatch.setattr(torch, "Tensor", Tensor)
-    codes = tensors(torch.float8_e4m3fn)
+    quantized = tensors(torch.float8_e4m3fn)
     before = record.launches
     for _ in range(2):
-        out = attend(*codes, precision=None, scales=scales((2, 4), (2, 2, 3), (2, 2, 32)))
+        out = attend(*quantized, precision=None, scales=scales((2, 4), (2, 2, 3), (2, 2, 32)))
     assert out.dtype == torch.float16
     assert record.launches == before + 2
     assert len(checks) == 1
@@ -289,7 +289,7 @@ def test_codes_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest
     assert found.query_strides.row == 32
     assert found.out_strides.row == 64
     # One scale for each of two heads is not one for each of two blocks.
-    attend(*codes, precision=None, scales=scales((2, 4), (2, 2), (2, 2, 32)))
+    attend(*quantized, precision=None, scales=scales((2, 4), (2, 2), (2, 2, 32)))
     assert len(checks) == 2
 
 
@@ -319,7 +319,7 @@ def test_a_plan_object_launches_without_the_table() -> None:
         launcher.prepared_call((*given, like_out, None, QUANTISING.code, 0.7))
 
 
-def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[Any]) -> None:
+def test_tensor_maps_describe_quantized_values_in_the_workspace_and_follow_it(checks: list[Any]) -> None:
     maps = (TensorMap("query", 64, 32, 32), TensorMap("value", 128, 32, 32))
     spec = KernelSpec("test/maps", "", "", (), threads=128, block_m=64, tensor_maps=maps)
     mapped = (
@@ -342,30 +342,30 @@ def test_tensor_maps_describe_codes_in_the_workspace_and_follow_it(checks: list[
 
 
 def test_tensors_without_memory_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
+    quantized, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
     monkeypatch.setattr(torch, "Tensor", Tensor)
-    code = register(*codes, output(), options=VALUES, scales=Scales(*given)).call.options.code
-    assert launcher.launch(*codes, output(), None, code, 1e300, *NO_MASKS, *given) is None
-    assert launcher.launch(*codes, output(), None, code, None, *NO_MASKS, *given) is True
+    code = register(*quantized, output(), options=VALUES, scales=Scales(*given)).call.options.code
+    assert launcher.launch(*quantized, output(), None, code, 1e300, *NO_MASKS, *given) is None
+    assert launcher.launch(*quantized, output(), None, code, None, *NO_MASKS, *given) is True
     for index in range(3):
-        traced = list(codes)
+        traced = list(quantized)
         traced[index] = Tensor(tuple(traced[index].shape), NO_MEMORY, torch.float8_e4m3fn)
         assert launcher.launch(*traced, output(), None, code, None, *NO_MASKS, *given) is None
         without = list(given)
         without[index] = Tensor(tuple(without[index].shape), NO_MEMORY, torch.float32)
-        assert launcher.launch(*codes, output(), None, code, None, *NO_MASKS, *without) is None
-    assert launcher.launch(*codes, Tensor(SHAPE, NO_MEMORY), None, code, None, *NO_MASKS, *given) is None
+        assert launcher.launch(*quantized, output(), None, code, None, *NO_MASKS, *without) is None
+    assert launcher.launch(*quantized, Tensor(SHAPE, NO_MEMORY), None, code, None, *NO_MASKS, *given) is None
 
 
-def test_codes_with_an_lse_have_the_callers_or_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
+def test_quantized_values_with_an_lse_have_the_callers_or_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized, given = tensors(torch.float8_e4m3fn), scales((2, 4), (2, 2), (2, 2, 32))
     monkeypatch.setattr(torch, "Tensor", Tensor)
-    code = register(*codes, output(), options=VALUES, scales=Scales(*given)).call.options.code
-    lse = launcher.launch(*codes, output(), True, code, None, *NO_MASKS, *given)
+    code = register(*quantized, output(), options=VALUES, scales=Scales(*given)).call.options.code
+    lse = launcher.launch(*quantized, output(), True, code, None, *NO_MASKS, *given)
     check_allocated_lse(lse, params(EightBitParams).lse)
     set_integer("stub_last_bytes", -1)
     for wanted, address in ((Tensor(SHAPE[:3], LSE, torch.float32), LSE), (None, None), (False, None)):
-        assert launcher.launch(*codes, output(), wanted, code, None, *NO_MASKS, *given) is True
+        assert launcher.launch(*quantized, output(), wanted, code, None, *NO_MASKS, *given) is True
         assert params(EightBitParams).lse == address
     assert integer("stub_last_bytes") == -1
 

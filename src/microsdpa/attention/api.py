@@ -77,7 +77,7 @@ def sdpa(
         precision: None, or what the tensors are quantized to first, in one launch: "fp8" (E4M3), "int8_fp8" (Q and K in
             INT8, P and V in E4M3) or "int8_fp16" (Q and K in INT8). docs/numerics.md has the errors of each.
         q_scale: with 8-bit tensors (float8_e4m3fn, or int8 with a value of float8_e4m3fn, float16 or bfloat16): a
-            number or an FP32 tensor, a scalar, [B, H], [B, H_kv] or [B, H, blocks of S_q]; value = code * scale. The
+            number or an FP32 tensor, a scalar, [B, H], [B, H_kv] or [B, H, blocks of S_q]; x = value * scale. The
             output is then float16, or what `out` is, or of the value's type where that has 16 bits.
         k_scale: the same for key: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
         v_scale: for an 8-bit value: a scalar, [B, H_kv] or, for every channel, [B, H_kv, D].

@@ -270,12 +270,11 @@ def plan(
 ) -> Plan:
     """Prepare attention for tensors like these: choose, compile and load the kernel, but compute nothing.
 
-    Arguments and errors are those of sdpa, but there is no plan for codes with scales. The values in the tensors do not
-    matter, and they are not kept. With `out`,
-    the plan's calls must be given an output of its layout; without, they may be given one of the layout that sdpa
-    allocates, as torch.empty_like(query) has for a dense query. With `precision` the calls quantize, as those of sdpa.
-    With attn_mask, alibi_slopes or sinks, every call is given its own of the same layout; with document_ids or
-    block_mask, its own of the same lengths.
+    Arguments and errors are those of sdpa, but there is no plan for quantized values with scales. The contents of the
+    tensors do not matter, and are not kept. With `out`, the plan's calls must be given an output of its layout;
+    without, they may be given one of the layout that sdpa allocates, as torch.empty_like(query) has for a dense
+    query. With `precision` the calls quantize, as those of sdpa. With attn_mask, alibi_slopes or sinks, every call is
+    given its own of the same layout; with document_ids or block_mask, its own of the same lengths.
     """
     becomes_mask: tuple[str, ...] = ()
     if document_ids is not None or block_mask is not None:

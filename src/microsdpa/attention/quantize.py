@@ -1,11 +1,11 @@
-"""Quantizers: FP16, BF16 or FP32 tensors to codes of 8 bits with scales, and back. value = code * scale.
+"""Quantizers: FP16, BF16 or FP32 tensors to values of 8 bits with scales, and back. x = value * scale.
 
-This is the specification; kernels/quantize/fused.cu makes the same codes, bit for bit. All arithmetic is FP32, every
+This is the specification; kernels/quantize/fused.cu makes the same values, bit for bit. All arithmetic is FP32, every
 operation rounded to nearest even: scale = max|x| / L, with L = 448 or 127 (1 where that is zero), y = x / scale, and
-    "e4m3"    y rounded to nearest even in E4M3, saturated at 448; NaN keeps being NaN (code 0x7f)
+    "e4m3"    y rounded to nearest even in E4M3, saturated at 448; NaN keeps being NaN (0x7f)
     "int8"    y rounded to nearest even, -127 to 127; NaN becomes 0
-    "sim_u8"  the linear code of [-448, 448] in 0 to 255 of early FP8 simulations: (y + 448) * 255/896
-              rounded to nearest even; NaN becomes 0. Zero is no code of it: 0 comes back as 1.76 * scale.
+    "sim_u8"  the linear format of [-448, 448] in 0 to 255 of early FP8 simulations: (y + 448) * 255/896
+              rounded to nearest even; NaN becomes 0. It has no zero: 0 comes back as 1.76 * scale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from microsdpa.errors import InvalidArgument
 
-Code = Literal["e4m3", "int8", "sim_u8"]
+Format = Literal["e4m3", "int8", "sim_u8"]
 Granularity = Literal["tensor", "head", "channel", "block"]
 
 LARGEST: dict[str, float] = {"e4m3": 448.0, "int8": 127.0, "sim_u8": 448.0}
@@ -29,10 +29,10 @@ MEAN_GROUPS = 32
 
 @dataclass(frozen=True)
 class Quantized:
-    """Codes of a tensor [B, H, S, D] and what they mean.
+    """Quantized values of a tensor [B, H, S, D] and what they mean.
 
     Attributes:
-        codes: [B, H, S, D] as float8_e4m3fn, int8 or, for "sim_u8", uint8.
+        values: [B, H, S, D] as float8_e4m3fn, int8 or, for "sim_u8", uint8.
         scale: FP32: a scalar for "tensor", [B, H] for "head", [B, H, D] for "channel", and [B, H, ceil(S / block)] for
             "block".
         block: rows of a block.
@@ -40,18 +40,18 @@ class Quantized:
         hadamard: whether rows were rotated.
     """
 
-    codes: torch.Tensor
+    values: torch.Tensor
     scale: torch.Tensor
-    code: Code
+    format: Format
     granularity: Granularity
     block: int
     mean: torch.Tensor | None = None
     hadamard: bool = False
 
     def dequantize(self) -> torch.Tensor:
-        """The tensor that the codes stand for, [B, H, S, D] in FP32: rotated back, and with its mean."""
-        scale = expand_scale(self.scale, self.granularity, self.block, self.codes.shape)
-        x = decode(self.codes, self.code) * scale
+        """The tensor that the quantized values stand for, [B, H, S, D] in FP32: rotated back, and with its mean."""
+        scale = expand_scale(self.scale, self.granularity, self.block, self.values.shape)
+        x = decode(self.values, self.format) * scale
         if self.hadamard:
             x = rotate(x)  # the matrix is its own inverse
         return x if self.mean is None else x + self.mean[:, :, None]
@@ -59,7 +59,7 @@ class Quantized:
 
 def quantize(
     x: torch.Tensor,
-    code: Code = "e4m3",
+    format: Format = "e4m3",
     granularity: Granularity = "tensor",
     *,
     block: int = 64,
@@ -71,7 +71,7 @@ def quantize(
 
     Args:
         x: [B, H, S, D] in float16, bfloat16 or float32.
-        code: "e4m3", "int8" or "sim_u8".
+        format: "e4m3", "int8" or "sim_u8".
         granularity: what has a scale of its own: the "tensor", every "head" of a batch entry, every "channel" of a
             head, or every "block" of rows of a head.
         block: rows of a block: a power of two; 1 gives every row its scale.
@@ -79,14 +79,14 @@ def quantize(
             all move by the same amount, and only LSE by scale * q . mean.
         hadamard: rotate every row by the normalised Hadamard matrix of size D, a power of two, which spreads outliers
             among the channels. Q K^T does not change when Q and K are both rotated.
-        allow_nonfinite: let NaN and infinities pass: infinities saturate, and do not count for a scale. E4M3 has a code
-            for NaN; of "int8" and "sim_u8", which have none, NaN makes the scale NaN that it shares. Without it they
+        allow_nonfinite: let NaN and infinities pass: infinities saturate, and do not count for a scale. E4M3 has
+            a NaN; of "int8" and "sim_u8", which have none, NaN makes the scale NaN that it shares. Without it they
             are an error, for which a CUDA device has to be waited for.
 
     Raises:
         InvalidArgument: an argument is none of these, or x is not finite.
     """
-    _check(x, code, granularity, block, hadamard)
+    _check(x, format, granularity, block, hadamard)
     if not allow_nonfinite and not bool(x.isfinite().all()):
         raise InvalidArgument(
             "x",
@@ -100,44 +100,44 @@ def quantize(
         values = values - mean[:, :, None]
     if hadamard:
         values = rotate(values)
-    scale = scales(values, code, granularity, block)
-    codes = encode(values / expand_scale(scale, granularity, block, x.shape), code)
-    return Quantized(codes, scale, code, granularity, block, mean, hadamard)
+    scale = scales(values, format, granularity, block)
+    values = encode(values / expand_scale(scale, granularity, block, x.shape), format)
+    return Quantized(values, scale, format, granularity, block, mean, hadamard)
 
 
-def encode(y: torch.Tensor, code: Code) -> torch.Tensor:
-    """Codes of FP32 values that have been divided by their scale."""
-    if code == "e4m3":
-        codes = y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+def encode(y: torch.Tensor, format: Format) -> torch.Tensor:
+    """Quantized values of FP32 values that have been divided by their scale."""
+    if format == "e4m3":
+        values = y.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
         nan = torch.tensor(0x7F, dtype=torch.uint8, device=y.device)
-        return torch.where(y.isnan(), nan, codes.view(torch.uint8)).view(torch.float8_e4m3fn)
-    if code == "int8":
+        return torch.where(y.isnan(), nan, values.view(torch.uint8)).view(torch.float8_e4m3fn)
+    if format == "int8":
         return y.nan_to_num(0.0, torch.inf, -torch.inf).round().clamp(-127.0, 127.0).to(torch.int8)
     linear = ((y.clamp(-448.0, 448.0) + 448.0) * SIM_U8_STEPS.to(y.device)).round()
     return linear.nan_to_num(0.0).to(torch.uint8)
 
 
-def decode(codes: torch.Tensor, code: Code) -> torch.Tensor:
-    """What codes stand for, in FP32, before they are multiplied with their scale."""
-    return codes.float() / SIM_U8_STEPS.to(codes.device) - 448.0 if code == "sim_u8" else codes.float()
+def decode(values: torch.Tensor, format: Format) -> torch.Tensor:
+    """What quantized values stand for, in FP32, before they are multiplied with their scale."""
+    return values.float() / SIM_U8_STEPS.to(values.device) - 448.0 if format == "sim_u8" else values.float()
 
 
-def residual(y: torch.Tensor, codes: torch.Tensor, code: Code) -> torch.Tensor:
-    """Codes of what `codes` lack of the FP32 values y; one of them counts 1 / RESIDUAL_STEPS[code]."""
-    return encode((y - decode(codes, code)) * RESIDUAL_STEPS[code], code)
+def residual(y: torch.Tensor, values: torch.Tensor, format: Format) -> torch.Tensor:
+    """Quantized values of what `values` lack of the FP32 values y; one of them counts 1 / RESIDUAL_STEPS[format]."""
+    return encode((y - decode(values, format)) * RESIDUAL_STEPS[format], format)
 
 
-def scales(values: torch.Tensor, code: Code, granularity: Granularity, block: int) -> torch.Tensor:
+def scales(values: torch.Tensor, format: Format, granularity: Granularity, block: int) -> torch.Tensor:
     """FP32 scales of FP32 values [B, H, S, D]."""
     magnitude = values.abs()
-    magnitude = magnitude.where(magnitude.isfinite() if code == "e4m3" else ~magnitude.isinf(), 0.0)
+    magnitude = magnitude.where(magnitude.isfinite() if format == "e4m3" else ~magnitude.isinf(), 0.0)
     if granularity == "block":
         padded = torch.nn.functional.pad(magnitude, (0, 0, 0, -values.shape[2] % block))
         batch, heads, rows, head_dim = padded.shape
         largest = padded.reshape(batch, heads, rows // block, block * head_dim).amax(dim=3)
     else:
         largest = magnitude.amax(dim={"tensor": (0, 1, 2, 3), "head": (2, 3), "channel": (2,)}[granularity])
-    scale = largest / largest.new_full((), LARGEST[code])  # by a number, torch multiplies with its inverse on CUDA
+    scale = largest / largest.new_full((), LARGEST[format])  # by a number, torch multiplies with its inverse on CUDA
     return scale.where(scale != 0.0, 1.0).masked_fill(scale.isnan(), torch.nan)  # which has one pattern, as there
 
 
@@ -183,7 +183,7 @@ def root(size: int) -> float:
     return float(torch.tensor(size**-0.5, dtype=torch.float32, device="cpu"))
 
 
-def _check(x: object, code: object, granularity: object, block: object, hadamard: bool) -> None:
+def _check(x: object, format: object, granularity: object, block: object, hadamard: bool) -> None:
     if not isinstance(x, torch.Tensor) or x.dim() != 4 or x.numel() == 0:
         got = f"shape {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
         raise InvalidArgument("x", expected="a tensor [B, H, S, D] with elements", got=got, hint="reshape it")
@@ -191,7 +191,10 @@ def _check(x: object, code: object, granularity: object, block: object, hadamard
         raise InvalidArgument(
             "x", expected="float16, bfloat16 or float32", got=str(x.dtype), hint="convert it, for example with .float()"
         )
-    for name, value, known in (("code", code, get_args(Code)), ("granularity", granularity, get_args(Granularity))):
+    for name, value, known in (
+        ("format", format, get_args(Format)),
+        ("granularity", granularity, get_args(Granularity)),
+    ):
         if value not in known:
             expected = ", ".join(map(repr, known))
             raise InvalidArgument(name, expected=f"one of {expected}", got=repr(value), hint=f"pass {known[0]!r}")

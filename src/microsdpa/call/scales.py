@@ -12,7 +12,7 @@ from microsdpa.call.call import Call, Scales
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.kernels.problem import Operands
 
-CODE_DTYPE: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "sim_u8": torch.uint8}
+FORMAT_DTYPE: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "sim_u8": torch.uint8}
 """Types of quantized values."""
 VALUE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 """Those that kernels read."""
@@ -38,7 +38,7 @@ def check_precision(call: Call) -> Operands:
             "precision",
             expected="no scales beside it: it quantizes float16 or bfloat16 tensors itself",
             got="q_scale, k_scale or v_scale",
-            hint="pass codes with scales, or tensors with a precision",
+            hint="pass quantized values with scales, or tensors with a precision",
         )
     return call.options.precision  # type: ignore[return-value]
 
@@ -48,7 +48,10 @@ def check_values(query: object, key: object, value: object, enable_gqa: object) 
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidArgument(
-                name, expected="a torch.Tensor", got=type(tensor).__name__, hint="pass codes, as quantize() gives"
+                name,
+                expected="a torch.Tensor",
+                got=type(tensor).__name__,
+                hint="pass quantized values, as quantize() gives",
             )
     assert isinstance(query, torch.Tensor)
     assert isinstance(key, torch.Tensor)
@@ -66,7 +69,7 @@ def check_values(query: object, key: object, value: object, enable_gqa: object) 
 
 
 def output_type(query: torch.Tensor, value: torch.Tensor, out: object) -> torch.dtype:
-    """Type of the output: the tensors', or for codes a 16-bit value's, `out`'s, or else float16."""
+    """Type of the output: the tensors', or for quantized values a 16-bit value's, `out`'s, or else float16."""
     dtype = query.dtype
     if dtype not in VALUE_DTYPES:
         return dtype
@@ -158,7 +161,7 @@ def _refuse_shape(name: str, scale: torch.Tensor, tensor: torch.Tensor, last: tu
         name,
         expected=f"a scalar, [{batch}, {heads}] or [{batch}, {heads}, {last[0]}], where blocks are powers of two",
         got=f"shape {list(scale.shape)}",
-        hint="use the scale that quantize() gives with the codes",
+        hint="use the scale that quantize() gives with the quantized values",
     )
 
 
@@ -169,19 +172,19 @@ UNCOUNTED = -1
 """Changes of a tensor that was made in inference mode: torch does not count them."""
 
 
-def _tensor(name: str, scale: object, codes: torch.Tensor) -> torch.Tensor:
+def _tensor(name: str, scale: object, quantized: torch.Tensor) -> torch.Tensor:
     if scale is None:
         raise InvalidArgument(
-            name, expected="a scale for 8-bit codes", got="None", hint="pass the scale that quantize() gives with them"
+            name, expected="a scale for 8-bit values", got="None", hint="pass the scale that quantize() gives with them"
         )
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         if not tensors.is_positive_factor(scale):
             _refuse_value(name, scale)
-        return torch.full((), float(scale), dtype=torch.float32, device=codes.device)
-    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != codes.device:
+        return torch.full((), float(scale), dtype=torch.float32, device=quantized.device)
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32 or scale.device != quantized.device:
         got = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else type(scale).__name__
         raise InvalidArgument(
-            name, expected=f"a number, or a float32 tensor on {codes.device}", got=got, hint="convert or move it"
+            name, expected=f"a number, or a float32 tensor on {quantized.device}", got=got, hint="convert or move it"
         )
     _check_positive(name, scale)
     return scale

@@ -85,7 +85,7 @@ def check_scale(scale: object) -> float | None:
 
 
 def is_positive_factor(number: float) -> bool:
-    """Whether float32 holds a positive factor of scores or codes."""
+    """Whether float32 holds a positive factor of scores or quantized values."""
     return SMALLEST_FACTOR <= number <= LARGEST_FACTOR
 
 
@@ -117,13 +117,13 @@ def check_tensors(query: object, key: object, value: object, enable_gqa: object)
     assert isinstance(value, torch.Tensor)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dtype not in DTYPES:
-            codes = tensor.dtype in (torch.float8_e4m3fn, torch.int8)
+            quantized = tensor.dtype in (torch.float8_e4m3fn, torch.int8)
             raise InvalidArgument(
                 name,
                 expected="torch.float16 or torch.bfloat16",
                 got=str(tensor.dtype),
-                hint="pass q_scale, k_scale and v_scale with 8-bit codes"
-                if codes
+                hint="pass q_scale, k_scale and v_scale with 8-bit values"
+                if quantized
                 else "convert it, for example with .to(torch.bfloat16)",
             )
         if tensor.dtype != query.dtype:

@@ -1,4 +1,4 @@
-"""Accuracy of 8-bit attention against the FP64 oracle: by kind of input, by length, and of what the codes stand for."""
+"""Accuracy of 8-bit attention against the FP64 oracle: by kind of input, by length, and of the dequantized values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LENGTHS = (512, 2048, 8192, 32_768)
 MISSION_ROWS = 512
 GROWTH = 1.1
 """Relative error at any length over that at 512 keys, at most. Among few keys the largest probability, which is exact,
-weighs more, so that exact sums of the same codes show some growth too."""
+weighs more, so that exact sums of the same quantized values show some growth too."""
 SUMS = 1.02
-"""Relative error at any length over that of exact sums of the same codes, at most."""
+"""Relative error at any length over that of exact sums of the same quantized values, at most."""
 MOST_OF_16_BITS = 5e-3
-"""Largest absolute error on what the codes stand for with P in 16 bits, beside the rounding of the output."""
+"""Largest absolute error on the dequantized values with P in 16 bits, beside the rounding of the output."""
 
 Gate = tuple[float, float]
 """Largest RMSE and relative L1, of the mean over the seeds."""
@@ -52,24 +52,24 @@ class Measured:
     """One precision on one case.
 
     Attributes:
-        on_codes: beside the oracle on what the codes stand for; None where that was not looked at.
+        on_quantized: beside the oracle on the dequantized values; None where that was not looked at.
     """
 
     precision: Operands
     case: Case
     errors: compare.Errors
-    on_codes: OnCodes | None = None
+    on_quantized: OnQuantized | None = None
 
 
 @dataclass(frozen=True)
-class OnCodes:
-    """What is left once the codes are taken for granted: rounding P and the output, and the sums.
+class OnQuantized:
+    """What is left once the quantized values are taken for granted: rounding P and the output, and the sums.
 
     Attributes:
-        errors: against the oracle on what the codes stand for.
+        errors: against the oracle on the dequantized values.
         share: largest error of an output over what verify allows it: the rounding of P and of itself, and 13 bits of
             each sum.
-        exact_sums: relative L1 against the original tensors of these codes, with P rounded and everything else exact.
+        exact_sums: relative L1 against the original tensors of these values, with P rounded and everything else exact.
     """
 
     errors: compare.Errors
@@ -89,20 +89,20 @@ def measure(precision: Operands, case: Case, device: str) -> Measured:
     )
     assert isinstance(out, torch.Tensor)
     looked_at = case.seed == 0 or case.seqlen_q != MISSION_ROWS
-    beside = _on_codes(precision, case, tensors, out, expected) if looked_at else None
+    beside = _on_quantized(precision, case, tensors, out, expected) if looked_at else None
     return Measured(precision, case, compare.measure(out, expected), beside)
 
 
-def _on_codes(
+def _on_quantized(
     precision: Operands,
     case: Case,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     out: torch.Tensor,
     expected: torch.Tensor,
-) -> OnCodes:
+) -> OnQuantized:
     _, plain = verify_eight_bit.specified(tensors, SCHEMES[precision])
-    of_codes, _ = reference.oracle(*plain, causal=case.causal)
-    allowed = verify_eight_bit.allowed(plain, case, precision, of_codes)
+    of_dequantized, _ = reference.oracle(*plain, causal=case.causal)
+    allowed = verify_eight_bit.allowed(plain, case, precision, of_dequantized)
     query, key, value = plain
     scores = query @ key.mT * case.head_dim**-0.5
     exponentials = (scores - scores.amax(dim=-1, keepdim=True)).exp()
@@ -111,9 +111,9 @@ def _on_codes(
     if precision != "int8_fp16":
         rounded = (256 * exponentials.float()).to(torch.float8_e4m3fn).double() / 256
     exact_sums = rounded @ value / exponentials.sum(dim=-1, keepdim=True)
-    return OnCodes(
-        errors=compare.measure(out, of_codes),
-        share=float(((out.double() - of_codes).abs() / allowed).max()),
+    return OnQuantized(
+        errors=compare.measure(out, of_dequantized),
+        share=float(((out.double() - of_dequantized).abs() / allowed).max()),
         exact_sums=compare.measure(exact_sums, expected).rel_l1,
     )
 
@@ -156,14 +156,18 @@ def failures(measured: list[Measured]) -> list[str]:
             if not m.errors.rel_l1 <= GROWTH * lengths[0].errors.rel_l1:
                 wrong.append(f"{precision}: relative error grows from {lengths[0].errors.rel_l1} to {m.errors.rel_l1}")
     for m in measured:
-        if m.on_codes is None:
+        if m.on_quantized is None:
             continue
-        if not m.errors.rel_l1 <= SUMS * m.on_codes.exact_sums:
-            wrong.append(f"{m.precision}, {m.case}: {m.errors.rel_l1} is more than exact sums' {m.on_codes.exact_sums}")
-        if not m.on_codes.share <= 1:
-            wrong.append(f"{m.precision}, {m.case}: {m.on_codes.share:.2f} of what rounding P and the output explains")
-        if m.precision == "int8_fp16" and not m.on_codes.errors.max_abs <= MOST_OF_16_BITS + _roundoff(m):
-            wrong.append(f"{m.precision}, {m.case}: {m.on_codes.errors.max_abs} on what the codes stand for")
+        if not m.errors.rel_l1 <= SUMS * m.on_quantized.exact_sums:
+            wrong.append(
+                f"{m.precision}, {m.case}: {m.errors.rel_l1} is more than exact sums' {m.on_quantized.exact_sums}"
+            )
+        if not m.on_quantized.share <= 1:
+            wrong.append(
+                f"{m.precision}, {m.case}: {m.on_quantized.share:.2f} of what rounding P and the output explains"
+            )
+        if m.precision == "int8_fp16" and not m.on_quantized.errors.max_abs <= MOST_OF_16_BITS + _roundoff(m):
+            wrong.append(f"{m.precision}, {m.case}: {m.on_quantized.errors.max_abs} on the dequantized values")
     return wrong
 
 
@@ -193,7 +197,7 @@ def step(progress: Progress = no_progress, seeds: int = SEEDS, output: Path | No
     summary += f"; {absence}" if absence else ""
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
-    sections = [("Against what the codes stand for", codes_lines(result))]
+    sections = [("Against the dequantized values", quantized_lines(result))]
     sections += [("By the number of keys", lengths_lines(result))]
     sections += [] if absence else [(f"{minilm.NAME}, a real model on real text", minilm.table_lines(result))]
     return Step("accuracy", "failed" if wrong else "passed", summary, kinds_lines(result), sections, data=result)
@@ -215,7 +219,7 @@ def as_row(measured: Measured, target: str) -> results.Row:
         target=target,
         error=compare.as_record(errors, compare.Tolerance(torch.inf, *allowed)) | {"tolerance": {}},
     )
-    if beside := measured.on_codes:
+    if beside := measured.on_quantized:
         row["on_codes"] = {"max_abs": beside.errors.max_abs, "rel_l1": beside.errors.rel_l1}
         row["on_codes"] |= {"share": beside.share, "exact_sums": beside.exact_sums}
     return row | signatures.of_precision(measured.precision, row["shape"], case.dtype, row["mask"], target)
@@ -258,13 +262,13 @@ def lengths_lines(result: results.Result) -> list[list[str]]:
     return lines
 
 
-def codes_lines(result: results.Result) -> list[list[str]]:
-    """Largest absolute error on what the codes stand for, and its share of the bound, by precision and kind."""
+def quantized_lines(result: results.Result) -> list[list[str]]:
+    """Largest absolute error on the dequantized values, and its share of the bound, by precision and kind."""
     rows = [row for row in _synthetic(result) if row["shape"]["s_q"] == MISSION_ROWS and row.get("on_codes")]
     if not rows:
         return [["precision"]]
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    lines = [["on what the codes stand for", *(f"{kind}: max abs / rel. L1, share of the bound" for kind in kinds)]]
+    lines = [["on the dequantized values", *(f"{kind}: max abs / rel. L1, share of the bound" for kind in kinds)]]
     for precision in dict.fromkeys(row["dtype"] for row in rows):
         found = {row["kind"]: row["on_codes"] for row in rows if row["dtype"] == precision}
         cells = [f"{found[k]['max_abs']:.4f} / {found[k]['rel_l1']:.4f}, {found[k]['share']:.0%}" for k in kinds]
@@ -272,13 +276,13 @@ def codes_lines(result: results.Result) -> list[list[str]]:
     return lines
 
 
-TABLES = {"codes": codes_lines, "kind": kinds_lines, "length": lengths_lines, "model": minilm.table_lines}
+TABLES = {"quantized": quantized_lines, "kind": kinds_lines, "length": lengths_lines, "model": minilm.table_lines}
 
 
 def markdown(result: results.Result, options: dict[str, str]) -> str:
-    """A table of a page: by=kind (also without by=), by=codes, by=length or by=model."""
+    """A table of a page: by=kind (also without by=), by=quantized, by=length or by=model."""
     lines = TABLES[options.get("by", "kind")](result)
-    if len(lines) == 1 and options.get("by") == "codes":
+    if len(lines) == 1 and options.get("by") == "quantized":
         return f"*Not in the result file of `{result['command']}`: it was written before this was looked at.*\n"
     if len(lines) == 1:
         return f"*Not in the result file of `{result['command']}`: {minilm.NAME} needs `{minilm.INSTALL}`.*\n"

@@ -24,7 +24,7 @@ from microsdpa.evidence import compare, results, signatures, statistics, timing
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, dense_mask, documents, make, make_masks, masks_of
 from microsdpa.evidence.peers import Call, Tensors
-from microsdpa.evidence.peers.ours import RungCodes
+from microsdpa.evidence.peers.ours import QuantizedTensors
 from microsdpa.jit.signature import code_signature, signature
 from microsdpa.kernels.problem import OPERANDS, Operands
 from microsdpa.kernels.select import select
@@ -214,8 +214,8 @@ def options() -> Iterator[Door]:
 
 
 def _eight_bit(tensors: Tensors) -> Call:
-    made = RungCodes.of(tensors)
-    return lambda: microsdpa.sdpa(*made.codes, **made.scales)
+    made = QuantizedTensors.of(tensors)
+    return lambda: microsdpa.sdpa(*made.values, **made.scales)
 
 
 def torch_doors() -> Iterator[Door]:
@@ -511,9 +511,9 @@ def _of_varlen(case: Case) -> dict[str, Any]:
     """The fields of one packed sequence that say what ran."""
     target, rounded = launcher.target_of_device(), 1 << (case.seqlen_q - 1).bit_length()
     spec = select(replace(case.problem(target), seqlen_q=rounded, varlen=0)).spec
-    codes = {"signature": signature(spec, target), "code_signature": code_signature(spec, target)}
+    signed = {"signature": signature(spec, target), "code_signature": code_signature(spec, target)}
     shape = {"varlen": 0, "rounded_queries": rounded, "lengths": [case.seqlen_k], "requested": "auto"}
-    return {"kernel": spec.name, **codes, **shape}
+    return {"kernel": spec.name, **signed, **shape}
 
 
 def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
@@ -529,8 +529,8 @@ def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
     if door.name == "sdpa_varlen":
         return fields | _of_varlen(door.case)
     if door.operands:
-        made = RungCodes.of(tensors)
-        found = microsdpa.explain(*made.codes, **made.scales)
+        made = QuantizedTensors.of(tensors)
+        found = microsdpa.explain(*made.values, **made.scales)
         return fields | signatures.of_call(found, tensors[0]) | {"requested": "auto", "operands": door.operands}
     case, masks = door.case, make_masks(door.case, "cuda")
     kind = masks_of(door.case, "cuda").kind

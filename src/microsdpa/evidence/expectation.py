@@ -23,7 +23,7 @@ class Expectation:
     def tolerance(self, arithmetic: str) -> compare.Tolerance:
         """Twice the error of plain operations in the same arithmetic, plus one rounding of the output.
 
-        As in quantized.eager, "codes, e4m3" rounds P alone.
+        As in quantized.eager, "quantized, e4m3" rounds P alone.
         """
         if arithmetic not in self._allowed:
             self._allowed[arithmetic] = self._derive(arithmetic)

@@ -40,10 +40,10 @@ def specification(scores: bool) -> KernelSpec:
 
 
 def gemm(a: torch.Tensor, b: torch.Tensor, a_scale: float = 1.0, b_scale: float = 1.0) -> torch.Tensor:
-    """a_scale * b_scale * A B in FP16, of E4M3 codes A [M, K] and B [K, N], on the GPU or in the emulator.
+    """a_scale * b_scale * A B in FP16, of E4M3 values A [M, K] and B [K, N], on the GPU or in the emulator.
 
     Raises:
-        InvalidArgument: the tensors are no such codes.
+        InvalidArgument: the tensors are no such quantized values.
     """
     _check({"a": a, "b": b}, dims=2)
     if a.shape[1] != b.shape[0]:
@@ -54,10 +54,10 @@ def gemm(a: torch.Tensor, b: torch.Tensor, a_scale: float = 1.0, b_scale: float 
 
 
 def scores(query: torch.Tensor, key: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """scale * Q K^T in FP16, [heads, S_q, S_k], of E4M3 codes Q [heads, S_q, D] and K [heads, S_k, D].
+    """scale * Q K^T in FP16, [heads, S_q, S_k], of E4M3 values Q [heads, S_q, D] and K [heads, S_k, D].
 
     Raises:
-        InvalidArgument: the tensors are no such codes.
+        InvalidArgument: the tensors are no such quantized values.
     """
     _check({"query": query, "key": key}, dims=3)
     if (query.shape[0], query.shape[2]) != (key.shape[0], key.shape[2]):
@@ -76,7 +76,7 @@ def _check(tensors: dict[str, torch.Tensor], dims: int) -> None:
         ):
             raise InvalidArgument(
                 name,
-                expected=f"contiguous float8_e4m3fn codes of {dims} dimensions",
+                expected=f"contiguous float8_e4m3fn values of {dims} dimensions",
                 got=f"{tensor.dtype}, shape {list(tensor.shape)}",
                 hint="quantize() makes them",
             )

@@ -193,10 +193,10 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
     fields: dict[str, Any] = {"kernel": spec.name, "code_signature": code_signature(spec, target), "target": target}
     if call.door == "precision":
         return fields | {"precision": call.operands, "inputs": call.dtype}
-    if call.door == "codes":
+    if call.door == "quantized":
         query, key, _ = quantized(call, tensors(call, "cpu"))
-        operands = "fp8" if query.code == "e4m3" else "int8_fp8"
-        block = key_block(key.codes, key.scale)
+        operands = "fp8" if query.format == "e4m3" else "int8_fp8"
+        block = key_block(key.values, key.scale)
         return fields | {"operands": operands, "inputs": "float16", "key_block": block}
     made = tensors(call, device)
     masks = dict(made.masks)

@@ -16,7 +16,7 @@ from microsdpa.evidence.inputs import TORCH_DTYPE, Case
 from microsdpa.kernels import FAMILIES
 from microsdpa.kernels.problem import OPERANDS, Causal, DType, Operands
 
-Door = Literal["sdpa", "out", "plan", "operator", "enable", "backward", "precision", "codes"]
+Door = Literal["sdpa", "out", "plan", "operator", "enable", "backward", "precision", "quantized"]
 CausalOption = Literal["none", "is_causal", "upper_left", "lower_right"]
 Layout = Literal["bhsd", "bshd", "sbhd", "unaligned", "every other row", "shared heads"]
 MaskType = Literal["none", "bool", "inputs", "float32", "ranges"]
@@ -25,11 +25,11 @@ Blocks = Literal["none", "table", "mask_mod"]
 SinkType = Literal["none", "inputs", "float32"]
 Granularity = Literal["tensor", "head", "block"]
 
-DOORS: tuple[Door, ...] = ("sdpa", "out", "plan", "operator", "enable", "backward", "precision", "codes")
+DOORS: tuple[Door, ...] = ("sdpa", "out", "plan", "operator", "enable", "backward", "precision", "quantized")
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "sbhd", "unaligned", "every other row", "shared heads")
 HEAD_DIMS = (64, 64, 64, 128, 128, 256, 32, 96, 192, 80, 72, 40, 8, 36, 1)
 EIGHT_BIT_HEAD_DIMS = (32, 64, 128, 256)
-EIGHT_BIT_DOORS = ("precision", "codes")
+EIGHT_BIT_DOORS = ("precision", "quantized")
 EDGES = (16, 64, 128, 192, 256, 512, 1024)
 """Lengths of tiles, and of some of them: calls have lengths at and beside these."""
 
@@ -55,8 +55,8 @@ class Call:
         window: as sdpa takes it.
         alibi: slopes of a "head", or of each "batch" entry too.
         graded: which of query, key, value, attn_mask, alibi_slopes and sinks require grad: letters of "qkvmas".
-        operands: of the doors "precision" and "codes".
-        granularity: of the scales of query and key, for the door "codes".
+        operands: of the doors "precision" and "quantized".
+        granularity: of the scales of query and key, for the door "quantized".
         impl: "auto", or a kernel's name.
         seed: of the values.
         dropout_p: of the doors "operator" and "backward", whose calls are then the operator's, with a random state.
@@ -273,7 +273,7 @@ def valid(call: Call) -> Call:
         call = replace(call, head_dim=dim, layouts=aligned)  # type: ignore[arg-type]
     else:
         call = _as_default(call, "operands")
-    if call.door != "codes":
+    if call.door != "quantized":
         call = _as_default(call, "granularity")
     if call.door != "backward":
         return _as_default(call, "graded")

@@ -82,10 +82,10 @@ def explained(call: Call, device: str) -> Explanation:
     """
     made = tensors(call, device)
     inputs, options = (made.query, made.key, made.value), _options(call, made, device)
-    if call.door == "codes":
-        codes = quantized(call, made)
-        inputs = tuple(one.codes for one in codes)  # type: ignore[assignment]
-        options |= {f"{name}_scale": one.scale for name, one in zip("qkv", codes, strict=True)}
+    if call.door == "quantized":
+        operands = quantized(call, made)
+        inputs = tuple(one.values for one in operands)  # type: ignore[assignment]
+        options |= {f"{name}_scale": one.scale for name, one in zip("qkv", operands, strict=True)}
     elif call.door == "precision":
         options["precision"] = call.operands
     return microsdpa.explain(*inputs, **options)
@@ -301,33 +301,33 @@ def plain(call: Call, of: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def quantized(call: Call, made: Tensors) -> tuple[Quantized, Quantized, Quantized]:
-    """Query, key and value as codes with scales, for the door "codes"."""
-    code = "e4m3" if call.operands == "fp8" else "int8"
-    query, key = (quantize(x, code, call.granularity) for x in (made.query, made.key))  # type: ignore[arg-type]
+    """Query, key and value as quantized values with scales, for the door "quantized"."""
+    format = "e4m3" if call.operands == "fp8" else "int8"
+    query, key = (quantize(x, format, call.granularity) for x in (made.query, made.key))  # type: ignore[arg-type]
     return query, key, quantize(made.value, "e4m3", "tensor" if call.granularity == "tensor" else "head")
 
 
 def _check_eight_bit(call: Call, device: str) -> Outcome:
-    """Output and LSE of what the codes stand for, by the bounds of verify_eight_bit."""
+    """Output and LSE of the dequantized values, by the bounds of verify_eight_bit."""
     here, there = tensors(call, "cpu"), tensors(call, device)
     inputs = (there.query, there.key, there.value)
     options = _options(call, there, device)
     operands = call.operands
     if call.door == "precision":
         scheme = SCHEMES[operands]
-        codes, (q, k, v) = specified((here.query, here.key, here.value), scheme)
+        made, (q, k, v) = specified((here.query, here.key, here.value), scheme)
         options["precision"] = operands
-        of_scores = codes.query, codes.key
+        of_scores = made.query, made.key
         granularity: Granularity = "block"
-        scales, block = (codes.query_scale, codes.key_scale), scheme.block
-        mean = codes.key_mean
+        scales, block = (made.query_scale, made.key_scale), scheme.block
+        mean = made.key_mean
     else:
         operands = "int8_fp8" if operands == "int8_fp16" else operands
         ours, mean = quantized(call, here), None
         q, k, v = (one.dequantize().double() for one in ours)
-        inputs = tuple(one.codes.to(device) for one in ours)  # type: ignore[assignment]
+        inputs = tuple(one.values.to(device) for one in ours)  # type: ignore[assignment]
         options |= {f"{name}_scale": one.scale.to(device) for name, one in zip("qkv", ours, strict=True)}
-        of_scores, scales = (ours[0].codes, ours[1].codes), (ours[0].scale, ours[1].scale)
+        of_scores, scales = (ours[0].values, ours[1].values), (ours[0].scale, ours[1].scale)
         granularity, block = call.granularity, ours[0].block
     # The bounds are for the usual factor: another one is a part of query.
     factor = call.head_dim**-0.5 if call.scale is None else call.scale

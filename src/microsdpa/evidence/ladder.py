@@ -17,7 +17,7 @@ from microsdpa.emulate import build
 from microsdpa.emulate import run as emulator
 from microsdpa.evidence import ada, compare, ladder_table, results, worker
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.peers.ours import RungCodes
+from microsdpa.evidence.peers.ours import QuantizedTensors
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.evidence.suites import Suite, load
 from microsdpa.execution import quantized
@@ -45,7 +45,7 @@ class Figures:
         limit: what keeps the SM from holding more.
         bank_conflicts: passes lost of those made, counted in the emulator; None where fragments have a layout that is
             the emulator's own (wmma).
-        emulated_error: largest absolute error of the emulated run; with 8 bits, of what the codes stand for.
+        emulated_error: largest absolute error of the emulated run; with 8 bits, of the dequantized values.
         ada_tensor_instructions: of the same rung for sm_89.
         ada_least_us: what an L4 would take at least, by the roofline; not measured.
     """
@@ -73,7 +73,7 @@ def rungs(target: str = ada.TARGET) -> list[str]:
 
 
 def specification(rung: str, case: Case, target: str) -> tuple[KernelSpec, Problem]:
-    """The kernel of a rung for a case, and its problem; with 8 bits that of E4M3 codes with a scale a head."""
+    """The kernel of a rung for a case, and its problem; with 8 bits that of E4M3 values with a scale a head."""
     problem = case.problem(target)
     if _takes_eight_bits(rung):
         problem = replace(problem, operands="fp8", key_block=0)
@@ -118,8 +118,8 @@ def emulated(rung: str, target: str) -> tuple[emulator.Report, float]:
     if problem.operands is None:
         report = emulator.attention(spec, problem, (*tensors, out, None), count_banks=True)
         return report, compare.measure(out, reference.oracle(*tensors)[0]).max_abs
-    made = RungCodes.of(tensors)
-    inputs = dict(zip(("query", "key", "value"), made.codes, strict=True))
+    made = QuantizedTensors.of(tensors)
+    inputs = dict(zip(("query", "key", "value"), made.values, strict=True))
     inputs |= {f"{name}_scale": x.scale for name, x in zip(("query", "key", "value"), made.quantized, strict=True)}
     places = {name: quantized.Place.of(name, x) for name, x in {**inputs, "out": out}.items()}
     launch = quantized.attending(spec, problem, places, EMULATED.head_dim**-0.5)

@@ -18,9 +18,9 @@ HEAD = [
 FIRST_OF_8_BITS = "ladder/08_fp8_scalar"
 """It is no step from the rung before, which has 16 bits."""
 EIGHT_BIT_NOTE = (
-    "\nRungs from 08 on take E4M3 codes with a scale a head; their errors are those against attention on what the codes"
-    " stand for, and the time of making codes is not in theirs. Hopper's `mma.sync` has no E4M3: the compiler turns"
-    " QMMA into conversions and HMMA there, so that these times say nothing of Ada.\n"
+    "\nRungs from 08 on take E4M3 values with a scale per head. Their errors are those against attention on the"
+    " dequantized values, and the time of quantizing is not in theirs. Hopper's `mma.sync` has no E4M3: the compiler"
+    " turns QMMA into conversions and HMMA there, so that these times say nothing of Ada.\n"
 )
 EIGHT_BITS = ("e4m3",)
 NOT_RECORDED = "*Not recorded yet: `microsdpa ladder --output benchmarks/results`, on a GPU, writes the result file.*\n"

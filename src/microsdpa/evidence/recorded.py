@@ -54,10 +54,10 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
         if "quantiser_signature" in row:
             found["quantiser_signature"] = _quantizer(problem)
         return found
-    if operands := row.get("operands"):  # codes, as sdpa takes them
+    if operands := row.get("operands"):  # quantized values, as sdpa takes them
         shared: dict[str, Any] = {"operands": operands, "key_block": row.get("key_block", 0), "target": target}
-        codes = Problem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
-        return {"code_signature": Kernel.of(select(codes, row["requested"]).spec, codes)}
+        quantized = Problem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
+        return {"code_signature": Kernel.of(select(quantized, row["requested"]).spec, quantized)}
     plain = problem_of(row, target)
     if row.get("variant") == OWN_KERNELS:
         return {"code_signature": _gradients(plain)}

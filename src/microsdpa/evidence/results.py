@@ -16,8 +16,11 @@ import jsonschema
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import environment
 from microsdpa.evidence.inputs import Case
+from microsdpa.kernels.problem import OPERANDS
 
 SCHEMA_VERSION = 1
+VARIANTS = {f"{one} codes": f"{one} quantized" for one in OPERANDS} | {"e4m3, one code": "e4m3, one term"}
+"""Variants as older files have them, and what they are called now."""
 AND = " && "
 """Between the commands that measured parts of a result."""
 
@@ -95,18 +98,22 @@ def completed(result: Result, directory: Path, cell: Callable[[Row], str]) -> Re
 
 
 def read(path: Path) -> Result:
-    """Read and validate a result file.
+    """Read and validate a result file; variants have their names of today.
 
     Raises:
         ResultFileError: the file is no result of this schema version, or was changed after it was written.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        result = json.loads(text)
+        result: Result = json.loads(text)
     except (OSError, ValueError) as error:
         raise ResultFileError(f"{path}: expected a JSON result file; {error}") from error
     _validate_text(text, str(path))
-    return dict(result)
+    rows = [
+        row | {"variant": VARIANTS.get(row["variant"], row["variant"])} if "variant" in row else row
+        for row in result["rows"]
+    ]
+    return result | {"rows": rows}
 
 
 @functools.lru_cache(maxsize=128)

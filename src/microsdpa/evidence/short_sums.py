@@ -13,10 +13,10 @@ ROWS = 32
 
 
 def lost_of_products(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What is to be added to the exact products of codes to get those of wgmma: [B, H, S_q, S_k] in FP64.
+    """What is to be added to the exact products of quantized values to get those of wgmma: [B, H, S_q, S_k] in FP64.
 
-    query: [B, H, S_q, terms * D] codes, in the order in which they are summed.
-    key: [B, H_kv, S_k, D] codes, which every term is multiplied with.
+    query: [B, H, S_q, terms * D] quantized values, in the order in which they are summed.
+    key: [B, H_kv, S_k, D] quantized values, which every term is multiplied with.
     """
     batch, heads, seqlen_q, columns = query.shape
     _, heads_kv, seqlen_k, head_dim = key.shape
@@ -50,18 +50,18 @@ def _exponent(x: torch.Tensor) -> torch.Tensor:
 
 
 def lost_of_scores(
-    codes: tuple[torch.Tensor, torch.Tensor], scales: tuple[torch.Tensor, torch.Tensor], scale: float
+    quantized: tuple[torch.Tensor, torch.Tensor], scales: tuple[torch.Tensor, torch.Tensor], scale: float
 ) -> torch.Tensor:
     """What is to be added to exact scores to get those of wgmma, [B, H, S_q, S_k]: an attn_mask for the oracle.
 
-    codes: of Q and K, as lost_of_products() takes them.
+    quantized: values of Q and K, as lost_of_products() takes them.
     scales: theirs, such that they broadcast to [B, H, S, 1].
     scale: of softmax.
     """
-    (batch, heads, seqlen_q, _), (_, heads_kv, seqlen_k, _) = codes[0].shape, codes[1].shape
+    (batch, heads, seqlen_q, _), (_, heads_kv, seqlen_k, _) = quantized[0].shape, quantized[1].shape
     of_query = scales[0].cpu().double().expand(batch, heads, seqlen_q, 1)
     of_key = scales[1].cpu().double().expand(batch, heads_kv, seqlen_k, 1).repeat_interleave(heads // heads_kv, dim=1)
-    return lost_of_products(*codes) * of_query * of_key.mT * scale
+    return lost_of_products(*quantized) * of_query * of_key.mT * scale
 
 
 def allowed_of_values(probability: torch.Tensor, value: torch.Tensor, largest: int, promoted: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ def allowed_of_values(probability: torch.Tensor, value: torch.Tensor, largest: i
     row's largest one at most, since that has a code of `largest` or more. A term of a sum loses less than 2^-13 of what
     is largest of the sum so far and the instruction's products, and not more than itself; the sum loses as much again.
 
-    probability: [S_q, S_k], exact; value: [S_k, D], what its codes stand for.
+    probability: [S_q, S_k], exact; value: [S_k, D], the dequantized values.
     promoted: keys after which all but 2^-8 of the sum is moved away.
     """
     value = value.double()

@@ -1,4 +1,4 @@
-"""Verification of sdpa(precision=): its codes bit for bit, and its output against the oracle on what they stand for."""
+"""Verification of sdpa(precision=): its quantized values bit for bit, its output against the oracle on them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from microsdpa.evidence.cases import NOTE_SHAPES
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import allowed_of_values, lost_of_scores
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.execution.quantized import Codes, quantize_query_key_value
+from microsdpa.execution.quantized import QuantizedInputs, quantize_query_key_value
 from microsdpa.kernels import KernelSpec, emulated_target, family_named
-from microsdpa.kernels.hopper.throughput_8bit.spec import LARGEST_CODE
+from microsdpa.kernels.hopper.throughput_8bit.spec import LARGEST_VALUE
 from microsdpa.kernels.problem import OPERANDS, Operands, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES, QuantizationScheme
 from microsdpa.kernels.select import select
@@ -62,8 +62,10 @@ class Outcome:
     failure: str
 
 
-def specified(tensors: Sequence[torch.Tensor], scheme: QuantizationScheme) -> tuple[Codes, tuple[torch.Tensor, ...]]:
-    """Codes as quantize.py makes them of Q, K and V, and the rotated Q, K and V in FP64 that they stand for."""
+def specified(
+    tensors: Sequence[torch.Tensor], scheme: QuantizationScheme
+) -> tuple[QuantizedInputs, tuple[torch.Tensor, ...]]:
+    """Quantized inputs as quantize.py makes them, and the rotated Q, K and V in FP64 that they stand for."""
     query, key, value = (tensor.float() for tensor in tensors)
     mean = mean_of_rows(key) if scheme.smooth else None
     if mean is not None:
@@ -72,24 +74,24 @@ def specified(tensors: Sequence[torch.Tensor], scheme: QuantizationScheme) -> tu
         query, key = rotate(query), rotate(key)
     found = []
     for x in (query, key):
-        scale = scales(x, scheme.code, "block", scheme.block)
+        scale = scales(x, scheme.format, "block", scheme.block)
         wide = expand_scale(scale, "block", scheme.block, x.shape)
-        found.append((x / wide, scale, wide, encode(x / wide, scheme.code)))
-    (y, q_scale, q_wide, q_codes), (_, k_scale, k_wide, k_codes) = found
-    plain_q = decode(q_codes, scheme.code).double()
+        found.append((x / wide, scale, wide, encode(x / wide, scheme.format)))
+    (y, q_scale, q_wide, q_values), (_, k_scale, k_wide, k_values) = found
+    plain_q = decode(q_values, scheme.format).double()
     if scheme.query_terms == 2:
-        rest = residual(y, q_codes, scheme.code)
-        plain_q += decode(rest, scheme.code).double() / RESIDUAL_STEPS[scheme.code]
-        q_codes = torch.cat((q_codes.view(torch.uint8), rest.view(torch.uint8)), dim=-1).view(q_codes.dtype)
-    plain_k = decode(k_codes, scheme.code).double() * k_wide
+        rest = residual(y, q_values, scheme.format)
+        plain_q += decode(rest, scheme.format).double() / RESIDUAL_STEPS[scheme.format]
+        q_values = torch.cat((q_values.view(torch.uint8), rest.view(torch.uint8)), dim=-1).view(q_values.dtype)
+    plain_k = decode(k_values, scheme.format).double() * k_wide
     if scheme.value is None:
-        v_codes, v_scale, plain_v = tensors[2], None, value.double()
+        v_values, v_scale, plain_v = tensors[2], None, value.double()
     else:
         v_scale = scales(value, scheme.value, "channel", 1)
-        v_codes = encode(value / v_scale[:, :, None], scheme.value)
-        plain_v = decode(v_codes, scheme.value).double() * v_scale[:, :, None]
-    codes = Codes(q_codes, k_codes, v_codes, q_scale, k_scale, v_scale, mean)
-    return codes, (plain_q * q_wide, plain_k, plain_v)
+        v_values = encode(value / v_scale[:, :, None], scheme.value)
+        plain_v = decode(v_values, scheme.value).double() * v_scale[:, :, None]
+    quantized = QuantizedInputs(q_values, k_values, v_values, q_scale, k_scale, v_scale, mean)
+    return quantized, (plain_q * q_wide, plain_k, plain_v)
 
 
 def allowed_in_place(
@@ -116,7 +118,7 @@ def allowed_in_place(
         if case.causal is not None:
             scores.masked_fill_(hidden, -torch.inf)
         probability = scores.softmax(dim=-1).nan_to_num(0.0)
-        found[b, h] = allowed_of_values(probability, value[b, h_kv], LARGEST_CODE, moved)
+        found[b, h] = allowed_of_values(probability, value[b, h_kv], LARGEST_VALUE, moved)
     return found
 
 
@@ -153,11 +155,11 @@ def allowed(
 def check(case: Case, precision: Operands, device: str, kernel: str = "auto") -> Outcome:
     """Quantize and attend twice, the second time into a poisoned output, by the kernel of that name."""
     tensors = make(case)
-    codes, plain = specified(tensors, SCHEMES[precision])
+    quantized, plain = specified(tensors, SCHEMES[precision])
     expected, expected_lse = reference.oracle(*plain, causal=case.causal)
     query, key, value = make(case, device)
     made = quantize_query_key_value(query, key, value, SCHEMES[precision], device == "cpu")
-    for name, wanted in vars(codes).items():
+    for name, wanted in vars(quantized).items():
         got = getattr(made, name)
         if wanted is not None and not torch.equal(got.cpu().contiguous().view(torch.uint8), _bytes(wanted)):
             return Outcome(case, precision, compare.measure(expected, expected), f"{name} differs from quantize()")
@@ -169,14 +171,14 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
     if family is not None and precision in family.short_sums:
         block = SCHEMES[precision].block
         wide = (
-            expand_scale(codes.query_scale, "block", block, plain[0].shape),
-            expand_scale(codes.key_scale, "block", block, plain[1].shape),
+            expand_scale(quantized.query_scale, "block", block, plain[0].shape),
+            expand_scale(quantized.key_scale, "block", block, plain[1].shape),
         )
-        lost = lost_of_scores((codes.query, codes.key), wide, case.head_dim**-0.5)
+        lost = lost_of_scores((quantized.query, quantized.key), wide, case.head_dim**-0.5)
         expected_lse = reference.oracle(*plain, causal=case.causal, attn_mask=lost)[1]
 
-    if codes.key_mean is not None:
-        mean = codes.key_mean.repeat_interleave(case.heads // case.kv_heads, dim=1).double()
+    if quantized.key_mean is not None:
+        mean = quantized.key_mean.repeat_interleave(case.heads // case.kv_heads, dim=1).double()
         expected_lse = expected_lse + (tensors[0].double() @ mean[..., None]).squeeze(-1) * case.head_dim**-0.5
 
     def run(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +192,7 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
     errors, failure = compare.measure(out, expected), ""
     lse_error = compare.measure(lse, expected_lse)
     if not ((out.double() - expected).abs() <= allowed(plain, case, precision, expected, spec)).all():
-        failure = f"output differs from the oracle on what the codes stand for: {errors}"
+        failure = f"output differs from the oracle on the dequantized values: {errors}"
     elif not lse_error.max_abs <= LSE_TOLERANCE * max(
         1.0, float(expected_lse.where(expected_lse.isfinite(), 0).abs().max())
     ):
@@ -268,7 +270,7 @@ def step(
     if not beside:
         return Step("verify", "failed" if failed else "passed", summary, table)
     wrong = [name for name, why in found.items() if why]
-    summary += f"; {len(beside) - len(wrong)} of {len(beside)} quantizers, products and rungs on codes"
+    summary += f"; {len(beside) - len(wrong)} of {len(beside)} quantizers, products and rungs on quantized values"
     lines = [["part", "outcome"], *([name, why or "passed"] for name, why in found.items())]
-    sections = [("Quantizers, products and rungs on codes", lines)]
+    sections = [("Quantizers, products and rungs on quantized values", lines)]
     return Step("verify", "failed" if failed or wrong else "passed", summary, table, sections)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from microsdpa.call import tensors
-from microsdpa.call.scales import CODE_DTYPE, block_of
+from microsdpa.call.scales import FORMAT_DTYPE, block_of
 from microsdpa.call.validate import Checked
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import KernelSpec
@@ -40,13 +40,13 @@ SECTION_BYTES = 256
 
 
 @dataclass(frozen=True)
-class Codes:
+class QuantizedInputs:
     """Quantized operands of one call.
 
     Attributes:
-        query: [B, H, S_q, terms * D] codes; with two terms a row's second half is what its first half lacks.
-        key: [B, H_kv, S_k, D] codes.
-        value: [B, H_kv, S_k, D] codes, or the tensor itself where `value_scale` is None.
+        query: [B, H, S_q, terms * D] quantized values; with two terms a row's second half is what its first half lacks.
+        key: [B, H_kv, S_k, D] quantized values.
+        value: [B, H_kv, S_k, D] quantized values, or the tensor itself where `value_scale` is None.
         query_scale: a scalar, [B, H] or [B, H, blocks of S_q], in FP32.
         key_scale: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
         value_scale: a scalar, [B, H_kv] or [B, H_kv, D].
@@ -137,21 +137,21 @@ def _pointers(params: type[ctypes.Structure], places: Places) -> tuple[tuple[int
     return tuple((getattr(params, name).offset, place.tensor, place.offset) for name, place in places.items())
 
 
-def code_shapes(
+def quantized_shapes(
     scheme: QuantizationScheme, query: Sequence[int], key: Sequence[int]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of all that quantizing [B, H, S_q, D] and [B, H_kv, S_k, D] gives."""
     batch, heads, seqlen_q, head_dim = query
     heads_kv, seqlen_k = key[1], key[2]
-    code, scale = CODE_DTYPE[scheme.code], torch.float32
+    format, scale = FORMAT_DTYPE[scheme.format], torch.float32
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "query_codes": ((batch, heads, seqlen_q, scheme.query_terms * head_dim), code),
-        "key_codes": ((batch, heads_kv, seqlen_k, head_dim), code),
+        "quantized_query": ((batch, heads, seqlen_q, scheme.query_terms * head_dim), format),
+        "quantized_key": ((batch, heads_kv, seqlen_k, head_dim), format),
         "query_scale": ((batch, heads, -(-seqlen_q // scheme.block)), scale),
         "key_scale": ((batch, heads_kv, -(-seqlen_k // scheme.block)), scale),
     }
     if scheme.value:
-        shapes["value_codes"] = (batch, heads_kv, seqlen_k, head_dim), CODE_DTYPE[scheme.value]
+        shapes["quantized_value"] = (batch, heads_kv, seqlen_k, head_dim), FORMAT_DTYPE[scheme.value]
         shapes["value_scale"] = (batch, heads_kv, head_dim), scale
     if scheme.smooth:
         shapes["key_mean"] = (batch, heads_kv, head_dim), scale
@@ -251,26 +251,26 @@ def _row_scales(place: Place, seqlen: int) -> RowScales:
 
 def quantize_query_key_value(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scheme: QuantizationScheme, emulated: bool
-) -> Codes:
-    """Quantize validated FP16 or BF16 tensors in one launch; quantize.py says what the codes are."""
+) -> QuantizedInputs:
+    """Quantize validated FP16 or BF16 tensors in one launch; quantize.py says what the quantized values are."""
     inputs = {"query": query, "key": key, "value": value}
-    shapes = code_shapes(scheme, query.shape, key.shape)
+    shapes = quantized_shapes(scheme, query.shape, key.shape)
     numbers, floats_bytes = in_one_tensor("floats", {n: s for n, s in shapes.items() if s[1] == torch.float32})
     floats = torch.empty(floats_bytes // 4, dtype=torch.float32, device=query.device)
-    codes = {
+    quantized = {
         name: torch.empty(shape, dtype=dtype, device=query.device)
         for name, (shape, dtype) in shapes.items()
         if name not in numbers
     }
-    places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **codes}.items()} | numbers
-    run(quantizing(scheme, tensors.DTYPES[query.dtype], places), inputs, codes | {"floats": floats}, emulated)
-    made = codes | {
+    places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **quantized}.items()} | numbers
+    run(quantizing(scheme, tensors.DTYPES[query.dtype], places), inputs, quantized | {"floats": floats}, emulated)
+    made = quantized | {
         name: floats.as_strided(place.shape, place.strides, place.offset // 4) for name, place in numbers.items()
     }
-    return Codes(
-        query=made["query_codes"],
-        key=made["key_codes"],
-        value=made.get("value_codes", value),
+    return QuantizedInputs(
+        query=made["quantized_query"],
+        key=made["quantized_key"],
+        value=made.get("quantized_value", value),
         query_scale=made["query_scale"],
         key_scale=made["key_scale"],
         value_scale=made.get("value_scale"),
@@ -281,14 +281,14 @@ def quantize_query_key_value(
 def run_attention(
     spec: KernelSpec,
     problem: Problem,
-    codes: Codes,
+    quantized: QuantizedInputs,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scale: float,
     emulated: bool,
 ) -> None:
     """Run an attention kernel on quantized operands; `scale` is the softmax's."""
-    inputs = {name: tensor for name, tensor in vars(codes).items() if tensor is not None and name != "key_mean"}
+    inputs = {name: tensor for name, tensor in vars(quantized).items() if tensor is not None and name != "key_mean"}
     outputs = {"out": out} if lse is None else {"out": out, "lse": lse}
     places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **outputs}.items()}
     run(attending(spec, problem, places, scale), inputs, outputs, emulated)
@@ -339,10 +339,10 @@ def planned(
     if scheme is None:
         launches.append(attending(spec, problem, places, checked.factor))
     else:
-        values, workspace_bytes = in_one_tensor("workspace", code_shapes(scheme, query.shape, key.shape))
+        values, workspace_bytes = in_one_tensor("workspace", quantized_shapes(scheme, query.shape, key.shape))
         inputs = {name: places[name] for name in ("query", "key", "value")}
         launches.append(quantizing(scheme, problem.dtype, inputs | values))
-        operands = {name: values.get(f"{name}_codes", inputs[name]) for name in inputs}
+        operands = {name: values.get(f"quantized_{name}", inputs[name]) for name in inputs}
         operands |= {name: values[name] for name in names if name in values}
         operands |= {name: places[name] for name in ("out", "lse")}
         launches.append(attending(spec, problem, operands, checked.factor))
@@ -363,9 +363,9 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
     """Run the kernels of a call in the emulator; `spec` attends."""
     query, key, value = checked.call.inputs
     if checked.scheme is not None:
-        codes = quantize_query_key_value(query, key, value, checked.scheme, emulated=True)
+        quantized = quantize_query_key_value(query, key, value, checked.scheme, emulated=True)
     else:
-        codes = Codes(query, key, value, *checked.scales)  # type: ignore[arg-type]
-    run_attention(spec, problem, codes, out, lse, checked.factor, True)
-    if lse is not None and codes.key_mean is not None:
-        run_restore_lse(problem, query, codes.key_mean, lse, checked.factor, True)
+        quantized = QuantizedInputs(query, key, value, *checked.scales)  # type: ignore[arg-type]
+    run_attention(spec, problem, quantized, out, lse, checked.factor, True)
+    if lse is not None and quantized.key_mean is not None:
+        run_restore_lse(problem, query, quantized.key_mean, lse, checked.factor, True)

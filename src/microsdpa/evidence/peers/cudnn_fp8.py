@@ -54,10 +54,10 @@ class CudnnFp8(Implementation):
         memory: dict[Any, torch.Tensor] = {}
         operands: dict[str, Any] = {}
         for name, tensor in zip(("q", "k", "v"), tensors, strict=True):
-            codes, scale = per_tensor_e4m3(tensor)
-            codes = codes.transpose(1, 2).contiguous().transpose(1, 2)  # [B, S, H, D] memory, its usual layout
-            descriptor = graph.tensor(name=name, dim=codes.shape, stride=codes.stride(), data_type=e4m3)
-            memory[descriptor] = codes
+            quantized, scale = per_tensor_e4m3(tensor)
+            quantized = quantized.transpose(1, 2).contiguous().transpose(1, 2)  # [B, S, H, D] memory, its usual layout
+            descriptor = graph.tensor(name=name, dim=quantized.shape, stride=quantized.stride(), data_type=e4m3)
+            memory[descriptor] = quantized
             operands[name] = descriptor
             operands[f"descale_{name}"] = scalar(f"descale_{name}", scale, memory)
         largest = float(tensors[2].abs().amax())  # an average of values is no larger than the largest of them
@@ -92,5 +92,5 @@ class CudnnFp8(Implementation):
 
     def decode(self, result: tuple[torch.Tensor, float]) -> torch.Tensor:
         """The output's numbers."""
-        codes, scale = result
-        return codes.float() / scale
+        quantized, scale = result
+        return quantized.float() / scale

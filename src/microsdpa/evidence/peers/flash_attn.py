@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from microsdpa.evidence.inputs import Case, documents, make_masks
+from microsdpa.evidence.peers import fa3_library
 from microsdpa.evidence.peers.implementation import Call, Implementation, Tensors, misaligned
 from microsdpa.evidence.peers.quantized import per_head_e4m3
 
@@ -35,20 +38,25 @@ class _FlashAttention(Implementation):
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
         """[B, S, H, D] views; grouped heads are what the function takes. Documents are packed sequences."""
         query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
-        module = importlib.import_module(self.module)
-        attend = module.flash_attn_func
+        attend = self.attend()
         options: dict[str, Any] = {}
         if case.causal is not None or case.scale is not None:
             options = {"softmax_scale": case.scale, "causal": case.causal is not None}
         if case.masks == (DOCUMENTS,):
             query, key, value = query[0], key[0], value[0]
-            attend, options = module.flash_attn_varlen_func, options | _lengths(case, query.device)
+            attend = importlib.import_module(self.module).flash_attn_varlen_func
+            options |= _lengths(case, query.device)
         elif case.masks:
             given = make_masks(case)
             left, right = given.get("window", (-1, -1))
             ends = {"window_size": tuple(self.no_end if end == -1 else end for end in (left, right))}
             options |= (ends if "window" in given else {}) | {k: v for k, v in given.items() if k == "softcap"}
         return lambda: attend(query, key, value, **options)
+
+    def attend(self) -> Callable[..., Any]:
+        """The function for dense tensors."""
+        function: Callable[..., Any] = importlib.import_module(self.module).flash_attn_func
+        return function
 
     def decode(self, result: Any) -> torch.Tensor:
         """Back to [B, H, S, D]; some versions give (output, LSE)."""
@@ -87,12 +95,42 @@ class FlashAttention2(_FlashAttention):
 
 
 class FlashAttention3(_FlashAttention):
-    """FlashAttention-3."""
+    """FlashAttention-3: its package, or the library of benchmarks/peers/fa3 that MICROSDPA_FA3_LIBRARY names."""
 
     name = "flash-attn 3"
     module = "flash_attn_interface"
     package = "flash_attn_3"
-    configuration = "`flash_attn_interface.flash_attn_func` on [B, S, H, D] views"
+    configuration = "`flash_attn_interface.flash_attn_func`, or that of `benchmarks/peers/fa3`, on [B, S, H, D] views"
+
+    @property
+    def version(self) -> str:
+        """Version of the package, or the commit that the library was built from."""
+        return super().version or ("" if self.unavailable() else fa3_library.version())
+
+    def unavailable(self) -> str:
+        """Neither the package nor the library."""
+        if not os.environ.get(fa3_library.LIBRARY):
+            return super().unavailable()
+        try:
+            fa3_library.library()
+        except OSError as error:
+            return f"{fa3_library.LIBRARY} names no library: {error}"
+        return ""
+
+    def refuses(self, case: Case) -> str:
+        """The library has dense calls of three head dimensions, without masks but the causal one."""
+        if self.attend() is fa3_library.flash_attn_func:
+            if case.masks:
+                return "the library of benchmarks/peers/fa3 has no masks but the causal one"
+            if case.head_dim not in fa3_library.HEAD_DIMS:
+                return f"the library of benchmarks/peers/fa3 has no head dimension {case.head_dim}"
+        return super().refuses(case)
+
+    def attend(self) -> Callable[..., Any]:
+        """The function for dense tensors."""
+        if os.environ.get(fa3_library.LIBRARY):
+            return fa3_library.flash_attn_func
+        return super().attend()
 
 
 class FlashAttention4(_FlashAttention):
@@ -115,7 +153,7 @@ class FlashAttention3Fp8(FlashAttention3):
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
         """Quantized before timing; a query's scale is that of its group of heads, as the library takes it."""
-        attend = importlib.import_module(self.module).flash_attn_func
+        attend = self.attend()
         (query, q_scale), (key, k_scale), (value, v_scale) = (per_head_e4m3(t, case.kv_heads) for t in tensors)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         scale, causal = case.scale, case.causal is not None

@@ -70,9 +70,9 @@ class Implementation:
         return ""
 
     def stands_for(self, case: Case, tensors: Tensors) -> Tensors | None:
-        """The FP32 tensors that its operands stand for, where those are codes that the caller has; else None.
+        """The FP32 tensors that its operands stand for, where the caller has quantized ones; else None.
 
-        The output is then held against attention on these: what making the codes costs is no part of the call.
+        The output is then held against attention on these: quantizing is no part of the call.
         """
         return None
 

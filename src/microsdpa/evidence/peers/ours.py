@@ -25,7 +25,7 @@ from microsdpa.kernels.quantize.spec import SCHEMES
 from microsdpa.kernels.select import select
 
 WIDE_PROBABILITIES = ("ladder/08_fp8_scalar", "ladder/09_fp8_mma")
-"""Rungs on E4M3 codes that do not round P to E4M3, but to 16 bits or not at all."""
+"""Rungs on E4M3 values that do not round P to E4M3, but to 16 bits or not at all."""
 
 
 def _options(case: Case) -> dict[str, Any]:
@@ -81,17 +81,17 @@ class Microsdpa(Implementation):
 
 
 class MicrosdpaEightBit(Implementation):
-    """microsdpa.sdpa(precision=), which quantizes in the call, or its attention alone, on codes made before."""
+    """microsdpa.sdpa(precision=), which quantizes in the call, or its attention alone, on quantized values."""
 
     name = "microsdpa"
 
-    def __init__(self, precision: Operands, codes: bool = False) -> None:
+    def __init__(self, precision: Operands, is_quantized: bool = False) -> None:
         self.precision: Operands = precision
-        self.codes = codes
+        self.is_quantized = is_quantized
         self.arithmetic = "e4m3" if precision == "fp8" else precision
-        self.op = "sdpa" if codes else "quantize+sdpa"
-        self.variant = f"{precision} codes" if codes else precision
-        self.where = "device" if codes else ""
+        self.op = "sdpa" if is_quantized else "quantize+sdpa"
+        self.variant = f"{precision} quantized" if is_quantized else precision
+        self.where = "device" if is_quantized else ""
 
     @property
     def version(self) -> str:
@@ -101,13 +101,13 @@ class MicrosdpaEightBit(Implementation):
     def identity(self, case: Case, tensors: Tensors) -> dict[str, object]:
         """The kernel, and the one that quantizes where the call does."""
         found = microsdpa.explain(*tensors, **_options(case), precision=self.precision, impl=_impl(tensors))
-        return signatures.of_call(found, tensors[0], quantizes=not self.codes) | {"precision": self.precision}
+        return signatures.of_call(found, tensors[0], quantizes=not self.is_quantized) | {"precision": self.precision}
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
-        """On codes there is no public call: a query of two codes, as some precisions make, is this library's own."""
+        """On quantized values there is no public call: queries of two terms, as some precisions make, are internal."""
         query, key, value = tensors
         options, impl = _options(case), _impl(tensors)
-        if not self.codes:
+        if not self.is_quantized:
             if impl == "auto" and is_plain(case):
                 sdpa, precision = microsdpa.sdpa, self.precision
                 return lambda: sdpa(query, key, value, precision=precision)
@@ -116,31 +116,31 @@ class MicrosdpaEightBit(Implementation):
         checked = check(call.Call(tensors, options=given))
         problem = problem_of(checked)
         spec = select(problem, checked.kernel).spec
-        codes = quantize_query_key_value(*tensors, SCHEMES[self.precision], checked.emulated)
+        inputs = quantize_query_key_value(*tensors, SCHEMES[self.precision], checked.emulated)
 
         def attend() -> torch.Tensor:
-            run_attention(spec, problem, codes, out, None, checked.factor, checked.emulated)
+            run_attention(spec, problem, inputs, out, None, checked.factor, checked.emulated)
             return out
 
         return attend
 
 
 @dataclass(frozen=True)
-class RungCodes:
+class QuantizedTensors:
     """Q, K and V as a rung with 8-bit operands is measured with: E4M3, a scale a head."""
 
     quantized: tuple[Quantized, Quantized, Quantized]
 
     @classmethod
-    def of(cls, tensors: Tensors) -> RungCodes:
-        """Codes of 16-bit tensors."""
+    def of(cls, tensors: Tensors) -> QuantizedTensors:
+        """Quantized values of 16-bit tensors."""
         query, key, value = (microsdpa.quantize(tensor, "e4m3", "head") for tensor in tensors)
         return cls((query, key, value))
 
     @property
-    def codes(self) -> Tensors:
+    def values(self) -> Tensors:
         """What sdpa takes."""
-        query, key, value = (one.codes for one in self.quantized)
+        query, key, value = (one.values for one in self.quantized)
         return query, key, value
 
     @property
@@ -149,20 +149,20 @@ class RungCodes:
         return {f"{name}_scale": one.scale for name, one in zip("qkv", self.quantized, strict=True)}
 
     def dequantized(self) -> Tensors:
-        """What the codes stand for, in FP32."""
+        """The tensors that they stand for, in FP32."""
         query, key, value = (one.dequantize() for one in self.quantized)
         return query, key, value
 
 
 class MicrosdpaRung(Implementation):
-    """microsdpa.sdpa on codes that were made before, by a rung of the ladder that takes such."""
+    """microsdpa.sdpa on quantized values that were made before, by a rung of the ladder that takes such."""
 
     name = "microsdpa"
     arithmetic = "e4m3"
 
     def __init__(self, impl: str) -> None:
         self.impl = impl
-        self.rounding = f"{quantized.CODES}{'float16' if impl in WIDE_PROBABILITIES else 'e4m3'}"
+        self.rounding = f"{quantized.QUANTIZED}{'float16' if impl in WIDE_PROBABILITIES else 'e4m3'}"
 
     @property
     def version(self) -> str:
@@ -170,35 +170,35 @@ class MicrosdpaRung(Implementation):
         return microsdpa.__version__
 
     def stands_for(self, case: Case, tensors: Tensors) -> Tensors | None:
-        """Its codes times their scales."""
-        return RungCodes.of(tensors).dequantized()
+        """Its quantized values times their scales."""
+        return QuantizedTensors.of(tensors).dequantized()
 
     def identity(self, case: Case, tensors: Tensors) -> dict[str, object]:
         """The kernel, and what its operands are."""
-        codes, options = self._call(case, tensors)
-        found = microsdpa.explain(*codes, **options)
+        values, options = self._call(case, tensors)
+        found = microsdpa.explain(*values, **options)
         return signatures.of_call(found, tensors[0]) | {"requested": self.impl, "operands": "fp8"}
 
     def bind(self, case: Case, tensors: Tensors, out: torch.Tensor) -> Call:
         """The public call."""
-        codes, options = self._call(case, tensors)
+        values, options = self._call(case, tensors)
         sdpa = microsdpa.sdpa
-        return lambda: sdpa(*codes, out=out, **options)
+        return lambda: sdpa(*values, out=out, **options)
 
     def _call(self, case: Case, tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
-        made = RungCodes.of(tensors)
+        made = QuantizedTensors.of(tensors)
         impl = self.impl if tensors[0].is_cuda else f"emulate:{self.impl}".removesuffix(":auto")
-        return made.codes, made.scales | _options(case) | {"impl": impl}
+        return made.values, made.scales | _options(case) | {"impl": impl}
 
 
-class MicrosdpaOneCode(MicrosdpaRung):
-    """The call of a user who has codes: one a query and a scale a head, which is what peers with 8 bits compute.
+class MicrosdpaOneTerm(MicrosdpaRung):
+    """The call of a user who has quantized values: one term a query, a scale a head, as 8-bit peers compute.
 
-    It is held against the tensors that the codes were made of, as those peers are.
+    It is held against the tensors that the quantized values were made of, as those peers are.
     """
 
     where = "device"
-    variant = "e4m3, one code"
+    variant = "e4m3, one term"
 
     def __init__(self) -> None:
         super().__init__("auto")
@@ -225,5 +225,7 @@ def ours(impl: str) -> list[Implementation]:
     ways = [(write_out, prepared) for prepared in (False, True) for write_out in (False, True)]
     found: list[Implementation] = [Microsdpa(impl, write_out, prepared) for write_out, prepared in ways]
     if impl == "auto":
-        found.append(MicrosdpaOneCode())
-    return found + [MicrosdpaEightBit(precision, codes) for precision in OPERANDS for codes in (False, True)]
+        found.append(MicrosdpaOneTerm())
+    return found + [
+        MicrosdpaEightBit(precision, is_quantized) for precision in OPERANDS for is_quantized in (False, True)
+    ]

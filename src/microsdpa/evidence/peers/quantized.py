@@ -5,31 +5,31 @@ from __future__ import annotations
 import torch
 
 E4M3_MAX = 448.0
-CODES = "codes, "
-"""Before the type that P is rounded to, in the name of an arithmetic whose Q, K and V are codes already."""
+QUANTIZED = "quantized, "
+"""Before the type that P is rounded to, in the name of an arithmetic whose Q, K and V are quantized values already."""
 SCORES_AT_ONCE = 2**27
 
 
 def per_tensor_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(E4M3 codes, scale): x is about codes * scale, and the largest magnitude becomes 448."""
+    """(E4M3 values, scale): x is about values * scale, and the largest magnitude becomes 448."""
     scale = (x.abs().amax().float() / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    return _codes(x, scale), scale
+    return _quantized(x, scale), scale
 
 
 def per_head_e4m3(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for [B, H, S, D] with one scale for each of `groups` groups of heads: scales are [B, groups]."""
     grouped = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
     scale = (grouped.abs().amax(dim=(2, 3, 4)).float() / E4M3_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    return _codes(grouped, scale[:, :, None, None, None]).flatten(1, 2), scale
+    return _quantized(grouped, scale[:, :, None, None, None]).flatten(1, 2), scale
 
 
-def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _quantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _rounded_e4m3(x: torch.Tensor) -> torch.Tensor:
-    codes, scale = per_tensor_e4m3(x)
-    return codes.float() * scale
+    quantized, scale = per_tensor_e4m3(x)
+    return quantized.float() * scale
 
 
 def _rounded_int8(x: torch.Tensor) -> torch.Tensor:
@@ -49,15 +49,15 @@ def eager(
 
     query is [B, H, S_q, D], key and value [B, H_kv, S_k, D]. "e4m3" rounds Q, K, V, P and O to E4M3 with one scale a
     tensor; "int8" rounds Q and K to 8-bit integers with one scale a tensor, and P, V and O to FP16; "int8_fp16" is the
-    same, and "int8_fp8" rounds P and V to E4M3. "codes, e4m3" and "codes, float16" take Q, K and V as what codes stand
+    same, and "int8_fp8" rounds P and V to E4M3. "quantized, e4m3" and "quantized, float16" take Q, K and V as they are
     for: P alone is rounded, and O to FP16.
     """
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k, group = key.shape[2], heads // key.shape[1]
-    are_codes, e4m3_probabilities = arithmetic.startswith(CODES), arithmetic.endswith(("e4m3", "fp8"))
-    round_qk = torch.Tensor.float if are_codes else _rounded_e4m3 if arithmetic == "e4m3" else _rounded_int8
+    is_quantized, e4m3_probabilities = arithmetic.startswith(QUANTIZED), arithmetic.endswith(("e4m3", "fp8"))
+    round_qk = torch.Tensor.float if is_quantized else _rounded_e4m3 if arithmetic == "e4m3" else _rounded_int8
     q, k = round_qk(query), round_qk(key)
-    v = _rounded_e4m3(value) if e4m3_probabilities and not are_codes else value.float()
+    v = _rounded_e4m3(value) if e4m3_probabilities and not is_quantized else value.float()
     factor = head_dim**-0.5 if scale is None else scale
     diagonal = seqlen_k - seqlen_q if causal == "lower_right" else 0
     out = torch.empty(batch, heads, seqlen_q, head_dim, device=query.device)

@@ -223,8 +223,10 @@ def accuracy(results: Results) -> Plot:
     handles = {h.get_label(): h for axis in axes.flat for h in axis.collections}
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4)
     data = [[_name(r), r.get("kind"), r["dtype"], quoted_us(r), r["error"]["rel_l1"]] for r in rows]
-    codes = " Open: attention alone, on codes made before." if any(r.get("precision") for r in rows) else ""
-    return finish(figure, name, title, f"Lower left is better.{codes} {_source(result)}", data)
+    open_marks = (
+        " Open: attention alone, on quantized values made before." if any(r.get("precision") for r in rows) else ""
+    )
+    return finish(figure, name, title, f"Lower left is better.{open_marks} {_source(result)}", data)
 
 
 KIND_TITLES = {

@@ -44,7 +44,7 @@ struct EightBitRows {
   __device__ __forceinline__ void attend(const Query& query, const KeyTile& key, const ValueTile& value,
                                          const float* key_scale, const EightBitParams& params, int row, int first_key) {
     float s[1][BLOCK_N / 8][4];
-    multiply_codes<Format, HEAD_DIM, TERMS, BLOCK_N>(s[0], query, key);
+    multiply_quantized<Format, HEAD_DIM, TERMS, BLOCK_N>(s[0], query, key);
     scale_scores(s[0], key_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

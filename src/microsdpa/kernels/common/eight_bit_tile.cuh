@@ -46,7 +46,7 @@ __device__ __forceinline__ void copy_rows(Tile& tile, const Unit* global, int64 
 // s = Q times K, both quantized, for KEYS keys. A query may have a residual term (TERMS 2).
 //   query: QueryOperand of [16, TERMS * HEAD_DIM] quantized
 template <typename Format, int HEAD_DIM, int TERMS, int KEYS, typename Query, typename Tile>
-__device__ __forceinline__ void multiply_codes(float (&s)[KEYS / 8][4], const Query& query, const Tile& key) {
+__device__ __forceinline__ void multiply_quantized(float (&s)[KEYS / 8][4], const Query& query, const Tile& key) {
   constexpr int DEPTH = HEAD_DIM / 32;
   constexpr int SUMS = Format::STEPS == 1 ? 1 : TERMS;  // terms of one step are added up together
 #pragma unroll
@@ -83,7 +83,8 @@ __device__ __forceinline__ void multiply_codes(float (&s)[KEYS / 8][4], const Qu
 //   V[8 i + 2 t][2 g], V[8 i + 2 t][2 g + 1], V[8 i + 2 t + 1][2 g], V[8 i + 2 t + 1][2 g + 1]
 // Even and odd channels are therefore multiplied apart.
 template <typename Tile>
-__device__ __forceinline__ void load_value_codes(uint32 (&loaded)[4], const Tile& value, unsigned row, unsigned unit) {
+__device__ __forceinline__ void load_quantized_value(uint32 (&loaded)[4], const Tile& value, unsigned row,
+                                                     unsigned unit) {
   ldmatrix<4, true>(loaded, value.at(row + lane_index(), unit));
 }
 
@@ -105,7 +106,7 @@ __device__ __forceinline__ void multiply_half_value(float (&o)[HEAD_DIM / 8][4],
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 16; ++n) {
       uint32 loaded[4];
-      load_value_codes(loaded, value, 32 * k, 8 * n);
+      load_quantized_value(loaded, value, 32 * k, 8 * n);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         uint32 even[2], odd[2];
@@ -146,7 +147,7 @@ __device__ __forceinline__ void multiply_e4m3_value(float (&o)[HEAD_DIM / 8][4],
 #pragma unroll
     for (int k = 0; k < KEYS / 32; ++k) {
       uint32 loaded[4];
-      load_value_codes(loaded, value, 32 * k, 8 * n);
+      load_quantized_value(loaded, value, 32 * k, 8 * n);
       const uint32 even[2] = {permute_bytes<EVEN_BYTES>(loaded[0], loaded[1]),
                               permute_bytes<EVEN_BYTES>(loaded[2], loaded[3])};
       const uint32 odd[2] = {permute_bytes<ODD_BYTES>(loaded[0], loaded[1]),

@@ -26,11 +26,11 @@ struct SharedStorage {
 
 // Four values, times a scale for each, in FP32.
 template <typename Scale>
-__device__ __forceinline__ Vector<float, 4> dequantize(uint32 codes, Scale scale) {
+__device__ __forceinline__ Vector<float, 4> dequantize(uint32 quantized, Scale scale) {
   Vector<float, 4> four;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32 halves = halves_from_e4m3x2(codes >> 16 * i & 0xffff);
+    const uint32 halves = halves_from_e4m3x2(quantized >> 16 * i & 0xffff);
     const __half2 pair = *reinterpret_cast<const __half2*>(&halves);
     four.data[2 * i] = __low2float(pair) * scale(2 * i);
     four.data[2 * i + 1] = __high2float(pair) * scale(2 * i + 1);
@@ -46,8 +46,8 @@ __device__ __forceinline__ void load_tile(float* shared, int valid_rows, Rows ro
     const int row = i / (HEAD_DIM / 4), column = i % (HEAD_DIM / 4) * 4;
     Vector<float, 4> four{};
     if (row < valid_rows) {
-      const uint32 codes = *reinterpret_cast<const uint32*>(rows(row) + column);
-      four = dequantize(codes, [&](int c) { return scale(row, column + c); });
+      const uint32 quantized = *reinterpret_cast<const uint32*>(rows(row) + column);
+      four = dequantize(quantized, [&](int c) { return scale(row, column + c); });
     }
     *reinterpret_cast<Vector<float, 4>*>(shared + row * PITCH + column) = four;
   }
@@ -75,7 +75,7 @@ template <typename T, int HEAD_DIM, int BLOCK_M, int WARPS, bool CAUSAL>
 __global__ void __launch_bounds__(WARPS * 32, 1) attention(const __grid_constant__ EightBitParams params) {
   constexpr int THREADS = WARPS * 32, ROWS = BLOCK_M / WARPS, CHANNELS = HEAD_DIM / 32;
   using Shared = SharedStorage<HEAD_DIM, BLOCK_M>;
-  using Code = unsigned char;
+  using Byte = unsigned char;
   constexpr int PITCH = Shared::PITCH;
   __shared__ Shared shared;
 
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) attention(const __grid_constant
   const int lane = threadIdx.x % 32;
 
   load_tile<BLOCK_M, HEAD_DIM, PITCH, THREADS>(
-      shared.query, params.seqlen_q - first_row, [&](int r) { return head.query<Code>(params, first_row + r); },
+      shared.query, params.seqlen_q - first_row, [&](int r) { return head.query<Byte>(params, first_row + r); },
       [&](int r, int) { return *head.query_scale(params, first_row + r); });
 
   RowState state[ROWS];
@@ -95,10 +95,10 @@ __global__ void __launch_bounds__(WARPS * 32, 1) attention(const __grid_constant
   for (int first_key = 0; first_key < keys; first_key += BLOCK_N) {
     const int valid_keys = params.seqlen_k - first_key;
     load_tile<BLOCK_N, HEAD_DIM, PITCH, THREADS>(
-        shared.key, valid_keys, [&](int r) { return head.key<Code>(params, first_key + r); },
+        shared.key, valid_keys, [&](int r) { return head.key<Byte>(params, first_key + r); },
         [&](int r, int) { return *head.key_scale(params, first_key + r); });
     load_tile<BLOCK_N, HEAD_DIM, PITCH, THREADS>(
-        shared.value, valid_keys, [&](int r) { return head.value<Code>(params, first_key + r); },
+        shared.value, valid_keys, [&](int r) { return head.value<Byte>(params, first_key + r); },
         [&](int, int c) { return head.value_scale(params, c); });
     __syncthreads();
 

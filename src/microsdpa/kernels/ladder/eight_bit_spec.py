@@ -67,7 +67,7 @@ def persistent(problem: Problem) -> KernelSpec | Rejection:
         return plain
     producers, ctas = 2, 1 if problem.head_dim > 64 else 2  # two at D = 128 would spill
     if problem.query_terms != 1:
-        return Rejection("this rung takes a query of one code an element", "ladder/11, ada/mma_8bit or impl='auto'")
+        return Rejection("this rung takes a query of one term an element", "ladder/11, ada/mma_8bit or impl='auto'")
     arguments = {name: value for name, value in plain.template_args if name != "TERMS"}
     causal = arguments.pop("CAUSAL")
     spec = replace(
@@ -106,6 +106,6 @@ def _spec(
 def _only_plain_fp8(problem: Problem) -> Rejection | None:
     if problem.operands != "fp8" or problem.query_terms != 1:
         return Rejection(
-            "this rung takes Q, K and V of one E4M3 code an element", "E4M3 tensors with scales, or impl='auto'"
+            "this rung takes Q, K and V of one E4M3 term an element", "E4M3 tensors with scales, or impl='auto'"
         )
     return None

@@ -21,10 +21,10 @@ struct ProductParams {
 constexpr int TILE = 64, WARP_ROWS = 16;
 constexpr int THREADS = TILE / WARP_ROWS * 32;
 
-using CodeTile = SwizzledTile<Unit, TILE, TILE / 2>;
+using QuantizedTile = SwizzledTile<Unit, TILE, TILE / 2>;
 
 // Copies a tile byte by byte, since rows may start on any; what lies outside the tensor is zero.
-__device__ __forceinline__ void copy_bytes(CodeTile& tile, const unsigned char* from, int64 pitch, int rows,
+__device__ __forceinline__ void copy_bytes(QuantizedTile& tile, const unsigned char* from, int64 pitch, int rows,
                                            int columns) {
   for (int i = threadIdx.x; i < TILE * TILE / 2; i += THREADS) {
     const int row = i / (TILE / 2), column = i % (TILE / 2) * 2;
@@ -34,9 +34,10 @@ __device__ __forceinline__ void copy_bytes(CodeTile& tile, const unsigned char* 
   }
 }
 
-// B of 32 rows from `row` on and 16 columns from 2 * `unit` on, as load_value_codes gives it, but with the rows in the
-// order of a left operand in memory: lane t has rows 4 t to 4 t + 3 of each 16.
-__device__ __forceinline__ void load_b_codes(uint32 (&loaded)[4], const CodeTile& tile, unsigned row, unsigned unit) {
+// B of 32 rows from `row` on and 16 columns from 2 * `unit` on, as load_quantized_value gives it, but with the rows in
+// the order of a left operand in memory: lane t has rows 4 t to 4 t + 3 of each 16.
+__device__ __forceinline__ void load_quantized_b(uint32 (&loaded)[4], const QuantizedTile& tile, unsigned row,
+                                                 unsigned unit) {
   const unsigned matrix = lane_index() / 8, r = lane_index() % 8;
   ldmatrix<4, true>(loaded, tile.at(row + matrix / 2 * 16 + r / 2 * 4 + matrix % 2 * 2 + r % 2, unit));
 }
@@ -61,8 +62,8 @@ __device__ __forceinline__ void store(const ProductParams& params, const float (
 
 template <bool SCORES>
 __global__ void __launch_bounds__(THREADS, 1) fp8_product(const __grid_constant__ ProductParams params) {
-  __shared__ CodeTile a_tile;
-  __shared__ CodeTile b_tile;
+  __shared__ QuantizedTile a_tile;
+  __shared__ QuantizedTile b_tile;
   const int columns = (params.n + TILE - 1) / TILE;
   const int first_row = blockIdx.x / columns * TILE, first_column = blockIdx.x % columns * TILE;
   const int64 batch = blockIdx.y;
@@ -81,10 +82,10 @@ __global__ void __launch_bounds__(THREADS, 1) fp8_product(const __grid_constant_
                  params.n - first_column);
     }
     __syncthreads();
-    const QueryOperand<CodeTile, 1, TILE / 2, TILE / 32> operand(a_tile, warp_row);
+    const QueryOperand<QuantizedTile, 1, TILE / 2, TILE / 32> operand(a_tile, warp_row);
     if constexpr (SCORES) {
       float part[TILE / 8][4];
-      multiply_codes<E4m3, TILE, 1, TILE>(part, operand, b_tile);
+      multiply_quantized<E4m3, TILE, 1, TILE>(part, operand, b_tile);
 #pragma unroll
       for (int n = 0; n < TILE / 8; ++n) {
 #pragma unroll
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(THREADS, 1) fp8_product(const __grid_constant_
 #pragma unroll
         for (int k = 0; k < TILE / 32; ++k) {
           uint32 loaded[4];
-          load_b_codes(loaded, b_tile, 32 * k, 8 * n);
+          load_quantized_b(loaded, b_tile, 32 * k, 8 * n);
           const uint32 even[2] = {permute_bytes<EVEN_BYTES>(loaded[0], loaded[1]),
                                   permute_bytes<EVEN_BYTES>(loaded[2], loaded[3])};
           const uint32 odd[2] = {permute_bytes<ODD_BYTES>(loaded[0], loaded[1]),

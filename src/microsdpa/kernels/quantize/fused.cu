@@ -9,7 +9,7 @@
 // A part is up to a quarter of the rows: each of its CTAs reads the whole head for the mean, or for the channels'
 // scales, and then encodes its own rows. Rows are loaded AT_A_TIME, so that a thread waits for memory once for all of
 // them. Bound by: the latency of reading a head for the mean and the scales of channels.
-#include "../common/codes.cuh"
+#include "../common/formats.cuh"
 #include "../common/softmax.cuh"
 
 namespace microsdpa::quantize {
@@ -22,16 +22,16 @@ struct RowStrides {
 };
 
 struct QuantizeParams {
-  const void* query;           // [B, H, S_q, D]
-  const void* key;             // [B, H_kv, S_k, D]
-  const void* value;           // [B, H_kv, S_k, D]
-  unsigned char* query_codes;  // [B, H, S_q, TERMS * D], contiguous
-  unsigned char* key_codes;    // [B, H_kv, S_k, D], contiguous
-  unsigned char* value_codes;  // [B, H_kv, S_k, D], contiguous
-  float* query_scale;          // [B, H, blocks of S_q]
-  float* key_scale;            // [B, H_kv, blocks of S_k]
-  float* value_scale;          // [B, H_kv, D]
-  float* key_mean;             // [B, H_kv, D]
+  const void* query;               // [B, H, S_q, D]
+  const void* key;                 // [B, H_kv, S_k, D]
+  const void* value;               // [B, H_kv, S_k, D]
+  unsigned char* quantized_query;  // [B, H, S_q, TERMS * D], contiguous
+  unsigned char* quantized_key;    // [B, H_kv, S_k, D], contiguous
+  unsigned char* quantized_value;  // [B, H_kv, S_k, D], contiguous
+  float* query_scale;              // [B, H, blocks of S_q]
+  float* key_scale;                // [B, H_kv, blocks of S_k]
+  float* value_scale;              // [B, H_kv, D]
+  float* key_mean;                 // [B, H_kv, D]
   RowStrides query_strides;
   RowStrides key_strides;
   RowStrides value_strides;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void rotate(float (&x)[CHUNK], int chunk, float root)
   for (int i = 0; i < CHUNK; ++i) x[i] *= root;
 }
 
-using Codes = Vector<unsigned char, CHUNK>;
+using Bytes = Vector<unsigned char, CHUNK>;
 
 // Mean over all rows of a head, in shared.channels[0]: row r is added to the sum of r % 32, in order; then the sums are
 // added in halves.
@@ -150,9 +150,9 @@ __device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, co
 }
 
 // Quantizes rows [first, last) of a head.
-template <typename Code, int HEAD_DIM, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD, typename T>
+template <typename Format, int HEAD_DIM, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD, typename T>
 __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first, int last,
-                                              unsigned char* codes, float* scales, float root) {
+                                              unsigned char* quantized, float* scales, float root) {
   const Place<HEAD_DIM> place;
   const auto load = [&](float (&x)[CHUNK], int row) {
     rows.load(x, row, place.chunk);
@@ -165,29 +165,29 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
   const auto largest_of_row = [&](const float (&x)[CHUNK]) {
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) largest = larger_magnitude<Code>(largest, x[i]);
+    for (int i = 0; i < CHUNK; ++i) largest = larger_magnitude<Format>(largest, x[i]);
 #pragma unroll
     for (int step = 1; step < HEAD_DIM / CHUNK; step *= 2) {
-      largest = larger<Code>(largest, __shfl_xor_sync(FULL_WARP, largest, step));
+      largest = larger<Format>(largest, __shfl_xor_sync(FULL_WARP, largest, step));
     }
     return largest;
   };
   const auto store = [&](const float (&x)[CHUNK], int row, float scale) {
-    unsigned char* to = codes + static_cast<int64>(row) * TERMS * HEAD_DIM + place.chunk * CHUNK;
-    Codes encoded[TERMS];
+    unsigned char* to = quantized + static_cast<int64>(row) * TERMS * HEAD_DIM + place.chunk * CHUNK;
+    Bytes encoded[TERMS];
     float y[CHUNK], same_scale[CHUNK], inverse[CHUNK];
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) same_scale[i] = scale, inverse[i] = 1.0f / scale;
     divide(y, x, same_scale, inverse);
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {
-      encoded[0].data[i] = Code::encode(y[i]);
+      encoded[0].data[i] = Format::encode(y[i]);
       if constexpr (TERMS == 2) {
-        encoded[1].data[i] = Code::encode((y[i] - Code::decode(encoded[0].data[i])) * Code::STEPS);
+        encoded[1].data[i] = Format::encode((y[i] - Format::decode(encoded[0].data[i])) * Format::STEPS);
       }
     }
 #pragma unroll
-    for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Codes*>(to + term * HEAD_DIM) = encoded[term];
+    for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Bytes*>(to + term * HEAD_DIM) = encoded[term];
   };
 
   constexpr int STEP = BLOCK == 1 ? AT_A_TIME * GROUPS : BLOCK;
@@ -200,7 +200,7 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
 #pragma unroll
       for (int j = 0; j < AT_A_TIME; ++j) {
         const int row = block + j * GROUPS + place.row;
-        const float scale = scale_of<Code>(largest_of_row(x[j]));
+        const float scale = scale_of<Format>(largest_of_row(x[j]));
         if (row < end) {
           store(x[j], row, scale);
           if (place.chunk == 0) scales[row] = scale;
@@ -211,16 +211,16 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
       for (int r = 0; r < end - block; r += GROUPS) {
         load(x, block + r + place.row);
         const float of_row = largest_of_row(x);
-        if (block + r + place.row < end) largest = larger<Code>(largest, of_row);
+        if (block + r + place.row < end) largest = larger<Format>(largest, of_row);
       }
       __syncthreads();  // everyone has read the last block's maximum
       if (place.chunk == 0) shared.rows[place.row] = largest;
       __syncthreads();
       largest = shared.rows[threadIdx.x % 32];
       for (int offset = 16; offset > 0; offset /= 2) {
-        largest = larger<Code>(largest, __shfl_xor_sync(FULL_WARP, largest, offset));
+        largest = larger<Format>(largest, __shfl_xor_sync(FULL_WARP, largest, offset));
       }
-      const float scale = scale_of<Code>(largest);
+      const float scale = scale_of<Format>(largest);
       if (threadIdx.x == 0) scales[block / BLOCK] = scale;
       for (int r = 0; r < end - block; r += GROUPS) {
         load(x, block + r + place.row);
@@ -231,9 +231,9 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
 }
 
 // Quantizes rows [first, last) of a head of V, with a scale for each channel of the head.
-template <typename Code, int HEAD_DIM, typename T>
+template <typename Format, int HEAD_DIM, typename T>
 __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first,
-                                                  int last, unsigned char* codes, float* scales) {
+                                                  int last, unsigned char* quantized, float* scales) {
   const Place<HEAD_DIM> place;
   float largest[CHUNK] = {};
   for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
@@ -243,7 +243,7 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
 #pragma unroll
     for (int j = 0; j < AT_A_TIME; ++j) {
 #pragma unroll
-      for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude<Code>(largest[i], x[j][i]);
+      for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude<Format>(largest[i], x[j][i]);
     }
   }
 #pragma unroll
@@ -253,8 +253,8 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
     const int channel = threadIdx.x;
     float m = 0.0f;
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) m = larger<Code>(m, shared.channels[group][channel]);
-    const float scale = scale_of<Code>(m);
+    for (int group = 0; group < GROUPS; ++group) m = larger<Format>(m, shared.channels[group][channel]);
+    const float scale = scale_of<Format>(m);
     shared.channels[0][channel] = scale;
     shared.channels[1][channel] = 1.0f / scale;
     if (first == 0) scales[channel] = scale;
@@ -275,11 +275,11 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
       if (row + j * GROUPS >= last) break;
       float y[CHUNK];
       divide(y, x[j], scale, inverse);
-      Codes encoded;
+      Bytes encoded;
 #pragma unroll
-      for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Code::encode(y[i]);
-      unsigned char* to = codes + static_cast<int64>(row + j * GROUPS) * HEAD_DIM + place.chunk * CHUNK;
-      *reinterpret_cast<Codes*>(to) = encoded;
+      for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Format::encode(y[i]);
+      unsigned char* to = quantized + static_cast<int64>(row + j * GROUPS) * HEAD_DIM + place.chunk * CHUNK;
+      *reinterpret_cast<Bytes*>(to) = encoded;
     }
   }
 }
@@ -288,7 +288,7 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
 template <int BLOCK>
 constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;
 
-template <typename T, int HEAD_DIM, typename Code, typename Value, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD>
+template <typename T, int HEAD_DIM, typename Format, typename Value, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD>
 __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     quantize_query_key_value(const __grid_constant__ QuantizeParams params) {
   constexpr int ROWS = ROWS_OF_CTA<BLOCK>;
@@ -308,9 +308,9 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
       if (first == 0 && threadIdx.x < HEAD_DIM)
         params.key_mean[static_cast<int64>(head) * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
     }
-    quantize_rows<Code, HEAD_DIM, 1, BLOCK, SMOOTH, HADAMARD>(
+    quantize_rows<Format, HEAD_DIM, 1, BLOCK, SMOOTH, HADAMARD>(
         shared, rows, first, min(first + key_rows, params.seqlen_k),
-        params.key_codes + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
+        params.quantized_key + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
         params.key_scale + static_cast<int64>(head) * ((params.seqlen_k + BLOCK - 1) / BLOCK), params.root);
     return;
   }
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
       const int head = index / parts, first = index % parts * params.part_rows;
       const Rows<T> rows(params.value, params.value_strides, head, params.heads_kv, params.seqlen_k);
       quantize_channels<Value, HEAD_DIM>(shared, rows, first, min(first + params.part_rows, params.seqlen_k),
-                                         params.value_codes + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
+                                         params.quantized_value + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
                                          params.value_scale + static_cast<int64>(head) * HEAD_DIM);
       return;
     }
@@ -329,9 +329,9 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
   }
   const int head = index / query_tiles, first = index % query_tiles * ROWS;
   const Rows<T> rows(params.query, params.query_strides, head, params.heads, params.seqlen_q);
-  quantize_rows<Code, HEAD_DIM, TERMS, BLOCK, false, HADAMARD>(
+  quantize_rows<Format, HEAD_DIM, TERMS, BLOCK, false, HADAMARD>(
       shared, rows, first, min(first + ROWS, params.seqlen_q),
-      params.query_codes + static_cast<int64>(head) * params.seqlen_q * TERMS * HEAD_DIM,
+      params.quantized_query + static_cast<int64>(head) * params.seqlen_q * TERMS * HEAD_DIM,
       params.query_scale + static_cast<int64>(head) * ((params.seqlen_q + BLOCK - 1) / BLOCK), params.root);
 }
 

@@ -19,8 +19,8 @@ PARTS, PART_CTAS = 4, 128
 """CTAs of a head of which every one has to read all rows, at most, and of all heads."""
 RESTORE_THREADS = 128
 
-CodeName = Literal["e4m3", "int8", "sim_u8"]
-CPP_CODE: dict[str, str] = {"e4m3": "E4m3", "int8": "Int8", "sim_u8": "SimulatedU8"}
+FormatName = Literal["e4m3", "int8", "sim_u8"]
+CPP_FORMAT: dict[str, str] = {"e4m3": "E4m3", "int8": "Int8", "sim_u8": "SimulatedU8"}
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class QuantizationScheme:
     """How Q, K and V are quantized.
 
     Attributes:
-        code: of Q and K.
+        format: of Q and K.
         value: of V; None leaves V as it is.
-        query_terms: codes of Q, side by side; the second is what the first lacks. Of "sim_u8" there is one.
+        query_terms: terms of Q, side by side; the second is what the first lacks. Of "sim_u8" there is one.
         block: rows of Q and K that share a scale, a power of two.
         smooth: whether K's mean is taken off.
         hadamard: whether Q and K are rotated.
     """
 
-    code: CodeName = "e4m3"
-    value: CodeName | None = "e4m3"
+    format: FormatName = "e4m3"
+    value: FormatName | None = "e4m3"
     query_terms: int = 1
     block: int = 1
     smooth: bool = True
@@ -57,8 +57,8 @@ def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int) -> KernelSpec
     arguments = {
         "T": CPP_TYPE[dtype],
         "HEAD_DIM": str(head_dim),
-        "CODE": f"microsdpa::code::{CPP_CODE[scheme.code]}",
-        "VALUE": f"microsdpa::code::{CPP_CODE[scheme.value] if scheme.value else 'None'}",
+        "FORMAT": f"microsdpa::format::{CPP_FORMAT[scheme.format]}",
+        "VALUE": f"microsdpa::format::{CPP_FORMAT[scheme.value] if scheme.value else 'None'}",
         "TERMS": str(scheme.query_terms),
         "BLOCK": str(scheme.block),
         "SMOOTH": BOOLEAN[scheme.smooth],

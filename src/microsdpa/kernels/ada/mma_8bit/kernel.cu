@@ -195,7 +195,7 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>
       start_value(i - 1 + STAGES);
     }
     if (first_key < none_sees) {
-      multiply_codes<typename Shape::Format, HEAD_DIM, TERMS, BLOCK_N>(s[0], query, ring.key[stage]);
+      multiply_quantized<typename Shape::Format, HEAD_DIM, TERMS, BLOCK_N>(s[0], query, ring.key[stage]);
       const float* key_scale = ring.key_scale[stage] + lane_index() % 4 * 2;
 #pragma unroll
       for (int n = 0; n < BLOCK_N / 8; ++n) {

@@ -34,11 +34,11 @@ def tiles_of(problem: Problem) -> Tiles:
 def mma_8bit(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for a problem: its tiles, and the keys divided among warps."""
     tiles, stages = tiles_of(problem), 2
-    codes = problem.operands != "int8_fp16"
+    quantized = problem.operands != "int8_fp16"
     block_m = 16 * tiles.row_warps
-    per_key = (2 if codes else 3) * problem.head_dim + 4
+    per_key = (2 if quantized else 3) * problem.head_dim + 4
     streaming = block_m * problem.query_terms * problem.head_dim + tiles.key_groups * stages * tiles.block_n * per_key
-    merging = tiles.key_groups * block_m * (4 * (problem.head_dim + (16 if codes else 8)) + 8)
+    merging = tiles.key_groups * block_m * (4 * (problem.head_dim + (16 if quantized else 8)) + 8)
     spec = KernelSpec(
         name="ada/mma_8bit",
         source="ada/mma_8bit/kernel.cu",

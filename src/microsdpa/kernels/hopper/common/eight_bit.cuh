@@ -7,7 +7,7 @@
 
 namespace microsdpa::hopper {
 
-using Code = unsigned char;
+using Byte = unsigned char;
 
 // The rows of a tile of 8-bit values are as long as its swizzle pattern.
 template <int ROW_BYTES>
@@ -23,12 +23,12 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
 
 // Descriptor of such a tile as an operand that is contiguous along K.
 template <int ROW_BYTES>
-__device__ __forceinline__ uint64 rows_descriptor(const Code* tile) {
+__device__ __forceinline__ uint64 rows_descriptor(const Byte* tile) {
   return matrix_descriptor(tile, 16, 8 * ROW_BYTES, PATTERN_OF_ROWS<ROW_BYTES>);
 }
 
 // Sums of products of quantized values.
-template <typename CODE>
+template <typename FORMAT>
 struct SumOf {
   using Type = float;
   static constexpr bool INTEGER = false;

@@ -1,4 +1,4 @@
-"""What the specifications of the kernels on Hopper's wgmma with 8-bit codes of Q and K have in common."""
+"""What the specifications of the kernels on Hopper's wgmma with 8-bit values of Q and K have in common."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ struct Consumer : Exchange<C> {
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
   using Operands = typename C::Operands;
-  using Code = typename Operands::Code;
-  static constexpr int STEP = 32 / static_cast<int>(sizeof(Code));  // columns of a step of Q K^T
+  using QueryKey = typename Operands::QueryKey;
+  static constexpr int STEP = 32 / static_cast<int>(sizeof(QueryKey));  // columns of a step of Q K^T
   static constexpr int TERM_STEPS = (C::COLUMNS + STEP - 1) / STEP, QUERY_STEPS = Operands::TERMS * TERM_STEPS;
   static constexpr int STEPS = BLOCK_N / 16;                  // of P V, 16 keys each
   static constexpr int QUARTER = BLOCK_N / 2 / STEPS;         // a thread's scores of 16 keys
@@ -100,7 +100,7 @@ struct Consumer : Exchange<C> {
 #pragma unroll
     for (int step = 0; step < QUERY_STEPS; ++step) {
       if constexpr (Operands::EIGHT_BIT) {
-        const Code* tile = shared.query + step / TERM_STEPS * BLOCK_M * HEAD_DIM;
+        const QueryKey* tile = shared.query + step / TERM_STEPS * BLOCK_M * HEAD_DIM;
         ldmatrix(query[step], tile + swizzled<HEAD_DIM>(row, step % TERM_STEPS * 2 + lane / 16));
       } else {
         const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
@@ -153,10 +153,10 @@ struct Consumer : Exchange<C> {
       for (int step = 0; step < QUERY_STEPS; ++step) {
         const uint64 place = advance(key, part * KEYS * HEAD_DIM + step % TERM_STEPS * STEP);
         if constexpr (Operands::INTEGERS) {
-          wgmma<Code, KEYS>(reinterpret_cast<int32(&)[KEYS / 2]>(part_of<PARTS>(s, part)), query[step], place,
+          wgmma<QueryKey, KEYS>(reinterpret_cast<int32(&)[KEYS / 2]>(part_of<PARTS>(s, part)), query[step], place,
                             BEGUN || step > 0);
         } else {
-          wgmma<Code, KEYS>(part_of<PARTS>(s, part), query[step], place, BEGUN || step > 0);
+          wgmma<QueryKey, KEYS>(part_of<PARTS>(s, part), query[step], place, BEGUN || step > 0);
         }
       }
       wgmma_commit();

@@ -20,7 +20,7 @@ from microsdpa.kernels.spec import (
 HEAD_DIMS = (32, 64, 128)
 TILE_DIMS = (64, 128)
 """Columns of the tiles that there are kernels for."""
-CPP_CODE: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
+CPP_QUERY_KEY: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
 """Of Q and K."""
 MOST_ROUNDS = 4
 """Tiles of keys of a warpgroup: all of them are resident."""
@@ -76,7 +76,7 @@ def specification(problem: Problem, choice: EightBitLatency) -> KernelSpec | Rej
         return Rejection(f"{problem.seqlen_k} keys do not fit the shared memory of its CTAs", "fewer keys")
     whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
     arguments = {
-        "OPERANDS": f"microsdpa::hopper::latency::EightBit<{CPP_CODE[problem.operands]}, {CPP_TYPE[problem.dtype]}, "
+        "OPERANDS": f"microsdpa::hopper::latency::EightBit<{CPP_QUERY_KEY[problem.operands]}, {CPP_TYPE[problem.dtype]}, "
         f"{terms}, {BOOLEAN[key_scales]}>",
         "HEAD_DIM": head_dim,
         "COLUMNS": problem.head_dim,
@@ -115,10 +115,10 @@ def latency(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for small problems with 8-bit operands."""
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
-    if problem.operands not in CPP_CODE:
+    if problem.operands not in CPP_QUERY_KEY:
         return Rejection("V is not E4M3", "E4M3 tensors with scales, or precision='int8_fp8'")
     if problem.operands == "int8_fp8" and problem.query_terms != 1:
-        return Rejection("a query has two INT8 codes an element", "one code an element")
+        return Rejection("a query has two INT8 values an element", "one value an element")
     if problem.head_dim not in HEAD_DIMS:
         return refused_head_dim(problem.head_dim, HEAD_DIMS)
     cluster = cluster_for(problem)

@@ -111,7 +111,7 @@ template <int FIRST, int LAST, int ROUNDS, bool ANNOUNCED = false, int HEAD_DIM,
 __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>& shared, const WorkTile& work,
                                            const TensorMap& key, const TensorMap& value) {
   constexpr int VALUE_TILES = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::VALUE_TILES;
-  using Code = typename OperandsOf<T>::Code;
+  using QueryKey = typename OperandsOf<T>::QueryKey;
 #pragma unroll
   for (int number = FIRST; number < LAST; ++number) {
     const Tile<STAGES> tile{number};
@@ -119,7 +119,7 @@ __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES, MA
     if (comes_along(shared, tile) || (ROUNDS < STAGES && round >= work.rounds)) continue;
     const int first_key = work.first_key(round, warpgroup);
     if (tile.is_key()) {
-      load_tile<Code, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], key, shared.key_full(round, warpgroup),
+      load_tile<QueryKey, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], key, shared.key_full(round, warpgroup),
                                               first_key, work.head_kv, work.batch);
     } else if constexpr (OperandsOf<T>::EIGHT_BIT) {
       load_tile<unsigned char, HEAD_DIM, VALUE_TILES>(shared.narrow_value[round][warpgroup], value,
@@ -177,7 +177,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
                                       const PARAMS& arguments, const TensorMap& query, const TensorMap& key,
                                       const TensorMap& value, const MAPS&... masks) {
   constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::FEW_COPIES;
-  using Code = typename OperandsOf<T>::Code;
+  using QueryKey = typename OperandsOf<T>::QueryKey;
   constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
@@ -188,15 +188,15 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
   const MaskOrigin origin(arguments, work);
   if constexpr (sizeof...(MAPS) > 0) mbarrier_arrive_expect(shared.mask_full, MASK_TILES::COPIED_BYTES);
   if (FEW) {
-    mbarrier_arrive_expect(shared.query_full(), OperandsOf<T>::TERMS * TILE_BYTES<Code, HEAD_DIM>);
-    mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<Code, HEAD_DIM>);
+    mbarrier_arrive_expect(shared.query_full(), OperandsOf<T>::TERMS * TILE_BYTES<QueryKey, HEAD_DIM>);
+    mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<QueryKey, HEAD_DIM>);
   }
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
   copy_masks<ROUNDS>(shared, work, origin, masks...);
   if constexpr (OperandsOf<T>::EIGHT_BIT) {
-    if (!FEW) mbarrier_arrive_expect(shared.query_full(), OperandsOf<T>::TERMS * TILE_BYTES<Code, HEAD_DIM>);
+    if (!FEW) mbarrier_arrive_expect(shared.query_full(), OperandsOf<T>::TERMS * TILE_BYTES<QueryKey, HEAD_DIM>);
 #pragma unroll
     for (int term = 0; term < OperandsOf<T>::TERMS; ++term) {
       tma_load(shared.query + term * BLOCK_M * HEAD_DIM, query, shared.query_full(), term * COLUMNS, work.first_row,
@@ -256,6 +256,7 @@ __global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
     if constexpr (sizeof...(MAPS) > 0) prefetch_tensor_map(first_of(masks...));
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
+  // mutation: the lanes come together for aligned instructions, which the emulator does not ask for
   __syncwarp();
   const auto consumer_of_thread = [&] {
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);

@@ -9,13 +9,13 @@
 
 namespace microsdpa::hopper::latency {
 
-// 8-bit values: Q and K are CODE, __nv_fp8_e4m3 or signed char, and V is E4M3; the output is OUT. A query is the sum of
+// 8-bit values: Q and K are QUERY_KEY, __nv_fp8_e4m3 or signed char, and V is E4M3; the output is OUT. A query is the sum of
 // TERMS values. KEY_SCALES: the keys of a head have different scales.
-template <typename CODE, typename OUT, int TERMS, bool KEY_SCALES>
+template <typename QUERY_KEY, typename OUT, int TERMS, bool KEY_SCALES>
 struct EightBit {};
 
 // Whether products are integers.
-template <typename CODE>
+template <typename QUERY_KEY>
 constexpr bool HAS_INTEGER_PRODUCTS = false;
 template <>
 constexpr bool HAS_INTEGER_PRODUCTS<signed char> = true;
@@ -23,7 +23,7 @@ constexpr bool HAS_INTEGER_PRODUCTS<signed char> = true;
 // OPERANDS: __half, __nv_bfloat16, or EightBit.
 template <typename OPERANDS>
 struct OperandsOf {
-  using Code = OPERANDS;     // of Q and K
+  using QueryKey = OPERANDS;     // of Q and K
   using Element = OPERANDS;  // of P and V, as they are multiplied
   using Out = OPERANDS;
   static constexpr bool EIGHT_BIT = false, INTEGERS = false, KEY_SCALES = false;
@@ -38,12 +38,12 @@ struct OperandsOf {
 };
 
 // P V is a product of FP16, which holds every E4M3 value: V is widened in shared memory.
-template <typename CODE, typename OUT, int TERMS_, bool KEY_SCALES_>
-struct OperandsOf<EightBit<CODE, OUT, TERMS_, KEY_SCALES_>> {
-  using Code = CODE;
+template <typename QUERY_KEY, typename OUT, int TERMS_, bool KEY_SCALES_>
+struct OperandsOf<EightBit<QUERY_KEY, OUT, TERMS_, KEY_SCALES_>> {
+  using QueryKey = QUERY_KEY;
   using Element = __half;
   using Out = OUT;
-  static constexpr bool EIGHT_BIT = true, INTEGERS = HAS_INTEGER_PRODUCTS<CODE>;
+  static constexpr bool EIGHT_BIT = true, INTEGERS = HAS_INTEGER_PRODUCTS<QUERY_KEY>;
   static constexpr bool KEY_SCALES = KEY_SCALES_;
   static constexpr int TERMS = TERMS_;
   template <typename PARAMS>

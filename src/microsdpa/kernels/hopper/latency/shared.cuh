@@ -118,13 +118,13 @@ struct SharedStorage : MASK_TILES, ScaledTilesOf<OPERANDS, HEAD_DIM, STAGES>::Ty
   using Operands = OperandsOf<OPERANDS>;
   // What the thread that issues the copies does is everybody's time where there are few of them: then one brings all
   // tiles of V. Of K it would make the first product wait.
-  static constexpr bool FEW_COPIES = BOXES<typename Operands::Code, HEAD_DIM> == 1 && STAGES <= 2;
+  static constexpr bool FEW_COPIES = BOXES<typename Operands::QueryKey, HEAD_DIM> == 1 && STAGES <= 2;
   static constexpr int VALUE_TILES = FEW_COPIES ? WARPGROUPS * STAGES : 1;  // of a copy
   // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows.
   static constexpr int QUADRUPLES = HEAD_DIM / WARPGROUPS / 16;
 
-  alignas(1024) typename Operands::Code query[Operands::TERMS * BLOCK_M * PANELS<HEAD_DIM> * PANEL];
-  alignas(1024) typename Operands::Code key[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];
+  alignas(1024) typename Operands::QueryKey query[Operands::TERMS * BLOCK_M * PANELS<HEAD_DIM> * PANEL];
+  alignas(1024) typename Operands::QueryKey key[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];
   alignas(1024) typename Operands::Element value[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];
   // Columns of O that the other warpgroup gives to the one that finishes them.
   Quadruple from_neighbour[WARPGROUPS][2][QUADRUPLES][WARPGROUP_THREADS];

@@ -28,7 +28,7 @@ namespace microsdpa::hopper::throughput_8bit {
 
 // Copies TILE_ROWS rows of one head, from `row` on, and HEAD_DIM columns from `column` on.
 template <int TILE_ROWS, typename Shared>
-__device__ __forceinline__ void load_panels(Code* tile, const TensorMap& map, Mbarrier& full, int column, int row,
+__device__ __forceinline__ void load_panels(Byte* tile, const TensorMap& map, Mbarrier& full, int column, int row,
                                             int head, int batch) {
   constexpr int COLUMNS = Shared::COLUMNS;
 #pragma unroll
@@ -147,12 +147,12 @@ __device__ __forceinline__ void initialize(Shared& shared) {
 
 // STAGES: tiles of K and of V^T that there is room for; VALUE_STAGES: of V, waiting to be transposed. KEY_SCALES:
 // whether the keys of a head have different scales. IN_PLACE: whether the tensor cores add P V to O.
-template <typename T, typename CODE, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int VALUE_STAGES,
-          int QUERY_STAGES, bool KEY_SCALES, bool IN_PLACE, int PROMOTED_TILES, bool CAUSAL>
+template <typename T, typename FORMAT, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES,
+          int VALUE_STAGES, int QUERY_STAGES, bool KEY_SCALES, bool IN_PLACE, int PROMOTED_TILES, bool CAUSAL>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
               const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
-  using Shared = SharedStorage<CODE, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES,
+  using Shared = SharedStorage<FORMAT, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES,
                                KEY_SCALES, PROMOTED_TILES>;
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.

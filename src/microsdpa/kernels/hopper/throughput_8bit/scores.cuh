@@ -101,8 +101,9 @@ struct ScoringConsumer : ConsumerWarpgroup<Shared::CONSUMERS> {
 #pragma unroll
       for (int step = 0; step < HEAD_DIM / 32; ++step) {
         const int panel = 32 * step / COLUMNS, column = 32 * step % COLUMNS;
-        wgmma<typename Shared::CODE, BLOCK_N>(sums, advance(query, (term * HEAD_DIM + panel * COLUMNS) * ROWS + column),
-                                              advance(key, panel * COLUMNS * BLOCK_N + column), term + step > 0);
+        wgmma<typename Shared::FORMAT, BLOCK_N>(sums,
+                                                advance(query, (term * HEAD_DIM + panel * COLUMNS) * ROWS + column),
+                                                advance(key, panel * COLUMNS * BLOCK_N + column), term + step > 0);
       }
     }
     wgmma_commit();

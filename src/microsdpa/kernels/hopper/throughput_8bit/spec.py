@@ -19,9 +19,9 @@ SMALL_TILES = 1.1
 """Time of a key in tiles of 64 over that in tiles of 96, at D = 256."""
 MOST_STAGES = 4
 """More than four tiles of K and V^T are no faster; two hold the consumers together."""
-LARGEST_CODE = 16
+LARGEST_VALUE = 16
 """Of a probability in the first tile of a row, where the tensor cores add to O (promoting.cuh)."""
-CPP_CODE: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
+CPP_FORMAT: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
 """Of Q and K."""
 
 
@@ -70,7 +70,7 @@ class Tiles:
 def tiles_for(problem: Problem) -> Tiles:
     """The configuration for a problem: as many consumers as registers hold, and as many keys a tile.
 
-    Two codes at D = 256, and scales of keys where more than two consumers would leave SMs empty, have P V of every tile
+    Two terms at D = 256, and scales of keys where more than two consumers would leave SMs empty, have P V of every tile
     added to O in FP32 (docs/hopper-8bit.md).
     """
     several = _has_key_scales(problem)
@@ -124,7 +124,7 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
         "throughput_8bit",
         {
             "T": CPP_TYPE[problem.dtype],
-            "CODE": CPP_CODE[problem.operands],
+            "FORMAT": CPP_FORMAT[problem.operands],
             "HEAD_DIM": head_dim,
             "TERMS": terms,
             "BLOCK_N": tiles.block_n,
@@ -149,10 +149,10 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
 
 def throughput(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for P and V in E4M3."""
-    if problem.operands not in CPP_CODE:
+    if problem.operands not in CPP_FORMAT:
         return Rejection("V is not E4M3", "E4M3 tensors with scales, or precision='int8_fp8'")
     if problem.operands == "int8_fp8" and problem.query_terms != 1:
-        return Rejection("a query has two INT8 codes an element", "one code an element")
+        return Rejection("a query has two INT8 terms an element", "one term an element")
     if (refusal := refused(problem, HEAD_DIMS)) is not None:
         return refusal
     tiles = tiles_for(problem)

@@ -18,7 +18,7 @@ namespace microsdpa::hopper::throughput_8bit {
 //     of a quad has in an accumulator, so that probabilities become the left operand of wgmma where they are;
 //   - channels: of 16, rows 0 to 7 are the even ones, rows 8 to 15 the odd ones. Eight rows then meet in no bank.
 template <int CHANNELS, int ALL_CHANNELS, int KEYS, int PANEL, int WARPS, int AT_A_TIME>
-__device__ __forceinline__ void transpose_value(Code* transposed, const Code* value, int warp) {
+__device__ __forceinline__ void transpose_value(Byte* transposed, const Byte* value, int warp) {
   constexpr uint32 EVEN_BYTES = 0x6420, ODD_BYTES = 0x7531;
   constexpr int CHUNKS = CHANNELS / 16;
   const int lane = threadIdx.x % 32;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void transpose_value(Code* transposed, const Code* va
 #pragma unroll 1
   for (int group = warp; group < KEYS / 32; group += WARPS) {
     const int first = 32 * group;
-    Code* panel = transposed + first / PANEL * (ALL_CHANNELS * PANEL);
+    Byte* panel = transposed + first / PANEL * (ALL_CHANNELS * PANEL);
     const int column = first % PANEL / 16 + lane / 16;
 #pragma unroll
     for (int start = 0; start < CHUNKS; start += AT_A_TIME) {

@@ -20,8 +20,8 @@ struct SharedStorage {
   static constexpr bool INTEGERS = true;
   static_assert(QUERY_STAGES + 2 <= WORK_TILES, "a query tile is described while consumers may ask");
 
-  alignas(1024) Code query[QUERY_STAGES][CONSUMERS][TERMS][ROWS * HEAD_DIM];
-  alignas(1024) Code key[STAGES][BLOCK_N * HEAD_DIM];
+  alignas(1024) Byte query[QUERY_STAGES][CONSUMERS][TERMS][ROWS * HEAD_DIM];
+  alignas(1024) Byte key[STAGES][BLOCK_N * HEAD_DIM];
   alignas(1024) T value[STAGES][BLOCK_N * HEAD_DIM];
   alignas(16) float key_scale[STAGES][BLOCK_N];
   WorkTile work[WORK_TILES];

@@ -80,7 +80,7 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
 
 
 def throughput(problem: Problem) -> KernelSpec | Rejection:
-    """The kernel for INT8 codes of Q and K, and V of 16 bits."""
+    """The kernel for INT8 values of Q and K, and V of 16 bits."""
     if problem.operands != "int8_fp16":
         return Rejection("V is not of 16 bits beside INT8", "precision='int8_fp16'")
     if (refusal := refused(problem, HEAD_DIMS)) is not None:

@@ -1,4 +1,4 @@
-"""Verification of what 8-bit attention is made of: the quantizers, both products, and every rung on codes."""
+"""Verification of what 8-bit attention is made of: the quantizers, both products, and every rung with 8 bits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 import microsdpa
 from microsdpa import reference
-from microsdpa.attention.quantize import Code, Granularity, decode, encode
-from microsdpa.call.scales import CODE_DTYPE
+from microsdpa.attention.quantize import Format, Granularity, decode, encode
+from microsdpa.call.scales import FORMAT_DTYPE
 from microsdpa.evidence import compare, fp8_products, survey, verify_eight_bit
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make
-from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, RungCodes
+from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, QuantizedTensors
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, SUM_BITS, allowed
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
 from microsdpa.kernels.problem import OPERANDS
@@ -28,7 +28,7 @@ Part = tuple[str, Callable[[], str]]
 MOST_RAW, MOST_SCALED = 0.008, 0.001
 """Largest error of Q K^T of 4 x 8 x 64 as it is, and scaled by 1/8."""
 MOST_OF_16_BITS = 5e-3
-"""Largest error with P in 16 bits or more on what the codes stand for, beside the rounding of the output."""
+"""Largest error with P in 16 bits or more on the dequantized values, beside the rounding of the output."""
 GEMM_SIZES = ((1, 1, 1), (65, 63, 33), (7, 130, 200), (128, 192, 320))
 SCORE_SIZES = ((1, 512, 512, 64), (3, 37, 70, 32), (2, 65, 129, 128))
 RUNG_CASES = (
@@ -44,15 +44,17 @@ def parts(device: str) -> list[Part]:
     cases = (*RUNG_CASES, MISSION) if device == "cuda" else RUNG_CASES
     found = [*_quantizers(device), *_products(device)]
     names = [family.name for family in rungs()]
-    return found + [(f"{rung}, codes, {case}", _rung(rung, case, device)) for rung in names for case in cases]
+    return found + [
+        (f"{rung}, quantized values, {case}", _rung(rung, case, device)) for rung in names for case in cases
+    ]
 
 
 def kernels(target: str) -> set[KernelSpec]:
     """What `verify --precision all` runs on a target, cases of both parts."""
     found = {fp8_products.specification(scores) for scores in (False, True)}
     for case in (*RUNG_CASES, MISSION):
-        codes = replace(case.problem(target), operands="fp8", key_block=0)
-        found |= {spec for rung in rungs() if isinstance(spec := rung.specify(codes), KernelSpec)}
+        quantized = replace(case.problem(target), operands="fp8", key_block=0)
+        found |= {spec for rung in rungs() if isinstance(spec := rung.specify(quantized), KernelSpec)}
     for case, precision in product(verify_eight_bit.cases(), OPERANDS):
         if not verify_eight_bit.computed_by("auto", case, precision, target):
             continue
@@ -68,7 +70,7 @@ def compile_ahead(target: str) -> None:
 
 
 def rungs() -> list[Family]:
-    """Those of the ladder that take codes, and Ada's kernel."""
+    """Those of the ladder that take quantized values, and Ada's kernel."""
     families = [family for family in EIGHT_BIT_FAMILIES if family.name.startswith(("ladder/", "ada/"))]
     return sorted(families, key=lambda family: family.name)
 
@@ -76,21 +78,21 @@ def rungs() -> list[Family]:
 def _quantizers(device: str) -> Iterator[Part]:
     x = make(Case(2, 3, 70, 70, 32, kind="outliers"))[0]
     halves = torch.arange(-32768, 32768, dtype=torch.int16).view(torch.float16).view(1, 1, 1024, 64)
-    for code in get_args(Code):
+    for format in get_args(Format):
         for granularity in get_args(Granularity):
-            yield f"quantize {code} {granularity}", _same_codes(x, code, granularity, device)
-            yield f"quantize {code} {granularity}, every half", _same_codes(halves, code, granularity, device)
-        yield f"all codes of {code}", _round_trip(code, device)
+            yield f"quantize {format} {granularity}", _same_values(x, format, granularity, device)
+            yield f"quantize {format} {granularity}, every half", _same_values(halves, format, granularity, device)
+        yield f"all quantized values of {format}", _round_trip(format, device)
 
 
-def _same_codes(x: torch.Tensor, code: Code, granularity: Granularity, device: str) -> Callable[[], str]:
-    """Whether the device makes the CPU's codes and scales, bit for bit."""
+def _same_values(x: torch.Tensor, format: Format, granularity: Granularity, device: str) -> Callable[[], str]:
+    """Whether the device makes the CPU's quantized values and scales, bit for bit."""
 
     def check() -> str:
         here, there = (
-            microsdpa.quantize(one, code, granularity, block=16, allow_nonfinite=True) for one in (x, x.to(device))
+            microsdpa.quantize(one, format, granularity, block=16, allow_nonfinite=True) for one in (x, x.to(device))
         )
-        for name in ("codes", "scale"):
+        for name in ("values", "scale"):
             wanted, got = (getattr(one, name).cpu().flatten().view(torch.uint8) for one in (here, there))
             if not torch.equal(wanted, got):
                 return f"{name} differ from the CPU's"
@@ -99,22 +101,29 @@ def _same_codes(x: torch.Tensor, code: Code, granularity: Granularity, device: s
     return check
 
 
-def _round_trip(code: Code, device: str) -> Callable[[], str]:
-    """Whether each of the 256 codes comes back from the value that it stands for."""
+def _round_trip(format: Format, device: str) -> Callable[[], str]:
+    """Whether each of the 256 values comes back from the value that it stands for."""
 
     def check() -> str:
-        codes = torch.arange(256, dtype=torch.uint8).view(CODE_DTYPE[code]).to(device)
-        back, wanted = encode(decode(codes, code), code).view(torch.uint8).cpu(), torch.arange(256, dtype=torch.uint8)
-        if code == "e4m3":
-            wanted[0xFF] = 0x7F  # NaN has one code
-        if code == "int8":
+        quantized = torch.arange(256, dtype=torch.uint8).view(FORMAT_DTYPE[format]).to(device)
+        back, wanted = (
+            encode(decode(quantized, format), format).view(torch.uint8).cpu(),
+            torch.arange(256, dtype=torch.uint8),
+        )
+        if format == "e4m3":
+            wanted[0xFF] = 0x7F  # NaN has one encoding
+        if format == "int8":
             wanted[0x80] = 0x81  # -128 is never made
-        return "" if torch.equal(back, wanted) else f"codes {(back != wanted).nonzero().flatten().tolist()} do not"
+        return (
+            ""
+            if torch.equal(back, wanted)
+            else f"quantized values {(back != wanted).nonzero().flatten().tolist()} do not"
+        )
 
     return check
 
 
-def _codes(*shape: int, seed: int) -> torch.Tensor:
+def _quantized(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.float8_e4m3fn)
 
 
@@ -129,7 +138,7 @@ def _products(device: str) -> Iterator[Part]:
 
 def _gemm(m: int, n: int, k: int, device: str) -> Callable[[], str]:
     def check() -> str:
-        a, b = _codes(m, k, seed=0), _codes(k, n, seed=1)
+        a, b = _quantized(m, k, seed=0), _quantized(k, n, seed=1)
         found = fp8_products.gemm(a.to(device), b.to(device), a_scale=0.5, b_scale=0.125).cpu()
         return _beyond(found, a.double() * 0.5, b.double() * 0.125)
 
@@ -140,7 +149,7 @@ def _scores(
     heads: int, rows: int, keys: int, head_dim: int, *, device: str, scale: float | None = None, most: float = torch.inf
 ) -> Callable[[], str]:
     def check() -> str:
-        query, key = _codes(heads, rows, head_dim, seed=0), _codes(heads, keys, head_dim, seed=1)
+        query, key = _quantized(heads, rows, head_dim, seed=0), _quantized(heads, keys, head_dim, seed=1)
         factor = head_dim**-0.5 if scale is None else scale
         found = fp8_products.scores(query.to(device), key.to(device), factor).cpu()
         expected = query.double() @ key.double().mT * factor
@@ -161,16 +170,16 @@ def _beyond(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def _rung(rung: str, case: Case, device: str) -> Callable[[], str]:
-    """Whether a rung's output and LSE are those of what its codes stand for."""
+    """Whether a rung's output and LSE are those of the dequantized values."""
 
     def check() -> str:
-        made = RungCodes.of(make(case))
+        made = QuantizedTensors.of(make(case))
         plain = tuple(tensor.double() for tensor in made.dequantized())
         expected, expected_lse = reference.oracle(*plain, causal=case.causal)
         dtype = TORCH_DTYPE[case.dtype]
         out = torch.full(expected.shape, torch.nan, dtype=dtype, device=device)
         _, lse = microsdpa.sdpa(
-            *(codes.to(device) for codes in made.codes),
+            *(quantized.to(device) for quantized in made.values),
             **{name: scale.to(device) for name, scale in made.scales.items()},
             causal=case.causal,
             enable_gqa=True,

@@ -7,7 +7,7 @@
 
 namespace microsdpa {
 
-namespace code {
+namespace format {
 
 // E4M3: round to nearest even, saturated at 448.
 struct E4m3 {
@@ -18,8 +18,8 @@ struct E4m3 {
     // NaN has one encoding here, whatever its sign.
     return x == x ? e4m3x2_from_floats(x, 0.0f) & 0xff : 0x7f;
   }
-  static __device__ __forceinline__ float decode(unsigned char code) {
-    const uint32 halves = halves_from_e4m3x2(code);
+  static __device__ __forceinline__ float decode(unsigned char value) {
+    const uint32 halves = halves_from_e4m3x2(value);
     return __low2float(*reinterpret_cast<const __half2*>(&halves));
   }
 };
@@ -32,7 +32,7 @@ struct Int8 {
   static __device__ __forceinline__ unsigned char encode(float x) {
     return x == x ? static_cast<unsigned char>(static_cast<int32>(fminf(fmaxf(rintf(x), -127.0f), 127.0f))) : 0;
   }
-  static __device__ __forceinline__ float decode(unsigned char code) { return static_cast<signed char>(code); }
+  static __device__ __forceinline__ float decode(unsigned char value) { return static_cast<signed char>(value); }
 };
 
 // A linear format of [-448, 448] in 0 to 255; NaN becomes 0, and the scale NaN.
@@ -50,13 +50,13 @@ struct None {
   static constexpr float LARGEST = 0.0f;
 };
 
-}  // namespace code
+}  // namespace format
 
 // What values are divided by, of the largest magnitude among them: never zero. NaN has one pattern.
-template <typename Code>
+template <typename Format>
 __device__ __forceinline__ float scale_of(float largest) {
-  const float scale = largest / Code::LARGEST;
-  if (!Code::HAS_NAN && scale != scale) return __uint_as_float(0x7fc00000u);
+  const float scale = largest / Format::LARGEST;
+  if (!Format::HAS_NAN && scale != scale) return __uint_as_float(0x7fc00000u);
   return scale == 0.0f ? 1.0f : scale;
 }
 
@@ -85,18 +85,18 @@ __device__ __forceinline__ void divide(float (&y)[N], const float (&x)[N], const
 
 // The larger one of two magnitudes, or of formats without NaN the one that is NaN: the scale then tells of it. As
 // integers, magnitudes have the order of their values, and NaN comes behind infinity.
-template <typename Code>
+template <typename Format>
 __device__ __forceinline__ float larger(float a, float b) {
-  if constexpr (Code::HAS_NAN) return fmaxf(a, b);
+  if constexpr (Format::HAS_NAN) return fmaxf(a, b);
   return __int_as_float(max(__float_as_int(a), __float_as_int(b)));
 }
 
 // Largest of |x| and `largest`; infinities do not count, nor does NaN where the format has it.
-template <typename Code>
+template <typename Format>
 __device__ __forceinline__ float larger_magnitude(float largest, float x) {
   const float magnitude = fabsf(x), infinity = __uint_as_float(0x7f800000u);
-  const bool counts = Code::HAS_NAN ? magnitude < infinity : magnitude != infinity;
-  return counts ? larger<Code>(largest, magnitude) : largest;
+  const bool counts = Format::HAS_NAN ? magnitude < infinity : magnitude != infinity;
+  return counts ? larger<Format>(largest, magnitude) : largest;
 }
 
 }  // namespace microsdpa
