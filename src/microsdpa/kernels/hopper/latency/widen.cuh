@@ -39,7 +39,7 @@ struct Widener {
 
   float value_scale;
   float row_scale;
-  float key_scale[ROUNDS];
+  float key_scale[ROUNDS];  // or one for all
 
   __device__ __forceinline__ void set_up() {
     mbarrier_init(shared.scales_full, WIDENING_WARPS);
@@ -49,24 +49,37 @@ struct Widener {
     }
   }
 
-  // Starts to read scales. Those past the tensors are others of the same head.
+  // Keeps the compiler from working an address out later.
+  __device__ __forceinline__ static void hold(const float*& address) {
+    const uint64 bits = reinterpret_cast<uint64>(address);
+    const uint64 low = opaque(static_cast<uint32>(bits)), high = opaque(static_cast<uint32>(bits >> 32));
+    address = reinterpret_cast<const float*>(high << 32 | low);
+  }
+
+  // Starts to read scales. Those past the tensors are others of the same head. All before the wait overlaps with the
+  // kernel ahead: a parameter's first access takes long.
   __device__ __forceinline__ void fetch_scales() {
-    grid_dependency_wait();
+    constexpr int KEYS = Operands::KEY_SCALES ? ROUNDS : 1;
     const AttentionParams& params = arguments.call;
     const ChannelScales& channels = arguments.value_scale;
-    value_scale = channels.data[work.batch * channels.batch + work.head_kv * channels.head +
-                                min(thread, C::COLUMNS - 1) * channels.channel];
+    const float* of_value = channels.data + work.batch * channels.batch + work.head_kv * channels.head +
+                            min(thread, C::COLUMNS - 1) * channels.channel;
     const int row = min(work.first_row + thread % BLOCK_M, params.seqlen_q - 1);
-    row_scale = *arguments.query_scale.at(work.batch, work.head, row);
-    if constexpr (Operands::KEY_SCALES) {
+    const float* of_row = arguments.query_scale.at(work.batch, work.head, row);
+    const float* of_key[KEYS];
 #pragma unroll
-      for (int round = 0; round < ROUNDS; ++round) {
-        const int key = min(work.first_key(round, thread / BLOCK_N) + thread % BLOCK_N, params.seqlen_k - 1);
-        key_scale[round] = *arguments.key_scale.at(work.batch, work.head_kv, key);
-      }
-    } else {
-      row_scale *= *arguments.key_scale.at(work.batch, work.head_kv, 0);
+    for (int i = 0; i < KEYS; ++i) {
+      const int key = min(work.first_key(i, thread / BLOCK_N) + thread % BLOCK_N, params.seqlen_k - 1);
+      of_key[i] = arguments.key_scale.at(work.batch, work.head_kv, Operands::KEY_SCALES ? key : 0);
+      hold(of_key[i]);
     }
+    hold(of_value);
+    hold(of_row);
+    grid_dependency_wait();
+    row_scale = *of_row;
+#pragma unroll
+    for (int i = 0; i < KEYS; ++i) key_scale[i] = *of_key[i];
+    value_scale = *of_value;
   }
 
   // Lets the consumers have what this warp has written.
@@ -79,7 +92,8 @@ struct Widener {
   __device__ __forceinline__ void give_scales() {
     if (thread < HEAD_DIM) shared.value_scale[thread] = value_scale;
     // 0 must not meet a masked score of -inf.
-    if (thread < BLOCK_M) shared.row_scale[thread] = fmaxf(row_scale * fabsf(arguments.call.scale_log2), 1e-30f);
+    const float factor = fabsf(arguments.call.scale_log2) * (Operands::KEY_SCALES ? 1.0f : key_scale[0]);
+    if (thread < BLOCK_M) shared.row_scale[thread] = fmaxf(row_scale * factor, 1e-30f);
     if constexpr (Operands::KEY_SCALES) {
 #pragma unroll
       for (int round = 0; round < ROUNDS; ++round) shared.key_scale[WIDENERS * round + thread] = key_scale[round];
