@@ -43,7 +43,9 @@ def problem_of(case: Case, key_block: int, operands: Operands) -> Problem:
     )
 
 
-def quantized_of(case: Case, operands: Operands, of_key: Granularity, block: int, of_value: Granularity) -> list[Quantized]:
+def quantized_of(
+    case: Case, operands: Operands, of_key: Granularity, block: int, of_value: Granularity
+) -> list[Quantized]:
     query, key, value = make(case)
     format: Format = "e4m3" if operands == "fp8" else "int8"
     of_query: Granularity = "block" if block else "head"

@@ -226,8 +226,9 @@ struct Exchange {
   __device__ __forceinline__ void find_place() {
     const int row = work.first_row + fragment.tile_row(0);
     const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
-    place = {static_cast<Out*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
-                 row * params.out_strides.row + HEAD_DIM / 2 * warpgroup + 8 * fragment.quad_lane(),
+    place = {static_cast<Out*>(params.out) + work.batch * params.out_strides.batch +
+                 work.head * params.out_strides.head + row * params.out_strides.row + HEAD_DIM / 2 * warpgroup +
+                 8 * fragment.quad_lane(),
              params.out_strides.row, params.lse == nullptr ? nullptr : params.lse + head * params.seqlen_q + row,
              params.seqlen_q - row};
     if (ROUNDS < 4) place.hold();  // four rounds leave no registers for it

@@ -38,8 +38,8 @@ template <int CLUSTER, int ROUNDS, bool MASKED>
 constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
 
 // What a kernel is compiled for; kernel.cu says what each is.
-template <typename OPERANDS, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_, bool MASKED_,
-          typename MASKS_, int MASK_ROWS_>
+template <typename OPERANDS, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_,
+          bool MASKED_, typename MASKS_, int MASK_ROWS_>
 struct Configuration {
   using Operands = OperandsOf<OPERANDS>;
   using T = typename Operands::Element;
@@ -65,8 +65,8 @@ struct Consumer : Exchange<C> {
   using QueryKey = typename Operands::QueryKey;
   static constexpr int STEP = 32 / static_cast<int>(sizeof(QueryKey));  // columns of a step of Q K^T
   static constexpr int TERM_STEPS = (C::COLUMNS + STEP - 1) / STEP, QUERY_STEPS = Operands::TERMS * TERM_STEPS;
-  static constexpr int STEPS = BLOCK_N / 16;                  // of P V, 16 keys each
-  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;         // a thread's scores of 16 keys
+  static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
+  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
   static constexpr int QUADRUPLES = Base::QUADRUPLES;
   // The last tile's probabilities are made for the peer's rows first.
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
@@ -154,7 +154,7 @@ struct Consumer : Exchange<C> {
         const uint64 place = advance(key, part * KEYS * HEAD_DIM + step % TERM_STEPS * STEP);
         if constexpr (Operands::INTEGERS) {
           wgmma<QueryKey, KEYS>(reinterpret_cast<int32(&)[KEYS / 2]>(part_of<PARTS>(s, part)), query[step], place,
-                            BEGUN || step > 0);
+                                BEGUN || step > 0);
         } else {
           wgmma<QueryKey, KEYS>(part_of<PARTS>(s, part), query[step], place, BEGUN || step > 0);
         }

@@ -75,9 +75,9 @@ def specification(problem: Problem, choice: EightBitLatency) -> KernelSpec | Rej
     if choice.rounds > MOST_ROUNDS or shared_bytes > chip.shared_per_cta:
         return Rejection(f"{problem.seqlen_k} keys do not fit the shared memory of its CTAs", "fewer keys")
     whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
+    operands = CPP_QUERY_KEY[problem.operands], CPP_TYPE[problem.dtype], str(terms), BOOLEAN[key_scales]
     arguments = {
-        "OPERANDS": f"microsdpa::hopper::latency::EightBit<{CPP_QUERY_KEY[problem.operands]}, {CPP_TYPE[problem.dtype]}, "
-        f"{terms}, {BOOLEAN[key_scales]}>",
+        "OPERANDS": f"microsdpa::hopper::latency::EightBit<{', '.join(operands)}>",
         "HEAD_DIM": head_dim,
         "COLUMNS": problem.head_dim,
         "CLUSTER": choice.cluster,

@@ -120,7 +120,7 @@ __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES, MA
     const int first_key = work.first_key(round, warpgroup);
     if (tile.is_key()) {
       load_tile<QueryKey, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], key, shared.key_full(round, warpgroup),
-                                              first_key, work.head_kv, work.batch);
+                                                  first_key, work.head_kv, work.batch);
     } else if constexpr (OperandsOf<T>::EIGHT_BIT) {
       load_tile<unsigned char, HEAD_DIM, VALUE_TILES>(shared.narrow_value[round][warpgroup], value,
                                                       shared.value_full(round, warpgroup), first_key, work.head_kv,

@@ -9,8 +9,8 @@
 
 namespace microsdpa::hopper::latency {
 
-// 8-bit values: Q and K are QUERY_KEY, __nv_fp8_e4m3 or signed char, and V is E4M3; the output is OUT. A query is the sum of
-// TERMS values. KEY_SCALES: the keys of a head have different scales.
+// 8-bit values: Q and K are QUERY_KEY, __nv_fp8_e4m3 or signed char, and V is E4M3; the output is OUT. A query is the
+// sum of TERMS values. KEY_SCALES: the keys of a head have different scales.
 template <typename QUERY_KEY, typename OUT, int TERMS, bool KEY_SCALES>
 struct EightBit {};
 
@@ -23,8 +23,8 @@ constexpr bool HAS_INTEGER_PRODUCTS<signed char> = true;
 // OPERANDS: __half, __nv_bfloat16, or EightBit.
 template <typename OPERANDS>
 struct OperandsOf {
-  using QueryKey = OPERANDS;     // of Q and K
-  using Element = OPERANDS;  // of P and V, as they are multiplied
+  using QueryKey = OPERANDS;  // of Q and K
+  using Element = OPERANDS;   // of P and V, as they are multiplied
   using Out = OPERANDS;
   static constexpr bool EIGHT_BIT = false, INTEGERS = false, KEY_SCALES = false;
   static constexpr int TERMS = 1;
