@@ -46,7 +46,7 @@ class EightBitParams(ctypes.Structure):
 
 
 class ScaledParams(ctypes.Structure):
-    """Scaled<AttentionParams> of kernels/common/eight_bit_params.cuh."""
+    """Scaled<AttentionParams> of kernels/hopper/latency/operands.cuh."""
 
     _fields_ = (
         ("call", Params),

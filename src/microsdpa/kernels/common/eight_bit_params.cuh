@@ -27,15 +27,6 @@ struct ChannelScales {
   int64 channel;
 };
 
-// The parameter P of a kernel for 16 bits, with the scales of 8-bit values.
-template <typename P>
-struct Scaled {
-  P call;
-  RowScales query_scale;
-  RowScales key_scale;
-  ChannelScales value_scale;
-};
-
 // Distances in bytes; rows are dense.
 struct ByteStrides {
   int64 batch;

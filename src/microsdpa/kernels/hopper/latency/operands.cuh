@@ -14,6 +14,15 @@ namespace microsdpa::hopper::latency {
 template <typename QUERY_KEY, typename OUT, int TERMS, bool KEY_SCALES>
 struct EightBit {};
 
+// The parameter P of a kernel for 16 bits, with the scales of 8-bit values.
+template <typename P>
+struct Scaled {
+  P call;
+  RowScales query_scale;
+  RowScales key_scale;
+  ChannelScales value_scale;
+};
+
 // Whether products are integers.
 template <typename QUERY_KEY>
 constexpr bool HAS_INTEGER_PRODUCTS = false;
