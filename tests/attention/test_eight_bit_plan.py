@@ -60,3 +60,10 @@ def test_the_output_has_the_memory_order_of_the_query(order: tuple[int, ...]) ->
     out = microsdpa.sdpa(query, query, query, precision="int8_fp16", impl="emulate")
     assert isinstance(out, torch.Tensor)
     assert out.stride() == query.stride()
+
+
+def test_explain_notes_where_quantizing_takes_longer_than_attention() -> None:
+    found = microsdpa.explain(*make(CASE), precision="fp8", impl="emulate:hopper/latency_8bit")
+    assert "quantizing takes longer" in found.note
+    assert found.note in str(found)
+    assert not microsdpa.explain(*make(CASE), precision="fp8", impl="emulate").note

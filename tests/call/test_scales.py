@@ -127,7 +127,7 @@ def test_precision_and_where_it_runs() -> None:
         microsdpa.sdpa(half(), half(), half(), precision="fp8")
     with pytest.raises(
         InvalidArgument,
-        match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/throughput_8bit', 'hopper/throughput_8bit_qk'",
+        match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/latency_8bit', 'hopper/throughput_8bit'",
     ):
         microsdpa.sdpa(half(), half(), half(), precision="fp8", impl="ladder/01")
     with pytest.raises(UnsupportedProblem, match="this rung takes Q, K and V of one E4M3 term an element"):

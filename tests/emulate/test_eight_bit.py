@@ -38,8 +38,8 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def test_every_family_is_tested() -> None:
-    """Here, and those on wgmma in test_hopper_fp8.py and test_hopper_int8.py."""
-    on_wgmma = "hopper/throughput_8bit", "hopper/throughput_8bit_qk"
+    """Here, and those on wgmma in test_hopper_fp8.py, test_hopper_int8.py and test_hopper_latency_8bit.py."""
+    on_wgmma = "hopper/latency_8bit", "hopper/throughput_8bit", "hopper/throughput_8bit_qk"
     assert {f.short_name for f in EIGHT_BIT_FAMILIES} == {*RUNGS, *on_wgmma}
 
 

@@ -40,7 +40,7 @@ def test_a_kernel_can_be_named_and_ptx_needs_a_gpu(monkeypatch: pytest.MonkeyPat
     assert found.summary.endswith("hopper/throughput_8bit does not compute the other 1")
     with pytest.raises(
         InvalidArgument,
-        match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/throughput_8bit', 'hopper/throughput_8bit_qk'",
+        match="for 8-bit operands 'auto', 'emulate', or one of 'hopper/latency_8bit', 'hopper/throughput_8bit'",
     ):
         verify_eight_bit.step("fp8", kernel="ladder/07")
     monkeypatch.setattr(verify_eight_bit.launcher, "device_error", lambda: "no GPU")

@@ -63,7 +63,8 @@ def test_a_kernel_for_other_operands_is_no_candidate() -> None:
         ("hopper/latency", replace(SMALL, batch=16), "hopper/throughput is faster"),
         ("hopper/split", replace(SMALL, seqlen_q=1, seqlen_k=4096), "leave SMs idle or come in several rounds"),
         ("hopper/throughput", replace(SMALL, seqlen_q=1, seqlen_k=4096), "too few queries"),
-        ("hopper/throughput_8bit", QUANTIZED, "32 tiles of 128 queries are too few"),
+        ("hopper/throughput_8bit", replace(QUANTIZED, seqlen_k=4096), "32 tiles of 128 queries are too few"),
+        ("hopper/latency_8bit", replace(QUANTIZED, batch=5), "more than the SMs"),
         ("hopper/throughput_8bit_qk", replace(QUANTIZED, operands="int8_fp16"), "32 tiles of 128 queries are too few"),
     ],
 )

@@ -40,6 +40,7 @@ class Explanation:
         faster: (kernel, what the call would have to be) of the same candidates: those come first because they are
             faster where they run.
         quantizer: the configuration of the kernel that quantizes the tensors before; None where none does.
+        note: a call that would be faster, where measurements know of one; empty elsewhere.
     """
 
     runs: str
@@ -50,6 +51,7 @@ class Explanation:
     rejected: tuple[tuple[str, str], ...] = ()
     faster: tuple[tuple[str, str], ...] = ()
     quantizer: KernelSpec | None = None
+    note: str = ""
 
     def __str__(self) -> str:
         """A few lines for a person."""
@@ -60,11 +62,17 @@ class Explanation:
             lines.append(f"kernel     {self.spec.expression}")
         if self.signature:
             lines.append(f"signature  {self.signature} ({'compiled' if self.compiled else 'not compiled yet'})")
+        if self.note:
+            lines.append(f"note       {self.note}")
         lines += [f"rejected   {name}: {reason}" for name, reason in self.rejected]
         lines += [f"faster     {name}, for {nearest}" for name, nearest in self.faster]
         return "\n".join(lines)
 
 
+QUANTIZES_LONGER = (
+    "quantizing takes longer than attention on 16 bits does here: leave precision= out, or quantize K and V once"
+)
+"""Of a problem that hopper/latency_8bit computes: docs/numerics.md has the times."""
 NOTHING_TO_COMPUTE = Explanation(
     "torch", "there is nothing to compute: the output is empty, or zeros where there are no keys"
 )
@@ -129,6 +137,7 @@ def explanation(checked: Checked) -> Explanation:
         "quantizer": fused(scheme, problem.dtype, problem.head_dim) if scheme else None,
         "rejected": selection.reasons,
         "faster": selection.wishes,
+        "note": QUANTIZES_LONGER if scheme and spec.name == "hopper/latency_8bit" else "",
     }
     if checked.emulated:
         return Explanation(f"emulate:{spec.name}", "impl asks for the emulator, on the CPU", **details)

@@ -25,10 +25,12 @@ from microsdpa.kernels.eight_bit_params import (
     QuantizeParams,
     RestoreLseParams,
     RowScales,
+    ScaledParams,
 )
+from microsdpa.kernels.params import Params
 from microsdpa.kernels.problem import DType, Problem
 from microsdpa.kernels.quantize.spec import QuantizationScheme, fused, fused_grid, part_rows, restore_lse
-from microsdpa.kernels.spec import MAX_GRID_X, Grid
+from microsdpa.kernels.spec import MAX_GRID_X, SCALED_PARAMS, Grid
 from microsdpa.runtime import launcher
 
 ALL_ROWS = 31
@@ -189,24 +191,37 @@ def quantizing(scheme: QuantizationScheme, dtype: DType, places: Places) -> Laun
 
 def attending(spec: KernelSpec, problem: Problem, places: Places, scale: float) -> Launch:
     """The launch of an attention kernel; places of its operands, and "lse"; `scale` is the softmax's."""
-    params = EightBitParams(
-        **{f"{name}_strides": places[name].byte_strides for name in ("query", "key", "value", "out")},
-        query_scale=_row_scales(places["query_scale"], problem.seqlen_q),
-        key_scale=_row_scales(places["key_scale"], problem.seqlen_k),
-        batch=problem.batch,
-        heads=problem.heads,
-        heads_kv=problem.heads_kv,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        diagonal=problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0,
-        scale_log2=scale * math.log2(math.e),
-    )
+    names = "query", "key", "value", "out"
+    scales: dict[str, Any] = {
+        "query_scale": _row_scales(places["query_scale"], problem.seqlen_q),
+        "key_scale": _row_scales(places["key_scale"], problem.seqlen_k),
+    }
     if "value_scale" in places:
-        params.value_scale = ChannelScales(0, *(*places["value_scale"].strides, 0, 0, 0)[:3])
+        scales["value_scale"] = ChannelScales(0, *(*places["value_scale"].strides, 0, 0, 0)[:3])
+    sizes: dict[str, Any] = {
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "heads_kv": problem.heads_kv,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "diagonal": problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0,
+        "scale_log2": scale * math.log2(math.e),
+    }
+    params: ctypes.Structure
+    if spec.params == SCALED_PARAMS:
+        strides = {f"{name}_strides": (ctypes.c_int64 * 3)(*places[name].strides[:3]) for name in names}
+        params = ScaledParams(Params(**strides, **sizes), **scales)
+        inner, at_scale = {*names, "lse"}, ScaledParams.call.offset + Params.scale_log2.offset
+        pointers = _pointers(Params, {name: place for name, place in places.items() if name in inner})
+        pointers = tuple((ScaledParams.call.offset + at, *rest) for at, *rest in pointers)  # type: ignore[misc]
+        pointers += _pointers(ScaledParams, {name: place for name, place in places.items() if name not in inner})
+    else:
+        byte_strides = {f"{name}_strides": places[name].byte_strides for name in names}
+        params, pointers = EightBitParams(**byte_strides, **scales, **sizes), _pointers(EightBitParams, places)
+        at_scale = EightBitParams.scale_log2.offset
     mapped = tuple(places[box.tensor] for box in spec.tensor_maps)
     maps = tuple(launcher.Mapped(p.tensor, p.offset, p.shape, p.strides, p.element_bytes) for p in mapped)
-    numbers = ((EightBitParams.scale_log2.offset, launcher.SCALE_LOG2),)
-    return Launch(spec, spec.grid(problem), params, _pointers(EightBitParams, places), maps, numbers)
+    return Launch(spec, spec.grid(problem), params, pointers, maps, ((at_scale, launcher.SCALE_LOG2),))
 
 
 def restoring(problem: Problem, places: Places, scale: float) -> Launch:

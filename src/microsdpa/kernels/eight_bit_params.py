@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from microsdpa.kernels.params import Params
+
 
 class ByteStrides(ctypes.Structure):
     """Distances in bytes from one batch entry, head and row to the next."""
@@ -40,6 +42,17 @@ class EightBitParams(ctypes.Structure):
         ("value_scale", ChannelScales),
         *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")),
         ("scale_log2", ctypes.c_float),
+    )
+
+
+class ScaledParams(ctypes.Structure):
+    """Scaled<AttentionParams> of kernels/hopper/latency/operands.cuh."""
+
+    _fields_ = (
+        ("call", Params),
+        ("query_scale", RowScales),
+        ("key_scale", RowScales),
+        ("value_scale", ChannelScales),
     )
 
 

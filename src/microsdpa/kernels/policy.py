@@ -119,6 +119,16 @@ def _skip_throughput(problem: Problem) -> Rejection | None:
     return Rejection("too few queries for its tiles: other kernels are faster", "more heads or longer sequences")
 
 
+def _skip_eight_bit_latency(problem: Problem) -> Rejection | None:
+    """Where tiles of 64 queries fit the SMs, tiles of 128 queries leave half of these empty."""
+    if _tiles(problem) <= chip_of(problem.target).sms:
+        return None
+    return Rejection(
+        f"its tiles of {TILE} queries are more than the SMs: hopper/throughput_8bit is faster",
+        "fewer heads or shorter sequences",
+    )
+
+
 def _skip_eight_bit_throughput(problem: Problem) -> Rejection | None:
     """Other kernels with 8-bit operands have no D = 256."""
     if problem.operands is None or problem.head_dim not in FEWEST_TILES[problem.operands]:
@@ -153,6 +163,7 @@ PREFERENCES: dict[str, Rule] = {
     "hopper/throughput": _skip_throughput,
     "ampere/mma": _never,
     "ampere/general": _never,
+    "hopper/latency_8bit": _skip_eight_bit_latency,
     "hopper/throughput_8bit": _skip_eight_bit_throughput,
     "hopper/throughput_8bit_qk": _skip_eight_bit_throughput,
     "ada/mma_8bit": _never,

@@ -15,6 +15,7 @@ from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.backward.spec import backward_catalogue
 from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
+from microsdpa.kernels.hopper.latency import eight_bit as hopper_latency_8bit
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
@@ -132,6 +133,14 @@ FAMILIES: tuple[Family, ...] = (
 """Families for operands of 16 bits."""
 
 EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "hopper/latency_8bit",
+        "hopper/latency with E4M3 or INT8 wgmma for Q K^T, and V widened to FP16; sm_90a",
+        hopper_latency_8bit.latency,
+        emulated_target="sm_90a",
+        eight_bit=True,
+        short_sums=("fp8",),
+    ),
     Family(
         "hopper/throughput_8bit",
         "E4M3 or INT8 wgmma for Q K^T, E4M3 for P V, TMA, V transposed on its way; sm_90a",
@@ -278,9 +287,15 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
     specs |= dict.fromkeys(_varlen_catalogue(target))
     quantized = [*_eight_bit_catalogue(target), *quantize_catalogue(target)]
     if not every:
-        quantized = [s for s in quantized if {("T", "__half"), ("HEAD_DIM", "64")} <= set(s.template_args)]
+        quantized = [s for s in quantized if ("HEAD_DIM", "64") in s.template_args and _is_of_half(s)]
         quantized = [s for s in quantized if ("CAUSAL", "false") not in s.template_args]
     return [*specs, *quantized]
+
+
+def _is_of_half(spec: KernelSpec) -> bool:
+    """Whether a kernel around 8-bit operands has FP16 for its 16-bit type."""
+    arguments = dict(spec.template_args)
+    return "__half" in arguments.get("T", arguments.get("OPERANDS", ""))
 
 
 def _varlen_catalogue(target: str) -> list[KernelSpec]:

@@ -92,7 +92,8 @@ struct Exchange {
   using T = typename C::T;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool LATE_LSE = C::LATE_LSE;
-  using Shared = SharedStorage<T, HEAD_DIM, STAGES, typename C::MaskMemory>;
+  using Shared = typename C::Shared;
+  using Out = typename C::Operands::Out;
   static constexpr int QUADRUPLES = Shared::QUADRUPLES;
   static constexpr int OWN_ROWS = CLUSTER == 2 ? 1 : 2;  // halves that this CTA finishes
   static constexpr int OWN_COLUMNS = 16 * QUADRUPLES;    // that this warpgroup finishes
@@ -109,7 +110,7 @@ struct Exchange {
   bool sends = true;    // to the peer
   int received = 0;     // delivery from the peer that counts
   bool sends_again, received_again;
-  Place<T> place;
+  Place<Out> place;
   RowWeights row[OWN_ROWS];  // of the rows that this CTA finishes
 
   __device__ __forceinline__ void arrive(int event) const { named_barrier_arrive(event + warpgroup, THREADS); }
@@ -228,8 +229,9 @@ struct Exchange {
   __device__ __forceinline__ void find_place() {
     const int row = work.first_row + fragment.tile_row(0);
     const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
-    place = {static_cast<T*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
-                 row * params.out_strides.row + OWN_COLUMNS * warpgroup + 8 * fragment.quad_lane(),
+    place = {static_cast<Out*>(params.out) + work.batch * params.out_strides.batch +
+                 work.head * params.out_strides.head + row * params.out_strides.row + OWN_COLUMNS * warpgroup +
+                 8 * fragment.quad_lane(),
              params.out_strides.row, params.lse == nullptr ? nullptr : params.lse + head * params.seqlen_q + row,
              params.seqlen_q - row};
     if (ROUNDS < 4) place.hold();  // four rounds leave no registers for it
@@ -249,13 +251,13 @@ struct Exchange {
   __device__ __forceinline__ void store(int half, const Columns<QUADRUPLES>& columns) const {
     const int below = rows_below(half);
     const bool valid = below < place.rows_left;
-    T* const out = half == 0 ? place.out : place.out + below * place.row_stride;
+    Out* const out = half == 0 ? place.out : place.out + below * place.row_stride;
 #pragma unroll
     for (int i = 0; i + 1 < QUADRUPLES; i += 2) {
       // A thread's pairs of columns become 16 consecutive bytes.
       const Quadruple &a = columns.part[i], &b = columns.part[i + 1];
-      const uint4 chunk = transpose_quad(pack<T>(a.data[0], a.data[1]), pack<T>(a.data[2], a.data[3]),
-                                         pack<T>(b.data[0], b.data[1]), pack<T>(b.data[2], b.data[3]));
+      const uint4 chunk = transpose_quad(pack<Out>(a.data[0], a.data[1]), pack<Out>(a.data[2], a.data[3]),
+                                         pack<Out>(b.data[0], b.data[1]), pack<Out>(b.data[2], b.data[3]));
       if (valid && exists(16 * i + 8 * fragment.quad_lane())) *reinterpret_cast<uint4*>(out + 16 * i) = chunk;
     }
     if constexpr (QUADRUPLES % 2 == 1) {
@@ -264,9 +266,9 @@ struct Exchange {
       const Quadruple& last = columns.part[QUADRUPLES - 1];
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        T* const place = out + FIRST + 8 * pair - 6 * fragment.quad_lane();
+        Out* const place = out + FIRST + 8 * pair - 6 * fragment.quad_lane();
         if (valid && exists(FIRST + 8 * pair)) {
-          *reinterpret_cast<uint32*>(place) = pack<T>(last.data[2 * pair], last.data[2 * pair + 1]);
+          *reinterpret_cast<uint32*>(place) = pack<Out>(last.data[2 * pair], last.data[2 * pair + 1]);
         }
       }
     }
@@ -281,6 +283,25 @@ struct Exchange {
     }
   }
 
+  // Waits for both warpgroups.
+  __device__ __forceinline__ void meet_consumers() const {
+    if constexpr (C::Operands::EIGHT_BIT) {
+      named_barrier_sync(CONSUMERS_MET, THREADS);
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // V's scales of this warpgroup's columns.
+  __device__ __forceinline__ void read_value_scales(Columns<QUADRUPLES>& scales) const {
+    const float* from = shared.value_scale + HEAD_DIM / WARPGROUPS * warpgroup + 2 * fragment.quad_lane();
+#pragma unroll
+    for (int i = 0; i < QUADRUPLES; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scales.part[i].data[e] = from[16 * i + e / 2 * 8 + e % 2];
+    }
+  }
+
   // The larger ones of the warpgroups' stabilizers, which are told each other.
   __device__ __forceinline__ void larger_stabilizers(float (&larger)[2]) const {
     const int row = fragment.row_of_half();
@@ -288,7 +309,7 @@ struct Exchange {
       shared.stabilizer[warpgroup][0][row] = stabilizer[0];
       shared.stabilizer[warpgroup][1][row] = stabilizer[1];
     }
-    __syncthreads();
+    meet_consumers();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       larger[half] = fmaxf(stabilizer[half], shared.stabilizer[1 - warpgroup][half][row]);

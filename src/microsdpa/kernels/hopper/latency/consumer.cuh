@@ -8,6 +8,7 @@
 #include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
 #include "../../ptx/wgmma.cuh"
+#include "../common/eight_bit.cuh"
 #include "combine.cuh"
 #include "mask.cuh"
 #include "score_masks.cuh"
@@ -15,8 +16,8 @@
 
 namespace microsdpa::hopper::latency {
 
-template <typename T, int HEAD_DIM>
-constexpr int TILE_BYTES = BLOCK_N * (PANELS<HEAD_DIM> * PANEL + TAIL<HEAD_DIM>)*static_cast<int>(sizeof(T));
+template <typename E, int HEAD_DIM>
+constexpr int TILE_BYTES = BLOCK_N * (PANELS<HEAD_DIM> * PANEL + TAIL<HEAD_DIM>)*static_cast<int>(sizeof(E));
 
 // A tensor's boxes: of PANEL columns, and of TAIL where tiles have one.
 struct Boxes {
@@ -26,14 +27,14 @@ struct Boxes {
 
 // Copies tiles of 64 rows of one head. Rows and columns past the tensor become zeros. ANNOUNCED: `full` expects them
 // already.
-template <typename T, int HEAD_DIM, int TILES = 1, bool ANNOUNCED = false>
-__device__ __forceinline__ void load_tile(T* shared, T* tail, const Boxes& boxes, Mbarrier& full, int row, int head,
+template <typename E, int HEAD_DIM, int TILES = 1, bool ANNOUNCED = false>
+__device__ __forceinline__ void load_tile(E* shared, E* tail, const Boxes& boxes, Mbarrier& full, int row, int head,
                                           int batch) {
-  static_assert(TILES == 1 || PANELS<HEAD_DIM> == 1, "tiles of one panel lie behind one another");
-  if (!ANNOUNCED) mbarrier_arrive_expect(full, TILES * TILE_BYTES<T, HEAD_DIM>);
+  static_assert(TILES == 1 || BOXES<E, HEAD_DIM> == 1, "tiles of one box lie behind one another");
+  if (!ANNOUNCED) mbarrier_arrive_expect(full, TILES * TILE_BYTES<E, HEAD_DIM>);
 #pragma unroll
-  for (int panel = 0; panel < PANELS<HEAD_DIM>; ++panel) {
-    tma_load(shared + panel * BLOCK_N * PANEL, boxes.panel, full, panel * PANEL, row, head, batch);
+  for (int box = 0; box < BOXES<E, HEAD_DIM>; ++box) {
+    tma_load(shared + box * BLOCK_N * PANEL, boxes.panel, full, box * PANEL, row, head, batch);
   }
   if constexpr (TAIL<HEAD_DIM> > 0) {
     tma_load(tail, boxes.tail, full, PANELS<HEAD_DIM> * PANEL, row, head, batch);
@@ -46,15 +47,17 @@ template <int CLUSTER, int ROUNDS, bool MASKED>
 constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
 
 // What a kernel is compiled for; kernel.cu says what each is.
-template <typename T_, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_, bool MASKED_,
-          typename MASKS_, int MASK_ROWS_>
+template <typename OPERANDS, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_,
+          bool MASKED_, typename MASKS_, int MASK_ROWS_>
 struct Configuration {
-  using T = T_;
+  using Operands = OperandsOf<OPERANDS>;
+  using T = typename Operands::Element;
   using MASKS = MASKS_;
   using MaskMemory = typename MaskMemoryOf<MASKS_, MASK_ROWS_, ROUNDS_>::Type;
   static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ROUNDS = ROUNDS_;
   static constexpr bool CAUSAL = CAUSAL_, RAGGED = MASKED_, MASKED = MASKED_ || MASKS::ANY;
   static constexpr bool LATE_LSE = LSE_LAST<CLUSTER, ROUNDS, MASKED>;
+  using Shared = SharedStorage<OPERANDS, HEAD_DIM, STAGES, MaskMemory>;
 };
 
 // A warpgroup's way through its keys.
@@ -67,8 +70,11 @@ struct Consumer : Exchange<C> {
   using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
+  using Operands = typename C::Operands;
+  using QueryKey = typename Operands::QueryKey;
   static constexpr int END = TAIL<HEAD_DIM>;
-  static constexpr int QUERY_STEPS = (C::COLUMNS + 15) / 16;  // of Q K^T, 16 columns each
+  static constexpr int STEP = 32 / static_cast<int>(sizeof(QueryKey));  // columns of a step of Q K^T
+  static constexpr int TERM_STEPS = (C::COLUMNS + STEP - 1) / STEP, QUERY_STEPS = Operands::TERMS * TERM_STEPS;
   static constexpr int PANEL_STEPS = END > 0 ? (HEAD_DIM - END) / 16 : QUERY_STEPS;
   static constexpr Swizzle TAIL_PATTERN = Swizzle::BYTES_32;
   static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
@@ -78,7 +84,8 @@ struct Consumer : Exchange<C> {
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
   // S begins with the mask instead of 0, which is written while the first keys are on their way.
   // Of further masks that are the numbers; what they hide gets no probability, and ALiBi is a part of the exponents.
-  static constexpr bool MASK_AHEAD = MASKED && (ROUNDS == 1 || ROUNDS == 2) && (!MASKS::ANY || Rules::ADDS);
+  static constexpr bool MASK_AHEAD =
+      MASKED && (ROUNDS == 1 || ROUNDS == 2) && (!MASKS::ANY || Rules::ADDS) && !Operands::EIGHT_BIT;
   // Whether accumulators have become scores when their exponentials are made: base 2, masks and all.
   template <bool EXACT>
   static constexpr bool SCORED = MASKS::ANY && EXACT;
@@ -92,7 +99,8 @@ struct Consumer : Exchange<C> {
 
   uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];
-  float subtract[2];  // the stabilizers, finite
+  // The stabilizers, finite; then, of 8-bit values, what products of each row are multiplied with, base 2: > 0.
+  float subtract[Operands::EIGHT_BIT ? 4 : 2];
   MaskState<Rules, ROUNDS == 0 ? 1 : ROUNDS> masks;
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
@@ -103,17 +111,23 @@ struct Consumer : Exchange<C> {
     mbarrier_wait(shared.query_full(), 0);
 #pragma unroll
     for (int step = 0; step < PANEL_STEPS; ++step) {
-      const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
-      ldmatrix(query[step], shared.query + step / 4 * BLOCK_M * PANEL + row * PANEL + chunk * 8);
+      if constexpr (Operands::EIGHT_BIT) {
+        const QueryKey* tile = shared.query + step / TERM_STEPS * BLOCK_M * HEAD_DIM;
+        ldmatrix(query[step], tile + swizzled<HEAD_DIM>(row, step % TERM_STEPS * 2 + lane / 16));
+      } else {
+        const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
+        ldmatrix(query[step], shared.query + step / 4 * BLOCK_M * PANEL + row * PANEL + chunk * 8);
+      }
     }
     if constexpr (END > 0) {
       ldmatrix(query[PANEL_STEPS], shared.query_tail() + row * END + ((lane / 16) ^ (row / 4 % 2)) * 8);
     }
+    if (Operands::INTEGERS) return;  // sums get the sign
     if (params.scale_log2 < 0.0f) {
 #pragma unroll
       for (int step = 0; step < QUERY_STEPS; ++step) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) query[step][i] ^= 0x80008000u;
+        for (int i = 0; i < 4; ++i) query[step][i] ^= Operands::EIGHT_BIT ? 0x80808080u : 0x80008000u;
       }
     }
   }
@@ -123,6 +137,10 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void score(float (&s)[BLOCK_N / 2], int round) {
     constexpr int KEYS = BLOCK_N / PARTS;
     const int stage = round % STAGES;
+    if constexpr (Operands::EIGHT_BIT) {
+      score_eight_bit<BEGUN, PARTS>(s, stage);
+      return;
+    }
     const uint64 key = matrix_descriptor(shared.key[stage][warpgroup], 16, 8 * PANEL * sizeof(T), Swizzle::BYTES_128);
     mbarrier_wait(shared.key_full(stage, warpgroup), round / STAGES % 2);
 #pragma unroll
@@ -141,6 +159,66 @@ struct Consumer : Exchange<C> {
     }
   }
 
+  // The same of 8-bit values.
+  template <bool BEGUN, int PARTS>
+  __device__ __forceinline__ void score_eight_bit(float (&s)[BLOCK_N / 2], int stage) {
+    constexpr int KEYS = BLOCK_N / PARTS;
+    const uint64 key = matrix_descriptor(shared.key[stage][warpgroup], 16, 8 * HEAD_DIM, PATTERN_OF_ROWS<HEAD_DIM>);
+    mbarrier_wait(shared.key_full(stage, warpgroup), 0);
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < QUERY_STEPS; ++step) {
+        const uint64 place = advance(key, part * KEYS * HEAD_DIM + step % TERM_STEPS * STEP);
+        if constexpr (Operands::INTEGERS) {
+          wgmma<QueryKey, KEYS>(reinterpret_cast<int32(&)[KEYS / 2]>(part_of<PARTS>(s, part)), query[step], place,
+                                BEGUN || step > 0);
+        } else {
+          wgmma<QueryKey, KEYS>(part_of<PARTS>(s, part), query[step], place, BEGUN || step > 0);
+        }
+      }
+      wgmma_commit();
+    }
+  }
+
+  // Makes products of what the tensor cores have left in accumulators FIRST to LAST - 1 of a tile: for 8-bit values.
+  template <int FIRST = 0, int LAST = BLOCK_N / 2>
+  __device__ __forceinline__ void take_products(float (&s)[BLOCK_N / 2], int round) const {
+    if constexpr (Operands::INTEGERS) {
+#pragma unroll
+      for (int i = FIRST; i < LAST; ++i) s[i] = static_cast<float>(__float_as_int(s[i]));
+      if (params.scale_log2 < 0.0f) {
+#pragma unroll
+        for (int i = FIRST; i < LAST; ++i) s[i] = -s[i];
+      }
+    }
+    if constexpr (Operands::KEY_SCALES) {
+      const float* scales = shared.key_scale + BLOCK_N * (WARPGROUPS * round + warpgroup) + 2 * fragment.quad_lane();
+#pragma unroll
+      for (int n = FIRST / 4; n < LAST / 4; ++n) {
+        const auto both = *reinterpret_cast<const Vector<float, 2>*>(scales + 8 * n);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          s[4 * n + 2 * half] *= both.data[0];
+          s[4 * n + 2 * half + 1] *= both.data[1];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ float factor_of(int half) const {
+    if constexpr (Operands::EIGHT_BIT) return subtract[2 + half];
+    return scale;
+  }
+  __device__ __forceinline__ void read_factors() {
+    if constexpr (Operands::EIGHT_BIT) {
+      mbarrier_wait(shared.scales_full, 0);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) subtract[2 + half] = shared.row_scale[fragment.tile_row(half)];
+    }
+  }
+
   // Adds P V of 16-key steps FIRST to LAST - 1 to `output`, which begins with them unless `begun`. The first of several
   // calls for a tile WAITs for it: a wait takes some 60 clocks, also when there is nothing to wait for.
   template <int FIRST, int LAST, bool WAIT = FIRST == 0>
@@ -149,7 +227,9 @@ struct Consumer : Exchange<C> {
     const int stage = round % STAGES;
     const uint64 value = matrix_descriptor(shared.value[stage][warpgroup], BLOCK_N * PANEL * sizeof(T),
                                            8 * PANEL * sizeof(T), Swizzle::BYTES_128);
-    if (WAIT && !(Base::Shared::FEW_COPIES && round > 0)) {
+    if constexpr (Operands::EIGHT_BIT) {
+      if (WAIT) mbarrier_wait(shared.wide_full[stage][warpgroup], 0);
+    } else if (WAIT && !(Base::Shared::FEW_COPIES && round > 0)) {
       mbarrier_wait(shared.value_full(stage, warpgroup), round / STAGES % 2);
     }
     wgmma_fence();
@@ -215,7 +295,7 @@ struct Consumer : Exchange<C> {
         even = fmaxf(even, s[4 * n + 2 * half]);
         odd = fmaxf(odd, s[4 * n + 2 * half + 1]);
       }
-      const float factor = SCORED<EXACT> || IS_CAPPED<MASKS> ? 1.0f : scale;
+      const float factor = SCORED<EXACT> || IS_CAPPED<MASKS> ? 1.0f : factor_of(half);
       largest[half] = fmaxf(largest[half], quad_max(fmaxf(even, odd)) * factor);
     }
   }
@@ -224,7 +304,8 @@ struct Consumer : Exchange<C> {
   // large as it likes.
   template <int HALF, bool EXACT>
   __device__ __forceinline__ float exponent(float score) const {
-    return EXACT ? __fmul_rn(score, scale) - subtract[HALF] : fmaf(score, scale, -subtract[HALF]);
+    const float factor = factor_of(HALF);
+    return EXACT ? __fmul_rn(score, factor) - subtract[HALF] : fmaf(score, factor, -subtract[HALF]);
   }
   // Probability of accumulator `i` of a tile.
   template <int HALF, bool EXACT>
@@ -341,6 +422,8 @@ struct Consumer : Exchange<C> {
     for (int half = 0; half < Base::OWN_ROWS; ++half) this->row[half] = this->weights(half);
     bool wrong = false;  // known ahead of the output, acted on behind it
     if constexpr (!MASKS::ANY) wrong = ROUNDS > 0 && this->overflowed();
+    Columns<QUADRUPLES> scales;
+    if constexpr (Operands::EIGHT_BIT) this->read_value_scales(scales);
     wgmma_wait<0>();
     wgmma_fence_registers(o);
     Columns<QUADRUPLES> columns[2];
@@ -359,13 +442,14 @@ struct Consumer : Exchange<C> {
     Columns<QUADRUPLES> peer;
     if constexpr (CLUSTER == 2) this->receive(this->row[0], peer);
     this->await(COLUMNS_GIVEN);
-    finish<0>(columns[0], peer);
-    if constexpr (CLUSTER == 1) finish<1>(columns[1], peer);
+    finish<0>(columns[0], peer, scales);
+    if constexpr (CLUSTER == 1) finish<1>(columns[1], peer, scales);
     if constexpr (MASKS::ANY && ROUNDS > 0) wrong = this->out_of_range();  // while the output is on its way
     return wrong;
   }
   template <int HALF>
-  __device__ __forceinline__ void finish(Columns<QUADRUPLES>& columns, const Columns<QUADRUPLES>& peer) const {
+  __device__ __forceinline__ void finish(Columns<QUADRUPLES>& columns, const Columns<QUADRUPLES>& peer,
+                                         const Columns<QUADRUPLES>& scales) const {
     const RowWeights& weights = this->row[HALF];
     this->template take<HALF>(columns);
 #pragma unroll
@@ -374,6 +458,7 @@ struct Consumer : Exchange<C> {
       for (int e = 0; e < 4; ++e) {
         float& x = columns.part[i].data[e];
         x = CLUSTER == 2 ? fmaf(x, weights.own, peer.part[i].data[e]) : x * weights.own;
+        if constexpr (Operands::EIGHT_BIT) x *= scales.part[i].data[e];
       }
     }
     this->store(HALF, columns);
@@ -406,7 +491,7 @@ struct Consumer : Exchange<C> {
 
   // Again, right for any scores: with each row's largest one as stabilizer, at about twice the time.
   __device__ __forceinline__ void run_again() {
-    __syncthreads();
+    this->meet_consumers();
     this->deliver_again();
     load_query();
     know_stabilizer();

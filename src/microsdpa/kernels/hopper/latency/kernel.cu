@@ -4,7 +4,7 @@
 // keys are dealt in tiles of BLOCK_N = 64 to the 2 CLUSTER warpgroups of the cluster, so that a whole chip takes part
 // in a problem of few queries: in turn, or, where one copy brings V, so that those of a CTA are consecutive.
 // Roles: one thread of warp 0 issues every copy, all warps compute; a warpgroup's rows meet its own keys, and the parts
-// are combined at the end (combine.cuh).
+// are combined at the end (combine.cuh). With 8-bit operands a third warpgroup fetches scales and widens V (widen.cuh).
 // Pipeline: 1. all copies are issued, in the order in which they are needed   2. S of tile t + 1 while the exponentials
 //           of tile t run, relative to one stabilizer per row
 //           3. of the last tile the peer's rows first: their P V and their way to the peer beside the exponentials of
@@ -21,6 +21,7 @@
 #include "online.cuh"
 #include "shared.cuh"
 #include "unrolled.cuh"
+#include "widen.cuh"
 
 namespace microsdpa::hopper::latency {
 
@@ -110,6 +111,7 @@ template <int FIRST, int LAST, int ROUNDS, bool ANNOUNCED = false, int HEAD_DIM,
 __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>& shared, const WorkTile& work,
                                            const Boxes& key, const Boxes& value) {
   constexpr int VALUE_TILES = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::VALUE_TILES;
+  using QueryKey = typename OperandsOf<T>::QueryKey;
 #pragma unroll
   for (int number = FIRST; number < LAST; ++number) {
     const Tile<STAGES> tile{number};
@@ -117,8 +119,13 @@ __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES, MA
     if (comes_along(shared, tile) || (ROUNDS < STAGES && round >= work.rounds)) continue;
     const int first_key = work.first_key(round, warpgroup);
     if (tile.is_key()) {
-      load_tile<T, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], shared.key_tail(round, warpgroup), key,
-                                           shared.key_full(round, warpgroup), first_key, work.head_kv, work.batch);
+      load_tile<QueryKey, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], shared.key_tail(round, warpgroup), key,
+                                                  shared.key_full(round, warpgroup), first_key, work.head_kv,
+                                                  work.batch);
+    } else if constexpr (OperandsOf<T>::EIGHT_BIT) {
+      load_tile<unsigned char, HEAD_DIM, VALUE_TILES>(shared.narrow_value[round][warpgroup], nullptr, value,
+                                                      shared.value_full(round, warpgroup), first_key, work.head_kv,
+                                                      work.batch);
     } else {
       load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], shared.value_tail(round, warpgroup), value,
                                           shared.value_full(round, warpgroup), first_key, work.head_kv, work.batch);
@@ -184,14 +191,15 @@ __device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work,
 // Sets the barriers up, and issues the copies. One thread: two warps that issue them hold each other up. With few
 // copies, what is ahead of the first ones counts, also when the kernel before has not ended: the barriers of Q and of
 // one tile alone are set up and told their bytes first, and the exchange is set up by another warp.
-template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T, typename MASK_TILES, typename PARAMS,
-          typename... MAPS>
+template <int CLUSTER, int ROUNDS, int COLUMNS, int HEAD_DIM, int STAGES, typename T, typename MASK_TILES,
+          typename PARAMS, typename... MAPS>
 __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>& shared, const WorkTile& work,
                                       const PARAMS& arguments, const TensorMap& query, const TensorMap& key,
                                       const TensorMap& value, const MAPS&... maps) {
   constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::FEW_COPIES;
   constexpr bool BRINGS_MASK = sizeof...(MAPS) > MASK_MAP<HEAD_DIM>;
   constexpr bool IN_TURN = COMES_IN_TURN<MASK_TILES>;
+  using QueryKey = typename OperandsOf<T>::QueryKey;
   constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : IN_TURN ? WARPGROUPS : TILES;
   const Boxes query_boxes = boxes_of<HEAD_DIM, 0>(query, maps...), key_boxes = boxes_of<HEAD_DIM, 1>(key, maps...),
               value_boxes = boxes_of<HEAD_DIM, 2>(value, maps...);
@@ -210,16 +218,25 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
     for (Mbarrier& full : shared.mask_full) mbarrier_arrive_expect(full, MASK_TILES::COPIED_BYTES);
   }
   if (FEW) {
-    mbarrier_arrive_expect(shared.query_full(), TILE_BYTES<T, HEAD_DIM>);
-    mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<T, HEAD_DIM>);
+    mbarrier_arrive_expect(shared.query_full(), OperandsOf<T>::TERMS * TILE_BYTES<QueryKey, HEAD_DIM>);
+    mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<QueryKey, HEAD_DIM>);
   }
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
   constexpr int MAP = MASK_MAP<HEAD_DIM>, MASK_ROUNDS = IN_TURN ? 1 : ROUNDS;  // that come ahead of Q
   copy_masks<0, MASK_ROUNDS, MAP>(shared, work, origin, maps...);
-  load_tile<T, HEAD_DIM, 1, FEW>(shared.query, shared.query_tail(), query_boxes, shared.query_full(), work.first_row,
-                                 work.head, work.batch);
+  if constexpr (OperandsOf<T>::EIGHT_BIT) {
+    if (!FEW) mbarrier_arrive_expect(shared.query_full(), OperandsOf<T>::TERMS * TILE_BYTES<QueryKey, HEAD_DIM>);
+#pragma unroll
+    for (int term = 0; term < OperandsOf<T>::TERMS; ++term) {
+      tma_load(shared.query + term * BLOCK_M * HEAD_DIM, query, shared.query_full(), term * COLUMNS, work.first_row,
+               work.head, work.batch);
+    }
+  } else {
+    load_tile<T, HEAD_DIM, 1, FEW>(shared.query, shared.query_tail(), query_boxes, shared.query_full(), work.first_row,
+                                   work.head, work.batch);
+  }
   copy_tiles<0, FIRST_TILES, ROUNDS, FEW>(shared, work, key_boxes, value_boxes);
   if constexpr (FEW) {
     // Never true. Behind a branch that ptxas cannot decide it works out what later copies need after the first ones.
@@ -239,30 +256,42 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
   }
 }
 
+// 8-bit values have a third warpgroup (widen.cuh).
+template <typename OPERANDS>
+constexpr int THREADS_OF = THREADS + (OperandsOf<OPERANDS>::EIGHT_BIT ? WIDENERS : 0);
+template <typename OPERANDS, typename MASKS>
+using ParamsOf = typename OperandsOf<OPERANDS>::template Params<typename MASKS::Params>;
+
+// OPERANDS: __half or __nv_bfloat16, or 8-bit values (operands.cuh).
 // HEAD_DIM: columns of the tiles, of which the tensors have the first COLUMNS. ROUNDS: tiles of each warpgroup when
 // known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key head. CAUSAL: what a row sees has a
 // right end. MASKED: keys do not fill the tiles, or have such an end. MASKS: what else decides about scores.
 // MASK_ROWS: rows of the boxes in which bulk copies bring a mask tensor, 1 where queries share one. 0: threads read it,
 // if there is one. MAPS: further tensor maps, of the tails of query, key and value where tiles have them, and of a mask
 // that bulk copies bring.
-template <typename T, int HEAD_DIM, int COLUMNS, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL,
+template <typename OPERANDS, int HEAD_DIM, int COLUMNS, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL,
           bool MASKED, typename MASKS, int MASK_ROWS = 0, typename... MAPS>
-__global__ void __launch_bounds__(THREADS, 1)
-    attention(const __grid_constant__ typename MASKS::Params arguments, const __grid_constant__ TensorMap query,
+__global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
+    attention(const __grid_constant__ ParamsOf<OPERANDS, MASKS> given, const __grid_constant__ TensorMap query,
               const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
               const __grid_constant__ MAPS... maps) {
+  using Operands = OperandsOf<OPERANDS>;
+  const typename MASKS::Params& arguments = Operands::unscaled(given);
   const AttentionParams& params = MASKS::call(arguments);
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 128, "whole panels, or with a tail");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
-  using C = Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS, MASK_ROWS>;
-  using Shared = SharedStorage<T, HEAD_DIM, STAGES, typename C::MaskMemory>;
+  using C = Configuration<OPERANDS, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS, MASK_ROWS>;
+  using Shared = typename C::Shared;
+  static_assert(!Operands::EIGHT_BIT || (ROUNDS > 0 && HEAD_DIM % 64 == 0), "V is widened once, in rows of one box");
   static_assert(!Shared::FEW_COPIES || ROUNDS == STAGES, "few copies are all there are");
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
   const WorkTile work = work_of_cta<MASKS, CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(arguments);
-  if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, arguments, query, key, value, maps...);
+  if (threadIdx.x < 32 && elect_one()) {
+    begin<CLUSTER, ROUNDS, COLUMNS>(shared, work, arguments, query, key, value, maps...);
+  }
   if (Shared::FEW_COPIES && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
     prefetch_tensor_map(value);
     if constexpr (sizeof...(MAPS) > MASK_MAP<HEAD_DIM>) prefetch_tensor_map(further<MASK_MAP<HEAD_DIM>>(maps...));
@@ -286,6 +315,21 @@ __global__ void __launch_bounds__(THREADS, 1)
     if constexpr (CLUSTER == 2) cluster_arrive<false>();
     __syncthreads();
   };
+  if constexpr (Operands::EIGHT_BIT) {
+    if (threadIdx.x >= THREADS) {
+      Widener<C> widener{shared, given, work, static_cast<int>(threadIdx.x) - THREADS};
+      if (widener.thread == 0) widener.set_up();
+      widener.fetch_scales();
+      meet();
+      widener.run();
+      return;
+    }
+  }
+  const auto get_registers = [] {
+    if constexpr (Operands::EIGHT_BIT) {
+      if constexpr (MOVES_REGISTERS<C>) setmaxnreg_inc<CONSUMER_REGISTERS>();
+    }
+  };
   if constexpr (MASKS::ANY) {
     auto consumer = consumer_of_thread();
     consumer.read_masks();
@@ -293,6 +337,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     consumer.run();
   } else {
     meet();
+    get_registers();
     auto consumer = consumer_of_thread();
     consumer.run();
   }

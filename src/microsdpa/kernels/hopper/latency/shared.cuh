@@ -3,6 +3,7 @@
 
 #include "../../common/element.cuh"
 #include "../../ptx/mbarrier.cuh"
+#include "operands.cuh"
 
 namespace microsdpa::hopper::latency {
 
@@ -22,6 +23,9 @@ constexpr int TAIL = HEAD_DIM % PANEL == 16 ? 16 : 0;
 // Panels of a row beside its tail: the last one may be wider than the row.
 template <int HEAD_DIM>
 constexpr int PANELS = (HEAD_DIM - TAIL<HEAD_DIM> + PANEL - 1) / PANEL;
+// A row of 8-bit values is one box.
+template <typename E, int HEAD_DIM>
+constexpr int BOXES = sizeof(E) == 1 ? 1 : PANELS<HEAD_DIM>;
 
 // Barriers among warps; 0 is __syncthreads'. Those of 4 to 9 are events of the first warpgroup; the second one's
 // follow.
@@ -34,7 +38,8 @@ enum NamedBarrier : int {
   COLUMNS_GIVEN = 8,
   STABILIZER_SENT = 10,
   MASKS_READ = 11,
-  MASKS_SENT = 12
+  MASKS_SENT = 12,
+  CONSUMERS_MET = 13
 };
 
 // The registers of one of the PARTS of a product's columns.
@@ -106,20 +111,45 @@ struct Tails<T, 0, STAGES> {
   __device__ __forceinline__ T* value_tail(int, int) { return nullptr; }
 };
 
-template <typename T, int HEAD_DIM, int STAGES, typename MASK_TILES = NoMaskTiles>
-struct SharedStorage : MASK_TILES, Tails<T, TAIL<HEAD_DIM>, STAGES> {
+// What 8-bit values need beside the tiles that are multiplied: V as it comes, and scales.
+template <typename OPERANDS, int HEAD_DIM, int STAGES>
+struct ScaledTiles {
+  static constexpr int TILES = WARPGROUPS * STAGES;
+
+  alignas(1024) unsigned char narrow_value[STAGES][WARPGROUPS][BLOCK_N * HEAD_DIM];
+  float row_scale[BLOCK_M];  // of products: Q's, the softmax's in base 2, and K's if there is one; > 0
+  float key_scale[OperandsOf<OPERANDS>::KEY_SCALES ? TILES * BLOCK_N : 4];
+  float value_scale[HEAD_DIM];
+  Mbarrier scales_full;
+  Mbarrier wide_full[STAGES][WARPGROUPS];  // V has been widened
+};
+struct NoScaledTiles {};
+template <typename OPERANDS, int HEAD_DIM, int STAGES, bool EIGHT_BIT = OperandsOf<OPERANDS>::EIGHT_BIT>
+struct ScaledTilesOf {
+  using Type = NoScaledTiles;
+};
+template <typename OPERANDS, int HEAD_DIM, int STAGES>
+struct ScaledTilesOf<OPERANDS, HEAD_DIM, STAGES, true> {
+  using Type = ScaledTiles<OPERANDS, HEAD_DIM, STAGES>;
+};
+
+template <typename OPERANDS, int HEAD_DIM, int STAGES, typename MASK_TILES = NoMaskTiles>
+struct SharedStorage : MASK_TILES,
+                       Tails<typename OperandsOf<OPERANDS>::Element, TAIL<HEAD_DIM>, STAGES>,
+                       ScaledTilesOf<OPERANDS, HEAD_DIM, STAGES>::Type {
   using Masks = MASK_TILES;
+  using Operands = OperandsOf<OPERANDS>;
   // What the thread that issues the copies does is everybody's time where there are few of them: then one brings all
   // tiles of V. Of K it would make the first product wait.
-  static constexpr bool FEW_COPIES = PANELS<HEAD_DIM> == 1 && STAGES <= 2;
+  static constexpr bool FEW_COPIES = BOXES<typename Operands::QueryKey, HEAD_DIM> == 1 && STAGES <= 2;
   static constexpr int VALUE_TILES = FEW_COPIES ? WARPGROUPS * STAGES : 1;  // of a copy
   // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows. Of an odd number the
   // second warpgroup has one that is not there.
   static constexpr int QUADRUPLES = (HEAD_DIM / 16 + WARPGROUPS - 1) / WARPGROUPS;
 
-  alignas(1024) T query[BLOCK_M * PANELS<HEAD_DIM> * PANEL];
-  alignas(1024) T key[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];
-  alignas(1024) T value[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];
+  alignas(1024) typename Operands::QueryKey query[Operands::TERMS * BLOCK_M * PANELS<HEAD_DIM> * PANEL];
+  alignas(1024) typename Operands::QueryKey key[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];
+  alignas(1024) typename Operands::Element value[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];
   // Columns of O that the other warpgroup gives to the one that finishes them.
   Quadruple from_neighbour[WARPGROUPS][2][QUADRUPLES][WARPGROUP_THREADS];
   PeerShare<QUADRUPLES> from_peer[2];  // [1]: sent again, after an overflow

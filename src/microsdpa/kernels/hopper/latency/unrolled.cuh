@@ -60,6 +60,7 @@ __device__ __forceinline__ void Consumer<C>::know_stabilizer() {
     score(s, round);
     wgmma_wait<0>();
     wgmma_fence_registers(s);
+    take_products(s, round);
     mask(s, round);
     maxima(s, own);
   }
@@ -136,8 +137,10 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
     if constexpr (Rules::BULK && BEGUN) begin_later(s);
     if constexpr (Rules::LATE) look_at_rows_later();
     if constexpr (MASKS::ANY && BEGUN && ROUNDS > 1) wgmma_fence_registers(s[1]);
+    read_factors();
     wgmma_wait<1>();
     wgmma_fence_registers(part_of<2>(s[0], 0));
+    take_products<0, BLOCK_N / 4>(s[0], 0);
     if constexpr (MASKS::ANY) {
       if constexpr (IS_CAPPED<MASKS>) score_masks().template cap<0, BLOCK_N / 4>(s[0], masks.soft_cap);
       find_masked_stabilizer(s[0]);
@@ -150,11 +153,14 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
     }
     wgmma_wait<0>();
     wgmma_fence_registers(part_of<2>(s[0], 1));
+    take_products<BLOCK_N / 4, BLOCK_N / 2>(s[0], 0);
     if constexpr (IS_CAPPED<MASKS>) score_masks().template cap<BLOCK_N / 4, BLOCK_N / 2>(s[0], masks.soft_cap);
   } else {
     score(s[0], 0);
+    if constexpr (!KNOWN) read_factors();
     wgmma_wait<0>();
     wgmma_fence_registers(s[0]);
+    take_products(s[0], 0);
     mask(s[0], 0);
     if constexpr (!KNOWN) find_stabilizer(s[0]);
   }
@@ -172,6 +178,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
       wgmma_wait<1>();
     }
     wgmma_fence_registers(next);
+    take_products(next, round + 1);
     if constexpr (KNOWN || !MASKS::ANY) {
       if constexpr (!BEGUN) mask(next, round + 1);
     } else if constexpr (IS_CAPPED<MASKS>) {

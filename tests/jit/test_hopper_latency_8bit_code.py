@@ -1,0 +1,35 @@
+"""What hopper/latency promises of its machine code with 8-bit operands, without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from microsdpa.jit import compile_kernel
+from microsdpa.jit.inspect import count_instructions, tensor_instructions
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.hopper.latency.eight_bit import latency
+from microsdpa.kernels.problem import Causal, Operands, Problem
+
+
+@pytest.mark.parametrize(
+    ("operands", "terms", "key_block"), [("fp8", 1, 0), ("fp8", 2, 1), ("int8_fp8", 1, 0), ("int8_fp8", 1, 1)]
+)
+@pytest.mark.parametrize("causal", [None, "lower_right"])
+@pytest.mark.parametrize(("heads", "length", "head_dim"), [(8, 512, 64), (4, 128, 64), (4, 768, 64), (8, 512, 128)])
+def test_wgmma_runs_free_and_nothing_is_spilled(
+    heads: int, length: int, head_dim: int, causal: Causal | None, operands: Operands, terms: int, key_block: int
+) -> None:
+    problem = Problem(
+        *(1, heads, heads, length, length, head_dim, "float16", causal),
+        target="sm_90a",
+        operands=operands,
+        query_terms=terms,
+        key_block=key_block,
+    )
+    spec = latency(problem)
+    assert isinstance(spec, KernelSpec)
+    kernel = compile_kernel(spec, "sm_90a")
+    products = {"HGMMA", "QGMMA" if operands == "fp8" else "IGMMA"}
+    assert set(tensor_instructions(count_instructions(kernel.cubin))) == products
+    assert not kernel.resources.uses_local_memory
+    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
