@@ -51,6 +51,7 @@ class Family:
         ranges: whether it knows ranges of keys, which are int32, and tables of blocks, which are uint8, as masks.
         any_layout: whether it takes any head dimension and alignment.
         dropout: whether it drops probabilities.
+        prologue: whether it has norms and rotary embedding of Q and K, without dropout.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
         varlen: whether its problems have sequences of many lengths; those of the other families have none.
         short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
@@ -65,6 +66,7 @@ class Family:
     ranges: bool = False
     any_layout: bool = False
     dropout: bool = False
+    prologue: bool = False
     eight_bit: bool = False
     varlen: bool = False
     short_sums: tuple[Operands, ...] = ()
@@ -84,6 +86,7 @@ FAMILIES: tuple[Family, ...] = (
         emulated_target="sm_90a",
         masks=True,
         ranges=True,
+        prologue=True,
         configurations=hopper_latency.configurations,
     ),
     Family(
@@ -118,6 +121,7 @@ FAMILIES: tuple[Family, ...] = (
         ranges=True,
         any_layout=True,
         dropout=True,
+        prologue=True,
     ),
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
     Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),

@@ -9,6 +9,7 @@
 #include "../../ptx/tma.cuh"
 #include "../../ptx/wgmma.cuh"
 #include "combine.cuh"
+#include "../../common/prologue.cuh"
 #include "mask.cuh"
 #include "score_masks.cuh"
 #include "shared.cuh"
@@ -38,15 +39,22 @@ constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
 
 // What a kernel is compiled for; kernel.cu says what each is.
 template <typename T_, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_, bool MASKED_,
-          typename MASKS_, int MASK_ROWS_>
+          typename MASKS_, int MASK_ROWS_, typename PROLOGUE_>
 struct Configuration {
   using T = T_;
   using MASKS = MASKS_;
+  using PROLOGUE = PROLOGUE_;
   using MaskMemory = typename MaskMemoryOf<MASKS_, MASK_ROWS_, ROUNDS_>::Type;
   static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ROUNDS = ROUNDS_;
   static constexpr bool CAUSAL = CAUSAL_, RAGGED = MASKED_, MASKED = MASKED_ || MASKS::ANY;
   static constexpr bool LATE_LSE = LSE_LAST<CLUSTER, ROUNDS, MASKED>;
 };
+
+// Eight columns of a row of a tile of Q or K, as bulk copies lay them out.
+template <typename T>
+__device__ __forceinline__ T* chunk_of(T* tile, int row, int column) {
+  return tile + column / PANEL * BLOCK_N * PANEL + row * PANEL + ((column / 8 ^ row) % 8) * 8;
+}
 
 // A warpgroup's way through its keys.
 template <typename C>
@@ -54,6 +62,7 @@ struct Consumer : Exchange<C> {
   using Base = Exchange<C>;
   using T = typename C::T;
   using MASKS = typename C::MASKS;
+  using PROLOGUE = typename C::PROLOGUE;
   using Rules = ScoreMasks<MASKS, C::CLUSTER, C::CAUSAL, C::RAGGED, typename C::MaskMemory>;
   using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
@@ -77,12 +86,17 @@ struct Consumer : Exchange<C> {
   const TensorMap& value_map;
   const float scale;  // > 0, base 2
   const typename MASKS::Params& arguments;
+  const typename PROLOGUE::template Params<typename MASKS::Params>& given;
 
   uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];
   float subtract[2];  // the stabilizers, finite
   MaskState<Rules, ROUNDS == 0 ? 1 : ROUNDS> masks;
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
+
+  // Norms and rotary embedding of Q, and of this warpgroup's keys (prologue.cuh).
+  __device__ __forceinline__ void change_first();
+  __device__ __forceinline__ void change_keys(int round);
 
   // Q's fragments. A negative scale is a positive one of -Q.
   __device__ __forceinline__ void load_query() {
@@ -109,7 +123,7 @@ struct Consumer : Exchange<C> {
     constexpr int KEYS = BLOCK_N / PARTS;
     const int stage = round % STAGES;
     const uint64 key = matrix_descriptor(shared.key[stage][warpgroup], 16, 8 * PANEL * sizeof(T), Swizzle::BYTES_128);
-    mbarrier_wait(shared.key_full(stage, warpgroup), round / STAGES % 2);
+    if constexpr (!PROLOGUE::ANY) mbarrier_wait(shared.key_full(stage, warpgroup), round / STAGES % 2);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       wgmma_fence();
@@ -351,6 +365,7 @@ struct Consumer : Exchange<C> {
 
   __device__ __forceinline__ void run() {
     this->find_place();
+    change_first();
     if constexpr (ROUNDS == 0) {
       load_query();
       run_online();

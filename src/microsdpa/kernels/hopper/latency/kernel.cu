@@ -19,6 +19,7 @@
 #include "../../ptx/tma.cuh"
 #include "consumer.cuh"
 #include "online.cuh"
+#include "prologue.cuh"
 #include "shared.cuh"
 #include "unrolled.cuh"
 
@@ -205,17 +206,19 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
 // right end. MASKED: keys do not fill the tiles, or have such an end. MASKS: what else decides about scores.
 // MASK_ROWS: rows of the boxes in which bulk copies bring a mask tensor, 1 where queries share one; then there is one
 // more tensor map. 0: threads read it, if there is one.
+// PROLOGUE: norms and rotary embedding of Q and K.
 template <typename T, int HEAD_DIM, int COLUMNS, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL,
-          bool MASKED, typename MASKS, int MASK_ROWS = 0, typename... MAPS>
+          bool MASKED, typename MASKS, int MASK_ROWS = 0, typename PROLOGUE = NoPrologue, typename... MAPS>
 __global__ void __launch_bounds__(THREADS, 1)
-    attention(const __grid_constant__ typename MASKS::Params arguments, const __grid_constant__ TensorMap query,
-              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-              const __grid_constant__ MAPS... masks) {
+    attention(const __grid_constant__ typename PROLOGUE::template Params<typename MASKS::Params> given,
+              const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+              const __grid_constant__ TensorMap value, const __grid_constant__ MAPS... masks) {
+  const typename MASKS::Params& arguments = PROLOGUE::call(given);
   const AttentionParams& params = MASKS::call(arguments);
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "each warpgroup finishes whole quadruples");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
-  using C = Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS, MASK_ROWS>;
+  using C = Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS, MASK_ROWS, PROLOGUE>;
   using Shared = SharedStorage<T, HEAD_DIM, STAGES, typename C::MaskMemory>;
   static_assert(!Shared::FEW_COPIES || ROUNDS == STAGES, "few copies are all there are");
   auto& shared = dynamic_shared<Shared>();
@@ -237,7 +240,8 @@ __global__ void __launch_bounds__(THREADS, 1)
         key,
         value,
         scale,
-        arguments};
+        arguments,
+        given};
   };
   // The barriers are fenced already; a release would cost a device-wide memory barrier. The peer is waited for when
   // there is something to send.

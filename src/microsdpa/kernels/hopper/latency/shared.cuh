@@ -20,8 +20,8 @@ constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 template <int HEAD_DIM>
 constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
 
-// Barriers among warps; 0 is __syncthreads'. Those of 4 to 9 are events of the first warpgroup; the second one's
-// follow.
+// Barriers among warps; 0 is __syncthreads'. Those of 4 to 9, and 13, are events of the first warpgroup; the
+// second one's follow.
 enum NamedBarrier : int {
   STABILIZER_KNOWN = 1,
   TILE_READ_BY_FIRST = 2,
@@ -31,7 +31,8 @@ enum NamedBarrier : int {
   COLUMNS_GIVEN = 8,
   STABILIZER_SENT = 10,
   MASKS_READ = 11,
-  MASKS_SENT = 12
+  MASKS_SENT = 12,
+  KEYS_CHANGED = 13
 };
 
 // The registers of one of the PARTS of a product's columns.

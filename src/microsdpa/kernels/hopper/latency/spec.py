@@ -14,6 +14,8 @@ from microsdpa.kernels.spec import (
     Rejection,
     TensorMap,
     masks_type,
+    prologue_type,
+    prologued_params,
     refused_head_dim,
 )
 
@@ -149,12 +151,16 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         TensorMap("key", BLOCK_N, PANEL),
         TensorMap("value", BLOCK_N * choice.value_tiles(head_dim), PANEL),
     ]
+    rows = 0
     if box and box.tensor:
         rows = BLOCK_M if box.per_query else 1
         swizzle = 0 if box.tensor == "bool" else PANEL_BYTES
         columns = BLOCK_N if box.tensor == "bool" and rows > 1 else PANEL_BYTES // MASK_BYTES[box.tensor]
         maps.append(TensorMap("attn_mask", rows, columns, swizzle))
-        arguments |= {"MASK_ROWS": rows, "MAPS": "microsdpa::TensorMap"}
+    if problem.prologue or len(maps) > 3:
+        arguments |= {"MASK_ROWS": rows, "PROLOGUE": prologue_type(problem.prologue)}
+    if len(maps) > 3:
+        arguments["MAPS"] = "microsdpa::TensorMap"
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
     alone = chip.shared_per_sm // 2
     return KernelSpec(
@@ -172,7 +178,9 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         grid_order="xyz",
         tensor_maps=tuple(maps),
         programmatic=True,
-        params="microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams",
+        params=prologued_params(
+            "microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams", problem.prologue
+        ),
     )
 
 
