@@ -12,9 +12,11 @@ from microsdpa.call.blocks import BlockTable
 from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
+from microsdpa.call.masks import refuse_both
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.prologue import check as check_prologue
+from microsdpa.call.tensors import check_causal
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, known_mask, with_causal
 from microsdpa.errors import InvalidArgument
@@ -141,8 +143,8 @@ def sdpa(
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         call = Call((query, key, value), masks, scales, options, return_lse, out, prologue=prologue)
         assert prologue is not None
-        found = _with_prologue(call, prologue)
-        return found if return_lse else found[0]  # type: ignore[return-value]
+        changed = _with_prologue(call, prologue)
+        return changed if return_lse else changed[0]  # type: ignore[return-value]
     is_known = False
     if document_ids is not None or block_mask is not None:
         if is_causal is not False or causal is not None:
@@ -244,9 +246,13 @@ def sdpa(
 def _with_prologue(call: Call, prologue: Prologue) -> forward.Result:
     """A call with norms or rotary embedding: one launch, or torch's operators ahead where autograd looks on."""
     inputs, masks, options = call.inputs, call.masks, call.options
-    tensors = [t for t in (*inputs, *masks, *prologue.tensors.values(), call.out) if isinstance(t, torch.Tensor)]
+    try:
+        given = *inputs, *masks, *prologue.tensors.values(), call.out
+    except (TypeError, ValueError):
+        return forward.first_call(call)  # says which argument is wrong
     if call.is_eight_bit or not all(isinstance(t, torch.Tensor) for t in inputs):
         return forward.first_call(call)
+    tensors = [t for t in given if isinstance(t, torch.Tensor)]
     tracing = is_dynamo_compiling() or autograd.is_traced(inputs)
     graded = _is_grad_enabled() and any([t.requires_grad for t in tensors])
     if not (tracing or graded or options.dropout_p):
@@ -256,9 +262,26 @@ def _with_prologue(call: Call, prologue: Prologue) -> forward.Result:
             found = forward.first_call(call)
         return found
     check_prologue(prologue, inputs[0], inputs[1], call.shift)
-    given = options._asdict() | masks._asdict() | {"return_lse": call.return_lse, "out": call.out}
-    found = sdpa(*composed(inputs, prologue, call.shift), **given)
-    return found if call.return_lse else (found, None)  # type: ignore[return-value]
+    if is_dynamo_compiling() and not graded and not options.dropout_p:
+        return _traced(call, prologue)
+    rest = options._asdict() | masks._asdict() | {"return_lse": call.return_lse, "out": call.out}
+    attended = sdpa(*composed(inputs, prologue, call.shift), **rest)
+    return attended if call.return_lse else (attended, None)  # type: ignore[return-value]
+
+
+def _traced(call: Call, prologue: Prologue) -> forward.Result:
+    """The call as the operator of integrations/block_ops.py, which torch.compile leaves in one piece."""
+    options = call.options
+    causal = options.causal
+    if options.is_causal is not False:
+        refuse_both(options.is_causal, call.masks.attn_mask)
+        causal = check_causal(options.is_causal, causal)
+    ends = [-1, -1] if options.window is None else list(options.window)
+    rest = *call.masks, causal, options.scale, options.enable_gqa, ends, options.softcap, options.impl, call.return_lse
+    flags = prologue.interleaved, prologue.is_layer_norm, prologue.rotates_key
+    given = *call.inputs, *rest, *prologue.arguments(call.shift), *flags
+    result, lse = torch.ops.microsdpa.attention_prologued(*given)
+    return result if call.out is None else call.out.copy_(result), lse if call.return_lse else None
 
 
 def _with_dropout(call: Call, return_lse: bool) -> forward.Result:

@@ -47,7 +47,7 @@ class Prologue(NamedTuple):
         return (
             *(tuple(q_norm) if isinstance(q_norm, (tuple, list)) else (q_norm, None)),
             *(tuple(k_norm) if isinstance(k_norm, (tuple, list)) else (k_norm, None)),
-        )  # type: ignore[return-value]
+        )
 
     @property
     def is_layer_norm(self) -> bool:
@@ -134,7 +134,9 @@ def prologue_of(rotary: Any, interleaved: Any, positions: Any, q_norm: Any, k_no
             raise InvalidArgument(
                 "rotary_positions",
                 expected="None without rotary",
-                got=f"a tensor of shape {list(positions.shape)}" if isinstance(positions, torch.Tensor) else repr(positions),
+                got=f"a tensor of shape {list(positions.shape)}"
+                if isinstance(positions, torch.Tensor)
+                else repr(positions),
                 hint="pass the tables as rotary=(cos, sin)",
             )
         if q_norm is None and k_norm is None:
@@ -144,7 +146,7 @@ def prologue_of(rotary: Any, interleaved: Any, positions: Any, q_norm: Any, k_no
 
 
 def check(prologue: Prologue, query: torch.Tensor, key: torch.Tensor, shift: int) -> None:
-    """Check the arguments against query [B, H, S_q, D] and key [B, H_kv, S_k, D].
+    """Check the arguments against query [B, H, S_q, D] and key [B, H_kv, S_k, D], all but addresses.
 
     Raises:
         InvalidArgument: one that no call could accept.
@@ -182,7 +184,11 @@ def _check_structure(prologue: Prologue) -> None:
             hint="None for the keys stands for keys that have been rotated",
         )
     for one in prologue.pair:
-        if one is not None and not isinstance(one, torch.Tensor) and (isinstance(one, bool) or not isinstance(one, int)):
+        if (
+            one is not None
+            and not isinstance(one, torch.Tensor)
+            and (isinstance(one, bool) or not isinstance(one, int))
+        ):
             expected = "None, an integer, a tensor of integers, or a pair of these"
             hint = "an integer is the position of the first row"
             raise InvalidArgument("rotary_positions", expected=expected, got=type(one).__name__, hint=hint)
@@ -221,8 +227,18 @@ def _check_tensor(name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
         raise InvalidArgument(name, expected=expected, got=got, hint="call .contiguous()")
 
 
+def check_addresses(prologue: Prologue) -> None:
+    """Refuse angles and weights that kernels cannot read 16 bytes at a time.
+
+    Raises:
+        InvalidArgument: a row does not start on 16 bytes.
+    """
+    for name, tensor in prologue.tensors.items():
+        if not name.startswith("rotary_positions"):
+            _check_vectors(name, tensor)
+
+
 def _check_vectors(name: str, tensor: torch.Tensor) -> None:
-    """Angles and weights are read 16 bytes at a time."""
     outer = (stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1)
     if tensor.data_ptr() % VECTOR_BYTES or any(s * tensor.element_size() % VECTOR_BYTES for s in outer):
         raise InvalidArgument(
@@ -252,7 +268,6 @@ def _check_rotary(prologue: Prologue, query: torch.Tensor, key: torch.Tensor, sh
                 got=str(tensor.dtype),
                 hint="convert it once with .to(torch.float32).contiguous()",
             )
-        _check_vectors(name, tensor)
     of_query, of_key = prologue.pair
     first_query, first_key = prologue.firsts(shift)
     rows = [("queries", of_query, query.shape, first_query)]
@@ -290,7 +305,6 @@ def _check_norms(prologue: Prologue, query: torch.Tensor) -> None:
         if norm.dtype not in (query.dtype, torch.float32) or norm.dtype != first.dtype:
             expected = f"{query.dtype} or torch.float32, one type for all weights and biases"
             raise InvalidArgument(name, expected=expected, got=str(norm.dtype), hint="convert it once")
-        _check_vectors(name, norm)
     biases = {norms[i + 1] is not None for i in (0, 2) if norms[i] is not None}
     if len(biases) > 1:
         expected, hint = "a bias for both norms, or for none", "pass zeros for the one without"

@@ -117,6 +117,7 @@ def check(call: Call) -> Checked:
         )
     if call.prologue is not None:
         prologue_checks.check(call.prologue, query, key, call.shift)
+        prologue_checks.check_addresses(call.prologue)
     masks = mask_checks.check(call)
     if call.out is not None:
         others = tuple(masks.tensors.values())

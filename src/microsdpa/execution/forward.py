@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
 from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
-from microsdpa.call.prologue import Prologue
 from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
+from microsdpa.call.prologue import Prologue
 from microsdpa.call.scales import VALUE_DTYPES, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.execution import dropout, prologue, quantized, torch_cpu, varlen

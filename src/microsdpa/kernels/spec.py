@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from microsdpa.kernels.problem import MaskKind, PrologueKind, Problem
+from microsdpa.kernels.problem import MaskKind, Problem, PrologueKind
 
 Grid = tuple[int, int, int]
 

@@ -109,9 +109,7 @@ struct Factors {
         softcap(cap.has_value() ? cap.value() : 1.0) {}
 
   // What validation admits, so that float32 holds them: LARGEST_FACTOR and SMALLEST_FACTOR of kernels/problem.py.
-  bool valid() const {
-    return std::abs(scale) <= 0x1p127 && softcap >= 0x1p-126 && softcap <= 0x1p127 && in_tables;
-  }
+  bool valid() const { return std::abs(scale) <= 0x1p127 && softcap >= 0x1p-126 && softcap <= 0x1p127 && in_tables; }
 };
 
 }  // namespace microsdpa

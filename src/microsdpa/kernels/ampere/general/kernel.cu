@@ -109,8 +109,9 @@ template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int L
           bool RIGHT, bool SOFTCAP, bool ALIBI, typename SINK, bool PROGRAMMATIC, typename DROPOUT,
           typename PROLOGUE = NoPrologue>
 __global__ void __launch_bounds__(32 * WARPS, 1)
-    attention(const __grid_constant__ typename PROLOGUE::template Params<
-              typename DROPOUT::template Params<MaskedParams>> prologued) {
+    attention(const __grid_constant__
+              typename PROLOGUE::template Params<typename DROPOUT::template Params<MaskedParams>>
+                  prologued) {
   const typename DROPOUT::template Params<MaskedParams>& given = PROLOGUE::call(prologued);
   constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16, BLOCK_M = 16 * ROW_TILES * WARPS, THREADS = 32 * WARPS;
   const MaskedParams& params = DROPOUT::call(given);
@@ -181,9 +182,9 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   cp_async_wait<1>();
   __syncthreads();
   if constexpr (PROLOGUE::ANY) {
-    change_rows<PROLOGUE, false, HEAD_DIM, 16 * ROW_TILES, 32, T>(
-        tiles.query, warp_row, prologued.prologue, head_index / call.heads, warp_first, call.seqlen_q, lane_index(),
-        [](int row) { return row; });
+    change_rows<PROLOGUE, false, HEAD_DIM, 16 * ROW_TILES, 32, T>(tiles.query, warp_row, prologued.prologue,
+                                                                  head_index / call.heads, warp_first, call.seqlen_q,
+                                                                  lane_index(), [](int row) { return row; });
     __syncwarp();
   }
 

@@ -1,5 +1,5 @@
-// Norms and rotary embedding in hopper/latency/kernel.cu: rows of Q and K change where bulk copies have put them, before
-// the products read them. Angles and weights are on their way while the copies are.
+// Norms and rotary embedding in hopper/latency/kernel.cu: rows of Q and K change where bulk copies have put them,
+// before the products read them. Angles and weights are on their way while the copies are.
 #pragma once
 
 #include "consumer.cuh"

@@ -178,9 +178,7 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         grid_order="xyz",
         tensor_maps=tuple(maps),
         programmatic=True,
-        params=prologued_params(
-            "microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams", problem.prologue
-        ),
+        params=prologued_params("microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams", problem.prologue),
     )
 
 
