@@ -32,6 +32,7 @@ from microsdpa.kernels.problem import (
     MaskKind,
     Operands,
     Problem,
+    PrologueKind,
 )
 from microsdpa.kernels.quantize.spec import quantize_catalogue
 from microsdpa.kernels.spec import KernelSpec, Rejection
@@ -223,6 +224,11 @@ def configurations(problem: Problem) -> dict[str, KernelSpec]:
 
 ROTARY = ampere_varlen.Rotary(64, False, "float32")
 GENERAL_HEAD_DIMS = (40, 64, 128, 256)
+PROLOGUE_KINDS = (
+    PrologueKind(64, angles="float32", query_norm="rms", key_norm="rms", weights="float16"),
+    PrologueKind(128, True, angles="float16", query_positions="int32", key_positions="int64"),
+    PrologueKind(query_norm="layer", key_norm="layer", weights="float32", biased=True),
+)
 MASK_KINDS: tuple[MaskKind | None, ...] = (
     None,
     MaskKind("bool", left=True),
@@ -270,6 +276,12 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
             for head_dim, dtype in zip(GENERAL_HEAD_DIMS, cycle(dtypes)):
                 sizes = 1, 8, 8, 512, 512, head_dim, dtype
                 result = family.specify(Problem(*sizes, causal="upper_left", dropout=True, target=target))
+                if isinstance(result, KernelSpec):
+                    specs[result] = None
+        if family.prologue:
+            for prologue, head_dim in zip(PROLOGUE_KINDS, (64, 128, 72)):
+                sizes = 1, 8, 8, 512, 512, head_dim, "float16"
+                result = family.specify(Problem(*sizes, prologue=prologue, target=target))  # type: ignore[arg-type]
                 if isinstance(result, KernelSpec):
                     specs[result] = None
         if family.masks and not family.any_layout:

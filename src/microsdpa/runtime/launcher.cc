@@ -114,8 +114,8 @@ struct GivenPrologue {
 
   void apply(const Arguments& arguments, Factors& factors) const {
     const bool rotates_key = !(arguments.options >> 27 & 1);  // UNROTATED_KEY_BIT of call/options.py
-    factors.in_tables = fits(arguments, query_first, QUERY_POSITIONS, QUERY) &&
-                        (!rotates_key || fits(arguments, key_first, KEY_POSITIONS, KEY));
+    factors.prologue_valid = eps >= 0.0 && eps < 3e38 && fits(arguments, query_first, QUERY_POSITIONS, QUERY) &&
+                             (!rotates_key || fits(arguments, key_first, KEY_POSITIONS, KEY));
     factors.query_first = static_cast<std::int32_t>(query_first);
     factors.key_first = static_cast<std::int32_t>(key_first);
     factors.eps = static_cast<float>(eps);
