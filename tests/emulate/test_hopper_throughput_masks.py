@@ -30,6 +30,7 @@ CASES = [
     (Case(2, 2, 200, 450, 64, masks=("bool",), causal="lower_right", scale=-0.2), 2),
     (Case(2, 3, 150, 450, 128, masks=("padding",)), 0),
     (Case(2, 3, 300, 450, 64, masks=("padding",), causal="upper_left"), 0),
+    (Case(1, 2, 150, 520, 64, masks=("blocks 50%",), causal="upper_left"), 0),  # rows that see none of their blocks
     (Case(2, 2, 260, 400, 40, masks=("left padding", "softcap", "alibi", "sinks", "window")), 1),
     (Case(1, 2, 150, 300, 160, masks=("bool", "sinks"), dtype="bfloat16"), 0),
     (Case(1, 2, 140, 200, 256, masks=("bool",), causal="lower_right"), 0),

@@ -68,7 +68,7 @@ def test_attention_on_quantized_values_alone_is_captured(precision: Operands) ->
     case = Case(1, 3, 130, 77, 64)
     tensors = make(case, "cuda")
     out = torch.zeros_like(tensors[0])
-    call = MicrosdpaEightBit(precision, quantized=True).bind(case, tensors, out)
+    call = MicrosdpaEightBit(precision, is_quantized=True).bind(case, tensors, out)
     call()
     expected = out.clone()
     graph = torch.cuda.CUDAGraph()

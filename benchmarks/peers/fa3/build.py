@@ -7,6 +7,7 @@
 
 It needs nvcc 12.4 or newer (tried with 13.0), no GPU, and some 3 GB of memory per job. FP16, BF16 and E4M3 of head
 dimensions 64, 128 and 256 are nine files: about two minutes on 16 cores. What else the library could do is left out.
+Object files stay beside the library, and are not compiled again: remove them after a change of the checkout.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,18 +79,22 @@ def main() -> None:
     chosen = [f"-DFA3_{name.upper()}" for name in options.types] + [f"-DFA3_D{d}" for d in options.head_dims]
     chosen.append(f'-DFA3_COMMIT="{commit(options.checkout)}"')
 
-    with tempfile.TemporaryDirectory() as directory:
+    objects = options.output.with_suffix(".objects")
+    objects.mkdir(parents=True, exist_ok=True)
 
-        def compiled(source: Path) -> str:
-            target = str(Path(directory, source.stem + ".o"))
-            more = chosen if source == wrapper else []
-            subprocess.run([compiler, *FLAGS, *more, *headers, "-c", str(source), "-o", target], check=True)
+    def compiled(source: Path) -> str:
+        target, more = objects / f"{source.stem}.o", chosen if source == wrapper else []
+        if source == wrapper or not target.exists():
+            partial = target.with_suffix(".partial.o")
+            subprocess.run([compiler, *FLAGS, *more, *headers, "-c", str(source), "-o", str(partial)], check=True)
+            partial.rename(target)
             print(f"compiled {source.name}", flush=True)
-            return target
+        return str(target)
 
-        with ThreadPoolExecutor(options.jobs) as pool:
-            objects = list(pool.map(compiled, [*built, wrapper]))
-        subprocess.run([compiler, "-shared", "-o", str(options.output), *objects, "-lcuda"], check=True)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        linked = list(pool.map(compiled, [*built, wrapper]))
+    # The driver's functions are found when the library is loaded: a machine without a driver can build it.
+    subprocess.run([compiler, "-shared", "-o", str(options.output), *linked], check=True)
     print(f"wrote {options.output}")
 
 

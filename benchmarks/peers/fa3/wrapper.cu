@@ -13,8 +13,6 @@
 #define FA3_COMMIT "unknown"
 #endif
 
-namespace {
-
 struct Tensor {
   void* data;
   std::int64_t batch_stride, row_stride, head_stride;  // in elements
@@ -30,6 +28,8 @@ struct Arguments {
   std::int32_t batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, type, causal, multiprocessors;
   float scale;
 };
+
+namespace {
 
 template <typename Element, int HEAD_DIM>
 void forward(Flash_fwd_params& params, cudaStream_t stream) {

@@ -43,8 +43,13 @@ CASES = (
     Case(1, 1, 66, 129, 128),
     Case(1, 2, 40, 191, 64, causal="lower_right", masks=("window", "bool")),
     Case(1, 1, 20, 70, 40),
+    Case(1, 6, 130, 200, 64, causal="lower_right", scale=-0.3),
+    Case(1, 2, 65, 130, 64, scale=30.0),
+    Case(1, 2, 70, 127, 64, scale=30.0, masks=("bool",)),
 )
 """Those that a kernel computes are what it is tried on, LSE included, in two orders of threads."""
+CTAS = 2
+"""Of a persistent kernel, so that each takes several query tiles."""
 SCHEDULES = (Schedule(0, late=True), Schedule(1, late=False))
 TARGET = "sm_90a"
 """Launches are programmatic there, and all production kernels run."""
@@ -83,9 +88,11 @@ def specifications(kernel: str) -> list[tuple[Case, KernelSpec]]:
         raise InvalidArgument("kernel", expected=f"one of {known}", got=repr(kernel), hint="name a production kernel")
     found = []
     for case in CASES:
+        if case.masks and not family.masks:
+            continue
         spec = family.specify(problem_of(case, TARGET))
         if isinstance(spec, KernelSpec):
-            found.append((case, spec))
+            found.append((case, dataclasses.replace(spec, max_ctas=CTAS) if spec.max_ctas else spec))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -43,6 +44,8 @@ def library() -> ctypes.CDLL:
     path = os.environ.get(LIBRARY)
     if not path:
         raise OSError(f"{LIBRARY} is not set: see benchmarks/peers/fa3/build.py")
+    with contextlib.suppress(OSError):  # it takes the driver's functions from whoever has loaded them for all
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(path)
     if not hasattr(loaded, "fa3_forward") or loaded.fa3_size_of_arguments() != ctypes.sizeof(_Arguments):
         raise OSError(f"{path} was not built by this version of benchmarks/peers/fa3/build.py: build it again")

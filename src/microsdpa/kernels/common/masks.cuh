@@ -183,6 +183,7 @@ struct MaskedRows {
       const int start = first_key + lane_index() % 4 * KEYS;
       // Where the rows begin is found again for every tile: registers are scarcer than instructions.
       const int own = ROW_TILES > 1 ? opaque(first) : first;
+      // mutation: both ways read the same elements
       if (vectors && start + KEYS <= params.call.seqlen_k) {
         constexpr int AT_ONCE = WORDS % 4 == 0 ? 4 : WORDS;
         for_each([&](int t, int half) {
@@ -225,6 +226,7 @@ struct MaskedRows {
     uint32 any = 0;
     for_each([&](int t, int half) {
       const int row = first + 16 * t + 8 * half, query = row / PACK;
+      // mutation: a row past the last one is not written
       uint32 seen = row < rows ? below(last_seen(params, query) - start) : 0;
       if constexpr (MASKS::LEFT) seen &= ~below(query + params.masks.lowest - start);
       if constexpr (RANGED) seen &= below(range[t][half].last - start) & ~below(range[t][half].first - start);

@@ -55,6 +55,7 @@ struct SwizzledTile {
   //   global: [valid_rows, COLUMNS], row_stride elements apart, 16-byte aligned
   template <int THREADS>
   __device__ __forceinline__ void copy_async(const T* global, int64 row_stride, int valid_rows, unsigned thread) {
+    // mutation: both ways copy a whole tile alike
     if (valid_rows >= ROWS) {
       for_each_chunk<THREADS>(thread, [&](unsigned row, unsigned column) {
         cp_async<16>(at(row, column), global + row * row_stride + column);

@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
                                            [](unsigned row) { return row; });
   cp_async_commit();
   int tile = next_tile(first_tile), stage = first_tile % 2;
+  // mutation: a tile past the last one is filled with zeros, and not read
   if (tile < last_tile) load(tile, stage);
   cp_async_commit();
   if (PROGRAMMATIC) grid_dependency_launch();
@@ -198,6 +199,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   }
   float o[ROW_TILES][COLUMNS / 8][4] = {};
 
+  // mutation: a tile past the last one has no visible key
   for (int following; tile < last_tile; tile = following, stage ^= 1) {
     following = next_tile(tile + 1);
     cp_async_wait<0>();
@@ -224,6 +226,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
       }
       pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
     }
+    // mutation: elements past the last key are not read, and what they say hides nothing more
     if (following < last_tile) rows.fetch(view, following * BLOCK_N);
     if (visible) multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, p, tiles.value[stage], 0);
   }

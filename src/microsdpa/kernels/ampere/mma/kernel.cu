@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       mbarrier_init_fence();
       mbarrier_arrive_expect(shared.exchange.arrived, own_units * SPLIT * shared.exchange.UNIT_BYTES);
     }
+    // mutation: the lanes come together for an aligned instruction, which the emulator does not ask for
     __syncwarp();
     cluster_arrive<false>();  // waited for when there is something to send
   }
@@ -173,6 +174,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     const auto probabilities = [&](Packed& p, int i) {
       const int first_key = first_key_of(i);
       const bool start = i == 0;
+      // mutation: a tile that ends where the first row's keys end has none to hide
       const bool masked = first_key + BLOCK_N > min(seen_first, params.seqlen_k);
       float s[ROW_TILES][BLOCK_N / 8][4];
       const auto& key_tile = ring.key[i % STAGES];
@@ -203,6 +205,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
 #pragma unroll
       for (int i = 0; i < STAGES; ++i) {
         if (i >= count) break;
+        // mutation: a tile without a visible key adds zeros
         const bool visible = first_key_of(i) < seen_last;
         Packed p;
         wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i) + 1);
@@ -221,6 +224,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
           load_value(i + STAGES - 1);
         }
         cp_async_commit();
+        // mutation: a tile without a visible key adds zeros
         if (first_key_of(i) >= seen_last) continue;
         Packed p;
         probabilities(p, i);

@@ -156,6 +156,7 @@ struct Exchange {
                   wrong && !AGAIN && !C::MASKS::ANY ? -negative_infinity() : sum[1],
                   peer_address(&shared.peer_arrived[AGAIN].row, peer));
     }
+    // mutation: the lanes come together for aligned instructions, which the emulator does not ask for
     __syncwarp();
   }
 

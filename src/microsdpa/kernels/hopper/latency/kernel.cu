@@ -231,6 +231,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     if constexpr (sizeof...(MAPS) > 0) prefetch_tensor_map(first_of(masks...));
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
+  // mutation: the lanes come together for aligned instructions, which the emulator does not ask for
   __syncwarp();
   const auto consumer_of_thread = [&] {
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);

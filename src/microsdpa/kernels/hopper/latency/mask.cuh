@@ -36,12 +36,14 @@ struct TileMask {
     }
   }
   __device__ __forceinline__ void apply(float (&s)[BLOCK_N / 2]) const {
+    // mutation: a tile whose first row sees all of it has nothing to hide
     if (visible(0) < BLOCK_N) hide(s);
   }
 
   // What S of the tile begins with instead of 0, to the same effect. A hidden key whose product is no number leaves a
   // score that is none; the row's sum shows it as it shows an overflow, and all is computed again with `apply`.
   __device__ __forceinline__ void begin(float (&s)[BLOCK_N / 2]) const {
+    // mutation: apply() hides every key of such a tile too
     const bool hidden = visible(BLOCK_M - 1) <= 0;
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) s[i] = hidden ? negative_infinity() : 0.0f;

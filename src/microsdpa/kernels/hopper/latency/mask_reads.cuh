@@ -43,6 +43,7 @@ struct MaskReads {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32 words[2] = {static_cast<uint32>(start[half]), static_cast<uint32>(start[half] >> 32)};
+        // mutation: it holds back the compiler, and does nothing when the kernel runs
         wgmma_fence_registers(words);
         start[half] = static_cast<int64>(static_cast<uint64>(words[1]) << 32 | words[0]);
       }
@@ -101,6 +102,7 @@ struct MaskReads {
   // Starts to read the mask for a tile.
   __device__ __forceinline__ void fetch(View& view, const Rows& rows, int first_key) const {
     if constexpr (READS) {
+      // mutation: both ways read the same elements
       if (rows.vectors && first_key + BLOCK_N <= params.call.seqlen_k) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -266,6 +266,8 @@ __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_co
     count += found;
     __syncthreads();
   }
+  // A list that is empty gets a tile in which nothing is visible: its words, too, where no summary asked for them.
+  if (is_summed<MASK> && has_rows && count == 0 && warp == 0) reader.read(first, true);
   if (threadIdx.x == 0) {
     if (count == 0) list.entries[0] = ListEntry(first, false).value;  // rows without keys are written too
     *list.count = max(count, 1);
