@@ -279,9 +279,9 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 if isinstance(result, KernelSpec):
                     specs[result] = None
         if family.prologue:
-            for prologue, head_dim in zip(PROLOGUE_KINDS, (64, 128, 72)):
+            for prologue, head_dim in zip(PROLOGUE_KINDS, (64, 128, 72), strict=True):
                 sizes = 1, 8, 8, 512, 512, head_dim, "float16"
-                result = family.specify(Problem(*sizes, prologue=prologue, target=target))  # type: ignore[arg-type]
+                result = family.specify(Problem(*sizes, prologue=prologue, target=target))
                 if isinstance(result, KernelSpec):
                     specs[result] = None
         if family.masks and not family.any_layout:

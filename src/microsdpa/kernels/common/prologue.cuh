@@ -16,6 +16,11 @@ namespace microsdpa {
 // Kernels that take Q and K as they are.
 struct NoPrologue {
   static constexpr bool ANY = false;
+  struct Given {};
+  template <typename P>
+  __device__ __forceinline__ static Given given(const P&) {
+    return {};
+  }
   template <typename P>
   using Params = P;
   template <typename P>
@@ -55,6 +60,14 @@ struct Prologue {
   template <bool KEY>
   static constexpr bool CHANGES = NORM<KEY> != Norm::NONE || ROTARY<KEY> > 0;
 
+  // What consumers keep of a kernel's parameter.
+  struct Given {
+    const PrologueParams& params;
+  };
+  template <typename P>
+  __device__ __forceinline__ static Given given(const Prologued<P>& params) {
+    return {params.prologue};
+  }
   template <typename P>
   using Params = Prologued<P>;
   template <typename P>

@@ -86,7 +86,7 @@ struct Consumer : Exchange<C> {
   const TensorMap& value_map;
   const float scale;  // > 0, base 2
   const typename MASKS::Params& arguments;
-  const typename PROLOGUE::template Params<typename MASKS::Params>& given;
+  const typename PROLOGUE::Given given;
 
   uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];

@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         value,
         scale,
         arguments,
-        given};
+        PROLOGUE::given(given)};
   };
   // The barriers are fenced already; a release would cost a device-wide memory barrier. The peer is waited for when
   // there is something to send.

@@ -12,7 +12,7 @@ __device__ __forceinline__ void Consumer<C>::change_first() {
   if constexpr (PROLOGUE::ANY) {
     constexpr int QUERY_LANES = THREADS / BLOCK_M, KEY_LANES = WARPGROUP_THREADS / BLOCK_N;
     constexpr bool OF_QUERY = PROLOGUE::template CHANGES<false>, OF_KEY = PROLOGUE::template CHANGES<true>;
-    const PrologueParams& prologue = given.prologue;
+    const PrologueParams& prologue = given.params;
     const int row = row_of_lanes<QUERY_LANES>(static_cast<int>(threadIdx.x) / QUERY_LANES);
     const int key_row = row_of_lanes<KEY_LANES>(fragment.thread / KEY_LANES);
     PrologueRow<PROLOGUE, false, T, C::COLUMNS, QUERY_LANES> of_query;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void Consumer<C>::change_keys(int round) {
     constexpr int LANES = WARPGROUP_THREADS / BLOCK_N;
     const int stage = round % STAGES;
     if constexpr (PROLOGUE::template CHANGES<true>) {
-      const PrologueParams& prologue = given.prologue;
+      const PrologueParams& prologue = given.params;
       const int row = row_of_lanes<LANES>(fragment.thread / LANES);
       const int index = work.first_key(round, warpgroup) + row, last = params.seqlen_k - 1;
       PrologueRow<PROLOGUE, true, T, C::COLUMNS, LANES> of_key;
