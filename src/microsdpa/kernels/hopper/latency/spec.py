@@ -44,6 +44,8 @@ def padded(head_dim: int) -> int:
 RING_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
 UNROLLED_SPILLS = "four rounds under masks take a few registers more than there are: they are stored, once"
 
+PROLOGUE_SPILLS = "a row of a tile beside scores and outputs may take more registers than there are: a few are stored"
+
 
 @dataclass(frozen=True)
 class Latency:
@@ -171,7 +173,7 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         threads=128 * WARPGROUPS,
         block_m=BLOCK_M,
         shared_bytes=max(choice.shared_bytes(head_dim, box), alone),
-        local_memory="" if mask is None else {0: RING_SPILLS, 4: UNROLLED_SPILLS}.get(choice.rounds, ""),
+        local_memory=_spills(problem, choice),
         low_occupancy="one CTA an SM, of two warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,
@@ -180,6 +182,13 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         programmatic=True,
         params=prologued_params("microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams", problem.prologue),
     )
+
+
+def _spills(problem: Problem, choice: Latency) -> str:
+    """Why a configuration may use local memory; empty where it may not."""
+    if problem.prologue and (choice.rounds in (0, 4) or problem.mask is not None or problem.head_dim > PANEL):
+        return PROLOGUE_SPILLS
+    return "" if problem.mask is None else {0: RING_SPILLS, 4: UNROLLED_SPILLS}.get(choice.rounds, "")
 
 
 def latency(problem: Problem) -> KernelSpec | Rejection:
@@ -192,7 +201,13 @@ def latency(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    return specification(problem, configuration(problem, cluster_for(problem)))
+    choice = configuration(problem, cluster_for(problem))
+    if problem.prologue and not choice.rounds and padded(problem.head_dim) > PANEL:
+        return Rejection(
+            f"at head_dim {problem.head_dim} its ring of tiles has no registers for {problem.prologue}",
+            "fewer keys, or head_dim 64",
+        )
+    return specification(problem, choice)
 
 
 def cluster_for(problem: Problem) -> int:
