@@ -15,6 +15,7 @@ from microsdpa.evidence import compare
 LSE_SLACK = 1e-5
 """What FP32 may cost the LSE, as a part of the largest: rounded scores, which its tolerance is from, can be exact."""
 SEQUENCE_TENSORS = "query_offsets", "key_offsets", "lengths", "page_table"
+SCALES = "k_scale", "v_scale"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Form:
         group: query heads of a key head.
         queries: of a sequence, at most.
         window: whether there is a left end and a right end.
+        cache: 8-bit type of keys and values; None for that of queries.
+        each_token: whether a scale of an 8-bit cache is of every token.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -37,6 +40,8 @@ class Form:
     softcap: bool = False
     alibi: bool = False
     sinks: torch.dtype | None = None
+    cache: torch.dtype | None = None
+    each_token: bool = False
 
 
 def offsets(counts: list[int]) -> torch.Tensor:
@@ -105,7 +110,35 @@ def call(form: Form, seed: int) -> dict[str, Any]:
         given["sinks"] = torch.randn(heads, generator=generator).to(form.sinks)
     if r.random() < 0.3:
         given["scale"] = r.choice([-0.3, 0.0, 1.0])
+    if form.cache is not None:
+        given |= narrowed(given, form.cache, form.each_token, r)
     return given | {"causal": form.causal}
+
+
+def narrowed(given: dict[str, Any], dtype: torch.dtype, each_token: bool, r: random.Random) -> dict[str, Any]:
+    """Keys and values of a call in 8 bits, of the same strides, and their scales of some kind."""
+    batch = len(given["query_offsets"]) - 1 if "query_offsets" in given else given["query"].shape[0]
+    largest = 127.0 if dtype == torch.int8 else 448.0
+    kinds = ["tokens", "mixed"] if each_token else ["call", "heads", "sequences"]
+    kind, found = r.choice(kinds), {}
+    for name, scale_name in (("key", "k_scale"), ("value", "v_scale")):
+        numbers = given[name].float()
+        heads, whole = numbers.shape[-2], float(numbers.abs().max()) / largest if numbers.numel() else 1.0
+        if kind == "tokens" or (kind == "mixed" and name == "key"):
+            scale = numbers.abs().amax(-1) / largest + 1e-6
+            divisor = scale[..., None]
+        else:
+            shape = {"call": (), "sequences": (batch, heads)}.get(kind, (heads,))
+            factors = torch.tensor([r.uniform(0.5, 2.0) for _ in range(int(torch.Size(shape).numel()))])
+            scale, divisor = (
+                factors.view(shape) * whole,
+                torch.tensor(whole),
+            )  # of a sequence: whatever values stand for
+        values = (numbers / divisor).clamp(-largest, largest)
+        values = values.round() if dtype == torch.int8 else values
+        found |= {name: torch.empty_strided(numbers.shape, given[name].stride(), dtype=dtype).copy_(values)}
+        found |= {scale_name: scale}
+    return found
 
 
 def appending(form: Form, seed: int, rotary: int = 0, interleaved: bool = False) -> dict[str, Any]:
@@ -115,12 +148,16 @@ def appending(form: Form, seed: int, rotary: int = 0, interleaved: bool = False)
     query, key, page_table = given["query"], given["key"], given.get("page_table")
     shape = *query.shape[:-2], key.shape[-2], form.head_dim
     new = {name: torch.randn(shape, generator=generator).to(form.dtype) for name in ("new_key", "new_value")}
+    if form.cache is not None and form.each_token and given["k_scale"].dim() != given["v_scale"].dim():
+        given["v_scale"] = torch.rand(key.shape[:-1], generator=generator)
     if page_table is not None:  # pages that belong to one sequence alone, for the new keys
         room = torch.arange(page_table.numel(), dtype=torch.int32).view(page_table.shape)
         given["page_table"] = torch.cat([room + 3, room + 3 + room.numel()], dim=1)
         pages = 3 + 2 * room.numel()
-        cache = (torch.randn(pages, *key.shape[1:], generator=generator).to(form.dtype) for _ in range(2))
-        given |= zip(("key", "value"), cache, strict=True)
+        for name, scale in (("key", "k_scale"), ("value", "v_scale")):
+            given[name] = torch.randn(pages, *key.shape[1:], generator=generator).to(form.cache or form.dtype)
+            if form.each_token:
+                given[scale] = torch.rand(pages, *key.shape[1:-1], generator=generator) + 0.1
     if rotary:
         angles = torch.rand(500, rotary // 2, generator=generator) * 6
         types = torch.float32, form.dtype
@@ -148,6 +185,7 @@ def after_appending(given: dict[str, Any]) -> dict[str, Any]:
     names = "new_key", "new_value", "rotary_cos", "rotary_sin", "rotary_interleaved"
     found = {name: value for name, value in given.items() if name not in names}
     query, key, value = (given[name].clone() for name in ("query", "key", "value"))
+    found |= {name: given[name].clone() for name in SCALES if name in given}
     lengths, table = given["lengths"].clone(), given.get("page_table")
     for b in range(len(lengths)):
         first, end = (
@@ -163,9 +201,24 @@ def after_appending(given: dict[str, Any]) -> dict[str, Any]:
             if at >= (page if table is None else page * table.shape[1]):
                 break
             place = (b, at) if table is None else (int(table[b, at // page]), at % page)
-            key[place], value[place] = new_key[i], given["new_value"][own][i]
+            for cache, scale, row in ((key, "k_scale", new_key[i]), (value, "v_scale", given["new_value"][own][i])):
+                cache[place] = row if scale not in given else narrow_row(row, cache, found[scale], place, b)
         lengths[b] += end - first
     return found | {"query": query, "key": key, "value": value, "lengths": lengths}
+
+
+def narrow_row(
+    row: torch.Tensor, cache: torch.Tensor, scale: torch.Tensor, place: tuple[int, int], b: int
+) -> torch.Tensor:
+    """New rows [H_kv, D] of a token of sequence b in 8 bits; a scale of the token is written to its place."""
+    largest = 127.0 if cache.dtype == torch.int8 else 448.0
+    if scale.shape == cache.shape[:-1]:
+        scale[place] = row.float().abs().amax(-1) / largest
+        divisor = scale[place]
+    else:
+        divisor = scale[b] if scale.dim() == 2 else scale
+    values = (row.float() / divisor[..., None]).clamp(-largest, largest)
+    return values.round().to(cache.dtype) if cache.dtype == torch.int8 else values.to(cache.dtype)
 
 
 def moved(given: dict[str, Any], device: str) -> dict[str, Any]:
@@ -181,7 +234,7 @@ def moved(given: dict[str, Any], device: str) -> dict[str, Any]:
 def assert_right(out: torch.Tensor, lse: torch.Tensor, given: dict[str, Any]) -> None:
     """Compare with FP64, within what a same-dtype eager reference costs."""
     inputs = given["query"], given["key"], given["value"]
-    sequences = {name: given[name] for name in SEQUENCE_TENSORS if name in given}
+    sequences = {name: given[name] for name in (*SEQUENCE_TENSORS, *SCALES) if name in given}
     masks = {name: given[name] for name in ("window", "softcap", "alibi_slopes", "sinks") if name in given}
     options = {"causal": given["causal"], "scale": given.get("scale"), "masks": masks}
     expected = reference.varlen(inputs, sequences, **options)

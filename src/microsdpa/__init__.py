@@ -11,7 +11,7 @@ from microsdpa.attention.quantize import Quantized, quantize
 from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.blocks import BlockTable
 from microsdpa.call.documents import document_ranges
-from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnsupportedProblem
+from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnknownArgument, UnsupportedProblem
 from microsdpa.integrations import block_ops, torch_ops, varlen_ops
 from microsdpa.integrations.dropin import disable, enable, enabled
 from microsdpa.integrations.flash_backend import register
@@ -26,6 +26,7 @@ __all__ = [
     "MicrosdpaError",
     "Plan",
     "Quantized",
+    "UnknownArgument",
     "UnsupportedProblem",
     "__version__",
     "block_ops",

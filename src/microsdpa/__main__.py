@@ -1,20 +1,8 @@
-"""`microsdpa` and `python -m microsdpa`."""
+"""`python -m microsdpa`, which is the command `microsdpa`."""
 
 from __future__ import annotations
 
-import sys
-
-
-def main() -> None:
-    """Run the command line, or say how to install what it needs."""
-    try:
-        from microsdpa import cli
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "microsdpa":
-            raise
-        sys.exit(f"the command line needs {error.name}: pip install 'microsdpa[cli]'")
-    cli.main()
-
+from microsdpa_cli import main
 
 if __name__ == "__main__":
     main()

@@ -39,6 +39,10 @@ class InvalidArgument(MicrosdpaError, ValueError):
         self.args = (f"{argument}: expected {expected}, got {got}; {hint}",)
 
 
+class UnknownArgument(InvalidArgument, TypeError):
+    """A name that is no argument of the function that was called; a TypeError too, as Python's own is."""
+
+
 class UnsupportedProblem(MicrosdpaError, NotImplementedError):
     """A well-formed attention call that no kernel here computes.
 

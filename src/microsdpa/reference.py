@@ -120,10 +120,18 @@ class Sequence:
 def sequences(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], given: dict[str, torch.Tensor]
 ) -> Iterator[Sequence]:
-    """The sequences of a call of sdpa_varlen, whose tensors of offsets, lengths and pages are `given` by name."""
+    """The sequences of a call of sdpa_varlen, whose tensors of offsets, lengths, pages and scales are `given` by name.
+
+    Keys and values with scales come as the numbers that they stand for, in FP64.
+    """
     query, key, value = inputs
     offsets, key_offsets = given.get("query_offsets"), given.get("key_offsets")
     lengths, table = given.get("lengths"), given.get("page_table")
+    k_scale, v_scale = given.get("k_scale"), given.get("v_scale")
+    cached = {"key": key, "value": value}
+    for name, scale in (("key_scale", k_scale), ("value_scale", v_scale)):
+        if scale is not None and scale.shape == key.shape[:-1]:  # one of every token
+            cached[name] = scale
     batch = query.shape[0] if offsets is None else offsets.shape[0] - 1
     for b in range(batch):
         first, end = (0, query.shape[1]) if offsets is None else (int(offsets[b]), int(offsets[b + 1]))
@@ -137,16 +145,27 @@ def sequences(
         count = most if lengths is None else max(0, min(most, int(lengths[b])))
         if table is not None:
             pages = table[b, : -(-count // max(1, key.shape[1]))].long().clamp(min=0)
-            own = [tensor[pages].flatten(0, 1)[:count] for tensor in (key, value)]
+            gathered = {name: tensor[pages].flatten(0, 1)[:count] for name, tensor in cached.items()}
         elif key_offsets is not None:
-            own = [tensor[int(key_offsets[b]) :][:count] for tensor in (key, value)]
+            gathered = {name: tensor[int(key_offsets[b]) :][:count] for name, tensor in cached.items()}
         else:
-            own = [tensor[b, :count] for tensor in (key, value)]
+            gathered = {name: tensor[b, :count] for name, tensor in cached.items()}
+        own = [_numbers(gathered, name, scale, b) for name, scale in (("key", k_scale), ("value", v_scale))]
         yield Sequence(
             tuple(tensor.transpose(0, 1)[None] for tensor in (own_query, *own)),  # type: ignore[arg-type]
             b,
             None if offsets is None else first,
         )
+
+
+def _numbers(gathered: dict[str, torch.Tensor], name: str, scale: torch.Tensor | None, b: int) -> torch.Tensor:
+    """Keys or values of a sequence, [S_k, H_kv, D]; with a scale, the numbers that they stand for."""
+    if scale is None:
+        return gathered[name]
+    of_tokens = gathered.get(f"{name}_scale")
+    if of_tokens is None:
+        of_tokens = scale[b] if scale.dim() == 2 else scale
+    return gathered[name].float().double() * of_tokens.double()[..., None]
 
 
 def lower_right_bias(

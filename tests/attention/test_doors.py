@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -23,8 +24,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask
 
 import microsdpa
-from microsdpa import BlockTable
-from microsdpa.attention import api, explain
+from microsdpa import BlockTable, flash_attn
+from microsdpa.attention import api, explain, varlen
 from microsdpa.attention import plan as plans
 from microsdpa.attention.explain import Explanation
 from microsdpa.call import validate
@@ -89,9 +90,8 @@ class Launcher:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     found = Launcher()
-    for module in (api, forward, dropin):
-        if hasattr(module, "_launch"):
-            monkeypatch.setattr(module, "_launch", found)
+    for module in (api, forward, dropin, varlen):
+        monkeypatch.setattr(module, "_launch", found)
     return found
 
 
@@ -168,6 +168,7 @@ class Door:
         lse: whether the launch has to give one.
         gives_lse: whether the caller gets it.
         dtype: of the output.
+        shape: of the output.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Door:
     lse: bool = False
     gives_lse: bool = False
     dtype: torch.dtype = torch.float16
+    shape: tuple[int, ...] = (BATCH, HEADS, SEQLEN_Q, HEAD_DIM)
 
 
 def tensors(dtype: torch.dtype = torch.float16, heads_kv: int = HEADS) -> tuple[torch.Tensor, ...]:
@@ -353,8 +355,22 @@ WITH_GRADIENT = [
     Door("operator, requires grad", differentiable(torch.ops.microsdpa.attention), lse=True, gives_lse=True),
 ]
 
+
+def overload(name: str) -> Opening:
+    """What a graph of torch.compile calls: every argument by its name."""
+
+    def start(_: Setting) -> Callable[[], Any]:
+        given, function = tensors(), getattr(torch.ops.microsdpa, name).default
+        named = {argument.name: argument.default_value for argument in function._schema.arguments[len(given) :]}
+        return lambda: function(*given, **named)
+
+    return start
+
+
 OPERATORS = [
     Door("operator", operator(), lse=True, gives_lse=True),
+    Door("operator's overload", overload("attention"), lse=True, gives_lse=True),
+    Door("overload of the operator of the output", overload("attention_output")),
     Door("operator with a mask", operator(bits), lse=True, gives_lse=True),
     Door("operator with every option", operator_in_full, lse=True, gives_lse=True),
     Door("operator of the output", operator_of_the_output),
@@ -523,8 +539,72 @@ PLANS = [
     ),
 ]
 
+QUERIES = BATCH * SEQLEN_Q
+PACKED = QUERIES, HEADS, HEAD_DIM
+
+
+def packed(function: Callable[..., Any], **options: Any) -> Opening:
+    """A call with packed queries and keys, and the offsets of the sequences."""
+
+    def start(_: Setting) -> Callable[[], Any]:
+        query, key, value = (torch.zeros(BATCH * rows, HEADS, HEAD_DIM).half() for rows in (SEQLEN_Q, *[SEQLEN_K] * 2))
+        offsets = [torch.arange(BATCH + 1, dtype=torch.int32) * rows for rows in (SEQLEN_Q, SEQLEN_K)]
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        return lambda: function(query, key, value, *offsets, **made)
+
+    return start
+
+
+def varlen_of(*given: torch.Tensor, **options: Any) -> Any:
+    query, key, value, query_offsets, key_offsets = given
+    return microsdpa.sdpa_varlen(query, key, value, query_offsets=query_offsets, key_offsets=key_offsets, **options)
+
+
+def flash_varlen_of(*given: torch.Tensor) -> Any:
+    return flash_attn.flash_attn_varlen_func(*given, SEQLEN_Q, SEQLEN_K)
+
+
+def paged(function: Callable[..., Any], appends: bool) -> Opening:
+    """One query of each sequence on a cache of pages."""
+
+    def start(_: Setting) -> Callable[[], Any]:
+        query, new = (torch.zeros(BATCH, 1, HEADS, HEAD_DIM).half() for _ in range(2))
+        cache = [torch.zeros(4, 16, HEADS, HEAD_DIM).half() for _ in range(2)]
+        table = torch.arange(4, dtype=torch.int32).view(BATCH, 2)
+        lengths = torch.full((BATCH,), 9, dtype=torch.int32)
+        cos, sin = (torch.ones(32, HEAD_DIM // 2).half() for _ in range(2))
+        rest = {"new": new, "rotary": (cos, sin)} if appends else {}
+        return lambda: function(query, *cache, table, lengths, **rest)
+
+    return start
+
+
+def varlen_of_pages(query: Any, key: Any, value: Any, table: Any, lengths: Any, **rest: Any) -> Any:
+    if not rest:
+        return microsdpa.sdpa_varlen(query, key, value, page_table=table, lengths=lengths)
+    (cos, sin), new = rest["rotary"], rest["new"]
+    rotated = {"rotary_cos": cos, "rotary_sin": sin, "new_key": new, "new_value": new}
+    return microsdpa.sdpa_varlen(query, key, value, page_table=table, lengths=lengths, causal=True, **rotated)
+
+
+def flash_of_pages(query: Any, key: Any, value: Any, table: Any, lengths: Any) -> Any:
+    return flash_attn.flash_attn_with_kvcache(query, key, value, block_table=table, cache_seqlens=lengths)
+
+
+ONE_QUERY = BATCH, 1, HEADS, HEAD_DIM
+LENGTHS = [
+    Door("sdpa_varlen", packed(varlen_of), shape=PACKED),
+    Door("sdpa_varlen, return_lse", packed(varlen_of, return_lse=True), lse=True, gives_lse=True, shape=PACKED),
+    Door("sdpa_varlen, out", packed(varlen_of, out=lambda: torch.zeros(PACKED).half()), NOTHING, shape=PACKED),
+    Door("sdpa_varlen, every mask", packed(varlen_of, causal=True, window=(4, -1), softcap=2.0), shape=PACKED),
+    Door("sdpa_varlen of pages", paged(varlen_of_pages, False), shape=ONE_QUERY),
+    Door("sdpa_varlen, appended and rotated", paged(varlen_of_pages, True), shape=ONE_QUERY),
+    Door("flash_attn_varlen_func", packed(flash_varlen_of), shape=PACKED),
+    Door("flash_attn_with_kvcache", paged(flash_of_pages, False), shape=ONE_QUERY),
+]
+
 GRADED = [door for door in (*WITH_GRADIENT, *DROPIN, *COMPILED) if door.name.endswith("requires grad")]
-DOORS = [*SDPA, *OPERATORS, *WITH_GRADIENT, *DROPIN, *FRAMEWORKS, *COMPILED, *PLANS]
+DOORS = [*SDPA, *OPERATORS, *WITH_GRADIENT, *DROPIN, *FRAMEWORKS, *COMPILED, *PLANS, *LENGTHS]
 
 
 def check(door: Door, launcher: Launcher) -> None:
@@ -537,9 +617,9 @@ def check(door: Door, launcher: Launcher) -> None:
     out, lse = result if door.gives_lse else (result, None)
     written, asked = launcher.calls[-1][3:5]
     assert out.data_ptr() == written.data_ptr(), f"{door.name}: the output is not what the launch wrote to"
-    assert (out.shape, out.dtype) == ((BATCH, HEADS, SEQLEN_Q, HEAD_DIM), door.dtype), door.name
+    assert (out.shape, out.dtype) == (door.shape, door.dtype), door.name
     assert asked is door.lse, f"{door.name}: lse={asked}"
-    if door.operators:
+    if door.operators and door not in LENGTHS:
         assert written.stride() == tensors()[0].stride(), f"{door.name}: the memory order is not that of query"
     if door.gives_lse:
         assert lse is not None
@@ -637,3 +717,46 @@ def test_a_door_that_does_more_is_caught(wrong: Callable[..., Any], told: str, l
 
     with pytest.raises(AssertionError, match=f"(?s)a wrong door.*{told}"):
         check(Door("a wrong door", start), launcher)
+
+
+SIDE_BY_SIDE = [
+    *(SDPA[0], OPERATORS[0], DROPIN[0], LENGTHS[0]),
+    *(door for door in SDPA if door.name in ("sdpa attn_mask of bool", "sdpa precision fp8")),
+]
+
+
+@pytest.mark.parametrize("other", SIDE_BY_SIDE, ids=lambda door: door.name)
+@pytest.mark.parametrize("held", SIDE_BY_SIDE, ids=lambda door: door.name)
+def test_a_thread_waits_for_no_launch_of_another(held: Door, other: Door, launcher: Launcher) -> None:
+    """A launch through one door does not come back before a call of another thread has ended."""
+    launching, ended = threading.Event(), threading.Event()
+    launch, waiting = launcher.__call__, threading.local()
+
+    class Slow(Launcher):
+        def __call__(self, *given: Any) -> Any:
+            if getattr(waiting, "here", False):
+                launching.set()
+                assert ended.wait(20), "the other call does not end while this one is launching"
+            return launch(*given)
+
+    with Setting(launcher) as setting:
+        calls = held.open(setting), other.open(setting)
+        for call in calls:
+            call()
+        launcher.__class__ = Slow
+        failures: list[BaseException] = []
+
+        def hold() -> None:
+            waiting.here = True
+            try:
+                calls[0]()
+            except BaseException as failure:
+                failures.append(failure)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert launching.wait(20)
+        calls[1]()
+        ended.set()
+        thread.join()
+    assert not failures

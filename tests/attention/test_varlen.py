@@ -91,6 +91,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no table": ({"page_table": None}, "key: expected 3 sequences"),
     "a hint of 0": ({"max_queries": 0}, "max_queries: expected None or an integer"),
     "causal by name": ({"causal": "lower_right"}, "causal: expected a bool"),
+    "batch_invariant by number": ({"batch_invariant": 1}, "batch_invariant: expected a bool"),
+    "fixed parts by another kernel": ({"batch_invariant": True, "impl": "emulate:hopper/varlen"}, "divides keys by"),
     "a window of one end": ({"window": (3,)}, "window: expected None or"),
     "a kernel of sdpa": ({"impl": "ampere/mma"}, "impl: expected for sequences of many lengths"),
     "slopes of another batch": ({"alibi_slopes": torch.zeros(2, 4)}, "alibi_slopes: expected shape"),

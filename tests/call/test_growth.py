@@ -54,10 +54,9 @@ def test_a_call_of_other_sizes_is_prepared_without_a_check(monkeypatch: pytest.M
     prepared: list[Any] = []
     monkeypatch.setattr(forward, "_kinds", [])
     monkeypatch.setattr(forward, "_numbers", {})
-    monkeypatch.setattr(forward, "_launch", lambda *call: call)
     monkeypatch.setattr(launcher, "register_kind", lambda *call: registered.append(call) or True)
     monkeypatch.setattr(launcher, "kind_of", lambda *_: len(registered) - 1)
-    monkeypatch.setattr(launcher, "prepare", lambda *given: prepared.append(given))
+    monkeypatch.setattr(launcher, "prepare_and_launch", lambda *given: prepared.append(given) or given[2])
     query, key = torch.zeros(3, 4, 50, 64).half(), torch.zeros(3, 4, 70, 64).half()
     call = query, key, key, torch.empty_like(query), True, 0, None
     assert forward.resized(*call) is None

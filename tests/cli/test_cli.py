@@ -1,20 +1,28 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
-from microsdpa import cli
-from microsdpa.evidence import repro
+from microsdpa.emulate.build import compiler
+from microsdpa.evidence import repro, suites, survey, timing
+from microsdpa.evidence.devices import DEVICES
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.results import read
+from microsdpa.jit.cache import Entry, KernelCache
 from microsdpa.kernels import catalogue
+from microsdpa.kernels.problem import OPERANDS
 from microsdpa.runtime import launcher
+from microsdpa_cli import app as cli
+from microsdpa_cli import names
+from microsdpa_cli.console import Lines
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = launcher.device_error()
@@ -26,6 +34,7 @@ def run(*arguments: str) -> Result:
 
 @pytest.fixture
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repro, "emulated_cases", lambda: [("ampere/mma", Case(1, 2, 9, 12, 32))])
     monkeypatch.setattr(repro, "verify_cases", lambda: [Case(1, 2, 9, 12, 32), Case(1, 1, 7, 3, 64, seed=1)])
     monkeypatch.setattr(repro, "needs_gpu", lambda case: "")
 
@@ -33,7 +42,6 @@ def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     few = lambda target, every=False: catalogue(target)[:2]  # noqa: E731
-    monkeypatch.setattr("microsdpa.evidence.survey.catalogue", few)
     monkeypatch.setattr("microsdpa.evidence.repro.catalogue", few)
 
 
@@ -99,7 +107,7 @@ def test_a_recorded_command_names_no_directory_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, output: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["microsdpa", "verify", *output, "--impl", "ladder/01"])
-    assert cli._command() == "microsdpa verify --impl ladder/01"
+    assert cli.command_line() == "microsdpa verify --impl ladder/01"
 
 
 @pytest.mark.usefixtures("few_cases")
@@ -224,13 +232,123 @@ def test_evidence_check_fails_on_a_table_that_was_edited(tmp_path: Path) -> None
     assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
 
 
+def commands() -> list[list[str]]:
+    groups = {"evidence": cli.evidence, "cache": cli.cache}
+    found = [[str(one.name)] for one in cli.app.registered_commands]
+    return found + [[name, str(one.name)] for name, group in groups.items() for one in group.registered_commands]
+
+
 def test_the_version_and_help() -> None:
     assert run("--version").stdout.strip() == "0.1.0"
-    assert "Exit codes: 0" in run("--help").stdout
+    listing = run("--help").stdout
+    assert "Exit codes: 0" in listing
+    assert "..." not in listing.replace("[ARGS]...", "")  # no summary is cut off
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_command_has_an_example_that_its_parser_accepts(command: list[str]) -> None:
+    helped = run(*command, "--help")
+    assert helped.exit_code == 0
+    example = helped.stdout.rsplit("Example: ", 1)[1].split()
+    assert example[: 1 + len(command)] == ["microsdpa", *command]
+    main = typer.main.get_command(cli.app)
+    for name in command:
+        main = main.commands[name]  # type: ignore[attr-defined]
+    main.make_context(command[-1], example[1 + len(command) :])
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["verify", "--help"], ["cache", "prune", "--help"]])
+def test_version_and_help_load_no_torch(arguments: list[str]) -> None:
+    code = f"import sys; sys.argv = ['microsdpa', *{arguments!r}]\nimport microsdpa_cli\n"
+    code += (
+        "try: microsdpa_cli.main()\nexcept SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_names_in_help_are_those_of_the_library() -> None:
+    assert names.MODES == timing.MODES
+    assert names.OPERANDS == OPERANDS
+    assert tuple(DEVICES) == names.DEVICES
+    assert tuple(suites.names()) == names.SUITES
+    assert names.TARGETS == survey.TARGETS
+    assert (names.RESULTS, names.GPU) == (repro.COMMITTED, repro.COMMITTED_GPU)
+
+
+def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = {line["what"]: line for line in json.loads(run("doctor", "--json").stdout)["data"]}
+    assert found["torch"]["state"] == found["NVRTC"]["state"] == "ok"
+    if NO_GPU:
+        assert found["GPU"] == {"what": "GPU", "state": "missing", "found": NO_GPU, "to do": "use a machine with a GPU"}
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MICROSDPA_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiler.cache_clear()
+    found = {line["what"]: line for line in json.loads(run("doctor", "--json").stdout)["data"]}
+    compiler.cache_clear()
+    assert "MICROSDPA_CACHE_DIR" in found["kernel cache"]["to do"]
+    assert found["emulator"]["state"] == "missing"
+
+
+def test_the_cache_is_shown_and_pruned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MICROSDPA_CACHE_DIR", str(tmp_path))
+    for signature in ("ab" * 16, "cd" * 16):
+        kernels = KernelCache(tmp_path)
+        kernels.get_or_build(signature, lambda: Entry(b"binary", "source", {}))
+    old = tmp_path / "ab" / ("ab" * 16)
+    for file in old.iterdir():
+        os.utime(file, (1e9, 1e9))
+    assert "2 entries of" in run("cache", "show").stdout
+    assert "would remove 1 of 2 entries" in run("cache", "prune", "--dry-run").stdout
+    assert old.is_dir()
+    assert "removed 1 of 2 entries" in run("cache", "prune").stdout
+    assert [path.name for path in tmp_path.iterdir() if path.name != "locks"] == ["cd"]
+    assert "removed 1 of 1 entries" in run("cache", "prune", "--days", "0").stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["repro", "--report", "/proc/x"], "report: expected a directory that can be written, got '/proc/x'"),
+        (["report", "--report", "/proc/x", "--results", str(ROOT / "benchmarks/results")], "report: expected a dir"),
+        (["evidence", "check", "--root", "/tmp"], "results: expected a directory of result files"),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_named(command: list[str], message: str) -> None:
+    result = run(*command)
+    assert result.exit_code == cli.EXIT_USAGE, result.output
+    assert message in " ".join(result.output.replace("\n", " ").split())
+
+
+def test_an_interrupted_repro_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(repro, "run", interrupted)
+    result = run("repro", "--report", str(tmp_path))
+    assert result.exit_code == cli.EXIT_INTERRUPTED
+    assert "the same command goes on after the last finished step" in result.output
+
+
+def test_progress_without_a_terminal_is_lines_with_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([0.0, 0.0, 4.0, 12.0, 14.0])
+    advance = Lines(lambda: next(times)).start("verify", 6)
+    for case in ("first", "second", "third"):
+        advance(case)
+    assert capsys.readouterr().err == "verify: 2 of 6, about 24 s left (second)\n"
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8_fp16"])
+def test_emulate_runs_kernels_of_8_bits(precision: str) -> None:
+    result = run("emulate", "auto", "--precision", precision, "--shape", "1,2,1,20,33,64", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)["data"]
+    assert data["kernel"] == "ada/mma_8bit"
+    assert 0 < data["error"]["max_abs"] <= data["error"]["tolerance"]["max_abs"]
 
 
 def test_missing_command_line_packages_are_named() -> None:
-    code = "import sys; sys.modules['typer'] = None; from microsdpa.__main__ import main; main()"
+    code = "import sys; sys.modules['typer'] = None; from microsdpa_cli import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode != 0
     assert "pip install 'microsdpa[cli]'" in result.stderr

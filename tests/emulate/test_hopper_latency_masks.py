@@ -189,11 +189,16 @@ PAIR_BYTES = 2 * (2 * 4096 + 2 * 32 * 8)
 """What two CTAs send each other where every probability is in range."""
 
 
-def run_pair(case: Case, tensors: Tensors, **masks: Any) -> int:
-    """Check a call that a pair of CTAs computes, and give the bytes that they sent each other."""
+def run_pair(case: Case, tensors: Tensors, in_memory: bool = False, **masks: Any) -> int:
+    """Check a call that a pair of CTAs computes, and give the bytes that they sent each other.
+
+    `in_memory`: bulk copies bring the mask tensor as far as its memory allows it.
+    """
     out, lse = torch.full_like(tensors[0], torch.nan), torch.full(tensors[0].shape[:3], torch.nan)
-    problem = replace(case.problem("sm_90a"), mask=Masks(**masks).kind)
+    given = Masks(**masks)
+    problem = replace(case.problem("sm_90a"), mask=given.kind_in_memory if in_memory else given.kind)
     spec = specification(problem, configuration(problem, PAIR))
+    assert not in_memory or len(spec.tensor_maps) == 4
     schedule = run.Schedule(0, late=True)
     report = run.attention(spec, problem, (*tensors, out, lse), case.scale, schedule=schedule, masks=Masks(**masks))
     assert_exact(case, tensors, (out, lse), **masks)
@@ -213,6 +218,23 @@ def test_the_stabilizer_knows_what_masks_add(slope: float) -> None:
     tensors, distances = make(case), (torch.arange(64)[:, None] - torch.arange(512)).abs()
     assert run_pair(case, tensors, alibi_slopes=slopes) == PAIR_BYTES
     assert run_pair(case, tensors, attn_mask=-slope * distances.float()) == PAIR_BYTES
+
+
+@pytest.mark.parametrize("slope", [0.5, 0.1, -0.5])
+def test_half_of_the_numbers_tells_where_the_largest_one_is(slope: float) -> None:
+    """Of FP32 masks that bulk copies bring, later tiles are looked at every second eight keys."""
+    case = Case(1, 1, 64, 512, 64)
+    distances = (torch.arange(64)[:, None] - torch.arange(512)).abs()
+    assert run_pair(case, make(case), in_memory=True, attn_mask=-slope * distances.float()) == PAIR_BYTES
+
+
+def test_keys_that_are_not_looked_at_may_be_all_that_rows_see() -> None:
+    case = Case(1, 1, 64, 512, 64)
+    mask = torch.full((64, 512), torch.finfo(torch.float32).min)
+    for first in (8, 24, 32, 48, 392, 496):  # of a tile, keys that are left out
+        mask[:, first : first + 8] = torch.randn(64, 8)
+    mask[3, :384] = -torch.inf
+    run_pair(case, make(case), in_memory=True, attn_mask=mask)
 
 
 @pytest.mark.parametrize("change", ["far above", "far below", "not a number", "hidden, not a number"])

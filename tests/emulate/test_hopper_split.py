@@ -16,6 +16,7 @@ CASES = [
     (Case(1, 4, 70, 300, 64, heads_kv=2, causal="lower_right"), ONE),
     (Case(1, 1, 100, 40, 64, causal="lower_right"), ONE),  # rows without a key
     (Case(1, 2, 128, 256, 64), TWO),
+    (Case(1, 1, 128, 1100, 64, scale=-0.3), TWO),  # warpgroups with a round less, and a ring
     (Case(1, 1, 60, 900, 64, kind="outliers"), TWO),  # a CTA of one query tile, and a ring
     (Case(1, 1, 1100, 1100, 64, causal="upper_left"), TWO),  # tiles that one of the query tiles does not see, in a ring
     (Case(1, 2, 300, 200, 64, scale=-0.2, causal="lower_right"), TWO),

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from microsdpa import cli
 from microsdpa.evidence import ncu, profile, results
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.ncu import Launch
@@ -15,6 +14,7 @@ from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
+from microsdpa_cli import app as cli
 
 NAMES = ["ID", "Kernel Name", "Block Size", "Grid Size", *ncu.metrics_for("sm_90a").values()]
 STALL_BY_LONG_SCOREBOARD = ncu.STALL.format("long_scoreboard")

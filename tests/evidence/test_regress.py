@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from microsdpa import cli
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import regress, results
 from microsdpa.evidence.inputs import Case
 from microsdpa.runtime import launcher
+from microsdpa_cli import app as cli
 
 CASE = Case(1, 8, 512, 512, 64)
 ERROR = {"max_abs": 1e-4, "rmse": 1e-5, "rel_l1": 1e-4, "cosine": 1.0, "tolerance": {"max_abs": 2e-4}}

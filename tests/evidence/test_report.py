@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from microsdpa import cli
 from microsdpa.evidence import accuracy, minilm, render, report, repro, results, resume, roofline, suites
 from microsdpa.evidence.compare import Errors
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.plots import all_plots, charts
 from microsdpa.evidence.plots import files as plot_files
+from microsdpa.evidence.plots.charts import spread
+from microsdpa.evidence.plots.figure import COLOURS, FURTHER, OURS, colour_of
+from microsdpa.evidence.report import dense_first
 from microsdpa.evidence.step import Step
+from microsdpa_cli import app as cli
 
 PLOTS = ["latency", "ladder", "throughput", "ampere", "accuracy", "errors", "roofline", "host"]
 
@@ -231,3 +234,28 @@ def test_an_interrupted_reproduction_goes_on_where_it_stopped(tmp_path: Path, mo
     assert taken == ["info", "compile", "verify", "verify", "probe", "roofline", "bench"]
     assert len(ticks) == 6
     assert (tmp_path / "index.html").is_file()
+
+
+def test_a_library_has_one_colour_in_every_plot() -> None:
+    assert colour_of("torch CUDNN") == colour_of("cuDNN FP8") != colour_of("torch")
+    assert colour_of("flash-attn 4") == colour_of("flash-attn 3 FP8")
+    assert colour_of("microsdpa fp8") == OURS
+    assert len(set(COLOURS.values())) == len(COLOURS) - 1  # cuDNN is reached in two ways
+    assert not set(FURTHER) & set(COLOURS.values())
+    assert colour_of("new library") == colour_of("new library") in FURTHER
+
+
+def test_labels_of_lines_do_not_lie_on_one_another() -> None:
+    assert spread([0.0, 1.0, 10.0], 2.0, 0.0, 20.0) == [0.0, 2.0, 10.0]
+    assert spread([18.0, 19.0, 19.5], 2.0, 0.0, 20.0) == [16.0, 18.0, 20.0]
+
+
+def test_columns_that_are_mostly_empty_come_last() -> None:
+    lines = [
+        ["case", "rare", "ours", "best peer / ours"],
+        ["a", "", "1", "2x"],
+        ["b", "", "3", ""],
+        ["c", "5", "4", ""],
+    ]
+    assert dense_first(lines)[0] == ["case", "ours", "best peer", "rare"]
+    assert dense_first(lines)[3] == ["c", "4", "", "5"]

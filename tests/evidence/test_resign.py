@@ -16,10 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 import microsdpa
-from microsdpa import cli
 from microsdpa.evidence import recorded, resign, results
 from microsdpa.evidence.inputs import Case
 from microsdpa.jit.signature import code_signature
+from microsdpa_cli import app as cli
 
 TARGET = "sm_89"
 CASE = Case(1, 2, 64, 64, 32)

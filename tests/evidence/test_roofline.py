@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from microsdpa import cli
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import results, roofline, roofline_page
 from microsdpa.evidence.devices import DEVICES, EXP2_PER_CLOCK, named
 from microsdpa.evidence.inputs import Case
+from microsdpa_cli import app as cli
 
 MISSION = Case(1, 8, 512, 512, 64)
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from microsdpa.errors import InvalidArgument
-from microsdpa.evidence import environment, suites, timing
+from microsdpa.evidence import door_models, doors, environment, suites, timing
 from microsdpa.evidence.inputs import BLOCK_SHARES, Case
 from microsdpa.evidence.peers import choose, ours
 
@@ -95,9 +95,17 @@ def test_some_cells_of_a_suite() -> None:
     assert {c.masks for c in documents.cases} == {("documents",), ("text",)}
     parts = [suites.chosen(masked, suites.Some(part=f"{i}/3")).cases for i in (1, 2, 3)]
     assert sorted(map(str, itertools.chain(*parts))) == sorted(map(str, masked.cases))
-    for some, message in (("documnets", "texts in case names"), ("", "such as 1/3, got 4/3")):
+    for some, message in (("documnets", "texts in names"), ("", "such as 1/3, got 4/3")):
         with pytest.raises(InvalidArgument, match=message):
             suites.chosen(masked, suites.Some(cells=some, part="4/3" if not some else ""))
+
+
+def test_doors_are_measured_in_parts() -> None:
+    ways = [*doors.doors(), *door_models.doors()]
+    parts = [suites.some_of(ways, suites.Some(part=f"{i}/2"), lambda door: door.name) for i in (1, 2)]
+    assert sorted(map(id, itertools.chain(*parts))) == sorted(map(id, ways))
+    models = suites.some_of(ways, suites.Some(cells="transformers"), lambda door: door.name)
+    assert {door.name for door in models} == {"transformers"}
 
 
 @pytest.mark.parametrize(
@@ -105,8 +113,9 @@ def test_some_cells_of_a_suite() -> None:
     [
         (["--suite", "nope"], "expected one of ampere, backward"),
         (["--suite", "start", "--modes", "graph"], "none for suite start"),
-        (["--suite", "masked", "--cells", "documnets"], "texts in case names of suite masked"),
+        (["--suite", "masked", "--cells", "documnets"], "texts in names of the suite's cases"),
         (["--suite", "masked", "--part", "5/4"], "such as 1/3"),
+        (["--suite", "doors", "--seconds", "9"], "none for suite doors, got 9"),
         (["--peers", "torch-fast"], "some of torch, torch-flash"),
     ],
 )

@@ -15,7 +15,7 @@ import microsdpa
 from microsdpa import reference
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = "policy_head", "speech_encoder", "llama_decode"
+NAMES = "action_expert", "speech_encoder", "llama_decode"
 
 
 def load(name: str) -> ModuleType:

@@ -162,28 +162,31 @@ def test_an_operator_is_allowed_a_plan_that_is_there(monkeypatch: pytest.MonkeyP
         allowed.append((number, call[5]))
         return True
 
-    monkeypatch.setattr(nodes, "_usual", "")
+    monkeypatch.setattr(nodes, "_usual", None)
     monkeypatch.setattr(nodes, "operator_for", lambda *_: (nodes.CUDNN, False))
     monkeypatch.setattr(nodes, "calls", lambda: {nodes.CUDNN: (kernel, None)})
     monkeypatch.setattr(nodes.launcher, "allow_node", allow)
     inputs = query, key, value
-    assert nodes.warm(inputs, False, PLAIN.code, None) is None
+    assert nodes.recorded(*inputs, False, PLAIN.code, None) is None
     assert not calls
     assert nodes.attend(inputs, NO_TENSORS, PLAIN) is not None
     assert (calls, allowed) == (["operator"] * 2, [(1, PLAIN.code)])
-    assert nodes.warm(inputs, False, PLAIN.code, None) is not None
-    assert nodes.warm(inputs, False, PLAIN.code, 0.5) is not None
+    assert nodes.recorded(*inputs, False, PLAIN.code, None) is not None
+    assert nodes.recorded(*inputs, False, PLAIN.code, 0.5) is not None
     assert calls == ["operator"] * 4
     # torch's backward passes want a positive scale, and give other bits each time.
-    assert nodes.warm(inputs, False, PLAIN.code, -0.5) is None
+    assert nodes.recorded(*inputs, False, PLAIN.code, -0.5) is None
     torch.use_deterministic_algorithms(True)
     try:
-        assert nodes.warm(inputs, False, PLAIN.code, None) is None
+        assert nodes.recorded(*inputs, False, PLAIN.code, None) is None
     finally:
         torch.use_deterministic_algorithms(False)
+    assert microsdpa.sdpa(query, key, value, impl="auto").grad_fn is not None
+    before = len(calls)
     subclass = query.as_subclass(type("Own", (torch.Tensor,), {}))
-    assert nodes.warm((subclass, key, value), False, PLAIN.code, None) is None
-    assert calls == ["operator"] * 4
+    microsdpa.sdpa(subclass, key, value)
+    assert len(calls) == before, "a tensor type of its own has to see the call"
+    assert calls == ["operator"] * 5
 
 
 def test_a_warm_call_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,14 +198,13 @@ def test_a_warm_call_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> N
             raise RuntimeError("out of memory")
         return NOTHING
 
-    monkeypatch.setattr(nodes, "_usual", nodes.FLASH)
-    monkeypatch.setattr(nodes, "calls", lambda: {nodes.FLASH: (kernel, None)})
+    monkeypatch.setattr(nodes, "_usual", (nodes.FLASH, kernel, None))
     monkeypatch.setattr(nodes.launcher, "expect_node", lambda *told: said.append(told))
     monkeypatch.setattr(nodes.launcher, "expect_no_node", lambda: said.append("taken back"))
     inputs = make(Case(1, 2, 8, 8, 16))
     code = Options(causal="lower_right").code
     for _ in range(2):
-        assert nodes.warm(inputs, True, code, None) is None
+        assert nodes.recorded(*inputs, True, code, None) is None
     once = [(code, None), ("called", (0.0, True))]
     assert said == [*once, *once, "taken back"]
 

@@ -10,7 +10,7 @@ from varlen_space import Form, after_appending, appending, assert_right, call, m
 
 pytestmark = pytest.mark.gpu
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 FORMS = {
     "decode": Form(BF16, 128, group=4),
     "decode, D = 72": Form(FP16, 72, causal=False, keys="dense"),
@@ -21,6 +21,14 @@ FORMS = {
     "prompts on a cache": Form(BF16, 128, group=4, queries=40),
     "all masks": Form(BF16, 64, 2, 9, "paged", False, (True, True), True, True, torch.float32),
     "causal window": Form(FP16, 64, 2, 1, "paged", True, (True, False), sinks=FP16),
+    "E4M3, decode": Form(BF16, 128, group=4, cache=E4M3),
+    "E4M3, D = 80": Form(FP16, 80, causal=False, keys="dense", cache=E4M3),
+    "E4M3, few queries": Form(FP16, 64, group=4, queries=6, cache=E4M3, each_token=True),
+    "E4M3, prompts on a cache": Form(BF16, 128, group=4, queries=40, cache=E4M3),
+    "INT8, decode": Form(FP16, 128, group=8, cache=torch.int8, each_token=True),
+    "INT8, decode, D = 256": Form(BF16, 256, group=2, cache=torch.int8),
+    "INT8, prompts": Form(BF16, 64, group=2, queries=70, keys="packed", cache=torch.int8, each_token=True),
+    "INT8, all masks": Form(BF16, 64, 2, 9, "paged", False, (True, True), True, True, torch.float32, torch.int8),
 }
 
 

@@ -203,6 +203,33 @@ def test_it_nests_and_is_undone() -> None:
         microsdpa.disable()
 
 
+BACKENDS = attention.SDPBackend
+LISTS = {
+    "math": [BACKENDS.MATH],
+    "flash and math": [BACKENDS.FLASH_ATTENTION, BACKENDS.MATH],
+    "all but math": [BACKENDS.FLASH_ATTENTION, BACKENDS.EFFICIENT_ATTENTION, BACKENDS.CUDNN_ATTENTION],
+}
+
+
+@pytest.mark.parametrize("backends", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_list_of_backends_is_torchs(strict: bool, backends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever names backends wants them: microsdpa is none of them, whatever it was enabled with."""
+    tensors = make(Case(1, 2, 8, 8, 16))
+    asked: list[Any] = []
+    real = dropin.attend
+    monkeypatch.setattr(dropin, "attend", lambda *a, **b: asked.append(a) or real(*a, **b))
+    with microsdpa.enabled(strict=strict):
+        with attention.sdpa_kernel(backends):
+            found, expected = F.scaled_dot_product_attention(*tensors), TORCHS_OWN(*tensors)
+        assert torch.equal(found, expected)
+        assert not asked
+        with attention.sdpa_kernel([*LISTS["all but math"], BACKENDS.MATH]):  # nothing is left out
+            F.scaled_dot_product_attention(*tensors)
+        F.scaled_dot_product_attention(*tensors)
+    assert len(asked) == 2
+
+
 def test_threads_keep_their_own_strictness() -> None:
     """Blocks of two threads end in the order in which they began: each takes away its own, and no other."""
     tensors = (torch.randn(1, 2, 5, 8),) * 3  # float32, which is torch's

@@ -48,6 +48,25 @@ def test_dense(module: Any, window: Any, queries: int, causal: bool) -> None:
     assert torch.equal(alone, out)
 
 
+@pytest.mark.parametrize("descales", [True, False])
+def test_descales_of_narrow_keys(descales: bool) -> None:
+    q, generator = tensor(2, 3, 4, 32), torch.Generator().manual_seed(1)
+    k, v = (torch.randn(2, 9, 2, 32, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    given = {name: torch.rand(2, 2, generator=generator) for name in ("k_descale", "v_descale")} if descales else {}
+    scales = {f"{name[0]}_scale": scale for name, scale in given.items()} or {
+        name: torch.ones(()) for name in ("k_scale", "v_scale")
+    }
+    exact, eager = both((q, k, v), scales, causal=True)
+    out = interface.flash_attn_func(q, k, v, causal=True, **given)
+    assert_close(out, exact[0], eager[0])  # type: ignore[arg-type]
+    lengths = torch.full((2,), 9, dtype=torch.int32)
+    cached = interface.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, **given)
+    assert torch.equal(cached, out)  # type: ignore[arg-type]
+    flat, offsets = (t.flatten(0, 1) for t in (q, k, v)), (torch.tensor([0, n, 2 * n]).int() for n in (3, 9))
+    packed = interface.flash_attn_varlen_func(*flat, *offsets, 3, 9, causal=True, **given)
+    assert torch.equal(packed, out.flatten(0, 1))  # type: ignore[union-attr, arg-type]
+
+
 def test_dense_has_gradients() -> None:
     q, k, v = (tensor(1, 6, 2, 32, seed=seed).float().to(HALF).requires_grad_() for seed in range(3))
     flash_attn.flash_attn_func(q, k, v, causal=True).sum().backward()
@@ -135,6 +154,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "qv": ("flash_attn_func", interface, {"qv": torch.ones(1)}),
     "attention_chunk": ("flash_attn_func", interface, {"attention_chunk": 64}),
     "k_descale": ("flash_attn_func", interface, {"k_descale": torch.ones(1, 2)}),
+    "q_descale": ("flash_attn_func", interface, {"q_descale": torch.ones(1, 2)}),
     "cache_leftpad": ("flash_attn_with_kvcache", flash_attn, {"cache_leftpad": torch.zeros(2).int()}),
     "rotary_seqlens": ("flash_attn_with_kvcache", interface, {"rotary_seqlens": torch.zeros(2).int()}),
     "cu_seqlens_k_new": ("flash_attn_with_kvcache", interface, {"cu_seqlens_k_new": torch.zeros(3).int()}),

@@ -226,6 +226,38 @@ def test_packed_sequences_are_parted_or_refused() -> None:
     attend(None, query, query, query, mask, cu_seq_lens_q=bounds)
 
 
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("lengths", [True, False], ids=["cu_seq_lens", "position_ids"])
+def test_packed_sequences_have_no_mask_of_all_pairs(
+    lengths: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(theirs, "packed_sequence_compatibility_function"):
+        pytest.skip(f"transformers {transformers.__version__} has another form of packed masks")
+    register(strict=True)
+    config = transformers.MistralConfig(attn_implementation=NAME, sliding_window=window)
+    create = theirs.create_causal_mask if window is None else theirs.create_sliding_window_causal_mask
+    positions = torch.tensor([[0, 1, 0, 1, 2, 3, 0]])
+    mask = create(config, torch.zeros(1, 7, 8), None, None, positions)
+    assert isinstance(mask, PatternMask)
+    seen = torch.tensor([0, 0, 1, 1, 1, 1, 2])
+    row, column = torch.arange(7)[:, None], torch.arange(7)
+    wanted = (seen[:, None] == seen) & (column <= row) & (column > row - (window or 7))
+    query, key = half(1, 4, 7, 16), half(1, 2, 7, 16)
+    bounds = torch.tensor([0, 2, 6, 7], dtype=torch.int32)
+    given = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 4, "max_length_k": 4} if lengths else {}
+    calls = []
+    monkeypatch.setattr(integration, "sdpa_varlen", lambda *a, **k: calls.append(1) or microsdpa.sdpa_varlen(*a, **k))
+    out = attend(None, query, key, key, mask, **given)
+    expected = exact(query, key.repeat_interleave(2, 1), key.repeat_interleave(2, 1), wanted)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
+    assert len(calls) == lengths
+    leaf = query.clone().requires_grad_()  # a gradient takes the numbers of the sequences
+    attend(None, leaf, key, key, mask, **given).sum().backward()
+    assert leaf.grad is not None
+    assert len(calls) == lengths
+    assert torch.equal(mask[0, 0], wanted)
+
+
 def test_weights_and_paged_caches_are_left_to_transformers() -> None:
     query = half(1, 2, 3, 16)
     register(strict=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import microsdpa
+from microsdpa.attention import varlen
 from varlen_space import Form, appending, call
 
 FORMS = {
@@ -52,6 +53,15 @@ def test_an_output_is_written_in_a_graph() -> None:
     assert torch.equal(got, into)
 
 
+def test_a_graph_asks_for_bits_that_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    eager = varlen.sdpa_varlen
+    monkeypatch.setattr(varlen, "sdpa_varlen", lambda *a, **k: asked.append(k["batch_invariant"]) or eager(*a, **k))
+    compiled(batch_invariant=True)(call(FORMS["decode"], 3))
+    compiled()(call(FORMS["decode"], 3))
+    assert asked == [True, False]
+
+
 def test_one_of_two_new_tensors_is_refused_while_tracing() -> None:
     given = appending(FORMS["decode"], 3) | {"new_value": None}
     with pytest.raises(Exception, match=r"InvalidArgument.*new_key, new_value"):
@@ -61,7 +71,7 @@ def test_one_of_two_new_tensors_is_refused_while_tracing() -> None:
 def _arguments(given: dict[str, Any], appends: bool) -> tuple[Any, ...]:
     names = ["query", "key", "value", *(["new_key", "new_value"] if appends else [])]
     names += ["query_offsets", "key_offsets", "lengths", "page_table", "max_queries", "rotary_cos", "rotary_sin"]
-    rest = False, given["causal"], given.get("scale"), True, [-1, -1], None, None, None, "auto"
+    rest = False, given["causal"], given.get("scale"), True, [-1, -1], None, None, None, "auto", False, None, None
     return *(given.get(name) for name in names), *rest
 
 

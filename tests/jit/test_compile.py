@@ -212,3 +212,13 @@ def test_a_virtual_target_gives_ptx_that_a_driver_can_take(spec: KernelSpec, tmp
     with pytest.raises(CompileError, match=r"refused .* for compute_89") as caught:
         compile_kernel(broken, "compute_89", tmp_path)
     assert "none" in caught.value.log
+
+
+def test_without_nvrtc_the_error_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['cuda.bindings'] = None\n"
+        "import microsdpa; from microsdpa.jit import nvrtc\n"
+        "try: nvrtc.version()\nexcept microsdpa.CompileError as error: print(error.summary)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "NVRTC 13 cannot be loaded: install it with pip install 'microsdpa[compiler]'" in ended.stdout

@@ -38,6 +38,8 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ampere/varlen/kernel.cu", "segment.work.part * units_each));", PLACE),
     ("ampere/varlen/kernel.cu", "* C::TILE + group * C::BLOCK_N;", PACKED),
     ("ampere/varlen/kernel.cu", "i % UNITS * 4, values, stats);", PLACE),
+    ("ampere/varlen/kernel.cu", "/ C::TILE);", PACKED),
+    ("ampere/varlen/kernel.cu", "", "what the lines above say, where the compiler merged some of them"),
     ("ampere/varlen/scheduler.cuh", "return row_tiles * heads_kv * weight;", WORK),
     ("ampere/varlen/scheduler.cuh", "static_cast<int>(blockIdx.x) * each_);", WORK),
     ("ampere/varlen/scheduler.cuh", "total += Extent(params, b).count();", WORK),

@@ -67,7 +67,9 @@ def test_bulk_copies_bring_masks_that_have_room(mask: MaskKind, changes: dict[st
     assert dict(spec.template_args).get("MASK_ROWS", "0") == str(rows)
 
 
-@pytest.mark.parametrize(("head_dim", "padded"), [(8, 64), (64, 64), (72, 96), (96, 96), (104, 128), (128, 128)])
+@pytest.mark.parametrize(
+    ("head_dim", "padded"), [(8, 64), (64, 64), (72, 80), (80, 80), (88, 96), (96, 96), (104, 128), (128, 128)]
+)
 def test_head_dimensions_are_padded_to_the_next_kernel(head_dim: int, padded: int) -> None:
     arguments = dict(specify(head_dim=head_dim).template_args)
     assert (arguments["HEAD_DIM"], arguments["COLUMNS"]) == (str(padded), str(head_dim))

@@ -15,11 +15,10 @@ import microsdpa
 
 SOURCE = Path(__file__).parents[2] / "src/microsdpa"
 
-# cli -> evidence -> integrations -> attention -> execution -> runtime -> {call, jit} -> kernels.
+# microsdpa_cli -> evidence -> integrations -> attention -> execution -> runtime -> {call, jit} -> kernels.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "reference": set(),
-    "console": set(),
     "kernels": {"errors"},
     "jit": {"errors", "kernels"},
     "call": {"errors", "kernels"},
@@ -47,8 +46,7 @@ ALLOWED: dict[str, set[str]] = {
         ),
         "runtime",
     },
-    "cli": {"", "call", "console", "emulate", "errors", "evidence", "kernels", "runtime"},
-    "__main__": {"cli"},
+    "__main__": set(),
 }
 
 
@@ -78,6 +76,15 @@ def imported_rooms(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_go_one_way(path: Path) -> None:
     assert imported_rooms(path) <= ALLOWED[room(path)]
+
+
+def test_the_command_line_lies_outside_and_imports_the_package_in_functions_alone() -> None:
+    files = [*(SOURCE.parent / "microsdpa_cli").glob("*.py")]
+    assert len(files) >= 3
+    for path in files:
+        tree = ast.parse(path.read_text())
+        top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        assert not any(ast.unparse(node).split()[1].split(".")[0] in ("microsdpa", "torch") for node in top)
 
 
 def test_the_checker_sees_imports() -> None:

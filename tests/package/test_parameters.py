@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src/microsdpa"
+COMMANDS = SOURCE.parent / "microsdpa_cli"
 MOST = 8
 SIGNATURES = {
     # What users call: the arguments of sdpa.
@@ -31,8 +33,8 @@ SIGNATURES = {
     ("flash_attn/interface.py", "flash_attn_varlen_func"),
     ("flash_attn/interface.py", "flash_attn_with_kvcache"),
     # Options of the command line.
-    ("cli.py", "verify"),
-    ("cli.py", "bench"),
+    ("../microsdpa_cli/app.py", "verify"),
+    ("../microsdpa_cli/app.py", "bench"),
     # The oracle has the arguments of sdpa, and a kernel in Triton's language those of a kernel.
     ("reference.py", "oracle"),
     ("reference.py", "eager"),
@@ -40,6 +42,7 @@ SIGNATURES = {
     ("evidence/peers/triton_kernel.py", "fused_attention"),
     # What a launch in the emulator may be given, as tests do.
     ("emulate/run.py", "attention"),
+    ("integrations/flash_packed.py", "attend"),
 }
 """Functions that have more, by file and name."""
 
@@ -66,10 +69,10 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def crowded() -> set[tuple[str, str]]:
     """Functions of the package with more than MOST parameters."""
     found = set()
-    for path in SOURCE.rglob("*.py"):
+    for path in (*SOURCE.rglob("*.py"), *COMMANDS.rglob("*.py")):
         for name, function in functions(ast.parse(path.read_text(encoding="utf-8"))):
             if parameters(function) > MOST:
-                found.add((str(path.relative_to(SOURCE)), name))
+                found.add((os.path.relpath(path, SOURCE), name))
     return found
 
 

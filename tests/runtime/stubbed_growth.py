@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from fake_cuda import KDL_BFLOAT, last, record, set_integer, tensor
-from stub_harness import ADDRESSES, KV, SHAPE, _clean, _four_maps, call, kernel, library, maps_of_last, register
+from stub_harness import (
+    ADDRESSES,
+    KV,
+    PRIMARY,
+    SHAPE,
+    _clean,
+    _four_maps,
+    call,
+    check_allocated_lse,
+    kernel,
+    library,
+    maps_of_last,
+    packed,
+    register,
+)
 
 from microsdpa.call.masks import Masks
 from microsdpa.runtime import launcher
@@ -103,6 +118,19 @@ def test_plans_that_are_forgotten_grow_no_more() -> None:
     register(of_length(24), growth=(24, 40))
     library.clear_plans()
     assert launcher.launch(*of_length(25)) is None
+
+
+def test_a_plan_is_registered_and_launched_at_once() -> None:
+    own = kernel()
+    numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, 1, *own)
+    given = of_length(24, lse=True)
+    launches = record.launches
+    check_allocated_lse(library.register_and_launch(numbers, b"", *given), last().params.lse)
+    assert (record.launches, library.plan_count()) == (launches + 1, 1)
+    assert launcher.launch(*of_length(24)) is True
+    assert library.register_and_launch(numbers, b"", *of_length(25, scale=math.nan)) is None
+    with pytest.raises(ValueError, match="do not overlap"):
+        library.register_and_launch(numbers, b"", *of_length(24, out=of_length(24)[0]))
 
 
 NUMBER = 7

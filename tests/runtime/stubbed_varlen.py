@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_cuda import integer, last, record, set_integer, tensor
-from stub_harness import PRIMARY, _clean, packed
+from stub_harness import PRIMARY, _clean, address_of, packed
 
-from microsdpa.call.call import Call, mask_tensors
+from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.options import VARLEN_OPTIONS, Options
 from microsdpa.call.sequences import Sequences
 from microsdpa.call.validate import check
-from microsdpa.emulate.abi import AppendParams, VarlenParams
+from microsdpa.emulate.abi import AppendParams, CacheParams, VarlenParams
 from microsdpa.execution import varlen
 from microsdpa.execution.choice import problem_of
 from microsdpa.kernels import Grid, KernelSpec
@@ -25,23 +25,23 @@ from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
-from microsdpa.runtime.launcher import NO_SCALES
 
 __all__ = ["_clean"]
 library = launcher._library
 FUNCTION = 0x3000
 NAMES = (
     *("query", "key", "value", "out", "query_offsets", "key_offsets", "lengths", "page_table", "slopes", "sinks"),
-    *("new_key", "new_value", "rotary_cos", "rotary_sin"),
+    *("new_key", "new_value", "rotary_cos", "rotary_sin", "key_scale", "value_scale"),
 )
 ADDRESSES = {name: 0x1000000000 * (index + 1) for index, name in enumerate(NAMES)}
-KDL_INT = 0
+KDL_INT, KDL_E4M3 = 0, 10
+CODES = {torch.int32: KDL_INT, torch.int8: KDL_INT, torch.float8_e4m3fn: KDL_E4M3}
 EMULATED = {"auto": "emulate", "hopper/varlen": "emulate:hopper/varlen"}
 
 
 @pytest.fixture(autouse=True)
 def _raw() -> Iterator[None]:
-    set_integer("stub_raw_bytes", ctypes.sizeof(AppendParams))
+    set_integer("stub_raw_bytes", ctypes.sizeof(CacheParams))
     yield
     set_integer("stub_raw_bytes", 0)
     set_integer("stub_capturing", 0)
@@ -72,14 +72,17 @@ class Given:
     appends: bool = False
     rotary: int = 0
     interleaved: bool = False
+    invariant: bool = False
     impl: str = "auto"
+    cache: torch.dtype | None = None
+    scales: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # shapes of those of an 8-bit cache
 
     def torch_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors of these shapes on the CPU."""
         cache = self.key[0], *((self.key[2], self.key[1]) if self.transposed else self.key[1:3]), self.key[-1]
         if len(self.key) == 3:
             cache = self.key
-        keys = [torch.zeros(cache, dtype=torch.float16) for _ in range(2)]
+        keys = [torch.zeros(cache, dtype=self.cache or torch.float16) for _ in range(2)]
         if self.transposed:
             keys = [key.transpose(1, 2) for key in keys]
         query = torch.zeros(self.query, dtype=torch.float16)
@@ -94,6 +97,8 @@ class Given:
             found |= {name: torch.zeros(shape, dtype=torch.float16) for name in ("new_key", "new_value")}
         if self.rotary:
             found |= {name: torch.zeros(300, self.rotary // 2) for name in ("rotary_cos", "rotary_sin")}
+        if self.cache:
+            found |= {name: torch.ones(shape) for name, shape in zip(NAMES[14:], self.scales, strict=True)}
         return found
 
     def call(self, **changes: Any) -> list[Any]:
@@ -103,19 +108,20 @@ class Given:
                 tuple(t.shape),
                 ADDRESSES[name],
                 strides=t.stride(),
-                code=KDL_INT if t.dtype == torch.int32 else 2,
+                code=CODES.get(t.dtype, 2),
                 bits=8 * t.element_size(),
             )
             for name, t in self.torch_tensors().items()
         } | changes
         get = tensors.get
-        code = VARLEN_OPTIONS[self.causal, self.interleaved, self.impl]
+        code = VARLEN_OPTIONS[self.causal, self.interleaved, self.invariant, self.impl]
         return [
             *(get("query"), get("key"), get("value"), get("out"), self.lse, code, None),
-            *(None, get("slopes"), get("sinks"), *self.window, self.softcap, *NO_SCALES),
+            *(None, get("slopes"), get("sinks"), *self.window, self.softcap),
+            *(None, get("key_scale"), get("value_scale")),
             *(get(name) for name in NAMES[4:8]),
             self.max_queries,
-            *(get(name) for name in NAMES[10:]),
+            *(get(name) for name in NAMES[10:14]),
         ]
 
     def expected(self) -> tuple[Expected, ...]:
@@ -124,11 +130,12 @@ class Given:
         options = Options(
             False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, EMULATED[self.impl]
         )
-        integers, new = ([t.get(name) for name in names] for names in (NAMES[4:8], NAMES[10:]))
-        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved)
+        integers, new = ([t.get(name) for name in names] for names in (NAMES[4:8], NAMES[10:14]))
+        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved, self.invariant)
         masks = mask_tensors(None, t.get("slopes"), t.get("sinks"))
         inputs = t["query"], t["key"], t["value"]
-        checked = check(Call(inputs, masks, options=options, return_lse=self.lse, out=t["out"], sequences=sequences))
+        scales = scales_of(None, t.get("key_scale"), t.get("value_scale"))
+        checked = check(Call(inputs, masks, scales, options, self.lse, t["out"], sequences))
         problem = problem_of(checked)
         spec = select(problem, self.impl).spec
         addresses = {name: ADDRESSES[name] for name in t}
@@ -136,7 +143,8 @@ class Given:
         *ahead, spec = varlen.kernels_of(checked, problem, spec)
         found = []
         for append in ahead:
-            params = varlen.append_parameters(checked, problem, spec, addresses)
+            fill = varlen.cache_parameters if problem.cache else varlen.append_parameters
+            params = fill(checked, problem, spec, addresses)
             grid = kernel.append_grid(problem, queries, self.appends, bool(self.rotary))
             found.append(Expected(params, grid, append, problem))
             addresses = {name: address for name, address in addresses.items() if name not in sequences.appended}
@@ -176,6 +184,13 @@ CASES = {
     "masks": Given(slopes=(3, 8), sinks=True, window=(5, -1), softcap=2.0),
     "one sequence on a wide table": Given(query=(1, 1, 8, 64), integers={"lengths": (1,), "page_table": (1, 700)}),
     "new keys": Given(appends=True),
+    "parts of a fixed size": Given(invariant=True, sinks=True),
+    "parts of a fixed size of one sequence": Given(
+        query=(1, 5, 8, 64), integers={"lengths": (1,), "page_table": (1, 7)}, appends=True, rotary=64, invariant=True
+    ),
+    "parts of a fixed size of prompts": Given(
+        query=(9000, 8, 64), key=(9000, 2, 64), integers={"query_offsets": (4,), "key_offsets": (4,)}, invariant=True
+    ),
     "new keys, rotated": Given(appends=True, rotary=32, interleaved=True),
     "new keys of many queries": Given((3, 40, 8, 64), appends=True, rotary=64),
     "new keys of packed queries, rotated": Given(
@@ -199,6 +214,19 @@ CASES = {
     ),
     "bulk copies, new keys": Given((3, 70, 8, 64), transposed=True, appends=True, rotary=64, impl="hopper/varlen"),
     "slopes of heads": Given(slopes=(8,), window=(5, 9), causal=False),
+    "E4M3, one scale": Given(cache=torch.float8_e4m3fn),
+    "E4M3, scales of heads": Given(cache=torch.float8_e4m3fn, scales=((2,), (3, 2)), transposed=True),
+    "INT8, scales of tokens": Given(cache=torch.int8, scales=((40, 16, 2), (40, 16, 2)), lse=True),
+    "INT8, scales of tokens beside one of all": Given(cache=torch.int8, scales=((1,), (40, 16, 2))),
+    "E4M3, new keys, rotated": Given(cache=torch.float8_e4m3fn, scales=((2,), (2,)), appends=True, rotary=32),
+    "INT8, new keys": Given(cache=torch.int8, scales=((40, 16, 2), (40, 16, 2)), appends=True),
+    "INT8, packed": Given(
+        query=(90, 8, 64),
+        key=(900, 2, 64),
+        integers={"query_offsets": (4,), "key_offsets": (4,)},
+        cache=torch.int8,
+        scales=((900, 2), (900, 2)),
+    ),
 }
 
 
@@ -213,8 +241,11 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
         packed_queries = "query_offsets" in given.integers
         batch, *_ = given.query
         shape = (8, batch) if packed_queries else (batch, 8, given.query[1])
-        assert (tuple(lse.shape), lse.data_ptr()) == (shape, latest().lse)
+        assert (tuple(lse.shape), address_of(lse)) == (shape, latest().lse)
     got, wanted = latest(), expected[-1].params
+    if isinstance(wanted, CacheParams):
+        compare(given, latest(CacheParams), wanted, {"append"})
+        wanted = wanted.append.call
     if isinstance(wanted, AppendParams):  # one kernel appends, rotates and attends
         compare(given, latest(AppendParams), wanted, {"call", "rotated"})
         wanted = wanted.call
@@ -225,10 +256,13 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
     assert bool(got.workspace) == (rotated or divides_keys)
     compare(given, got, wanted, {"query", "query_strides"} if rotated else set())
     if len(expected) == 2:
-        before = latest(AppendParams, back=1)
+        before, wanted = latest(AppendParams, back=1), expected[0].params
+        if isinstance(wanted, CacheParams):
+            compare(given, latest(CacheParams, back=1), wanted, {"append"})
+            wanted = wanted.append
         assert tuple(last(1).grid) == expected[0].grid
-        compare(given, before, expected[0].params, {"call", "rotated"})
-        compare(given, before.call, expected[0].params.call, set())
+        compare(given, before, wanted, {"call", "rotated"})
+        compare(given, before.call, wanted.call, set())
         assert bool(before.rotated) == rotated
         if rotated:
             assert got.query == before.rotated != 0
@@ -291,7 +325,37 @@ MISSES: dict[str, dict[str, Any]] = {
     "out over query": {"out": tensor((3, 1, 8, 64), ADDRESSES["query"])},
     "out over the table": {"out": tensor((3, 1, 8, 64), ADDRESSES["page_table"])},
     "no table": {"page_table": None},
+    "a scale": {"key_scale": tensor((), 0x700000, bits=32)},
+    "8-bit keys": {name: tensor((40, 16, 2, 64), ADDRESSES[name], code=KDL_INT, bits=8) for name in ("key", "value")},
 }
+
+
+NARROW_MISSES: dict[str, dict[str, Any]] = {
+    "no scale": {"value_scale": None},
+    "a scale in 16 bits": {"key_scale": tensor((2,), 0x700000, bits=16)},
+    "a scale on another device": {"key_scale": tensor((2,), 0x700000, bits=32, device=1)},
+    "a scale of other heads": {"key_scale": tensor((8,), 0x700000, bits=32)},
+    "scales of other sequences": {"value_scale": tensor((2, 2), 0x700000, bits=32)},
+    "scales of tokens": {"value_scale": tensor((40, 16, 2), 0x700000, bits=32)},
+    "scales of tokens beside those of sequences": {"key_scale": tensor((40, 16, 2), 0x700000, bits=32)},
+    "values of another type": {"value": tensor((40, 16, 2, 64), 0x300000, code=KDL_INT, bits=8)},
+    "keys and values of another type": {
+        name: tensor((40, 16, 2, 64), ADDRESSES[name], code=KDL_INT, bits=8) for name in ("key", "value")
+    },
+    "keys that are not aligned": {
+        name: tensor((40, 16, 2, 64), ADDRESSES[name] + 8, code=KDL_E4M3, bits=8) for name in ("key", "value")
+    },
+    "new keys": {name: tensor((3, 1, 2, 64), 0x800000 + i) for i, name in enumerate(("new_key", "new_value"))},
+    "out over a scale": {"out": tensor((3, 1, 8, 64), ADDRESSES["key_scale"])},
+}
+
+
+@pytest.mark.parametrize("name", NARROW_MISSES)
+def test_other_scales_and_types_miss(name: str) -> None:
+    register(CASES["E4M3, scales of heads"])
+    launches = record.launches
+    assert launcher.launch(*CASES["E4M3, scales of heads"].call(**NARROW_MISSES[name])) is None
+    assert record.launches == launches
 
 
 @pytest.mark.parametrize("name", MISSES)
@@ -303,7 +367,11 @@ def test_other_arguments_miss(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}]
+    "changes",
+    [
+        *({"window": (3, -1)}, {"softcap": 1.0}, {"slopes": (8,)}, {"sinks": True}, {"causal": False}),
+        {"invariant": True},
+    ],
 )
 def test_another_kind_of_mask_misses(changes: dict[str, Any]) -> None:
     register(CASES["decode, pages"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
+from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.blocks import BlockTable
-from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
+from microsdpa.call.cache import CACHE_TYPES
+from microsdpa.call.cached import as_sequences, has_cache
+from microsdpa.call.call import Call, Inputs, MaskTensors, Scales, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
 from microsdpa.call.masks import refuse_both
@@ -17,21 +21,108 @@ from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.prologue import check as check_prologue
 from microsdpa.call.tensors import check_causal
+from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, known_mask, with_causal
 from microsdpa.errors import InvalidArgument
 from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES
+from microsdpa.execution.nodes import PLAIN_TYPES
 from microsdpa.execution.prologue import composed
 from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.runtime import launcher
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+    from typing_extensions import Never
 
 _launch = launcher.launch
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
+
+
+@overload
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    causal: Causal | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    document_ids: Ids | None = None,
+    block_mask: BlockMask | BlockTable | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor: ...
+
+
+@overload
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    causal: Causal | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[True],
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    document_ids: Ids | None = None,
+    block_mask: BlockMask | BlockTable | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool = False,
+    causal: Causal | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    attn_mask: torch.Tensor | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    document_ids: Ids | None = None,
+    block_mask: BlockMask | BlockTable | None = None,
+    precision: Operands | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def sdpa(
@@ -64,6 +155,7 @@ def sdpa(
     q_norm: NormOf | None = None,
     k_norm: NormOf | None = None,
     norm_eps: float = 1e-6,
+    **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact.
 
@@ -92,6 +184,9 @@ def sdpa(
             output is then float16, or what `out` is, or of the value's type where that has 16 bits.
         k_scale: the same for key: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
         v_scale: for an 8-bit value: a scalar, [B, H_kv] or, for every channel, [B, H_kv, D].
+            Beside a float16 or bfloat16 query, key and value of float8_e4m3fn or int8 are a cache: there is no q_scale,
+            and the two scales are a scalar, [H_kv], [B, H_kv] or, of every token, [B, H_kv, S_k]. Their values stay on
+            the device. D is a multiple of 16 up to 256; masks are those of sdpa_varlen, aligned to the lower right.
         attn_mask: broadcastable to [B, H, S_q, S_k]: bool, where False hides a key, or numbers in the inputs' type or
             float32 that are added to the scores. With is_causal=True it is an error, as in torch; beside `causal` both
             hold.
@@ -130,10 +225,12 @@ def sdpa(
         The output, or (output, LSE) with return_lse.
 
     Raises:
-        InvalidArgument: an argument that no call could accept.
+        InvalidArgument: an argument that no call could accept; for a name that is none of sdpa's, UnknownArgument.
         UnsupportedProblem: a call that no kernel computes: its reason and the nearest supported problem are named.
         CompileError: the kernel does not compile on this machine.
     """
+    if unknown:
+        raise unknown_argument("sdpa", unknown, sdpa)
     if not (rotary is q_norm is k_norm is rotary_positions is None):
         prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
         if document_ids is not None or block_mask is not None:
@@ -160,6 +257,12 @@ def sdpa(
         dropped = _with_dropout(call._replace(scales=scales_of(q_scale, k_scale, v_scale), out=out), return_lse)
         return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
+        if precision is None and isinstance(key, torch.Tensor) and key.dtype in CACHE_TYPES:
+            masks, scales = MaskTensors(attn_mask, alibi_slopes, sinks), Scales(q_scale, k_scale, v_scale)
+            options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
+            call = Call((query, key, value), masks, scales, options, return_lse, out)
+            if has_cache(call):
+                return _beside_cache(call)
         masked = attn_mask is not None or window is not None or softcap is not None
         if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):
             named = is_causal, causal, enable_gqa, impl, precision
@@ -223,9 +326,19 @@ def sdpa(
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice
-        elif unmasked and not return_lse and out is None and forward_ad._current_level < 0:
+        elif (
+            unmasked
+            and not return_lse
+            and out is None
+            and type(query) in PLAIN_TYPES
+            and type(key) in PLAIN_TYPES
+            and type(value) in PLAIN_TYPES
+            and forward_ad._current_level < 0
+            and not _len_torch_dispatch_stack()
+            and not _are_functorch_transforms_active()
+        ):
             code = OPTIONS[is_causal, causal, enable_gqa, impl, None]
-            recorded = nodes.warm((query, key, value), is_causal or causal is not None, code, scale)
+            recorded = nodes.recorded(query, key, value, is_causal or causal is not None, code, scale)
             if recorded is not None:
                 return recorded
     except MISSES:
@@ -282,6 +395,28 @@ def _traced(call: Call, prologue: Prologue) -> forward.Result:
     given = *call.inputs, *rest, *prologue.arguments(call.shift), *flags
     result, lse = torch.ops.microsdpa.attention_prologued(*given)
     return result if call.out is None else call.out.copy_(result), lse if call.return_lse else None
+
+
+def _beside_cache(call: Call) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """A call with 8-bit keys and values beside a 16-bit query."""
+    turned, options = as_sequences(call), call.options
+    found = sdpa_varlen(
+        *turned.inputs,
+        causal=turned.options.causal is not None,
+        scale=options.scale,
+        return_lse=call.return_lse,
+        out=turned.out,
+        impl=options.impl,
+        window=options.window,
+        softcap=options.softcap,
+        alibi_slopes=call.masks.alibi_slopes,
+        sinks=call.masks.sinks,
+        k_scale=turned.scales.k_scale,  # type: ignore[arg-type]
+        v_scale=turned.scales.v_scale,  # type: ignore[arg-type]
+    )
+    if not isinstance(found, tuple):
+        return found.transpose(1, 2) if call.out is None else call.out
+    return found[0].transpose(1, 2) if call.out is None else call.out, found[1]
 
 
 def _with_dropout(call: Call, return_lse: bool) -> forward.Result:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from microsdpa.call.blocks import BlockTable
+from microsdpa.call.cached import as_sequences, has_cache
 from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.options import Options
@@ -113,7 +114,7 @@ def explain(
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
     prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
     call = Call((query, key, value), masks, scales, options, return_lse, out, prologue=prologue)
-    return explanation(check(call))
+    return explanation(check(as_sequences(call) if has_cache(call) else call))
 
 
 def explanation(checked: Checked) -> Explanation:

@@ -174,7 +174,9 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
         for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
             expected.check(name, tensor)
         tensors.check_grad({"query": query, "key": key, "value": value})
-        return api.sdpa(query, key, value, out=out, **expected.options)
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        found = api.sdpa(query, key, value, out=out, **expected.options)
+        return found
 
     prepared.__doc__, prepared.__qualname__ = Plan.__call__.__doc__, NOT_PICKLED
     plan = cast(Plan, prepared)
@@ -221,7 +223,9 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
             if not made or name != "attn_mask":  # other documents may become another kind of mask
                 expected.check(name, tensor)
         tensors.check_grad({name: tensor for name, tensor in inputs.items() if tensor is not None})
-        return api.sdpa(query, key, value, out=out, **named, **expected.options)
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        found = api.sdpa(query, key, value, out=out, **named, **expected.options)
+        return found
 
     prepared.__doc__, prepared.__qualname__ = Plan.__call__.__doc__, NOT_PICKLED
     plan = cast(Plan, prepared)

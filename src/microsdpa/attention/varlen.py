@@ -8,7 +8,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from microsdpa.call.call import Call, mask_tensors
+from microsdpa.call.cache import scale_tensor
+from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.options import VARLEN_OPTIONS, Options
 from microsdpa.call.sequences import Sequences
 from microsdpa.call.tensors import check_grad
@@ -46,6 +47,9 @@ def sdpa_varlen(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of sequences of many lengths, packed or in the pages of a cache, in one launch.
 
@@ -61,6 +65,7 @@ def sdpa_varlen(
         key: [pages, page, H_kv, D] with page_table, of any strides and any page size; [keys, H_kv, D] with key_offsets;
             else [B, S_k, H_kv, D]. H is a multiple of H_kv: query head h reads key head h // (H / H_kv). A cache of
             another order is passed as a view: cache.transpose(1, 2) of [pages, H_kv, page, D].
+            It has the query's type, or is float8_e4m3fn or int8, with k_scale and v_scale; D is then a multiple of 16.
         value: like key.
         query_offsets: [B + 1], int32: sequence b has queries query_offsets[b] to query_offsets[b + 1].
         key_offsets: [B + 1], int32: the same for packed keys and values.
@@ -88,6 +93,15 @@ def sdpa_varlen(
         softcap: scores x become softcap * tanh(x / softcap).
         alibi_slopes: [H] or [B, H], float32: slope * |p - key| is subtracted from the scores.
         sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax.
+        batch_invariant: whether the bits of a query's output depend on nothing but the query and the keys that it sees:
+            not on the other sequences, its place in the batch, the width of the table, or how many queries of its
+            sequence are in the call. Parts of 512 keys are computed apart. CUDA tensors and the emulator alone; on CPU
+            tensors the option has no effect.
+        k_scale: of an 8-bit key, which times its scale is the number that it stands for: a number, or float32: a
+            scalar, [H_kv], [B, H_kv], or one of every token, of key's shape without D. Packed keys of two dimensions
+            that fit both are of tokens. Scales are positive and finite; the device alone reads them.
+            Where new keys come, those of tokens are written for them.
+        v_scale: the same of value. Where one has a scale of every token, the other one is the same for all sequences.
 
     Returns:
         The output, or (output, LSE) with return_lse. Queries that see no key give zeros and LSE -inf, or the sink.
@@ -104,20 +118,74 @@ def sdpa_varlen(
             *(query_offsets, key_offsets, lengths, page_table, max_queries),
             *(rotary_cos, rotary_sin, rotary_interleaved, causal, scale, return_lse),
             *([-1, -1] if window is None else list(window), softcap, alibi_slopes, sinks, impl),
+            batch_invariant,
+            *(_traced_scale(scale, key) for scale in (k_scale, v_scale)),
         )
         result = found[0] if out is None else out.copy_(found[0])
         return (result, found[1]) if return_lse else result
+    if k_scale is not None and not isinstance(k_scale, torch.Tensor):
+        k_scale = scale_tensor("k_scale", k_scale, key)  # type: ignore[assignment]
+    if v_scale is not None and not isinstance(v_scale, torch.Tensor):
+        v_scale = scale_tensor("v_scale", v_scale, value)  # type: ignore[assignment]
     try:
         graded = _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if not graded and forward_ad._current_level < 0:
             result = _empty_like(query) if out is None else out
+            code = VARLEN_OPTIONS[causal, rotary_interleaved, batch_invariant, impl]
             left, right = (-1, -1) if window is None else window
-            lse = _launch(
-                *(query, key, value, result, return_lse, VARLEN_OPTIONS[causal, rotary_interleaved, impl], scale),
-                *(None, alibi_slopes, sinks, left, right, softcap, None, None, None),
-                *(query_offsets, key_offsets, lengths, page_table, max_queries),
-                *(new_key, new_value, rotary_cos, rotary_sin),
-            )
+            # Arguments are not unpacked: making a tuple of them takes longer than these lines.
+            if new_key is None and new_value is None and rotary_cos is None and rotary_sin is None:
+                lse = _launch(
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    None,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                    None,
+                    k_scale,
+                    v_scale,
+                    query_offsets,
+                    key_offsets,
+                    lengths,
+                    page_table,
+                    max_queries,
+                )
+            else:
+                lse = _launch(
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    None,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                    None,
+                    k_scale,
+                    v_scale,
+                    query_offsets,
+                    key_offsets,
+                    lengths,
+                    page_table,
+                    max_queries,
+                    new_key,
+                    new_value,
+                    rotary_cos,
+                    rotary_sin,
+                )
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice
@@ -129,18 +197,32 @@ def sdpa_varlen(
         raise InvalidArgument(
             "rotary_interleaved", expected="a bool", got=repr(rotary_interleaved), hint="True for neighbouring pairs"
         )
+    if not isinstance(batch_invariant, bool):
+        raise InvalidArgument(
+            "batch_invariant", expected="a bool", got=repr(batch_invariant), hint="True for bits that never change"
+        )
     masks = mask_tensors(None, alibi_slopes, sinks)
     options = Options(False, "lower_right" if causal else None, scale, True, window, softcap, impl)
     sequences = Sequences(
         *(query_offsets, key_offsets, lengths, page_table, max_queries),
-        *(new_key, new_value, rotary_cos, rotary_sin, rotary_interleaved),
+        *(new_key, new_value, rotary_cos, rotary_sin),
+        rotary_interleaved=rotary_interleaved,
+        batch_invariant=batch_invariant,
     )
-    call = Call((query, key, value), masks, options=options, return_lse=return_lse, out=out, sequences=sequences)
+    scales = scales_of(None, k_scale, v_scale)
+    call = Call((query, key, value), masks, scales, options, return_lse, out, sequences)
     transforms.refuse_tangents(query, key, value)
     tensors = {"query": query, "key": key, "value": value, "out": out}
     check_grad({name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)})
     attended = forward.first_call(call)
     return attended if return_lse else attended[0]  # type: ignore[return-value]
+
+
+def _traced_scale(scale: torch.Tensor | float | None, key: torch.Tensor) -> torch.Tensor | None:
+    """A scale of a graph: a number is a tensor that the graph makes."""
+    if scale is None or isinstance(scale, torch.Tensor):
+        return scale
+    return torch.full((), float(scale), dtype=torch.float32, device=key.device)
 
 
 def _traced(

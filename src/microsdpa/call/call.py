@@ -60,7 +60,7 @@ class Call(NamedTuple):
     Attributes:
         inputs: query [B, H, S_q, D], key and value [B, H_kv, S_k, D].
         masks: tensors that decide about the scores; the window and the soft cap are among the options.
-        scales: of 8-bit values; NO_SCALES itself where there are none.
+        scales: of 8-bit values, or of an 8-bit cache; NO_SCALES itself where there are none.
         out: tensor to write to; None for one that is allocated.
         sequences: where sequences of many lengths lie; query, key and value then have the layouts of sdpa_varlen.
         random: of a call that drops probabilities; None for random numbers that are taken when it runs.
@@ -94,10 +94,10 @@ class Call(NamedTuple):
 
     @property
     def has_values(self) -> bool:
-        """Whether the inputs are 8-bit values, with scales."""
-        return self.scales is not NO_SCALES
+        """Whether all inputs are 8-bit values, with scales; those of a cache are its own matter."""
+        return self.scales is not NO_SCALES and self.sequences is None
 
     @property
     def is_eight_bit(self) -> bool:
         """Whether kernels with 8-bit operands compute the call: it names a precision, or gives scales."""
-        return self.options.precision is not None or self.scales is not NO_SCALES
+        return self.options.precision is not None or self.has_values

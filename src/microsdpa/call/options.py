@@ -41,23 +41,27 @@ OPTIONS: dict[tuple[object, ...], int] = {
 VARLEN_BIT = 1 << 20
 """Set in the number of a call's options where it has sequences of many lengths."""
 INTERLEAVED_BIT = 1 << 21
+INVARIANT_BIT = 1 << 26
+"""Set where a sequence's bits may not depend on the others of its batch."""
 DETERMINISTIC_BIT = 1 << 22
 """Set in the number of a call for gradients whose bits shall be the same each time."""
 DROPOUT_BIT = 1 << 23
 """Set where the call drops probabilities."""
 PROLOGUE_BIT = 1 << 25
 """Set where the call has norms or rotary embedding."""
-LAYER_NORM_BIT = 1 << 26
+LAYER_NORM_BIT = 1 << 28
 UNROTATED_KEY_BIT = 1 << 27
 VARLEN_OPTIONS: dict[tuple[object, ...], int] = {
-    (causal, interleaved, impl): OPTIONS[False, "lower_right" if causal else None, True, impl, None]
+    (causal, interleaved, invariant, impl): OPTIONS[False, "lower_right" if causal else None, True, impl, None]
     | VARLEN_BIT
     | INTERLEAVED_BIT * interleaved
+    | INVARIANT_BIT * invariant
     for causal in (False, True)
     for interleaved in (False, True)
+    for invariant in (False, True)
     for impl in ("auto", *(family.name for family in VARLEN_FAMILIES))
 }
-"""A number for every valid (causal, rotary_interleaved, impl) of sdpa_varlen."""
+"""A number for every valid (causal, rotary_interleaved, batch_invariant, impl) of sdpa_varlen."""
 
 
 class Options(NamedTuple):

@@ -165,8 +165,10 @@ def _refuse_shape(name: str, scale: torch.Tensor, tensor: torch.Tensor, last: tu
     )
 
 
-_positive: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-"""By the id of a scale that has been checked: the scale, and how many changes of it there had been."""
+_positive: dict[int, int] = {}
+"""By the id of a scale that has been checked and is alive: how many changes of it there had been."""
+_alive: dict[int, weakref.ref[torch.Tensor]] = {}
+"""By the id of such a scale: what takes both entries away when it dies, ahead of another tensor of that id."""
 
 UNCOUNTED = -1
 """Changes of a tensor that was made in inference mode: torch does not count them."""
@@ -210,7 +212,13 @@ def _check_positive(name: str, scale: torch.Tensor) -> None:
     if not bool(good.all()):
         _refuse_value(name, scale[~good].flatten()[0].item())
     place = id(scale)
-    _positive[place] = weakref.ref(scale, lambda _: _positive.pop(place, None)), _changes(scale)
+    _alive[place] = weakref.ref(scale, lambda _: _forget(place))
+    _positive[place] = _changes(scale)
+
+
+def _forget(place: int) -> None:
+    _positive.pop(place, None)
+    _alive.pop(place, None)
 
 
 def _refuse_value(name: str, value: float) -> None:
@@ -232,11 +240,7 @@ def known_positive(scales: tuple[object, ...]) -> bool:
     """Whether the values of all tensors among the scales have been checked, and none has changed; numbers have not."""
     for scale in scales:
         if scale is not None:
-            entry = _positive.get(id(scale))
-            if entry is None:
-                return False
-            ref, changes = entry
-            tensor = ref()
-            if tensor is None or tensor is not scale or (changes != UNCOUNTED and changes != tensor._version):
+            changes = _positive.get(id(scale))
+            if changes is None or (changes != UNCOUNTED and changes != scale._version):  # type: ignore[attr-defined]
                 return False
     return True

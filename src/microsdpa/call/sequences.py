@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 
 from microsdpa.call import tensors
+from microsdpa.call.cache import is_cached
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, ROTARY_COLUMNS, Rotary
+from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, ROTARY_COLUMNS, SPLIT_KEYS, Rotary
 from microsdpa.kernels.problem import MaskType
 
 LARGEST_GRANULARITY = 64
@@ -29,6 +30,7 @@ class Sequences(NamedTuple):
         rotary_cos: [positions, R / 2]: queries and new keys are rotated in their first R columns.
         rotary_sin: like rotary_cos.
         rotary_interleaved: whether pairs that are rotated are neighbours.
+        batch_invariant: whether a sequence's bits may depend on nothing but the sequence.
     """
 
     query_offsets: torch.Tensor | None = None
@@ -41,6 +43,7 @@ class Sequences(NamedTuple):
     rotary_cos: torch.Tensor | None = None
     rotary_sin: torch.Tensor | None = None
     rotary_interleaved: bool = False
+    batch_invariant: bool = False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -127,11 +130,15 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences
         else "[B, S_k, H_kv, D]",
     }
     letters["value"] = letters["key"]
+    cached = is_cached(query, key)
     for name, tensor in given.items():
-        if tensor.dtype not in tensors.DTYPES or tensor.dtype != query.dtype:
+        wanted = key.dtype if cached and name == "value" else query.dtype
+        if not (cached and name == "key") and (query.dtype not in tensors.DTYPES or tensor.dtype != wanted):
             raise InvalidArgument(
                 name,
-                expected="torch.float16 or torch.bfloat16, one type for all",
+                expected=f"{key.dtype}, as key has"
+                if wanted != query.dtype
+                else "torch.float16 or torch.bfloat16, one type for all, or key and value of 8 bits with their scales",
                 got=str(tensor.dtype),
                 hint="convert it, for example with .to(torch.bfloat16)",
             )
@@ -246,6 +253,12 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, sequences: Sequences) -
     if rows > MOST_WORK:
         raise UnsupportedProblem(
             f"{rows} tiles of 16 rows exceed the {MOST_WORK} that a kernel counts", nearest="a smaller batch"
+        )
+    parts = rows * (-(-most // SPLIT_KEYS) + 1)
+    if sequences.batch_invariant and parts > MOST_WORK:
+        raise UnsupportedProblem(
+            f"{parts} parts of {SPLIT_KEYS} keys exceed the {MOST_WORK} that a kernel counts",
+            nearest="a page table that is less wide, a smaller batch, or batch_invariant=False",
         )
 
 

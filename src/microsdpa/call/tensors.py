@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import torch
 
@@ -36,9 +37,16 @@ def check_impl(impl: object, eight_bit: bool = False, varlen: bool = False) -> s
             "impl",
             expected=f"{operands}'auto', 'emulate', or one of {known}, which may follow 'emulate:'",
             got=repr(impl),
-            hint="use impl='auto' to let microsdpa choose",
+            hint=_near(kernel, [family.name for family in families]),
         )
     return impl
+
+
+def _near(kernel: str, known: Sequence[str]) -> str:
+    """What to do about the name of a kernel that there is not."""
+    near = get_close_matches(kernel, [*known, "auto", "emulate"], n=3, cutoff=0.5)
+    meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return f"{meant}use impl='auto' to let microsdpa choose"
 
 
 def check_causal(is_causal: object, causal: object) -> Causal | None:

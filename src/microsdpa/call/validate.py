@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from microsdpa.call import cache as cache_checks
 from microsdpa.call import dropout as dropout_checks
 from microsdpa.call import masks as mask_checks
 from microsdpa.call import prologue as prologue_checks
@@ -29,7 +30,7 @@ class Checked(NamedTuple):
         scale: of the softmax; None for 1/sqrt(D).
         operands: what the kernel reads in 8 bits; None for 16 bits.
         dtype: of the output.
-        scales: of 8-bit values: FP32 tensors; none where there is nothing to compute.
+        scales: of 8-bit values, or of an 8-bit cache: FP32 tensors; none where there is nothing to compute.
     """
 
     call: Call
@@ -118,15 +119,17 @@ def check(call: Call) -> Checked:
     if call.prologue is not None:
         prologue_checks.check(call.prologue, query, key, call.shift)
         prologue_checks.check_addresses(call.prologue)
-    masks = mask_checks.check(call)
+    masks, scales = mask_checks.check(call), NO_SCALES
+    if call.sequences is not None:
+        scales = cache_checks.check_scales(query, key, call.scales, call.sequences)
     if call.out is not None:
-        others = tuple(masks.tensors.values())
+        others = *masks.tensors.values(), *(scale for scale in scales if isinstance(scale, torch.Tensor))
         if call.sequences is not None:
             others = *others, *call.sequences.tensors.values(), *call.sequences.appended.values()
         if call.prologue is not None:
             others = *others, *call.prologue.tensors.values()
         tensors.check_out(call.out, query, query.dtype, (*call.inputs, *others))
-    return Checked(call, kernel, emulated, causal, scale, masks, query.dtype)
+    return Checked(call, kernel, emulated, causal, scale, masks, query.dtype, scales=scales)
 
 
 def _check_eight_bit(checked: Checked) -> Checked:

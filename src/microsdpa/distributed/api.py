@@ -101,7 +101,9 @@ def attention(
         window: (left, right), as sdpa has it, over the whole sequences. Only keys that a rank sees are sent to it
             between GPUs of one host.
         document_ids: this rank's shard of the ids, [S_local] or [B, S_local], or a pair of them, of queries and keys.
-        softcap, scale, enable_gqa: as sdpa has them.
+        softcap: as sdpa has it.
+        scale: as sdpa has it.
+        enable_gqa: as sdpa has it.
         method: "all_gather", "ring" or "heads"; "auto" takes the one of the shortest estimate, which explain() prints.
         transport: "symmetric", the copy engines of the GPUs of one host, or "collective", NCCL or gloo; "auto" takes
             the first where it can.

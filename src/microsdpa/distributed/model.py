@@ -172,7 +172,8 @@ def heads(problem: Problem, machine: Machine) -> Estimate:
     compute = compute if problem.visible.queries.order == "balanced" else _even_compute(problem, machine)
     wire += 4 * received / machine.memory
     parts = max(min(problem.heads_kv // world, PARTS_OF_HEADS), 1)
-    there, back = wire * (1 - of_queries / 2 / received), wire * of_queries / 2 / received
+    back = wire * of_queries / 2 / received if received else 0.0  # a group of one receives nothing
+    there = wire - back
     total = 2 * machine.start + there / parts + max(compute, wire) + back / parts
     return Estimate("heads", received, wire, compute, total)
 

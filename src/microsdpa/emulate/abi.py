@@ -46,6 +46,16 @@ class AppendParams(ctypes.Structure):
     )
 
 
+class CacheParams(ctypes.Structure):
+    """CacheParams of kernels/common/varlen_params.cuh."""
+
+    _fields_ = (
+        ("append", AppendParams),
+        *((name, ctypes.c_void_p) for name in ("key_scale", "value_scale")),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("key_scale", "value_scale")),
+    )
+
+
 VIEW_ALIGNMENT = 128
 """Bytes that the tensor views, which follow the parameters, start on."""
 
@@ -94,6 +104,7 @@ class Launch(ctypes.Structure):
                 "count_banks",
                 "cluster",
                 "programmatic",
+                "backwards",
             )
         ),
         ("seed", ctypes.c_uint64),

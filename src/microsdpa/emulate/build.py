@@ -161,7 +161,16 @@ def load(spec: KernelSpec, root: Path = KERNELS_DIR, params: str = "") -> Librar
 
 
 def _environment() -> tuple[object, ...]:
-    return _headers(), _kernel_flags(), _compiler_version(), metadata.version("nvidia-cuda-runtime")
+    return _headers(), _kernel_flags(), _compiler_version(), _toolkit()
+
+
+def _toolkit() -> str:
+    """Which CUDA headers there are: the version of their package, or their place."""
+    places = nvrtc.include_directories()
+    try:
+        return metadata.version("nvidia-cuda-runtime")
+    except metadata.PackageNotFoundError:
+        return ":".join(places)
 
 
 def cache_version() -> int:

@@ -57,10 +57,12 @@ class Schedule:
     Attributes:
         seed: of the order of threads between synchronisation points.
         late: whether asynchronous copies arrive as late as their completion mechanism allows, or as early.
+        backwards: whether clusters run from the last one to the first; not for kernels that wait for earlier ones.
     """
 
     seed: int = 0
     late: bool = True
+    backwards: bool = False
 
 
 _schedule: ContextVar[Schedule] = ContextVar("schedule", default=Schedule())  # noqa: B039 (frozen)
@@ -174,6 +176,7 @@ def launch(
         count_banks=count_banks,
         cluster=cluster,
         programmatic=shape.programmatic,
+        backwards=schedule.backwards,
         seed=schedule.seed,
         guard_count=len(library.guards),
         guards=library.guards,

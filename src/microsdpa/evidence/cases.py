@@ -50,6 +50,21 @@ def needs_gpu(case: Case) -> str:
     return ""
 
 
+def emulated_cases() -> list[tuple[str, Case]]:
+    """Kernels of Ampere and Hopper, each with a few small cases: what a machine without a GPU runs in two minutes."""
+    causal, ragged = Case(1, 2, 65, 130, 64, causal="lower_right"), Case(1, 1, 63, 97, 64, seed=1)
+    small = (Case(1, 2, 64, 64, 64), causal, ragged)
+    masked = Case(1, 2, 65, 70, 64, causal="lower_right", masks=("bool", "softcap"))
+    return [
+        *(("hopper/latency", case) for case in small),
+        *(("hopper/throughput", case) for case in (Case(1, 1, 200, 150, 64), Case(1, 2, 130, 140, 64, seed=1))),
+        ("hopper/split", Case(1, 1, 130, 200, 64)),
+        *(("ampere/mma", case) for case in (*small, Case(2, 4, 5, 200, 64, heads_kv=2))),
+        ("ampere/general", Case(1, 2, 20, 33, 40)),
+        ("ampere/general", masked),
+    ]
+
+
 def verify_cases() -> list[Case]:
     """Every case, by what it is there for; no case twice."""
     cases: list[Case] = []

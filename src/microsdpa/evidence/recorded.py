@@ -12,7 +12,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import Grid, KernelSpec, configurations, policy
 from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
-from microsdpa.kernels.problem import OPERANDS, Causal, DType, MaskKind, Operands, Problem
+from microsdpa.kernels.problem import OPERANDS, CacheKind, Causal, DType, MaskKind, Operands, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES, fused, fused_grid, part_rows
 from microsdpa.kernels.select import select
 from microsdpa.kernels.spec import Rejection
@@ -99,6 +99,7 @@ def problem_of(row: Row, target: str) -> Problem:
         dropout=row.get("dropout_p", 0.0) > 0.0,
         alignment=row.get("alignment", 16),
         target=target,
+        cache=CacheKind(**row["cache_kind"]) if row.get("cache_kind") else None,
     )
 
 
@@ -108,7 +109,7 @@ def _gradients(problem: Problem) -> Kernel:
     if isinstance(tiling, Rejection):
         own = backward.choose(problem)
         return Kernel(backward.gradients(problem, own), (backward.gradients_grid(problem, own),))
-    return Kernel(hopper_backward.gradients(problem, tiling), (hopper_backward.gradients_grid(problem),))
+    return Kernel(hopper_backward.gradients(problem, tiling), (hopper_backward.gradients_grid(problem, tiling),))
 
 
 def _quantizer(problem: Problem) -> Kernel:

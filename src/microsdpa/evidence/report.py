@@ -37,8 +37,21 @@ def tables(results: Results) -> list[Table]:
         result = results[suite]
         modes = {row["mode"] for row in result["rows"] if row["op"] != "empty"}
         source = provenance(result).strip("*\n")
-        found += [Table(suite, mode, source, timing_lines(result, mode)) for mode in (*MODES, START) if mode in modes]
+        found += [
+            Table(suite, mode, source, dense_first(timing_lines(result, mode)))
+            for mode in (*MODES, START)
+            if mode in modes
+        ]
     return found
+
+
+def dense_first(lines: list[list[str]]) -> list[list[str]]:
+    """A table whose columns that are mostly empty come last, behind the comparison with the best peer."""
+    head, *rows = lines
+    filled = [sum(row[i] not in ("", "-") for row in rows) for i in range(len(head))]
+    sparse = [i > 0 and 2 * count < len(rows) and "best peer" not in head[i] for i, count in enumerate(filled)]
+    order = sorted(range(len(head)), key=lambda i: sparse[i])
+    return [[line[i] for i in order] for line in lines]
 
 
 def write(directory: Path, steps: Sequence[Step], results: Results, origin: str) -> Path:

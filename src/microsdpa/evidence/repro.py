@@ -30,9 +30,10 @@ from microsdpa.evidence import (
     start,
     survey,
     training,
+    verify_eight_bit,
     worker,
 )
-from microsdpa.evidence.cases import needs_gpu, verify_cases
+from microsdpa.evidence.cases import emulated_cases, needs_gpu, verify_cases
 from microsdpa.evidence.devices import named
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.peers import choose
@@ -40,11 +41,11 @@ from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.plots.charts import Results
 from microsdpa.evidence.probe_list import PROBES
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.evidence.suites import ALL, Some, chosen, load
+from microsdpa.evidence.suites import ALL, Some, chosen, load, some_of
 from microsdpa.evidence.verify import as_row, check, problem_of
 from microsdpa.evidence.wording import case_name, quoted_us
 from microsdpa.kernels import catalogue, emulated_target
-from microsdpa.kernels.problem import target_of
+from microsdpa.kernels.problem import Operands, target_of
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 
@@ -60,20 +61,29 @@ def info_step(progress: Progress = no_progress) -> Step:
     facts = survey.info()
     rows = [["fact", "value"]]
     for name, value in facts.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and len(set(value.values())) == 1:  # one reason for all of them
+            rows.append([name, f"{next(iter(value.values()))} ({', '.join(value)})"])
+        elif isinstance(value, dict):
             rows += [[f"{name}: {key}", str(entry)] for key, entry in value.items()]
         else:
             rows.append([name, "none" if value is None else str(value)])
     return Step("info", "passed", f"{facts['gpu'] or 'no GPU'}, NVRTC {facts['nvrtc']}", rows, data=facts)
 
 
-def compile_step(progress: Progress = no_progress, targets: list[str] | None = None, *, every: bool = False) -> Step:
-    """Every kernel, in some or in every configuration, for every target; each must compile, none use local memory."""
+def compile_step(
+    progress: Progress = no_progress, targets: list[str] | None = None, *, every: bool = False, few: bool = False
+) -> Step:
+    """Every kernel, in some or in every configuration, for every target; each must compile, none use local memory.
+
+    With `few` each kernel is compiled once, for the first target that has it, and one kernel for every target.
+    """
     targets = targets or list(survey.TARGETS)
-    total = sum(len(catalogue(target, every=every)) for target in targets)
-    rows = survey.compile_all(targets, progress("compile", total), every=every)
+    jobs = [(spec, target) for target in targets for spec in catalogue(target, every=every)]
+    bare = [target for target in targets if target not in {target for _, target in jobs}]
+    if few:
+        jobs = survey.once_each(jobs)
+    rows = survey.compile_all(jobs, progress("compile", len(jobs)))
     failed = [row for row in rows if row.failure]
-    bare = [target for target in targets if not catalogue(target)]
     table = [["kernel", "configuration", "target", "registers", "shared B", "spill B", "tensor instr.", "seconds"]]
     table += [
         [
@@ -89,6 +99,8 @@ def compile_step(progress: Progress = no_progress, targets: list[str] | None = N
     summary = f"{len(rows) - len(failed)} of {len(rows)} kernels compiled for {', '.join(targets)} without spills"
     if bare:
         summary += f"; no kernel supports {', '.join(bare)}"
+    if few:
+        summary += "; --full compiles every kernel for every target"
     return Step("compile", "failed" if failed or bare else "passed", summary, table, data=[asdict(row) for row in rows])
 
 
@@ -99,10 +111,12 @@ def verify_step(
     command: str = COMMAND,
     *,
     ptx: str | None = None,
+    few: bool = False,
 ) -> Step:
     """Every verify case, on the GPU when there is one, else by the same kernels in the emulator.
 
-    With `ptx`, a target such as "sm_89", the GPU runs what its driver makes of that target's PTX.
+    With `ptx`, a target such as "sm_89", the GPU runs what its driver makes of that target's PTX. With `few`, where
+    there is no GPU, kernels of several architectures run a few cases each.
     """
     reason = launcher.device_error()
     if ptx and reason:
@@ -111,24 +125,26 @@ def verify_step(
     device = "cpu" if reason or impl.startswith("emulate") else "cuda"
     if device == "cpu" and not impl.startswith("emulate"):
         impl = "emulate" if impl == "auto" else f"emulate:{impl}"
-    cases = verify_cases()
-    left_out = {case: why for case in cases if device == "cpu" and (why := needs_gpu(case))}
-    cases = [case for case in cases if case not in left_out]
+    cases = [(case, impl) for case in verify_cases()]
+    if few and device == "cpu":
+        cases = [(case, f"emulate:{kernel}") for kernel, case in emulated_cases()]
+    left_out = {case: why for case, _ in cases if device == "cpu" and (why := needs_gpu(case))}
+    cases = [(case, by) for case, by in cases if case not in left_out]
     advance = progress("verify", len(cases))
     if device == "cuda" and not ptx:
         target = launcher.target_of_device()
-        survey.compile_ahead((problem_of(case, target) for case in cases), impl)
-    outcomes = []
-    for case in cases:
+        survey.compile_ahead((problem_of(case, target) for case, _ in cases), impl)
+    outcomes, rows = [], []
+    for case, by in cases:
         try:
-            outcomes.append(check(case, device, impl))
+            outcomes.append(check(case, device, by))
+            rows.append(as_row(outcomes[-1], by, device))
         except UnsupportedProblem as refusal:
-            if impl in ("auto", "emulate"):
+            if by in ("auto", "emulate"):
                 raise
             left_out[case] = str(refusal)  # a kernel that was named need not compute every problem
         advance(str(case))
     failed = [outcome for outcome in outcomes if not outcome.passed]
-    rows = [as_row(outcome, impl, device) for outcome in outcomes]
     table = [["case", "max abs error", "tolerance", "outcome"]]
     table += [
         [str(o.case), f"{o.errors.max_abs:.2e}", f"{o.tolerance.max_abs:.2e}", o.failure or "passed"] for o in outcomes
@@ -147,24 +163,38 @@ def verify_step(
         summary += f" (not on a GPU: {reason})"
     if left_out:
         summary += f"; {len(left_out)} not run: {'; '.join(sorted(set(left_out.values())))}"
+    if few:
+        summary += "; --full runs every case"
     result = results.make(f"verify_ptx_{ptx}" if ptx else "verify", command, rows)
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
     return Step("verify", "failed" if failed else "passed", summary, table, data=result)
 
 
-def emulate_step(case: Case, impl: str, schedule: Schedule) -> Step:
-    """One case in the emulator: its counters, bank conflicts by source line, and the error against the oracle."""
+def emulate_step(case: Case, impl: str, schedule: Schedule, precision: Operands | None = None) -> Step:
+    """One case in the emulator: its counters, bank conflicts by source line, and the error against the oracle.
+
+    With `precision` the attention kernel runs on quantized operands, and the oracle on what these are dequantized to.
+    """
     query, key, value = make(case)
-    problem = case.problem(emulated_target(impl))
-    spec = select(problem, impl).spec
     out = torch.full_like(query, torch.nan)
-    start = time.perf_counter()
-    report = run_kernel(spec, problem, (query, key, value, out, None), case.scale, schedule=schedule, count_banks=True)
-    seconds = time.perf_counter() - start
-    expected, _ = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
-    eager, _ = reference.eager(query, key, value, causal=case.causal, scale=case.scale)
-    allowed = compare.tolerance(eager, expected, query.dtype)
+    if precision is None:
+        problem = case.problem(emulated_target(impl))
+        spec = select(problem, impl).spec
+        start = time.perf_counter()
+        operands = query, key, value, out, None
+        report = run_kernel(spec, problem, operands, case.scale, schedule=schedule, count_banks=True)
+        seconds = time.perf_counter() - start
+        expected, _ = reference.oracle(query, key, value, causal=case.causal, scale=case.scale)
+        eager, _ = reference.eager(query, key, value, causal=case.causal, scale=case.scale)
+        allowed = compare.tolerance(eager, expected, query.dtype)
+    else:
+        problem = verify_eight_bit.problem_of(case, precision, emulated_target(impl))
+        spec = select(problem, impl).spec
+        start = time.perf_counter()
+        report = verify_eight_bit.emulated(spec, problem, case, precision, out, schedule)
+        seconds = time.perf_counter() - start
+        expected, allowed = verify_eight_bit.expected(spec, case, precision)
     errors = compare.measure(out, expected)
     table = [["counter", "value"]]
     table += [[name.replace("_", " "), f"{value:,}"] for name, value in report.counters.items()]
@@ -228,7 +258,8 @@ def bench_step(
     the others that were recorded below `output` at this commit stay.
     """
     until = None if some.seconds is None else time.time() + some.seconds
-    loaded = load(suite) if some.is_all else chosen(load(suite), some)
+    of_doors = suite == doors.SUITE  # its cells are doors, and not the cases
+    loaded = load(suite) if some.is_all or of_doors else chosen(load(suite), some)
     peers = some.peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
     if suite == training.SUITE and modes not in (None, ["graph"]):
@@ -239,6 +270,9 @@ def bench_step(
         raise InvalidArgument(
             "modes", expected="none for suite start, which times first calls", got=",".join(modes), hint=hint
         )
+    if of_doors and some.seconds is not None:
+        hint = "--part 1/2 and --part 2/2 take half of the time each"
+        raise InvalidArgument("seconds", expected="none for suite doors", got=f"{some.seconds:g}", hint=hint)
     if reason := launcher.device_error():
         return Step("bench", "not run", f"timings need a GPU: {reason}")
 
@@ -252,13 +286,13 @@ def bench_step(
             made = results.make(loaded.name, command, found)
             results.write(made if some.is_all else results.completed(made, output, case_name), output)
 
-    if suite in (start.SUITE, doors.SUITE, serving.SUITE) and not some.is_all:
+    if suite in (start.SUITE, serving.SUITE) and not some.is_all:
         hint = "leave --cells, --part and --seconds out, or name another suite"
         raise InvalidArgument("cells", expected=f"all of suite {suite}", got="some of them", hint=hint)
     if suite == start.SUITE:
         rows = start.run(loaded.cases[0], progress(suite, len(start.STARTS)), keep)
-    elif suite == doors.SUITE:
-        ways = [*doors.doors(), *door_models.doors()]
+    elif of_doors:
+        ways = some_of([*doors.doors(), *door_models.doors()], some, lambda door: f"{door.name} {door.text}")
         rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)), keep)
     elif suite == training.SUITE:
         rows = training.run(loaded.cases, peers, progress(suite, len(loaded.cases)), keep)
@@ -302,20 +336,22 @@ def bench_step(
     return Step("bench", "failed" if wrong else "passed", summary, table, data=result)
 
 
-def run(directory: Path, progress: Progress = no_progress, fresh: bool = False) -> list[Step]:
+def run(directory: Path, progress: Progress = no_progress, fresh: bool = False, full: bool = True) -> list[Step]:
     """All steps in order; writes the report, result files and the finished steps below `directory`.
 
-    A step that passed before, with the same code on the same machine, is not taken again unless `fresh`.
+    A step that passed before, with the same code on the same machine, is not taken again unless `fresh`. Without a GPU
+    and without `full`, few kernels are compiled, and few cases are run.
     """
     output = directory / "results"
+    few = not full and launcher.device_error() is not None
     plan: dict[str, Callable[[], Step]] = {
         "info": lambda: info_step(progress),
-        "compile": lambda: compile_step(progress),
-        "verify": lambda: verify_step(progress, output=output),
+        "compile": lambda: compile_step(progress, few=few),
+        "verify": lambda: verify_step(progress, output=output, few=few),
         "probe": lambda: probe_step(progress, output=output),
         "roofline": lambda: roofline_page.step(roofline_page.MISSION, named("l4"), output),
     }
-    finished = resume.Finished(directory / "steps", fresh)
+    finished = resume.Finished(directory / "steps", fresh, "few" if few else "")
     suites = {"bench": "mission"}
     if not launcher.device_error():
         suites |= {f"bench {suite}": suite for suite in SUITES[1:]}

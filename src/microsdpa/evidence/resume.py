@@ -15,11 +15,14 @@ from microsdpa.evidence.step import Step
 
 
 class Finished:
-    """Steps that passed, below `directory`, each with the code and the machine that it passed on."""
+    """Steps that passed, below `directory`, each with the code and the machine that it passed on.
 
-    def __init__(self, directory: Path, fresh: bool = False) -> None:
+    `extent` says how much of each step is taken, if not all.
+    """
+
+    def __init__(self, directory: Path, fresh: bool = False, extent: str = "") -> None:
         self._directory = directory
-        self._key = _key()
+        self._key = _key() + extent
         self._fresh = fresh
 
     def find(self, name: str) -> Step | None:

@@ -7,10 +7,11 @@ share the lengths and the page table. docs/measuring.md has the modes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import Call
 from microsdpa.evidence.peers.implementation import import_failure
 from microsdpa.jit.signature import code_signature, signature
-from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.problem import CacheKind, Problem
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 
@@ -46,6 +47,7 @@ class Cell:
         queries: of each sequence; None for prompts, whose queries are their keys.
         page: keys of a page; 0 for packed keys, or for dense ones where `queries` are given.
         text: what the other fields do not say.
+        cache: type of keys and values; E4M3 has a scale of all, INT8 those of every token.
     """
 
     lengths: tuple[int, ...]
@@ -55,6 +57,7 @@ class Cell:
     queries: int | None = 1
     page: int = 16
     text: str = ""
+    cache: Literal["bfloat16", "e4m3", "int8"] = "bfloat16"
 
     @property
     def case(self) -> Case:
@@ -71,7 +74,11 @@ class Cell:
     @property
     def layer_bytes(self) -> int:
         """Of K and V of one layer."""
-        return sum(self.lengths) * self.heads_kv * self.head_dim * 2 * 2
+        return sum(self.lengths) * self.heads_kv * self.head_dim * 2 * (2 if self.cache == "bfloat16" else 1)
+
+
+NARROW_SIZES = ((1, 512), (1, 4096), (1, 32768), (8, 4096), (32, 2048), (32, 8192), (64, 512), (64, 4096))
+"""(sequences, keys of each) of cells with an 8-bit cache."""
 
 
 def mixed(count: int, longest: int) -> tuple[int, ...]:
@@ -103,6 +110,9 @@ def cells() -> list[Cell]:
     found += [
         Cell(mixed(*sizes), text=f"{sizes[0]} of 1 to {sizes[1]}") for sizes in ((8, 4096), (64, 32768), (256, 4096))
     ]
+    narrow: tuple[Literal["e4m3", "int8"], ...] = ("e4m3", "int8")
+    for cache in narrow:
+        found += [Cell((keys,) * batch, cache=cache) for batch, keys in NARROW_SIZES]
     found.append(Cell(prompts(16384, 9), queries=None, page=0, text="9 prompts of 16384 tokens"))
     found.append(Cell(prompts(16384, 13), 16, 16, 64, None, 0, "13 prompts of 16384 tokens"))
     for heads in ((32, 8, 128), (16, 16, 64)):
@@ -121,6 +131,9 @@ class Layer(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     sequences: Sequences
+    scales: Mapping[str, torch.Tensor] = MappingProxyType(
+        {}
+    )  # of an 8-bit cache, by the names of sdpa_varlen's arguments
 
 
 def layers(cell: Cell, device: str, most: int = MOST_LAYERS) -> list[Layer]:
@@ -147,7 +160,22 @@ def layers(cell: Cell, device: str, most: int = MOST_LAYERS) -> list[Layer]:
         query_shape = len(cell.lengths), cell.queries, cell.heads, cell.head_dim
         cache_shape = sum(pages), cell.page, cell.heads_kv, cell.head_dim
     query = numbers(*query_shape)
-    return [Layer(query, numbers(*cache_shape), numbers(*cache_shape), shared) for _ in range(count)]
+    if cell.cache == "bfloat16":
+        return [Layer(query, numbers(*cache_shape), numbers(*cache_shape), shared) for _ in range(count)]
+    found = []
+    for _ in range(count):
+        (key, k_scale), (value, v_scale) = (_narrowed(numbers(*cache_shape), cell.cache) for _ in range(2))
+        found.append(Layer(query, key, value, shared, {"k_scale": k_scale, "v_scale": v_scale}))
+    return found
+
+
+def _narrowed(numbers: torch.Tensor, cache: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers in 8 bits, and their scales: of every token in INT8, else one."""
+    if cache == "int8":
+        scale = numbers.abs().amax(-1).float() / 127.0
+        return (numbers / scale[..., None]).round().to(torch.int8), scale
+    scale = numbers.abs().amax().float() / 448.0
+    return (numbers / scale).to(torch.float8_e4m3fn), scale
 
 
 def _dense(layer: Layer, cell: Cell) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -179,6 +207,7 @@ class Way:
 def _ours(layer: Layer, cell: Cell) -> Call:
     given = layer.sequences.tensors
     inputs, hint = layer[:3], layer.sequences.max_queries
+    given |= layer.scales
     return lambda: microsdpa.sdpa_varlen(*inputs, **given, max_queries=hint, causal=True)  # type: ignore[arg-type]
 
 
@@ -203,7 +232,7 @@ def _flash3(layer: Layer, cell: Cell) -> Call:
         flash_attn_with_kvcache,
     )
 
-    query, key, value, own = layer
+    query, key, value, own = layer[:4]
     if cell.queries is None:
         longest = max(cell.lengths)
         where = own.query_offsets, own.key_offsets, longest, longest
@@ -215,7 +244,7 @@ def _flash3(layer: Layer, cell: Cell) -> Call:
 def _flash4(layer: Layer, cell: Cell) -> Call:
     from flash_attn.cute import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-    query, key, value, own = layer
+    query, key, value, own = layer[:4]
     if cell.queries is None:
         offsets = {"cu_seqlens_q": own.query_offsets, "cu_seqlens_k": own.key_offsets}
         return lambda: flash_attn_varlen_func(query, key, value, **offsets, causal=True)
@@ -226,7 +255,7 @@ def _flash4(layer: Layer, cell: Cell) -> Call:
 def _flash_infer(layer: Layer, cell: Cell) -> Call:
     import flashinfer
 
-    query, key, value, own = layer
+    query, key, value, own = layer[:4]
     assert own.lengths is not None
     assert own.page_table is not None
     pages = (own.lengths + cell.page - 1) // cell.page
@@ -244,16 +273,32 @@ def _flash_infer(layer: Layer, cell: Cell) -> Call:
     )
     sizes = cell.heads, cell.heads_kv, cell.head_dim, cell.page
     wrapper.plan(starts, indices, last, *sizes, q_data_type=query.dtype, kv_data_type=key.dtype)
-    rows = query[:, 0]
-    return lambda: wrapper.run(rows, (key, value))
+    rows, scales = query[:, 0], {name: float(scale) for name, scale in layer.scales.items()}
+    return lambda: wrapper.run(rows, (key, value), **scales)
+
+
+ONE_LENGTH, ONE_QUERY, ONE_TYPE = (
+    "its sequences have one length",
+    "it decodes one query a sequence",
+    "its tensors have one type",
+)
+"""Why a way does not compute a cell, whoever has installed it."""
 
 
 def _only_equal(cell: Cell) -> str:
-    return "" if cell.equal else "its sequences have one length"
+    return "" if cell.equal else ONE_LENGTH
 
 
 def _only_decoding(cell: Cell) -> str:
-    return "" if cell.queries == 1 else "it decodes one query a sequence"
+    return ONE_QUERY if cell.queries != 1 else ONE_TYPE if cell.cache == "int8" else ""
+
+
+def _only_one_type(cell: Cell) -> str:
+    return "" if cell.cache == "bfloat16" else ONE_TYPE
+
+
+def _equal_of_one_type(cell: Cell) -> str:
+    return _only_equal(cell) or _only_one_type(cell)
 
 
 def _first(found: Any) -> torch.Tensor:
@@ -271,15 +316,15 @@ def _needs(module: str, package: str, further: Callable[[Cell], str] = lambda ce
 
 def _no_queries_of_many(cell: Cell) -> str:
     causal = cell.queries is not None and cell.queries > 1
-    return _only_equal(cell) or ("its causal mask is aligned to the upper left" if causal else "")
+    return _equal_of_one_type(cell) or ("its causal mask is aligned to the upper left" if causal else "")
 
 
 WAYS: tuple[Way, ...] = (
     Way(OURS, _ours),
-    Way(OURS, _ours_dense, "dense", _rows_first, _only_equal, dense=True),
+    Way(OURS, _ours_dense, "dense", _rows_first, _equal_of_one_type, dense=True),
     Way("torch cuDNN", _torch_cudnn, "dense", _rows_first, _no_queries_of_many, dense=True),
-    Way("FlashAttention-3", _flash3, "", _first, _needs("flash_attn_interface", "flash-attn-3")),
-    Way("FlashAttention-4", _flash4, "", _first, _needs("flash_attn.cute", "flash-attn-4")),
+    Way("FlashAttention-3", _flash3, "", _first, _needs("flash_attn_interface", "flash-attn-3", _only_one_type)),
+    Way("FlashAttention-4", _flash4, "", _first, _needs("flash_attn.cute", "flash-attn-4", _only_one_type)),
     Way(
         "FlashInfer",
         _flash_infer,
@@ -299,6 +344,7 @@ def problem_of(cell: Cell, target: str) -> Problem:
         causal="lower_right",
         target=target,
         varlen=min(cell.page & -cell.page, 64),
+        cache=None if cell.cache == "bfloat16" else CacheKind(cell.cache, cell.cache == "int8"),
     )
 
 
@@ -324,6 +370,7 @@ def judged(way: Way, cell: Cell, layer: Layer) -> tuple[dict[str, object], str]:
         if way.dense:
             width = own.page_table.shape[1]  # type: ignore[union-attr]
             given["page_table"] = torch.arange(count * width, dtype=torch.int32, device=got.device).view(count, width)
+    given |= layer.scales
     exact = reference.varlen(inputs, given, causal=True)[0]
     tolerance = compare.tolerance(reference.varlen(inputs, given, exact=False, causal=True)[0], exact, got.dtype)
     errors = compare.measure(got, exact)
@@ -334,7 +381,8 @@ def judged(way: Way, cell: Cell, layer: Layer) -> tuple[dict[str, object], str]:
 def fields_of(way: Way, cell: Cell, target: str) -> dict[str, Any]:
     """What the rows of a way and a cell share."""
     fields: dict[str, Any] = {"impl": way.name, "variant": way.variant, "case": cell.text, "page": cell.page}
-    fields |= {"inputs": "bfloat16", "dtype": "bfloat16", "op": "sdpa", "lengths": list(cell.lengths)}
+    inputs = "bfloat16" if cell.cache == "bfloat16" else f"bfloat16, {cell.cache} cache"
+    fields |= {"inputs": inputs, "dtype": "bfloat16", "op": "sdpa", "lengths": list(cell.lengths)}
     if way.name != OURS:
         return fields | {"version": torch.__version__ if way.dense else "installed"}
     fields |= {"version": microsdpa.__version__, "requested": "auto"}
@@ -343,6 +391,7 @@ def fields_of(way: Way, cell: Cell, target: str) -> dict[str, Any]:
         problem = cell.case.problem(target)
     else:
         fields |= {"varlen": problem.varlen, "rounded_queries": problem.seqlen_q}
+        fields |= {"cache_kind": asdict(problem.cache)} if problem.cache else {}
     spec = select(problem).spec
     return fields | {
         "kernel": spec.name,
@@ -370,7 +419,7 @@ def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:
     rows, calls, fields = [], {}, {}
     own_layers, target = layers(cell, "cuda"), launcher.target_of_device()
     for way in WAYS:
-        if way.absent(cell) in ("its sequences have one length", "it decodes one query a sequence"):
+        if way.absent(cell) in (ONE_LENGTH, ONE_QUERY, ONE_TYPE):
             continue
         name = " ".join(filter(None, (way.name, way.variant)))
         fields[name] = fields_of(way, cell, target)

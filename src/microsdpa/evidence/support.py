@@ -10,7 +10,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
-from microsdpa.kernels.problem import OPERANDS, DType, MaskKind, Problem
+from microsdpa.kernels.problem import OPERANDS, CacheKind, DType, MaskKind, Problem
 from microsdpa.kernels.select import select
 
 GPUS = {"sm_80": "A100", "sm_89": "L4, RTX 4090", "sm_90a": "H100, H200", "sm_120": "RTX 5090"}
@@ -39,6 +39,10 @@ FEATURES: dict[str, dict[str, Any]] = {
         "causal": "lower_right",
     },
     "`dropout_p`": {"dropout": True},
+}
+CACHES = {
+    "`key` and `value` of float8_e4m3fn": CacheKind("e4m3"),
+    "`key` and `value` of int8": CacheKind("int8"),
 }
 
 
@@ -116,6 +120,9 @@ def matrix() -> list[list[str]]:
             for dtype in (DTYPES[:1] if same else DTYPES)
         ]
     lines.append(["gradients by own kernels", " and ".join(DTYPES), *map(_gradients_cell, TARGETS)])
+    for label, cache in CACHES.items():
+        cells = [_cell("float16", target, cache=cache, varlen=0) for target in TARGETS]
+        lines.append([label, "a query of either", *cells])
     for operands in OPERANDS:
         cells = [_cell("float16", target, operands=operands) for target in TARGETS]
         lines.append([f'`precision="{operands}"`', "quantized from either", *cells])

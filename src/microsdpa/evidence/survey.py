@@ -14,7 +14,7 @@ from microsdpa.evidence import environment
 from microsdpa.jit import compile_kernel
 from microsdpa.jit.cache import default_directory
 from microsdpa.jit.inspect import count_instructions, find_nvdisasm, tensor_instructions
-from microsdpa.kernels import FAMILIES, KernelSpec, catalogue
+from microsdpa.kernels import ALL_FAMILIES, KernelSpec
 from microsdpa.kernels.problem import Problem, capability_of
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
@@ -32,7 +32,7 @@ def info() -> dict[str, object]:
     return facts | {
         "cache": str(default_directory()),
         "nvdisasm": find_nvdisasm() or "missing: pip install nvidia-cuda-nvdisasm",
-        "kernels": {family.name: reason or f"supported on {target}" for family in FAMILIES},
+        "kernels": {family.name: reason or f"supported on {target}" for family in ALL_FAMILIES},
         "cpu_tensors": "torch's own attention under impl='auto'; the kernels themselves under impl='emulate'",
         "emulator": _emulator(),
     }
@@ -102,11 +102,23 @@ def compile_row(spec: KernelSpec, target: str) -> CompileRow:
     )
 
 
+def once_each(jobs: list[tuple[KernelSpec, str]]) -> list[tuple[KernelSpec, str]]:
+    """The first job of every kernel, and the first one of every target."""
+    kernels: set[str] = set()
+    targets: set[str] = set()
+    kept = []
+    for spec, target in jobs:
+        if spec.name not in kernels or target not in targets:
+            kept.append((spec, target))
+        kernels.add(spec.name)
+        targets.add(target)
+    return kept
+
+
 def compile_all(
-    targets: list[str], advance: Callable[[str], None] = lambda message: None, *, every: bool = False
+    jobs: list[tuple[KernelSpec, str]], advance: Callable[[str], None] = lambda message: None
 ) -> list[CompileRow]:
-    """Compile the catalogue's configurations, or `every` one, for `targets`; `advance` is told of each."""
-    jobs = [(spec, target) for target in targets for spec in catalogue(target, every=every)]
+    """Compile kernels for targets; `advance` is told of each."""
     rows = []
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:  # NVRTC compiles without holding the GIL
         for row in pool.map(lambda job: compile_row(*job), jobs):

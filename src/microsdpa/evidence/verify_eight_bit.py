@@ -22,14 +22,14 @@ from microsdpa.attention.quantize import (
     scales,
 )
 from microsdpa.call.tensors import check_impl
-from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.emulate.run import Report, Schedule, one_kernel, scheduled
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
 from microsdpa.evidence.cases import NOTE_SHAPES
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.evidence.short_sums import allowed_of_values, lost_of_scores
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.execution.quantized import QuantizedInputs, quantize_query_key_value
+from microsdpa.execution.quantized import Place, QuantizedInputs, attending, quantize_query_key_value
 from microsdpa.kernels import KernelSpec, emulated_target, family_named
 from microsdpa.kernels.hopper.throughput_8bit.spec import LARGEST_VALUE
 from microsdpa.kernels.problem import OPERANDS, Operands, Problem
@@ -200,6 +200,29 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
     elif not torch.equal(out, again) or not torch.equal(lse, lse_again):
         failure = "a second run, into a poisoned output, gave other bits"
     return Outcome(case, precision, errors, failure)
+
+
+def emulated(
+    spec: KernelSpec, problem: Problem, case: Case, precision: Operands, out: torch.Tensor, schedule: Schedule
+) -> Report:
+    """Run an attention kernel in the emulator on what `precision` makes of a case, into `out`."""
+    inputs = quantize_query_key_value(*make(case), SCHEMES[precision], True)
+    operands = {name: tensor for name, tensor in vars(inputs).items() if tensor is not None and name != "key_mean"}
+    places = {name: Place.of(name, tensor) for name, tensor in (operands | {"out": out}).items()}
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    launch = attending(spec, problem, places, scale)
+    return one_kernel(
+        launch.spec, launch.grid, launch.filled, operands, {"out": out}, schedule=schedule, count_banks=True
+    )
+
+
+def expected(spec: KernelSpec, case: Case, precision: Operands) -> tuple[torch.Tensor, compare.Tolerance]:
+    """The oracle on what the quantized operands of a case are dequantized to, and what allowed() comes to in sum."""
+    _, plain = specified(make(case), SCHEMES[precision])
+    found, _ = reference.oracle(*plain, causal=case.causal)
+    bound = allowed(plain, case, precision, found, spec)
+    relative = float(bound.sum() / found.abs().sum())
+    return found, compare.Tolerance(float(bound.max()), float(bound.square().mean().sqrt()), relative)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from microsdpa.call import tensors
+from microsdpa.call.cache import kind_of
 from microsdpa.call.scales import key_block
 from microsdpa.call.validate import Checked
 from microsdpa.errors import UnsupportedProblem
@@ -70,6 +71,7 @@ def _varlen(checked: Checked, out: torch.Tensor | None) -> Problem:
         target=_target(checked),
         alignment=VECTOR_BYTES if all(map(tensors.is_aligned, given)) else ELEMENT_BYTES[dtype],
         varlen=sequences.granularity(key),
+        cache=kind_of(key, checked.scales),
     )
 
 

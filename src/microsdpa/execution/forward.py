@@ -266,15 +266,14 @@ def resized(
     spec = chosen(problem, kernel)
     if spec is None:
         return None
-    launcher.prepare(problem, spec, call, _growth(problem, spec, kernel))
-    return _launch(*call)
+    return launcher.prepare_and_launch(problem, spec, call, _growth(problem, spec, kernel))
 
 
 LENGTHS_AHEAD = 15
 """Lengths of K that are looked at ahead: choosing a kernel for each takes as long as for the call itself."""
 _MAX_DECODING = 256
-_decoding: dict[Problem, int] = {}
-"""The length of K of the latest call of its kind that had no plan."""
+_decoding: dict[tuple[int, int, int, int], int] = {}
+"""The length of K of the latest call without a plan that had this batch size, heads, queries and specification."""
 
 
 def _growth(problem: Problem, spec: KernelSpec, kernel: str) -> tuple[int, int]:
@@ -282,7 +281,8 @@ def _growth(problem: Problem, spec: KernelSpec, kernel: str) -> tuple[int, int]:
 
     It is looked ahead where K has grown since the latest call of that kind, as it does in decoding.
     """
-    kind, last = problem.with_keys(0), problem.seqlen_k
+    # Specifications are long to hash, and so are problems. Calls that share a kind by chance are looked ahead in vain.
+    kind, last = (problem.batch, problem.heads, problem.seqlen_q, id(spec)), problem.seqlen_k
     grown = last - _decoding.get(kind, last)
     if len(_decoding) >= _MAX_DECODING:
         _decoding.clear()

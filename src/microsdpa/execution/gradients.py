@@ -164,7 +164,7 @@ def launches(of: Gradient, problem: Problem, tiling: AnyTiling) -> tuple[list[La
         params, tiles = _parameters(of, problem, tiling), hopper_spec.tiles_grid(problem, tiling)
         stages = (
             (hopper_spec.prepare(problem, tiling), tiles),
-            (hopper_spec.gradients(problem, tiling), hopper_spec.gradients_grid(problem)),
+            (hopper_spec.gradients(problem, tiling), hopper_spec.gradients_grid(problem, tiling)),
             (hopper_spec.finish(problem, tiling), tiles),
         )
         numbers: tuple[tuple[int, int], ...] = ((_SCALE_LOG2, launcher.SCALE_LOG2),)
@@ -219,6 +219,7 @@ _READ = {
     "row_terms": {"query", "key", "out", "lse", "grad_out", "grad_lse", *MASK_TENSORS},
     "gradients": _PRODUCTS,
     "gradients_bulk": _PRODUCTS,
+    "gradients_wide": _PRODUCTS,
     "mask_gradient": _PRODUCTS,
     "sink_gradients": {"sinks"},
     "slope_gradients": set(),
@@ -227,6 +228,7 @@ _READ = {
 _WRITTEN = {
     "gradients": _SUMS,
     "gradients_bulk": _SUMS,
+    "gradients_wide": _SUMS,
     "mask_gradient": {"grad_mask"},
     "sink_gradients": {"grad_sinks"},
     "slope_gradients": {"grad_slopes"},

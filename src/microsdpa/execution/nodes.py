@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 from torch._C import (
-    _are_functorch_transforms_active,
     _get_cudnn_sdp_enabled,
     _get_deterministic_algorithms,
-    _len_torch_dispatch_stack,
 )
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
@@ -64,42 +62,35 @@ _NONE: Choice = ("", False)
 _remembered: dict[tuple[object, ...], Choice] = {}
 
 
-_usual = ""
-"""The operator that attend() has used last: warm() tries no other one."""
-
-
-def warm(inputs: Inputs, causal: bool, code: int, scale: float | None) -> torch.Tensor | None:
-    """The output of a call without masks that attend() has allowed a node for; None where there is more to look at.
-
-    `code` is that of the call's options, `causal` whether it has a causal mask. No forward-mode gradient is active.
-    """
-    query, key, value = inputs
-    if type(query) not in PLAIN_TYPES or type(key) not in PLAIN_TYPES or type(value) not in PLAIN_TYPES:
-        return None
-    if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
-        return None
-    return recorded(query, key, value, causal, code, scale)
+_usual: tuple[str, Any, Any] | None = None
+"""The operator that attend() has used last, what calls it, and the keys: recorded() tries no other one."""
 
 
 def recorded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, code: int, scale: float | None
 ) -> torch.Tensor | None:
-    """warm() of plain tensors that no tracer or transform looks at."""
-    operator = _usual
-    if not operator or _get_deterministic_algorithms() or (operator == CUDNN and not _get_cudnn_sdp_enabled()):
+    """The output of a call without masks that attend() has allowed a node for; None where there is more to look at.
+
+    `code` is that of the call's options, `causal` whether it has a causal mask. No forward-mode gradient is active, and
+    no tracer, transform or tensor type of its own looks on.
+    """
+    if _usual is None or _get_deterministic_algorithms() or not (scale is None or scale > 0.0):
         return None
-    if not (scale is None or scale > 0.0):
+    operator, call, keys = _usual
+    if operator is CUDNN and not _get_cudnn_sdp_enabled():
         return None
-    call, keys = calls()[operator]
     told = code != _DEFAULTS[causal]
     if told:
         launcher.expect_node(code, None)
     try:
-        given = (0.0, causal) if operator == FLASH else (None, True, 0.0, causal)
-        if scale is None:
-            found = call(keys, query, key, value, *given)
-        else:
+        # No tuple of arguments is made for both: it takes longer than the branch.
+        if scale is not None:
+            given = (0.0, causal) if operator is FLASH else (None, True, 0.0, causal)
             found = call(keys, query, key, value, *given, scale=scale)
+        elif operator is CUDNN:
+            found = call(keys, query, key, value, None, True, 0.0, causal)
+        else:
+            found = call(keys, query, key, value, 0.0, causal)
     except RuntimeError:
         if told:
             launcher.expect_no_node()
@@ -130,7 +121,8 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor
             if masks is NO_TENSORS:
                 _allow(operator, inputs, options)
         out = launcher.found(call(operator, inputs, masks, options))
-    _usual = operator
+    if _usual is None or _usual[0] is not operator:
+        _usual = operator, *calls()[operator]
     return out
 
 

@@ -8,11 +8,13 @@ import math
 import torch
 
 from microsdpa import reference
-from microsdpa.call.call import Inputs
+from microsdpa.call.cache import has_each_token, kernel_strides, narrowed
+from microsdpa.call.call import Inputs, Scales
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import VARLEN_OPTIONS
 from microsdpa.call.sequences import Sequences
 from microsdpa.call.validate import Checked
+from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution import torch_cpu
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.ampere.varlen import spec as kernel
@@ -28,16 +30,28 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     """The launcher's arguments for a call."""
     call, masks, sequences = checked.call, checked.masks, checked.call.sequences
     assert sequences is not None
-    code = VARLEN_OPTIONS[checked.causal is not None, sequences.rotary_interleaved, call.options.impl]
+    options = checked.causal is not None, sequences.rotary_interleaved, sequences.batch_invariant, call.options.impl
+    code = VARLEN_OPTIONS[options]
     given = *call.inputs, out, call.return_lse, code, checked.scale
     tensors = None, masks.alibi_slopes, masks.sinks
-    return *given, *tensors, *masks.ends, masks.softcap, *launcher.NO_SCALES, *sequences[:-1]
+    return *given, *tensors, *masks.ends, masks.softcap, *checked.scales, *sequences[:-2]
 
 
 def kernels_of(checked: Checked, problem: Problem, spec: KernelSpec) -> tuple[KernelSpec, ...]:
-    """The kernels of a call: that of attention, and ahead of it one that writes to the cache if that one does not."""
+    """The kernels of a call: that of attention, and ahead of it one that writes to the cache if that one does not.
+
+    Raises:
+        UnsupportedProblem: impl names a kernel whose bits depend on the batch, and batch_invariant is asked for.
+    """
     sequences = checked.call.sequences
     assert sequences is not None
+    if sequences.batch_invariant:
+        if checked.kernel == "hopper/varlen":
+            raise UnsupportedProblem(
+                "hopper/varlen divides keys by what the batch has, and batch_invariant=True asks for parts of one size",
+                nearest="impl='auto', or batch_invariant=False",
+            )
+        spec = kernel.batch_invariant(problem)
     if not sequences.appended:
         return (spec,)
     if kernel.appends_itself(spec, problem):
@@ -47,6 +61,8 @@ def kernels_of(checked: Checked, problem: Problem, spec: KernelSpec) -> tuple[Ke
 
 def parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]) -> ctypes.Structure:
     """The parameter of the kernel of attention, as runtime/varlen.h fills it."""
+    if spec.params == "microsdpa::CacheParams":
+        return cache_parameters(checked, problem, spec, addresses)
     if spec.params == "microsdpa::AppendParams":
         return append_parameters(checked, problem, spec, addresses)
     return _parameters(checked, problem, spec, addresses)
@@ -115,6 +131,22 @@ def append_parameters(
     return params
 
 
+def cache_parameters(
+    checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]
+) -> ctypes.Structure:
+    """The parameter of a kernel with an 8-bit cache, as runtime/varlen.h fills it."""
+    from microsdpa.emulate import abi
+
+    own = {name: addresses[name] for name in ("key_scale", "value_scale")}
+    rest = {name: address for name, address in addresses.items() if name not in own}
+    params = abi.CacheParams(append=append_parameters(checked, problem, spec, rest), **own)
+    key = checked.call.inputs[1]
+    for name, scale in (("key_scale", checked.scales.k_scale), ("value_scale", checked.scales.v_scale)):
+        assert isinstance(scale, torch.Tensor)
+        setattr(params, f"{name}_strides", (ctypes.c_int64 * 3)(*kernel_strides(key, scale)))
+    return params
+
+
 def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Of [B, S, H, D], or [S, H, D]: from batch entry to batch entry (0 without), head to head and row to row."""
     *batch, row, head, _ = tensor.stride()
@@ -139,6 +171,9 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
         inputs["slopes"] = masks.alibi_slopes
     if masks.sinks is not None:
         inputs["sinks"] = masks.sinks
+    for name, scale in (("key_scale", checked.scales.k_scale), ("value_scale", checked.scales.v_scale)):
+        if isinstance(scale, torch.Tensor):
+            inputs[name] = scale
     *ahead, spec = kernels_of(checked, problem, spec)
     if ahead:
         (append,) = ahead
@@ -146,10 +181,13 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
         given = {name: tensor for name, tensor in inputs.items() if name not in ("key", "value", "slopes", "sinks")}
         rotated = torch.empty(query.shape, dtype=query.dtype, device="cpu")
         written = {"key": key, "value": value} | ({"rotated": rotated} if rotates else {})
+        if problem.cache is not None and problem.cache.each_token and sequences.new_key is not None:
+            written |= {name: given.pop(name) for name in ("key_scale", "value_scale")}
+        fill = append_parameters if problem.cache is None else cache_parameters
         run.one_kernel(
             append,
             kernel.append_grid(problem, queries, sequences.new_key is not None, rotates),
-            lambda addresses: append_parameters(checked, problem, spec, addresses),
+            lambda addresses: fill(checked, problem, spec, addresses),
             given | sequences.appended,
             written,
         )
@@ -182,14 +220,20 @@ def attend_on_cpu(checked: Checked) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert sequences is not None
     out = checked.output()
     inputs, given = call.inputs, sequences.tensors
+    for name, scale in (("k_scale", checked.scales.k_scale), ("v_scale", checked.scales.v_scale)):
+        if isinstance(scale, torch.Tensor):
+            given[name] = scale
     if sequences.appended:
-        inputs, given = _append_on_cpu(inputs, sequences)
+        inputs, appended = _append_on_cpu(inputs, sequences, checked.scales)
+        given |= appended
     out.zero_()
     lse = torch.full(checked.lse_shape, -torch.inf, dtype=torch.float32, device=out.device)
     if masks.sinks is not None:
         lse.copy_(masks.sinks.float()[:, None].expand_as(lse))
     for b, one in enumerate(reference.sequences(inputs, given)):
         query, key, value = one.tensors
+        if key.dtype != query.dtype:  # what an 8-bit cache stands for
+            query, key, value = query.float(), key.float(), value.float()
         if not query.shape[2] or not key.shape[2]:
             continue
         slopes = masks.alibi_slopes
@@ -203,7 +247,7 @@ def attend_on_cpu(checked: Checked) -> tuple[torch.Tensor, torch.Tensor | None]:
     return out, lse if call.return_lse else None
 
 
-def _append_on_cpu(inputs: Inputs, sequences: Sequences) -> tuple[Inputs, dict[str, torch.Tensor]]:
+def _append_on_cpu(inputs: Inputs, sequences: Sequences, scales: Scales) -> tuple[Inputs, dict[str, torch.Tensor]]:
     """Write new keys and values to the cache; gives rotated queries beside it, and the lengths that hold now."""
     query, key, value = inputs
     assert sequences.lengths is not None
@@ -227,7 +271,16 @@ def _append_on_cpu(inputs: Inputs, sequences: Sequences) -> tuple[Inputs, dict[s
             (pages >= 0) & (pages < key.shape[0]) if sequences.page_table is not None else torch.ones_like(kept[kept])
         )
         place = place[0][exists], place[1][exists]
-        key[place], value[place] = new_key[kept][exists], new_value[kept][exists]
+        for cache, scale, new in ((key, scales.k_scale, new_key), (value, scales.v_scale, new_value)):
+            rows = new[kept][exists]
+            if not isinstance(scale, torch.Tensor):
+                cache[place] = rows
+                continue
+            each_token = has_each_token(cache, scale)
+            of_heads = None if each_token else (scale[b] if scale.dim() == 2 else scale).expand(rows.shape[:-1])
+            cache[place], found = narrowed(rows, cache.dtype, of_heads)
+            if each_token:
+                scale[place] = found
     given = sequences.tensors
     if sequences.new_key is not None:
         counts = [one.tensors[0].shape[2] for one in reference.sequences(inputs, sequences.tensors)]

@@ -57,8 +57,28 @@ def refuse(**arguments: tuple[object, object]) -> None:
             raise UnsupportedProblem(f"{name}: no kernel here honours it, and it is {got}", nearest=wish)
 
 
-def attend_dense(inputs: Inputs, masks: Masks, return_lse: bool, deterministic: bool) -> Results:
+Descales = tuple[torch.Tensor | None, torch.Tensor | None]
+"""k_descale and v_descale: scales of 8-bit keys and values, [B, H_kv]."""
+NO_DESCALES: Descales = None, None
+
+
+def _scales(inputs: Inputs, descales: Descales) -> dict[str, Any]:
+    """Arguments of sdpa_varlen: for keys of another type, which are 8-bit ones, 1 where there is no descale."""
+    query, key, _ = inputs
+    if key.dtype == query.dtype:
+        refuse(k_descale=(descales[0], None), v_descale=(descales[1], None))
+        return {}
+    k_scale, v_scale = (1.0 if descale is None else descale for descale in descales)
+    return {"k_scale": k_scale, "v_scale": v_scale}
+
+
+def attend_dense(
+    inputs: Inputs, masks: Masks, return_lse: bool, deterministic: bool, descales: Descales = NO_DESCALES
+) -> Results:
     """flash_attn_func: windows and slopes of sequences of two lengths are aligned to the lower right."""
+    if scales := _scales(inputs, descales):
+        query, key, value = inputs
+        return sdpa_varlen(query, key, value, return_lse=return_lse, **masks.arguments, **scales)
     queries, keys = (tensor.shape[1] if tensor.dim() == 4 else 0 for tensor in inputs[:2])
     aligned = masks.window is not None or masks.alibi_slopes is not None
     if aligned and queries != keys and not masks.causal:
@@ -79,6 +99,7 @@ def attend_packed(
     *,
     max_queries: int | None,
     out: torch.Tensor | None = None,
+    descales: Descales = NO_DESCALES,
 ) -> Results:
     """flash_attn_varlen_func: `where` has cu_seqlens_q, cu_seqlens_k, seqused_k and block_table, as far as given."""
     table, key_offsets, lengths = where.get("block_table"), where.get("cu_seqlens_k"), where.get("seqused_k")
@@ -101,12 +122,17 @@ def attend_packed(
         max_queries=max_queries,
         return_lse=return_lse,
         out=out,
-        **masks.arguments,
+        **(masks.arguments | _scales(inputs, descales)),
     )
 
 
 def attend_cache(
-    inputs: Inputs, masks: Masks, return_lse: bool, where: Mapping[str, Any], new: Mapping[str, Any]
+    inputs: Inputs,
+    masks: Masks,
+    return_lse: bool,
+    where: Mapping[str, Any],
+    new: Mapping[str, Any],
+    descales: Descales = NO_DESCALES,
 ) -> Results:
     """flash_attn_with_kvcache: `where` says where keys lie, `new` what is appended and how it is rotated."""
     query = inputs[0]
@@ -148,5 +174,5 @@ def attend_cache(
         rotary_sin=new["rotary_sin"],
         rotary_interleaved=bool(new["interleaved"]) if rotates else False,
         return_lse=return_lse,
-        **masks.arguments,
+        **(masks.arguments | _scales(inputs, descales)),
     )

@@ -33,14 +33,15 @@ def flash_attn_func(
     """Attention of q [B, S_q, H, D] to k and v [B, S_k, H_kv, D].
 
     With return_attn_probs it gives (out, LSE [B, H, S_q]).
+    k and v may be float8_e4m3fn or int8 beside a 16-bit q, with k_descale and v_descale [B, H_kv], or 1 for None.
 
     Raises:
         MicrosdpaError: as sdpa and sdpa_varlen.
     """
     refuse(qv=(qv, None), attention_chunk=(attention_chunk, 0))
-    refuse(q_descale=(q_descale, None), k_descale=(k_descale, None), v_descale=(v_descale, None))
+    refuse(q_descale=(q_descale, None))
     masks = Masks(softmax_scale, causal, window_size, softcap)
-    return attend_dense((q, k, v), masks, return_attn_probs, deterministic)
+    return attend_dense((q, k, v), masks, return_attn_probs, deterministic, (k_descale, v_descale))
 
 
 def flash_attn_varlen_func(
@@ -79,19 +80,20 @@ def flash_attn_varlen_func(
 ) -> Results:
     """Attention of packed sequences, forward only; s_aux are the sinks [H].
 
-    q is [tokens, H, D]; k and v are [tokens, H_kv, D], or with block_table [pages, page, H_kv, D]. With
-    return_attn_probs or return_softmax_lse it gives (out, LSE [H, tokens]).
+    q is [tokens, H, D]; k and v are [tokens, H_kv, D], or with block_table [pages, page, H_kv, D]; 8-bit ones have
+    k_descale and v_descale [B, H_kv]. With return_attn_probs or return_softmax_lse it gives (out, LSE [H, tokens]).
 
     Raises:
         MicrosdpaError: as sdpa_varlen.
     """
     refuse(qv=(qv, None), attention_chunk=(attention_chunk, 0), seqused_q=(seqused_q, None), dropout_p=(dropout_p, 0.0))
-    refuse(q_descale=(q_descale, None), k_descale=(k_descale, None), v_descale=(v_descale, None))
+    refuse(q_descale=(q_descale, None))
     masks = Masks(softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux)
     where = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     where["block_table"] = block_table
     lse = return_attn_probs or return_softmax_lse
-    return attend_packed((q, k, v), masks, lse, where, max_queries=max_seqlen_q, out=out)
+    descales = k_descale, v_descale
+    return attend_packed((q, k, v), masks, lse, where, max_queries=max_seqlen_q, out=out, descales=descales)
 
 
 def flash_attn_with_kvcache(
@@ -131,13 +133,14 @@ def flash_attn_with_kvcache(
     """Attention to a cache, to which k and v are appended before.
 
     q is [B, S_q, H, D], or [tokens, H, D] with cu_seqlens_q, and k and v are alike; caches are [B, S_k, H_kv, D], or
-    with page_table (or block_table) [pages, page, H_kv, D]. With return_softmax_lse it gives (out, LSE).
+    with page_table (or block_table) [pages, page, H_kv, D], of q's type or, with k_descale and v_descale [B, H_kv], of
+    8 bits. With return_softmax_lse it gives (out, LSE).
 
     Raises:
         MicrosdpaError: as sdpa_varlen.
     """
     refuse(qv=(qv, None), attention_chunk=(attention_chunk, 0), rotary_seqlens=(rotary_seqlens, None))
-    refuse(q_descale=(q_descale, None), k_descale=(k_descale, None), v_descale=(v_descale, None))
+    refuse(q_descale=(q_descale, None))
     refuse(cache_leftpad=(cache_leftpad, None))
     if cu_seqlens_k_new is not None and cu_seqlens_k_new is not cu_seqlens_q:
         refuse(cu_seqlens_k_new=(cu_seqlens_k_new, cu_seqlens_q))
@@ -145,4 +148,4 @@ def flash_attn_with_kvcache(
     where = {"cache_seqlens": cache_seqlens, "cache_batch_idx": cache_batch_idx, "cu_seqlens_q": cu_seqlens_q}
     where |= {"page_table": block_table if page_table is None else page_table, "max_seqlen_q": max_seqlen_q}
     new = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "interleaved": rotary_interleaved}
-    return attend_cache((q, k_cache, v_cache), masks, return_softmax_lse, where, new)
+    return attend_cache((q, k_cache, v_cache), masks, return_softmax_lse, where, new, (k_descale, v_descale))

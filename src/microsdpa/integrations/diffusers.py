@@ -84,8 +84,8 @@ def register(*, strict: bool = False, impl: str = "auto") -> None:
             if reason:
                 raise UnsupportedProblem(reason, nearest="return_lse=False, which leaves it to torch's own attention")
             given: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "impl": impl, "attn_mask": attn_mask}
+            result: tuple[torch.Tensor, torch.Tensor]
             result = api.sdpa(query, key, value, is_causal=is_causal, return_lse=True, dropout_p=dropout_p, **given)
-            assert isinstance(result, tuple)
             return result[0].transpose(1, 2), result[1].transpose(1, 2)
         call = query, key, value, attn_mask, dropout_p, is_causal
         out = dropin.attend(call, scale, enable_gqa, strict=strict, impl=impl)

@@ -60,6 +60,8 @@ class _Entry:
     of_block: bool
 
 
+_DISABLED = _Entry(strict=False, impl="auto", thread=0, of_block=False)
+"""For a call by whoever took the function before it was disabled."""
 _active: tuple[_Entry, ...] = ()
 _changing = threading.Lock()
 
@@ -147,14 +149,11 @@ def scaled_dot_product_attention(
     Raises:
         UnsupportedProblem: microsdpa does not compute the call, and was enabled with strict=True.
     """
-    given = query, key, value, attn_mask, dropout_p, is_causal
     entries = _active  # which another thread may replace meanwhile
-    strict, impl = False, "auto"
-    if entries:
-        holding = _holding(entries)
-        strict, impl = holding.strict, holding.impl
+    entry = entries[0] if len(entries) == 1 else _holding(entries) if entries else _DISABLED
+    given = query, key, value, attn_mask, dropout_p, is_causal
     if _is_unrestricted():
-        return attend(given, scale, enable_gqa, strict=strict, impl=impl)
+        return attend(given, scale, enable_gqa, strict=entry.strict, impl=entry.impl)
     return _leave_to_torch(RESTRICTED, given, scale, enable_gqa, strict=False)
 
 
@@ -169,7 +168,17 @@ def attend(given: Given, scale: float | None, enable_gqa: bool, *, strict: bool,
         UnsupportedProblem: microsdpa does not compute the call, and `strict`.
     """
     query, key, value, attn_mask, dropout_p, is_causal = given
-    if not is_dynamo_compiling() and _is_clear(query, key, value, attn_mask, dropout_p):
+    if not is_dynamo_compiling() and (  # nobody but this library has to see the call
+        type(query) in PLAIN_TYPES
+        and type(key) in PLAIN_TYPES
+        and type(value) in PLAIN_TYPES
+        and (attn_mask is None or (type(attn_mask) in PLAIN_TYPES and attn_mask.dtype != torch.int32))
+        and dropout_p == 0.0
+        and forward_ad._current_level < 0
+        and not _len_torch_dispatch_stack()
+        and _get_tracing_state() is None
+        and peek_interpreter_stack() is None
+    ):
         if _is_any_autocast_enabled():
             query, key, value, attn_mask = _as_autocast(query, key, value, attn_mask)
         found = _at_once(query, key, value, attn_mask, is_causal, scale, enable_gqa, impl)
@@ -249,25 +258,14 @@ _backends_at_first = _backends()
 
 def _is_unrestricted() -> bool:
     """Whether all of torch's backends may run that might when microsdpa was enabled."""
-    now, then = _backends(), _backends_at_first
-    return now == then or all(a or not b for a, b in zip(now, then, strict=True))
-
-
-def _is_clear(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, dropout_p: float
-) -> bool:
-    """Whether nobody but this library has to see the call: no tracer, transform, dropout or type of its own."""
-    return (
-        type(query) in PLAIN_TYPES
-        and type(key) in PLAIN_TYPES
-        and type(value) in PLAIN_TYPES
-        and (attn_mask is None or (type(attn_mask) in PLAIN_TYPES and attn_mask.dtype != torch.int32))
-        and dropout_p == 0.0
-        and not _len_torch_dispatch_stack()
-        and _get_tracing_state() is None
-        and peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
+    then = _backends_at_first
+    now = (
+        _get_flash_sdp_enabled(),
+        _get_cudnn_sdp_enabled(),
+        _get_mem_efficient_sdp_enabled(),
+        _get_math_sdp_enabled(),
     )
+    return now == then or all(a or not b for a, b in zip(now, then, strict=True))
 
 
 def _causal_bias(mask: torch.Tensor | None) -> CausalBias | None:

@@ -14,6 +14,7 @@ from microsdpa.call.masks import Masks
 from microsdpa.call.options import Options
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution import backward, dropout, forward, nodes
+from microsdpa.integrations import flash_packed
 from microsdpa.kernels.problem import Causal
 
 IMPL = "microsdpa"
@@ -123,7 +124,8 @@ def _backward_kernel() -> Callable[..., Any]:
 def register() -> None:
     """Make torch.nn.attention.activate_flash_attention_impl("microsdpa") work; nothing else changes until then.
 
-    torch.nn.attention.restore_flash_attention_impl() undoes the activation.
+    torch.nn.attention.varlen.varlen_attn runs on sdpa_varlen then. torch.nn.attention.restore_flash_attention_impl()
+    undoes the activation.
 
     Raises:
         RuntimeError: this torch has no registry of flash attention implementations; 2.11 and newer have.
@@ -138,7 +140,8 @@ def register() -> None:
         library = torch.library.Library("aten", "IMPL", "CUDA")  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel")
-            for name, kernel in ((OPERATOR, _kernel()), (BACKWARD, _backward_kernel())):
+            own = {OPERATOR: _kernel(), BACKWARD: _backward_kernel()}
+            for name, kernel in (own | flash_packed.kernels(_torchs, nodes.nothing)).items():
                 library.impl(name, kernel, "CUDA", with_keyset=True)  # type: ignore[no-untyped-call]
         return _Handle(library)
 

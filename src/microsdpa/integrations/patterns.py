@@ -24,6 +24,7 @@ class Pattern:
         causal: alignment of the causal mask within the keys that are left.
         window: ends of the window within them.
         padding: bool [B, 1, 1, stop - start], where False hides; None when no key of them is padding.
+        documents: integers [B, S]: a query sees keys of its own number alone; None for one document.
     """
 
     start: int
@@ -31,6 +32,7 @@ class Pattern:
     causal: Causal | None = None
     window: tuple[int, int] | None = None
     padding: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
 
 
 def describe(seqlen_q: int, seqlen_k: int, position: int, left: int, right: int) -> Pattern | None:
@@ -78,7 +80,8 @@ class PatternMask(torch.Tensor):
         """Whether every query sees every key."""
         pattern = self.pattern
         whole = pattern.start == 0 and pattern.stop == self.shape[3]
-        return whole and pattern.causal is None and pattern.window is None and pattern.padding is None
+        hidden = pattern.causal, pattern.window, pattern.padding, pattern.documents
+        return whole and all(each is None for each in hidden)
 
     def tensor(self) -> torch.Tensor:
         """The plain tensor that the mask stands for, the same at every call; not to be written."""
@@ -107,6 +110,8 @@ class PatternMask(torch.Tensor):
         if left != EVERYTHING:
             seen &= column >= row - left
         whole = seen[None, None] if pattern.padding is None else seen & pattern.padding
+        if pattern.documents is not None:
+            whole = whole & (pattern.documents[:, None, :, None] == pattern.documents[:, None, None])
         whole = torch.nn.functional.pad(whole, (pattern.start, seqlen_k - pattern.stop), value=False)
         return whole.expand(self.shape).contiguous()
 

@@ -104,32 +104,28 @@ def _differentiable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         return torch.ops.microsdpa.attention.default(query, key, value, *rest)  # type: ignore[no-any-return]
 
 
-class _Packet(torch._ops.OpOverloadPacket):
-    """The operator `attention` as Python calls it: a call that has a plan is launched at once.
+def _call_directly(operator: Any, return_lse: bool) -> None:
+    """Launch a call of an operator, or of its overload, at once where it has a plan.
 
-    One that somebody else has to see goes through torch's dispatcher, as calls of an overload, such as .default, do.
+    One that somebody else has to see goes through torch's dispatcher. Graphs of torch.compile call the overload.
     """
+    kind = type(operator)
 
-    return_lse = True
+    class Direct(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            """The operator's result."""
+            try:
+                plain = len(given) == 3 and not named
+                inputs, masks, options, random = _plain(*given) if plain else _call(*given, **named)
+                if autograd.is_eager(inputs) and not _is_differentiated(inputs, masks):
+                    found = forward.launch(inputs, masks, options, return_lse, random)
+                    if found is not None:
+                        return found if return_lse else found[0]
+            except (AttributeError, TypeError):
+                pass  # the dispatcher says which argument is wrong
+            return super().__call__(*given, **named)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        """The operator's result."""
-        try:
-            plain = len(given) == 3 and not named
-            inputs, masks, options, random = _plain(*given) if plain else _call(*given, **named)
-            if autograd.is_eager(inputs) and not _is_differentiated(inputs, masks):
-                found = forward.launch(inputs, masks, options, self.return_lse, random)
-                if found is not None:
-                    return found if self.return_lse else found[0]
-        except (AttributeError, TypeError):
-            pass  # the dispatcher says which argument is wrong
-        return super().__call__(*given, **named)
-
-
-class _PacketOfOutput(_Packet):
-    """The same of the operator `attention_output`."""
-
-    return_lse = False
+    operator.__class__ = Direct
 
 
 def _is_differentiated(inputs: Inputs, masks: MaskTensors) -> bool:
@@ -162,8 +158,9 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(query)
 
 
-torch.ops.microsdpa.attention.__class__ = _Packet
-torch.ops.microsdpa.attention_output.__class__ = _PacketOfOutput
+for _operator, _has_lse in ((torch.ops.microsdpa.attention, True), (torch.ops.microsdpa.attention_output, False)):
+    _call_directly(_operator.default, _has_lse)
+    _call_directly(_operator, _has_lse)
 
 
 @torch.library.custom_op("microsdpa::attention_backward", mutates_args=())

@@ -8,9 +8,10 @@ Masks. transformers builds a mask once for each forward pass, through the functi
 to every layer. A mask of None would have to be guessed at in a layer. It means one alignment with a static cache and
 another one with a dynamic cache, and a third after a model has cut queries off. So a causal mask is never None.
 
-What arguments of sdpa can say becomes a PatternMask: causal masks of any offset, sliding windows, and padding as
-[B, 1, 1, S_k]. A model that slices or combines it meets the bool tensor of S_q x S_k. All else is transformers' own
-bool tensor: packed sequences, chunks, overlays, and everything that torch.compile traces. Whether a batch has padding
+What arguments of sdpa can say becomes a PatternMask: causal masks of any offset, sliding windows, padding as
+[B, 1, 1, S_k], and packed sequences as document ids. A model that slices or combines it meets the bool tensor of
+S_q x S_k. All else is transformers' own bool tensor: chunks, overlays, and everything that torch.compile traces. Packed
+sequences with cu_seq_lens_q, without a gradient, take sdpa_varlen. Whether a batch has padding
 is read once for each mask, where transformers' own function reads it too. A layer adds no synchronisation.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ import torch.nn.functional as F
 from torch.compiler import is_dynamo_compiling
 
 from microsdpa.attention import api
+from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.tensors import check_impl
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.integrations import dropin, versions
@@ -116,7 +119,7 @@ def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str
                 position_bias = None if position_bias is None else position_bias[..., keys]
         options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1], "impl": impl}
         if pattern is not None:
-            options |= {"causal": pattern.causal, "window": pattern.window}
+            options |= {"causal": pattern.causal, "window": pattern.window, "document_ids": pattern.documents}
         if dropout:
             options["dropout_p"] = dropout
         options |= {"attn_mask": _combined(mask, position_bias), "softcap": softcap, "sinks": s_aux}
@@ -126,9 +129,12 @@ def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str
         reason = _why_not(query, key, padded, position_bias, dropout, further, options)
         if not reason:
             try:
-                out = _output(query, (key, value, options["attn_mask"], s_aux))
-                result = api.sdpa(query, key, padded, out=out, **options)
-                assert isinstance(result, torch.Tensor)
+                result = _attend_packed(query, key, padded, options, further)
+                if result is None:
+                    out = _output(query, (key, value, options["attn_mask"], s_aux))
+                    attended = api.sdpa(query, key, padded, out=out, **options)
+                    assert isinstance(attended, torch.Tensor)
+                    result = attended
                 result = result if size == query.shape[3] else result[..., :size]
                 return result.transpose(1, 2).contiguous(), None
             except (InvalidArgument, UnsupportedProblem) as error:
@@ -180,18 +186,23 @@ def mask_function(
     if getattr(config, "model_type", None) in MASKS_AS_NUMBERS:
         numbers: torch.Tensor = eager_mask(**sizes, mask_function=mask_function, use_vmap=use_vmap, **further)
         return numbers
-    # A model that forbids both will combine the mask with others.
     traced = is_tracing(attention_mask)
-    lazy = (allow_is_causal_skip or allow_is_bidirectional_skip) and not use_vmap and not traced
-    ends = _ends(mask_function) if lazy else None
+    documents, of_each = _documents(mask_function) if attention_mask is None and not traced else (None, mask_function)
+    # A model that forbids both will combine the mask with others, unless transformers did so for packed sequences.
+    lazy = allow_is_causal_skip or allow_is_bidirectional_skip or documents is not None
+    lazy = lazy and not use_vmap and not traced
+    ends = _ends(of_each) if lazy else None
     if ends is not None and (attention_mask is None or _is_padding(attention_mask, batch_size)):
         # The offset of a static cache is a tensor: transformers' own function waits for it here, too.
         position = int(q_offset) - kv_offset if ends != (EVERYTHING, EVERYTHING) else 0
         pattern = describe(q_length, kv_length, position, *ends)
+        if documents is not None:
+            fits = pattern is not None and q_length == kv_length and documents.shape == (batch_size, q_length)
+            pattern = replace(pattern, documents=documents) if fits and pattern is not None else None
         if pattern is not None:
             padding = _padding(attention_mask, kv_offset + pattern.start, kv_offset + pattern.stop, device)
             if padding is not None:
-                pattern = Pattern(pattern.start, pattern.stop, pattern.causal, pattern.window, padding)
+                pattern = replace(pattern, padding=padding)
             return PatternMask(batch_size, q_length, kv_length, pattern, torch.device(device))
     skip = traced and allow_is_bidirectional_skip and getattr(config, "is_causal", True)
     found: torch.Tensor | None = sdpa_mask(
@@ -233,6 +244,28 @@ def _ends(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
     if base is theirs.bidirectional_mask_function and code is theirs.sliding_window_bidirectional_overlay(1).__code__:
         return size, size
     return None
+
+
+def _documents(mask_function: Callable[..., Any]) -> tuple[torch.Tensor | None, Callable[..., Any]]:
+    """Numbers [B, S] of packed sequences that a mask function keeps apart, or None; and what it lets each of them see.
+
+    transformers finds them by position_ids that start again, so that positions within one of them follow one another.
+    """
+    from transformers import masking_utils as theirs
+
+    make = getattr(theirs, "packed_sequence_compatibility_function", None)  # of newer versions
+    if make is None:
+        return None, mask_function
+    none = torch.empty(0, device="cpu")
+    packed = make(theirs.causal_mask_function, none, none)
+    if getattr(mask_function, "__code__", None) is not packed.__code__:
+        return None, mask_function
+    parts, wanted = _cells(mask_function)[0], _cells(packed)[0]
+    codes = [getattr(part, "__code__", None) for part in parts] if isinstance(parts, tuple) else []
+    if codes != [part.__code__ for part in wanted]:
+        return None, mask_function
+    (documents,), (inner, _) = _cells(parts[0]), _cells(parts[1])
+    return documents, inner
 
 
 def _cells(function: object) -> list[Any]:
@@ -355,7 +388,8 @@ def _pattern(
     if mask is not None:
         if not isinstance(mask, PatternMask):
             return None
-        _refuse_packing(query, further)
+        if mask.pattern.documents is None:
+            _refuse_packing(query, further)
         if mask.untouched and mask.hides_nothing:  # of whatever length: models keep a mask that they do not cut
             return Pattern(0, seqlen_k)
         fits = mask.untouched and (mask.shape[2], mask.shape[3]) == (seqlen_q, seqlen_k)
@@ -376,6 +410,42 @@ def _pattern(
             nearest="a mask, or is_causal=False",
         )
     return describe(seqlen_q, seqlen_k, 0, EVERYTHING, 0)
+
+
+def _attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: dict[str, Any],
+    further: dict[str, Any],
+) -> torch.Tensor | None:
+    """[1, H, S, D] of sequences that both document ids and cu_seq_lens keep apart, by sdpa_varlen.
+
+    None where that has no gradient, or not the call's options: document ids say the same.
+    """
+    offsets = further.get("cu_seq_lens_q"), further.get("cu_seq_lens_k")
+    if options.get("document_ids") is None or query.shape[0] != 1 or options["impl"] not in ("auto", "emulate"):
+        return None
+    if options["attn_mask"] is not None or "dropout_p" in options or is_dynamo_compiling():
+        return None
+    if any(given is None or given.dtype != torch.int32 for given in offsets):
+        return None
+    sinks = options["sinks"]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, sinks)):
+        return None
+    packed = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    shared = {name: options[name] for name in ("scale", "impl", "window", "softcap", "sinks")}
+    most = further.get("max_length_q")
+    found = sdpa_varlen(
+        *packed,
+        query_offsets=offsets[0],
+        key_offsets=offsets[1],
+        max_queries=most if isinstance(most, int) and most > 0 else None,
+        causal=options["causal"] is not None,
+        **shared,
+    )
+    assert isinstance(found, torch.Tensor)
+    return found.transpose(0, 1)[None]
 
 
 def _refuse_packing(query: torch.Tensor, further: dict[str, Any]) -> None:
@@ -437,7 +507,8 @@ def _stock_mask(
     """(mask, is_causal) for transformers' own "sdpa", of the keys that are left."""
     if pattern is None:
         return mask, False
-    if pattern.padding is None and pattern.window is None and pattern.causal != "lower_right":
+    plain = pattern.padding is None and pattern.window is None and pattern.documents is None
+    if plain and pattern.causal != "lower_right":
         return None, pattern.causal is not None
     assert isinstance(given, PatternMask)
     return given.tensor()[..., pattern.start : pattern.stop], False

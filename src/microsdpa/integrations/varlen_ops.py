@@ -17,7 +17,8 @@ _library = torch.library.Library("microsdpa", "FRAGMENT")  # type: ignore[no-unt
 _REST = (
     "Tensor? query_offsets, Tensor? key_offsets, Tensor? lengths, Tensor? page_table, SymInt? max_queries, "
     "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, bool causal, float? scale, bool return_lse, "
-    "SymInt[2] window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, str impl) -> (Tensor, Tensor)"
+    "SymInt[2] window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, str impl, "
+    "bool batch_invariant, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)"
 )
 for _signature in (
     f"attention_varlen(Tensor query, Tensor key, Tensor value, {_REST}",
@@ -29,7 +30,7 @@ for _signature in (
 _NAMES = (
     *("query_offsets", "key_offsets", "lengths", "page_table", "max_queries"),
     *("rotary_cos", "rotary_sin", "rotary_interleaved", "causal", "scale", "return_lse"),
-    *("window", "softcap", "alibi_slopes", "sinks", "impl"),
+    *("window", "softcap", "alibi_slopes", "sinks", "impl", "batch_invariant", "k_scale", "v_scale"),
 )
 Result = tuple[torch.Tensor, torch.Tensor]
 

@@ -195,6 +195,50 @@ class KernelCache:
         )
 
 
+@dataclass(frozen=True)
+class Stored:
+    """An entry of a cache, as it lies on the disk.
+
+    Attributes:
+        kind: the folder of the cache that it is in; empty for kernels of GPUs.
+        bytes: of its files.
+        used: when its binary was read or written last, in seconds since the epoch, to about a day.
+    """
+
+    path: Path
+    kind: str
+    bytes: int
+    used: float
+
+
+def stored(directory: Path) -> list[Stored]:
+    """The entries of the cache in `directory`, of every kind."""
+    found = []
+    for metadata in directory.rglob("metadata.json"):
+        path = metadata.parent
+        if path.parent.name != path.name[:2] or path.parent.name.startswith(STAGING):
+            continue
+        with contextlib.suppress(OSError):  # another process is removing it
+            states = [file.stat() for file in path.iterdir()]
+            used = max(max(state.st_atime, state.st_mtime) for state in states)
+            kind = path.parent.parent.relative_to(directory).as_posix()
+            found.append(Stored(path, "" if kind == "." else kind, sum(state.st_size for state in states), used))
+    return sorted(found, key=lambda entry: str(entry.path))
+
+
+def remove(entry: Stored) -> bool:
+    """Remove an entry, whole or not at all for those who look for it; whether that could be done."""
+    try:
+        staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=entry.path.parent))
+        os.rename(entry.path, staging / entry.path.name)
+        shutil.rmtree(staging)
+        with contextlib.suppress(OSError):  # others lie beside it
+            entry.path.parent.rmdir()
+    except OSError:
+        return False
+    return True
+
+
 def _remove_obstacle(path: Path) -> None:
     """Remove a file, or a link that leads nowhere, which lies where a directory of the cache belongs."""
     if path.is_dir() or not os.path.lexists(path):

@@ -15,6 +15,7 @@ from typing import Any
 from microsdpa.errors import CompileError
 from microsdpa.kernels.problem import VIRTUAL, capability_of
 
+INSTALL = "install it with pip install 'microsdpa[compiler]'; builds of torch for CUDA 13 have it already"
 _import_lock = threading.Lock()
 
 
@@ -44,7 +45,7 @@ def include_directories() -> tuple[str, ...]:
     existing = dict.fromkeys(str(place) for place in places if place.is_dir())
     if not any((Path(place) / "cuda_fp16.h").is_file() for place in existing):
         raise CompileError(
-            "no CUDA headers found: install them with 'pip install nvidia-cuda-runtime'", log="", source=None
+            "no CUDA headers found: install them with pip install 'microsdpa[compiler]'", log="", source=None
         )
     return tuple(existing)
 
@@ -56,16 +57,14 @@ def version() -> str:
     Raises:
         CompileError: NVRTC cannot be loaded.
     """
-    from cuda.bindings import nvrtc
-
     try:
+        from cuda.bindings import nvrtc
+
         _, major, minor = nvrtc.nvrtcVersion()
-    except RuntimeError as error:
-        raise CompileError(
-            "NVRTC cannot be loaded: install it with 'pip install nvidia-cuda-nvrtc'",
-            log=str(error),
-            source=None,
-        ) from error
+    except (ImportError, RuntimeError) as error:
+        raise CompileError(f"NVRTC 13 cannot be loaded: {INSTALL}", log=str(error), source=None) from error
+    if major != 13:
+        raise CompileError(f"expected NVRTC 13, got {major}.{minor}: {INSTALL}", log="", source=None)
     try:
         return f"{major}.{minor} (nvidia-cuda-nvrtc {importlib.metadata.version('nvidia-cuda-nvrtc')})"
     except importlib.metadata.PackageNotFoundError:
@@ -75,9 +74,9 @@ def version() -> str:
 @functools.cache
 def supported_capabilities() -> tuple[tuple[int, int], ...]:
     """Compute capabilities that this NVRTC generates code for."""
+    version()
     from cuda.bindings import nvrtc
 
-    version()
     _, numbers = nvrtc.nvrtcGetSupportedArchs()
     return tuple((number // 10, number % 10) for number in numbers)
 
@@ -104,6 +103,7 @@ def compile_cubin(text: str, name: str, expression: str, target: str, flags: tup
     Raises:
         CompileError: NVRTC does not know the target, or refuses the source; its log is in the error.
     """
+    version()  # which says what to install where there is none
     with _import_lock:  # cuda.core cannot be imported by two threads at once
         from cuda.core import Program, ProgramOptions
 

@@ -194,8 +194,6 @@ def five_products(problem: Problem, deterministic: bool) -> hopper_backward.Tili
     """The tiling of hopper/backward for gradients, or why backward/ makes them."""
     if backward.is_for_small(problem):
         return Rejection("few tiles, or short ones: its three kernels cost more than two products", "longer sequences")
-    if deterministic and problem.causal is not None:
-        return Rejection("under a causal mask its tiles of keys would wait long for their turns", "no causal mask")
     return hopper_backward.choose(problem, deterministic)
 
 

@@ -14,6 +14,9 @@ Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
 """What Q and K, and then V and P, are in 8 bits: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
 OPERANDS: tuple[Operands, ...] = get_args(Operands)
 
+CacheType = Literal["e4m3", "int8"]
+"""8-bit types of keys and values beside queries of 16 bits."""
+
 ELEMENT_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2}
 VECTOR_BYTES = 16
 """Alignment, in bytes, at which every row of every tensor can be read with the widest loads."""
@@ -103,6 +106,24 @@ class PrologueKind:
 
 
 @dataclass(frozen=True)
+class CacheKind:
+    """Keys and values of 8 bits beside queries of 16 bits.
+
+    Attributes:
+        dtype: of both.
+        each_token: whether each token of a key head has a scale of K and one of V; else all of a head have.
+    """
+
+    dtype: CacheType
+    each_token: bool = False
+
+    def __str__(self) -> str:
+        """What there is, for a message."""
+        name = "INT8" if self.dtype == "int8" else "E4M3"
+        return f"{name} keys and values beside 16-bit queries"
+
+
+@dataclass(frozen=True)
 class Problem:
     """One call of attention: O = softmax(scale * Q K^T + mask) V.
 
@@ -125,6 +146,7 @@ class Problem:
             seqlen_k are what a sequence has at most, and a causal mask is "lower_right". None for one length.
         dropout: whether probabilities are dropped.
         prologue: what is done to Q and K before; None for nothing.
+        cache: 8-bit keys and values beside queries of 16 bits; None for one type of all.
     """
 
     batch: int
@@ -145,6 +167,11 @@ class Problem:
     varlen: int | None = None
     dropout: bool = False
     prologue: PrologueKind | None = None
+    cache: CacheKind | None = None
+
+    def __hash__(self) -> int:
+        """Of what most problems differ in: the hash of all fields takes three times as long."""
+        return hash((self.batch, self.seqlen_q, self.seqlen_k, self.heads, self.head_dim, self.dtype, self.causal))
 
     def with_sizes(self, batch: int, seqlen_q: int, seqlen_k: int) -> Problem:
         """The same problem of other sizes, in a fifth of the time of dataclasses.replace()."""
@@ -165,14 +192,15 @@ class Problem:
     @property
     def tensor_bytes(self) -> int:
         """Bytes of Q, K, V and O, each counted once."""
-        rows = 2 * self.heads * self.seqlen_q + 2 * self.heads_kv * self.seqlen_k
-        return self.batch * rows * self.head_dim * ELEMENT_BYTES[self.dtype]
+        element, cached = ELEMENT_BYTES[self.dtype], 1 if self.cache else ELEMENT_BYTES[self.dtype]
+        rows = 2 * self.heads * self.seqlen_q * element + 2 * self.heads_kv * self.seqlen_k * cached
+        return self.batch * rows * self.head_dim
 
 
 def of_any_size(problem: Problem) -> Problem:
     """What many problems have in common: `problem` with one batch entry, query and key, and a group of query heads."""
     group, p = problem.heads // problem.heads_kv, problem
-    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target, p.prologue)
+    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target, (p.cache, p.prologue))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -184,10 +212,10 @@ def _of_any_size(
     mask: MaskKind | None,
     alignment: int,
     target: str,
-    prologue: PrologueKind | None,
+    further: tuple[CacheKind | None, PrologueKind | None],
 ) -> Problem:
-    sizes = 1, heads, 1, 1, 1, head_dim
-    return Problem(*sizes, dtype, causal, mask, alignment, target=target, prologue=prologue)
+    sizes, (cache, prologue) = (1, heads, 1, 1, 1, head_dim), further
+    return Problem(*sizes, dtype, causal, mask, alignment, target=target, cache=cache, prologue=prologue)
 
 
 VIRTUAL = "compute_"

@@ -27,6 +27,7 @@ from microsdpa.kernels.problem import (
     ELEMENT_BYTES,
     OPERANDS,
     VECTOR_BYTES,
+    CacheKind,
     Causal,
     DType,
     MaskKind,
@@ -314,6 +315,13 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
             specs[ampere_varlen.append(problem, rotary)] = None
             if ampere_varlen.appends_itself(found, problem):
                 specs[ampere_varlen.appending(found, rotary)] = None
+    kinds = cycle((CacheKind("e4m3"), CacheKind("int8", True), CacheKind("int8")))
+    for head_dim, (batch, queries) in product((64, 128, 256), ((1, 1), (8, 1), (8, 8), (8, 512))):
+        page, dtype = next(layouts)
+        sizes = batch, 32, 8, queries, 4096, head_dim, dtype
+        problem = Problem(*sizes, mask=next(masks), varlen=page, cache=next(kinds), **shared)  # type: ignore[arg-type]
+        if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
+            specs[found] = None
     layouts = cycle(((16, "bfloat16"), (0, "float16"), (64, "bfloat16"), (8, "float16")))
     for head_dim, (heads_kv, queries) in product(hopper_varlen.TILES, ((1, 1), (1, 4), (8, 512))):
         page, dtype = next(layouts)

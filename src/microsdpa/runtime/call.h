@@ -57,6 +57,8 @@ struct CallKey {
 
   // Whether the call has sequences of many lengths: VARLEN_BIT of call/options.py.
   bool varlen() const { return options >> 20 & 1; }
+  // Whether bits of a sequence must not depend on the others: INVARIANT_BIT.
+  bool batch_invariant() const { return options >> 26 & 1; }
 };
 static_assert(sizeof(CallKey) == 7 * 8 + KEYED_OPERANDS * 72, "CallKey must have no padding");
 
@@ -65,7 +67,7 @@ struct Call {
   const DLTensor* keys_and_values[2];  // of calls with sequences of many lengths
   Addresses addresses{};
   CallKey key;
-  AppendParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
+  CacheParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
 };
 
 inline std::uintptr_t address(const DLTensor& tensor) {

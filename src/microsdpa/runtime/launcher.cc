@@ -363,13 +363,12 @@ bool gradients_dropped(ffi::PackedArgs args) {
 // Registers the plan of a validated call; parse() reads the arguments as sdpa() or gradients() does. After `numbers`
 // and `params` come the arguments that this function will be called with. The numbers are the context, bytes of scratch
 // memory, the first and the last length of K that the plan is for, the fields of VarlenLaunch, and the kernels in the
-// order of their launch.
+// order of their launch. Gives the plan, and in `call` the call.
 template <typename Parse>
-void register_plan(ffi::PackedArgs args, Parse parse) {
+std::shared_ptr<const Plan> register_plan(ffi::PackedArgs args, Parse parse, Call& call) {
   TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";
   Integers integers(args[0].cast<ffi::Bytes>());
   const ffi::Bytes params = args[1].cast<ffi::Bytes>();
-  Call call;
   TVM_FFI_CHECK(parse(args.Slice(2), call), ValueError)
       << "expected [B, H, S, D] CUDA tensors that do not overlap the output";
   auto plan = std::make_shared<Plan>();
@@ -391,10 +390,27 @@ void register_plan(ffi::PackedArgs args, Parse parse) {
   CallKey common;
   if (plan->growth.first <= plan->growth.last && growing_key(call.key, common)) growing_plans().insert(common, plan);
   plans().insert(call.key, plan);
+  return plan;
 }
 
 bool parse_call(ffi::PackedArgs args, Call& call) { return parse(GivenCall(args).arguments, call); }
 bool parse_gradients(ffi::PackedArgs args, Call& call) { return GivenGradients(args).parse(call); }
+
+template <typename Parse>
+void only_register(ffi::PackedArgs args, Parse parse) {
+  Call call;
+  register_plan(args, parse, call);
+}
+
+// Registers the plan of a call and launches it; gives what sdpa() does.
+ffi::Any register_and_launch(ffi::PackedArgs args) {
+  Call call;
+  const std::shared_ptr<const Plan> plan = register_plan(args, parse_call, call);
+  const GivenCall given(args.Slice(2));
+  const Factors factors = given.factors();
+  if (!factors.valid()) return nullptr;
+  return execute(*plan, call, given.lse, factors);
+}
 
 // Launches one kernel on a stream, which the caller names: the framework tells its current one only to calls with
 // tensors. The numbers are the context, the launch and tensor maps of arrays that start at their offsets. `params` is
@@ -487,8 +503,9 @@ MICROSDPA_EXPORT_PACKED(kind_of, kind_of(packed))
 MICROSDPA_EXPORT_PACKED(gradients, gradients(packed))
 MICROSDPA_EXPORT_PACKED(sdpa_dropped, sdpa_dropped(packed))
 MICROSDPA_EXPORT_PACKED(gradients_dropped, gradients_dropped(packed))
-MICROSDPA_EXPORT_PACKED(register_plan, (register_plan(packed, parse_call), nullptr))
-MICROSDPA_EXPORT_PACKED(register_gradients, (register_plan(packed, parse_gradients), nullptr))
+MICROSDPA_EXPORT_PACKED(register_plan, (only_register(packed, parse_call), nullptr))
+MICROSDPA_EXPORT_PACKED(register_and_launch, register_and_launch(packed))
+MICROSDPA_EXPORT_PACKED(register_gradients, (only_register(packed, parse_gradients), nullptr))
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_nodes, register_nodes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_node_constants, set_node_constants);

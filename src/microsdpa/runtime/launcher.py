@@ -398,13 +398,28 @@ def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, i
         CompileError: a kernel does not compile.
         RuntimeError: the driver refuses to load one.
     """
+    _library.register_plan(_numbers_of(problem, spec, call, growth), b"", *call)
+
+
+def prepare_and_launch(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int] = NO_GROWTH) -> Any:
+    """prepare(), and then `launch`, in one foreign call.
+
+    Raises:
+        CompileError: a kernel does not compile.
+        RuntimeError: the driver refuses to load one, or to launch it.
+    """
+    return _library.register_and_launch(_numbers_of(problem, spec, call, growth), b"", *call)
+
+
+def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int]) -> bytes:
+    """What register_plan reads of the kernels of `spec`, which are compiled and loaded."""
     _, context, stages = _loaded_stages(spec, problem.target, call[0].device.index)
     workspace_bytes = max([stage.workspace_bytes(problem) for stage, _, _ in stages])
     integers = [context, workspace_bytes, *growth, *NO_VARLEN, len(stages)]
     for stage, function, rest in stages:
         integers += (function, *stage.grid(problem))
         integers += rest
-    _library.register_plan(_packed(integers), b"", *call)
+    return _packed(integers)
 
 
 def prepare_varlen(problem: Problem, specs: Sequence[KernelSpec], call: Call) -> None:

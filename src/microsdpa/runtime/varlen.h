@@ -11,8 +11,8 @@ namespace microsdpa {
 
 // Numbers that the kernel's 32 bits have room for, as in kernels/ampere/varlen/spec.py.
 constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
-constexpr std::int64_t FEW_KEYS = 1536, CLUSTERED_KEYS = 8192;  // as in spec.py
-constexpr std::int64_t LARGEST_GRANULARITY = 64;                // as in sequences.py
+constexpr std::int64_t FEW_KEYS = 1536, CLUSTERED_KEYS = 8192, SPLIT_KEYS = 512;  // as in spec.py
+constexpr std::int64_t LARGEST_GRANULARITY = 64;                                  // as in sequences.py
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.
 inline Strides row_strides(const DLTensor& tensor) {
@@ -20,7 +20,7 @@ inline Strides row_strides(const DLTensor& tensor) {
   return {row && tensor.shape[0] > 1 ? tensor.strides[0] : 0, tensor.strides[row + 1], tensor.strides[row]};
 }
 
-// Whether a tensor has so many dimensions, heads and columns, elements of `dtype` and rows on 16 bytes.
+// Whether a tensor has so many dimensions, heads and columns, elements like those of `like` and rows on 16 bytes.
 inline bool has_rows(const DLTensor& tensor, int rank, std::int64_t heads, std::int64_t head_dim,
                      const DLTensor& like) {
   if (tensor.ndim != rank || !tensor.strides || !address(tensor)) return false;
@@ -30,7 +30,7 @@ inline bool has_rows(const DLTensor& tensor, int rank, std::int64_t heads, std::
   if (TensorKey::pack(tensor.dtype, tensor.device) != TensorKey::pack(like.dtype, like.device)) return false;
   std::uint64_t bits = address(tensor);
   for (int i = 0; i < rank - 1; ++i) {
-    if (tensor.shape[i] > 1) bits |= std::uint64_t(tensor.strides[i]) * 2;
+    if (tensor.shape[i] > 1) bits |= std::uint64_t(tensor.strides[i]) * (tensor.dtype.bits / 8);
   }
   return bits % 16 == 0;
 }
@@ -110,6 +110,53 @@ inline bool parse_append(const Arguments& arguments, Call& call) {
   return true;
 }
 
+// Whether keys and values may have a type of 8 bits beside queries of 16: E4M3, or INT8.
+inline bool is_cached_type(const DLDataType& dtype) {
+  return dtype.lanes == 1 && dtype.bits == 8 && (dtype.code == kDLFloat8_e4m3fn || dtype.code == kDLInt);
+}
+
+// Reads a scale of keys or values; gives whether each token has its own (1) or not (0), or -1 where it is no scale of
+// these. kernel_strides() of call/cache.py says the same.
+inline int parse_scale(const DLTensor& scale, const DLTensor& key, std::int64_t batch, const float*& numbers,
+                       Strides& strides) {
+  if (TensorKey::pack(scale.dtype, scale.device) != TensorKey::pack({kDLFloat, 32, 1}, key.device)) return -1;
+  if (!address(scale) || (scale.ndim && !scale.strides) || scale.ndim > 3) return -1;
+  numbers = reinterpret_cast<const float*>(address(scale));
+  const int rank = scale.ndim, head = key.ndim - 2;
+  bool each_token = rank == head + 1;
+  for (int i = 0; i < rank && each_token; ++i) each_token = scale.shape[i] == key.shape[i];
+  if (each_token) {
+    strides = {rank == 3 ? scale.strides[0] : 0, scale.strides[rank - 1], scale.strides[rank - 2]};
+    return 1;
+  }
+  if (rank == 0 || (rank == 1 && scale.shape[0] == 1)) return strides = {0, 0, 0}, 0;
+  if (scale.shape[rank - 1] != key.shape[head] || rank > 2 || (rank == 2 && scale.shape[0] != batch)) return -1;
+  strides = {rank == 2 ? scale.strides[0] : 0, scale.strides[rank - 1], 0};
+  return 0;
+}
+
+// Reads the scales of 8-bit keys and values into a call whose other parts are read; false as parse().
+inline bool parse_cache(const Arguments& arguments, std::int64_t batch, Call& call) {
+  const DLTensor *key = arguments.tensors[KEY], *query = arguments.tensors[QUERY];
+  const DLTensor* scales[2] = {arguments.tensors[KEY_SCALE], arguments.tensors[VALUE_SCALE]};
+  CacheParams& p = call.varlen;
+  if (!scales[0] || !scales[1] || key->device.device_id != query->device.device_id) return false;
+  const int of_keys = parse_scale(*scales[0], *key, batch, p.key_scale, p.key_scale_strides);
+  const int of_values = parse_scale(*scales[1], *key, batch, p.value_scale, p.value_scale_strides);
+  if (of_keys < 0 || of_values < 0) return false;
+  // Beside scales of tokens, those of heads are the same for all sequences.
+  if (of_keys != of_values && (of_keys ? p.value_scale_strides : p.key_scale_strides).batch) return false;
+  const std::int64_t each_token = of_keys || of_values;
+  if (each_token && arguments.tensors[NEW_KEY]) {  // their scales are written
+    constexpr std::uint64_t SCALES = 1u << KEY_SCALE | 1u << VALUE_SCALE;
+    for (const DLTensor* scale : scales) {
+      if (of_keys != of_values || !is_written_once(*scale) || meets_others(*scale, arguments, SCALES)) return false;
+    }
+  }
+  call.key.tensors[KEY_SCALE] = {{each_token}, {}, TensorKey::pack(key->dtype, key->device)};
+  return true;
+}
+
 // What tiles are chosen for: at most so many queries of a sequence, rounded up. most_queries() of call/sequences.py.
 inline std::int64_t rounded_queries(std::int64_t most) {
   std::int64_t rounded = 1;
@@ -131,10 +178,15 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t heads_kv = key->shape[key_rank - 2];
   if (heads_kv < 1 || heads < 1 || heads % heads_kv) return false;
   if (!has_rows(*query, query_rank, heads, head_dim, *query) || !has_rows(*out, query_rank, heads, head_dim, *query) ||
-      !has_rows(*key, key_rank, heads_kv, head_dim, *query) ||
-      !has_rows(*value, key_rank, heads_kv, head_dim, *query)) {
+      !has_rows(*key, key_rank, heads_kv, head_dim, *key) || !has_rows(*value, key_rank, heads_kv, head_dim, *key)) {
     return false;
   }
+  const bool is_cached = is_cached_type(key->dtype);
+  if (!is_cached && TensorKey::pack(key->dtype, key->device) != TensorKey::pack(query->dtype, query->device)) {
+    return false;
+  }
+  if (arguments.tensors[QUERY_SCALE]) return false;
+  if (!is_cached && (arguments.tensors[KEY_SCALE] || arguments.tensors[VALUE_SCALE])) return false;
   for (int i = 0; i < query_rank; ++i) {
     if (query->shape[i] != out->shape[i] || query->shape[i] < 1) return false;
   }
@@ -155,9 +207,10 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t rows = (queries * heads + 15) / 16 + batch * heads_kv;
   if (most_keys < 1 || most_keys > MOST_KEYS || queries > MOST_KEYS || arguments.max_queries < 0) return false;
   if (rows > MOST_WORK) return false;
+  if (call.key.batch_invariant() && rows * ((most_keys + SPLIT_KEYS - 1) / SPLIT_KEYS + 1) > MOST_WORK) return false;
   if (!is_written_once(*out) || meets_others(*out, arguments, 1u << OUT)) return false;
 
-  call.varlen = AppendParams{};
+  call.varlen = CacheParams{};
   VarlenParams& p = call.varlen.call;
   CallKey& k = call.key;
   std::memset(k.tensors, 0, k.bytes_of(PLAIN_OPERANDS));
@@ -218,6 +271,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   p.right = k.causal() ? 0 : static_cast<int32>(std::min(arguments.right, MOST_KEYS));
   call.varlen.queries = static_cast<int32>(queries);
   constexpr std::int64_t APPENDED = std::int64_t(15) << NEW_KEY;  // and values, cosines and sines
+  if (is_cached && !parse_cache(arguments, batch, call)) return false;
   return !(k.given & APPENDED) || parse_append(arguments, call);
 }
 
@@ -231,6 +285,10 @@ inline bool varlen_ctas(const Call& call, const VarlenLaunch& launch, unsigned (
   if (launch.cluster > 1) {
     ctas[0] = static_cast<unsigned>(launch.cluster), ctas[1] = p.heads_kv, ctas[2] = p.batch;
     return false;
+  }
+  if (call.key.batch_invariant()) {
+    ctas[0] = launch.ctas, ctas[1] = ctas[2] = 1;
+    return true;
   }
   const std::int64_t pack = p.heads / p.heads_kv, most = call.key.tensors[QUERY].shape[1];
   const std::int64_t queries = call.varlen.queries;

@@ -46,6 +46,7 @@ struct Launch {
   std::int32_t count_banks;   // count shared-memory bank conflicts
   std::int32_t cluster;       // CTAs of a cluster, along x
   std::int32_t programmatic;  // begins before the kernel ahead of it has ended
+  std::int32_t backwards;     // clusters run from the last one to the first
   std::uint64_t seed;
   std::int64_t guard_count;
   std::uint64_t

@@ -47,7 +47,9 @@ Processor::Processor(Job& job)
 void Processor::run() {
   const std::int64_t blocks = job_.launch.grid[0] * job_.launch.grid[1] * job_.launch.grid[2];
   const std::int64_t clusters = blocks / job_.launch.cluster;
-  for (std::int64_t cluster; !job_.stop && (cluster = job_.next_cluster++) < clusters;) run_cluster(cluster);
+  for (std::int64_t turn; !job_.stop && (turn = job_.next_cluster++) < clusters;) {
+    run_cluster(job_.launch.backwards ? clusters - 1 - turn : turn);
+  }
   finish_memory();
 }
 

@@ -77,7 +77,7 @@ class Microsdpa(Implementation):
         if self.write_out:
             options["out"] = out
         sdpa = microsdpa.sdpa
-        return lambda: sdpa(query, key, value, **options)  # type: ignore[arg-type]
+        return lambda: sdpa(query, key, value, **options)  # type: ignore[call-overload]
 
 
 class MicrosdpaEightBit(Implementation):

@@ -10,7 +10,7 @@ from microsdpa.evidence.devices import DEVICES, Device
 from microsdpa.evidence.environment import gpu_slug
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.ladder_table import rung_before
-from microsdpa.evidence.plots.figure import OURS, PEER_COLOURS, Plot, finish, new_figure, series_colours
+from microsdpa.evidence.plots.figure import OURS, PRECISION_COLOURS, Plot, colour_of, finish, new_figure
 from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.wording import provenance, quoted_us
 from microsdpa.kernels.problem import DType
@@ -72,11 +72,10 @@ def _device(result: Result) -> Device | None:
 
 def _bars(axis: Any, entries: Sequence[Bar], unit: str) -> None:
     """Horizontal bars, the first on top, each with its number and, when given, its interval."""
-    colours = series_colours([name for name, *_ in entries])
     longest = max(value for _, value, _, _ in entries)
     for position, (name, value, interval, note) in enumerate(entries):
         ours = name.startswith("microsdpa") or name.startswith("ladder/") or "/" in name
-        axis.barh(position, value, color=OURS if ours else colours[name], height=0.7)
+        axis.barh(position, value, color=OURS if ours else colour_of(name), height=0.7)
         if interval:
             low, high = interval
             axis.errorbar(
@@ -150,46 +149,64 @@ def _throughput(results: Results, suite: str, name: str, title: str, command: st
     dims = sorted({row["shape"]["d"] for row in rows})
     masks = sorted({row["mask"] for row in rows}, key=lambda mask: mask != "none")
     names = sorted({_name(row) for row in rows}, key=lambda n: (not n.startswith("microsdpa"), n))
-    colours = series_colours(names)
     device = _device(result)
     peak = device.peak("float16") if device else None
-    figure, axes = new_figure(3.6 * len(dims), 3.0 * len(masks) + 0.6, len(masks), len(dims))
-    for i, mask in enumerate(masks):
-        for j, dim in enumerate(dims):
-            _throughput_panel(
-                axes[i, j], [r for r in rows if (r["mask"], r["shape"]["d"]) == (mask, dim)], names, colours
-            )
-            axes[i, j].set_title(f"D = {dim}, {'causal' if mask != 'none' else 'no mask'}")
-            highest = max(row["tflops"] for row in rows)
-            axes[i, j].set_ylim(0, max(highest, peak or 0) * 1.06)
+    figure, axes = new_figure(4.1 * len(masks) + 1.0, 2.3 * len(dims), len(dims), len(masks))
+    highest = max(row["tflops"] for row in rows)
+    for i, dim in enumerate(dims):
+        for j, mask in enumerate(masks):
+            axis, some = axes[i, j], [r for r in rows if (r["mask"], r["shape"]["d"]) == (mask, dim)]
+            _throughput_panel(axis, some, names)
+            axis.set_title(f"D = {dim}, {'causal' if mask != 'none' else 'no mask'}")
+            axis.set_ylim(0, max(highest, peak or 0) * 1.06)
             if peak:
-                axes[i, j].axhline(peak, ls="--", lw=1, color="#808080")
-    axes[0, 0].set_ylabel("TFLOP/s")
-    handles = {h.get_label(): h for axis in axes.flat for h in axis.get_lines() if not h.get_label().startswith("_")}
-    figure.legend(
-        [handles[n] for n in names if n in handles],
-        [n for n in names if n in handles],
-        loc="outside lower center",
-        ncols=min(5, len(names)),
-    )
+                axis.axhline(peak, ls="--", lw=1, color="#808080")
+            if j == len(masks) - 1:
+                _label_ends(axis, some, names)
+        axes[i, 0].set_ylabel("TFLOP/s")
     ceiling = f" Dashed: {device.name.upper()}'s published dense peak, {peak:g} TFLOP/s." if device and peak else ""
     data = [[_name(r), r["shape"], r["mask"], r["tflops"]] for r in rows]
     return finish(figure, name, title, f"Higher is better.{ceiling} {_source(result)}", data)
 
 
-def _throughput_panel(axis: Any, rows: list[Row], names: list[str], colours: dict[str, str]) -> None:
+def _throughput_panel(axis: Any, rows: list[Row], names: list[str]) -> None:
     for name in reversed(names):
         points = sorted((row["shape"]["s_q"], row["tflops"]) for row in rows if _name(row) == name)
-        ours = name.startswith("microsdpa")
+        width = 2.4 if name.startswith("microsdpa") else 1.2
         if points:
-            axis.plot(
-                *zip(*points, strict=True), "o-", ms=3.5, lw=2.4 if ours else 1.2, color=colours[name], label=name
-            )
+            axis.plot(*zip(*points, strict=True), "o-", ms=3.5, lw=width, color=colour_of(name))
     lengths = sorted({row["shape"]["s_q"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [f"{s // 1024}k" if s >= 1024 else str(s) for s in lengths])
     axis.set_xlabel("S")
     axis.grid()
+
+
+def _label_ends(axis: Any, rows: list[Row], names: list[str]) -> None:
+    """Every line's name behind its last point, moved up or down where two would lie on one another."""
+    ends = []
+    for name in names:
+        points = sorted((row["shape"]["s_q"], row["tflops"]) for row in rows if _name(row) == name)
+        if points:
+            ends.append((points[-1][1], name))
+    lowest, highest = axis.get_ylim()
+    places = spread([value for value, _ in sorted(ends)], (highest - lowest) * 0.1, lowest, highest)
+    for (_, name), place in zip(sorted(ends), places, strict=True):
+        axis.annotate(
+            name, (1.02, place), xycoords=("axes fraction", "data"), color=colour_of(name), va="center", fontsize=9
+        )
+
+
+def spread(values: Sequence[float], gap: float, lowest: float, highest: float) -> list[float]:
+    """Ascending values, moved as little as a pass up and a pass down do, so that neighbours are `gap` apart."""
+    placed: list[float] = []
+    for value in values:
+        placed.append(max(value, placed[-1] + gap) if placed else max(value, lowest))
+    limit = highest
+    for index in reversed(range(len(placed))):
+        placed[index] = min(placed[index], limit)
+        limit = placed[index] - gap
+    return placed
 
 
 def accuracy(results: Results) -> Plot:
@@ -200,10 +217,8 @@ def accuracy(results: Results) -> Plot:
     if not rows or result is None:
         return _missing(name, title, "fp8")
     kinds = [k for k in ("normal", "mean", "outliers") if any(row.get("kind", "normal") == k for row in rows)]
-    names = sorted({_name(row) for row in rows}, key=lambda n: (not n.startswith("microsdpa"), n))
-    colours = series_colours(names)
-    figure, axes = new_figure(3.6 * len(kinds), 3.8, 1, len(kinds))
-    for axis, kind in zip(axes[0], kinds, strict=True):
+    figure, axes = new_figure(7.2, 2.3 * len(kinds) + 2.2, len(kinds), 1)
+    for axis, kind in zip(axes[:, 0], kinds, strict=True):
         for row in (row for row in rows if row.get("kind", "normal") == kind):
             eight = row["dtype"] not in SIXTEEN_BIT
             precision = row.get("precision", "")
@@ -212,16 +227,16 @@ def accuracy(results: Results) -> Plot:
                 row["error"]["rel_l1"],
                 marker=MARKERS.get(precision, "D" if eight else "o"),
                 s=42,
-                edgecolors=colours[_name(row)],
-                facecolors="none" if precision and row["op"] == "sdpa" else colours[_name(row)],
+                edgecolors=colour_of(_name(row)),
+                facecolors="none" if precision and row["op"] == "sdpa" else colour_of(_name(row)),
                 label=f"{_name(row)}{' (8-bit)' if eight and not precision else ''}",
             )
         axis.set(xscale="log", yscale="log", title=f"inputs: {kind}", xlabel="microseconds a call")
         _plain_ticks(axis, [quoted_us(row) for row in rows])
         axis.grid()
-    axes[0, 0].set_ylabel("relative L1 error against FP64")
+    axes[len(kinds) // 2, 0].set_ylabel("relative L1 error against FP64")
     handles = {h.get_label(): h for axis in axes.flat for h in axis.collections}
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=4)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2)
     data = [[_name(r), r.get("kind"), r["dtype"], quoted_us(r), r["error"]["rel_l1"]] for r in rows]
     open_marks = (
         " Open: attention alone, on quantized values made before." if any(r.get("precision") for r in rows) else ""
@@ -263,7 +278,7 @@ def errors(results: Results) -> Plot:
         places = [k + (index - (len(precisions) - 1) / 2) * width for k in range(len(kinds))]
         values = [found[kind, precision] for kind in kinds]
         means = [sum(v) / len(v) for v in values]
-        colour = (OURS, *PEER_COLOURS)[index]
+        colour = PRECISION_COLOURS[index]
         axis.bar(places, means, 0.92 * width, color=colour, label=precision)
         for place, mean, value in zip(places, means, values, strict=True):
             axis.vlines(place, min(value), max(value), color="#808080", lw=1)

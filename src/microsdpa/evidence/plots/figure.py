@@ -13,23 +13,27 @@ from typing import Any
 INK = "#010203"
 """Colour of text and axes while matplotlib draws; the finished SVG has the page's own colour in its place."""
 
-OURS = "#e4572e"
-PEER_COLOURS = (
-    "#4c8dd6",
-    "#2aa198",
-    "#9b7ede",
-    "#c9a227",
-    "#5fad56",
-    "#d77fb3",
-    "#8c9aa8",
-    "#b5651d",
-    "#6c7ae0",
-    "#3fa7d6",
-    "#a0a83c",
-    "#c06c84",
-    "#7aa874",
-    "#b08ea2",
-)
+OURS = "#d55e00"
+COLOURS = {
+    "microsdpa": OURS,
+    "torch CUDNN": "#0072b2",
+    "cuDNN": "#0072b2",
+    "flash-attn": "#009e73",
+    "torch FLASH": "#56b4e9",
+    "torch EFFICIENT": "#b8860b",
+    "torch flex": "#cc79a7",
+    "torch MATH": "#999999",
+    "torch": "#6b7785",
+    "Triton": "#882255",
+    "SageAttention": "#44aa99",
+    "xformers": "#ddaa33",
+    "FlashInfer": "#aa4499",
+}
+"""Of each library, by what its names begin with: colours of Okabe and Ito, and of Tol, for colour-blind readers."""
+FURTHER = ("#661100", "#117733", "#888800", "#332288")
+PRECISION_COLOURS = (OURS, "#0072b2", "#009e73")
+LOOK = 2
+"""Counts changes of how plots look: drawn files of an older look are stale."""
 STYLE = "svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
 
 
@@ -58,11 +62,10 @@ class Plot:
         return self.svg.replace(">", f"><!-- data {self.digest} --><style>{STYLE}</style>", 1) + "\n"
 
 
-def series_colours(names: list[str]) -> dict[str, str]:
-    """A colour for each implementation; microsdpa's stands out and is always the same."""
-    peers = [name for name in names if not name.startswith("microsdpa")]
-    colours = {name: PEER_COLOURS[index % len(PEER_COLOURS)] for index, name in enumerate(peers)}
-    return colours | {name: OURS for name in names if name.startswith("microsdpa")}
+def colour_of(name: str) -> str:
+    """The colour of an implementation, the same in every plot: its library's."""
+    known = max((one for one in COLOURS if name.startswith(one)), key=len, default="")
+    return COLOURS[known] if known else FURTHER[sum(name.encode()) % len(FURTHER)]
 
 
 def new_figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
@@ -115,4 +118,4 @@ def finish(figure: Any, name: str, title: str, caption: str, data: object) -> Pl
 
 def digest(data: object) -> str:
     """Digest of the numbers and names that a plot shows."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([LOOK, data], sort_keys=True).encode()).hexdigest()[:16]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import environment
@@ -65,6 +66,7 @@ class Some(NamedTuple):
 
 
 ALL = Some()
+Cell = TypeVar("Cell")
 
 
 def names() -> list[str]:
@@ -91,8 +93,18 @@ def chosen(suite: Suite, some: Some) -> Suite:
     Raises:
         InvalidArgument: no case is left, or a part is none.
     """
+    kept = some_of(suite.cases, some, lambda case: f"{case} {suite.labels.get(case, '')}")
+    return replace(suite, cases=tuple(kept))
+
+
+def some_of(cells: Sequence[Cell], some: Some, name: Callable[[Cell], str]) -> Sequence[Cell]:
+    """Those of the cells that are measured; `name` gives the text that `some.cells` are looked for in.
+
+    Raises:
+        InvalidArgument: no cell is left, or a part is none.
+    """
     wanted = [text for text in some.cells.split(",") if text]
-    kept = [c for c in suite.cases if not wanted or any(t in f"{c} {suite.labels.get(c, '')}" for t in wanted)]
+    kept = [cell for cell in cells if not wanted or any(text in name(cell) for text in wanted)]
     if some.part:
         index, _, count = some.part.partition("/")
         if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
@@ -100,9 +112,9 @@ def chosen(suite: Suite, some: Some) -> Suite:
             raise InvalidArgument("part", expected="a part and their number, such as 1/3", got=some.part, hint=hint)
         kept = kept[int(index) - 1 :: int(count)]
     if not kept:
-        hint = f"case names are such as {str(suite.cases[0])!r}"
-        raise InvalidArgument("cells", expected=f"texts in case names of suite {suite.name}", got=some.cells, hint=hint)
-    return replace(suite, cases=tuple(kept))
+        hint = f"names are such as {name(cells[0]).strip()!r}"
+        raise InvalidArgument("cells", expected="texts in names of the suite's cases", got=some.cells, hint=hint)
+    return kept
 
 
 def _parse(name: str, data: dict[str, Any]) -> Suite:

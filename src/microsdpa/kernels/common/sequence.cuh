@@ -50,8 +50,9 @@ struct Visibility {
   }
 };
 
-// How keys lie: one behind the other, in pages of whole tiles of BLOCK_N keys, or in any pages.
-enum Layout { CONTIGUOUS, WHOLE_TILES, ANY_PAGES };
+// How keys lie: one behind the other, in pages of whole tiles of BLOCK_N keys, in any pages, or in pages of halves of
+// tiles.
+enum Layout { CONTIGUOUS, WHOLE_TILES, ANY_PAGES, HALF_TILES };
 
 // Where rows of K and V lie.
 template <Layout LAYOUT>
@@ -81,7 +82,7 @@ struct Keys {
     return PAGED ? page * strides.batch + row : row;
   }
 
- private:
+  // Offset of the head's first key, without pages the sequence's.
   __device__ __forceinline__ static int64 start(const Strides& strides, const VarlenParams& params,
                                                 const Sequence& sequence, int b, int head_kv) {
     const int64 head = head_kv * strides.head;

@@ -65,4 +65,12 @@ struct AppendParams {
   int32 queries;  // of all sequences
 };
 
+// What a kernel gets whose cache has 8 bits an element. A value times its scale is the number that it stands for.
+struct CacheParams : AppendParams {
+  const float* key_scale;
+  const float* value_scale;
+  Strides key_scale_strides;  // like those of keys, where each token has a scale; else of batch entries and heads
+  Strides value_scale_strides;
+};
+
 }  // namespace microsdpa

@@ -2,12 +2,15 @@
 //
 // With rotary embeddings (RoPE), new keys are rotated on their way, and queries too, into memory of their own. A token
 // of a sequence stands at the number of keys that the cache had, and the tokens before it. Key heads, then value heads,
-// then query heads of a token are rows; a lane moves 16 bytes of one.
-// Bound by: the launch, and one trip to memory.
+// then query heads of a token are rows; a lane moves 16 bytes of one. For a cache of 8 bits keys, once they are
+// rotated, and values are divided by their scale and rounded. Where every token has scales, the row's largest magnitude
+// decides about its own. Bound by: the launch, and one trip to memory.
 #include "../../common/element.cuh"
 #include "../../common/sequence.cuh"
 #include "../../ptx/control.cuh"
+#include "cache.cuh"
 #include "embedding.cuh"
+#include "masks.cuh"
 
 namespace microsdpa::ampere::varlen {
 
@@ -27,8 +30,48 @@ __device__ __forceinline__ int sequence_of(const VarlenParams& params, int query
   return first - 1;
 }
 
-template <typename T, int HEAD_DIM, typename EMBEDDING, bool PAGED, bool PROGRAMMATIC>
-__global__ void __launch_bounds__(128) append(const __grid_constant__ AppendParams params) {
+template <typename CACHE>
+struct Given {
+  using Params = CacheParams;
+};
+template <>
+struct Given<void> {
+  using Params = AppendParams;
+};
+
+// Where a row goes in a cache of 8 bits.
+struct NarrowRow {
+  unsigned char* values = nullptr;
+  const float* scale = nullptr;
+};
+
+// Eight columns of a row of 8-bit values; LANES lanes have the row. All lanes of a warp take part.
+template <typename CACHE, int LANES, typename T>
+__device__ __forceinline__ void store_narrow(const NarrowRow& to, const Chunk<T>& chunk, int column) {
+  using Encoder = typename CACHE::Format::Encoder;
+  float scale = 1.0f;
+  if constexpr (CACHE::EACH_TOKEN) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = larger_magnitude<Encoder>(largest, to_float(chunk.data[i]));
+#pragma unroll
+    for (int offset = 1; offset < LANES; offset *= 2) {
+      largest = larger<Encoder>(largest, __shfl_xor_sync(FULL_WARP, largest, offset));
+    }
+    scale = scale_of<Encoder>(largest);
+  } else if (to.values != nullptr) {
+    scale = *to.scale;
+  }
+  if (to.values == nullptr) return;
+  Vector<unsigned char, 8> values;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) values.data[i] = Encoder::encode(to_float(chunk.data[i]) / scale);
+  *reinterpret_cast<Vector<unsigned char, 8>*>(to.values + column) = values;
+  if (CACHE::EACH_TOKEN && column == 0) *const_cast<float*>(to.scale) = scale;
+}
+
+template <typename T, int HEAD_DIM, typename EMBEDDING, bool PAGED, bool PROGRAMMATIC, typename CACHE>
+__global__ void __launch_bounds__(128) append(const __grid_constant__ typename Given<CACHE>::Params params) {
   using OwnChunk = RowChunk<T, HEAD_DIM, EMBEDDING>;
   const VarlenParams& call = params.call;
   const int new_rows = params.new_key != nullptr ? 2 * call.heads_kv : 0;
@@ -41,6 +84,7 @@ __global__ void __launch_bounds__(128) append(const __grid_constant__ AppendPara
   // Where the row comes from and goes to; null where nothing is to be done.
   const T* from = nullptr;
   T* to = nullptr;
+  [[maybe_unused]] NarrowRow narrow;
   bool is_value = false;
   int position = 0;
   const auto find = [&]() {
@@ -67,6 +111,26 @@ __global__ void __launch_bounds__(128) append(const __grid_constant__ AppendPara
     const auto at = keys.place(call, position);
     const int page = PAGED ? keys.table[at.number] : 0;
     if (PAGED && static_cast<uint32>(page) >= static_cast<uint32>(call.pages)) return;
+    if constexpr (PRESENT<CACHE>) {
+      const Sequence sequence(call, b);
+      const auto values_at = [&](const void* values, int64 offset) {
+        return static_cast<unsigned char*>(const_cast<void*>(values)) + offset;
+      };
+      const auto scale_offset = [&](const Strides strides) {
+        if (!CACHE::EACH_TOKEN) return b * strides.batch + head * strides.head;
+        return keys.start(strides, call, sequence, b, head) + keys.offset(strides, page, at.within);
+      };
+      if (is_value) {
+        from = row_of(params.new_value, params.new_value_strides, head);
+        narrow.values = values_at(call.value, keys.value + keys.offset(call.value_strides, page, at.within));
+        narrow.scale = params.value_scale + scale_offset(params.value_scale_strides);
+      } else {
+        from = row_of(params.new_key, params.new_key_strides, head);
+        narrow.values = values_at(call.key, keys.key + keys.offset(call.key_strides, page, at.within));
+        narrow.scale = params.key_scale + scale_offset(params.key_scale_strides);
+      }
+      return;
+    }
     if (is_value) {
       from = row_of(params.new_value, params.new_value_strides, head);
       to = static_cast<T*>(const_cast<void*>(call.value)) + keys.value +
@@ -79,6 +143,10 @@ __global__ void __launch_bounds__(128) append(const __grid_constant__ AppendPara
   find();
   const OwnChunk chunk(from, position, params);
   const Chunk<T> embedded = chunk.embedded();
+  if constexpr (PRESENT<CACHE>) {
+    const Chunk<T> own = is_value ? chunk.as_it_was() : embedded;
+    store_narrow<CACHE, OwnChunk::LANES>(narrow, own, OwnChunk::column());
+  }
   if (to != nullptr) *reinterpret_cast<Chunk<T>*>(to + OwnChunk::column()) = is_value ? chunk.as_it_was() : embedded;
 }
 

@@ -20,13 +20,23 @@ struct Embedding {
   static constexpr int ANGLES = INTERLEAVED ? 4 : 8;  // of a chunk
 };
 
+// The embedding of rows that are loaded: one that leaves them as they are stands for none.
+template <typename EMBEDDING>
+struct EmbeddingOf {
+  using Type = EMBEDDING;
+};
+template <>
+struct EmbeddingOf<void> {
+  using Type = Embedding<0, false, float>;
+};
+
 template <typename EMBEDDING>
 constexpr int ROTATED_COLUMNS = EMBEDDING::ROTARY;
 template <>
 constexpr int ROTATED_COLUMNS<void> = 0;
 
 // Eight columns of a row. LANES consecutive lanes have the row, chunk by chunk: all lanes of a warp take part.
-// Loads are started by the constructor; embedded() waits for them.
+// Loads are started by the constructor; embedded() waits for them. Sums are the same in every kernel.
 template <typename T, int COLUMNS, typename EMBEDDING>
 class RowChunk {
  public:
@@ -64,8 +74,8 @@ class RowChunk {
       for (int i = 0; i < 8; i += 2) {
         const float c = cos_[i / 2], s = sin_[i / 2];
         const float x = to_float(chunk_.data[i]), y = to_float(chunk_.data[i + 1]);
-        rotated.data[i] = from_float<T>(x * c - y * s);
-        rotated.data[i + 1] = from_float<T>(x * s + y * c);
+        rotated.data[i] = from_float<T>(fmaf(x, c, -__fmul_rn(y, s)));
+        rotated.data[i + 1] = from_float<T>(fmaf(x, s, __fmul_rn(y, c)));
       }
     } else {
       const bool second = column() >= HALF;
@@ -78,7 +88,7 @@ class RowChunk {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float x = to_float(chunk_.data[i]), y = to_float(other.data[i]);
-        rotated.data[i] = from_float<T>(x * cos_[i] + (second ? y : -y) * sin_[i]);
+        rotated.data[i] = from_float<T>(fmaf(x, cos_[i], __fmul_rn(second ? y : -y, sin_[i])));
       }
     }
     return column() < ROTARY ? rotated : chunk_;

@@ -21,6 +21,7 @@
 #include "../../ptx/address.cuh"
 #include "../../ptx/cluster.cuh"
 #include "../../ptx/control.cuh"
+#include "cache.cuh"
 #include "embedding.cuh"
 #include "masks.cuh"
 #include "scheduler.cuh"
@@ -75,14 +76,17 @@ struct Segment {
 template <typename C, Layout LAYOUT>
 struct Source {
   using Tile = typename C::KeyTile;
-  using T = typename C::T;
+  using T = typename C::Cached;
   static constexpr int ROWS = C::GROUP_THREADS / Tile::CHUNKS, PASSES = C::BLOCK_N / ROWS;
   static_assert(C::BLOCK_N % ROWS == 0, "the threads copy whole rows");
   static constexpr bool APART = LAYOUT == ANY_PAGES;  // every row has a page of its own
+  // Pages that a thread looks up for a tile, each for so many of its rows.
+  static constexpr int SPANS = APART ? PASSES : LAYOUT == HALF_TILES ? 2 : 1, SPAN = PASSES / SPANS;
+  static_assert(PASSES % SPANS == 0, "a thread has as many rows of each half");
 
-  // Where a tile lies, or each of the thread's rows of it.
+  // Where each span of a tile lies, for ANY_PAGES the thread's row of it.
   struct Pages {
-    int page[APART ? PASSES : 1], within[APART ? PASSES : 1];
+    int page[SPANS], within[SPANS];
   };
 
   __device__ __forceinline__ static unsigned row() { return threadIdx.x % C::GROUP_THREADS / Tile::CHUNKS; }
@@ -92,8 +96,8 @@ struct Source {
   __device__ __forceinline__ static void fetch(Pages& pages, const VarlenParams& params, const Segment& segment,
                                                int first_key) {
 #pragma unroll
-    for (int p = 0; p < (APART ? PASSES : 1); ++p) {
-      const int key = APART ? first_key + p * ROWS + row() : first_key;
+    for (int p = 0; p < SPANS; ++p) {
+      const int key = APART ? first_key + p * ROWS + row() : first_key + p * SPAN * ROWS;
       const auto place = segment.keys.place(params, key);
       pages.within[p] = place.within;
       pages.page[p] = LAYOUT != CONTIGUOUS && key < params.most_keys ? segment.keys.table[place.number] : 0;
@@ -104,29 +108,32 @@ struct Source {
   template <typename Segment>
   __device__ __forceinline__ static void copy_async(Stage<C>& stage, const Pages& pages, const VarlenParams& params,
                                                     Segment& segment, int first_key) {
-    const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK;
+    const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK * C::UNIT;
     const T* key_base = static_cast<const T*>(params.key);
     const T* value_base = static_cast<const T*>(params.value);
     const auto& keys = segment.keys;
     if constexpr (!APART) {
-      const bool exists =
-          LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[0]) < static_cast<uint32>(params.pages);
+      bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[0]) < static_cast<uint32>(params.pages);
+      if (SPANS > 1) exists &= static_cast<uint32>(pages.page[SPANS - 1]) < static_cast<uint32>(params.pages);
       if (exists && first_key >= segment.from && first_key + C::BLOCK_N <= segment.new_from) {
-        const int within = pages.within[0] + row();
-        const T* k = key_base + keys.key + keys.offset(params.key_strides, pages.page[0], within) + column;
-        const T* v = value_base + keys.value + keys.offset(params.value_strides, pages.page[0], within) + column;
-        const int64 key_step = ROWS * params.key_strides.row, value_step = ROWS * params.value_strides.row;
 #pragma unroll
-        for (int p = 0; p < PASSES; ++p, k += key_step) copy_row(stage.key, p, column, k, key_base, true);
+        for (int i = 0; i < SPANS; ++i) {
+          const int within = pages.within[i] + row(), first = i * SPAN;
+          const T* k = key_base + keys.key + keys.offset(params.key_strides, pages.page[i], within) + column;
+          const T* v = value_base + keys.value + keys.offset(params.value_strides, pages.page[i], within) + column;
+          const int64 key_step = ROWS * params.key_strides.row, value_step = ROWS * params.value_strides.row;
 #pragma unroll
-        for (int p = 0; p < PASSES; ++p, v += value_step) copy_row(stage.value, p, column, v, value_base, true);
+          for (int p = 0; p < SPAN; ++p, k += key_step) copy_row(stage.key, first + p, column, k, key_base, true);
+#pragma unroll
+          for (int p = 0; p < SPAN; ++p, v += value_step) copy_row(stage.value, first + p, column, v, value_base, true);
+        }
         return;
       }
     }
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
-      const int key = first_key + p * ROWS + row(), at = APART ? p : 0;
-      const int within = pages.within[at] + (APART ? 0 : p * ROWS + row());
+      const int key = first_key + p * ROWS + row(), at = SPANS > 1 ? p / SPAN : 0;
+      const int within = pages.within[at] + (APART ? 0 : (SPANS > 1 ? p % SPAN : p) * ROWS + row());
       if (segment.is_new(key)) continue;
       bool valid = segment.is_cached(key);
       if (LAYOUT != CONTIGUOUS && static_cast<uint32>(pages.page[at]) >= static_cast<uint32>(params.pages)) {
@@ -163,7 +170,7 @@ struct Source {
         value_chunk = *reinterpret_cast<const Chunk<T>*>(value);
       }
       const auto place = segment.keys.place(params, key);
-      const bool looks_up = LAYOUT != CONTIGUOUS && (APART || stage == nullptr);
+      const bool looks_up = LAYOUT != CONTIGUOUS && (SPANS > 1 || stage == nullptr);
       int page = looks_up ? 0 : pages.page[0];
       if (looks_up && inside) page = segment.keys.table[place.number];
       const bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(page) < static_cast<uint32>(params.pages);
@@ -188,9 +195,10 @@ struct Source {
   __device__ __forceinline__ static void copy_row(Tile& tile, int pass, unsigned column, const T* from,
                                                   const T* anywhere, bool valid) {
 #pragma unroll
-    for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) {
+    for (int c = 0; c < C::COLUMNS; c += Tile::PANEL * C::UNIT) {
       const bool inside = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + c < C::HEAD_DIM;
-      cp_async<16>(tile.at(pass * ROWS + row(), column + c), inside ? from + c : anywhere, valid && inside ? 16 : 0);
+      cp_async<16>(tile.at(pass * ROWS + row(), (column + c) / C::UNIT), inside ? from + c : anywhere,
+                   valid && inside ? 16 : 0);
     }
   }
 };
@@ -216,7 +224,7 @@ struct Rows {
   }
 };
 
-// A tile of queries that are rotated comes through registers, ROWS of its rows at a time.
+// A tile of queries that are rotated, or become FP16, comes through registers, ROWS of its rows at a time.
 template <typename C, int PACK, typename EMBEDDING>
 struct RotatedRows {
   using T = typename C::T;
@@ -235,16 +243,38 @@ struct RotatedRows {
     return OwnChunk(valid ? place.at(query, append.call.query_strides, row(first)) : nullptr,
                     segment.sequence.length + (segment.work.first_row + row(first)) / PACK, append);
   }
-  __device__ __forceinline__ static void store(typename C::QueryTile& tile, int first, const OwnChunk& chunk) {
+  // `scales` are those of the tile's rows, where the cache is of 8 bits.
+  __device__ __forceinline__ static void store(typename C::QueryTile& tile, float* scales, int first,
+                                               const OwnChunk& chunk) {
     const Chunk<T> embedded = chunk.embedded();
+    if constexpr (C::NARROW) {
+      store_narrow(tile, scales, first, embedded);
+      return;
+    }
     if (row(first) < C::BLOCK_M && OwnChunk::column() < C::COLUMNS) {
       *reinterpret_cast<Chunk<T>*>(tile.at(row(first), OwnChunk::column())) = embedded;
     }
   }
   template <typename Segment>
-  __device__ __forceinline__ static void copy(typename C::QueryTile& tile, const AppendParams& append,
+  __device__ __forceinline__ static void copy(typename C::QueryTile& tile, float* scales, const AppendParams& append,
                                               const Segment& segment, int first) {
-    for (; first < C::BLOCK_M; first += ROWS) store(tile, first, load(append, segment, first));
+    for (; first < C::BLOCK_M; first += ROWS) store(tile, scales, first, load(append, segment, first));
+  }
+
+ private:
+  __device__ __forceinline__ static void store_narrow(typename C::QueryTile& tile, float* scales, int first,
+                                                      const Chunk<T>& chunk) {
+    Chunk<__half> halves;
+    const float scale = narrow_row<OwnChunk::LANES>(halves, chunk);
+    if (row(first) >= C::BLOCK_M || OwnChunk::column() >= C::COLUMNS) return;
+    if (OwnChunk::column() == 0) scales[row(first)] = scale;
+    const auto& pairs = reinterpret_cast<const Vector<uint32, 4>&>(halves);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Vector<uint32, 2> two = {{pairs.data[i], pairs.data[i + 2]}};
+      const int column = place_of_pair(OwnChunk::column() + 2 * i);
+      *reinterpret_cast<Vector<uint32, 2>*>(tile.at(row(first), column)) = two;
+    }
   }
 };
 
@@ -269,29 +299,86 @@ __device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, S
   return total;
 }
 
-// The parameter of a kernel: without an embedding, which is void, it appends and rotates nothing.
-template <typename EMBEDDING>
+// The parameter of a kernel: without an embedding, which is void, it appends and rotates nothing. CACHE is void for
+// elements like those of queries.
+template <typename EMBEDDING, typename CACHE>
 struct Given {
+  using Params = CacheParams;
+};
+template <typename EMBEDDING>
+struct Given<EMBEDDING, void> {
   using Params = AppendParams;
 };
 template <>
-struct Given<void> {
+struct Given<void, void> {
   using Params = VarlenParams;
 };
-template <typename EMBEDDING>
-using ParamsOf = typename Given<EMBEDDING>::Params;
+template <typename EMBEDDING, typename CACHE>
+using ParamsOf = typename Given<EMBEDDING, CACHE>::Params;
 __device__ __forceinline__ const VarlenParams& call_of(const VarlenParams& params) { return params; }
 __device__ __forceinline__ const VarlenParams& call_of(const AppendParams& params) { return params.call; }
 
+// Adds a part's four columns and statistics of a row to those of the parts before it. A part that the row does not see
+// changes no bit, and no other order of operations is allowed: parts of a fixed size give the same in every call.
+__device__ __forceinline__ void add_part(Values4& total, RowStats& combined, const Values4& values,
+                                         const RowStats& stats) {
+  const float largest = fmaxf(combined.stabilizer, stats.stabilizer);
+  const float stabilizer = largest == negative_infinity() ? 0.0f : largest;
+  const float before = ex2_approx(combined.stabilizer - stabilizer), now = ex2_approx(stats.stabilizer - stabilizer);
+  combined = {largest, fmaf(combined.sum, before, __fmul_rn(stats.sum, now))};
+#pragma unroll
+  for (int c = 0; c < 4; ++c) total.data[c] = fmaf(total.data[c], before, __fmul_rn(values.data[c], now));
+}
+
+// Moves every row's stabilizer to its largest score. An update moves those of a warp together, when one of them is far
+// behind: after this none is, and no bit of a row depends on the others.
+template <int KEYS, int COLUMNS, int ROW_TILES>
+__device__ __forceinline__ void follow_maxima(OnlineSoftmax<ROW_TILES>& softmax,
+                                              const float (&s)[ROW_TILES][KEYS / 8][4],
+                                              float (&o)[ROW_TILES][COLUMNS / 8][4]) {
+#pragma unroll
+  for (int t = 0; t < ROW_TILES; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = negative_infinity();
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; ++n) largest = fmaxf(largest, fmaxf(s[t][n][2 * half], s[t][n][2 * half + 1]));
+      largest = quad_max(largest);
+      float& stabilizer = softmax.stabilizer[t][half];
+      if (!__any_sync(FULL_WARP, largest > stabilizer)) continue;
+      const float next = fmaxf(stabilizer, largest);
+      const float factor = next == negative_infinity() ? 1.0f : ex2_approx(stabilizer - next);
+      stabilizer = next;
+      softmax.sum[t][half] *= factor;
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 8; ++n) o[t][n][2 * half] *= factor, o[t][n][2 * half + 1] *= factor;
+    }
+  }
+}
+
+template <typename C, int CLUSTER, typename CACHE>
+struct Memory {
+  using Type = SharedWithScales<C, CLUSTER>;
+};
+template <typename C, int CLUSTER>
+struct Memory<C, CLUSTER, void> {
+  using Type = Shared<C, CLUSTER>;
+};
+
+// SPLIT: tiles of keys of a part, where a sequence's bits may not depend on the others; 0 where they may. MOST_PARTS:
+// those of all sequences that CTAs share.
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
-          int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING>
+          int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING, int SPLIT,
+          int MOST_PARTS, typename CACHE>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
-    attention(const __grid_constant__ ParamsOf<EMBEDDING> given) {
-  constexpr bool APPENDS = PRESENT<EMBEDDING>, ROTATES = ROTATED_COLUMNS<EMBEDDING> > 0;
+    attention(const __grid_constant__ ParamsOf<EMBEDDING, CACHE> given) {
+  // Queries that are rotated, or whose products are of another type, come through registers.
+  constexpr bool APPENDS = PRESENT<EMBEDDING>, NARROW = PRESENT<CACHE>;
+  constexpr bool ROTATES = ROTATED_COLUMNS<EMBEDDING> > 0 || NARROW;
   const VarlenParams& params = call_of(given);
-  using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
+  using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES, CACHE>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
-  auto& shared = dynamic_shared<Shared<C, CLUSTER>>();
+  auto& shared = dynamic_shared<typename Memory<C, CLUSTER, CACHE>::Type>();
   const int group = WARPS_N == 1 ? 0 : threadIdx.x / C::GROUP_THREADS;
   const int warp_row = threadIdx.x % C::GROUP_THREADS / 32 * C::WARP_ROWS;
   auto& ring = shared.streaming.ring[group];
@@ -303,16 +390,18 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     }
   }
   if (PROGRAMMATIC) grid_dependency_wait();
-  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, CLUSTER> scheduler(params);
+  Scheduler<MASKS, PACK, BLOCK_M, C::TILE, SPLIT, MOST_PARTS, CLUSTER> scheduler(params);
   WorkTile work;
   if (!scheduler.next(work)) return;
   using OwnSegment = Segment<C, MASKS, PACK, LAYOUT, CLUSTER, APPENDS>;
   using OwnSource = Source<C, LAYOUT>;
   // Tiles are loaded ahead: of `loading`, which is the segment that is computed or, where the ring flows, the next one.
   OwnSegment loading(params, work);
+  using OwnScales = TokenScales<C, LAYOUT>;
   typename OwnSource::Pages pages;  // of the next tile that is loaded
-  int loaded = 0, total = 0;        // tiles of the segment, and of all
-  int query_buffer = 0;             // of the segment that is computed
+  [[maybe_unused]] typename OwnScales::Pages scale_pages;
+  int loaded = 0, total = 0;  // tiles of the segment, and of all
+  int query_buffer = 0;       // of the segment that is computed
   const auto load_query = [&](int buffer) {
     const Rows<PACK> place(loading.work, loading.sequence, PACK);
     const T* query = static_cast<const T*>(params.query);
@@ -322,10 +411,15 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
                    valid ? place.at(query, params.query_strides, r) + column : query, valid ? 16 : 0);
     });
   };
-  using RotatedQuery = RotatedRows<C, PACK, EMBEDDING>;
+  using RotatedQuery = RotatedRows<C, PACK, typename EmbeddingOf<EMBEDDING>::Type>;
+  const auto query_scales = [&](int buffer) -> float* {
+    if constexpr (NARROW) return shared.query_scale[buffer];
+    return nullptr;
+  };
   const auto begin_loading = [&](int buffer) {
     loaded = 0;
     OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
+    if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(0, group));
     if constexpr (!ROTATES) load_query(buffer);
   };
   // New keys that are not among the first tiles go to the cache, once those are on their way, and come from there: a
@@ -345,6 +439,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     if (loaded < loading.count) {
       const int first_key = loading.first_key(loaded, group);
       OwnSource::copy_async(ring[total % STAGES], pages, params, loading, first_key);
+      if constexpr (C::EACH_TOKEN) OwnScales::copy_async(ring[total % STAGES], scale_pages, given, loading, first_key);
       if constexpr (APPENDS) {
         if (first_key + BLOCK_N > loading.new_from) {
           OwnSource::template store_new<EMBEDDING>(&ring[total % STAGES], pages, given, loading, first_key);
@@ -352,6 +447,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       }
       ++loaded, ++total;
       OwnSource::fetch(pages, params, loading, loading.first_key(loaded, group));
+      if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(loaded, group));
     }
     cp_async_commit();
   };
@@ -364,15 +460,17 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     is_ahead = true;
     begin_loading(1 - query_buffer);
     store_ahead();
-    if constexpr (ROTATES) RotatedQuery::copy(shared.streaming.query[1 - query_buffer], given, loading, 0);
+    if constexpr (ROTATES) {
+      RotatedQuery::copy(shared.streaming.query[1 - query_buffer], query_scales(1 - query_buffer), given, loading, 0);
+    }
   };
   begin_loading(0);
   if constexpr (ROTATES) {
     const auto first_rows = RotatedQuery::load(given, loading, 0);  // on their way while keys are asked for
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load();
-    RotatedQuery::store(shared.streaming.query[0], 0, first_rows);
-    RotatedQuery::copy(shared.streaming.query[0], given, loading, RotatedQuery::ROWS);
+    RotatedQuery::store(shared.streaming.query[0], query_scales(0), 0, first_rows);
+    RotatedQuery::copy(shared.streaming.query[0], query_scales(0), given, loading, RotatedQuery::ROWS);
   } else {
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load();
@@ -406,11 +504,14 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     __syncthreads();  // the rows are there
     const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(shared.streaming.query[query_buffer],
                                                                                   warp_row);
+    auto scales = scales_of<C, CACHE>(given, segment, query_scales(query_buffer), warp_row);
     go_ahead();
 
     OnlineSoftmax<ROW_TILES> softmax;
     float o[ROW_TILES][COLUMNS / 8][4] = {};
-    if (segment.work.part == 0 && group == 0) masked.add_sinks(softmax);
+    if constexpr (SPLIT == 0) {
+      if (segment.work.part == 0 && group == 0) masked.add_sinks(softmax);
+    }
     for (int i = 0; i < segment.count; ++i, ++step) {
       cp_async_wait<AHEAD - 1>();
       group_sync<C::GROUP_THREADS, WARPS_N>(group);  // tile i is there, and nobody reads the one before any more
@@ -420,10 +521,21 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       if (first_key >= segment.end || first_key + BLOCK_N <= segment.from) continue;
       const Stage<C>& stage = ring[step % STAGES];
       float s[ROW_TILES][BLOCK_N / 8][4];
-      multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, stage.key, 0);
+      if constexpr (NARROW) {
+        multiply_query_narrow_key<typename CACHE::Format, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, stage.key);
+        scales.scale(s, stage);
+      } else {
+        multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, stage.key, 0);
+      }
       masked.template apply<BLOCK_N>(s, first_key);
+      if constexpr (SPLIT > 0) follow_maxima<BLOCK_N, COLUMNS>(softmax, s, o);
       softmax.template update<BLOCK_N, COLUMNS>(s, o, 1.0f);
-      multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, s, stage.value, 0);
+      if constexpr (NARROW) {
+        scales.weigh(s, o, stage);
+        multiply_probability_narrow_value<typename CACHE::Format, ROW_TILES, COLUMNS, BLOCK_N>(o, s, stage.value);
+      } else {
+        multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, s, stage.value, 0);
+      }
     }
     if (!is_ahead) segment.misplaced |= loading.misplaced;
     const int misplaced = __any_sync(FULL_WARP, segment.misplaced);
@@ -449,11 +561,19 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
         const int r = warp_row + 16 * t + 8 * half + lane_index() / 4;
         const float sum = softmax.total(t, half);
         if (lane_index() % 4 == 0) shared.stats[group][r] = {softmax.stabilizer[t][half], sum};
+        if constexpr (NARROW) {
 #pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n) {
-          const Vector<float, 2> pair = {{o[t][n][2 * half], o[t][n][2 * half + 1]}};
-          *reinterpret_cast<Vector<float, 2>*>(part_of(group) + place_in_part<C>(r, 8 * n + lane_index() % 4 * 2)) =
-              pair;
+          for (int n = 0; n < COLUMNS / 16; ++n) {
+            const int column = 16 * n + lane_index() % 4 * 4;
+            *reinterpret_cast<Values4*>(part_of(group) + place_in_part<C>(r, column)) = scales.columns(o[t], n, half);
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < COLUMNS / 8; ++n) {
+            const Vector<float, 2> pair = {{o[t][n][2 * half], o[t][n][2 * half + 1]}};
+            *reinterpret_cast<Vector<float, 2>*>(part_of(group) + place_in_part<C>(r, 8 * n + lane_index() % 4 * 2)) =
+                pair;
+          }
         }
       }
     }
@@ -464,7 +584,11 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       for (int w = 0; w < WARPS_M * WARPS_N; ++w) is_wrong |= shared.misplaced[w] != 0;
     }
 
-    const auto store = [&](int r, int column, const Values4& values, const RowStats& stats) {
+    const auto store = [&](int r, int column, Values4 values, RowStats stats) {
+      if constexpr (SPLIT > 0 && PRESENT<typename MASKS::Sink>) {
+        const float logit = masked.sink(segment.work.first_row + r);
+        add_part(values, stats, Values4{}, {logit, logit > negative_infinity() ? 1.0f : 0.0f});
+      }
       if (column < HEAD_DIM) {
         const float inverse = normalizer(stats.sum);
         const Vector<uint32, 2> packed = {pack<T>(values.data[0] * inverse, values.data[1] * inverse),
@@ -476,6 +600,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     };
     if constexpr (CLUSTER > 1) cluster_wait();  // the others' barriers are set up
     const Partials<C> partials(params);
+    const auto slot_of = [&](int part) {
+      if constexpr (SPLIT > 0) return segment.work.slot + (segment.work.alone ? part % 2 : part);
+      return partials.slot(segment.work.owner, part);
+    };
     for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
       const int r = i / UNITS, column = i % UNITS * 4;
       RowStats stats;
@@ -493,8 +621,23 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       } else if (segment.work.parts == 1) {
         store(r, column, values, stats);
       } else {
-        *partials.values(segment.work.owner, segment.work.part, r, column) = values;
-        if (column == 0) *partials.stats(segment.work.owner, segment.work.part, r) = stats;
+        Values4 total = values;
+        if constexpr (SPLIT > 0) {
+          if (segment.work.alone && segment.work.part > 0) {  // slots take turns: others still read the statistics
+            const int before = segment.work.slot + (segment.work.part - 1) % 2;
+            total = *partials.values(before, r, column);
+            RowStats combined = *partials.stats(before, r);
+            add_part(total, combined, values, stats);
+            stats = combined;
+          }
+          if (segment.work.alone && segment.work.part == segment.work.parts - 1) {
+            store(r, column, total, stats);
+            continue;
+          }
+        }
+        const int slot = slot_of(segment.work.part);
+        *partials.values(slot, r, column) = total;
+        if (column == 0) *partials.stats(slot, r) = stats;
       }
     }
     if constexpr (CLUSTER > 1) {
@@ -509,7 +652,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       }
       return;
     }
-    if (segment.work.parts > 1) {
+    if (segment.work.parts > 1 && (SPLIT == 0 || !segment.work.alone)) {
       __syncthreads();
       if (threadIdx.x == 0) {  // its fences order what the others wrote before the barrier, and read after the next
         uint32& arrivals = params.arrivals[segment.work.owner];
@@ -522,10 +665,19 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       if (shared.is_last) {
         for (int i = threadIdx.x; i < rows * UNITS; i += C::THREADS) {
           const int r = i / UNITS, column = i % UNITS * 4;
+          const auto stats_of = [&](int part) { return *partials.stats(slot_of(part), r); };
+          const auto values_of = [&](int part) { return *partials.values(slot_of(part), r, column); };
           RowStats stats;
-          const Values4 values = combine_many(
-              stats, segment.work.parts, [&](int part) { return *partials.stats(segment.work.owner, part, r); },
-              [&](int part) { return *partials.values(segment.work.owner, part, r, column); });
+          Values4 values;
+          if constexpr (SPLIT > 0) {
+            stats = stats_of(0), values = values_of(0);
+#pragma unroll 4
+            for (int part = 1; part < segment.work.parts; ++part) {
+              add_part(values, stats, values_of(part), stats_of(part));
+            }
+          } else {
+            values = combine_many(stats, segment.work.parts, stats_of, values_of);
+          }
           store(r, column, values, stats);
         }
       }
@@ -537,7 +689,9 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       if (!more || !scheduler.next(work)) return;
       loading = OwnSegment(params, work);
       begin_loading(query_buffer);
-      if constexpr (ROTATES) RotatedQuery::copy(shared.streaming.query[query_buffer], given, loading, 0);
+      if constexpr (ROTATES) {
+        RotatedQuery::copy(shared.streaming.query[query_buffer], query_scales(query_buffer), given, loading, 0);
+      }
     }
     segment = loading;
     drained = false;

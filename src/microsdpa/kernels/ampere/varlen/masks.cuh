@@ -48,12 +48,16 @@ struct MaskedRows {
         all_from(visibility.first(params, warp_first + 16 * ROW_TILES - 1)),
         all_end(visibility.end(params, warp_first)) {}
 
+  // A row's sink, in base 2.
+  __device__ __forceinline__ float sink(int row) const {
+    const auto* sinks = static_cast<const typename MASKS::Sink*>(params.sinks);
+    return LOG2_E * to_float(sinks[(head + row % PACK) * params.sink_head_stride]);
+  }
   // A head's logit takes its share of rows that have seen nothing yet.
   __device__ __forceinline__ void add_sinks(OnlineSoftmax<ROW_TILES>& softmax) const {
     if constexpr (PRESENT<typename MASKS::Sink>) {
       for_each([&](int t, int half, int row) {
-        const auto* sinks = static_cast<const typename MASKS::Sink*>(params.sinks);
-        const float logit = LOG2_E * to_float(sinks[(head + row % PACK) * params.sink_head_stride]);
+        const float logit = sink(row);
         softmax.stabilizer[t][half] = logit;
         softmax.sum[t][half] = lane_index() % 4 == 0 && logit > negative_infinity() ? 1.0f : 0.0f;
       });

@@ -14,12 +14,20 @@ struct WorkTile {
   int first_tile, end_tile;  // of keys
   int part, parts;           // of those that share the rows; one alone stores the output
   int owner;                 // the CTA that has the first of them
+  int slot;                  // of the workspace, for the first of parts of a fixed size
+  bool alone;                // whether one CTA has all parts of a fixed size, and adds them one after the other
 };
 
 // Every sequence has tiles of rows, these have key heads, and these have tiles of keys, all numbered one after the
 // other. With divides_keys every CTA has as many of them as any other, whoever they belong to; else a CTA has all keys
 // of one tile of rows. A warp finds its CTA's part alone: nothing is shared.
-template <typename MASKS, int PACK, int BLOCK_M, int TILE>
+//
+// With SPLIT, parts are of so many tiles, from key 0 on, whoever they are computed by: parts instead of tiles are
+// numbered, and shared equally. Where there are more than MOST_PARTS, which the workspace has room for, the CTA that
+// has the first part of a tile of rows has the others as well. A CTA that has all parts of a tile of rows adds them as
+// it gets them. So the parts that several CTAs have are of one tile of rows for each CTA that has begun with one, and
+// its counter is theirs alone.
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS>
 class TileScheduler {
  public:
   __device__ __forceinline__ explicit TileScheduler(const VarlenParams& params) : params_(params) {
@@ -29,12 +37,17 @@ class TileScheduler {
     each_ = params.divides_keys ? max(1, (total + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x)) : 1;
     at_ = min(total, static_cast<int>(blockIdx.x) * each_);
     end_ = min(total, at_ + each_);
+    if constexpr (SPLIT > 0) alone_ = total > MOST_PARTS;
     if (at_ < end_) seek();
+    if (SPLIT > 0 && alone_ && at_ < end_) {  // the first tile of rows that begins here
+      const int weight = Extent(params_, sequence_).weight;
+      at_ = begin_ + (at_ - begin_ + weight - 1) / weight * weight;
+    }
   }
 
   // Whether there is a further tile, which this gives and goes on from.
   __device__ __forceinline__ bool next(WorkTile& work) {
-    if (at_ >= end_) return false;
+    if (at_ >= max(end_, stop_)) return false;
     Extent extent(params_, sequence_);
     while (at_ >= begin_ + extent.count()) {
       begin_ += extent.count();
@@ -42,12 +55,16 @@ class TileScheduler {
     }
     const int unit = (at_ - begin_) / extent.weight;  // a tile of rows of a key head
     const int unit_begin = begin_ + unit * extent.weight, unit_end = unit_begin + extent.weight;
-    const int stop = min(end_, unit_end);
     work.b = sequence_;
     work.head_kv = unit % params_.heads_kv;
     // Under a causal mask the longest tiles come first.
     work.first_row = (extent.row_tiles - 1 - unit / params_.heads_kv) * BLOCK_M;
     work.owner = unit_begin / each_;
+    if constexpr (SPLIT > 0) {
+      fixed_part(work, extent, unit_begin);
+      return true;
+    }
+    const int stop = min(end_, unit_end);
     work.parts = (unit_end - 1) / each_ - work.owner + 1;
     work.part = static_cast<int>(blockIdx.x) - work.owner;
     work.first_tile = extent.first_tile + (params_.divides_keys ? at_ - unit_begin : 0);
@@ -57,6 +74,8 @@ class TileScheduler {
   }
 
  private:
+  static constexpr int PART_KEYS = SPLIT * TILE;
+
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
 
   struct Extent {
@@ -71,9 +90,34 @@ class TileScheduler {
       first_tile = min(Visibility<MASKS, PACK>(sequence).first(params, 0), max(sequence.keys - 1, 0)) / TILE;
       tiles = max(1, (sequence.keys + TILE - 1) / TILE - first_tile);
       weight = params.divides_keys ? tiles : 1;
+      if constexpr (SPLIT > 0) weight = (first_tile + tiles - 1) / SPLIT - first_tile / SPLIT + 1;
     }
     __device__ __forceinline__ int count() const { return row_tiles * heads_kv * weight; }
   };
+
+  // The part of a fixed size that at_ is, and goes on from.
+  __device__ __forceinline__ void fixed_part(WorkTile& work, const Extent& extent, int unit_begin) {
+    const int first = extent.first_tile / SPLIT;  // of all rows of the sequence
+    int from = first, end = first + extent.weight;
+    work.alone = alone_ || work.owner == (unit_begin + extent.weight - 1) / each_;
+    work.slot = unit_begin;
+    if (alone_) {  // parts that no row of the tile sees are left out
+      const Sequence sequence(params_, work.b);
+      const Visibility<MASKS, PACK> visibility(sequence);
+      const int last_row = min(work.first_row + BLOCK_M, sequence.queries * PACK) - 1;
+      from = min(max(from, visibility.first(params_, work.first_row) / PART_KEYS), end - 1);
+      end = min(end, max(from + 1, (visibility.end(params_, last_row) + PART_KEYS - 1) / PART_KEYS));
+      if (at_ == unit_begin) at_ += from - first;
+      work.slot = 2 * static_cast<int>(blockIdx.x);
+    }
+    const int number = first + at_ - unit_begin;
+    work.part = number - from, work.parts = end - from;
+    work.first_tile = max(extent.first_tile, number * SPLIT);
+    work.end_tile = min(extent.first_tile + extent.tiles, (number + 1) * SPLIT);
+    ++at_;
+    stop_ = alone_ ? unit_begin + extent.weight : 0;
+    if (alone_ && number + 1 == end) at_ = stop_;
+  }
 
   // Finds the sequence that at_ lies in.
   __device__ __forceinline__ void seek() {
@@ -101,6 +145,8 @@ class TileScheduler {
   const VarlenParams& params_;
   int each_, at_, end_;
   int sequence_ = 0, begin_ = 0;  // where at_ is, and where that sequence begins
+  int stop_ = 0;                  // where the tile of rows ends that this CTA has alone
+  bool alone_ = false;
 };
 
 // The clusters of a launch each have the only tile of rows of a sequence and key head: [CLUSTER, H_kv, B].
@@ -118,7 +164,9 @@ struct ClusterScheduler {
             LAST_TILE,
             static_cast<int>(blockIdx.x),
             1,
-            0};
+            0,
+            0,
+            false};
     return true;
   }
 
@@ -126,15 +174,15 @@ struct ClusterScheduler {
   static constexpr int LAST_TILE = 0x7fffffff;
 };
 
-template <typename MASKS, int PACK, int BLOCK_M, int TILE, int CLUSTER>
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS, int CLUSTER>
 struct SchedulerOf {
   using Type = ClusterScheduler;
 };
-template <typename MASKS, int PACK, int BLOCK_M, int TILE>
-struct SchedulerOf<MASKS, PACK, BLOCK_M, TILE, 1> {
-  using Type = TileScheduler<MASKS, PACK, BLOCK_M, TILE>;
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS>
+struct SchedulerOf<MASKS, PACK, BLOCK_M, TILE, SPLIT, MOST_PARTS, 1> {
+  using Type = TileScheduler<MASKS, PACK, BLOCK_M, TILE, SPLIT, MOST_PARTS>;
 };
-template <typename MASKS, int PACK, int BLOCK_M, int TILE, int CLUSTER>
-using Scheduler = typename SchedulerOf<MASKS, PACK, BLOCK_M, TILE, CLUSTER>::Type;
+template <typename MASKS, int PACK, int BLOCK_M, int TILE, int SPLIT, int MOST_PARTS, int CLUSTER>
+using Scheduler = typename SchedulerOf<MASKS, PACK, BLOCK_M, TILE, SPLIT, MOST_PARTS, CLUSTER>::Type;
 
 }  // namespace microsdpa::ampere::varlen

@@ -8,30 +8,64 @@
 
 namespace microsdpa::ampere::varlen {
 
-// COLUMNS are HEAD_DIM, up to the next multiple of 16; those past HEAD_DIM are zeros.
-template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int STAGES_>
+// Elements of a kernel whose queries are of type T: those of Q in shared memory, those of the cache, and the units that
+// tiles of these are made of; and what the columns of tiles are a multiple of.
+template <typename T, typename CACHE>
+struct Elements {  // two 8-bit values are a unit
+  using Query = __half;
+  using Cached = unsigned char;
+  using Unit = uint16;
+  static constexpr int GRAIN = 32;
+  static constexpr bool EACH_TOKEN = CACHE::EACH_TOKEN;
+};
+template <typename T>
+struct Elements<T, void> {
+  using Query = T;
+  using Cached = T;
+  using Unit = T;
+  static constexpr int GRAIN = 16;
+  static constexpr bool EACH_TOKEN = false;
+};
+
+// COLUMNS are HEAD_DIM, up to the next multiple of GRAIN; those past HEAD_DIM are zeros.
+template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int STAGES_,
+          typename CACHE = void>
 struct Tiles {
   using T = ELEMENT;
-  static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = (HEAD_DIM + 15) / 16 * 16;
+  using OwnElements = Elements<T, CACHE>;
+  using Cached = typename OwnElements::Cached;
+  static constexpr int GRAIN = OwnElements::GRAIN;
+  static constexpr bool EACH_TOKEN = OwnElements::EACH_TOKEN;  // whether a stage has scales
+  static constexpr int UNIT = sizeof(typename OwnElements::Unit) / sizeof(Cached);
+  static constexpr bool NARROW = UNIT > 1;  // whether the cache has 8-bit values
+  static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = (HEAD_DIM + GRAIN - 1) / GRAIN * GRAIN;
   static constexpr int BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_;
   static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS_M;
   static constexpr int GROUP_THREADS = 32 * WARPS_M, THREADS = GROUP_THREADS * WARPS_N;
   static constexpr int TILE = BLOCK_N * WARPS_N;  // keys of all groups together
-  using QueryTile = SwizzledTile<T, BLOCK_M, COLUMNS>;
-  using KeyTile = SwizzledTile<T, BLOCK_N, COLUMNS>;
-  // Whether a group's result fits one stage of its ring: then the others are filled for the next tile of rows
-  // meanwhile.
+  using QueryTile = SwizzledTile<typename OwnElements::Query, BLOCK_M, COLUMNS>;
+  using KeyTile = SwizzledTile<typename OwnElements::Unit, BLOCK_N, COLUMNS / UNIT>;
+  // Whether a group's result takes the place of one stage of its ring: then the others are filled for the next tile of
+  // rows meanwhile.
   static constexpr bool FLOWS = BLOCK_N >= BLOCK_M;
 };
 
 // A stage of a ring: keys and their values.
-template <typename C>
+template <typename C, bool EACH_TOKEN = C::EACH_TOKEN>
 union Stage {
   struct {
     typename C::KeyTile key, value;
   };
-  float part[C::BLOCK_N * C::COLUMNS];  // the group's result, where it fits
+  float part[C::FLOWS ? C::BLOCK_M * C::COLUMNS : 1];  // the group's result, where it takes its place
+};
+template <typename C>
+union Stage<C, true> {
+  struct {
+    typename C::KeyTile key, value;
+    float key_scale[C::BLOCK_N], value_scale[C::BLOCK_N];
+  };
+  float part[C::FLOWS ? C::BLOCK_M * C::COLUMNS : 1];
 };
 
 template <typename C>
@@ -78,8 +112,15 @@ struct Shared {
   int is_last;                             // whether this CTA's part of the rows was the last one to be ready
 };
 
-// What CTAs leave of rows whose keys they share: O, not divided by l, and the rows' statistics. A CTA has two of them
-// at most: of keys from the first one on, and of keys that another CTA has begun with.
+// With what products with the rows of each query tile are to be multiplied, where Q is not as it came.
+template <typename C, int CLUSTER>
+struct SharedWithScales : Shared<C, CLUSTER> {
+  float query_scale[C::FLOWS ? 2 : 1][C::BLOCK_M];
+};
+
+// What CTAs leave of rows whose keys they share: O, not divided by l, and the rows' statistics, in a slot of the
+// workspace. Unless parts have a fixed size, a CTA has two of them at most: of keys from the first one on, and of keys
+// that another CTA has begun with.
 template <typename C>
 struct Partials {
   static constexpr int FLOATS = C::BLOCK_M * (C::COLUMNS + 2);
@@ -87,17 +128,16 @@ struct Partials {
 
   __device__ __forceinline__ explicit Partials(const VarlenParams& params)
       : workspace(static_cast<float*>(params.workspace)) {}
-  __device__ __forceinline__ Values4* values(int owner, int part, int r, int column) const {
-    return reinterpret_cast<Values4*>(base(owner, part) + r * C::COLUMNS + column);
+  __device__ __forceinline__ static int slot(int owner, int part) { return 2 * (owner + part) + (part == 0); }
+  __device__ __forceinline__ Values4* values(int slot, int r, int column) const {
+    return reinterpret_cast<Values4*>(base(slot) + r * C::COLUMNS + column);
   }
-  __device__ __forceinline__ RowStats* stats(int owner, int part, int r) const {
-    return reinterpret_cast<RowStats*>(base(owner, part) + C::BLOCK_M * C::COLUMNS) + r;
+  __device__ __forceinline__ RowStats* stats(int slot, int r) const {
+    return reinterpret_cast<RowStats*>(base(slot) + C::BLOCK_M * C::COLUMNS) + r;
   }
 
  private:
-  __device__ __forceinline__ float* base(int owner, int part) const {
-    return workspace + static_cast<int64>(2 * (owner + part) + (part == 0)) * FLOATS;
-  }
+  __device__ __forceinline__ float* base(int slot) const { return workspace + static_cast<int64>(slot) * FLOATS; }
 };
 
 }  // namespace microsdpa::ampere::varlen

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, MaskType, Problem, capability_of, of_any_size
+from microsdpa.kernels.problem import (
+    VECTOR_BYTES,
+    CacheKind,
+    MaskKind,
+    MaskType,
+    Problem,
+    capability_of,
+    of_any_size,
+)
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, refused_head_dim
 
 HEAD_DIMS = range(8, 257, 8)
@@ -15,6 +23,9 @@ MOST_KEYS = 2**29
 """Keys of a sequence, or of all packed ones: positions and ends of windows are sums of two such numbers."""
 MOST_WORK = 2**31 - 2**20
 """Pieces of work, of 16 rows and 16 keys at least, that the scheduler counts in 32 bits."""
+CACHE_DIMS = range(16, 257, 16)
+"""Those of caches of 8-bit values, whose rows are multiples of 16 bytes."""
+CACHE_FORMAT = {"e4m3": "E4m3Cache", "int8": "Int8Cache"}
 ELEMENT = 2
 """Bytes of an element."""
 SPILLS = "O and the tiles ahead take every register: some bytes of addresses and masks, once per tile"
@@ -79,17 +90,25 @@ class Tiling:
         """Keys that the groups of a CTA take at a time."""
         return self.block_n * self.warps_n
 
-    def shared_bytes(self, head_dim: int) -> int:
+    def shared_bytes(self, head_dim: int, cache: CacheKind | None = None) -> int:
         """Dynamic shared memory: the query tile and the rings, or the groups' results that replace them; and flags."""
-        columns = ceil(head_dim / 16) * 16
-        ring = 2 * self.stages * self.block_n * columns * ELEMENT
-        flows = self.block_n >= self.block_m
-        streaming = (2 if flows else 1) * self.block_m * columns * ELEMENT + self.warps_n * ring
+        columns, flows = columns_of(head_dim, cache), self.block_n >= self.block_m
+        stage = 2 * self.block_n * columns * (1 if cache else ELEMENT)
+        stage += 8 * self.block_n if cache and cache.each_token else 0
+        stage = ceil(max(stage, 4 * self.block_m * columns if flows else 4) / 128) * 128
+        queries = 2 if flows else 1
+        streaming = queries * self.block_m * columns * ELEMENT + self.warps_n * self.stages * stage
         combining = 0 if flows else self.warps_n * self.block_m * columns * 4
         stats = 8 * self.warps_n * self.block_m
         exchange = self.block_m * columns // 4 * (16 + 8) + 8 if self.cluster > 1 else 4
-        flags = 4 * (self.warps_m * self.warps_n + 1)
+        flags = 4 * (self.warps_m * self.warps_n + 1) + (4 * queries * self.block_m + 128 if cache else 0)
         return ceil((ceil(max(streaming, combining) / 128) * 128 + stats + exchange + flags) / 128) * 128
+
+
+def columns_of(head_dim: int, cache: CacheKind | None) -> int:
+    """Columns of tiles: a multiple of 16, or of 32 where two values of 8 bits are a unit."""
+    grain = 32 if cache else 16
+    return ceil(head_dim / grain) * grain
 
 
 FEW, FEW_LARGE = Tiling(16, 1, 1, 4, 3), Tiling(16, 1, 1, 4, 3, kept=0)
@@ -98,6 +117,10 @@ MANY, PROMPTS = Tiling(16, 2, 2, 4, 3, kept=0), Tiling(64, 1, 4, 1, 2, kept=0)
 ONE = Tiling(16, 1, 1, 8, 3)
 """Tiles for up to 16 rows of a sequence, for up to 32, up to 64, and more; for head dimensions over 128; and for one
 sequence of few rows."""
+SPLIT_KEYS = 512
+"""Keys of a part where a sequence's bits may not depend on the others of its batch."""
+MOST_PARTS = 4096
+"""Such parts that the workspace has room for, and CTAs share."""
 MOST_NEW_KEYS = 8
 """New keys of a sequence up to which every tile of rows rotates those that it sees; more are written ahead."""
 FEW_KEYS = 1536
@@ -106,6 +129,8 @@ FEW_KEYS = 1536
 
 CLUSTERS = {8: 15, 4: 30, 2: 66}
 """How many clusters of so many CTAs, one an SM, an H200 holds at a time."""
+LARGE = 128
+"""Head dimensions over it have tiles of their own."""
 CLUSTERED_KEYS = 8192
 """Keys of a sequence up to which the CTAs of such clusters read them as fast as all CTAs do."""
 
@@ -122,9 +147,12 @@ def tiling_of(problem: Problem) -> Tiling:
     ):
         return tiling
     for cluster, most in CLUSTERS.items():
-        wide = tiling == FEW and problem.seqlen_k > FEW_KEYS
+        few = problem.seqlen_q * problem.heads // problem.heads_kv <= FEW.block_m
+        wide = few and problem.head_dim <= LARGE and problem.seqlen_k > FEW_KEYS
         clustered = replace(ONE if wide else tiling, cluster=cluster)
-        fits = clustered.shared_bytes(problem.head_dim) <= chip_of(problem.target).shared_per_cta
+        if few and not wide:
+            clustered = replace(clustered, block_n=FEW.block_n)  # a tile for each warp as early as may be
+        fits = clustered.shared_bytes(problem.head_dim, problem.cache) <= chip_of(problem.target).shared_per_cta
         if fits and problem.heads_kv <= most and tiling.block_m * problem.head_dim % (4 * cluster) == 0:
             return clustered
     return tiling
@@ -132,16 +160,19 @@ def tiling_of(problem: Problem) -> Tiling:
 
 def _tiles_of(problem: Problem) -> Tiling:
     """The tiles for a problem, without clusters."""
-    rows, large = problem.seqlen_q * problem.heads // problem.heads_kv, problem.head_dim > 128
-    if rows <= 16:
+    rows, large = problem.seqlen_q * problem.heads // problem.heads_kv, problem.head_dim > LARGE
+    if rows <= FEW.block_m:
         tiling = FEW_LARGE if large else FEW
+        if problem.cache:
+            tiling = replace(tiling, block_n=2 * tiling.block_n)  # as many bytes
     elif large:
         tiling = SOME_LARGE
     else:
-        # A group of two warps copies 32 rows of 16 columns at a time: its tiles have fewer.
-        tiling = SOME if rows <= 32 or ceil(problem.head_dim / 16) % 2 else MANY if rows <= 64 else PROMPTS
+        # A group of two warps copies 32 rows of 32 bytes at a time: its tiles have fewer.
+        odd = columns_of(problem.head_dim, problem.cache) // (32 if problem.cache else 16) % 2
+        tiling = SOME if rows <= 32 or odd else MANY if rows <= 64 else PROMPTS
     shared = chip_of(problem.target).shared_per_cta
-    while tiling.shared_bytes(problem.head_dim) > shared:  # where a chip has less of it
+    while tiling.shared_bytes(problem.head_dim, problem.cache) > shared:  # where a chip has less of it
         if tiling.stages > 2:
             tiling = replace(tiling, stages=tiling.stages - 1)
         else:
@@ -155,6 +186,11 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
     if problem.head_dim not in HEAD_DIMS:
         return refused_head_dim(problem.head_dim, HEAD_DIMS, "a multiple of 8 up to 256")
+    if problem.cache is not None:
+        if problem.head_dim not in CACHE_DIMS:
+            return refused_head_dim(problem.head_dim, CACHE_DIMS, "a multiple of 16 up to 256, as 8-bit caches need")
+        if problem.cache.dtype == "e4m3" and capability_of(problem.target) < (8, 9):
+            return Rejection(f"{problem.target} does not convert E4M3", "an int8 cache, or a GPU from sm_89 on")
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
@@ -162,20 +198,42 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
     return specification(problem, tiling_of(problem))
 
 
-def specification(problem: Problem, tiling: Tiling) -> KernelSpec:
-    """The kernel of one tiling for a problem."""
-    return _specification(of_any_size(problem), tiling, _layout(problem, tiling))
+def batch_invariant(problem: Problem) -> KernelSpec:
+    """The kernel whose bits of a sequence depend on nothing but the sequence: its parts of keys have a fixed size.
+
+    Tiles differ in rows alone, so that a row's sums are the same in all of them.
+    """
+    small = FEW_LARGE if problem.head_dim > 128 else FEW
+    if problem.head_dim > 128:
+        large = FEW_LARGE
+    else:
+        large = Tiling(16, 2, 1, 4, 3, kept=0) if ceil(problem.head_dim / 16) % 2 else MANY
+    shared, groups = chip_of(problem.target).shared_per_cta, 4
+    while replace(large, warps_n=groups, stages=2).shared_bytes(problem.head_dim) > shared:
+        groups //= 2
+    tiling = small if problem.seqlen_q * problem.heads // problem.heads_kv <= small.block_m else large
+    tiling = replace(tiling, warps_n=groups)
+    while tiling.shared_bytes(problem.head_dim) > shared:
+        tiling = replace(tiling, stages=tiling.stages - 1)
+    return specification(problem, tiling, SPLIT_KEYS // tiling.tile)
+
+
+def specification(problem: Problem, tiling: Tiling, split: int = 0) -> KernelSpec:
+    """The kernel of one tiling for a problem; `split` tiles of keys are a part of a fixed size, 0 for any."""
+    return _specification(of_any_size(problem), tiling, _layout(problem, tiling), split)
 
 
 def _layout(problem: Problem, tiling: Tiling) -> str:
     """How keys lie for tiles of so many."""
     if not problem.varlen:
         return "CONTIGUOUS"
+    if problem.cache and problem.varlen * 2 == tiling.block_n:
+        return "HALF_TILES"
     return "ANY_PAGES" if problem.varlen % tiling.block_n else "WHOLE_TILES"
 
 
 @functools.lru_cache(maxsize=1024)
-def _specification(problem: Problem, tiling: Tiling, layout: str) -> KernelSpec:
+def _specification(problem: Problem, tiling: Tiling, layout: str, split: int) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     mask, programmatic = problem.mask or MaskKind(), capability_of(problem.target) >= (9, 0)
     right = mask.right or problem.causal is not None
@@ -195,8 +253,11 @@ def _specification(problem: Problem, tiling: Tiling, layout: str) -> KernelSpec:
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "MASKS": f"microsdpa::ampere::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
         "EMBEDDING": "void",
+        "SPLIT": split,
+        "MOST_PARTS": MOST_PARTS if split else 0,
+        "CACHE": _cache(problem.cache),
     }
-    chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim)
+    chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim, problem.cache)
     resident = max(1, min(chip.shared_per_sm // (shared_bytes + 1024), MOST_RESIDENT))
     return KernelSpec(
         name="ampere/varlen",
@@ -211,8 +272,15 @@ def _specification(problem: Problem, tiling: Tiling, layout: str) -> KernelSpec:
         cluster=tiling.cluster,
         max_ctas=resident * chip.sms,
         programmatic=programmatic,
-        params="microsdpa::VarlenParams",
+        params="microsdpa::CacheParams" if problem.cache else "microsdpa::VarlenParams",
     )
+
+
+def _cache(kind: CacheKind | None) -> str:
+    if kind is None:
+        return "void"
+    names = "microsdpa::ampere::varlen"
+    return f"{names}::EightBits<{names}::{CACHE_FORMAT[kind.dtype]}, {BOOLEAN[kind.each_token]}>"
 
 
 def _embedding(rotary: Rotary | None) -> str:
@@ -224,7 +292,8 @@ def _embedding(rotary: Rotary | None) -> str:
 
 def appends_itself(spec: KernelSpec, problem: Problem) -> bool:
     """Whether the kernel of attention writes new keys and rotates, too: each tile of rows takes what it sees itself."""
-    return spec.name == "ampere/varlen" and problem.seqlen_q * spec.pack <= min(spec.block_m, MOST_NEW_KEYS * spec.pack)
+    few = problem.cache is None and spec.name == "ampere/varlen"
+    return few and problem.seqlen_q * spec.pack <= min(spec.block_m, MOST_NEW_KEYS * spec.pack)
 
 
 def appending(spec: KernelSpec, rotary: Rotary | None) -> KernelSpec:
@@ -242,6 +311,7 @@ def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
         "EMBEDDING": _embedding(rotary),
         "PAGED": BOOLEAN[problem.varlen != 0],
         "PROGRAMMATIC": BOOLEAN[programmatic],
+        "CACHE": _cache(problem.cache),
     }
     return KernelSpec(
         name="ampere/varlen",
@@ -251,7 +321,7 @@ def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
         threads=APPEND_THREADS,
         block_m=1,
         programmatic=programmatic,
-        params="microsdpa::AppendParams",
+        params="microsdpa::CacheParams" if problem.cache else "microsdpa::AppendParams",
     )
 
 
@@ -263,10 +333,17 @@ def append_grid(problem: Problem, queries: int, new_keys: bool, rotates: bool) -
 
 
 def workspace_bytes(spec: KernelSpec) -> int:
-    """Scratch memory of a call whose keys are divided: two partial outputs for each CTA."""
-    head_dim = dict(spec.template_args)["HEAD_DIM"]
-    columns = ceil(int(head_dim) / 16) * 16
-    return 2 * spec.max_ctas * spec.block_m * (columns + 2) * 4
+    """Scratch memory of a call whose keys are divided: two partial outputs for each CTA, or all parts."""
+    arguments = dict(spec.template_args)
+    grain = 16 if arguments["CACHE"] == "void" else 32
+    columns = ceil(int(arguments["HEAD_DIM"]) / grain) * grain
+    slots = max(int(arguments["MOST_PARTS"]), 2 * spec.max_ctas)
+    return slots * spec.block_m * (columns + 2) * 4
+
+
+def is_batch_invariant(spec: KernelSpec) -> bool:
+    """Whether parts of keys have a fixed size."""
+    return dict(spec.template_args)["SPLIT"] != "0"
 
 
 def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
@@ -275,6 +352,8 @@ def divides_keys(spec: KernelSpec, problem: Problem, queries: int) -> bool:
     They do where a sequence has one tile of rows, as in decoding, and where there are fewer tiles than CTAs, unless the
     parts are too many to be counted. Else each CTA takes a tile, with the keys that it sees.
     """
+    if is_batch_invariant(spec):
+        return True
     rows = -(-queries * problem.heads // 16) + problem.batch * problem.heads_kv
     if spec.cluster > 1 or rows * -(-problem.seqlen_k // 16) > MOST_WORK:
         return False

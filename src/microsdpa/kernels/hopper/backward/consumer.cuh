@@ -1,29 +1,23 @@
 // What a consumer warpgroup of hopper/backward/kernel.cu does with its 64 keys.
 #pragma once
 
-#include "../../common/mma_tile.cuh"
-#include "../../common/softmax.cuh"
-#include "../../ptx/arithmetic.cuh"
-#include "../../ptx/bulk.cuh"
-#include "../../ptx/control.cuh"
-#include "../../ptx/tma.cuh"
-#include "shared.cuh"
+#include "products.cuh"
 
 namespace microsdpa::hopper::backward {
 
 // Accumulators of transposed products: a row of S^T is a key's, a column a query's.
-template <typename C, bool CAUSAL>
+template <typename C, bool CAUSAL, bool IN_ORDER>
 struct Consumer {
   using T = typename C::T;
   using Products = float[C::BLOCK_M / 2];
   using Rounded = uint32[C::BLOCK_M / 16][4];  // A operands
   using Sums = float[C::HEAD_DIM / 2];
-  static constexpr int BOX = C::BOX, BLOCK_M = C::BLOCK_M, HEAD_DIM = C::HEAD_DIM;
+  static constexpr int BOX = C::BOX, BLOCK_M = C::BLOCK_M, BLOCK_N = C::BLOCK_N, HEAD_DIM = C::HEAD_DIM;
   static constexpr int EIGHT_ROWS = 8 * BOX * sizeof(T);
 
   SharedStorage<C>& shared;
   const AttentionParams& call;
-  const Walk<C, CAUSAL>& walk;
+  const Walk<C, CAUSAL, IN_ORDER>& walk;
   const int warpgroup;
   const int thread;     // of the warpgroup
   const int first_key;  // of the warpgroup
@@ -33,7 +27,7 @@ struct Consumer {
   Products s;
 
   __device__ __forceinline__ Consumer(SharedStorage<C>& shared, const AttentionParams& call,
-                                      const Walk<C, CAUSAL>& walk, int warpgroup)
+                                      const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup)
       : shared(shared),
         call(call),
         walk(walk),
@@ -41,15 +35,7 @@ struct Consumer {
         thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
         first_key(walk.first_key + ROWS * warpgroup) {}
 
-  __device__ __forceinline__ int key_row(int half) const { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
-  // The first of the two columns of eight that this thread has.
-  __device__ __forceinline__ int column() const { return thread % 4 * 2; }
-
-  // This warp is done with a tile in shared memory.
-  __device__ __forceinline__ static void release(Mbarrier& done) {
-    __syncwarp();
-    if (elect_one()) mbarrier_arrive(done);
-  }
+  __device__ __forceinline__ int rows() const { return warpgroup; }  // of the CTA's keys, 64 at a time
 
   // Starts d = X Y^T, of the warpgroup's rows of an owned tile and all of a tile that is walked over.
   __device__ __forceinline__ void multiply(Products& d, const T* owned, const T* walked) const {
@@ -121,68 +107,6 @@ struct Consumer {
     for (int i = 0; i < BLOCK_M / 2; ++i) s[i] = next[i];
   }
 
-  // Makes P of S. Accumulators keep what wgmma left in them: ptxas takes one that others write to for in use.
-  __device__ __forceinline__ void weigh(Products& p, int stage, int first_query) const {
-    const float scale = call.scale_log2;
-#pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][8 * n + column()]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) p[4 * n + e] = ex2_approx(fmaf(s[4 * n + e], scale, e % 2 ? -lse.y : -lse.x));
-    }
-    const int last_key = first_key + ROWS - 1;
-    if (last_key < call.seqlen_k && !(CAUSAL && last_key > first_query + call.diagonal)) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = first_key + key_row(half);
-      // The first column that sees the key.
-      int first = CAUSAL ? key - call.diagonal - first_query : 0;
-      if (key >= call.seqlen_k) first = BLOCK_M;
-      first -= column();
-#pragma unroll
-      for (int i = 0; i < BLOCK_M / 4; ++i) {
-        if (i / 2 * 8 + i % 2 < first) p[i / 2 * 4 + 2 * half + i % 2] = 0.0f;
-      }
-    }
-  }
-
-  // Makes dS of P and dP, in the place of P.
-  __device__ __forceinline__ void differentiate(Products& p, const Products& dp, int stage) const {
-#pragma unroll
-    for (int n = 0; n < BLOCK_M / 8; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[stage][8 * n + column()]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) p[4 * n + e] *= dp[4 * n + e] - (e % 2 ? delta.y : delta.x);
-    }
-  }
-
-  __device__ __forceinline__ static void round(Rounded& to, const Products& from) {
-#pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[k][i] = pack<T>(from[8 * k + 2 * i], from[8 * k + 2 * i + 1]);
-    }
-  }
-
-  // Where 16 bytes of one of the warpgroup's rows lie in a tile of BLOCK_N rows.
-  __device__ __forceinline__ T* place(T* tile, int block) const {
-    const int lane = thread % 32, row = warpgroup * ROWS + thread / 32 * 16 + lane % 16;
-    const int chunk = (2 * block % 8 + lane / 16) ^ row % 8;
-    return tile + 16 * block / BOX * BLOCK_N * BOX + row * BOX + 8 * chunk;
-  }
-
-  // Leaves this warpgroup's part of dQ where it is added to global memory.
-  __device__ __forceinline__ void put(const float (&dq)[PART / WARPGROUP_THREADS], bool first) const {
-    if (!first) named_barrier_sync(SUMS_EMPTY + warpgroup, SUMS_THREADS);
-    auto* to = reinterpret_cast<float4*>(shared.sums[warpgroup]) + thread;
-#pragma unroll
-    for (int i = 0; i < PART / WARPGROUP_THREADS / 4; ++i) {
-      to[i * WARPGROUP_THREADS] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-    }
-    fence_proxy_async();
-    named_barrier_arrive(SUMS_FULL + warpgroup, SUMS_THREADS);
-  }
-
   // A turn, of which S is there; dK of the turn before is on its way.
   template <bool LAST>
   __device__ __forceinline__ void step(int turn, const Turn& at) {
@@ -193,20 +117,20 @@ struct Consumer {
     Products dp;
     if constexpr (C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     Products p;
-    weigh(p, query_stage, at.tile * BLOCK_M);
+    weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
     Rounded rounded;
-    round(rounded, p);
+    round_to<T>(rounded, p);
     if constexpr (!C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     accumulate_values(rounded, shared.grad_out[grad_stage]);
     wgmma_wait<1>();
     wgmma_fence_registers(dp);
     wgmma_fence_registers(dk);
     if (turn > 0) release(shared.query_empty[before]);
-    differentiate(p, dp, query_stage);
+    differentiate(p, dp, shared.delta[query_stage], thread);
     Rounded words;
-    round(words, p);
+    round_to<T>(words, p);
 #pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(place(ds, k), words[k]);
+    for (int k = 0; k < BLOCK_M / 16; ++k) stmatrix(place(*this, ds, k), words[k]);
     fence_proxy_async();
     named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
     float dq[PART / WARPGROUP_THREADS];
@@ -222,7 +146,7 @@ struct Consumer {
     for (int k = 0; k < BLOCK_M / 16; ++k) wgmma_fence_registers(rounded[k]);  // nobody else has had them
     release(shared.grad_empty[grad_stage]);
     grad_state.advance();
-    put(dq, turn == 0);
+    put_sums(shared.sums[warpgroup], dq, warpgroup, thread, turn == 0);
     if constexpr (!LAST) {
       wgmma_wait<1>();
       take(next);
@@ -250,35 +174,12 @@ struct Consumer {
     wgmma_fence_registers(dk);
   }
 
-  // Writes the warpgroup's rows of a sum, which lie in a tile that nobody reads any more.
-  __device__ __forceinline__ void store(const TensorMap& map, T* tile, const Sums& sums, float factor) const {
-#pragma unroll
-    for (int block = 0; block < HEAD_DIM / 16; ++block) {
-      uint32 word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        word[i] = pack<T>(sums[8 * block + 2 * i] * factor, sums[8 * block + 2 * i + 1] * factor);
-      }
-      stmatrix(place(tile, block), word);
-    }
-    fence_proxy_async();
-    named_barrier_sync(CONSUMER + warpgroup, WARPGROUP_THREADS);
-    if (thread / 32 == 0 && elect_one()) {
-#pragma unroll
-      for (int panel = 0; panel < HEAD_DIM / BOX; ++panel) {
-        tma_store(map, tile + (panel * BLOCK_N + warpgroup * ROWS) * BOX, panel * BOX, first_key, walk.head_kv,
-                  walk.batch);
-      }
-      tma_store_commit();
-    }
-  }
-
   __device__ __forceinline__ void finish(const TensorMap& grad_key, const TensorMap& grad_value) const {
     constexpr float LN_2 = 0.693147180559945309417f;
-    store(grad_value, shared.value, dv, 1.0f);
+    store(*this, grad_value, shared.value, dv, 1.0f);
     // The other warpgroup has read K for its dQ.
     named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
-    store(grad_key, shared.key, dk, call.scale_log2 * LN_2);
+    store(*this, grad_key, shared.key, dk, call.scale_log2 * LN_2);
     if (thread / 32 == 0) tma_store_wait_read<0>();
   }
 };

@@ -13,10 +13,11 @@ namespace microsdpa::hopper::backward {
 template <typename T, int HEAD_DIM, int BLOCK_M, int THREADS>
 __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ BackwardParams params) {
   constexpr float LN_2 = 0.693147180559945309417f;
+  constexpr int PARTS = (HEAD_DIM + 63) / 64 * BLOCK_M / 64;
   const AttentionParams& call = params.forward.call;
   grid_dependency_wait();
   grid_dependency_launch();
-  const Workspace<BLOCK_M> workspace(call);
+  const Workspace<BLOCK_M, PARTS> workspace(call);
   const int index = blockIdx.x / workspace.tiles, tile = blockIdx.x % workspace.tiles;  // the head of all, and its tile
   const int64 batch = index / call.heads, head = index % call.heads;
   T* const grad_query = static_cast<T*>(params.grad_query) + batch * params.grad_query_strides.batch +
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ Backwa
   const float factor = call.scale_log2 * LN_2;
   const auto* sums = reinterpret_cast<const float4*>(workspace.sum(index, tile));
 #pragma unroll
-  for (int i = threadIdx.x; i < CONSUMERS * PART / 16; i += THREADS) {
+  for (int i = threadIdx.x; i < PARTS * PART / 16; i += THREADS) {
     const int part = i / (PART / 16), pair = i / 8 % 32, block = i % 8;
     const int row = pair / 8 * 16 + pair % 8 + (BLOCK_M > 64 ? part * 64 : 0);
     const int column = 8 * block + (BLOCK_M > 64 ? 0 : part * 64);

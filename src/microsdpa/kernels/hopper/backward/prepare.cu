@@ -13,12 +13,13 @@ namespace microsdpa::hopper::backward {
 template <typename T, int HEAD_DIM, int BLOCK_M, int SUMS, int THREADS>
 __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ BackwardParams params) {
   constexpr float LOG2_E = 1.44269504088896340736f;
-  constexpr int WIDTH = 16 / sizeof(T), LANES = HEAD_DIM > 64 ? 16 : 8, ROWS_AT_A_TIME = THREADS / LANES;
+  constexpr int WIDTH = 16 / sizeof(T), LANES = HEAD_DIM > 128 ? 32 : HEAD_DIM > 64 ? 16 : 8;
+  constexpr int ROWS_AT_A_TIME = THREADS / LANES;
   static_assert(HEAD_DIM % WIDTH == 0 && HEAD_DIM <= LANES * WIDTH && BLOCK_M % ROWS_AT_A_TIME == 0, "whole rows");
   const AttentionParams& call = params.forward.call;
   grid_dependency_wait();
   grid_dependency_launch();
-  const Workspace<BLOCK_M> workspace(call);
+  const Workspace<BLOCK_M, SUMS / PART> workspace(call);
   const int index = blockIdx.x / workspace.tiles, tile = blockIdx.x % workspace.tiles;  // the head of all, and its tile
   const int64 batch = index / call.heads, head = index % call.heads;
   const int lane = threadIdx.x % LANES, column = lane * WIDTH;
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Backw
       workspace.delta(index, tile)[row_of_tile] = delta;
     }
   }
-  if (threadIdx.x < CONSUMERS) workspace.turn(index, tile)[threadIdx.x] = 0;
+  if (threadIdx.x < SUMS / PART) workspace.turn(index, tile)[threadIdx.x] = 0;
   auto* sums = reinterpret_cast<float4*>(workspace.sum(index, tile));
 #pragma unroll
   for (int i = 0; i < SUMS / 4; i += THREADS) sums[i + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

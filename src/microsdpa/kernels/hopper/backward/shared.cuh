@@ -12,33 +12,60 @@ namespace microsdpa::hopper::backward {
 using microsdpa::backward::BackwardParams;
 
 constexpr int CONSUMERS = 2;
-constexpr int BLOCK_N = ROWS * CONSUMERS;  // keys of a CTA
-constexpr int PART = ROWS * 64;            // sums of dQ that a consumer makes of a tile of queries
+constexpr int PART = ROWS * 64;  // sums of dQ that a consumer makes at a time
 
-// BLOCK_M queries are walked over at a time. DP_FIRST: dP is multiplied while P is made, else after it, which takes
-// fewer registers.
+// BLOCK_M queries are walked over at a time, and each consumer has 64 of the CTA's keys. DP_FIRST: dP is multiplied
+// while P is made, else after it, which takes fewer registers.
 template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool DP_FIRST_>
 struct Tiles {
   using T = T_;
-  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = BLOCK_M_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = BLOCK_M_, BLOCK_N = ROWS * CONSUMERS;
   static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
   static constexpr bool DP_FIRST = DP_FIRST_;
-  static constexpr int BOX = 64;  // columns of a panel
-  static constexpr int SUMS = BLOCK_M * HEAD_DIM;
-  static_assert(SUMS == CONSUMERS * PART, "each consumer has a part of 64 x 64 sums of dQ");
+  static constexpr int BOX = 64;                           // columns of a panel
+  static constexpr int PARTS = BLOCK_M * HEAD_DIM / PART;  // of the sums of dQ of a tile
+  static_assert(PARTS == CONSUMERS, "each consumer has a part of 64 x 64 sums of dQ");
   static_assert(BLOCK_M % BOX == 0 && HEAD_DIM % BOX == 0, "tiles have whole panels");
+};
+
+// For larger heads: both consumers have the CTA's 64 keys, and one of the sums dK and dV each.
+template <typename T_, int HEAD_DIM_, int QUERY_STAGES_, int GRAD_STAGES_>
+struct WideTiles {
+  using T = T_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = 64, BLOCK_N = ROWS;
+  static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
+  static constexpr int BOX = 64;
+  static constexpr int PARTS = HEAD_DIM / 64;
+  static_assert(HEAD_DIM % BOX == 0, "tiles have whole panels");
 };
 
 // Tiles are cut into panels of 64 columns, stored one after another.
 template <typename C>
 struct SharedStorage {
   using T = typename C::T;
-  alignas(1024) T key[BLOCK_N * C::HEAD_DIM];    // at the end dK
-  alignas(1024) T value[BLOCK_N * C::HEAD_DIM];  // at the end dV
+  alignas(1024) T key[C::BLOCK_N * C::HEAD_DIM];    // at the end dK
+  alignas(1024) T value[C::BLOCK_N * C::HEAD_DIM];  // at the end dV
   alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::HEAD_DIM];
   alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::HEAD_DIM];
-  alignas(1024) T ds[2][BLOCK_N * C::BLOCK_M];  // dS^T, the queries contiguous, of every other tile
-  alignas(1024) float sums[CONSUMERS][PART];    // of dQ, on their way to global memory
+  alignas(1024) T ds[2][C::BLOCK_N * C::BLOCK_M];  // dS^T, the queries contiguous, of every other tile
+  alignas(1024) float sums[CONSUMERS][PART];       // of dQ, on their way to global memory
+  alignas(128) float lse[C::QUERY_STAGES][C::BLOCK_M];
+  alignas(128) float delta[C::QUERY_STAGES][C::BLOCK_M];
+  Mbarrier owned_full;
+  Mbarrier query_full[C::QUERY_STAGES], query_empty[C::QUERY_STAGES];
+  Mbarrier grad_full[C::GRAD_STAGES], grad_empty[C::GRAD_STAGES];
+};
+
+template <typename C>
+struct WideStorage {
+  using T = typename C::T;
+  alignas(1024) T key[C::BLOCK_N * C::HEAD_DIM];    // at the end dK
+  alignas(1024) T value[C::BLOCK_N * C::HEAD_DIM];  // at the end dV
+  alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::HEAD_DIM];
+  alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::HEAD_DIM];
+  alignas(1024) T ds[C::BLOCK_N * C::BLOCK_M];     // dS^T, the queries contiguous
+  alignas(1024) float p[C::BLOCK_N * C::BLOCK_M];  // P^T as a warpgroup's accumulators have it
+  alignas(1024) float sums[CONSUMERS][PART];       // of dQ, on their way to global memory
   alignas(128) float lse[C::QUERY_STAGES][C::BLOCK_M];
   alignas(128) float delta[C::QUERY_STAGES][C::BLOCK_M];
   Mbarrier owned_full;
@@ -48,8 +75,8 @@ struct SharedStorage {
 
 // Scratch memory of a call: for each tile of queries of each head the LSE and then delta of its rows, which go on past
 // the last one; behind all of these, for each tile, the sums of dQ as the consumers' registers have them, and at last,
-// for each of their parts, how many tiles of keys have added to it.
-template <int BLOCK_M>
+// for each of their PARTS, how many tiles of keys have added to it.
+template <int BLOCK_M, int PARTS>
 struct Workspace {
   int tiles;  // of a head
   float* rows;
@@ -61,7 +88,7 @@ struct Workspace {
     rows = static_cast<float*>(call.workspace);
     const int64 all = static_cast<int64>(call.batch) * call.heads * tiles;
     sums = rows + all * 2 * BLOCK_M;
-    turns = reinterpret_cast<int32*>(sums + all * CONSUMERS * PART);
+    turns = reinterpret_cast<int32*>(sums + all * PARTS * PART);
   }
 
   // `head` counts through the batch.
@@ -70,31 +97,40 @@ struct Workspace {
   }
   __device__ __forceinline__ float* delta(int head, int tile) const { return lse(head, tile) + BLOCK_M; }
   __device__ __forceinline__ float* sum(int head, int tile) const {
-    return sums + (static_cast<int64>(head) * tiles + tile) * CONSUMERS * PART;
+    return sums + (static_cast<int64>(head) * tiles + tile) * PARTS * PART;
   }
   __device__ __forceinline__ int32* turn(int head, int tile) const {
-    return turns + (static_cast<int64>(head) * tiles + tile) * CONSUMERS;
+    return turns + (static_cast<int64>(head) * tiles + tile) * PARTS;
   }
 };
 
 // What a CTA walks over: of each query head of a key head the tiles of queries that see one of its keys.
-template <typename C, bool CAUSAL>
+// Under a causal mask a fixed order begins with the last keys: they have the fewest tiles of queries, and the first of
+// these waits for no other keys.
+template <typename C, bool CAUSAL, bool IN_ORDER>
 struct Walk {
   int batch, head_kv, first_key;
   int first_head, first_tile, tiles, turns;
 
   __device__ __forceinline__ explicit Walk(const BackwardParams& params) {
     const AttentionParams& call = params.forward.call;
-    const microsdpa::backward::Work work(blockIdx.x, (call.seqlen_k + BLOCK_N - 1) / BLOCK_N,
-                                         call.batch * call.heads_kv, params.key_heads);
+    const int tiles_of_head = (call.seqlen_k + C::BLOCK_N - 1) / C::BLOCK_N;
+    const microsdpa::backward::Work work(blockIdx.x, tiles_of_head, call.batch * call.heads_kv, params.key_heads);
     const int group = call.heads / call.heads_kv;
     batch = work.head / call.heads_kv, head_kv = work.head % call.heads_kv;
     first_head = head_kv * group;
-    first_key = work.tile * BLOCK_N;
+    first_key = (CAUSAL && IN_ORDER ? tiles_of_head - 1 - work.tile : work.tile) * C::BLOCK_N;
     const int begin = CAUSAL ? max(0, first_key - call.diagonal) : 0;
     first_tile = begin / C::BLOCK_M;
     tiles = begin < call.seqlen_q ? (call.seqlen_q + C::BLOCK_M - 1) / C::BLOCK_M - first_tile : 0;
     turns = tiles * group;
+  }
+
+  // How many tiles of keys have added to a tile of queries before this one.
+  __device__ __forceinline__ int keys_before(const AttentionParams& call, int tile) const {
+    if constexpr (!CAUSAL) return first_key / C::BLOCK_N;
+    const int last_query = min((tile + 1) * C::BLOCK_M, call.seqlen_q) - 1;
+    return (min(last_query + call.diagonal, call.seqlen_k - 1) - first_key) / C::BLOCK_N;
   }
 };
 
@@ -112,7 +148,14 @@ struct Turn {
 };
 
 // Barriers among warps.
-enum BackwardBarrier : int { SCORES_THERE = 1, SUMS_FULL = 2, SUMS_EMPTY = 4, CONSUMER = 6 };
+enum BackwardBarrier : int {
+  SCORES_THERE = 1,
+  SUMS_FULL = 2,
+  SUMS_EMPTY = 4,
+  CONSUMER = 6,
+  P_THERE = 8,
+  KEYS_READ = 9
+};
 constexpr int SUMS_THREADS = WARPGROUP_THREADS + 32;  // of a consumer, and the warp that stores for it
 
 }  // namespace microsdpa::hopper::backward

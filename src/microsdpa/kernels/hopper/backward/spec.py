@@ -14,11 +14,11 @@ PARAMS = "microsdpa::backward::BackwardParams"
 CONSUMERS = 2
 ROWS = 64
 """Keys of a consumer: one wgmma's rows."""
-BLOCK_N = ROWS * CONSUMERS
-"""Keys of a CTA."""
 BOX = 64
 """Columns of a panel."""
-LARGEST_HEAD_DIM = 128
+LARGEST_HEAD_DIM = 256
+LARGEST_JOINT = 128
+"""Columns up to which the registers of a consumer hold dK and dV of its keys together; else it holds one of them."""
 THREADS = 256
 """Of a CTA of the kernels ahead and behind."""
 L2_BYTES = 2**24
@@ -31,7 +31,7 @@ class Tiling:
     """A configuration of the kernel.
 
     Attributes:
-        columns: of its tiles; those past the head dimension are zeros.
+        columns: of its tiles; those past the head dimension are zeros. Over 128 both consumers have the same keys.
         block_m: queries of a tile.
         query_stages: tiles of Q that there is room for.
         grad_stages: the same of dO.
@@ -47,11 +47,27 @@ class Tiling:
     in_order: bool = False
 
     @property
+    def wide(self) -> bool:
+        """Whether the kernel is that of wide.cu."""
+        return self.columns > LARGEST_JOINT
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a CTA."""
+        return ROWS if self.wide else ROWS * CONSUMERS
+
+    @property
+    def parts(self) -> int:
+        """Of the sums of dQ of a tile, of 64 x 64 each."""
+        return self.block_m * self.columns // (ROWS * BOX)
+
+    @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: SharedStorage of shared.cuh."""
-        owned = 2 * BLOCK_N * self.columns * 2
+        """Dynamic shared memory: SharedStorage of shared.cuh, or WideStorage."""
+        owned = 2 * self.block_n * self.columns * 2
         walked = (self.query_stages + self.grad_stages) * self.block_m * self.columns * 2
-        ds, sums = 2 * BLOCK_N * self.block_m * 2, self.block_m * self.columns * 4
+        # dS of two tiles, or dS and P of one.
+        ds, sums = self.block_n * self.block_m * (2 + 4 if self.wide else 2 * 2), CONSUMERS * ROWS * BOX * 4
         rows = self.query_stages * 2 * self.block_m * 4
         barriers = 8 * (1 + 2 * self.query_stages + 2 * self.grad_stages)
         return ceil((owned + walked + ds + sums + rows + barriers) / 1024) * 1024
@@ -62,7 +78,16 @@ class Tiling:
 
     def workspace_bytes(self, problem: Problem) -> int:
         """LSE and delta of every row of every tile, its sums of dQ, and how many tiles of keys have added to them."""
-        return self.tiles(problem) * (self.block_m * 4 * (2 + self.columns) + 4 * CONSUMERS)
+        return self.tiles(problem) * (self.block_m * 4 * (2 + self.columns) + 4 * self.parts)
+
+
+TILINGS = (
+    Tiling(64, 128, dp_first=False),
+    Tiling(128, 64),
+    Tiling(192, 64, query_stages=2),
+    Tiling(256, 64, query_stages=2, grad_stages=1),
+)
+"""By columns: as many stages as shared memory holds."""
 
 
 def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
@@ -84,8 +109,8 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
         return Rejection("it drops no probabilities", "dropout_p=0.0")
     if not problem.bulk or problem.alignment < VECTOR_BYTES:
         return Rejection("tensor maps cannot describe the tensors", "rows that start on 16 bytes")
-    tiling = Tiling(64, 128, dp_first=False) if problem.head_dim <= 64 else Tiling(128, 64)
-    ctas = max(gradients_grid(problem)[0], tiling.tiles(problem))
+    tiling = next(tiling for tiling in TILINGS if problem.head_dim <= tiling.columns)
+    ctas = max(gradients_grid(problem, tiling)[0], tiling.tiles(problem))
     if ctas > MAX_GRID_X:
         return Rejection(f"{ctas} tiles exceed the {MAX_GRID_X} CTAs of one launch", "a smaller batch")
     rows = (problem.seqlen_q + tiling.block_m) * (problem.heads // problem.heads_kv)
@@ -129,19 +154,20 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
     arguments: dict[str, str | int] = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": tiling.columns,
-        "BLOCK_M": tiling.block_m,
+        **({} if tiling.wide else {"BLOCK_M": tiling.block_m}),
         "QUERY_STAGES": tiling.query_stages,
         "GRAD_STAGES": tiling.grad_stages,
-        "DP_FIRST": BOOLEAN[tiling.dp_first],
+        **({} if tiling.wide else {"DP_FIRST": BOOLEAN[tiling.dp_first]}),
         "IN_ORDER": BOOLEAN[tiling.in_order],
         "CAUSAL": BOOLEAN[problem.causal is not None],
     }
     boxes: tuple[tuple[Name, int], ...] = (
-        *(("query", tiling.block_m), ("key", BLOCK_N), ("value", BLOCK_N)),
+        *(("query", tiling.block_m), ("key", tiling.block_n), ("value", tiling.block_n)),
         *(("grad_out", tiling.block_m), ("grad_key", ROWS), ("grad_value", ROWS)),
     )
+    source = ("wide", "gradients_wide") if tiling.wide else ("kernel", "gradients")
     return _spec(
-        *("kernel", "gradients", arguments, 128 * (1 + CONSUMERS), tiling),
+        *(*source, arguments, 128 * (1 + CONSUMERS), tiling),
         shared_bytes=tiling.shared_bytes,
         tensor_maps=tuple(TensorMap(name, rows, BOX) for name, rows in boxes),
     )
@@ -159,15 +185,18 @@ def tiles_grid(problem: Problem, tiling: Tiling) -> Grid:
     return tiling.tiles(problem), 1, 1
 
 
-def gradients_grid(problem: Problem) -> Grid:
+def gradients_grid(problem: Problem, tiling: Tiling) -> Grid:
     """One CTA for each tile of keys."""
-    return problem.batch * problem.heads_kv * ceil(problem.seqlen_k / BLOCK_N), 1, 1
+    return problem.batch * problem.heads_kv * ceil(problem.seqlen_k / tiling.block_n), 1, 1
 
 
 def catalogue(target: str) -> list[KernelSpec]:
     """Configurations for `target`: head dimensions, types and masks, a few of each."""
     specs: dict[KernelSpec, None] = {}
-    for head_dim, dtype, causal in ((64, "float16", None), (128, "bfloat16", "upper_left"), (72, "float16", None)):
+    for head_dim, dtype, causal in (
+        *((64, "float16", None), (128, "bfloat16", "upper_left"), (72, "float16", None)),
+        *((192, "float16", None), (256, "bfloat16", "upper_left")),
+    ):
         sizes = 4, 32, 8, 2048, 2048, head_dim
         problem = Problem(*sizes, dtype, causal=causal, target=target)  # type: ignore[arg-type]
         tiling = choose(problem)

@@ -16,9 +16,11 @@
 
 namespace microsdpa::hopper::latency {
 
-// Four consecutive floats of half `half` among a thread's accumulators, from column block `first` on: two pairs.
+// Four consecutive floats of half `half` among a thread's accumulators, from column block `first` on: two pairs. Zeros
+// past the last one.
 template <int N>
 __device__ __forceinline__ Quadruple quadruple(const float (&o)[N], int half, int pair) {
+  if (8 * pair >= N) return {0.0f, 0.0f, 0.0f, 0.0f};
   const int i = 8 * pair + 2 * half;
   return {o[i], o[i + 1], o[i + 4], o[i + 5]};
 }
@@ -93,6 +95,7 @@ struct Exchange {
   using Shared = SharedStorage<T, HEAD_DIM, STAGES, typename C::MaskMemory>;
   static constexpr int QUADRUPLES = Shared::QUADRUPLES;
   static constexpr int OWN_ROWS = CLUSTER == 2 ? 1 : 2;  // halves that this CTA finishes
+  static constexpr int OWN_COLUMNS = 16 * QUADRUPLES;    // that this warpgroup finishes
 
   Shared& shared;
   const AttentionParams& params;
@@ -226,7 +229,7 @@ struct Exchange {
     const int row = work.first_row + fragment.tile_row(0);
     const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
     place = {static_cast<T*>(params.out) + work.batch * params.out_strides.batch + work.head * params.out_strides.head +
-                 row * params.out_strides.row + HEAD_DIM / 2 * warpgroup + 8 * fragment.quad_lane(),
+                 row * params.out_strides.row + OWN_COLUMNS * warpgroup + 8 * fragment.quad_lane(),
              params.out_strides.row, params.lse == nullptr ? nullptr : params.lse + head * params.seqlen_q + row,
              params.seqlen_q - row};
     if (ROUNDS < 4) place.hold();  // four rounds leave no registers for it
@@ -239,7 +242,7 @@ struct Exchange {
 
   // Whether the tensors have one of this warpgroup's columns.
   __device__ __forceinline__ bool exists(int column) const {
-    return C::COLUMNS == HEAD_DIM || HEAD_DIM / WARPGROUPS * warpgroup + column < C::COLUMNS;
+    return C::COLUMNS == WARPGROUPS * OWN_COLUMNS || OWN_COLUMNS * warpgroup + column < C::COLUMNS;
   }
 
   // Writes this warpgroup's columns of one half of the rows; columns past the tensors' are none.

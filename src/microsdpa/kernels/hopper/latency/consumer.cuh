@@ -17,18 +17,27 @@
 namespace microsdpa::hopper::latency {
 
 template <typename T, int HEAD_DIM>
-constexpr int TILE_BYTES = BLOCK_N * PANELS<HEAD_DIM> * PANEL * static_cast<int>(sizeof(T));
+constexpr int TILE_BYTES = BLOCK_N * (PANELS<HEAD_DIM> * PANEL + TAIL<HEAD_DIM>)*static_cast<int>(sizeof(T));
+
+// A tensor's boxes: of PANEL columns, and of TAIL where tiles have one.
+struct Boxes {
+  const TensorMap& panel;
+  const TensorMap& tail;
+};
 
 // Copies tiles of 64 rows of one head. Rows and columns past the tensor become zeros. ANNOUNCED: `full` expects them
 // already.
 template <typename T, int HEAD_DIM, int TILES = 1, bool ANNOUNCED = false>
-__device__ __forceinline__ void load_tile(T* shared, const TensorMap& map, Mbarrier& full, int row, int head,
+__device__ __forceinline__ void load_tile(T* shared, T* tail, const Boxes& boxes, Mbarrier& full, int row, int head,
                                           int batch) {
-  static_assert(TILES == 1 || HEAD_DIM == PANEL, "tiles of one panel lie behind one another");
+  static_assert(TILES == 1 || PANELS<HEAD_DIM> == 1, "tiles of one panel lie behind one another");
   if (!ANNOUNCED) mbarrier_arrive_expect(full, TILES * TILE_BYTES<T, HEAD_DIM>);
 #pragma unroll
   for (int panel = 0; panel < PANELS<HEAD_DIM>; ++panel) {
-    tma_load(shared + panel * BLOCK_N * PANEL, map, full, panel * PANEL, row, head, batch);
+    tma_load(shared + panel * BLOCK_N * PANEL, boxes.panel, full, panel * PANEL, row, head, batch);
+  }
+  if constexpr (TAIL<HEAD_DIM> > 0) {
+    tma_load(tail, boxes.tail, full, PANELS<HEAD_DIM> * PANEL, row, head, batch);
   }
 }
 
@@ -67,9 +76,12 @@ struct Consumer : Exchange<C> {
   using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
   static constexpr bool CAUSAL = C::CAUSAL, MASKED = C::MASKED;
+  static constexpr int END = TAIL<HEAD_DIM>;
   static constexpr int QUERY_STEPS = (C::COLUMNS + 15) / 16;  // of Q K^T, 16 columns each
-  static constexpr int STEPS = BLOCK_N / 16;                  // of P V, 16 keys each
-  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;         // a thread's scores of 16 keys
+  static constexpr int PANEL_STEPS = END > 0 ? (HEAD_DIM - END) / 16 : QUERY_STEPS;
+  static constexpr Swizzle TAIL_PATTERN = Swizzle::BYTES_32;
+  static constexpr int STEPS = BLOCK_N / 16;           // of P V, 16 keys each
+  static constexpr int QUARTER = BLOCK_N / 2 / STEPS;  // a thread's scores of 16 keys
   static constexpr int QUADRUPLES = Base::QUADRUPLES;
   // The last tile's probabilities are made for the peer's rows first.
   static constexpr bool PEER_FIRST = CLUSTER == 2 && ROUNDS > 0;
@@ -82,8 +94,8 @@ struct Consumer : Exchange<C> {
   // The first tile's S comes in two halves; the stabilizer is found in one while the other is computed.
   static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD || MASKS::ANY);
 
-  const TensorMap& key_map;
-  const TensorMap& value_map;
+  const Boxes key_boxes;
+  const Boxes value_boxes;
   const float scale;  // > 0, base 2
   const typename MASKS::Params& arguments;
   const typename PROLOGUE::Given given;
@@ -104,9 +116,12 @@ struct Consumer : Exchange<C> {
     const int row = fragment.tile_row(lane / 8 % 2, lane % 8);
     mbarrier_wait(shared.query_full(), 0);
 #pragma unroll
-    for (int step = 0; step < QUERY_STEPS; ++step) {
+    for (int step = 0; step < PANEL_STEPS; ++step) {
       const int chunk = (step % 4 * 2 + lane / 16) ^ (row % 8);
       ldmatrix(query[step], shared.query + step / 4 * BLOCK_M * PANEL + row * PANEL + chunk * 8);
+    }
+    if constexpr (END > 0) {
+      ldmatrix(query[PANEL_STEPS], shared.query_tail() + row * END + ((lane / 16) ^ (row / 4 % 2)) * 8);
     }
     if (params.scale_log2 < 0.0f) {
 #pragma unroll
@@ -128,9 +143,13 @@ struct Consumer : Exchange<C> {
     for (int part = 0; part < PARTS; ++part) {
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < QUERY_STEPS; ++step) {
+      for (int step = 0; step < PANEL_STEPS; ++step) {
         const int offset = step / 4 * BLOCK_N * PANEL + step % 4 * 16 + part * KEYS * PANEL;
         wgmma<T, KEYS>(part_of<PARTS>(s, part), query[step], advance(key, offset * sizeof(T)), BEGUN || step > 0);
+      }
+      if constexpr (END > 0) {
+        const uint64 tail = matrix_descriptor(shared.key_tail(stage, warpgroup), 16, 8 * END * sizeof(T), TAIL_PATTERN);
+        wgmma<T, KEYS>(part_of<PARTS>(s, part), query[PANEL_STEPS], advance(tail, part * KEYS * END * sizeof(T)));
       }
       wgmma_commit();
     }
@@ -151,7 +170,17 @@ struct Consumer : Exchange<C> {
 #pragma unroll
     for (int step = FIRST; step < LAST; ++step) {
       const uint64 place = advance(value, 16 * PANEL * step * sizeof(T));
-      wgmma<T, HEAD_DIM, Major::MN>(output, p[step], place, begun || step > FIRST);
+      if constexpr (END == 0) {
+        wgmma<T, HEAD_DIM, Major::MN>(output, p[step], place, begun || step > FIRST);
+      } else {
+        constexpr int WIDE = HEAD_DIM - END;
+        wgmma<T, WIDE, Major::MN>(reinterpret_cast<Accumulators<WIDE / 2>&>(output), p[step], place,
+                                  begun || step > FIRST);
+        const uint64 tail =
+            matrix_descriptor(shared.value_tail(stage, warpgroup), 16, 8 * END * sizeof(T), TAIL_PATTERN);
+        wgmma<T, END, Major::MN>(reinterpret_cast<Accumulators<END / 2>&>(output[WIDE / 2]), p[step],
+                                 advance(tail, 16 * END * step * sizeof(T)), begun || step > FIRST);
+      }
     }
     wgmma_commit();
   }
@@ -165,6 +194,7 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ void fetch_mask(int round, typename Rules::View& view) const;
   __device__ __forceinline__ void read_masks();
   __device__ __forceinline__ void look_at_rows();
+  __device__ __forceinline__ void look_at_samples(float (&found)[2]);
   __device__ __forceinline__ void see_keys(int round);
   // Whether a row sees key 8 n + e of the thread's own.
   __device__ __forceinline__ bool sees(int round, int half, int n, int e) const {
@@ -305,7 +335,7 @@ struct Consumer : Exchange<C> {
                                              int round);
   __device__ __forceinline__ void refill(int key_round, int value_round);
   template <typename Ring>
-  __device__ __forceinline__ void refill_place(Ring& ring, const TensorMap& map, bool is_key, int round);
+  __device__ __forceinline__ void refill_place(Ring& ring, const Boxes& boxes, bool is_key, int round);
 
   // The warpgroups' stabilizers are their own: the larger ones become both's.
   __device__ __forceinline__ void share_stabilizer() {

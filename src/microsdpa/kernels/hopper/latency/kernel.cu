@@ -109,7 +109,7 @@ __device__ __forceinline__ void set_up_tiles(Shared& shared) {
 template <int FIRST, int LAST, int ROUNDS, bool ANNOUNCED = false, int HEAD_DIM, int STAGES, typename T,
           typename MASK_TILES>
 __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>& shared, const WorkTile& work,
-                                           const TensorMap& key, const TensorMap& value) {
+                                           const Boxes& key, const Boxes& value) {
   constexpr int VALUE_TILES = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::VALUE_TILES;
 #pragma unroll
   for (int number = FIRST; number < LAST; ++number) {
@@ -118,19 +118,36 @@ __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES, MA
     if (comes_along(shared, tile) || (ROUNDS < STAGES && round >= work.rounds)) continue;
     const int first_key = work.first_key(round, warpgroup);
     if (tile.is_key()) {
-      load_tile<T, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], key, shared.key_full(round, warpgroup),
-                                           first_key, work.head_kv, work.batch);
+      load_tile<T, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], shared.key_tail(round, warpgroup), key,
+                                           shared.key_full(round, warpgroup), first_key, work.head_kv, work.batch);
     } else {
-      load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], value, shared.value_full(round, warpgroup),
-                                          first_key, work.head_kv, work.batch);
+      load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], shared.value_tail(round, warpgroup), value,
+                                          shared.value_full(round, warpgroup), first_key, work.head_kv, work.batch);
     }
   }
 }
 
-template <typename First, typename... Others>
-__device__ __forceinline__ const First& first_of(const First& first, const Others&...) {
-  return first;
+template <int NUMBER, typename First, typename... Others>
+__device__ __forceinline__ const First& further(const First& first, const Others&... others) {
+  if constexpr (NUMBER == 0) {
+    return first;
+  } else {
+    return further<NUMBER - 1>(others...);
+  }
 }
+
+// Of the tensor whose tail, where tiles have one, is the NUMBER-th of further maps.
+template <int HEAD_DIM, int NUMBER, typename... MAPS>
+__device__ __forceinline__ Boxes boxes_of(const TensorMap& panel, const MAPS&... maps) {
+  if constexpr (TAIL<HEAD_DIM> > 0) {
+    return {panel, further<NUMBER>(maps...)};
+  } else {
+    return {panel, panel};
+  }
+}
+// Number of a mask's map: behind those of the tails of query, key and value.
+template <int HEAD_DIM>
+constexpr int MASK_MAP = TAIL<HEAD_DIM> > 0 ? 3 : 0;
 
 // A mask tensor's head and batch entry for a CTA, 0 where there is but one.
 struct MaskOrigin {
@@ -143,21 +160,23 @@ struct MaskOrigin {
         batch(opaque(params.masks.mask_strides.batch != 0 ? work.batch : 0)) {}
 };
 
-// Copies the mask's tiles for the query tile and all of the CTA's keys, as far as the kernel has them from bulk copies.
-// They come ahead of Q: there is much to do with them before there are products.
-template <int ROUNDS, typename Shared, typename... MAPS>
+// Copies the mask's tiles of some rounds for the query tile, as far as the kernel has them from bulk copies. They come
+// ahead of Q, there being much to do with them before there are products; but numbers in FP32, which take longer than
+// Q and its products, come in turn with the keys.
+template <int FIRST, int LAST, int MAP, typename Shared, typename... MAPS>
 __device__ __forceinline__ void copy_masks(Shared& shared, const WorkTile& work, const MaskOrigin& origin,
                                            const MAPS&... maps) {
-  if constexpr (sizeof...(MAPS) > 0) {
+  if constexpr (sizeof...(MAPS) > MAP) {
     using Tiles = typename Shared::Masks;
-    const TensorMap& map = first_of(maps...);
+    const TensorMap& map = further<MAP>(maps...);
     const int row = Tiles::ROWS == 1 ? 0 : work.first_row;
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
+    for (int round = FIRST; round < LAST; ++round) {
+      Mbarrier& full = shared.mask_full[Tiles::IN_TURN ? round : 0];
 #pragma unroll
       for (int panel = 0; panel < Tiles::PANELS_OF_ROUND; ++panel) {
-        tma_load(shared.mask[round][panel], map, shared.mask_full, work.first_key(round, 0) + panel * Tiles::PANEL_KEYS,
-                 row, origin.head, origin.batch);
+        tma_load(shared.mask[round][panel], map, full, work.first_key(round, 0) + panel * Tiles::PANEL_KEYS, row,
+                 origin.head, origin.batch);
       }
     }
   }
@@ -170,17 +189,27 @@ template <int CLUSTER, int ROUNDS, int HEAD_DIM, int STAGES, typename T, typenam
           typename... MAPS>
 __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>& shared, const WorkTile& work,
                                       const PARAMS& arguments, const TensorMap& query, const TensorMap& key,
-                                      const TensorMap& value, const MAPS&... masks) {
+                                      const TensorMap& value, const MAPS&... maps) {
   constexpr bool FEW = SharedStorage<T, HEAD_DIM, STAGES, MASK_TILES>::FEW_COPIES;
-  constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : TILES;
+  constexpr bool BRINGS_MASK = sizeof...(MAPS) > MASK_MAP<HEAD_DIM>;
+  constexpr bool IN_TURN = COMES_IN_TURN<MASK_TILES>;
+  constexpr int TILES = 2 * WARPGROUPS * STAGES, FIRST_TILES = FEW ? 1 : IN_TURN ? WARPGROUPS : TILES;
+  const Boxes query_boxes = boxes_of<HEAD_DIM, 0>(query, maps...), key_boxes = boxes_of<HEAD_DIM, 1>(key, maps...),
+              value_boxes = boxes_of<HEAD_DIM, 2>(value, maps...);
   prefetch_tensor_map(query);
   prefetch_tensor_map(key);
   if (!FEW) prefetch_tensor_map(value);
   mbarrier_init(shared.query_full(), 1);
-  if constexpr (sizeof...(MAPS) > 0) mbarrier_init(shared.mask_full, 1);
-  set_up_tiles<0, FIRST_TILES, STAGES>(shared);
+  if constexpr (BRINGS_MASK) {
+#pragma unroll
+    for (Mbarrier& full : shared.mask_full) mbarrier_init(full, 1);
+  }
+  set_up_tiles<0, FEW ? FIRST_TILES : TILES, STAGES>(shared);
   const MaskOrigin origin(arguments, work);
-  if constexpr (sizeof...(MAPS) > 0) mbarrier_arrive_expect(shared.mask_full, MASK_TILES::COPIED_BYTES);
+  if constexpr (BRINGS_MASK) {
+#pragma unroll
+    for (Mbarrier& full : shared.mask_full) mbarrier_arrive_expect(full, MASK_TILES::COPIED_BYTES);
+  }
   if (FEW) {
     mbarrier_arrive_expect(shared.query_full(), TILE_BYTES<T, HEAD_DIM>);
     mbarrier_arrive_expect(shared.key_full(0, 0), TILE_BYTES<T, HEAD_DIM>);
@@ -188,15 +217,25 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  copy_masks<ROUNDS>(shared, work, origin, masks...);
-  load_tile<T, HEAD_DIM, 1, FEW>(shared.query, query, shared.query_full(), work.first_row, work.head, work.batch);
-  copy_tiles<0, FIRST_TILES, ROUNDS, FEW>(shared, work, key, value);
+  constexpr int MAP = MASK_MAP<HEAD_DIM>, MASK_ROUNDS = IN_TURN ? 1 : ROUNDS;  // that come ahead of Q
+  copy_masks<0, MASK_ROUNDS, MAP>(shared, work, origin, maps...);
+  load_tile<T, HEAD_DIM, 1, FEW>(shared.query, shared.query_tail(), query_boxes, shared.query_full(), work.first_row,
+                                 work.head, work.batch);
+  copy_tiles<0, FIRST_TILES, ROUNDS, FEW>(shared, work, key_boxes, value_boxes);
   if constexpr (FEW) {
     // Never true. Behind a branch that ptxas cannot decide it works out what later copies need after the first ones.
     if (opaque(work.batch) > MAX_BATCH) return;
     set_up_tiles<FIRST_TILES, TILES, STAGES>(shared);
-    copy_tiles<FIRST_TILES, TILES, ROUNDS>(shared, work, key, value);
+    if constexpr (IN_TURN) {
+      copy_tiles<FIRST_TILES, WARPGROUPS, ROUNDS>(shared, work, key_boxes, value_boxes);
+      copy_masks<MASK_ROUNDS, ROUNDS, MAP>(shared, work, origin, maps...);
+    }
+    copy_tiles<IN_TURN ? WARPGROUPS : FIRST_TILES, TILES, ROUNDS>(shared, work, key_boxes, value_boxes);
   } else {
+    if constexpr (IN_TURN) {
+      copy_masks<MASK_ROUNDS, ROUNDS, MAP>(shared, work, origin, maps...);
+      copy_tiles<FIRST_TILES, TILES, ROUNDS>(shared, work, key_boxes, value_boxes);
+    }
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
 }
@@ -204,19 +243,19 @@ __device__ __forceinline__ void begin(SharedStorage<T, HEAD_DIM, STAGES, MASK_TI
 // HEAD_DIM: columns of the tiles, of which the tensors have the first COLUMNS. ROUNDS: tiles of each warpgroup when
 // known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key head. CAUSAL: what a row sees has a
 // right end. MASKED: keys do not fill the tiles, or have such an end. MASKS: what else decides about scores.
-// MASK_ROWS: rows of the boxes in which bulk copies bring a mask tensor, 1 where queries share one; then there is one
-// more tensor map. 0: threads read it, if there is one.
-// PROLOGUE: norms and rotary embedding of Q and K.
+// MASK_ROWS: rows of the boxes in which bulk copies bring a mask tensor, 1 where queries share one. 0: threads read it,
+// if there is one. PROLOGUE: norms and rotary embedding of Q and K. MAPS: further tensor maps, of the tails of query,
+// key and value where tiles have them, and of a mask that bulk copies bring.
 template <typename T, int HEAD_DIM, int COLUMNS, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL,
           bool MASKED, typename MASKS, int MASK_ROWS = 0, typename PROLOGUE = NoPrologue, typename... MAPS>
 __global__ void __launch_bounds__(THREADS, 1)
     attention(const __grid_constant__ typename PROLOGUE::template Params<typename MASKS::Params> given,
               const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
-              const __grid_constant__ TensorMap value, const __grid_constant__ MAPS... masks) {
+              const __grid_constant__ TensorMap value, const __grid_constant__ MAPS... maps) {
   const typename MASKS::Params& arguments = PROLOGUE::call(given);
   const AttentionParams& params = MASKS::call(arguments);
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
-  static_assert(HEAD_DIM == 64 || HEAD_DIM == 96 || HEAD_DIM == 128, "each warpgroup finishes whole quadruples");
+  static_assert(HEAD_DIM == 64 || HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 128, "whole panels, or with a tail");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
   using C = Configuration<T, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS, MASK_ROWS, PROLOGUE>;
   using Shared = SharedStorage<T, HEAD_DIM, STAGES, typename C::MaskMemory>;
@@ -225,10 +264,10 @@ __global__ void __launch_bounds__(THREADS, 1)
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
   const WorkTile work = work_of_cta<MASKS, CLUSTER, GROUP, CAUSAL, ROUNDS, Shared::FEW_COPIES>(arguments);
-  if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, arguments, query, key, value, masks...);
+  if (threadIdx.x < 32 && elect_one()) begin<CLUSTER, ROUNDS>(shared, work, arguments, query, key, value, maps...);
   if (Shared::FEW_COPIES && threadIdx.x / 32 == WARPGROUP_THREADS / 32 && elect_one()) {
     prefetch_tensor_map(value);
-    if constexpr (sizeof...(MAPS) > 0) prefetch_tensor_map(first_of(masks...));
+    if constexpr (sizeof...(MAPS) > MASK_MAP<HEAD_DIM>) prefetch_tensor_map(further<MASK_MAP<HEAD_DIM>>(maps...));
     begin_exchange<CLUSTER, ROUNDS>(shared);
   }
   // mutation: the lanes come together for aligned instructions, which the emulator does not ask for
@@ -238,8 +277,8 @@ __global__ void __launch_bounds__(THREADS, 1)
     const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
     return Consumer<C>{
         {shared, params, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}},
-        key,
-        value,
+        boxes_of<HEAD_DIM, 1>(key, maps...),
+        boxes_of<HEAD_DIM, 2>(value, maps...),
         scale,
         arguments,
         PROLOGUE::given(given)};

@@ -24,7 +24,7 @@ struct MaskReads {
   using Mask = typename MASKS::Mask;
   static constexpr bool RANGED = MASKS::RANGED;
   static constexpr bool READS = PRESENT<Mask> && !RANGED, HIDES = is_bool<Mask>, ADDS = READS && !HIDES;
-  static constexpr bool BULK = HAS_MASK_TILES<MEMORY>;
+  static constexpr bool BULK = HAS_MASK_TILES<MEMORY>, IN_TURN = COMES_IN_TURN<MEMORY>;
   static constexpr int BYTES = BYTES_OF<Mask>;
   static constexpr int WORDS = READS ? 4 * BYTES : 1;  // of the sixteen elements that a thread reads of a row and tile
 
@@ -142,6 +142,23 @@ struct MaskReads {
 #pragma unroll
           for (int w = 0; w < WORDS / 2; ++w) view.words[half][WORDS / 2 * part + w] = addends.words[w];
         }
+      }
+    }
+  }
+
+  // Half of a tile's numbers, as far as they belong to a thread's rows: the largest one of each. Those that are none do
+  // not count.
+  __device__ __forceinline__ void sample(float (&largest)[2], int round, int warpgroup) const {
+    static_assert(ADDS && IN_TURN, "others are taken");
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      largest[half] = negative_infinity();
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        Addends<Mask> addends;
+        addends.sample(memory, round, warpgroup, part, [&](int row) { return fragment.tile_row(half, row); });
+#pragma unroll
+        for (int w = 0; w < 4; ++w) largest[half] = fmaxf(largest[half], __uint_as_float(addends.words[w]));
       }
     }
   }

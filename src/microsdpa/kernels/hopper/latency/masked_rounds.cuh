@@ -87,7 +87,7 @@ __device__ __forceinline__ void Consumer<C>::see_keys(int round) {
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::begin_first(float (&s)[BLOCK_N / 2]) {
   if constexpr (Rules::BULK) {
-    mbarrier_wait(shared.mask_full, 0);
+    mbarrier_wait(shared.mask_full[0], 0);
     fetch_mask(0, masks.view[0]);
   } else {
     score_masks().settle(masks.view[0]);
@@ -107,22 +107,27 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
   if constexpr (!Rules::BULK) {
     mbarrier_wait(shared.query_full(), 0);
   } else if constexpr (!MASK_AHEAD) {
-    mbarrier_wait(shared.mask_full, 0);
+    mbarrier_wait(shared.mask_full[0], 0);
   }
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
-    if (Rules::BULK && (!MASK_AHEAD || round > 0)) fetch_mask(round, masks.view[round]);
+    if constexpr (Rules::IN_TURN) {
+      if (round > 0) mbarrier_wait(shared.mask_full[round], 0);
+    }
+    if (Rules::BULK && !Rules::IN_TURN && (!MASK_AHEAD || round > 0)) fetch_mask(round, masks.view[round]);
     if (!MASK_AHEAD || round > 0) rules.settle(masks.view[round]);
     if (MASK_AHEAD && round > 0 && !Rules::BULK) {
       rules.begin(s[round], masks.view[round], masks.slope, work.first_key(round, warpgroup));
     }
     see_keys(round);
   }
+  float of_samples[2] = {negative_infinity(), negative_infinity()};
+  if constexpr (Rules::IN_TURN) look_at_samples(of_samples);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    masks.highest[half] = negative_infinity();
+    masks.highest[half] = of_samples[half];
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
+    for (int round = 0; round < (Rules::IN_TURN ? 1 : ROUNDS); ++round) {
       const float highest =
           rules.highest(masks.view[round], masks.rows, half, masks.slope, work.first_key(round, warpgroup));
       masks.highest[half] = fmaxf(masks.highest[half], highest);
@@ -150,6 +155,30 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
     }
     named_barrier_arrive(MASKS_READ, THREADS);
     named_barrier_sync(MASKS_SENT, WARPGROUP_THREADS);  // for racecheck, as below
+  }
+}
+
+// Looks at the later tiles' numbers where they take long: at half of them, unless these hide their keys from a row.
+// What the others have more than these, a row's sum leaves room for, or shows.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::look_at_samples(float (&found)[2]) {
+  static_assert(MASK_AHEAD, "the first tile's numbers are known");
+  const Rules rules = score_masks();
+#pragma unroll
+  for (int round = 1; round < ROUNDS; ++round) {
+    float largest[2];
+    rules.sample(largest, round, warpgroup);
+    if (__any_sync(FULL_WARP, fminf(largest[0], largest[1]) < Rules::HIDING)) {
+      fetch_mask(round, masks.view[round]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) largest[half] = rules.largest_element(masks.view[round].words[half]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first_key = work.first_key(round, warpgroup);
+      const float highest = rules.highest_of_keys(masks.rows, half, masks.slope, first_key);
+      found[half] = fmaxf(found[half], highest + Rules::scaled(largest[half]));
+    }
   }
 }
 

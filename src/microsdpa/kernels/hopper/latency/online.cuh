@@ -13,19 +13,20 @@ __device__ __forceinline__ void Consumer<C>::refill(int key_round, int value_rou
   if (ROUNDS > 0 || min(key_round, value_round) + STAGES >= work.rounds) return;
   named_barrier_sync(warpgroup == 0 ? TILE_READ_BY_FIRST : TILE_READ_BY_SECOND, WARPGROUP_THREADS);
   if (fragment.warp() == 0 && elect_one()) {
-    refill_place(shared.key, key_map, true, key_round);
-    refill_place(shared.value, value_map, false, value_round);
+    refill_place(shared.key, key_boxes, true, key_round);
+    refill_place(shared.value, value_boxes, false, value_round);
   }
   __syncwarp();
 }
 template <typename C>
 template <typename Ring>
-__device__ __forceinline__ void Consumer<C>::refill_place(Ring& ring, const TensorMap& map, bool is_key, int round) {
+__device__ __forceinline__ void Consumer<C>::refill_place(Ring& ring, const Boxes& boxes, bool is_key, int round) {
   if (round < 0 || round + STAGES >= work.rounds) return;
   const int stage = round % STAGES;
   Mbarrier& full = is_key ? shared.key_full(stage, warpgroup) : shared.value_full(stage, warpgroup);
-  load_tile<T, HEAD_DIM>(ring[stage][warpgroup], map, full, work.first_key(round + STAGES, warpgroup), work.head_kv,
-                         work.batch);
+  T* const tail = is_key ? shared.key_tail(stage, warpgroup) : shared.value_tail(stage, warpgroup);
+  load_tile<T, HEAD_DIM>(ring[stage][warpgroup], tail, boxes, full, work.first_key(round + STAGES, warpgroup),
+                         work.head_kv, work.batch);
 }
 
 // One round, of which S and the maxima are known; gives those of the next one, and starts S of the one after it.

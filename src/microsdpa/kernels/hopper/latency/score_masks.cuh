@@ -53,6 +53,8 @@ struct ScoreMasks : MaskReads<MASKS, CLUSTER, MEMORY> {
   static constexpr bool WAITS =
       PRESENT<Mask> && !BULK || MASKS::ALIBI || SINKS;  // for the kernel ahead, which may write them
 
+  static constexpr float HIDING = -1000.0f;  // numbers below it most likely hide keys
+
   const float scale;  // > 0, base 2
 
   // Keys that a row sees, other masks aside, from the first key of a tile on.
@@ -222,16 +224,19 @@ struct ScoreMasks : MaskReads<MASKS, CLUSTER, MEMORY> {
       const KeyBits bits = seen(view, rows, half, first_key);
       found = bits.word[0] | bits.word[1] ? found : negative_infinity();
     } else if constexpr (ADDS) {
-      const float natural = largest_element(view.words[half]);
-      found += natural > negative_infinity() ? fmaxf(LOG2_E * natural, LOWEST) : natural;
+      found += scaled(largest_element(view.words[half]));
     }
     return found;
+  }
+  // A mask's number in base 2; a finite one stays so.
+  __device__ __forceinline__ static float scaled(float natural) {
+    return natural > negative_infinity() ? fmaxf(LOG2_E * natural, LOWEST) : natural;
   }
 };
 
 template <int CLUSTER, bool RIGHT, bool RAGGED, typename MEMORY>
 struct ScoreMasks<NoMasks, CLUSTER, RIGHT, RAGGED, MEMORY> {
-  static constexpr bool READS = false, READS_ROWS = false, ADDS = false, BULK = false, LATE = false;
+  static constexpr bool READS = false, READS_ROWS = false, ADDS = false, BULK = false, IN_TURN = false, LATE = false;
   struct View {};
 };
 

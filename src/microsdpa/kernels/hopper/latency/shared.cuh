@@ -16,9 +16,12 @@ constexpr int STABILIZER_KEYS = 16;
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 
-// Panels of a row: the last one may be wider than the row.
+// Columns of a row's last box, where it is a narrow one with a pattern of its own; 0 without one.
 template <int HEAD_DIM>
-constexpr int PANELS = (HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int TAIL = HEAD_DIM % PANEL == 16 ? 16 : 0;
+// Panels of a row beside its tail: the last one may be wider than the row.
+template <int HEAD_DIM>
+constexpr int PANELS = (HEAD_DIM - TAIL<HEAD_DIM> + PANEL - 1) / PANEL;
 
 // Barriers among warps; 0 is __syncthreads'. Those of 4 to 9, and 13, are events of the first warpgroup; the
 // second one's follow.
@@ -86,15 +89,34 @@ constexpr bool HAS_MASK_TILES = true;
 template <>
 constexpr bool HAS_MASK_TILES<NoMaskTiles> = false;
 
+// Tails of the tiles, apart from the panels, so that one copy can bring those of several tiles.
+template <typename T, int COLUMNS, int STAGES>
+struct Tails {
+  alignas(1024) T query_ends[BLOCK_M * COLUMNS];
+  T key_ends[STAGES][WARPGROUPS][BLOCK_N * COLUMNS];
+  T value_ends[STAGES][WARPGROUPS][BLOCK_N * COLUMNS];
+
+  __device__ __forceinline__ T* query_tail() { return query_ends; }
+  __device__ __forceinline__ T* key_tail(int stage, int warpgroup) { return key_ends[stage][warpgroup]; }
+  __device__ __forceinline__ T* value_tail(int stage, int warpgroup) { return value_ends[stage][warpgroup]; }
+};
+template <typename T, int STAGES>
+struct Tails<T, 0, STAGES> {
+  __device__ __forceinline__ T* query_tail() { return nullptr; }
+  __device__ __forceinline__ T* key_tail(int, int) { return nullptr; }
+  __device__ __forceinline__ T* value_tail(int, int) { return nullptr; }
+};
+
 template <typename T, int HEAD_DIM, int STAGES, typename MASK_TILES = NoMaskTiles>
-struct SharedStorage : MASK_TILES {
+struct SharedStorage : MASK_TILES, Tails<T, TAIL<HEAD_DIM>, STAGES> {
   using Masks = MASK_TILES;
   // What the thread that issues the copies does is everybody's time where there are few of them: then one brings all
   // tiles of V. Of K it would make the first product wait.
-  static constexpr bool FEW_COPIES = HEAD_DIM == 64 && STAGES <= 2;
+  static constexpr bool FEW_COPIES = PANELS<HEAD_DIM> == 1 && STAGES <= 2;
   static constexpr int VALUE_TILES = FEW_COPIES ? WARPGROUPS * STAGES : 1;  // of a copy
-  // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows.
-  static constexpr int QUADRUPLES = HEAD_DIM / WARPGROUPS / 16;
+  // Columns of O that one warpgroup finishes, as quadruples: for each of a thread's two rows. Of an odd number the
+  // second warpgroup has one that is not there.
+  static constexpr int QUADRUPLES = (HEAD_DIM / 16 + WARPGROUPS - 1) / WARPGROUPS;
 
   alignas(1024) T query[BLOCK_M * PANELS<HEAD_DIM> * PANEL];
   alignas(1024) T key[STAGES][WARPGROUPS][BLOCK_N * PANELS<HEAD_DIM> * PANEL];

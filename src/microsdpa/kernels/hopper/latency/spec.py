@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
@@ -32,13 +32,20 @@ MASK_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 """Of an element of a mask that bulk copies can bring."""
 HEAD_DIMS = range(8, 129, 8)
 """Head dimensions whose rows a bulk copy can read."""
-TILE_DIMS = (64, 96, 128)
+TAIL = 16
+"""Columns of a tile's last box, where it is a narrow one."""
+TILE_DIMS = (64, 80, 96, 128)
 """Columns of the tiles that there are kernels for."""
 
 
 def padded(head_dim: int) -> int:
     """Columns of the tiles for one of HEAD_DIMS: bulk copies fill those beyond a tensor's with zeros."""
     return min(dim for dim in TILE_DIMS if dim >= head_dim)
+
+
+def tail(head_dim: int) -> int:
+    """Columns of the last box of one of TILE_DIMS, where it is a narrow one; 0 without one."""
+    return TAIL if head_dim % PANEL == TAIL else 0
 
 
 RING_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
@@ -63,12 +70,12 @@ class Latency:
 
     def value_tiles(self, head_dim: int) -> int:
         """Tiles of V that one copy brings: with few copies, all."""
-        return WARPGROUPS * self.stages if head_dim == 64 and self.stages <= 2 else 1
+        return WARPGROUPS * self.stages if head_dim - tail(head_dim) == PANEL and self.stages <= 2 else 1
 
     def shared_bytes(self, head_dim: int, mask: MaskKind | None = None) -> int:
         """SharedStorage's size (shared.cuh), for one of TILE_DIMS."""
-        quadruples = head_dim // WARPGROUPS // 16
-        columns = -(-head_dim // PANEL) * PANEL
+        quadruples = -(-head_dim // 16 // WARPGROUPS)
+        columns = -(-(head_dim - tail(head_dim)) // PANEL) * PANEL + tail(head_dim)
         tiles = (BLOCK_M + 2 * WARPGROUPS * self.stages * BLOCK_N) * columns * ELEMENT
         merging = (
             (WARPGROUPS * 2 + WARPGROUPS * 2) * quadruples * 128 * 16  # from the neighbour; from the peer, twice
@@ -101,9 +108,9 @@ def configuration(problem: Problem, cluster: int) -> Latency:
     head_dim = padded(problem.head_dim)
     deepest = _deepest(cluster, head_dim, chip_of(problem.target).shared_per_cta)
     rounds = key_rounds(problem, cluster)
-    # Unrolled rounds are code; past four of them the loop costs as little. Four with a mask and a peer do not fit the
-    # registers at D = 64.
-    most = 3 if head_dim == 64 and problem.causal is not None and cluster == 2 else 4
+    # Unrolled rounds are code; past four of them the loop costs as little. Four do not fit the registers at D = 64 with
+    # a mask and a peer, nor at D = 80.
+    most = 3 if tail(head_dim) or (head_dim == 64 and problem.causal is not None and cluster == 2) else 4
     unrolled = Latency(cluster, rounds, rounds)
     if problem.mask is not None:
         most = min(most, _most_masked(problem.mask))
@@ -154,6 +161,8 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         TensorMap("value", BLOCK_N * choice.value_tiles(head_dim), PANEL),
     ]
     rows = 0
+    if tail(head_dim):
+        maps += [replace(wide, columns=TAIL, swizzle=TAIL * ELEMENT) for wide in maps]
     if box and box.tensor:
         rows = BLOCK_M if box.per_query else 1
         swizzle = 0 if box.tensor == "bool" else PANEL_BYTES
@@ -162,7 +171,7 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
     if problem.prologue or len(maps) > 3:
         arguments |= {"MASK_ROWS": rows, "PROLOGUE": prologue_type(problem.prologue)}
     if len(maps) > 3:
-        arguments["MAPS"] = "microsdpa::TensorMap"
+        arguments["MAPS"] = ", ".join(["microsdpa::TensorMap"] * (len(maps) - 3))
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
     alone = chip.shared_per_sm // 2
     return KernelSpec(
@@ -200,6 +209,11 @@ def latency(problem: Problem) -> KernelSpec | Rejection:
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
+        )
+    if problem.prologue and tail(padded(problem.head_dim)):
+        return Rejection(
+            f"at head_dim {problem.head_dim} its tiles have tails, which {problem.prologue} does not know",
+            "head_dim 64 or 96",
         )
     choice = configuration(problem, cluster_for(problem))
     if problem.prologue and not choice.rounds and padded(problem.head_dim) > PANEL:

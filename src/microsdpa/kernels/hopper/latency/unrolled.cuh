@@ -122,7 +122,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) mask_of(round).begin(s[round]);
   }
-  if constexpr (!KNOWN && Rules::BULK) look_at_masks(s);
+  if constexpr (!KNOWN && Rules::BULK && !Rules::IN_TURN) look_at_masks(s);
   if constexpr (!KNOWN) load_query();
   if constexpr (!KNOWN && Rules::READS_ROWS && !Rules::LATE) look_at_rows();
   if constexpr (BEGUN) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   if constexpr (FIRST_IN_HALVES && !KNOWN) {
     score<BEGUN, 2>(s[0], 0);
     if constexpr (ROUNDS > 1) change_keys(1);
-    if constexpr (Rules::READS && !Rules::BULK) look_at_masks(s);
+    if constexpr (Rules::READS && (!Rules::BULK || Rules::IN_TURN)) look_at_masks(s);
     if constexpr (Rules::BULK && BEGUN) begin_later(s);
     if constexpr (Rules::LATE) look_at_rows_later();
     if constexpr (MASKS::ANY && BEGUN && ROUNDS > 1) wgmma_fence_registers(s[1]);

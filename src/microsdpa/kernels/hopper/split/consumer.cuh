@@ -27,6 +27,9 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   // A place in the ring is filled again so many turns after its tile was read, when the other query tile's warpgroup
   // has read it too.
   static constexpr int LAG = QUERY_TILES - 1;
+  // Warpgroups multiply in turn, so that some have their exponentials while one multiplies. All must have as many
+  // turns.
+  static constexpr bool IN_TURN = QUERY_TILES == 2 && !CAUSAL;
 
   Shared& shared;
   const AttentionParams& params;
@@ -166,6 +169,54 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     }
   }
 
+  // This warpgroup's turn to multiply, and the next one's.
+  __device__ __forceinline__ void turn_wait() const {
+    named_barrier_sync(TURN + QUERY_TILES * group + query_tile, 2 * WARPGROUP_THREADS);
+  }
+  __device__ __forceinline__ void turn_arrive() const {
+    named_barrier_arrive(TURN + (QUERY_TILES * group + query_tile + 1) % WARPGROUPS, 2 * WARPGROUP_THREADS);
+  }
+
+  // The same in turn: O += P V and S, then the exponentials beside the other warpgroups' products.
+  __device__ __forceinline__ void step_in_turn(Scores& s, Probabilities& p, int round) {
+    wait_key();
+    wait_value();
+    turn_wait();
+    accumulate(p, round > 0);
+    score(s);
+    wgmma_wait<1>();
+    turn_arrive();  // the next one's products follow S without a gap
+    wgmma_wait<0>();
+    wgmma_fence_registers(s);
+    wgmma_fence_registers(o);
+    key_state.advance();
+    release(round);
+    mask(s, round + 1);
+    float factor[2];
+    if (Base::softmax_tile(s, p, factor, false)) {
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= factor[i / 2 % 2];
+    }
+  }
+  // All rounds of this warpgroup, of which there are some, in turn.
+  __device__ __forceinline__ void run_in_turn(int& round) {
+    Scores s;
+    Probabilities p;
+    float factor[2];
+    mbarrier_wait(shared.query_full[query_tile], 0);
+    wait_key();
+    turn_wait();
+    score(s);
+    turn_arrive();
+    key_state.advance();
+    wgmma_wait<0>();
+    wgmma_fence_registers(s);
+    mask(s, 0);
+    Base::softmax_tile(s, p, factor, true);
+    while (round + 1 < rounds) step_in_turn(s, p, round++);
+    end(p, round++);
+  }
+
   // The last P V.
   __device__ __forceinline__ void end(const Probabilities& p, int round) {
     wait_value();
@@ -179,7 +230,10 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   __device__ __forceinline__ void attend() {
     if (params.scale_log2 < 0.0f && tiles > 0) negate_query();
     int round = 0;
-    if (rounds > 0) {
+    if (IN_TURN && query_tile == QUERY_TILES - 1 && group == GROUPS - 1) turn_arrive();
+    if (IN_TURN && rounds > 0) {
+      run_in_turn(round);
+    } else if (rounds > 0) {
       Scores s;
       Probabilities p[2];
       float factor[2];
@@ -208,11 +262,26 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
     }
+    if constexpr (IN_TURN) {
+      // Turns of which others have more pass by, each with a tile that only the CTA's other query tile sees.
+      for (int turn = rounds; turn < work.rounds(work.all_tiles, 0); ++turn) {
+        turn_wait();
+        turn_arrive();
+        pass_tile(round);
+      }
+      if (query_tile == 0 && group == 0) turn_wait();  // nobody else takes the last one
+    }
     // Tiles that only the CTA's other query tile sees pass by.
     while (QUERY_TILES > 1 && round - LAG + STAGES < all_rounds) {
       mbarrier_wait(shared.key_full[group][value_state.stage], value_state.phase);
       release(round++);
     }
+  }
+  // One of them, if its place is to be filled again.
+  __device__ __forceinline__ void pass_tile(int& round) {
+    if (round - LAG + STAGES >= all_rounds) return;
+    mbarrier_wait(shared.key_full[group][value_state.stage], value_state.phase);
+    release(round++);
   }
 
   // Gives the other groups their columns, takes this one's, and writes them.

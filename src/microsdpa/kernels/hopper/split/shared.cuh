@@ -14,8 +14,8 @@ constexpr int WARPGROUPS = 4;
 constexpr int WARPGROUP_THREADS = 128;
 constexpr int THREADS = WARPGROUPS * WARPGROUP_THREADS;
 
-// Barriers among warps, one for either query tile; 0 is __syncthreads'.
-enum NamedBarrier : int { GROUPS_SYNC = 1 };
+// Barriers among warps, one for either query tile, and one for each warpgroup's turn; 0 is __syncthreads'.
+enum NamedBarrier : int { GROUPS_SYNC = 1, TURN = 3 };
 
 // Four floats of each thread, stored so that a warp's accesses are consecutive: rows 0 and 1 of an 8-column block.
 using Block = Vector<float, 4>;

@@ -177,17 +177,16 @@ def query_tiles(problem: Problem, tiles: Tiles) -> int:
 
 def rounds(problem: Problem, tiles: Tiles) -> float:
     """Times of a whole query tile that the launch takes; causal ones share their different lengths out evenly."""
-    sms = chip_of(problem.target).sms
-    total = query_tiles(problem, tiles) / sms
-    if ends_early(problem) and total > 1:
-        return total
+    sms, heads = chip_of(problem.target).sms, problem.batch * problem.heads
     whole, rest = divmod(problem.seqlen_q, tiles.block_m)
-    busy = ceil(rest / ROWS)
+    total = heads * (whole + (rest > 0))
+    if total > sms and ends_early(problem):
+        return total / sms
+    busy = -(-rest // ROWS)
     if whole == 0 or busy in (0, tiles.consumers):
-        return ceil(total)
+        return -(-total // sms)
     # Heads' last tiles, in which some consumers are idle, come after all others and fill the CTAs from the last one on.
     last_takes = ALONE + (1 - ALONE) * busy / tiles.consumers
-    heads = problem.batch * problem.heads
     before, more = divmod(heads * whole, sms)
     free = sms - more if more else 0
     after, left = divmod(max(heads - free, 0), sms)
@@ -203,6 +202,12 @@ def cost(problem: Problem, tiles: Tiles) -> float:
 
 def fitting(problem: Problem) -> tuple[Tiles, ...]:
     """Tiles that compute the problem, and fit its GPU's shared memory and the kernel's registers."""
+    return _fitting(of_any_size(problem))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fitting(problem: Problem) -> tuple[Tiles, ...]:
+    """fitting() for any problem of that kind, whatever its size."""
     element, head_dim = mask_element(problem), padded(problem)
     found = CANDIDATES[head_dim]
     if element:
@@ -232,7 +237,8 @@ def is_dealt(mask: MaskKind | None) -> bool:
 
 def choose(problem: Problem) -> Tiles:
     """The tiles of the lowest cost."""
-    return min(fitting(problem), key=lambda tiles: cost(problem, tiles))
+    found = fitting(problem)
+    return found[0] if len(found) == 1 else min(found, key=lambda tiles: cost(problem, tiles))
 
 
 def specification(problem: Problem, tiles: Tiles) -> KernelSpec:

@@ -108,6 +108,8 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for packed tensors and paged caches whose rows fill tiles of wgmma."""
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
+    if problem.cache is not None:
+        return Rejection(f"it does not widen {problem.cache}", f"keys and values of {problem.dtype}")
     if problem.head_dim not in TILES:
         return refused_head_dim(problem.head_dim, TILES)
     if problem.alignment < VECTOR_BYTES:

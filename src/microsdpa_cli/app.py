@@ -1,66 +1,71 @@
-"""The command line. Exit codes: 0 every gate that ran passed; 1 a gate failed; 2 wrong usage; 3 it cannot run here."""
+"""Exit codes: 0 every gate that ran passed; 1 a gate failed; 2 wrong usage; 3 it cannot run here."""
 
 from __future__ import annotations
 
+import functools
+import os
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import torch
 import typer
 
-from microsdpa import __version__
-from microsdpa.call.tensors import check_impl as check_kernel
-from microsdpa.console import print_error, print_json, print_status, print_table, progress
-from microsdpa.emulate.run import Schedule
-from microsdpa.errors import MicrosdpaError
-from microsdpa.evidence import (
-    accuracy,
-    ceilings,
-    fuzz,
-    learning,
-    models,
-    mutate,
-    profile,
-    suites,
-    tune,
-    verify_eight_bit,
-    verify_quantizers,
-    verify_torch,
-)
-from microsdpa.evidence import regress as regression
-from microsdpa.evidence import render as rendering
-from microsdpa.evidence import report as report_page
-from microsdpa.evidence import repro as reproduction
-from microsdpa.evidence import resign as resigning
-from microsdpa.evidence.devices import DEVICES, named
-from microsdpa.evidence.fuzz_calls import DOORS, Door
-from microsdpa.evidence.inputs import Case
-from microsdpa.evidence.ladder import step as ladder_step
-from microsdpa.evidence.plots import files as plot_files
-from microsdpa.evidence.results import read
-from microsdpa.evidence.roofline_page import default_device
-from microsdpa.evidence.roofline_page import step as roofline_step
-from microsdpa.evidence.step import Step
-from microsdpa.evidence.survey import TARGETS
-from microsdpa.evidence.timing import MODES
-from microsdpa.kernels.problem import OPERANDS, capability_of, virtual
-from microsdpa.runtime import launcher
+from microsdpa_cli import names
+from microsdpa_cli.console import print_error, print_json, print_status, print_table, progress
 
-EXIT_FAILED, EXIT_USAGE, EXIT_CANNOT_RUN = 1, 2, 3
+if TYPE_CHECKING:
+    from microsdpa.evidence.inputs import Case
+    from microsdpa.evidence.step import Step
+
+EXIT_FAILED, EXIT_USAGE, EXIT_CANNOT_RUN, EXIT_INTERRUPTED = 1, 2, 3, 130
+MAX_THREADS = 8
 
 app = typer.Typer(
-    help=__doc__,
+    help=f"Exact fused attention: check it, time it, look inside. {__doc__}",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-evidence = typer.Typer(help="Tables in README and docs, from result files.", no_args_is_help=True)
-app.add_typer(evidence, name="evidence")
+evidence = typer.Typer(no_args_is_help=True)
+cache = typer.Typer(no_args_is_help=True)
+app.add_typer(
+    evidence,
+    name="evidence",
+    help="Tables in README and docs, from result files.",
+    short_help="Render, check and resign the tables of README and docs.",
+    epilog="Example: microsdpa evidence check",
+)
+app.add_typer(
+    cache,
+    name="cache",
+    help="The cache of compiled kernels.",
+    short_help="Show or prune the cache of compiled kernels.",
+    epilog="Example: microsdpa cache show",
+)
+
+
+def _command(group: typer.Typer, name: str, summary: str, example: str) -> Callable[[Callable[..., None]], Any]:
+    """A command with a summary that fits a line, and an example below its help. Torch is loaded when it runs."""
+    register = group.command(name, short_help=summary, epilog=f"Example: {example}")
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> None:
+            import torch
+
+            # The references are many small operations: they wait longer for a large machine's threads than they run.
+            torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
+            function(*arguments, **options)
+
+        return register(run)
+
+    return decorate
 
 
 class Dtype(str, Enum):
@@ -85,11 +90,10 @@ TensorDtype = Annotated[Dtype, typer.Option("--dtype", help="Type of the tensors
 Causal = Annotated[Alignment | None, typer.Option(help="Causal alignment.")]
 ResultsBelow = Annotated[Path, typer.Option("--results", help="Directory of result files.")]
 ReportDirectory = Annotated[Path, typer.Option("--report", help="Directory to write the report to.")]
-COMMITTED = reproduction.COMMITTED
-MAX_THREADS = 8
+Suite = Annotated[str, typer.Option(help=f"Suite of cases: {', '.join(names.SUITES)}.")]
 
 
-def _command() -> str:
+def command_line() -> str:
     """The command line for a result file, without the directory that it writes to: that is a machine's own."""
     kept: list[str] = []
     for argument in sys.argv[1:]:
@@ -117,8 +121,34 @@ def _finish(steps: list[Step], as_json: bool, tables: bool = True) -> NoReturn:
 
 def _version(requested: bool) -> None:
     if requested:
-        print(__version__)
+        from importlib.metadata import version
+
+        print(version("microsdpa"))
         raise typer.Exit
+
+
+@contextmanager
+def _writable(option: str, directory: Path) -> Iterator[None]:
+    """What is done with a directory that must be written to; an error of the file system names the option."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(13, "Permission denied", str(directory))
+        yield
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{option}: expected a directory that can be written, got {str(directory)!r} ({error.strerror}); "
+            f"name another with --{option}"
+        ) from None
+
+
+def _existing(option: str, directory: Path) -> Path:
+    if not directory.is_dir():
+        raise typer.BadParameter(
+            f"{option}: expected a directory of result files, got {str(directory)!r}, which is none; "
+            "run it in a checkout of the project, or name one"
+        )
+    return directory
 
 
 @app.callback()
@@ -128,13 +158,26 @@ def _main(
     pass
 
 
-@app.command()
+@_command(app, "doctor", "What works here, and what to do about the rest.", "microsdpa doctor")
+def doctor(as_json: Json = False) -> None:
+    """Check the installation: packages, driver, GPU, compiler, cache; and say what to do where something is missing.
+
+    It names the kernels that the GPU here gets, and fails when a call of sdpa would fail.
+    """
+    from microsdpa.evidence import doctor as checks
+
+    _finish([checks.step()], as_json)
+
+
+@_command(app, "info", "GPU, driver, torch, NVRTC, cache and kernels here.", "microsdpa info --json")
 def info(as_json: Json = False) -> None:
-    """GPU, driver, torch, NVRTC, cache, and what is supported here or why not."""
-    _finish([reproduction.info_step()], as_json)
+    """GPU, driver, torch, NVRTC, cache, and which kernels are supported here."""
+    from microsdpa.evidence import repro
+
+    _finish([repro.info_step()], as_json)
 
 
-@app.command("compile")
+@_command(app, "compile", "Compile the kernels: registers, spills, instructions.", "microsdpa compile sm_89 sm_90a")
 def compile_(
     arch: Annotated[list[str] | None, typer.Option(help="Targets, such as sm_89; may be repeated.")] = None,
     extra: Annotated[list[str] | None, typer.Argument(help="Further targets.", metavar="[TARGET]...")] = None,
@@ -142,24 +185,27 @@ def compile_(
     as_json: Json = False,
 ) -> None:
     """Compile the kernels, with or without a GPU: registers, shared memory, spills, tensor instructions."""
-    targets = [*(arch or []), *(extra or [])] or list(TARGETS)
+    from microsdpa.evidence import repro
+    from microsdpa.kernels.problem import capability_of
+
+    targets = [*(arch or []), *(extra or [])] or list(names.TARGETS)
     for target in targets:
         try:
             capability_of(target)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     with progress() as bars:
-        step = reproduction.compile_step(bars, targets, every=every)
+        step = repro.compile_step(bars, targets, every=every)
     _finish([step], as_json)
 
 
-@app.command()
+@_command(app, "verify", "Check every case against the FP64 oracle.", "microsdpa verify --impl hopper/latency")
 def verify(
     impl: Impl = "auto",
     output: Output = None,
     ptx: Annotated[str | None, typer.Option(help="Run the PTX of another target's kernels, such as sm_89.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help=f"Check 8-bit operands instead: all, or one of {', '.join(OPERANDS)}.")
+        str | None, typer.Option(help=f"Check 8-bit operands instead: all, or one of {', '.join(names.OPERANDS)}.")
     ] = None,
     torch_cases: Annotated[
         bool, typer.Option("--torch-cases", help="Run the calls of torch's own tests through F.sdpa instead.")
@@ -173,44 +219,59 @@ def verify(
     seed: Annotated[int, typer.Option(min=0, help="Seed of --sample or --fuzz.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Check every case against the FP64 oracle."""
+    """Check every case against the FP64 oracle: on a GPU within a minute, on a CPU in the emulator in five or more."""
     if backward and random_calls is None:
         raise typer.BadParameter("backward: expected --fuzz N beside it, got none")
     if random_calls is not None:
+        from microsdpa.evidence import fuzz
+        from microsdpa.evidence.fuzz_calls import DOORS, Door
+
         doors: tuple[Door, ...] = ("backward",) if backward else DOORS
         with progress() as bars:
-            step = fuzz.step(random_calls, seed, bars, output, _command(), doors)
+            step = fuzz.step(random_calls, seed, bars, output, command_line(), doors)
         _finish([step], as_json)
     if training:
+        from microsdpa.evidence import learning
+
         with progress() as bars:
-            step = learning.step(bars, output, _command())
+            step = learning.step(bars, output, command_line())
         _finish([step], as_json)
     if torch_cases:
+        from microsdpa.evidence import verify_torch
+
         with progress() as bars:
-            step = verify_torch.step(bars, sample, seed, output, _command())
+            step = verify_torch.step(bars, sample, seed, output, command_line())
         _finish([step], as_json)
+    from microsdpa.evidence import repro
+    from microsdpa.kernels.problem import virtual
+
     if ptx is not None:
         try:
             virtual(ptx)
         except ValueError as error:
             raise typer.BadParameter(f"ptx: {error}") from None
     if precision is not None:
-        if precision not in ("all", *OPERANDS):
-            raise typer.BadParameter(f"precision: expected all or one of {', '.join(OPERANDS)}, got {precision!r}")
+        from microsdpa.evidence import verify_eight_bit, verify_quantizers
+        from microsdpa.runtime import launcher
+
+        known = names.OPERANDS
+        if precision not in ("all", *known):
+            raise typer.BadParameter(f"precision: expected all or one of {', '.join(known)}, got {precision!r}")
         with progress() as bars:
             whole = precision == "all" and impl == "auto"
             if whole and ptx is None and launcher.device_error() is None:
                 verify_quantizers.compile_ahead(launcher.target_of_device())
-            step = verify_eight_bit.step(precision, bars, impl, ptx, verify_quantizers.parts if whole else lambda _: [])
+            parts = verify_quantizers.parts if whole else lambda _: []
+            step = verify_eight_bit.step(precision, bars, impl, ptx, parts)
         _finish([step], as_json)
     with progress() as bars:
-        step = reproduction.verify_step(bars, impl, output, _command(), ptx=ptx)
+        step = repro.verify_step(bars, impl, output, command_line(), ptx=ptx)
     _finish([step], as_json)
 
 
-@app.command("models")
+@_command(app, "models", "Compare tiny models with their eager attention.", "microsdpa models llama --device cpu")
 def models_(
-    names: Annotated[list[str] | None, typer.Argument(help="Model types, such as llama; else all.")] = None,
+    model_types: Annotated[list[str] | None, typer.Argument(help="Model types, such as llama; else all.")] = None,
     sample: Annotated[int | None, typer.Option(min=1, help="So many models, at random; else all.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; else cuda where there is a GPU.")] = None,
@@ -220,6 +281,9 @@ def models_(
     as_json: Json = False,
 ) -> None:
     """Hold tiny models of transformers and diffusers against their eager attention: padding, caches, generation."""
+    from microsdpa.evidence import models
+    from microsdpa.runtime import launcher
+
     there = device or ("cpu" if launcher.device_error() else "cuda")
     if there not in ("cpu", "cuda"):
         raise typer.BadParameter(f"device: expected cpu or cuda, got {device!r}")
@@ -232,37 +296,46 @@ def models_(
             there,
             dtype and dtype.value,
             seconds,
-            tuple(names or ()),
+            tuple(model_types or ()),
             output,
-            _command(),
+            command_line(),
         )
     _finish([step], as_json)
 
 
-@app.command("accuracy")
+@_command(app, "accuracy", "Errors of 8-bit attention, against their gates.", "microsdpa accuracy --seeds 1")
 def accuracy_(
-    seeds: Annotated[int, typer.Option(min=1, help="Sets of inputs of every kind.")] = accuracy.SEEDS,
+    seeds: Annotated[int, typer.Option(min=1, help="Sets of inputs of every kind.")] = 5,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Errors of 8-bit attention against the FP64 oracle, on the GPU or in the emulator, against their gates."""
+    """Errors of 8-bit attention against the FP64 oracle, and their gates.
+
+    On a GPU it takes a minute. On a CPU it runs in the emulator, for five minutes or more.
+    """
+    from microsdpa.evidence import accuracy
+
     with progress() as bars:
-        step = accuracy.step(bars, seeds, output, _command())
+        step = accuracy.step(bars, seeds, output, command_line())
     _finish([step], as_json)
 
 
-@app.command()
+@_command(app, "probe", "Compare the emulator with the GPU here.", "microsdpa probe")
 def probe(output: Output = None, as_json: Json = False) -> None:
     """Compare the emulator with this machine's GPU, instruction by instruction."""
+    from microsdpa.evidence import repro
+
     with progress() as bars:
-        step = reproduction.probe_step(bars, output, _command())
+        step = repro.probe_step(bars, output, command_line())
     _finish([step], as_json)
 
 
-@app.command()
+@_command(app, "bench", "Time a suite against its peers.", "microsdpa bench --suite small --peers torch-cudnn")
 def bench(
-    suite: Annotated[str, typer.Option(help=f"Suite of cases: {', '.join(suites.names())}.")] = "mission",
-    modes: Annotated[str | None, typer.Option(help=f"Some of {', '.join(MODES)}; else what the suite says.")] = None,
+    suite: Suite = "mission",
+    modes: Annotated[
+        str | None, typer.Option(help=f"Some of {', '.join(names.MODES)}; else what the suite says.")
+    ] = None,
     peers: Annotated[
         str | None, typer.Option(help="all, none, or a list, such as torch-flash,torch-cudnn; else the suite's own.")
     ] = None,
@@ -274,30 +347,36 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time a suite against its peers; every output is compared with the oracle first."""
+    from microsdpa.call.tensors import check_impl
+    from microsdpa.evidence import repro, suites
+
     chosen = modes.split(",") if modes else None
-    if unknown := [mode for mode in chosen or [] if mode not in MODES]:
-        raise typer.BadParameter(f"modes: expected some of {', '.join(MODES)}, got {', '.join(unknown)}")
+    if unknown := [mode for mode in chosen or [] if mode not in names.MODES]:
+        raise typer.BadParameter(f"modes: expected some of {', '.join(names.MODES)}, got {', '.join(unknown)}")
     with progress() as bars:
         some = suites.Some(peers, cells, part, seconds)
-        step = reproduction.bench_step(bars, suite, chosen, check_kernel(impl), some, output, _command())
+        step = repro.bench_step(bars, suite, chosen, check_impl(impl), some, output, command_line())
     _finish([step], as_json)
 
 
-@app.command("tune")
+@_command(app, "tune", "Time every configuration of every kernel.", "microsdpa tune --kernels hopper/latency")
 def tune_(
-    suite: Annotated[str, typer.Option(help=f"Suite of cases: {', '.join(suites.names())}.")] = "small",
+    suite: Suite = "small",
     kernels: Annotated[str | None, typer.Option(help="Some kernels, such as hopper/latency; else all.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Time every configuration of every kernel on a suite: how far the library's choice is from the fastest."""
-    chosen = [check_kernel(name) for name in kernels.split(",")] if kernels else []
+    from microsdpa.call.tensors import check_impl
+    from microsdpa.evidence import tune
+
+    chosen = [check_impl(name) for name in kernels.split(",")] if kernels else []
     with progress() as bars:
-        step = tune.step(suite, chosen, bars, output, _command())
+        step = tune.step(suite, chosen, bars, output, command_line())
     _finish([step], as_json)
 
 
-@app.command()
+@_command(app, "regress", "Fail when a suite has become slower.", "microsdpa regress old/mission.json new/mission.json")
 def regress(
     baseline: Annotated[Path, typer.Argument(help="Result file to compare with.", dir_okay=False)],
     candidate: Annotated[Path | None, typer.Argument(help="Result file; else the baseline's suite is run now.")] = None,
@@ -305,17 +384,21 @@ def regress(
     as_json: Json = False,
 ) -> None:
     """Compare two result files of a suite, and fail on a slowdown that is confirmed and above the threshold."""
+    from microsdpa.evidence import regress as regression
+    from microsdpa.evidence import repro
+    from microsdpa.evidence.results import read
+
     old = read(baseline)
     if candidate is not None:
         _finish([regression.step(old, read(candidate), threshold)], as_json)
     with progress() as bars:
-        run = reproduction.bench_step(bars, old["suite"], sorted({row["mode"] for row in old["rows"]}))
+        run = repro.bench_step(bars, old["suite"], sorted({row["mode"] for row in old["rows"]}))
     if run.status == "not run":
         _finish([run], as_json)
     _finish([run, regression.step(old, run.data, threshold)], as_json)
 
 
-@app.command("profile")
+@_command(app, "profile", "Run a call under Nsight Compute.", "microsdpa profile hopper/latency --shape 1,8,512,512,64")
 def profile_(
     kernel: Annotated[str, typer.Argument(help="Kernel, such as ladder/01_scalar, or auto.")],
     shape: Shape = "1,8,512,512,64",
@@ -325,59 +408,89 @@ def profile_(
     as_json: Json = False,
 ) -> None:
     """Run one call under Nsight Compute; print its metrics against the gates, and store them with the signature."""
+    from microsdpa.call.tensors import check_impl
+    from microsdpa.evidence import profile
+
     case = _case(shape, dtype, causal)
-    _finish([profile.step(case, check_kernel(kernel), output, _command())], as_json)
+    _finish([profile.step(case, check_impl(kernel), output, command_line())], as_json)
 
 
-@app.command()
+@_command(app, "ladder", "Time every rung of the ladder beside torch.", "microsdpa ladder")
 def ladder(output: Output = None, as_json: Json = False) -> None:
     """Every rung of the ladder: times beside torch's, and registers, shared memory, occupancy, conflicts, error."""
+    from microsdpa.evidence.ladder import step as ladder_step
+
     with progress() as bars:
-        step = ladder_step(bars, output, _command())
+        step = ladder_step(bars, output, command_line())
     _finish([step], as_json)
 
 
-@app.command()
+@_command(app, "roofline", "Floors of a shape on a device.", "microsdpa roofline --device l4 --shape 1,8,512,512,64")
 def roofline(
-    device: Annotated[str | None, typer.Option(help=f"One of {', '.join(DEVICES)}; else the GPU here, or l4.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(names.DEVICES)}; else the GPU here, or l4.")
+    ] = None,
     measured: Annotated[bool, typer.Option("--measured", help="Measure the ceilings of the GPU here.")] = False,
     shape: Shape = "1,8,512,512,64",
     dtype: TensorDtype = Dtype.float16,
     causal: Causal = None,
-    results: ResultsBelow = COMMITTED,
+    results: ResultsBelow = names.RESULTS,
     as_json: Json = False,
 ) -> None:
     """Floors of a shape on a device, what they are bound by, and where measured kernels stand."""
+    from microsdpa.evidence import ceilings, roofline_page
+    from microsdpa.evidence.devices import named
+    from microsdpa.evidence.step import Step
+    from microsdpa.runtime import launcher
+
     if measured and (reason := launcher.device_error()):
         _finish([Step("roofline", "not run", f"ceilings are measured on a GPU: {reason}")], as_json)
-    chosen = ceilings.measure() if measured else named(device or default_device())
-    _finish([roofline_step(_case(shape, dtype, causal), chosen, results)], as_json)
+    chosen = ceilings.measure() if measured else named(device or roofline_page.default_device())
+    _finish([roofline_page.step(_case(shape, dtype, causal), chosen, results)], as_json)
 
 
-@app.command("report")
+@_command(app, "report", "Draw the report from result files.", "microsdpa report --gpu h200 --report report")
 def report_(
-    results: ResultsBelow = COMMITTED,
-    gpu: Annotated[str, typer.Option(help="Folder of --results.")] = reproduction.COMMITTED_GPU,
+    results: ResultsBelow = names.RESULTS,
+    gpu: Annotated[str, typer.Option(help="Folder of --results.")] = names.GPU,
     report: ReportDirectory = Path("report"),
 ) -> None:
     """Draw the report from result files."""
+    from microsdpa.evidence import report as report_page
+    from microsdpa.evidence.plots import files as plot_files
+
     found = plot_files.load(results / gpu)
     if not found:
         there = ", ".join(sorted(path.name for path in results.glob("*") if path.is_dir())) or "none"
         raise typer.BadParameter(f"gpu: expected a folder of {results} with result files ({there}), got {gpu!r}")
-    page = report_page.write(report, [], found, f"From the result files of {results / gpu}.")
+    with _writable("report", report):
+        page = report_page.write(report, [], found, f"From the result files of {results / gpu}.")
     print(f"report: {page}")
 
 
-@app.command()
-def repro(
+@_command(app, "repro", "Everything in order, ending in a report.", "microsdpa repro --report report")
+def repro_(
     report: ReportDirectory = Path("report"),
+    full: Annotated[
+        bool, typer.Option("--full", help="Without a GPU: every kernel and every case, not some of each.")
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Take steps again that passed before.")] = False,
     as_json: Json = False,
 ) -> None:
-    """All of it in order, ending in the report; goes on where an interrupted run stopped."""
-    with progress() as bars:
-        steps = reproduction.run(report, bars, fresh)
+    """Compile, check against FP64, time against every peer here, and draw the report.
+
+    Without a GPU some kernels of each architecture are compiled, and run in the emulator: under three minutes on two
+    cores. With --full all of them are, which takes about ten. An interrupted run goes on where it stopped.
+    """
+    from microsdpa.evidence import repro
+
+    with _writable("report", report):
+        try:
+            with progress() as bars:
+                steps = repro.run(report, bars, fresh, full)
+        except KeyboardInterrupt:
+            print_error(f"interrupted; the same command goes on after the last finished step (kept in {report}/steps)")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
     if not as_json:
         print(f"report: {report / 'index.html'}")
     _finish(steps, as_json, tables=False)
@@ -385,6 +498,8 @@ def repro(
 
 def _case(shape: str, dtype: Dtype, causal: Alignment | None, seed: int = 0) -> Case:
     """The case of the options --shape, --dtype and --causal."""
+    from microsdpa.evidence.inputs import Case
+
     numbers = shape.split(",")
     if len(numbers) not in (5, 6) or not all(number.strip().isdecimal() and int(number) for number in numbers):
         raise typer.BadParameter(f"shape: expected B,H,S_q,S_k,D or B,H,H_kv,S_q,S_k,D, got {shape!r}")
@@ -405,36 +520,50 @@ def _case(shape: str, dtype: Dtype, causal: Alignment | None, seed: int = 0) -> 
     return case
 
 
-@app.command()
+@_command(app, "emulate", "Run a kernel on the CPU, every access checked.", "microsdpa emulate hopper/latency")
 def emulate(
     kernel: Annotated[str, typer.Argument(help="Kernel, such as ladder/01_scalar, or auto.")],
     shape: Shape = "1,8,512,512,64",
     dtype: TensorDtype = Dtype.float16,
     causal: Causal = None,
+    precision: Annotated[
+        str | None, typer.Option(help=f"8-bit operands, quantized from tensors: {', '.join(names.OPERANDS)}.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs and of the order of threads.")] = 0,
     early: Annotated[bool, typer.Option(help="Asynchronous copies arrive early, not late.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a kernel on the CPU with every access checked: counters, bank conflicts, error."""
-    case = _case(shape, dtype, causal, seed)
-    _finish([reproduction.emulate_step(case, check_kernel(kernel), Schedule(seed, late=not early))], as_json)
+    from microsdpa.call.tensors import check_impl
+    from microsdpa.emulate.run import Schedule
+    from microsdpa.evidence import repro
+
+    if precision not in (None, *names.OPERANDS):
+        raise typer.BadParameter(f"precision: expected one of {', '.join(names.OPERANDS)}, got {precision!r}")
+    case, schedule = _case(shape, dtype, causal, seed), Schedule(seed, late=not early)
+    name = check_impl(kernel, eight_bit=precision is not None)
+    _finish([repro.emulate_step(case, name, schedule, precision)], as_json)  # type: ignore[arg-type]
 
 
 Root = Annotated[Path, typer.Option(help="Checkout of the project.", exists=True, file_okay=False)]
 Results = Annotated[Path | None, typer.Option(help="Result files; by default benchmarks/results of the checkout.")]
 
 
-@evidence.command()
+@_command(evidence, "render", "Write the tables of README and docs.", "microsdpa evidence render")
 def render(root: Root = Path(), results: Results = None) -> None:
     """Write the tables between the markers of README and docs from the result files."""
-    for page in rendering.render(root, results or root / "benchmarks/results"):
+    from microsdpa.evidence import render as rendering
+
+    for page in rendering.render(root, _existing("results", results or root / names.RESULTS)):
         print(f"rendered {page}")
 
 
-@evidence.command()
+@_command(evidence, "check", "Fail when a table and its results differ.", "microsdpa evidence check")
 def check(root: Root = Path(), results: Results = None) -> None:
     """Fail when a rendered table and its result file differ."""
-    differing = rendering.differing(root, results or root / "benchmarks/results")
+    from microsdpa.evidence import render as rendering
+
+    differing = rendering.differing(root, _existing("results", results or root / names.RESULTS))
     for page in differing:
         print_error(f"{page}: its tables are not what the result files say; run 'microsdpa evidence render'")
     if differing:
@@ -442,7 +571,9 @@ def check(root: Root = Path(), results: Results = None) -> None:
     print("every table matches its result file")
 
 
-@evidence.command("resign")
+@_command(
+    evidence, "resign", "Keep rows of identical machine code fresh.", "microsdpa evidence resign HEAD~1 --dry-run"
+)
 def resign_(
     old_ref: Annotated[str, typer.Argument(help="Commit that the rows were recorded with, or a path of a checkout.")],
     root: Root = Path(),
@@ -456,32 +587,59 @@ def resign_(
     as_json: Json = False,
 ) -> None:
     """Keep rows fresh whose kernels are the same machine code and launch as those of an old commit."""
+    from microsdpa.evidence import resign as resigning
+
+    below = _existing("results", results or root / names.RESULTS)
     with progress() as bars:
-        names = resigning.names_of(renamed or [])
-        step = resigning.step(old_ref, root, results or root / "benchmarks/results", gpu, dry_run, names, bars)
+        step = resigning.step(old_ref, root, below, gpu, dry_run, resigning.names_of(renamed or []), bars)
     _finish([step], as_json)
 
 
-@evidence.command("mutate")
+@_command(
+    evidence, "mutate", "Does the emulator see a missing fence or wait?", "microsdpa evidence mutate hopper/latency"
+)
 def mutate_(
-    kernel: Annotated[str, typer.Argument(help=f"One of {', '.join(mutate.kernels())}.")],
+    kernel: Annotated[str, typer.Argument(help="A production kernel, such as hopper/latency or ampere/mma.")],
     jobs: Annotated[int, typer.Option(min=0, help="Processes at a time; 0 for one on each core.")] = 0,
     sample: Annotated[int | None, typer.Option(min=1, help="So many mutations, evenly chosen; else all.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Leave out each fence and wait of a kernel, and move each comparison with a length: does the emulator see it?"""
+    from microsdpa.evidence import mutate
+
     with progress() as bars:
-        step = mutate.step(kernel, jobs, sample, bars, output, _command())
+        step = mutate.step(kernel, jobs, sample, bars, output, command_line())
     _finish([step], as_json)
+
+
+@_command(cache, "show", "Its place, entries and size.", "microsdpa cache show")
+def show(as_json: Json = False) -> None:
+    """Where the cache is, and the number, size and last use of its entries by kind."""
+    from microsdpa.evidence import cache_steps
+
+    _finish([cache_steps.show()], as_json)
+
+
+@_command(cache, "prune", "Remove entries that were not used lately.", "microsdpa cache prune --days 7")
+def prune(
+    days: Annotated[float, typer.Option(min=0, help="Keep what was used within so many days; 0 removes all.")] = 30.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count only; remove nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove compiled kernels that were not used lately. Kernels are compiled again when they are called."""
+    from microsdpa.evidence import cache_steps
+
+    _finish([cache_steps.prune(days, dry_run)], as_json)
 
 
 def main() -> None:
     """Entry point: an error of the library becomes its message and exit code 2."""
-    # The references are many small operations, for which the threads of a large machine wait longer than they compute.
-    torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
     try:
         app()
-    except MicrosdpaError as error:
+    except Exception as error:
+        errors = sys.modules.get("microsdpa.errors")
+        if errors is None or not isinstance(error, errors.MicrosdpaError):
+            raise
         print_error(f"{type(error).__name__}: {error}")
         raise SystemExit(EXIT_USAGE) from None

@@ -1,0 +1,126 @@
+// What consumers of hopper/backward do with accumulators of transposed products: a row of S^T is a key's, a column a
+// query's.
+#pragma once
+
+#include "../../common/mma_tile.cuh"
+#include "../../common/softmax.cuh"
+#include "../../ptx/arithmetic.cuh"
+#include "../../ptx/bulk.cuh"
+#include "../../ptx/control.cuh"
+#include "../../ptx/tma.cuh"
+#include "shared.cuh"
+
+namespace microsdpa::hopper::backward {
+
+// Of a warpgroup's rows, those of a thread.
+__device__ __forceinline__ int key_row(int thread, int half) { return thread / 32 * 16 + 8 * half + thread % 32 / 4; }
+// The first of the two columns of eight that a thread has.
+__device__ __forceinline__ int first_column(int thread) { return thread % 4 * 2; }
+
+// This warp is done with a tile in shared memory.
+__device__ __forceinline__ void release(Mbarrier& done) {
+  __syncwarp();
+  if (elect_one()) mbarrier_arrive(done);
+}
+
+// Makes P of a consumer's S. Accumulators keep what wgmma left in them: ptxas takes one that others write to for in
+// use.
+template <bool CAUSAL, typename Consumer>
+__device__ __forceinline__ void weigh(const Consumer& of, typename Consumer::Products& p, int stage, int first_query) {
+  constexpr int BLOCK_M = Consumer::BLOCK_M;
+  const float scale = of.call.scale_log2;
+#pragma unroll
+  for (int n = 0; n < BLOCK_M / 8; ++n) {
+    const float2 lse = *reinterpret_cast<const float2*>(&of.shared.lse[stage][8 * n + first_column(of.thread)]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) p[4 * n + e] = ex2_approx(fmaf(of.s[4 * n + e], scale, e % 2 ? -lse.y : -lse.x));
+  }
+  const int last_key = of.first_key + ROWS - 1;
+  if (last_key < of.call.seqlen_k && !(CAUSAL && last_key > first_query + of.call.diagonal)) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = of.first_key + key_row(of.thread, half);
+    // The first column that sees the key.
+    int first = CAUSAL ? key - of.call.diagonal - first_query : 0;
+    if (key >= of.call.seqlen_k) first = BLOCK_M;
+    first -= first_column(of.thread);
+#pragma unroll
+    for (int i = 0; i < BLOCK_M / 4; ++i) {
+      if (i / 2 * 8 + i % 2 < first) p[i / 2 * 4 + 2 * half + i % 2] = 0.0f;
+    }
+  }
+}
+
+// Makes dS of P and dP, in the place of P.
+template <int N>
+__device__ __forceinline__ void differentiate(float (&p)[N], const float (&dp)[N], const float* delta_of_column,
+                                              int thread) {
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n) {
+    const float2 delta = *reinterpret_cast<const float2*>(&delta_of_column[8 * n + first_column(thread)]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) p[4 * n + e] *= dp[4 * n + e] - (e % 2 ? delta.y : delta.x);
+  }
+}
+
+// Makes A operands.
+template <typename T, int K, int N>
+__device__ __forceinline__ void round_to(uint32 (&to)[K][4], const float (&from)[N]) {
+  static_assert(N == 8 * K, "eight numbers an operand");
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[k][i] = pack<T>(from[8 * k + 2 * i], from[8 * k + 2 * i + 1]);
+  }
+}
+
+// Where 16 bytes of one of a consumer's rows lie in a tile of all keys of the CTA.
+template <typename Consumer, typename T>
+__device__ __forceinline__ T* place(const Consumer& of, T* tile, int block) {
+  constexpr int BOX = Consumer::BOX, BLOCK_N = Consumer::BLOCK_N;
+  const int lane = of.thread % 32, row = of.rows() * ROWS + of.thread / 32 * 16 + lane % 16;
+  const int chunk = (2 * block % 8 + lane / 16) ^ row % 8;
+  return tile + 16 * block / BOX * BLOCK_N * BOX + row * BOX + 8 * chunk;
+}
+
+// Leaves a consumer's part of dQ where it is added to global memory.
+__device__ __forceinline__ void put_sums(float* sums, const float (&dq)[PART / WARPGROUP_THREADS], int warpgroup,
+                                         int thread, bool first) {
+  if (!first) named_barrier_sync(SUMS_EMPTY + warpgroup, SUMS_THREADS);
+  auto* to = reinterpret_cast<float4*>(sums) + thread;
+#pragma unroll
+  for (int i = 0; i < PART / WARPGROUP_THREADS / 4; ++i) {
+    to[i * WARPGROUP_THREADS] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+  fence_proxy_async();
+  named_barrier_arrive(SUMS_FULL + warpgroup, SUMS_THREADS);
+}
+
+// Writes a consumer's rows of a sum, which lie in a tile that nobody reads any more.
+template <typename Consumer>
+__device__ __forceinline__ void store(const Consumer& of, const TensorMap& map, typename Consumer::T* tile,
+                                      const typename Consumer::Sums& sums, float factor) {
+  using T = typename Consumer::T;
+  constexpr int BOX = Consumer::BOX, BLOCK_N = Consumer::BLOCK_N, HEAD_DIM = Consumer::HEAD_DIM;
+#pragma unroll
+  for (int block = 0; block < HEAD_DIM / 16; ++block) {
+    uint32 word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      word[i] = pack<T>(sums[8 * block + 2 * i] * factor, sums[8 * block + 2 * i + 1] * factor);
+    }
+    stmatrix(place(of, tile, block), word);
+  }
+  fence_proxy_async();
+  named_barrier_sync(CONSUMER + of.warpgroup, WARPGROUP_THREADS);
+  if (of.thread / 32 == 0 && elect_one()) {
+#pragma unroll
+    for (int panel = 0; panel < HEAD_DIM / BOX; ++panel) {
+      tma_store(map, tile + (panel * BLOCK_N + of.rows() * ROWS) * BOX, panel * BOX, of.first_key, of.walk.head_kv,
+                of.walk.batch);
+    }
+    tma_store_commit();
+  }
+}
+
+}  // namespace microsdpa::hopper::backward
