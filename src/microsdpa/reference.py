@@ -307,6 +307,46 @@ def _shown_by_blocks(block_mask: Any, seqlen_q: int, seqlen_k: int) -> torch.Ten
     return shown
 
 
+def changed_rows(
+    rows: torch.Tensor,
+    norm: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    eps: float = 1e-6,
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    layer: bool = False,
+    interleaved: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Rows of Q or K [B, H, S, D] behind a norm over D and rotary embedding, computed and given in `dtype`.
+
+    The norm is x / sqrt(mean(x^2) + eps) * weight with norm = (weight [D], None); with `layer`, LayerNorm with weight
+    and bias. angles = (cos, sin), [positions, R / 2]: a pair (a, b) of the first R elements becomes
+    (a cos - b sin, a sin + b cos), with the angles of row positions [S] or [B, S] of the tables. Pairs are neighbours
+    where `interleaved`, else R / 2 apart.
+    """
+    found, (weight, bias) = rows.to(dtype), norm
+    if weight is not None:
+        if layer:
+            found = found - found.mean(dim=-1, keepdim=True)
+        found = found * (found.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight.to(dtype)
+        if bias is not None:
+            found = found + bias.to(dtype)
+    if angles is not None and positions is not None:
+        at = positions.clamp(0, angles[0].shape[0] - 1).long()
+        cos, sin = (table.to(dtype)[at].unsqueeze(-3) for table in angles)
+        columns = 2 * angles[0].shape[1]
+        turned, rest = found[..., :columns], found[..., columns:]
+        if interleaved:
+            a, b = turned[..., 0::2], turned[..., 1::2]
+            turned = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+        else:
+            a, b = turned.chunk(2, dim=-1)
+            turned = torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+        found = torch.cat([turned, rest], dim=-1)
+    return found
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -249,6 +249,14 @@ def slopes() -> torch.Tensor:
     return torch.ones(HEADS)
 
 
+def angles() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(SEQLEN_K, HEAD_DIM // 2), torch.zeros(SEQLEN_K, HEAD_DIM // 2)
+
+
+def weights() -> torch.Tensor:
+    return torch.ones(HEAD_DIM)
+
+
 def small_sinks() -> torch.Tensor:
     """They take no share of the softmax that FP32 shows."""
     return torch.full((HEADS,), -100.0).requires_grad_()
@@ -261,6 +269,9 @@ def output(dtype: torch.dtype = torch.float16) -> torch.Tensor:
 E4M3, INT8, HALF, BRAIN = torch.float8_e4m3fn, torch.int8, torch.float16, torch.bfloat16
 
 SDPA = [
+    sdpa("with rotary embedding", rotary=angles),
+    sdpa("with norms and rotary embedding", rotary=angles, q_norm=weights, k_norm=weights, causal="lower_right"),
+    sdpa("with a LayerNorm and a window", q_norm=lambda: (weights(), None), window=(4, 0), return_lse=True),
     sdpa("plain"),
     sdpa("of bfloat16", dtype=BRAIN),
     sdpa("return_lse", return_lse=True),

@@ -40,6 +40,8 @@ SIGNATURES = {
     ("reference.py", "eager"),
     ("reference.py", "_attention"),
     ("evidence/peers/triton_kernel.py", "fused_attention"),
+    # What a launch in the emulator may be given, as tests do.
+    ("emulate/run.py", "attention"),
     ("integrations/flash_packed.py", "attend"),
 }
 """Functions that have more, by file and name."""

@@ -282,7 +282,7 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
         ([[*kernel(), 0]], "expected no more after 1 kernels"),
         ([kernel(maps=(0, 64, 64, 128) * 9)], "expected at most 8 tensor maps, got 9"),
         ([kernel()] * 9, "expected at most 8 kernels, got 9"),
-        ([kernel(maps=(24, 64, 64, 128))], "expected an operand below 24, got 24"),
+        ([kernel(maps=(32, 64, 64, 128))], "expected an operand below 32, got 32"),
     ],
 )
 def test_a_plan_of_other_integers_is_refused(kernels: list[list[int]], words: str) -> None:

@@ -16,7 +16,11 @@ from microsdpa.call.cached import as_sequences, has_cache
 from microsdpa.call.call import Call, Inputs, MaskTensors, Scales, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
+from microsdpa.call.masks import refuse_both
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
+from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
+from microsdpa.call.prologue import check as check_prologue
+from microsdpa.call.tensors import check_causal
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, known_mask, with_causal
@@ -24,6 +28,7 @@ from microsdpa.errors import InvalidArgument
 from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES
 from microsdpa.execution.nodes import PLAIN_TYPES
+from microsdpa.execution.prologue import composed
 from microsdpa.kernels.problem import Causal, Operands
 from microsdpa.runtime import launcher
 
@@ -144,6 +149,12 @@ def sdpa(
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
     dropout_p: float = 0.0,
+    rotary: Rotary | None = None,
+    rotary_interleaved: bool = False,
+    rotary_positions: Positions | tuple[Positions, Positions | None] | None = None,
+    q_norm: NormOf | None = None,
+    k_norm: NormOf | None = None,
+    norm_eps: float = 1e-6,
     **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact.
@@ -197,6 +208,18 @@ def sdpa(
         dropout_p: the probability with which a weight of the softmax is dropped, and the others are multiplied by
             1 / (1 - dropout_p), as in torch; it is rounded to a multiple of 2**-16. Random numbers are those of torch's
             generator of the device. The LSE stays as it is. There is no dropout beside 8-bit operands.
+        rotary: (cos, sin), [positions, R / 2] each, the inputs' type or float32: query and key are rotated (RoPE) in
+            their first R columns, in the launch of attention. R is a multiple of 16, D one of 8, and rows start on 16
+            bytes. All is FP32; Q and K are rounded once, to their own type, before the product.
+        rotary_interleaved: whether pairs that are rotated are neighbours, as in GPT-J; else they are R / 2 apart.
+        rotary_positions: rows of the tables: None for those counted from 0, where query i stands as masks have it (at
+            i, or i + S_k - S_q under causal="lower_right"); a number to count from; integers [S] or [B, S] for queries
+            and keys; or a pair of numbers or integers, of queries and keys. None in the second place stands for keys
+            that have been rotated. What memory says is brought within the tables.
+        q_norm: [D], the inputs' type or float32: weight of an RMS norm of query over D, ahead of the rotation. A pair
+            (weight, bias or None) stands for LayerNorm.
+        k_norm: the same of key; both are of one kind.
+        norm_eps: what is added to the mean square or the variance.
 
     Returns:
         The output, or (output, LSE) with return_lse.
@@ -208,6 +231,17 @@ def sdpa(
     """
     if unknown:
         raise unknown_argument("sdpa", unknown, sdpa)
+    if not (rotary is q_norm is k_norm is rotary_positions is None):
+        prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
+        if document_ids is not None or block_mask is not None:
+            is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
+            attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
+        options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
+        masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
+        call = Call((query, key, value), masks, scales, options, return_lse, out, prologue=prologue)
+        assert prologue is not None
+        changed = _with_prologue(call, prologue)
+        return changed if return_lse else changed[0]  # type: ignore[return-value]
     is_known = False
     if document_ids is not None or block_mask is not None:
         if is_causal is not False or causal is not None:
@@ -320,6 +354,47 @@ def sdpa(
     else:
         found = forward.first_call(Call(inputs, masks, options=options, return_lse=return_lse, out=out))
     return found if return_lse else found[0]  # type: ignore[return-value]
+
+
+def _with_prologue(call: Call, prologue: Prologue) -> forward.Result:
+    """A call with norms or rotary embedding: one launch, or torch's operators ahead where autograd looks on."""
+    inputs, masks, options = call.inputs, call.masks, call.options
+    try:
+        given = *inputs, *masks, *prologue.tensors.values(), call.out
+    except (TypeError, ValueError):
+        return forward.first_call(call)  # says which argument is wrong
+    if call.is_eight_bit or not all(isinstance(t, torch.Tensor) for t in inputs):
+        return forward.first_call(call)
+    tensors = [t for t in given if isinstance(t, torch.Tensor)]
+    tracing = is_dynamo_compiling() or autograd.is_traced(inputs)
+    graded = _is_grad_enabled() and any([t.requires_grad for t in tensors])
+    if not (tracing or graded or options.dropout_p):
+        found = forward.launch_prologued(call, prologue)
+        if found is None:
+            transforms.refuse_tangents(*tensors)
+            found = forward.first_call(call)
+        return found
+    check_prologue(prologue, inputs[0], inputs[1], call.shift)
+    if is_dynamo_compiling() and not graded and not options.dropout_p:
+        return _traced(call, prologue)
+    rest = options._asdict() | masks._asdict() | {"return_lse": call.return_lse, "out": call.out}
+    attended = sdpa(*composed(inputs, prologue, call.shift), **rest)
+    return attended if call.return_lse else (attended, None)  # type: ignore[return-value]
+
+
+def _traced(call: Call, prologue: Prologue) -> forward.Result:
+    """The call as the operator of integrations/block_ops.py, which torch.compile leaves in one piece."""
+    options = call.options
+    causal = options.causal
+    if options.is_causal is not False:
+        refuse_both(options.is_causal, call.masks.attn_mask)
+        causal = check_causal(options.is_causal, causal)
+    ends = [-1, -1] if options.window is None else list(options.window)
+    rest = *call.masks, causal, options.scale, options.enable_gqa, ends, options.softcap, options.impl, call.return_lse
+    flags = prologue.interleaved, prologue.is_layer_norm, prologue.rotates_key
+    given = *call.inputs, *rest, *prologue.arguments(call.shift), *flags
+    result, lse = torch.ops.microsdpa.attention_prologued(*given)
+    return result if call.out is None else call.out.copy_(result), lse if call.return_lse else None
 
 
 def _beside_cache(call: Call) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

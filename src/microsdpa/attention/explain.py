@@ -12,6 +12,7 @@ from microsdpa.call.cached import as_sequences, has_cache
 from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.options import Options
+from microsdpa.call.prologue import NormOf, Positions, Rotary, prologue_of
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.call.visibility import combined, with_causal
 from microsdpa.execution.choice import problem_of
@@ -102,6 +103,12 @@ def explain(
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
     dropout_p: float = 0.0,
+    rotary: Rotary | None = None,
+    rotary_interleaved: bool = False,
+    rotary_positions: Positions | tuple[Positions, Positions | None] | None = None,
+    q_norm: NormOf | None = None,
+    k_norm: NormOf | None = None,
+    norm_eps: float = 1e-6,
 ) -> Explanation:
     """What sdpa would run for these arguments, without running or compiling it.
 
@@ -113,7 +120,8 @@ def explain(
         attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
     masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
-    call = Call((query, key, value), masks, scales, options, return_lse, out)
+    prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
+    call = Call((query, key, value), masks, scales, options, return_lse, out, prologue=prologue)
     return explanation(check(as_sequences(call) if has_cache(call) else call))
 
 

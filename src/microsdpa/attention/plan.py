@@ -16,6 +16,7 @@ from microsdpa.call.blocks import BlockTable
 from microsdpa.call.call import Call, mask_tensors
 from microsdpa.call.documents import Ids
 from microsdpa.call.options import Options
+from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, with_causal
 from microsdpa.errors import InvalidArgument
@@ -251,6 +252,17 @@ def _no_launch(*_: object) -> None:
     """The launch of a plan that runs nothing on a GPU: always a miss."""
 
 
+def _with_prologue(launch: Callable[..., Any], prologue: Prologue) -> Callable[..., Any]:
+    """The launch of a plan with norms or rotary embedding, which keeps their tensors."""
+    *kept, _, _, _ = prologue.arguments(0)
+    no_masks, no_scales = (None,) * len(MASK_TENSORS), (None,) * 4  # and no gradient of the output
+
+    def launched(query: Any, key: Any, value: Any, out: Any, lse: Any, *masks: Any) -> Any:
+        return launch(query, key, value, out, lse, *(masks or no_masks), *no_scales, *kept)
+
+    return launched
+
+
 def plan(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -271,6 +283,12 @@ def plan(
     sinks: torch.Tensor | None = None,
     document_ids: Ids | None = None,
     block_mask: BlockMask | BlockTable | None = None,
+    rotary: Rotary | None = None,
+    rotary_interleaved: bool = False,
+    rotary_positions: Positions | tuple[Positions, Positions | None] | None = None,
+    q_norm: NormOf | None = None,
+    k_norm: NormOf | None = None,
+    norm_eps: float = 1e-6,
 ) -> Plan:
     """Prepare attention for tensors like these: choose, compile and load the kernel, but compute nothing.
 
@@ -278,7 +296,8 @@ def plan(
     tensors do not matter, and are not kept. With `out`, the plan's calls must be given an output of its layout;
     without, they may be given one of the layout that sdpa allocates, as torch.empty_like(query) has for a dense
     query. With `precision` the calls quantize, as those of sdpa. With attn_mask, alibi_slopes or sinks, every call is
-    given its own of the same layout; with document_ids or block_mask, its own of the same lengths.
+    given its own of the same layout; with document_ids or block_mask, its own of the same lengths. The tensors of
+    rotary, rotary_positions, q_norm and k_norm are kept, and are those of every call.
     """
     becomes_mask: tuple[str, ...] = ()
     if document_ids is not None or block_mask is not None:
@@ -288,17 +307,25 @@ def plan(
         attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
     masks = mask_tensors(attn_mask, alibi_slopes, sinks)
     given = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
-    checked = check(Call((query, key, value), masks, options=given, return_lse=return_lse, out=out))
-    tensors.check_grad({"query": query, "key": key, "value": value, **checked.masks.tensors})
+    prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
+    inputs = query, key, value
+    checked = check(Call(inputs, masks, options=given, return_lse=return_lse, out=out, prologue=prologue))
+    graded = {"query": query, "key": key, "value": value, **checked.masks.tensors}
+    tensors.check_grad(graded if prologue is None else graded | prologue.tensors)
     launch: Callable[..., Any] = _no_launch
     aligned = False
     if query.device.type == "cuda" and not (checked.is_empty or checked.emulated):
         like_out = checked.output()
         forward.prepare(checked, like_out)
         launch = forward.prepared(checked, like_out)
+        if prologue is not None:
+            launch = _with_prologue(launch, prologue)
         aligned = launcher.alignment(query, key, value, like_out) == VECTOR_BYTES
     layouts = _layouts(query, key, value, out)
     options = given._asdict() | {"scale": checked.scale, "return_lse": return_lse}
+    if prologue is not None:
+        options |= {"rotary": rotary, "rotary_interleaved": rotary_interleaved, "rotary_positions": rotary_positions}
+        options |= {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
     if checked.masks.kind is None:
         return make_plan(launch, Expected(layouts, aligned, options), explanation(checked))
     layouts |= {name: Layout.of(tensor) for name, tensor in checked.masks.tensors.items()}

@@ -12,6 +12,7 @@ import torch
 
 from microsdpa.call.dropout import Random
 from microsdpa.call.options import PLAIN, Options
+from microsdpa.call.prologue import Prologue
 from microsdpa.call.sequences import Sequences
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -63,6 +64,7 @@ class Call(NamedTuple):
         out: tensor to write to; None for one that is allocated.
         sequences: where sequences of many lengths lie; query, key and value then have the layouts of sdpa_varlen.
         random: of a call that drops probabilities; None for random numbers that are taken when it runs.
+        prologue: norms and rotary embedding of query and key; None for none.
     """
 
     inputs: Inputs
@@ -73,6 +75,22 @@ class Call(NamedTuple):
     out: torch.Tensor | None = None
     sequences: Sequences | None = None
     random: Random | None = None
+    prologue: Prologue | None = None
+
+    @property
+    def code(self) -> int:
+        """The number of the call's options in the plans' keys.
+
+        Raises:
+            KeyError: one of them is not valid.
+        """
+        return self.options.code if self.prologue is None else self.options.code | self.prologue.code
+
+    @property
+    def shift(self) -> int:
+        """Position of the first query less that of the first key, as masks count them."""
+        query, key, _ = self.inputs
+        return key.shape[2] - query.shape[2] if self.options.causal == "lower_right" else 0
 
     @property
     def has_values(self) -> bool:

@@ -47,6 +47,10 @@ DETERMINISTIC_BIT = 1 << 22
 """Set in the number of a call for gradients whose bits shall be the same each time."""
 DROPOUT_BIT = 1 << 23
 """Set where the call drops probabilities."""
+PROLOGUE_BIT = 1 << 25
+"""Set where the call has norms or rotary embedding."""
+LAYER_NORM_BIT = 1 << 28
+UNROTATED_KEY_BIT = 1 << 27
 VARLEN_OPTIONS: dict[tuple[object, ...], int] = {
     (causal, interleaved, invariant, impl): OPTIONS[False, "lower_right" if causal else None, True, impl, None]
     | VARLEN_BIT

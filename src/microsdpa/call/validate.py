@@ -9,6 +9,7 @@ import torch
 from microsdpa.call import cache as cache_checks
 from microsdpa.call import dropout as dropout_checks
 from microsdpa.call import masks as mask_checks
+from microsdpa.call import prologue as prologue_checks
 from microsdpa.call import scales as scale_checks
 from microsdpa.call import sequences as sequence_checks
 from microsdpa.call import tensors
@@ -89,6 +90,11 @@ def check(call: Call) -> Checked:
     options, (query, key, value), eight_bit = call.options, call.inputs, call.is_eight_bit
     if eight_bit:
         mask_checks.refuse(*call.masks, options.window, options.softcap, options.dropout_p or None)
+        if call.prologue is not None:
+            raise UnsupportedProblem(
+                "there are no norms and no rotary embedding beside 8-bit operands",
+                nearest="precision=None and 16-bit tensors for rotary, q_norm and k_norm",
+            )
     varlen = call.sequences is not None
     kernel, emulated = tensors.kernel_of(tensors.check_impl(options.impl, eight_bit, varlen))
     causal = tensors.check_causal(options.is_causal, options.causal)
@@ -110,6 +116,9 @@ def check(call: Call) -> Checked:
             got=str(query.device),
             hint="move it to CUDA",
         )
+    if call.prologue is not None:
+        prologue_checks.check(call.prologue, query, key, call.shift)
+        prologue_checks.check_addresses(call.prologue)
     masks, scales = mask_checks.check(call), NO_SCALES
     if call.sequences is not None:
         scales = cache_checks.check_scales(query, key, call.scales, call.sequences)
@@ -117,6 +126,8 @@ def check(call: Call) -> Checked:
         others = *masks.tensors.values(), *(scale for scale in scales if isinstance(scale, torch.Tensor))
         if call.sequences is not None:
             others = *others, *call.sequences.tensors.values(), *call.sequences.appended.values()
+        if call.prologue is not None:
+            others = *others, *call.prologue.tensors.values()
         tensors.check_out(call.out, query, query.dtype, (*call.inputs, *others))
     return Checked(call, kernel, emulated, causal, scale, masks, query.dtype, scales=scales)
 

@@ -18,11 +18,20 @@ import torch
 
 from microsdpa.call.dropout import kept_of
 from microsdpa.call.masks import NONE, Masks
+from microsdpa.call.prologue import Prologue
 from microsdpa.emulate import abi, build
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec, TensorMap
-from microsdpa.kernels.params import DropoutParams, DroppedParams, MaskedParams, Params
+from microsdpa.kernels.params import (
+    DropoutParams,
+    DroppedParams,
+    MaskedParams,
+    Params,
+    ProloguedMaskedParams,
+    ProloguedParams,
+    PrologueParams,
+)
 from microsdpa.kernels.problem import Problem
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
@@ -324,6 +333,36 @@ def _broadcast(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     )
 
 
+_PROLOGUED = "microsdpa::Prologued<"
+
+
+@dataclass(frozen=True)
+class _Changed:
+    """What norms and rotary embedding add to a launch."""
+
+    tensors: dict[str, torch.Tensor]
+    numbers: tuple[int, int, float]
+
+    @classmethod
+    def of(cls, prologue: Prologue, shift: int) -> _Changed:
+        """That of a call."""
+        *tensors, query_first, key_first, eps = prologue.arguments(shift)
+        named = zip(PrologueParams.TENSORS, tensors, strict=True)
+        return cls({name: one for name, one in named if one is not None}, (query_first, key_first, eps))
+
+    def params(self, addresses: dict[str, int]) -> PrologueParams:
+        """The kernel's part, with the addresses of copies."""
+        query_first, key_first, eps = self.numbers
+        found = PrologueParams(query_first=query_first, key_first=key_first, eps=eps, positions=1)
+        for name, tensor in self.tensors.items():
+            setattr(found, name, addresses[name])
+            if tensor.dim() == 2:
+                setattr(found, f"{name}_stride", tensor.stride(0) if tensor.shape[0] > 1 else 0)
+        if "cos" in self.tensors:
+            found.positions = self.tensors["cos"].shape[0]
+        return found
+
+
 SCRATCH_BYTE = 0xFF
 """What scratch memory is filled with."""
 
@@ -336,12 +375,14 @@ def attention(
     *,
     schedule: Schedule | None = None,
     masks: Masks = NONE,
+    prologue: tuple[Prologue, int] | None = None,
     count_banks: bool = False,
     root: Path = KERNELS_DIR,
 ) -> Report:
     """Run the kernels of `spec` on CPU tensors, which must have been validated for `problem`.
 
-    `operands` are query, key, value and out, and then the tensor for the LSE, or None for none.
+    `operands` are query, key, value and out, and then the tensor for the LSE, or None for none. `prologue` has norms
+    and rotary embedding, and the position of the first query less that of the first key.
     `root` is the tree that the kernels' sources are taken from. The report is of all kernels together.
     """
     factor = problem.head_dim**-0.5 if scale is None else scale
@@ -365,12 +406,22 @@ def attention(
     buffers |= {name: (tensor, False) for name, tensor in present.items()}
     if masks.dropping is not None:
         buffers["drawn"] = (masks.dropping[1], False)
+    changed = _Changed.of(*prologue) if prologue is not None else None
+    if changed is not None:
+        buffers |= {name: (tensor, False) for name, tensor in changed.tensors.items()}
     position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
 
+    apart = {*present, "drawn", *(changed.tensors if changed is not None else ())}
+
     def params(addresses: dict[str, int], kind: str) -> ctypes.Structure:
-        """Parameters of the C++ type `kind`: the call's, and for kernels that take them the masks'."""
+        """Parameters of the C++ type `kind`: the call's, for kernels that take them the masks', and the prologue's."""
+        if kind.startswith(_PROLOGUED):
+            inner = params(addresses, kind.removeprefix(_PROLOGUED).removesuffix(">"))
+            whole = ProloguedParams if isinstance(inner, Params) else ProloguedMaskedParams
+            assert changed is not None
+            return whole(inner, changed.params(addresses))
         filled = Params(
-            **{name: address for name, address in addresses.items() if name not in present and name != "drawn"},
+            **{name: address for name, address in addresses.items() if name not in apart},
             batch=problem.batch,
             heads=problem.heads,
             heads_kv=problem.heads_kv,

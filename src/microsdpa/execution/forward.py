@@ -14,9 +14,10 @@ from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
 from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
+from microsdpa.call.prologue import Prologue
 from microsdpa.call.scales import VALUE_DTYPES, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
-from microsdpa.execution import dropout, quantized, torch_cpu, varlen
+from microsdpa.execution import dropout, prologue, quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
@@ -151,6 +152,25 @@ def launch_eight_bit(
     return result, lse if return_lse else None
 
 
+def launch_prologued(call: Call, given: Prologue) -> Result | None:
+    """Launch a call with norms or rotary embedding that has a plan; None for one that has none."""
+    query, key, value = call.inputs
+    options, masks, return_lse = call.options, call.masks, call.return_lse
+    try:
+        if forward_ad._current_level >= 0 or (options.is_causal and masks.attn_mask is not None):
+            return None
+        result = _empty_like(query) if call.out is None else call.out
+        arguments = given.arguments(call.shift)
+        if masks is NO_TENSORS and options.window is None and options.softcap is None:
+            lse = _launch(query, key, value, result, return_lse, call.code, options.scale, *arguments)
+        else:
+            rest = *arguments, *masks, *(options.window or (-1, -1)), options.softcap
+            lse = _launch(query, key, value, result, return_lse, call.code, options.scale, *rest)
+    except MISSES:
+        return None
+    return None if lse is None else (result, lse if return_lse else None)
+
+
 def first_call(call: Call) -> Result:
     """Validate a call that has no plan, make the plan, and launch; also all calls that no kernel is needed for.
 
@@ -170,6 +190,8 @@ def first_call(call: Call) -> Result:
         check_cpu_impl(call.options.impl)
         if call.sequences is not None:
             return varlen.attend_on_cpu(checked)
+        if call.prologue is not None:
+            query, key, value = prologue.composed(call.inputs, call.prologue, call.shift)
         how = checked.causal, checked.scale, _with_dropping(checked), call.return_lse
         result, cpu_lse = torch_cpu.attend(query, key, value, *how)
         return result if call.out is None else call.out.copy_(result), cpu_lse
@@ -210,7 +232,7 @@ _numbering = threading.Lock()
 
 def _note_kind(problem: Problem, kernel: str, call: launcher.Call) -> None:
     """Let resized() know calls that differ from this one, which is valid, in batch size, lengths and strides alone."""
-    if problem.mask is not None or not problem.bulk:
+    if problem.mask is not None or problem.prologue is not None or not problem.bulk:
         return
     kind = problem.with_sizes(0, 0, 0), kernel
     with _numbering:
@@ -276,7 +298,9 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     call, masks = checked.call, checked.masks
     if call.sequences is not None:
         return varlen.foreign_call(checked, out)
-    given = *call.inputs, out, call.return_lse, call.options.code, checked.scale
+    given = *call.inputs, out, call.return_lse, call.code, checked.scale
+    if call.prologue is not None:
+        given = *given, *call.prologue.arguments(call.shift)
     if call.has_values:
         return *given, *launcher.NO_MASKS, *checked.scales
     if masks.kind is None:
@@ -334,5 +358,6 @@ def _emulate(checked: Checked) -> Result:
     from microsdpa.emulate import run  # not imported with the package: few programs need it
 
     operands = *call.inputs, out, lse
-    run.attention(spec, problem, operands, checked.scale, masks=_with_dropping(checked))
+    changed = None if call.prologue is None else (call.prologue, call.shift)
+    run.attention(spec, problem, operands, checked.scale, masks=_with_dropping(checked), prologue=changed)
     return out, lse

@@ -50,6 +50,30 @@ class DroppedParams(ctypes.Structure):
     _fields_ = (("call", MaskedParams), ("dropout", DropoutParams))
 
 
+class PrologueParams(ctypes.Structure):
+    """PrologueParams of kernels/common/prologue_params.cuh."""
+
+    TENSORS = ("cos", "sin", "query_positions", "key_positions", "query_weight", "query_bias", "key_weight", "key_bias")
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((f"{name}_stride", ctypes.c_int64) for name in ("cos", "sin", "query_positions", "key_positions")),
+        *((name, ctypes.c_int32) for name in ("positions", "query_first", "key_first")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class ProloguedParams(ctypes.Structure):
+    """Prologued<AttentionParams> of kernels/common/prologue_params.cuh."""
+
+    _fields_ = (("call", Params), ("prologue", PrologueParams))
+
+
+class ProloguedMaskedParams(ctypes.Structure):
+    """Prologued<MaskedParams> of kernels/common/prologue_params.cuh."""
+
+    _fields_ = (("call", MaskedParams), ("prologue", PrologueParams))
+
+
 class Strides(ctypes.Structure):
     """Distances in elements from one batch entry, head and row to the next."""
 

@@ -88,6 +88,8 @@ def _is_for_throughput(problem: Problem) -> bool:
 
 
 def _skip_latency(problem: Problem) -> Rejection | None:
+    if problem.prologue is not None:
+        return None  # no other kernel has wgmma and norms or rotary embedding
     if _decodes(problem):
         return Rejection(
             f"{problem.seqlen_k} keys are too many for tiles of {TILE} queries with {problem.seqlen_q} in "

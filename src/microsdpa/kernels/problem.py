@@ -9,6 +9,7 @@ from typing import Literal, get_args
 DType = Literal["float16", "bfloat16"]
 Causal = Literal["upper_left", "lower_right"]
 MaskType = Literal["bool", "float16", "bfloat16", "float32", "int32", "uint8"]
+PositionType = Literal["int32", "int64"]
 Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
 """What Q and K, and then V and P, are in 8 bits: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
 OPERANDS: tuple[Operands, ...] = get_args(Operands)
@@ -63,6 +64,47 @@ class MaskKind:
         return " and ".join(parts)
 
 
+NormKind = Literal["rms", "layer"]
+ROTARY_COLUMNS = 16
+"""What the number of rotated columns is a multiple of."""
+
+
+@dataclass(frozen=True)
+class PrologueKind:
+    """What is done to the rows of Q and K ahead of the products: a norm over D, and rotary embedding behind it.
+
+    Attributes:
+        rotary: columns of Q that are rotated; 0 for none.
+        interleaved: whether pairs that are rotated are neighbours; else they are rotary / 2 apart.
+        angles: type of cosines and sines.
+        query_positions: type of the queries' positions in memory; None where they are counted.
+        key_positions: the same of the keys.
+        rotates_key: whether K is rotated as Q is.
+        query_norm: norm of Q.
+        key_norm: norm of K; the same as that of Q where both have one.
+        weights: type of the norms' weights and biases.
+        biased: whether the norms have biases.
+    """
+
+    rotary: int = 0
+    interleaved: bool = False
+    angles: MaskType | None = None
+    query_positions: PositionType | None = None
+    key_positions: PositionType | None = None
+    rotates_key: bool = True
+    query_norm: NormKind | None = None
+    key_norm: NormKind | None = None
+    weights: MaskType | None = None
+    biased: bool = False
+
+    def __str__(self) -> str:
+        """What there is, for a message."""
+        norm = self.query_norm or self.key_norm
+        parts = [f"{'an RMS norm' if norm == 'rms' else 'a LayerNorm'} of Q and K"] if norm else []
+        parts += [f"rotary embedding of {self.rotary} columns"] if self.rotary else []
+        return " and ".join(parts)
+
+
 @dataclass(frozen=True)
 class CacheKind:
     """Keys and values of 8 bits beside queries of 16 bits.
@@ -103,6 +145,7 @@ class Problem:
             64, that divides the keys of a page; 0 where the keys of a sequence follow one another. Then seqlen_q and
             seqlen_k are what a sequence has at most, and a causal mask is "lower_right". None for one length.
         dropout: whether probabilities are dropped.
+        prologue: what is done to Q and K before; None for nothing.
         cache: 8-bit keys and values beside queries of 16 bits; None for one type of all.
     """
 
@@ -123,6 +166,7 @@ class Problem:
     key_block: int = 1
     varlen: int | None = None
     dropout: bool = False
+    prologue: PrologueKind | None = None
     cache: CacheKind | None = None
 
     def __hash__(self) -> int:
@@ -156,7 +200,7 @@ class Problem:
 def of_any_size(problem: Problem) -> Problem:
     """What many problems have in common: `problem` with one batch entry, query and key, and a group of query heads."""
     group, p = problem.heads // problem.heads_kv, problem
-    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target, p.cache)
+    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target, (p.cache, p.prologue))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -168,9 +212,10 @@ def _of_any_size(
     mask: MaskKind | None,
     alignment: int,
     target: str,
-    cache: CacheKind | None,
+    further: tuple[CacheKind | None, PrologueKind | None],
 ) -> Problem:
-    return Problem(1, heads, 1, 1, 1, head_dim, dtype, causal, mask, alignment, target=target, cache=cache)
+    sizes, (cache, prologue) = (1, heads, 1, 1, 1, head_dim), further
+    return Problem(*sizes, dtype, causal, mask, alignment, target=target, cache=cache, prologue=prologue)
 
 
 VIRTUAL = "compute_"

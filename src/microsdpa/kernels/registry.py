@@ -34,6 +34,7 @@ from microsdpa.kernels.problem import (
     MaskKind,
     Operands,
     Problem,
+    PrologueKind,
 )
 from microsdpa.kernels.quantize.spec import quantize_catalogue
 from microsdpa.kernels.spec import KernelSpec, Rejection
@@ -53,6 +54,7 @@ class Family:
         ranges: whether it knows ranges of keys, which are int32, and tables of blocks, which are uint8, as masks.
         any_layout: whether it takes any head dimension and alignment.
         dropout: whether it drops probabilities.
+        prologue: whether it has norms and rotary embedding of Q and K, without dropout.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
         varlen: whether its problems have sequences of many lengths; those of the other families have none.
         short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
@@ -67,6 +69,7 @@ class Family:
     ranges: bool = False
     any_layout: bool = False
     dropout: bool = False
+    prologue: bool = False
     eight_bit: bool = False
     varlen: bool = False
     short_sums: tuple[Operands, ...] = ()
@@ -86,6 +89,7 @@ FAMILIES: tuple[Family, ...] = (
         emulated_target="sm_90a",
         masks=True,
         ranges=True,
+        prologue=True,
         configurations=hopper_latency.configurations,
     ),
     Family(
@@ -120,6 +124,7 @@ FAMILIES: tuple[Family, ...] = (
         ranges=True,
         any_layout=True,
         dropout=True,
+        prologue=True,
     ),
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
     Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
@@ -229,6 +234,11 @@ def configurations(problem: Problem) -> dict[str, KernelSpec]:
 
 ROTARY = ampere_varlen.Rotary(64, False, "float32")
 GENERAL_HEAD_DIMS = (40, 64, 128, 256)
+PROLOGUE_KINDS = (
+    PrologueKind(64, angles="float32", query_norm="rms", key_norm="rms", weights="float16"),
+    PrologueKind(128, True, angles="float16", query_positions="int32", key_positions="int64"),
+    PrologueKind(query_norm="layer", key_norm="layer", weights="float32", biased=True),
+)
 MASK_KINDS: tuple[MaskKind | None, ...] = (
     None,
     MaskKind("bool", left=True),
@@ -276,6 +286,12 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
             for head_dim, dtype in zip(GENERAL_HEAD_DIMS, cycle(dtypes)):
                 sizes = 1, 8, 8, 512, 512, head_dim, dtype
                 result = family.specify(Problem(*sizes, causal="upper_left", dropout=True, target=target))
+                if isinstance(result, KernelSpec):
+                    specs[result] = None
+        if family.prologue:
+            for prologue, head_dim in zip(PROLOGUE_KINDS, (64, 128, 72), strict=True):
+                sizes = 1, 8, 8, 512, 512, head_dim, "float16"
+                result = family.specify(Problem(*sizes, prologue=prologue, target=target))
                 if isinstance(result, KernelSpec):
                     specs[result] = None
         if family.masks and not family.any_layout:

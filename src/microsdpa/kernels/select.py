@@ -28,11 +28,13 @@ class Selection:
 
 
 def _refuse_operands(problem: Problem, family: Family) -> Rejection | None:
-    """Why a family cannot apply the problem's mask or dropout; None when it can."""
+    """Why a family cannot apply the problem's mask, dropout, norms or rotary embedding; None when it can."""
     if problem.mask is not None and problem.mask.tensor in ("int32", "uint8") and family.masks and not family.ranges:
         return Rejection(f"it does not know {problem.mask}", "an attn_mask of booleans")
     if problem.dropout and not family.dropout:
         return Rejection("it drops no probabilities", "dropout_p=0.0")
+    if problem.prologue is not None and not family.prologue:
+        return Rejection(f"it takes Q and K as they are, without {problem.prologue}", "rotary, q_norm and k_norm None")
     if problem.mask is None or family.masks:
         return None
     return Rejection(f"it knows the causal mask only, not {problem.mask}", f"a call without {problem.mask}")

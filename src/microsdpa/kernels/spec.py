@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.problem import MaskKind, Problem, PrologueKind
 
 Grid = tuple[int, int, int]
 
@@ -28,6 +28,32 @@ MAX_NUMBER = 2**31 - 2**13
 def dropped_params(params: str, dropout: bool) -> str:
     """The C++ type of a kernel's first parameter, with what dropout adds to it."""
     return f"microsdpa::Dropped<{params}>" if dropout else params
+
+
+def prologue_type(prologue: PrologueKind | None) -> str:
+    """The C++ type that says what a kernel does to Q and K before the products."""
+    if prologue is None:
+        return "microsdpa::NoPrologue"
+    norm = {None: "microsdpa::Norm::NONE", "rms": "microsdpa::Norm::RMS", "layer": "microsdpa::Norm::LAYER"}
+    position = {None: "void", "int32": "int", "int64": "long long"}
+    arguments = (
+        str(prologue.rotary),
+        BOOLEAN[prologue.interleaved],
+        CPP_TYPE[prologue.angles or "float32"],
+        position[prologue.query_positions],
+        position[prologue.key_positions],
+        BOOLEAN[prologue.rotates_key],
+        norm[prologue.query_norm],
+        norm[prologue.key_norm],
+        CPP_TYPE[prologue.weights or "float32"],
+        BOOLEAN[prologue.biased],
+    )
+    return f"microsdpa::Prologue<{', '.join(arguments)}>"
+
+
+def prologued_params(params: str, prologue: PrologueKind | None) -> str:
+    """The C++ type of a kernel's first parameter, with what norms and rotary embedding add to it."""
+    return params if prologue is None else f"microsdpa::Prologued<{params}>"
 
 
 def masks_type(mask: MaskKind | None) -> str:

@@ -33,9 +33,9 @@ struct CallKey {
   TensorKey tensors[KEYED_OPERANDS];
 
   // Most calls have dense operands alone: the others are then neither compared nor hashed.
-  std::size_t bytes() const {
-    return offsetof(CallKey, tensors) + (given ? KEYED_OPERANDS : DENSE_OPERANDS) * sizeof(TensorKey);
-  }
+  int operands() const { return !given ? DENSE_OPERANDS : prologued() ? KEYED_OPERANDS : PLAIN_OPERANDS; }
+  static std::size_t bytes_of(int operands) { return operands * sizeof(TensorKey); }
+  std::size_t bytes() const { return offsetof(CallKey, tensors) + bytes_of(operands()); }
 
   bool operator==(const CallKey& other) const { return given == other.given && !std::memcmp(this, &other, bytes()); }
 
@@ -51,6 +51,9 @@ struct CallKey {
 
   // Whether the call drops probabilities: DROPOUT_BIT of call/options.py.
   bool drops() const { return options >> 23 & 1; }
+
+  // Whether the call has norms or rotary embedding: PROLOGUE_BIT of call/options.py.
+  bool prologued() const { return options >> 25 & 1; }
 
   // Whether the call has sequences of many lengths: VARLEN_BIT of call/options.py.
   bool varlen() const { return options >> 20 & 1; }
@@ -140,9 +143,10 @@ inline bool parse(const Arguments& arguments, Call& call) {
   k.alignment = bits % 16 == 0 ? 16 : 0;
   k.left = arguments.left, k.right = arguments.right, k.capped = arguments.capped;
   k.given = 0, k.mask_alignment = 0;
-  for (int i = DENSE_OPERANDS; i < KEYED_OPERANDS; ++i) k.given |= std::int64_t(arguments.tensors[i] != nullptr) << i;
+  const int most = k.prologued() ? KEYED_OPERANDS : PLAIN_OPERANDS;
+  for (int i = DENSE_OPERANDS; i < most; ++i) k.given |= std::int64_t(arguments.tensors[i] != nullptr) << i;
   if (k.given) {
-    for (int i = DENSE_OPERANDS; i < KEYED_OPERANDS; ++i) {
+    for (int i = DENSE_OPERANDS; i < k.operands(); ++i) {
       k.tensors[i] = TensorKey{};
       if (!arguments.tensors[i]) continue;
       const DLTensor& tensor = *arguments.tensors[i];
@@ -150,6 +154,9 @@ inline bool parse(const Arguments& arguments, Call& call) {
       // [B, H] and [1, B, H] are not the same scales: the rank is part of the key.
       if (i >= QUERY_SCALE) k.tensors[i].dtype_and_device |= std::uint64_t(tensor.ndim) << 56;
       call.addresses[i] = address(tensor);
+      // Angles and weights are read 16 bytes at a time; of positions integers.
+      const bool vectors = i >= COS && i != QUERY_POSITIONS && i != KEY_POSITIONS;
+      if (vectors && alignment_bits(call.addresses[i], k.tensors[i]) % 16) return false;
     }
     if (call.addresses[MASK]) k.mask_alignment = alignment_bits(call.addresses[MASK], k.tensors[MASK]) % 16 ? 0 : 16;
   }
@@ -158,7 +165,7 @@ inline bool parse(const Arguments& arguments, Call& call) {
     return true;
   }
   // An output that overlaps an input would be read after it is written.
-  for (int i = 0; i < (k.given ? KEYED_OPERANDS : DENSE_OPERANDS); ++i) {
+  for (int i = 0; i < k.operands(); ++i) {
     if (i == OUT || !call.addresses[i]) continue;
     if (meets(call.addresses[OUT], k.tensors[OUT], call.addresses[i], k.tensors[i])) return false;
   }

@@ -100,13 +100,18 @@ struct Factors {
   double scale, softcap;
   std::uint32_t kept = 0;
   float kept_scale = 0.0f;
+  std::int32_t query_first = 0, key_first = 0;  // positions of the first query and key, where they are counted
+  float eps = 0.0f;                             // of norms
+  bool prologue_valid = true;  // whether eps is valid, and there are angles for all positions that are counted
 
   Factors(const Optional<double>& given, const Optional<double>& cap, std::int64_t head_dim)
       : scale(given.has_value() ? given.value() : 1.0 / std::sqrt(static_cast<double>(head_dim))),
         softcap(cap.has_value() ? cap.value() : 1.0) {}
 
   // What validation admits, so that float32 holds them: LARGEST_FACTOR and SMALLEST_FACTOR of kernels/problem.py.
-  bool valid() const { return std::abs(scale) <= 0x1p127 && softcap >= 0x1p-126 && softcap <= 0x1p127; }
+  bool valid() const {
+    return std::abs(scale) <= 0x1p127 && softcap >= 0x1p-126 && softcap <= 0x1p127 && prologue_valid;
+  }
 };
 
 }  // namespace microsdpa

@@ -31,6 +31,9 @@ void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
   numbers[SOFTCAP_LOG2] = static_cast<float>(factors.softcap * LOG2_E);
   std::memcpy(&numbers[KEPT], &factors.kept, sizeof(factors.kept));
   numbers[KEPT_SCALE] = factors.kept_scale;
+  std::memcpy(&numbers[QUERY_FIRST], &factors.query_first, sizeof(factors.query_first));
+  std::memcpy(&numbers[KEY_FIRST], &factors.key_first, sizeof(factors.key_first));
+  numbers[NORM_EPS] = factors.eps;
   const CUstream stream = current_stream(call.query->device);
   guarded([&] {
     ScopedContext current(driver(), plan.context);
@@ -70,6 +73,15 @@ enum Argument {
   MOST_ARGUMENTS
 };
 
+// The arguments of a call, without some that stand ahead of those of masks.
+struct Skipping {
+  ffi::PackedArgs all;
+  int skipped;
+
+  int size() const { return all.size() - skipped; }
+  ffi::AnyView operator[](int i) const { return all[i < FEWEST_ARGUMENTS ? i : i + skipped]; }
+};
+
 // Of a parsed call.
 Factors factors_of(const Arguments& arguments, const Optional<double>& scale, const Optional<double>& softcap) {
   const DLTensor& query = *arguments.tensors[QUERY];
@@ -78,12 +90,56 @@ Factors factors_of(const Arguments& arguments, const Optional<double>& scale, co
 
 Optional<double> optional_number(ffi::AnyView argument) { return argument.cast<Optional<double>>(); }
 
+// What norms and rotary embedding add to a call, between its scale and its masks: tensors, the first positions of
+// queries and keys, and the epsilon of the norms.
+struct GivenPrologue {
+  static constexpr int TENSORS = KEYED_OPERANDS - PLAIN_OPERANDS, ARGUMENTS = TENSORS + 3;
+
+  std::int64_t query_first = 0, key_first = 0;
+  double eps = 0.0;
+
+  void read(ffi::PackedArgs args, Arguments& arguments) {
+    TVM_FFI_CHECK(args.size() >= ARGUMENTS, TypeError) << "a call with norms or rotary embedding: expected more";
+    for (int i = 0; i < TENSORS; ++i) arguments.tensors[PLAIN_OPERANDS + i] = optional_tensor(args[i]);
+    query_first = args[TENSORS].cast<std::int64_t>(), key_first = args[TENSORS + 1].cast<std::int64_t>();
+    eps = args[TENSORS + 2].cast<double>();
+  }
+
+  // Whether the tables have rows for all positions that are counted from `first`.
+  static bool fits(const Arguments& arguments, std::int64_t first, Operand positions, Operand operand) {
+    const DLTensor *table = arguments.tensors[COS], &tensor = *arguments.tensors[operand];
+    if (!table || arguments.tensors[positions] || tensor.ndim != 4 || table->ndim != 2) return true;
+    return first >= 0 && first <= table->shape[0] - tensor.shape[2];
+  }
+
+  void apply(const Arguments& arguments, Factors& factors) const {
+    const bool rotates_key = !(arguments.options >> 27 & 1);  // UNROTATED_KEY_BIT of call/options.py
+    factors.prologue_valid = eps >= 0.0 && eps < 3e38 && fits(arguments, query_first, QUERY_POSITIONS, QUERY) &&
+                             (!rotates_key || fits(arguments, key_first, KEY_POSITIONS, KEY));
+    factors.query_first = static_cast<std::int32_t>(query_first);
+    factors.key_first = static_cast<std::int32_t>(key_first);
+    factors.eps = static_cast<float>(eps);
+  }
+};
+
 struct GivenCall {
   Arguments arguments;
   ffi::AnyView lse;
   Optional<double> scale, softcap;
+  GivenPrologue prologue;
+  bool prologued = false;
 
-  explicit GivenCall(ffi::PackedArgs args) {
+  explicit GivenCall(ffi::PackedArgs all) {
+    const bool has_prologue = all.size() > FEWEST_ARGUMENTS && all[OPTIONS_ARGUMENT].cast<std::int64_t>() >> 25 & 1;
+    read(all, has_prologue ? GivenPrologue::ARGUMENTS : 0);
+    if (!has_prologue) return;
+    prologued = true;
+    prologue.read(all.Slice(FEWEST_ARGUMENTS), arguments);
+  }
+
+  // `skipped`: arguments ahead of those of masks.
+  void read(ffi::PackedArgs all, int skipped) {
+    const Skipping args{all, skipped};
     const int count = args.size();
     TVM_FFI_CHECK(count >= FEWEST_ARGUMENTS && count <= MOST_ARGUMENTS, TypeError)
         << "a call: expected " << int(FEWEST_ARGUMENTS) << " to " << int(MOST_ARGUMENTS) << " arguments, got " << count;
@@ -113,7 +169,11 @@ struct GivenCall {
     }
   }
 
-  Factors factors() const { return factors_of(arguments, scale, softcap); }
+  Factors factors() const {
+    Factors found = factors_of(arguments, scale, softcap);
+    if (prologued) prologue.apply(arguments, found);
+    return found;
+  }
 };
 
 }  // namespace
@@ -131,9 +191,18 @@ ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> s
 
 namespace {
 
+// attend() for a call whose further numbers are known.
+ffi::Any attend_with(const Arguments& arguments, ffi::AnyView lse, const Factors& factors) {
+  Call call;
+  if (!factors.valid() || !parse(arguments, call)) return nullptr;
+  const std::shared_ptr<const Plan> plan = plan_of(call);
+  return plan ? execute(*plan, call, lse, factors) : ffi::Any(nullptr);
+}
+
 // The hot path. Gives None when there is no plan, else what LseArgument gives.
 ffi::Any sdpa(ffi::PackedArgs args) {
   const GivenCall given(args);
+  if (given.prologued) return attend_with(given.arguments, given.lse, given.factors());
   return attend(given.arguments, given.lse, given.scale, given.softcap);
 }
 

@@ -41,10 +41,11 @@ tvm_ffi.register_error("microsdpa.OutOfMemoryError", torch.OutOfMemoryError)
 Call = tuple[Any, ...]
 """Arguments of one call, in the order that the library has them.
 
-They are query, key, value, out, lse, options (a number of OPTIONS), and scale or None. As far as they are given,
-attn_mask, alibi_slopes, sinks, the window's ends (-1 for none) and softcap follow, NO_MASKS for none; the scales of
-8-bit query, key and value, tensors or None; and at last, of sequences of many lengths, query_offsets, key_offsets,
-lengths, page_table, max_queries, new_key, new_value, rotary_cos and rotary_sin.
+They are query, key, value, out, lse, options (a number of OPTIONS), and scale or None. Where the options have
+PROLOGUE_BIT, what Prologue.arguments gives follows. As far as they are given, attn_mask, alibi_slopes, sinks, the
+window's ends (-1 for none) and softcap are next, NO_MASKS for none; the scales of 8-bit query, key and value, tensors
+or None; and at last, of sequences of many lengths, query_offsets, key_offsets, lengths, page_table, max_queries,
+new_key, new_value, rotary_cos and rotary_sin.
 """
 
 NO_MASKS = None, None, None, -1, -1, None
@@ -246,7 +247,9 @@ def load_kernel(kernel: CompiledKernel, device: int) -> tuple[int, int]:
 
 _OPERANDS = (
     *("query", "key", "value", "out", "attn_mask", "alibi_slopes", "sinks"),
-    *("query_scale", "key_scale", "value_scale", "grad_out", "lse", "workspace", "grad_lse"),
+    *("query_scale", "key_scale", "value_scale", "grad_out"),
+    *("cos", "sin", "query_positions", "key_positions", "query_weight", "query_bias", "key_weight", "key_bias"),
+    *("lse", "workspace", "grad_lse"),
     *("grad_query", "grad_key", "grad_value", "grad_mask", "grad_slopes", "grad_sinks"),
     *("drawn", "seed", "offset", "state"),
 )

@@ -24,8 +24,8 @@ struct Pointer {
   std::uintptr_t offset;
 };
 
-// Numbers of a call that are no part of its key; KEPT has the bits of an integer.
-enum Number { SCALE, SCALE_LOG2, SOFTCAP_LOG2, KEPT, KEPT_SCALE, NUMBERS };
+// Numbers of a call that are no part of its key; KEPT, QUERY_FIRST and KEY_FIRST have the bits of an integer.
+enum Number { SCALE, SCALE_LOG2, SOFTCAP_LOG2, KEPT, KEPT_SCALE, QUERY_FIRST, KEY_FIRST, NORM_EPS, NUMBERS };
 using Numbers = float[NUMBERS];
 
 // Where in a kernel's parameter a float belongs.

@@ -6,6 +6,7 @@
 
 #include "../kernels/common/dropout_params.cuh"
 #include "../kernels/common/mask_params.cuh"
+#include "../kernels/common/prologue_params.cuh"
 #include "plan.h"
 
 namespace microsdpa {
@@ -46,7 +47,35 @@ inline MaskedParams standard_params(const CallKey& k) {
   return found;
 }
 
-inline bool is_masked(const CallKey& k) { return k.given || k.left != -1 || k.right != -1 || k.capped || k.drops(); }
+inline bool is_masked(const CallKey& k) {
+  const bool tensors = k.given & ((std::int64_t(1) << PLAIN_OPERANDS) - 1);
+  return tensors || k.left != -1 || k.right != -1 || k.capped || k.drops();
+}
+
+// Adds what norms and rotary embedding need to a parameter.
+inline void add_prologue(PlannedKernel& kernel, const CallKey& k) {
+  const auto stride = [&](Operand operand, int dimension) { return k.tensors[operand].strides[dimension]; };
+  PrologueParams params{};
+  params.cos_stride = stride(COS, 2), params.sin_stride = stride(SIN, 2);
+  params.query_positions_stride = stride(QUERY_POSITIONS, 2), params.key_positions_stride = stride(KEY_POSITIONS, 2);
+  params.positions = static_cast<int32>(k.given & 1 << COS ? k.tensors[COS].shape[2] : 1);
+  const std::size_t start = kernel.params.size();
+  static_assert(sizeof(AttentionParams) % alignof(PrologueParams) == 0, "Prologued has no padding");
+  static_assert(sizeof(MaskedParams) % alignof(PrologueParams) == 0, "Prologued has no padding");
+  kernel.params.append(reinterpret_cast<const char*>(&params), sizeof(params));
+  const auto pointer = [&](std::size_t at, int operand) { kernel.pointers.push_back({start + at, operand, 0}); };
+  pointer(offsetof(PrologueParams, cos), COS);
+  pointer(offsetof(PrologueParams, sin), SIN);
+  pointer(offsetof(PrologueParams, query_positions), QUERY_POSITIONS);
+  pointer(offsetof(PrologueParams, key_positions), KEY_POSITIONS);
+  pointer(offsetof(PrologueParams, query_weight), QUERY_WEIGHT);
+  pointer(offsetof(PrologueParams, query_bias), QUERY_BIAS);
+  pointer(offsetof(PrologueParams, key_weight), KEY_WEIGHT);
+  pointer(offsetof(PrologueParams, key_bias), KEY_BIAS);
+  kernel.numbers.push_back({start + offsetof(PrologueParams, query_first), QUERY_FIRST});
+  kernel.numbers.push_back({start + offsetof(PrologueParams, key_first), KEY_FIRST});
+  kernel.numbers.push_back({start + offsetof(PrologueParams, eps), NORM_EPS});
+}
 
 inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
   const Dropped<MaskedParams> params{standard_params(k), {}};
@@ -58,6 +87,7 @@ inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
       {offsetof(AttentionParams, value), VALUE, 0}, {offsetof(AttentionParams, out), OUT, 0},
       {offsetof(AttentionParams, lse), LSE, 0},     {offsetof(AttentionParams, workspace), WORKSPACE, 0}};
   kernel.numbers = {{offsetof(AttentionParams, scale_log2), SCALE_LOG2}};
+  if (k.prologued()) add_prologue(kernel, k);
   if (!masked) return;
   constexpr std::size_t MASKS = offsetof(MaskedParams, masks);
   kernel.pointers.push_back({MASKS + offsetof(MaskParams, mask), MASK, 0});

@@ -8,9 +8,9 @@
 namespace microsdpa {
 
 // Tensors of a call. Those up to OUT are always there and have four dimensions; a call's key has all up to GRAD_OUT,
-// which a call for gradients has; the LSE, scratch memory and the gradients are addresses alone. Those from DRAWN on
-// are of dropout, whose seed and offset are numbers in the place of addresses. Those from QUERY_OFFSETS on say where
-// sequences of many lengths lie.
+// which a call for gradients has, and those of norms and rotary embedding, from COS on; the LSE, scratch memory and the
+// gradients are addresses alone. Those from DRAWN on are of dropout, whose seed and offset are numbers in the place of
+// addresses. Those from QUERY_OFFSETS on say where sequences of many lengths lie.
 enum Operand {
   QUERY,
   KEY,
@@ -24,6 +24,15 @@ enum Operand {
   KEY_SCALE,
   VALUE_SCALE,
   GRAD_OUT,
+  COS,
+  PLAIN_OPERANDS = COS,
+  SIN,
+  QUERY_POSITIONS,
+  KEY_POSITIONS,
+  QUERY_WEIGHT,
+  QUERY_BIAS,
+  KEY_WEIGHT,
+  KEY_BIAS,
   KEYED_OPERANDS,
   LSE = KEYED_OPERANDS,
   WORKSPACE,

@@ -213,7 +213,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   call.varlen = CacheParams{};
   VarlenParams& p = call.varlen.call;
   CallKey& k = call.key;
-  std::memset(k.tensors, 0, sizeof(k.tensors));
+  std::memset(k.tensors, 0, k.bytes_of(PLAIN_OPERANDS));
   k.alignment = k.mask_alignment = 16, k.given = 0;
   k.left = arguments.left != -1, k.right = arguments.right != -1, k.capped = arguments.capped;
   if (arguments.left < -1 || arguments.right < -1) return false;
@@ -270,7 +270,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   p.left = static_cast<int32>(std::min(arguments.left, MOST_KEYS));
   p.right = k.causal() ? 0 : static_cast<int32>(std::min(arguments.right, MOST_KEYS));
   call.varlen.queries = static_cast<int32>(queries);
-  constexpr std::int64_t APPENDED = 1 << NEW_KEY | 1 << NEW_VALUE | 1 << ROTARY_COS | 1 << ROTARY_SIN;
+  constexpr std::int64_t APPENDED = std::int64_t(15) << NEW_KEY;  // and values, cosines and sines
   if (is_cached && !parse_cache(arguments, batch, call)) return false;
   return !(k.given & APPENDED) || parse_append(arguments, call);
 }

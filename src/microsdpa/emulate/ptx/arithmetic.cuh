@@ -17,6 +17,7 @@ inline float ex2_approx(float x) {
 }
 
 inline float rcp_approx(float x) { return 1.0f / x; }
+inline float rsqrt_approx(float x) { return 1.0f / std::sqrt(x); }
 
 inline uint32 ex2_approx_f16x2(uint32 x) {
   emulator::count_exp2(2);

@@ -21,6 +21,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return y;
 }
 
+// 1 / sqrt(x), with a relative error of at most 2^-22.9 (PTX ISA, "rsqrt"): 0 gives infinity.
+__device__ __forceinline__ float rsqrt_approx(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Both FP16 halves of a register (sm_75); two operations of the unit on sm_90.
 __device__ __forceinline__ uint32 ex2_approx_f16x2(uint32 x) {
   uint32 y;

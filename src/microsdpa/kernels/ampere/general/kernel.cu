@@ -14,6 +14,7 @@
 #include "../../common/masks.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
+#include "../../common/prologue.cuh"
 #include "../../ptx/address.cuh"
 #include "../../ptx/arithmetic.cuh"
 #include "../../ptx/control.cuh"
@@ -86,10 +87,32 @@ __device__ __forceinline__ void store_tile(Tile& staging, unsigned warp_row,
   });
 }
 
+// Norms and rotary embedding of rows in a tile by THREADS threads, all of whose warps have rows. Row i of them is row
+// order(i) of Q or K, of `rows` that there are, from `first` on.
+template <typename PROLOGUE, bool KEY, int HEAD_DIM, int ROWS, int THREADS, typename T, typename Tile, typename Order>
+__device__ __forceinline__ void change_rows(Tile& tile, int tile_row, const PrologueParams& params, int batch,
+                                            int first, int rows, unsigned thread, Order order) {
+  if constexpr (PROLOGUE::template CHANGES<KEY>) {
+    constexpr int LANES = HEAD_DIM <= 64 ? 4 : 8;
+    static_assert(ROWS % (THREADS / LANES) == 0, "lanes have as many rows each");
+#pragma unroll 1
+    for (int i = 0; i < ROWS; i += THREADS / LANES) {
+      const int place = i + row_of_lanes<LANES>(static_cast<int>(thread) / LANES), row = first + order(place);
+      PrologueRow<PROLOGUE, KEY, T, HEAD_DIM, LANES> changed;
+      changed.fetch(params, PROLOGUE::template position<KEY>(params, batch, min(row, rows - 1)));
+      changed.apply(params.eps, row < rows, [&](int column) { return tile.at(tile_row + place, column); });
+    }
+  }
+}
+
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int LOAD_BYTES, typename MASK, bool LEFT,
-          bool RIGHT, bool SOFTCAP, bool ALIBI, typename SINK, bool PROGRAMMATIC, typename DROPOUT>
+          bool RIGHT, bool SOFTCAP, bool ALIBI, typename SINK, bool PROGRAMMATIC, typename DROPOUT,
+          typename PROLOGUE = NoPrologue>
 __global__ void __launch_bounds__(32 * WARPS, 1)
-    attention(const __grid_constant__ typename DROPOUT::template Params<MaskedParams> given) {
+    attention(const __grid_constant__
+              typename PROLOGUE::template Params<typename DROPOUT::template Params<MaskedParams>>
+                  prologued) {
+  const typename DROPOUT::template Params<MaskedParams>& given = PROLOGUE::call(prologued);
   constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16, BLOCK_M = 16 * ROW_TILES * WARPS, THREADS = 32 * WARPS;
   const MaskedParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.call;
@@ -159,6 +182,12 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   rows.fetch(view, tile * BLOCK_N);
   cp_async_wait<1>();
   __syncthreads();
+  if constexpr (PROLOGUE::ANY) {
+    change_rows<PROLOGUE, false, HEAD_DIM, 16 * ROW_TILES, 32, T>(tiles.query, warp_row, prologued.prologue,
+                                                                  head_index / call.heads, warp_first, call.seqlen_q,
+                                                                  lane_index(), [](int row) { return row; });
+    __syncwarp();
+  }
 
   constexpr int KEPT = COLUMNS <= 64 ? COLUMNS / 16 : 0;
   const QueryOperand<SwizzledTile<T, BLOCK_M, COLUMNS>, ROW_TILES, COLUMNS, KEPT> query(tiles.query, warp_row);
@@ -178,6 +207,12 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     if (following < last_tile) load(following, stage ^ 1);
     cp_async_commit();
     const int first_key = tile * BLOCK_N;
+    if constexpr (PROLOGUE::ANY && PROLOGUE::template CHANGES<true>) {
+      change_rows<PROLOGUE, true, HEAD_DIM, BLOCK_N, THREADS, T>(
+          tiles.key[stage], 0, prologued.prologue, head_index / call.heads, first_key, call.seqlen_k, threadIdx.x,
+          [](int row) { return static_cast<int>(key_in_row<BLOCK_N>(row)); });
+      __syncthreads();
+    }
     const bool visible = rows.look(view, first_key);
     uint32 p[ROW_TILES][BLOCK_N / 16][4];
     if (visible) {

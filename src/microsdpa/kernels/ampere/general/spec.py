@@ -6,7 +6,16 @@ from math import ceil
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, DROPOUT_TYPE, KernelSpec, Rejection, dropped_params
+from microsdpa.kernels.spec import (
+    BOOLEAN,
+    CPP_TYPE,
+    DROPOUT_TYPE,
+    KernelSpec,
+    Rejection,
+    dropped_params,
+    prologue_type,
+    prologued_params,
+)
 
 MAX_HEAD_DIM = 256
 WARPS = 4
@@ -19,6 +28,11 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
     if problem.head_dim > MAX_HEAD_DIM:
         return Rejection(
             f"head_dim {problem.head_dim} is over {MAX_HEAD_DIM}", f"head_dim {MAX_HEAD_DIM}", MAX_HEAD_DIM
+        )
+    if problem.prologue and problem.head_dim % 8:
+        return Rejection(
+            f"norms and rotary embedding work on chunks of 8 columns, and head_dim is {problem.head_dim}",
+            "a head_dim that is a multiple of 8",
         )
     columns = -(-problem.head_dim // 16) * 16
     row_tiles, block_n = _tile(problem)
@@ -41,6 +55,8 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "DROPOUT": DROPOUT_TYPE[problem.dropout],
     }
+    if problem.prologue:
+        arguments["PROLOGUE"] = prologue_type(problem.prologue)
     return KernelSpec(
         name="ampere/general",
         source="ampere/general/kernel.cu",
@@ -50,7 +66,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         block_m=16 * row_tiles * WARPS,
         shared_bytes=2 * columns * (16 * row_tiles * WARPS + 4 * block_n),
         programmatic=programmatic,
-        params=dropped_params("microsdpa::MaskedParams", problem.dropout),
+        params=prologued_params(dropped_params("microsdpa::MaskedParams", problem.dropout), problem.prologue),
         local_memory="it computes what no other kernel does: refused, the call would have none",
     )
 
@@ -62,7 +78,7 @@ def _tile(problem: Problem) -> tuple[int, int]:
     chip, and take the keys that leave its registers room for the mask.
     """
     tensor = problem.mask.tensor if problem.mask else None
-    if problem.dropout:
+    if problem.dropout or problem.prologue:
         return 1, 64 if problem.head_dim <= 128 else 32  # random numbers take the registers of a second tile
     ctas = problem.batch * problem.heads * ceil(problem.seqlen_q / (32 * WARPS))
     if problem.seqlen_q > 128 and ctas >= chip_of(problem.target).sms:

@@ -4,6 +4,7 @@
 #include "../../common/head.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/online_softmax.cuh"
+#include "../../common/prologue.cuh"
 #include "../../ptx/control.cuh"
 #include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
@@ -48,11 +49,12 @@ constexpr bool LSE_LAST = CLUSTER == 2 && ROUNDS == 2 && !MASKED;
 
 // What a kernel is compiled for; kernel.cu says what each is.
 template <typename OPERANDS, int HEAD_DIM_, int COLUMNS_, int CLUSTER_, int STAGES_, int ROUNDS_, bool CAUSAL_,
-          bool MASKED_, typename MASKS_, int MASK_ROWS_>
+          bool MASKED_, typename MASKS_, int MASK_ROWS_, typename PROLOGUE_>
 struct Configuration {
   using Operands = OperandsOf<OPERANDS>;
   using T = typename Operands::Element;
   using MASKS = MASKS_;
+  using PROLOGUE = PROLOGUE_;
   using MaskMemory = typename MaskMemoryOf<MASKS_, MASK_ROWS_, ROUNDS_>::Type;
   static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = COLUMNS_, CLUSTER = CLUSTER_, STAGES = STAGES_, ROUNDS = ROUNDS_;
   static constexpr bool CAUSAL = CAUSAL_, RAGGED = MASKED_, MASKED = MASKED_ || MASKS::ANY;
@@ -60,12 +62,19 @@ struct Configuration {
   using Shared = SharedStorage<OPERANDS, HEAD_DIM, STAGES, MaskMemory>;
 };
 
+// Eight columns of a row of a tile of Q or K, as bulk copies lay them out.
+template <typename T>
+__device__ __forceinline__ T* chunk_of(T* tile, int row, int column) {
+  return tile + column / PANEL * BLOCK_N * PANEL + row * PANEL + ((column / 8 ^ row) % 8) * 8;
+}
+
 // A warpgroup's way through its keys.
 template <typename C>
 struct Consumer : Exchange<C> {
   using Base = Exchange<C>;
   using T = typename C::T;
   using MASKS = typename C::MASKS;
+  using PROLOGUE = typename C::PROLOGUE;
   using Rules = ScoreMasks<MASKS, C::CLUSTER, C::CAUSAL, C::RAGGED, typename C::MaskMemory>;
   using Base::fragment, Base::params, Base::stabilizer, Base::shared, Base::sum, Base::warpgroup, Base::work;
   static constexpr int HEAD_DIM = C::HEAD_DIM, CLUSTER = C::CLUSTER, STAGES = C::STAGES, ROUNDS = C::ROUNDS;
@@ -96,6 +105,7 @@ struct Consumer : Exchange<C> {
   const Boxes value_boxes;
   const float scale;  // > 0, base 2
   const typename MASKS::Params& arguments;
+  const typename PROLOGUE::Given given;
 
   uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];
@@ -103,6 +113,10 @@ struct Consumer : Exchange<C> {
   float subtract[Operands::EIGHT_BIT ? 4 : 2];
   MaskState<Rules, ROUNDS == 0 ? 1 : ROUNDS> masks;
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
+
+  // Norms and rotary embedding of Q, and of this warpgroup's keys (prologue.cuh).
+  __device__ __forceinline__ void change_first();
+  __device__ __forceinline__ void change_keys(int round);
 
   // Q's fragments. A negative scale is a positive one of -Q.
   __device__ __forceinline__ void load_query() {
@@ -142,7 +156,7 @@ struct Consumer : Exchange<C> {
       return;
     }
     const uint64 key = matrix_descriptor(shared.key[stage][warpgroup], 16, 8 * PANEL * sizeof(T), Swizzle::BYTES_128);
-    mbarrier_wait(shared.key_full(stage, warpgroup), round / STAGES % 2);
+    if constexpr (!PROLOGUE::ANY) mbarrier_wait(shared.key_full(stage, warpgroup), round / STAGES % 2);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
       wgmma_fence();
@@ -466,6 +480,7 @@ struct Consumer : Exchange<C> {
 
   __device__ __forceinline__ void run() {
     this->find_place();
+    change_first();
     if constexpr (ROUNDS == 0) {
       load_query();
       run_online();

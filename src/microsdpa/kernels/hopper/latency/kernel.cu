@@ -19,6 +19,7 @@
 #include "../../ptx/tma.cuh"
 #include "consumer.cuh"
 #include "online.cuh"
+#include "prologue.cuh"
 #include "shared.cuh"
 #include "unrolled.cuh"
 #include "widen.cuh"
@@ -267,23 +268,25 @@ using ParamsOf = typename OperandsOf<OPERANDS>::template Params<typename MASKS::
 // known, at most STAGES; 0: STAGES tiles are a ring. GROUP: query heads of a key head. CAUSAL: what a row sees has a
 // right end. MASKED: keys do not fill the tiles, or have such an end. MASKS: what else decides about scores.
 // MASK_ROWS: rows of the boxes in which bulk copies bring a mask tensor, 1 where queries share one. 0: threads read it,
-// if there is one. MAPS: further tensor maps, of the tails of query, key and value where tiles have them, and of a mask
-// that bulk copies bring.
+// if there is one. PROLOGUE: norms and rotary embedding of Q and K, in 16 bits. MAPS: further tensor maps, of the tails
+// of query, key and value where tiles have them, and of a mask that bulk copies bring.
 template <typename OPERANDS, int HEAD_DIM, int COLUMNS, int CLUSTER, int STAGES, int ROUNDS, int GROUP, bool CAUSAL,
-          bool MASKED, typename MASKS, int MASK_ROWS = 0, typename... MAPS>
+          bool MASKED, typename MASKS, int MASK_ROWS = 0, typename PROLOGUE = NoPrologue, typename... MAPS>
 __global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
-    attention(const __grid_constant__ ParamsOf<OPERANDS, MASKS> given, const __grid_constant__ TensorMap query,
-              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-              const __grid_constant__ MAPS... maps) {
+    attention(const __grid_constant__ typename PROLOGUE::template Params<ParamsOf<OPERANDS, MASKS>> given,
+              const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+              const __grid_constant__ TensorMap value, const __grid_constant__ MAPS... maps) {
   using Operands = OperandsOf<OPERANDS>;
-  const typename MASKS::Params& arguments = Operands::unscaled(given);
+  const typename MASKS::Params& arguments = Operands::unscaled(PROLOGUE::call(given));
   const AttentionParams& params = MASKS::call(arguments);
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 128, "whole panels, or with a tail");
   static_assert(ROUNDS <= STAGES && (MASKED || !CAUSAL), "what is known must fit, what is causal is masked");
-  using C = Configuration<OPERANDS, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS, MASK_ROWS>;
+  using C =
+      Configuration<OPERANDS, HEAD_DIM, COLUMNS, CLUSTER, STAGES, ROUNDS, CAUSAL, MASKED, MASKS, MASK_ROWS, PROLOGUE>;
   using Shared = typename C::Shared;
   static_assert(!Operands::EIGHT_BIT || (ROUNDS > 0 && HEAD_DIM % 64 == 0), "V is widened once, in rows of one box");
+  static_assert(!Operands::EIGHT_BIT || !PROLOGUE::ANY, "norms and rotary embedding are of 16 bits");
   static_assert(!Shared::FEW_COPIES || ROUNDS == STAGES, "few copies are all there are");
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
@@ -307,7 +310,8 @@ __global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
         boxes_of<HEAD_DIM, 1>(key, maps...),
         boxes_of<HEAD_DIM, 2>(value, maps...),
         scale,
-        arguments};
+        arguments,
+        PROLOGUE::given(given)};
   };
   // The barriers are fenced already; a release would cost a device-wide memory barrier. The peer is waited for when
   // there is something to send.

@@ -48,6 +48,7 @@ __device__ __forceinline__ void Consumer<C>::advance_round(float (&s)[BLOCK_N / 
   maxima(next, largest);
   exponentials<2, 4, true>(s, p, round);
   accumulate<2, 4>(o, p, round, true);
+  change_keys(round + 2);
   // Past the last round its S is computed again and not used: a product started by condition would be serialized.
   score(s, min(round + 2, work.rounds - 1));
   update_stabilizer(largest, factor);
@@ -80,6 +81,7 @@ __device__ __forceinline__ void Consumer<C>::run_online() {
     if (work.rank == 0 && warpgroup == 0) stabilizer[0] = stabilizer[1] = masks.sink;
   }
   score(s[0], 0);
+  change_keys(1);
   score(s[1], min(1, work.rounds - 1));
   wgmma_wait<0>();
   wgmma_fence_registers(s[0]);

@@ -27,8 +27,8 @@ constexpr int PANELS = (HEAD_DIM - TAIL<HEAD_DIM> + PANEL - 1) / PANEL;
 template <typename E, int HEAD_DIM>
 constexpr int BOXES = sizeof(E) == 1 ? 1 : PANELS<HEAD_DIM>;
 
-// Barriers among warps; 0 is __syncthreads'. Those of 4 to 9 are events of the first warpgroup; the second one's
-// follow.
+// Barriers among warps; 0 is __syncthreads'. Those of 4 to 9, and 13, are events of the first warpgroup; the
+// second one's follow.
 enum NamedBarrier : int {
   STABILIZER_KNOWN = 1,
   TILE_READ_BY_FIRST = 2,
@@ -39,7 +39,8 @@ enum NamedBarrier : int {
   STABILIZER_SENT = 10,
   MASKS_READ = 11,
   MASKS_SENT = 12,
-  CONSUMERS_MET = 13
+  KEYS_CHANGED = 13,
+  CONSUMERS_MET = 15
 };
 
 // The registers of one of the PARTS of a product's columns.

@@ -14,6 +14,8 @@ from microsdpa.kernels.spec import (
     Rejection,
     TensorMap,
     masks_type,
+    prologue_type,
+    prologued_params,
     refused_head_dim,
 )
 
@@ -48,6 +50,8 @@ def tail(head_dim: int) -> int:
 
 RING_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
 UNROLLED_SPILLS = "four rounds under masks take a few registers more than there are: they are stored, once"
+
+PROLOGUE_SPILLS = "a row of a tile beside scores and outputs may take more registers than there are: a few are stored"
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,7 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         TensorMap("key", BLOCK_N, PANEL),
         TensorMap("value", BLOCK_N * choice.value_tiles(head_dim), PANEL),
     ]
+    rows = 0
     if tail(head_dim):
         maps += [replace(wide, columns=TAIL, swizzle=TAIL * ELEMENT) for wide in maps]
     if box and box.tensor:
@@ -163,9 +168,9 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         swizzle = 0 if box.tensor == "bool" else PANEL_BYTES
         columns = BLOCK_N if box.tensor == "bool" and rows > 1 else PANEL_BYTES // MASK_BYTES[box.tensor]
         maps.append(TensorMap("attn_mask", rows, columns, swizzle))
-        arguments["MASK_ROWS"] = rows
+    if problem.prologue or len(maps) > 3:
+        arguments |= {"MASK_ROWS": rows, "PROLOGUE": prologue_type(problem.prologue)}
     if len(maps) > 3:
-        arguments.setdefault("MASK_ROWS", 0)
         arguments["MAPS"] = ", ".join(["microsdpa::TensorMap"] * (len(maps) - 3))
     # One CTA an SM: with two, the next launch's CTAs would crowd on the SMs that this one left idle.
     alone = chip.shared_per_sm // 2
@@ -177,15 +182,22 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
         threads=128 * WARPGROUPS,
         block_m=BLOCK_M,
         shared_bytes=max(choice.shared_bytes(head_dim, box), alone),
-        local_memory="" if mask is None else {0: RING_SPILLS, 4: UNROLLED_SPILLS}.get(choice.rounds, ""),
+        local_memory=_spills(problem, choice),
         low_occupancy="one CTA an SM, of two warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,
         grid_order="xyz",
         tensor_maps=tuple(maps),
         programmatic=True,
-        params="microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams",
+        params=prologued_params("microsdpa::MaskedParams" if mask else "microsdpa::AttentionParams", problem.prologue),
     )
+
+
+def _spills(problem: Problem, choice: Latency) -> str:
+    """Why a configuration may use local memory; empty where it may not."""
+    if problem.prologue and (choice.rounds in (0, 4) or problem.mask is not None or problem.head_dim > PANEL):
+        return PROLOGUE_SPILLS
+    return "" if problem.mask is None else {0: RING_SPILLS, 4: UNROLLED_SPILLS}.get(choice.rounds, "")
 
 
 def latency(problem: Problem) -> KernelSpec | Rejection:
@@ -198,7 +210,18 @@ def latency(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    return specification(problem, configuration(problem, cluster_for(problem)))
+    if problem.prologue and tail(padded(problem.head_dim)):
+        return Rejection(
+            f"at head_dim {problem.head_dim} its tiles have tails, which {problem.prologue} does not know",
+            "head_dim 64 or 96",
+        )
+    choice = configuration(problem, cluster_for(problem))
+    if problem.prologue and not choice.rounds and padded(problem.head_dim) > PANEL:
+        return Rejection(
+            f"at head_dim {problem.head_dim} its ring of tiles has no registers for {problem.prologue}",
+            "fewer keys, or head_dim 64",
+        )
+    return specification(problem, choice)
 
 
 def cluster_for(problem: Problem) -> int:

@@ -133,6 +133,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
   }
   if constexpr (FIRST_IN_HALVES && !KNOWN) {
     score<BEGUN, 2>(s[0], 0);
+    if constexpr (ROUNDS > 1) change_keys(1);
     if constexpr (Rules::READS && (!Rules::BULK || Rules::IN_TURN)) look_at_masks(s);
     if constexpr (Rules::BULK && BEGUN) begin_later(s);
     if constexpr (Rules::LATE) look_at_rows_later();
@@ -162,7 +163,10 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
     wgmma_fence_registers(s[0]);
     take_products(s[0], 0);
     mask(s[0], 0);
-    if constexpr (!KNOWN) find_stabilizer(s[0]);
+    if constexpr (!KNOWN) {
+      if constexpr (ROUNDS > 1) change_keys(1);
+      find_stabilizer(s[0]);
+    }
   }
   if constexpr (ROUNDS > 1) score<BEGUN>(s[1], 1);
 #pragma unroll
@@ -172,6 +176,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
     exponentials<0, 4, KNOWN>(now, p[round % 2], round);
     accumulate<0, 4>(o, p[round % 2], round, round > 0);
     if (round + 2 < ROUNDS) {
+      if constexpr (!KNOWN) change_keys(round + 2);
       score(now, round + 2);
       wgmma_wait<2>();
     } else {

@@ -1,0 +1,128 @@
+"""Calls with norms and rotary embedding against the stub driver; test_launcher.py runs this file by itself."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_cuda import install_allocator, last, set_integer, tensor
+from stub_harness import NO_MEMORY, _clean, call, prepared, register
+
+from microsdpa.call.options import INTERLEAVED_BIT, LAYER_NORM_BIT, PROLOGUE_BIT, UNROTATED_KEY_BIT
+from microsdpa.call.prologue import Prologue
+from microsdpa.kernels.params import ProloguedMaskedParams, ProloguedParams, PrologueParams
+from microsdpa.runtime import launcher
+
+__all__ = ["_clean"]
+OPTIONS = 5 | PROLOGUE_BIT
+COS, SIN, POSITIONS, WEIGHT, BIAS, MASK = (0x600000 + 0x10000 * i for i in range(6))
+NAMES = (*PrologueParams.TENSORS, "query_first", "key_first", "eps")
+FLOAT = {"bits": 32}
+
+
+@pytest.fixture(autouse=True)
+def _raw() -> Iterator[None]:
+    install_allocator()
+    set_integer("stub_raw_bytes", ctypes.sizeof(ProloguedMaskedParams))
+    yield
+    set_integer("stub_raw_bytes", 0)
+
+
+def prologued(options: int = OPTIONS, masks: tuple[Any, ...] = (), **changes: Any) -> list[Any]:
+    """Arguments of launch() with tables of 40 positions, for 16 queries and 24 keys of 32 columns."""
+    tables = {"cos": tensor((40, 8), COS, **FLOAT), "sin": tensor((40, 8), SIN, **FLOAT)}
+    given = dict.fromkeys(NAMES) | tables | {"query_first": 0, "key_first": 0, "eps": 1e-5} | changes
+    return [*call(options=options), *given.values(), *masks]
+
+
+def sent(kind: Any = ProloguedParams) -> PrologueParams:
+    found: PrologueParams = kind.from_buffer_copy(bytes(last().raw)).prologue
+    return found
+
+
+def test_the_kernel_gets_tensors_strides_and_numbers() -> None:
+    positions = tensor((2, 16), POSITIONS, code=0, bits=64)
+    weights = {"query_weight": tensor((32,), WEIGHT), "query_bias": tensor((32,), BIAS)}
+    wide = tensor((40, 8), SIN, strides=(16, 1), **FLOAT)
+    arguments = prologued(query_positions=positions, sin=wide, key_first=3, eps=0.25, **weights)
+    register(arguments)
+    assert launcher.launch(*arguments) is True
+    found = sent()
+    assert (found.cos, found.sin, found.query_positions, found.key_positions) == (COS, SIN, POSITIONS, None)
+    assert (found.query_weight, found.query_bias, found.key_weight, found.key_bias) == (WEIGHT, BIAS, None, None)
+    assert (found.cos_stride, found.sin_stride, found.query_positions_stride) == (8, 16, 16)
+    assert (found.positions, found.query_first, found.key_first, found.eps) == (40, 0, 3, 0.25)
+    assert last().params.query == 0x100000
+
+
+def test_masks_stand_behind_it() -> None:
+    arguments = prologued(masks=(None, None, tensor((4,), MASK), -1, -1, None), query_first=7)
+    register(arguments)
+    assert launcher.launch(*arguments) is True
+    whole = ProloguedMaskedParams.from_buffer_copy(bytes(last().raw))
+    assert (whole.call.sinks, whole.prologue.cos, whole.prologue.query_first) == (MASK, COS, 7)
+
+
+def test_first_positions_and_epsilon_are_no_part_of_the_plan() -> None:
+    register(prologued())
+    for first in (0, 5, 16):
+        assert launcher.launch(*prologued(query_first=first, key_first=first, eps=float(first))) is True
+        assert (sent().query_first, sent().key_first, sent().eps) == (first, first, first)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"query_first": 25},
+        {"key_first": 17},
+        {"query_first": -1},
+        {"eps": -1.0},
+        {"eps": math.nan},
+        {"eps": math.inf},
+        {"cos": tensor((39, 8), COS, **FLOAT)},
+        {"cos": tensor((40, 8), COS)},
+        {"cos": tensor((40, 8), COS + 4, **FLOAT)},
+        {"cos": tensor((40, 8), COS, strides=(9, 1), **FLOAT)},
+        {"cos": tensor((40, 8), NO_MEMORY, **FLOAT)},
+        {"cos": tensor((40, 8), 0x400000, **FLOAT)},  # where the output is
+        {"key_positions": tensor((24,), POSITIONS, code=0, bits=32)},
+        {"query_weight": tensor((32,), WEIGHT)},
+        {"options": OPTIONS | INTERLEAVED_BIT},
+        {"options": OPTIONS | LAYER_NORM_BIT},
+        {"options": OPTIONS | UNROTATED_KEY_BIT},
+    ],
+)
+def test_a_call_of_another_kind_misses(changes: dict[str, Any]) -> None:
+    register(prologued())
+    assert launcher.launch(*prologued()) is True
+    assert launcher.launch(*prologued(**changes)) is None
+    assert launcher.launch(*call()) is None
+
+
+def test_keys_that_are_not_rotated_need_no_angles() -> None:
+    options = OPTIONS | UNROTATED_KEY_BIT
+    register(prologued(options=options))
+    assert launcher.launch(*prologued(options=options, key_first=17)) is True
+
+
+def test_a_prepared_call_takes_the_tensors_in_their_order() -> None:
+    arguments = prologued(query_first=2)
+    register(arguments)
+    launch = prepared(arguments)
+    query, key, value, out = arguments[:4]
+    assert launch(query, key, value, out, None, *(None,) * 7, *arguments[7:15]) is True
+    assert (sent().cos, sent().query_first, sent().eps) == (COS, 2, pytest.approx(1e-5))
+    assert launch(query, key, value, out, None) is None
+
+
+def test_the_arguments_are_those_that_a_call_gives() -> None:
+    """Prologue.arguments and the launcher agree on the order."""
+    cos, sin = prologued()[7:9]
+    given = Prologue((cos, sin), positions=4).arguments(8)
+    arguments = [*call(options=OPTIONS), *given]
+    register(arguments)
+    assert launcher.launch(*arguments) is True
+    assert (sent().cos, sent().sin, sent().query_first, sent().key_first) == (COS, SIN, 12, 4)
