@@ -66,6 +66,12 @@ def sdpa(
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
     dropout_p: float = 0.0,
+    rotary: Rotary | None = None,
+    rotary_interleaved: bool = False,
+    rotary_positions: Positions | tuple[Positions, Positions | None] | None = None,
+    q_norm: NormOf | None = None,
+    k_norm: NormOf | None = None,
+    norm_eps: float = 1e-6,
 ) -> torch.Tensor: ...
 
 
@@ -94,6 +100,12 @@ def sdpa(
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
     dropout_p: float = 0.0,
+    rotary: Rotary | None = None,
+    rotary_interleaved: bool = False,
+    rotary_positions: Positions | tuple[Positions, Positions | None] | None = None,
+    q_norm: NormOf | None = None,
+    k_norm: NormOf | None = None,
+    norm_eps: float = 1e-6,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -122,6 +134,12 @@ def sdpa(
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
     dropout_p: float = 0.0,
+    rotary: Rotary | None = None,
+    rotary_interleaved: bool = False,
+    rotary_positions: Positions | tuple[Positions, Positions | None] | None = None,
+    q_norm: NormOf | None = None,
+    k_norm: NormOf | None = None,
+    norm_eps: float = 1e-6,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
