@@ -89,7 +89,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/backward/finish.cu", "sums + part * PART / 4", PLACE),
     ("hopper/backward/finish.cu", "const int column = 8 * block", PLACE),
     ("hopper/backward/finish.cu", "const int row = pair / 8 * 16", PLACE),
-    ("hopper/backward/producer.cuh", "const int row = at.tile * C::BLOCK_M", ROWS),
+    ("hopper/backward/producer.cuh", "", ROWS),
     ("hopper/backward/producer.cuh", "const int head = walk.batch * call.heads + at.head;", HEADS),
     ("hopper/backward/producer.cuh", "+ part * PART;", PLACE),
     ("hopper/backward/producer.cuh", "turn < walk.turns", ROWS),
