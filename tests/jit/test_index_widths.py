@@ -92,6 +92,8 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/backward/finish.cu", "const int column = 8 * block", PLACE),
     ("hopper/backward/finish.cu", "const int row = pair / 8 * 16", PLACE),
     ("hopper/backward/producer.cuh", "", ROWS),
+    ("hopper/backward/producer.cuh", "const int head = walk.batch * call.heads + at.head;", HEADS),
+    ("hopper/backward/producer.cuh", "+ part * PART;", PLACE),
     ("hopper/backward/producer.cuh", "turn < walk.turns", ROWS),
     ("hopper/backward/prepare.cu", "row = tile * BLOCK_M + row_of_tile;", ROWS),
     ("hopper/backward/prepare.cu", "head * params.grad_out_strides.head;", HEADS),
