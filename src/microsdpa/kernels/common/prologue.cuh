@@ -16,6 +16,8 @@ namespace microsdpa {
 // Kernels that take Q and K as they are.
 struct NoPrologue {
   static constexpr bool ANY = false;
+  template <bool KEY>
+  static constexpr bool CHANGES = false;
   struct Given {};
   template <typename P>
   __device__ __forceinline__ static Given given(const P&) {

@@ -119,14 +119,19 @@ __device__ __forceinline__ void copy_tiles(SharedStorage<T, HEAD_DIM, STAGES, MA
     const int warpgroup = tile.warpgroup(), round = tile.round();
     if (comes_along(shared, tile) || (ROUNDS < STAGES && round >= work.rounds)) continue;
     const int first_key = work.first_key(round, warpgroup);
-    if (tile.is_key()) {
-      load_tile<QueryKey, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], shared.key_tail(round, warpgroup), key,
-                                                  shared.key_full(round, warpgroup), first_key, work.head_kv,
-                                                  work.batch);
-    } else if constexpr (OperandsOf<T>::EIGHT_BIT) {
-      load_tile<unsigned char, HEAD_DIM, VALUE_TILES>(shared.narrow_value[round][warpgroup], nullptr, value,
-                                                      shared.value_full(round, warpgroup), first_key, work.head_kv,
-                                                      work.batch);
+    if constexpr (OperandsOf<T>::EIGHT_BIT) {  // a row is one box
+      if (tile.is_key()) {
+        load_tile<QueryKey, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], nullptr, key,
+                                                    shared.key_full(round, warpgroup), first_key, work.head_kv,
+                                                    work.batch);
+      } else {
+        load_tile<unsigned char, HEAD_DIM, VALUE_TILES>(shared.narrow_value[round][warpgroup], nullptr, value,
+                                                        shared.value_full(round, warpgroup), first_key, work.head_kv,
+                                                        work.batch);
+      }
+    } else if (tile.is_key()) {
+      load_tile<T, HEAD_DIM, 1, ANNOUNCED>(shared.key[round][warpgroup], shared.key_tail(round, warpgroup), key,
+                                           shared.key_full(round, warpgroup), first_key, work.head_kv, work.batch);
     } else {
       load_tile<T, HEAD_DIM, VALUE_TILES>(shared.value[round][warpgroup], shared.value_tail(round, warpgroup), value,
                                           shared.value_full(round, warpgroup), first_key, work.head_kv, work.batch);
