@@ -13,7 +13,7 @@ from stub_harness import NO_MEMORY, _clean, call, prepared, register
 
 from microsdpa.call.options import INTERLEAVED_BIT, LAYER_NORM_BIT, PROLOGUE_BIT, UNROTATED_KEY_BIT
 from microsdpa.call.prologue import Prologue
-from microsdpa.kernels.params import ProloguedMaskedParams, ProloguedParams, PrologueParams
+from microsdpa.kernels.params import ProloguedParams, PrologueParams
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean"]
@@ -26,7 +26,7 @@ FLOAT = {"bits": 32}
 @pytest.fixture(autouse=True)
 def _raw() -> Iterator[None]:
     install_allocator()
-    set_integer("stub_raw_bytes", ctypes.sizeof(ProloguedMaskedParams))
+    set_integer("stub_raw_bytes", ctypes.sizeof(ProloguedParams))
     yield
     set_integer("stub_raw_bytes", 0)
 
@@ -62,8 +62,8 @@ def test_masks_stand_behind_it() -> None:
     arguments = prologued(masks=(None, None, tensor((4,), MASK), -1, -1, None), query_first=7)
     register(arguments)
     assert launcher.launch(*arguments) is True
-    whole = ProloguedMaskedParams.from_buffer_copy(bytes(last().raw))
-    assert (whole.call.sinks, whole.prologue.cos, whole.prologue.query_first) == (MASK, COS, 7)
+    whole = ProloguedParams.from_buffer_copy(bytes(last().raw))
+    assert (whole.masked.sinks, whole.prologue.cos, whole.prologue.query_first) == (MASK, COS, 7)
 
 
 def test_first_positions_and_epsilon_are_no_part_of_the_plan() -> None:

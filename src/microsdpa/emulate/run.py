@@ -28,7 +28,6 @@ from microsdpa.kernels.params import (
     DroppedParams,
     MaskedParams,
     Params,
-    ProloguedMaskedParams,
     ProloguedParams,
     PrologueParams,
 )
@@ -333,7 +332,7 @@ def _broadcast(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     )
 
 
-_PROLOGUED = "microsdpa::Prologued<"
+_PROLOGUED = "microsdpa::Prologued"
 
 
 @dataclass(frozen=True)
@@ -415,11 +414,9 @@ def attention(
 
     def params(addresses: dict[str, int], kind: str) -> ctypes.Structure:
         """Parameters of the C++ type `kind`: the call's, for kernels that take them the masks', and the prologue's."""
-        if kind.startswith(_PROLOGUED):
-            inner = params(addresses, kind.removeprefix(_PROLOGUED).removesuffix(">"))
-            whole = ProloguedParams if isinstance(inner, Params) else ProloguedMaskedParams
+        if kind == _PROLOGUED:
             assert changed is not None
-            return whole(inner, changed.params(addresses))
+            return ProloguedParams(params(addresses, "microsdpa::MaskedParams"), changed.params(addresses))
         filled = Params(
             **{name: address for name, address in addresses.items() if name not in apart},
             batch=problem.batch,

@@ -63,15 +63,9 @@ class PrologueParams(ctypes.Structure):
 
 
 class ProloguedParams(ctypes.Structure):
-    """Prologued<AttentionParams> of kernels/common/prologue_params.cuh."""
+    """Prologued of kernels/common/prologue_params.cuh."""
 
-    _fields_ = (("call", Params), ("prologue", PrologueParams))
-
-
-class ProloguedMaskedParams(ctypes.Structure):
-    """Prologued<MaskedParams> of kernels/common/prologue_params.cuh."""
-
-    _fields_ = (("call", MaskedParams), ("prologue", PrologueParams))
+    _fields_ = (("masked", MaskedParams), ("prologue", PrologueParams))
 
 
 class Strides(ctypes.Structure):

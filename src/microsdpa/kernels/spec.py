@@ -53,7 +53,7 @@ def prologue_type(prologue: PrologueKind | None) -> str:
 
 def prologued_params(params: str, prologue: PrologueKind | None) -> str:
     """The C++ type of a kernel's first parameter, with what norms and rotary embedding add to it."""
-    return params if prologue is None else f"microsdpa::Prologued<{params}>"
+    return params if prologue is None else "microsdpa::Prologued"
 
 
 def masks_type(mask: MaskKind | None) -> str:

@@ -60,8 +60,7 @@ inline void add_prologue(PlannedKernel& kernel, const CallKey& k) {
   params.query_positions_stride = stride(QUERY_POSITIONS, 2), params.key_positions_stride = stride(KEY_POSITIONS, 2);
   params.positions = static_cast<int32>(k.given & 1 << COS ? k.tensors[COS].shape[2] : 1);
   const std::size_t start = kernel.params.size();
-  static_assert(sizeof(AttentionParams) % alignof(PrologueParams) == 0, "Prologued has no padding");
-  static_assert(sizeof(MaskedParams) % alignof(PrologueParams) == 0, "Prologued has no padding");
+  static_assert(offsetof(Prologued, prologue) == sizeof(MaskedParams), "the prologue follows");
   kernel.params.append(reinterpret_cast<const char*>(&params), sizeof(params));
   const auto pointer = [&](std::size_t at, int operand) { kernel.pointers.push_back({start + at, operand, 0}); };
   pointer(offsetof(PrologueParams, cos), COS);
@@ -80,7 +79,8 @@ inline void add_prologue(PlannedKernel& kernel, const CallKey& k) {
 inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
   const Dropped<MaskedParams> params{standard_params(k), {}};
   const bool masked = is_masked(k);
-  const std::size_t bytes = k.drops() ? sizeof(params) : masked ? sizeof(MaskedParams) : sizeof(AttentionParams);
+  const bool with_masks = masked || k.prologued();
+  const std::size_t bytes = k.drops() ? sizeof(params) : with_masks ? sizeof(MaskedParams) : sizeof(AttentionParams);
   kernel.params.assign(reinterpret_cast<const char*>(&params), bytes);
   kernel.pointers = {
       {offsetof(AttentionParams, query), QUERY, 0}, {offsetof(AttentionParams, key), KEY, 0},

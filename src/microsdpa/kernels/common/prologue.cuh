@@ -31,6 +31,16 @@ struct NoPrologue {
   }
 };
 
+// What of it kernels without norms and rotary embedding get.
+template <typename P>
+struct PartOfPrologued {
+  __device__ __forceinline__ static const MaskedParams& of(const Prologued& params) { return params.masked; }
+};
+template <>
+struct PartOfPrologued<AttentionParams> {
+  __device__ __forceinline__ static const AttentionParams& of(const Prologued& params) { return params.masked.call; }
+};
+
 enum class Norm { NONE, RMS, LAYER };
 
 // A row's position: read from integers in memory, or counted.
@@ -66,15 +76,12 @@ struct Prologue {
   struct Given {
     const PrologueParams& params;
   };
+  __device__ __forceinline__ static Given given(const Prologued& params) { return {params.prologue}; }
   template <typename P>
-  __device__ __forceinline__ static Given given(const Prologued<P>& params) {
-    return {params.prologue};
-  }
+  using Params = Prologued;
   template <typename P>
-  using Params = Prologued<P>;
-  template <typename P>
-  __device__ __forceinline__ static const P& call(const Prologued<P>& params) {
-    return params.call;
+  __device__ __forceinline__ static const P& call(const Prologued& params) {
+    return PartOfPrologued<P>::of(params);
   }
 
   // Row of the tables for row `row` of Q or K, within the tables whatever memory says.

@@ -1,7 +1,7 @@
 // What norms and rotary embedding of Q and K add to a kernel's parameter.
 #pragma once
 
-#include "../prelude.cuh"
+#include "mask_params.cuh"
 
 namespace microsdpa {
 
@@ -22,9 +22,9 @@ struct PrologueParams {
   float eps;
 };
 
-template <typename P>
+// What kernels with norms or rotary embedding get, those without further masks too.
 struct Prologued {
-  P call;
+  MaskedParams masked;
   PrologueParams prologue;
 };
 

@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     attention(const __grid_constant__
               typename PROLOGUE::template Params<typename DROPOUT::template Params<MaskedParams>>
                   prologued) {
-  const typename DROPOUT::template Params<MaskedParams>& given = PROLOGUE::call(prologued);
+  using Given = typename DROPOUT::template Params<MaskedParams>;
+  const Given& given = PROLOGUE::template call<Given>(prologued);
   constexpr int COLUMNS = (HEAD_DIM + 15) / 16 * 16, BLOCK_M = 16 * ROW_TILES * WARPS, THREADS = 32 * WARPS;
   const MaskedParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.call;

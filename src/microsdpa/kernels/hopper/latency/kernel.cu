@@ -282,7 +282,8 @@ __global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
               const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
               const __grid_constant__ TensorMap value, const __grid_constant__ MAPS... maps) {
   using Operands = OperandsOf<OPERANDS>;
-  const typename MASKS::Params& arguments = Operands::unscaled(PROLOGUE::call(given));
+  const typename MASKS::Params& arguments =
+      Operands::unscaled(PROLOGUE::template call<ParamsOf<OPERANDS, MASKS>>(given));
   const AttentionParams& params = MASKS::call(arguments);
   static_assert(CLUSTER == 1 || CLUSTER == 2, "a tile of queries is shared by at most two CTAs");
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 128, "whole panels, or with a tail");
