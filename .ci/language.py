@@ -43,7 +43,7 @@ LONG: dict[str, int] = {
     "docs/roofline-l4.md": 2,
     "docs/several-gpus.md": 1,
     "docs/transformers.md": 1,
-    "docs/serving.md": 2,
+    "docs/serving.md": 1,
     "docs/tuning-log.md": 54,
 }
 GENERATED = re.compile(r"<!-- microsdpa:(?!end).*?<!-- microsdpa:end -->\n?", re.DOTALL)
