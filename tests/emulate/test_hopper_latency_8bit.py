@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from microsdpa import quantize, reference
+from microsdpa import quantize, reference, sdpa
 from microsdpa.attention.quantize import Format, Granularity, Quantized, expand_scale
 from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule
@@ -130,6 +130,18 @@ def test_nan_in_a_value_reaches_its_output() -> None:
     out, _ = attend(spec, problem_of(case, 0, "fp8"), case, quantized)
     assert out[..., 7].isnan().all()
     assert not out[..., 8].isnan().any()
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8_fp8"])
+def test_nan_in_a_row_of_q_or_k_is_nan_in_what_it_decides(precision: Operands) -> None:
+    query, key, value = make(Case(1, 2, 70, 130, 64))
+    query[0, 0, 3, 5], key[0, 1, 7, 9] = torch.nan, torch.nan
+    impl = "emulate:hopper/latency_8bit"
+    out, lse = sdpa(query, key, value, precision=precision, return_lse=True, impl=impl)
+    expected = torch.zeros(1, 2, 70, dtype=torch.bool)
+    expected[0, 0, 3], expected[0, 1] = True, True
+    for found in (out.isnan().all(dim=-1), out.isnan().any(dim=-1), lse.isnan()):
+        assert torch.equal(found, expected)
 
 
 def test_auto_takes_it_where_its_tiles_fit_the_chip() -> None:

@@ -93,7 +93,8 @@ struct Widener {
     if (thread < HEAD_DIM) shared.value_scale[thread] = value_scale;
     // 0 must not meet a masked score of -inf.
     const float factor = fabsf(arguments.call.scale_log2) * (Operands::KEY_SCALES ? 1.0f : key_scale[0]);
-    if (thread < BLOCK_M) shared.row_scale[thread] = fmaxf(row_scale * factor, 1e-30f);
+    const float row_factor = row_scale * factor;
+    if (thread < BLOCK_M) shared.row_scale[thread] = row_factor < 1e-30f ? 1e-30f : row_factor;  // NaN stays NaN
     if constexpr (Operands::KEY_SCALES) {
 #pragma unroll
       for (int round = 0; round < ROUNDS; ++round) shared.key_scale[WIDENERS * round + thread] = key_scale[round];
