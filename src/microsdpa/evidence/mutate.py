@@ -51,7 +51,7 @@ CASES = (
     Case(1, 6, 130, 200, 64, causal="lower_right", scale=-0.3),
     Case(1, 2, 65, 130, 64, scale=30.0),
     Case(1, 2, 70, 127, 64, scale=30.0, masks=("bool",)),
-    Case(1, 3, 64, 130, 64),  # consumers without a row, and a round that has no query tile for the last CTA
+    Case(1, 3, 64, 130, 64, scale=-0.3),  # consumers without a row, and a round without a query tile for the last CTA
     Case(1, 3, 192, 256, 64, causal="lower_right"),  # tiles that some consumers skip, ahead of another query tile
     Case(1, 2, 160, 64, 64, causal="lower_right", scale=-0.3),  # query tiles without a key
     Case(1, 2, 3, 2, 64, masks=("window", "alibi")),  # rows that see one key

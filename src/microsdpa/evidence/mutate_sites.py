@@ -10,7 +10,7 @@ from pathlib import Path
 from microsdpa.jit.source import expand
 
 EXPLAINED = "mutation:"
-"""What a comment begins with, on a site's line or alone on the one before, that says why a mutation there changes nothing."""
+"""What a comment begins with that says why a mutation changes nothing: on its line, or alone on the line before."""
 
 ORDERING = re.compile(r"(?<=[;{}):])\s*((?:\w+(?:\.|->|::)|this->template |template )*(?P<name>\w+)(?:<[^;<>()]*>)?)\(")
 _ORDERS = re.compile(r"fence|wait|arrive|commit|(?<!a)sync")
