@@ -149,7 +149,8 @@ def _check(call: Call, device: str) -> Outcome:
     }
     exact, rough = _changed(call, made, torch.float64), _changed(call, made, torch.float32)
     expected, expected_lse = reference.oracle(*exact, made.value, **options)
-    eager, eager_lse = reference.eager(*(rows.to(made.value.dtype) for rows in rough), made.value, **options)
+    query, key = (rows.to(made.value.dtype) for rows in rough)
+    eager, eager_lse = reference.eager(query, key, made.value, **options)
     errors = compare.measure(out, expected)
     # Where plain arithmetic happens to be exact, what rounding P once may cost is allowed: one rounding of V.
     rounding = compare.UNIT_ROUNDOFF[out.dtype] * float(made.value.abs().max()) * reference.kept_of(call.dropout_p)[1]

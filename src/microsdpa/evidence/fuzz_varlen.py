@@ -278,14 +278,9 @@ def chosen(call: VarlenCall, device: str) -> tuple[KernelSpec, Problem]:
         UnsupportedProblem: there is none.
     """
     given = _moved(tensors(call), device)
-    names = "query_offsets", "key_offsets", "lengths", "page_table", "max_queries", "new_key", "new_value"
-    rotary = [given.get(name) for name in ("rotary_cos", "rotary_sin")]
-    sequences = Sequences(
-        *(given.get(name) for name in names),
-        *rotary,
-        rotary_interleaved=call.interleaved,
-        batch_invariant=call.invariant,
-    )
+    given_sequences = {name: given[name] for name in Sequences._fields if name in given}
+    given_sequences |= {"rotary_interleaved": call.interleaved, "batch_invariant": call.invariant}
+    sequences = Sequences(**given_sequences)
     impl = call.impl if device == "cuda" else emulated_impl(call.impl)
     causal: Causal | None = "lower_right" if call.causal else None
     options = Options(False, causal, call.scale, True, call.window, call.softcap, impl)
@@ -419,7 +414,8 @@ def _miswritten(call: VarlenCall, name: str, after: dict[str, Any], place: tuple
 
 def _sequence(call: VarlenCall, after: dict[str, Any], place: tuple[Any, Any]) -> torch.Tensor:
     """The sequence of each place in pages, none of which is shared."""
-    return (after["page_table"][None].long() == place[0][:, None, None]).any(-1).long().argmax(-1)
+    table: torch.Tensor = after["page_table"]
+    return (table[None].long() == place[0][:, None, None]).any(-1).long().argmax(-1)
 
 
 def form(choose: random.Random, emulated: bool) -> dict[str, Any]:
