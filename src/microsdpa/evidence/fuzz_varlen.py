@@ -414,8 +414,8 @@ def _miswritten(call: VarlenCall, name: str, after: dict[str, Any], place: tuple
 
 def _sequence(call: VarlenCall, after: dict[str, Any], place: tuple[Any, Any]) -> torch.Tensor:
     """The sequence of each place in pages, none of which is shared."""
-    table: torch.Tensor = after["page_table"]
-    return (table[None].long() == place[0][:, None, None]).any(-1).long().argmax(-1)
+    has: torch.Tensor = after["page_table"][None].long() == place[0][:, None, None]
+    return has.any(-1).long().argmax(-1)
 
 
 def form(choose: random.Random, emulated: bool) -> dict[str, Any]:
