@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
-import microsdpa_cli
 import pytest
 
+import microsdpa_cli
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import door_models, doors, environment, suites, timing
 from microsdpa.evidence.inputs import BLOCK_SHARES, Case
