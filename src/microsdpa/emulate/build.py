@@ -29,7 +29,12 @@ RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread"
 # without vectorisation, and in GCC without scalar replacement, an access of the source stays one access of its width.
 # Variables share no memory: what wgmma reads of one that is gone, a register still holds.
 KERNEL_FLAGS = ("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-w", "-fsanitize=thread")
-GCC_FLAGS = ("-fno-tree-sra", "-fno-tree-vectorize", "-fstack-reuse=none", "--param=tsan-instrument-func-entry-exit=0")
+# The last ones spare g++ a fifth to a third of its time. Where variables live is in no line table, and registers are
+# given out when the calls to the emulator are in place.
+GCC_FLAGS = (
+    *("-fno-tree-sra", "-fno-tree-vectorize", "-fstack-reuse=none", "--param=tsan-instrument-func-entry-exit=0"),
+    *("-fno-var-tracking", "-fira-region=one", "-fno-ipa-ra"),
+)
 CLANG_FLAGS = (
     *("-fno-vectorize", "-fno-slp-vectorize", "-fno-sanitize=undefined"),
     *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-no-stack-coloring"),

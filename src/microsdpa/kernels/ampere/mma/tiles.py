@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from microsdpa.kernels.chip import Chip, chip_of
-from microsdpa.kernels.problem import Problem, capability_of
-
-ELEMENT = 2
-"""Bytes of an element."""
+from microsdpa.kernels.problem import ELEMENT, Problem, capability_of
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.common import ROWS
 from microsdpa.kernels.problem import Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, EIGHT_BIT_PARAMS, KernelSpec, Rejection, TensorMap, refused_head_dim
 
-ROWS = 64
-"""Queries of a consumer warpgroup."""
 WORKS = 4
 """Descriptions of query tiles in shared memory, 20 bytes each."""
 MAX_TILES = 2**29

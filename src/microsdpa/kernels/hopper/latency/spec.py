@@ -6,7 +6,16 @@ import functools
 from dataclasses import dataclass, replace
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.hopper.common import PANEL_BYTES
+from microsdpa.kernels.problem import (
+    ELEMENT,
+    ELEMENT_BYTES,
+    VECTOR_BYTES,
+    MaskKind,
+    Problem,
+    capability_of,
+    of_any_size,
+)
 from microsdpa.kernels.spec import (
     BOOLEAN,
     CPP_TYPE,
@@ -19,16 +28,12 @@ from microsdpa.kernels.spec import (
     refused_head_dim,
 )
 
-ELEMENT = 2
-"""Bytes of an element."""
 BLOCK_M = BLOCK_N = 64
 """Queries of a CTA, and keys of a tile."""
 WARPGROUPS = 2
 PANEL = 64
 """Columns of a box."""
-PANEL_BYTES = 128
-"""Of a row of a mask's box."""
-MASK_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+MASK_BYTES = ELEMENT_BYTES | {"bool": 1, "float32": 4}
 """Of an element of a mask that bulk copies can bring."""
 HEAD_DIMS = range(8, 129, 8)
 """Head dimensions whose rows a bulk copy can read."""

@@ -284,8 +284,8 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
   using Masked = MaskTraits<MASKS>;
   static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : Masked::ADDED), "a map for each, and no mask with tails");
-  using Shared =
-      SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added, Masked::DEALT>;
+  using Shape = TileShape<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
+  using Shared = SharedOf<Shape, MASKS>;
   // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.
   constexpr int STORERS = Masked::ADDED ? 2 : 3;
   auto& shared = dynamic_shared<Shared>();
@@ -341,8 +341,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();
-    Consumer<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL, MASKS> consumer(shared, params,
-                                                                                                     warpgroup - 1);
+    Consumer<Shape, OVERLAP, CAUSAL, MASKS> consumer(shared, params, warpgroup - 1);
     consumer.run();
   }
 }
