@@ -315,9 +315,7 @@ def _run(command: Iterable[str], what: str, source: str | None) -> None:
         raise CompileError(f"{compiler()} refused {what}", log=run.stderr, source=kept)
 
 
-def _materialize(
-    key: str, build: object, source: str, described: dict[str, Any], binary: str = "kernel.so"
-) -> Path:
+def _materialize(key: str, build: object, source: str, described: dict[str, Any], binary: str = "kernel.so") -> Path:
     """Path of a built library: in the cache, or where the cache cannot be written in a directory of this process."""
     assert callable(build)
 

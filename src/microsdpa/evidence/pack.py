@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -83,7 +84,8 @@ def step(targets: Iterable[str] = TARGETS, output: Path = Path("dist"), progress
     for target in targets:
         specs = common(target)
         if not specs:
-            raise InvalidArgument("target", expected="one that kernels support, such as sm_90a", got=repr(target))
+            hint = "name a target from sm_80 on"
+            raise InvalidArgument("target", expected="one that kernels support", got=target, hint=hint)
         jobs += [(spec, target) for spec in specs]
     kernels, advance = [], progress("pack", len(jobs))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC compiles without holding the GIL
@@ -92,12 +94,11 @@ def step(targets: Iterable[str] = TARGETS, output: Path = Path("dist"), progress
             kernels.append(kernel)
             advance(f"{kernel.spec.name} {kernel.target}")
     path = write(kernels, output)
-    table = [["target", "kernels", "MB"]]
+    table = [["target", "kernels", "MB of machine code"]]
     for target in targets:
         sizes = [len(kernel.cubin) for kernel in kernels if kernel.target == target]
         table.append([target, str(len(sizes)), f"{sum(sizes) / 1e6:.1f}"])
-    installed = sum(len(kernel.cubin) for kernel in kernels) / 1e6
-    summary = f"{len(kernels)} kernels, {path.stat().st_size / 1e6:.1f} MB, {installed:.1f} MB installed: {path}"
+    summary = f"{len(kernels)} kernels in {path.stat().st_size / 1e6:.1f} MB: {path}"
     return Step("pack", "passed", summary, table, data={"wheel": str(path), "kernels": len(kernels)})
 
 
@@ -129,18 +130,18 @@ def write(kernels: list[CompiledKernel], output: Path) -> Path:
             "compile_seconds": 0.0,
             "cubin_sha256": hashlib.sha256(kernel.cubin).hexdigest(),
         }
-        files |= {f"{name}.cubin": kernel.cubin, f"{name}.json": _json(described)}
+        files |= {f"{name}{prebuilt.BINARY}": zlib.compress(kernel.cubin, 9), f"{name}.json": _json(described)}
     wheel = f"{prebuilt.FOLDER}-{microsdpa.__version__}"
     files |= {f"{wheel}.dist-info/METADATA": _metadata(about).encode(), f"{wheel}.dist-info/WHEEL": _WHEEL.encode()}
     record = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in sorted(files.items())]
     files[f"{wheel}.dist-info/RECORD"] = "\n".join([*record, f"{wheel}.dist-info/RECORD,,", ""]).encode()
     output.mkdir(parents=True, exist_ok=True)
     path = output / f"{wheel}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         for name, data in files.items():
             entry = zipfile.ZipInfo(name, DATE)
-            entry.external_attr, entry.compress_type = 0o644 << 16, zipfile.ZIP_DEFLATED
-            archive.writestr(entry, data)
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
     return path
 
 

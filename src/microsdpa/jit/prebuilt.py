@@ -1,6 +1,6 @@
 """Kernels that the package microsdpa-kernels has compiled: found by the signature of their code, without a compiler.
 
-`microsdpa pack` makes the package: a folder for each target with two files per kernel, SIGNATURE.cubin and
+`microsdpa pack` makes the package: a folder for each target with two files per kernel, SIGNATURE.cubin.z and
 SIGNATURE.json, and about.json, which has the version of microsdpa that it was made for. Another one does not use it.
 """
 
@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import warnings
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 from microsdpa.jit.cache import Entry
 
 NAME, FOLDER, ABOUT = "microsdpa-kernels", "microsdpa_kernels", "about.json"
+BINARY = ".cubin.z"
+"""How a kernel's file ends: machine code, compressed to a quarter by zlib."""
 FORMAT = 1
 """Of the package's files; another one is not read."""
 
@@ -90,14 +93,14 @@ def find(code: str, target: str) -> Entry | None:
     path = there.directory / target / code
     try:
         metadata: dict[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        cubin = path.with_suffix(".cubin").read_bytes()
+        cubin = zlib.decompress(path.with_suffix(BINARY).read_bytes())
         if metadata["target"] != target:
             raise ValueError(f"it is of {metadata['target']}")
         if metadata["cubin_sha256"] != hashlib.sha256(cubin).hexdigest():
             raise ValueError("its bytes are not what was written")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
         warnings.warn(
-            f"{path.with_suffix('.cubin')} is damaged ({error}): install {NAME} again; compiling it",
+            f"{path.with_suffix(BINARY)} is damaged ({error}): install {NAME} again; compiling it",
             PrebuiltWarning,
             stacklevel=3,
         )
