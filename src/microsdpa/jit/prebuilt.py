@@ -13,6 +13,7 @@ import json
 import warnings
 import zlib
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,7 @@ def package() -> Package | None:
 
 
 def _read(directory: Path) -> Package:
-    from microsdpa import __version__
-
+    own = metadata.version("microsdpa")
     try:
         about = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
         made, form = about["microsdpa"], about["format"]
@@ -69,9 +69,9 @@ def _read(directory: Path) -> Package:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Package(directory, {}, "", f"{NAME}: {directory / ABOUT} cannot be read ({error}); install it again")
     refusal = ""
-    if made != __version__:
+    if made != own:
         refusal = (
-            f"{NAME} was made for microsdpa {made}, and this is {__version__}: pip install {NAME}=={__version__}, "
+            f"{NAME} was made for microsdpa {made}, and this is {own}: pip install {NAME}=={own}, "
             "or make it with microsdpa pack"
         )
     elif form != FORMAT:
@@ -92,11 +92,11 @@ def find(code: str, target: str) -> Entry | None:
         return None
     path = there.directory / target / code
     try:
-        metadata: dict[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        described: dict[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         cubin = zlib.decompress(path.with_suffix(BINARY).read_bytes())
-        if metadata["target"] != target:
-            raise ValueError(f"it is of {metadata['target']}")
-        if metadata["cubin_sha256"] != hashlib.sha256(cubin).hexdigest():
+        if described["target"] != target:
+            raise ValueError(f"it is of {described['target']}")
+        if described["cubin_sha256"] != hashlib.sha256(cubin).hexdigest():
             raise ValueError("its bytes are not what was written")
     except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
         warnings.warn(
@@ -105,7 +105,7 @@ def find(code: str, target: str) -> Entry | None:
             stacklevel=3,
         )
         return None
-    return Entry(cubin, "", metadata)
+    return Entry(cubin, "", described)
 
 
 def absence(target: str) -> str:
