@@ -199,6 +199,30 @@ def compile_(
     _finish([step], as_json)
 
 
+@_command(app, "pack", "Make the wheel of compiled kernels.", "microsdpa pack sm_90a --output dist")
+def pack_(
+    targets: Annotated[list[str] | None, typer.Argument(help="Targets; else sm_80, sm_89 and sm_90a.")] = None,
+    output: Annotated[Path, typer.Option(help="Directory to write the wheel to.")] = Path("dist"),
+    as_json: Json = False,
+) -> None:
+    """Compile common configurations and write the wheel microsdpa-kernels: with it, first calls compile nothing.
+
+    No GPU is needed. It takes minutes on two cores.
+    """
+    from microsdpa.evidence import pack
+    from microsdpa.kernels.problem import capability_of
+
+    wanted = targets or list(pack.TARGETS)
+    for target in wanted:
+        try:
+            capability_of(target)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    with _writable("output", output), progress() as bars:
+        step = pack.step(wanted, output, bars)
+    _finish([step], as_json)
+
+
 @_command(app, "verify", "Check every case against the FP64 oracle.", "microsdpa verify --impl hopper/latency")
 def verify(
     impl: Impl = "auto",
