@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from microsdpa.kernels.params import Params
+from microsdpa.kernels.params import MaskedParams, Params
 
 
 class ByteStrides(ctypes.Structure):
@@ -50,6 +50,17 @@ class ScaledParams(ctypes.Structure):
 
     _fields_ = (
         ("call", Params),
+        ("query_scale", RowScales),
+        ("key_scale", RowScales),
+        ("value_scale", ChannelScales),
+    )
+
+
+class ScaledMaskedParams(ctypes.Structure):
+    """Scaled<MaskedParams> of kernels/hopper/latency/operands.cuh."""
+
+    _fields_ = (
+        ("call", MaskedParams),
         ("query_scale", RowScales),
         ("key_scale", RowScales),
         ("value_scale", ChannelScales),

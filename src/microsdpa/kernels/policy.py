@@ -123,7 +123,7 @@ def _skip_throughput(problem: Problem) -> Rejection | None:
 
 def _skip_eight_bit_latency(problem: Problem) -> Rejection | None:
     """Where tiles of 64 queries fit the SMs, tiles of 128 queries leave half of these empty."""
-    if _tiles(problem) <= chip_of(problem.target).sms:
+    if problem.mask is not None or _tiles(problem) <= chip_of(problem.target).sms:
         return None
     return Rejection(
         f"its tiles of {TILE} queries are more than the SMs: hopper/throughput_8bit is faster",

@@ -143,6 +143,8 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
         "hopper/latency with E4M3 or INT8 wgmma for Q K^T, and V widened to FP16; sm_90a",
         hopper_latency_8bit.latency,
         emulated_target="sm_90a",
+        masks=True,
+        ranges=True,
         eight_bit=True,
         short_sums=("fp8",),
     ),
