@@ -22,6 +22,7 @@ from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.eight_bit_params import (
     ByteStrides,
     ChannelScales,
+    EightBitMasked,
     EightBitParams,
     QuantizeParams,
     RestoreLseParams,
@@ -233,22 +234,31 @@ def attending(spec: KernelSpec, problem: Problem, places: Places, scale: float, 
             params = ScaledParams(inner, **scales)
         else:
             scaled = ScaledMaskedParams
-            params = ScaledMaskedParams(_masked_params(inner, places, masks, (position, lowest)), **scales)
-            pointers += _pointers(MaskedParams, {MASKS[name]: places[name] for name in MASKS if name in places})
-            numbers = ((MaskedParams.softcap_log2.offset, launcher.SOFTCAP_LOG2),)
+            masked = MaskedParams(inner)
+            more, numbers = _fill_masks(masked, places, masks, (position, lowest))
+            params, pointers = ScaledMaskedParams(masked, **scales), pointers + more
         pointers += _pointers(scaled, {name: place for name, place in places.items() if name in scales})
     else:
         byte_strides = {f"{name}_strides": places[name].byte_strides for name in names}
-        params, pointers = EightBitParams(**byte_strides, **scales, **sizes), _pointers(EightBitParams, places)
-        at_scale = EightBitParams.scale_log2.offset
+        params, at_scale = EightBitParams(**byte_strides, **scales, **sizes), EightBitParams.scale_log2.offset
+        pointers = _pointers(EightBitParams, {name: place for name, place in places.items() if name not in MASKS})
+        if problem.mask is not None:
+            params = EightBitMasked(params)
+            more, numbers = _fill_masks(params, places, masks, (position, lowest))
+            pointers += more
     mapped = tuple(places[box.tensor] for box in spec.tensor_maps)
     maps = tuple(launcher.Mapped(p.tensor, p.offset, p.shape, p.strides, p.element_bytes) for p in mapped)
     return Launch(spec, spec.grid(problem), params, pointers, maps, ((at_scale, launcher.SCALE_LOG2), *numbers))
 
 
-def _masked_params(call: Params, places: Places, masks: Masks, ends: tuple[int, int]) -> MaskedParams:
-    """The parameter of a masked call; `ends` are the position of the first query and the left end of what it sees."""
-    params = MaskedParams(call, position=ends[0], lowest=ends[1])
+def _fill_masks(
+    params: MaskedParams | EightBitMasked, places: Places, masks: Masks, ends: tuple[int, int]
+) -> tuple[tuple[tuple[int, str, int], ...], tuple[tuple[int, int], ...]]:
+    """Fill in what a parameter has for masks, and give the pointers and numbers of it that differ from call to call.
+
+    `ends` are the position of the first query and the left end of what it sees.
+    """
+    params.position, params.lowest = ends
     params.softcap_log2 = (masks.softcap or 0.0) * math.log2(math.e)
     if "attn_mask" in places:
         *outer, params.mask_column_stride = places["attn_mask"].strides
@@ -257,7 +267,8 @@ def _masked_params(call: Params, places: Places, masks: Masks, ends: tuple[int, 
         params.slope_batch_stride, params.slope_head_stride = places["alibi_slopes"].strides[2:]
     if "sinks" in places:
         params.sink_head_stride = places["sinks"].strides[3]
-    return params
+    kind, given = type(params), {MASKS[name]: places[name] for name in MASKS if name in places}
+    return _pointers(kind, given), ((kind.softcap_log2.offset, launcher.SOFTCAP_LOG2),)
 
 
 def restoring(problem: Problem, places: Places, scale: float) -> Launch:

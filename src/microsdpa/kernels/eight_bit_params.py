@@ -45,6 +45,12 @@ class EightBitParams(ctypes.Structure):
     )
 
 
+class EightBitMasked(ctypes.Structure):
+    """EightBitMasked of kernels/hopper/throughput_8bit/masks.cuh."""
+
+    _fields_ = (("call", EightBitParams), *MaskedParams._fields_[1:])
+
+
 class ScaledParams(ctypes.Structure):
     """Scaled<AttentionParams> of kernels/hopper/latency/operands.cuh."""
 

@@ -153,6 +153,8 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
         "E4M3 or INT8 wgmma for Q K^T, E4M3 for P V, TMA, V transposed on its way; sm_90a",
         hopper_fp8.throughput,
         emulated_target="sm_90a",
+        masks=True,
+        ranges=True,
         eight_bit=True,
         short_sums=("fp8",),
     ),

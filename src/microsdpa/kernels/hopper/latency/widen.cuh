@@ -92,7 +92,8 @@ struct Widener {
   __device__ __forceinline__ void give_scales() {
     if (thread < HEAD_DIM) shared.value_scale[thread] = value_scale;
     // 0 must not meet a masked score of -inf.
-    const float factor = fabsf(C::MASKS::call(arguments.call).scale_log2) * (Operands::KEY_SCALES ? 1.0f : key_scale[0]);
+    const float factor =
+        fabsf(C::MASKS::call(arguments.call).scale_log2) * (Operands::KEY_SCALES ? 1.0f : key_scale[0]);
     const float row_factor = row_scale * factor;
     if (thread < BLOCK_M) shared.row_scale[thread] = row_factor < 1e-30f ? 1e-30f : row_factor;  // NaN stays NaN
     if constexpr (Operands::KEY_SCALES) {
