@@ -295,7 +295,7 @@ def sdpa(
             masking = None
             if not unmasked or alibi_slopes is not None or sinks is not None:
                 masking = attn_mask, alibi_slopes, sinks, window, softcap
-            found = forward.launch_eight_bit(query, key, value, named, scale, return_lse, out, given, masking)
+            found = forward.launch_eight_bit(query, key, value, named, scale, return_lse, out, (given, masking))
             if found is not None:
                 return found if return_lse else found[0]  # type: ignore[return-value]
         if is_known:

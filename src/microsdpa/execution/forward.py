@@ -100,14 +100,14 @@ def launch_eight_bit(
     scale: float | None,
     return_lse: bool,
     out: torch.Tensor | None,
-    scales: tuple[object, object, object] | None,
-    masking: tuple[Any, ...] | None = None,
+    given: tuple[tuple[object, object, object] | None, tuple[Any, ...] | None],
 ) -> Result | None:
     """Launch a call with 8-bit operands that has a plan; None for one whose arguments have to be looked at.
 
-    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them; `scales` those of 8-bit values.
-    `masking` has attn_mask, alibi_slopes, sinks, window and softcap, and is None for none of them.
+    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them. `given` are the scales of 8-bit
+    values, or None, and attn_mask, alibi_slopes, sinks, window and softcap, or None for none of them.
     """
+    scales, masking = given
     try:
         code, masks = OPTIONS[options], launcher.NO_MASKS
         if masking is not None:
