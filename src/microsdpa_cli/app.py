@@ -599,9 +599,11 @@ def resign_(
     evidence, "mutate", "Does the emulator see a missing fence or wait?", "microsdpa evidence mutate hopper/latency"
 )
 def mutate_(
-    kernel: Annotated[str, typer.Argument(help="A production kernel, such as hopper/latency or ampere/mma.")],
+    kernel: Annotated[str, typer.Argument(help="A production kernel, such as ampere/mma; else all of them.")] = "",
     jobs: Annotated[int, typer.Option(min=0, help="Processes at a time; 0 for one on each core.")] = 0,
-    sample: Annotated[int | None, typer.Option(min=1, help="So many mutations, evenly chosen; else all.")] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="So many of each kernel, evenly chosen; else all.")] = None,
+    only: Annotated[str, typer.Option(help="Mutations of one place: hopper/split/consumer.cuh:121, or a file.")] = "",
+    log: Annotated[Path | None, typer.Option(help="Keep what is found, a line each; go on where it ends.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -609,7 +611,7 @@ def mutate_(
     from microsdpa.evidence import mutate
 
     with progress() as bars:
-        step = mutate.step(kernel, jobs, sample, bars, output, command_line())
+        step = mutate.step(kernel, jobs, sample, bars, output, command_line(), only, log)
     _finish([step], as_json)
 
 

@@ -113,6 +113,7 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
   const Rules rules = score_masks();
   // Long over. What follows depends on shuffles behind it: ptxas would put it amid the products and delay these.
   if constexpr (!Rules::BULK) {
+    // mutation: the products in flight have waited for the same
     mbarrier_wait(shared.query_full(), 0);
   } else if constexpr (!MASK_AHEAD) {
     mbarrier_wait(shared.mask_full[0], 0);
@@ -164,6 +165,7 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
       shared.sum[1][1][row] = masks.highest[1];
     }
     named_barrier_arrive(MASKS_READ, THREADS);
+    // mutation: racecheck alone asks for it
     named_barrier_sync(MASKS_SENT, WARPGROUP_THREADS);  // for racecheck, as below
   }
 }

@@ -38,6 +38,7 @@ __device__ __forceinline__ void Consumer<C>::find_stabilizer(const float (&s)[N]
     named_barrier_arrive(STABILIZER_KNOWN, THREADS);
     // For compute-sanitizer: racecheck takes what follows for races when some threads have waited at fewer barriers
     // than others. It is hidden behind the products in flight.
+    // mutation: racecheck alone asks for it
     named_barrier_sync(STABILIZER_SENT, WARPGROUP_THREADS);
   } else {
     named_barrier_sync(STABILIZER_KNOWN, THREADS);

@@ -97,6 +97,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
       chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
     }
     fence_proxy_async();
+    // mutation: pingpong_wait() brings the warpgroup together too, before the products
     named_barrier_sync((QUERY_NEGATED + warpgroup) % BARRIERS, WARPGROUP_THREADS);
   }
   // Every lane arrives for itself, since each has read the query tile's description.
@@ -149,6 +150,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
     }
     const int keys = params.seqlen_k - BLOCK_N * tile;
     const int first_visible = CAUSAL ? last_key - BLOCK_N * tile + 1 : BLOCK_N;
+    // mutation: a tile that is seen to its last key has none to hide
     if (min(keys, first_visible) >= BLOCK_N) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -247,6 +249,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
   // The query tile's tiles of V have all been read by this warpgroup, which skips those that are the others' alone.
   __device__ __forceinline__ void end_values(int to_skip) {
     for (int i = 0; CAUSAL && i < to_skip; ++i) {
+      // mutation: the next query tile is announced once these copies are issued: what was in their places has been left
       wait_value();
       end_value();
     }
@@ -257,6 +260,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
     for (int i = 0; CAUSAL && i < skipped; ++i) {
       pingpong_wait();
       pingpong_arrive();
+      // mutation: at its turn, the others have left the tile before the last one, and there are at least two places
       wait_key();
       end_key();
     }
@@ -323,8 +327,10 @@ struct Consumer : TileSoftmax<T, BLOCK_N, false, false>, ConsumerWarpgroup<CONSU
     for (int i = 0; i < all_tiles; ++i) {
       pingpong_wait();
       pingpong_arrive();
+      // mutation: at its turn, the others have left the tile before the last one, and there are at least two places
       wait_key();
       end_key();
+      // mutation: at its turn, the others have left the tile before the last one, and there are at least two places
       wait_value();
       end_value();
     }

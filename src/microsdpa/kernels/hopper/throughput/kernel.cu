@@ -207,12 +207,14 @@ __device__ __forceinline__ void store(
         if (first_row >= params.seqlen_q) continue;
         if (before >> i & 1) {
           if (elected) tma_store_wait_read<0>();
+          // mutation: the lanes meet for an aligned barrier, which the emulator does not ask for; it counts every lane
           __syncwarp();
           named_barrier_arrive(OUT_EMPTY + i, OUT_THREADS);
         }
         named_barrier_sync(OUT_FULL + i, OUT_THREADS);
         if (elected) store_columns<HEAD_DIM>(out, shared.out[i], column, work, first_row);
         before |= 1 << i;
+        // mutation: the lanes meet for an aligned barrier, which the emulator does not ask for; it counts every lane
         __syncwarp();
       }
     }
@@ -234,6 +236,7 @@ __device__ __forceinline__ void store(
     for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
       if (before) {
         if (elected) tma_store_wait_read<0>();
+        // mutation: the lanes meet for an aligned barrier, which the emulator does not ask for; it counts every lane
         __syncwarp();
         named_barrier_arrive(OUT_EMPTY + consumer, OUT_THREADS);
       }
@@ -244,6 +247,7 @@ __device__ __forceinline__ void store(
         store_columns<HEAD_DIM>(out, shared.out[consumer], column, work, work.first_row + ROWS * consumer);
       }
       before = true;
+      // mutation: the lanes meet for an aligned barrier, which the emulator does not ask for; it counts every lane
       __syncwarp();
     }
   }
