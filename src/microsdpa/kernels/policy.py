@@ -16,6 +16,7 @@ from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
+from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_throughput_8bit
 from microsdpa.kernels.problem import Operands, Problem
 from microsdpa.kernels.registry import Family, family_named
 from microsdpa.kernels.spec import Rejection
@@ -125,6 +126,9 @@ def _skip_eight_bit_latency(problem: Problem) -> Rejection | None:
     """Where tiles of 64 queries fit the SMs, tiles of 128 queries leave half of these empty."""
     if _tiles(problem) <= chip_of(problem.target).sms:
         return None
+    mask = problem.mask
+    if mask is not None and isinstance(hopper_throughput_8bit.throughput(problem), Rejection):
+        return None
     return Rejection(
         f"its tiles of {TILE} queries are more than the SMs: hopper/throughput_8bit is faster",
         "fewer heads or shorter sequences",
@@ -132,8 +136,8 @@ def _skip_eight_bit_latency(problem: Problem) -> Rejection | None:
 
 
 def _skip_eight_bit_throughput(problem: Problem) -> Rejection | None:
-    """Other kernels with 8-bit operands have no D = 256."""
-    if problem.operands is None or problem.head_dim not in FEWEST_TILES[problem.operands]:
+    """Other kernels with 8-bit operands have no D = 256, and none but hopper/latency_8bit has masks."""
+    if problem.operands is None or problem.head_dim not in FEWEST_TILES[problem.operands] or problem.mask is not None:
         return None
     tiles = _tiles(problem, EIGHT_BIT_TILE)
     fewest = FEWEST_TILES[problem.operands][problem.head_dim]

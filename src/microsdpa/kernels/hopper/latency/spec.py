@@ -103,6 +103,15 @@ class Latency:
         return self.mask_bytes(mask) > 0 and self.shared_bytes(head_dim, mask) <= shared_per_cta
 
 
+def mask_map(mask: MaskKind) -> TensorMap:
+    """The boxes in which bulk copies bring a mask tensor."""
+    assert mask.tensor is not None
+    rows = BLOCK_M if mask.per_query else 1
+    swizzle = 0 if mask.tensor == "bool" else PANEL_BYTES
+    columns = BLOCK_N if mask.tensor == "bool" and rows > 1 else PANEL_BYTES // MASK_BYTES[mask.tensor]
+    return TensorMap("attn_mask", rows, columns, swizzle)
+
+
 def key_rounds(problem: Problem, cluster: int) -> int:
     """Tiles of keys that each warpgroup of a cluster computes for the query tile that sees the most."""
     return -(-problem.seqlen_k // (BLOCK_N * WARPGROUPS * cluster))
@@ -169,10 +178,8 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
     if tail(head_dim):
         maps += [replace(wide, columns=TAIL, swizzle=TAIL * ELEMENT) for wide in maps]
     if box and box.tensor:
-        rows = BLOCK_M if box.per_query else 1
-        swizzle = 0 if box.tensor == "bool" else PANEL_BYTES
-        columns = BLOCK_N if box.tensor == "bool" and rows > 1 else PANEL_BYTES // MASK_BYTES[box.tensor]
-        maps.append(TensorMap("attn_mask", rows, columns, swizzle))
+        maps.append(mask_map(box))
+        rows = maps[-1].rows
     if problem.prologue or len(maps) > 3:
         arguments |= {"MASK_ROWS": rows, "PROLOGUE": prologue_type(problem.prologue)}
     if len(maps) > 3:
