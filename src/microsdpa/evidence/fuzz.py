@@ -24,7 +24,7 @@ from microsdpa.call.prologue import prologue_of
 from microsdpa.call.scales import key_block
 from microsdpa.call.tensors import is_aligned
 from microsdpa.call.visibility import combined
-from microsdpa.errors import UnsupportedProblem
+from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import compare, fuzz_varlen, results
 from microsdpa.evidence.fuzz_calls import DOORS, Call, Door, draw, simpler, tensors
 from microsdpa.evidence.fuzz_check import check, explained, quantized
@@ -71,7 +71,7 @@ def judge(calls: Iterable[Call | VarlenCall], device: str) -> list[Judged]:
             continue
         try:
             explanation = explained(call, device)
-        except UnsupportedProblem:  # check() has reported it
+        except MicrosdpaError:  # check() has reported it
             judged.append(Judged(outcome))
             continue
         kernel = explanation.spec.name if explanation.spec else ""
@@ -82,7 +82,7 @@ def judge(calls: Iterable[Call | VarlenCall], device: str) -> list[Judged]:
 def _judge_varlen(call: VarlenCall, outcome: Outcome, device: str) -> Judged:
     try:
         spec, problem = fuzz_varlen.chosen(call, device)
-    except UnsupportedProblem:  # check() has reported it
+    except MicrosdpaError:  # check() has reported it
         return Judged(outcome)
     signed = {"kernel": spec.name, "code_signature": code_signature(spec, problem.target), "target": problem.target}
     lengths = {"s_q": call.case().seqlen_q, "s_k": problem.seqlen_k}

@@ -337,6 +337,9 @@ def valid(call: Call) -> Call:
         call = replace(call, causal=causal)
     elif call.causal == "is_causal" and (call.mask != "none" or of_operator):
         call = replace(call, causal="upper_left")
+    before_first = call.causal == "lower_right" and call.seqlen_q > call.seqlen_k
+    if call.rotary and before_first and call.rotary_positions in ("counted", "first"):
+        call = replace(call, rotary_positions="apart")  # tables have no rows for negative positions
     if call.door in EIGHT_BIT_DOORS:
         call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "window", "softcap", "alibi")
         call = _as_default(call, "documents", "blocks", "sinks", "impl")
