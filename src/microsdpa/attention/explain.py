@@ -19,7 +19,7 @@ from microsdpa.execution.choice import problem_of
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
 from microsdpa.kernels import KernelSpec
-from microsdpa.kernels.problem import Causal, Operands
+from microsdpa.kernels.problem import Causal, Operands, Problem
 from microsdpa.kernels.quantize.spec import fused
 from microsdpa.kernels.select import select
 
@@ -41,6 +41,7 @@ class Explanation:
         faster: (kernel, what the call would have to be) of the same candidates: those come first because they are
             faster where they run.
         quantizer: the configuration of the kernel that quantizes the tensors before; None where none does.
+        prologue: where the norms and the rotary embedding of Q and K are made; empty where there are none.
         note: a call that would be faster, where measurements know of one; empty elsewhere.
     """
 
@@ -52,6 +53,7 @@ class Explanation:
     rejected: tuple[tuple[str, str], ...] = ()
     faster: tuple[tuple[str, str], ...] = ()
     quantizer: KernelSpec | None = None
+    prologue: str = ""
     note: str = ""
 
     def __str__(self) -> str:
@@ -59,6 +61,8 @@ class Explanation:
         lines = [f"runs       {self.runs}", f"because    {self.reason}"]
         if self.quantizer:
             lines.append(f"quantizes  {self.quantizer.expression}")
+        if self.prologue:
+            lines.append(f"prologue   {self.prologue}")
         if self.spec:
             lines.append(f"kernel     {self.spec.expression}")
         if self.signature:
@@ -125,6 +129,15 @@ def explain(
     return explanation(check(as_sequences(call) if has_cache(call) else call))
 
 
+def _place_of_prologue(problem: Problem, spec: KernelSpec) -> str:
+    """Which launch makes the norms and the rotary embedding of a problem."""
+    if problem.prologue is None:
+        return ""
+    first = spec.stages[0]
+    ahead = "in the launch of attention" if first.changed_rows is None else f"in a launch ahead, {first.expression}"
+    return f"{problem.prologue}, {ahead}"
+
+
 def explanation(checked: Checked) -> Explanation:
     """What runs for a checked call.
 
@@ -145,6 +158,7 @@ def explanation(checked: Checked) -> Explanation:
         "quantizer": fused(scheme, problem.dtype, problem.head_dim) if scheme else None,
         "rejected": selection.reasons,
         "faster": selection.wishes,
+        "prologue": _place_of_prologue(problem, spec),
         "note": QUANTIZES_LONGER if scheme and spec.name == "hopper/latency_8bit" else "",
     }
     if checked.emulated:
