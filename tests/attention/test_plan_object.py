@@ -199,7 +199,7 @@ def test_explain_takes_the_options_of_sdpa(options: dict[str, Any]) -> None:
     with pytest.raises(microsdpa.InvalidArgument, match="out: expected memory that no input uses"):
         microsdpa.explain(tensor, tensor, tensor, out=tensor, **options)
     names = [set(inspect.signature(door).parameters) for door in (microsdpa.sdpa, microsdpa.explain)]
-    assert names[0] == names[1]
+    assert names[0] - {"unknown"} == names[1]  # sdpa says of names that it does not have what it calls them
 
 
 def test_an_output_whose_rows_are_off_16_bytes_changes_what_explain_says() -> None:

@@ -182,8 +182,8 @@ def test_a_call_that_has_a_plan_is_one_foreign_call_and_one_allocation(monkeypat
     assert value is given["value"]
     assert result is out
     assert lse is False
-    assert rest[-7] is given["lengths"]
-    assert rest[-6] is given["page_table"]
+    assert rest[-3] is given["lengths"]
+    assert rest[-2] is given["page_table"]
 
 
 def test_no_gpu_is_batch_invariant_yet() -> None:

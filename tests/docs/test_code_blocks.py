@@ -53,9 +53,28 @@ def a_cache(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "offsets": torch.tensor([0, 3, 4], dtype=torch.int32),
         "table": torch.tensor([[0, 1], [2, 3]], dtype=torch.int32),
         "lengths": torch.tensor([5, 17], dtype=torch.int32),
+        "key_cache_8bit": key_cache.to(torch.float8_e4m3fn),
+        "value_cache_8bit": value_cache.to(torch.float8_e4m3fn),
+        "v_scale": torch.tensor([0.5]),
         "cos": torch.ones(64, 16).half(),
         "sin": torch.zeros(64, 16).half(),
         "microsdpa": microsdpa,
+    }
+
+
+def a_projection(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Four heads of queries and two of keys behind one projection, and tables of rotary embedding."""
+    query, key, value = tensors(1, 2, 8, 32)
+    x, q_weight, k_weight, cos, sin = (torch.randn(1, 8, 64), *torch.ones(2, 32), *torch.ones(2, 8, 16))
+    return {
+        **{"query": query, "key": key, "value": value, "q_weight": q_weight.half(), "k_weight": k_weight.half()},
+        **{
+            "cos": cos.half(),
+            "sin": sin.half(),
+            "x": x.half(),
+            "projection": torch.nn.Linear(64, 8 * 32).half().requires_grad_(False),
+        },
+        **{"B": 1, "S": 8, "H": 4, "H_kv": 2, "D": 32, "torch": torch, "microsdpa": microsdpa},
     }
 
 
@@ -94,6 +113,7 @@ def a_pipeline(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 SETUPS: dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]] = {
+    "docs/block.md": a_projection,
     "docs/diffusers.md": a_pipeline,
     "docs/emulator.md": small_inputs,
     "docs/serving.md": a_cache,

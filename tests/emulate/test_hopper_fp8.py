@@ -157,6 +157,6 @@ def test_two_terms_in_place(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_auto_takes_it_where_it_fills_the_chip() -> None:
-    few, many = problem_of(Case(1, 8, 512, 512, 64), 1), problem_of(Case(32, 8, 512, 512, 64), 1)
-    assert "32 tiles of 128 queries are too few" in dict(select(few, "auto").reasons)["hopper/throughput_8bit"]
+    few, many = problem_of(Case(1, 4, 512, 4096, 64), 1), problem_of(Case(32, 8, 512, 512, 64), 1)
+    assert "16 tiles of 128 queries are too few" in dict(select(few, "auto").reasons)["hopper/throughput_8bit"]
     assert select(many, "auto").spec.name == "hopper/throughput_8bit"

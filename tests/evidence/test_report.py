@@ -257,5 +257,5 @@ def test_columns_that_are_mostly_empty_come_last() -> None:
         ["b", "", "3", ""],
         ["c", "5", "4", ""],
     ]
-    assert dense_first(lines)[0] == ["case", "ours", "best peer", "rare"]
+    assert dense_first(lines)[0] == ["case", "ours", "best peer / ours", "rare"]
     assert dense_first(lines)[3] == ["c", "4", "", "5"]

@@ -46,7 +46,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ampere/varlen/scheduler.cuh", "while (at_ >= begin_ + extent.count()) {", WORK),
     ("ampere/varlen/scheduler.cuh", "unit / params_.heads_kv) * BLOCK_M;", PACKED),
     ("common/sequence.cuh", "index - number * params.page_size};", PACKED),
-    ("ampere/varlen/shared.cuh", "(2 * (owner + part) + (part == 0)) * FLOATS;", "CTAs of a launch that divides keys"),
+    ("ampere/varlen/shared.cuh", "return 2 * (owner + part) + (part == 0);", "CTAs of a launch that divides keys"),
     ("hopper/varlen/consumer.cuh", "", "what a row's place in its group of heads is taken from: at most the row"),
     ("hopper/varlen/consumer.cuh", "segment.owner * C::CONSUMERS + warpgroup", "counters of a launch: 1,024"),
     ("hopper/varlen/loader.cuh", "segments % SEGMENTS", PLACE),

@@ -13,7 +13,7 @@ from fake_cuda import integer, last, record, set_integer, tensor
 from stub_harness import PRIMARY, _clean, address_of, packed
 
 from microsdpa.call.call import Call, mask_tensors, scales_of
-from microsdpa.call.options import VARLEN_OPTIONS, Options
+from microsdpa.call.options import TURNED_BIT, VARLEN_OPTIONS, Options
 from microsdpa.call.sequences import Sequences
 from microsdpa.call.validate import check
 from microsdpa.emulate.abi import AppendParams, CacheParams, VarlenParams
@@ -268,6 +268,44 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
             assert got.query == before.rotated != 0
             *_, heads, head_dim = given.query
             assert tuple(got.query_strides)[1:] == (head_dim, heads * head_dim)
+
+
+TURNED = {
+    "E4M3, scales of heads": Given((3, 1, 8, 64), (3, 99, 2, 64), {}, cache=torch.float8_e4m3fn, scales=((2,), (3, 2))),
+    "INT8, scales of tokens, LSE": Given(
+        (3, 5, 8, 64), (3, 99, 2, 64), {}, cache=torch.int8, scales=((3, 99, 2), (3, 99, 2)), lse=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_operands_of_sdpa_are_read_as_those_of_sdpa_varlen(name: str) -> None:
+    given = TURNED[name]
+    register(given)
+    assert launcher.launch(*given.call()) is not None
+    expected, grid = latest(CacheParams), tuple(last().grid)
+
+    def turned(name: str) -> Any:
+        given_tensor = given.torch_tensors()[name]
+        view = given_tensor.transpose(1, 2) if given_tensor.dim() > 2 else given_tensor
+        shape, strides, bits = tuple(view.shape), view.stride(), 8 * view.element_size()
+        return tensor(shape, ADDRESSES[name], strides=strides, code=CODES.get(view.dtype, 2), bits=bits)
+
+    names = "query", "key", "value", "out", "key_scale", "value_scale"
+    arguments = given.call(**{name: turned(name) for name in names})
+    assert launcher.launch(*arguments) is None  # they are no tensors of sdpa_varlen
+    arguments[5] |= TURNED_BIT
+    lse = launcher.launch(*arguments)
+    assert lse is not None
+    if given.lse:
+        assert tuple(lse.shape) == (3, 8, 5)
+    compare(given, latest(CacheParams), expected, {"append"})
+    compare(given, latest(), expected.append.call, set())
+    assert tuple(last().grid) == grid
+    for name in names:
+        arguments = given.call(**{n: turned(n) for n in names} | {name: tensor((9, 64), ADDRESSES[name])})
+        arguments[5] |= TURNED_BIT
+        assert launcher.launch(*arguments) is None
 
 
 def compare(given: Given, got: ctypes.Structure, expected: ctypes.Structure, others: set[str]) -> None:

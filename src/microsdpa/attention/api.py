@@ -11,9 +11,8 @@ from torch.compiler import is_dynamo_compiling
 
 from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.blocks import BlockTable
-from microsdpa.call.cache import CACHE_TYPES
 from microsdpa.call.cached import as_sequences, has_cache
-from microsdpa.call.call import Call, Inputs, MaskTensors, Scales, mask_tensors, scales_of
+from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
 from microsdpa.call.masks import refuse_both
@@ -275,25 +274,28 @@ def sdpa(
         dropped = _with_dropout(call._replace(scales=scales_of(q_scale, k_scale, v_scale), out=out), return_lse)
         return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
-        if precision is None and isinstance(key, torch.Tensor) and key.dtype in CACHE_TYPES:
-            masks, scales = MaskTensors(attn_mask, alibi_slopes, sinks), Scales(q_scale, k_scale, v_scale)
-            options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)
-            call = Call((query, key, value), masks, scales, options, return_lse, out)
-            if has_cache(call):
-                return _beside_cache(call)
+        named = is_causal, causal, enable_gqa, impl, precision
+        tracing = is_dynamo_compiling()
+        if precision is None and q_scale is None and attn_mask is None and not tracing:
+            rest = scale, alibi_slopes, sinks, window, softcap, k_scale, v_scale
+            beside = forward.launch_beside_cache(query, key, value, named, rest, return_lse, out)
+            if beside is not None:
+                return beside if return_lse else beside[0]  # type: ignore[return-value]
         masked = attn_mask is not None or window is not None or softcap is not None
-        if not (masked or alibi_slopes is not None or sinks is not None or is_dynamo_compiling()):
-            named = is_causal, causal, enable_gqa, impl, precision
+        if not (masked or alibi_slopes is not None or sinks is not None or tracing):
             given = (q_scale, k_scale, v_scale) if precision is None else None
             found = forward.launch_eight_bit(query, key, value, named, scale, return_lse, out, given)
             if found is not None:
                 return found if return_lse else found[0]  # type: ignore[return-value]
-        if not is_dynamo_compiling():
-            transforms.refuse_eight_bit()
-            transforms.refuse_tangents(query, key, value)
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
-        found = forward.first_call(Call((query, key, value), masks, scales, options, return_lse, out))
+        call = Call((query, key, value), masks, scales, options, return_lse, out)
+        if has_cache(call):
+            return _beside_cache(call)
+        if not tracing:
+            transforms.refuse_eight_bit()
+            transforms.refuse_tangents(query, key, value)
+        found = forward.first_call(call)
         return found if return_lse else found[0]  # type: ignore[return-value]
     if is_dynamo_compiling():
         traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl, None, 0.0)

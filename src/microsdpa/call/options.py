@@ -8,12 +8,13 @@ from typing import NamedTuple
 from microsdpa.kernels import ALL_FAMILIES, VARLEN_FAMILIES
 from microsdpa.kernels.problem import OPERANDS, Causal, Operands
 
+LOWER_RIGHT = 2
 _ALIGNMENTS: dict[tuple[bool, str | None], int] = {
     (False, None): 0,
     (True, None): 1,
     (True, "upper_left"): 1,
     (False, "upper_left"): 1,
-    (False, "lower_right"): 2,
+    (False, "lower_right"): LOWER_RIGHT,
 }
 """Numbers of (is_causal, causal)."""
 _PRECISIONS: dict[str | None, int] = {precision: number for number, precision in enumerate((None, *OPERANDS))}
@@ -51,6 +52,8 @@ PROLOGUE_BIT = 1 << 25
 """Set where the call has norms or rotary embedding."""
 LAYER_NORM_BIT = 1 << 28
 UNROTATED_KEY_BIT = 1 << 27
+TURNED_BIT = 1 << 29
+"""Set, beside VARLEN_BIT, where tensors are [B, H, S, D] as those of sdpa, and scales of every token [B, H_kv, S_k]."""
 VARLEN_OPTIONS: dict[tuple[object, ...], int] = {
     (causal, interleaved, invariant, impl): OPTIONS[False, "lower_right" if causal else None, True, impl, None]
     | VARLEN_BIT

@@ -200,6 +200,7 @@ def _tma_probes() -> list[Probe]:
 PROBES = (
     Probe("ex2", "ex2", 1, 1, floats(-140.0, 128.0, 1), view="float32", ulp=2.0),
     Probe("rcp", "rcp", 1, 1, floats(-100.0, 100.0, 1), view="float32", ulp=1.0),
+    Probe("rsqrt", "rsqrt", 1, 1, floats(2.0**-60, 2.0**60, 1), view="float32", ulp=2.0),
     Probe("ex2_f16x2", "ex2_f16x2", 1, 1, half_pairs, view="float16", ulp=1.0),
     Probe("cvt_e4m3_from_f32", "e4m3_from_floats", 2, 1, floats(-600.0, 600.0, 2), target="sm_89"),
     Probe("cvt_e4m3_from_small_f32", "e4m3_from_floats", 2, 1, floats(-0.1, 0.1, 2), target="sm_89"),

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from microsdpa.call import tensors
+from microsdpa.call.cache import CACHE_TYPES, scale_tensor
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
 from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
-from microsdpa.call.options import OPTIONS, PLAIN, PLAIN_CODE, Options
+from microsdpa.call.options import LOWER_RIGHT, OPTIONS, PLAIN, PLAIN_CODE, TURNED_BIT, VARLEN_OPTIONS, Options
 from microsdpa.call.prologue import Prologue
 from microsdpa.call.scales import VALUE_DTYPES, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
@@ -150,6 +152,67 @@ def launch_eight_bit(
     if lse is None:
         return None
     return result, lse if return_lse else None
+
+
+def launch_beside_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: tuple[object, ...],
+    rest: tuple[Any, ...],
+    return_lse: bool,
+    out: torch.Tensor | None,
+) -> Result | None:
+    """Launch a call of sdpa with an 8-bit cache that has a plan, as sdpa_varlen does; None for any other.
+
+    `options` are those of launch_eight_bit(); `rest` scale, alibi_slopes, sinks, window, softcap, k_scale and v_scale.
+    """
+    scale, slopes, sinks, window, softcap, k_scale, v_scale = rest
+    try:
+        if key.dtype not in CACHE_TYPES or query.dtype not in tensors.DTYPES or forward_ad._current_level >= 0:
+            return None
+        causal = OPTIONS[options] & 3
+        aligned = causal or window is not None or slopes is not None
+        if aligned and causal != LOWER_RIGHT and query.shape[2] != key.shape[2]:
+            return None  # masks beside a cache are aligned to the lower right
+        if (options[2] is False and query.shape[1] != key.shape[1]) or (
+            _is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+            )
+        ):
+            return None
+        code = VARLEN_OPTIONS[causal != 0, False, False, options[3]] | TURNED_BIT
+        if not isinstance(k_scale, torch.Tensor):
+            k_scale = scale_tensor("k_scale", k_scale, key)
+        if not isinstance(v_scale, torch.Tensor):
+            v_scale = scale_tensor("v_scale", v_scale, key)
+        result = _empty_like(query) if out is None else out
+        left, right = (-1, -1) if window is None else window
+        lse = _launch(
+            query,
+            key,
+            value,
+            result,
+            return_lse,
+            code,
+            scale,
+            None,
+            slopes,
+            sinks,
+            left,
+            right,
+            softcap,
+            None,
+            k_scale,
+            v_scale,
+        )
+    except (*MISSES, IndexError):
+        return None
+    return None if lse is None else (result, lse if return_lse else None)
 
 
 def launch_prologued(call: Call, given: Prologue) -> Result | None:

@@ -65,12 +65,30 @@ struct CallKey {
 };
 static_assert(sizeof(CallKey) == 7 * 8 + KEYED_OPERANDS * 72, "CallKey must have no padding");
 
+// A tensor whose second and third dimensions are exchanged: [B, H, S, D], read as [B, S, H, D].
+struct Turned {
+  DLTensor tensor;
+  std::int64_t shape[4], strides[4];
+
+  // Null for a tensor of another rank than `rank`, which is 3 or 4.
+  const DLTensor* of(const DLTensor& given, int rank) {
+    if (given.ndim != rank || !given.strides) return nullptr;
+    tensor = given, tensor.shape = shape, tensor.strides = strides;
+    for (int i = 0; i < rank; ++i) {
+      const int from = i == 1 ? 2 : i == 2 ? 1 : i;
+      shape[i] = given.shape[from], strides[i] = given.strides[from];
+    }
+    return &tensor;
+  }
+};
+
 struct Call {
   const DLTensor* query;
   const DLTensor* keys_and_values[2];  // of calls with sequences of many lengths
   Addresses addresses{};
   CallKey key;
   CacheParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
+  Turned turned[DENSE_OPERANDS + 2];  // of calls with TURNED_BIT: operands, and scales of every token
 };
 
 inline std::uintptr_t address(const DLTensor& tensor) {
@@ -123,12 +141,33 @@ inline bool meets(std::uintptr_t a, const TensorKey& a_key, std::uintptr_t b, co
 
 inline bool parse_varlen(const Arguments& arguments, Call& call);
 
+// TURNED_BIT of call/options.py: operands of a call with sequences of many lengths are [B, H, S, D].
+constexpr std::int64_t TURNED_BIT = std::int64_t(1) << 29;
+
+// parse_varlen() for a call whose operands are [B, H, S, D], and scales of every token [B, H, S].
+inline bool parse_turned(Arguments arguments, Call& call) {
+  for (int i = 0; i < DENSE_OPERANDS; ++i) {
+    if (!arguments.tensors[i]) return false;
+    arguments.tensors[i] = call.turned[i].of(*arguments.tensors[i], 4);
+    if (!arguments.tensors[i]) return false;
+  }
+  for (int i = 0; i < 2; ++i) {
+    const DLTensor*& scale = arguments.tensors[KEY_SCALE + i];
+    if (!scale || scale->ndim != 3) continue;
+    scale = call.turned[DENSE_OPERANDS + i].of(*scale, 3);
+    if (!scale) return false;
+  }
+  return parse_varlen(arguments, call);
+}
+
 // False when no plan can exist for the call: Python's validation then finds the reason.
 inline bool parse(const Arguments& arguments, Call& call) {
   // A launch would not be in the graph: the caller is told that there is no plan, and calls an operator.
   if (torch_is_tracing()) return false;
-  call.key.options = arguments.options;
-  if (call.key.varlen()) return parse_varlen(arguments, call);
+  call.key.options = arguments.options & ~TURNED_BIT;
+  if (call.key.varlen()) {
+    return arguments.options & TURNED_BIT ? parse_turned(arguments, call) : parse_varlen(arguments, call);
+  }
   CallKey& k = call.key;
   call.query = arguments.tensors[QUERY];
   std::uint64_t bits = 0;

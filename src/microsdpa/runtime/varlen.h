@@ -2,10 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
 #include "arrivals.h"
 #include "framework.h"
 #include "plan.h"
+#include "scratch.h"
 
 namespace microsdpa {
 
@@ -351,10 +353,10 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const bool appends_ahead = plan.kernels.size() > 1;  // else the kernel of attention does
   const std::int64_t rotated_bytes = appends_ahead && call.varlen.rotary_cos ? call.varlen.queries * row * 2 : 0;
   const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
-  Optional<ffi::Tensor> workspace;
+  std::optional<Scratch> workspace;
   if (bytes) {
-    workspace = allocate(&bytes, 1, DLDataType{kDLUInt, 8, 1}, *call.query);
-    params.workspace = workspace.value().data_ptr();
+    workspace.emplace(bytes, *call.query);
+    params.workspace = reinterpret_cast<void*>(workspace->address());
   }
   params.lse = reinterpret_cast<float*>(lse.address);
   params.divides_keys = divides_keys;

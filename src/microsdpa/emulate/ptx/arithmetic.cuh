@@ -17,7 +17,12 @@ inline float ex2_approx(float x) {
 }
 
 inline float rcp_approx(float x) { return 1.0f / x; }
-inline float rsqrt_approx(float x) { return 1.0f / std::sqrt(x); }
+
+// Subnormal inputs are zeros of their sign.
+inline float rsqrt_approx(float x) {
+  constexpr float SMALLEST_NORMAL = 1.17549435e-38f;
+  return 1.0f / std::sqrt(std::fabs(x) < SMALLEST_NORMAL ? std::copysign(0.0f, x) : x);
+}
 
 inline uint32 ex2_approx_f16x2(uint32 x) {
   emulator::count_exp2(2);

@@ -23,6 +23,11 @@ __global__ void probe_rcp(const __grid_constant__ ProbeParams params) {
 }
 
 template <int IN, int OUT>
+__global__ void probe_rsqrt(const __grid_constant__ ProbeParams params) {
+  output_of<OUT>(params)[0] = __float_as_uint(rsqrt_approx(__uint_as_float(input_of<IN>(params)[0])));
+}
+
+template <int IN, int OUT>
 __global__ void probe_ex2_f16x2(const __grid_constant__ ProbeParams params) {
   output_of<OUT>(params)[0] = ex2_approx_f16x2(input_of<IN>(params)[0]);
 }

@@ -9,8 +9,10 @@ import torch
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.call.options import TURNED_BIT, VARLEN_OPTIONS
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.evidence import compare
+from microsdpa.execution import forward
 from varlen_space import Form, after_appending, appending, assert_right, call
 
 E4M3 = torch.float8_e4m3fn
@@ -202,3 +204,46 @@ def test_a_number_becomes_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [float(scale) for scale in scales[0][1:]] == [0.5, 2.0]
     assert scales[0][0] is None
     assert all(one is other for one, other in zip(scales[0], scales[1], strict=True))
+
+
+def test_a_call_of_sdpa_that_has_a_plan_is_one_foreign_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+
+    def launch(*given: Any) -> bool:
+        launches.append(given)
+        return True
+
+    monkeypatch.setattr(forward, "_launch", launch)
+    given = dense() | {"k_scale": torch.full((2, 2, 50), 0.5), "v_scale": 2.0}
+    out = microsdpa.sdpa(**given, causal="lower_right", window=(7, -1), softcap=3.0)
+    ((query, key, value, result, lse, code, scale, *rest),) = launches
+    assert query is given["query"]
+    assert key is given["key"]
+    assert value is given["value"]
+    assert result is out
+    assert (lse, code, scale) == (False, VARLEN_OPTIONS[True, False, False, "auto"] | TURNED_BIT, None)
+    assert rest[:7] == [None, None, None, 7, -1, 3.0, None]
+    assert rest[7] is given["k_scale"]
+    assert rest[8].item() == 2.0
+
+
+REFUSED_AHEAD: dict[str, dict[str, Any]] = {
+    "no GQA": {"enable_gqa": False},
+    "another alignment": {"is_causal": True},
+    "a window without an alignment": {"window": (3, 3)},
+    "an unknown impl": {"impl": "nonsense"},
+    "a gradient": {"query": torch.zeros(2, 8, 3, 64).half().requires_grad_()},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_AHEAD)
+def test_what_sdpa_refuses_is_not_launched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "_launch", lambda *given: pytest.fail("launched"))
+    given = dense() | {"k_scale": 0.5, "v_scale": 2.0} | REFUSED_AHEAD[name]
+    with pytest.raises((InvalidArgument, UnsupportedProblem)):
+        microsdpa.sdpa(**given)
+
+
+def test_a_query_of_two_dimensions_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="query"):
+        microsdpa.sdpa(**dense() | {"k_scale": 0.5, "v_scale": 2.0, "query": torch.zeros(8, 64).half()})
