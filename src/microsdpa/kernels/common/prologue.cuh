@@ -10,6 +10,7 @@
 #include "element.cuh"
 #include "mma_tile.cuh"
 #include "prologue_params.cuh"
+#include "softmax.cuh"
 
 namespace microsdpa {
 
