@@ -72,9 +72,9 @@ struct VarlenLaunch {
   std::int64_t block_m, ctas, workspace_bytes, cluster, box_rows, box_columns;
 };
 
-// Scratch memory in which the first kernel of a plan leaves Q and K with their norms and rotary embedding, and the others
-// read them: bytes from its start to each, -1 for one that stays as it is, and to its end, where that of the others
-// begins. It has no bytes in a plan without such a kernel.
+// Scratch memory in which the first kernel of a plan leaves Q and K with their norms and rotary embedding, and the
+// others read them: bytes from its start to each, -1 for one that stays as it is, and to its end, where that of the
+// others begins. It has no bytes in a plan without such a kernel.
 struct ChangedRows {
   std::int64_t query, key, bytes;
 

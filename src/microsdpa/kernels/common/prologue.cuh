@@ -209,7 +209,8 @@ class PrologueRow {
       if (!has(i)) continue;
       Vector<uint32, 2> words[2];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) words[e / 2].data[e % 2] = pack<T>(x[i][e / 2][e % 2 * 2], x[i][e / 2][e % 2 * 2 + 1]);
+      for (int e = 0; e < 4; ++e)
+        words[e / 2].data[e % 2] = pack<T>(x[i][e / 2][e % 2 * 2], x[i][e / 2][e % 2 * 2 + 1]);
       if constexpr (IN_ONE_PIECE) {
         const Vector<uint32, 4> eight{words[0].data[0], words[0].data[1], words[1].data[0], words[1].data[1]};
         *reinterpret_cast<Vector<uint32, 4>*>(at(column(i, 0))) = eight;
