@@ -5,7 +5,7 @@ Importing it initialises no CUDA and creates no file.
 
 from microsdpa import flash_attn, integrations
 from microsdpa.attention.api import sdpa
-from microsdpa.attention.explain import Explanation, explain
+from microsdpa.attention.explain import Explanation, explain, explain_varlen
 from microsdpa.attention.plan import Plan, plan
 from microsdpa.attention.quantize import Quantized, quantize
 from microsdpa.attention.varlen import sdpa_varlen
@@ -35,6 +35,7 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "explain_varlen",
     "flash_attn",
     "integrations",
     "plan",

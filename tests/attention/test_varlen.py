@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -192,3 +193,29 @@ def test_no_gpu_is_batch_invariant_yet() -> None:
     checked: Any = SimpleNamespace(call=call, kernel="ampere/varlen")
     with pytest.raises(UnsupportedProblem, match="batch_invariant=True: 20 runs"):
         execution.kernels_of(checked, *cast("tuple[Any, Any]", (None, None)))
+
+
+def test_explain_varlen_takes_the_arguments_of_sdpa_varlen() -> None:
+    doors = [inspect.signature(door).parameters for door in (microsdpa.sdpa_varlen, microsdpa.explain_varlen)]
+    assert list(doors[0].items()) == list(doors[1].items())
+
+
+@pytest.mark.parametrize("queries", [1, 20])
+def test_explain_varlen_names_the_kernels_of_a_call_and_their_reason(queries: int) -> None:
+    given = appending(Form(group=4, queries=queries), 0)
+    found = microsdpa.explain_varlen(**given, impl="emulate")
+    assert found.runs == "emulate:ampere/varlen"
+    assert found.spec is not None
+    assert found.spec.name == "ampere/varlen"
+    assert ("hopper/varlen", "sm_89 has no wgmma, which is sm_90a's") in found.rejected
+    assert (found.appender is None) == (queries == 1)  # few new keys are written by the kernel of attention
+    assert ("appends    " in str(found)) == (queries > 1)
+    assert microsdpa.explain_varlen(**given).runs == "torch"
+
+
+def test_explain_varlen_refuses_what_sdpa_varlen_refuses() -> None:
+    given = decode()
+    with pytest.raises(InvalidArgument, match="page_table"):
+        microsdpa.explain_varlen(**given | {"page_table": given["page_table"].long()})
+    with pytest.raises(InvalidArgument, match="causal: expected a bool"):
+        microsdpa.explain_varlen(**given, causal=1)

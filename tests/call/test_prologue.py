@@ -10,13 +10,23 @@ import torch.nn.functional as F
 
 import microsdpa
 from microsdpa import reference
+from microsdpa.call.options import (
+    INTERLEAVED_BIT,
+    LAYER_NORM_BIT,
+    OPTIONS,
+    PROLOGUE_BIT,
+    UNROTATED_KEY_BIT,
+)
 from microsdpa.call.prologue import Prologue
+from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.execution import forward
 from microsdpa.execution.prologue import composed
 
 D, S = 32, 12
 Q, K, V = (torch.randn(2, heads, S, D, dtype=torch.float16) for heads in (4, 2, 2))
 ANGLES = torch.outer(torch.arange(40.0), 10000 ** -torch.arange(0, 1, 1 / 8))
 ROTARY = ANGLES.cos(), ANGLES.sin()
+GQA_CODE = OPTIONS[False, None, True, "auto", None]
 WEIGHT, BIAS = torch.rand(D) + 0.5, torch.randn(D)
 
 
@@ -191,3 +201,44 @@ def test_packed_tensors_are_views(layout: str) -> None:
         assert isinstance(expected, torch.Tensor)
         assert found.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         assert (flat.view(2, S, heads, D).transpose(1, 2) - expected).abs().max() < 4e-3
+
+
+def test_a_call_that_has_a_plan_is_one_foreign_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(forward, "_launch", lambda *given: launches.append(given) or True)
+    weight, positions, code = torch.ones(D), torch.arange(S), GQA_CODE | PROLOGUE_BIT
+    given: dict[str, Any] = {"rotary": ROTARY, "q_norm": weight, "k_norm": weight, "norm_eps": 0.25}
+    out = attend(**given)
+    attend(rotary=ROTARY, rotary_positions=(positions, None), rotary_interleaved=True)
+    attend(q_norm=(weight, None), window=(3, 4), scale=0.5)
+    plain, one, layer = launches
+    assert plain[3] is out
+    assert plain[5:] == (code, None, *ROTARY, None, None, weight, None, weight, None, 0, 0, 0.25)
+    assert one[5:] == (code | INTERLEAVED_BIT | UNROTATED_KEY_BIT, None, *ROTARY, positions, *[None] * 5, 0, 0, 1e-6)
+    norms = *[None] * 4, weight, None, None, None
+    masks = None, None, None, 3, 4, None
+    assert layer[5:] == (code | LAYER_NORM_BIT, 0.5, *norms, 0, 0, 1e-6, *masks)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rotary": torch.stack(ROTARY)},
+        {"rotary": ROTARY, "rotary_interleaved": 1},
+        {"rotary": ROTARY, "impl": "nonsense"},
+        {"rotary": ROTARY, "is_causal": True, "attn_mask": torch.ones(S, S, dtype=torch.bool)},
+    ],
+)
+def test_what_is_refused_is_not_launched(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "_launch", lambda *given: pytest.fail("launched"))
+    with pytest.raises((InvalidArgument, UnsupportedProblem)):
+        attend(**given)
+
+
+def test_a_gradient_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(forward, "_launch", lambda *given: codes.append(given[5]))
+    weight = torch.ones(D).requires_grad_()
+    attend(q_norm=weight).sum().backward()
+    assert weight.grad is not None
+    assert not any(code & PROLOGUE_BIT for code in codes)  # torch's norm, and then attention

@@ -7,6 +7,8 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,3 +216,31 @@ def test_another_flash_attn_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_is_installed_unless_asked() -> None:
     code = "import microsdpa, sys; assert 'flash_attn' not in sys.modules and 'flash_attn_interface' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_distributions_are_listed_where_asked() -> None:
+    flash_attn.install()
+    assert "flash-attn" not in metadata.packages_distributions().get("flash_attn", [])
+    flash_attn.install(distributions=True)
+    try:
+        assert metadata.version("flash_attn") == flash_attn.__version__
+        assert metadata.version("flash-attn-3") == "3.0.0"
+        found = metadata.packages_distributions()
+        assert (found["flash_attn"], found["flash_attn_interface"]) == (["flash-attn"], ["flash-attn-3"])
+        with pytest.raises(FileNotFoundError):
+            metadata.distribution("flash-attn").locate_file("flash_attn.py")
+    finally:
+        flash_attn.uninstall()
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("flash-attn")
+
+
+def test_another_distribution_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn-1.0.dist-info").mkdir()
+    (tmp_path / "flash_attn-1.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flash-attn\nVersion: 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match=r"flash-attn is there already, in version 1\.0"):
+        flash_attn.install(distributions=True)
+    assert "flash_attn" not in sys.modules

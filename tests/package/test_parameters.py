@@ -14,6 +14,7 @@ SIGNATURES = {
     # What users call: the arguments of sdpa.
     ("attention/api.py", "sdpa"),
     ("attention/explain.py", "explain"),
+    ("attention/explain.py", "explain_varlen"),
     ("attention/plan.py", "plan"),
     ("attention/varlen.py", "sdpa_varlen"),
     ("attention/plan.py", "make_masked_plan.prepared"),

@@ -250,13 +250,20 @@ def sdpa(
         raise unknown_argument("sdpa", unknown, sdpa)
     if not (rotary is q_norm is k_norm is rotary_positions is None):
         prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
+        assert prologue is not None
+        others = (precision, q_scale, k_scale, v_scale, document_ids, block_mask)
+        if all(other is None for other in others) and dropout_p == 0.0 and not is_dynamo_compiling():
+            of_masks = scale, attn_mask, alibi_slopes, sinks, window, softcap
+            fixed = is_causal, causal, enable_gqa, impl, None
+            launched = forward.launch_prologued((query, key, value), fixed, prologue, of_masks, return_lse, out)
+            if launched is not None:
+                return launched if return_lse else launched[0]  # type: ignore[return-value]
         if document_ids is not None or block_mask is not None:
             is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
             attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         call = Call((query, key, value), masks, scales, options, return_lse, out, prologue=prologue)
-        assert prologue is not None
         changed = _with_prologue(call, prologue)
         return changed if return_lse else changed[0]  # type: ignore[return-value]
     is_known = False
@@ -389,11 +396,8 @@ def _with_prologue(call: Call, prologue: Prologue) -> forward.Result:
     tracing = is_dynamo_compiling() or autograd.is_traced(inputs)
     graded = _is_grad_enabled() and any([t.requires_grad for t in tensors])
     if not (tracing or graded or options.dropout_p):
-        found = forward.launch_prologued(call, prologue)
-        if found is None:
-            transforms.refuse_tangents(*tensors)
-            found = forward.first_call(call)
-        return found
+        transforms.refuse_tangents(*tensors)
+        return forward.first_call(call)
     check_prologue(prologue, inputs[0], inputs[1], call.shift)
     if is_dynamo_compiling() and not graded and not options.dropout_p:
         return _traced(call, prologue)

@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from microsdpa.attention.varlen import check_flags
 from microsdpa.call.blocks import BlockTable
+from microsdpa.call.cache import scale_tensor
 from microsdpa.call.cached import as_sequences, has_cache
 from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.options import Options
 from microsdpa.call.prologue import NormOf, Positions, Rotary, prologue_of
+from microsdpa.call.sequences import Sequences
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.call.visibility import combined, with_causal
+from microsdpa.execution import varlen
 from microsdpa.execution.choice import problem_of
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
@@ -42,6 +46,8 @@ class Explanation:
             faster where they run.
         quantizer: the configuration of the kernel that quantizes the tensors before; None where none does.
         prologue: where the norms and the rotary embedding of Q and K are made; empty where there are none.
+        appender: the configuration of the kernel that writes new keys to a cache before; None where that of attention
+            does, and where there are none.
         note: a call that would be faster, where measurements know of one; empty elsewhere.
     """
 
@@ -54,6 +60,7 @@ class Explanation:
     faster: tuple[tuple[str, str], ...] = ()
     quantizer: KernelSpec | None = None
     prologue: str = ""
+    appender: KernelSpec | None = None
     note: str = ""
 
     def __str__(self) -> str:
@@ -63,6 +70,8 @@ class Explanation:
             lines.append(f"quantizes  {self.quantizer.expression}")
         if self.prologue:
             lines.append(f"prologue   {self.prologue}")
+        if self.appender:
+            lines.append(f"appends    {self.appender.expression}")
         if self.spec:
             lines.append(f"kernel     {self.spec.expression}")
         if self.signature:
@@ -138,6 +147,52 @@ def _place_of_prologue(problem: Problem, spec: KernelSpec) -> str:
     return f"{problem.prologue}, {ahead}"
 
 
+def explain_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    query_offsets: torch.Tensor | None = None,
+    key_offsets: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    max_queries: int | None = None,
+    new_key: torch.Tensor | None = None,
+    new_value: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    rotary_interleaved: bool = False,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+) -> Explanation:
+    """What sdpa_varlen would run for these arguments, without running or compiling it.
+
+    Arguments and errors are those of sdpa_varlen. The values of offsets, lengths and pages are not read: they decide
+    about no kernel.
+    """
+    check_flags(causal, rotary_interleaved, batch_invariant)
+    sequences = Sequences(
+        *(query_offsets, key_offsets, lengths, page_table, max_queries),
+        *(new_key, new_value, rotary_cos, rotary_sin),
+        rotary_interleaved=rotary_interleaved,
+        batch_invariant=batch_invariant,
+    )
+    options = Options(False, "lower_right" if causal else None, scale, True, window, softcap, impl)
+    scales = scales_of(None, scale_tensor("k_scale", k_scale, key), scale_tensor("v_scale", v_scale, value))
+    masks = mask_tensors(None, alibi_slopes, sinks)
+    return explanation(check(Call((query, key, value), masks, scales, options, return_lse, out, sequences)))
+
+
 def explanation(checked: Checked) -> Explanation:
     """What runs for a checked call.
 
@@ -153,9 +208,13 @@ def explanation(checked: Checked) -> Explanation:
     problem = problem_of(checked)
     selection = select(problem, checked.kernel)
     spec, scheme = selection.spec, checked.scheme
+    ahead: tuple[KernelSpec, ...] = ()
+    if problem.varlen is not None:
+        *ahead, spec = varlen.kernels_of(checked, problem, spec)  # type: ignore[assignment]
     details: dict[str, Any] = {
         "spec": spec,
         "quantizer": fused(scheme, problem.dtype, problem.head_dim) if scheme else None,
+        "appender": next(iter(ahead), None),
         "rejected": selection.reasons,
         "faster": selection.wishes,
         "prologue": _place_of_prologue(problem, spec),

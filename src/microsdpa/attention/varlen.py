@@ -191,16 +191,7 @@ def sdpa_varlen(
             del result  # a large output is not to be there twice
     except MISSES:
         pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
-    if not isinstance(causal, bool):
-        raise InvalidArgument("causal", expected="a bool", got=repr(causal), hint="True aligns to the lower right")
-    if not isinstance(rotary_interleaved, bool):
-        raise InvalidArgument(
-            "rotary_interleaved", expected="a bool", got=repr(rotary_interleaved), hint="True for neighbouring pairs"
-        )
-    if not isinstance(batch_invariant, bool):
-        raise InvalidArgument(
-            "batch_invariant", expected="a bool", got=repr(batch_invariant), hint="True for bits that never change"
-        )
+    check_flags(causal, rotary_interleaved, batch_invariant)
     masks = mask_tensors(None, alibi_slopes, sinks)
     options = Options(False, "lower_right" if causal else None, scale, True, window, softcap, impl)
     sequences = Sequences(
@@ -216,6 +207,22 @@ def sdpa_varlen(
     check_grad({name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)})
     attended = forward.first_call(call)
     return attended if return_lse else attended[0]  # type: ignore[return-value]
+
+
+def check_flags(causal: object, rotary_interleaved: object, batch_invariant: object) -> None:
+    """Refuse flags that are no booleans.
+
+    Raises:
+        InvalidArgument: one is not.
+    """
+    hints = {
+        "causal": (causal, "True aligns to the lower right"),
+        "rotary_interleaved": (rotary_interleaved, "True for neighbouring pairs"),
+        "batch_invariant": (batch_invariant, "True for bits that never change"),
+    }
+    for name, (flag, hint) in hints.items():
+        if not isinstance(flag, bool):
+            raise InvalidArgument(name, expected="a bool", got=repr(flag), hint=hint)
 
 
 def _traced_scale(scale: torch.Tensor | float | None, key: torch.Tensor) -> torch.Tensor | None:

@@ -67,12 +67,15 @@ class Prologue(NamedTuple):
     @property
     def code(self) -> int:
         """Its part of the number of a call's options."""
-        code = PROLOGUE_BIT
-        if self.interleaved:
-            code |= INTERLEAVED_BIT
-        if self.is_layer_norm:
+        code = PROLOGUE_BIT | INTERLEAVED_BIT if self.interleaved else PROLOGUE_BIT
+        if isinstance(self.q_norm, (tuple, list)) or isinstance(self.k_norm, (tuple, list)):
             code |= LAYER_NORM_BIT
-        return code if self.rotates_key else code | UNROTATED_KEY_BIT
+        return code if self.positions is None or self.rotates_key else code | UNROTATED_KEY_BIT
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a tuple and a bool are what they are to be, which a launch cannot see."""
+        return (self.rotary is None or isinstance(self.rotary, (tuple, list))) and isinstance(self.interleaved, bool)
 
     def firsts(self, shift: int) -> tuple[int, int]:
         """Positions of the first query and key where they are counted; `shift` is S_k - S_q where masks align so."""
@@ -85,8 +88,11 @@ class Prologue(NamedTuple):
     def arguments(self, shift: int) -> tuple[Any, ...]:
         """What the launcher takes: cos, sin, positions of Q and K, weights and biases of the norms, numbers."""
         cos, sin = (None, None) if self.rotary is None else self.rotary
+        weights = self.norms if self.is_layer_norm else (self.q_norm, None, self.k_norm, None)
+        if self.positions is None:
+            return cos, sin, None, None, *weights, shift, 0, self.eps
         in_memory = (one if isinstance(one, torch.Tensor) else None for one in self.pair)
-        return cos, sin, *in_memory, *self.norms, *self.firsts(shift), self.eps
+        return cos, sin, *in_memory, *weights, *self.firsts(shift), self.eps
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

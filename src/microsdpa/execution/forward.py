@@ -22,6 +22,7 @@ from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.execution import dropout, prologue, quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
 from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.params import PrologueParams
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import chosen, select
 from microsdpa.runtime import launcher
@@ -215,21 +216,38 @@ def launch_beside_cache(
     return None if lse is None else (result, lse if return_lse else None)
 
 
-def launch_prologued(call: Call, given: Prologue) -> Result | None:
-    """Launch a call with norms or rotary embedding that has a plan; None for one that has none."""
-    query, key, value = call.inputs
-    options, masks, return_lse = call.options, call.masks, call.return_lse
+def launch_prologued(
+    inputs: Inputs,
+    options: tuple[object, ...],
+    given: Prologue,
+    rest: tuple[Any, ...],
+    return_lse: bool,
+    out: torch.Tensor | None,
+) -> Result | None:
+    """Launch a call with norms or rotary embedding that has a plan; None for one that has none.
+
+    `options` are those of launch_eight_bit(); `rest` scale, attn_mask, alibi_slopes, sinks, window and softcap.
+    """
+    query, key, value = inputs
+    scale, mask, slopes, sinks, window, softcap = rest
     try:
-        if forward_ad._current_level >= 0 or (options.is_causal and masks.attn_mask is not None):
+        code = OPTIONS[options] | given.code
+        if forward_ad._current_level >= 0 or (mask is not None and options[0]) or not given.is_plain:
             return None
-        result = _empty_like(query) if call.out is None else call.out
-        arguments = given.arguments(call.shift)
-        if masks is NO_TENSORS and options.window is None and options.softcap is None:
-            lse = _launch(query, key, value, result, return_lse, call.code, options.scale, *arguments)
+        shift = key.shape[2] - query.shape[2] if code & 3 == LOWER_RIGHT else 0
+        arguments = given.arguments(shift)
+        if _is_grad_enabled():
+            for tensor in (query, key, value, mask, slopes, sinks, out, *arguments[: len(PrologueParams.TENSORS)]):
+                if tensor is not None and tensor.requires_grad:
+                    return None
+        result = _empty_like(query) if out is None else out
+        if mask is slopes is sinks is window is softcap is None:
+            lse = _launch(query, key, value, result, return_lse, code, scale, *arguments)
         else:
-            rest = *arguments, *masks, *(options.window or (-1, -1)), options.softcap
-            lse = _launch(query, key, value, result, return_lse, call.code, options.scale, *rest)
-    except MISSES:
+            left, right = (-1, -1) if window is None else window
+            masks = mask, slopes, sinks, left, right, softcap
+            lse = _launch(query, key, value, result, return_lse, code, scale, *arguments, *masks)
+    except (*MISSES, IndexError):
         return None
     return None if lse is None else (result, lse if return_lse else None)
 
