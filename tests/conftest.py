@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -14,6 +15,13 @@ from tiers import is_quick
 # One cache for the whole run, its workers and subprocesses, and never the user's.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["MICROSDPA_CACHE_DIR"] = tempfile.mkdtemp(prefix="microsdpa-tests-")
+
+
+def pytest_unconfigure() -> None:
+    """Removes the cache, once all workers have ended."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(os.environ["MICROSDPA_CACHE_DIR"], ignore_errors=True)
+
 
 # Workers that each use every core spend their time waiting for one another.
 torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))

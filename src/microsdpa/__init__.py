@@ -12,7 +12,7 @@ from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.blocks import BlockTable
 from microsdpa.call.documents import document_ranges
 from microsdpa.errors import CompileError, InvalidArgument, MicrosdpaError, UnknownArgument, UnsupportedProblem
-from microsdpa.integrations import block_ops, torch_ops, varlen_ops
+from microsdpa.integrations import block_ops, eight_bit_ops, torch_ops, varlen_ops
 from microsdpa.integrations.dropin import disable, enable, enabled
 from microsdpa.integrations.flash_backend import register
 
@@ -32,6 +32,7 @@ __all__ = [
     "block_ops",
     "disable",
     "document_ranges",
+    "eight_bit_ops",
     "enable",
     "enabled",
     "explain",

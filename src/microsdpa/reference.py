@@ -102,11 +102,21 @@ class Sequence:
         tensors: query [1, H, S_q, D], key and value [1, H_kv, S_k, D]; keys are gathered from their pages.
         first: its first query, of packed ones; None where query is [B, S_q, H, D].
         index: its place in the batch.
+        lacking: keys on pages that the cache does not have, [S_k], which are zeros here; None where there are none.
     """
 
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     index: int
     first: int | None
+    lacking: torch.Tensor | None = None
+
+    def undefined(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """Queries that see a key which the cache lacks, [S_q]: their outputs are NaN. bias is of lower_right_bias."""
+        query, key, _ = self.tensors
+        if self.lacking is None:
+            return torch.zeros(query.shape[2], dtype=torch.bool, device=query.device)
+        seen = self.lacking.expand(query.shape[2], key.shape[2])
+        return (seen if bias is None else seen & (bias[0] != -torch.inf)).any(-1)
 
     def rows(self, out: torch.Tensor) -> torch.Tensor:
         """The part of an output, [S_q, H, D]."""
@@ -134,20 +144,25 @@ def sequences(
             cached[name] = scale
     batch = query.shape[0] if offsets is None else offsets.shape[0] - 1
     for b in range(batch):
-        first, end = (0, query.shape[1]) if offsets is None else (int(offsets[b]), int(offsets[b + 1]))
+        first, end = (0, query.shape[1]) if offsets is None else _range(offsets, b, query.shape[0])
         own_query = query[b] if offsets is None else query[first:end]
+        first_key, lacking = 0, None
         if table is not None:
             most = table.shape[1] * key.shape[1]
         elif key_offsets is not None:
-            most = int(key_offsets[b + 1]) - int(key_offsets[b])
+            first_key, end_key = _range(key_offsets, b, key.shape[0])
+            most = end_key - first_key
         else:
             most = key.shape[1]
         count = most if lengths is None else max(0, min(most, int(lengths[b])))
         if table is not None:
-            pages = table[b, : -(-count // max(1, key.shape[1]))].long().clamp(min=0)
-            gathered = {name: tensor[pages].flatten(0, 1)[:count] for name, tensor in cached.items()}
+            pages = table[b, : -(-count // max(1, key.shape[1]))].long()
+            exists = (pages >= 0) & (pages < key.shape[0])
+            if not exists.all():
+                lacking = ~exists.repeat_interleave(key.shape[1])[:count]
+            gathered = {name: _on_pages(tensor, pages, exists).flatten(0, 1)[:count] for name, tensor in cached.items()}
         elif key_offsets is not None:
-            gathered = {name: tensor[int(key_offsets[b]) :][:count] for name, tensor in cached.items()}
+            gathered = {name: tensor[first_key:][:count] for name, tensor in cached.items()}
         else:
             gathered = {name: tensor[b, :count] for name, tensor in cached.items()}
         own = [_numbers(gathered, name, scale, b) for name, scale in (("key", k_scale), ("value", v_scale))]
@@ -155,7 +170,23 @@ def sequences(
             tuple(tensor.transpose(0, 1)[None] for tensor in (own_query, *own)),  # type: ignore[arg-type]
             b,
             None if offsets is None else first,
+            lacking,
         )
+
+
+def _range(offsets: torch.Tensor, b: int, most: int) -> tuple[int, int]:
+    """The first row of sequence b and one past the last, within the rows that there are, as kernels take them."""
+    first = min(max(int(offsets[b]), 0), most)
+    return first, max(min(int(offsets[b + 1]), most), first)
+
+
+def _on_pages(tensor: torch.Tensor, pages: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+    """These pages of a cache; zeros for those that it does not have."""
+    if exists.all():
+        return tensor[pages]
+    found = torch.zeros(len(pages), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    found[exists] = tensor[pages[exists]]
+    return found
 
 
 def _numbers(gathered: dict[str, torch.Tensor], name: str, scale: torch.Tensor | None, b: int) -> torch.Tensor:
@@ -232,8 +263,9 @@ def varlen(
             softcap=masks.get("softcap"),
             sinks=sinks,
         )
-        one.rows(out).copy_(got[0].transpose(0, 1))
-        one.lse_rows(lse).copy_(got_lse[0])
+        undefined = one.undefined(bias)
+        one.rows(out).copy_(got[0].transpose(0, 1).masked_fill(undefined[:, None, None], torch.nan))
+        one.lse_rows(lse).copy_(got_lse[0].masked_fill(undefined, torch.nan))
     return out, lse
 
 

@@ -199,6 +199,30 @@ def compile_(
     _finish([step], as_json)
 
 
+@_command(app, "pack", "Make the wheel of compiled kernels.", "microsdpa pack sm_90a --output dist")
+def pack_(
+    targets: Annotated[list[str] | None, typer.Argument(help="Targets; else sm_80, sm_89 and sm_90a.")] = None,
+    output: Annotated[Path, typer.Option(help="Directory to write the wheel to.")] = Path("dist"),
+    as_json: Json = False,
+) -> None:
+    """Compile common configurations and write the wheel microsdpa-kernels: with it, first calls compile nothing.
+
+    No GPU is needed. It takes minutes on two cores.
+    """
+    from microsdpa.evidence import pack
+    from microsdpa.kernels.problem import capability_of
+
+    wanted = targets or list(pack.TARGETS)
+    for target in wanted:
+        try:
+            capability_of(target)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    with _writable("output", output), progress() as bars:
+        step = pack.step(wanted, output, bars)
+    _finish([step], as_json)
+
+
 @_command(app, "verify", "Check every case against the FP64 oracle.", "microsdpa verify --impl hopper/latency")
 def verify(
     impl: Impl = "auto",
@@ -599,9 +623,11 @@ def resign_(
     evidence, "mutate", "Does the emulator see a missing fence or wait?", "microsdpa evidence mutate hopper/latency"
 )
 def mutate_(
-    kernel: Annotated[str, typer.Argument(help="A production kernel, such as hopper/latency or ampere/mma.")],
+    kernel: Annotated[str, typer.Argument(help="A production kernel, such as ampere/mma; else all of them.")] = "",
     jobs: Annotated[int, typer.Option(min=0, help="Processes at a time; 0 for one on each core.")] = 0,
-    sample: Annotated[int | None, typer.Option(min=1, help="So many mutations, evenly chosen; else all.")] = None,
+    sample: Annotated[int | None, typer.Option(min=1, help="So many of each kernel, evenly chosen; else all.")] = None,
+    only: Annotated[str, typer.Option(help="Mutations of one place: hopper/split/consumer.cuh:121, or a file.")] = "",
+    log: Annotated[Path | None, typer.Option(help="Keep what is found, a line each; go on where it ends.")] = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
@@ -609,7 +635,7 @@ def mutate_(
     from microsdpa.evidence import mutate
 
     with progress() as bars:
-        step = mutate.step(kernel, jobs, sample, bars, output, command_line())
+        step = mutate.step(kernel, jobs, sample, bars, output, command_line(), only, log)
     _finish([step], as_json)
 
 

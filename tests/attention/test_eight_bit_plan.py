@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -67,3 +70,83 @@ def test_explain_notes_where_quantizing_takes_longer_than_attention() -> None:
     assert "quantizing takes longer" in found.note
     assert found.note in str(found)
     assert not microsdpa.explain(*make(CASE), precision="fp8", impl="emulate").note
+
+
+IMPL = "emulate:hopper/latency_8bit"
+
+
+def values(seed: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Quantized values of a case, and their scales."""
+    made = [microsdpa.quantize(x, "e4m3", "head") for x in make(replace(CASE, seed=seed))]
+    return [x.values for x in made], {f"{name}_scale": x.scale for name, x in zip("qkv", made, strict=True)}
+
+
+def test_a_plan_for_quantized_values_keeps_its_scales_or_takes_others() -> None:
+    (given, scales), (others, of_others) = values(0), values(1)
+    mask = torch.rand(CASE.seqlen_q, CASE.seqlen_k, generator=torch.Generator().manual_seed(5)) < 0.7
+    options: dict[str, Any] = {"impl": IMPL, "enable_gqa": True, "return_lse": True}
+    plain = microsdpa.plan(*given, **scales, **options)
+    masked = microsdpa.plan(*given, **scales, **options, attn_mask=mask, softcap=9.0)
+    for plan, masks in ((plain, {}), (masked, {"attn_mask": mask})):
+        rest = options | ({"softcap": 9.0} if masks else {})
+        for tensors, of_tensors, named in ((given, scales, {}), (others, scales, {}), (others, of_others, of_others)):
+            found = plan(*tensors, **masks, **named)
+            expected = microsdpa.sdpa(*tensors, **of_tensors, **masks, **rest)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert plan.explanation.runs == IMPL
+    with pytest.raises(InvalidArgument, match=r"v_scale: expected a torch.Tensor, got NoneType"):
+        plain(*given, q_scale=scales["q_scale"], k_scale=scales["k_scale"])
+    with pytest.raises(InvalidArgument, match=r"q_scale: expected shape .*, as the plan has"):
+        plain(*given, **(scales | {"q_scale": torch.ones(())}))
+
+
+def test_the_output_of_a_plan_has_the_type_that_it_was_made_for() -> None:
+    given, scales = values(0)
+    out = torch.empty_like(given[0], dtype=torch.bfloat16)
+    options: dict[str, Any] = {"impl": IMPL, "enable_gqa": True}
+    plan = microsdpa.plan(*given, **scales, **options, out=out)
+    expected = microsdpa.sdpa(*given, **scales, **options, out=out.clone())
+    assert torch.equal(plan(*given), expected)  # type: ignore[arg-type]
+    assert plan(*given, out=out) is out
+
+
+def compiled(call: Any, *given: Any) -> tuple[Any, list[str]]:
+    """What a compiled call gives, and the functions of its graph."""
+    names: list[str] = []
+
+    def look(graph: Any, _: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    return torch.compile(call, backend=look, fullgraph=True)(*given), [n for n in names if "getitem" not in n]
+
+
+@pytest.mark.parametrize("out", [None, torch.bfloat16])
+def test_compiled_quantized_values_are_one_operator(out: torch.dtype | None) -> None:
+    given, scales = values(0)
+    scales["v_scale"] = 0.5
+    mask = torch.ones(CASE.seqlen_k, dtype=torch.bool)
+
+    def call(*tensors: torch.Tensor) -> Any:
+        result = None if out is None else torch.empty_like(tensors[0], dtype=out)
+        options: dict[str, Any] = {"impl": IMPL, "enable_gqa": True, "return_lse": True, "out": result}
+        return microsdpa.sdpa(*tensors, **scales, **options, attn_mask=mask)
+
+    found, names = compiled(call, *given)
+    assert all(torch.equal(a, b) for a, b in zip(found, call(*given), strict=True))
+    assert "microsdpa.attention_eight_bit" in names
+
+
+def test_a_compiled_precision_is_one_operator_without_a_gradient() -> None:
+    tensors = make(CASE)
+
+    def call(*given: torch.Tensor) -> Any:
+        options: dict[str, Any] = {"impl": IMPL, "enable_gqa": True, "is_causal": True, "window": (5, -1)}
+        return microsdpa.sdpa(*given, precision="int8_fp8", **options)
+
+    found, names = compiled(call, *tensors)
+    assert torch.equal(found, call(*tensors))
+    assert names == ["microsdpa.attention_eight_bit"]
+    with pytest.raises(Exception, match="Observed exception") as caught:
+        compiled(call, tensors[0].requires_grad_(), *tensors[1:])
+    assert "UnsupportedProblem" in str(caught.value)

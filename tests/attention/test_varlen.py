@@ -64,6 +64,68 @@ def test_no_packed_queries_give_an_empty_output() -> None:
     assert (out.shape, lse.shape) == ((0, 4, 64), (4, 0))
 
 
+def paged_cache(generator: torch.Generator, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Two sequences of one query each on a cache of 9 pages of 16 keys; 8-bit caches have scales."""
+    key, value = (torch.randn(9, 16, 2, 64, generator=generator).to(dtype) for _ in range(2))
+    query = torch.randn(2, 1, 4, 64, generator=generator).to(torch.bfloat16)
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if dtype.itemsize == 1 else {}
+    return {"query": query, "key": key, "value": value, "causal": True, **scales}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("wrong", [-1, 9, 2**31 - 1])
+def test_a_page_that_the_cache_lacks_gives_nan_and_is_not_read(wrong: int, dtype: torch.dtype) -> None:
+    given = paged_cache(torch.Generator().manual_seed(0), dtype)
+    lengths = torch.tensor([40, 40], dtype=torch.int32)
+    tables = [torch.tensor([first, [4, 5, 6]], dtype=torch.int32) for first in ([1, wrong, 3], [1, 2, 3])]
+    outs, lses = zip(
+        *(microsdpa.sdpa_varlen(**given, page_table=t, lengths=lengths, return_lse=True) for t in tables), strict=True
+    )
+    assert outs[0][0].isnan().all()
+    assert lses[0][0].isnan().all()
+    assert torch.equal(outs[0][1], outs[1][1])
+    assert torch.equal(lses[0][1], lses[1][1])
+
+
+def test_a_page_before_a_window_may_be_anything() -> None:
+    given = paged_cache(torch.Generator().manual_seed(1)) | {"window": (10, -1)}
+    lengths = torch.tensor([48, 48], dtype=torch.int32)
+    found = [
+        microsdpa.sdpa_varlen(**given, page_table=torch.tensor([[p, p, 3], [4, 5, 6]]).int(), lengths=lengths)
+        for p in (-1, 2)
+    ]
+    assert found[1].isfinite().all()
+    assert torch.equal(*found)
+
+
+def test_new_keys_on_a_page_that_the_cache_lacks_are_not_written() -> None:
+    generator = torch.Generator().manual_seed(2)
+    given = paged_cache(generator)
+    new = {name: torch.randn(2, 1, 2, 64, generator=generator).to(torch.bfloat16) for name in ("new_key", "new_value")}
+    table, lengths = torch.tensor([[1, -1], [4, 5]]).int(), torch.tensor([16, 3], dtype=torch.int32)
+    before = given["key"].clone()
+    out = microsdpa.sdpa_varlen(**given, **new, page_table=table, lengths=lengths)
+    assert (given["key"] != before).flatten(1).any(1).nonzero().flatten().tolist() == [4]
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+def test_lengths_and_offsets_are_brought_into_bounds() -> None:
+    given = paged_cache(torch.Generator().manual_seed(3))
+    table = torch.tensor([[1, 2, 3], [4, 5, 6]]).int()
+    wild, tame = (
+        microsdpa.sdpa_varlen(**given, page_table=table, lengths=torch.tensor(lengths).int(), return_lse=True)
+        for lengths in ([-5, 10**6], [0, 48])
+    )
+    assert all(torch.equal(*pair) for pair in zip(wild, tame, strict=True))
+    packed = torch.randn(6, 2, 64).to(HALF)
+    wild, tame = (
+        microsdpa.sdpa_varlen(packed, packed, packed, query_offsets=offsets, key_offsets=offsets, return_lse=True)
+        for offsets in (torch.tensor([-2, 4, 1, 99]).int(), torch.tensor([0, 4, 4, 4]).int())
+    )
+    assert torch.equal(wild[0][:1], tame[0][:1])  # of the first sequence alone: the third one has the other rows
+
+
 def decode(**changes: Any) -> dict[str, Any]:
     """A call of three sequences on pages."""
     cache = torch.zeros(9, 16, 2, 64, dtype=torch.float16)

@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ import typer
 from typer.testing import CliRunner, Result
 
 from microsdpa.emulate.build import compiler
+from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import repro, suites, survey, timing
 from microsdpa.evidence.devices import DEVICES
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.results import read
+from microsdpa.evidence.step import Together
 from microsdpa.jit.cache import Entry, KernelCache
 from microsdpa.kernels import catalogue
 from microsdpa.kernels.problem import OPERANDS
@@ -318,6 +323,46 @@ def test_a_directory_that_cannot_be_used_is_named(command: list[str], message: s
     result = run(*command)
     assert result.exit_code == cli.EXIT_USAGE, result.output
     assert message in " ".join(result.output.replace("\n", " ").split())
+
+
+def test_repro_has_one_progress_whose_estimate_is_of_all_that_is_left() -> None:
+    told: list[str] = []
+
+    def progress(title: str, total: int) -> Callable[[str], None]:
+        assert (title, total) == ("repro", 100)
+        return told.append
+
+    together = Together(progress, "repro", {"compile": 30, "verify": 60, "bench": 10})
+    advance = together.of("compile")("compile", 3)
+    advance("first")
+    assert told == ["compile: first"] * 10
+    together.end("compile", "passed")
+    assert len(told) == 30
+    together.of("verify")("verify", 1)("case")
+    assert told[-1] == "verify: case"
+    assert len(told) == 90
+    together.end("verify", "passed")
+    together.end("bench", "not run")
+    assert len(told) == 100
+
+
+@pytest.mark.parametrize("targets", [["ada"], ["sm_75"]])
+def test_pack_refuses_a_target_without_kernels(targets: list[str], tmp_path: Path) -> None:
+    result = run("pack", *targets, "--output", str(tmp_path))
+    assert result.exit_code == cli.EXIT_USAGE or isinstance(result.exception, InvalidArgument)
+    assert not list(tmp_path.iterdir())
+
+
+def test_pack_writes_a_wheel_of_compiled_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("microsdpa.evidence.pack.common", lambda target: catalogue(target)[:2])
+    result = run("pack", "sm_89", "--output", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "pack: passed: 2 kernels in" in result.stdout
+    (wheel,) = tmp_path.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        kernels = [name for name in archive.namelist() if name.endswith(".cubin.z")]
+        assert all(zlib.decompress(archive.read(name)).startswith(b"\x7fELF") for name in kernels)
+    assert len(kernels) == 2
 
 
 def test_an_interrupted_repro_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

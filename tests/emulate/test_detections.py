@@ -190,6 +190,14 @@ REFUSED = {
         "barrier 1: .. threads expected here, but .. by thread|deadlock; threads 0-31 wait",
     ),
     "barrier of a broken warp": ("named_barrier_sync(1, 40);", "expected a multiple of 32 threads"),
+    "two arrivals in one phase of a barrier": (
+        "if (threadIdx.x < 32) { named_barrier_arrive(1, 64); named_barrier_arrive(1, 64); }",
+        r"barrier 1: thread \d+ arrives twice in one phase: a wait is missing",
+    ),
+    "arrivals at a barrier where nobody waits": (
+        "if (threadIdx.x < 32) named_barrier_arrive(1, 64);",
+        "32 threads have arrived at barrier 1, at which nobody waits: a wait is missing",
+    ),
     "barrier number": ("named_barrier_sync(16, 32);", "expected a number from 0 to 15"),
     "mask without the caller": ("if (threadIdx.x % 32 == 3) __syncwarp(1u);", "does not name the calling lane"),
     "mask with a lane that has returned": ("if (threadIdx.x % 32 == 5) return;\n  __syncwarp();", "lane"),

@@ -115,7 +115,7 @@ MUTANTS = [
     Mutant(
         *("sums are written over that are still read", FOLDER + "products.cuh"),
         *("if (!first) named_barrier_sync(SUMS_EMPTY", "if (false) named_barrier_sync(SUMS_EMPTY"),
-        *(LONG, "race|in flight|still"),
+        *(LONG, "race|in flight|still|a wait is missing"),
     ),
     Mutant(
         *("a reduction is not waited for", FOLDER + "producer.cuh", "          tma_store_wait_read<0>();\n", ""),
@@ -157,15 +157,25 @@ MUTANTS = [
     ),
     Mutant(
         *("P of a large head is read before it is there", FOLDER + "wide_consumer.cuh"),
-        *("    named_barrier_sync(P_THERE, Base::BOTH);\n", "", WIDE, "race|nothing has written|deadlock"),
+        *(
+            "    named_barrier_sync(P_THERE, Base::BOTH);\n",
+            "",
+            WIDE,
+            "race|nothing has written|deadlock|a wait is missing",
+        ),
     ),
     Mutant(
         *("dQ of a large head begins without dS", FOLDER + "wide_consumer.cuh"),
-        *("    named_barrier_sync(SCORES_THERE, Base::BOTH);\n", "", WIDE, "race|nothing has written|deadlock"),
+        *(
+            "    named_barrier_sync(SCORES_THERE, Base::BOTH);\n",
+            "",
+            WIDE,
+            "race|nothing has written|deadlock|a wait is missing",
+        ),
     ),
     Mutant(
         *("dK of a large head is written over K that is still read", FOLDER + "wide_consumer.cuh"),
-        *("    named_barrier_sync(KEYS_READ, Base::BOTH);", "", WIDE, "race|in flight|deadlock"),
+        *("    named_barrier_sync(KEYS_READ, Base::BOTH);", "", WIDE, "race|in flight|deadlock|a wait is missing"),
     ),
     Mutant(
         *("the last head of a group is left out", FOLDER + "shared.cuh", "turns = tiles * group;"),

@@ -32,7 +32,11 @@ KERNELS: dict[str, Structs] = {
         "PrologueParams": params.PrologueParams,
         "Prologued": params.ProloguedParams,
     },
-    "hopper/latency/kernel.cu": {"hopper::latency::Scaled<microsdpa::AttentionParams>": eight_bit_params.ScaledParams},
+    "hopper/latency/kernel.cu": {
+        "hopper::latency::Scaled<microsdpa::AttentionParams>": eight_bit_params.ScaledParams,
+        "hopper::latency::Scaled<microsdpa::MaskedParams>": eight_bit_params.ScaledMaskedParams,
+    },
+    "hopper/throughput_8bit/kernel.cu": {"hopper::throughput_8bit::EightBitMasked": eight_bit_params.EightBitMasked},
     "common/eight_bit_params.cuh": {
         name: getattr(eight_bit_params, name)
         for name in ("ByteStrides", "RowScales", "ChannelScales", "EightBitParams")
@@ -48,6 +52,7 @@ RUNTIME: Structs = {
 }
 MEMBERS = {
     params.MaskedParams: lambda name: name if name == "call" else f"masks.{name}",
+    eight_bit_params.EightBitMasked: lambda name: name if name == "call" else f"masks.{name}",
     abi.CacheParams: lambda name: "call" if name == "append" else name,  # a base, which begins with it
 }
 """What C++ calls members, where that is not what Python does."""

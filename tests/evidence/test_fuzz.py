@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import shutil
 import subprocess
 import sys
@@ -16,8 +18,9 @@ import torch
 import microsdpa
 from microsdpa import reference
 from microsdpa.emulate import run
-from microsdpa.evidence import fuzz, fuzz_check, render, results
+from microsdpa.evidence import fuzz, fuzz_check, fuzz_varlen, render, results
 from microsdpa.evidence.fuzz_calls import DOORS, Call, draw, simpler, tensors, valid
+from microsdpa.evidence.fuzz_varlen import VarlenCall
 from microsdpa.execution import backward
 from microsdpa.jit.source import KERNELS_DIR
 
@@ -45,6 +48,7 @@ def test_a_seed_gives_the_same_calls_and_every_door() -> None:
     assert calls == draw(400, 7, emulated=False)
     assert calls != draw(400, 8, emulated=False)
     assert {call.door for call in calls} == set(DOORS)
+    plain = [call for call in calls if isinstance(call, Call)]
     for name in (
         "documents",
         "blocks",
@@ -59,14 +63,131 @@ def test_a_seed_gives_the_same_calls_and_every_door() -> None:
         "impl",
         "scale",
     ):
-        assert len({getattr(call, name) for call in calls}) > 1, name
-    assert all(call == valid(call) for call in calls)
+        assert len({getattr(call, name) for call in plain}) > 1, name
+    assert all(call == valid(call) for call in plain)
+    assert all(call == fuzz_varlen.valid(call) for call in calls if isinstance(call, VarlenCall))
     assert all(call.work <= 2**18 for call in draw(50, 7, emulated=True))
 
 
 @pytest.mark.parametrize("call", draw(12, 1, emulated=True), ids=str)
 def test_a_line_of_python_makes_the_call_again(call: Call) -> None:
-    assert eval(str(call), {"Call": Call}) == call
+    assert eval(str(call), {"Call": Call, "VarlenCall": VarlenCall}) == call
+
+
+NOT_DRAWN = {
+    ("sdpa", "dropout_p"): "its random numbers are torch's; the operator takes the state that a reference needs",
+    ("scaled_dot_product_attention", "dropout_p"): "its random numbers are torch's",
+    ("scaled_dot_product_attention", "impl"): "an argument of enabled(), which the emulator is asked for by",
+    ("plan", "out"): "the door that is given an output is sdpa's",
+    ("plan", "precision"): "the door of quantizing calls is sdpa's",
+}
+"""Options that no call draws, and why."""
+TORCH_OPTIONS = "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
+
+
+def test_every_option_of_every_door_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each function is given each of its options with something other than the default, by some of the calls."""
+    seen: dict[str, set[str]] = {}
+
+    def record(function: str, defaults: dict[str, Any]) -> Any:
+        names = list(defaults)
+
+        def recorder(*arguments: Any, **options: Any) -> Any:
+            given = dict(zip(names, arguments, strict=False)) | options
+            for option, value in given.items():
+                if value is not None and (isinstance(value, torch.Tensor) or value != defaults[option]):
+                    seen.setdefault(function, set()).add(option)
+            raise RuntimeError("this much is enough")
+
+        return recorder
+
+    functions: dict[str, dict[str, Any]] = {}
+    for function in (microsdpa.sdpa, microsdpa.plan, microsdpa.sdpa_varlen):
+        parameters = inspect.signature(function).parameters
+        options = {name: one.default for name, one in parameters.items() if one.kind != one.VAR_KEYWORD}
+        functions[function.__name__] = options
+        monkeypatch.setattr(microsdpa, function.__name__, record(function.__name__, functions[function.__name__]))
+    schema = torch.ops.microsdpa.attention.default._schema.arguments
+    functions["operator"] = {one.name: one.default_value for one in schema}
+    monkeypatch.setattr(torch.ops.microsdpa, "attention", record("operator", functions["operator"]))
+    of_torch = {"query": None, "key": None, "value": None} | dict.fromkeys(TORCH_OPTIONS, None)
+    functions["scaled_dot_product_attention"] = of_torch | {"is_causal": False, "enable_gqa": False}
+    name = "scaled_dot_product_attention"
+    monkeypatch.setattr(fuzz_check.F, name, record(name, functions[name]))
+    monkeypatch.setattr(microsdpa, "enabled", lambda **_: contextlib.nullcontext())
+    for seed in range(20):
+        for call in draw(20, seed, emulated=True):
+            assert "this much" in fuzz_check.check(call, "cpu").failure, call
+    for function_name, options in functions.items():
+        missing = {option for option in options if option not in seen[function_name]}
+        assert missing == {option for of, option in NOT_DRAWN if of == function_name and option in options}
+
+
+VARLEN = VarlenCall(
+    queries=(2, 0, 5), keys=(30, 4, 0), heads_kv=2, group=2, packed=True, storage="paged", page=3, hint=True, out=True
+)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        VARLEN,
+        dataclasses.replace(VARLEN, append=True, rotary=16, interleaved=True, narrow=True),
+        dataclasses.replace(VARLEN, append=True, cache="int8", scale_of="tokens"),
+        VarlenCall(queries=(3, 3), keys=(9, 40), cache="e4m3", scale_of="sequences", append=True, causal=True),
+    ],
+    ids=["pages", "appended and rotated", "INT8", "E4M3"],
+)
+def test_calls_of_many_lengths_are_judged(call: VarlenCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call passes; one whose output, or whose cache, is written wrong does not."""
+    call = fuzz_varlen.valid(call)
+    outcome = fuzz_check.check(call, "cpu")
+    assert (outcome.kind, outcome.failure) == ("passed", "")
+    spec, problem = fuzz_varlen.chosen(call, "cpu")
+    assert spec.name == "ampere/varlen"
+    assert problem.heads == call.heads
+    launch = fuzz_varlen.run
+
+    def wrong_cache(call: VarlenCall, given: dict[str, Any], device: str) -> Any:
+        found = launch(call, given, device)
+        given["value"].view(torch.uint8)[-1, 0] ^= 64
+        return found
+
+    def wrong_output(*arguments: Any) -> Any:
+        out, lse = launch(*arguments)
+        return out * 1.5, lse
+
+    for wrong, kind in ((wrong_output, "output"), (wrong_cache, "cache")):
+        monkeypatch.setattr(fuzz_varlen, "run", wrong)
+        assert fuzz_check.check(call, "cpu").kind == kind
+
+
+def test_steps_to_simpler_calls_of_many_lengths_end() -> None:
+    call, steps = fuzz_varlen.valid(dataclasses.replace(VARLEN, append=True, rotary=32, cache="int8", window=(3, 4))), 0
+    while following := next(simpler(call), None):
+        assert isinstance(following, VarlenCall)
+        assert following == fuzz_varlen.valid(following)
+        call, steps = following, steps + 1
+    assert call == VarlenCall(keys=(0,))
+    assert steps < 60
+
+
+CHANGED = Call(heads_kv=2, group=2, seqlen_q=9, seqlen_k=20, rotary=32, norms="layer", biased=True, norm_eps=1e-3)
+
+
+@pytest.mark.parametrize("positions", ["counted", "first", "of rows", "of all", "apart", "queries alone"])
+def test_norms_and_rotary_embedding_are_judged(positions: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call passes; one that is told of another epsilon does not."""
+    call = valid(dataclasses.replace(CHANGED, causal="lower_right", rotary_positions=positions))
+    outcome = fuzz_check.check(call, "cpu")
+    assert (outcome.kind, outcome.failure) == ("passed", "")
+    if positions == "counted":
+        assert fuzz_check.check(valid(dataclasses.replace(call, door="backward")), "cpu").kind == "passed"
+    changed = reference.changed_rows
+    monkeypatch.setattr(
+        reference, "changed_rows", lambda rows, norm, eps, *rest, **more: changed(rows, norm, 9.0, *rest, **more)
+    )
+    assert fuzz_check.check(call, "cpu").kind == "output"
 
 
 def test_the_line_runs() -> None:
@@ -116,7 +237,7 @@ def test_documents_and_blocks_are_in_what_is_said_of_them(documents: Any, blocks
     assert valid(dataclasses.replace(call, door="operator")).documents == "none"
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "varlen"])
 def test_every_door_is_judged(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call passes, and one whose output is half as large again does not."""
     call = valid(dataclasses.replace(MASKED, door=door, mask="none"))
@@ -176,7 +297,7 @@ def _mutant(directory: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 def test_a_wrong_kernel_is_found_and_made_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's first tile rounded up: only windows whose left end is inside a tile show it."""
     _mutant(tmp_path, monkeypatch, "masks.lowest);", "masks.lowest + BLOCK_N - 1);")
-    step = fuzz.step(60, 55, output=tmp_path)
+    step = fuzz.step(75, 55, output=tmp_path)
     assert step.status == "failed"
     failure, line = step.sections[0][1][1]
     assert "off by" in failure

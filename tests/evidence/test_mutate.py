@@ -84,25 +84,69 @@ def test_mutations_are_caught_survive_or_are_explained() -> None:
     proved = dataclasses.replace(found_site, explained="nobody sees the tile")
     start = text.index("\nnamespace") + 1
     comment = Site(source, 1, "removed", start, start, "/* nothing */ ", "")
-    found = mutate.outcomes(kernel, [wait, harmless, proved, comment], 2)
+    found = mutate.outcomes(kernel, mutate.names([wait, harmless, proved, comment]), 2)
     assert [outcome.verdict for outcome in found] == [CAUGHT, SURVIVED, REDUNDANT, SAME]
     assert re.search("in flight|race|nothing has written", found[0].said)
     assert found[2].said == "nobody sees the tile"
 
 
-def test_the_table_is_recorded_and_a_survivor_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def outcomes(kernel: str, chosen: list[Site], jobs: int, advance: object) -> list[Outcome]:
-        return [Outcome(site, CAUGHT, "race") for site in chosen[:-1]] + [Outcome(chosen[-1], SURVIVED)]
+def _all_but_one_caught(
+    kernel: str, chosen: dict[Site, str], jobs: int, advance: object, log: Path | None
+) -> list[Outcome]:
+    *caught, last = chosen
+    return [Outcome(site, CAUGHT, "race") for site in caught] + [Outcome(last, SURVIVED)]
 
-    monkeypatch.setattr(mutate, "outcomes", outcomes)
-    kernel = _general()
-    step = mutate.step(kernel, sample=5, output=tmp_path)
+
+def test_the_table_is_recorded_and_a_survivor_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutate, "outcomes", _all_but_one_caught)
+    step = mutate.step(output=tmp_path)
     assert step.status == "failed"
+    (path,) = tmp_path.rglob("mutations.json")
+    result = results.read(path)
+    text = mutate.markdown(result, is_stale)
+    for kernel in mutate.kernels():
+        rows = [row for row in result["rows"] if row["kernel"] == kernel]
+        assert [row["status"] for row in rows] == ["ok"] * (len(rows) - 1) + ["wrong"]
+        assert f"| {kernel} | {len(rows)} | {len(rows) - 1} | 0 | 0 | 0 | 1 |" in text
+    assert text.count("- survived: `") == len(mutate.kernels())
+
+
+def test_a_part_of_the_mutations_is_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutate, "outcomes", _all_but_one_caught)
+    step = mutate.step(_general(), sample=5)
     assert "5 of " in step.summary
     assert "4 caught, 1 survived" in step.summary
-    (path,) = tmp_path.rglob("mutations_*.json")
-    result = results.read(path)
-    assert [row["status"] for row in result["rows"]] == ["ok"] * 4 + ["wrong"]
-    text = mutate.markdown(result, is_stale)
-    assert f"| {kernel} | 5 | 4 | 0 | 0 | 0 | 1 |" in text
-    assert text.count("- survived: `") == 1
+    with pytest.raises(InvalidArgument, match="output: expected all mutations, got a part"):
+        mutate.step(_general(), sample=5, output=tmp_path)
+    with pytest.raises(InvalidArgument, match="only: expected the place of a mutation, got 'nowhere'"):
+        mutate.step(_general(), only="nowhere")
+
+
+def test_a_run_goes_on_where_its_log_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Site | None] = []
+
+    def outcome(kernel: str, site: Site | None, cache: str) -> tuple[str, str]:
+        tried.append(site)
+        return SURVIVED, ""
+
+    monkeypatch.setattr(mutate, "_outcome", outcome)
+    kernel, log = _general(), tmp_path / "log.jsonl"
+    first, second, *_ = mutate.all_sites(kernel).items()
+    mutate.outcomes(kernel, dict([first]), 1, path=log)
+    assert tried == [None, first[0]]
+    with log.open("a") as file:
+        file.write('{"tested": "cut sh')
+    tried.clear()
+    assert [one.site for one in mutate.outcomes(kernel, dict([first, second]), 1, path=log)] == [first[0], second[0]]
+    assert tried == [None, second[0]]
+    monkeypatch.setattr(mutate, "tested", lambda kernel: "another code")
+    tried.clear()
+    mutate.outcomes(kernel, dict([first]), 1, path=log)
+    assert tried == [None, first[0]]
+
+
+def test_a_comment_changes_no_name() -> None:
+    commented = TEXT.replace("named_barrier_sync(1, threads(2));", "named_barrier_sync(1, threads(2));  // why")
+    before, after = (mutate.names(of_text("a.cu", text)).values() for text in (TEXT, "// first\n" + commented))
+    assert list(before) == list(after)
+    assert len(set(before)) == len(before)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 
 import pytest
 
+import microsdpa_cli
 from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import door_models, doors, environment, suites, timing
 from microsdpa.evidence.inputs import BLOCK_SHARES, Case
@@ -119,8 +118,11 @@ def test_doors_are_measured_in_parts() -> None:
         (["--peers", "torch-fast"], "some of torch, torch-flash"),
     ],
 )
-def test_bench_names_what_it_knows(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "microsdpa", "bench", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert message in result.stderr
+def test_bench_names_what_it_knows(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["microsdpa", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        microsdpa_cli.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

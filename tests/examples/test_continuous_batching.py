@@ -21,12 +21,16 @@ CLOSE = 0.06
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
+    sys.path.insert(0, str(PATH.parent))  # where paged_llama is, as for a script
     spec = importlib.util.spec_from_file_location("continuous_batching", PATH)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(PATH.parent))
     return module
 
 

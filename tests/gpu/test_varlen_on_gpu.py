@@ -54,6 +54,27 @@ def test_new_keys_are_written_and_seen(rotary: int, seed: int) -> None:
     assert_right(out, lse, expected)
 
 
+APPENDING = {
+    "E4M3, scales of heads": (Form(BF16, 128, group=4, cache=E4M3), 0),
+    "E4M3, scales of tokens, rotated": (Form(BF16, 64, 2, 5, cache=E4M3, each_token=True), 64),
+    "INT8, scales of heads, rotated": (Form(FP16, 128, 4, 3, cache=torch.int8), 32),
+    "INT8, scales of tokens, prompts": (Form(FP16, 64, 2, 40, cache=torch.int8, each_token=True), 0),
+}
+
+
+@pytest.mark.parametrize("name", APPENDING)
+@pytest.mark.parametrize("seed", range(4))
+def test_new_keys_are_quantized_and_seen(name: str, seed: int) -> None:
+    form, rotary = APPENDING[name]
+    given = appending(form, seed, rotary)
+    expected, there = after_appending(given), moved(given, "cuda")
+    out, lse = microsdpa.sdpa_varlen(**there, return_lse=True)
+    there = moved(there, "cpu")
+    assert torch.equal(there["value"].float(), expected["value"].float())
+    torch.testing.assert_close(there["v_scale"], expected["v_scale"])
+    assert_right(out, lse, expected | {name: there[name] for name in ("key", "k_scale")})
+
+
 @pytest.mark.parametrize("batch", [1, 5])
 def test_one_graph_serves_all_lengths_and_pages(batch: int) -> None:
     generator = torch.Generator().manual_seed(batch)

@@ -8,7 +8,7 @@ from microsdpa.jit import compile_kernel
 from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.hopper.latency.eight_bit import latency
-from microsdpa.kernels.problem import Causal, Operands, Problem
+from microsdpa.kernels.problem import Causal, MaskKind, Operands, Problem
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,25 @@ def test_wgmma_runs_free_and_nothing_is_spilled(
     kernel = compile_kernel(spec, "sm_90a")
     products = {"HGMMA", "QGMMA" if operands == "fp8" else "IGMMA"}
     assert set(tensor_instructions(count_instructions(kernel.cubin))) == products
+    assert not kernel.resources.uses_local_memory
+    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        MaskKind("bool", per_query=True, bulk=True),
+        MaskKind("float32", per_query=True),
+        MaskKind("int32", left=True, right=True),
+        MaskKind("float16", True, True, True, True, "float32", per_query=True, bulk=True),
+    ],
+    ids=str,
+)
+def test_masks_at_the_headline_shape_spill_nothing(mask: MaskKind) -> None:
+    sizes = 1, 8, 8, 512, 512, 64, "float16"
+    problem = Problem(*sizes, mask=mask, target="sm_90a", operands="fp8", query_terms=2)  # type: ignore[arg-type]
+    spec = latency(problem)
+    assert isinstance(spec, KernelSpec)
+    kernel = compile_kernel(spec, "sm_90a")
     assert not kernel.resources.uses_local_memory
     assert "(C75" not in kernel.log, "ptxas made wgmma wait"

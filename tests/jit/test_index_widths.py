@@ -47,7 +47,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ampere/varlen/scheduler.cuh", "unit / params_.heads_kv) * BLOCK_M;", PACKED),
     ("common/sequence.cuh", "index - number * params.page_size};", PACKED),
     ("ampere/varlen/shared.cuh", "return 2 * (owner + part) + (part == 0);", "CTAs of a launch that divides keys"),
-    ("hopper/varlen/consumer.cuh", "", "what a row's place in its group of heads is taken from: at most the row"),
+    ("hopper/common/main_loop.cuh", "", "what a row's place in its group of heads is taken from: at most the row"),
     ("hopper/varlen/consumer.cuh", "segment.owner * C::CONSUMERS + warpgroup", "counters of a launch: 1,024"),
     ("hopper/varlen/loader.cuh", "segments % SEGMENTS", PLACE),
     ("hopper/varlen/loader.cuh", "* ROWS * C::COLUMNS;", PLACE),
@@ -164,14 +164,20 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
 
 
 def _sources() -> Iterator[tuple[str, KernelSpec, str]]:
-    """(source, kernel, target): up to four kernels of each source and target, those that differ most."""
+    """(source, kernel, target): up to four kernels of each source and target, those that differ most.
+
+    A kernel of both targets is that of the first.
+    """
+    taken: set[str] = set()
     for target in ("sm_90a", "sm_89"):
         specs: dict[str, list[KernelSpec]] = defaultdict(list)
         for spec in catalogue(target):
             specs[spec.source].append(spec)
         for source, found in specs.items():
             step = max(1, len(found) // 4)
-            yield from ((source, spec, target) for spec in found[::step][:4])
+            chosen = {spec.expression: spec for spec in found[::step][:4] if spec.expression not in taken}
+            taken |= chosen.keys()
+            yield from ((source, spec, target) for spec in chosen.values())
 
 
 def _places(spec: KernelSpec, target: str, root: Path = KERNELS_DIR) -> set[tuple[str, str]]:

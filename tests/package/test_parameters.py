@@ -18,6 +18,7 @@ SIGNATURES = {
     ("attention/plan.py", "plan"),
     ("attention/varlen.py", "sdpa_varlen"),
     ("attention/plan.py", "make_masked_plan.prepared"),
+    ("attention/plan.py", "make_scaled_plan.prepared"),
     # Signatures that a framework prescribes: an autograd function, operators' schemas, attention and mask functions.
     ("execution/autograd.py", "_Attention.forward"),
     ("distributed/api.py", "attention"),

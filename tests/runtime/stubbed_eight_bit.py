@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,14 +28,15 @@ from stub_harness import (
 )
 
 from microsdpa.attention import api
-from microsdpa.attention.plan import Expected, make_plan
+from microsdpa.attention import plan as plan_module
+from microsdpa.attention.plan import Expected, make_plan, make_scaled_plan
 from microsdpa.call.call import NO_SCALES, Call, Scales
-from microsdpa.call.masks import NONE
+from microsdpa.call.masks import NONE, Masks
 from microsdpa.call.options import Options
 from microsdpa.call.validate import Checked
 from microsdpa.execution import forward, quantized
 from microsdpa.kernels import KernelSpec, TensorMap
-from microsdpa.kernels.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams
+from microsdpa.kernels.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams, ScaledMaskedParams
 from microsdpa.kernels.problem import Operands, Problem
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
@@ -294,6 +296,52 @@ def test_quantized_values_with_scales_are_one_launch(checks: list[Any], monkeypa
     assert len(checks) == 2
 
 
+def test_masks_beside_quantized_values_are_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def check(call: Call) -> Checked:
+        seen.append(call)
+        (mask, slopes, sinks), options = call.masks, call.options
+        return validated(call)._replace(masks=Masks(mask, options.window, options.softcap, slopes, sinks))
+
+    def masked_problem(checked: Checked, out: Any) -> Problem:
+        return replace(problem_of(checked), target="sm_90a", mask=checked.masks.kind_in_memory)
+
+    def compile_kernel(spec: KernelSpec, target: str) -> SimpleNamespace:
+        assert (spec.name, target) == ("hopper/latency_8bit", "sm_90a")
+        return SimpleNamespace(spec=spec, signature=spec.expression, cubin=b"cubin", symbol="kernel")
+
+    monkeypatch.setattr(forward, "check", check)
+    monkeypatch.setattr(forward, "problem_of", masked_problem)
+    monkeypatch.setattr(forward, "known_positive", lambda scales: True)
+    monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(torch, "Tensor", Tensor)
+    slopes, sinks = Tensor((4,), 0xA00000, torch.float32), Tensor((4,), 0xB00000)
+    before = record.launches
+    set_integer("stub_tensor_maps", 4)
+    try:
+        for turn in range(2):
+            mask = Tensor((4, 16, 24), 0x900000 + 0x100 * turn)
+            given = scales((2, 4), (2, 2), (2, 2, 32))
+            masks = {"attn_mask": mask, "alibi_slopes": slopes, "sinks": sinks, "window": (5, 7), "softcap": 2.5}
+            attend(*tensors(torch.float8_e4m3fn), precision=None, scales=given, scale=0.5, **masks)
+    finally:
+        set_integer("stub_tensor_maps", 0)
+    assert (record.launches, len(seen)) == (before + 2, 1)
+    found = params(ScaledMaskedParams)
+    masked, call = found.call, found.call.call
+    assert (masked.mask, masked.slopes, masked.sinks) == (0x900100, 0xA00000, 0xB00000)
+    assert [*masked.mask_strides, masked.mask_column_stride] == [0, 384, 24, 1]
+    assert (masked.slope_batch_stride, masked.slope_head_stride, masked.sink_head_stride) == (0, 1, 1)
+    assert (masked.position, masked.lowest, call.diagonal) == (0, -5, 7)
+    assert masked.softcap_log2 == pytest.approx(2.5 * math.log2(math.e), rel=1e-7)
+    assert call.scale_log2 == pytest.approx(0.5 * math.log2(math.e), rel=1e-7)
+    assert (found.query_scale.data, found.value_scale.data) == (0x600000, 0x800000)
+    described = Map.of(list(last().tensor_maps[3]))
+    assert described.address == 0x900100
+    assert described.sizes == (24, 16, 4, 1)
+
+
 def test_a_plan_object_launches_without_the_table() -> None:
     given = tensors()
     like_out = empty_like(given[0])
@@ -318,6 +366,25 @@ def test_a_plan_object_launches_without_the_table() -> None:
         launch(*given, None, None)
     with pytest.raises(RuntimeError, match="is not found"):
         launcher.prepared_call((*given, like_out, None, QUANTISING.code, 0.7))
+
+
+def test_a_plan_for_quantized_values_launches_with_its_scales_or_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Tensor", Tensor)
+    monkeypatch.setattr(plan_module, "known_positive", lambda scales: True)
+    quantized, given = tensors(torch.float8_e4m3fn), Scales(*scales((2, 4), (2, 2), (2, 2, 32)))
+    like_out = empty_like(quantized[0], torch.float16)
+    launch = forward.prepared(register(*quantized, like_out, options=VALUES, scales=given), like_out)  # type: ignore[arg-type]
+    library.clear_plans()
+    expected = Expected({}, True, {"return_lse": False}, torch.float16)
+    plan = make_scaled_plan(launch, expected, SimpleNamespace(), (given, given))  # type: ignore[arg-type]
+    before = record.launches
+    out: Any = plan(*quantized)  # type: ignore[arg-type]
+    assert out.dtype == torch.float16
+    assert params(EightBitParams).query_scale.data == 0x600000
+    other = Tensor((2, 4), 0xC00000, torch.float32)
+    plan(*quantized, q_scale=other, k_scale=given.k_scale, v_scale=given.v_scale)  # type: ignore[arg-type]
+    assert record.launches == before + 2
+    assert params(EightBitParams).query_scale.data == 0xC00000
 
 
 def test_tensor_maps_describe_quantized_values_in_the_workspace_and_follow_it(checks: list[Any]) -> None:

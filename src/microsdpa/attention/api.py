@@ -19,7 +19,7 @@ from microsdpa.call.masks import refuse_both
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.prologue import check as check_prologue
-from microsdpa.call.tensors import check_causal
+from microsdpa.call.tensors import check_causal, check_grad
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, known_mask, with_causal
@@ -198,7 +198,8 @@ def sdpa(
             INT8, P and V in E4M3) or "int8_fp16" (Q and K in INT8). docs/numerics.md has the errors of each.
         q_scale: with 8-bit tensors (float8_e4m3fn, or int8 with a value of float8_e4m3fn, float16 or bfloat16): a
             number or an FP32 tensor, a scalar, [B, H], [B, H_kv] or [B, H, blocks of S_q]; x = value * scale. The
-            output is then float16, or what `out` is, or of the value's type where that has 16 bits.
+            output is then float16, or what `out` is, or of the value's type where that has 16 bits. Numbers of an
+            attn_mask and sinks are of the output's type or float32.
         k_scale: the same for key: a scalar, [B, H_kv] or [B, H_kv, blocks of S_k].
         v_scale: for an 8-bit value: a scalar, [B, H_kv] or, for every channel, [B, H_kv, D].
             Beside a float16 or bfloat16 query, key and value of float8_e4m3fn or int8 are a cache: there is no q_scale,
@@ -288,21 +289,28 @@ def sdpa(
             beside = forward.launch_beside_cache(query, key, value, named, rest, return_lse, out)
             if beside is not None:
                 return beside if return_lse else beside[0]  # type: ignore[return-value]
-        masked = attn_mask is not None or window is not None or softcap is not None
-        if not (masked or alibi_slopes is not None or sinks is not None or tracing):
+        if not tracing:
             given = (q_scale, k_scale, v_scale) if precision is None else None
-            found = forward.launch_eight_bit(query, key, value, named, scale, return_lse, out, given)
+            unmasked = attn_mask is None and window is None and softcap is None
+            masking = None
+            if not unmasked or alibi_slopes is not None or sinks is not None:
+                masking = attn_mask, alibi_slopes, sinks, window, softcap
+            found = forward.launch_eight_bit(query, key, value, named, scale, return_lse, out, (given, masking))
             if found is not None:
                 return found if return_lse else found[0]  # type: ignore[return-value]
+        if is_known:
+            attn_mask = combined((query, key, value), None, document_ids, block_mask)
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
         call = Call((query, key, value), masks, scales, options, return_lse, out)
         if has_cache(call):
             return _beside_cache(call)
-        if not tracing:
+        if tracing:
+            found = _traced_eight_bit(call)
+        else:
             transforms.refuse_eight_bit()
             transforms.refuse_tangents(query, key, value)
-        found = forward.first_call(call)
+            found = forward.first_call(call)
         return found if return_lse else found[0]  # type: ignore[return-value]
     if is_dynamo_compiling():
         traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl, None, 0.0)
@@ -418,6 +426,25 @@ def _traced(call: Call, prologue: Prologue) -> forward.Result:
     flags = prologue.interleaved, prologue.is_layer_norm, prologue.rotates_key
     given = *call.inputs, *rest, *prologue.arguments(call.shift), *flags
     result, lse = torch.ops.microsdpa.attention_prologued(*given)
+    return result if call.out is None else call.out.copy_(result), lse if call.return_lse else None
+
+
+def _traced_eight_bit(call: Call) -> forward.Result:
+    """The call as the operator of integrations/eight_bit_ops.py, which torch.compile leaves in one piece."""
+    options, masks = call.options, call.masks
+    named = {"query": call.inputs[0], "key": call.inputs[1], "value": call.inputs[2]} | masks._asdict()
+    check_grad({name: tensor for name, tensor in named.items() if tensor is not None})
+    causal = options.causal
+    if options.is_causal is not False:
+        refuse_both(options.is_causal, masks.attn_mask)
+        causal = check_causal(options.is_causal, causal)
+    ends = [-1, -1] if options.window is None else list(options.window)
+    tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in call.scales]
+    numbers = [None if isinstance(scale, torch.Tensor) else scale for scale in call.scales]
+    rest = causal, options.scale, options.enable_gqa, ends, options.softcap, options.impl, options.precision
+    is_bfloat16 = call.out is not None and call.out.dtype == torch.bfloat16
+    given = *call.inputs, *tensors, *numbers, *masks, *rest, call.return_lse, is_bfloat16
+    result, lse = torch.ops.microsdpa.attention_eight_bit(*given)
     return result if call.out is None else call.out.copy_(result), lse if call.return_lse else None
 
 

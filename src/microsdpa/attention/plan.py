@@ -13,10 +13,11 @@ from microsdpa.attention import api
 from microsdpa.attention.explain import Explanation, explanation
 from microsdpa.call import tensors
 from microsdpa.call.blocks import BlockTable
-from microsdpa.call.call import Call, mask_tensors
+from microsdpa.call.call import NO_SCALES, Call, Scales, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.options import Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
+from microsdpa.call.scales import known_positive
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, with_causal
 from microsdpa.errors import InvalidArgument
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 MASK_TENSORS = ("attn_mask", "alibi_slopes", "sinks")
 """Those of the masks that every call of a plan is given anew."""
+SCALES = ("q_scale", "k_scale", "v_scale")
 
 NOT_PICKLED = "a plan: it belongs to its process; pickle what plan() was given, and call plan() there"
 """The qualified name of plans: pickle's error quotes it."""
@@ -57,12 +59,10 @@ class Plan(Protocol):
 
     Calling it with (query, key, value, out=None) is sdpa with the options of the plan, without the work that depends on
     shapes and options alone. A plan that was made with attn_mask, document_ids, block_mask, alibi_slopes or sinks is
-    given one in every call too, by name; its window and soft cap are fixed. The tensors must have the shapes, strides,
-    dtypes and device that the plan was made for, and be as aligned; their memory may be any other. Without `out` an
-    output is allocated, as sdpa does. A plan may be called by several threads, on any stream, and within a capture.
-
-    plan was made for, and be as aligned; their memory may be any other. Without `out` an output is allocated, as sdpa
-    does. A plan may be called by several threads, on any stream, and within a capture.
+    given one in every call too, by name; its window and soft cap are fixed. A plan for quantized values keeps its
+    scales, and takes others in the place of all of them, by name. The tensors must have the shapes, strides, dtypes and
+    device that the plan was made for, and be as aligned; their memory may be any other. Without `out` an output is
+    allocated, as sdpa does. A plan may be called by several threads, on any stream, and within a capture.
 
     Attributes:
         explanation: which kernel runs, and why.
@@ -95,6 +95,7 @@ class Expected:
         layouts: of query, key, value and out, and of the tensors among the masks.
         aligned: whether the kernel needs rows of query, key, value and out that start on 16 bytes.
         options: keyword arguments of sdpa, `out` apart.
+        dtype: of an output that is allocated; None for that of query.
         becomes_mask: which of attn_mask, document_ids and block_mask become the mask together; empty where an attn_mask
             is given as it is, or none.
     """
@@ -102,6 +103,7 @@ class Expected:
     layouts: dict[str, Layout]
     aligned: bool
     options: dict[str, Any]
+    dtype: torch.dtype | None = None
     becomes_mask: tuple[str, ...] = ()
 
     def check_becomes_mask(self, **given: object) -> None:
@@ -129,7 +131,7 @@ class Expected:
             return
         expected = self.layouts[name]
         if name == "out" and tensor is None:
-            if expected != _output_layout(self.layouts["query"]):
+            if expected != _output_layout(self.layouts["query"], self.dtype):
                 given = f"a tensor with strides {expected.strides}, as the plan was made with"
                 raise InvalidArgument(name, expected=given, got="None", hint=hint)
             return
@@ -142,7 +144,7 @@ class Expected:
             want, got = getattr(expected, what), getattr(found, what)
             if want != got:
                 raise InvalidArgument(name, expected=f"{what} {want}, as the plan has", got=str(got), hint=hint)
-        if self.aligned and name not in MASK_TENSORS and not tensors.is_aligned(tensor):
+        if self.aligned and name not in (*MASK_TENSORS, *SCALES) and not tensors.is_aligned(tensor):
             want = f"an address that is a multiple of {VECTOR_BYTES} bytes, as the plan has"
             raise InvalidArgument(name, expected=want, got=hex(tensor.data_ptr()), hint=hint)
 
@@ -233,19 +235,80 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
     return plan
 
 
+def make_scaled_plan(
+    launch: Callable[..., Any], expected: Expected, explanation: Explanation, kept: tuple[Scales, Scales]
+) -> Plan:
+    """make_masked_plan for quantized values.
+
+    `kept` are the scales as the plan was given them, and as tensors of the shapes that the kernel reads.
+    """
+    return_lse, dtype, (given, checked) = expected.options["return_lse"], expected.dtype, kept
+    empty_like = torch.empty_like
+
+    def prepared(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        document_ids: Ids | None = None,
+        block_mask: BlockMask | BlockTable | None = None,
+        q_scale: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        made = expected.becomes_mask
+        if made or document_ids is not None or block_mask is not None:
+            expected.check_becomes_mask(attn_mask=attn_mask, document_ids=document_ids, block_mask=block_mask)
+            attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
+        masks = attn_mask, alibi_slopes, sinks
+        is_own = q_scale is None and k_scale is None and v_scale is None
+        scales: tuple[Any, ...] = checked if is_own else (q_scale, k_scale, v_scale)
+        result = out
+        try:
+            if result is None:
+                result = empty_like(query, dtype=dtype)
+            known = known_positive(scales) and not tensors.require_grad(*masks, out)
+            if known and forward_ad._current_level < 0:
+                lse = launch(query, key, value, result, return_lse, *masks, *scales)
+                if lse is not None:
+                    return (result, lse) if return_lse else result
+        except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):
+            pass  # as above
+        named: dict[str, Any] = dict(zip(MASK_TENSORS, masks, strict=True))
+        for name, tensor in {"query": query, "key": key, "value": value, **named, "out": out}.items():
+            if not made or name != "attn_mask":
+                expected.check(name, tensor)
+        if not is_own:
+            for name, scale in zip(SCALES, scales, strict=True):
+                expected.check(name, scale)
+        named |= zip(SCALES, given if is_own else scales, strict=True)
+        found: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        found = api.sdpa(query, key, value, out=result, **named, **expected.options)
+        return found
+
+    prepared.__doc__, prepared.__qualname__ = Plan.__call__.__doc__, NOT_PICKLED
+    plan = cast(Plan, prepared)
+    plan.explanation = explanation
+    return plan
+
+
 def _layouts(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype
 ) -> dict[str, Layout]:
-    """Layouts of a plan's tensors, `out` as it is or as it will be allocated."""
+    """Layouts of a plan's tensors, `out` as it is or as it will be allocated, of that type."""
     found = {name: Layout.of(tensor) for name, tensor in (("query", query), ("key", key), ("value", value))}
-    return found | {"out": _output_layout(found["query"]) if out is None else Layout.of(out)}
+    return found | {"out": _output_layout(found["query"], dtype) if out is None else Layout.of(out)}
 
 
-def _output_layout(query: Layout) -> Layout:
-    """Layout of the output that is allocated for a query."""
+def _output_layout(query: Layout, dtype: torch.dtype | None) -> Layout:
+    """Layout of the output that is allocated for a query; of query's type where `dtype` is None."""
     strides = tensors.allocated_strides(query.shape, query.strides)
     kept = (stride if size > 1 else 0 for size, stride in zip(query.shape, strides, strict=True))
-    return Layout(query.shape, tuple(kept), query.dtype, query.device)
+    return Layout(query.shape, tuple(kept), dtype or query.dtype, query.device)
 
 
 def _no_launch(*_: object) -> None:
@@ -283,6 +346,9 @@ def plan(
     sinks: torch.Tensor | None = None,
     document_ids: Ids | None = None,
     block_mask: BlockMask | BlockTable | None = None,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
     rotary: Rotary | None = None,
     rotary_interleaved: bool = False,
     rotary_positions: Positions | tuple[Positions, Positions | None] | None = None,
@@ -292,12 +358,12 @@ def plan(
 ) -> Plan:
     """Prepare attention for tensors like these: choose, compile and load the kernel, but compute nothing.
 
-    Arguments and errors are those of sdpa, but there is no plan for quantized values with scales. The contents of the
-    tensors do not matter, and are not kept. With `out`, the plan's calls must be given an output of its layout;
-    without, they may be given one of the layout that sdpa allocates, as torch.empty_like(query) has for a dense
-    query. With `precision` the calls quantize, as those of sdpa. With attn_mask, alibi_slopes or sinks, every call is
-    given its own of the same layout; with document_ids or block_mask, its own of the same lengths. The tensors of
-    rotary, rotary_positions, q_norm and k_norm are kept, and are those of every call.
+    Arguments and errors are those of sdpa. There is no plan for a cache of 8 bits beside a 16-bit query. The contents
+    of the tensors do not matter, and are not kept, but for scales. With `out`, the plan's calls must be given an output
+    of its layout; without, they may be given one of the layout that sdpa allocates, as torch.empty_like(query) has for
+    a dense query. With `precision` the calls quantize, as those of sdpa. With attn_mask, alibi_slopes or sinks, every
+    call is given its own of the same layout; with document_ids or block_mask, its own of the same lengths. The tensors
+    of rotary, rotary_positions, q_norm and k_norm are kept, and are those of every call.
     """
     becomes_mask: tuple[str, ...] = ()
     if document_ids is not None or block_mask is not None:
@@ -306,10 +372,11 @@ def plan(
         is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
         attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
     masks = mask_tensors(attn_mask, alibi_slopes, sinks)
+    scales = scales_of(q_scale, k_scale, v_scale)
     given = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
     prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
     inputs = query, key, value
-    checked = check(Call(inputs, masks, options=given, return_lse=return_lse, out=out, prologue=prologue))
+    checked = check(Call(inputs, masks, scales, given, return_lse, out, prologue=prologue))
     graded = {"query": query, "key": key, "value": value, **checked.masks.tensors}
     tensors.check_grad(graded if prologue is None else graded | prologue.tensors)
     launch: Callable[..., Any] = _no_launch
@@ -321,12 +388,19 @@ def plan(
         if prologue is not None:
             launch = _with_prologue(launch, prologue)
         aligned = launcher.alignment(query, key, value, like_out) == VECTOR_BYTES
-    layouts = _layouts(query, key, value, out)
+    layouts = _layouts(query, key, value, out, checked.dtype)
     options = given._asdict() | {"scale": checked.scale, "return_lse": return_lse}
     if prologue is not None:
         options |= {"rotary": rotary, "rotary_interleaved": rotary_interleaved, "rotary_positions": rotary_positions}
         options |= {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
-    if checked.masks.kind is None:
+    if checked.masks.kind is None and scales is NO_SCALES:
         return make_plan(launch, Expected(layouts, aligned, options), explanation(checked))
     layouts |= {name: Layout.of(tensor) for name, tensor in checked.masks.tensors.items()}
-    return make_masked_plan(launch, Expected(layouts, aligned, options, becomes_mask), explanation(checked))
+    if scales is NO_SCALES:
+        expected = Expected(layouts, aligned, options, becomes_mask=becomes_mask)
+        return make_masked_plan(launch, expected, explanation(checked))
+    named = zip(SCALES, scales, checked.scales, strict=True)
+    of_scales = {name: one if isinstance(one, torch.Tensor) else made for name, one, made in named}
+    layouts |= {name: Layout.of(one) for name, one in of_scales.items() if isinstance(one, torch.Tensor)}
+    expected = Expected(layouts, aligned, options, checked.dtype, becomes_mask)
+    return make_scaled_plan(launch, expected, explanation(checked), (scales, checked.scales))

@@ -12,7 +12,7 @@ from microsdpa.call.call import Call
 from microsdpa.call.dropout import Dropping
 from microsdpa.call.summary import is_summed
 from microsdpa.call.tensors import TENSOR_MAP_STRIDE_LIMIT
-from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.errors import InvalidArgument
 from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, MaskKind, MaskType
 
 MASK_TYPES: dict[torch.dtype, MaskType] = {
@@ -122,19 +122,6 @@ class Masks:
 NONE = Masks()
 
 
-def refuse(*given: object) -> None:
-    """Refuse masks and dropout beside 8-bit operands.
-
-    Raises:
-        UnsupportedProblem: one of the arguments is not None.
-    """
-    if any(argument is not None for argument in given):
-        raise UnsupportedProblem(
-            "the kernels for 8-bit operands know the causal mask only",
-            nearest="precision=None for masks, windows, softcap, alibi_slopes, sinks and dropout_p",
-        )
-
-
 def refuse_both(is_causal: bool, attn_mask: object) -> None:
     """Refuse is_causal=True beside a mask.
 
@@ -150,8 +137,8 @@ def refuse_both(is_causal: bool, attn_mask: object) -> None:
         )
 
 
-def check(call: Call) -> Masks:
-    """The masks that a call with validated tensors asks for.
+def check(call: Call, dtype: torch.dtype) -> Masks:
+    """The masks that a call with validated tensors and an output of `dtype` asks for.
 
     Raises:
         InvalidArgument: one of them cannot belong to the call.
@@ -164,7 +151,7 @@ def check(call: Call) -> Masks:
         batch, heads = query.shape[:2]
     refuse_both(options.is_causal, attn_mask)
     if attn_mask is not None:
-        check_mask(attn_mask, query, key)
+        check_mask(attn_mask, query, key, dtype)
     if alibi_slopes is not None:
         slopes = _check_tensor("alibi_slopes", alibi_slopes, query, (torch.float32,))
         if tuple(slopes.shape) not in ((heads,), (batch, heads)):
@@ -175,7 +162,7 @@ def check(call: Call) -> Masks:
                 hint="one slope for each query head",
             )
     if sinks is not None:
-        logits = _check_tensor("sinks", sinks, query, (query.dtype, torch.float32))
+        logits = _check_tensor("sinks", sinks, query, (dtype, torch.float32))
         if tuple(logits.shape) != (heads,):
             raise InvalidArgument(
                 "sinks",
@@ -186,15 +173,18 @@ def check(call: Call) -> Masks:
     return Masks(attn_mask, _check_window(options.window), _check_softcap(options.softcap), alibi_slopes, sinks)
 
 
-def check_mask(attn_mask: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask of a call with query [B, H, S_q, D] and key [B, H_kv, S_k, D].
+def check_mask(
+    attn_mask: object, query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The mask of a call with query [B, H, S_q, D], key [B, H_kv, S_k, D] and an output of `dtype`, else of query's.
 
     Raises:
         InvalidArgument: its type, device or shape is wrong.
     """
     if is_summed(attn_mask):
         return attn_mask  # BlockTable.check has seen it
-    mask = _check_tensor("attn_mask", attn_mask, query, (torch.bool, query.dtype, torch.float32, torch.int32))
+    numbers = dtype or query.dtype
+    mask = _check_tensor("attn_mask", attn_mask, query, (torch.bool, numbers, torch.float32, torch.int32))
     batch, heads, seqlen_q, _ = query.shape
     if mask.dtype == torch.int32:
         _check_ranges(mask, (batch, heads, seqlen_q))

@@ -226,6 +226,11 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
         )
 
 
+def require_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd would expect a gradient of one of them."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def check_grad(tensors: dict[str, torch.Tensor]) -> None:
     """Refuse inputs whose gradient autograd would expect."""
     if not torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from microsdpa.call.call import NO_SCALES, NO_TENSORS, Call, Scales
 from microsdpa.call.masks import Masks
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.kernels.problem import Causal, Operands
-from microsdpa.kernels.quantize.spec import SCHEMES, QuantizationScheme
+from microsdpa.kernels.quantize.spec import SCHEMES, UNSMOOTHED, QuantizationScheme
 
 
 class Checked(NamedTuple):
@@ -54,8 +54,9 @@ class Checked(NamedTuple):
     @property
     def scheme(self) -> QuantizationScheme | None:
         """How the call quantizes its inputs; None where it does not."""
-        precision = self.call.options.precision
-        return SCHEMES[precision] if precision else None
+        precision, masks = self.call.options.precision, self.masks
+        shifted = masks.softcap is None and masks.sinks is None  # scores may move by one amount in all of a row
+        return (SCHEMES if shifted else UNSMOOTHED)[precision] if precision else None
 
     @property
     def factor(self) -> float:
@@ -89,7 +90,10 @@ def check(call: Call) -> Checked:
     """
     options, (query, key, value), eight_bit = call.options, call.inputs, call.is_eight_bit
     if eight_bit:
-        mask_checks.refuse(*call.masks, options.window, options.softcap, options.dropout_p or None)
+        if options.dropout_p:
+            raise UnsupportedProblem(
+                "the kernels for 8-bit operands drop no probabilities", nearest="dropout_p=0.0, or precision=None"
+            )
         if call.prologue is not None:
             raise UnsupportedProblem(
                 "there are no norms and no rotary embedding beside 8-bit operands",
@@ -119,7 +123,7 @@ def check(call: Call) -> Checked:
     if call.prologue is not None:
         prologue_checks.check(call.prologue, query, key, call.shift)
         prologue_checks.check_addresses(call.prologue)
-    masks, scales = mask_checks.check(call), NO_SCALES
+    masks, scales = mask_checks.check(call, query.dtype), NO_SCALES
     if call.sequences is not None:
         scales = cache_checks.check_scales(query, key, call.scales, call.sequences)
     if call.out is not None:
@@ -142,14 +146,15 @@ def _check_eight_bit(checked: Checked) -> Checked:
     else:
         operands = scale_checks.check_values(query, key, value, call.options.enable_gqa)
     dtype = scale_checks.output_type(query, value, call.out)
+    masks = mask_checks.check(call, dtype)
     named = {"query": query, "key": key, "value": value}
-    tensors.check_grad(named)
+    tensors.check_grad(named | masks.tensors)
     scale_checks.check_place(query, checked.emulated)
     if call.out is not None:
         given = (scale for scale in call.scales if isinstance(scale, torch.Tensor))
-        tensors.check_out(call.out, query, dtype, (*call.inputs, *given))
+        tensors.check_out(call.out, query, dtype, (*call.inputs, *masks.tensors.values(), *given))
         named["out"] = call.out
-    checked = checked._replace(dtype=dtype, operands=operands)
+    checked = checked._replace(dtype=dtype, operands=operands, masks=masks)
     if checked.is_empty:
         return checked
     scale_checks.check_aligned(named)

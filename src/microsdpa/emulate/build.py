@@ -1,13 +1,18 @@
-"""Building for the CPU: the runtime once, and every kernel as a library, with the host's C++ compiler."""
+"""Building for the CPU: the runtime once, and every kernel as a library, with the host's C++ compiler.
+
+What is built is kept in the cache: a kernel that lies there runs where there is no compiler.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import json
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 import threading
@@ -15,21 +20,30 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from microsdpa.emulate import abi
 from microsdpa.errors import CompileError
 from microsdpa.jit import cache, nvrtc
+from microsdpa.jit.inspect import sections
 from microsdpa.jit.source import KERNELS_DIR, expand, tokens
 from microsdpa.kernels import KernelSpec
 
 HERE = Path(__file__).resolve().parent
+KIND = "emulate"
+"""Folder of the cache that has what is built here."""
 RUNTIME_SOURCES = tuple(sorted(path.name for path in (HERE / "runtime").glob("*.cc")))
 RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
 # -fsanitize=thread makes the compiler call the emulator before every access to memory (its own runtime is not linked);
 # without vectorisation, and in GCC without scalar replacement, an access of the source stays one access of its width.
 # Variables share no memory: what wgmma reads of one that is gone, a register still holds.
 KERNEL_FLAGS = ("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-w", "-fsanitize=thread")
-GCC_FLAGS = ("-fno-tree-sra", "-fno-tree-vectorize", "-fstack-reuse=none", "--param=tsan-instrument-func-entry-exit=0")
+# The last ones spare g++ a fifth to a third of its time. Where variables live is in no line table, and registers are
+# given out when the calls to the emulator are in place.
+GCC_FLAGS = (
+    *("-fno-tree-sra", "-fno-tree-vectorize", "-fstack-reuse=none", "--param=tsan-instrument-func-entry-exit=0"),
+    *("-fno-var-tracking", "-fira-region=one", "-fno-ipa-ra"),
+)
 CLANG_FLAGS = (
     *("-fno-vectorize", "-fno-slp-vectorize", "-fno-sanitize=undefined"),
     *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-no-stack-coloring"),
@@ -113,7 +127,7 @@ _building: dict[str, threading.Lock] = {}
 
 
 def _store(binary: str) -> cache.KernelCache:
-    return cache.KernelCache(cache.default_directory(), binary, "emulate")
+    return cache.KernelCache(cache.default_directory(), binary, KIND)
 
 
 def _digest(parts: object) -> str:
@@ -149,33 +163,62 @@ def load(spec: KernelSpec, root: Path = KERNELS_DIR, params: str = "") -> Librar
     views += f"{abi.VIEW_ALIGNMENT} * {abi.VIEW_ALIGNMENT} / sizeof(microsdpa::TensorMap))"
     maps = "".join(f", {views}[{index}]" for index in range(len(spec.tensor_maps)))
     text = expanded(spec.source, root) + _ENTRY.format(expression=spec.expression, params=params, maps=maps)
-    key = _digest([cache_version(), text, *_environment()])
+    sources = _digest([cache_version(), text, _headers(), KERNEL_FLAGS, GCC_FLAGS, CLANG_FLAGS, _toolkit()])
+    key = _key(sources)
     with _lock:
         _runtime()
         building = _building.setdefault(key, threading.Lock())
     with building:  # threads that want the same kernel build it once, others build theirs beside it
         if key not in _loaded:
-            path = _materialize(key, lambda directory: _compile_kernel(spec.name, text, directory), text, spec.name)
+            described = {"kernel": spec.name, "sources": sources}
+            path = _materialize(key, lambda directory: _compile_kernel(spec.name, text, directory), text, described)
             _loaded[key] = _open(spec.name, path)
         return _loaded[key]
 
 
-def _environment() -> tuple[object, ...]:
-    return _headers(), _kernel_flags(), _compiler_version(), _toolkit()
+def _key(sources: str) -> str:
+    """Signature of the library that the compiler here makes of sources with this digest.
+
+    Where there is no compiler, it is that of a library in the cache, whichever compiler made it.
+
+    Raises:
+        CompileError: there is neither.
+    """
+    try:
+        return _digest([sources, _compiler_version()])
+    except CompileError as error:
+        if found := _built().get(sources):
+            return found
+        raise CompileError(
+            f"{error.summary}; the cache {cache.default_directory()} does not have this kernel",
+            log=error.log,
+            source=None,
+        ) from None
+
+
+@functools.cache
+def _built() -> dict[str, str]:
+    """Signatures of the libraries in the cache, by the digest of their sources."""
+    store, found = _store(""), {}
+    for entry in cache.stored(store.directory):
+        if entry.kind == KIND and store.has(entry.path.name):
+            with contextlib.suppress(OSError, ValueError):
+                described = json.loads((entry.path / "metadata.json").read_text(encoding="utf-8"))
+                found[described.get("sources", "")] = entry.path.name
+    return found
 
 
 def _toolkit() -> str:
     """Which CUDA headers there are: the version of their package, or their place."""
-    places = nvrtc.include_directories()
     try:
         return metadata.version("nvidia-cuda-runtime")
     except metadata.PackageNotFoundError:
-        return ":".join(places)
+        return ":".join(nvrtc.include_directories())
 
 
 def cache_version() -> int:
     """Changes when libraries built before cannot be used any more."""
-    return 1
+    return 2
 
 
 def _open(name: str, path: Path) -> Library:
@@ -189,8 +232,14 @@ def _open(name: str, path: Path) -> Library:
 
 
 def _guards(path: Path) -> tuple[int, ...]:
-    symbols = subprocess.run(["nm", "--defined-only", str(path)], capture_output=True, text=True, check=True).stdout
-    return tuple(int(line.split()[0], 16) for line in symbols.splitlines() if line.split()[-1].startswith("_ZGV"))
+    """Values of the symbols of guards that the library defines."""
+    found = {section.name: section for section in sections(path.read_bytes())}
+    names = found[".strtab"].data
+    return tuple(
+        value
+        for at, _, _, section, value, _ in struct.iter_unpack("<IBBHQQ", found[".symtab"].data)
+        if section and names.startswith(b"_ZGV", at)
+    )
 
 
 def _image(address: int) -> int:
@@ -212,7 +261,7 @@ def _image(address: int) -> int:
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    key = _digest([cache_version(), _runtime_sources(), RUNTIME_FLAGS, _compiler_version()])
+    sources = _digest([cache_version(), _runtime_sources(), RUNTIME_FLAGS])
 
     def build(directory: Path) -> Path:
         library = directory / "runtime.so"
@@ -220,7 +269,8 @@ def _runtime() -> ctypes.CDLL:
         _run([compiler(), *RUNTIME_FLAGS, *sources, "-o", str(library)], "the emulator's runtime", None)
         return library
 
-    return ctypes.CDLL(str(_materialize(key, build, "", "runtime")), mode=ctypes.RTLD_GLOBAL)
+    path = _materialize(_key(sources), build, "", {"kernel": "runtime", "sources": sources})
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def runtime() -> ctypes.CDLL:
@@ -257,7 +307,8 @@ def _precompiled() -> Path | None:
         return header
 
     try:
-        return _materialize(_digest([cache_version(), *_environment()]), build, "", "device.h", "device.h.gch").parent
+        made = _digest([cache_version(), _headers(), _kernel_flags(), _compiler_version(), _toolkit()])
+        return _materialize(made, build, "", {"kernel": "device.h"}, "device.h.gch").parent
     except CompileError:
         return None
 
@@ -269,13 +320,13 @@ def _run(command: Iterable[str], what: str, source: str | None) -> None:
         raise CompileError(f"{compiler()} refused {what}", log=run.stderr, source=kept)
 
 
-def _materialize(key: str, build: object, source: str, name: str, binary: str = "kernel.so") -> Path:
+def _materialize(key: str, build: object, source: str, described: dict[str, Any], binary: str = "kernel.so") -> Path:
     """Path of a built library: in the cache, or where the cache cannot be written in a directory of this process."""
     assert callable(build)
 
     def make() -> cache.Entry:
         with tempfile.TemporaryDirectory() as directory:
-            return cache.Entry(build(Path(directory)).read_bytes(), source, {"kernel": name})
+            return cache.Entry(build(Path(directory)).read_bytes(), source, described)
 
     store = _store(binary)
     entry, _ = store.get_or_build(key, make)

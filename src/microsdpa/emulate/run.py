@@ -127,9 +127,9 @@ class Shape:
     tensor_maps: tuple[tuple[str, TensorMap], ...] = ()
 
     @staticmethod
-    def of(spec: KernelSpec, grid: tuple[int, int, int]) -> Shape:
-        """That of a kernel whose buffers have the names of its tensor maps."""
-        maps = tuple(("mask" if box.tensor == "attn_mask" else box.tensor, box) for box in spec.tensor_maps)
+    def of(spec: KernelSpec, grid: tuple[int, int, int], mask: str = "attn_mask") -> Shape:
+        """That of a kernel whose buffers have the names of its tensor maps, and that of the mask `mask`."""
+        maps = tuple((mask if box.tensor == "attn_mask" else box.tensor, box) for box in spec.tensor_maps)
         return Shape(grid, spec.threads, spec.shared_bytes, spec.cluster, spec.programmatic, maps)
 
 
@@ -476,7 +476,7 @@ def attention(
             build.load(stage, root),
             functools.partial(params, kind=stage.params, operands=tensors if stage.changed_rows is None else given),
             buffers if stage.changed_rows is None else first,
-            Shape.of(stage, stage.grid(problem)),
+            Shape.of(stage, stage.grid(problem), "mask"),
             schedule=schedule,
             count_banks=count_banks,
         )

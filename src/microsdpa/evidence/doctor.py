@@ -13,7 +13,7 @@ from microsdpa import __version__
 from microsdpa.emulate.build import compiler
 from microsdpa.errors import CompileError, UnsupportedProblem
 from microsdpa.evidence.step import Step
-from microsdpa.jit import nvrtc
+from microsdpa.jit import nvrtc, prebuilt
 from microsdpa.jit.cache import KernelCache, default_directory
 from microsdpa.jit.inspect import find_nvdisasm
 from microsdpa.kernels.problem import Problem, capability_of, target_of
@@ -65,7 +65,18 @@ def _software() -> list[Line]:
         lines.append((f"extra [{extra}]", state, found, f"pip install 'microsdpa[{extra}]'" if absent else ""))
     tool = find_nvdisasm()
     lines.append(("nvdisasm", OK if tool else MISSING, tool or "none", "" if tool else "pip install 'microsdpa[cli]'"))
-    return lines
+    return [*lines, _prebuilt()]
+
+
+def _prebuilt() -> Line:
+    """What the optional package of compiled kernels has."""
+    there = prebuilt.package()
+    if there is None:
+        return prebuilt.NAME, OK, "not installed: a first call compiles its kernel, within seconds", ""
+    if there.refusal:
+        return prebuilt.NAME, MISSING, there.refusal, f"pip install {prebuilt.NAME}=={__version__}"
+    numbers = ", ".join(f"{number} kernels for {target}" for target, number in there.kernels.items())
+    return prebuilt.NAME, OK, numbers, ""
 
 
 def _is_installed(package: str) -> bool:
@@ -120,4 +131,4 @@ def _emulator() -> list[Line]:
     try:
         return [("emulator", OK, f"built with {compiler()}", "")]
     except CompileError as error:
-        return [("emulator", MISSING, error.summary, "install g++, or do without impl='emulate'")]
+        return [("emulator", MISSING, error.summary, "install g++, to emulate a kernel that is not in the cache")]

@@ -20,13 +20,16 @@ from typing import Any
 import microsdpa
 from microsdpa.attention.explain import Explanation
 from microsdpa.call.masks import Masks
+from microsdpa.call.prologue import prologue_of
 from microsdpa.call.scales import key_block
 from microsdpa.call.tensors import is_aligned
 from microsdpa.call.visibility import combined
-from microsdpa.errors import UnsupportedProblem
-from microsdpa.evidence import compare, results
+from microsdpa.errors import MicrosdpaError
+from microsdpa.evidence import compare, fuzz_varlen, results
 from microsdpa.evidence.fuzz_calls import DOORS, Call, Door, draw, simpler, tensors
-from microsdpa.evidence.fuzz_check import Outcome, check, explained, quantized
+from microsdpa.evidence.fuzz_check import check, explained, quantized
+from microsdpa.evidence.fuzz_outcome import Outcome
+from microsdpa.evidence.fuzz_varlen import VarlenCall
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels import emulated_target
@@ -58,14 +61,17 @@ class Judged:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def judge(calls: Iterable[Call], device: str) -> list[Judged]:
+def judge(calls: Iterable[Call | VarlenCall], device: str) -> list[Judged]:
     """Make these calls, in this process."""
     judged = []
     for call in calls:
         outcome = check(call, device)
+        if isinstance(call, VarlenCall):
+            judged.append(_judge_varlen(call, outcome, device))
+            continue
         try:
             explanation = explained(call, device)
-        except UnsupportedProblem:  # check() has reported it
+        except MicrosdpaError:  # check() has reported it
             judged.append(Judged(outcome))
             continue
         kernel = explanation.spec.name if explanation.spec else ""
@@ -73,7 +79,21 @@ def judge(calls: Iterable[Call], device: str) -> list[Judged]:
     return judged
 
 
-def _judged(calls: list[Call], device: str) -> Iterator[Judged]:
+def _judge_varlen(call: VarlenCall, outcome: Outcome, device: str) -> Judged:
+    try:
+        spec, problem = fuzz_varlen.chosen(call, device)
+    except MicrosdpaError:  # check() has reported it
+        return Judged(outcome)
+    signed = {"kernel": spec.name, "code_signature": code_signature(spec, problem.target), "target": problem.target}
+    lengths = {"s_q": call.case().seqlen_q, "s_k": problem.seqlen_k}
+    sizes = {"b": problem.batch, "h": problem.heads, "h_kv": problem.heads_kv, "d": problem.head_dim} | lengths
+    fields: dict[str, Any] = {"shape": sizes, "varlen": problem.varlen, "rounded_queries": problem.seqlen_q}
+    kinds = {"mask_kind": problem.mask, "cache_kind": problem.cache}
+    fields |= {name: dataclasses.asdict(kind) for name, kind in kinds.items() if kind is not None}
+    return Judged(outcome, spec.name, signed | fields | {"alignment": problem.alignment})
+
+
+def _judged(calls: list[Call | VarlenCall], device: str) -> Iterator[Judged]:
     """Make all calls. On a GPU those of one form are made by one thread, as they share kernels.
 
     Few processes, since a GPU lets them take turns; several, since a process has one lock for all its Python.
@@ -82,7 +102,7 @@ def _judged(calls: list[Call], device: str) -> Iterator[Judged]:
         for call in calls:
             yield from judge([call], device)
         return
-    forms: dict[object, list[Call]] = {}
+    forms: dict[object, list[Call | VarlenCall]] = {}
     for call in calls:
         forms.setdefault(call.form, []).append(call)
     longest_first = sorted(forms.values(), key=len, reverse=True)
@@ -93,7 +113,7 @@ def _judged(calls: list[Call], device: str) -> Iterator[Judged]:
             yield from share.result()
 
 
-def _judge_together(forms: list[list[Call]], device: str) -> list[Judged]:
+def _judge_together(forms: list[list[Call | VarlenCall]], device: str) -> list[Judged]:
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // PROCESSES)) as pool:
         return [one for judged in pool.map(judge, forms, itertools.repeat(device)) for one in judged]
 
@@ -127,7 +147,7 @@ def step(
     device = "cpu" if reason else "cuda"
     calls = draw(count, seed, bool(reason), doors)
     advance = progress("fuzz", count)
-    found: dict[Call, Judged] = {}
+    found: dict[Call | VarlenCall, Judged] = {}
     for one in _judged(calls, device):
         found[one.outcome.call] = one
         advance(one.outcome.call.door)
@@ -209,6 +229,13 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
     aligned = VECTOR_BYTES if all(map(is_aligned, given)) else ELEMENT_BYTES[call.dtype]
     if call.dropout_p:
         fields["dropout_p"] = call.dropout_p
+    if made.prologue:
+        rotary, positions, q_norm, k_norm = (
+            made.prologue.get(name) for name in ("rotary", "rotary_positions", "q_norm", "k_norm")
+        )
+        prologue = prologue_of(rotary, call.rotary_interleaved, positions, q_norm, k_norm, call.norm_eps)
+        assert prologue is not None
+        fields["prologue_kind"] = dataclasses.asdict(prologue.kind())
     return fields | {"alignment": aligned, **({"mask_kind": dataclasses.asdict(kind)} if kind else {})}
 
 

@@ -12,11 +12,13 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from microsdpa import BlockTable
+from microsdpa.evidence import fuzz_varlen
+from microsdpa.evidence.fuzz_varlen import VarlenCall
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case
 from microsdpa.kernels import FAMILIES
 from microsdpa.kernels.problem import OPERANDS, Causal, DType, Operands
 
-Door = Literal["sdpa", "out", "plan", "operator", "enable", "backward", "precision", "quantized"]
+Door = Literal["sdpa", "out", "plan", "operator", "enable", "backward", "precision", "quantized", "varlen"]
 CausalOption = Literal["none", "is_causal", "upper_left", "lower_right"]
 Layout = Literal["bhsd", "bshd", "sbhd", "unaligned", "every other row", "shared heads"]
 MaskType = Literal["none", "bool", "inputs", "float32", "ranges"]
@@ -25,7 +27,15 @@ Blocks = Literal["none", "table", "mask_mod"]
 SinkType = Literal["none", "inputs", "float32"]
 Granularity = Literal["tensor", "head", "block"]
 
-DOORS: tuple[Door, ...] = ("sdpa", "out", "plan", "operator", "enable", "backward", "precision", "quantized")
+Positions = Literal["counted", "first", "of rows", "of all", "apart", "queries alone"]
+Norms = Literal["none", "rms", "layer"]
+
+DOORS: tuple[Door, ...] = (
+    *("sdpa", "out", "plan", "operator", "enable", "backward", "precision", "quantized"),
+    "varlen",
+)
+PROLOGUE_DOORS = ("sdpa", "out", "plan", "backward")
+"""Doors that take norms and rotary embedding."""
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "sbhd", "unaligned", "every other row", "shared heads")
 HEAD_DIMS = (64, 64, 64, 128, 128, 256, 32, 96, 192, 80, 72, 40, 8, 36, 1)
 EIGHT_BIT_HEAD_DIMS = (32, 64, 128, 256)
@@ -60,6 +70,10 @@ class Call:
         impl: "auto", or a kernel's name.
         seed: of the values.
         dropout_p: of the doors "operator" and "backward", whose calls are then the operator's, with a random state.
+        rotary: columns of query and key that are rotated; 0 for none.
+        rotary_positions: how they are given; "apart" are other ones for keys.
+        norms: of the rows that `normed` names, "q", "k" or both; LayerNorms have a bias where `biased`.
+        narrow: whether angles and weights have the inputs' type; else they are float32.
     """
 
     door: Door = "sdpa"
@@ -90,6 +104,15 @@ class Call:
     impl: str = "auto"
     seed: int = 0
     dropout_p: float = 0.0
+    rotary: int = 0
+    rotary_interleaved: bool = False
+    rotary_positions: Positions = "counted"
+    norms: Norms = "none"
+    normed: str = "qk"
+    biased: bool = False
+    norm_eps: float = 1e-6
+    narrow: bool = False
+    return_lse: bool = True
 
     @property
     def heads(self) -> int:
@@ -111,7 +134,16 @@ class Call:
         """What kernels are compiled for: calls that differ in the rest alone share most of them."""
         sides = tuple(end != -1 for end in self.window or (-1, -1))
         masks = self.mask, sides, self.softcap is not None, self.alibi != "none", self.sinks
-        return self.dtype, self.head_dim, self.operands, self.impl, self.dropout_p > 0.0, *masks
+        changes = (
+            self.rotary,
+            self.rotary_interleaved,
+            self.rotary_positions,
+            self.norms,
+            self.normed,
+            self.biased,
+            self.narrow,
+        )
+        return self.dtype, self.head_dim, self.operands, self.impl, self.dropout_p > 0.0, *masks, *changes
 
     def case(self) -> Case:
         """Shape, type and alignment, for tolerances and rows."""
@@ -138,6 +170,7 @@ class Tensors:
 
     Attributes:
         masks: arguments of sdpa: attn_mask, document_ids, block_mask, alibi_slopes and sinks.
+        prologue: arguments of sdpa: rotary, q_norm and what belongs to them.
         rng_state: two int64; None without dropout.
         shown: bool [B, 1, S_q, S_k]: what documents and blocks show; None where there are none.
     """
@@ -147,6 +180,7 @@ class Tensors:
     value: torch.Tensor
     out: torch.Tensor
     masks: dict[str, Any]
+    prologue: dict[str, Any]
     shown: torch.Tensor | None = None
     rng_state: torch.Tensor | None = None
 
@@ -204,7 +238,34 @@ def tensors(call: Call, device: str) -> Tensors:
         masks["sinks"] = torch.randn(call.heads, generator=generator).to(of).to(device)
     of_sparse = _sparse(call, device, masks, generator)
     state = torch.randint(2**62, (2,), generator=generator).to(device) if call.dropout_p else None
-    return Tensors(query, key, value, out, masks, of_sparse, state)
+    return Tensors(query, key, value, out, masks, _prologue(call, device, generator), of_sparse, state)
+
+
+def _prologue(call: Call, device: str, generator: torch.Generator) -> dict[str, Any]:
+    """Arguments of norms and rotary embedding; none where the call has neither."""
+    found: dict[str, Any] = {}
+    of = TORCH_DTYPE[call.dtype] if call.narrow else torch.float32
+    sizes, most = (call.seqlen_q, call.seqlen_k), call.seqlen_q + call.seqlen_k + 20
+    if call.rotary:
+        angles = torch.rand(most, call.rotary // 2, generator=generator) * 6
+        found["rotary"] = tuple(table.to(of).to(device) for table in (angles.cos(), angles.sin()))
+        found["rotary_interleaved"] = call.rotary_interleaved
+        batches = () if call.rotary_positions == "of rows" else (call.batch,)
+        rows = [torch.randint(0, most, (*batches, size), generator=generator).to(device) for size in sizes]
+        found["rotary_positions"] = {
+            "counted": None,
+            "first": 7,
+            "of rows": rows[0],
+            "of all": rows[0],
+            "apart": (rows[0], rows[1].int()),
+            "queries alone": (rows[0], None),
+        }[call.rotary_positions]
+    if call.norms != "none":
+        for name in ("q", "k"):
+            weight, bias = (torch.rand(call.head_dim, generator=generator).add(0.5).to(of).to(device) for _ in range(2))
+            if name in call.normed:
+                found[f"{name}_norm"] = weight if call.norms == "rms" else (weight, bias if call.biased else None)
+    return found | {"norm_eps": call.norm_eps} if found else found
 
 
 def _sparse(call: Call, device: str, masks: dict[str, Any], generator: torch.Generator) -> torch.Tensor | None:
@@ -253,7 +314,18 @@ def valid(call: Call) -> Call:
     of_operator = call.door == "operator" or call.dropout_p > 0.0
     if of_operator or call.door == "enable":  # which have no such arguments
         call = _as_default(call, "documents", "blocks")
-    if call.documents in ("in order", "apart"):
+    if call.door not in PROLOGUE_DOORS or call.dropout_p or call.head_dim % 8:
+        call = _as_default(call, "rotary", "norms")
+    call = replace(call, rotary=min(call.rotary, call.head_dim // 16 * 16))
+    if not call.rotary:
+        call = _as_default(call, "rotary_interleaved", "rotary_positions")
+    if call.norms == "none":
+        call = _as_default(call, "normed", "norm_eps")
+    if call.norms != "layer":
+        call = _as_default(call, "biased")
+    if not call.rotary and call.norms == "none":
+        call = _as_default(call, "narrow")
+    if call.rotary_positions in ("of rows", "of all") or call.documents in ("in order", "apart"):
         call = replace(call, seqlen_k=call.seqlen_q)
     query, key, value, out = call.layouts
     if call.door != "out" or out == "shared heads":
@@ -265,6 +337,9 @@ def valid(call: Call) -> Call:
         call = replace(call, causal=causal)
     elif call.causal == "is_causal" and (call.mask != "none" or of_operator):
         call = replace(call, causal="upper_left")
+    before_first = call.causal == "lower_right" and call.seqlen_q > call.seqlen_k
+    if call.rotary and before_first and call.rotary_positions in ("counted", "first"):
+        call = replace(call, rotary_positions="apart")  # tables have no rows for negative positions
     if call.door in EIGHT_BIT_DOORS:
         call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "window", "softcap", "alibi")
         call = _as_default(call, "documents", "blocks", "sinks", "impl")
@@ -275,6 +350,8 @@ def valid(call: Call) -> Call:
         call = _as_default(call, "operands")
     if call.door != "quantized":
         call = _as_default(call, "granularity")
+    if call.door not in ("sdpa", "out", "plan"):
+        call = _as_default(call, "return_lse")
     if call.door != "backward":
         return _as_default(call, "graded")
     there = {"m": call.mask in ("inputs", "float32"), "a": call.alibi != "none", "s": call.sinks != "none"}
@@ -286,18 +363,26 @@ def _as_default(call: Call, *names: str) -> Call:
     return replace(call, **{name: getattr(Call, name) for name in names})
 
 
-def draw(count: int, seed: int, emulated: bool, doors: tuple[Door, ...] = DOORS) -> list[Call]:
+def draw(count: int, seed: int, emulated: bool, doors: tuple[Door, ...] = DOORS) -> list[Call | VarlenCall]:
     """`count` calls through these doors; those for the emulator are small.
 
     What kernels are compiled for comes from a pool that grows with `count` more slowly than it: the rest of every call
     is free.
     """
-    choose = random.Random(seed)
-    pool = [_form(choose, emulated) for _ in range(6 if emulated else 20 + count // 200)]
-    calls: list[Call] = []
+    choose, choose_varlen = random.Random(seed), random.Random(f"varlen {seed}")
+    forms = 6 if emulated else 20 + count // 200
+    pool = [_form(choose, emulated) for _ in range(forms)]
+    pool_varlen = [fuzz_varlen.form(choose_varlen, emulated) for _ in range(forms // 2)]
+    others = tuple(door for door in doors if door != "varlen")
+    share = (len(doors) - len(others)) / len(doors)
+    calls: list[Call | VarlenCall] = []
     while len(calls) < count:
-        drawn = _call(choose, choose.choice(pool), emulated)
-        call = valid(drawn if drawn.door in doors else replace(drawn, door=choose.choice(doors)))
+        call: Call | VarlenCall
+        if choose_varlen.random() < share:
+            call = fuzz_varlen.draw(choose_varlen, choose_varlen.choice(pool_varlen), emulated)
+        else:
+            drawn = _call(choose, choose.choice(pool), emulated)
+            call = valid(drawn if drawn.door in others else replace(drawn, door=choose.choice(others)))
         if call.work <= (2**18 if emulated else 2**28):
             calls.append(call)
     return calls
@@ -319,7 +404,13 @@ def _form(choose: random.Random, emulated: bool) -> dict[str, Any]:
         form["sinks"] = choose.choice(("inputs", "float32"))
     if not emulated and choose.random() < 0.3:
         form["impl"] = choose.choice([family.name for family in FAMILIES])
-    form["dropout_p"] = random.Random(repr(form)).choice((0.0, 0.0, 0.1, 0.7))
+    later = random.Random(repr(form))
+    form["dropout_p"] = later.choice((0.0, 0.0, 0.1, 0.7))
+    form["rotary"] = later.choice((0, 0, 16, form["head_dim"]))
+    form["rotary_interleaved"], form["biased"], form["narrow"] = (later.random() < 0.5 for _ in range(3))
+    form["rotary_positions"] = later.choice(("counted", "first", "of rows", "of all", "apart", "queries alone"))
+    form["norms"] = later.choice(("none", "none", "rms", "layer"))
+    form["normed"] = later.choice(("qk", "q", "k"))
     return form
 
 
@@ -330,8 +421,8 @@ def _call(choose: random.Random, form: dict[str, Any], emulated: bool) -> Call:
         ends = (choose.choice((0, 3, choose.randint(0, lengths))) if form[side] else -1 for side in ("left", "right"))
         rest["window"] = tuple(ends)
     layouts = [choose.choice(LAYOUTS) if choose.random() < 0.5 else "bhsd" for _ in range(4)]
-    return Call(
-        door=choose.choice(DOORS),
+    made = Call(
+        door=choose.choice([door for door in DOORS if door != "varlen"]),
         batch=choose.choice((1, 1, 2, 3)),
         heads_kv=choose.choice((1, 2, 3) if emulated else (1, 2, 3, 8)),
         group=choose.choice((1, 1, 2, 4, 7)),
@@ -351,6 +442,8 @@ def _call(choose: random.Random, form: dict[str, Any], emulated: bool) -> Call:
         seed=choose.randrange(2**31),
         **rest,
     )
+    later = random.Random(made.seed)
+    return replace(made, norm_eps=later.choice((1e-6, 1e-3)), return_lse=later.random() < 0.8)
 
 
 def _length(choose: random.Random, most: int) -> int:
@@ -363,7 +456,12 @@ def _length(choose: random.Random, most: int) -> int:
     return choose.randint(1, most)
 
 
-def simpler(call: Call) -> Iterator[Call]:
+def simpler(call: Call | VarlenCall) -> Iterator[Call | VarlenCall]:
+    """Calls that differ from a call by one step towards the least: a default, or a number that is smaller."""
+    yield from fuzz_varlen.simpler(call) if isinstance(call, VarlenCall) else _simpler(call)
+
+
+def _simpler(call: Call) -> Iterator[Call]:
     """Calls that differ from a call by one step towards the least: a default, or a number that is smaller."""
 
     def changed(**fields: Any) -> Iterator[Call]:
@@ -387,6 +485,15 @@ def simpler(call: Call) -> Iterator[Call]:
         "dtype",
         "granularity",
         "dropout_p",
+        "rotary",
+        "rotary_interleaved",
+        "rotary_positions",
+        "norms",
+        "normed",
+        "biased",
+        "norm_eps",
+        "narrow",
+        "return_lse",
     ):
         if getattr(call, name) != getattr(Call, name):
             yield from changed(**{name: getattr(Call, name)})
@@ -414,8 +521,3 @@ def simpler(call: Call) -> Iterator[Call]:
             yield from changed(graded=call.graded.replace(letter, ""))
     if call.seed > 0:
         yield from changed(seed=0)
-
-
-def emulated_impl(call: Call) -> str:
-    """The call's `impl` for CPU tensors."""
-    return "emulate" if call.impl == "auto" else f"emulate:{call.impl}"

@@ -6,7 +6,6 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +17,10 @@ from microsdpa.attention.explain import Explanation
 from microsdpa.attention.quantize import Quantized, expand_scale, quantize
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.evidence import compare, verify_eight_bit
-from microsdpa.evidence.fuzz_calls import EIGHT_BIT_DOORS, Call, Granularity, Tensors, emulated_impl, tensors
+from microsdpa.evidence import compare, fuzz_varlen, verify_eight_bit
+from microsdpa.evidence.fuzz_calls import EIGHT_BIT_DOORS, Call, Granularity, Tensors, tensors
+from microsdpa.evidence.fuzz_outcome import LSE_SLACK, Outcome, failed
+from microsdpa.evidence.fuzz_varlen import VarlenCall, emulated_impl
 from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, specified
 from microsdpa.kernels import family_named
@@ -27,8 +28,6 @@ from microsdpa.kernels.quantize.spec import SCHEMES
 
 __all__ = ["Call", "Outcome", "check", "explained", "quantized"]
 
-LSE_SLACK = 1e-5
-"""What FP32 may cost the LSE, as a part of the largest: rounded scores, which its tolerance is from, can be exact."""
 GRADIENT_FACTOR = 4
 """Times the error of plain arithmetic that a gradient may have: a backward rounds P and dS too."""
 ENABLED = threading.Lock()
@@ -38,30 +37,10 @@ NORMAL_REACH = 4.0
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a call came to.
-
-    Attributes:
-        kind: "passed", "refused", where a kernel that was named does not compute the call, or what is wrong with it.
-        failure: what is wrong in words; empty if nothing is.
-        errors: of the output, and `allowed`, the largest absolute one that it may have.
-    """
-
-    call: Call
-    kind: str = "passed"
-    failure: str = ""
-    errors: compare.Errors | None = None
-    allowed: float = 0.0
-
-    @property
-    def use(self) -> float:
-        """The largest error as a part of what is allowed."""
-        return self.errors.max_abs / self.allowed if self.errors and self.allowed else 0.0
-
-
-def check(call: Call, device: str) -> Outcome:
+def check(call: Call | VarlenCall, device: str) -> Outcome:
     """Make a call twice, and judge it; on the CPU the emulator runs it. Whatever it raises is a failure."""
+    if isinstance(call, VarlenCall):
+        return fuzz_varlen.check(call, device)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -93,7 +72,7 @@ def explained(call: Call, device: str) -> Explanation:
 
 def _options(call: Call, made: Tensors, device: str) -> dict[str, Any]:
     """Keyword arguments of sdpa, without out and return_lse."""
-    found: dict[str, Any] = {"impl": call.impl if device == "cuda" else emulated_impl(call)}
+    found: dict[str, Any] = {"impl": call.impl if device == "cuda" else emulated_impl(call.impl)}
     found |= {"scale": call.scale, "enable_gqa": call.group > 1, **made.masks}
     if call.causal == "is_causal":
         found["is_causal"] = True
@@ -104,7 +83,7 @@ def _options(call: Call, made: Tensors, device: str) -> dict[str, Any]:
             found[name] = getattr(call, name)
     if call.dropout_p:
         found["dropout_p"] = call.dropout_p
-    return found
+    return found | made.prologue
 
 
 def _through(call: Call, made: Tensors, device: str) -> Callable[[], Result]:
@@ -112,14 +91,19 @@ def _through(call: Call, made: Tensors, device: str) -> Callable[[], Result]:
     inputs, options = (made.query, made.key, made.value), _options(call, made, device)
 
     def named(out: torch.Tensor | None = None) -> Result:
-        found: Any = microsdpa.sdpa(*inputs, **options, return_lse=True, out=out)
-        return found[0], found[1]
+        found: Any = microsdpa.sdpa(*inputs, **options, return_lse=call.return_lse, out=out)
+        return (found[0], found[1]) if call.return_lse else (found, None)
 
     if call.door == "out":
         return lambda: named(out=made.out)
     if call.door == "plan":
-        plan: Any = microsdpa.plan(*inputs, **options, return_lse=True)
-        return lambda: plan(*inputs, **made.masks)
+        plan: Any = microsdpa.plan(*inputs, **options, return_lse=call.return_lse)
+
+        def planned() -> Result:
+            found = plan(*inputs, **made.masks)
+            return (found[0], found[1]) if call.return_lse else (found, None)
+
+        return planned
     if call.door == "operator" or call.dropout_p:
         return lambda: _operator(call, inputs, options, made.rng_state)
     if call.door == "enable":
@@ -163,35 +147,64 @@ def _check(call: Call, device: str) -> Outcome:
         "dropout_p": call.dropout_p,
         "rng_state": made.rng_state,
     }
-    inputs = made.query, made.key, made.value
-    (expected, expected_lse), (eager, eager_lse) = (f(*inputs, **options) for f in (reference.oracle, reference.eager))
+    exact, rough = _changed(call, made, torch.float64), _changed(call, made, torch.float32)
+    expected, expected_lse = reference.oracle(*exact, made.value, **options)
+    query, key = (rows.to(made.value.dtype) for rows in rough)
+    eager, eager_lse = reference.eager(query, key, made.value, **options)
     errors = compare.measure(out, expected)
     # Where plain arithmetic happens to be exact, what rounding P once may cost is allowed: one rounding of V.
     rounding = compare.UNIT_ROUNDOFF[out.dtype] * float(made.value.abs().max()) * reference.kept_of(call.dropout_p)[1]
     allowed = compare.tolerance(eager, expected, out.dtype).max_abs + rounding
     outcome = Outcome(call, errors=errors, allowed=allowed)
     if not errors.max_abs <= allowed:
-        return _failed(outcome, "output", f"the output is off by {errors.max_abs:.3g} at {list(errors.worst)}", allowed)
+        return failed(outcome, "output", f"the output is off by {errors.max_abs:.3g} at {list(errors.worst)}", allowed)
     if lse is not None:
         largest = float(expected_lse.where(expected_lse.isfinite(), 0.0).abs().max())
         of_lse = compare.tolerance(eager_lse, expected_lse, torch.float32).max_abs + LSE_SLACK * (1.0 + largest)
         error = compare.measure(lse, expected_lse)
         if not error.max_abs <= of_lse:
-            return _failed(outcome, "LSE", f"the LSE is off by {error.max_abs:.3g} at {list(error.worst)}", of_lse)
+            return failed(outcome, "LSE", f"the LSE is off by {error.max_abs:.3g} at {list(error.worst)}", of_lse)
     if not torch.equal(out, again) or (lse is not None and lse_again is not None and not torch.equal(lse, lse_again)):
-        return _failed(outcome, "bits", "a second run gave other bits")
+        return failed(outcome, "bits", "a second run gave other bits")
     return _check_gradients(call, device, outcome) if call.door == "backward" else outcome
+
+
+def _changed(
+    call: Call, made: Tensors, dtype: torch.dtype, of: dict[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key, those `of` a dict or of the call, behind the norms and the rotation of the call, in `dtype`."""
+    given = of or {"query": made.query, "key": made.key}
+    query, key = given["query"], given["key"]
+    if not made.prologue:
+        return query, key
+    angles, positions = made.prologue.get("rotary"), made.prologue.get("rotary_positions")
+    shift = call.seqlen_k - call.seqlen_q if call.causal == "lower_right" else 0
+    pair = positions if isinstance(positions, tuple) else (positions, positions)
+    found = []
+    for name, rows, position, first in (("q_norm", query, pair[0], shift), ("k_norm", key, pair[1], 0)):
+        norm = made.prologue.get(name)
+        weights = norm if isinstance(norm, tuple) else (norm, None)
+        counted = not isinstance(position, torch.Tensor)
+        if counted and (position is not None or name == "q_norm" or not isinstance(positions, tuple)):
+            position = torch.arange(rows.shape[2], device=rows.device) + (position or 0) + first
+        changed = reference.changed_rows(
+            rows,
+            weights,
+            made.prologue["norm_eps"],
+            angles,
+            position,
+            layer=isinstance(norm, tuple),
+            interleaved=call.rotary_interleaved,
+            dtype=dtype,
+        )
+        found.append(changed)
+    return found[0], found[1]
 
 
 def _copied(result: Result) -> Result:
     """Of the door "out", the next run writes to the same memory."""
     out, lse = result
     return out.clone(), None if lse is None else lse.clone()
-
-
-def _failed(outcome: Outcome, kind: str, failure: str, allowed: float | None = None) -> Outcome:
-    more = "" if allowed is None else f", {allowed:.3g} allowed"
-    return Outcome(outcome.call, kind, failure + more, outcome.errors, outcome.allowed)
 
 
 NAMES = {"q": "query", "k": "key", "v": "value", "m": "attn_mask", "a": "alibi_slopes", "s": "sinks"}
@@ -228,7 +241,7 @@ def _check_gradients(call: Call, device: str, outcome: Outcome) -> Outcome:
         allowed = GRADIENT_FACTOR * float((rough.double() - want).abs().max()) + unit
         if not error.max_abs <= allowed:
             failure = f"the gradient of {name} is off by {error.max_abs:.3g} at {list(error.worst)}"
-            return _failed(outcome, f"gradient of {name}", failure, allowed)
+            return failed(outcome, f"gradient of {name}", failure, allowed)
     return outcome
 
 
@@ -260,7 +273,8 @@ def _plain_gradients(
 
 def plain(call: Call, of: dict[str, torch.Tensor]) -> torch.Tensor:
     """The output by plain operations that torch differentiates, in the type of query: [B, H, S_q, D]."""
-    query, key, value = (of[name] for name in ("query", "key", "value"))
+    value = of["value"]
+    query, key = _changed(call, tensors(call, str(value.device)), value.dtype, of)
     key, value = (tensor.repeat_interleave(call.group, dim=1) for tensor in (key, value))
     device = query.device
     position = call.seqlen_k - call.seqlen_q if call.alignment == "lower_right" else 0
@@ -355,12 +369,12 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     errors = compare.measure(out, expected)
     outcome = Outcome(call, errors=errors, allowed=float(bound.max()))
     if not ((out.double() - expected).abs() <= bound).all():
-        return _failed(outcome, "output", f"the output is off by {errors.max_abs:.3g} at {list(errors.worst)}")
+        return failed(outcome, "output", f"the output is off by {errors.max_abs:.3g} at {list(errors.worst)}")
     largest = float(expected_lse.where(expected_lse.isfinite(), 0.0).abs().max())
     of_lse = LSE_TOLERANCE * max(1.0, largest)
     error = compare.measure(lse, expected_lse)
     if not error.max_abs <= of_lse:
-        return _failed(outcome, "LSE", f"the LSE is off by {error.max_abs:.3g} at {list(error.worst)}", of_lse)
+        return failed(outcome, "LSE", f"the LSE is off by {error.max_abs:.3g} at {list(error.worst)}", of_lse)
     if not torch.equal(out, again) or not torch.equal(lse, lse_again):
-        return _failed(outcome, "bits", "a second run gave other bits")
+        return failed(outcome, "bits", "a second run gave other bits")
     return outcome

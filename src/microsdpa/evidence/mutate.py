@@ -2,19 +2,24 @@
 
 Each call of a fence, wait, arrive, sync or commit is left out in turn, and each comparison with a length moved by one.
 What survives is either proved to change nothing, in a comment beside it, or is a case that the tests lack.
+
+A log has a line of JSON for every mutation that was tried. A run with the same log goes on where the last one ended:
+a line holds as long as the kernel's code, the cases and the emulator are what they were. Comments may change.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,7 @@ from microsdpa.jit.signature import code_signature
 from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import FAMILIES, KernelSpec, family_named
 from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 CASES = (
     Case(1, 2, 65, 130, 64),
@@ -46,14 +52,24 @@ CASES = (
     Case(1, 6, 130, 200, 64, causal="lower_right", scale=-0.3),
     Case(1, 2, 65, 130, 64, scale=30.0),
     Case(1, 2, 70, 127, 64, scale=30.0, masks=("bool",)),
+    Case(1, 3, 64, 130, 64, scale=-0.3),  # consumers without a row, and a round without a query tile for the last CTA
+    Case(1, 3, 192, 256, 64, causal="lower_right"),  # tiles that some consumers skip, ahead of another query tile
+    Case(1, 2, 160, 64, 64, causal="lower_right", scale=-0.3),  # query tiles without a key
+    Case(1, 2, 3, 2, 64, masks=("window", "alibi")),  # rows that see one key
+    Case(1, 2, 70, 260, 64, masks=("float32",)),  # a mask of numbers in a ring of its own
+    Case(1, 2, 70, 300, 64, masks=("documents",)),  # ranges of keys, whose query tiles are dealt out
 )
 """Those that a kernel computes are what it is tried on, LSE included, in two orders of threads."""
+FURTHER = {"hopper/split": "128 queries, 2 parts of the keys"}
+"""Configurations, by kernel and name, that only larger problems choose: they are tried on the same cases."""
 CTAS = 2
 """Of a persistent kernel, so that each takes several query tiles."""
 SCHEDULES = (Schedule(0, late=True), Schedule(1, late=False))
 TARGET = "sm_90a"
 """Launches are programmatic there, and all production kernels run."""
 SECONDS = 600
+SOURCES = (".cc", ".h", ".cuh")
+"""Suffixes of the emulator's files."""
 CAUGHT, SURVIVED, NO_PROGRAM, SAME, REDUNDANT = (
     "caught",
     "survived",
@@ -63,7 +79,8 @@ CAUGHT, SURVIVED, NO_PROGRAM, SAME, REDUNDANT = (
 )
 VERDICTS = (CAUGHT, NO_PROGRAM, SAME, REDUNDANT, SURVIVED)
 COMMAND = "microsdpa evidence mutate"
-PREFIX = "mutations_"
+SUITE = "mutations"
+NOT_RECORDED = f"*Not recorded yet: `{COMMAND} --log LOG --output benchmarks/results` writes the result file.*\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +107,13 @@ def specifications(kernel: str) -> list[tuple[Case, KernelSpec]]:
     for case in CASES:
         if case.masks and not family.masks:
             continue
-        spec = family.specify(problem_of(case, TARGET))
-        if isinstance(spec, KernelSpec):
-            found.append((case, dataclasses.replace(spec, max_ctas=CTAS) if spec.max_ctas else spec))
+        problem = problem_of(case, TARGET)
+        spec = family.specify(problem)
+        if not isinstance(spec, KernelSpec):
+            continue
+        found.append((case, dataclasses.replace(spec, max_ctas=CTAS) if spec.max_ctas else spec))
+        if kernel in FURTHER:
+            found.append((case, family.configurations(problem)[FURTHER[kernel]]))
     return found
 
 
@@ -165,21 +186,90 @@ def _outcome(kernel: str, site: Site | None, cache: str) -> tuple[str, str]:
     return str(verdict), str(said)
 
 
+class Log:
+    """The mutations of a kernel that were tried, a line of JSON each, in a file that later runs add to.
+
+    Args:
+        path: the file, which need not exist; None keeps nothing.
+        kernel: a production kernel's name.
+    """
+
+    def __init__(self, path: Path | None, kernel: str) -> None:
+        self._path, self._kernel, self._tested = path, kernel, tested(kernel)
+        self._lock = threading.Lock()
+        self._found: dict[str, tuple[str, str]] = {}
+        text = path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""
+        if path is not None and text and not text.endswith("\n"):  # a run was ended while it wrote
+            path.write_text(text := text[: text.rfind("\n") + 1], encoding="utf-8")
+        for line in text.splitlines():
+            one = json.loads(line)
+            if one["tested"] == self._tested:
+                self._found[one["name"]] = one["verdict"], one["said"]
+
+    def find(self, name: str) -> tuple[str, str] | None:
+        """What became of a mutation, by its name()."""
+        return self._found.get(name)
+
+    def keep(self, name: str, site: Site, verdict: str, said: str) -> None:
+        """Add what became of a mutation."""
+        if self._path is None:
+            return
+        line = {"tested": self._tested, "kernel": self._kernel, "name": name, "line": site.line}
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line | {"verdict": verdict, "said": said}) + "\n")
+
+
+def tested(kernel: str) -> str:
+    """Digest of all that a kernel's verdicts depend on: its code, its cases and the emulator."""
+    parts = [f"{case} {code_signature(spec, TARGET)}" for case, spec in specifications(kernel)]
+    parts += [str(SCHEDULES), *(path.read_text() for path in sorted(build.HERE.rglob("*")) if path.suffix in SOURCES)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def names(chosen: Iterable[Site]) -> dict[Site, str]:
+    """A name of each of a kernel's mutations that holds when comments change: "file: kind of code", and a number."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for site in chosen:
+        name = f"{site.file}: {site.kind} in {site.text.partition('//')[0].strip()}"
+        seen[name] += 1
+        found[site] = f"{name} #{seen[name]}"
+    return found
+
+
 def outcomes(
-    kernel: str, chosen: list[Site], jobs: int, advance: Callable[[str], None] = lambda message: None
+    kernel: str,
+    chosen: dict[Site, str],
+    jobs: int,
+    advance: Callable[[str], None] = lambda message: None,
+    path: Path | None = None,
 ) -> list[Outcome]:
     """What becomes of each mutation, `jobs` at a time.
+
+    Args:
+        kernel: a production kernel's name.
+        chosen: the mutations with their names().
+        jobs: processes at a time.
+        advance: is told of each that is done.
+        path: of the log.
 
     Raises:
         InvalidArgument: the kernel fails its cases as it is.
     """
+    log = Log(path, kernel)
     with tempfile.TemporaryDirectory() as cache:
-        verdict, said = _outcome(kernel, None, cache)
-        if verdict != SURVIVED:  # every case was run, and nothing said
-            raise InvalidArgument("kernel", expected="one that is right", got=f"{kernel}: {said}", hint="mend it first")
+        if any(log.find(name) is None for name in chosen.values()):
+            verdict, said = _outcome(kernel, None, cache)
+            if verdict != SURVIVED:  # every case was run, and nothing said
+                raise InvalidArgument(
+                    "kernel", expected="one that is right", got=f"{kernel}: {said}", hint="mend it first"
+                )
 
         def one(site: Site) -> Outcome:
-            verdict, said = _outcome(kernel, site, cache)
+            known = log.find(chosen[site])
+            verdict, said = known or _outcome(kernel, site, cache)
+            if known is None:
+                log.keep(chosen[site], site, verdict, said)
             if verdict == SURVIVED and site.explained:
                 verdict, said = REDUNDANT, site.explained
             advance(f"{site.file}:{site.line} {verdict}")
@@ -189,27 +279,74 @@ def outcomes(
             return list(pool.map(one, chosen))
 
 
+def all_sites(kernel: str) -> dict[Site, str]:
+    """The mutations of a kernel, with their names()."""
+    stages = [stage for _, spec in specifications(kernel) for stage in spec.stages]
+    return names(dict.fromkeys(site for stage in stages for site in sites(stage.source, KERNELS_DIR)))
+
+
 def step(
-    kernel: str,
+    kernel: str = "",
     jobs: int = 0,
     sample: int | None = None,
     progress: Progress = no_progress,
     output: Path | None = None,
     command: str = COMMAND,
+    only: str = "",
+    log: Path | None = None,
 ) -> Step:
-    """All mutations of one kernel, or `sample` of them at even distances; it fails when one survives unexplained."""
-    computed = specifications(kernel)
-    chosen = list(
-        dict.fromkeys(
-            site for _, spec in computed for stage in spec.stages for site in sites(stage.source, KERNELS_DIR)
+    """All mutations of a kernel, or of every production kernel; it fails when one survives unexplained.
+
+    Args:
+        kernel: a production kernel's name; empty for all of them.
+        jobs: processes at a time; 0 for one on each core.
+        sample: so many of a kernel's mutations, at even distances.
+        progress: makes a bar for each kernel.
+        output: the results directory, for a run of all mutations.
+        command: for the result file.
+        only: what the place of a mutation begins with, "hopper/split/consumer.cuh:121" or a part of it.
+        log: file that keeps what was found, and from which a run goes on.
+
+    Raises:
+        InvalidArgument: the kernel has no such name, or fails its cases as it is; no mutation is at `only`; or a part
+            of the mutations would be recorded.
+    """
+    if output is not None and (only or sample is not None):
+        raise InvalidArgument(
+            "output", expected="all mutations", got="a part", hint="leave out --only and --sample to record a table"
         )
-    )
-    everything = len(chosen)
-    if sample is not None and sample < everything:
-        chosen = [chosen[i * everything // sample] for i in range(sample)]
-    found = outcomes(kernel, chosen, jobs or os.cpu_count() or 1, progress("mutate", len(chosen)))
-    case, spec = computed[0]
-    rows = [
+    found: dict[str, list[Outcome]] = {}
+    everything = 0
+    for name in [kernel] if kernel else kernels():
+        chosen = {site: key for site, key in all_sites(name).items() if f"{site.file}:{site.line}".startswith(only)}
+        everything += (count := len(chosen))
+        if sample is not None and sample < count:
+            order = list(chosen)
+            chosen = {site: chosen[site] for site in (order[i * count // sample] for i in range(sample))}
+        if chosen:
+            found[name] = outcomes(name, chosen, jobs or os.cpu_count() or 1, progress(name, len(chosen)), log)
+    if not found:
+        raise InvalidArgument("only", expected="the place of a mutation", got=repr(only), hint="name a file and a line")
+    every = [outcome for one in found.values() for outcome in one]
+    counts = Counter(outcome.verdict for outcome in every)
+    survivors = [outcome for outcome in every if outcome.verdict == SURVIVED]
+    table = [["place", "mutation", "line", "verdict"]]
+    table += [[f"{o.site.file}:{o.site.line}", o.site.kind, o.site.text, o.verdict] for o in survivors]
+    summary = f"{len(every)} of {everything} mutations of {', '.join(found)}: "
+    summary += ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    if survivors:
+        summary += f"; give a survivor a test, or a comment '// {EXPLAINED} why it changes nothing' beside it"
+    rows = [row for name, outcomes_of in found.items() for row in _rows(name, outcomes_of)]
+    result = results.make(f"{SUITE}_{kernel.replace('/', '_')}" if kernel else SUITE, command, rows)
+    if output is not None:
+        summary += f"; wrote {results.write(result, output)}"
+    return Step("mutate", "failed" if survivors else "passed", summary, table if survivors else [], data=result)
+
+
+def _rows(kernel: str, found: list[Outcome]) -> list[results.Row]:
+    case = specifications(kernel)[0][0]
+    spec = select(problem_of(case, TARGET), kernel).spec  # as it is chosen, with all CTAs of a GPU
+    return [
         results.row(
             case,
             kernel=kernel,
@@ -225,29 +362,19 @@ def step(
         )
         for outcome in found
     ]
-    counts = Counter(outcome.verdict for outcome in found)
-    survivors = [outcome for outcome in found if outcome.verdict == SURVIVED]
-    table = [["place", "mutation", "line", "verdict"]]
-    table += [[f"{o.site.file}:{o.site.line}", o.site.kind, o.site.text, o.verdict] for o in survivors]
-    summary = f"{len(found)} of {everything} mutations of {kernel} on {len(computed)} cases: "
-    summary += ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    if survivors:
-        summary += f"; give a survivor a test, or a comment '// {EXPLAINED} why it changes nothing' beside it"
-    result = results.make(f"{PREFIX}{kernel.replace('/', '_')}", command, rows)
-    if output is not None:
-        summary += f"; wrote {results.write(result, output)}"
-    return Step("mutate", "failed" if survivors else "passed", summary, table if survivors else [], data=result)
 
 
 def markdown(result: results.Result, is_stale: Callable[[results.Row, str], bool]) -> str:
-    """How many mutations of a kernel came to what, and a line for each that survived."""
-    rows = result["rows"]
-    stale = " (stale)" if any(is_stale(row, row["target"]) for row in rows[:1]) else ""
+    """How many mutations of each kernel came to what, and a line for each that survived."""
     lines = [["kernel", "mutations", *VERDICTS], ["---"] + ["---:"] * 6]
-    counts = Counter(row["label"] for row in rows)
-    numbers = [str(counts[verdict]) for verdict in VERDICTS]
-    lines.append([f"{rows[0]['kernel']}{stale}", str(len(rows)), *numbers])
-    survivors = "".join(f"- survived: `{row['case']}`\n" for row in rows if row["label"] == SURVIVED)
+    kernels_of: dict[str, list[results.Row]] = {}
+    for row in result["rows"]:
+        kernels_of.setdefault(row["kernel"], []).append(row)
+    for kernel, rows in kernels_of.items():
+        stale = " (stale)" if is_stale(rows[0], rows[0]["target"]) else ""
+        counts = Counter(row["label"] for row in rows)
+        lines.append([f"{kernel}{stale}", str(len(rows)), *(str(counts[verdict]) for verdict in VERDICTS)])
+    survivors = "".join(f"- survived: `{row['case']}`\n" for row in result["rows"] if row["label"] == SURVIVED)
     return "".join(f"| {' | '.join(line)} |\n" for line in lines) + (f"\n{survivors}" if survivors else "")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from microsdpa.jit.source import expand
 
 EXPLAINED = "mutation:"
-"""What a comment begins with, on a site's line or the one before, that says why a mutation there changes nothing."""
+"""What a comment begins with that says why a mutation changes nothing: on its line, or alone on the line before."""
 
 ORDERING = re.compile(r"(?<=[;{}):])\s*((?:\w+(?:\.|->|::)|this->template |template )*(?P<name>\w+)(?:<[^;<>()]*>)?)\(")
 _ORDERS = re.compile(r"fence|wait|arrive|commit|(?<!a)sync")
@@ -68,7 +68,8 @@ def of_text(name: str, text: str) -> list[Site]:
     made = []
     for start, end, kind, new in sorted(found):
         line = text.count("\n", 0, start)
-        beside = lines[max(0, line - 1) : line + 1]
+        above = lines[line - 1].lstrip() if line else ""
+        beside = [lines[line], above if above.startswith("//") else ""]  # a comment behind code is that line's alone
         explained = next((one.partition(EXPLAINED)[2].strip() for one in beside if EXPLAINED in one), "")
         made.append(Site(name, line + 1, kind, start, end, new, lines[line].strip(), explained))
     return made

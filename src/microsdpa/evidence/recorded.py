@@ -12,7 +12,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import Grid, KernelSpec, configurations, policy
 from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
-from microsdpa.kernels.problem import OPERANDS, CacheKind, Causal, DType, MaskKind, Operands, Problem
+from microsdpa.kernels.problem import OPERANDS, CacheKind, Causal, DType, MaskKind, Operands, Problem, PrologueKind
 from microsdpa.kernels.quantize.spec import SCHEMES, fused, fused_grid, part_rows
 from microsdpa.kernels.select import select
 from microsdpa.kernels.spec import Rejection
@@ -100,6 +100,7 @@ def problem_of(row: Row, target: str) -> Problem:
         alignment=row.get("alignment", 16),
         target=target,
         cache=CacheKind(**row["cache_kind"]) if row.get("cache_kind") else None,
+        prologue=PrologueKind(**row["prologue_kind"]) if row.get("prologue_kind") else None,
     )
 
 

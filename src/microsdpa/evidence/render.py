@@ -113,6 +113,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return verify_torch.NOT_RECORDED
     if options["suite"] == fuzz.SUITE and not path.is_file():
         return fuzz.NOT_RECORDED
+    if options["suite"].startswith(mutate.SUITE) and not path.is_file():
+        return mutate.NOT_RECORDED
     if options["suite"] == models.SUITE and not path.is_file():
         return models.NOT_RECORDED
     if not path.is_file() and options["suite"] == "accuracy":
@@ -126,7 +128,7 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
     result = results.read(path)
     if options["suite"] == "verify_torch":
         return verify_torch.markdown(result, is_stale) + f"\n{provenance(result)}"
-    if options["suite"].startswith(mutate.PREFIX):
+    if options["suite"].startswith(mutate.SUITE):
         return mutate.markdown(result, is_stale) + f"\n{provenance(result)}"
     if options["suite"] == fuzz.SUITE:
         return fuzz.markdown(result, is_stale) + f"\n{provenance(result)}"

@@ -40,7 +40,7 @@ from microsdpa.evidence.peers import choose
 from microsdpa.evidence.plots import files as plot_files
 from microsdpa.evidence.plots.charts import Results
 from microsdpa.evidence.probe_list import PROBES
-from microsdpa.evidence.step import Progress, Step, no_progress
+from microsdpa.evidence.step import Progress, Step, Together, no_progress
 from microsdpa.evidence.suites import ALL, Some, chosen, load, some_of
 from microsdpa.evidence.verify import as_row, check, problem_of
 from microsdpa.evidence.wording import case_name, quoted_us
@@ -53,6 +53,10 @@ COMMAND = "microsdpa repro"
 SUITES = ("mission", "small", "decode", "fp8", "real", "prefill")
 MEMORY_OF_A_PROCESS = 2 * 2**30
 """GPU memory for each process that waits for its turn: what CUDA and its libraries take, and some to spare."""
+REPORT = "report"
+SECONDS_OF_FEW = {"compile": 30, "verify": 40, "roofline": 4, REPORT: 10}
+SECONDS_OF_ALL = {"compile": 300, "verify": 400, "roofline": 4, REPORT: 10}
+"""Of the long steps without a GPU, on two cores; what counts is their ratio. With a GPU each step has its own bar."""
 COMMITTED, COMMITTED_GPU = Path("benchmarks/results"), "h200"
 
 
@@ -343,41 +347,47 @@ def run(directory: Path, progress: Progress = no_progress, fresh: bool = False, 
     and without `full`, few kernels are compiled, and few cases are run.
     """
     output = directory / "results"
-    few = not full and launcher.device_error() is not None
-    plan: dict[str, Callable[[], Step]] = {
-        "info": lambda: info_step(progress),
-        "compile": lambda: compile_step(progress, few=few),
-        "verify": lambda: verify_step(progress, output=output, few=few),
-        "probe": lambda: probe_step(progress, output=output),
-        "roofline": lambda: roofline_page.step(roofline_page.MISSION, named("l4"), output),
+    on_gpu = launcher.device_error() is None
+    few = not full and not on_gpu
+    plan: dict[str, Callable[[Progress], Step]] = {
+        "info": info_step,
+        "compile": functools.partial(compile_step, few=few),
+        "verify": functools.partial(verify_step, output=output, few=few),
+        "probe": functools.partial(probe_step, output=output),
+        "roofline": lambda _: roofline_page.step(roofline_page.MISSION, named("l4"), output),
     }
     finished = resume.Finished(directory / "steps", fresh, "few" if few else "")
     suites = {"bench": "mission"}
-    if not launcher.device_error():
+    if on_gpu:
         suites |= {f"bench {suite}": suite for suite in SUITES[1:]}
     ahead = _rehearse([suite for name, suite in suites.items() if finished.find(name) is None])
     for name, suite in suites.items():
-        plan[name] = functools.partial(bench_step, progress, suite, output=output, ahead=ahead)
-    if not launcher.device_error():
-        plan["accuracy"] = lambda: accuracy.step(progress, output=output, command=COMMAND)
-    advance = progress("repro", len(plan))
+        plan[name] = functools.partial(bench_step, suite=suite, output=output, ahead=ahead)
+    if on_gpu:
+        plan["accuracy"] = functools.partial(accuracy.step, output=output, command=COMMAND)
+    found = {name: finished.find(name) for name in plan}
+    shares = SECONDS_OF_FEW if few else SECONDS_OF_ALL
+    together = Together(
+        progress, "repro", {name: shares.get(name, 1) for name in (*plan, REPORT) if found.get(name) is None}
+    )
     steps = []
     try:
         for name, take in plan.items():
-            step = finished.find(name)
+            step = found[name]
             if step is None:
                 start = time.perf_counter()
                 try:
-                    step = take()
+                    step = take(progress if on_gpu else together.of(name))
                 except (MicrosdpaError, RuntimeError) as error:
                     step = Step(name, "failed", f"{type(error).__name__}: {error}")
                 step.name, step.seconds = name, time.perf_counter() - start
                 finished.keep(step)
+                together.end(name, step.status)
             steps.append(step)
-            advance(f"{name}: {step.status}")
     finally:
         ahead.abandon()
     report.write(directory, steps, *_results_to_show(output))
+    together.end(REPORT, "written")
     return steps
 
 

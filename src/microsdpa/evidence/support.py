@@ -46,6 +46,12 @@ CACHES = {
 }
 
 
+MASKS_OF_EIGHT_BITS = {
+    "a mask in memory": MaskKind("float32", bulk=True),
+    "ranges and all other masks": MaskKind("int32", True, True, True, True, "float32", per_query=True),
+}
+
+
 def dimensions(found: Iterable[int]) -> str:
     """Head dimensions in words: "1 to 256", "multiples of 16 to 256", "17 to 32, 49 to 64", "32, 64, 128"."""
     dims, every = set(found), set(range(1, LARGEST + 1))
@@ -126,6 +132,9 @@ def matrix() -> list[list[str]]:
     for operands in OPERANDS:
         cells = [_cell("float16", target, operands=operands) for target in TARGETS]
         lines.append([f'`precision="{operands}"`', "quantized from either", *cells])
+    for label, mask in MASKS_OF_EIGHT_BITS.items():
+        cells = [_cell("float16", target, operands="int8_fp8", mask=mask) for target in TARGETS]
+        lines.append([f'{label} beside `precision="int8_fp8"`', "quantized from either", *cells])
     return lines
 
 

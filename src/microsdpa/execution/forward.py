@@ -100,14 +100,24 @@ def launch_eight_bit(
     scale: float | None,
     return_lse: bool,
     out: torch.Tensor | None,
-    scales: tuple[object, object, object] | None,
+    given: tuple[tuple[object, object, object] | None, tuple[Any, ...] | None],
 ) -> Result | None:
     """Launch a call with 8-bit operands that has a plan; None for one whose arguments have to be looked at.
 
-    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them; `scales` those of 8-bit values.
+    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them. `given` are the scales of 8-bit
+    values, or None, and attn_mask, alibi_slopes, sinks, window and softcap, or None for none of them.
     """
+    scales, masking = given
     try:
-        code = OPTIONS[options]
+        code, masks = OPTIONS[options], launcher.NO_MASKS
+        if masking is not None:
+            attn_mask, alibi_slopes, sinks, window, softcap = masking
+            if options[0] and attn_mask is not None:
+                return None
+            left, right = window or (-1, -1)
+            masks = attn_mask, alibi_slopes, sinks, left, right, softcap
+            if _is_grad_enabled() and any(t is not None and t.requires_grad for t in masks[:3]):
+                return None
         if scales is not None and not known_positive(scales):
             return None
         if forward_ad._current_level >= 0 or (
@@ -122,7 +132,10 @@ def launch_eight_bit(
             return None
         if scales is None:
             result = _empty_like(query) if out is None else out
-            lse = _launch(query, key, value, result, return_lse, code, scale)
+            if masking is None:
+                lse = _launch(query, key, value, result, return_lse, code, scale)
+            else:
+                lse = _launch(query, key, value, result, return_lse, code, scale, *masks)
         else:
             if out is None:
                 dtype = value.dtype  # as output_type() gives it
@@ -138,12 +151,7 @@ def launch_eight_bit(
                 return_lse,
                 code,
                 scale,
-                None,
-                None,
-                None,
-                -1,
-                -1,
-                None,
+                *masks,
                 q_scale,
                 k_scale,
                 v_scale,
@@ -382,11 +390,10 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     given = *call.inputs, out, call.return_lse, call.code, checked.scale
     if call.prologue is not None:
         given = *given, *call.prologue.arguments(call.shift)
-    if call.has_values:
-        return *given, *launcher.NO_MASKS, *checked.scales
     if masks.kind is None:
-        return given
-    return *given, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap
+        return (*given, *launcher.NO_MASKS, *checked.scales) if call.has_values else given
+    masked = *given, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap
+    return (*masked, *checked.scales) if call.has_values else masked
 
 
 def _with_dropping(checked: Checked) -> Masks:

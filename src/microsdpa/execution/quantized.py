@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from microsdpa.call import tensors
+from microsdpa.call.masks import NONE, Masks
 from microsdpa.call.scales import FORMAT_DTYPE, block_of
 from microsdpa.call.validate import Checked
 from microsdpa.errors import UnsupportedProblem
@@ -21,16 +22,18 @@ from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.eight_bit_params import (
     ByteStrides,
     ChannelScales,
+    EightBitMasked,
     EightBitParams,
     QuantizeParams,
     RestoreLseParams,
     RowScales,
+    ScaledMaskedParams,
     ScaledParams,
 )
-from microsdpa.kernels.params import Params
+from microsdpa.kernels.params import MaskedParams, Params
 from microsdpa.kernels.problem import DType, Problem
 from microsdpa.kernels.quantize.spec import QuantizationScheme, fused, fused_grid, part_rows, restore_lse
-from microsdpa.kernels.spec import MAX_GRID_X, SCALED_PARAMS, Grid
+from microsdpa.kernels.spec import MAX_GRID_X, SCALED_MASKED_PARAMS, SCALED_PARAMS, Grid
 from microsdpa.runtime import launcher
 
 ALL_ROWS = 31
@@ -82,6 +85,13 @@ class Place:
     def of(cls, name: str, tensor: torch.Tensor) -> Place:
         """All of a tensor."""
         return cls(name, tuple(tensor.shape), tensor.stride(), tensor.element_size())
+
+    @classmethod
+    def broadcast(cls, name: str, tensor: torch.Tensor) -> Place:
+        """All of a tensor of at most four dimensions, as four; strides are 0 along those of size one."""
+        sizes, strides = (1, 1, 1, 1, *tensor.shape)[-4:], (0, 0, 0, 0, *tensor.stride())[-4:]
+        used = (stride if size > 1 else 0 for size, stride in zip(sizes, strides, strict=True))
+        return cls(name, sizes, tuple(used), tensor.element_size())
 
     @property
     def byte_strides(self) -> ByteStrides:
@@ -189,9 +199,15 @@ def quantizing(scheme: QuantizationScheme, dtype: DType, places: Places) -> Laun
     return Launch(fused(scheme, dtype, head_dim), grid, params, _pointers(QuantizeParams, places))
 
 
-def attending(spec: KernelSpec, problem: Problem, places: Places, scale: float) -> Launch:
+MASKS = {"attn_mask": "mask", "alibi_slopes": "slopes", "sinks": "sinks"}
+"""What a parameter calls the tensors among the masks."""
+
+
+def attending(spec: KernelSpec, problem: Problem, places: Places, scale: float, masks: Masks = NONE) -> Launch:
     """The launch of an attention kernel; places of its operands, and "lse"; `scale` is the softmax's."""
     names = "query", "key", "value", "out"
+    position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
+    numbers: tuple[tuple[int, int], ...] = ()
     scales: dict[str, Any] = {
         "query_scale": _row_scales(places["query_scale"], problem.seqlen_q),
         "key_scale": _row_scales(places["key_scale"], problem.seqlen_k),
@@ -204,24 +220,55 @@ def attending(spec: KernelSpec, problem: Problem, places: Places, scale: float) 
         "heads_kv": problem.heads_kv,
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
-        "diagonal": problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0,
+        "diagonal": diagonal,
         "scale_log2": scale * math.log2(math.e),
     }
     params: ctypes.Structure
-    if spec.params == SCALED_PARAMS:
+    if spec.params in (SCALED_PARAMS, SCALED_MASKED_PARAMS):
         strides = {f"{name}_strides": (ctypes.c_int64 * 3)(*places[name].strides[:3]) for name in names}
-        params = ScaledParams(Params(**strides, **sizes), **scales)
-        inner, at_scale = {*names, "lse"}, ScaledParams.call.offset + Params.scale_log2.offset
-        pointers = _pointers(Params, {name: place for name, place in places.items() if name in inner})
-        pointers = tuple((ScaledParams.call.offset + at, *rest) for at, *rest in pointers)  # type: ignore[misc]
-        pointers += _pointers(ScaledParams, {name: place for name, place in places.items() if name not in inner})
+        inner = Params(**strides, **sizes)
+        scaled: type[ctypes.Structure] = ScaledParams
+        of_call = {name: place for name, place in places.items() if name not in (*scales, *MASKS)}
+        pointers, at_scale = _pointers(Params, of_call), Params.scale_log2.offset
+        if spec.params == SCALED_PARAMS:
+            params = ScaledParams(inner, **scales)
+        else:
+            scaled = ScaledMaskedParams
+            masked = MaskedParams(inner)
+            more, numbers = _fill_masks(masked, places, masks, (position, lowest))
+            params, pointers = ScaledMaskedParams(masked, **scales), pointers + more
+        pointers += _pointers(scaled, {name: place for name, place in places.items() if name in scales})
     else:
         byte_strides = {f"{name}_strides": places[name].byte_strides for name in names}
-        params, pointers = EightBitParams(**byte_strides, **scales, **sizes), _pointers(EightBitParams, places)
-        at_scale = EightBitParams.scale_log2.offset
+        params, at_scale = EightBitParams(**byte_strides, **scales, **sizes), EightBitParams.scale_log2.offset
+        pointers = _pointers(EightBitParams, {name: place for name, place in places.items() if name not in MASKS})
+        if problem.mask is not None:
+            params = EightBitMasked(params)
+            more, numbers = _fill_masks(params, places, masks, (position, lowest))
+            pointers += more
     mapped = tuple(places[box.tensor] for box in spec.tensor_maps)
     maps = tuple(launcher.Mapped(p.tensor, p.offset, p.shape, p.strides, p.element_bytes) for p in mapped)
-    return Launch(spec, spec.grid(problem), params, pointers, maps, ((at_scale, launcher.SCALE_LOG2),))
+    return Launch(spec, spec.grid(problem), params, pointers, maps, ((at_scale, launcher.SCALE_LOG2), *numbers))
+
+
+def _fill_masks(
+    params: MaskedParams | EightBitMasked, places: Places, masks: Masks, ends: tuple[int, int]
+) -> tuple[tuple[tuple[int, str, int], ...], tuple[tuple[int, int], ...]]:
+    """Fill in what a parameter has for masks, and give the pointers and numbers of it that differ from call to call.
+
+    `ends` are the position of the first query and the left end of what it sees.
+    """
+    params.position, params.lowest = ends
+    params.softcap_log2 = (masks.softcap or 0.0) * math.log2(math.e)
+    if "attn_mask" in places:
+        *outer, params.mask_column_stride = places["attn_mask"].strides
+        params.mask_strides = (ctypes.c_int64 * 3)(*outer)
+    if "alibi_slopes" in places:
+        params.slope_batch_stride, params.slope_head_stride = places["alibi_slopes"].strides[2:]
+    if "sinks" in places:
+        params.sink_head_stride = places["sinks"].strides[3]
+    kind, given = type(params), {MASKS[name]: places[name] for name in MASKS if name in places}
+    return _pointers(kind, given), ((kind.softcap_log2.offset, launcher.SOFTCAP_LOG2),)
 
 
 def restoring(problem: Problem, places: Places, scale: float) -> Launch:
@@ -286,12 +333,20 @@ def run_attention(
     lse: torch.Tensor | None,
     scale: float,
     emulated: bool,
+    masks: Masks = NONE,
 ) -> None:
     """Run an attention kernel on quantized operands; `scale` is the softmax's."""
     inputs = {name: tensor for name, tensor in vars(quantized).items() if tensor is not None and name != "key_mean"}
     outputs = {"out": out} if lse is None else {"out": out, "lse": lse}
     places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **outputs}.items()}
-    run(attending(spec, problem, places, scale), inputs, outputs, emulated)
+    places |= {name: Place.broadcast(name, tensor) for name, tensor in masks.tensors.items()}
+    inputs |= {name: _as_four(tensor) for name, tensor in masks.tensors.items()}
+    run(attending(spec, problem, places, scale, masks), inputs, outputs, emulated)
+
+
+def _as_four(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of at most four dimensions with all four, as tensor maps see it."""
+    return tensor[(None,) * (4 - tensor.dim())]
 
 
 def run_restore_lse(
@@ -335,17 +390,18 @@ def planned(
     given |= zip(names, checked.scales, strict=True)
     places = {name: Place.of(name, tensor) for name, tensor in given.items() if tensor is not None}
     places["lse"] = Place("lse", (), (), 4)
+    masks = {name: Place.broadcast(name, tensor) for name, tensor in checked.masks.tensors.items()}
     launches, workspace_bytes = [], 0
     if scheme is None:
-        launches.append(attending(spec, problem, places, checked.factor))
+        launches.append(attending(spec, problem, places | masks, checked.factor, checked.masks))
     else:
         values, workspace_bytes = in_one_tensor("workspace", quantized_shapes(scheme, query.shape, key.shape))
         inputs = {name: places[name] for name in ("query", "key", "value")}
         launches.append(quantizing(scheme, problem.dtype, inputs | values))
         operands = {name: values.get(f"quantized_{name}", inputs[name]) for name in inputs}
         operands |= {name: values[name] for name in names if name in values}
-        operands |= {name: places[name] for name in ("out", "lse")}
-        launches.append(attending(spec, problem, operands, checked.factor))
+        operands |= {name: places[name] for name in ("out", "lse")} | masks
+        launches.append(attending(spec, problem, operands, checked.factor, checked.masks))
         if scheme.smooth:
             smoothed = {"query": inputs["query"], "key_mean": values["key_mean"], "lse": places["lse"]}
             launches.append(restoring(problem, smoothed, checked.factor))
@@ -366,6 +422,6 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
         quantized = quantize_query_key_value(query, key, value, checked.scheme, emulated=True)
     else:
         quantized = QuantizedInputs(query, key, value, *checked.scales)  # type: ignore[arg-type]
-    run_attention(spec, problem, quantized, out, lse, checked.factor, True)
+    run_attention(spec, problem, quantized, out, lse, checked.factor, True, checked.masks)
     if lse is not None and quantized.key_mean is not None:
         run_restore_lse(problem, query, quantized.key_mean, lse, checked.factor, True)

@@ -246,9 +246,10 @@ def attend_on_cpu(checked: Checked) -> tuple[torch.Tensor, torch.Tensor | None]:
         bias = reference.lower_right_bias(query, key, checked.causal is not None, masks.window, slopes)
         own = Masks(None if bias is None else bias.float()[None], None, masks.softcap, None, masks.sinks)
         got, got_lse = torch_cpu.attend(query, key, value, None, checked.scale, own, call.return_lse)
-        one.rows(out).copy_(got[0].transpose(0, 1))
+        undefined = one.undefined(bias)
+        one.rows(out).copy_(got[0].transpose(0, 1).masked_fill(undefined[:, None, None], torch.nan))
         if got_lse is not None:
-            one.lse_rows(lse).copy_(got_lse[0])
+            one.lse_rows(lse).copy_(got_lse[0].masked_fill(undefined, torch.nan))
     return out, lse if call.return_lse else None
 
 

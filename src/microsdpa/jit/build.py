@@ -1,4 +1,4 @@
-"""Compile a KernelSpec, or find it: memory first, then the cache, then NVRTC."""
+"""Compile a KernelSpec, or find it: the package microsdpa-kernels first, then memory, the cache, NVRTC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from microsdpa.errors import CompileError
-from microsdpa.jit import cache, nvrtc
+from microsdpa.jit import cache, nvrtc, prebuilt
 from microsdpa.jit.inspect import Resources, resources_from_cubin, resources_from_log
 from microsdpa.jit.signature import code_signature, signature
 from microsdpa.jit.source import expand
@@ -44,38 +44,58 @@ _building: dict[str, threading.Lock] = {}
 def compile_kernel(spec: KernelSpec, target: str, directory: Path | None = None) -> CompiledKernel:
     """The compiled kernel of `spec` for `target`: machine code for "sm_89", PTX for "compute_89".
 
-    `directory` overrides the cache's place, and then the kernels held in memory are not consulted. Needs no GPU.
+    `directory` overrides the cache's place, and then neither the kernels held in memory nor those of the package
+    microsdpa-kernels are consulted. Needs no GPU, and for a kernel that is found no compiler.
 
     Raises:
         CompileError: NVRTC refused the kernel, or it uses local memory and its spec does not say why it may.
     """
-    key = signature(spec, target)
+    code = code_signature(spec, target)
+    if directory is None and (ready := prebuilt.find(code, target)):
+        return _kernel(spec, target, ready.metadata["signature"], code, ready, found=True)
+    key = _signature(spec, target)
     with _building.setdefault(key, threading.Lock()):  # threads that miss build it once, others go on
         if directory is None and key in _memory:
             return _memory[key]
         store = cache.KernelCache(directory or cache.default_directory())
         entry, found = store.get_or_build(key, lambda: _build(spec, target))
-        meta = entry.metadata
-        kernel = CompiledKernel(
-            spec=spec,
-            target=target,
-            signature=key,
-            code_signature=code_signature(spec, target),
-            cubin=entry.cubin,
-            symbol=meta["symbol"],
-            resources=Resources(**meta["resources"]),
-            log=meta["log"],
-            compile_seconds=meta["compile_seconds"],
-            cached=found,
-        )
+        kernel = _kernel(spec, target, key, code, entry, found=found)
         if directory is None:
             _memory[key] = kernel
         return kernel
 
 
+def _kernel(spec: KernelSpec, target: str, key: str, code: str, entry: cache.Entry, *, found: bool) -> CompiledKernel:
+    meta = entry.metadata
+    return CompiledKernel(
+        spec=spec,
+        target=target,
+        signature=key,
+        code_signature=code,
+        cubin=entry.cubin,
+        symbol=meta["symbol"],
+        resources=Resources(**meta["resources"]),
+        log=meta["log"],
+        compile_seconds=meta["compile_seconds"],
+        cached=found,
+    )
+
+
+def _signature(spec: KernelSpec, target: str) -> str:
+    """That of a kernel; where there is no compiler, the error also says why microsdpa-kernels does not have it."""
+    try:
+        return signature(spec, target)
+    except CompileError as error:
+        why = prebuilt.absence(target)
+        summary = f"{error.summary}; {why}" if why else error.summary
+        raise CompileError(summary, log=error.log, source=error.source) from error
+
+
 def is_compiled(spec: KernelSpec, target: str) -> bool:
-    """Whether the kernel is in memory or has an entry in the cache."""
-    key = signature(spec, target)
+    """Whether the kernel is in the package microsdpa-kernels, in memory, or has an entry in the cache."""
+    if prebuilt.has(code_signature(spec, target), target):
+        return True
+    key = _signature(spec, target)
     return key in _memory or cache.KernelCache(cache.default_directory()).has(key)
 
 
@@ -89,7 +109,7 @@ def _build(spec: KernelSpec, target: str) -> cache.Entry:
                 resources = compile_kernel(spec, target.replace(VIRTUAL, "sm_")).resources
             else:
                 resources = resources_from_log(cubin.log)
-        except ValueError:  # some versions of cuda-core hand over the warnings only, when there are warnings
+        except ValueError:  # NVRTC may leave ptxas' lines out where it has warnings of its own
             resources = resources_from_cubin(cubin.code, target)
         if resources.uses_local_memory and not spec.local_memory:
             raise CompileError(

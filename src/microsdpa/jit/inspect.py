@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from microsdpa.errors import CompileError
+from microsdpa.kernels.chip import RESERVED_SHARED
 from microsdpa.kernels.problem import capability_of
 
 TENSOR_OPCODES = frozenset({"HMMA", "QMMA", "IMMA", "DMMA", "OMMA", "HGMMA", "QGMMA", "IGMMA", "UTCHMMA", "UTCQMMA"})
 
 _FRAME_SIZE, _REGISTER_COUNT = 0x11, 0x2F  # attributes of .nv.info
 _NO_BITS = 8  # type of a section without contents in the file
-_RESERVED_SHARED_BYTES = 1024  # of the system, in every block from sm_90 on
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -74,7 +74,7 @@ def resources_from_cubin(cubin: bytes, target: str) -> Resources:
                 elif attribute == _FRAME_SIZE:
                     stack = max(stack or 0, values[1])
         elif section.name.startswith(".nv.shared.") and not section.name.startswith(".nv.shared.reserved"):
-            shared = section.size - (_RESERVED_SHARED_BYTES if capability_of(target) >= (9, 0) else 0)
+            shared = section.size - (RESERVED_SHARED if capability_of(target) >= (9, 0) else 0)
     if registers is None or stack is None:
         raise ValueError("cubin: expected the machine code of one kernel, got an object without its figures")
     return Resources(registers, shared or 0, stack, 0, 0)

@@ -1,12 +1,10 @@
-"""NVRTC through cuda-core: from CUDA C++ to a cubin, with the compiler and headers of the PyPI wheels."""
+"""NVRTC through cuda-bindings: from CUDA C++ to a cubin, with the compiler and headers of the PyPI wheels."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import importlib.util
-import io
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,6 @@ from microsdpa.errors import CompileError
 from microsdpa.kernels.problem import VIRTUAL, capability_of
 
 INSTALL = "install it with pip install 'microsdpa[compiler]'; builds of torch for CUDA 13 have it already"
-_import_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -100,45 +97,13 @@ def check_target(name: str, target: str) -> None:
 def compile_cubin(text: str, name: str, expression: str, target: str, flags: tuple[str, ...]) -> Cubin:
     """Compile the kernel that `expression` instantiates in the expanded source `text`; to PTX for a virtual target.
 
+    PTX ends with the zero that drivers want.
+
     Raises:
         CompileError: NVRTC does not know the target, or refuses the source; its log is in the error.
     """
     version()  # which says what to install where there is none
-    with _import_lock:  # cuda.core cannot be imported by two threads at once
-        from cuda.core import Program, ProgramOptions
-
     check_target(name, target)
-    if target.startswith(VIRTUAL):
-        return _compile_ptx(text, name, expression, target, flags)
-    log = io.StringIO()
-    start = time.perf_counter()
-    try:
-        options = ProgramOptions(
-            name=name,
-            arch=target,
-            std=next((f.removeprefix("-std=") for f in flags if f.startswith("-std=")), None),
-            lineinfo="-lineinfo" in flags,
-            include_path=list(include_directories()),
-            ptxas_options=["-v"],
-        )
-        code = Program(text, "c++", options).compile("cubin", name_expressions=(expression,), logs=log)
-    except RuntimeError as error:
-        raise CompileError(f"{name}: NVRTC failed for {target}", log=str(error), source=None) from error
-    except Exception as error:
-        if type(error).__name__ != "NVRTCError":
-            raise
-        raise CompileError(f"{name}: NVRTC refused {expression} for {target}", log=str(error), source=None) from None
-    symbol = code.symbol_mapping[expression]
-    return Cubin(
-        code=bytes(code.code),
-        symbol=symbol.decode() if isinstance(symbol, bytes) else symbol,
-        log=log.getvalue(),
-        seconds=time.perf_counter() - start,
-    )
-
-
-def _compile_ptx(text: str, name: str, expression: str, target: str, flags: tuple[str, ...]) -> Cubin:
-    """The same to PTX, which cuda-core makes on machines with a driver only. Ends with the zero that drivers want."""
     from cuda.bindings import nvrtc
 
     def check(result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -146,19 +111,26 @@ def _compile_ptx(text: str, name: str, expression: str, target: str, flags: tupl
             raise CompileError(f"{name}: NVRTC failed for {target}: {result[0].name}", log="", source=None)
         return result[1:]
 
+    virtual = target.startswith(VIRTUAL)
+    options = [f"--gpu-architecture={target}", *flags, *(f"--include-path={d}" for d in include_directories())]
+    if not virtual:
+        options.append("--ptxas-options=-v")
+    size_of, copy = (
+        (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if virtual else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+    )
     start = time.perf_counter()
     (program,) = check(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
     try:
         check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
-        options = [f"--gpu-architecture={target}", *flags, *(f"--include-path={d}" for d in include_directories())]
         (failed,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))[0]
-        check(nvrtc.nvrtcGetProgramLog(program, log))
+        buffer = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))[0]
+        check(nvrtc.nvrtcGetProgramLog(program, buffer))
+        log = buffer.rstrip(b"\0").decode()
         if failed != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(f"{name}: NVRTC refused {expression} for {target}", log=log.decode(), source=None)
-        code = b" " * check(nvrtc.nvrtcGetPTXSize(program))[0]
-        check(nvrtc.nvrtcGetPTX(program, code))
+            raise CompileError(f"{name}: NVRTC refused {expression} for {target}", log=log, source=None)
+        code = b" " * check(size_of(program))[0]
+        check(copy(program, code))
         (symbol,) = check(nvrtc.nvrtcGetLoweredName(program, expression.encode()))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Cubin(code, symbol.decode(), log.rstrip(b"\0").decode(), time.perf_counter() - start)
+    return Cubin(code, symbol.decode(), log, time.perf_counter() - start)

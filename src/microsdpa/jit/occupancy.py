@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from microsdpa.kernels.chip import MULTIPROCESSORS, REGISTERS_PER_SM, WARP
+from microsdpa.kernels.chip import MULTIPROCESSORS, REGISTERS_PER_SM, RESERVED_SHARED, WARP
 from microsdpa.kernels.problem import capability_of
 
 PARTITIONS = 4  # of an SM, among which its registers are divided
 REGISTER_UNIT = 256  # registers are given to warps in multiples of this
 SHARED_UNIT = 128  # bytes
-RESERVED_SHARED = 1024  # bytes of every CTA, for the system
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ class Multiprocessor:
 
 
 _KB = 1024
+RESERVED_SHARED = _KB
+"""Bytes of an SM's shared memory that each CTA costs beside its own."""
+L2_PART = 2**24
+"""Bytes that CTAs which run side by side walk over, at most, to find them in the L2 cache."""
 WARP = 32
 REGISTERS_PER_SM = 65_536
 MULTIPROCESSORS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from microsdpa.kernels.params import Params
+from microsdpa.kernels.params import MaskedParams, Params
 
 
 class ByteStrides(ctypes.Structure):
@@ -45,11 +45,28 @@ class EightBitParams(ctypes.Structure):
     )
 
 
+class EightBitMasked(ctypes.Structure):
+    """EightBitMasked of kernels/hopper/throughput_8bit/masks.cuh."""
+
+    _fields_ = (("call", EightBitParams), *MaskedParams._fields_[1:])
+
+
 class ScaledParams(ctypes.Structure):
     """Scaled<AttentionParams> of kernels/hopper/latency/operands.cuh."""
 
     _fields_ = (
         ("call", Params),
+        ("query_scale", RowScales),
+        ("key_scale", RowScales),
+        ("value_scale", ChannelScales),
+    )
+
+
+class ScaledMaskedParams(ctypes.Structure):
+    """Scaled<MaskedParams> of kernels/hopper/latency/operands.cuh."""
+
+    _fields_ = (
+        ("call", MaskedParams),
         ("query_scale", RowScales),
         ("key_scale", RowScales),
         ("value_scale", ChannelScales),

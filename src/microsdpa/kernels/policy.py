@@ -1,7 +1,7 @@
 """Policy: which kernel should run. A specification says what its kernel can compute; the rules here say what it is for.
 
 impl="auto" tries the kernels of PREFERENCES in their order. A kernel is skipped where a later one is faster: its rule
-gives the reason. The limits are measurements on an H200 (docs/tuning-log.md, docs/hopper-split.md and
+gives the reason. The limits are measurements on an H200 (docs/log, docs/hopper-split.md and
 docs/hopper-throughput.md). The ladder's kernels teach, and run where they are named.
 """
 
@@ -16,6 +16,7 @@ from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
+from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_throughput_8bit
 from microsdpa.kernels.problem import VECTOR_BYTES, Operands, Problem, capability_of
 from microsdpa.kernels.registry import Family, family_named
 from microsdpa.kernels.spec import Rejection
@@ -136,6 +137,9 @@ def _skip_eight_bit_latency(problem: Problem) -> Rejection | None:
     """Where tiles of 64 queries fit the SMs, tiles of 128 queries leave half of these empty."""
     if _tiles(problem) <= chip_of(problem.target).sms:
         return None
+    mask = problem.mask
+    if mask is not None and isinstance(hopper_throughput_8bit.throughput(problem), Rejection):
+        return None
     return Rejection(
         f"its tiles of {TILE} queries are more than the SMs: hopper/throughput_8bit is faster",
         "fewer heads or shorter sequences",
@@ -143,8 +147,8 @@ def _skip_eight_bit_latency(problem: Problem) -> Rejection | None:
 
 
 def _skip_eight_bit_throughput(problem: Problem) -> Rejection | None:
-    """Other kernels with 8-bit operands have no D = 256."""
-    if problem.operands is None or problem.head_dim not in FEWEST_TILES[problem.operands]:
+    """Other kernels with 8-bit operands have no D = 256, and none but hopper/latency_8bit has masks."""
+    if problem.operands is None or problem.head_dim not in FEWEST_TILES[problem.operands] or problem.mask is not None:
         return None
     tiles = _tiles(problem, EIGHT_BIT_TILE)
     fewest = FEWEST_TILES[problem.operands][problem.head_dim]

@@ -17,7 +17,9 @@ OPERANDS: tuple[Operands, ...] = get_args(Operands)
 CacheType = Literal["e4m3", "int8"]
 """8-bit types of keys and values beside queries of 16 bits."""
 
-ELEMENT_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2}
+ELEMENT = 2
+"""Bytes of an element of operands in 16 bits."""
+ELEMENT_BYTES: dict[str, int] = {"float16": ELEMENT, "bfloat16": ELEMENT}
 VECTOR_BYTES = 16
 """Alignment, in bytes, at which every row of every tensor can be read with the widest loads."""
 SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-126, 2.0**127

@@ -53,6 +53,10 @@ void Processor::named_barrier(int id, int threads, bool wait_for_it, Place place
     fail(place, "barrier %d: %d threads expected here, but %d by thread %d", id, threads, barrier.expected,
          barrier.arrived[0] % job_.launch.threads);
   }
+  const auto own = static_cast<std::size_t>(self_->id % job_.launch.threads);
+  if (barrier.threads[own])
+    fail(place, "barrier %d: thread %zu arrives twice in one phase: a wait is missing", id, own);
+  barrier.threads.set(own);
   barrier.arrived.push_back(self_->id);
   if (wait_for_it) {
     barrier.waiting.push_back(self_->id);

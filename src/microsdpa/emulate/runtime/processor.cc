@@ -196,6 +196,12 @@ void Processor::thread_exit() {
              offset % cta_bytes_);
       }
     }
+    for (int id = 0; id < NAMED_BARRIERS; ++id) {
+      if (const std::size_t arrived = block.named[id].arrived.size()) {
+        fail({"the end of the kernel", 0},
+             "%zu threads have arrived at barrier %d, at which nobody waits: a wait is missing", arrived, id);
+      }
+    }
     for (const auto& issued : block.issued) {
       const std::size_t group = static_cast<std::size_t>(&issued - block.issued.data());
       const std::size_t first = static_cast<std::size_t>(thread.cta) * (warps_.size() / ctas_.size()) + 4 * group;

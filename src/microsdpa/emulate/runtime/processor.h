@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bitset>
 #include <cstdarg>
 #include <deque>
 #include <map>
@@ -138,6 +139,7 @@ struct Barrier {
   int expected = 0;
   std::vector<int> arrived;  // threads, waiting or not
   std::vector<int> waiting;
+  std::bitset<1024> threads;  // of the block, that have arrived
 };
 
 // What a warpgroup's first warp issued, for the others to agree with.

@@ -10,7 +10,7 @@ from microsdpa.evidence.devices import DEVICES, Device
 from microsdpa.evidence.environment import gpu_slug
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.ladder_table import rung_before
-from microsdpa.evidence.plots.figure import OURS, PRECISION_COLOURS, Plot, colour_of, finish, new_figure
+from microsdpa.evidence.plots.figure import INK, OURS, Plot, colour_of, finish, new_figure
 from microsdpa.evidence.results import Result, Row
 from microsdpa.evidence.wording import provenance, quoted_us
 from microsdpa.kernels.problem import DType
@@ -20,8 +20,10 @@ Results = dict[str, Result]
 
 MISSION = {"b": 1, "h": 8, "h_kv": 8, "s_q": 512, "s_k": 512, "d": 64}
 SIXTEEN_BIT = ("float16", "bfloat16")
-MARKERS = {"fp8": "s", "int8_fp8": "^", "int8_fp16": "v"}
-"""Of this library's precisions, which have one colour."""
+MARKERS = {"normal": "o", "mean": "s", "outliers": "D"}
+"""Of the kinds of inputs."""
+BAR = 0.3
+"""Inches of a bar with its place."""
 NOT_DRAWN = ("out=", "plan", "plan out=", "alone")
 """Variants that differ on the host only, or that were measured without the peers."""
 
@@ -89,7 +91,7 @@ def _bars(axis: Any, entries: Sequence[Bar], unit: str) -> None:
         axis.annotate(f"{value:.2f}{note}", (value, position), xytext=(6, 0), textcoords="offset points", va="center")
     axis.set_yticks(range(len(entries)), [name for name, *_ in entries])
     axis.invert_yaxis()
-    axis.set_xlim(0, longest * 1.22)
+    axis.set_xlim(0, longest * (1.5 if any(note for *_, note in entries) else 1.25))
     axis.set_xlabel(unit)
     axis.grid(axis="x")
     axis.set_axisbelow(True)
@@ -104,8 +106,8 @@ def latency(results: Results) -> Plot:
     if not rows or result is None:
         return _missing(name, title, "mission")
     entries = [(_name(r), quoted_us(r), tuple(r["interval_us"]) if r.get("interval_us") else None, "") for r in rows]
-    figure, axes = new_figure(7.2, 0.36 * len(entries) + 0.9)
-    _bars(axes[0, 0], entries, "microseconds a call in a CUDA graph, with 95% intervals")
+    figure, axes = new_figure(BAR * len(entries) + 0.7)
+    _bars(axes[0], entries, "microseconds a call in a CUDA graph, 95% intervals")
     return finish(figure, name, title, f"Lower is better. {_source(result)}", entries)
 
 
@@ -125,8 +127,8 @@ def ladder(results: Results) -> Plot:
     for kernel in names:
         before = best.get(rung_before(kernel, names))
         entries.append((kernel, best[kernel], None, f"  ({before / best[kernel]:.2f}x)" if before else ""))
-    figure, axes = new_figure(7.2, 0.36 * len(entries) + 0.9)
-    _bars(axes[0, 0], entries, "microseconds a call in a graph (gain over the rung before)")
+    figure, axes = new_figure(BAR * len(entries) + 0.7)
+    _bars(axes[0], entries, "microseconds a call (gain over the rung before)")
     return finish(figure, name, title, f"Lower is better. {_source(result)}", entries)
 
 
@@ -151,19 +153,18 @@ def _throughput(results: Results, suite: str, name: str, title: str, command: st
     names = sorted({_name(row) for row in rows}, key=lambda n: (not n.startswith("microsdpa"), n))
     device = _device(result)
     peak = device.peak("float16") if device else None
-    figure, axes = new_figure(3.1 * len(masks) + 1.0, 2.1 * len(dims), len(dims), len(masks))
+    panels = [(dim, mask) for dim in dims for mask in masks]
+    figure, axes = new_figure(2.1 * len(panels), len(panels))
     highest = max(row["tflops"] for row in rows)
-    for i, dim in enumerate(dims):
-        for j, mask in enumerate(masks):
-            axis, some = axes[i, j], [r for r in rows if (r["mask"], r["shape"]["d"]) == (mask, dim)]
-            _throughput_panel(axis, some, names)
-            axis.set_title(f"D = {dim}, {'causal' if mask != 'none' else 'no mask'}")
-            axis.set_ylim(0, max(highest, peak or 0) * 1.06)
-            if peak:
-                axis.axhline(peak, ls="--", lw=1, color="#808080")
-            if j == len(masks) - 1:
-                _label_ends(axis, some, names)
-        axes[i, 0].set_ylabel("TFLOP/s")
+    for axis, (dim, mask) in zip(axes, panels, strict=True):
+        some = [r for r in rows if (r["mask"], r["shape"]["d"]) == (mask, dim)]
+        _throughput_panel(axis, some, names)
+        axis.set_title(f"D = {dim}, {'causal' if mask != 'none' else 'no mask'}")
+        axis.set_ylim(0, max(highest, peak or 0) * 1.06)
+        if peak:
+            axis.axhline(peak, ls="--", lw=1, color="#808080")
+        _label_ends(axis, some, names)
+        axis.set_ylabel("TFLOP/s")
     ceiling = f" Dashed: {device.name.upper()}'s published dense peak, {peak:g} TFLOP/s." if device and peak else ""
     data = [[_name(r), r["shape"], r["mask"], r["tflops"]] for r in rows]
     return finish(figure, name, title, f"Higher is better.{ceiling} {_source(result)}", data)
@@ -216,32 +217,56 @@ def accuracy(results: Results) -> Plot:
     rows = [r for r in _rows(result, shape=MISSION, mask="none") if r["error"] and r["error"]["rel_l1"]]
     if not rows or result is None:
         return _missing(name, title, "fp8")
-    kinds = [k for k in ("normal", "mean", "outliers") if any(row.get("kind", "normal") == k for row in rows)]
-    figure, axes = new_figure(7.2, 2.3 * len(kinds) + 2.2, len(kinds), 1)
-    for axis, kind in zip(axes[:, 0], kinds, strict=True):
-        for row in (row for row in rows if row.get("kind", "normal") == kind):
-            eight = row["dtype"] not in SIXTEEN_BIT
-            precision = row.get("precision", "")
-            axis.scatter(
-                quoted_us(row),
-                row["error"]["rel_l1"],
-                marker=MARKERS.get(precision, "D" if eight else "o"),
-                s=42,
-                edgecolors=colour_of(_name(row)),
-                facecolors="none" if precision and row["op"] == "sdpa" else colour_of(_name(row)),
-                label=f"{_name(row)}{' (8-bit)' if eight and not precision else ''}",
-            )
-        axis.set(xscale="log", yscale="log", title=f"inputs: {kind}", xlabel="microseconds a call")
-        _plain_ticks(axis, [quoted_us(row) for row in rows])
-        axis.grid()
-    axes[len(kinds) // 2, 0].set_ylabel("relative L1 error against FP64")
-    handles = {h.get_label(): h for axis in axes.flat for h in axis.collections}
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2)
-    data = [[_name(r), r.get("kind"), r["dtype"], quoted_us(r), r["error"]["rel_l1"]] for r in rows]
-    open_marks = (
-        " Open: attention alone, on quantized values made before." if any(r.get("precision") for r in rows) else ""
+    found: dict[str, dict[str, Row]] = {}
+    for row in sorted(rows, key=quoted_us):
+        kind = row.get("kind", "normal")
+        if kind in MARKERS:
+            found.setdefault(_of_operands(row), {})[kind] = row
+    figure, axes = new_figure(BAR * len(found) + 1.0)
+    axis = axes[0]
+    for place, by_kind in enumerate(found.values()):
+        values = {kind: row["error"]["rel_l1"] for kind, row in by_kind.items()}
+        colour = colour_of(_name(next(iter(by_kind.values()))))
+        axis.plot([min(values.values()), max(values.values())], [place, place], color=colour, lw=1)
+        for kind, value in values.items():
+            axis.scatter(value, place, marker=MARKERS[kind], s=34, color=colour)
+    _name_marks(axis, {name: {kind: row["error"]["rel_l1"] for kind, row in of.items()} for name, of in found.items()})
+    axis.set_yticks(
+        range(len(found)), [f"{name}, {quoted_us(next(iter(of.values()))):.1f} us" for name, of in found.items()]
     )
-    return finish(figure, name, title, f"Lower left is better.{open_marks} {_source(result)}", data)
+    axis.invert_yaxis()
+    axis.set(xscale="log", xlabel="relative L1 error against FP64")
+    axis.grid(axis="x")
+    axis.set_axisbelow(True)
+    axis.tick_params(axis="y", length=0)
+    data = [[_name(r), r.get("kind"), r["dtype"], quoted_us(r), r["error"]["rel_l1"]] for r in rows]
+    caption = (
+        "The fastest is on top; further left is better. A line spans the kinds of inputs: normal, with a mean, with"
+    )
+    return finish(figure, name, title, f"{caption} outliers. {_source(result)}", data)
+
+
+def _of_operands(row: Row) -> str:
+    """The name of an implementation, with "8-bit" where its operands are and its name does not say so."""
+    eight = row["dtype"] not in SIXTEEN_BIT and not row.get("precision")
+    return _name(row) + (" (8-bit)" if eight else "")
+
+
+def _name_marks(axis: Any, found: dict[str, dict[str, float]]) -> None:
+    """The kinds of inputs, beside the marks of the implementation whose marks are furthest apart."""
+    widest = max(found, key=lambda name: max(found[name].values()) / min(found[name].values()))
+    place = list(found).index(widest)
+    for turn, (kind, value) in enumerate(sorted(found[widest].items(), key=lambda one: one[1])):
+        beside = (-6, 0, 6)[turn] if len(found[widest]) == 3 else 0
+        alignment = ("right", "center", "left")[turn] if len(found[widest]) == 3 else "center"
+        axis.annotate(
+            kind,
+            (value, place),
+            xytext=(beside, 5 if turn == 1 else -3),
+            textcoords="offset points",
+            ha=alignment,
+            fontsize=8,
+        )
 
 
 KIND_TITLES = {
@@ -271,38 +296,32 @@ def errors(results: Results) -> Plot:
         found.setdefault((kind, row["dtype"]), []).append(row["error"]["rel_l1"])
     kinds = [kind for kind in KIND_TITLES if any(key[0] == kind for key in found)]
     precisions = list(dict.fromkeys(precision for _, precision in found))
-    figure, axes = new_figure(7.2, 3.4)
-    axis = axes[0, 0]
-    width = 0.8 / len(precisions)
-    for index, precision in enumerate(precisions):
-        places = [k + (index - (len(precisions) - 1) / 2) * width for k in range(len(kinds))]
-        values = [found[kind, precision] for kind in kinds]
-        means = [sum(v) / len(v) for v in values]
-        colour = PRECISION_COLOURS[index]
-        axis.bar(places, means, 0.92 * width, color=colour, label=precision)
-        for place, mean, value in zip(places, means, values, strict=True):
-            axis.vlines(place, min(value), max(value), color="#808080", lw=1)
+    figure, axes = new_figure(0.24 * len(kinds) * (len(precisions) + 1) + 0.7)
+    axis, ticks = axes[0], []
+    longest = max(max(values) for values in found.values())
+    for number, kind in enumerate(kinds):
+        top = number * (len(precisions) + 1)
+        axis.annotate(
+            KIND_TITLES[kind], (0, top), xytext=(4, 0), textcoords="offset points", va="center", weight="bold"
+        )
+        for place, precision in enumerate(precisions, start=top + 1):
+            value = found[kind, precision]
+            mean = sum(value) / len(value)
+            axis.barh(place, mean, 0.8, color=OURS)
+            axis.hlines(place, min(value), max(value), color="#808080", lw=1)
             axis.annotate(
-                f"{mean:.4f}", (place, max(value)), xytext=(0, 2), textcoords="offset points", ha="center", fontsize=8
+                f"{mean:.4f}", (max(value), place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
             )
-    axis.set_xticks(range(len(kinds)), [KIND_TITLES[kind] for kind in kinds])
-    axis.set_ylabel("relative L1 error against FP64")
-    axis.grid(axis="y")
+            ticks.append((place, precision))
+    axis.set_yticks(*zip(*ticks, strict=True))
+    axis.set_xlim(0, 1.2 * longest)
+    axis.set_ylim(len(kinds) * (len(precisions) + 1) - 0.4, -0.6)
+    axis.set_xlabel("relative L1 error against FP64")
+    axis.grid(axis="x")
     axis.set_axisbelow(True)
-    axis.tick_params(axis="x", length=0)
-    figure.legend(loc="outside lower center", ncols=len(precisions))
+    axis.tick_params(axis="y", length=0)
     caption = f"Lower is better. Bars: mean; lines: best to worst set of inputs, or layer and text. {_source(result)}"
     return finish(figure, name, title, caption, [[*key, values] for key, values in found.items()])
-
-
-def _plain_ticks(axis: Any, values: list[float]) -> None:
-    """A logarithmic axis with 1, 2, 5, 10, ... written out."""
-    from matplotlib.ticker import NullLocator
-
-    ticks = [step * 10.0**power for power in range(-1, 6) for step in (1, 2, 5)]
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.set_xlim(min(values) * 0.8, max(values) * 1.25)
 
 
 def roofline_plot(results: Results) -> Plot:
@@ -315,8 +334,8 @@ def roofline_plot(results: Results) -> Plot:
         suites = "mission, small, prefill, decode or real, on a GPU whose ceilings are known,"
         return _missing(name, title, suites, "microsdpa repro")
     ours, peers = _intensities(used)
-    figure, axes = new_figure(7.2, 4.2)
-    axis = axes[0, 0]
+    figure, axes = new_figure(3.4)
+    axis = axes[0]
     knee = peak * 1e3 / device.dram_gb_s
     span = [x for x, _ in [*ours, *peers]] + [knee]
     left, right = min(span) / 2, max(span) * 2
@@ -328,14 +347,14 @@ def roofline_plot(results: Results) -> Plot:
         xytext=(6, 10),
         textcoords="offset points",
     )
-    for points, colour, label, size in ((peers, "#4c8dd6", "best peer", 26), (ours, OURS, "microsdpa", 30)):
+    for points, colour, label, above in ((peers, INK, "best peer", 0.03), (ours, OURS, "microsdpa", 0.11)):
         if points:
-            axis.scatter(*zip(*points, strict=True), s=size, color=colour, label=label, alpha=0.85)
+            axis.scatter(*zip(*points, strict=True), s=22, color=colour, alpha=0.7)
+            axis.annotate(f"\u25cf {label}", (0.97, above), xycoords="axes fraction", ha="right", color=colour)
     axis.set(
         xscale="log", yscale="log", xlim=(left, right), xlabel="FLOP for each byte of Q, K, V and O", ylabel="TFLOP/s"
     )
     axis.grid()
-    axis.legend(loc="lower right")
     caption = f"Inputs warm in L2, so points may lie above the slope of the memory. {_source(used[0])}"
     return finish(figure, name, title, caption, [ours, peers, device.name])
 
@@ -364,8 +383,8 @@ def host_overhead(results: Results) -> Plot:
     if not rows or result is None:
         return _missing(name, title, "mission, in the mode host,", "microsdpa bench --suite mission --modes host")
     entries: list[Bar] = [(_name(row), quoted_us(row), None, "") for row in rows]
-    figure, axes = new_figure(7.2, 0.36 * len(entries) + 0.9)
-    _bars(axes[0, 0], entries, "microseconds of CPU time a call")
+    figure, axes = new_figure(BAR * len(entries) + 0.7)
+    _bars(axes[0], entries, "microseconds of CPU time a call")
     return finish(figure, name, title, f"Lower is better. {_source(result)}", entries)
 
 

@@ -31,8 +31,11 @@ COLOURS = {
 }
 """Of each library, by what its names begin with: colours of Okabe and Ito, and of Tol, for colour-blind readers."""
 FURTHER = ("#661100", "#117733", "#888800", "#332288")
-PRECISION_COLOURS = (OURS, "#0072b2", "#009e73")
-LOOK = 2
+WIDTH = 4.9
+"""Inches of every plot, at 72 points: letters of 10 points keep 9 on a phone of 400 pixels."""
+WIDEST = 640
+"""Pixels that a drawing takes at most."""
+LOOK = 3
 """Counts changes of how plots look: drawn files of an older look are stale."""
 STYLE = "svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}"
 
@@ -68,8 +71,8 @@ def colour_of(name: str) -> str:
     return COLOURS[known] if known else FURTHER[sum(name.encode()) % len(FURTHER)]
 
 
-def new_figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """(figure, axes) without a background; axes are a 2-d array. Sizes in inches at 72 points."""
+def new_figure(height: float, panels: int = 1) -> tuple[Any, Any]:
+    """(figure, axes), without a background and one panel below the other; `height` in inches."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,11 +97,11 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1) -> 
             "legend.frameon": False,
         }
     )
-    figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(panels, 1, figsize=(WIDTH, height), squeeze=False, layout="constrained")
     figure.patch.set_alpha(0)
     for axis in axes.flat:
         axis.patch.set_alpha(0)
-    return figure, axes
+    return figure, axes.ravel()
 
 
 def finish(figure: Any, name: str, title: str, caption: str, data: object) -> Plot:
@@ -113,7 +116,9 @@ def finish(figure: Any, name: str, title: str, caption: str, data: object) -> Pl
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn)
     drawn = re.sub(r'(width|height)="[\d.]+pt"', "", drawn, count=2)
     label = f' role="img" aria-label="{html.escape(title, quote=True)}"'
-    return Plot(name, title, caption, drawn.replace("<svg", f"<svg{label}", 1).strip(), digest=digest(data))
+    return Plot(
+        name, title, caption, drawn.replace("<svg", f'<svg width="{WIDEST}"{label}', 1).strip(), digest=digest(data)
+    )
 
 
 def digest(data: object) -> str:

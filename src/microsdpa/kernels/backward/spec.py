@@ -7,7 +7,7 @@ from itertools import product
 from math import ceil
 from typing import Literal
 
-from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.chip import L2_PART, chip_of
 from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, MaskKind, Problem, capability_of
 from microsdpa.kernels.spec import (
     BOOLEAN,
@@ -30,8 +30,6 @@ PARAMS = "microsdpa::backward::BackwardParams"
 SPILLS = "it computes what no other kernel does: refused, the call would have no gradient"
 TERMS_WARPS = 4
 SMALL_THREADS = 256
-L2_BYTES = 2**24
-"""What the CTAs that run side by side walk over, at most: a part of the L2 cache."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +244,8 @@ def heads_together(problem: Problem) -> tuple[int, int]:
     """Key heads, and query heads, whose CTAs run side by side: what they walk over stays in the L2 cache."""
     row = 2 * problem.head_dim * ELEMENT_BYTES[problem.dtype]
     group = problem.heads // problem.heads_kv
-    by_keys = L2_BYTES // max(1, problem.seqlen_q * group * row)
-    by_queries = L2_BYTES // max(1, problem.seqlen_k * row) * group
+    by_keys = L2_PART // max(1, problem.seqlen_q * group * row)
+    by_queries = L2_PART // max(1, problem.seqlen_k * row) * group
     return (
         max(1, min(by_keys, problem.batch * problem.heads_kv)),
         max(1, min(by_queries, problem.batch * problem.heads)),

@@ -5,7 +5,7 @@ One quantizes Q, K and V; the other gives the LSE back what smoothing K took off
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -50,6 +50,10 @@ SCHEMES: dict[Operands, QuantizationScheme] = {
     "int8_fp16": QuantizationScheme("int8", None, query_terms=2),
 }
 """What sdpa(precision=) does; docs/numerics.md says why."""
+
+
+UNSMOOTHED = {precision: replace(scheme, smooth=False) for precision, scheme in SCHEMES.items()}
+"""The same where scores of a row must not all move by one amount: under a soft cap, and beside a sink."""
 
 
 def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int) -> KernelSpec:

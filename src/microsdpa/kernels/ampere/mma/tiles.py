@@ -1,6 +1,6 @@
 """Tilings of ampere/mma: which there are, which are legal for a problem, and which is chosen.
 
-On the H200 the choice is measured (`measured`, docs/tuning-log.md). For every other chip it is derived: the cheapest
+On the H200 the choice is measured (`measured`, docs/log/ampere.md). For every other chip it is derived: the cheapest
 legal candidate by `cost`, a model in clocks of an SM that was not fitted to any measurement of those chips.
 """
 
@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from microsdpa.kernels.chip import Chip, chip_of
-from microsdpa.kernels.problem import Problem, capability_of
-
-ELEMENT = 2
-"""Bytes of an element."""
+from microsdpa.kernels.problem import ELEMENT, Problem, capability_of
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from math import ceil
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import (
+    ELEMENT,
     VECTOR_BYTES,
     CacheKind,
     MaskKind,
@@ -26,8 +27,6 @@ MOST_WORK = 2**31 - 2**20
 CACHE_DIMS = range(16, 257, 16)
 """Those of caches of 8-bit values, whose rows are multiples of 16 bytes."""
 CACHE_FORMAT = {"e4m3": "E4m3Cache", "int8": "Int8Cache"}
-ELEMENT = 2
-"""Bytes of an element."""
 SPILLS = "O and the tiles ahead take every register: some bytes of addresses and masks, once per tile"
 MOST_RESIDENT = 2
 """CTAs of an SM: more of them would divide keys further than they share memory."""

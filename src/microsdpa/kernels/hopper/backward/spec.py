@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
+from microsdpa.kernels.chip import L2_PART
+from microsdpa.kernels.hopper.common import ROWS
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, MAX_NUMBER, Grid, KernelSpec, Rejection, TensorMap
 
 NAME = "hopper/backward"
 PARAMS = "microsdpa::backward::BackwardParams"
 CONSUMERS = 2
-ROWS = 64
-"""Keys of a consumer: one wgmma's rows."""
 BOX = 64
 """Columns of a panel."""
 LARGEST_HEAD_DIM = 256
@@ -21,8 +21,6 @@ LARGEST_JOINT = 128
 """Columns up to which the registers of a consumer hold dK and dV of its keys together; else it holds one of them."""
 THREADS = 256
 """Of a CTA of the kernels ahead and behind."""
-L2_BYTES = 2**24
-"""What the CTAs that run side by side walk over, at most: a part of the L2 cache."""
 Name = Literal["query", "key", "value", "grad_out", "grad_key", "grad_value"]
 
 
@@ -122,7 +120,7 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
 def heads_together(problem: Problem, tiling: Tiling) -> int:
     """Key heads whose CTAs run side by side: Q, dO and the sums of dQ that they walk over stay in the L2 cache."""
     row = tiling.columns * (2 + 2 + 4) * (problem.heads // problem.heads_kv)
-    return max(1, min(L2_BYTES // (row * problem.seqlen_q), problem.batch * problem.heads_kv))
+    return max(1, min(L2_PART // (row * problem.seqlen_q), problem.batch * problem.heads_kv))
 
 
 def _spec(

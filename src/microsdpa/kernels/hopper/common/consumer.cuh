@@ -27,10 +27,12 @@ struct ConsumerWarpgroup {
 
   // Consumers start their products in turn, so that some have their exponentials while others multiply.
   __device__ __forceinline__ void pingpong_wait() const {
-    named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
+    if constexpr (CONSUMERS > 1) named_barrier_sync(PINGPONG + warpgroup, 2 * WARPGROUP_THREADS);
   }
   __device__ __forceinline__ void pingpong_arrive() const {
-    named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+    if constexpr (CONSUMERS > 1) {
+      named_barrier_arrive(PINGPONG + (warpgroup + 1) % CONSUMERS, 2 * WARPGROUP_THREADS);
+    }
   }
 };
 

@@ -39,17 +39,23 @@ struct SumOf<signed char> {
   static constexpr bool INTEGER = true;
 };
 
-// Calls `visit` with every query tile of the CTA in turn. A row of 8-bit values is as long as one of half as many
-// elements.
-template <bool CAUSAL, typename Shared, typename Visit>
-__device__ __forceinline__ void for_each_work(const EightBitParams& params, Visit visit) {
+// Without masks but a causal one, a query tile visits all tiles of keys that the schedule has for it.
+struct AllTiles {
+  __device__ __forceinline__ WorkTile seen(const WorkTile& work) const { return work; }
+  __device__ __forceinline__ int key_tile(const WorkTile&, int place) const { return place; }
+};
+
+// Calls `visit` with every query tile of the CTA in turn, as `tiles` leaves it. A row of 8-bit values is as long as one
+// of half as many elements.
+template <bool CAUSAL, typename Shared, typename Visit, typename Tiles = AllTiles>
+__device__ __forceinline__ void for_each_work(const EightBitParams& params, Visit visit, const Tiles& tiles = {}) {
   AttentionParams sizes;
   sizes.batch = params.batch, sizes.heads = params.heads, sizes.heads_kv = params.heads_kv;
   sizes.seqlen_q = params.seqlen_q, sizes.seqlen_k = params.seqlen_k, sizes.diagonal = params.diagonal;
   const Schedule<CAUSAL, Shared::BLOCK_M, Shared::BLOCK_N, Shared::HEAD_DIM / 2> schedule(sizes);
   for (int round = 0; schedule.has(round); ++round) {
     const WorkTile work = schedule.work(round);
-    if (work.tiles > 0) visit(work);
+    if (work.tiles > 0) visit(tiles.seen(work));
   }
 }
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.common import ROWS
 from microsdpa.kernels.problem import Problem, capability_of
-from microsdpa.kernels.spec import BOOLEAN, EIGHT_BIT_PARAMS, KernelSpec, Rejection, TensorMap, refused_head_dim
+from microsdpa.kernels.spec import (
+    BOOLEAN,
+    EIGHT_BIT_MASKED,
+    EIGHT_BIT_PARAMS,
+    KernelSpec,
+    Rejection,
+    TensorMap,
+    masks_type,
+    refused_head_dim,
+)
 
-ROWS = 64
-"""Queries of a consumer warpgroup."""
 WORKS = 4
 """Descriptions of query tiles in shared memory, 20 bytes each."""
 MAX_TILES = 2**29
@@ -39,8 +47,11 @@ def kernel(
     tensor_maps: tuple[TensorMap, ...],
     local_memory: str = "",
 ) -> KernelSpec:
-    """kernels/hopper/<folder>/kernel.cu with these template arguments, whose last one is CAUSAL."""
-    arguments = arguments | {"CAUSAL": problem.causal is not None}
+    """kernels/hopper/<folder>/kernel.cu with these template arguments, behind which are CAUSAL, and MASKS if any."""
+    mask = problem.mask
+    arguments = arguments | {"CAUSAL": problem.causal is not None or (mask is not None and mask.right)}
+    if mask is not None:
+        arguments |= {"MASKS": masks_type(mask)}
     return KernelSpec(
         name=f"hopper/{folder}",
         source=f"hopper/{folder}/kernel.cu",
@@ -53,7 +64,7 @@ def kernel(
         max_ctas=chip_of(problem.target).sms,
         tensor_maps=tensor_maps,
         programmatic=True,
-        params=EIGHT_BIT_PARAMS,
+        params=EIGHT_BIT_PARAMS if mask is None else EIGHT_BIT_MASKED,
     )
 
 

@@ -12,18 +12,20 @@ namespace microsdpa::hopper {
 constexpr int SCALE_WRITERS = 32;
 
 // Fetches the scales of every tile of keys. One warp.
-template <bool CAUSAL, typename Shared>
-__device__ __forceinline__ void fetch_key_scales(Shared& shared, const EightBitParams& params) {
+template <bool CAUSAL, typename Shared, typename Tiles = AllTiles>
+__device__ __forceinline__ void fetch_key_scales(Shared& shared, const EightBitParams& params,
+                                                 const Tiles& tiles = {}) {
   constexpr int OF_LANE = Shared::BLOCK_N / 32;
   const int lane = threadIdx.x % 32;
   PipelineState<Shared::STAGES> state;
-  for_each_work<CAUSAL, Shared>(params, [&](const WorkTile& work) {
+  const auto fetch = [&](const WorkTile& work) {
     const int head_kv = work.head / (params.heads / params.heads_kv);
     for (int tile = 0; tile < work.tiles; ++tile) {
       float scale[OF_LANE];
 #pragma unroll
       for (int i = 0; i < OF_LANE; ++i) {
-        const int key = min(Shared::BLOCK_N * tile + 32 * i + lane, params.seqlen_k - 1);  // later ones are masked
+        const int first_key = Shared::BLOCK_N * tiles.key_tile(work, tile);
+        const int key = min(first_key + 32 * i + lane, params.seqlen_k - 1);  // later ones are masked
         scale[i] = *params.key_scale.at(work.batch, head_kv, key);
         if (Shared::INTEGERS && params.scale_log2 < 0.0f) scale[i] = -scale[i];
       }
@@ -33,7 +35,8 @@ __device__ __forceinline__ void fetch_key_scales(Shared& shared, const EightBitP
       mbarrier_arrive(shared.key_full[state.stage]);
       state.advance();
     }
-  });
+  };
+  for_each_work<CAUSAL, Shared>(params, fetch, tiles);
 }
 
 }  // namespace microsdpa::hopper

@@ -101,6 +101,7 @@ struct TileSoftmax {
         odd[half] = FROM_ZERO || i >= 4 ? odd[half] + y : y;
         p[step][i / 2 % 4] = pack<T>(x, y);
       }
+      // mutation: it holds back the compiler, and does nothing when the kernel runs
       wgmma_fence_registers(p[step]);  // step by step: the compiler would compute all exponents first
     }
     added[0] = even[0] + odd[0];

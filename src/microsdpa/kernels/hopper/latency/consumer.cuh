@@ -100,15 +100,17 @@ struct Consumer : Exchange<C> {
   // Of further masks that are the numbers; what they hide gets no probability, and ALiBi is a part of the exponents.
   static constexpr bool MASK_AHEAD =
       MASKED && (ROUNDS == 1 || ROUNDS == 2) && (!MASKS::ANY || Rules::ADDS) && !Operands::EIGHT_BIT;
+  // Mask numbers are added to products: of 8-bit values, S cannot begin with them.
+  static constexpr bool ADDED_BEHIND = Operands::EIGHT_BIT && Rules::ADDS;
   // Whether accumulators have become scores when their exponentials are made: base 2, masks and all.
   template <bool EXACT>
-  static constexpr bool SCORED = MASKS::ANY && EXACT;
+  static constexpr bool SCORED = MASKS::ANY && (EXACT || ADDED_BEHIND);
   // The first tile's S comes in two halves; the stabilizer is found in one while the other is computed.
   static constexpr bool FIRST_IN_HALVES = ROUNDS > 0 && (!MASKED || MASK_AHEAD || MASKS::ANY);
 
   const Boxes key_boxes;
   const Boxes value_boxes;
-  const float scale;  // > 0, base 2
+  const float scale;  // > 0, base 2; 1 where products are scaled already
   const typename MASKS::Params& arguments;
   const typename PROLOGUE::Given given;
 
@@ -208,6 +210,7 @@ struct Consumer : Exchange<C> {
   }
 
   // Makes products of what the tensor cores have left in accumulators FIRST to LAST - 1 of a tile: for 8-bit values.
+  // Under masks these are scores of base 2, since masks know no scale of a row.
   template <int FIRST = 0, int LAST = BLOCK_N / 2>
   __device__ __forceinline__ void take_products(float (&s)[BLOCK_N / 2], int round) const {
     if constexpr (Operands::INTEGERS) {
@@ -230,10 +233,14 @@ struct Consumer : Exchange<C> {
         }
       }
     }
+    if constexpr (Operands::EIGHT_BIT && MASKS::ANY) {
+#pragma unroll
+      for (int i = FIRST; i < LAST; ++i) s[i] *= subtract[2 + i / 2 % 2];
+    }
   }
 
   __device__ __forceinline__ float factor_of(int half) const {
-    if constexpr (Operands::EIGHT_BIT) return subtract[2 + half];
+    if constexpr (Operands::EIGHT_BIT && !MASKS::ANY) return subtract[2 + half];
     return scale;
   }
   __device__ __forceinline__ void read_factors() {
@@ -282,6 +289,7 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ Rules score_masks() const { return {{arguments, work, fragment, shared}, scale}; }
   // What masks ask for (masked_rounds.cuh).
   __device__ __forceinline__ void mask(float (&s)[BLOCK_N / 2], int round);
+  __device__ __forceinline__ void mask_behind(float (&s)[BLOCK_N / 2], int round);
   __device__ __forceinline__ void fetch_mask(int round, typename Rules::View& view) const;
   __device__ __forceinline__ void read_masks();
   __device__ __forceinline__ void look_at_rows();
@@ -337,7 +345,7 @@ struct Consumer : Exchange<C> {
   __device__ __forceinline__ float probability(float score, int i, int round) const {
     if constexpr (!MASKS::ANY) {
       return ex2_approx(exponent<HALF, EXACT>(score));
-    } else if constexpr (EXACT) {
+    } else if constexpr (SCORED<EXACT>) {
       return ex2_approx(score - subtract[HALF]);
     } else {
       float added = -subtract[HALF];

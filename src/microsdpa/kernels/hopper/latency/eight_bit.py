@@ -5,15 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.hopper.latency.spec import BLOCK_M, BLOCK_N, WARPGROUPS, cluster_for, key_rounds
-from microsdpa.kernels.problem import Problem, capability_of
+from microsdpa.kernels.hopper.latency.spec import (
+    BLOCK_M,
+    BLOCK_N,
+    WARPGROUPS,
+    Latency,
+    cluster_for,
+    key_rounds,
+    mask_map,
+)
+from microsdpa.kernels.problem import MaskKind, Problem, capability_of
 from microsdpa.kernels.spec import (
     BOOLEAN,
     CPP_TYPE,
+    SCALED_MASKED_PARAMS,
     SCALED_PARAMS,
     KernelSpec,
     Rejection,
     TensorMap,
+    masks_type,
     refused_head_dim,
 )
 
@@ -24,6 +34,7 @@ CPP_QUERY_KEY: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "sig
 """Of Q and K."""
 MOST_ROUNDS = 4
 """Tiles of keys of a warpgroup: all of them are resident."""
+MASKED_SPILLS = "what masks keep of a row takes a few registers more than there are: they are stored, once"
 UNROLLED_SPILLS = "four rounds take a few registers more than there are: they are stored, once"
 WIDENED = 3
 """Bytes of a value of V: as it comes, and in FP16."""
@@ -46,8 +57,12 @@ class EightBitLatency:
         """Tiles of V that one copy brings: with few copies, all."""
         return WARPGROUPS * self.rounds if self.rounds <= 2 else 1
 
+    def mask_bytes(self, mask: MaskKind | None) -> int:
+        """Of a mask tensor that bulk copies can bring; 0 for none."""
+        return Latency(self.cluster, self.rounds, self.rounds).mask_bytes(mask)
+
     def shared_bytes(self, head_dim: int, terms: int, key_scales: bool) -> int:
-        """SharedStorage's size (shared.cuh), for one of TILE_DIMS."""
+        """SharedStorage's size (shared.cuh), for one of TILE_DIMS, without a mask."""
         tiles = WARPGROUPS * self.rounds
         keys = tiles * BLOCK_N
         narrow = keys * head_dim + 4 * (BLOCK_M + head_dim + (keys if key_scales else 4)) + 8 * (1 + tiles)
@@ -74,7 +89,8 @@ def specification(problem: Problem, choice: EightBitLatency) -> KernelSpec | Rej
     shared_bytes = choice.shared_bytes(head_dim, terms, key_scales)
     if choice.rounds > MOST_ROUNDS or shared_bytes > chip.shared_per_cta:
         return Rejection(f"{problem.seqlen_k} keys do not fit the shared memory of its CTAs", "fewer keys")
-    whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
+    whole, mask = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0, problem.mask
+    right = problem.causal is not None or (mask is not None and mask.right)
     operands = CPP_QUERY_KEY[problem.operands], CPP_TYPE[problem.dtype], str(terms), BOOLEAN[key_scales]
     arguments = {
         "OPERANDS": f"microsdpa::hopper::latency::EightBit<{', '.join(operands)}>",
@@ -84,10 +100,20 @@ def specification(problem: Problem, choice: EightBitLatency) -> KernelSpec | Rej
         "STAGES": choice.rounds,
         "ROUNDS": choice.rounds,
         "GROUP": problem.heads // problem.heads_kv,
-        "CAUSAL": BOOLEAN[problem.causal is not None],
-        "MASKED": BOOLEAN[problem.causal is not None or not whole],
-        "MASKS": "microsdpa::NoMasks",
+        "CAUSAL": BOOLEAN[right],
+        "MASKED": BOOLEAN[right or not whole],
+        "MASKS": masks_type(mask),
     }
+    maps = [
+        TensorMap("query", BLOCK_M, head_dim, head_dim),
+        TensorMap("key", BLOCK_N, head_dim, head_dim),
+        TensorMap("value", BLOCK_N * choice.value_tiles, head_dim, 0),
+    ]
+    mask_bytes = choice.mask_bytes(mask)
+    if mask is not None and mask_bytes and shared_bytes + mask_bytes <= chip.shared_per_cta:
+        maps.append(mask_map(mask))
+        shared_bytes += mask_bytes
+        arguments |= {"MASK_ROWS": maps[-1].rows, "PROLOGUE": "microsdpa::NoPrologue", "MAPS": "microsdpa::TensorMap"}
     return KernelSpec(
         name="hopper/latency_8bit",
         source="hopper/latency/kernel.cu",
@@ -96,18 +122,14 @@ def specification(problem: Problem, choice: EightBitLatency) -> KernelSpec | Rej
         threads=128 * (WARPGROUPS + 1),
         block_m=BLOCK_M,
         shared_bytes=max(shared_bytes, chip.shared_per_sm // 2),  # one CTA an SM, as with 16 bits
-        local_memory=UNROLLED_SPILLS if choice.rounds == MOST_ROUNDS else "",
+        local_memory=UNROLLED_SPILLS if choice.rounds == MOST_ROUNDS else MASKED_SPILLS if mask else "",
         low_occupancy="one CTA an SM, of three warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,
         grid_order="xyz",
-        tensor_maps=(
-            TensorMap("query", BLOCK_M, head_dim, head_dim),
-            TensorMap("key", BLOCK_N, head_dim, head_dim),
-            TensorMap("value", BLOCK_N * choice.value_tiles, head_dim, 0),
-        ),
+        tensor_maps=tuple(maps),
         programmatic=True,
-        params=SCALED_PARAMS,
+        params=SCALED_PARAMS if mask is None else SCALED_MASKED_PARAMS,
     )
 
 

@@ -310,7 +310,8 @@ __global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
   __syncwarp();
   const auto consumer_of_thread = [&] {
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
-    const float scale = fmaxf(fabsf(params.scale_log2), 1e-30f);  // 0 must not meet a masked score of -inf
+    // 0 must not meet a masked score of -inf.
+    const float scale = Operands::EIGHT_BIT && MASKS::ANY ? 1.0f : fmaxf(fabsf(params.scale_log2), 1e-30f);
     return Consumer<C>{
         {shared, params, work, warpgroup, {work.rank, static_cast<int>(threadIdx.x % WARPGROUP_THREADS)}},
         boxes_of<HEAD_DIM, 1>(key, maps...),
@@ -344,6 +345,7 @@ __global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
     auto consumer = consumer_of_thread();
     consumer.read_masks();
     meet();
+    get_registers();
     consumer.run();
   } else {
     meet();

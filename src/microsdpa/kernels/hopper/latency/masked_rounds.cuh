@@ -21,6 +21,14 @@ __device__ __forceinline__ void Consumer<C>::mask(float (&s)[BLOCK_N / 2], int r
   }
 }
 
+// The same of products whose soft cap is applied, where the mask has been read and its numbers are added to them.
+template <typename C>
+__device__ __forceinline__ void Consumer<C>::mask_behind(float (&s)[BLOCK_N / 2], int round) {
+  typename Rules::View& view = masks.view[round];
+  if constexpr (Rules::BULK) fetch_mask(round, view);
+  score_masks().finish(s, view, masks.rows, masks.slope, work.first_key(round, warpgroup));
+}
+
 // Starts to read the mask for a tile.
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::fetch_mask(int round, typename Rules::View& view) const {
@@ -105,6 +113,7 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
   const Rules rules = score_masks();
   // Long over. What follows depends on shuffles behind it: ptxas would put it amid the products and delay these.
   if constexpr (!Rules::BULK) {
+    // mutation: the products in flight have waited for the same
     mbarrier_wait(shared.query_full(), 0);
   } else if constexpr (!MASK_AHEAD) {
     mbarrier_wait(shared.mask_full[0], 0);
@@ -114,7 +123,9 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
     if constexpr (Rules::IN_TURN) {
       if (round > 0) mbarrier_wait(shared.mask_full[round], 0);
     }
-    if (Rules::BULK && !Rules::IN_TURN && (!MASK_AHEAD || round > 0)) fetch_mask(round, masks.view[round]);
+    if (Rules::BULK && (Rules::IN_TURN ? !MASK_AHEAD && round == 0 : !MASK_AHEAD || round > 0)) {
+      fetch_mask(round, masks.view[round]);
+    }
     if (!MASK_AHEAD || round > 0) rules.settle(masks.view[round]);
     if (MASK_AHEAD && round > 0 && !Rules::BULK) {
       rules.begin(s[round], masks.view[round], masks.slope, work.first_key(round, warpgroup));
@@ -154,6 +165,7 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
       shared.sum[1][1][row] = masks.highest[1];
     }
     named_barrier_arrive(MASKS_READ, THREADS);
+    // mutation: racecheck alone asks for it
     named_barrier_sync(MASKS_SENT, WARPGROUP_THREADS);  // for racecheck, as below
   }
 }
@@ -162,7 +174,7 @@ __device__ __forceinline__ void Consumer<C>::look_at_masks(float (&s)[2][BLOCK_N
 // What the others have more than these, a row's sum leaves room for, or shows.
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::look_at_samples(float (&found)[2]) {
-  static_assert(MASK_AHEAD, "the first tile's numbers are known");
+  static_assert(MASK_AHEAD || ADDED_BEHIND, "the first tile's numbers are known");
   const Rules rules = score_masks();
 #pragma unroll
   for (int round = 1; round < ROUNDS; ++round) {
@@ -206,6 +218,7 @@ __device__ __forceinline__ void Consumer<C>::look_at_rows_later() {
 // is found in.
 template <typename C>
 __device__ __forceinline__ bool Consumer<C>::shows_first(int half, int n, int e) const {
+  if constexpr (ADDED_BEHIND) return to_float(Rules::element(masks.view[0].words[half], n, e)) != negative_infinity();
   return masks.first[4 * n + 2 * half + e] != negative_infinity();
 }
 

@@ -6,7 +6,16 @@ import functools
 from dataclasses import dataclass, replace
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.hopper.common import PANEL_BYTES
+from microsdpa.kernels.problem import (
+    ELEMENT,
+    ELEMENT_BYTES,
+    VECTOR_BYTES,
+    MaskKind,
+    Problem,
+    capability_of,
+    of_any_size,
+)
 from microsdpa.kernels.spec import (
     BOOLEAN,
     CPP_TYPE,
@@ -19,16 +28,12 @@ from microsdpa.kernels.spec import (
     refused_head_dim,
 )
 
-ELEMENT = 2
-"""Bytes of an element."""
 BLOCK_M = BLOCK_N = 64
 """Queries of a CTA, and keys of a tile."""
 WARPGROUPS = 2
 PANEL = 64
 """Columns of a box."""
-PANEL_BYTES = 128
-"""Of a row of a mask's box."""
-MASK_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+MASK_BYTES = ELEMENT_BYTES | {"bool": 1, "float32": 4}
 """Of an element of a mask that bulk copies can bring."""
 HEAD_DIMS = range(8, 129, 8)
 """Head dimensions whose rows a bulk copy can read."""
@@ -98,6 +103,15 @@ class Latency:
         return self.mask_bytes(mask) > 0 and self.shared_bytes(head_dim, mask) <= shared_per_cta
 
 
+def mask_map(mask: MaskKind) -> TensorMap:
+    """The boxes in which bulk copies bring a mask tensor."""
+    assert mask.tensor is not None
+    rows = BLOCK_M if mask.per_query else 1
+    swizzle = 0 if mask.tensor == "bool" else PANEL_BYTES
+    columns = BLOCK_N if mask.tensor == "bool" and rows > 1 else PANEL_BYTES // MASK_BYTES[mask.tensor]
+    return TensorMap("attn_mask", rows, columns, swizzle)
+
+
 def key_rounds(problem: Problem, cluster: int) -> int:
     """Tiles of keys that each warpgroup of a cluster computes for the query tile that sees the most."""
     return -(-problem.seqlen_k // (BLOCK_N * WARPGROUPS * cluster))
@@ -164,10 +178,8 @@ def _specification(problem: Problem, choice: Latency, whole: bool) -> KernelSpec
     if tail(head_dim):
         maps += [replace(wide, columns=TAIL, swizzle=TAIL * ELEMENT) for wide in maps]
     if box and box.tensor:
-        rows = BLOCK_M if box.per_query else 1
-        swizzle = 0 if box.tensor == "bool" else PANEL_BYTES
-        columns = BLOCK_N if box.tensor == "bool" and rows > 1 else PANEL_BYTES // MASK_BYTES[box.tensor]
-        maps.append(TensorMap("attn_mask", rows, columns, swizzle))
+        maps.append(mask_map(box))
+        rows = maps[-1].rows
     if problem.prologue or len(maps) > 3:
         arguments |= {"MASK_ROWS": rows, "PROLOGUE": prologue_type(problem.prologue)}
     if len(maps) > 3:

@@ -38,6 +38,7 @@ __device__ __forceinline__ void Consumer<C>::find_stabilizer(const float (&s)[N]
     named_barrier_arrive(STABILIZER_KNOWN, THREADS);
     // For compute-sanitizer: racecheck takes what follows for races when some threads have waited at fewer barriers
     // than others. It is hidden behind the products in flight.
+    // mutation: racecheck alone asks for it
     named_barrier_sync(STABILIZER_SENT, WARPGROUP_THREADS);
   } else {
     named_barrier_sync(STABILIZER_KNOWN, THREADS);
@@ -156,6 +157,7 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
     wgmma_fence_registers(part_of<2>(s[0], 1));
     take_products<BLOCK_N / 4, BLOCK_N / 2>(s[0], 0);
     if constexpr (IS_CAPPED<MASKS>) score_masks().template cap<BLOCK_N / 4, BLOCK_N / 2>(s[0], masks.soft_cap);
+    if constexpr (ADDED_BEHIND) mask_behind(s[0], 0);
   } else {
     score(s[0], 0);
     if constexpr (!KNOWN) read_factors();
@@ -186,8 +188,9 @@ __device__ __forceinline__ void Consumer<C>::run_unrolled() {
     take_products(next, round + 1);
     if constexpr (KNOWN || !MASKS::ANY) {
       if constexpr (!BEGUN) mask(next, round + 1);
-    } else if constexpr (IS_CAPPED<MASKS>) {
-      score_masks().cap(next, masks.soft_cap);
+    } else {
+      if constexpr (IS_CAPPED<MASKS>) score_masks().cap(next, masks.soft_cap);
+      if constexpr (ADDED_BEHIND) mask_behind(next, round + 1);
     }
   }
   if constexpr (PEER_FIRST) {

@@ -18,7 +18,7 @@ constexpr int WIDENING_WARPS = WIDENERS / 32;
 // the widening one's.
 template <typename C>
 constexpr bool MOVES_REGISTERS =
-    C::HEAD_DIM > 64 || C::ROUNDS > 2 || (C::ROUNDS == 2 && (C::MASKED || C::Operands::TERMS > 1));
+    C::HEAD_DIM > 64 || C::ROUNDS > 2 || C::MASKS::ANY || (C::ROUNDS == 2 && (C::MASKED || C::Operands::TERMS > 1));
 constexpr int CONSUMER_REGISTERS = 240, WIDENER_REGISTERS = 24, LAUNCHED_REGISTERS = 168;
 static_assert(WARPGROUPS * CONSUMER_REGISTERS + WIDENER_REGISTERS <= (WARPGROUPS + 1) * LAUNCHED_REGISTERS,
               "setmaxnreg would wait for ever for more registers than there are");
@@ -33,7 +33,7 @@ struct Widener {
                 "a thread has a channel, a query, and a key of each round");
 
   Shared& shared;
-  const Scaled<AttentionParams>& arguments;
+  const typename Operands::template Params<typename C::MASKS::Params>& arguments;
   const WorkTile& work;
   const int thread;
 
@@ -60,7 +60,7 @@ struct Widener {
   // kernel ahead: a parameter's first access takes long.
   __device__ __forceinline__ void fetch_scales() {
     constexpr int KEYS = Operands::KEY_SCALES ? ROUNDS : 1;
-    const AttentionParams& params = arguments.call;
+    const AttentionParams& params = C::MASKS::call(arguments.call);
     const ChannelScales& channels = arguments.value_scale;
     const float* of_value = channels.data + work.batch * channels.batch + work.head_kv * channels.head +
                             min(thread, C::COLUMNS - 1) * channels.channel;
@@ -92,7 +92,8 @@ struct Widener {
   __device__ __forceinline__ void give_scales() {
     if (thread < HEAD_DIM) shared.value_scale[thread] = value_scale;
     // 0 must not meet a masked score of -inf.
-    const float factor = fabsf(arguments.call.scale_log2) * (Operands::KEY_SCALES ? 1.0f : key_scale[0]);
+    const float factor =
+        fabsf(C::MASKS::call(arguments.call).scale_log2) * (Operands::KEY_SCALES ? 1.0f : key_scale[0]);
     const float row_factor = row_scale * factor;
     if (thread < BLOCK_M) shared.row_scale[thread] = row_factor < 1e-30f ? 1e-30f : row_factor;  // NaN stays NaN
     if constexpr (Operands::KEY_SCALES) {

@@ -118,6 +118,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
     const int tile = round * GROUPS + group;
     const int keys = params.seqlen_k - BLOCK_N * tile;
     const int first_visible = CAUSAL ? first_row + params.diagonal - BLOCK_N * tile + 1 : BLOCK_N;
+    // mutation: a tile that is seen to its last key has none to hide
     if (min(keys, first_visible) >= BLOCK_N) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -128,11 +129,13 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   // This warpgroup has read the tile of a round. Its place, or that of the round before, takes the tile STAGES ahead.
   __device__ __forceinline__ void release(int round) {
     if (round - LAG + STAGES < all_rounds) {
+      // mutation: the wait for the products brought the warp together, and nothing else has read the tile
       __syncwarp();
       if (elect_one()) {
         if (round + STAGES < all_rounds) mbarrier_arrive(shared.tile_empty[group][value_state.stage]);
         if (query_tile == 0 && thread < 32 && round >= LAG) refill(round - LAG);
       }
+      // mutation: the lanes come together for aligned instructions, which the emulator does not ask for
       __syncwarp();
     }
     value_state.advance();
@@ -238,6 +241,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
       if (thread % 4 == 0) shared.part[query_tile][group][tile_row(half)] = {rows.stabilizer[half], sum};
     }
     sync_groups();
+    // mutation: rows past the last one are not written
     if (first_row >= params.seqlen_q) return;
 
     float own[2], weight[GROUPS - 1][2];  // of the other groups in their order, as they are given

@@ -56,6 +56,7 @@ __device__ __forceinline__ void begin(SharedStorage<T, QUERY_TILES, STAGES>& sha
       }
     }
   }
+  // mutation: barriers that nobody waits at are set up in vain
   if (work.all_tiles > STAGES * GROUPS) {
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {

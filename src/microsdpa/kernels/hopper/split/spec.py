@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from math import ceil
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of
+from microsdpa.kernels.hopper.common import ROWS
+from microsdpa.kernels.problem import ELEMENT, VECTOR_BYTES, Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
 
-ELEMENT = 2
-"""Bytes of an element."""
-ROWS = BLOCK_N = 64
-"""Queries and keys of a tile."""
+BLOCK_N = ROWS
+"""Keys of a tile, and its queries."""
 HEAD_DIM = 64
 WARPGROUPS = 4
 

@@ -207,12 +207,14 @@ __device__ __forceinline__ void store(
         if (first_row >= params.seqlen_q) continue;
         if (before >> i & 1) {
           if (elected) tma_store_wait_read<0>();
+          // mutation: the lanes meet for an aligned barrier, which the emulator does not ask for; it counts every lane
           __syncwarp();
           named_barrier_arrive(OUT_EMPTY + i, OUT_THREADS);
         }
         named_barrier_sync(OUT_FULL + i, OUT_THREADS);
         if (elected) store_columns<HEAD_DIM>(out, shared.out[i], column, work, first_row);
         before |= 1 << i;
+        // mutation: the lanes meet for an aligned barrier, which the emulator does not ask for; it counts every lane
         __syncwarp();
       }
     }
@@ -234,6 +236,7 @@ __device__ __forceinline__ void store(
     for (int column = 0; column < HEAD_DIM; column += OUT_COLUMNS<HEAD_DIM>) {
       if (before) {
         if (elected) tma_store_wait_read<0>();
+        // mutation: the lanes meet for an aligned barrier, which the emulator does not ask for; it counts every lane
         __syncwarp();
         named_barrier_arrive(OUT_EMPTY + consumer, OUT_THREADS);
       }
@@ -244,6 +247,7 @@ __device__ __forceinline__ void store(
         store_columns<HEAD_DIM>(out, shared.out[consumer], column, work, work.first_row + ROWS * consumer);
       }
       before = true;
+      // mutation: the lanes meet for an aligned barrier, which the emulator does not ask for; it counts every lane
       __syncwarp();
     }
   }
@@ -280,8 +284,8 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
   using Masked = MaskTraits<MASKS>;
   static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : Masked::ADDED), "a map for each, and no mask with tails");
-  using Shared =
-      SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, typename Masked::Added, Masked::DEALT>;
+  using Shape = TileShape<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
+  using Shared = SharedOf<Shape, MASKS>;
   // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.
   constexpr int STORERS = Masked::ADDED ? 2 : 3;
   auto& shared = dynamic_shared<Shared>();
@@ -337,8 +341,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();
-    Consumer<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, OVERLAP, CAUSAL, MASKS> consumer(shared, params,
-                                                                                                     warpgroup - 1);
+    Consumer<Shape, OVERLAP, CAUSAL, MASKS> consumer(shared, params, warpgroup - 1);
     consumer.run();
   }
 }

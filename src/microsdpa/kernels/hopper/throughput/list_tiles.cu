@@ -25,6 +25,7 @@ __device__ __forceinline__ uint32 visible_keys(const MaskParams& masks, const ch
   const int first = first_key + OWN * static_cast<int>(threadIdx.x % 4);
   const char* from = row + first * masks.mask_column_stride;
   uint32 shown = 0;
+  // mutation: both ways read the same elements
   if (masks.mask_column_stride == 1 && reinterpret_cast<uint64>(from) % 8 == 0 && first + OWN <= keys) {
 #pragma unroll
     for (int i = 0; i < OWN / 8; ++i) {
@@ -203,6 +204,7 @@ __global__ void __launch_bounds__(32) list_marked(const __grid_constant__ Masked
   const TileList<BLOCK_M, BLOCK_N> list(params, work.mask, work.query_tile);
   grid_dependency_wait();
   int count = 0;
+  // mutation: a round past the last tile finds none
   for (int begin = work.first; begin < work.last; begin += 32) {
     const int tile = begin + lane_index();
     const int state = tile < work.last ? list.entries[tile] : HIDDEN;
@@ -211,6 +213,7 @@ __global__ void __launch_bounds__(32) list_marked(const __grid_constant__ Masked
       list.entries[count + __popc(visible & ((1u << lane_index()) - 1))] = ListEntry(tile, state == WHOLE).value;
     }
     count += __popc(visible);
+    // mutation: a later write depends on a ballot, and each lane has read before it
     __syncwarp();
   }
   if (lane_index() == 0) {

@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.hopper.common import PANEL_BYTES, ROWS
+from microsdpa.kernels.problem import (
+    ELEMENT,
+    ELEMENT_BYTES,
+    VECTOR_BYTES,
+    MaskKind,
+    Problem,
+    capability_of,
+    of_any_size,
+)
 from microsdpa.kernels.spec import (
     BOOLEAN,
     CPP_TYPE,
@@ -19,10 +28,6 @@ from microsdpa.kernels.spec import (
     refused_head_dim,
 )
 
-ELEMENT = 2
-"""Bytes of an element."""
-ROWS = 64
-"""Queries of a consumer warpgroup."""
 WORKS = 4
 """Descriptions of query tiles in shared memory, 16 bytes each."""
 DEEPEST = 6
@@ -33,8 +38,6 @@ LISTED = ("bool", "int32", "uint8")
 """Element types of masks that say which keys are visible."""
 MOST_LISTED = 128
 """Keys of a tile in a list (tile_list.cuh)."""
-PANEL_BYTES = 128
-"""Of a row of a mask's tile: the copies' pattern repeats."""
 LIST_WARPS = 16
 LIST_THREADS = 32 * LIST_WARPS
 """Of the kernel that lists the tiles of a mask."""

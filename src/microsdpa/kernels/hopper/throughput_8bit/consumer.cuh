@@ -14,9 +14,9 @@ namespace microsdpa::hopper::throughput_8bit {
 constexpr float NO_STABILIZER = -3.402823466e38f;
 
 // Probabilities are 2^(score - stabilizer), and the largest score's is 2^LARGEST. As E4M3 they end at 448.
-template <typename T, typename Shared, bool CAUSAL, int LARGEST = 8>
-struct Consumer : ScoringConsumer<Shared, CAUSAL> {
-  using Base = ScoringConsumer<Shared, CAUSAL>;
+template <typename T, typename Shared, bool CAUSAL, int LARGEST = 8, typename MASKS = NoMasks>
+struct Consumer : ScoringConsumer<Shared, CAUSAL, MASKS> {
+  using Base = ScoringConsumer<Shared, CAUSAL, MASKS>;
   using Base::Base, Base::BLOCK_N, Base::CONSUMERS, Base::HEAD_DIM, Base::factor, Base::key_state, Base::params;
   using Base::begin_query, Base::pingpong_arrive, Base::next_tile, Base::score, Base::take_scores, Base::pingpong_wait;
   using Base::release, Base::shared, Base::thread, Base::tile_row, Base::warpgroup, Base::work;
@@ -164,8 +164,12 @@ struct Consumer : ScoringConsumer<Shared, CAUSAL> {
     const WorkTile& of = shared.work[ended % WORK_TILES];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float l = quad_sum(sum[half]);
-      inverse[half] = normalizer(l);
+      float l = quad_sum(sum[half]);
+      if constexpr (decltype(Base::masks)::SINKS) {
+        inverse[half] = Base::masks.with_sink(of, l, stabilizer[half]);
+      } else {
+        inverse[half] = normalizer(l);
+      }
       const int row = of.first_row + ROWS * warpgroup + tile_row(half);
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
         const int64 head = static_cast<int64>(of.batch) * params.heads + of.head;

@@ -39,9 +39,9 @@ __device__ __forceinline__ void load_panels(Byte* tile, const TensorMap& map, Mb
 
 // Issues every copy of the CTA, in the order in which the tiles are needed: S of a tile is computed ahead of P V of the
 // one before it. One thread.
-template <bool CAUSAL, typename Shared>
-__device__ __forceinline__ void produce(Shared& shared, const EightBitParams& params, const TensorMap& query,
-                                        const TensorMap& key, const TensorMap& value) {
+template <bool CAUSAL, typename Shared, typename Tiles>
+__device__ __forceinline__ void produce(Shared& shared, const EightBitParams& params, const Tiles& tiles,
+                                        const TensorMap& query, const TensorMap& key, const TensorMap& value) {
   constexpr int BLOCK_N = Shared::BLOCK_N, HEAD_DIM = Shared::HEAD_DIM;
   PipelineState<Shared::QUERY_STAGES> query_state;
   PipelineState<Shared::STAGES> key_state;
@@ -58,11 +58,12 @@ __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& pa
     Mbarrier& full = shared.value_full[value_state.stage];
     mbarrier_wait_asleep(shared.value_empty[value_state.stage], value_state.phase ^ 1);
     mbarrier_arrive_expect(full, BLOCK_N * HEAD_DIM);
-    load_panels<BLOCK_N, Shared>(shared.value[value_state.stage], value, full, 0, BLOCK_N * tile, head_kv, work.batch);
+    load_panels<BLOCK_N, Shared>(shared.value[value_state.stage], value, full, 0, BLOCK_N * tiles.key_tile(work, tile),
+                                 head_kv, work.batch);
     value_state.advance();
   };
 
-  for_each_work<CAUSAL, Shared>(params, [&](const WorkTile& work) {
+  const auto load = [&](const WorkTile& work) {
     const int head_kv = work.head / (params.heads / params.heads_kv);
     announce(work, head_kv);
     Mbarrier& query_full = shared.query_full[query_state.stage];
@@ -80,12 +81,14 @@ __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& pa
       Mbarrier& full = shared.key_full[key_state.stage];
       mbarrier_wait_asleep(shared.key_empty[key_state.stage], key_state.phase ^ 1);
       mbarrier_arrive_expect(full, BLOCK_N * HEAD_DIM);
-      load_panels<BLOCK_N, Shared>(shared.key[key_state.stage], key, full, 0, BLOCK_N * tile, head_kv, work.batch);
+      load_panels<BLOCK_N, Shared>(shared.key[key_state.stage], key, full, 0, BLOCK_N * tiles.key_tile(work, tile),
+                                   head_kv, work.batch);
       key_state.advance();
       if (tile > 0) load_value(work, head_kv, tile - 1);
     }
     load_value(work, head_kv, work.tiles - 1);
-  });
+  };
+  for_each_work<CAUSAL, Shared>(params, load, tiles);
   mbarrier_wait_asleep(shared.value_empty[value_state.stage], value_state.phase ^ 1);
   shared.value_end[value_state.stage] = true;
   mbarrier_arrive(shared.value_full[value_state.stage]);
@@ -146,12 +149,15 @@ __device__ __forceinline__ void initialize(Shared& shared) {
 }
 
 // STAGES: tiles of K and of V^T that there is room for; VALUE_STAGES: of V, waiting to be transposed. KEY_SCALES:
-// whether the keys of a head have different scales. IN_PLACE: whether the tensor cores add P V to O.
+// whether the keys of a head have different scales. IN_PLACE: whether the tensor cores add P V to O. CAUSAL: what a row
+// sees has a right end. MASKS: what else decides about scores.
 template <typename T, typename FORMAT, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES,
-          int VALUE_STAGES, int QUERY_STAGES, bool KEY_SCALES, bool IN_PLACE, int PROMOTED_TILES, bool CAUSAL>
+          int VALUE_STAGES, int QUERY_STAGES, bool KEY_SCALES, bool IN_PLACE, int PROMOTED_TILES, bool CAUSAL,
+          typename MASKS = NoMasks>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
-              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+    attention(const __grid_constant__ typename EightBitParamsOf<MASKS>::Type given,
+              const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+              const __grid_constant__ TensorMap value) {
   using Shared = SharedStorage<FORMAT, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, VALUE_STAGES, QUERY_STAGES,
                                KEY_SCALES, PROMOTED_TILES>;
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
@@ -174,6 +180,9 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
                             : PRODUCER_REGISTERS < 40 ? 2
                                                       : 4;  // loads of a transposing warp
 
+  static_assert(IN_PLACE || !MASKS::ANY, "masks are known where the tensor cores add to O");
+  const EightBitParams& params = EightBitParamsOf<MASKS>::call(given);
+  const typename TilesOf<MASKS, BLOCK_N>::Type tiles{given};
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
@@ -190,17 +199,17 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
         prefetch_tensor_map(query);
         prefetch_tensor_map(key);
         prefetch_tensor_map(value);
-        produce<CAUSAL>(shared, params, query, key, value);
+        produce<CAUSAL>(shared, params, tiles, query, key, value);
       }
     } else if (warp <= Shared::TRANSPOSERS) {
       transpose<AT_A_TIME>(shared, warp - 1);
     } else if (KEY_SCALES) {
-      fetch_key_scales<CAUSAL>(shared, params);
+      fetch_key_scales<CAUSAL>(shared, params, tiles);
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     if constexpr (IN_PLACE) {
-      PromotingConsumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+      PromotingConsumer<T, Shared, CAUSAL, MASKS> consumer(shared, given, warp / 4 - 1);
       consumer.run();
     } else if constexpr (HEAD_DIM > 128) {
       WideConsumer<T, Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);

@@ -14,9 +14,9 @@ namespace microsdpa::hopper::throughput_8bit {
 // The stabilizer of a row is the largest score of its first tile; probabilities of that are 16. Later maxima are not
 // looked for as long as no thread's sum of a tile passes 448, where E4M3 ends; then the tile is done again with its
 // own. (The largest of the first 16 scores would be too small a stabilizer for a later tile of nearly every warp.)
-template <typename T, typename Shared, bool CAUSAL>
-struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4> {
-  using Base = Consumer<T, Shared, CAUSAL, 4>;
+template <typename T, typename Shared, bool CAUSAL, typename MASKS = NoMasks>
+struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4, MASKS> {
+  using Base = Consumer<T, Shared, CAUSAL, 4, MASKS>;
   using Base::Base, Base::BIAS, Base::BLOCK_N, Base::HEAD_DIM, Base::STEPS, Base::correction, Base::factor, Base::o;
   using Base::first_row, Base::key_state, Base::p, Base::params, Base::stabilizer, Base::shared, Base::sum,
       Base::thread, Base::tile, Base::tiles;
@@ -228,7 +228,11 @@ struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4> {
   // Waits for the next query tile; false when there is none.
   __device__ __forceinline__ bool begin_query() {
     if (!Base::begin_query()) return false;
-    tiles = first_row < params.seqlen_q ? key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS) : 0;
+    if (first_row >= params.seqlen_q) {
+      tiles = 0;
+    } else if constexpr (!MASKS::ANY) {
+      tiles = key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS);
+    }
     return true;
   }
 

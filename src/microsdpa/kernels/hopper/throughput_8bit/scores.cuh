@@ -6,19 +6,23 @@
 #include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
 #include "../common/consumer.cuh"
+#include "masks.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit {
 
-template <typename Shared, bool CAUSAL>
+template <typename Shared, bool CAUSAL, typename MASKS = NoMasks>
 struct ScoringConsumer : ConsumerWarpgroup<Shared::CONSUMERS> {
   using Place = ConsumerWarpgroup<Shared::CONSUMERS>;
   using Place::thread, Place::tile_row, Place::warpgroup;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
   using Sum = typename Shared::Sum;  // of products of quantized values
 
+  using Params = typename EightBitParamsOf<MASKS>::Type;
+
   Shared& shared;
   const EightBitParams& params;
+  RowMasks<MASKS, CAUSAL, BLOCK_N> masks;
 
   float factor[2];  // what scores of quantized values are multiplied by, base 2; > 0
   int first_row;    // of the warpgroup
@@ -27,8 +31,8 @@ struct ScoringConsumer : ConsumerWarpgroup<Shared::CONSUMERS> {
   PipelineState<Shared::QUERY_STAGES> query_state;
   PipelineState<Shared::STAGES> key_state;
 
-  __device__ __forceinline__ ScoringConsumer(Shared& shared, const EightBitParams& params, int warpgroup)
-      : Place(warpgroup), shared(shared), params(params), work(0) {}
+  __device__ __forceinline__ ScoringConsumer(Shared& shared, const Params& given, int warpgroup)
+      : Place(warpgroup), shared(shared), params(EightBitParamsOf<MASKS>::call(given)), masks(given), work(0) {}
 
   __device__ __forceinline__ void release(Mbarrier& read) const {
     if (elect_one()) mbarrier_arrive(read);
@@ -66,6 +70,7 @@ struct ScoringConsumer : ConsumerWarpgroup<Shared::CONSUMERS> {
       const int row = min(first_row + tile_row(half), params.seqlen_q - 1);
       factor[half] = all * *params.query_scale.at(next.batch, next.head, row);
     }
+    if constexpr (MASKS::ANY) masks.begin(next, first_row + tile_row(0), factor);
     if (!Shared::INTEGERS && params.scale_log2 < 0.0f) negate_query();
     return true;
   }
@@ -118,7 +123,11 @@ struct ScoringConsumer : ConsumerWarpgroup<Shared::CONSUMERS> {
     }
     end_key();
     if (tile + 1 == tiles) end_query();
-    mask(s);
+    if constexpr (MASKS::ANY) {
+      masks.apply(s, tile);
+    } else {
+      mask(s);
+    }
   }
 
   __device__ __forceinline__ void scale_keys(const Sum (&sums)[BLOCK_N / 2], float (&s)[BLOCK_N / 2],

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.hopper.common.eight_bit import ROWS, WORKS, kernel, refused, too_many
+from microsdpa.kernels.hopper.common import ROWS
+from microsdpa.kernels.hopper.common.eight_bit import WORKS, kernel, refused, too_many
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 
@@ -71,7 +72,7 @@ def tiles_for(problem: Problem) -> Tiles:
     """The configuration for a problem: as many consumers as registers hold, and as many keys a tile.
 
     Two terms at D = 256, and scales of keys where more than two consumers would leave SMs empty, have P V of every tile
-    added to O in FP32 (docs/hopper-8bit.md).
+    added to O in FP32 (docs/hopper-8bit.md). Under masks there is no such configuration.
     """
     several = _has_key_scales(problem)
     if problem.head_dim == 256:
@@ -89,6 +90,8 @@ def tiles_for(problem: Problem) -> Tiles:
     if not several:
         return _deepened(tiles, problem)
     ctas = problem.batch * problem.heads * -(-problem.seqlen_q // tiles.block_m)
+    if problem.mask is not None:
+        return tiles
     return few if ctas < chip_of(problem.target).sms else tiles
 
 
@@ -155,5 +158,12 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
         return Rejection("a query has two INT8 terms an element", "one term an element")
     if (refusal := refused(problem, HEAD_DIMS)) is not None:
         return refusal
+    mask = problem.mask
+    if mask is not None and mask.tensor not in (None, "int32"):
+        return Rejection(
+            f"it reads no masks but ranges of keys, not {mask}", "a window, ranges of keys or shorter keys"
+        )
+    if mask is not None and problem.head_dim == 256 and problem.query_terms == 2:
+        return Rejection(f"at head_dim 256 with two terms a query it does not know {mask}", "precision='int8_fp8'")
     tiles = tiles_for(problem)
     return too_many(problem, tiles.block_m) or specification(problem, tiles)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.hopper.common.eight_bit import ROWS, WORKS, kernel, refused, too_many
+from microsdpa.kernels.hopper.common import ROWS
+from microsdpa.kernels.hopper.common.eight_bit import WORKS, kernel, refused, too_many
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 

@@ -1,108 +1,50 @@
 // What a consumer warpgroup of hopper/varlen/kernel.cu does with its 64 rows of each segment.
 #pragma once
 
-#include "../common/consumer.cuh"
-#include "../common/tile_softmax.cuh"
+#include "../common/main_loop.cuh"
 #include "masks.cuh"
 
 namespace microsdpa::hopper::varlen {
 
 constexpr int MERGE = OUT_FULL;  // from this barrier on, one for every warpgroup
 
+// Whether a warpgroup's rows may see fewer tiles of keys than others' rows do.
+template <typename C, typename MASKS>
+constexpr bool SKIPS = MASKS::RIGHT && !MASKS::BACKWARDS && C::CONSUMERS > 1;
+
 template <typename C, bool OVERLAP, typename MASKS, int PACK>
-struct Consumer : TileSoftmax<typename C::T, C::BLOCK_N, false, false>, ConsumerWarpgroup<C::CONSUMERS> {
-  using T = typename C::T;
-  using Base = TileSoftmax<T, C::BLOCK_N, false, false>;
-  using Place = ConsumerWarpgroup<C::CONSUMERS>;
-  using Base::rows;
-  using Place::release, Place::thread, Place::tile_row, Place::warpgroup;
-  using typename Base::Probabilities, typename Base::Scores;
-  static constexpr int HEAD_DIM = C::HEAD_DIM, BLOCK_N = C::BLOCK_N;
-  static constexpr bool SKIPS = MASKS::RIGHT && !MASKS::BACKWARDS && C::CONSUMERS > 1;
-  // What a consumer skips, others compute: K and V of it must not fill the rings while they wait for each other.
-  static_assert(!SKIPS || (C::BLOCK_M - ROWS + BLOCK_N - 1) / BLOCK_N < C::STAGES, "room for tiles that are skipped");
+struct Consumer : MainLoop<Consumer<C, OVERLAP, MASKS, PACK>, SharedStorage<C>, C, OVERLAP, SKIPS<C, MASKS>> {
+  using Loop = MainLoop<Consumer, SharedStorage<C>, C, OVERLAP, SKIPS<C, MASKS>>;
+  using Loop::all_tiles, Loop::o, Loop::query_state, Loop::rows, Loop::shared, Loop::skipped, Loop::tile, Loop::tiles,
+      Loop::works;
+  using Loop::BLOCK_N, Loop::HEAD_DIM;
+  using Loop::thread, Loop::tile_row, Loop::warpgroup;
+  using typename Loop::Probabilities, typename Loop::Scores, typename Loop::T;
 
-  SharedStorage<C>& shared;
   const VarlenParams& params;
-
-  PipelineState<C::QUERY_STAGES> query_state;
-  PipelineState<C::STAGES> key_state, value_state;
-  float o[HEAD_DIM / 2];
-
-  // The segment that scores are computed of.
-  int segments = 0;  // its number
-  int all_tiles;     // of keys: the CTA's; 0 when there is no segment
-  int tile = 0;      // of keys
-  int tiles;         // that this warpgroup's rows see
-  int skipped;       // that others' rows see
   MaskedRows<MASKS, PACK, BLOCK_N> masks;
 
   __device__ __forceinline__ Consumer(SharedStorage<C>& shared, const VarlenParams& params, int warpgroup)
-      : Base(MASKS::MODIFIED ? 1.0f : params.scale_log2),
-        Place(warpgroup),
-        shared(shared),
-        params(params),
-        masks(params) {}
-
-  __device__ __forceinline__ void wait_key() { mbarrier_wait(shared.key_full[key_state.stage], key_state.phase); }
-  __device__ __forceinline__ void end_key() {
-    release(shared.key_empty[key_state.stage]);
-    key_state.advance();
-  }
-  __device__ __forceinline__ void wait_value() {
-    mbarrier_wait(shared.value_full[value_state.stage], value_state.phase);
-  }
-  __device__ __forceinline__ void end_value() {
-    release(shared.value_empty[value_state.stage]);
-    value_state.advance();
-  }
-  __device__ __forceinline__ void pingpong_wait() const {
-    if constexpr (C::CONSUMERS > 1) Place::pingpong_wait();
-  }
-  __device__ __forceinline__ void pingpong_arrive() const {
-    if constexpr (C::CONSUMERS > 1) Place::pingpong_arrive();
-  }
+      : Loop(shared, MASKS::MODIFIED ? 1.0f : params.scale_log2, warpgroup), params(params), masks(params) {}
 
   // Waits for a segment. False when there is none, or none of its rows is this warpgroup's.
   __device__ __forceinline__ bool begin_query() {
-    mbarrier_wait(shared.query_full[query_state.stage], query_state.phase);
-    const Segment& segment = shared.segment[segments % SEGMENTS];
+    Loop::wait_query();
+    const Segment& segment = shared.segment[works % SEGMENTS];
     all_tiles = segment.tiles;
     if (all_tiles == 0 || ROWS * warpgroup >= segment.rows) return false;
     tile = 0;
     masks.begin(segment, ROWS * warpgroup + tile_row(0));
     tiles = all_tiles;
-    if constexpr (SKIPS) {
+    if constexpr (SKIPS<C, MASKS>) {
       const int end = masks.end(ROWS * warpgroup + ROWS - 1);
       tiles = min(tiles, max(1, (end + BLOCK_N - 1) / BLOCK_N - segment.first_tile));
     }
     skipped = all_tiles - tiles;
     return true;
   }
-  // Every lane arrives for itself, since each has read the segment's description.
-  __device__ __forceinline__ void end_query() {
-    mbarrier_arrive(shared.query_empty[query_state.stage]);
-    query_state.advance();
-  }
 
-  // Starts S of the tile of keys.
-  __device__ __forceinline__ void score(Scores& s) {
-    constexpr int BOX = C::COLUMNS;
-    const uint64 query =
-        matrix_descriptor(shared.query[query_state.stage][warpgroup], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
-    const uint64 key = matrix_descriptor(shared.key[key_state.stage], 16, 8 * BOX * sizeof(T), PATTERN<HEAD_DIM>);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < HEAD_DIM / 16; ++step) {
-      const int panel = step / (BOX / 16), column = step % (BOX / 16) * 16;
-      wgmma<T, BLOCK_N>(s, advance(query, (panel * ROWS * BOX + column) * sizeof(T)),
-                        advance(key, (panel * BLOCK_N * BOX + column) * sizeof(T)), step > 0);
-    }
-    wgmma_commit();
-  }
-  __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
-    accumulate_values<T, HEAD_DIM>(o, p, shared.value[value_state.stage], add);
-  }
+  __device__ __forceinline__ const Segment& previous_work() const { return shared.segment[(works - 1) % SEGMENTS]; }
 
   // The first key of the tile.
   __device__ __forceinline__ int first_key() const {
@@ -117,21 +59,21 @@ struct Consumer : TileSoftmax<typename C::T, C::BLOCK_N, false, false>, Consumer
     if constexpr (MASKS::LEFT || MASKS::MODIFIED) {
       if (tile == 0) rows.reset();
       const bool blind = fminf(rows.stabilizer[0], rows.stabilizer[1]) == negative_infinity();
-      return Base::softmax_tile(s, p, factor, false, __any_sync(FULL_WARP, blind));
+      return Loop::softmax_tile(s, p, factor, false, __any_sync(FULL_WARP, blind));
     }
-    if (tile == 0) Base::guess_stabilizers(s);
-    return Base::softmax_tile(s, p, factor, false);
+    if (tile == 0) Loop::guess_stabilizers(s);
+    return Loop::softmax_tile(s, p, factor, false);
   }
 
   // Writes O and LSE of a finished segment, or its part of them.
   __device__ __forceinline__ void finish(const Segment& segment, const Rows& done) {
     float sum[2], stabilizer[2];
-    const bool misplaced = shared.misplaced[(segments - 1) % SEGMENTS] != 0;
+    const bool misplaced = shared.misplaced[(works - 1) % SEGMENTS] != 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // NaN: never a value of memory that is not the cache's.
       sum[half] = misplaced ? __uint_as_float(0x7fffffffu) : quad_sum(done.sum[half]);
-      stabilizer[half] = done.stabilizer[half] * Base::scale_of(half);
+      stabilizer[half] = done.stabilizer[half] * Loop::scale_of(half);
     }
     if (segment.parts > 1 && !merge(segment, sum, stabilizer)) return;
     float inverse[2];
@@ -231,151 +173,6 @@ struct Consumer : TileSoftmax<typename C::T, C::BLOCK_N, false, false>, Consumer
       }
     }
     return true;
-  }
-
-  // The segment's tiles of V have all been read by this warpgroup, which skips those that are the others' alone.
-  __device__ __forceinline__ void end_values(int to_skip) {
-    for (int i = 0; SKIPS && i < to_skip; ++i) {
-      wait_value();
-      end_value();
-    }
-  }
-
-  // The same for K: false when begin_query() is.
-  __device__ __forceinline__ bool next_query() {
-    for (int i = 0; SKIPS && i < skipped; ++i) {
-      pingpong_wait();
-      pingpong_arrive();
-      wait_key();
-      end_key();
-    }
-    ++segments;
-    return begin_query();
-  }
-  __device__ __forceinline__ const Segment& previous_segment() const {
-    return shared.segment[(segments - 1) % SEGMENTS];
-  }
-
-  // From P of one tile to P of the next: O += P V, S, exponentials. False when there is no next one to go on with.
-  __device__ __forceinline__ bool step(const Probabilities& p, Probabilities& next_p) {
-    const bool first = tile == 0, last = tile + 1 == tiles;
-    const int to_skip = skipped;
-    ++tile;
-    if (last && !next_query()) return false;
-    wait_key();
-    wait_value();
-    const bool all = see_all();
-    pingpong_wait();
-    Scores s;
-    float factor[2];
-    if constexpr (OVERLAP) {
-      score(s);
-      accumulate(p, !first);
-      pingpong_arrive();
-      wgmma_wait<1>();
-      wgmma_fence_registers(s);
-      end_key();
-      if (tile + 1 == tiles) end_query();
-      const Rows done = rows;
-      const bool moved = softmax_tile(s, next_p, factor, all);
-      wgmma_wait<0>();
-      wgmma_fence_registers(o);
-      end_value();
-      if (last) {
-        end_values(to_skip);
-        finish(previous_segment(), done);
-      } else if (moved) {
-        rescale(o, factor);
-      }
-    } else {
-      accumulate(p, !first);
-      score(s);
-      wgmma_wait<1>();
-      pingpong_arrive();  // the next one's products follow S without a gap
-      wgmma_wait<0>();
-      wgmma_fence_registers(s);
-      wgmma_fence_registers(o);
-      end_key();
-      end_value();
-      if (tile + 1 == tiles) end_query();
-      if (last) {
-        end_values(to_skip);
-        finish(previous_segment(), rows);
-      }
-      if (softmax_tile(s, next_p, factor, all) && !last) rescale(o, factor);
-    }
-    return true;
-  }
-
-  // Goes past a segment that has no rows for this warpgroup.
-  __device__ __forceinline__ void skip_query() {
-    end_query();
-    for (int i = 0; i < all_tiles; ++i) {
-      pingpong_wait();
-      pingpong_arrive();
-      wait_key();
-      end_key();
-      wait_value();
-      end_value();
-    }
-    ++segments;
-  }
-
-  // P of a segment's first tile, when there is no P V to run beside S.
-  __device__ __forceinline__ void begin(Probabilities& p) {
-    wait_key();
-    pingpong_wait();
-    Scores s;
-    score(s);
-    pingpong_arrive();
-    wgmma_wait<0>();
-    wgmma_fence_registers(s);
-    end_key();
-    if (tiles == 1) end_query();
-    float factor[2];
-    softmax_tile(s, p, factor, see_all());
-  }
-
-  // P V of a segment's last tile, when no S runs beside it; `tiles` is still its segment's.
-  __device__ __forceinline__ void end(const Probabilities& p) {
-    wait_value();
-    accumulate(p, tiles > 1);
-    wgmma_wait<0>();
-    wgmma_fence_registers(o);
-    end_value();
-    end_values(skipped);
-    finish(previous_segment(), rows);
-  }
-
-  // From a segment on to the last one before there is none for this warpgroup.
-  __device__ __forceinline__ void go_on() {
-    Probabilities p[OVERLAP ? 2 : 1];
-    begin(p[0]);
-    if constexpr (OVERLAP) {  // which registers hold P is known when compiling
-      while (true) {
-        if (!step(p[0], p[1])) return end(p[0]);
-        if (!step(p[1], p[0])) return end(p[1]);
-      }
-    } else {
-      while (step(p[0], p[0])) {
-      }
-      end(p[0]);
-    }
-  }
-
-  __device__ __forceinline__ void run() {
-    if (warpgroup == C::CONSUMERS - 1) pingpong_arrive();
-    bool found = begin_query();
-    while (all_tiles > 0) {
-      if (found) {
-        go_on();  // and has asked for a segment in vain
-        found = false;
-      } else {
-        skip_query();
-        found = begin_query();
-      }
-    }
-    if (warpgroup == 0) pingpong_wait();  // nobody else takes the last one
   }
 };
 

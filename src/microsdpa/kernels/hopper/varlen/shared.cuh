@@ -3,17 +3,16 @@
 
 #include "../../common/varlen_params.cuh"
 #include "../../ptx/mbarrier.cuh"
-#include "../common/pipeline.cuh"
+#include "../common/main_loop.cuh"
 #include "../common/warpgroup.cuh"
 
 namespace microsdpa::hopper::varlen {
 
 // BOX_ROWS: keys of one bulk copy, all of a page; BLOCK_N of them where keys are contiguous.
 template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int QUERY_STAGES_, int BOX_ROWS_>
-struct Tiles {
+struct Tiles : TileShape<ELEMENT, HEAD_DIM_, BLOCK_N_, CONSUMERS_, STAGES_, QUERY_STAGES_> {
   using T = ELEMENT;
-  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, CONSUMERS = CONSUMERS_, BLOCK_M = ROWS * CONSUMERS;
-  static constexpr int STAGES = STAGES_, QUERY_STAGES = QUERY_STAGES_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_;
   static constexpr int COLUMNS = PANEL<HEAD_DIM>, PANELS = HEAD_DIM / COLUMNS;  // of a box, and of a tile
   static constexpr int BOX_ROWS = BOX_ROWS_, BOXES = BLOCK_N / BOX_ROWS;
   static constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));

@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from math import ceil
 
 from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
-from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.chip import RESERVED_SHARED, chip_of
+from microsdpa.kernels.hopper.common import ROWS
+from microsdpa.kernels.problem import (
+    ELEMENT,
+    ELEMENT_BYTES,
+    VECTOR_BYTES,
+    MaskKind,
+    Problem,
+    capability_of,
+    of_any_size,
+)
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, TensorMap, refused_head_dim
 
-ELEMENT = 2
-"""Bytes of an element."""
-ROWS = 64
-"""Rows of a consumer warpgroup."""
 SEGMENTS, SEGMENT_BYTES = 4, 64
 """Descriptions of segments in shared memory."""
 DEEPEST = 5
 """Tiles of K, and of V, at most."""
 FEWEST_BOX_ROWS = 8
 """Keys of a bulk copy at least: a repetition of the swizzle pattern."""
-RESERVED = 1024
-"""Bytes of an SM's shared memory that each of its CTAs costs beside its own."""
 WAVES = 4
 """Tiles of rows, for each CTA, up to which CTAs may share the keys of one: of more, whole ones are as even."""
 
@@ -66,7 +69,7 @@ class Tiles:
     def rings(self, head_dim: int, target: str) -> tuple[int, int] | None:
         """(tiles of K and of V, tiles of Q) that fit: two query tiles unless a CTA of two an SM lacks others then."""
         chip = chip_of(target)
-        most = min(chip.shared_per_cta, chip.shared_per_sm // self.resident - RESERVED)
+        most = min(chip.shared_per_cta, chip.shared_per_sm // self.resident - RESERVED_SHARED)
         fitting = [
             (stages, query_stages)
             for query_stages in (2, 1)
