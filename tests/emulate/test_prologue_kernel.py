@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import microsdpa
 from microsdpa import reference
 from microsdpa.call.call import Call, MaskTensors, mask_tensors
 from microsdpa.call.options import Options
 from microsdpa.call.prologue import Prologue
 from microsdpa.emulate.run import Schedule, scheduled
-from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
 from microsdpa.execution import forward
 from microsdpa.execution.prologue import composed
@@ -138,9 +136,3 @@ def test_large_scores_are_computed_again_from_what_is_there(kernel: str) -> None
     out, _ = forward.first_call(call)
     exact, _ = reference.oracle(*composed((q, k, v), prologue, 0))
     assert compare.measure(out, exact).max_abs < 4e-3
-
-
-def test_tiles_with_tails_are_refused() -> None:
-    query = torch.randn(1, 1, 33, 72).half()
-    with pytest.raises(UnsupportedProblem, match="hopper/latency: at head_dim 72 its tiles have tails"):
-        microsdpa.sdpa(query, query, query, rotary=tables(48, torch.float32), impl="emulate:hopper/latency")
