@@ -15,6 +15,7 @@ from microsdpa.evidence import fp8_products, probes
 from microsdpa.kernels import KernelSpec, catalogue, eight_bit_params, params
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
+from microsdpa.kernels.hopper.latency.eight_bit import EightBitLatency
 from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.kernels.spec import CPP_TYPE
 
@@ -125,8 +126,20 @@ def configurations(source: str) -> list[KernelSpec]:
     return found[:: max(1, -(-len(found) // 3))]
 
 
+def _struct_bytes_8bit(spec: KernelSpec) -> int:
+    """Of hopper/latency_8bit without a mask that bulk copies bring."""
+    values = dict(spec.template_args)
+    terms, key_scales = values["OPERANDS"].removesuffix(">").split(", ")[2:]
+    choice = EightBitLatency(int(values["CLUSTER"]), int(values["ROUNDS"]))
+    size = choice.shared_bytes(int(values["HEAD_DIM"]), int(terms), key_scales == "true")
+    assert spec.shared_bytes == max(size, chip_of("sm_90a").shared_per_sm // 2)
+    return size
+
+
 def struct_bytes(spec: KernelSpec) -> int:
     """The size that Python computes of a kernel's struct: what the launch asks for, but where it asks for more."""
+    if spec.name == "hopper/latency_8bit":
+        return _struct_bytes_8bit(spec)
     if spec.name != "hopper/latency":
         return spec.shared_bytes
     sizes = {name: int(value) for name, value in spec.template_args if value.isdigit()}

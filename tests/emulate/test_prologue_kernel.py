@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import microsdpa
 from microsdpa import reference
 from microsdpa.call.call import Call, MaskTensors, mask_tensors
 from microsdpa.call.options import Options
 from microsdpa.call.prologue import Prologue
 from microsdpa.emulate.run import Schedule, scheduled
-from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare
 from microsdpa.execution import forward
 from microsdpa.execution.prologue import composed
@@ -32,7 +30,9 @@ def weights(head_dim: int, dtype: torch.dtype, biased: bool = False) -> Any:
     return (weight, torch.randn(head_dim).to(dtype)) if biased else weight
 
 
-CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+Case = tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]
+"""Sizes, what is done to Q and K, and further arguments."""
+CASES: dict[str, Case] = {
     "two rounds": ((1, 1, 1, 64, 512, 64), {"rotary": 64, "norms": True}, {}),
     "causal, 16-bit tables": (
         (1, 2, 1, 70, 200, 64),
@@ -60,18 +60,51 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-RUNS = [(kernel, name) for kernel in KERNELS for name in CASES if (kernel, CASES[name][0][5]) != ("hopper/latency", 72)]
-"""Tiles of 72 columns have tails in hopper/latency, which rotary embedding does not know."""
-
-
-@pytest.mark.parametrize(("kernel", "name"), RUNS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=["late", "early"])
 def test_a_kernel_computes_them_in_its_launch(kernel: str, name: str, schedule: Schedule) -> None:
-    (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim), how, rest = CASES[name]
+    check(kernel, CASES[name], schedule)
+
+
+AHEAD: dict[str, tuple[str, Case]] = {
+    "split keys": ("ampere/mma", ((1, 8, 2, 3, 700, 64), {"rotary": 64, "norms": True}, {"causal": "lower_right"})),
+    "layer, interleaved": (
+        "ampere/mma",
+        ((2, 3, 3, 33, 65, 80), {"rotary": 48, "interleaved": True, "norms": True, "layer": True}, {}),
+    ),
+    "keys as they are": (
+        "ampere/mma",
+        ((1, 4, 2, 1, 300, 128), {"rotary": 128, "q_alone": True, "positions": (299, None)}, {}),
+    ),
+    "lists of tiles": (
+        "hopper/throughput",
+        ((1, 2, 1, 130, 200, 64), {"rotary": 64, "norms": True}, {"attn_mask": torch.rand(130, 200) > 0.4}),
+    ),
+    "rows on two bytes, D = 24": (
+        "auto",
+        ((1, 2, 2, 20, 40, 24), {"rotary": 16, "norms": True, "tables": torch.float16, "odd": True}, {}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AHEAD)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=["late", "early"])
+def test_a_launch_ahead_computes_them(name: str, schedule: Schedule) -> None:
+    """For kernels that take Q and K as they are: the rows lie in scratch memory, ahead of the kernel's own."""
+    kernel, case = AHEAD[name]
+    check(kernel, case, schedule)
+
+
+def check(kernel: str, case: Case, schedule: Schedule) -> None:
+    """Compare a call with FP64, by the error that one rounding of Q and K makes."""
+    (batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim), how, rest = case
     torch.manual_seed(1)
     dtype, narrow = how.get("dtype", torch.float16), how.get("tables", torch.float32)
     q = torch.randn(batch, heads, seqlen_q, head_dim).to(dtype)
     k, v = (torch.randn(batch, heads_kv, seqlen_k, head_dim).to(dtype) for _ in range(2))
+    if how.get("odd"):
+        q, k = (torch.nn.functional.pad(t, (1, 0))[..., 1:] for t in (q, k))
     norm = weights(head_dim, narrow, how.get("layer", False)) if how.get("norms") or how.get("q_alone") else None
     prologue = Prologue(
         tables(how["rotary"], narrow),
@@ -80,8 +113,9 @@ def test_a_kernel_computes_them_in_its_launch(kernel: str, name: str, schedule: 
         norm,
         None if how.get("q_alone") else norm,
     )
+    impl = "emulate" if kernel == "auto" else f"emulate:{kernel}"
     masks: MaskTensors = mask_tensors(rest.get("attn_mask"), None, None)
-    options = Options(False, rest.get("causal"), None, heads != heads_kv, rest.get("window"), None, f"emulate:{kernel}")
+    options = Options(False, rest.get("causal"), None, heads != heads_kv, rest.get("window"), None, impl)
     call = Call((q, k, v), masks, options=options, return_lse=True, prologue=prologue)
     with scheduled(schedule):
         out, lse = forward.first_call(call)
@@ -102,9 +136,3 @@ def test_large_scores_are_computed_again_from_what_is_there(kernel: str) -> None
     out, _ = forward.first_call(call)
     exact, _ = reference.oracle(*composed((q, k, v), prologue, 0))
     assert compare.measure(out, exact).max_abs < 4e-3
-
-
-def test_tiles_with_tails_are_refused() -> None:
-    query = torch.randn(1, 1, 33, 72).half()
-    with pytest.raises(UnsupportedProblem, match="hopper/latency: at head_dim 72 its tiles have tails"):
-        microsdpa.sdpa(query, query, query, rotary=tables(48, torch.float32), impl="emulate:hopper/latency")

@@ -22,6 +22,7 @@ PRIMARY = 0x1000
 LAUNCH_FAILED = 719
 NO_MEMORY = 0
 """The address of a tensor that a tracer shows, as torch's FakeTensor."""
+UNCHANGED = launcher.NO_CHANGED_ROWS
 LSE_BYTES = 2 * 4 * 16 * 4
 library = launcher._library
 
@@ -92,10 +93,12 @@ def register(
     workspace_bytes: int = 0,
     growth: tuple[int, int] = (1, 0),
     varlen: tuple[int, int, int, int, int, int] = (0, 0, 0, 1, 0, 0),
+    changed: tuple[int, int, int] = UNCHANGED,
 ) -> None:
     """Register the plan of a call's arguments, whatever of them there are."""
     kernels = kernels or [kernel()]
-    numbers = packed(PRIMARY, workspace_bytes, *growth, *varlen, len(kernels), *(n for each in kernels for n in each))
+    plan = PRIMARY, workspace_bytes, *growth, *varlen, *changed, len(kernels)
+    numbers = packed(*plan, *(n for each in kernels for n in each))
     library.register_plan(numbers, b"", *arguments)
 
 

@@ -12,6 +12,7 @@ from stub_harness import (
     KV,
     PRIMARY,
     SHAPE,
+    UNCHANGED,
     _clean,
     _four_maps,
     call,
@@ -122,7 +123,7 @@ def test_plans_that_are_forgotten_grow_no_more() -> None:
 
 def test_a_plan_is_registered_and_launched_at_once() -> None:
     own = kernel()
-    numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, 1, *own)
+    numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, *UNCHANGED, 1, *own)
     given = of_length(24, lse=True)
     launches = record.launches
     check_allocated_lse(library.register_and_launch(numbers, b"", *given), last().params.lse)

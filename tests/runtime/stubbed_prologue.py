@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_cuda import install_allocator, last, set_integer, tensor
-from stub_harness import NO_MEMORY, _clean, call, prepared, register
+from fake_cuda import install_allocator, integer, last, set_integer, tensor
+from stub_harness import ADDRESSES, NO_MEMORY, _clean, call, kernel, prepared, register
 
 from microsdpa.call.options import INTERLEAVED_BIT, LAYER_NORM_BIT, PROLOGUE_BIT, UNROTATED_KEY_BIT
 from microsdpa.call.prologue import Prologue
-from microsdpa.kernels.params import ProloguedParams, PrologueParams
+from microsdpa.kernels.params import Params, ProloguedParams, PrologueParams
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean"]
@@ -126,3 +126,50 @@ def test_the_arguments_are_those_that_a_call_gives() -> None:
     register(arguments)
     assert launcher.launch(*arguments) is True
     assert (sent().cos, sent().sin, sent().query_first, sent().key_first) == (COS, SIN, 12, 4)
+
+
+ROWS = (0, 0x2000, 0x3000)
+"""Bytes from the start of scratch memory to changed rows of Q and K, and to that of the kernels."""
+
+
+def test_a_kernel_ahead_leaves_rows_that_the_others_read() -> None:
+    arguments = prologued()
+    register(arguments, [kernel(0x3000), kernel(0x4000, maps=(0, 64, 32, 64))], 0x4000, changed=ROWS)
+    assert launcher.launch(*arguments) is True
+    ahead = ProloguedParams.from_buffer_copy(bytes(last(1).raw))
+    attention = Params.from_buffer_copy(bytes(last().raw))
+    query, key, value, out = ADDRESSES
+    scratch = ahead.masked.call.out
+    assert integer("stub_last_bytes") == 0x4000
+    assert (ahead.masked.call.query, ahead.masked.call.key, ahead.prologue.cos) == (query, key, COS)
+    assert ahead.masked.call.workspace == scratch + ROWS[1]
+    assert (attention.query, attention.key) == (scratch, scratch + ROWS[1])
+    assert (attention.value, attention.out, attention.workspace) == (value, out, scratch + ROWS[2])
+
+
+def test_rows_that_were_changed_are_dense() -> None:
+    arguments = prologued()
+    shape = arguments[0].shape
+    arguments[0] = tensor(tuple(shape), ADDRESSES[0], strides=(16 * 4 * 32, 32, 4 * 32, 1))
+    register(arguments, [kernel(), kernel()], 0x4000, changed=(0, -1, 0x2000))
+    assert launcher.launch(*arguments) is True
+    ahead = ProloguedParams.from_buffer_copy(bytes(last(1).raw))
+    attention = Params.from_buffer_copy(bytes(last().raw))
+    assert list(ahead.masked.call.query_strides) == [16 * 4 * 32, 32, 4 * 32]
+    assert list(attention.query_strides) == [16 * 4 * 32, 16 * 32, 32]
+    assert (attention.key, list(attention.key_strides)) == (ADDRESSES[1], [24 * 2 * 32, 24 * 32, 32])
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_cache_of_rotated_keys_grows_without_a_plan(rotated: bool) -> None:
+    """Q alone is changed in decoding: the plan of one length is that of later ones."""
+    options = OPTIONS | (0 if rotated else UNROTATED_KEY_BIT)
+    changed = ROWS if rotated else (0, -1, 0x2000)
+    register(prologued(options=options), [kernel(), kernel()], 0x4000, (24, 30), changed=changed)
+    longer = prologued(options=options)
+    longer[1], longer[2] = (tensor((2, 2, 25, 32), address) for address in ADDRESSES[1:3])
+    assert launcher.launch(*longer) is (None if rotated else True)
+    if not rotated:
+        attention = Params.from_buffer_copy(bytes(last().raw))
+        assert (attention.seqlen_k, attention.key) == (25, ADDRESSES[1])
+        assert attention.query not in ADDRESSES

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_cuda import integer, last, record, set_integer, tensor
-from stub_harness import PRIMARY, _clean, address_of, packed
+from stub_harness import PRIMARY, UNCHANGED, _clean, address_of, packed
 
 from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.options import TURNED_BIT, VARLEN_OPTIONS, Options
@@ -159,7 +159,7 @@ def register(given: Given) -> None:
     kernels = [(FUNCTION, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 8, 0, 0, 0) for one in expected]
     boxes = [(box.rows, box.columns) for box in spec.tensor_maps[:1]] or [(0, 0)]
     launch = spec.block_m, spec.max_ctas, varlen_kernel(spec).workspace_bytes(spec), spec.cluster, *boxes[0]
-    numbers = packed(PRIMARY, 0, 1, 0, *launch, len(kernels), *(n for one in kernels for n in one))
+    numbers = packed(PRIMARY, 0, 1, 0, *launch, *UNCHANGED, len(kernels), *(n for one in kernels for n in one))
     library.register_plan(numbers, bytes(8 * len(kernels)), *given.call())
 
 

@@ -23,7 +23,7 @@ from microsdpa.execution.choice import problem_of
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
 from microsdpa.kernels import KernelSpec
-from microsdpa.kernels.problem import Causal, Operands
+from microsdpa.kernels.problem import Causal, Operands, Problem
 from microsdpa.kernels.quantize.spec import fused
 from microsdpa.kernels.select import select
 
@@ -45,6 +45,7 @@ class Explanation:
         faster: (kernel, what the call would have to be) of the same candidates: those come first because they are
             faster where they run.
         quantizer: the configuration of the kernel that quantizes the tensors before; None where none does.
+        prologue: where the norms and the rotary embedding of Q and K are made; empty where there are none.
         appender: the configuration of the kernel that writes new keys to a cache before; None where that of attention
             does, and where there are none.
         note: a call that would be faster, where measurements know of one; empty elsewhere.
@@ -58,6 +59,7 @@ class Explanation:
     rejected: tuple[tuple[str, str], ...] = ()
     faster: tuple[tuple[str, str], ...] = ()
     quantizer: KernelSpec | None = None
+    prologue: str = ""
     appender: KernelSpec | None = None
     note: str = ""
 
@@ -66,6 +68,8 @@ class Explanation:
         lines = [f"runs       {self.runs}", f"because    {self.reason}"]
         if self.quantizer:
             lines.append(f"quantizes  {self.quantizer.expression}")
+        if self.prologue:
+            lines.append(f"prologue   {self.prologue}")
         if self.appender:
             lines.append(f"appends    {self.appender.expression}")
         if self.spec:
@@ -132,6 +136,15 @@ def explain(
     prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
     call = Call((query, key, value), masks, scales, options, return_lse, out, prologue=prologue)
     return explanation(check(as_sequences(call) if has_cache(call) else call))
+
+
+def _place_of_prologue(problem: Problem, spec: KernelSpec) -> str:
+    """Which launch makes the norms and the rotary embedding of a problem."""
+    if problem.prologue is None:
+        return ""
+    first = spec.stages[0]
+    ahead = "in the launch of attention" if first.changed_rows is None else f"in a launch ahead, {first.expression}"
+    return f"{problem.prologue}, {ahead}"
 
 
 def explain_varlen(
@@ -204,6 +217,7 @@ def explanation(checked: Checked) -> Explanation:
         "appender": next(iter(ahead), None),
         "rejected": selection.reasons,
         "faster": selection.wishes,
+        "prologue": _place_of_prologue(problem, spec),
         "note": QUANTIZES_LONGER if scheme and spec.name == "hopper/latency_8bit" else "",
     }
     if checked.emulated:

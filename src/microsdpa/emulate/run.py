@@ -32,6 +32,7 @@ from microsdpa.kernels.params import (
     PrologueParams,
 )
 from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.spec import ChangedRows
 
 _PLACE = re.compile(r"\{0x([0-9a-f]+)\}")
 
@@ -314,7 +315,7 @@ def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
         else:
             # addr2line completes the relative names of #line directives with the build directory.
             short = re.sub(
-                r"^.*?((?:(?:common|ptx|ladder|include|quantize)|(?:hopper|ampere|ada)/\w+)/(?=[^/]*$)|(?=[^/]*$))",
+                r"^.*?((?:(?:common|ptx|ladder|include|quantize|prologue)|(?:hopper|ampere|ada)/\w+)/(?=[^/]*$)|(?=[^/]*$))",
                 r"\1",
                 line.split(" (")[0],
             )
@@ -385,14 +386,20 @@ def attention(
     `root` is the tree that the kernels' sources are taken from. The report is of all kernels together.
     """
     factor = problem.head_dim**-0.5 if scale is None else scale
-    *given, lse = operands
-    tensors = {name: t for name, t in zip(("query", "key", "value", "out"), given, strict=True) if t is not None}
+    *dense, lse = operands
+    tensors = {name: t for name, t in zip(("query", "key", "value", "out"), dense, strict=True) if t is not None}
     buffers = {name: (tensor, name == "out") for name, tensor in tensors.items()}
     if lse is not None:
         buffers["lse"] = (lse, True)
-    if workspace_bytes := max(stage.workspace_bytes(problem) for stage in spec.stages):
-        # All bits set are NaN in every type: what is read before it is written shows in the output.
-        buffers["workspace"] = (torch.full((workspace_bytes,), SCRATCH_BYTE, dtype=torch.uint8, device="cpu"), True)
+    ahead = spec.stages[0].changed_rows
+    # Of Q, of K, and of the kernels' own scratch memory: from the start of that of the call.
+    places = (ChangedRows.AS_IT_IS, ChangedRows.AS_IT_IS, 0) if ahead is None else ahead.places(problem)
+    # All bits set are NaN in every type: what is read before it is written shows in the output.
+    scratch_bytes = places[-1] + max(stage.workspace_bytes(problem) for stage in spec.stages)
+    scratch = torch.full((scratch_bytes,), SCRATCH_BYTE, dtype=torch.uint8, device="cpu")
+    own = scratch[places[-1] :]
+    if own.numel():
+        buffers["workspace"] = (own, True)
 
     slopes, sinks = masks.alibi_slopes, masks.sinks
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
@@ -406,17 +413,28 @@ def attention(
     if masks.dropping is not None:
         buffers["drawn"] = (masks.dropping[1], False)
     changed = _Changed.of(*prologue) if prologue is not None else None
-    if changed is not None:
-        buffers |= {name: (tensor, False) for name, tensor in changed.tensors.items()}
+    given = dict(tensors)
+    of_prologue = {name: (tensor, False) for name, tensor in changed.tensors.items()} if changed is not None else {}
+    first = buffers | of_prologue
+    if ahead is None:
+        buffers = first
+    else:
+        # The first kernel writes Q to where others have the output, and K to where they have scratch memory.
+        first = {name: buffer for name, buffer in first.items() if name in ("query", "key", *of_prologue)}
+        for name, written, at in zip(("query", "key"), ("out", "workspace"), places, strict=False):
+            if at != ChangedRows.AS_IT_IS:
+                rows = scratch[at : at + tensors[name].numel() * tensors[name].element_size()]
+                tensors[name] = rows.view(tensors[name].dtype).view(tensors[name].shape)
+                buffers[name], first[written] = (tensors[name], False), (tensors[name], True)
     position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
 
     apart = {*present, "drawn", *(changed.tensors if changed is not None else ())}
 
-    def params(addresses: dict[str, int], kind: str) -> ctypes.Structure:
+    def params(addresses: dict[str, int], kind: str, operands: dict[str, torch.Tensor]) -> ctypes.Structure:
         """Parameters of the C++ type `kind`: the call's, for kernels that take them the masks', and the prologue's."""
         if kind == _PROLOGUED:
             assert changed is not None
-            return ProloguedParams(params(addresses, "microsdpa::MaskedParams"), changed.params(addresses))
+            return ProloguedParams(params(addresses, "microsdpa::MaskedParams", operands), changed.params(addresses))
         filled = Params(
             **{name: address for name, address in addresses.items() if name not in apart},
             batch=problem.batch,
@@ -427,13 +445,13 @@ def attention(
             diagonal=diagonal,
             scale_log2=factor * math.log2(math.e),
         )
-        for name, tensor in tensors.items():
+        for name, tensor in operands.items():
             setattr(filled, f"{name}_strides", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
         if kind == "microsdpa::AttentionParams":
             return filled
         everything = MaskedParams(
             call=filled,
-            **{name: addresses[name] for name in present},
+            **{name: addresses[name] for name in present if name in addresses},
             position=position,
             lowest=lowest,
             softcap_log2=(masks.softcap or 0.0) * math.log2(math.e),
@@ -456,8 +474,8 @@ def attention(
     reports = [
         launch(
             build.load(stage, root),
-            functools.partial(params, kind=stage.params),
-            buffers,
+            functools.partial(params, kind=stage.params, operands=tensors if stage.changed_rows is None else given),
+            buffers if stage.changed_rows is None else first,
             Shape.of(stage, stage.grid(problem), "mask"),
             schedule=schedule,
             count_banks=count_banks,

@@ -17,7 +17,7 @@ from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_throughput_8bit
-from microsdpa.kernels.problem import Operands, Problem
+from microsdpa.kernels.problem import VECTOR_BYTES, Operands, Problem, capability_of
 from microsdpa.kernels.registry import Family, family_named
 from microsdpa.kernels.spec import Rejection
 
@@ -88,9 +88,20 @@ def _is_for_throughput(problem: Problem) -> bool:
     return problem.seqlen_q > TILE and _tiles(problem) > chip_of(problem.target).sms
 
 
+def changes_in_launch(problem: Problem) -> bool:
+    """Whether attention's own launch should make the norms and the rotary embedding of Q and K.
+
+    That is where each warpgroup of hopper/latency has one tile of keys: measured at (1, 12, 197, 64), it takes less
+    time than attention behind separate kernels. With more keys every tile of queries would change all of them anew,
+    which took longer than a launch ahead (docs/block.md).
+    """
+    if capability_of(problem.target) != (9, 0) or problem.alignment < VECTOR_BYTES or not problem.bulk:
+        return False
+    rounds = hopper_latency.key_rounds(problem, hopper_latency.cluster_for(problem))
+    return problem.head_dim <= hopper_latency.PANEL and rounds == 1 and _skip_latency(problem) is None
+
+
 def _skip_latency(problem: Problem) -> Rejection | None:
-    if problem.prologue is not None:
-        return None  # no other kernel has wgmma and norms or rotary embedding
     if _decodes(problem):
         return Rejection(
             f"{problem.seqlen_k} keys are too many for tiles of {TILE} queries with {problem.seqlen_q} in "

@@ -99,6 +99,16 @@ class PrologueKind:
     weights: MaskType | None = None
     biased: bool = False
 
+    @property
+    def changes_query(self) -> bool:
+        """Whether anything is done to Q."""
+        return self.rotary > 0 or self.query_norm is not None
+
+    @property
+    def changes_key(self) -> bool:
+        """Whether anything is done to K."""
+        return (self.rotary > 0 and self.rotates_key) or self.key_norm is not None
+
     def __str__(self) -> str:
         """What there is, for a message."""
         norm = self.query_norm or self.key_norm

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import Family, KernelSpec, Rejection, oversized, policy
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem
+from microsdpa.kernels.prologue.spec import rows
+from microsdpa.kernels.registry import family_named
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,37 @@ def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
     return None
 
 
+def _without_prologue(problem: Problem) -> Problem:
+    return replace(problem, prologue=None)
+
+
+def _kernel_ahead(problem: Problem, impl: str) -> KernelSpec | None:
+    """The kernel that changes Q and K ahead of attention; None where attention's own launch does, or no kernel can.
+
+    A kernel that is named does it itself if it can.
+    """
+    if problem.prologue is None:
+        return None
+    if impl == "auto":
+        in_launch = policy.changes_in_launch(problem)
+    else:
+        family = family_named(impl)
+        in_launch = family is not None and family.prologue and isinstance(family.specify(problem), KernelSpec)
+    found = None if in_launch else rows(problem)
+    return found if isinstance(found, KernelSpec) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def behind(ahead: KernelSpec, spec: KernelSpec) -> KernelSpec:
+    """`spec` with a kernel ahead of all its own: the same object for the same two."""
+    return replace(spec, preparation=behind(ahead, spec.preparation) if spec.preparation else ahead)
+
+
 def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
     """What select() chooses, without its reasons and in a fifth of the time; None where it raises."""
+    if ahead := _kernel_ahead(problem, impl):
+        found = chosen(_without_prologue(problem), impl)
+        return None if found is None or oversized(problem, ahead) else behind(ahead, found)
     for family in policy.candidates(problem, impl):
         if _refuse_operands(problem, family) or (impl == "auto" and policy.skip_reason(family, problem)):
             continue
@@ -76,6 +108,10 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
     Raises:
         UnsupportedProblem: every kernel rejected the problem; the reasons are in the message.
     """
+    ahead = _kernel_ahead(problem, impl)
+    if ahead and not oversized(problem, ahead):
+        found = select(_without_prologue(problem), impl)
+        return replace(found, spec=behind(ahead, found.spec))
     rejections: list[tuple[str, Rejection]] = []
     for family in policy.candidates(problem, impl):
         result = _refuse_operands(problem, family) or family.specify(problem)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from microsdpa.kernels.problem import MaskKind, Problem, PrologueKind
+from microsdpa.kernels.problem import ELEMENT_BYTES, MaskKind, Problem, PrologueKind
 
 Grid = tuple[int, int, int]
 
@@ -150,6 +150,46 @@ class TileLists:
 
 
 @dataclass(frozen=True)
+class ChangedRows:
+    """Scratch memory with the rows of Q and K that a kernel ahead of attention leaves, dense.
+
+    Attributes:
+        query_heads: heads of a tile of Q; 0 where Q is taken as it is.
+        key_heads: the same of K.
+        rows: rows of a tile, of all its heads.
+    """
+
+    query_heads: int
+    key_heads: int
+    rows: int
+
+    ALIGNMENT = 256
+    """Bytes."""
+    AS_IT_IS = -1
+
+    def tiles(self, problem: Problem) -> int:
+        """Those of a batch entry."""
+        counted = (
+            (self.query_heads, problem.heads, problem.seqlen_q),
+            (self.key_heads, problem.heads_kv, problem.seqlen_k),
+        )
+        return sum(heads // own * -(-length // (self.rows // own)) for own, heads, length in counted if own)
+
+    def places(self, problem: Problem) -> tuple[int, int, int]:
+        """Bytes from the start to the rows of Q and those of K, AS_IT_IS for none, and to the end."""
+        at = 0
+        found = []
+        for own, heads, length in (
+            (self.query_heads, problem.heads, problem.seqlen_q),
+            (self.key_heads, problem.heads_kv, problem.seqlen_k),
+        ):
+            found.append(at if own else self.AS_IT_IS)
+            size = problem.batch * heads * length * problem.head_dim * ELEMENT_BYTES[problem.dtype] if own else 0
+            at += -(-size // self.ALIGNMENT) * self.ALIGNMENT
+        return found[0], found[1], at
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """A kernel template and the arguments that make it one kernel.
 
@@ -167,7 +207,8 @@ class KernelSpec:
         split: CTAs that share a query tile, each with a part of the keys.
         grid_order: how the launch numbers its CTAs: "x", all along x (parts, query tiles, heads, batch), "xyz",
             parts and heads along x, query tiles along y and batch along z, which spares the kernel its divisions, or
-            "lists", one for each list of `tile_lists`, or "tiles", as many along x and the tiles of keys along y.
+            "lists", one for each list of `tile_lists`, or "tiles", as many along x and the tiles of keys along y, or
+            "rows", the tiles of `changed_rows` along x and batch along z.
         pack: query heads of one key head whose rows are tiled together.
         max_ctas: CTAs of a persistent kernel's launch at most; 0 for one a tile.
         tensor_maps: descriptors that follow AttentionParams as the kernel's parameters, in this order.
@@ -176,6 +217,8 @@ class KernelSpec:
             of its threads waits in every launch: the next kernel relies on this one to end after the one ahead of it.
         workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
         tile_lists: scratch memory beside those rows'; the kernel that writes it has a CTA for each list.
+        changed_rows: scratch memory that this kernel writes Q and K to, ahead of all others of the call. They read them
+            there, and the scratch memory of their own lies behind.
         preparation: kernel launched before this one with the same parameters.
         next_kernel: kernel launched after this one with the same parameters.
         params: C++ type of the kernel's first parameter.
@@ -192,13 +235,14 @@ class KernelSpec:
     low_occupancy: str = ""
     cluster: int = 1
     split: int = 1
-    grid_order: Literal["x", "xyz", "lists", "tiles"] = "x"
+    grid_order: Literal["x", "xyz", "lists", "tiles", "rows"] = "x"
     pack: int = 1
     max_ctas: int = 0
     tensor_maps: tuple[TensorMap, ...] = ()
     programmatic: bool = False
     workspace_row_bytes: int = 0
     tile_lists: TileLists | None = None
+    changed_rows: ChangedRows | None = None
     preparation: KernelSpec | None = None
     next_kernel: KernelSpec | None = None
     params: str = "microsdpa::AttentionParams"
@@ -222,6 +266,8 @@ class KernelSpec:
 
     def work(self, problem: Problem) -> Grid:
         """The grid that has a CTA for every piece of work."""
+        if self.changed_rows is not None:
+            return self.changed_rows.tiles(problem), 1, problem.batch
         tiles = -(-problem.seqlen_q * self.pack // self.block_m)
         if self.grid_order in ("lists", "tiles") and self.tile_lists is not None:
             keys = self.tile_lists.block_n * self.tile_lists.MARKED if self.grid_order == "tiles" else problem.seqlen_k
@@ -231,7 +277,7 @@ class KernelSpec:
         return self.split * tiles * problem.batch * problem.heads // self.pack, 1, 1
 
     def workspace_bytes(self, problem: Problem) -> int:
-        """Scratch memory of one call."""
+        """Scratch memory of one call, without `changed_rows`."""
         lists = self.tile_lists.bytes(problem) if self.tile_lists else 0
         return self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q + lists
 

@@ -53,7 +53,10 @@ struct CallKey {
   bool drops() const { return options >> 23 & 1; }
 
   // Whether the call has norms or rotary embedding: PROLOGUE_BIT of call/options.py.
-  bool prologued() const { return options >> 25 & 1; }
+  static constexpr std::int64_t PROLOGUE_BIT = std::int64_t(1) << 25;
+  bool prologued() const { return options & PROLOGUE_BIT; }
+  // Whether K is rotated as Q is: not with UNROTATED_KEY_BIT.
+  bool rotates_key() const { return !(options >> 27 & 1); }
 
   // Whether the call has sequences of many lengths: VARLEN_BIT of call/options.py.
   bool varlen() const { return options >> 20 & 1; }

@@ -362,8 +362,8 @@ bool gradients_dropped(ffi::PackedArgs args) {
 
 // Registers the plan of a validated call; parse() reads the arguments as sdpa() or gradients() does. After `numbers`
 // and `params` come the arguments that this function will be called with. The numbers are the context, bytes of scratch
-// memory, the first and the last length of K that the plan is for, the fields of VarlenLaunch, and the kernels in the
-// order of their launch. Gives the plan, and in `call` the call.
+// memory, the first and the last length of K that the plan is for, the fields of VarlenLaunch and of ChangedRows, and
+// the kernels in the order of their launch. Gives the plan, and in `call` the call.
 template <typename Parse>
 std::shared_ptr<const Plan> register_plan(ffi::PackedArgs args, Parse parse, Call& call) {
   TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";
@@ -378,12 +378,14 @@ std::shared_ptr<const Plan> register_plan(ffi::PackedArgs args, Parse parse, Cal
   plan->varlen.block_m = integers.next(), plan->varlen.ctas = integers.next();
   plan->varlen.workspace_bytes = integers.next(), plan->varlen.cluster = integers.next();
   plan->varlen.box_rows = integers.next(), plan->varlen.box_columns = integers.next();
+  plan->changed.query = integers.next(), plan->changed.key = integers.next(), plan->changed.bytes = integers.next();
   const std::size_t kernels = integers.count(8, "kernels");
   const char* at = params.data();
   guarded([&] {
     ScopedContext current(driver(), plan->context);
     for (std::size_t i = 0; i < kernels; ++i) {
-      plan->kernels.push_back(read_kernel(integers, at, params.data() + params.size(), call));
+      const char* end = params.data() + params.size();
+      plan->kernels.push_back(read_kernel(integers, at, end, call, plan->changed, i == 0));
     }
   });
   TVM_FFI_CHECK(integers.at_end(), ValueError) << "numbers: expected no more after " << kernels << " kernels";

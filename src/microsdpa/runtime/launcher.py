@@ -17,6 +17,7 @@ from microsdpa.jit import CompiledKernel, compile_kernel
 from microsdpa.kernels import Grid, KernelSpec
 from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.kernels.registry import varlen_kernel
+from microsdpa.kernels.spec import ChangedRows
 from microsdpa.runtime.ffi import tvm_ffi
 
 LIBRARY = "libmicrosdpa_launcher.so"
@@ -261,6 +262,7 @@ They are the softmax's scale, the same and the soft cap times log2(e), and the f
 """
 NO_GROWTH = 1, 0
 NO_VARLEN = 0, 0, 0, 1, 0, 0
+NO_CHANGED_ROWS = ChangedRows.AS_IT_IS, ChangedRows.AS_IT_IS, 0
 
 
 class Mapped(NamedTuple):
@@ -339,7 +341,7 @@ def register(
         CompileError: a kernel does not compile.
         RuntimeError: the driver refuses to load one.
     """
-    integers, context = [0, workspace_bytes, *growth, *varlen, len(kernels)], 0
+    integers, context = [0, workspace_bytes, *growth, *varlen, *NO_CHANGED_ROWS, len(kernels)], 0
     for kernel in kernels:
         spec, maps = kernel.spec, kernel.tensor_maps
         function, context = load_kernel(_compiled(spec, target), call[0].device.index)
@@ -415,7 +417,9 @@ def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[in
     """What register_plan reads of the kernels of `spec`, which are compiled and loaded."""
     _, context, stages = _loaded_stages(spec, problem.target, call[0].device.index)
     workspace_bytes = max([stage.workspace_bytes(problem) for stage, _, _ in stages])
-    integers = [context, workspace_bytes, *growth, *NO_VARLEN, len(stages)]
+    ahead = stages[0].spec.changed_rows
+    changed = NO_CHANGED_ROWS if ahead is None else ahead.places(problem)
+    integers = [context, changed[-1] + workspace_bytes, *growth, *NO_VARLEN, *changed, len(stages)]
     for stage, function, rest in stages:
         integers += (function, *stage.grid(problem))
         integers += rest

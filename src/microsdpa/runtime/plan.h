@@ -72,10 +72,23 @@ struct VarlenLaunch {
   std::int64_t block_m, ctas, workspace_bytes, cluster, box_rows, box_columns;
 };
 
+// Scratch memory in which the first kernel of a plan leaves Q and K with their norms and rotary embedding, and the
+// others read them: bytes from its start to each, -1 for one that stays as it is, and to its end, where that of the
+// others begins. It has no bytes in a plan without such a kernel.
+struct ChangedRows {
+  std::int64_t query, key, bytes;
+
+  // Bytes to what stands for an operand; -1 for the operand itself.
+  std::int64_t place(int operand) const {
+    return !bytes || operand > KEY ? -1 : operand == QUERY ? query : operand == KEY ? key : -1;
+  }
+};
+
 struct Plan {
   CUcontext context;
   std::vector<PlannedKernel> kernels;  // launched one after another
   std::int64_t workspace_bytes;        // scratch memory of one call
+  ChangedRows changed;
   Growth growth;
   VarlenLaunch varlen;  // of no CTAs for other plans
   std::int64_t node;    // the operator of torch's whose node of autograd has the call's gradient: see torch_nodes.h

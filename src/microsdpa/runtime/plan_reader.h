@@ -85,8 +85,10 @@ inline std::vector<EncodedTensorMap> read_tensor_maps(Integers& integers, const 
 }
 
 // A kernel of a plan: its launch, whether only calls with an LSE launch it, the bytes of its parameter, the places of
-// addresses and numbers in it, and its tensor maps. No bytes stand for the parameter of kernels with 16-bit operands.
-inline PlannedKernel read_kernel(Integers& integers, const char*& params, const char* params_end, const Call& call) {
+// addresses and numbers in it, and its tensor maps. No bytes stand for the parameter of kernels with 16-bit operands,
+// which may be the first one of a plan with `changed` rows.
+inline PlannedKernel read_kernel(Integers& integers, const char*& params, const char* params_end, const Call& call,
+                                 const ChangedRows& changed, bool first) {
   PlannedKernel kernel{read_launch(integers), {}, {}, {}, integers.next() != 0};
   const std::size_t bytes = integers.count(PlannedKernel::MAX_PARAMS, "bytes of a parameter");
   TVM_FFI_CHECK(params_end - params >= static_cast<std::ptrdiff_t>(bytes), ValueError)
@@ -94,7 +96,7 @@ inline PlannedKernel read_kernel(Integers& integers, const char*& params, const 
   if (bytes) {
     kernel.params.assign(params, bytes), params += bytes;
   } else {
-    fill_standard(kernel, call.key);
+    fill(kernel, call.key, changed, first);
   }
   const auto place = [&](std::size_t size) {
     const std::int64_t at = integers.next();
@@ -111,7 +113,12 @@ inline PlannedKernel read_kernel(Integers& integers, const char*& params, const 
     const std::size_t at = place(sizeof(float));
     kernel.numbers.push_back({at, integers.operand(NUMBERS)});
   }
-  kernel.launch.tensor_maps = read_tensor_maps(integers, call.addresses, call.key.tensors);
+  const CallKey seen = behind(changed, call.key);
+  kernel.launch.tensor_maps = read_tensor_maps(integers, call.addresses, seen.tensors);
+  for (EncodedTensorMap& map : kernel.launch.tensor_maps) {
+    const std::int64_t place = changed.place(map.spec.operand);
+    if (place >= 0) map.spec.operand = WORKSPACE, map.spec.offset = static_cast<std::uintptr_t>(place);
+  }
   return kernel;
 }
 

@@ -21,11 +21,13 @@ inline PlanTable& growing_plans() {
 }
 
 // What calls have in common that differ in the length of K, in strides of K, V and mask, and so in addresses. False for
-// a call that is none of those.
+// a call that is none of those, or whose K has a norm or rotary embedding.
 inline bool growing_key(const CallKey& key, CallKey& common) {
   constexpr std::int64_t MASKS = 1 << MASK | 1 << SLOPES | 1 << SINKS;
+  constexpr std::int64_t OF_QUERY = 1 << COS | 1 << SIN | 1 << QUERY_POSITIONS | 1 << QUERY_WEIGHT | 1 << QUERY_BIAS;
   const std::int64_t length = key.tensors[KEY].shape[2];
-  if (length < 2 || key.tensors[VALUE].shape[2] != length || (key.given & ~MASKS)) return false;
+  if (length < 2 || key.tensors[VALUE].shape[2] != length || (key.given & ~(MASKS | OF_QUERY))) return false;
+  if ((key.given & 1 << COS) && key.rotates_key()) return false;
   common = key;
   for (const Operand operand : {KEY, VALUE}) {
     TensorKey& tensor = common.tensors[operand];
@@ -60,8 +62,9 @@ inline std::shared_ptr<const Plan> grown_plan(const Call& call) {
   guarded([&] {
     ScopedContext current(driver(), plan->context);
     for (PlannedKernel& kernel : plan->kernels) {
-      fill_standard(kernel, call.key);
+      fill(kernel, call.key, plan->changed, &kernel == &plan->kernels.front());
       for (EncodedTensorMap& map : kernel.launch.tensor_maps) {
+        if (map.spec.operand == WORKSPACE) continue;  // Q as it was changed, of which nothing grows
         const TensorKey& tensor = call.key.tensors[map.spec.operand];
         if (!is_bulk(tensor)) return plan.reset();
         map = encode_tensor_map(driver(), map.spec, tensor, call.addresses[map.spec.operand]);

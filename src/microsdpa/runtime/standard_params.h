@@ -104,4 +104,39 @@ inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
   kernel.numbers.push_back({DROPOUT + offsetof(DropoutParams, scale), KEPT_SCALE});
 }
 
+// A tensor of these sizes whose rows follow one another.
+inline TensorKey dense(TensorKey tensor) {
+  std::int64_t stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    tensor.strides[i] = tensor.shape[i] > 1 ? stride : 0;
+    stride *= tensor.shape[i];
+  }
+  return tensor;
+}
+
+// The call that is left behind a kernel that has changed Q and K.
+inline CallKey behind(const ChangedRows& changed, CallKey key) {
+  if (!changed.bytes) return key;
+  key.options &= ~CallKey::PROLOGUE_BIT;
+  key.given &= (std::int64_t(1) << PLAIN_OPERANDS) - 1;
+  for (const Operand operand : {QUERY, KEY}) {
+    if (changed.place(operand) >= 0) key.tensors[operand] = dense(key.tensors[operand]);
+  }
+  return key;
+}
+
+// The parameter of a kernel of a plan: the first one of those with `changed` rows writes them to where the output and
+// scratch memory of other kernels are.
+inline void fill(PlannedKernel& kernel, const CallKey& key, const ChangedRows& changed, bool first) {
+  if (!changed.bytes) return fill_standard(kernel, key);
+  fill_standard(kernel, first ? key : behind(changed, key));
+  for (Pointer& pointer : kernel.pointers) {
+    const int operand = pointer.operand;
+    const std::int64_t own = operand == WORKSPACE ? changed.bytes : changed.place(operand);
+    const std::int64_t written = operand == OUT ? changed.query : operand == WORKSPACE ? changed.key : -1;
+    const std::int64_t place = first ? written : own;
+    if (place >= 0) pointer = {pointer.at, WORKSPACE, static_cast<std::uintptr_t>(place)};
+  }
+}
+
 }  // namespace microsdpa

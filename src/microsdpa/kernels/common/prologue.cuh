@@ -10,6 +10,7 @@
 #include "element.cuh"
 #include "mma_tile.cuh"
 #include "prologue_params.cuh"
+#include "softmax.cuh"
 
 namespace microsdpa {
 
@@ -104,106 +105,149 @@ __device__ __forceinline__ float widened(float x) { return x; }
 __device__ __forceinline__ float widened(__half x) { return to_float(x); }
 __device__ __forceinline__ float widened(__nv_bfloat16 x) { return to_float(x); }
 
-// Consecutive lanes have consecutive rows of a tile in an order that lets 16-byte accesses of eight lanes touch every
-// bank once: chunks lie where SwizzledTile has them.
+// Rows that a warp changes at once have LANES lanes each, and lie in a tile in an order that lets 8-byte accesses of
+// half a warp touch every bank once: chunks lie where SwizzledTile has them.
 template <int LANES>
 __device__ __forceinline__ int row_of_lanes(int index) {
-  constexpr int AT_ONCE = 8 / LANES;  // rows that eight lanes have
-  return index / 8 * 8 + index % AT_ONCE * LANES % 8 + index / AT_ONCE % LANES;
+  constexpr int AT_ONCE = 16 / LANES, STEP = 8 / AT_ONCE;  // rows of half a warp, and the distance of two
+  return index / 8 * 8 + index % AT_ONCE * STEP + index / AT_ONCE % STEP;
 }
 
-// A row of D columns, a multiple of 8, of which LANES lanes, a power of two up to 8, have chunks of eight columns in
-// pairs: those that are rotated with one another, and of the others two neighbours.
-template <typename PROLOGUE, bool KEY, typename T, int D, int LANES>
+// A row of D columns, a multiple of 8. Its lanes deal out units of twice four columns: those that are rotated with one
+// another, and of the others four and as many half of them further. Side by side lanes then have neighbouring angles:
+// of 64 columns eight lanes read 128 bytes of FP32. Neighbours that are rotated are eight columns in one piece.
+template <typename PROLOGUE, bool KEY, typename T, int D>
 class PrologueRow {
  public:
-  static_assert(D % 8 == 0 && (LANES & (LANES - 1)) == 0 && LANES <= 8, "rows are dealt in chunks of 16 bytes");
+  static constexpr int LANES = D <= 32 ? 4 : 8, AT_ONCE = 32 / LANES;  // of a row; rows of a warp
+  static_assert(D % 8 == 0, "rows are dealt in units of eight columns");
 
-  // Starts to read what does not depend on the row's elements: angles at a position, and weights.
-  __device__ __forceinline__ void fetch(const PrologueParams& params, int position) {
+ private:
+  static constexpr Norm NORM = PROLOGUE::template NORM<KEY>;
+  static constexpr int ROTARY = PROLOGUE::template ROTARY<KEY>;
+  static constexpr int UNITS = D / 8, OWN = (UNITS + LANES - 1) / LANES, ROTATED_UNITS = ROTARY / 8;
+  static constexpr bool IN_ONE_PIECE = PROLOGUE::INTERLEAVED;
+  using Angle = typename PROLOGUE::Angle;
+  using Weight = typename PROLOGUE::Weight;
+  using Four = Vector<T, 4>;
+  using Eight = Vector<T, 8>;
+
+ public:
+  // Cosines and sines of a row.
+  struct Angles {
+    Vector<Angle, 4> cos[ROTARY > 0 ? OWN : 1], sin[ROTARY > 0 ? OWN : 1];
+  };
+  // A row, of each unit both fours.
+  using Elements = float[OWN][2][4];
+
+  // Starts to read the weights, which all rows share.
+  __device__ __forceinline__ void fetch_weights(const PrologueParams& params) {
+    if constexpr (NORM != Norm::NONE) {
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-      if constexpr (ROTARY > 0) {
-        if (is_rotated(i)) {
-          read_angles(cos_[i], static_cast<const Angle*>(params.cos) + position * params.cos_stride, unit(i));
-          read_angles(sin_[i], static_cast<const Angle*>(params.sin) + position * params.sin_stride, unit(i));
-        }
-      }
-      if constexpr (NORM != Norm::NONE) {
+      for (int i = 0; i < OWN; ++i) {
         read_weights(weight_[i], KEY ? params.key_weight : params.query_weight, i);
         if constexpr (PROLOGUE::BIASED) read_weights(bias_[i], KEY ? params.key_bias : params.query_bias, i);
       }
     }
   }
 
-  // Changes the row, whose chunks chunk(column) gives the addresses of. All lanes of a warp take part; a row that does
-  // not EXIST stays as it is.
-  template <typename Chunk>
-  __device__ __forceinline__ void apply(float eps, bool exists, Chunk chunk) const {
-    float x[OWN][2][8];
-    using Eight = Vector<T, 8>;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        Eight eight{};
-        if (has(i, side)) eight = *reinterpret_cast<const Eight*>(chunk(column(i, side)));
-#pragma unroll
-        for (int e = 0; e < 8; ++e) x[i][side][e] = to_float(eight.data[e]);
-      }
-    }
-    if constexpr (NORM != Norm::NONE) normalize(x, eps);
+  // Starts to read the angles of a position.
+  __device__ __forceinline__ static void fetch(Angles& angles, const PrologueParams& params, int position) {
     if constexpr (ROTARY > 0) {
+      const Angle* cos = static_cast<const Angle*>(params.cos) + position * params.cos_stride;
+      const Angle* sin = static_cast<const Angle*>(params.sin) + position * params.sin_stride;
 #pragma unroll
       for (int i = 0; i < OWN; ++i) {
-        if (is_rotated(i)) rotate(x[i], i);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        Vector<uint32, 4> words;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) words.data[e] = pack<T>(x[i][side][2 * e], x[i][side][2 * e + 1]);
-        if (exists && has(i, side)) *reinterpret_cast<Vector<uint32, 4>*>(chunk(column(i, side))) = words;
+        if (!is_rotated(i)) continue;
+        angles.cos[i] = *reinterpret_cast<const Vector<Angle, 4>*>(cos + 4 * unit(i));
+        angles.sin[i] = *reinterpret_cast<const Vector<Angle, 4>*>(sin + 4 * unit(i));
       }
     }
   }
 
- private:
-  static constexpr Norm NORM = PROLOGUE::template NORM<KEY>;
-  static constexpr int ROTARY = PROLOGUE::template ROTARY<KEY>;
-  static constexpr int CHUNKS = D / 8, UNITS = (CHUNKS + 1) / 2, OWN = (UNITS + LANES - 1) / LANES;
-  static constexpr int ROTATED_UNITS = ROTARY / 16;
-  using Angle = typename PROLOGUE::Angle;
-  using Weight = typename PROLOGUE::Weight;
+  // Reads a row, of whose columns at(column) gives the address; VECTORS: they lie on as many bytes as units have.
+  template <bool VECTORS = true, typename At>
+  __device__ __forceinline__ static void load(Elements& x, At at) {
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      Eight eight{};
+      if (has(i)) {
+        if constexpr (!VECTORS) {
+#pragma unroll
+          for (int e = 0; e < 8; ++e) eight.data[e] = *at(column(i, e / 4) + e % 4);
+        } else if constexpr (IN_ONE_PIECE) {
+          eight = *reinterpret_cast<const Eight*>(at(column(i, 0)));
+        } else {
+#pragma unroll
+          for (int side = 0; side < 2; ++side) {
+            const Four four = *reinterpret_cast<const Four*>(at(column(i, side)));
+#pragma unroll
+            for (int e = 0; e < 4; ++e) eight.data[4 * side + e] = four.data[e];
+          }
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[i][e / 4][e % 4] = to_float(eight.data[e]);
+    }
+  }
 
+  // Norm and rotation. All lanes of a warp take part.
+  __device__ __forceinline__ void change(Elements& x, const Angles& angles, float eps) const {
+    if constexpr (NORM != Norm::NONE) normalize(x, eps);
+    if constexpr (ROTARY > 0) {
+#pragma unroll
+      for (int i = 0; i < OWN; ++i) {
+        if (is_rotated(i)) rotate(x[i], angles.cos[i], angles.sin[i]);
+      }
+    }
+  }
+
+  template <typename At>
+  __device__ __forceinline__ static void store(const Elements& x, At at) {
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+      if (!has(i)) continue;
+      Vector<uint32, 2> words[2];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        words[e / 2].data[e % 2] = pack<T>(x[i][e / 2][e % 2 * 2], x[i][e / 2][e % 2 * 2 + 1]);
+      if constexpr (IN_ONE_PIECE) {
+        const Vector<uint32, 4> eight{words[0].data[0], words[0].data[1], words[1].data[0], words[1].data[1]};
+        *reinterpret_cast<Vector<uint32, 4>*>(at(column(i, 0))) = eight;
+      } else {
+        *reinterpret_cast<Vector<uint32, 2>*>(at(column(i, 0))) = words[0];
+        *reinterpret_cast<Vector<uint32, 2>*>(at(column(i, 1))) = words[1];
+      }
+    }
+  }
+
+  // Changes a row in its place; one that does not EXIST stays as it is.
+  template <typename At>
+  __device__ __forceinline__ void apply(const Angles& angles, float eps, bool exists, At at) const {
+    Elements x;
+    load(x, at);
+    change(x, angles, eps);
+    if (exists) store(x, at);
+  }
+
+ private:
   __device__ __forceinline__ static int unit(int i) { return static_cast<int>(threadIdx.x) % LANES + LANES * i; }
-  // Whether a unit's chunks are rotated, as far as possible known when compiling.
+  // Whether a unit is there, and is rotated, as far as possible known when compiling.
+  __device__ __forceinline__ static bool has(int i) { return LANES * (i + 1) <= UNITS || unit(i) < UNITS; }
   __device__ __forceinline__ static bool is_rotated(int i) {
     return LANES * (i + 1) <= ROTATED_UNITS || (LANES * i < ROTATED_UNITS && unit(i) < ROTATED_UNITS);
   }
   __device__ __forceinline__ static int column(int i, int side) {
     const int u = unit(i);
-    return 8 * (is_rotated(i) ? u + side * ROTATED_UNITS : 2 * u + side);
-  }
-  __device__ __forceinline__ static bool has(int i, int side) {
-    return (LANES * (i + 1) <= UNITS && (side == 0 || CHUNKS % 2 == 0)) || column(i, side) < D;
+    if (IN_ONE_PIECE) return 8 * u + 4 * side;
+    return is_rotated(i) ? 4 * u + side * ROTARY / 2 : ROTARY + 4 * (u - ROTATED_UNITS) + side * (D - ROTARY) / 2;
   }
 
-  // The eight angles of a unit: of pairs in both chunks, or of four pairs in each.
-  __device__ __forceinline__ static void read_angles(Vector<Angle, 4> (&to)[2], const Angle* row, int unit) {
-    constexpr int SECOND = PROLOGUE::INTERLEAVED ? ROTARY / 4 : 4;
-    const Angle* from = row + unit * (PROLOGUE::INTERLEAVED ? 4 : 8);
-    to[0] = *reinterpret_cast<const Vector<Angle, 4>*>(from);
-    to[1] = *reinterpret_cast<const Vector<Angle, 4>*>(from + SECOND);
-  }
-  __device__ __forceinline__ static void read_weights(Vector<Weight, 8> (&to)[2], const void* weights, int i) {
+  __device__ __forceinline__ static void read_weights(Vector<Weight, 4> (&to)[2], const void* weights, int i) {
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      if (has(i, side)) {
-        to[side] = *reinterpret_cast<const Vector<Weight, 8>*>(static_cast<const Weight*>(weights) + column(i, side));
+      if (has(i)) {
+        to[side] = *reinterpret_cast<const Vector<Weight, 4>*>(static_cast<const Weight*>(weights) + column(i, side));
       }
     }
   }
@@ -213,13 +257,13 @@ class PrologueRow {
     for (int lanes = LANES / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(FULL_WARP, x, lanes);
     return x;
   }
-  __device__ __forceinline__ void normalize(float (&x)[OWN][2][8], float eps) const {
+  __device__ __forceinline__ void normalize(Elements& x, float eps) const {
     float mean = 0.0f;
     if constexpr (NORM == Norm::LAYER) {
 #pragma unroll
       for (int i = 0; i < OWN; ++i) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) mean += x[i][0][e] + x[i][1][e];
+        for (int e = 0; e < 4; ++e) mean += x[i][0][e] + x[i][1][e];
       }
       mean = row_sum(mean) * (1.0f / D);
     }
@@ -229,9 +273,9 @@ class PrologueRow {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
+        for (int e = 0; e < 4; ++e) {
           // Columns that a lane does not have are zeros, which have no part in the variance.
-          if constexpr (NORM == Norm::LAYER) x[i][side][e] = has(i, side) ? x[i][side][e] - mean : 0.0f;
+          if constexpr (NORM == Norm::LAYER) x[i][side][e] = has(i) ? x[i][side][e] - mean : 0.0f;
           squares[side] = fmaf(x[i][side][e], x[i][side][e], squares[side]);
         }
       }
@@ -242,7 +286,7 @@ class PrologueRow {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
+        for (int e = 0; e < 4; ++e) {
           const float scaled = x[i][side][e] * factor, weight = widened(weight_[i][side].data[e]);
           x[i][side][e] = PROLOGUE::BIASED ? fmaf(scaled, weight, widened(bias_[i][side].data[e])) : scaled * weight;
         }
@@ -250,21 +294,61 @@ class PrologueRow {
     }
   }
 
-  __device__ __forceinline__ void rotate(float (&x)[2][8], int i) const {
+  __device__ __forceinline__ static void rotate(float (&x)[2][4], const Vector<Angle, 4>& cos,
+                                                const Vector<Angle, 4>& sin) {
 #pragma unroll
-    for (int pair = 0; pair < 8; ++pair) {
-      const int side = PROLOGUE::INTERLEAVED ? pair / 4 : 0, first = PROLOGUE::INTERLEAVED ? pair % 4 * 2 : pair;
-      float& a = x[side][first];
-      float& b = PROLOGUE::INTERLEAVED ? x[side][first + 1] : x[1][first];
-      const float c = widened(cos_[i][pair / 4].data[pair % 4]), s = widened(sin_[i][pair / 4].data[pair % 4]);
+    for (int pair = 0; pair < 4; ++pair) {
+      float& a = IN_ONE_PIECE ? x[pair / 2][pair % 2 * 2] : x[0][pair];
+      float& b = IN_ONE_PIECE ? x[pair / 2][pair % 2 * 2 + 1] : x[1][pair];
+      const float c = widened(cos.data[pair]), s = widened(sin.data[pair]);
       const float rotated = fmaf(a, c, -(b * s));
       b = fmaf(a, s, b * c);
       a = rotated;
     }
   }
 
-  Vector<Angle, 4> cos_[OWN][2]{}, sin_[OWN][2]{};
-  Vector<Weight, 8> weight_[OWN][2]{}, bias_[PROLOGUE::BIASED ? OWN : 1][2]{};
+  Vector<Weight, 4> weight_[NORM != Norm::NONE ? OWN : 1][2]{}, bias_[PROLOGUE::BIASED ? OWN : 1][2]{};
+};
+
+// Rows of a tile that a warp changes in their place, TURNS times as many as it does at once. Angles and weights are on
+// their way from fetch() on.
+template <typename PROLOGUE, bool KEY, typename T, int D, int TURNS>
+class PrologueRows {
+ public:
+  using Row = PrologueRow<PROLOGUE, KEY, T, D>;
+  static constexpr int ROWS = TURNS * Row::AT_ONCE;
+
+  // Rows are those from `index` on of the tile's from `tile_row` on, in the order of row_of_lanes(); order(row of the
+  // tile) gives the row of Q or K, of `rows` that there are.
+  template <typename Order>
+  __device__ __forceinline__ void fetch(const PrologueParams& params, int batch, int tile_row, int index, int rows,
+                                        Order order) {
+    row_.fetch_weights(params);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int group = static_cast<int>(threadIdx.x) % 32 / Row::LANES;
+      place_[turn] = tile_row + row_of_lanes<Row::LANES>(index + turn * Row::AT_ONCE + group);
+      const int row = order(place_[turn]);
+      exists_[turn] = row < rows;
+      Row::fetch(angles_[turn], params, PROLOGUE::template position<KEY>(params, batch, min(row, rows - 1)));
+    }
+  }
+
+  // chunk(row of the tile, column) gives the address of eight columns.
+  template <typename Chunk>
+  __device__ __forceinline__ void apply(float eps, Chunk chunk) const {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      row_.apply(angles_[turn], eps, exists_[turn],
+                 [&](int column) { return chunk(place_[turn], column & ~7) + column % 8; });
+    }
+  }
+
+ private:
+  Row row_;
+  typename Row::Angles angles_[TURNS];
+  int place_[TURNS];
+  bool exists_[TURNS];
 };
 
 }  // namespace microsdpa

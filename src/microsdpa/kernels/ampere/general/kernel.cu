@@ -87,20 +87,18 @@ __device__ __forceinline__ void store_tile(Tile& staging, unsigned warp_row,
   });
 }
 
-// Norms and rotary embedding of rows in a tile by THREADS threads, all of whose warps have rows. Row i of them is row
-// order(i) of Q or K, of `rows` that there are, from `first` on.
-template <typename PROLOGUE, bool KEY, int HEAD_DIM, int ROWS, int THREADS, typename T, typename Tile, typename Order>
+// Norms and rotary embedding of ROWS rows of a tile, a multiple of eight, by a warp. Row i of the tile is row
+// first + order(i) of Q or K, of `rows` that there are.
+template <typename PROLOGUE, bool KEY, int HEAD_DIM, int ROWS, typename T, typename Tile, typename Order>
 __device__ __forceinline__ void change_rows(Tile& tile, int tile_row, const PrologueParams& params, int batch,
-                                            int first, int rows, unsigned thread, Order order) {
+                                            int first, int rows, Order order) {
   if constexpr (PROLOGUE::template CHANGES<KEY>) {
-    constexpr int LANES = HEAD_DIM <= 64 ? 4 : 8;
-    static_assert(ROWS % (THREADS / LANES) == 0, "lanes have as many rows each");
+    using Changed = PrologueRows<PROLOGUE, KEY, T, HEAD_DIM, 1>;
 #pragma unroll 1
-    for (int i = 0; i < ROWS; i += THREADS / LANES) {
-      const int place = i + row_of_lanes<LANES>(static_cast<int>(thread) / LANES), row = first + order(place);
-      PrologueRow<PROLOGUE, KEY, T, HEAD_DIM, LANES> changed;
-      changed.fetch(params, PROLOGUE::template position<KEY>(params, batch, min(row, rows - 1)));
-      changed.apply(params.eps, row < rows, [&](int column) { return tile.at(tile_row + place, column); });
+    for (int i = 0; i < ROWS; i += Changed::ROWS) {
+      Changed changed;
+      changed.fetch(params, batch, tile_row, i, rows, [&](int row) { return first + order(row); });
+      changed.apply(params.eps, [&](int row, int column) { return tile.at(row, column); });
     }
   }
 }
@@ -184,9 +182,9 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   cp_async_wait<1>();
   __syncthreads();
   if constexpr (PROLOGUE::ANY) {
-    change_rows<PROLOGUE, false, HEAD_DIM, 16 * ROW_TILES, 32, T>(tiles.query, warp_row, prologued.prologue,
-                                                                  head_index / call.heads, warp_first, call.seqlen_q,
-                                                                  lane_index(), [](int row) { return row; });
+    change_rows<PROLOGUE, false, HEAD_DIM, 16 * ROW_TILES, T>(tiles.query, warp_row, prologued.prologue,
+                                                              head_index / call.heads, first_row, call.seqlen_q,
+                                                              [](int row) { return row; });
     __syncwarp();
   }
 
@@ -209,9 +207,10 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     cp_async_commit();
     const int first_key = tile * BLOCK_N;
     if constexpr (PROLOGUE::ANY && PROLOGUE::template CHANGES<true>) {
-      change_rows<PROLOGUE, true, HEAD_DIM, BLOCK_N, THREADS, T>(
-          tiles.key[stage], 0, prologued.prologue, head_index / call.heads, first_key, call.seqlen_k, threadIdx.x,
-          [](int row) { return static_cast<int>(key_in_row<BLOCK_N>(row)); });
+      constexpr int ROWS = BLOCK_N / WARPS;
+      change_rows<PROLOGUE, true, HEAD_DIM, ROWS, T>(
+          tiles.key[stage], static_cast<int>(threadIdx.x) / 32 * ROWS, prologued.prologue, head_index / call.heads,
+          first_key, call.seqlen_k, [](int row) { return static_cast<int>(key_in_row<BLOCK_N>(row)); });
       __syncthreads();
     }
     const bool visible = rows.look(view, first_key);

@@ -63,8 +63,13 @@ struct Configuration {
 };
 
 // Eight columns of a row of a tile of Q or K, as bulk copies lay them out.
-template <typename T>
-__device__ __forceinline__ T* chunk_of(T* tile, int row, int column) {
+template <int HEAD_DIM, typename T>
+__device__ __forceinline__ T* chunk_of(T* tile, T* tail, int row, int column) {
+  if constexpr (TAIL<HEAD_DIM> > 0) {
+    if (column >= PANELS<HEAD_DIM> * PANEL) {
+      return tail + row * TAIL<HEAD_DIM> + (column / 8 % 2 ^ (row / 4 % 2)) * 8;
+    }
+  }
   return tile + column / PANEL * BLOCK_N * PANEL + row * PANEL + ((column / 8 ^ row) % 8) * 8;
 }
 
@@ -117,8 +122,14 @@ struct Consumer : Exchange<C> {
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Norms and rotary embedding of Q, and of this warpgroup's keys (prologue.cuh).
+  static constexpr int KEYS_OF_WARP = BLOCK_N / (WARPGROUP_THREADS / 32);
+  template <bool KEY>
+  using ChangedRow = PrologueRow<PROLOGUE, KEY, T, C::COLUMNS>;
   __device__ __forceinline__ void change_first();
   __device__ __forceinline__ void change_keys(int round);
+  __device__ __forceinline__ T* key_chunk(int stage, int row, int column) const {
+    return chunk_of<HEAD_DIM>(shared.key[stage][warpgroup], shared.key_tail(stage, warpgroup), row, column);
+  }
 
   // Q's fragments. A negative scale is a positive one of -Q.
   __device__ __forceinline__ void load_query() {

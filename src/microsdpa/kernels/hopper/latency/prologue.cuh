@@ -6,35 +6,35 @@
 
 namespace microsdpa::hopper::latency {
 
-// Q, of which both warpgroups change half of the rows, and each warpgroup's first keys: four lanes a row, and two.
+// Q, of which every warp changes as many rows, and each warpgroup's first keys.
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::change_first() {
   if constexpr (PROLOGUE::ANY) {
-    constexpr int QUERY_LANES = THREADS / BLOCK_M, KEY_LANES = WARPGROUP_THREADS / BLOCK_N;
     constexpr bool OF_QUERY = PROLOGUE::template CHANGES<false>, OF_KEY = PROLOGUE::template CHANGES<true>;
+    constexpr int QUERIES = BLOCK_M / (THREADS / 32);
+    using Queries = PrologueRows<PROLOGUE, false, T, C::COLUMNS, QUERIES / ChangedRow<false>::AT_ONCE>;
+    using Keys = PrologueRows<PROLOGUE, true, T, C::COLUMNS, KEYS_OF_WARP / ChangedRow<true>::AT_ONCE>;
     const PrologueParams& prologue = given.params;
-    const int row = row_of_lanes<QUERY_LANES>(static_cast<int>(threadIdx.x) / QUERY_LANES);
-    const int key_row = row_of_lanes<KEY_LANES>(fragment.thread / KEY_LANES);
-    PrologueRow<PROLOGUE, false, T, C::COLUMNS, QUERY_LANES> of_query;
-    PrologueRow<PROLOGUE, true, T, C::COLUMNS, KEY_LANES> of_key;
+    Queries queries;
+    Keys keys;
     grid_dependency_wait();
-    const int query_index = work.first_row + row, last_query = params.seqlen_q - 1;
-    const int key_index = work.first_key(0, warpgroup) + key_row, last_key = params.seqlen_k - 1;
     if constexpr (OF_QUERY) {
-      of_query.fetch(prologue, PROLOGUE::template position<false>(prologue, work.batch, min(query_index, last_query)));
+      queries.fetch(prologue, work.batch, static_cast<int>(threadIdx.x) / 32 * QUERIES, 0, params.seqlen_q,
+                    [&](int row) { return work.first_row + row; });
     }
     if constexpr (OF_KEY) {
-      of_key.fetch(prologue, PROLOGUE::template position<true>(prologue, work.batch, min(key_index, last_key)));
+      keys.fetch(prologue, work.batch, fragment.warp() * KEYS_OF_WARP, 0, params.seqlen_k,
+                 [&](int row) { return work.first_key(0, warpgroup) + row; });
     }
     if constexpr (OF_QUERY) {
       mbarrier_wait(shared.query_full(), 0);
-      of_query.apply(prologue.eps, query_index <= last_query,
-                     [&](int column) { return chunk_of(shared.query, row, column); });
+      queries.apply(prologue.eps, [&](int row, int column) {
+        return chunk_of<HEAD_DIM>(shared.query, shared.query_tail(), row, column);
+      });
     }
     mbarrier_wait(shared.key_full(0, warpgroup), 0);
     if constexpr (OF_KEY) {
-      of_key.apply(prologue.eps, key_index <= last_key,
-                   [&](int column) { return chunk_of(shared.key[0][warpgroup], key_row, column); });
+      keys.apply(prologue.eps, [&](int row, int column) { return key_chunk(0, row, column); });
       fence_proxy_async();
     }
     __syncthreads();
@@ -46,17 +46,19 @@ template <typename C>
 __device__ __forceinline__ void Consumer<C>::change_keys(int round) {
   if constexpr (PROLOGUE::ANY) {
     if (ROUNDS == 0 && round >= work.rounds) return;
-    constexpr int LANES = WARPGROUP_THREADS / BLOCK_N;
     const int stage = round % STAGES;
     if constexpr (PROLOGUE::template CHANGES<true>) {
-      const PrologueParams& prologue = given.params;
-      const int row = row_of_lanes<LANES>(fragment.thread / LANES);
-      const int index = work.first_key(round, warpgroup) + row, last = params.seqlen_k - 1;
-      PrologueRow<PROLOGUE, true, T, C::COLUMNS, LANES> of_key;
-      of_key.fetch(prologue, PROLOGUE::template position<true>(prologue, work.batch, min(index, last)));
-      mbarrier_wait(shared.key_full(stage, warpgroup), round / STAGES % 2);
-      of_key.apply(prologue.eps, index <= last,
-                   [&](int column) { return chunk_of(shared.key[stage][warpgroup], row, column); });
+      // All angles are on their way at once where scores and outputs leave registers for them.
+      constexpr int ALL = KEYS_OF_WARP / ChangedRow<true>::AT_ONCE, TURNS = C::COLUMNS <= PANEL ? ALL : 1;
+      using Keys = PrologueRows<PROLOGUE, true, T, C::COLUMNS, TURNS>;
+#pragma unroll
+      for (int i = 0; i < KEYS_OF_WARP; i += Keys::ROWS) {
+        Keys keys;
+        keys.fetch(given.params, work.batch, fragment.warp() * KEYS_OF_WARP, i, params.seqlen_k,
+                   [&](int row) { return work.first_key(round, warpgroup) + row; });
+        if (i == 0) mbarrier_wait(shared.key_full(stage, warpgroup), round / STAGES % 2);
+        keys.apply(given.params.eps, [&](int row, int column) { return key_chunk(stage, row, column); });
+      }
       fence_proxy_async();
       named_barrier_sync(KEYS_CHANGED + warpgroup, WARPGROUP_THREADS);
     } else {

@@ -222,11 +222,6 @@ def latency(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    if problem.prologue and tail(padded(problem.head_dim)):
-        return Rejection(
-            f"at head_dim {problem.head_dim} its tiles have tails, which {problem.prologue} does not know",
-            "head_dim 64 or 96",
-        )
     choice = configuration(problem, cluster_for(problem))
     if problem.prologue and not choice.rounds and padded(problem.head_dim) > PANEL:
         return Rejection(
