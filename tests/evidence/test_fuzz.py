@@ -80,6 +80,7 @@ NOT_DRAWN = {
     ("scaled_dot_product_attention", "impl"): "an argument of enabled(), which the emulator is asked for by",
     ("plan", "out"): "the door that is given an output is sdpa's",
     ("plan", "precision"): "the door of quantizing calls is sdpa's",
+    **{("plan", f"{name}_scale"): "the door of 8-bit values is sdpa's" for name in "qkv"},
 }
 """Options that no call draws, and why."""
 TORCH_OPTIONS = "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
