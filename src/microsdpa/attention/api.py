@@ -227,8 +227,9 @@ def sdpa(
             1 / (1 - dropout_p), as in torch; it is rounded to a multiple of 2**-16. Random numbers are those of torch's
             generator of the device. The LSE stays as it is. There is no dropout beside 8-bit operands.
         rotary: (cos, sin), [positions, R / 2] each, the inputs' type or float32: query and key are rotated (RoPE) in
-            their first R columns, in the launch of attention. R is a multiple of 16, D one of 8, and rows start on 16
-            bytes. All is FP32; Q and K are rounded once, to their own type, before the product.
+            their first R columns, in the launch of attention or in one ahead of it, which explain() says. R is a
+            multiple of 16, D one of 8, and rows start on 16 bytes. All is FP32; Q and K are rounded once, to their own
+            type, before the product.
         rotary_interleaved: whether pairs that are rotated are neighbours, as in GPT-J; else they are R / 2 apart.
         rotary_positions: rows of the tables: None for those counted from 0, where query i stands as masks have it (at
             i, or i + S_k - S_q under causal="lower_right"); a number to count from; integers [S] or [B, S] for queries
