@@ -34,12 +34,18 @@ def test_every_feature_has_a_kernel_for_every_head_dimension() -> None:
         for cell in line[2:]:
             assert re.search("1 to 256$|1 to 256 but [0-9, ]+$|all others to 256$", cell), line
             assert len(cell) < 250, line
-    caches = [line[2:] for line in lines[-3 - len(support.CACHES) : -3]]
+    masked = len(support.MASKS_OF_EIGHT_BITS)
+    *_, first, second, third = lines[:-masked]
+    caches = [line[2:] for line in lines[: -3 - masked][-len(support.CACHES) :]]
     assert [cells[0] for cells in caches] == ["no", "ampere/varlen: multiples of 16 to 256"]
     assert {cell for cells in caches for cell in cells[1:]} == {"ampere/varlen: multiples of 16 to 256"}
-    eight_bit = {line[0]: line[2:] for line in lines[-3:]}
+    eight_bit = {line[0]: line[2:] for line in (first, second, third)}
     assert [cells[0] for cells in eight_bit.values()] == ["no"] * 3
     assert all("ada/mma_8bit: 32, 64, 128" in cell for cells in eight_bit.values() for cell in cells[1:])
+    hopper = 2 + TARGETS.index("sm_90a")
+    for line in lines[-masked:]:
+        assert line[hopper].startswith("hopper/")
+        assert {cell for column, cell in enumerate(line) if column > 1 and column != hopper} == {"no"}
 
 
 def test_a_kernel_that_goes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Continuous batching of transformers on microsdpa's functions; test_continuous_batching.py runs this in a process."""
+"""Continuous batching of transformers on microsdpa's functions; test_generate_batch.py runs this in a process."""
 
 from __future__ import annotations
 

@@ -160,11 +160,11 @@ def test_the_emulator_loads_no_library_that_everybody_may_write(
     monkeypatch.setenv("MICROSDPA_CACHE_DIR", str(tmp_path))
     made = tmp_path / "built.so"
     made.write_bytes(b"library")
-    path = emulator._materialize(SIGNATURE, lambda _: made, "", "name")
+    path = emulator._materialize(SIGNATURE, lambda _: made, "", {"kernel": "name"})
     assert tmp_path in path.parents
     path.parent.chmod(0o777)
     with pytest.warns(CacheWarning, match="is writable by everybody"):
-        path = emulator._materialize(SIGNATURE, lambda _: made, "", "name")
+        path = emulator._materialize(SIGNATURE, lambda _: made, "", {"kernel": "name"})
     assert tmp_path not in path.parents
     assert path.read_bytes() == b"library"
 
