@@ -18,12 +18,15 @@ from tiers import is_quick  # noqa: E402
 SHOWN = 25
 
 
-def file_of(name: str) -> Path:
-    """The file of a test by its class name in the report, such as tests.jit.test_cache.TestOfClass."""
+def file_of(name: str) -> Path | None:
+    """The file of a test by its class name in the report, such as tests.jit.test_cache.TestOfClass.
+
+    None for what is no test, such as a file that could not be read.
+    """
     parts = name.split(".")
     while parts and not ROOT.joinpath(*parts).with_suffix(".py").is_file():
         parts.pop()
-    return ROOT.joinpath(*parts).with_suffix(".py")
+    return ROOT.joinpath(*parts).with_suffix(".py") if parts else None
 
 
 def main(report: str) -> None:
@@ -33,6 +36,8 @@ def main(report: str) -> None:
     tests: Counter[Path] = Counter()
     for case in suite.iter("testcase"):
         path = file_of(case.get("classname", ""))
+        if path is None:
+            continue
         seconds[path] += float(case.get("time", 0))
         tests[path] += 1
     longest = sorted(seconds.items(), key=lambda item: -item[1])
