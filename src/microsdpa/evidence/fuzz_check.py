@@ -21,6 +21,7 @@ from microsdpa.evidence import compare, fuzz_varlen, verify_eight_bit
 from microsdpa.evidence.fuzz_calls import EIGHT_BIT_DOORS, Call, Granularity, Tensors, tensors
 from microsdpa.evidence.fuzz_outcome import LSE_SLACK, Outcome, failed
 from microsdpa.evidence.fuzz_varlen import VarlenCall, emulated_impl
+from microsdpa.evidence.inputs import TORCH_DTYPE
 from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, specified
 from microsdpa.kernels import family_named
@@ -154,16 +155,18 @@ def _check(call: Call, device: str) -> Outcome:
     errors = compare.measure(out, expected)
     # Where plain arithmetic happens to be exact, what rounding P once may cost is allowed: one rounding of V.
     rounding = compare.UNIT_ROUNDOFF[out.dtype] * float(made.value.abs().max()) * reference.kept_of(call.dropout_p)[1]
-    of_scores = _rounded_scores(call, query, key) if made.prologue else 0.0
     allowed = compare.tolerance(eager, expected, out.dtype).max_abs + rounding
-    allowed += of_scores * float(made.value.abs().max()) * reference.kept_of(call.dropout_p)[1]
     outcome = Outcome(call, errors=errors, allowed=allowed)
     if not errors.max_abs <= allowed:
         return failed(outcome, "output", f"the output is off by {errors.max_abs:.3g} at {list(errors.worst)}", allowed)
     if lse is not None:
+        of_ties = 0.0
+        if made.prologue:  # roundings of Q and K may cancel in eager's LSE: it is compared with that of these rows
+            expected_lse = reference.oracle(query.double(), key.double(), made.value, **options)[1]
+            of_ties = _of_ties(call, exact, rough)
         largest = float(expected_lse.where(expected_lse.isfinite(), 0.0).abs().max())
         of_lse = compare.tolerance(eager_lse, expected_lse, torch.float32).max_abs + LSE_SLACK * (1.0 + largest)
-        of_lse += of_scores
+        of_lse += of_ties
         error = compare.measure(lse, expected_lse)
         if not error.max_abs <= of_lse:
             return failed(outcome, "LSE", f"the LSE is off by {error.max_abs:.3g} at {list(error.worst)}", of_lse)
@@ -172,18 +175,30 @@ def _check(call: Call, device: str) -> Outcome:
     return _check_gradients(call, device, outcome) if call.door == "backward" else outcome
 
 
-def _rounded_scores(call: Call, query: torch.Tensor, key: torch.Tensor) -> float:
-    """What a score may be off by where changed rows are rounded to another neighbour than plain arithmetic's.
+_FP32_REACH = 2.0**-21
+"""Of the largest number of a row: what an order of FP32 sums and products moves a normalized or rotated one by."""
+Rows = tuple[torch.Tensor, torch.Tensor]
 
-    FP32 results that differ in their last bit may be rounded up here and down there. Of independent roundings of all
-    columns it is twice what the root of their squares' sum gives.
+
+def _of_ties(call: Call, exact: Rows, rough: Rows) -> float:
+    """What a score may differ by where query or key, in FP64 and FP32, lies between two 16-bit numbers.
+
+    Numbers within FP32's error of such a tie are rounded up by one implementation and down by another.
     """
-    if not query.numel() or not key.numel():
-        return 0.0
-    group = query.shape[1] // key.shape[1]
-    squares = query.double().square() @ key.double().square().repeat_interleave(group, dim=1).mT
+    dtype, spreads = TORCH_DTYPE[call.dtype], []
+    for before, after in zip(exact, rough, strict=True):
+        if torch.equal(before, before.to(dtype).double()):  # the call's own rows
+            spreads.append(torch.zeros_like(before))
+            continue
+        error = (after.double() - before).abs().amax(dim=-1, keepdim=True)
+        reach = 4 * error + _FP32_REACH * before.abs().amax(dim=-1, keepdim=True)
+        up, down = ((before + move).to(dtype).double() for move in (reach, -reach))
+        spreads.append(up - down)
+    (query, key), (of_query, of_key) = (rows.double().abs() for rows in rough), spreads
+    key, of_key = (rows.repeat_interleave(call.group, dim=1) for rows in (key, of_key))
+    scores = of_query @ key.mT + query @ of_key.mT
     factor = call.head_dim**-0.5 if call.scale is None else abs(call.scale)
-    return 2 * compare.UNIT_ROUNDOFF[query.dtype] * factor * float(squares.max().sqrt())
+    return factor * float(scores.max()) if scores.numel() else 0.0
 
 
 def _changed(
