@@ -1,6 +1,6 @@
 """An encoder of speech as Whisper's with random weights: attention of many frames to one another, on a CUDA graph.
 
-LayerNorm of Q and K, in the launch of attention, keeps scores bounded as in ViT-22B. The output of attention is written
+LayerNorm of Q and K, in the call of attention, keeps scores bounded as in ViT-22B. The output of attention is written
 where the next projection reads it.
 
     python examples/speech_encoder.py

@@ -393,7 +393,7 @@ def sdpa(
 
 
 def _with_prologue(call: Call, prologue: Prologue) -> forward.Result:
-    """A call with norms or rotary embedding: one launch, or torch's operators ahead where autograd looks on."""
+    """A call with norms or rotary embedding by own kernels, or torch's operators ahead where autograd looks on."""
     inputs, masks, options = call.inputs, call.masks, call.options
     try:
         given = *inputs, *masks, *prologue.tensors.values(), call.out
