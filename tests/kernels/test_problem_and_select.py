@@ -74,6 +74,7 @@ def test_tensor_maps_need_a_layout_that_bulk_copies_address(
     split = dataclasses.replace(plain, name="test/split", next_kernel=mapped)
     families = tuple(Family(spec.name, "", lambda _, spec=spec: spec) for spec in (mapped, split, plain))  # type: ignore[misc]
     monkeypatch.setattr(policy, "candidates", lambda problem, impl: families)
+    monkeypatch.setattr(policy, "skips", lambda family, problem: False)
     monkeypatch.setattr(policy, "skip_reason", lambda family, problem: None)
     assert select(MISSION).spec is mapped
     selection = select(dataclasses.replace(MISSION, **change))  # type: ignore[arg-type]

@@ -253,8 +253,9 @@ def sdpa(
     if not (rotary is q_norm is k_norm is rotary_positions is None):
         prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
         assert prologue is not None
-        others = (precision, q_scale, k_scale, v_scale, document_ids, block_mask)
-        if all(other is None for other in others) and dropout_p == 0.0 and not is_dynamo_compiling():
+        sixteen_bits = precision is None and q_scale is None and k_scale is None and v_scale is None
+        plain = sixteen_bits and document_ids is None and block_mask is None and dropout_p == 0.0
+        if plain and not is_dynamo_compiling():
             of_masks = scale, attn_mask, alibi_slopes, sinks, window, softcap
             fixed = is_causal, causal, enable_gqa, impl, None
             launched = forward.launch_prologued((query, key, value), fixed, prologue, of_masks, return_lse, out)

@@ -238,9 +238,10 @@ def _is_known(scale: torch.Tensor) -> bool:
 
 def known_positive(scales: tuple[object, ...]) -> bool:
     """Whether the values of all tensors among the scales have been checked, and none has changed; numbers have not."""
+    find = _positive.get
     for scale in scales:
         if scale is not None:
-            changes = _positive.get(id(scale))
+            changes = find(id(scale))
             if changes is None or (changes != UNCOUNTED and changes != scale._version):  # type: ignore[attr-defined]
                 return False
     return True

@@ -215,7 +215,8 @@ def options() -> Iterator[Door]:
 
 def _eight_bit(tensors: Tensors) -> Call:
     made = QuantizedTensors.of(tensors)
-    return lambda: microsdpa.sdpa(*made.values, **made.scales)
+    (query, key, value), scales = made.values, made.scales
+    return lambda: microsdpa.sdpa(query, key, value, **scales)
 
 
 def torch_doors() -> Iterator[Door]:

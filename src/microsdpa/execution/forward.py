@@ -30,6 +30,7 @@ from microsdpa.runtime import launcher
 _launch = launcher.launch
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
+_HALF = torch.float16
 
 MISSES = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
@@ -92,6 +93,14 @@ def _launch_dropping(
     return None if lse is None else (result, lse if return_lse else None)
 
 
+def _is_graded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor | None) -> bool:
+    """Whether autograd looks on a call, in whatever mode."""
+    return forward_ad._current_level >= 0 or (
+        _is_grad_enabled()
+        and (query.requires_grad or key.requires_grad or value.requires_grad or (out is not None and out.requires_grad))
+    )
+
+
 def launch_eight_bit(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -118,17 +127,7 @@ def launch_eight_bit(
             masks = attn_mask, alibi_slopes, sinks, left, right, softcap
             if _is_grad_enabled() and any(t is not None and t.requires_grad for t in masks[:3]):
                 return None
-        if scales is not None and not known_positive(scales):
-            return None
-        if forward_ad._current_level >= 0 or (
-            _is_grad_enabled()
-            and (
-                query.requires_grad
-                or key.requires_grad
-                or value.requires_grad
-                or (out is not None and out.requires_grad)
-            )
-        ):
+        if (scales is not None and not known_positive(scales)) or _is_graded(query, key, value, out):
             return None
         if scales is None:
             result = _empty_like(query) if out is None else out
@@ -139,23 +138,31 @@ def launch_eight_bit(
         else:
             if out is None:
                 dtype = value.dtype  # as output_type() gives it
-                result = _empty_like(query, dtype=torch.float16 if dtype in VALUE_DTYPES else dtype)
+                result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
             else:
                 result = out
-            q_scale, k_scale, v_scale = scales
-            lse = _launch(
-                query,
-                key,
-                value,
-                result,
-                return_lse,
-                code,
-                scale,
-                *masks,
-                q_scale,
-                k_scale,
-                v_scale,
-            )
+            of_query, of_key, of_value = scales
+            if masking is None:  # named one by one: that takes less time than a tuple of them
+                lse = _launch(
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    None,
+                    None,
+                    None,
+                    -1,
+                    -1,
+                    None,
+                    of_query,
+                    of_key,
+                    of_value,
+                )
+            else:
+                lse = _launch(query, key, value, result, return_lse, code, scale, *masks, *scales)
     except MISSES:
         return None
     if lse is None:
@@ -178,21 +185,13 @@ def launch_beside_cache(
     """
     scale, slopes, sinks, window, softcap, k_scale, v_scale = rest
     try:
-        if key.dtype not in CACHE_TYPES or query.dtype not in tensors.DTYPES or forward_ad._current_level >= 0:
+        if key.dtype not in CACHE_TYPES or query.dtype not in tensors.DTYPES:
             return None
         causal = OPTIONS[options] & 3
         aligned = causal or window is not None or slopes is not None
         if aligned and causal != LOWER_RIGHT and query.shape[2] != key.shape[2]:
             return None  # masks beside a cache are aligned to the lower right
-        if (options[2] is False and query.shape[1] != key.shape[1]) or (
-            _is_grad_enabled()
-            and (
-                query.requires_grad
-                or key.requires_grad
-                or value.requires_grad
-                or (out is not None and out.requires_grad)
-            )
-        ):
+        if (options[2] is False and query.shape[1] != key.shape[1]) or _is_graded(query, key, value, out):
             return None
         code = VARLEN_OPTIONS[causal != 0, False, False, options[3]] | TURNED_BIT
         if not isinstance(k_scale, torch.Tensor):
@@ -240,12 +239,12 @@ def launch_prologued(
     scale, mask, slopes, sinks, window, softcap = rest
     try:
         code = OPTIONS[options] | given.code
-        if forward_ad._current_level >= 0 or (mask is not None and options[0]) or not given.is_plain:
+        if (mask is not None and options[0]) or not given.is_plain or _is_graded(query, key, value, out):
             return None
         shift = key.shape[2] - query.shape[2] if code & 3 == LOWER_RIGHT else 0
         arguments = given.arguments(shift)
         if _is_grad_enabled():
-            for tensor in (query, key, value, mask, slopes, sinks, out, *arguments[: len(PrologueParams.TENSORS)]):
+            for tensor in (mask, slopes, sinks, *arguments[: len(PrologueParams.TENSORS)]):
                 if tensor is not None and tensor.requires_grad:
                     return None
         result = _empty_like(query) if out is None else out

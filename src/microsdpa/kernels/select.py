@@ -92,7 +92,7 @@ def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
         found = chosen(_without_prologue(problem), impl)
         return None if found is None or oversized(problem, ahead) else behind(ahead, found)
     for family in policy.candidates(problem, impl):
-        if _refuse_operands(problem, family) or (impl == "auto" and policy.skip_reason(family, problem)):
+        if _refuse_operands(problem, family) or (impl == "auto" and policy.skips(family, problem)):
             continue
         result = family.specify(problem)
         if isinstance(result, KernelSpec) and not (_refuse_layout(problem, result) or oversized(problem, result)):

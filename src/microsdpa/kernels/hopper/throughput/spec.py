@@ -89,7 +89,7 @@ class Tiles:
         """For a table."""
         return f"{self.block_m} x {self.block_n}{' overlapped' if self.overlap else ''}"
 
-    @property
+    @functools.cached_property
     def block_m(self) -> int:
         """Queries of a CTA."""
         return ROWS * self.consumers
