@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -60,6 +61,20 @@ CASES = (
     Case(1, 2, 70, 300, 64, masks=("documents",)),  # ranges of keys, whose query tiles are dealt out
 )
 """Those that a kernel computes are what it is tried on, LSE included, in two orders of threads."""
+OWN_CASES: dict[str, tuple[tuple[Case, str], ...]] = {
+    "hopper/split": ((Case(1, 1, 1600, 1600, 64, causal="upper_left"), ""),),  # stages of a ring pass by twice
+    "hopper/throughput": (
+        # A consumer without rows, and one that sees fewer tiles than the other, beside a mask of numbers.
+        (Case(1, 3, 192, 224, 64, causal="lower_right", masks=("additive",)), ""),
+        (Case(1, 3, 192, 224, 64, causal="lower_right", masks=("additive", "alibi")), ""),  # the last keys first
+        (Case(1, 2, 70, 300, 64, causal="lower_right", masks=("documents",)), ""),
+        (Case(1, 3, 200, 450, 64), "192 x 128"),  # S and P V in turn
+    ),
+    "ampere/mma": ((Case(1, 2, 5, 700, 64, masks=("bool",)), ""),),  # more tiles of keys than a ring has
+}
+"""Further cases of one kernel, each with the name of a configuration, or empty for the chosen one."""
+GUARD = 1 << 16
+"""Elements behind the output and the LSE that no kernel may write to."""
 FURTHER = {"hopper/split": "128 queries, 2 parts of the keys"}
 """Configurations, by kernel and name, that only larger problems choose: they are tried on the same cases."""
 CTAS = 2
@@ -104,11 +119,11 @@ def specifications(kernel: str) -> list[tuple[Case, KernelSpec]]:
         known = ", ".join(kernels())
         raise InvalidArgument("kernel", expected=f"one of {known}", got=repr(kernel), hint="name a production kernel")
     found = []
-    for case in CASES:
+    for case, configuration in (*((case, "") for case in CASES), *OWN_CASES.get(kernel, ())):
         if case.masks and not family.masks:
             continue
         problem = problem_of(case, TARGET)
-        spec = family.specify(problem)
+        spec = family.configurations(problem)[configuration] if configuration else family.specify(problem)
         if not isinstance(spec, KernelSpec):
             continue
         found.append((case, dataclasses.replace(spec, max_ctas=CTAS) if spec.max_ctas else spec))
@@ -120,7 +135,8 @@ def specifications(kernel: str) -> list[tuple[Case, KernelSpec]]:
 def wrong(case: Case, spec: KernelSpec, problem: Problem, root: Path, schedule: Schedule) -> str:
     """What is wrong with one case of a tree of sources; empty if nothing is."""
     (query, key, value), masks = make(case), make_masks(case)
-    out, lse = torch.full_like(query, torch.nan), torch.full(query.shape[:3], torch.nan)
+    whole = [torch.full((query.numel() + GUARD,), torch.nan, dtype=t) for t in (query.dtype, torch.float32)]
+    out, lse = (t[: math.prod(s)].view(s) for t, s in zip(whole, (query.shape, query.shape[:3]), strict=True))
     try:
         run.attention(
             *(spec, problem, (query, key, value, out, lse), case.scale),
@@ -135,6 +151,9 @@ def wrong(case: Case, spec: KernelSpec, problem: Problem, root: Path, schedule: 
     for name, got, exact, rough in zip(("output", "LSE"), (out, lse), expected, plain, strict=True):
         if not compare.tolerance(rough, exact, got.dtype).admits(compare.measure(got, exact)):
             return f"the {name} is wrong"
+    for name, memory, part in zip(("output", "LSE"), whole, (out, lse), strict=True):
+        if not memory[part.numel() :].isnan().all():
+            return f"memory behind the {name} is written to"
     return ""
 
 

@@ -154,6 +154,7 @@ struct MaskedRows {
     KeyRange found = {params.call.seqlen_k, 0};
     for (int r = first_row + lane_index(); r < min(first_row + count, rows); r += 32) {
       const KeyRange one = range_at(params, mask_row_at(params, batch, head, r));
+      // mutation: a range without keys would add tiles of which the row sees no key
       if (one.first < one.last) found = {min(found.first, one.first), max(found.last, one.last)};
     }
 #pragma unroll

@@ -41,6 +41,7 @@ struct MaskedKeys {
       if (i < count) rows.fetch(views[i], first_key_of(i));
     }
 #pragma unroll
+    // mutation: what is said of a tile behind the last one is never asked for
     for (int i = 0; i < STAGES - 1; ++i) visible[i] = i < count && rows.look(views[i], first_key_of(i));
   }
 
@@ -50,10 +51,12 @@ struct MaskedKeys {
   __device__ __forceinline__ void attend(OnlineSoftmax<1>& softmax, float (&o)[1][C::HEAD_DIM / 8][4],
                                          const Query& query, const Ring& ring, int count, FirstKey first_key_of,
                                          Load load) {
+    // mutation: nothing is visible of a tile behind the last one
     for (int i = 0; i < count; ++i) {
       cp_async_wait<STAGES - 2>();
       __syncwarp();  // tile i is there, and nobody reads tile i - 1 any more
       const int last = i + STAGES - 1;
+      // mutation: a tile behind the last one would be copied and not be read; rows behind the last key are zeros
       visible[STAGES - 1] = last < count && rows.look(views[STAGES - 1], first_key_of(last));
       if (visible[STAGES - 1]) load(last);
       cp_async_commit();

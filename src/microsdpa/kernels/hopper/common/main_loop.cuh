@@ -168,7 +168,7 @@ struct MainLoop : TileSoftmax<typename SHAPE::T, SHAPE::BLOCK_N, false, false>, 
     } else {
       accumulate(p, !first);
       own().score(s);
-      wgmma_wait<1>();
+      wgmma_wait<1>();           // mutation: the wait behind it is for this product too
       Place::pingpong_arrive();  // the next one's products follow S without a gap
       wgmma_wait<0>();
       wgmma_fence_registers(s);

@@ -198,7 +198,8 @@ __device__ __forceinline__ void Consumer<C>::look_at_samples(float (&found)[2]) 
 // beside the products of the first tile.
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::begin_later(float (&s)[2][BLOCK_N / 2]) {
-  mbarrier_wait(shared.query_full(), 0);  // as above
+  // mutation: the products in flight have waited for the same
+  mbarrier_wait(shared.query_full(), 0);
 #pragma unroll
   for (int round = 1; round < ROUNDS; ++round) {
     fetch_mask(round, masks.view[round]);
@@ -209,7 +210,8 @@ __device__ __forceinline__ void Consumer<C>::begin_later(float (&s)[2][BLOCK_N /
 // Beside the products of the first tile: what look_at_masks finds, of rows without a mask tensor.
 template <typename C>
 __device__ __forceinline__ void Consumer<C>::look_at_rows_later() {
-  mbarrier_wait(shared.query_full(), 0);  // as above
+  // mutation: the products in flight have waited for the same
+  mbarrier_wait(shared.query_full(), 0);
   masks.slope = __shfl_sync(FULL_WARP, masks.slope, 0);
   look_at_rows();
 }

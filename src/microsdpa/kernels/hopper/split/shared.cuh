@@ -63,6 +63,7 @@ struct WorkTile {
       const int tile = CAUSAL ? (i == 0 ? last - y : y) : QUERY_TILES * y + i;
       first_row[i] = ROWS * tile;
       tiles[i] = max(1, (keys_seen<CAUSAL>(params, first_row[i], ROWS) + BLOCK_N - 1) / BLOCK_N);
+      // mutation: what rows behind the last query would give is not written; this saves their time
       if (i > 0 && first_row[i] >= params.seqlen_q) tiles[i] = 0;
       all_tiles = max(all_tiles, tiles[i]);
     }

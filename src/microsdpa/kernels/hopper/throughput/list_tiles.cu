@@ -136,6 +136,7 @@ __device__ __forceinline__ void ends_of_ranges(const MaskedParams& params, int m
   any = {keys, 0}, all = {0, keys};
   for (int row = first_row + lane_index(); row < min(first_row + BLOCK_M, params.call.seqlen_q); row += 32) {
     const KeyRange one = range_of_row(params, mask / heads, mask % heads, row);
+    // mutation: a range without keys would add tiles to the list of which the row sees no key
     if (one.first < one.last) any = {min(any.first, one.first), max(any.last, one.last)};
     all = {max(all.first, one.first), min(all.last, one.last)};
   }
@@ -156,6 +157,7 @@ __device__ __forceinline__ void list_ranges(const MaskedParams& params, const Ti
   ends_of_ranges<BLOCK_M>(params, mask, first_row, any, all);
   const int begin = max(first, any.first / BLOCK_N), end = min(last, (any.last + BLOCK_N - 1) / BLOCK_N);
   for (int tile = begin + static_cast<int>(threadIdx.x); tile < end; tile += 32 * LIST_WARPS) {
+    // mutation: in a tile that is not called whole, each row's range is applied
     const bool whole = all.first <= BLOCK_N * tile && min(BLOCK_N * (tile + 1), params.call.seqlen_k) <= all.last;
     list.entries[tile - begin] = ListEntry(tile, whole).value;
   }
