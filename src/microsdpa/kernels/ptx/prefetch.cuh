@@ -1,0 +1,14 @@
+// Requests of global memory whose bytes nobody waits for.
+#pragma once
+
+#include "../prelude.cuh"
+
+namespace microsdpa {
+
+// Brings the line of an address into L2 (PTX ISA, "prefetch", sm_80). It reads nothing: what another grid writes there
+// afterwards is seen. The request fills the tables of pages on its way, so that later loads of the page are shorter.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+}  // namespace microsdpa
