@@ -7,4 +7,6 @@ namespace microsdpa {
 
 inline void prefetch_line(const void*) {}
 
+inline void fetch_address(const void*) {}
+
 }  // namespace microsdpa

@@ -237,10 +237,10 @@ class PrologueRow {
     }
   }
 
-  // Requests what fetch_weights() and fetch() are to read, ahead of the grids that may yet write it: nothing is read,
-  // but the page tables have been walked.
+  // Requests the angles of a position ahead of the grids that may yet write them. Weights are not: all CTAs of a grid
+  // would ask for one line at once.
   __device__ __forceinline__ static void prefetch(const PrologueParams& params, int position) {
-    if constexpr (NORM != Norm::NONE) prefetch_line(KEY ? params.key_weight : params.query_weight);
+    if constexpr (NORM != Norm::NONE) fetch_address(KEY ? params.key_weight : params.query_weight);
     if constexpr (ROTARY > 0) {
       prefetch_line(static_cast<const Angle*>(params.cos) + position * params.cos_stride);
       prefetch_line(static_cast<const Angle*>(params.sin) + position * params.sin_stride);
@@ -359,11 +359,6 @@ class PrologueRows {
  public:
   using Row = PrologueRow<PROLOGUE, KEY, T, D>;
   static constexpr int ROWS = TURNS * Row::AT_ONCE;
-
-  // Requests what fetch() is to read of counted rows.
-  __device__ __forceinline__ static void prefetch(const PrologueParams& params, int first) {
-    Row::prefetch(params, PROLOGUE::template counted<KEY>(params, first));
-  }
 
   // Rows are those from `index` on of the tile's from `tile_row` on, in the order of row_of_lanes(); order(row of the
   // tile) gives the row of Q or K, of `rows` that there are.

@@ -12,9 +12,6 @@ template <typename C>
 __device__ __forceinline__ void Consumer<C>::fetch_first() {
   if constexpr (PROLOGUE::ANY) {
     const PrologueParams& prologue = given.params;
-    if constexpr (PROLOGUE::template CHANGES<false>) FirstRows<C>::Queries::prefetch(prologue, work.first_row);
-    if constexpr (PROLOGUE::template CHANGES<true>)
-      FirstRows<C>::Keys::prefetch(prologue, work.first_key(0, warpgroup));
     grid_dependency_wait();
     if constexpr (PROLOGUE::template CHANGES<false>) {
       first.queries.fetch(prologue, work.batch, static_cast<int>(threadIdx.x) / 32 * QUERIES_OF_WARP, 0,
