@@ -56,6 +56,7 @@ class Cell:
         return self.case.seqlen_k - self.case.seqlen_q if self.case.causal == "lower_right" else 0
 
     def __str__(self) -> str:
+        """What a table calls it."""
         norm = {"none": "", "rms": "RMS norm", "layer": "LayerNorm"}[self.norm]
         rotary = "" if not self.rotary else "rotary" if self.rotates_key else "rotary of Q"
         return f"{self.text}, {' and '.join(filter(None, (norm, rotary)))}"
@@ -109,7 +110,7 @@ class Block(NamedTuple):
             norms = list(zip(self.weights, self.biases, strict=True))
         positions = None if cell.rotates_key else (cell.shift, None)
         rotary = (self.cos, self.sin) if cell.rotary else None
-        return Prologue(rotary, False, positions if cell.rotary else None, *norms, EPS)
+        return Prologue(rotary, False, positions if cell.rotary else None, norms[0], norms[1], EPS)
 
     def arguments(self, cell: Cell) -> dict[str, Any]:
         """The same by their names, with the other options of the call."""
@@ -161,7 +162,8 @@ def changed(cell: Cell, rows: torch.Tensor, which: int, block: Block) -> torch.T
     if cell.rotary and (which == 0 or cell.rotates_key):
         first, half = cell.shift * (1 - which), block.cos.shape[1]
         cos, sin = (table[first : first + rows.shape[2]] for table in (block.cos, block.sin))
-        a, b, rest = found.float().split([half, half, rows.shape[-1] - 2 * half], dim=-1)
+        x = found.float()
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         found = torch.cat([a * cos - b * sin, a * sin + b * cos, rest], dim=-1).to(rows.dtype)
     return found
 
@@ -216,7 +218,8 @@ def _composition(cell: Cell, block: Block) -> Call:
 
     def call() -> torch.Tensor:
         rows, keys = change(block)
-        return microsdpa.sdpa(rows, keys, value, **options)
+        found: torch.Tensor = microsdpa.sdpa(rows, keys, value, **options)
+        return found
 
     return call
 
