@@ -32,7 +32,7 @@ from microsdpa.kernels.eight_bit_params import (
 )
 from microsdpa.kernels.params import MaskedParams, Params
 from microsdpa.kernels.problem import DType, Problem
-from microsdpa.kernels.quantize.spec import QuantizationScheme, fused, fused_grid, part_rows, restore_lse
+from microsdpa.kernels.quantize.spec import QuantizationScheme, fused, fused_grid, part_rows, restore_lse, tile_rows
 from microsdpa.kernels.spec import MAX_GRID_X, SCALED_MASKED_PARAMS, SCALED_PARAMS, Grid
 from microsdpa.runtime import launcher
 
@@ -192,6 +192,7 @@ def quantizing(scheme: QuantizationScheme, dtype: DType, places: Places) -> Laun
         heads_kv=heads_kv,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
+        tile_rows=tile_rows(scheme, batch * heads, seqlen_q),
         part_rows=part_rows(scheme, batch * heads_kv, seqlen_k),
         root=head_dim**-0.5,
     )

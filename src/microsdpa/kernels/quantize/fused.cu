@@ -40,13 +40,15 @@ struct QuantizeParams {
   int32 heads_kv;
   int32 seqlen_q;
   int32 seqlen_k;
-  int32 part_rows;  // of K where its mean is taken, and of V: rows of a CTA, a multiple of ROWS_OF_CTA
+  int32 tile_rows;  // of Q, and of K whose mean is not taken: rows of a CTA, a multiple of ROWS_OF_CTA
+  int32 part_rows;  // of K where its mean is taken, and of V, likewise
   float root;       // 1 / sqrt(D)
 };
 
 constexpr int GROUPS = 32;  // rows that a CTA has in its hands at a time
 constexpr int CHUNK = 8;    // channels of a thread
 constexpr int AT_A_TIME = 2;
+constexpr int AHEAD = 4;  // rows of a thread on their way, where rows are only looked at
 
 template <int HEAD_DIM>
 struct SharedStorage {
@@ -76,12 +78,36 @@ struct Rows {
         count(count) {}
 
   // Eight channels of a row, those from 8 * `chunk` on; zeros where there is no such row.
-  __device__ __forceinline__ void load(float (&x)[CHUNK], int row, int chunk) const {
-    using Chunk = Vector<T, CHUNK>;
-    Chunk loaded{};
-    if (row < count) loaded = *reinterpret_cast<const Chunk*>(base + row * stride + chunk * sizeof(Chunk));
+  using Chunk = Vector<T, CHUNK>;
+  __device__ __forceinline__ Chunk fetch(int row, int chunk) const {
+    Chunk fetched{};
+    if (row < count) fetched = *reinterpret_cast<const Chunk*>(base + row * stride + chunk * sizeof(Chunk));
+    return fetched;
+  }
+  __device__ __forceinline__ static void widen(float (&x)[CHUNK], const Chunk& chunk) {
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) x[i] = to_float(loaded.data[i]);
+    for (int i = 0; i < CHUNK; ++i) x[i] = to_float(chunk.data[i]);
+  }
+  __device__ __forceinline__ void load(float (&x)[CHUNK], int row, int chunk) const { widen(x, fetch(row, chunk)); }
+
+  // Calls body(x, row) for a thread's rows, which are GROUPS apart and lie in [first, last), in their order: N rows at
+  // a time, and the next N are on their way.
+  template <int N, typename Body>
+  __device__ __forceinline__ void for_each(int first, int last, int chunk, Body body) const {
+    Chunk next[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) next[j] = fetch(first + j * GROUPS, chunk);
+    for (int row = first; row < last; row += N * GROUPS) {
+      Chunk now[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) now[j] = next[j], next[j] = fetch(row + (N + j) * GROUPS, chunk);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        float x[CHUNK];
+        widen(x, now[j]);
+        body(x, row + j * GROUPS);
+      }
+    }
   }
 };
 
@@ -119,16 +145,10 @@ template <int HEAD_DIM, typename T>
 __device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows) {
   const Place<HEAD_DIM> place;
   float sum[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
-    float x[AT_A_TIME][CHUNK];
+  rows.template for_each<AHEAD>(place.row, rows.count, place.chunk, [&](const float (&x)[CHUNK], int) {
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
-#pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) {
-#pragma unroll
-      for (int i = 0; i < CHUNK; ++i) sum[i] += x[j][i];
-    }
-  }
+    for (int i = 0; i < CHUNK; ++i) sum[i] += x[i];
+  });
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = sum[i];
   for (int half = GROUPS / 2; half > 0; half /= 2) {
@@ -154,13 +174,16 @@ template <typename Format, int HEAD_DIM, int TERMS, int BLOCK, bool SMOOTH, bool
 __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first, int last,
                                               unsigned char* quantized, float* scales, float root) {
   const Place<HEAD_DIM> place;
-  const auto load = [&](float (&x)[CHUNK], int row) {
-    rows.load(x, row, place.chunk);
+  const auto change = [&](float (&x)[CHUNK], int row) {
     if (SMOOTH && row < rows.count) {
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) x[i] -= shared.channels[0][place.chunk * CHUNK + i];
     }
     if (HADAMARD) rotate<HEAD_DIM / CHUNK>(x, place.chunk, root);
+  };
+  const auto load = [&](float (&x)[CHUNK], int row) {
+    rows.load(x, row, place.chunk);
+    change(x, row);
   };
   const auto largest_of_row = [&](const float (&x)[CHUNK]) {
     float largest = 0.0f;
@@ -190,23 +213,20 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
     for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Bytes*>(to + term * HEAD_DIM) = encoded[term];
   };
 
-  constexpr int STEP = BLOCK == 1 ? AT_A_TIME * GROUPS : BLOCK;
-  for (int block = first; block < last; block += STEP) {
-    const int end = min(block + STEP, last);
-    if constexpr (BLOCK == 1) {
-      float x[AT_A_TIME][CHUNK];
-#pragma unroll
-      for (int j = 0; j < AT_A_TIME; ++j) load(x[j], block + j * GROUPS + place.row);
-#pragma unroll
-      for (int j = 0; j < AT_A_TIME; ++j) {
-        const int row = block + j * GROUPS + place.row;
-        const float scale = scale_of<Format>(largest_of_row(x[j]));
-        if (row < end) {
-          store(x[j], row, scale);
-          if (place.chunk == 0) scales[row] = scale;
-        }
-      }
-    } else {
+  if constexpr (BLOCK == 1) {
+    // All lanes of a row go on together: they shuffle.
+    const int rounds = (last - first + GROUPS - 1) / GROUPS;
+    rows.template for_each<AT_A_TIME>(first + place.row, first + place.row + rounds * GROUPS, place.chunk,
+                                      [&](float (&x)[CHUNK], int row) {
+                                        change(x, row);
+                                        const float scale = scale_of<Format>(largest_of_row(x));
+                                        if (row >= last) return;
+                                        store(x, row, scale);
+                                        if (place.chunk == 0) scales[row] = scale;
+                                      });
+  } else {
+    for (int block = first; block < last; block += BLOCK) {
+      const int end = min(block + BLOCK, last);
       float x[CHUNK], largest = 0.0f;
       for (int r = 0; r < end - block; r += GROUPS) {
         load(x, block + r + place.row);
@@ -236,16 +256,10 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
                                                   int last, unsigned char* quantized, float* scales) {
   const Place<HEAD_DIM> place;
   float largest[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
-    float x[AT_A_TIME][CHUNK];
+  rows.template for_each<AHEAD>(place.row, rows.count, place.chunk, [&](const float (&x)[CHUNK], int) {
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
-#pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) {
-#pragma unroll
-      for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude<Format>(largest[i], x[j][i]);
-    }
-  }
+    for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude<Format>(largest[i], x[i]);
+  });
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = largest[i];
   __syncthreads();
@@ -266,36 +280,28 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
     scale[i] = shared.channels[0][place.chunk * CHUNK + i];
     inverse[i] = shared.channels[1][place.chunk * CHUNK + i];
   }
-  for (int row = first + place.row; row < last; row += AT_A_TIME * GROUPS) {
-    float x[AT_A_TIME][CHUNK];
+  rows.template for_each<AT_A_TIME>(first + place.row, last, place.chunk, [&](const float (&x)[CHUNK], int row) {
+    if (row >= last) return;
+    float y[CHUNK];
+    divide(y, x, scale, inverse);
+    Bytes encoded;
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
-#pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) {
-      if (row + j * GROUPS >= last) break;
-      float y[CHUNK];
-      divide(y, x[j], scale, inverse);
-      Bytes encoded;
-#pragma unroll
-      for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Format::encode(y[i]);
-      unsigned char* to = quantized + static_cast<int64>(row + j * GROUPS) * HEAD_DIM + place.chunk * CHUNK;
-      *reinterpret_cast<Bytes*>(to) = encoded;
-    }
-  }
+    for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Format::encode(y[i]);
+    *reinterpret_cast<Bytes*>(quantized + static_cast<int64>(row) * HEAD_DIM + place.chunk * CHUNK) = encoded;
+  });
 }
 
 // Of a head's rows, a CTA takes this many: whole blocks.
 template <int BLOCK>
-constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;
+constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;  // or a multiple: params.tile_rows
 
 template <typename T, int HEAD_DIM, typename Format, typename Value, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD>
 __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     quantize_query_key_value(const __grid_constant__ QuantizeParams params) {
-  constexpr int ROWS = ROWS_OF_CTA<BLOCK>;
-  static_assert(ROWS % BLOCK == 0, "CTAs take whole blocks");
+  static_assert(ROWS_OF_CTA<BLOCK> % BLOCK == 0, "CTAs take whole blocks");
   __shared__ SharedStorage<HEAD_DIM> shared;
-  const int query_tiles = (params.seqlen_q + ROWS - 1) / ROWS;
-  const int key_rows = SMOOTH ? params.part_rows : ROWS;
+  const int query_tiles = (params.seqlen_q + params.tile_rows - 1) / params.tile_rows;
+  const int key_rows = SMOOTH ? params.part_rows : params.tile_rows;
   const int key_tiles = (params.seqlen_k + key_rows - 1) / key_rows;
   const int heads_kv = params.batch * params.heads_kv;
   int index = blockIdx.x;
@@ -327,10 +333,10 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     }
     index -= heads_kv * parts;
   }
-  const int head = index / query_tiles, first = index % query_tiles * ROWS;
+  const int head = index / query_tiles, first = index % query_tiles * params.tile_rows;
   const Rows<T> rows(params.query, params.query_strides, head, params.heads, params.seqlen_q);
   quantize_rows<Format, HEAD_DIM, TERMS, BLOCK, false, HADAMARD>(
-      shared, rows, first, min(first + ROWS, params.seqlen_q),
+      shared, rows, first, min(first + params.tile_rows, params.seqlen_q),
       params.quantized_query + static_cast<int64>(head) * params.seqlen_q * TERMS * HEAD_DIM,
       params.query_scale + static_cast<int64>(head) * ((params.seqlen_q + BLOCK - 1) / BLOCK), params.root);
 }

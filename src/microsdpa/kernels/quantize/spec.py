@@ -84,6 +84,18 @@ def rows_of_cta(scheme: QuantizationScheme) -> int:
     return max(2 * GROUPS, scheme.block)
 
 
+MOST_TILE_ROWS, MANY_TILES = 256, 1024
+"""Rows of Q that a CTA takes at most, where that many CTAs are left: loads of its later rows hide behind work."""
+
+
+def tile_rows(scheme: QuantizationScheme, heads: int, seqlen_q: int) -> int:
+    """Rows of Q, and without smoothing of K, that a CTA takes; `heads` of all batches."""
+    rows = rows_of_cta(scheme)
+    while rows < MOST_TILE_ROWS and heads * -(-seqlen_q // (2 * rows)) >= MANY_TILES:
+        rows *= 2
+    return rows
+
+
 def part_rows(scheme: QuantizationScheme, heads: int, seqlen_k: int) -> int:
     """Rows of V, and with smoothing of K, that a CTA encodes, having read all of the head; `heads` of all batches."""
     rows, parts = rows_of_cta(scheme), max(1, min(PARTS, PART_CTAS // heads))
@@ -92,7 +104,7 @@ def part_rows(scheme: QuantizationScheme, heads: int, seqlen_k: int) -> int:
 
 def fused_grid(scheme: QuantizationScheme, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Grid:
     """CTAs for K, then V, then Q."""
-    rows, part = rows_of_cta(scheme), part_rows(scheme, batch * heads_kv, seqlen_k)
+    rows, part = tile_rows(scheme, batch * heads, seqlen_q), part_rows(scheme, batch * heads_kv, seqlen_k)
     key_tiles = -(-seqlen_k // (part if scheme.smooth else rows))
     value_tiles = -(-seqlen_k // part) if scheme.value else 0
     return batch * (heads * -(-seqlen_q // rows) + heads_kv * (key_tiles + value_tiles)), 1, 1
