@@ -20,6 +20,7 @@ from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.execution import gradients
 from microsdpa.kernels.backward.spec import Tiling
+from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
 
@@ -85,9 +86,29 @@ FORWARD = [
 ]
 
 
+HOPPER_FORWARD = [
+    Case(1, 4, 150, 300, 64, heads_kv=2),
+    Case(2, 1, 150, 200, 128, dtype="bfloat16", causal="lower_right"),
+    Case(1, 1, 70, 150, 72, causal="upper_left"),
+    Case(1, 1, 70, 100, 256),
+    Case(1, 2, 140, 300, 64, masks=("padding", "softcap", "sinks")),
+    Case(1, 1, 140, 304, 64, masks=("additive", "window", "alibi")),
+]
+
+
+@pytest.mark.parametrize("p", [0.2, 1.0])
+@pytest.mark.parametrize("case", HOPPER_FORWARD, ids=str)
+def test_hopper_throughput_keeps_what_the_specification_keeps(case: Case, p: float) -> None:
+    check_forward(case, p, "hopper/throughput", "sm_90a")
+
+
 @pytest.mark.parametrize("p", [0.2, 1.0])
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_the_forward_pass_keeps_what_the_specification_keeps(case: Case, p: float) -> None:
+    check_forward(case, p)
+
+
+def check_forward(case: Case, p: float, impl: str = "auto", target: str = "") -> None:
     tensors, masks = make(case), make_masks(case)
     given: dict[str, Any] = {"causal": case.causal, "dropout_p": p, "rng_state": STATE, **masks}
     (expected, expected_lse), (plain, _) = (f(*tensors, **given) for f in (reference.oracle, reference.eager))
@@ -97,12 +118,13 @@ def test_the_forward_pass_keeps_what_the_specification_keeps(case: Case, p: floa
         mask=Masks(**masks).kind,
         alignment=2 if case.layout == "unaligned" else 16,
         dropout=True,
+        **({"target": target} if target else {}),  # type: ignore[arg-type]
     )
     found = []
     for schedule in SCHEDULES:
         out, lse = torch.full_like(tensors[0], torch.nan), torch.full(tensors[0].shape[:3], torch.nan)
         with scheduled(schedule):
-            spec = select(problem).spec
+            spec = select(problem, impl).spec
             run.attention(spec, problem, (*tensors, out, lse), masks=Masks(**masks, dropping=(p, STATE)))
         errors = compare.measure(out, expected)
         assert compare.tolerance(plain, expected, out.dtype).admits(errors), errors
@@ -170,6 +192,30 @@ def test_gradients_are_those_of_what_was_kept(case: Case, tiling: Tiling | None,
         assert wrong(of, exact, plain) == ""
         found.append([tensor.clone() for tensor in of.made.values()])
     assert all(map(torch.equal, *found))
+
+
+HOPPER_BACKWARD = [
+    Case(1, 2, 150, 200, 64, heads_kv=1),
+    Case(2, 1, 150, 140, 128, dtype="bfloat16", causal="lower_right"),
+    Case(1, 1, 70, 150, 72, causal="upper_left"),
+    Case(1, 2, 140, 100, 256, heads_kv=1, causal="upper_left"),
+]
+
+
+@pytest.mark.parametrize("case", HOPPER_BACKWARD, ids=str)
+def test_hopper_backward_has_gradients_of_what_was_kept(case: Case) -> None:
+    of, exact, plain = described(case, 0.3)
+    found = []
+    for deterministic in (True, True, False):
+        tiling = hopper_backward.choose(of.problem("sm_90a"), deterministic)
+        assert isinstance(tiling, hopper_backward.Tiling)
+        for tensor in of.made.values():
+            tensor.fill_(torch.nan)
+        with scheduled(SCHEDULES[len(found) % 2]):
+            gradients.emulate(of, tiling, "sm_90a")
+        assert wrong(of, exact, plain) == ""
+        found.append([tensor.clone() for tensor in of.made.values()])
+    assert all(map(torch.equal, *found[:2]))
 
 
 def test_no_gradient_is_left_where_all_is_dropped() -> None:

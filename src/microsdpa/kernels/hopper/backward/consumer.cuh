@@ -6,7 +6,7 @@
 namespace microsdpa::hopper::backward {
 
 // Accumulators of transposed products: a row of S^T is a key's, a column a query's.
-template <typename C, bool CAUSAL, bool IN_ORDER>
+template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
 struct Consumer {
   using T = typename C::T;
   using Products = float[C::BLOCK_M / 2];
@@ -21,19 +21,21 @@ struct Consumer {
   const int warpgroup;
   const int thread;     // of the warpgroup
   const int first_key;  // of the warpgroup
+  const Drop drop;
   PipelineState<C::QUERY_STAGES> query_state;
   PipelineState<C::GRAD_STAGES> grad_state;
   Sums dk = {}, dv = {};
   Products s;
 
   __device__ __forceinline__ Consumer(SharedStorage<C>& shared, const AttentionParams& call,
-                                      const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup)
+                                      const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, const Drop& drop)
       : shared(shared),
         call(call),
         walk(walk),
         warpgroup(warpgroup),
         thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
-        first_key(walk.first_key + ROWS * warpgroup) {}
+        first_key(walk.first_key + ROWS * warpgroup),
+        drop(drop) {}
 
   __device__ __forceinline__ int rows() const { return warpgroup; }  // of the CTA's keys, 64 at a time
 
@@ -118,15 +120,16 @@ struct Consumer {
     if constexpr (C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     Products p;
     weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
+    if constexpr (Drop::ANY) drop.mark(*this, p, at);
     Rounded rounded;
-    round_to<T>(rounded, p);
+    round_kept_to<T, Drop::ANY>(rounded, p);
     if constexpr (!C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     accumulate_values(rounded, shared.grad_out[grad_stage]);
     wgmma_wait<1>();
     wgmma_fence_registers(dp);
     wgmma_fence_registers(dk);
     if (turn > 0) release(shared.query_empty[before]);
-    differentiate(p, dp, shared.delta[query_stage], thread);
+    differentiate(p, dp, shared.delta[query_stage], thread, drop);
     Rounded words;
     round_to<T>(words, p);
 #pragma unroll
@@ -176,7 +179,9 @@ struct Consumer {
 
   __device__ __forceinline__ void finish(const TensorMap& grad_key, const TensorMap& grad_value) const {
     constexpr float LN_2 = 0.693147180559945309417f;
-    store(*this, grad_value, shared.value, dv, 1.0f);
+    float factor = 1.0f;
+    if constexpr (Drop::ANY) factor = drop.scale;
+    store(*this, grad_value, shared.value, dv, factor);
     // The other warpgroup has read K for its dQ.
     named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
     store(*this, grad_key, shared.key, dk, call.scale_log2 * LN_2);

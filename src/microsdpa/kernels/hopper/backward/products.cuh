@@ -2,6 +2,7 @@
 // query's.
 #pragma once
 
+#include "../../common/dropout.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/softmax.cuh"
 #include "../../ptx/arithmetic.cuh"
@@ -51,15 +52,56 @@ __device__ __forceinline__ void weigh(const Consumer& of, typename Consumer::Pro
   }
 }
 
+// Drops nothing.
+struct DropsNothing {
+  static constexpr bool ANY = false;
+  __device__ __forceinline__ explicit DropsNothing(const BackwardParams&) {}
+};
+
+// Drops probabilities. They get a minus sign until P and dS are made of them, which both want to know of it.
+struct Drops {
+  static constexpr bool ANY = true;
+
+  const Philox philox;
+  const KeptNumbers keeps;
+  const float scale;  // of what is kept
+
+  __device__ __forceinline__ explicit Drops(const Dropped<BackwardParams>& given)
+      : philox(Philox(given.dropout).of_warp()), keeps(given.dropout.kept), scale(given.dropout.scale) {}
+
+  // `at`: the tile of queries, and the query head of the batch entry.
+  template <typename Consumer>
+  __device__ __forceinline__ void mark(const Consumer& of, typename Consumer::Products& p, const Turn& at) const {
+    mark_dropped(p, philox, keeps, of.walk.batch * of.call.heads + at.head, of.first_key + key_row(of.thread, 0),
+                 at.tile * Consumer::BLOCK_M);
+  }
+};
+template <bool DROPS>
+struct DropIf {
+  using Type = DropsNothing;
+};
+template <>
+struct DropIf<true> {
+  using Type = Drops;
+};
+
 // Makes dS of P and dP, in the place of P.
-template <int N>
+template <int N, typename Drop>
 __device__ __forceinline__ void differentiate(float (&p)[N], const float (&dp)[N], const float* delta_of_column,
-                                              int thread) {
+                                              int thread, const Drop& drop) {
 #pragma unroll
   for (int n = 0; n < N / 4; ++n) {
     const float2 delta = *reinterpret_cast<const float2*>(&delta_of_column[8 * n + first_column(thread)]);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) p[4 * n + e] *= dp[4 * n + e] - (e % 2 ? delta.y : delta.x);
+    for (int e = 0; e < 4; ++e) {
+      const float subtract = e % 2 ? delta.y : delta.x;
+      if constexpr (Drop::ANY) {
+        const float factor = p[4 * n + e] < 0.0f ? 0.0f : drop.scale;
+        p[4 * n + e] = fabsf(p[4 * n + e]) * fmaf(dp[4 * n + e], factor, -subtract);
+      } else {
+        p[4 * n + e] *= dp[4 * n + e] - subtract;
+      }
+    }
   }
 }
 
@@ -71,6 +113,19 @@ __device__ __forceinline__ void round_to(uint32 (&to)[K][4], const float (&from)
   for (int k = 0; k < K; ++k) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[k][i] = pack<T>(from[8 * k + 2 * i], from[8 * k + 2 * i + 1]);
+  }
+}
+
+// The same of probabilities, less what is dropped.
+template <typename T, bool DROPS, int K, int N>
+__device__ __forceinline__ void round_kept_to(uint32 (&to)[K][4], const float (&p)[N]) {
+  if constexpr (DROPS) {
+    float kept[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) kept[i] = p[i] < 0.0f ? 0.0f : p[i];
+    round_to<T>(to, kept);
+  } else {
+    round_to<T>(to, p);
   }
 }
 

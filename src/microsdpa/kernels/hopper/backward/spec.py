@@ -9,7 +9,18 @@ from typing import Literal
 from microsdpa.kernels.chip import L2_PART
 from microsdpa.kernels.hopper.common import ROWS
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, MAX_NUMBER, Grid, KernelSpec, Rejection, TensorMap
+from microsdpa.kernels.spec import (
+    BOOLEAN,
+    CPP_TYPE,
+    DROPOUT_TYPE,
+    MAX_GRID_X,
+    MAX_NUMBER,
+    Grid,
+    KernelSpec,
+    Rejection,
+    TensorMap,
+    dropped_params,
+)
 
 NAME = "hopper/backward"
 PARAMS = "microsdpa::backward::BackwardParams"
@@ -103,8 +114,6 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
         )
     if problem.mask is not None:
         return Rejection(f"there is {problem.mask}", "no mask but a causal one")
-    if problem.dropout:
-        return Rejection("it drops no probabilities", "dropout_p=0.0")
     if not problem.bulk or problem.alignment < VECTOR_BYTES:
         return Rejection("tensor maps cannot describe the tensors", "rows that start on 16 bytes")
     tiling = next(tiling for tiling in TILINGS if problem.head_dim <= tiling.columns)
@@ -124,7 +133,13 @@ def heads_together(problem: Problem, tiling: Tiling) -> int:
 
 
 def _spec(
-    source: str, template: str, arguments: dict[str, str | int], threads: int, tiling: Tiling, **others: object
+    source: str,
+    template: str,
+    arguments: dict[str, str | int],
+    threads: int,
+    tiling: Tiling,
+    dropout: bool = False,
+    **others: object,
 ) -> KernelSpec:
     """One of the kernels; all have the same parameter, and wait for the kernel ahead of them."""
     return KernelSpec(
@@ -135,7 +150,7 @@ def _spec(
         threads=threads,
         block_m=tiling.block_m,
         programmatic=True,
-        params=PARAMS,
+        params=dropped_params(PARAMS, dropout),
         **others,  # type: ignore[arg-type]
     )
 
@@ -158,6 +173,7 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
         **({} if tiling.wide else {"DP_FIRST": BOOLEAN[tiling.dp_first]}),
         "IN_ORDER": BOOLEAN[tiling.in_order],
         "CAUSAL": BOOLEAN[problem.causal is not None],
+        **({"DROPOUT": DROPOUT_TYPE[True]} if problem.dropout else {}),
     }
     boxes: tuple[tuple[Name, int], ...] = (
         *(("query", tiling.block_m), ("key", tiling.block_n), ("value", tiling.block_n)),
@@ -165,7 +181,7 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
     )
     source = ("wide", "gradients_wide") if tiling.wide else ("kernel", "gradients")
     return _spec(
-        *(*source, arguments, 128 * (1 + CONSUMERS), tiling),
+        *(*source, arguments, 128 * (1 + CONSUMERS), tiling, problem.dropout),
         shared_bytes=tiling.shared_bytes,
         tensor_maps=tuple(TensorMap(name, rows, BOX) for name, rows in boxes),
     )
