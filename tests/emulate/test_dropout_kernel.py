@@ -115,7 +115,7 @@ def check_forward(case: Case, p: float, impl: str = "auto", target: str = "") ->
     problem = Problem(
         *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
         causal=case.causal,
-        mask=Masks(**masks).kind,
+        mask=Masks(**masks).kind_in_memory if target else Masks(**masks).kind,
         alignment=2 if case.layout == "unaligned" else 16,
         dropout=True,
         **({"target": target} if target else {}),  # type: ignore[arg-type]

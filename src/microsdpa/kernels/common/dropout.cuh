@@ -198,35 +198,45 @@ __device__ __forceinline__ void drop_operands(uint32 (&p)[STEPS][4], const Philo
   }
 }
 
-// Marks what is dropped of a lane's probabilities with a minus sign, on accumulators of transposed scores: 16 rows of a
-// warp are keys, the columns queries.
-//   row: the lane's first   first_column: of the tile; both tiles begin at multiples of 16
+// What is dropped of a lane's probabilities on accumulators of transposed scores: 16 rows of a warp are keys, the
+// columns queries.
 template <int N>
-__device__ __forceinline__ void mark_dropped(float (&p)[N], const Philox& philox, const KeptNumbers& keeps, int head,
-                                             int row, int first_column) {
-  // The numbers of a lane's keys are those of two turns of the generator, for even and odd queries: it makes one, and
-  // its neighbour, who has the other keys of both, makes the other.
-  constexpr uint32 TOP = 0x80008000u;
-  const int odd = row % 2, column = lane_index() % 4 * 2;
+struct DroppedTransposed {
+  uint32 bits[N / 32];  // four of each half are those of a square of 16 queries and 16 keys
+  static_assert(N % 32 == 0, "whole words");
+
+  // `row`: the lane's first one. `first_column`: of the tile. Both tiles begin at multiples of 16.
+  __device__ __forceinline__ void draw(const Philox& philox, const KeptNumbers& keeps, int head, int row,
+                                       int first_column) {
+    // The numbers of a lane's keys are those of two turns of the generator, for even and odd queries: it makes one, and
+    // its neighbour, who has the other keys of both, makes the other.
+    const int odd = row % 2, column = lane_index() % 4 * 2;
 #pragma unroll
-  for (int m = 0; m < N / 8; ++m) {
-    const RandomWords own = philox.at(head, first_column + 16 * m + column + odd, row);
-    uint32 flags[2];  // of keys j and j + 8 together, then of j + 1 and j + 9
+    for (int m = 0; m < N / 8; ++m) {
+      const RandomWords own = philox.at(head, first_column + 16 * m + column + odd, row);
+      uint32 flags[2];  // of keys j and j + 8 together, then of j + 1 and j + 9
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      flags[i] = (keeps(own.words[2 * i]) & TOP) | (keeps(own.words[2 * i + 1]) >> 1 & ~TOP);
-    }
-    const uint32 mine = odd ? flags[1] : flags[0];
-    const uint32 theirs = __shfl_xor_sync(FULL_WARP, odd ? flags[0] : flags[1], 4);
-    const uint32 even_queries = ~(odd ? theirs : mine), odd_queries = ~(odd ? mine : theirs);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const uint32 from = i % 2 ? odd_queries : even_queries;
-      const uint32 sign = (from << ((i / 4 == 0 ? 16 : 0) + i / 2 % 2)) & 0x80000000u;
-      p[8 * m + i] = __uint_as_float(__float_as_uint(p[8 * m + i]) | sign);
+      for (int i = 0; i < 2; ++i) {
+        flags[i] = (keeps(own.words[2 * i]) & 0x80008000u) | (keeps(own.words[2 * i + 1]) >> 1 & ~0x80008000u);
+      }
+      const uint32 mine = odd ? flags[1] : flags[0];
+      const uint32 theirs = __shfl_xor_sync(FULL_WARP, odd ? flags[0] : flags[1], 4);
+      const uint32 even_queries = odd ? theirs : mine, odd_queries = odd ? mine : theirs;
+      const uint32 kept = (even_queries & 0xc000c000u) | (odd_queries >> 2 & 0x30003000u);
+      const uint32 dropped = (kept ^ 0xf000f000u) >> 4 * (m % 4);
+      bits[m / 4] = m % 4 == 0 ? dropped : bits[m / 4] | dropped;
     }
   }
-}
+
+  // Gives what is dropped a minus sign.
+  __device__ __forceinline__ void mark(float (&p)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const int place = 15 + 16 * (i / 4 % 2) - 4 * (i / 8 % 4) - 2 * (i % 2) - i / 2 % 2;
+      p[i] = __uint_as_float(__float_as_uint(p[i]) | (bits[i / 32] << (31 - place) & 0x80000000u));
+    }
+  }
+};
 
 // Drops probabilities of a lane whose keys follow one another, as those of masked tiles do (masks.cuh).
 //   row: the lane's first   first_key: of the tile

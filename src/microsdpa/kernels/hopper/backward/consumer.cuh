@@ -21,7 +21,7 @@ struct Consumer {
   const int warpgroup;
   const int thread;     // of the warpgroup
   const int first_key;  // of the warpgroup
-  const Drop drop;
+  Drop drop;
   PipelineState<C::QUERY_STAGES> query_state;
   PipelineState<C::GRAD_STAGES> grad_state;
   Sums dk = {}, dv = {};
@@ -120,7 +120,7 @@ struct Consumer {
     if constexpr (C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     Products p;
     weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
-    if constexpr (Drop::ANY) drop.mark(*this, p, at);
+    if constexpr (Drop::ANY) drop.next.mark(p);
     Rounded rounded;
     round_kept_to<T, Drop::ANY>(rounded, p);
     if constexpr (!C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
@@ -151,9 +151,16 @@ struct Consumer {
     grad_state.advance();
     put_sums(shared.sums[warpgroup], dq, warpgroup, thread, turn == 0);
     if constexpr (!LAST) {
+      if constexpr (Drop::ANY) draw_next(at);
       wgmma_wait<1>();
       take(next);
     }
+  }
+
+  // Draws for the turn behind `at`, while its S is multiplied.
+  __device__ __forceinline__ void draw_next(Turn at) {
+    at.advance(walk);
+    drop.draw(*this, at);
   }
 
   __device__ __forceinline__ void run() {
@@ -164,6 +171,7 @@ struct Consumer {
     {
       Products next;
       score(next);
+      if constexpr (Drop::ANY) drop.draw(*this, Turn(walk));
       wgmma_wait<0>();
       take(next);
     }

@@ -53,36 +53,39 @@ __device__ __forceinline__ void weigh(const Consumer& of, typename Consumer::Pro
 }
 
 // Drops nothing.
+template <int N>
 struct DropsNothing {
   static constexpr bool ANY = false;
   __device__ __forceinline__ explicit DropsNothing(const BackwardParams&) {}
 };
 
-// Drops probabilities. They get a minus sign until P and dS are made of them, which both want to know of it.
+// Drops some of N probabilities of a lane. They get a minus sign until P and dS are made of them, which both want to
+// know of it.
+template <int N>
 struct Drops {
   static constexpr bool ANY = true;
 
-  const Philox philox;
-  const KeptNumbers keeps;
+  const DropoutParams& given;
   const float scale;  // of what is kept
+  DroppedTransposed<N> next;
 
-  __device__ __forceinline__ explicit Drops(const Dropped<BackwardParams>& given)
-      : philox(Philox(given.dropout).of_warp()), keeps(given.dropout.kept), scale(given.dropout.scale) {}
+  __device__ __forceinline__ explicit Drops(const Dropped<BackwardParams>& params)
+      : given(params.dropout), scale(given.scale) {}
 
-  // `at`: the tile of queries, and the query head of the batch entry.
+  // Draws for a tile of queries. The generator is made anew each time, so that it takes no registers in between.
   template <typename Consumer>
-  __device__ __forceinline__ void mark(const Consumer& of, typename Consumer::Products& p, const Turn& at) const {
-    mark_dropped(p, philox, keeps, of.walk.batch * of.call.heads + at.head, of.first_key + key_row(of.thread, 0),
-                 at.tile * Consumer::BLOCK_M);
+  __device__ __forceinline__ void draw(const Consumer& of, const Turn& at) {
+    next.draw(Philox(given).of_warp(), KeptNumbers(given.kept), of.walk.batch * of.call.heads + at.head,
+              of.first_key + key_row(of.thread, 0), at.tile * Consumer::BLOCK_M);
   }
 };
-template <bool DROPS>
+template <bool DROPS, int N>
 struct DropIf {
-  using Type = DropsNothing;
+  using Type = DropsNothing<N>;
 };
-template <>
-struct DropIf<true> {
-  using Type = Drops;
+template <int N>
+struct DropIf<true, N> {
+  using Type = Drops<N>;
 };
 
 // Makes dS of P and dP, in the place of P.

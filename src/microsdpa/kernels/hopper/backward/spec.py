@@ -32,6 +32,7 @@ LARGEST_JOINT = 128
 """Columns up to which the registers of a consumer hold dK and dV of its keys together; else it holds one of them."""
 THREADS = 256
 """Of a CTA of the kernels ahead and behind."""
+DROPOUT_SPILLS = "with dropout some numbers of a turn, which are read once a turn"
 Name = Literal["query", "key", "value", "grad_out", "grad_key", "grad_value"]
 
 
@@ -183,6 +184,7 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
     return _spec(
         *(*source, arguments, 128 * (1 + CONSUMERS), tiling, problem.dropout),
         shared_bytes=tiling.shared_bytes,
+        local_memory=DROPOUT_SPILLS if problem.dropout else "",
         tensor_maps=tuple(TensorMap(name, rows, BOX) for name, rows in boxes),
     )
 

@@ -23,7 +23,7 @@ struct WideConsumer {
   const int warpgroup;
   const int thread;     // of the warpgroup
   const int first_key;  // of the CTA
-  const Drop drop;
+  Drop drop;
   PipelineState<C::QUERY_STAGES> query_state;
   PipelineState<C::GRAD_STAGES> grad_state;
   Sums sums = {};
@@ -110,7 +110,7 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
     const int query_stage = query_state.stage, grad_stage = grad_state.stage;
     Products p;
     weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
-    if constexpr (Drop::ANY) drop.mark(*this, p, at);
+    if constexpr (Drop::ANY) drop.next.mark(p);
     release(shared.query_empty[query_stage]);
     auto* to = reinterpret_cast<float4*>(shared.p) + thread;
 #pragma unroll
@@ -140,7 +140,16 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
       wgmma_fence_registers(dq);
       put_sums(shared.sums[0], dq, 0, thread, part == 0 && turn == 0);
     }
-    if constexpr (!LAST) this->take(s, next);
+    if constexpr (!LAST) {
+      this->take(s, next);
+      if constexpr (Drop::ANY) draw_next(at);
+    }
+  }
+
+  // Draws for the turn behind `at`.
+  __device__ __forceinline__ void draw_next(Turn at) {
+    at.advance(walk);
+    drop.draw(*this, at);
   }
 
   __device__ __forceinline__ void run() {
@@ -150,6 +159,7 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
     {
       Products next;
       score(next);
+      if constexpr (Drop::ANY) drop.draw(*this, Turn(walk));
       wgmma_wait<0>();
       this->take(s, next);
     }
