@@ -50,6 +50,27 @@ def test_gradients_are_right_in_two_orders(case: Case) -> None:
     assert all(report.bank_conflicts == 0 for report in reports)
 
 
+WHOLE = [
+    Case(1, 4, 300, 128, 64, heads_kv=2, causal="upper_left"),
+    Case(1, 2, 70, 50, 64, dtype="bfloat16", layout="bshd"),
+    Case(1, 2, 100, 110, 128, causal="lower_right"),
+    Case(1, 2, 150, 128, 128, heads_kv=1, scale=-0.2),
+    Case(1, 1, 1, 1, 72),
+]
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_one_tile_of_keys_needs_no_sums_in_memory(case: Case) -> None:
+    wanted = expected(case, through_lse=True)
+    tiling = tiling_of(wanted)
+    assert tiling.whole
+    assert len(check(wanted, tiling, TARGET)) == 2  # kernels, and the same bits in any order
+
+
+def test_queries_that_see_no_key_take_sums_in_memory() -> None:
+    assert not tiling_of(expected(Case(1, 1, 300, 128, 64, causal="lower_right"))).whole
+
+
 FIXED = [*CASES[:2], CASES[4], CASES[5], CASES[8]]
 
 

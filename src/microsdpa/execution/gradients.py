@@ -169,11 +169,12 @@ def launches(of: Gradient, problem: Problem, tiling: AnyTiling) -> tuple[list[La
         numbers = (*numbers, (_KEPT, launcher.KEPT), (_KEPT_SCALE, launcher.KEPT_SCALE))
     if not isinstance(tiling, Tiling):
         tiles = hopper_spec.tiles_grid(problem, tiling)
-        stages = (
+        stages = [
             (hopper_spec.prepare(problem, tiling), tiles),
             (hopper_spec.gradients(problem, tiling), hopper_spec.gradients_grid(problem, tiling)),
-            (hopper_spec.finish(problem, tiling), tiles),
-        )
+        ]
+        if not tiling.whole:
+            stages.append((hopper_spec.finish(problem, tiling), tiles))
         made = [Launch(spec, grid, whole, pointers, _mapped(of, spec), numbers) for spec, grid in stages]
         return made, tiling.workspace_bytes(problem)
     slopes = "grad_slopes" in of.made

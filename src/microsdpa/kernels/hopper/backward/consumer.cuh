@@ -14,6 +14,7 @@ struct Consumer {
   using Sums = float[C::HEAD_DIM / 2];
   static constexpr int BOX = C::BOX, BLOCK_M = C::BLOCK_M, BLOCK_N = C::BLOCK_N, HEAD_DIM = C::HEAD_DIM;
   static constexpr int EIGHT_ROWS = 8 * BOX * sizeof(T);
+  static constexpr float LN_2 = 0.693147180559945309417f;
 
   SharedStorage<C>& shared;
   const AttentionParams& call;
@@ -149,7 +150,12 @@ struct Consumer {
     for (int k = 0; k < BLOCK_M / 16; ++k) wgmma_fence_registers(rounded[k]);  // nobody else has had them
     release(shared.grad_empty[grad_stage]);
     grad_state.advance();
-    put_sums(shared.sums[warpgroup], dq, warpgroup, thread, turn == 0);
+    if constexpr (C::WHOLE) {
+      put_queries(reinterpret_cast<T*>(shared.sums[warpgroup]), dq, call.scale_log2 * LN_2, warpgroup, thread,
+                  turn == 0);
+    } else {
+      put_sums(shared.sums[warpgroup], dq, warpgroup, thread, turn == 0);
+    }
     if constexpr (!LAST) {
       if constexpr (Drop::ANY) draw_next(at);
       wgmma_wait<1>();
@@ -186,7 +192,6 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void finish(const TensorMap& grad_key, const TensorMap& grad_value) const {
-    constexpr float LN_2 = 0.693147180559945309417f;
     float factor = 1.0f;
     if constexpr (Drop::ANY) factor = drop.scale;
     store(*this, grad_value, shared.value, dv, factor);

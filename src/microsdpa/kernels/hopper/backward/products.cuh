@@ -154,6 +154,24 @@ __device__ __forceinline__ void put_sums(float* sums, const float (&dq)[PART / W
   named_barrier_arrive(SUMS_FULL + warpgroup, SUMS_THREADS);
 }
 
+// Leaves a consumer's part of dQ, which is whole, where it is stored from.
+template <typename T>
+__device__ __forceinline__ void put_queries(T* tile, const float (&dq)[PART / WARPGROUP_THREADS], float factor,
+                                            int warpgroup, int thread, bool first) {
+  constexpr int BOX = 64;
+  if (!first) named_barrier_sync(SUMS_EMPTY + warpgroup, SUMS_THREADS);
+  const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int block = 0; block < BOX / 16; ++block) {
+    uint32 word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = pack<T>(dq[8 * block + 2 * i] * factor, dq[8 * block + 2 * i + 1] * factor);
+    stmatrix(tile + row * BOX + 8 * ((2 * block + lane / 16) ^ row % 8), word);
+  }
+  fence_proxy_async();
+  named_barrier_arrive(SUMS_FULL + warpgroup, SUMS_THREADS);
+}
+
 // Writes a consumer's rows of a sum, which lie in a tile that nobody reads any more.
 template <typename Consumer>
 __device__ __forceinline__ void store(const Consumer& of, const TensorMap& map, typename Consumer::T* tile,

@@ -33,7 +33,7 @@ LARGEST_JOINT = 128
 THREADS = 256
 """Of a CTA of the kernels ahead and behind."""
 DROPOUT_SPILLS = "with dropout some numbers of a turn, which are read once a turn"
-Name = Literal["query", "key", "value", "grad_out", "grad_key", "grad_value"]
+Name = Literal["query", "key", "value", "grad_out", "grad_query", "grad_key", "grad_value"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Tiling:
         grad_stages: the same of dO.
         dp_first: whether dP is multiplied while P is made, else after it, which takes fewer registers.
         in_order: whether sums of dQ are added in an order that is always the same.
+        whole: whether a CTA has all keys of its head: dQ is no sum then, and there is no kernel behind.
     """
 
     columns: int
@@ -55,6 +56,7 @@ class Tiling:
     grad_stages: int = 2
     dp_first: bool = True
     in_order: bool = False
+    whole: bool = False
 
     @property
     def wide(self) -> bool:
@@ -88,7 +90,8 @@ class Tiling:
 
     def workspace_bytes(self, problem: Problem) -> int:
         """LSE and delta of every row of every tile, its sums of dQ, and how many tiles of keys have added to them."""
-        return self.tiles(problem) * (self.block_m * 4 * (2 + self.columns) + 4 * self.parts)
+        rows = self.block_m * 4 * 2
+        return self.tiles(problem) * (rows if self.whole else rows + self.block_m * 4 * self.columns + 4 * self.parts)
 
 
 TILINGS = (
@@ -124,7 +127,15 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
     rows = (problem.seqlen_q + tiling.block_m) * (problem.heads // problem.heads_kv)
     if max(problem.seqlen_q + problem.seqlen_k, rows, problem.batch * problem.heads) > MAX_NUMBER:
         return Rejection("more rows or heads than a kernel counts", "a smaller batch or shorter sequences")
+    if _is_whole(problem, tiling):
+        return replace(tiling, whole=True)
     return replace(tiling, in_order=deterministic)
+
+
+def _is_whole(problem: Problem, tiling: Tiling) -> bool:
+    """Whether a CTA has all keys of a head, and comes to every query."""
+    every = problem.causal != "lower_right" or problem.seqlen_q <= problem.seqlen_k
+    return not tiling.wide and problem.seqlen_k <= tiling.block_n and every
 
 
 def heads_together(problem: Problem, tiling: Tiling) -> int:
@@ -159,7 +170,11 @@ def _spec(
 def prepare(problem: Problem, tiling: Tiling) -> KernelSpec:
     """The kernel ahead: LSE and delta of every row, and zeros for the sums of dQ."""
     arguments: dict[str, str | int] = {"T": CPP_TYPE[problem.dtype], "HEAD_DIM": problem.head_dim}
-    arguments |= {"BLOCK_M": tiling.block_m, "SUMS": tiling.block_m * tiling.columns, "THREADS": THREADS}
+    arguments |= {
+        "BLOCK_M": tiling.block_m,
+        "SUMS": 0 if tiling.whole else tiling.block_m * tiling.columns,
+        "THREADS": THREADS,
+    }
     return _spec("prepare", "prepare", arguments, THREADS, tiling)
 
 
@@ -174,11 +189,13 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
         **({} if tiling.wide else {"DP_FIRST": BOOLEAN[tiling.dp_first]}),
         "IN_ORDER": BOOLEAN[tiling.in_order],
         "CAUSAL": BOOLEAN[problem.causal is not None],
-        **({"DROPOUT": DROPOUT_TYPE[True]} if problem.dropout else {}),
+        **({"DROPOUT": DROPOUT_TYPE[problem.dropout]} if problem.dropout or tiling.whole else {}),
+        **({"MAPS": "microsdpa::TensorMap"} if tiling.whole else {}),
     }
     boxes: tuple[tuple[Name, int], ...] = (
         *(("query", tiling.block_m), ("key", tiling.block_n), ("value", tiling.block_n)),
         *(("grad_out", tiling.block_m), ("grad_key", ROWS), ("grad_value", ROWS)),
+        *((("grad_query", ROWS),) if tiling.whole else ()),
     )
     source = ("wide", "gradients_wide") if tiling.wide else ("kernel", "gradients")
     return _spec(
