@@ -229,7 +229,7 @@ PLAIN = Case(1, 2, 40, 90, 64)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One replacement in one file, and what is said of it: of the forward pass where `forward`."""
+    """One replacement in one file, and what is said of it: of the forward pass where `forward`, on wgmma if `hopper`."""
 
     name: str
     file: str
@@ -238,9 +238,12 @@ class Mutant:
     said: str
     forward: bool = False
     case: Case = PLAIN
+    hopper: bool = False
 
 
 DROPOUT, KERNEL = "common/dropout.cuh", "backward/kernel.cu"
+THROUGHPUT, HOPPER = "hopper/throughput/", "hopper/backward/"
+LONG = Case(1, 2, 150, 140, 64)
 MUTANTS = [
     Mutant("a round less", DROPOUT, "round < 10", "round < 9", "off", forward=True),
     Mutant("the offset of another call", DROPOUT, "offset / 4)", "offset / 8)", "off", forward=True),
@@ -254,7 +257,11 @@ MUTANTS = [
         *("off", True),
     ),
     Mutant(
-        "the neighbour's numbers are not fetched", DROPOUT, "odd ? theirs : mine", "mine", "grad_(key|value) is off"
+        "the neighbour's numbers are not fetched",
+        DROPOUT,
+        "even_words[i] = odd ? theirs : mine",
+        "even_words[i] = mine",
+        "grad_(key|value) is off",
     ),
     Mutant("dV of all probabilities", KERNEL, "            drop(s, kept);\n", "", "grad_value is off"),
     Mutant("dV is not scaled", KERNEL, "factor = given.dropout.scale;", "factor = 1.0f;", "grad_value is off"),
@@ -266,6 +273,69 @@ MUTANTS = [
         *("the mask's gradient", "backward/mask.cu", "kept.has(0, n, e) ? ", "true ? ", "grad_mask is off"),
         case=Case(1, 2, 40, 90, 32, masks=("float32",)),
     ),
+    *(
+        Mutant(*what, said, forward, LONG, hopper=True)
+        for *what, said, forward in (
+            (
+                "keys in another order",
+                DROPOUT,
+                "<0xdd99>(kept[n], kept[2 + n])",
+                "<0xdd99>(kept[2 + n], kept[n])",
+                "off",
+                True,
+            ),
+            (
+                "numbers of other queries",
+                THROUGHPUT + "dropping.cuh",
+                "row = work.first_row + tile_row",
+                "row = tile_row",
+                "off",
+                True,
+            ),
+            (
+                "O is not scaled",
+                THROUGHPUT + "consumer.cuh",
+                "inverse[half] *= drop.scale",
+                "inverse[half] *= 1.0f",
+                "off",
+                True,
+            ),
+            ("a larger number keeps", DROPOUT, "(kept == 0 ? 0 : kept - 1)", "(kept / 2)", "off", True),
+            ("flags of other queries", DROPOUT, " - 2 * (i % 2)", " - 2 * (1 - i % 2)", "grad_query is off", False),
+            (
+                "flags of the turn before",
+                HOPPER + "consumer.cuh",
+                "    at.advance(walk);\n    drop.draw",
+                "    drop.draw",
+                "is off",
+                False,
+            ),
+            (
+                "dV not scaled",
+                HOPPER + "consumer.cuh",
+                "factor = drop.scale;",
+                "factor = 1.0f;",
+                "grad_value is off",
+                False,
+            ),
+            (
+                "dP not scaled",
+                HOPPER + "products.cuh",
+                "? 0.0f : drop.scale",
+                "? 0.0f : 1.0f",
+                "grad_query is off",
+                False,
+            ),
+            (
+                "dV of all",
+                HOPPER + "products.cuh",
+                "p[i] < 0.0f ? 0.0f : p[i]",
+                "fabsf(p[i])",
+                "grad_value is off",
+                False,
+            ),
+        )
+    ),
 ]
 
 
@@ -275,7 +345,9 @@ def verdict(mutant: Mutant, schedule: Schedule, **options: Any) -> str:
         with scheduled(schedule):
             if not mutant.forward:
                 of, exact, plain = described(case, 0.3)
-                gradients.emulate(of, **options)
+                target = "sm_90a" if mutant.hopper else ""
+                chosen = hopper_backward.choose(of.problem(target)) if mutant.hopper else None
+                gradients.emulate(of, chosen, target, **options)  # type: ignore[arg-type]
                 return wrong(of, exact, plain)
             tensors = make(case)
             expected, _ = reference.oracle(*tensors, dropout_p=0.3, rng_state=STATE)
@@ -283,9 +355,10 @@ def verdict(mutant: Mutant, schedule: Schedule, **options: Any) -> str:
             problem = Problem(
                 case.batch, case.heads, case.heads, case.seqlen_q, case.seqlen_k, case.head_dim, "float16"
             )
-            problem = Problem(**(vars(problem) | {"dropout": True}))
+            problem = Problem(**(vars(problem) | {"dropout": True} | ({"target": "sm_90a"} if mutant.hopper else {})))
             operands = *tensors, out, None
-            run.attention(select(problem).spec, problem, operands, masks=Masks(dropping=(0.3, STATE)), **options)
+            spec = select(problem, "hopper/throughput" if mutant.hopper else "auto").spec
+            run.attention(spec, problem, operands, masks=Masks(dropping=(0.3, STATE)), **options)
             error = compare.measure(out, expected)
             return "" if error.max_abs < 0.005 else f"the output is off by {error.max_abs}"
     except EmulationError as error:

@@ -130,12 +130,12 @@ PLAIN, LONG, WIDE = Case(1, 1, 140, 140, 64), Case(1, 1, 400, 100, 64), Case(1, 
 MUTANTS = [
     Mutant(
         *("no fence ahead of a reduction", FOLDER + "products.cuh"),
-        *("  fence_proxy_async();\n  named_barrier_arrive(SUMS_FULL", "  named_barrier_arrive(SUMS_FULL"),
+        *("dq[4 * i + 3]);\n  }\n  fence_proxy_async();\n", "dq[4 * i + 3]);\n  }\n"),
         *(PLAIN, "no fence.proxy.async"),
     ),
     Mutant(
         *("sums are written over that are still read", FOLDER + "products.cuh"),
-        *("if (!first) named_barrier_sync(SUMS_EMPTY", "if (false) named_barrier_sync(SUMS_EMPTY"),
+        *("bool first) {\n  if (!first)", "bool first) {\n  if (false)"),
         *(LONG, "race|in flight|still|a wait is missing"),
     ),
     Mutant(
@@ -150,6 +150,18 @@ MUTANTS = [
             "          tma_store_wait_read<1>();\n",
         ),
         *(PLAIN, "end of a turn", True),
+    ),
+    Mutant(
+        *("dQ is written over that is still read", FOLDER + "products.cuh"),
+        *(
+            "bool first) {\n  constexpr int BOX = 64;\n  if (!first)",
+            "bool first) {\n  constexpr int BOX = 64;\n  if (false)",
+        ),
+        *(Case(1, 1, 400, 100, 64), "race|in flight|still|a wait is missing"),
+    ),
+    Mutant(
+        *("dQ without the scale", FOLDER + "consumer.cuh", "dq, call.scale_log2 * LN_2", "dq, 1.0f"),
+        *(Case(1, 1, 140, 100, 64), "grad_query"),
     ),
     Mutant(
         *("dS is read before it is there", FOLDER + "consumer.cuh"),

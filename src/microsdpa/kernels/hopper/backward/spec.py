@@ -226,13 +226,17 @@ def gradients_grid(problem: Problem, tiling: Tiling) -> Grid:
 def catalogue(target: str) -> list[KernelSpec]:
     """Configurations for `target`: head dimensions, types and masks, a few of each."""
     specs: dict[KernelSpec, None] = {}
-    for head_dim, dtype, causal in (
-        *((64, "float16", None), (128, "bfloat16", "upper_left"), (72, "float16", None)),
-        *((192, "float16", None), (256, "bfloat16", "upper_left")),
+    for head_dim, dtype, causal, seqlen_k, dropout in (
+        *((64, "float16", None, 2048, False), (128, "bfloat16", "upper_left", 2048, False)),
+        *((72, "float16", None, 2048, False), (192, "float16", None, 2048, False)),
+        *((256, "bfloat16", "upper_left", 2048, False), (64, "bfloat16", None, 128, False)),
+        *((64, "float16", None, 2048, True), (128, "bfloat16", "upper_left", 2048, True)),
+        *((256, "float16", None, 2048, True), (128, "float16", "upper_left", 128, True)),
     ):
-        sizes = 4, 32, 8, 2048, 2048, head_dim
-        problem = Problem(*sizes, dtype, causal=causal, target=target)  # type: ignore[arg-type]
+        sizes = 4, 32, 8, 2048, seqlen_k, head_dim
+        problem = Problem(*sizes, dtype, causal=causal, target=target, dropout=dropout)  # type: ignore[arg-type]
         tiling = choose(problem)
         if isinstance(tiling, Tiling):
-            specs |= dict.fromkeys((prepare(problem, tiling), gradients(problem, tiling), finish(problem, tiling)))
+            kernels = prepare(problem, tiling), gradients(problem, tiling), finish(problem, tiling)
+            specs |= dict.fromkeys(kernels[: 2 if tiling.whole else 3])
     return list(specs)
