@@ -229,7 +229,7 @@ PLAIN = Case(1, 2, 40, 90, 64)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One replacement in one file, and what is said of it: of the forward pass where `forward`, on wgmma if `hopper`."""
+    """One replacement in one file, and what is said: of the forward pass where `forward`, on wgmma where `hopper`."""
 
     name: str
     file: str

@@ -126,7 +126,7 @@ class Mutant:
 
 
 FOLDER = "hopper/backward/"
-PLAIN, LONG, WIDE = Case(1, 1, 140, 140, 64), Case(1, 1, 400, 100, 64), Case(1, 1, 140, 70, 192)
+PLAIN, LONG, WIDE = Case(1, 1, 140, 140, 64), Case(1, 1, 400, 140, 64), Case(1, 1, 140, 70, 192)
 MUTANTS = [
     Mutant(
         *("no fence ahead of a reduction", FOLDER + "products.cuh"),
