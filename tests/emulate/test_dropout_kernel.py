@@ -321,20 +321,24 @@ MUTANTS = [
             (
                 "dP not scaled",
                 HOPPER + "products.cuh",
-                "? 0.0f : drop.scale",
-                "? 0.0f : 1.0f",
+                "? 0.0f : scale;",
+                "? 0.0f : 1.0f;",
                 "grad_query is off",
                 False,
             ),
             (
                 "dV of all",
                 HOPPER + "products.cuh",
-                "p[i] < 0.0f ? 0.0f : p[i]",
-                "fabsf(p[i])",
+                "    drop.next.drop(to);\n",
+                "",
                 "grad_value is off",
                 False,
             ),
         )
+    ),
+    Mutant(
+        *("dV of all, heads over 128", HOPPER + "products.cuh", "p[i] < 0.0f ? 0.0f : p[i]", "fabsf(p[i])"),
+        *("grad_value is off", False, Case(1, 1, 140, 70, 192), True),
     ),
 ]
 

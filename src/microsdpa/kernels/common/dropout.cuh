@@ -222,18 +222,37 @@ struct DroppedTransposed {
       const uint32 mine = odd ? flags[1] : flags[0];
       const uint32 theirs = __shfl_xor_sync(FULL_WARP, odd ? flags[0] : flags[1], 4);
       const uint32 even_queries = odd ? theirs : mine, odd_queries = odd ? mine : theirs;
-      const uint32 kept = (even_queries & 0xc000c000u) | (odd_queries >> 2 & 0x30003000u);
-      const uint32 dropped = (kept ^ 0xf000f000u) >> 4 * (m % 4);
+      const uint32 kept = (even_queries & 0xc000c000u) | (odd_queries >> 2 & ~0xc000c000u);
+      const uint32 dropped = (~kept & 0xf000f000u) >> 4 * (m % 4);
       bits[m / 4] = m % 4 == 0 ? dropped : bits[m / 4] | dropped;
     }
   }
+
+  // The bit of element i.
+  __device__ __forceinline__ static constexpr int place(int i) {
+    return 15 + 16 * (i / 4 % 2) - 4 * (i / 8 % 4) - 2 * (i % 2) - i / 2 % 2;
+  }
+  __device__ __forceinline__ bool has(int i) const { return bits[i / 32] >> place(i) & 1; }
 
   // Gives what is dropped a minus sign.
   __device__ __forceinline__ void mark(float (&p)[N]) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const int place = 15 + 16 * (i / 4 % 2) - 4 * (i / 8 % 4) - 2 * (i % 2) - i / 2 % 2;
-      p[i] = __uint_as_float(__float_as_uint(p[i]) | (bits[i / 32] << (31 - place) & 0x80000000u));
+      p[i] = __uint_as_float(__float_as_uint(p[i]) | (bits[i / 32] << (31 - place(i)) & 0x80000000u));
+    }
+  }
+
+  // Drops probabilities that are A operands, pairs of queries in a word.
+  __device__ __forceinline__ void drop(uint32 (&p)[N / 8][4]) const {
+#pragma unroll
+    for (int m = 0; m < N / 8; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int to_top = 4 * (m % 4) + half;
+        const uint32 even_queries = bits[m / 4] << to_top, odd_queries = bits[m / 4] << (to_top + 2);
+        p[m][half] &= ~permute_bytes<0xdd99>(even_queries, odd_queries);
+        p[m][2 + half] &= ~permute_bytes<0xffbb>(even_queries, odd_queries);
+      }
     }
   }
 };

@@ -121,9 +121,8 @@ struct Consumer {
     if constexpr (C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     Products p;
     weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
-    if constexpr (Drop::ANY) drop.next.mark(p);
     Rounded rounded;
-    round_kept_to<T, Drop::ANY>(rounded, p);
+    round_kept_to<T>(rounded, p, drop);
     if constexpr (!C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     accumulate_values(rounded, shared.grad_out[grad_stage]);
     wgmma_wait<1>();

@@ -59,11 +59,11 @@ struct DropsNothing {
   __device__ __forceinline__ explicit DropsNothing(const BackwardParams&) {}
 };
 
-// Drops some of N probabilities of a lane. They get a minus sign until P and dS are made of them, which both want to
-// know of it.
-template <int N>
+// Drops some of N probabilities of a lane. SIGNS: they get a minus sign until P and dS are made of them, by threads of
+// their own.
+template <int N, bool SIGNS_>
 struct Drops {
-  static constexpr bool ANY = true;
+  static constexpr bool ANY = true, SIGNS = SIGNS_;
 
   const DropoutParams& given;
   const float scale;  // of what is kept
@@ -78,14 +78,19 @@ struct Drops {
     next.draw(Philox(given).of_warp(), KeptNumbers(given.kept), of.walk.batch * of.call.heads + at.head,
               of.first_key + key_row(of.thread, 0), at.tile * Consumer::BLOCK_M);
   }
+
+  // What dP of the i-th probability is multiplied by.
+  __device__ __forceinline__ float factor(int i, float p) const {
+    return (SIGNS ? p < 0.0f : next.has(i)) ? 0.0f : scale;
+  }
 };
-template <bool DROPS, int N>
+template <bool DROPS, int N, bool SIGNS = false>
 struct DropIf {
   using Type = DropsNothing<N>;
 };
-template <int N>
-struct DropIf<true, N> {
-  using Type = Drops<N>;
+template <int N, bool SIGNS>
+struct DropIf<true, N, SIGNS> {
+  using Type = Drops<N, SIGNS>;
 };
 
 // Makes dS of P and dP, in the place of P.
@@ -99,7 +104,7 @@ __device__ __forceinline__ void differentiate(float (&p)[N], const float (&dp)[N
     for (int e = 0; e < 4; ++e) {
       const float subtract = e % 2 ? delta.y : delta.x;
       if constexpr (Drop::ANY) {
-        const float factor = p[4 * n + e] < 0.0f ? 0.0f : drop.scale;
+        const float factor = drop.factor(4 * n + e, p[4 * n + e]);
         p[4 * n + e] = fabsf(p[4 * n + e]) * fmaf(dp[4 * n + e], factor, -subtract);
       } else {
         p[4 * n + e] *= dp[4 * n + e] - subtract;
@@ -120,15 +125,18 @@ __device__ __forceinline__ void round_to(uint32 (&to)[K][4], const float (&from)
 }
 
 // The same of probabilities, less what is dropped.
-template <typename T, bool DROPS, int K, int N>
-__device__ __forceinline__ void round_kept_to(uint32 (&to)[K][4], const float (&p)[N]) {
-  if constexpr (DROPS) {
+template <typename T, int K, int N, typename Drop>
+__device__ __forceinline__ void round_kept_to(uint32 (&to)[K][4], const float (&p)[N], const Drop& drop) {
+  if constexpr (!Drop::ANY) {
+    round_to<T>(to, p);
+  } else if constexpr (Drop::SIGNS) {
     float kept[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) kept[i] = p[i] < 0.0f ? 0.0f : p[i];
     round_to<T>(to, kept);
   } else {
     round_to<T>(to, p);
+    drop.next.drop(to);
   }
 }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from microsdpa.kernels.chip import L2_PART
+from microsdpa.kernels.chip import L2_PART, chip_of
 from microsdpa.kernels.hopper.common import ROWS
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of
 from microsdpa.kernels.spec import (
@@ -139,9 +139,13 @@ def _is_whole(problem: Problem, tiling: Tiling) -> bool:
 
 
 def heads_together(problem: Problem, tiling: Tiling) -> int:
-    """Key heads whose CTAs run side by side: Q, dO and the sums of dQ that they walk over stay in the L2 cache."""
+    """Key heads whose CTAs run side by side: Q, dO and the sums of dQ that they walk over stay in the L2 cache.
+
+    They are at least as many as the chip has room for at once.
+    """
     row = tiling.columns * (2 + 2 + 4) * (problem.heads // problem.heads_kv)
-    return max(1, min(L2_PART // (row * problem.seqlen_q), problem.batch * problem.heads_kv))
+    at_once = chip_of(problem.target).sms // ceil(problem.seqlen_k / tiling.block_n)
+    return max(1, min(max(L2_PART // (row * problem.seqlen_q), at_once), problem.batch * problem.heads_kv))
 
 
 def _spec(

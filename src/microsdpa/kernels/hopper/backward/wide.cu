@@ -23,7 +23,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
                    const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap grad_out,
                    const __grid_constant__ TensorMap grad_key, const __grid_constant__ TensorMap grad_value) {
   using C = WideTiles<T, HEAD_DIM, QUERY_STAGES, GRAD_STAGES>;
-  using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2>::Type;
+  using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2, true>::Type;
   const BackwardParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.forward.call;
   auto& shared = dynamic_shared<WideStorage<C>>();

@@ -119,7 +119,7 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
     }
     named_barrier_arrive(P_THERE, Base::BOTH);
     Rounded rounded;
-    round_kept_to<typename C::T, Drop::ANY>(rounded, p);
+    round_kept_to<typename C::T>(rounded, p, drop);
     mbarrier_wait(shared.grad_full[grad_stage], grad_state.phase);
     this->accumulate(rounded, shared.grad_out[grad_stage]);
     query_state.advance();
