@@ -241,18 +241,23 @@ def verify(
     backward: Annotated[bool, typer.Option("--backward", help="With --fuzz: calls with gradients alone.")] = False,
     training: Annotated[bool, typer.Option("--training", help="Train small transformers instead.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of --sample or --fuzz.")] = 0,
+    log: Annotated[
+        Path | None, typer.Option(help="With --fuzz: keep what calls come to, a line each; go on where it ends.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check every case against the FP64 oracle: on a GPU within a minute, on a CPU in the emulator in five or more."""
     if backward and random_calls is None:
         raise typer.BadParameter("backward: expected --fuzz N beside it, got none")
+    if log is not None and random_calls is None:
+        raise typer.BadParameter("log: expected --fuzz N beside it, got none")
     if random_calls is not None:
         from microsdpa.evidence import fuzz
         from microsdpa.evidence.fuzz_calls import DOORS, Door
 
         doors: tuple[Door, ...] = ("backward",) if backward else DOORS
         with progress() as bars:
-            step = fuzz.step(random_calls, seed, bars, output, command_line(), doors)
+            step = fuzz.step(random_calls, seed, bars, output, command_line(), doors, log)
         _finish([step], as_json)
     if training:
         from microsdpa.evidence import learning

@@ -262,6 +262,13 @@ def test_every_command_has_an_example_that_its_parser_accepts(command: list[str]
     main.make_context(command[-1], example[1 + len(command) :])
 
 
+@pytest.mark.parametrize("option", [["--backward"], ["--log", "log"]])
+def test_options_of_random_calls_want_their_number(option: list[str]) -> None:
+    result = run("verify", *option)
+    assert result.exit_code == 2
+    assert f"{option[0][2:]}: expected --fuzz N beside it, got none" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["verify", "--help"], ["cache", "prune", "--help"]])
 def test_version_and_help_load_no_torch(arguments: list[str]) -> None:
     code = f"import sys; sys.argv = ['microsdpa', *{arguments!r}]\nimport microsdpa_cli\n"

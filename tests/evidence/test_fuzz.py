@@ -332,3 +332,28 @@ def test_a_run_is_recorded_and_rendered(tmp_path: Path) -> None:
     )
     assert text.count("\n| ") == len(result["rows"]) + 2
     assert "stale" not in text
+
+
+def test_a_run_goes_on_where_its_log_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, made = tmp_path / "log", []
+    real = fuzz.check
+
+    def counted(call: Any, device: str) -> fuzz.Outcome:
+        made.append(call)
+        return real(call, device)
+
+    monkeypatch.setattr(fuzz, "check", counted)
+    whole = fuzz.step(6, 3, log=log)
+    lines = log.read_text().splitlines(keepends=True)
+    assert (len(made), len(lines)) == (6, 6)
+    log.write_text("".join(lines[:3]) + lines[3][:20])  # ended while it wrote the fourth line
+    made.clear()
+    again = fuzz.step(6, 3, log=log)
+    assert made == draw(6, 3, emulated=True)[3:]
+    assert (again.summary, again.table) == (whole.summary, whole.table)
+    assert again.data is not None
+    assert whole.data is not None
+    assert again.data["rows"] == whole.data["rows"]
+    made.clear()
+    fuzz.step(6, 4, log=log)
+    assert len(made) == 6, "other calls"

@@ -2,16 +2,21 @@
 
 On a GPU a few processes make them, of many threads each: while one compiles, others go on. Without one the emulator
 runs small calls.
+
+A log has a line of JSON for every call that was made. A run with the same log goes on where the last one ended: a line
+holds as long as the calls and all files of the package are what they were.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import hashlib
+import json
 import multiprocessing
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +50,8 @@ ATTEMPTS = 400
 """Calls that are tried on the way to a smallest one."""
 PROCESSES = 4
 """That make calls on a GPU."""
+SOURCES = (".py", ".cu", ".cuh", ".h", ".cc")
+"""Suffixes of the package's files that a log depends on."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +68,79 @@ class Judged:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-def judge(calls: Iterable[Call | VarlenCall], device: str) -> list[Judged]:
-    """Make these calls, in this process."""
+class Log:
+    """What calls came to, a line of JSON each, in a file that several processes and later runs add to.
+
+    Args:
+        path: the file, which need not exist; None keeps nothing.
+        calls: all calls of the run, by whose numbers the lines go.
+    """
+
+    def __init__(self, path: Path | None, calls: Sequence[Call | VarlenCall]) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._run = "" if path is None else _digest(calls)
+        self.found: dict[int, Judged] = {}
+        if path is None or not path.is_file():
+            return
+        text = path.read_text(encoding="utf-8")
+        if text and not text.endswith("\n"):  # a run was ended while it wrote
+            path.write_text(text := text[: text.rfind("\n") + 1], encoding="utf-8")
+        for line in map(json.loads, text.splitlines()):
+            if line["run"] == self._run:
+                number, errors = line["call"], line["errors"]
+                made = None if errors is None else compare.Errors(**errors | {"worst": tuple(errors["worst"])})
+                outcome = Outcome(calls[number], line["kind"], line["failure"], made, line["allowed"])
+                self.found[number] = Judged(outcome, line["kernel"], line["fields"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that adds to it."""
+        return {"_path": self._path, "_run": self._run, "found": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In that process."""
+        vars(self).update(state, _lock=threading.Lock())
+
+    def keep(self, number: int, judged: Judged) -> None:
+        """Add what a call came to."""
+        if self._path is None:
+            return
+        outcome = judged.outcome
+        line = {"run": self._run, "call": number, "kind": outcome.kind, "failure": outcome.failure}
+        line |= {"errors": outcome.errors and dataclasses.asdict(outcome.errors), "allowed": outcome.allowed}
+        text = json.dumps(line | {"kernel": judged.kernel, "fields": judged.fields}) + "\n"
+        with self._lock, self._path.open("ab", buffering=0) as file:
+            file.write(text.encode())
+
+
+def _digest(calls: Sequence[Call | VarlenCall]) -> str:
+    """Of calls, and of all files of the package that decide what they come to."""
+    found = hashlib.sha256(repr(calls).encode())
+    package = Path(microsdpa.__file__).parent
+    for path in sorted(path for path in package.rglob("*") if path.suffix in SOURCES):
+        found.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def judge(calls: Iterable[tuple[int, Call | VarlenCall]], device: str, log: Log) -> list[tuple[int, Judged]]:
+    """Make these numbered calls, in this process."""
     judged = []
-    for call in calls:
-        outcome = check(call, device)
-        if isinstance(call, VarlenCall):
-            judged.append(_judge_varlen(call, outcome, device))
-            continue
-        try:
-            explanation = explained(call, device)
-        except MicrosdpaError:  # check() has reported it
-            judged.append(Judged(outcome))
-            continue
-        kernel = explanation.spec.name if explanation.spec else ""
-        judged.append(Judged(outcome, kernel, _identity(call, explanation, device)))
+    for number, call in calls:
+        one = _judge_one(call, device)
+        log.keep(number, one)
+        judged.append((number, one))
     return judged
+
+
+def _judge_one(call: Call | VarlenCall, device: str) -> Judged:
+    outcome = check(call, device)
+    if isinstance(call, VarlenCall):
+        return _judge_varlen(call, outcome, device)
+    try:
+        explanation = explained(call, device)
+    except MicrosdpaError:  # check() has reported it
+        return Judged(outcome)
+    kernel = explanation.spec.name if explanation.spec else ""
+    return Judged(outcome, kernel, _identity(call, explanation, device))
 
 
 def _judge_varlen(call: VarlenCall, outcome: Outcome, device: str) -> Judged:
@@ -93,29 +157,35 @@ def _judge_varlen(call: VarlenCall, outcome: Outcome, device: str) -> Judged:
     return Judged(outcome, spec.name, signed | fields | {"alignment": problem.alignment})
 
 
-def _judged(calls: list[Call | VarlenCall], device: str) -> Iterator[Judged]:
-    """Make all calls. On a GPU those of one form are made by one thread, as they share kernels.
+def _judged(calls: list[Call | VarlenCall], device: str, log: Log) -> Iterator[tuple[int, Judged]]:
+    """Make the calls that the log lacks. On a GPU those of one form are made by one thread, as they share kernels.
 
     Few processes, since a GPU lets them take turns; several, since a process has one lock for all its Python.
     """
+    yield from log.found.items()
+    left = [(number, call) for number, call in enumerate(calls) if number not in log.found]
     if device == "cpu":
-        for call in calls:
-            yield from judge([call], device)
+        for one in left:
+            yield from judge([one], device, log)
         return
-    forms: dict[object, list[Call | VarlenCall]] = {}
-    for call in calls:
-        forms.setdefault(call.form, []).append(call)
+    forms: dict[object, list[tuple[int, Call | VarlenCall]]] = {}
+    for one in left:
+        forms.setdefault(one[1].form, []).append(one)
     longest_first = sorted(forms.values(), key=len, reverse=True)
     processes = min(PROCESSES, len(forms))
+    if not processes:
+        return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        shares = [pool.submit(_judge_together, longest_first[i::processes], device) for i in range(processes)]
+        shares = [pool.submit(_judge_together, longest_first[i::processes], device, log) for i in range(processes)]
         for share in as_completed(shares):
             yield from share.result()
 
 
-def _judge_together(forms: list[list[Call | VarlenCall]], device: str) -> list[Judged]:
+def _judge_together(
+    forms: list[list[tuple[int, Call | VarlenCall]]], device: str, log: Log
+) -> list[tuple[int, Judged]]:
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // PROCESSES)) as pool:
-        return [one for judged in pool.map(judge, forms, itertools.repeat(device)) for one in judged]
+        return [one for judged in pool.map(lambda form: judge(form, device, log), forms) for one in judged]
 
 
 def shrink(outcome: Outcome, device: str, attempts: int = ATTEMPTS) -> Outcome:
@@ -141,17 +211,28 @@ def step(
     output: Path | None = None,
     command: str = COMMAND,
     doors: tuple[Door, ...] = DOORS,
+    log: Path | None = None,
 ) -> Step:
-    """`count` random calls, on the GPU or in the emulator; each must be right, and give the same bits twice."""
+    """`count` random calls, on the GPU or in the emulator; each must be right, and give the same bits twice.
+
+    Args:
+        count: of the calls.
+        seed: of what is drawn.
+        progress: makes a bar.
+        output: the results directory.
+        command: for the result file.
+        doors: those that calls go through.
+        log: file that keeps what calls came to, and from which a run goes on.
+    """
     reason = launcher.device_error()
     device = "cpu" if reason else "cuda"
     calls = draw(count, seed, bool(reason), doors)
     advance = progress("fuzz", count)
-    found: dict[Call | VarlenCall, Judged] = {}
-    for one in _judged(calls, device):
-        found[one.outcome.call] = one
+    found: dict[int, Judged] = {}
+    for number, one in _judged(calls, device, Log(log, calls)):
+        found[number] = one
         advance(one.outcome.call.door)
-    judged = [found[call] for call in calls]
+    judged = [found[number] for number in range(len(calls))]
     outcomes = [one.outcome for one in judged]
     failed = [outcome for outcome in outcomes if outcome.failure]
     smallest = []

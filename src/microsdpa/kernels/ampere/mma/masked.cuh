@@ -38,7 +38,7 @@ struct MaskedKeys {
       : rows(params, work.batch, work.head, work.first_row, work.rows) {
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-      if (i < count) rows.fetch(views[i], first_key_of(i));
+      if (i < count) rows.fetch(views[i], first_key_of(i));  // mutation: nobody looks at tiles behind the last one
     }
 #pragma unroll
     // mutation: what is said of a tile behind the last one is never asked for
@@ -64,6 +64,7 @@ struct MaskedKeys {
       const bool needed = visible[0];
 #pragma unroll
       for (int next = 0; next < STAGES - 1; ++next) views[next] = views[next + 1], visible[next] = visible[next + 1];
+      // mutation: nobody looks at tiles behind the last one
       if (last + 1 < count) rows.fetch(views[STAGES - 1], first_key_of(last + 1));
       if (!needed) continue;
       float s[1][C::BLOCK_N / 8][4];
