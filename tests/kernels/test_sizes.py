@@ -87,7 +87,7 @@ def test_too_many_ctas_of_a_quantizer_are_refused() -> None:
     )
     inputs = {n: quantized.Place(n, shape, (2**21, 64, 64, 1), 2) for n in ("query", "key", "value")}
     with pytest.raises(UnsupportedProblem, match="CTAs of quantize/fused exceed the 2147483647 of one launch"):
-        quantized.quantizing(SCHEMES["fp8"], "float16", inputs | places)
+        quantized.quantizing(SCHEMES["fp8"], "float16", inputs | places, "sm_90a")
 
 
 def test_a_refusal_names_the_number_and_what_would_do() -> None:

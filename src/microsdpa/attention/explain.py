@@ -213,7 +213,7 @@ def explanation(checked: Checked) -> Explanation:
         *ahead, spec = varlen.kernels_of(checked, problem, spec)  # type: ignore[assignment]
     details: dict[str, Any] = {
         "spec": spec,
-        "quantizer": fused(scheme, problem.dtype, problem.head_dim) if scheme else None,
+        "quantizer": fused(scheme, problem.dtype, problem.head_dim, problem.target) if scheme else None,
         "appender": next(iter(ahead), None),
         "rejected": selection.reasons,
         "faster": selection.wishes,

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import torch
 
 from microsdpa.errors import InvalidArgument
+from microsdpa.kernels.quantize.spec import PARTS, sum_rows
 
 Format = Literal["e4m3", "int8", "sim_u8"]
 Granularity = Literal["tensor", "head", "channel", "block"]
@@ -24,7 +25,7 @@ LARGEST: dict[str, float] = {"e4m3": 448.0, "int8": 127.0, "sim_u8": 448.0}
 RESIDUAL_STEPS: dict[str, float] = {"e4m3": 1.0, "int8": 256.0}
 SIM_U8_STEPS = torch.tensor(255.0 / 896.0, dtype=torch.float32, device="cpu")
 MEAN_GROUPS = 32
-"""Rows of K's mean are added up in this many sums, as the CTA of the CUDA kernel does."""
+"""Rows of a part of K's mean are added up in this many sums, as a CTA of the CUDA kernel does."""
 
 
 @dataclass(frozen=True)
@@ -153,16 +154,23 @@ def expand_scale(scale: torch.Tensor, granularity: Granularity, block: int, shap
 
 
 def mean_of_rows(values: torch.Tensor) -> torch.Tensor:
-    """Mean over S of FP32 [B, H, S, D], in one order of additions: by row number modulo 32, and then in halves."""
-    seqlen = values.shape[2]
-    padded = torch.nn.functional.pad(values, (0, 0, 0, -seqlen % MEAN_GROUPS))
-    sums = torch.zeros_like(padded[:, :, :MEAN_GROUPS])
-    for rows in torch.split(padded, MEAN_GROUPS, dim=2):
+    """Mean over S of FP32 [B, H, S, D], in one order of additions.
+
+    The rows of each of PARTS parts are added by their number modulo 32, and then in halves; then the parts, in order.
+    """
+    seqlen, each = values.shape[2], sum_rows(values.shape[2])
+    padded = torch.nn.functional.pad(values, (0, 0, 0, PARTS * each - seqlen))
+    padded = padded.view(*padded.shape[:2], PARTS, -1, MEAN_GROUPS, padded.shape[3])
+    sums = torch.zeros_like(padded[:, :, :, 0])
+    for rows in padded.unbind(3):
         sums = sums + rows
-    while sums.shape[2] > 1:
-        half = sums.shape[2] // 2
-        sums = sums[:, :, :half] + sums[:, :, half:]
-    return sums[:, :, 0] / torch.tensor(float(seqlen), dtype=torch.float32, device=values.device)
+    while sums.shape[3] > 1:
+        half = sums.shape[3] // 2
+        sums = sums[:, :, :, :half] + sums[:, :, :, half:]
+    first, *others = sums[:, :, :, 0].unbind(2)
+    for part in others:
+        first = first + part
+    return first / torch.tensor(float(seqlen), dtype=torch.float32, device=values.device)
 
 
 def rotate(values: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from microsdpa.kernels import Grid, KernelSpec, configurations, policy
 from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import OPERANDS, CacheKind, Causal, DType, MaskKind, Operands, Problem, PrologueKind
-from microsdpa.kernels.quantize.spec import SCHEMES, fused, fused_grid, part_rows
+from microsdpa.kernels.quantize.spec import SCHEMES, fused, fused_grid, has_clusters, part_rows, sum_rows, tile_rows
 from microsdpa.kernels.select import select
 from microsdpa.kernels.spec import Rejection
 
@@ -116,9 +116,9 @@ def _gradients(problem: Problem) -> Kernel:
 def _quantizer(problem: Problem) -> Kernel:
     assert problem.operands is not None
     scheme, p = SCHEMES[problem.operands], problem
-    grid = fused_grid(scheme, p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k)
-    numbers = (part_rows(scheme, p.batch * p.heads_kv, p.seqlen_k),)
-    return Kernel(fused(scheme, p.dtype, p.head_dim), (grid,), numbers)
+    rows = part_rows(scheme, p.batch * p.heads_kv, p.seqlen_k, has_clusters(p.target))
+    numbers = rows, tile_rows(scheme, p.batch * p.heads, p.seqlen_q), sum_rows(p.seqlen_k)
+    return Kernel(fused(scheme, p.dtype, p.head_dim, p.target), (fused_grid(scheme, p),), numbers)
 
 
 def _configuration(problem: Problem, label: str) -> KernelSpec:

@@ -38,7 +38,7 @@ def of_precision(
 ) -> dict[str, str]:
     """What a call that quantizes runs now: the code signatures of both of its kernels."""
     problem = recorded.quantized_problem(precision, shape, dtype, mask, target)
-    quantizer = fused(SCHEMES[precision], dtype, shape["d"])
+    quantizer = fused(SCHEMES[precision], dtype, shape["d"], target)
     return {
         "code_signature": code_signature(select(problem, impl).spec, target),
         "quantiser_signature": code_signature(quantizer, target),

@@ -59,7 +59,7 @@ def kernels(target: str) -> set[KernelSpec]:
         if not verify_eight_bit.computed_by("auto", case, precision, target):
             continue
         spec = select(verify_eight_bit.problem_of(case, precision, target), "auto").spec
-        found |= {spec, fused(SCHEMES[precision], case.dtype, case.head_dim)}
+        found |= {spec, fused(SCHEMES[precision], case.dtype, case.head_dim, target)}
         found.add(restore_lse(case.dtype, case.head_dim))
     return found
 

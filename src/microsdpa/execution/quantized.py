@@ -18,7 +18,7 @@ from microsdpa.call.masks import NONE, Masks
 from microsdpa.call.scales import FORMAT_DTYPE, block_of
 from microsdpa.call.validate import Checked
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.kernels import KernelSpec
+from microsdpa.kernels import KernelSpec, emulated_target
 from microsdpa.kernels.eight_bit_params import (
     ByteStrides,
     ChannelScales,
@@ -32,7 +32,16 @@ from microsdpa.kernels.eight_bit_params import (
 )
 from microsdpa.kernels.params import MaskedParams, Params
 from microsdpa.kernels.problem import DType, Problem
-from microsdpa.kernels.quantize.spec import QuantizationScheme, fused, fused_grid, part_rows, restore_lse
+from microsdpa.kernels.quantize.spec import (
+    QuantizationScheme,
+    fused,
+    fused_grid,
+    has_clusters,
+    part_rows,
+    restore_lse,
+    sum_rows,
+    tile_rows,
+)
 from microsdpa.kernels.spec import MAX_GRID_X, SCALED_MASKED_PARAMS, SCALED_PARAMS, Grid
 from microsdpa.runtime import launcher
 
@@ -181,7 +190,7 @@ def in_one_tensor(
     return places, end
 
 
-def quantizing(scheme: QuantizationScheme, dtype: DType, places: Places) -> Launch:
+def quantizing(scheme: QuantizationScheme, dtype: DType, places: Places, target: str) -> Launch:
     """The launch that quantizes; places of "query", "key" and "value", and of all that code_shapes() names."""
     batch, heads, seqlen_q, head_dim = places["query"].shape
     heads_kv, seqlen_k = places["key"].shape[1:3]
@@ -192,11 +201,13 @@ def quantizing(scheme: QuantizationScheme, dtype: DType, places: Places) -> Laun
         heads_kv=heads_kv,
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
-        part_rows=part_rows(scheme, batch * heads_kv, seqlen_k),
+        tile_rows=tile_rows(scheme, batch * heads, seqlen_q),
+        part_rows=part_rows(scheme, batch * heads_kv, seqlen_k, has_clusters(target)),
+        sum_rows=sum_rows(seqlen_k),
         root=head_dim**-0.5,
     )
-    grid = fused_grid(scheme, batch, heads, heads_kv, seqlen_q, seqlen_k)
-    return Launch(fused(scheme, dtype, head_dim), grid, params, _pointers(QuantizeParams, places))
+    grid = fused_grid(scheme, Problem(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype, target=target))
+    return Launch(fused(scheme, dtype, head_dim, target), grid, params, _pointers(QuantizeParams, places))
 
 
 MASKS = {"attn_mask": "mask", "alibi_slopes": "slopes", "sinks": "sinks"}
@@ -310,7 +321,9 @@ def quantize_query_key_value(
         if name not in numbers
     }
     places = {name: Place.of(name, tensor) for name, tensor in {**inputs, **quantized}.items()} | numbers
-    run(quantizing(scheme, tensors.DTYPES[query.dtype], places), inputs, quantized | {"floats": floats}, emulated)
+    target = emulated_target("auto") if emulated else launcher.target_of_device(query.device)
+    launch = quantizing(scheme, tensors.DTYPES[query.dtype], places, target)
+    run(launch, inputs, quantized | {"floats": floats}, emulated)
     made = quantized | {
         name: floats.as_strided(place.shape, place.strides, place.offset // 4) for name, place in numbers.items()
     }
@@ -397,7 +410,7 @@ def planned(
     else:
         values, workspace_bytes = in_one_tensor("workspace", quantized_shapes(scheme, query.shape, key.shape))
         inputs = {name: places[name] for name in ("query", "key", "value")}
-        launches.append(quantizing(scheme, problem.dtype, inputs | values))
+        launches.append(quantizing(scheme, problem.dtype, inputs | values, problem.target))
         operands = {name: values.get(f"quantized_{name}", inputs[name]) for name in inputs}
         operands |= {name: values[name] for name in names if name in values}
         operands |= {name: places[name] for name in ("out", "lse")} | masks

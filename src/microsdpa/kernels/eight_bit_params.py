@@ -81,7 +81,8 @@ class QuantizeParams(ctypes.Structure):
         *((f"quantized_{name}", ctypes.c_void_p) for name in ("query", "key", "value")),
         *((name, ctypes.c_void_p) for name in ("query_scale", "key_scale", "value_scale", "key_mean")),
         *((f"{name}_strides", ByteStrides) for name in ("query", "key", "value")),
-        *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "part_rows")),
+        *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k")),
+        *((name, ctypes.c_int32) for name in ("tile_rows", "part_rows", "sum_rows")),
         ("root", ctypes.c_float),
     )
 

@@ -1,16 +1,19 @@
 // Quantizes Q, K and V in one launch: quantized values, scales and, with SMOOTH, the mean that is taken off K.
 //
 // A CTA has 32 rows of HEAD_DIM / 8 threads; a thread has 8 channels of a row. Blocks of the grid, the longest first:
-//   keys: one for each ROWS rows, or with SMOOTH for each part of a head
-//   values (where VALUE is a format): one for each part of a head   queries: one for each ROWS rows of a head
+//   keys: one for each tile of rows, or with SMOOTH for each part of a head
+//   values (where VALUE is a format): one for each part of a head   queries: one for each tile of a head's rows
 // Q and K have a scale for each BLOCK rows, or for each row where BLOCK is 1; V has one for each channel. K's mean over
 // its rows is taken off first; then Q and K are rotated, with HADAMARD, by a normalized Hadamard matrix. With TERMS 2 a
 // row of Q's quantized values is followed by the residual terms.
-// A part is up to a quarter of the rows: each of its CTAs reads the whole head for the mean, or for the channels'
-// scales, and then encodes its own rows. Rows are loaded AT_A_TIME, so that a thread waits for memory once for all of
-// them. Bound by: the latency of reading a head for the mean and the scales of channels.
+// With CLUSTER the CTAs of a head's PARTS parts are a cluster: each reads its own rows for the mean, or for the
+// channels' scales, and has the others' sums, or maxima, from their shared memory. Without, up to a quarter of the rows
+// is a part, and its CTA reads the whole head. Then a CTA encodes its own rows. Loads are ahead of what is done with
+// them. Bound by: memory, and the latency of reading a head's part for the mean and the scales of channels.
 #include "../common/formats.cuh"
 #include "../common/softmax.cuh"
+#include "../ptx/cluster.cuh"
+#include "../ptx/control.cuh"
 
 namespace microsdpa::quantize {
 
@@ -40,18 +43,23 @@ struct QuantizeParams {
   int32 heads_kv;
   int32 seqlen_q;
   int32 seqlen_k;
-  int32 part_rows;  // of K where its mean is taken, and of V: rows of a CTA, a multiple of ROWS_OF_CTA
+  int32 tile_rows;  // of Q, and of K whose mean is not taken: rows of a CTA, a multiple of ROWS_OF_CTA
+  int32 part_rows;  // of K where its mean is taken, and of V, likewise
+  int32 sum_rows;   // of K and V, that are one of PARTS in their sum and maximum: a multiple of GROUPS
   float root;       // 1 / sqrt(D)
 };
 
-constexpr int GROUPS = 32;  // rows that a CTA has in its hands at a time
-constexpr int CHUNK = 8;    // channels of a thread
-constexpr int AT_A_TIME = 2;
+constexpr int GROUPS = 32;    // rows that a CTA has in its hands at a time
+constexpr int CHUNK = 8;      // channels of a thread
+constexpr int PARTS = 8;      // of a head's rows, whose sums are added in their order
+constexpr int AT_A_TIME = 1;  // rows of a thread on their way beside those that it encodes
+constexpr int AHEAD = 4;      // the same, where rows are only looked at
 
 template <int HEAD_DIM>
 struct SharedStorage {
   float channels[GROUPS][HEAD_DIM + 4];
   float rows[GROUPS];
+  float part[HEAD_DIM];  // the sums, or maxima, of the CTA's part of a head
 };
 
 // Which row of 32 and which chunk of its channels per thread has.
@@ -76,12 +84,36 @@ struct Rows {
         count(count) {}
 
   // Eight channels of a row, those from 8 * `chunk` on; zeros where there is no such row.
-  __device__ __forceinline__ void load(float (&x)[CHUNK], int row, int chunk) const {
-    using Chunk = Vector<T, CHUNK>;
-    Chunk loaded{};
-    if (row < count) loaded = *reinterpret_cast<const Chunk*>(base + row * stride + chunk * sizeof(Chunk));
+  using Chunk = Vector<T, CHUNK>;
+  __device__ __forceinline__ Chunk fetch(int row, int chunk) const {
+    Chunk fetched{};
+    if (row < count) fetched = *reinterpret_cast<const Chunk*>(base + row * stride + chunk * sizeof(Chunk));
+    return fetched;
+  }
+  __device__ __forceinline__ static void widen(float (&x)[CHUNK], const Chunk& chunk) {
 #pragma unroll
-    for (int i = 0; i < CHUNK; ++i) x[i] = to_float(loaded.data[i]);
+    for (int i = 0; i < CHUNK; ++i) x[i] = to_float(chunk.data[i]);
+  }
+  __device__ __forceinline__ void load(float (&x)[CHUNK], int row, int chunk) const { widen(x, fetch(row, chunk)); }
+
+  // Calls body(x, row) for a thread's rows, which are GROUPS apart and lie in [first, last), in their order: N rows at
+  // a time, and the next N are on their way.
+  template <int N, typename Body>
+  __device__ __forceinline__ void for_each(int first, int last, int chunk, Body body) const {
+    Chunk next[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) next[j] = fetch(first + j * GROUPS, chunk);
+    for (int row = first; row < last; row += N * GROUPS) {
+      Chunk now[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) now[j] = next[j], next[j] = fetch(row + (N + j) * GROUPS, chunk);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        float x[CHUNK];
+        widen(x, now[j]);
+        body(x, row + j * GROUPS);
+      }
+    }
   }
 };
 
@@ -113,22 +145,31 @@ __device__ __forceinline__ void rotate(float (&x)[CHUNK], int chunk, float root)
 
 using Bytes = Vector<unsigned char, CHUNK>;
 
-// Mean over all rows of a head, in shared.channels[0]: row r is added to the sum of r % 32, in order; then the sums are
-// added in halves.
+// Calls body(x, part) with what each CTA of the cluster left of a channel in shared.part, in their order, for the
+// channel of a thread. All threads of the cluster call it, and leave it when nobody reads shared.part any more.
+template <int HEAD_DIM, typename Body>
+__device__ __forceinline__ void for_each_part(SharedStorage<HEAD_DIM>& shared, Body body) {
+  cluster_arrive();
+  cluster_wait();
+  if (threadIdx.x < HEAD_DIM) {
+#pragma unroll 1  // registers are few
+    for (int part = 0; part < PARTS; ++part) body(load_peer(peer_address(&shared.part[threadIdx.x], part)), part);
+  }
+  cluster_arrive();
+  cluster_wait();
+}
+
+// Sums of the rows [first, last) of a head, in shared.part: row r is added to the sum of r % 32, in order; then the
+// sums are added in halves.
 template <int HEAD_DIM, typename T>
-__device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows) {
+__device__ __forceinline__ void sum_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first, int last) {
   const Place<HEAD_DIM> place;
   float sum[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
-    float x[AT_A_TIME][CHUNK];
+  rows.template for_each<AHEAD>(first + place.row, last, place.chunk, [&](const float (&x)[CHUNK], int row) {
+    if (row >= last) return;
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
-#pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) {
-#pragma unroll
-      for (int i = 0; i < CHUNK; ++i) sum[i] += x[j][i];
-    }
-  }
+    for (int i = 0; i < CHUNK; ++i) sum[i] += x[i];
+  });
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = sum[i];
   for (int half = GROUPS / 2; half > 0; half /= 2) {
@@ -142,10 +183,26 @@ __device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, co
     }
   }
   __syncthreads();
-  if (place.row == 0) {
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) shared.channels[0][place.chunk * CHUNK + i] /= static_cast<float>(rows.count);
+  if (threadIdx.x < HEAD_DIM) shared.part[threadIdx.x] = shared.channels[0][threadIdx.x];
+  __syncthreads();
+}
+
+// Mean over all rows of a head, in shared.channels[0]: the sums of its PARTS parts are added in their order.
+template <bool CLUSTER, int HEAD_DIM, typename T>
+__device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int rows_each) {
+  float sum = 0.0f;
+  const auto add = [&](float x, int part) { sum = part == 0 ? x : sum + x; };
+  if constexpr (CLUSTER) {
+    const int first = cluster_rank() * rows_each;
+    sum_rows(shared, rows, first, min(first + rows_each, rows.count));
+    for_each_part(shared, add);
+  } else {
+    for (int part = 0; part < PARTS; ++part) {
+      sum_rows(shared, rows, part * rows_each, min((part + 1) * rows_each, rows.count));
+      if (threadIdx.x < HEAD_DIM) add(shared.part[threadIdx.x], part);
+    }
   }
+  if (threadIdx.x < HEAD_DIM) shared.channels[0][threadIdx.x] = sum / static_cast<float>(rows.count);
   __syncthreads();
 }
 
@@ -154,13 +211,16 @@ template <typename Format, int HEAD_DIM, int TERMS, int BLOCK, bool SMOOTH, bool
 __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first, int last,
                                               unsigned char* quantized, float* scales, float root) {
   const Place<HEAD_DIM> place;
-  const auto load = [&](float (&x)[CHUNK], int row) {
-    rows.load(x, row, place.chunk);
+  const auto change = [&](float (&x)[CHUNK], int row) {
     if (SMOOTH && row < rows.count) {
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) x[i] -= shared.channels[0][place.chunk * CHUNK + i];
     }
     if (HADAMARD) rotate<HEAD_DIM / CHUNK>(x, place.chunk, root);
+  };
+  const auto load = [&](float (&x)[CHUNK], int row) {
+    rows.load(x, row, place.chunk);
+    change(x, row);
   };
   const auto largest_of_row = [&](const float (&x)[CHUNK]) {
     float largest = 0.0f;
@@ -190,23 +250,20 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
     for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Bytes*>(to + term * HEAD_DIM) = encoded[term];
   };
 
-  constexpr int STEP = BLOCK == 1 ? AT_A_TIME * GROUPS : BLOCK;
-  for (int block = first; block < last; block += STEP) {
-    const int end = min(block + STEP, last);
-    if constexpr (BLOCK == 1) {
-      float x[AT_A_TIME][CHUNK];
-#pragma unroll
-      for (int j = 0; j < AT_A_TIME; ++j) load(x[j], block + j * GROUPS + place.row);
-#pragma unroll
-      for (int j = 0; j < AT_A_TIME; ++j) {
-        const int row = block + j * GROUPS + place.row;
-        const float scale = scale_of<Format>(largest_of_row(x[j]));
-        if (row < end) {
-          store(x[j], row, scale);
-          if (place.chunk == 0) scales[row] = scale;
-        }
-      }
-    } else {
+  if constexpr (BLOCK == 1) {
+    // All lanes of a row go on together: they shuffle.
+    const int rounds = (last - first + GROUPS - 1) / GROUPS;
+    rows.template for_each<AT_A_TIME>(first + place.row, first + place.row + rounds * GROUPS, place.chunk,
+                                      [&](float (&x)[CHUNK], int row) {
+                                        change(x, row);
+                                        const float scale = scale_of<Format>(largest_of_row(x));
+                                        if (row >= last) return;
+                                        store(x, row, scale);
+                                        if (place.chunk == 0) scales[row] = scale;
+                                      });
+  } else {
+    for (int block = first; block < last; block += BLOCK) {
+      const int end = min(block + BLOCK, last);
       float x[CHUNK], largest = 0.0f;
       for (int r = 0; r < end - block; r += GROUPS) {
         load(x, block + r + place.row);
@@ -231,29 +288,33 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
 }
 
 // Quantizes rows [first, last) of a head of V, with a scale for each channel of the head.
-template <typename Format, int HEAD_DIM, typename T>
-__device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first,
-                                                  int last, unsigned char* quantized, float* scales) {
+template <bool CLUSTER, typename Format, int HEAD_DIM, typename T>
+__device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int rows_each,
+                                                  int first, int last, unsigned char* quantized, float* scales) {
   const Place<HEAD_DIM> place;
   float largest[CHUNK] = {};
-  for (int row = place.row; row < rows.count; row += AT_A_TIME * GROUPS) {
-    float x[AT_A_TIME][CHUNK];
+  const int looked = CLUSTER ? cluster_rank() * rows_each : 0;
+  const int end = CLUSTER ? min(looked + rows_each, rows.count) : rows.count;
+  rows.template for_each<AHEAD>(looked + place.row, end, place.chunk, [&](const float (&x)[CHUNK], int row) {
+    if (row >= end) return;
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
-#pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) {
-#pragma unroll
-      for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude<Format>(largest[i], x[j][i]);
-    }
-  }
+    for (int i = 0; i < CHUNK; ++i) largest[i] = larger_magnitude<Format>(largest[i], x[i]);
+  });
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = largest[i];
   __syncthreads();
-  if (threadIdx.x < HEAD_DIM) {  // a channel each
-    const int channel = threadIdx.x;
-    float m = 0.0f;
+  const int channel = threadIdx.x;  // of the first HEAD_DIM threads
+  float m = 0.0f;
+  if (channel < HEAD_DIM) {
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) m = larger<Format>(m, shared.channels[group][channel]);
+  }
+  if constexpr (CLUSTER) {
+    if (channel < HEAD_DIM) shared.part[channel] = m;
+    for_each_part(shared, [&](float x, int) { m = larger<Format>(m, x); });
+  }
+  __syncthreads();
+  if (channel < HEAD_DIM) {
     const float scale = scale_of<Format>(m);
     shared.channels[0][channel] = scale;
     shared.channels[1][channel] = 1.0f / scale;
@@ -266,45 +327,45 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
     scale[i] = shared.channels[0][place.chunk * CHUNK + i];
     inverse[i] = shared.channels[1][place.chunk * CHUNK + i];
   }
-  for (int row = first + place.row; row < last; row += AT_A_TIME * GROUPS) {
-    float x[AT_A_TIME][CHUNK];
+  rows.template for_each<AT_A_TIME>(first + place.row, last, place.chunk, [&](const float (&x)[CHUNK], int row) {
+    if (row >= last) return;
+    float y[CHUNK];
+    divide(y, x, scale, inverse);
+    Bytes encoded;
 #pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) rows.load(x[j], row + j * GROUPS, place.chunk);
-#pragma unroll
-    for (int j = 0; j < AT_A_TIME; ++j) {
-      if (row + j * GROUPS >= last) break;
-      float y[CHUNK];
-      divide(y, x[j], scale, inverse);
-      Bytes encoded;
-#pragma unroll
-      for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Format::encode(y[i]);
-      unsigned char* to = quantized + static_cast<int64>(row + j * GROUPS) * HEAD_DIM + place.chunk * CHUNK;
-      *reinterpret_cast<Bytes*>(to) = encoded;
-    }
-  }
+    for (int i = 0; i < CHUNK; ++i) encoded.data[i] = Format::encode(y[i]);
+    *reinterpret_cast<Bytes*>(quantized + static_cast<int64>(row) * HEAD_DIM + place.chunk * CHUNK) = encoded;
+  });
 }
 
 // Of a head's rows, a CTA takes this many: whole blocks.
 template <int BLOCK>
-constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;
+constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;  // or a multiple: params.tile_rows
 
-template <typename T, int HEAD_DIM, typename Format, typename Value, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD>
+template <typename T, int HEAD_DIM, typename Format, typename Value, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD,
+          bool CLUSTER>
 __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     quantize_query_key_value(const __grid_constant__ QuantizeParams params) {
-  constexpr int ROWS = ROWS_OF_CTA<BLOCK>;
-  static_assert(ROWS % BLOCK == 0, "CTAs take whole blocks");
+  static_assert(ROWS_OF_CTA<BLOCK> % BLOCK == 0, "CTAs take whole blocks");
   __shared__ SharedStorage<HEAD_DIM> shared;
-  const int query_tiles = (params.seqlen_q + ROWS - 1) / ROWS;
-  const int key_rows = SMOOTH ? params.part_rows : ROWS;
-  const int key_tiles = (params.seqlen_k + key_rows - 1) / key_rows;
+  const int query_tiles = (params.seqlen_q + params.tile_rows - 1) / params.tile_rows;
+  const int key_rows = SMOOTH ? params.part_rows : params.tile_rows;
+  const int key_tiles = CLUSTER && SMOOTH ? PARTS : (params.seqlen_k + key_rows - 1) / key_rows;
   const int heads_kv = params.batch * params.heads_kv;
   int index = blockIdx.x;
+  // With CLUSTER each of the three begins with a cluster, and CTAs that would be further ones of it have nothing to do.
+  const auto blocks = [](int needed) { return CLUSTER ? (needed + PARTS - 1) / PARTS * PARTS : needed; };
+  if constexpr (CLUSTER) {
+    grid_dependency_launch();
+    grid_dependency_wait();
+  }
 
-  if (index < heads_kv * key_tiles) {
+  if (index < blocks(heads_kv * key_tiles)) {
+    if (index >= heads_kv * key_tiles) return;
     const int head = index / key_tiles, first = index % key_tiles * key_rows;
     const Rows<T> rows(params.key, params.key_strides, head, params.heads_kv, params.seqlen_k);
     if constexpr (SMOOTH) {
-      mean_of_rows(shared, rows);
+      mean_of_rows<CLUSTER>(shared, rows, params.sum_rows);
       if (first == 0 && threadIdx.x < HEAD_DIM)
         params.key_mean[static_cast<int64>(head) * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
     }
@@ -314,23 +375,25 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
         params.key_scale + static_cast<int64>(head) * ((params.seqlen_k + BLOCK - 1) / BLOCK), params.root);
     return;
   }
-  index -= heads_kv * key_tiles;
+  index -= blocks(heads_kv * key_tiles);
   if constexpr (Value::LARGEST > 0.0f) {
-    const int parts = (params.seqlen_k + params.part_rows - 1) / params.part_rows;
+    const int parts = CLUSTER ? PARTS : (params.seqlen_k + params.part_rows - 1) / params.part_rows;
     if (index < heads_kv * parts) {
       const int head = index / parts, first = index % parts * params.part_rows;
       const Rows<T> rows(params.value, params.value_strides, head, params.heads_kv, params.seqlen_k);
-      quantize_channels<Value, HEAD_DIM>(shared, rows, first, min(first + params.part_rows, params.seqlen_k),
-                                         params.quantized_value + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
-                                         params.value_scale + static_cast<int64>(head) * HEAD_DIM);
+      quantize_channels<CLUSTER, Value, HEAD_DIM>(
+          shared, rows, params.sum_rows, first, min(first + params.part_rows, params.seqlen_k),
+          params.quantized_value + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
+          params.value_scale + static_cast<int64>(head) * HEAD_DIM);
       return;
     }
     index -= heads_kv * parts;
   }
-  const int head = index / query_tiles, first = index % query_tiles * ROWS;
+  const int head = index / query_tiles, first = index % query_tiles * params.tile_rows;
+  if (head >= params.batch * params.heads) return;
   const Rows<T> rows(params.query, params.query_strides, head, params.heads, params.seqlen_q);
   quantize_rows<Format, HEAD_DIM, TERMS, BLOCK, false, HADAMARD>(
-      shared, rows, first, min(first + ROWS, params.seqlen_q),
+      shared, rows, first, min(first + params.tile_rows, params.seqlen_q),
       params.quantized_query + static_cast<int64>(head) * params.seqlen_q * TERMS * HEAD_DIM,
       params.query_scale + static_cast<int64>(head) * ((params.seqlen_q + BLOCK - 1) / BLOCK), params.root);
 }

@@ -10,13 +10,15 @@ from itertools import product
 from typing import Literal
 
 from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY
-from microsdpa.kernels.problem import DType, Operands, capability_of
+from microsdpa.kernels.problem import DType, Operands, Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8
 """Rows that a CTA has at a time, and channels of a thread."""
-PARTS, PART_CTAS = 4, 128
-"""CTAs of a head of which every one has to read all rows, at most, and of all heads."""
+PARTS = 8
+"""Of a head's rows, in the sums of K's mean; with clusters, a CTA for each."""
+LONE_PARTS, PART_CTAS = 4, 128
+"""Without clusters: CTAs of a head of which every one has to read all rows, at most, and of all heads."""
 RESTORE_THREADS = 128
 
 FormatName = Literal["e4m3", "int8", "sim_u8"]
@@ -56,8 +58,14 @@ UNSMOOTHED = {precision: replace(scheme, smooth=False) for precision, scheme in 
 """The same where scores of a row must not all move by one amount: under a soft cap, and beside a sink."""
 
 
-def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int) -> KernelSpec:
+def has_clusters(target: str) -> bool:
+    """Whether the CTAs of a head share their sums in a cluster."""
+    return capability_of(target) >= (9, 0)
+
+
+def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int, target: str) -> KernelSpec:
     """The quantizing kernel."""
+    clusters = has_clusters(target)
     arguments = {
         "T": CPP_TYPE[dtype],
         "HEAD_DIM": str(head_dim),
@@ -67,6 +75,7 @@ def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int) -> KernelSpec
         "BLOCK": str(scheme.block),
         "SMOOTH": BOOLEAN[scheme.smooth],
         "HADAMARD": BOOLEAN[scheme.hadamard],
+        "CLUSTER": BOOLEAN[clusters],
     }
     return KernelSpec(
         name="quantize/fused",
@@ -76,6 +85,8 @@ def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int) -> KernelSpec
         threads=GROUPS * head_dim // CHUNK,
         block_m=rows_of_cta(scheme),
         params="microsdpa::quantize::QuantizeParams",
+        cluster=PARTS if clusters else 1,
+        programmatic=clusters,
     )
 
 
@@ -84,18 +95,38 @@ def rows_of_cta(scheme: QuantizationScheme) -> int:
     return max(2 * GROUPS, scheme.block)
 
 
-def part_rows(scheme: QuantizationScheme, heads: int, seqlen_k: int) -> int:
-    """Rows of V, and with smoothing of K, that a CTA encodes, having read all of the head; `heads` of all batches."""
-    rows, parts = rows_of_cta(scheme), max(1, min(PARTS, PART_CTAS // heads))
+MOST_TILE_ROWS, MANY_TILES = 256, 1024
+"""Rows of Q that a CTA takes at most, where that many CTAs are left: loads of its later rows hide behind work."""
+
+
+def tile_rows(scheme: QuantizationScheme, heads: int, seqlen_q: int) -> int:
+    """Rows of Q, and without smoothing of K, that a CTA takes; `heads` of all batches."""
+    rows = rows_of_cta(scheme)
+    while rows < MOST_TILE_ROWS and heads * -(-seqlen_q // (2 * rows)) >= MANY_TILES:
+        rows *= 2
+    return rows
+
+
+def sum_rows(seqlen_k: int) -> int:
+    """Rows of K and V that are one of PARTS in their sums and maxima."""
+    return -(-seqlen_k // (PARTS * GROUPS)) * GROUPS
+
+
+def part_rows(scheme: QuantizationScheme, heads: int, seqlen_k: int, clusters: bool) -> int:
+    """Rows of V, and with smoothing of K, that a CTA encodes; `heads` of all batches."""
+    rows, parts = rows_of_cta(scheme), PARTS if clusters else max(1, min(LONE_PARTS, PART_CTAS // heads))
     return max(1, -(-seqlen_k // (parts * rows))) * rows
 
 
-def fused_grid(scheme: QuantizationScheme, batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int) -> Grid:
-    """CTAs for K, then V, then Q."""
-    rows, part = rows_of_cta(scheme), part_rows(scheme, batch * heads_kv, seqlen_k)
-    key_tiles = -(-seqlen_k // (part if scheme.smooth else rows))
-    value_tiles = -(-seqlen_k // part) if scheme.value else 0
-    return batch * (heads * -(-seqlen_q // rows) + heads_kv * (key_tiles + value_tiles)), 1, 1
+def fused_grid(scheme: QuantizationScheme, problem: Problem) -> Grid:
+    """CTAs for K, then V, then Q; with clusters, whole ones for each of them."""
+    p, clusters = problem, has_clusters(problem.target)
+    heads_kv, rows = p.batch * p.heads_kv, tile_rows(scheme, p.batch * p.heads, p.seqlen_q)
+    parts = PARTS if clusters else -(-p.seqlen_k // part_rows(scheme, heads_kv, p.seqlen_k, clusters))
+    key_tiles = parts if scheme.smooth else -(-p.seqlen_k // rows)
+    counts = heads_kv * key_tiles, heads_kv * parts if scheme.value else 0, p.batch * p.heads * -(-p.seqlen_q // rows)
+    unit = PARTS if clusters else 1
+    return sum(-(-count // unit) * unit for count in counts), 1, 1
 
 
 def restore_lse(dtype: DType, head_dim: int) -> KernelSpec:
@@ -119,7 +150,7 @@ def quantize_catalogue(target: str) -> list[KernelSpec]:
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
     dims = ALL_HEAD_DIMS if capability_of(target) == (9, 0) else HEAD_DIMS
     quantizers = [
-        fused(scheme, dtype, d)
+        fused(scheme, dtype, d, target)
         for scheme, dtype, d in product(SCHEMES.values(), dtypes, dims)
         if d in HEAD_DIMS or scheme.value is not None
     ]
