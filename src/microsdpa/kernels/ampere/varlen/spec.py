@@ -206,10 +206,8 @@ def batch_invariant(problem: Problem) -> KernelSpec:
     Tiles differ in rows alone, so that a row's sums are the same in all of them.
     """
     small = FEW_LARGE if problem.head_dim > 128 else FEW
-    if problem.head_dim > 128:
-        large = FEW_LARGE
-    else:
-        large = Tiling(16, 2, 1, 4, 3, kept=0) if _is_odd(problem) else MANY
+    odd = Tiling(16, 2, 1, 4, 3, kept=0)
+    large = FEW_LARGE if problem.head_dim > 128 else odd if _is_odd(problem) else MANY
     shared, groups = chip_of(problem.target).shared_per_cta, 4
     while replace(large, warps_n=groups, stages=2).shared_bytes(problem.head_dim) > shared:
         groups //= 2
