@@ -20,6 +20,7 @@ from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make, make_masks
 from microsdpa.execution import gradients
 from microsdpa.kernels.backward.spec import Tiling
+from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
 
@@ -85,24 +86,45 @@ FORWARD = [
 ]
 
 
+HOPPER_FORWARD = [
+    Case(1, 4, 150, 300, 64, heads_kv=2),
+    Case(2, 1, 150, 200, 128, dtype="bfloat16", causal="lower_right"),
+    Case(1, 1, 70, 150, 72, causal="upper_left"),
+    Case(1, 1, 70, 100, 256),
+    Case(1, 2, 140, 300, 64, masks=("padding", "softcap", "sinks")),
+    Case(1, 1, 140, 304, 64, masks=("additive", "window", "alibi")),
+]
+
+
+@pytest.mark.parametrize("p", [0.2, 1.0])
+@pytest.mark.parametrize("case", HOPPER_FORWARD, ids=str)
+def test_hopper_throughput_keeps_what_the_specification_keeps(case: Case, p: float) -> None:
+    check_forward(case, p, "hopper/throughput", "sm_90a")
+
+
 @pytest.mark.parametrize("p", [0.2, 1.0])
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_the_forward_pass_keeps_what_the_specification_keeps(case: Case, p: float) -> None:
+    check_forward(case, p)
+
+
+def check_forward(case: Case, p: float, impl: str = "auto", target: str = "") -> None:
     tensors, masks = make(case), make_masks(case)
     given: dict[str, Any] = {"causal": case.causal, "dropout_p": p, "rng_state": STATE, **masks}
     (expected, expected_lse), (plain, _) = (f(*tensors, **given) for f in (reference.oracle, reference.eager))
     problem = Problem(
         *(case.batch, case.heads, case.kv_heads, case.seqlen_q, case.seqlen_k, case.head_dim, case.dtype),
         causal=case.causal,
-        mask=Masks(**masks).kind,
+        mask=Masks(**masks).kind_in_memory if target else Masks(**masks).kind,
         alignment=2 if case.layout == "unaligned" else 16,
         dropout=True,
+        **({"target": target} if target else {}),  # type: ignore[arg-type]
     )
     found = []
     for schedule in SCHEDULES:
         out, lse = torch.full_like(tensors[0], torch.nan), torch.full(tensors[0].shape[:3], torch.nan)
         with scheduled(schedule):
-            spec = select(problem).spec
+            spec = select(problem, impl).spec
             run.attention(spec, problem, (*tensors, out, lse), masks=Masks(**masks, dropping=(p, STATE)))
         errors = compare.measure(out, expected)
         assert compare.tolerance(plain, expected, out.dtype).admits(errors), errors
@@ -172,6 +194,30 @@ def test_gradients_are_those_of_what_was_kept(case: Case, tiling: Tiling | None,
     assert all(map(torch.equal, *found))
 
 
+HOPPER_BACKWARD = [
+    Case(1, 2, 150, 200, 64, heads_kv=1),
+    Case(2, 1, 150, 140, 128, dtype="bfloat16", causal="lower_right"),
+    Case(1, 1, 70, 150, 72, causal="upper_left"),
+    Case(1, 2, 140, 100, 256, heads_kv=1, causal="upper_left"),
+]
+
+
+@pytest.mark.parametrize("case", HOPPER_BACKWARD, ids=str)
+def test_hopper_backward_has_gradients_of_what_was_kept(case: Case) -> None:
+    of, exact, plain = described(case, 0.3)
+    found = []
+    for deterministic in (True, True, False):
+        tiling = hopper_backward.choose(of.problem("sm_90a"), deterministic)
+        assert isinstance(tiling, hopper_backward.Tiling)
+        for tensor in of.made.values():
+            tensor.fill_(torch.nan)
+        with scheduled(SCHEDULES[len(found) % 2]):
+            gradients.emulate(of, tiling, "sm_90a")
+        assert wrong(of, exact, plain) == ""
+        found.append([tensor.clone() for tensor in of.made.values()])
+    assert all(map(torch.equal, *found[:2]))
+
+
 def test_no_gradient_is_left_where_all_is_dropped() -> None:
     of, _, _ = described(Case(1, 2, 40, 90, 32), 1.0)
     gradients.emulate(of)
@@ -183,7 +229,7 @@ PLAIN = Case(1, 2, 40, 90, 64)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One replacement in one file, and what is said of it: of the forward pass where `forward`."""
+    """One replacement in one file, and what is said: of the forward pass where `forward`, on wgmma where `hopper`."""
 
     name: str
     file: str
@@ -192,9 +238,12 @@ class Mutant:
     said: str
     forward: bool = False
     case: Case = PLAIN
+    hopper: bool = False
 
 
 DROPOUT, KERNEL = "common/dropout.cuh", "backward/kernel.cu"
+THROUGHPUT, HOPPER = "hopper/throughput/", "hopper/backward/"
+LONG = Case(1, 2, 150, 140, 64)
 MUTANTS = [
     Mutant("a round less", DROPOUT, "round < 10", "round < 9", "off", forward=True),
     Mutant("the offset of another call", DROPOUT, "offset / 4)", "offset / 8)", "off", forward=True),
@@ -208,7 +257,11 @@ MUTANTS = [
         *("off", True),
     ),
     Mutant(
-        "the neighbour's numbers are not fetched", DROPOUT, "odd ? theirs : mine", "mine", "grad_(key|value) is off"
+        "the neighbour's numbers are not fetched",
+        DROPOUT,
+        "even_words[i] = odd ? theirs : mine",
+        "even_words[i] = mine",
+        "grad_(key|value) is off",
     ),
     Mutant("dV of all probabilities", KERNEL, "            drop(s, kept);\n", "", "grad_value is off"),
     Mutant("dV is not scaled", KERNEL, "factor = given.dropout.scale;", "factor = 1.0f;", "grad_value is off"),
@@ -220,6 +273,73 @@ MUTANTS = [
         *("the mask's gradient", "backward/mask.cu", "kept.has(0, n, e) ? ", "true ? ", "grad_mask is off"),
         case=Case(1, 2, 40, 90, 32, masks=("float32",)),
     ),
+    *(
+        Mutant(*what, said, forward, LONG, hopper=True)
+        for *what, said, forward in (
+            (
+                "keys in another order",
+                DROPOUT,
+                "<0xdd99>(kept[n], kept[2 + n])",
+                "<0xdd99>(kept[2 + n], kept[n])",
+                "off",
+                True,
+            ),
+            (
+                "numbers of other queries",
+                THROUGHPUT + "dropping.cuh",
+                "row = work.first_row + tile_row",
+                "row = tile_row",
+                "off",
+                True,
+            ),
+            (
+                "O is not scaled",
+                THROUGHPUT + "consumer.cuh",
+                "inverse[half] *= drop.scale",
+                "inverse[half] *= 1.0f",
+                "off",
+                True,
+            ),
+            ("a larger number keeps", DROPOUT, "(kept == 0 ? 0 : kept - 1)", "(kept / 2)", "off", True),
+            ("flags of other queries", DROPOUT, " - 2 * (i % 2)", " - 2 * (1 - i % 2)", "grad_query is off", False),
+            (
+                "flags of the turn before",
+                HOPPER + "consumer.cuh",
+                "    at.advance(walk);\n    drop.draw",
+                "    drop.draw",
+                "is off",
+                False,
+            ),
+            (
+                "dV not scaled",
+                HOPPER + "consumer.cuh",
+                "factor = drop.scale;",
+                "factor = 1.0f;",
+                "grad_value is off",
+                False,
+            ),
+            (
+                "dP not scaled",
+                HOPPER + "products.cuh",
+                "? 0.0f : scale;",
+                "? 0.0f : 1.0f;",
+                "grad_query is off",
+                False,
+            ),
+            (
+                "dV of all",
+                HOPPER + "products.cuh",
+                "    drop.next.drop(to);\n",
+                "",
+                "grad_value is off",
+                False,
+            ),
+        )
+    ),
+    Mutant(
+        *("dV of all, heads over 128", HOPPER + "products.cuh", "p[i] < 0.0f ? 0.0f : p[i]", "fabsf(p[i])"),
+        *("grad_value is off", False, Case(1, 1, 140, 70, 192), True),
+    ),
 ]
 
 
@@ -229,7 +349,9 @@ def verdict(mutant: Mutant, schedule: Schedule, **options: Any) -> str:
         with scheduled(schedule):
             if not mutant.forward:
                 of, exact, plain = described(case, 0.3)
-                gradients.emulate(of, **options)
+                target = "sm_90a" if mutant.hopper else ""
+                chosen = hopper_backward.choose(of.problem(target)) if mutant.hopper else None
+                gradients.emulate(of, chosen, target, **options)  # type: ignore[arg-type]
                 return wrong(of, exact, plain)
             tensors = make(case)
             expected, _ = reference.oracle(*tensors, dropout_p=0.3, rng_state=STATE)
@@ -237,9 +359,10 @@ def verdict(mutant: Mutant, schedule: Schedule, **options: Any) -> str:
             problem = Problem(
                 case.batch, case.heads, case.heads, case.seqlen_q, case.seqlen_k, case.head_dim, "float16"
             )
-            problem = Problem(**(vars(problem) | {"dropout": True}))
+            problem = Problem(**(vars(problem) | {"dropout": True} | ({"target": "sm_90a"} if mutant.hopper else {})))
             operands = *tensors, out, None
-            run.attention(select(problem).spec, problem, operands, masks=Masks(dropping=(0.3, STATE)), **options)
+            spec = select(problem, "hopper/throughput" if mutant.hopper else "auto").spec
+            run.attention(spec, problem, operands, masks=Masks(dropping=(0.3, STATE)), **options)
             error = compare.measure(out, expected)
             return "" if error.max_abs < 0.005 else f"the output is off by {error.max_abs}"
     except EmulationError as error:

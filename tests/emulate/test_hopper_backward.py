@@ -50,6 +50,27 @@ def test_gradients_are_right_in_two_orders(case: Case) -> None:
     assert all(report.bank_conflicts == 0 for report in reports)
 
 
+WHOLE = [
+    Case(1, 4, 300, 128, 64, heads_kv=2, causal="upper_left"),
+    Case(1, 2, 70, 50, 64, dtype="bfloat16", layout="bshd"),
+    Case(1, 2, 100, 110, 128, causal="lower_right"),
+    Case(1, 2, 150, 128, 128, heads_kv=1, scale=-0.2),
+    Case(1, 1, 1, 1, 72),
+]
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_one_tile_of_keys_needs_no_sums_in_memory(case: Case) -> None:
+    wanted = expected(case, through_lse=True)
+    tiling = tiling_of(wanted)
+    assert tiling.whole
+    assert len(check(wanted, tiling, TARGET)) == 2  # kernels, and the same bits in any order
+
+
+def test_queries_that_see_no_key_take_sums_in_memory() -> None:
+    assert not tiling_of(expected(Case(1, 1, 300, 128, 64, causal="lower_right"))).whole
+
+
 FIXED = [*CASES[:2], CASES[4], CASES[5], CASES[8]]
 
 
@@ -105,16 +126,16 @@ class Mutant:
 
 
 FOLDER = "hopper/backward/"
-PLAIN, LONG, WIDE = Case(1, 1, 140, 140, 64), Case(1, 1, 400, 100, 64), Case(1, 1, 140, 70, 192)
+PLAIN, LONG, WIDE = Case(1, 1, 140, 140, 64), Case(1, 1, 400, 140, 64), Case(1, 1, 140, 70, 192)
 MUTANTS = [
     Mutant(
         *("no fence ahead of a reduction", FOLDER + "products.cuh"),
-        *("  fence_proxy_async();\n  named_barrier_arrive(SUMS_FULL", "  named_barrier_arrive(SUMS_FULL"),
+        *("dq[4 * i + 3]);\n  }\n  fence_proxy_async();\n", "dq[4 * i + 3]);\n  }\n"),
         *(PLAIN, "no fence.proxy.async"),
     ),
     Mutant(
         *("sums are written over that are still read", FOLDER + "products.cuh"),
-        *("if (!first) named_barrier_sync(SUMS_EMPTY", "if (false) named_barrier_sync(SUMS_EMPTY"),
+        *("bool first) {\n  if (!first)", "bool first) {\n  if (false)"),
         *(LONG, "race|in flight|still|a wait is missing"),
     ),
     Mutant(
@@ -129,6 +150,18 @@ MUTANTS = [
             "          tma_store_wait_read<1>();\n",
         ),
         *(PLAIN, "end of a turn", True),
+    ),
+    Mutant(
+        *("dQ is written over that is still read", FOLDER + "products.cuh"),
+        *(
+            "bool first) {\n  constexpr int BOX = 64;\n  if (!first)",
+            "bool first) {\n  constexpr int BOX = 64;\n  if (false)",
+        ),
+        *(Case(1, 1, 400, 100, 64), "race|in flight|still|a wait is missing"),
+    ),
+    Mutant(
+        *("dQ without the scale", FOLDER + "consumer.cuh", "dq, call.scale_log2 * LN_2", "dq, 1.0f"),
+        *(Case(1, 1, 140, 100, 64), "grad_query"),
     ),
     Mutant(
         *("dS is read before it is there", FOLDER + "consumer.cuh"),

@@ -159,30 +159,29 @@ def _parameters(of: Gradient, problem: Problem, tiling: AnyTiling) -> BackwardPa
 
 def launches(of: Gradient, problem: Problem, tiling: AnyTiling) -> tuple[list[Launch], int]:
     """The kernels in the order of their launch, and bytes of scratch memory."""
-    if not isinstance(tiling, Tiling):
-        pointers = tuple((PLACES[name], name, 0) for name in (*of.given, *of.made, "workspace"))
-        params, tiles = _parameters(of, problem, tiling), hopper_spec.tiles_grid(problem, tiling)
-        stages = (
-            (hopper_spec.prepare(problem, tiling), tiles),
-            (hopper_spec.gradients(problem, tiling), hopper_spec.gradients_grid(problem, tiling)),
-            (hopper_spec.finish(problem, tiling), tiles),
-        )
-        numbers: tuple[tuple[int, int], ...] = ((_SCALE_LOG2, launcher.SCALE_LOG2),)
-        made = [Launch(spec, grid, params, pointers, _mapped(of, spec), numbers) for spec, grid in stages]
-        return made, tiling.workspace_bytes(problem)
-    slopes = "grad_slopes" in of.made
-    workspace_bytes, parts_at = backward_spec.workspace_bytes(problem, tiling, slopes)
     params = _parameters(of, problem, tiling)
     whole: BackwardParams | DroppedBackwardParams = params
     pointers = tuple((PLACES[name], name, 0) for name in (*of.given, *of.made, "workspace"))
-    pointers = (*pointers, (BackwardParams.slope_parts.offset, "workspace", parts_at))
-    numbers = ((_SCALE_LOG2, launcher.SCALE_LOG2),)
-    if of.masks.softcap is not None:
-        numbers = (*numbers, (_SOFTCAP_LOG2, launcher.SOFTCAP_LOG2))
+    numbers: tuple[tuple[int, int], ...] = ((_SCALE_LOG2, launcher.SCALE_LOG2),)
     if of.dropout_p:
         kept, factor = kept_of(of.dropout_p)
         whole = DroppedBackwardParams(params, DropoutParams(kept=kept, scale=factor))
         numbers = (*numbers, (_KEPT, launcher.KEPT), (_KEPT_SCALE, launcher.KEPT_SCALE))
+    if not isinstance(tiling, Tiling):
+        tiles = hopper_spec.tiles_grid(problem, tiling)
+        stages = [
+            (hopper_spec.prepare(problem, tiling), tiles),
+            (hopper_spec.gradients(problem, tiling), hopper_spec.gradients_grid(problem, tiling)),
+        ]
+        if not tiling.whole:
+            stages.append((hopper_spec.finish(problem, tiling), tiles))
+        made = [Launch(spec, grid, whole, pointers, _mapped(of, spec), numbers) for spec, grid in stages]
+        return made, tiling.workspace_bytes(problem)
+    slopes = "grad_slopes" in of.made
+    workspace_bytes, parts_at = backward_spec.workspace_bytes(problem, tiling, slopes)
+    pointers = (*pointers, (BackwardParams.slope_parts.offset, "workspace", parts_at))
+    if of.masks.softcap is not None:
+        numbers = (*numbers, (_SOFTCAP_LOG2, launcher.SOFTCAP_LOG2))
     kernels = [
         (backward_spec.terms(problem), backward_spec.terms_grid(problem)),
         (backward_spec.gradients(problem, tiling, slopes), backward_spec.gradients_grid(problem, tiling)),

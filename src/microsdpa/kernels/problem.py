@@ -212,7 +212,8 @@ class Problem:
 def of_any_size(problem: Problem) -> Problem:
     """What many problems have in common: `problem` with one batch entry, query and key, and a group of query heads."""
     group, p = problem.heads // problem.heads_kv, problem
-    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target, (p.cache, p.prologue))
+    further = p.cache, p.prologue, p.dropout
+    return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target, further)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -224,10 +225,11 @@ def _of_any_size(
     mask: MaskKind | None,
     alignment: int,
     target: str,
-    further: tuple[CacheKind | None, PrologueKind | None],
+    further: tuple[CacheKind | None, PrologueKind | None, bool],
 ) -> Problem:
-    sizes, (cache, prologue) = (1, heads, 1, 1, 1, head_dim), further
-    return Problem(*sizes, dtype, causal, mask, alignment, target=target, cache=cache, prologue=prologue)
+    sizes, (cache, prologue, dropout) = (1, heads, 1, 1, 1, head_dim), further
+    more = {"cache": cache, "prologue": prologue, "dropout": dropout}
+    return Problem(*sizes, dtype, causal, mask, alignment, target=target, **more)  # type: ignore[arg-type]
 
 
 VIRTUAL = "compute_"

@@ -107,6 +107,7 @@ FAMILIES: tuple[Family, ...] = (
         emulated_target="sm_90a",
         masks=True,
         ranges=True,
+        dropout=True,
         configurations=hopper_throughput.configurations,
     ),
     Family(

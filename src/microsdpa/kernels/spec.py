@@ -105,7 +105,7 @@ class TensorMap:
         swizzle: bytes of the shared-memory pattern: 0 (none), 32, 64 or 128.
     """
 
-    tensor: Literal["query", "key", "value", "out", "attn_mask", "grad_out", "grad_key", "grad_value"]
+    tensor: Literal["query", "key", "value", "out", "attn_mask", "grad_out", "grad_query", "grad_key", "grad_value"]
     rows: int
     columns: int
     swizzle: int = 128

@@ -7,6 +7,7 @@
 // which are queries i and i + 8, and keys j, j + 1, j + 8 and j + 9 for an even j.
 #pragma once
 
+#include "../ptx/arithmetic.cuh"
 #include "dropout_params.cuh"
 #include "mma_tile.cuh"
 #include "softmax.cuh"
@@ -54,10 +55,18 @@ struct Philox {
     key[1] = static_cast<uint32>(seed >> 32) ^ static_cast<uint32>(offset / 4 >> 32);
   }
 
+  // The same, of which the compiler sees that all lanes of a warp have one: the lanes meet here.
+  __device__ __forceinline__ Philox of_warp() const {
+    Philox found = *this;
+    found.key[0] = __shfl_sync(FULL_WARP, key[0], 0), found.key[1] = __shfl_sync(FULL_WARP, key[1], 0);
+    found.position = __shfl_sync(FULL_WARP, position, 0);
+    return found;
+  }
+
   // The numbers of a query and a key of a head of the batch, and of the seven others with them.
   __device__ __forceinline__ RandomWords at(int head, int query, int key_index) const {
-    uint32 c[4] = {static_cast<uint32>(key_index / 16 * 4 + key_index % 8 / 2),
-                   static_cast<uint32>(query / 16 * 8 + query % 8), static_cast<uint32>(head), position};
+    const uint32 i = static_cast<uint32>(query), j = static_cast<uint32>(key_index);
+    uint32 c[4] = {j / 16 * 4 + j % 8 / 2, i / 16 * 8 + i % 8, static_cast<uint32>(head), position};
     uint32 k[2] = {key[0], key[1]};
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
@@ -154,6 +163,98 @@ struct KeptOf<Dropout, BY_KEYS, ROW_TILES, COLUMNS> : KeptProbabilities<BY_KEYS,
   __device__ __forceinline__ KeptOf(const Philox& philox, const Dropped<P>& params, int head, int first_row,
                                     int first_column)
       : KeptProbabilities<BY_KEYS, ROW_TILES, COLUMNS>(philox, params.dropout.kept, head, first_row, first_column) {}
+};
+
+// Which numbers keep their probabilities, two numbers of 16 bits at once.
+struct KeptNumbers {
+  uint32 largest;  // that keeps, in both halves. Where none does, the factor of what is kept is 0.
+
+  __device__ __forceinline__ explicit KeptNumbers(uint32 kept) : largest((kept == 0 ? 0 : kept - 1) * 0x10001u) {}
+
+  // The top bit of each half says whether its number keeps. Of the other bits nothing is said.
+  __device__ __forceinline__ uint32 operator()(uint32 numbers) const {
+    // Whether the lower 15 bits are not over those of the largest: no half borrows from the other one.
+    const uint32 lower = (largest | 0x80008000u) - (numbers & 0x7fff7fffu);
+    return (lower & largest) | ((lower | largest) & ~numbers);
+  }
+};
+
+// Drops probabilities that are A operands of wgmma or mma: 16 queries of a warp, and 16 keys a step.
+//   row: the lane's first   first_key: of the tile, a multiple of 16
+template <int STEPS>
+__device__ __forceinline__ void drop_operands(uint32 (&p)[STEPS][4], const Philox& philox, const KeptNumbers& keeps,
+                                              int head, int row, int first_key) {
+#pragma unroll
+  for (int step = 0; step < STEPS; ++step) {
+    const RandomWords own = philox.at(head, row, first_key + 16 * step + static_cast<int>(lane_index()) % 4 * 2);
+    uint32 kept[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) kept[i] = keeps(own.words[i]);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {  // of queries i and i + 8 the keys j and j + 1, with n also 8 more
+      p[step][2 * n] &= permute_bytes<0xdd99>(kept[n], kept[2 + n]);
+      p[step][2 * n + 1] &= permute_bytes<0xffbb>(kept[n], kept[2 + n]);
+    }
+  }
+}
+
+// What is dropped of a lane's probabilities on accumulators of transposed scores: 16 rows of a warp are keys, the
+// columns queries.
+template <int N>
+struct DroppedTransposed {
+  uint32 bits[N / 32];  // four of each half are those of a square of 16 queries and 16 keys
+  static_assert(N % 32 == 0, "whole words");
+
+  // `row`: the lane's first one. `first_column`: of the tile. Both tiles begin at multiples of 16.
+  __device__ __forceinline__ void draw(const Philox& philox, const KeptNumbers& keeps, int head, int row,
+                                       int first_column) {
+    // The numbers of a lane's keys are those of two turns of the generator, for even and odd queries: it makes one, and
+    // its neighbour, who has the other keys of both, makes the other.
+    const int odd = row % 2, column = lane_index() % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < N / 8; ++m) {
+      const RandomWords own = philox.at(head, first_column + 16 * m + column + odd, row);
+      uint32 flags[2];  // of keys j and j + 8 together, then of j + 1 and j + 9
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        flags[i] = (keeps(own.words[2 * i]) & 0x80008000u) | (keeps(own.words[2 * i + 1]) >> 1 & ~0x80008000u);
+      }
+      const uint32 mine = odd ? flags[1] : flags[0];
+      const uint32 theirs = __shfl_xor_sync(FULL_WARP, odd ? flags[0] : flags[1], 4);
+      const uint32 even_queries = odd ? theirs : mine, odd_queries = odd ? mine : theirs;
+      const uint32 kept = (even_queries & 0xc000c000u) | (odd_queries >> 2 & ~0xc000c000u);
+      const uint32 dropped = (~kept & 0xf000f000u) >> 4 * (m % 4);
+      bits[m / 4] = m % 4 == 0 ? dropped : bits[m / 4] | dropped;
+    }
+  }
+
+  // The bit of element i.
+  __device__ __forceinline__ static constexpr int place(int i) {
+    return 15 + 16 * (i / 4 % 2) - 4 * (i / 8 % 4) - 2 * (i % 2) - i / 2 % 2;
+  }
+  __device__ __forceinline__ bool has(int i) const { return bits[i / 32] >> place(i) & 1; }
+
+  // Gives what is dropped a minus sign.
+  __device__ __forceinline__ void mark(float (&p)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      p[i] = __uint_as_float(__float_as_uint(p[i]) | (bits[i / 32] << (31 - place(i)) & 0x80000000u));
+    }
+  }
+
+  // Drops probabilities that are A operands, pairs of queries in a word.
+  __device__ __forceinline__ void drop(uint32 (&p)[N / 8][4]) const {
+#pragma unroll
+    for (int m = 0; m < N / 8; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int to_top = 4 * (m % 4) + half;
+        const uint32 even_queries = bits[m / 4] << to_top, odd_queries = bits[m / 4] << (to_top + 2);
+        p[m][half] &= ~permute_bytes<0xdd99>(even_queries, odd_queries);
+        p[m][2 + half] &= ~permute_bytes<0xffbb>(even_queries, odd_queries);
+      }
+    }
+  }
 };
 
 // Drops probabilities of a lane whose keys follow one another, as those of masked tiles do (masks.cuh).

@@ -66,7 +66,8 @@ __device__ __forceinline__ uint32 e4m3x4_from_floats(float a, float b, float c, 
 
 // prmt: picks four bytes out of eight (PTX ISA, "prmt").
 
-// Byte i of the result is byte (SELECTOR >> 4 i) & 7 of `high`:`low`, where 0 to 3 are the bytes of `low`.
+// Byte i of the result is byte (SELECTOR >> 4 i) & 7 of `high`:`low`, where 0 to 3 are the bytes of `low`. With 8 added
+// to that number it is the byte's sign, eight times.
 template <uint32 SELECTOR>
 __device__ __forceinline__ uint32 permute_bytes(uint32 low, uint32 high) {
   uint32 result;

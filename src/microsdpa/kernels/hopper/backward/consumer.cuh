@@ -6,7 +6,7 @@
 namespace microsdpa::hopper::backward {
 
 // Accumulators of transposed products: a row of S^T is a key's, a column a query's.
-template <typename C, bool CAUSAL, bool IN_ORDER>
+template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
 struct Consumer {
   using T = typename C::T;
   using Products = float[C::BLOCK_M / 2];
@@ -14,6 +14,7 @@ struct Consumer {
   using Sums = float[C::HEAD_DIM / 2];
   static constexpr int BOX = C::BOX, BLOCK_M = C::BLOCK_M, BLOCK_N = C::BLOCK_N, HEAD_DIM = C::HEAD_DIM;
   static constexpr int EIGHT_ROWS = 8 * BOX * sizeof(T);
+  static constexpr float LN_2 = 0.693147180559945309417f;
 
   SharedStorage<C>& shared;
   const AttentionParams& call;
@@ -21,19 +22,21 @@ struct Consumer {
   const int warpgroup;
   const int thread;     // of the warpgroup
   const int first_key;  // of the warpgroup
+  Drop drop;
   PipelineState<C::QUERY_STAGES> query_state;
   PipelineState<C::GRAD_STAGES> grad_state;
   Sums dk = {}, dv = {};
   Products s;
 
   __device__ __forceinline__ Consumer(SharedStorage<C>& shared, const AttentionParams& call,
-                                      const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup)
+                                      const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, const Drop& drop)
       : shared(shared),
         call(call),
         walk(walk),
         warpgroup(warpgroup),
         thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
-        first_key(walk.first_key + ROWS * warpgroup) {}
+        first_key(walk.first_key + ROWS * warpgroup),
+        drop(drop) {}
 
   __device__ __forceinline__ int rows() const { return warpgroup; }  // of the CTA's keys, 64 at a time
 
@@ -119,14 +122,14 @@ struct Consumer {
     Products p;
     weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
     Rounded rounded;
-    round_to<T>(rounded, p);
+    round_kept_to<T>(rounded, p, drop);
     if constexpr (!C::DP_FIRST) multiply(dp, shared.value, shared.grad_out[grad_stage]);
     accumulate_values(rounded, shared.grad_out[grad_stage]);
     wgmma_wait<1>();
     wgmma_fence_registers(dp);
     wgmma_fence_registers(dk);
     if (turn > 0) release(shared.query_empty[before]);
-    differentiate(p, dp, shared.delta[query_stage], thread);
+    differentiate(p, dp, shared.delta[query_stage], thread, drop);
     Rounded words;
     round_to<T>(words, p);
 #pragma unroll
@@ -146,11 +149,23 @@ struct Consumer {
     for (int k = 0; k < BLOCK_M / 16; ++k) wgmma_fence_registers(rounded[k]);  // nobody else has had them
     release(shared.grad_empty[grad_stage]);
     grad_state.advance();
-    put_sums(shared.sums[warpgroup], dq, warpgroup, thread, turn == 0);
+    if constexpr (C::WHOLE) {
+      put_queries(reinterpret_cast<T*>(shared.sums[warpgroup]), dq, call.scale_log2 * LN_2, warpgroup, thread,
+                  turn == 0);
+    } else {
+      put_sums(shared.sums[warpgroup], dq, warpgroup, thread, turn == 0);
+    }
     if constexpr (!LAST) {
+      if constexpr (Drop::ANY) draw_next(at);
       wgmma_wait<1>();
       take(next);
     }
+  }
+
+  // Draws for the turn behind `at`, while its S is multiplied.
+  __device__ __forceinline__ void draw_next(Turn at) {
+    at.advance(walk);
+    drop.draw(*this, at);
   }
 
   __device__ __forceinline__ void run() {
@@ -161,6 +176,7 @@ struct Consumer {
     {
       Products next;
       score(next);
+      if constexpr (Drop::ANY) drop.draw(*this, Turn(walk));
       wgmma_wait<0>();
       take(next);
     }
@@ -175,8 +191,9 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void finish(const TensorMap& grad_key, const TensorMap& grad_value) const {
-    constexpr float LN_2 = 0.693147180559945309417f;
-    store(*this, grad_value, shared.value, dv, 1.0f);
+    float factor = 1.0f;
+    if constexpr (Drop::ANY) factor = drop.scale;
+    store(*this, grad_value, shared.value, dv, factor);
     // The other warpgroup has read K for its dQ.
     named_barrier_sync(SCORES_THERE, CONSUMERS * WARPGROUP_THREADS);
     store(*this, grad_key, shared.key, dk, call.scale_log2 * LN_2);

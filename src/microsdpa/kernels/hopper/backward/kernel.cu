@@ -16,15 +16,19 @@
 
 namespace microsdpa::hopper::backward {
 
-// IN_ORDER: whether sums of dQ are added in an order that is always the same.
+// IN_ORDER: whether sums of dQ are added in an order that is always the same. MAPS: that of dQ, where one CTA has all
+// keys of a head, and dQ is no sum.
 template <typename T, int HEAD_DIM, int BLOCK_M, int QUERY_STAGES, int GRAD_STAGES, bool DP_FIRST, bool IN_ORDER,
-          bool CAUSAL>
+          bool CAUSAL, typename DROPOUT = NoDropout, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    gradients(const __grid_constant__ BackwardParams params, const __grid_constant__ TensorMap query,
-              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-              const __grid_constant__ TensorMap grad_out, const __grid_constant__ TensorMap grad_key,
-              const __grid_constant__ TensorMap grad_value) {
-  using C = Tiles<T, HEAD_DIM, BLOCK_M, QUERY_STAGES, GRAD_STAGES, DP_FIRST>;
+    gradients(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given,
+              const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+              const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap grad_out,
+              const __grid_constant__ TensorMap grad_key, const __grid_constant__ TensorMap grad_value,
+              const __grid_constant__ MAPS... maps) {
+  using C = Tiles<T, HEAD_DIM, BLOCK_M, QUERY_STAGES, GRAD_STAGES, DP_FIRST, (sizeof...(MAPS) > 0)>;
+  using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2>::Type;
+  const BackwardParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.forward.call;
   auto& shared = dynamic_shared<SharedStorage<C>>();
   grid_dependency_launch();
@@ -46,11 +50,16 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       produce(shared, call, walk, query, key, value, grad_out);
     } else if (warp == 1 || warp == 2) {
       grid_dependency_wait();
-      add_sums(shared, call, walk, warp - 1);
+      if constexpr (C::WHOLE) {
+        store_queries(shared, walk, warp - 1, maps...);
+      } else {
+        add_sums(shared, call, walk, warp - 1);
+      }
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    Consumer<C, CAUSAL, IN_ORDER> consumer(shared, call, walk, warpgroup - 1);
+    if constexpr (Drop::ANY) grid_dependency_wait();  // the seed was drawn ahead
+    Consumer<C, CAUSAL, IN_ORDER, Drop> consumer(shared, call, walk, warpgroup - 1, Drop(given));
     consumer.run();
     grid_dependency_wait();
     consumer.finish(grad_key, grad_value);

@@ -49,10 +49,12 @@ __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Backw
       workspace.delta(index, tile)[row_of_tile] = delta;
     }
   }
-  if (threadIdx.x < SUMS / PART) workspace.turn(index, tile)[threadIdx.x] = 0;
-  auto* sums = reinterpret_cast<float4*>(workspace.sum(index, tile));
+  if constexpr (SUMS > 0) {
+    if (threadIdx.x < SUMS / PART) workspace.turn(index, tile)[threadIdx.x] = 0;
+    auto* sums = reinterpret_cast<float4*>(workspace.sum(index, tile));
 #pragma unroll
-  for (int i = 0; i < SUMS / 4; i += THREADS) sums[i + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < SUMS / 4; i += THREADS) sums[i + threadIdx.x] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
 }
 
 }  // namespace microsdpa::hopper::backward

@@ -97,6 +97,27 @@ __device__ __forceinline__ void add_sums(Storage& shared, const AttentionParams&
   }
 }
 
+// Stores the parts of dQ that a consumer leaves in shared memory, which are whole. One warp.
+template <typename C, typename W>
+__device__ __forceinline__ void store_queries(SharedStorage<C>& shared, const W& walk, int consumer,
+                                              const TensorMap& grad_query) {
+  const bool elected = elect_one();
+  Turn at(walk);
+  for (int turn = 0; turn < walk.turns; ++turn) {
+    named_barrier_sync(SUMS_FULL + consumer, SUMS_THREADS);
+    if (elected) {
+      const int row = at.tile * C::BLOCK_M + (C::BLOCK_M > C::BOX ? ROWS * consumer : 0);
+      tma_store(grad_query, reinterpret_cast<const typename C::T*>(shared.sums[consumer]),
+                C::BLOCK_M > C::BOX ? 0 : C::BOX * consumer, row, at.head, walk.batch);
+      tma_store_commit();
+      tma_store_wait_read<0>();
+    }
+    __syncwarp();
+    if (turn + 1 < walk.turns) named_barrier_arrive(SUMS_EMPTY + consumer, SUMS_THREADS);
+    at.advance(walk);
+  }
+}
+
 // Readiness of what the CTA loads.
 template <typename C, typename Storage>
 __device__ __forceinline__ void init_barriers(Storage& shared) {

@@ -2,6 +2,7 @@
 // query's.
 #pragma once
 
+#include "../../common/dropout.cuh"
 #include "../../common/mma_tile.cuh"
 #include "../../common/softmax.cuh"
 #include "../../ptx/arithmetic.cuh"
@@ -51,15 +52,64 @@ __device__ __forceinline__ void weigh(const Consumer& of, typename Consumer::Pro
   }
 }
 
-// Makes dS of P and dP, in the place of P.
+// Drops nothing.
 template <int N>
+struct DropsNothing {
+  static constexpr bool ANY = false;
+  __device__ __forceinline__ explicit DropsNothing(const BackwardParams&) {}
+};
+
+// Drops some of N probabilities of a lane. SIGNS: they get a minus sign until P and dS are made of them, by threads of
+// their own.
+template <int N, bool SIGNS_>
+struct Drops {
+  static constexpr bool ANY = true, SIGNS = SIGNS_;
+
+  const DropoutParams& given;
+  const float scale;  // of what is kept
+  DroppedTransposed<N> next;
+
+  __device__ __forceinline__ explicit Drops(const Dropped<BackwardParams>& params)
+      : given(params.dropout), scale(given.scale) {}
+
+  // Draws for a tile of queries. The generator is made anew each time, so that it takes no registers in between.
+  template <typename Consumer>
+  __device__ __forceinline__ void draw(const Consumer& of, const Turn& at) {
+    next.draw(Philox(given).of_warp(), KeptNumbers(given.kept), of.walk.batch * of.call.heads + at.head,
+              of.first_key + key_row(of.thread, 0), at.tile * Consumer::BLOCK_M);
+  }
+
+  // What dP of the i-th probability is multiplied by.
+  __device__ __forceinline__ float factor(int i, float p) const {
+    return (SIGNS ? p < 0.0f : next.has(i)) ? 0.0f : scale;
+  }
+};
+template <bool DROPS, int N, bool SIGNS = false>
+struct DropIf {
+  using Type = DropsNothing<N>;
+};
+template <int N, bool SIGNS>
+struct DropIf<true, N, SIGNS> {
+  using Type = Drops<N, SIGNS>;
+};
+
+// Makes dS of P and dP, in the place of P.
+template <int N, typename Drop>
 __device__ __forceinline__ void differentiate(float (&p)[N], const float (&dp)[N], const float* delta_of_column,
-                                              int thread) {
+                                              int thread, const Drop& drop) {
 #pragma unroll
   for (int n = 0; n < N / 4; ++n) {
     const float2 delta = *reinterpret_cast<const float2*>(&delta_of_column[8 * n + first_column(thread)]);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) p[4 * n + e] *= dp[4 * n + e] - (e % 2 ? delta.y : delta.x);
+    for (int e = 0; e < 4; ++e) {
+      const float subtract = e % 2 ? delta.y : delta.x;
+      if constexpr (Drop::ANY) {
+        const float factor = drop.factor(4 * n + e, p[4 * n + e]);
+        p[4 * n + e] = fabsf(p[4 * n + e]) * fmaf(dp[4 * n + e], factor, -subtract);
+      } else {
+        p[4 * n + e] *= dp[4 * n + e] - subtract;
+      }
+    }
   }
 }
 
@@ -71,6 +121,22 @@ __device__ __forceinline__ void round_to(uint32 (&to)[K][4], const float (&from)
   for (int k = 0; k < K; ++k) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[k][i] = pack<T>(from[8 * k + 2 * i], from[8 * k + 2 * i + 1]);
+  }
+}
+
+// The same of probabilities, less what is dropped.
+template <typename T, int K, int N, typename Drop>
+__device__ __forceinline__ void round_kept_to(uint32 (&to)[K][4], const float (&p)[N], const Drop& drop) {
+  if constexpr (!Drop::ANY) {
+    round_to<T>(to, p);
+  } else if constexpr (Drop::SIGNS) {
+    float kept[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) kept[i] = p[i] < 0.0f ? 0.0f : p[i];
+    round_to<T>(to, kept);
+  } else {
+    round_to<T>(to, p);
+    drop.next.drop(to);
   }
 }
 
@@ -91,6 +157,24 @@ __device__ __forceinline__ void put_sums(float* sums, const float (&dq)[PART / W
 #pragma unroll
   for (int i = 0; i < PART / WARPGROUP_THREADS / 4; ++i) {
     to[i * WARPGROUP_THREADS] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+  }
+  fence_proxy_async();
+  named_barrier_arrive(SUMS_FULL + warpgroup, SUMS_THREADS);
+}
+
+// Leaves a consumer's part of dQ, which is whole, where it is stored from.
+template <typename T>
+__device__ __forceinline__ void put_queries(T* tile, const float (&dq)[PART / WARPGROUP_THREADS], float factor,
+                                            int warpgroup, int thread, bool first) {
+  constexpr int BOX = 64;
+  if (!first) named_barrier_sync(SUMS_EMPTY + warpgroup, SUMS_THREADS);
+  const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int block = 0; block < BOX / 16; ++block) {
+    uint32 word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = pack<T>(dq[8 * block + 2 * i] * factor, dq[8 * block + 2 * i + 1] * factor);
+    stmatrix(tile + row * BOX + 8 * ((2 * block + lane / 16) ^ row % 8), word);
   }
   fence_proxy_async();
   named_barrier_arrive(SUMS_FULL + warpgroup, SUMS_THREADS);

@@ -15,13 +15,14 @@ constexpr int CONSUMERS = 2;
 constexpr int PART = ROWS * 64;  // sums of dQ that a consumer makes at a time
 
 // BLOCK_M queries are walked over at a time, and each consumer has 64 of the CTA's keys. DP_FIRST: dP is multiplied
-// while P is made, else after it, which takes fewer registers.
-template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool DP_FIRST_>
+// while P is made, else after it, which takes fewer registers. WHOLE: a CTA has all keys of its head, and what it makes
+// of dQ are no parts of sums.
+template <typename T_, int HEAD_DIM_, int BLOCK_M_, int QUERY_STAGES_, int GRAD_STAGES_, bool DP_FIRST_, bool WHOLE_>
 struct Tiles {
   using T = T_;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_M = BLOCK_M_, BLOCK_N = ROWS * CONSUMERS;
   static constexpr int QUERY_STAGES = QUERY_STAGES_, GRAD_STAGES = GRAD_STAGES_;
-  static constexpr bool DP_FIRST = DP_FIRST_;
+  static constexpr bool DP_FIRST = DP_FIRST_, WHOLE = WHOLE_;
   static constexpr int BOX = 64;                           // columns of a panel
   static constexpr int PARTS = BLOCK_M * HEAD_DIM / PART;  // of the sums of dQ of a tile
   static_assert(PARTS == CONSUMERS, "each consumer has a part of 64 x 64 sums of dQ");
@@ -48,7 +49,7 @@ struct SharedStorage {
   alignas(1024) T query[C::QUERY_STAGES][C::BLOCK_M * C::HEAD_DIM];
   alignas(1024) T grad_out[C::GRAD_STAGES][C::BLOCK_M * C::HEAD_DIM];
   alignas(1024) T ds[2][C::BLOCK_N * C::BLOCK_M];  // dS^T, the queries contiguous, of every other tile
-  alignas(1024) float sums[CONSUMERS][PART];       // of dQ, on their way to global memory
+  alignas(1024) float sums[CONSUMERS][PART];       // of dQ, on their way to global memory; or dQ, WHOLE
   alignas(128) float lse[C::QUERY_STAGES][C::BLOCK_M];
   alignas(128) float delta[C::QUERY_STAGES][C::BLOCK_M];
   Mbarrier owned_full;

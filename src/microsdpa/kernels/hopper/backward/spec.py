@@ -6,10 +6,21 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
-from microsdpa.kernels.chip import L2_PART
+from microsdpa.kernels.chip import L2_PART, chip_of
 from microsdpa.kernels.hopper.common import ROWS
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem, capability_of
-from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, MAX_GRID_X, MAX_NUMBER, Grid, KernelSpec, Rejection, TensorMap
+from microsdpa.kernels.spec import (
+    BOOLEAN,
+    CPP_TYPE,
+    DROPOUT_TYPE,
+    MAX_GRID_X,
+    MAX_NUMBER,
+    Grid,
+    KernelSpec,
+    Rejection,
+    TensorMap,
+    dropped_params,
+)
 
 NAME = "hopper/backward"
 PARAMS = "microsdpa::backward::BackwardParams"
@@ -21,7 +32,8 @@ LARGEST_JOINT = 128
 """Columns up to which the registers of a consumer hold dK and dV of its keys together; else it holds one of them."""
 THREADS = 256
 """Of a CTA of the kernels ahead and behind."""
-Name = Literal["query", "key", "value", "grad_out", "grad_key", "grad_value"]
+DROPOUT_SPILLS = "with dropout some numbers of a turn, which are read once a turn"
+Name = Literal["query", "key", "value", "grad_out", "grad_query", "grad_key", "grad_value"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Tiling:
         grad_stages: the same of dO.
         dp_first: whether dP is multiplied while P is made, else after it, which takes fewer registers.
         in_order: whether sums of dQ are added in an order that is always the same.
+        whole: whether a CTA has all keys of its head: dQ is no sum then, and there is no kernel behind.
     """
 
     columns: int
@@ -43,6 +56,7 @@ class Tiling:
     grad_stages: int = 2
     dp_first: bool = True
     in_order: bool = False
+    whole: bool = False
 
     @property
     def wide(self) -> bool:
@@ -76,7 +90,8 @@ class Tiling:
 
     def workspace_bytes(self, problem: Problem) -> int:
         """LSE and delta of every row of every tile, its sums of dQ, and how many tiles of keys have added to them."""
-        return self.tiles(problem) * (self.block_m * 4 * (2 + self.columns) + 4 * self.parts)
+        rows = self.block_m * 4 * 2
+        return self.tiles(problem) * (rows if self.whole else rows + self.block_m * 4 * self.columns + 4 * self.parts)
 
 
 TILINGS = (
@@ -103,8 +118,6 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
         )
     if problem.mask is not None:
         return Rejection(f"there is {problem.mask}", "no mask but a causal one")
-    if problem.dropout:
-        return Rejection("it drops no probabilities", "dropout_p=0.0")
     if not problem.bulk or problem.alignment < VECTOR_BYTES:
         return Rejection("tensor maps cannot describe the tensors", "rows that start on 16 bytes")
     tiling = next(tiling for tiling in TILINGS if problem.head_dim <= tiling.columns)
@@ -114,17 +127,35 @@ def choose(problem: Problem, deterministic: bool = False) -> Tiling | Rejection:
     rows = (problem.seqlen_q + tiling.block_m) * (problem.heads // problem.heads_kv)
     if max(problem.seqlen_q + problem.seqlen_k, rows, problem.batch * problem.heads) > MAX_NUMBER:
         return Rejection("more rows or heads than a kernel counts", "a smaller batch or shorter sequences")
+    if _is_whole(problem, tiling):
+        return replace(tiling, whole=True)
     return replace(tiling, in_order=deterministic)
 
 
+def _is_whole(problem: Problem, tiling: Tiling) -> bool:
+    """Whether a CTA has all keys of a head, and comes to every query."""
+    every = problem.causal != "lower_right" or problem.seqlen_q <= problem.seqlen_k
+    return not tiling.wide and problem.seqlen_k <= tiling.block_n and every
+
+
 def heads_together(problem: Problem, tiling: Tiling) -> int:
-    """Key heads whose CTAs run side by side: Q, dO and the sums of dQ that they walk over stay in the L2 cache."""
+    """Key heads whose CTAs run side by side: Q, dO and the sums of dQ that they walk over stay in the L2 cache.
+
+    They are at least as many as the chip has room for at once.
+    """
     row = tiling.columns * (2 + 2 + 4) * (problem.heads // problem.heads_kv)
-    return max(1, min(L2_PART // (row * problem.seqlen_q), problem.batch * problem.heads_kv))
+    at_once = chip_of(problem.target).sms // ceil(problem.seqlen_k / tiling.block_n)
+    return max(1, min(max(L2_PART // (row * problem.seqlen_q), at_once), problem.batch * problem.heads_kv))
 
 
 def _spec(
-    source: str, template: str, arguments: dict[str, str | int], threads: int, tiling: Tiling, **others: object
+    source: str,
+    template: str,
+    arguments: dict[str, str | int],
+    threads: int,
+    tiling: Tiling,
+    dropout: bool = False,
+    **others: object,
 ) -> KernelSpec:
     """One of the kernels; all have the same parameter, and wait for the kernel ahead of them."""
     return KernelSpec(
@@ -135,7 +166,7 @@ def _spec(
         threads=threads,
         block_m=tiling.block_m,
         programmatic=True,
-        params=PARAMS,
+        params=dropped_params(PARAMS, dropout),
         **others,  # type: ignore[arg-type]
     )
 
@@ -143,7 +174,11 @@ def _spec(
 def prepare(problem: Problem, tiling: Tiling) -> KernelSpec:
     """The kernel ahead: LSE and delta of every row, and zeros for the sums of dQ."""
     arguments: dict[str, str | int] = {"T": CPP_TYPE[problem.dtype], "HEAD_DIM": problem.head_dim}
-    arguments |= {"BLOCK_M": tiling.block_m, "SUMS": tiling.block_m * tiling.columns, "THREADS": THREADS}
+    arguments |= {
+        "BLOCK_M": tiling.block_m,
+        "SUMS": 0 if tiling.whole else tiling.block_m * tiling.columns,
+        "THREADS": THREADS,
+    }
     return _spec("prepare", "prepare", arguments, THREADS, tiling)
 
 
@@ -158,15 +193,19 @@ def gradients(problem: Problem, tiling: Tiling) -> KernelSpec:
         **({} if tiling.wide else {"DP_FIRST": BOOLEAN[tiling.dp_first]}),
         "IN_ORDER": BOOLEAN[tiling.in_order],
         "CAUSAL": BOOLEAN[problem.causal is not None],
+        **({"DROPOUT": DROPOUT_TYPE[problem.dropout]} if problem.dropout or tiling.whole else {}),
+        **({"MAPS": "microsdpa::TensorMap"} if tiling.whole else {}),
     }
     boxes: tuple[tuple[Name, int], ...] = (
         *(("query", tiling.block_m), ("key", tiling.block_n), ("value", tiling.block_n)),
         *(("grad_out", tiling.block_m), ("grad_key", ROWS), ("grad_value", ROWS)),
+        *((("grad_query", ROWS),) if tiling.whole else ()),
     )
     source = ("wide", "gradients_wide") if tiling.wide else ("kernel", "gradients")
     return _spec(
-        *(*source, arguments, 128 * (1 + CONSUMERS), tiling),
+        *(*source, arguments, 128 * (1 + CONSUMERS), tiling, problem.dropout),
         shared_bytes=tiling.shared_bytes,
+        local_memory=DROPOUT_SPILLS if problem.dropout else "",
         tensor_maps=tuple(TensorMap(name, rows, BOX) for name, rows in boxes),
     )
 
@@ -191,13 +230,17 @@ def gradients_grid(problem: Problem, tiling: Tiling) -> Grid:
 def catalogue(target: str) -> list[KernelSpec]:
     """Configurations for `target`: head dimensions, types and masks, a few of each."""
     specs: dict[KernelSpec, None] = {}
-    for head_dim, dtype, causal in (
-        *((64, "float16", None), (128, "bfloat16", "upper_left"), (72, "float16", None)),
-        *((192, "float16", None), (256, "bfloat16", "upper_left")),
+    for head_dim, dtype, causal, seqlen_k, dropout in (
+        *((64, "float16", None, 2048, False), (128, "bfloat16", "upper_left", 2048, False)),
+        *((72, "float16", None, 2048, False), (192, "float16", None, 2048, False)),
+        *((256, "bfloat16", "upper_left", 2048, False), (64, "bfloat16", None, 128, False)),
+        *((64, "float16", None, 2048, True), (128, "bfloat16", "upper_left", 2048, True)),
+        *((256, "float16", None, 2048, True), (128, "float16", "upper_left", 128, True)),
     ):
-        sizes = 4, 32, 8, 2048, 2048, head_dim
-        problem = Problem(*sizes, dtype, causal=causal, target=target)  # type: ignore[arg-type]
+        sizes = 4, 32, 8, 2048, seqlen_k, head_dim
+        problem = Problem(*sizes, dtype, causal=causal, target=target, dropout=dropout)  # type: ignore[arg-type]
         tiling = choose(problem)
         if isinstance(tiling, Tiling):
-            specs |= dict.fromkeys((prepare(problem, tiling), gradients(problem, tiling), finish(problem, tiling)))
+            kernels = prepare(problem, tiling), gradients(problem, tiling), finish(problem, tiling)
+            specs |= dict.fromkeys(kernels[: 2 if tiling.whole else 3])
     return list(specs)

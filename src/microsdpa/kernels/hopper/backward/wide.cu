@@ -15,13 +15,16 @@
 
 namespace microsdpa::hopper::backward {
 
-template <typename T, int HEAD_DIM, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool CAUSAL>
+template <typename T, int HEAD_DIM, int QUERY_STAGES, int GRAD_STAGES, bool IN_ORDER, bool CAUSAL,
+          typename DROPOUT = NoDropout>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    gradients_wide(const __grid_constant__ BackwardParams params, const __grid_constant__ TensorMap query,
-                   const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
-                   const __grid_constant__ TensorMap grad_out, const __grid_constant__ TensorMap grad_key,
-                   const __grid_constant__ TensorMap grad_value) {
+    gradients_wide(const __grid_constant__ typename DROPOUT::template Params<BackwardParams> given,
+                   const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+                   const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap grad_out,
+                   const __grid_constant__ TensorMap grad_key, const __grid_constant__ TensorMap grad_value) {
   using C = WideTiles<T, HEAD_DIM, QUERY_STAGES, GRAD_STAGES>;
+  using Drop = typename DropIf<DROPOUT::ANY, C::BLOCK_M / 2, true>::Type;
+  const BackwardParams& params = DROPOUT::call(given);
   const AttentionParams& call = params.forward.call;
   auto& shared = dynamic_shared<WideStorage<C>>();
   grid_dependency_launch();
@@ -47,13 +50,15 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
     }
   } else if (warpgroup == 1) {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    ValueConsumer<C, CAUSAL, IN_ORDER> consumer(shared, call, walk, 0);
+    if constexpr (Drop::ANY) grid_dependency_wait();  // the seed was drawn ahead
+    ValueConsumer<C, CAUSAL, IN_ORDER, Drop> consumer(shared, call, walk, 0, Drop(given));
     consumer.run();
     grid_dependency_wait();
     consumer.finish(grad_value);
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    KeyConsumer<C, CAUSAL, IN_ORDER> consumer(shared, call, walk, 1);
+    if constexpr (Drop::ANY) grid_dependency_wait();  // the seed was drawn ahead
+    KeyConsumer<C, CAUSAL, IN_ORDER, Drop> consumer(shared, call, walk, 1, Drop(given));
     consumer.run();
     grid_dependency_wait();
     consumer.finish(grad_key);

@@ -6,7 +6,7 @@
 namespace microsdpa::hopper::backward {
 
 // What both have.
-template <typename C, bool CAUSAL, bool IN_ORDER>
+template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
 struct WideConsumer {
   using T = typename C::T;
   using Products = float[C::BLOCK_M / 2];
@@ -23,18 +23,20 @@ struct WideConsumer {
   const int warpgroup;
   const int thread;     // of the warpgroup
   const int first_key;  // of the CTA
+  Drop drop;
   PipelineState<C::QUERY_STAGES> query_state;
   PipelineState<C::GRAD_STAGES> grad_state;
   Sums sums = {};
 
   __device__ __forceinline__ WideConsumer(WideStorage<C>& shared, const AttentionParams& call,
-                                          const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup)
+                                          const Walk<C, CAUSAL, IN_ORDER>& walk, int warpgroup, const Drop& drop)
       : shared(shared),
         call(call),
         walk(walk),
         warpgroup(warpgroup),
         thread(static_cast<int>(threadIdx.x % WARPGROUP_THREADS)),
-        first_key(walk.first_key) {}
+        first_key(walk.first_key),
+        drop(drop) {}
 
   __device__ __forceinline__ static int rows() { return 0; }
 
@@ -88,10 +90,11 @@ struct WideConsumer {
 };
 
 // The first consumer: S, P, dV, and the even parts of dQ.
-template <typename C, bool CAUSAL, bool IN_ORDER>
-struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
-  using Base = WideConsumer<C, CAUSAL, IN_ORDER>;
-  using Base::Base, Base::shared, Base::call, Base::walk, Base::thread, Base::query_state, Base::grad_state, Base::sums;
+template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
+struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
+  using Base = WideConsumer<C, CAUSAL, IN_ORDER, Drop>;
+  using Base::Base, Base::call, Base::drop, Base::grad_state, Base::query_state, Base::shared, Base::sums, Base::thread;
+  using Base::walk;
   using typename Base::Part, typename Base::Products, typename Base::Rounded;
   static constexpr int BLOCK_M = C::BLOCK_M;
   Products s;
@@ -107,6 +110,7 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
     const int query_stage = query_state.stage, grad_stage = grad_state.stage;
     Products p;
     weigh<CAUSAL>(*this, p, query_stage, at.tile * BLOCK_M);
+    if constexpr (Drop::ANY) drop.next.mark(p);
     release(shared.query_empty[query_stage]);
     auto* to = reinterpret_cast<float4*>(shared.p) + thread;
 #pragma unroll
@@ -115,7 +119,7 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
     }
     named_barrier_arrive(P_THERE, Base::BOTH);
     Rounded rounded;
-    round_to<typename C::T>(rounded, p);
+    round_kept_to<typename C::T>(rounded, p, drop);
     mbarrier_wait(shared.grad_full[grad_stage], grad_state.phase);
     this->accumulate(rounded, shared.grad_out[grad_stage]);
     query_state.advance();
@@ -136,7 +140,16 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
       wgmma_fence_registers(dq);
       put_sums(shared.sums[0], dq, 0, thread, part == 0 && turn == 0);
     }
-    if constexpr (!LAST) this->take(s, next);
+    if constexpr (!LAST) {
+      this->take(s, next);
+      if constexpr (Drop::ANY) draw_next(at);
+    }
+  }
+
+  // Draws for the turn behind `at`.
+  __device__ __forceinline__ void draw_next(Turn at) {
+    at.advance(walk);
+    drop.draw(*this, at);
   }
 
   __device__ __forceinline__ void run() {
@@ -146,6 +159,7 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
     {
       Products next;
       score(next);
+      if constexpr (Drop::ANY) drop.draw(*this, Turn(walk));
       wgmma_wait<0>();
       this->take(s, next);
     }
@@ -160,16 +174,19 @@ struct ValueConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
   // The other consumer has read V for its dP.
   __device__ __forceinline__ void finish(const TensorMap& grad_value) const {
     named_barrier_arrive(KEYS_READ, Base::BOTH);
-    store(*this, grad_value, shared.value, sums, 1.0f);
+    float factor = 1.0f;
+    if constexpr (Drop::ANY) factor = drop.scale;
+    store(*this, grad_value, shared.value, sums, factor);
     if (thread / 32 == 0) tma_store_wait_read<0>();
   }
 };
 
 // The second consumer: dP, dS, dK, and the odd parts of dQ.
-template <typename C, bool CAUSAL, bool IN_ORDER>
-struct KeyConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
-  using Base = WideConsumer<C, CAUSAL, IN_ORDER>;
-  using Base::Base, Base::shared, Base::call, Base::walk, Base::thread, Base::query_state, Base::grad_state, Base::sums;
+template <typename C, bool CAUSAL, bool IN_ORDER, typename Drop>
+struct KeyConsumer : WideConsumer<C, CAUSAL, IN_ORDER, Drop> {
+  using Base = WideConsumer<C, CAUSAL, IN_ORDER, Drop>;
+  using Base::Base, Base::call, Base::drop, Base::grad_state, Base::query_state, Base::shared, Base::sums, Base::thread;
+  using Base::walk;
   using typename Base::Part, typename Base::Products, typename Base::Rounded;
   static constexpr int BLOCK_M = C::BLOCK_M;
   Products dp;
@@ -194,7 +211,7 @@ struct KeyConsumer : WideConsumer<C, CAUSAL, IN_ORDER> {
       const float4 four = from[i * WARPGROUP_THREADS];
       p[4 * i] = four.x, p[4 * i + 1] = four.y, p[4 * i + 2] = four.z, p[4 * i + 3] = four.w;
     }
-    differentiate(p, dp, shared.delta[query_stage], thread);
+    differentiate(p, dp, shared.delta[query_stage], thread, drop);
     Rounded words;
     round_to<typename C::T>(words, p);
 #pragma unroll

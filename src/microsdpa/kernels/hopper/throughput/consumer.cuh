@@ -5,6 +5,7 @@
 #include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
 #include "../common/main_loop.cuh"
+#include "dropping.cuh"
 #include "masks.cuh"
 #include "shared.cuh"
 
@@ -14,8 +15,9 @@ template <typename SHAPE, typename MASKS>
 using SharedOf = SharedStorage<typename SHAPE::T, SHAPE::HEAD_DIM, SHAPE::BLOCK_N, SHAPE::CONSUMERS, SHAPE::STAGES,
                                SHAPE::QUERY_STAGES, typename MaskTraits<MASKS>::Added, MaskTraits<MASKS>::DEALT>;
 
-template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename MASKS>
-struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS>, SharedOf<SHAPE, MASKS>, SHAPE, OVERLAP, CAUSAL> {
+template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename MASKS, typename DROP>
+struct Consumer
+    : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP>, SharedOf<SHAPE, MASKS>, SHAPE, OVERLAP, CAUSAL> {
   using Loop = MainLoop<Consumer, SharedOf<SHAPE, MASKS>, SHAPE, OVERLAP, CAUSAL>;
   using Masked = MaskTraits<MASKS>;
   using Loop::all_tiles, Loop::o, Loop::query_state, Loop::rows, Loop::shared, Loop::skipped, Loop::tile, Loop::tiles;
@@ -30,12 +32,15 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS>, SharedOf<SHA
   const typename MASKS::Params& masked_params;
   PipelineState<Shared::Masks::STAGES> mask_state;
   TileMasks<MASKS, CAUSAL, BLOCK_M, BLOCK_N> masks;
+  DROP drop;
 
-  __device__ __forceinline__ Consumer(Shared& shared, const typename MASKS::Params& params, int warpgroup)
+  __device__ __forceinline__ Consumer(Shared& shared, const typename MASKS::Params& params, const DROP& drop,
+                                      int warpgroup)
       : Loop(shared, Masked::MODIFIED ? 1.0f : MASKS::call(params).scale_log2, warpgroup),
         params(MASKS::call(params)),
         masked_params(params),
-        masks(params) {}
+        masks(params),
+        drop(drop) {}
 
   // Waits for a query tile. False when there is none, or none of its rows is this warpgroup's.
   __device__ __forceinline__ bool begin_query() {
@@ -55,6 +60,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS>, SharedOf<SHA
     }
     skipped = work.tiles - tiles;
     last_key = first_row + params.diagonal;
+    if constexpr (DROP::ANY) drop.begin(work, params.heads, ROWS * warpgroup + tile_row(0));
     if (!Masked::MODIFIED && params.scale_log2 < 0.0f) negate_query();
     return true;
   }
@@ -104,9 +110,22 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS>, SharedOf<SHA
     }
   }
 
+  // Number of the tile of keys.
+  __device__ __forceinline__ int key_tile() const {
+    if constexpr (MASKS::ANY) return masks.tile;
+    return tile;
+  }
+
+  // Probabilities of a tile, less what is dropped.
+  __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2], bool) {
+    const bool moved = probabilities(s, p, factor);
+    if constexpr (DROP::ANY) drop(p, BLOCK_N * key_tile());
+    return moved;
+  }
+
   // Probabilities of a tile. The first one's stabilizers are a guess, which softmax_tile corrects where it does not
   // fit.
-  __device__ __forceinline__ bool softmax_tile(Scores& s, Probabilities& p, float (&factor)[2], bool) {
+  __device__ __forceinline__ bool probabilities(Scores& s, Probabilities& p, float (&factor)[2]) {
     mask(s);
     if constexpr (MASKS::ANY) {
       // A row's stabilizer is a score that it sees: as long as there is none, each tile is looked at for one.
@@ -153,6 +172,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS>, SharedOf<SHA
       } else {
         inverse[half] = normalizer(sum);
       }
+      if constexpr (DROP::ANY) inverse[half] *= drop.scale;
       const int row = first_row + tile_row(half);
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
         const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;

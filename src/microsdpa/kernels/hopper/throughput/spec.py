@@ -24,6 +24,7 @@ from microsdpa.kernels.spec import (
     Rejection,
     TensorMap,
     TileLists,
+    dropped_params,
     masks_type,
     refused_head_dim,
 )
@@ -141,6 +142,7 @@ CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     256: (Tiles(2, 64, True, 2400, 7700),),
 }
 """Tiles that compile without spills, by head dimension. The clocks for D = 32, 160 and 192 are estimates."""
+DROPPING = "microsdpa::hopper::throughput::Dropping<{}>"
 MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
 MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     96: (Tiles(2, 64, True, 1400, 4000),),
@@ -222,6 +224,8 @@ def _fitting(problem: Problem) -> tuple[Tiles, ...]:
         # Small query tiles visit fewer tiles of keys, where queries have masks of their own.
         most = 2 if problem.mask.per_query else 3
         found = tuple(t for t in found if t.consumers <= most and t.block_n <= MOST_LISTED)
+    if problem.dropout:
+        found = tuple(t for t in found if t.consumers == 2)  # of others the registers do not hold random numbers too
     return tuple(
         t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, is_dealt(problem.mask))
     )
@@ -284,7 +288,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         "QUERY_STAGES": query_stages,
         "OVERLAP": BOOLEAN[tiles.overlap],
         "CAUSAL": BOOLEAN[causal],
-        "MASKS": masks_type(mask),
+        "MASKS": DROPPING.format(masks_type(mask)) if problem.dropout else masks_type(mask),
     }
     columns = panel(head_dim)
     boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))
@@ -299,6 +303,9 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     if element:
         maps.append(TensorMap("attn_mask", ROWS, PANEL_BYTES // element))
         arguments["MAPS"] = "microsdpa::TensorMap"
+    params = "microsdpa::AttentionParams" if mask is None else "microsdpa::MaskedParams"
+    if problem.dropout:
+        params = dropped_params("microsdpa::MaskedParams", True)
     lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor != "int32") if listed else None
     return KernelSpec(
         name="hopper/throughput",
@@ -315,7 +322,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         programmatic=True,
         tile_lists=lists,
         preparation=_list_tiles(lists, listed, causal, marked) if listed and lists else None,
-        params="microsdpa::AttentionParams" if mask is None else "microsdpa::MaskedParams",
+        params=params,
     )
 
 

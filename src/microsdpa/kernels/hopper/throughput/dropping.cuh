@@ -1,0 +1,67 @@
+// Dropout in hopper/throughput/kernel.cu.
+#pragma once
+
+#include "../../common/dropout.cuh"
+#include "../../common/masks.cuh"
+#include "../common/tile_scheduler.cuh"
+
+namespace microsdpa::hopper::throughput {
+
+// In the place of a call's masks: these, of a call that drops probabilities.
+template <typename MASKS>
+struct Dropping {
+  using Params = Dropped<MaskedParams>;
+};
+
+// Drops nothing.
+struct DropsNothing {
+  static constexpr bool ANY = false;
+  template <typename P>
+  __device__ __forceinline__ explicit DropsNothing(const P&) {}
+};
+
+// Drops probabilities of a consumer's rows.
+struct Drops {
+  static constexpr bool ANY = true;
+
+  const Philox philox;
+  const KeptNumbers keeps;
+  const float scale;  // of what is kept
+  int head;           // of all, of the query tile
+  int row;            // this lane's first one of it
+
+  __device__ __forceinline__ explicit Drops(const Dropped<MaskedParams>& given)
+      : philox(Philox(given.dropout).of_warp()), keeps(given.dropout.kept), scale(given.dropout.scale) {}
+
+  __device__ __forceinline__ void begin(const WorkTile& work, int heads, int tile_row) {
+    head = work.batch * heads + work.head, row = work.first_row + tile_row;
+  }
+  template <int STEPS>
+  __device__ __forceinline__ void operator()(uint32 (&p)[STEPS][4], int first_key) const {
+    drop_operands(p, philox, keeps, head, row, first_key);
+  }
+};
+
+// What a kernel makes of the type in the place of its masks: the masks themselves and their parameter, and what drops.
+template <typename MASKS>
+struct DroppingOf {
+  using Masks = MASKS;
+  using Drop = DropsNothing;
+  __device__ __forceinline__ static const typename MASKS::Params& masked(const typename MASKS::Params& given) {
+    return given;
+  }
+};
+template <typename MASKS>
+struct DroppingOf<Dropping<MASKS>> {
+  using Masks = MASKS;
+  using Drop = Drops;
+  __device__ __forceinline__ static const typename MASKS::Params& masked(const Dropped<MaskedParams>& given) {
+    if constexpr (MASKS::ANY) {
+      return given.call;
+    } else {
+      return given.call.call;
+    }
+  }
+};
+
+}  // namespace microsdpa::hopper::throughput
