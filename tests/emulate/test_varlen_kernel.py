@@ -331,6 +331,14 @@ def test_any_call_whose_parts_have_a_fixed_size(name: str, seed: int) -> None:
     assert_right(*invariant(given, seed), given)
 
 
+@pytest.mark.parametrize("head_dim", [32, 96])
+@pytest.mark.parametrize("cache", [torch.int8, torch.float8_e4m3fn])
+def test_an_8_bit_cache_in_parts_of_a_fixed_size(cache: torch.dtype, head_dim: int) -> None:
+    """Rows of an odd number of 32 bytes: a group of two warps would copy more of them than its tiles have."""
+    given = call(Form(head_dim=head_dim, group=4, queries=7, cache=cache), 1)
+    assert_right(*invariant(given), given)
+
+
 LONG = {"plain": {}, "window": {"window": (700, 0)}, "sinks": {"sinks": torch.tensor([0.5, 1.0, -1.0, 4.0])}}
 
 

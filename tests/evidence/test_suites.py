@@ -19,6 +19,7 @@ def test_suites_are_data() -> None:
     assert suites.names() == [
         "ampere",
         "backward",
+        "block",
         "context_parallel",
         "decode",
         "doors",

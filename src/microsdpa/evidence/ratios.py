@@ -22,6 +22,7 @@ SUMMARIZED = {
     "masked": "masks, windows, documents, blocks, head dimensions",
     "wild": "32 random shapes, new ones with each commit",
     "prefill_fp8": "16k tokens, 8-bit values",
+    "block": "norms, rotary embedding and attention",
     "serving": "packed prompts and paged caches",
     "backward": "gradients alone, and with the forward",
 }

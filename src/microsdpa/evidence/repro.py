@@ -16,6 +16,7 @@ from microsdpa.emulate.run import attention as run_kernel
 from microsdpa.errors import InvalidArgument, MicrosdpaError, UnsupportedProblem
 from microsdpa.evidence import (
     accuracy,
+    block,
     compare,
     context_parallel,
     door_models,
@@ -263,7 +264,8 @@ def bench_step(
     """
     until = None if some.seconds is None else time.time() + some.seconds
     of_doors = suite == doors.SUITE  # its cells are doors, and not the cases
-    loaded = load(suite) if some.is_all or of_doors else chosen(load(suite), some)
+    has_cells = of_doors or suite == block.SUITE
+    loaded = load(suite) if some.is_all or has_cells else chosen(load(suite), some)
     peers = some.peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
     if suite == training.SUITE and modes not in (None, ["graph"]):
@@ -274,9 +276,9 @@ def bench_step(
         raise InvalidArgument(
             "modes", expected="none for suite start, which times first calls", got=",".join(modes), hint=hint
         )
-    if of_doors and some.seconds is not None:
+    if has_cells and some.seconds is not None:
         hint = "--part 1/2 and --part 2/2 take half of the time each"
-        raise InvalidArgument("seconds", expected="none for suite doors", got=f"{some.seconds:g}", hint=hint)
+        raise InvalidArgument("seconds", expected=f"none for suite {suite}", got=f"{some.seconds:g}", hint=hint)
     if reason := launcher.device_error():
         return Step("bench", "not run", f"timings need a GPU: {reason}")
 
@@ -303,6 +305,10 @@ def bench_step(
     elif suite == serving.SUITE:
         cells = serving.cells()
         rows = serving.run(cells, modes or list(loaded.modes), progress(suite, len(cells)), keep)
+    elif suite == block.SUITE:
+        calls, target = some_of(block.cells(), some, lambda cell: f"{cell} {cell.case}"), launcher.target_of_device()
+        survey.compile_ahead((block.problem_of(cell, target) for cell in calls), "auto")
+        rows = block.run(calls, modes or list(loaded.modes), progress(suite, len(calls)), keep)
     elif suite == context_parallel.SUITE:
         rows = context_parallel.run(loaded.cases, progress(suite, len(loaded.cases)), keep)
     else:

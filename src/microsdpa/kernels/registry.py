@@ -36,6 +36,7 @@ from microsdpa.kernels.problem import (
     Problem,
     PrologueKind,
 )
+from microsdpa.kernels.prologue import spec as prologue_rows
 from microsdpa.kernels.quantize.spec import quantize_catalogue
 from microsdpa.kernels.spec import KernelSpec, Rejection
 
@@ -304,6 +305,7 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
                 result = family.specify(Problem(1, 8, 2, 1, 4096, 128, dtype, mask=kind, target=target))
                 if isinstance(result, KernelSpec):
                     specs |= dict.fromkeys(result.stages)
+    specs |= dict.fromkeys(_prologue_catalogue(target))
     specs |= dict.fromkeys([*backward_catalogue(target), *hopper_backward.catalogue(target)])
     specs |= dict.fromkeys(_varlen_catalogue(target))
     quantized = [*_eight_bit_catalogue(target), *quantize_catalogue(target)]
@@ -317,6 +319,19 @@ def _is_of_half(spec: KernelSpec) -> bool:
     """Whether a kernel around 8-bit operands has FP16 for its 16-bit type."""
     arguments = dict(spec.template_args)
     return "__half" in arguments.get("T", arguments.get("OPERANDS", ""))
+
+
+def _prologue_catalogue(target: str) -> list[KernelSpec]:
+    """Kernels ahead of attention: every kind of norms and angles, for one head dimension or another and both types."""
+    heads = cycle(((8, 8), (8, 2), (3, 1)))
+    found = []
+    for prologue, head_dim, dtype in product(PROLOGUE_KINDS, (64, 128, 256), ("float16", "bfloat16")):
+        of_query, of_key = next(heads)
+        sizes = 1, of_query, of_key, 512, 512, head_dim, dtype
+        result = prologue_rows.rows(Problem(*sizes, prologue=prologue, target=target))  # type: ignore[arg-type]
+        if isinstance(result, KernelSpec):
+            found.append(result)
+    return found
 
 
 def _varlen_catalogue(target: str) -> list[KernelSpec]:

@@ -7,6 +7,7 @@
 
 #include "../ptx/arithmetic.cuh"
 #include "../ptx/control.cuh"
+#include "../ptx/prefetch.cuh"
 #include "element.cuh"
 #include "mma_tile.cuh"
 #include "prologue_params.cuh"
@@ -96,6 +97,17 @@ struct Prologue {
       found = PositionOf<QUERY_POSITION>::of(params.query_positions, batch * params.query_positions_stride + row,
                                              params.query_first + row);
     }
+    return within(params, found);
+  }
+
+  // The same of a counted row; of others some row of the tables.
+  template <bool KEY>
+  __device__ __forceinline__ static int counted(const PrologueParams& params, int row) {
+    return within(params, static_cast<int64>(KEY ? params.key_first : params.query_first) + row);
+  }
+
+ private:
+  __device__ __forceinline__ static int within(const PrologueParams& params, int64 found) {
     const int64 last = params.positions - 1;
     return static_cast<int>(found < 0 ? 0 : found > last ? last : found);
   }
@@ -191,13 +203,17 @@ class PrologueRow {
     }
   }
 
-  // Norm and rotation. All lanes of a warp take part.
-  __device__ __forceinline__ void change(Elements& x, const Angles& angles, float eps) const {
+  // Norm and rotation of N rows, side by side, so that none waits for another's sums. All lanes of a warp take part.
+  template <int N>
+  __device__ __forceinline__ void change(Elements (&x)[N], const Angles* angles, float eps) const {
     if constexpr (NORM != Norm::NONE) normalize(x, eps);
     if constexpr (ROTARY > 0) {
 #pragma unroll
-      for (int i = 0; i < OWN; ++i) {
-        if (is_rotated(i)) rotate(x[i], angles.cos[i], angles.sin[i]);
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+          if (is_rotated(i)) rotate(x[n][i], angles[n].cos[i], angles[n].sin[i]);
+        }
       }
     }
   }
@@ -221,13 +237,14 @@ class PrologueRow {
     }
   }
 
-  // Changes a row in its place; one that does not EXIST stays as it is.
-  template <typename At>
-  __device__ __forceinline__ void apply(const Angles& angles, float eps, bool exists, At at) const {
-    Elements x;
-    load(x, at);
-    change(x, angles, eps);
-    if (exists) store(x, at);
+  // Requests the angles of a position ahead of the grids that may yet write them. Weights are not: all CTAs of a grid
+  // would ask for one line at once.
+  __device__ __forceinline__ static void prefetch(const PrologueParams& params, int position) {
+    if constexpr (NORM != Norm::NONE) fetch_address(KEY ? params.key_weight : params.query_weight);
+    if constexpr (ROTARY > 0) {
+      prefetch_line(static_cast<const Angle*>(params.cos) + position * params.cos_stride);
+      prefetch_line(static_cast<const Angle*>(params.sin) + position * params.sin_stride);
+    }
   }
 
  private:
@@ -252,43 +269,68 @@ class PrologueRow {
     }
   }
 
-  __device__ __forceinline__ static float row_sum(float x) {
+  template <int N>
+  __device__ __forceinline__ static void row_sums(float (&x)[N]) {
 #pragma unroll
-    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(FULL_WARP, x, lanes);
-    return x;
-  }
-  __device__ __forceinline__ void normalize(Elements& x, float eps) const {
-    float mean = 0.0f;
-    if constexpr (NORM == Norm::LAYER) {
+    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) {
 #pragma unroll
-      for (int i = 0; i < OWN; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) mean += x[i][0][e] + x[i][1][e];
-      }
-      mean = row_sum(mean) * (1.0f / D);
+      for (int n = 0; n < N; ++n) x[n] += __shfl_xor_sync(FULL_WARP, x[n], lanes);
     }
-    float squares[2] = {};
+  }
+  template <int N>
+  __device__ __forceinline__ void normalize(Elements (&x)[N], float eps) const {
+    if constexpr (NORM == Norm::LAYER) {
+      float means[N] = {};
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
+      for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
+        for (int i = 0; i < OWN; ++i) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          // Columns that a lane does not have are zeros, which have no part in the variance.
-          if constexpr (NORM == Norm::LAYER) x[i][side][e] = has(i) ? x[i][side][e] - mean : 0.0f;
-          squares[side] = fmaf(x[i][side][e], x[i][side][e], squares[side]);
+          for (int e = 0; e < 4; ++e) means[n] += x[n][i][0][e] + x[n][i][1][e];
+        }
+      }
+      row_sums(means);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            // Columns that a lane does not have are zeros, which have no part in the variance.
+            float& element = x[n][i][e / 4][e % 4];
+            element = has(i) ? element - means[n] * (1.0f / D) : 0.0f;
+          }
         }
       }
     }
-    const float factor = rsqrt_approx(row_sum(squares[0] + squares[1]) * (1.0f / D) + eps);
+    float squares[N];
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
+    for (int n = 0; n < N; ++n) {
+      float sides[2] = {};
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
+      for (int i = 0; i < OWN; ++i) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float scaled = x[i][side][e] * factor, weight = widened(weight_[i][side].data[e]);
-          x[i][side][e] = PROLOGUE::BIASED ? fmaf(scaled, weight, widened(bias_[i][side].data[e])) : scaled * weight;
+        for (int side = 0; side < 2; ++side) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sides[side] = fmaf(x[n][i][side][e], x[n][i][side][e], sides[side]);
+        }
+      }
+      squares[n] = sides[0] + sides[1];
+    }
+    row_sums(squares);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const float factor = rsqrt_approx(squares[n] * (1.0f / D) + eps);
+#pragma unroll
+      for (int i = 0; i < OWN; ++i) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float scaled = x[n][i][side][e] * factor, weight = widened(weight_[i][side].data[e]);
+            x[n][i][side][e] =
+                PROLOGUE::BIASED ? fmaf(scaled, weight, widened(bias_[i][side].data[e])) : scaled * weight;
+          }
         }
       }
     }
@@ -337,14 +379,30 @@ class PrologueRows {
   // chunk(row of the tile, column) gives the address of eight columns.
   template <typename Chunk>
   __device__ __forceinline__ void apply(float eps, Chunk chunk) const {
+    // Loads ahead of stores, which might change what they read.
+    typename Row::Elements x[AT_A_TIME];
 #pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      row_.apply(angles_[turn], eps, exists_[turn],
-                 [&](int column) { return chunk(place_[turn], column & ~7) + column % 8; });
+    for (int first = 0; first < TURNS; first += AT_A_TIME) {
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) Row::load(x[i], columns(first + i, chunk));
+      row_.change(x, angles_ + first, eps);
+#pragma unroll
+      for (int i = 0; i < AT_A_TIME; ++i) {
+        if (exists_[first + i]) Row::store(x[i], columns(first + i, chunk));
+      }
     }
   }
 
  private:
+  // Turns that are changed side by side, as far as registers allow.
+  static constexpr int AT_A_TIME = D <= 64 ? TURNS : D <= 128 && TURNS % 2 == 0 ? 2 : 1;
+  static_assert(TURNS <= 4, "more turns would take more registers");
+
+  template <typename Chunk>
+  __device__ __forceinline__ auto columns(int turn, Chunk chunk) const {
+    return [=](int column) { return chunk(place_[turn], column & ~7) + column % 8; };
+  }
+
   Row row_;
   typename Row::Angles angles_[TURNS];
   int place_[TURNS];

@@ -28,15 +28,19 @@ __device__ __forceinline__ void change_tile(const PrologueParams& params, const 
   to += ((static_cast<int64>(batch) * heads + head) * rows + row) * HEAD_DIM;
 
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
-  if (PROGRAMMATIC) grid_dependency_wait();
+  if (PROGRAMMATIC) {
+    prefetch_line(from);
+    Row::prefetch(params, PROLOGUE::template counted<KEY>(params, row));
+    grid_dependency_wait();
+  }
   Row changed;
   typename Row::Angles angles;
-  typename Row::Elements x;
-  Row::template load<VECTORS>(x, [&](int column) { return from + column; });
+  typename Row::Elements x[1];
+  Row::template load<VECTORS>(x[0], [&](int column) { return from + column; });
   changed.fetch_weights(params);
   Row::fetch(angles, params, PROLOGUE::template position<KEY>(params, batch, row));
-  changed.change(x, angles, params.eps);
-  if (wanted < rows) Row::store(x, [&](int column) { return to + column; });
+  changed.change(x, &angles, params.eps);
+  if (wanted < rows) Row::store(x[0], [&](int column) { return to + column; });
 }
 
 // QUERY_HEADS, KEY_HEADS: heads of a tile, which divide those of Q and K; 0 for what stays as it is. LOAD_BYTES: 16

@@ -157,6 +157,11 @@ def tiling_of(problem: Problem) -> Tiling:
     return tiling
 
 
+def _is_odd(problem: Problem) -> bool:
+    """Whether a group of two warps would copy 32 rows of 32 bytes at a time, which are more than its tiles have."""
+    return columns_of(problem.head_dim, problem.cache) // (32 if problem.cache else 16) % 2 == 1
+
+
 def _tiles_of(problem: Problem) -> Tiling:
     """The tiles for a problem, without clusters."""
     rows, large = problem.seqlen_q * problem.heads // problem.heads_kv, problem.head_dim > LARGE
@@ -167,9 +172,7 @@ def _tiles_of(problem: Problem) -> Tiling:
     elif large:
         tiling = SOME_LARGE
     else:
-        # A group of two warps copies 32 rows of 32 bytes at a time: its tiles have fewer.
-        odd = columns_of(problem.head_dim, problem.cache) // (32 if problem.cache else 16) % 2
-        tiling = SOME if rows <= 32 or odd else MANY if rows <= 64 else PROMPTS
+        tiling = SOME if rows <= 32 or _is_odd(problem) else MANY if rows <= 64 else PROMPTS
     shared = chip_of(problem.target).shared_per_cta
     while tiling.shared_bytes(problem.head_dim, problem.cache) > shared:  # where a chip has less of it
         if tiling.stages > 2:
@@ -203,10 +206,8 @@ def batch_invariant(problem: Problem) -> KernelSpec:
     Tiles differ in rows alone, so that a row's sums are the same in all of them.
     """
     small = FEW_LARGE if problem.head_dim > 128 else FEW
-    if problem.head_dim > 128:
-        large = FEW_LARGE
-    else:
-        large = Tiling(16, 2, 1, 4, 3, kept=0) if ceil(problem.head_dim / 16) % 2 else MANY
+    odd = Tiling(16, 2, 1, 4, 3, kept=0)
+    large = FEW_LARGE if problem.head_dim > 128 else odd if _is_odd(problem) else MANY
     shared, groups = chip_of(problem.target).shared_per_cta, 4
     while replace(large, warps_n=groups, stages=2).shared_bytes(problem.head_dim) > shared:
         groups //= 2

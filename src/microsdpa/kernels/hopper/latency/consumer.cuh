@@ -73,6 +73,23 @@ __device__ __forceinline__ T* chunk_of(T* tile, T* tail, int row, int column) {
   return tile + column / PANEL * BLOCK_N * PANEL + row * PANEL + ((column / 8 ^ row) % 8) * 8;
 }
 
+// Rows that norms and rotary embedding change, and of which angles and weights are requested ahead of the products.
+constexpr int QUERIES_OF_WARP = BLOCK_M / (THREADS / 32), KEYS_OF_WARP = BLOCK_N / (WARPGROUP_THREADS / 32);
+template <typename C, bool KEY, int ROWS>
+using WarpRows = PrologueRows<typename C::PROLOGUE, KEY, typename C::T, C::COLUMNS,
+                              ROWS / PrologueRow<typename C::PROLOGUE, KEY, typename C::T, C::COLUMNS>::AT_ONCE>;
+template <typename C, bool ANY = C::PROLOGUE::ANY>
+struct FirstRows {};
+template <typename C>
+struct FirstRows<C, true> {
+  using Queries = WarpRows<C, false, QUERIES_OF_WARP>;
+  using Keys = WarpRows<C, true, KEYS_OF_WARP>;
+  static constexpr int ROUNDS = C::ROUNDS >= 2 && C::COLUMNS <= PANEL ? 2 : 1;
+
+  Queries queries;
+  Keys keys[ROUNDS];
+};
+
 // A warpgroup's way through its keys.
 template <typename C>
 struct Consumer : Exchange<C> {
@@ -113,6 +130,7 @@ struct Consumer : Exchange<C> {
   const float scale;  // > 0, base 2; 1 where products are scaled already
   const typename MASKS::Params& arguments;
   const typename PROLOGUE::Given given;
+  FirstRows<C> first;  // whose norms and rotary embedding begin first
 
   uint32 query[QUERY_STEPS][4];
   float o[HEAD_DIM / 2];
@@ -122,9 +140,7 @@ struct Consumer : Exchange<C> {
   float rest[HEAD_DIM / 2];  // PEER_FIRST: what the last tile adds to this CTA's own rows
 
   // Norms and rotary embedding of Q, and of this warpgroup's keys (prologue.cuh).
-  static constexpr int KEYS_OF_WARP = BLOCK_N / (WARPGROUP_THREADS / 32);
-  template <bool KEY>
-  using ChangedRow = PrologueRow<PROLOGUE, KEY, T, C::COLUMNS>;
+  __device__ __forceinline__ void fetch_first();
   __device__ __forceinline__ void change_first();
   __device__ __forceinline__ void change_keys(int round);
   __device__ __forceinline__ T* key_chunk(int stage, int row, int column) const {

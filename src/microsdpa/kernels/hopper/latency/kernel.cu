@@ -341,9 +341,10 @@ __global__ void __launch_bounds__(THREADS_OF<OPERANDS>, 1)
       if constexpr (MOVES_REGISTERS<C>) setmaxnreg_inc<CONSUMER_REGISTERS>();
     }
   };
-  if constexpr (MASKS::ANY) {
+  if constexpr (MASKS::ANY || PROLOGUE::ANY) {
     auto consumer = consumer_of_thread();
-    consumer.read_masks();
+    consumer.fetch_first();
+    if constexpr (MASKS::ANY) consumer.read_masks();
     meet();
     get_registers();
     consumer.run();
