@@ -33,6 +33,7 @@ def test_suites_are_data() -> None:
         "serving",
         "small",
         "start",
+        "steps",
         "wild",
     ]
     prefill = suites.load("prefill")

@@ -114,6 +114,8 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("backward/mask.cu", "const int query = query_tile * BLOCK;", ROWS),
     ("backward/mask.cu", "i < rows * columns; i += C::THREADS", PLACE),
     ("backward/mask.cu", "mask_head * params.grad_mask_strides.head;", TILES),
+    ("prologue/rows.cu", "const int head = index % groups * HEADS", HEADS),
+    ("prologue/rows.cu", "const int tiles = (call.seqlen_q + POSITIONS - 1)", TILES),
     ("common/async_tile.cuh", "i < ROWS * PER_ROW", PLACE),
     ("common/eight_bit_params.cuh", "head(index % params.heads),", TILES),
     ("common/eight_bit_params.cuh", "(row >> shift) * step;", ROWS),

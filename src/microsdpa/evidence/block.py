@@ -184,14 +184,14 @@ def _ours(cell: Cell, block: Block) -> Call:
     return lambda: microsdpa.sdpa(*inputs, **arguments)
 
 
-def _options(cell: Cell) -> dict[str, Any]:
+def torch_options(cell: Cell) -> dict[str, Any]:
     """Of torch's attention: one query sees every key, whatever the alignment of its mask."""
     causal = cell.case.causal is not None and cell.case.seqlen_q > 1
     return {"is_causal": causal, "enable_gqa": cell.case.kv_heads != cell.case.heads}
 
 
 def _torch(cell: Cell, block: Block) -> Call:
-    change, value, options = _compiled(cell), block.inputs[2], _options(cell)
+    change, value, options = _compiled(cell), block.inputs[2], torch_options(cell)
 
     def call() -> torch.Tensor:
         rows, keys = change(block)
@@ -247,12 +247,16 @@ class Expected(NamedTuple):
     tolerance: compare.Tolerance
 
 
+def exact_output(cell: Cell, block: Block) -> torch.Tensor:
+    """The output of a cell in FP64, nothing rounded."""
+    rows = composed(block.inputs, block.prologue(cell), cell.shift, torch.float64)
+    return reference.oracle(*rows, causal=cell.case.causal)[0]
+
+
 def expected(cell: Cell, block: Block) -> Expected:
     """Of a cell: what plain arithmetic makes of rows that are rounded twice, as models do, bounds the error."""
-    scores: dict[str, Any] = {"causal": cell.case.causal}
-    rows = composed(block.inputs, block.prologue(cell), cell.shift, torch.float64)
-    exact = reference.oracle(*rows, **scores)[0]
-    plain = reference.eager(*both(cell, block), block.inputs[2], **scores)[0]
+    exact = exact_output(cell, block)
+    plain = reference.eager(*both(cell, block), block.inputs[2], causal=cell.case.causal)[0]
     return Expected(exact, compare.tolerance(plain, exact, plain.dtype))
 
 

@@ -29,6 +29,7 @@ from microsdpa.evidence import (
     roofline_page,
     serving,
     start,
+    steps,
     survey,
     training,
     verify_eight_bit,
@@ -264,7 +265,7 @@ def bench_step(
     """
     until = None if some.seconds is None else time.time() + some.seconds
     of_doors = suite == doors.SUITE  # its cells are doors, and not the cases
-    has_cells = of_doors or suite == block.SUITE
+    has_cells = of_doors or suite in (block.SUITE, steps.SUITE)
     loaded = load(suite) if some.is_all or has_cells else chosen(load(suite), some)
     peers = some.peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
@@ -309,6 +310,10 @@ def bench_step(
         calls, target = some_of(block.cells(), some, lambda cell: f"{cell} {cell.case}"), launcher.target_of_device()
         survey.compile_ahead((block.problem_of(cell, target) for cell in calls), "auto")
         rows = block.run(calls, modes or list(loaded.modes), progress(suite, len(calls)), keep)
+    elif suite == steps.SUITE:
+        models = some_of(steps.MODELS, some, lambda model: f"{model.cell} {model.cell.case}")
+        survey.compile_ahead((block.problem_of(model.cell, launcher.target_of_device()) for model in models), "auto")
+        rows = steps.run(models, modes or list(loaded.modes), progress(suite, len(models)), keep)
     elif suite == context_parallel.SUITE:
         rows = context_parallel.run(loaded.cases, progress(suite, len(loaded.cases)), keep)
     else:

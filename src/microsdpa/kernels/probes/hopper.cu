@@ -5,6 +5,7 @@
 #include "../ptx/control.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/prefetch.cuh"
 #include "../ptx/tma.cuh"
 #include "probe.cuh"
 
@@ -195,6 +196,8 @@ __global__ void __launch_bounds__(256, 1) probe_warp_role(const __grid_constant_
   } else {
     setmaxnreg_inc<240>();
   }
+  fetch_address(params.input);
+  prefetch_line(input_of<IN>(params));
   grid_dependency_wait();
   uint32* out = output_of<OUT>(params);
   out[0] = input_of<IN>(params)[0];
