@@ -125,6 +125,7 @@ def test_the_catalogue_has_no_kernel_twice_and_every_family() -> None:
     assert {spec.name for spec in specs} == {family.name for family in ALL_FAMILIES} | {
         "backward",
         "hopper/backward",
+        "prologue/rows",
         "quantize/fused",
         "quantize/restore_lse",
     }
