@@ -9,6 +9,7 @@ import torch
 
 import microsdpa
 from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.evidence.fuzz_varlen import VarlenCall, check
 from microsdpa.execution import choice
 from microsdpa.kernels.ampere.varlen import spec as kernel
 from varlen_space import Form, after_appending, appending, assert_right, call
@@ -318,6 +319,15 @@ def test_a_cluster_reads_no_page_that_the_cache_lacks() -> None:
     assert lse.isnan().all()
     given = decode([16], [[1, -5, 3]])
     assert_right(*emulated(given), given)
+
+
+@pytest.mark.parametrize("page", [1, 3, 4])
+@pytest.mark.parametrize("head_dim", [16, 48, 72, 80])
+def test_each_new_key_goes_to_its_own_page(head_dim: int, page: int) -> None:
+    """A tile whose rows one pass copies, on pages of fewer keys: the thread that stores a row may copy another one."""
+    sizes = {"queries": (3, 1), "keys": (5, 0), "heads_kv": 2, "head_dim": head_dim}
+    new = VarlenCall(**sizes, packed=True, storage="paged", page=page, append=True, rotary=16)
+    assert check(new, "cpu").failure == ""
 
 
 def invariant(given: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

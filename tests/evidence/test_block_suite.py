@@ -70,6 +70,16 @@ def test_what_a_peer_compiles_is_one_graph() -> None:
         assert torch.equal(found, wanted)
 
 
+def test_peers_are_compiled_for_any_number_of_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function, backend="eager", **options))
+    for length in range(3, 13):
+        cell = Cell("small", Case(1, 1, length, length, 16), norm="none")
+        block.forget_compiled()
+        tensors = make_block(cell, "cpu")
+        assert not judged(PEERS[0], cell, tensors, expected(cell, tensors))[1]
+
+
 def test_the_cells_of_the_suite() -> None:
     cells = block.cells()
     assert len({(str(cell), cell.case) for cell in cells}) == len(cells)

@@ -20,6 +20,11 @@ CASES = (
     Case(1, 2, 200, 300, 128, dtype="bfloat16", causal="lower_right"),
     Case(1, 2, 150, 170, 256, causal="upper_left"),
     Case(1, 2, 150, 170, 40, layout="unaligned"),
+    # Those of hopper/throughput and hopper/backward, on a Hopper.
+    Case(2, 16, 600, 500, 64, heads_kv=8),
+    Case(2, 16, 400, 600, 128, dtype="bfloat16", causal="upper_left"),
+    Case(2, 16, 400, 400, 256),
+    Case(12, 12, 130, 100, 64),
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named, policy
+from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import OPERANDS, MaskKind, Problem
 from microsdpa.kernels.select import select
 
@@ -140,3 +141,24 @@ def test_no_head_dimension_that_is_computed_is_nearer(operands: str | None, targ
     assert refused
     for head_dim, nearest in refused.items():
         assert nearest == f"head_dim {min(computed, key=lambda d: (abs(d - head_dim), -d))}"
+
+
+def test_gradients_of_one_tile_of_keys_need_sms_or_few_queries() -> None:
+    def whole(batch: int, heads: int, heads_kv: int, seqlen_q: int) -> bool:
+        problem = Problem(batch, heads, heads_kv, seqlen_q, 128, 64, "float16", target="sm_90a")
+        found = policy.five_products(problem, False)
+        return isinstance(found, hopper_backward.Tiling) and found.whole
+
+    assert whole(4, 8, 8, 128)
+    assert whole(32, 12, 12, 512)
+    assert not whole(2, 32, 8, 512)
+
+
+def test_heads_side_by_side_are_at_least_those_of_all_sms() -> None:
+    def together(heads_kv: int) -> int:
+        problem = Problem(4, 32, heads_kv, 2048, 2048, 128, "float16", causal="upper_left", target="sm_90a")
+        tiling = hopper_backward.choose(problem)
+        assert isinstance(tiling, hopper_backward.Tiling)
+        return hopper_backward.heads_together(problem, tiling)
+
+    assert together(8) == together(32) == 8

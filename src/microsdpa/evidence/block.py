@@ -175,8 +175,14 @@ def both(cell: Cell, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _compiled(cell: Cell) -> Any:
-    """both() of a cell, compiled once for all ways: each cell is a function of its own, far from torch's limit."""
+    """both() of a cell, compiled once for all ways."""
     return torch.compile(lambda block: both(cell, block), dynamic=False, fullgraph=True)
+
+
+def forget_compiled() -> None:
+    """Ahead of every cell: torch compiles one function for eight shapes at most, and all cells' are one to it."""
+    torch.compiler.reset()
+    _compiled.cache_clear()
 
 
 def _ours(cell: Cell, block: Block) -> Call:
@@ -294,6 +300,7 @@ def run(
 
 
 def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:
+    forget_compiled()
     block = make_block(cell, "cuda")
     right, rows, calls, fields = expected(cell, block), [], {}, {}
     for way in WAYS:

@@ -244,16 +244,18 @@ LEAST_GRADIENT_FLOPS = 2.0**37
 def five_products(problem: Problem, deterministic: bool) -> hopper_backward.Tiling | Rejection:
     """The tiling of hopper/backward for gradients, or why backward/ makes them."""
     found = hopper_backward.choose(problem, deterministic)
-    if isinstance(found, hopper_backward.Tiling) and found.whole and _fills(problem, found):
-        return found
+    if isinstance(found, hopper_backward.Tiling) and found.whole:
+        few = Rejection("few CTAs, which have all keys of a head, and many queries each", "more heads")
+        return found if _is_worth_whole_keys(problem, found) else few
     if backward.is_for_small(problem):
         return Rejection("few tiles, or short ones: its three kernels cost more than two products", "longer sequences")
     return found
 
 
-def _fills(problem: Problem, tiling: hopper_backward.Tiling) -> bool:
-    """Whether there is a CTA for each SM: two kernels of hopper/backward are then faster than seven products."""
-    return hopper_backward.gradients_grid(problem, tiling)[0] >= chip_of(problem.target).sms
+def _is_worth_whole_keys(problem: Problem, tiling: hopper_backward.Tiling) -> bool:
+    """Whether CTAs with all keys of a head beat seven products: one for each SM, or with few queries each."""
+    few = problem.seqlen_q * problem.heads // problem.heads_kv <= tiling.block_n
+    return few or hopper_backward.gradients_grid(problem, tiling)[0] >= chip_of(problem.target).sms
 
 
 def beats_torch_backward(problem: Problem) -> bool:

@@ -170,7 +170,9 @@ struct Source {
         value_chunk = *reinterpret_cast<const Chunk<T>*>(value);
       }
       const auto place = segment.keys.place(params, key);
-      const bool looks_up = LAYOUT != CONTIGUOUS && (SPANS > 1 || stage == nullptr);
+      // What was looked up is the page of a row that this thread copies, not of the one that it stores, unless they
+      // share it.
+      const bool looks_up = LAYOUT != CONTIGUOUS && (APART || SPANS > 1 || stage == nullptr);
       int page = looks_up ? 0 : pages.page[0];
       if (looks_up && inside) page = segment.keys.table[place.number];
       const bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(page) < static_cast<uint32>(params.pages);

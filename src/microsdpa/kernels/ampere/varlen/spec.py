@@ -267,7 +267,7 @@ def _specification(problem: Problem, tiling: Tiling, layout: str, split: int) ->
         threads=tiling.threads,
         block_m=tiling.block_m,
         shared_bytes=shared_bytes,
-        local_memory=SPILLS if problem.head_dim >= 128 or tiling.row_tiles > 1 or mask.alibi else "",
+        local_memory=SPILLS if problem.head_dim >= 128 or tiling.row_tiles > 1 or mask.alibi or problem.cache else "",
         pack=problem.heads // problem.heads_kv,
         cluster=tiling.cluster,
         max_ctas=resident * chip.sms,

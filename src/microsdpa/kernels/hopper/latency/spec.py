@@ -54,6 +54,7 @@ def tail(head_dim: int) -> int:
 
 
 RING_SPILLS = "in a ring the next tile's mask takes the registers that are left: a few of them are stored, once a tile"
+MASKS_SPILL = "with several masks at once some bytes of addresses, once a tile"
 UNROLLED_SPILLS = "four rounds under masks take a few registers more than there are: they are stored, once"
 
 PROLOGUE_SPILLS = "a row of a tile beside scores and outputs may take more registers than there are: a few are stored"
@@ -209,7 +210,11 @@ def _spills(problem: Problem, choice: Latency) -> str:
     """Why a configuration may use local memory; empty where it may not."""
     if problem.prologue and (choice.rounds in (0, 4) or problem.mask is not None or problem.head_dim > PANEL):
         return PROLOGUE_SPILLS
-    return "" if problem.mask is None else {0: RING_SPILLS, 4: UNROLLED_SPILLS}.get(choice.rounds, "")
+    mask = problem.mask
+    if mask is None:
+        return ""
+    several = mask.tensor is not None and (mask.alibi or mask.softcap or mask.sinks is not None)
+    return {0: RING_SPILLS, 4: UNROLLED_SPILLS}.get(choice.rounds, MASKS_SPILL if several else "")
 
 
 def latency(problem: Problem) -> KernelSpec | Rejection:
