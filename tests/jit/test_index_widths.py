@@ -86,7 +86,6 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("backward/mask.cu", "", ROWS),
     ("common/backward_work.cuh", "section = index / (tiles * together)", TILES),
     ("common/dropout.cuh", "key[1] = static_cast<uint32>(seed >> 32)", "words of the generator's state, which wrap"),
-    ("common/dropout.cuh", "static_cast<uint32>(key_index / 16 * 4 + key_index % 8 / 2)", KEYS),
     ("hopper/backward/finish.cu", "const float factor = call.scale_log2 * LN_2;", "a factor, in FP32"),
     ("hopper/backward/finish.cu", "sums + part * PART / 4", PLACE),
     ("hopper/backward/finish.cu", "const int column = 8 * block", PLACE),
@@ -159,11 +158,16 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ladder/12_8bit_persistent.cu", "named_barrier_sync(EMPTY + stage", PLACE),
     ("ptx/address.cuh", "__cvta_generic_to_shared(pointer)", PLACE),
     ("quantize/fused.cu", "heads_kv = params.batch * params.heads_kv;", HEADS),
-    ("quantize/fused.cu", "if (index < heads_kv * key_tiles) {", TILES),
+    ("quantize/fused.cu", "if (index < blocks(heads_kv * key_tiles)) {", TILES),
     ("quantize/fused.cu", "if (index < heads_kv * parts) {", TILES),
     ("quantize/fused.cu", "index % key_tiles * key_rows;", KEYS),
     ("quantize/fused.cu", "index % parts * params.part_rows;", KEYS),
-    ("quantize/fused.cu", "index % query_tiles * ROWS;", ROWS),
+    ("quantize/fused.cu", "index % query_tiles * params.tile_rows;", ROWS),
+    ("quantize/fused.cu", "if (head >= params.batch * params.heads) return;", HEADS),
+    ("quantize/fused.cu", "const int first = cluster_rank() * rows_each;", KEYS),
+    ("quantize/fused.cu", "const int looked = CLUSTER ? cluster_rank() * rows_each", KEYS),
+    ("quantize/fused.cu", "part * rows_each, min((part + 1) * rows_each, rows.count)", KEYS),
+    ("quantize/fused.cu", "rows.template for_each<AHEAD>(first + place.row, last,", KEYS),
 )
 
 
