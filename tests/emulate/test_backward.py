@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from harness import tree
 
 from microsdpa.emulate.run import EmulationError, Schedule, scheduled
 from microsdpa.evidence.cases import MASKINGS
+from microsdpa.evidence.fuzz_calls import Call
+from microsdpa.evidence.fuzz_check import check as check_call
 from microsdpa.evidence.inputs import Case
 from microsdpa.execution import gradients
 from microsdpa.kernels.backward.spec import Tiling
@@ -197,3 +200,11 @@ def test_a_mutation_is_caught(tmp_path: Path, mutant: Mutant) -> None:
         assert verdict(mutant, schedule) == ""
         said.append(verdict(mutant, schedule, root=root))
     assert any(re.search(mutant.said, one) for one in said), said
+
+
+@pytest.mark.parametrize("graded", ["s", "a"])
+@pytest.mark.parametrize("rotary", [0, 16])
+def test_a_gradient_of_a_mask_alone_beside_a_block_mask(graded: str, rotary: int) -> None:
+    """The forward kernels read a block mask's summary beside it, which the backward kernels do not know."""
+    made = Call(door="backward", seqlen_q=40, seqlen_k=70, blocks="mask_mod", sinks="inputs", alibi="head")
+    assert check_call(dataclasses.replace(made, graded=graded, rotary=rotary), "cpu").failure == ""

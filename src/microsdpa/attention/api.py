@@ -15,7 +15,7 @@ from microsdpa.call.cached import as_sequences, has_cache
 from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
-from microsdpa.call.masks import refuse_both
+from microsdpa.call.masks import dense, refuse_both
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.prologue import check as check_prologue
@@ -496,6 +496,8 @@ def _through_autograd(
     inputs: Inputs, masks: MaskTensors, options: Options, return_lse: bool, out: torch.Tensor | None
 ) -> forward.Result:
     """A call that a gradient may be asked of, or that is traced into a graph."""
+    if masks.attn_mask is not None and masks.attn_mask.dtype == torch.uint8:  # a table's memory
+        masks = masks._replace(attn_mask=dense(masks.attn_mask, inputs[1].shape[2]))
     if autograd.is_traced(inputs):
         if transforms.are_active():
             result, lse = transforms.attend(inputs, masks, options)

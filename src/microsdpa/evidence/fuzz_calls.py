@@ -343,7 +343,8 @@ def valid(call: Call) -> Call:
     if call.door in EIGHT_BIT_DOORS:
         call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "window", "softcap", "alibi")
         call = _as_default(call, "documents", "blocks", "sinks", "impl")
-        dim = next((dim for dim in EIGHT_BIT_HEAD_DIMS if dim >= call.head_dim), EIGHT_BIT_HEAD_DIMS[-1])
+        most = 128 if call.door == "precision" and call.operands == "int8_fp16" else EIGHT_BIT_HEAD_DIMS[-1]
+        dim = next((dim for dim in EIGHT_BIT_HEAD_DIMS if dim >= min(call.head_dim, most)), most)
         aligned = tuple("bhsd" if layout == "unaligned" else layout for layout in call.layouts)
         call = replace(call, head_dim=dim, layouts=aligned)  # type: ignore[arg-type]
     else:
