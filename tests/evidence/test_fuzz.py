@@ -334,6 +334,27 @@ def test_a_run_is_recorded_and_rendered(tmp_path: Path) -> None:
     assert "stale" not in text
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(door="quantized", head_dim=256, scale=3.0, operands="int8_fp16", granularity="head", seed=420552744),
+        Call(door="quantized", head_dim=256, scale=-0.2, operands="int8_fp8", seed=2),
+        Call(door="precision", head_dim=64, scale=0.5, operands="int8_fp8", seed=4),
+    ],
+    ids=str,
+)
+def test_the_bound_of_8_bits_has_the_factor_once(call: Call) -> None:
+    wide = dataclasses.replace(call, seqlen_q=20, seqlen_k=130, impl="hopper/throughput_8bit")
+    assert fuzz.check(wide, "cpu").failure == ""
+
+
+@pytest.mark.parametrize(("mask_dims", "dtype"), [((True, False, False, False), "float16"), ((True,) * 4, "bfloat16")])
+def test_a_gradient_of_a_mask_under_dropout_sums_rounded_rows(mask_dims: Any, dtype: Any) -> None:
+    made = Call(door="backward", dtype=dtype, batch=2, group=2, seqlen_q=33, seqlen_k=24, head_dim=128, scale=0.0)
+    masked = dataclasses.replace(made, mask="inputs", mask_dims=mask_dims, mask_shown=0.5, window=(0, -1), softcap=0.5)
+    assert fuzz.check(dataclasses.replace(masked, graded="m", dropout_p=0.7, seed=5), "cpu").failure == ""
+
+
 def test_a_run_goes_on_where_its_log_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, made = tmp_path / "log", []
     real = fuzz.check
