@@ -355,6 +355,47 @@ def test_a_gradient_of_a_mask_under_dropout_sums_rounded_rows(mask_dims: Any, dt
     assert fuzz.check(dataclasses.replace(masked, graded="m", dropout_p=0.7, seed=5), "cpu").failure == ""
 
 
+_MASKED = {"mask_dims": (False, True, True, True), "mask_shown": 0.9, "window": (0, -1), "dropout_p": 0.1}
+_ROTATED = {"rotary": 16, "rotary_interleaved": True, "rotary_positions": "first", "sinks": "float32"}
+_ROWS = {"mask": "float32", "mask_dims": (False, True, True, False), "window": (-1, 0), "scale": -0.2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (
+            (1, 1, 1, 1, 1, 40),
+            {"layouts": ("bhsd", "every other row", "bhsd", "bhsd"), "graded": "k", "seed": 2040690143},
+        ),
+        (
+            (2, 1, 3, 10, 8, 64),
+            {"causal": "lower_right", "mask": "inputs", "graded": "m", "seed": 2041304753} | _MASKED,
+        ),
+        ((1, 1, 1, 8, 192, 64), {"causal": "upper_left", "graded": "qm", "seed": 1594037631} | _ROTATED | _ROWS),
+    ],
+    ids=["one key", "dropout", "rotary"],
+)
+def test_a_gradient_may_have_the_errors_of_what_a_kernel_rounds(sizes: Any, options: Any) -> None:
+    """Sums cancel in these calls, and plain operations of the same type happen to be exact."""
+    dtype = "bfloat16" if "dropout_p" in options else "float16"
+    call = Call("backward", dtype, *sizes, **options, outliers="dropout_p" not in options)  # type: ignore[arg-type]
+    assert fuzz.check(call, "cpu").failure == ""
+
+
+def test_a_model_of_a_backward_errs_about_as_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    real = fuzz_check._modelled_errors
+
+    def kept(*arguments: Any) -> list[float]:
+        found.append(real(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(fuzz_check, "_modelled_errors", kept)
+    call = Call(door="backward", seqlen_q=40, seqlen_k=70, group=2, scale=0.1, sinks="float32", graded="qkvs", seed=3)
+    assert fuzz.check(call, "cpu").failure == ""
+    assert all(2.0**-16 < error < 2.0**-6 for error in found[0]), found
+
+
 def test_a_run_goes_on_where_its_log_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, made = tmp_path / "log", []
     real = fuzz.check

@@ -34,8 +34,8 @@ GRADIENT_FACTOR = 4
 """Times the error of plain arithmetic that a gradient may have: a backward rounds P and dS too."""
 ENABLED = threading.Lock()
 """The drop-in is the process's, and its kernel too: one call at a time goes through it."""
-NORMAL_REACH = 4.0
-"""Standard deviations that the largest of some thousand normal numbers reaches."""
+UNITS_OF_WEIGHTS = (1.0, 2**-0.25, 2**-0.5, 2**-0.75)
+"""Units that a modelled backward rounds P in: a kernel's depends on the row max, and another unit errs otherwise."""
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
@@ -267,63 +267,113 @@ def _check_gradients(call: Call, device: str, outcome: Outcome) -> Outcome:
     exact, plain = (
         _plain_gradients(call, given | shown, chosen, weight, dtype) for dtype in (torch.float64, weight.dtype)
     )
-    inputs_of_products = ("query", "key", "value")
-    for name, got, want, rough in zip(chosen, found, exact, plain, strict=True):
+    modelled = _modelled_errors(call, given | shown, chosen, weight, exact)
+    for name, got, want, rough, of_model in zip(chosen, found, exact, plain, modelled, strict=True):
         error = compare.measure(got, want)
-        reach = _reach(call) if name in inputs_of_products or not call.dropout_p else _reach_of_mask(call, name, want)
-        unit = compare.UNIT_ROUNDOFF[weight.dtype] * (float(want.abs().max()) + reach)
-        allowed = GRADIENT_FACTOR * float((rough.double() - want).abs().max()) + unit
+        of_plain = float((rough.double() - want).abs().max())
+        unit = compare.UNIT_ROUNDOFF[weight.dtype] * float(want.abs().max())
+        allowed = GRADIENT_FACTOR * max(of_plain, of_model) + unit + _error_of_sums(call, given, name)
         if not error.max_abs <= allowed:
             failure = f"the gradient of {name} is off by {error.max_abs:.3g} at {list(error.worst)}"
             return failed(outcome, f"gradient of {name}", failure, allowed)
     return outcome
 
 
-def _reach(call: Call) -> float:
-    """Size of the terms that a gradient is a sum of: where they cancel, its own size says nothing of its error.
-
-    A row of one large weight has terms that cancel in rowsum(dO O). Its output is a value, which has no rounding, or
-    under dropout a multiple of it, whose rounding every score's gradient has.
-    """
-    reach = math.sqrt(call.seqlen_q * call.group)
-    if not call.dropout_p:
-        return reach
+def _error_of_sums(call: Call, given: dict[str, torch.Tensor], name: str) -> float:
+    """What orders of FP32 sums move a gradient by, where dP and rowsum(dO O) cancel and 16 bits show no error."""
+    largest = {letter: float(given[letter].abs().max()) for letter in ("query", "key", "value")}
     scale = call.head_dim**-0.5 if call.scale is None else abs(call.scale)
-    return reach * reference.kept_of(call.dropout_p)[1] * max(1.0, NORMAL_REACH * scale * math.sqrt(call.head_dim))
+    factors = {"query": scale * largest["key"], "key": scale * largest["query"], "alibi_slopes": call.seqlen_k}
+    terms = call.batch * call.heads * call.seqlen_q * call.head_dim
+    reach = largest["value"] * reference.kept_of(call.dropout_p)[1] * factors.get(name, 1.0)
+    return _FP32_REACH * math.sqrt(terms) * reach
 
 
-def _reach_of_mask(call: Call, name: str, gradient: torch.Tensor) -> float:
-    """The same for what is added to scores, under dropout: a number of it has the gradients of scores of many rows.
+def _modelled_errors(
+    call: Call, given: dict[str, torch.Tensor], chosen: list[str], weight: torch.Tensor, exact: Sequence[torch.Tensor]
+) -> list[float]:
+    """Largest error of each gradient of a backward that rounds P, O, dS and gradients of changed rows, as kernels do.
 
-    A score's gradient is a product of dO with V less one with O, of head_dim terms each, and O is rounded.
+    Plain operations get rowsum(dO O) from P and dP, where it cancels with dP. A kernel gets it from O, as rounded.
     """
-    own = math.prod(gradient.shape[:-1]) if name == "attn_mask" else gradient.numel()
-    rows = max(1, call.batch * call.heads * call.seqlen_q // max(1, own))
-    reach = math.sqrt(rows * call.head_dim) * reference.kept_of(call.dropout_p)[1]
-    return reach * (max(call.seqlen_q, call.seqlen_k) if name == "alibi_slopes" else 1)
+    errors = [0.0] * len(chosen)
+    for unit in UNITS_OF_WEIGHTS:
+        found = _plain_gradients(call, given, chosen, weight, torch.float32, (weight.dtype, unit))
+        errors = [
+            max(error, float((got.double() - want).abs().max()))
+            for error, got, want in zip(errors, found, exact, strict=True)
+        ]
+    return errors
+
+
+class _RoundedAttention(torch.autograd.Function):
+    """softmax(scores) times kept, times V, and its gradients, with P, O and dS rounded to a 16-bit type.
+
+    Args of apply: scores [B, H, S_q, S_k or, with sinks, S_k + 1], value [B, H, S_k, D], the factor of each weight
+    [B, H, S_q, S_k] (0 where it is hidden or dropped), the type, and the unit that weights are rounded in.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: torch.Tensor, value: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, unit: float
+    ) -> torch.Tensor:
+        weights = scores.softmax(dim=-1)
+        shown = weights[..., : value.shape[-2]]
+        rounded = _rounded(shown * unit, dtype) / unit * factor
+        out = _rounded(rounded @ value, dtype)
+        ctx.save_for_backward(weights, rounded, value, factor, out)
+        ctx.dtype = dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weights, rounded, value, factor, out = ctx.saved_tensors
+        of_weights = of_out @ value.mT * factor
+        if weights.shape[-1] > value.shape[-2]:  # the sink has no value
+            of_weights = torch.cat([of_weights, torch.zeros_like(of_weights[..., :1])], dim=-1)
+        of_scores = weights * (of_weights - (of_out * out).sum(dim=-1, keepdim=True))
+        return _rounded(of_scores, ctx.dtype), rounded.mT @ of_out, None, None, None
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return values.to(dtype).to(values.dtype)
 
 
 def _plain_gradients(
-    call: Call, given: dict[str, torch.Tensor], chosen: list[str], weight: torch.Tensor, dtype: torch.dtype
+    call: Call,
+    given: dict[str, torch.Tensor],
+    chosen: list[str],
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    roundings: tuple[torch.dtype, float] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients by plain operations in `dtype`; rows that see no key have none."""
+    """Gradients by plain operations in `dtype`; rows that see no key have none. `roundings` are those of plain()."""
     leaves = {name: given[name].detach().to(dtype).requires_grad_() for name in chosen}
     of = {
         name: leaves.get(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
         for name, tensor in given.items()
     }
-    out = plain(call, of)
+    out = plain(call, of, roundings)
     return torch.autograd.grad(out, list(leaves.values()), weight.to(dtype), allow_unused=True, materialize_grads=True)
 
 
-def plain(call: Call, of: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The output by plain operations that torch differentiates, in the type of query: [B, H, S_q, D]."""
+def plain(call: Call, of: dict[str, torch.Tensor], roundings: tuple[torch.dtype, float] | None = None) -> torch.Tensor:
+    """The output by plain operations that torch differentiates, in the type of query: [B, H, S_q, D].
+
+    Args:
+        call: a random call.
+        of: its inputs by name, in the type to compute in.
+        roundings: a 16-bit type that P, O and their gradients are rounded to, and the unit that P is rounded in.
+    """
     value = of["value"]
     made = tensors(call, str(value.device))
     query, key = _changed(call, made, value.dtype, of)
     if made.prologue:  # kernels take these rows rounded once: so are these, whose gradients are those of the sums
         of_call = TORCH_DTYPE[call.dtype]
-        query, key = (x + (x.detach().to(of_call).to(x.dtype) - x.detach()) for x in (query, key))
+        query, key = (x + (_rounded(x.detach(), of_call) - x.detach()) for x in (query, key))
+        for rows_changed in (query, key):
+            if roundings is not None and rows_changed.requires_grad:
+                rows_changed.register_hook(lambda gradient: _rounded(gradient, of_call))  # type: ignore[no-untyped-call]
     key, value = (tensor.repeat_interleave(call.group, dim=1) for tensor in (key, value))
     device = query.device
     position = call.seqlen_k - call.seqlen_q if call.alignment == "lower_right" else 0
@@ -357,10 +407,13 @@ def plain(call: Call, of: dict[str, torch.Tensor]) -> torch.Tensor:
         column = of["sinks"][:, None, None].expand(call.batch, -1, call.seqlen_q, 1)
         scores = torch.cat([scores, column.to(scores)], dim=-1)
     scores = scores.masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
-    weights = scores.softmax(dim=-1)[..., : call.seqlen_k].masked_fill(hidden, 0.0)
+    factor = (~hidden).to(scores.dtype)
     if "kept" in of:
-        weights = weights * reference.kept_of(call.dropout_p)[1] * of["kept"]
-    return weights @ value
+        factor = factor * reference.kept_of(call.dropout_p)[1] * of["kept"]
+    if roundings is not None:
+        rounded: torch.Tensor = _RoundedAttention.apply(scores, value, factor, *roundings)  # type: ignore[no-untyped-call]
+        return rounded
+    return (scores.softmax(dim=-1)[..., : call.seqlen_k] * factor) @ value
 
 
 def quantized(call: Call, made: Tensors) -> tuple[Quantized, Quantized, Quantized]:
