@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from microsdpa.errors import UnsupportedProblem
-from microsdpa.evidence import environment, graphs, results, roofline, statistics, timing
+from microsdpa.evidence import energy, environment, graphs, results, roofline, statistics, timing
 from microsdpa.evidence.devices import DEVICES
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, make
@@ -40,6 +40,7 @@ class CaseBench:
         seed: of the random order of turns.
         device: where the tensors live.
         judge: where outputs are compared with the oracle, if not there; "cpu" keeps its kernels out of the process.
+        energy: whether the energy of calls in graphs is measured too.
         excluded: reason by implementation, for those that must not be tried again.
         announce: told which implementation is about to run, so that a death of the process can be laid at its door.
         rows: what was found, so far.
@@ -49,6 +50,7 @@ class CaseBench:
     seed: int = 0
     device: str = "cuda"
     judge: str = ""
+    energy: bool = False
     excluded: dict[str, str] = field(default_factory=dict)
     announce: Callable[[str], None] = lambda name: None
     rows: list[results.Row] = field(default_factory=list)
@@ -149,6 +151,7 @@ class CaseBench:
 
         measured = timing.interleave(runners, self.seed, around)
         state = _state_under_load(runners)
+        joules = self._energies(mode, runners, measured, around)
         for name, samples in measured.items():
             if name == EMPTY_KERNEL:
                 empty: dict[str, object] = {"impl": EMPTY_KERNEL, "op": "empty", "version": "", "kernel": None}
@@ -159,7 +162,34 @@ class CaseBench:
                 self._refuse([mode], one.fields, "wrong", reason)
             else:
                 nodes = _nodes_per_call(runners[name])
-                self._record(mode, one.fields | {"error": one.error, "nodes": nodes}, samples, state)
+                self._record(mode, one.fields | {"error": one.error, "nodes": nodes}, samples, state | joules[name])
+
+    def _energies(
+        self,
+        mode: str,
+        runners: dict[str, timing.Runner],
+        measured: dict[str, list[float]],
+        around: Callable[[str, Callable[[], list[float]]], list[float]],
+    ) -> dict[str, dict[str, object]]:
+        """Field energy_mj of those whose time is near that of the fastest, in mode "graph" alone."""
+        found: dict[str, dict[str, object]] = {name: {} for name in runners}
+        medians = {name: statistics.median(samples).value for name, samples in measured.items()}
+        medians.pop(EMPTY_KERNEL, None)
+        if not self.energy or mode != "graph" or not medians:
+            return found
+        slowest = energy.MOST_TIMES_THE_FASTEST * min(medians.values())
+        for name, median in medians.items():
+            runner = runners[name]
+            if energy.LEAST_US <= median <= slowest and isinstance(runner, timing.GraphRunner):
+                power: list[float] = []
+
+                def turn(runner: timing.GraphRunner = runner, power: list[float] = power) -> list[float]:
+                    power += filter(None, [energy.watts(energy.replays(runner.graph.replay))])
+                    return power
+
+                around(name, turn)
+                found[name] = {"energy_mj": energy.of_call(power[0], median)} if power else {}
+        return found
 
     def _calls(self, implementation: Implementation, mode: str) -> list[Call]:
         sets = 1

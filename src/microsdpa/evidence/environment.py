@@ -103,10 +103,15 @@ def describe() -> dict[str, object]:
     return described
 
 
+def gpu_uuid() -> str:
+    """UUID of the current GPU, as the driver's management library names it."""
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
 def gpu_state(work: Callable[[], object]) -> dict[str, object]:
     """Clocks, power and temperature of the current GPU while `work` runs; empty where they cannot be read."""
     device = torch.cuda.current_device()
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    uuid = gpu_uuid()
 
     def busy() -> None:
         with torch.cuda.device(device):  # a thread begins on the first device

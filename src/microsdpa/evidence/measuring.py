@@ -40,6 +40,7 @@ def main() -> None:
             cases[index],
             seed=index,
             judge=job["judge"],
+            energy=job["energy"],
             excluded=job["excluded"],
             announce=lambda name: tell({"running": name}),
         )

@@ -47,6 +47,7 @@ MARKER = re.compile(
 STALE = "stale"
 NOT_RECORDED = "*Not recorded yet: `microsdpa {} --output benchmarks/results`, on a GPU, writes the result file.*\n"
 UNITS = ("us", "ms", "tflops")
+ENERGY = "mJ per call: microsdpa / best peer"
 NOTE_LENGTH = 85
 
 
@@ -203,11 +204,13 @@ def timing_lines(
     cases: dict[str, list[results.Row]] = {}
     for row in rows:
         cases.setdefault(case_name(row), []).append(row)
+    with_energy = any("energy_mj" in row for row in rows)
     head = [
         "(B, H, S_q, S_k, D), dtype, mask",
         *(" ".join(filter(None, c)) for c in columns),
         "best peer / microsdpa",
         *(["8-bit: best peer / microsdpa"] if any(row.get("precision") for row in rows) else []),
+        *([ENERGY] if with_energy else []),
     ]
     lines = [head]
     for name, members in cases.items():
@@ -217,9 +220,16 @@ def timing_lines(
         of_eight = "; ".join(
             f"{one.text} ({one.peer['impl']} / {one.ours['variant']})" for one in ratios.eight_bits(members)
         )
-        shown = [ratio.text if ratio else "", of_eight][: len(head) - 1 - len(columns)]
-        lines.append([name, *(_cell(by_column.get(c), target, unit) for c in columns), *shown])
+        shown = [ratio.text if ratio else "", of_eight][: len(head) - 1 - len(columns) - with_energy]
+        last = [_energies(ratio)] if with_energy else []
+        lines.append([name, *(_cell(by_column.get(c), target, unit) for c in columns), *shown, *last])
     return lines
+
+
+def _energies(ratio: ratios.Ratio | None) -> str:
+    """Millijoules of a call by us and by the best peer; empty where either is unknown."""
+    both = [row["energy_mj"] for row in (ratio.ours, ratio.peer) if "energy_mj" in row] if ratio else []
+    return f"{both[0]:.3g} / {both[1]:.3g}" if len(both) == 2 else ""
 
 
 def _notes(rows: list[results.Row]) -> str:

@@ -78,7 +78,8 @@ def jobs(suite: Suite, modes: Sequence[str], impl: str, peers: str, until: float
             cases = {str(index): asdict(suite.cases[index]) for index in group}
             # Alone, the oracle is computed on the CPU: cuBLAS has streams of its own, with which launches cost more.
             judge = "cpu" if variant else ""
-            job = {"modes": chosen, "impl": impl, "variants": suite.variants, "peers": names, "eight_bit": eight_bit}
+            job: dict[str, Any] = {"modes": chosen, "impl": impl, "peers": names, "variants": suite.variants}
+            job |= {"eight_bit": eight_bit, "energy": suite.energy and not variant}
             found.append((group, job | {"cases": cases, "excluded": {}, "judge": judge, "until": until}, variant))
     return found
 

@@ -29,6 +29,7 @@ class Suite:
             suites leave out those that would be compiled again for every case.
         eight_bit: the cases in which 8-bit implementations take part.
         variants: the ways of calling this library that take part; all of them if empty.
+        energy: whether the energy of calls is measured too.
         labels: what a case is, such as the model that it is from.
     """
 
@@ -41,6 +42,7 @@ class Suite:
     eight_bit: frozenset[Case] = frozenset()
     variants: tuple[str, ...] = ()
     alone: bool = False
+    energy: bool = False
     labels: dict[Case, str] = field(default_factory=dict, hash=False)
 
 
@@ -137,6 +139,7 @@ def _parse(name: str, data: dict[str, Any]) -> Suite:
         eight_bit=frozenset(eight_bit),
         variants=tuple(data.get("variants", ())),
         alone=data.get("alone", False),
+        energy=data.get("energy", False),
         labels={case: label for case, label in labels.items() if label},
     )
 
