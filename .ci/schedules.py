@@ -105,6 +105,16 @@ SCHEDULES = {
         },
         "tiles of 128 keys; 2,600 clocks each",
     ),
+    "causal-schedule": Schedule(
+        "hopper/throughput, causal: 4 CTAs, heads a and b with 4 query tiles each",
+        {
+            "CTA 0": [(0, 40, "product", "a, tile 3"), (40, 50, "softmax", "b, 0")],
+            "CTA 1": [(0, 40, "product", "b, tile 3"), (40, 50, "softmax", "a, 0")],
+            "CTA 2": [(0, 30, "product", "a, tile 2"), (30, 50, "softmax", "b, tile 1")],
+            "CTA 3": [(0, 30, "product", "b, tile 2"), (30, 50, "softmax", "a, tile 1")],
+        },
+        "the first round, and the second one backwards: 5 tiles of keys each",
+    ),
     "hopper-split": Schedule(
         "hopper/split: two tiles of queries, a and b, and two parts of the keys",
         {

@@ -13,7 +13,7 @@ from microsdpa.call.masks import Masks, dense
 from microsdpa.call.tensors import DTYPES
 from microsdpa.kernels.problem import Causal, DType, Problem
 
-Kind = Literal["normal", "mean", "outliers", "key_bias"]
+Kind = Literal["normal", "mean", "outliers", "key_bias", "zeros"]
 Layout = Literal["bhsd", "bshd", "unaligned"]
 Masking = Literal[
     "bool",
@@ -49,7 +49,7 @@ class Case:
 
     Attributes:
         kind: "normal" is N(0, 1); "mean" adds 0.5; "outliers" adds N(0, 100) to one element in a thousand;
-            "key_bias" adds 4 N(0, 1) to every channel of every head of K.
+            "key_bias" adds 4 N(0, 1) to every channel of every head of K; "zeros" draw less power.
         layout: "bshd" makes [B, H, S, D] views of [B, S, H, D] memory; "unaligned" rows start off 16-byte boundaries.
         masks: what make_masks gives beside the tensors.
     """
@@ -113,7 +113,7 @@ def make(case: Case, device: str = "cpu", salt: int = 0) -> tuple[torch.Tensor, 
 
     def tensor(heads: int, seqlen: int) -> torch.Tensor:
         shape = (case.batch, heads, seqlen, case.head_dim)
-        x = torch.randn(shape, generator=generator)
+        x = torch.zeros(shape) if case.kind == "zeros" else torch.randn(shape, generator=generator)
         if case.kind == "mean":
             x += 0.5
         elif case.kind == "outliers":

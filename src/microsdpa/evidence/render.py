@@ -26,6 +26,7 @@ from microsdpa.evidence import (
     probes,
     ratios,
     results,
+    schedule,
     suites,
     support,
     tune,
@@ -116,6 +117,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return fuzz.NOT_RECORDED
     if options["suite"].startswith(mutate.SUITE) and not path.is_file():
         return mutate.NOT_RECORDED
+    if options["suite"] == schedule.SUITE and not path.is_file():
+        return schedule.NOT_RECORDED
     if options["suite"] == models.SUITE and not path.is_file():
         return models.NOT_RECORDED
     if not path.is_file() and options["suite"] == "accuracy":
@@ -133,6 +136,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return mutate.markdown(result, is_stale) + f"\n{provenance(result)}"
     if options["suite"] == fuzz.SUITE:
         return fuzz.markdown(result, is_stale) + f"\n{provenance(result)}"
+    if options["suite"] == schedule.SUITE:
+        return schedule.markdown(result)
     if options["suite"] == models.SUITE:
         return models.markdown(result) + f"\n{provenance(result)}"
     if options["suite"].startswith("verify"):

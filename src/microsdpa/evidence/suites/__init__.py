@@ -156,6 +156,7 @@ def _token_table(table: dict[str, Any] | None) -> list[dict[str, Any]]:
             "seqlen_k": seqlen,
             "head_dim": head_dim,
             "causal": causal,
+            "kind": table.get("kind", "normal"),
         }
         for head_dim in table["head_dims"]
         for causal in (None, "upper_left")

@@ -1,0 +1,159 @@
+"""A simulation of hopper/throughput's schedule: which CTA computes which query tiles, and when the last one is done.
+
+A CTA takes as long as its tiles: so many clocks for a tile of keys, more around a query tile, and more for the tiles on
+the causal diagonal. These three are fitted, by the kernel's tiles, to the lengths FITTED of a recording of suite
+schedule; the other lengths are predicted. The launch is done when the CTA with most to do is.
+
+That suite has zeros in its tensors. Products of random numbers reach the power limit, where the clock falls by up to a
+quarter, from one case to the next; zeros leave the clock at its top, so that time is the schedule's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from microsdpa.evidence import results
+from microsdpa.evidence.wording import provenance
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.hopper.throughput.spec import Tiles, choose
+from microsdpa.kernels.problem import ELEMENT_BYTES, Problem
+
+SUITE = "schedule"
+NOT_RECORDED = f"*Not recorded yet: `microsdpa bench --suite {SUITE} --output benchmarks/results`, on an H200.*\n"
+SECTION_BYTES = 16 << 20
+"""Of K and V of the heads of a causal section (tile_scheduler.cuh)."""
+FITTED = (512, 2048, 16384)
+"""Lengths that constants are fitted to."""
+FITS = 5
+"""Rounds of a fit: which CTA is the last depends on the constants."""
+START_US = 1.5
+"""From the launch to the first product: parameters, descriptors, the first tiles of Q and K."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a CTA computes: query tiles, tiles of keys of all of them, and query tiles with a causal diagonal."""
+
+    query_tiles: int
+    key_tiles: int
+    diagonals: int
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Of an SM: for a tile of keys, around a query tile, and for a diagonal."""
+
+    tile: float
+    around: float
+    diagonal: float
+
+    def of(self, load: Load) -> float:
+        """Of a CTA."""
+        return load.key_tiles * self.tile + load.query_tiles * self.around + load.diagonals * self.diagonal
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A recorded case: its problem, the kernel's tiles, and microseconds and clock in MHz as measured."""
+
+    problem: Problem
+    tiles: Tiles
+    measured_us: float
+    mhz: float
+
+
+def loads(problem: Problem, tiles: Tiles) -> list[Load]:
+    """What each CTA computes of a problem whose rows fill their tiles, in the order of tile_scheduler.cuh.
+
+    Queries stand before the first key, at the left end of the causal mask.
+    """
+    of_head, heads = -(-problem.seqlen_q // tiles.block_m), problem.batch * problem.heads
+    causal, section_heads = problem.causal is not None, heads
+    if causal:
+        row_bytes = 2 * problem.head_dim * ELEMENT_BYTES[problem.dtype]
+        key_heads = min(max(SECTION_BYTES // row_bytes // problem.seqlen_k, 1), problem.batch * problem.heads_kv)
+        section_heads = min(heads, key_heads * (problem.heads // problem.heads_kv))
+    ctas = min(chip_of(problem.target).sms, heads * of_head)
+    rounds = -(-section_heads * of_head // ctas)
+    sections = -(-heads // section_heads)
+    shift = 0 if rounds == 1 else rounds * ctas - section_heads * of_head if rounds % 2 == 0 else ctas // sections
+    found = []
+    for cta in range(ctas):
+        seen = []  # tiles of keys of each query tile
+        for section in range(sections):
+            place = (cta + section % ctas * (ctas - shift)) % ctas if causal else cta
+            in_section = min(section_heads, heads - section * section_heads)
+            for turn in range(rounds):
+                backwards = causal and (turn if rounds > 1 else section) % 2 == 1
+                index = turn * ctas + (ctas - 1 - place if backwards else place)
+                if index < in_section * of_head:
+                    rows = (of_head - index // in_section) * tiles.block_m if causal else problem.seqlen_k
+                    seen.append(-(-min(rows, problem.seqlen_k) // tiles.block_n))
+        found.append(Load(len(seen), sum(seen), len(seen) if causal else 0))
+    return found
+
+
+def fit(cells: list[Cell]) -> Clocks:
+    """The constants of one kind of tiles by least squares of relative errors, from cells of both kinds of masks."""
+    clocks = Clocks(cells[0].tiles.tile_clocks, cells[0].tiles.around_clocks, 0.0)
+    for _ in range(FITS):
+        last = [max(loads(cell.problem, cell.tiles), key=clocks.of) for cell in cells]
+        wanted = [(cell.measured_us - START_US) * cell.mhz for cell in cells]
+        rows = [
+            [load.key_tiles / clock, load.query_tiles / clock, load.diagonals / clock]
+            for load, clock in zip(last, wanted, strict=True)
+        ]
+        system = torch.tensor(rows, dtype=torch.float64)
+        found = torch.linalg.lstsq(system, torch.ones(len(rows), 1, dtype=torch.float64), driver="gelsd").solution
+        clocks = Clocks(*(float(value) for value in found[:, 0]))
+    return clocks
+
+
+def predicted_us(cell: Cell, clocks: Clocks) -> float:
+    """Microseconds of the launch."""
+    return START_US + max(map(clocks.of, loads(cell.problem, cell.tiles))) / cell.mhz
+
+
+def imbalance(cell: Cell, clocks: Clocks) -> float:
+    """Clocks of the CTA with most to do over those of the mean one."""
+    found = [clocks.of(load) for load in loads(cell.problem, cell.tiles)]
+    return max(found) * len(found) / sum(found)
+
+
+def cells_of(result: results.Result) -> list[Cell]:
+    """Those of a recording that hopper/throughput ran."""
+    found = []
+    for row in result["rows"]:
+        if row["status"] != "ok" or row["kernel"] != "hopper/throughput" or not row.get("sm_clock_mhz"):
+            continue
+        shape, causal = row["shape"], None if row["mask"] == "none" else row["mask"]
+        sizes = shape["b"], shape["h"], shape["h_kv"], shape["s_q"], shape["s_k"], shape["d"]
+        problem = Problem(*sizes, row["inputs"], causal, target="sm_90a")
+        found.append(Cell(problem, choose(problem), row["median_us"], row["sm_clock_mhz"]))
+    return found
+
+
+def lines(cells: list[Cell]) -> list[list[str]]:
+    """A header, then a line for each cell: its time as measured and as predicted, and how even the CTAs' work is."""
+    kinds: dict[str, list[Cell]] = {}
+    for cell in cells:
+        kinds.setdefault(f"D = {cell.problem.head_dim}, {cell.tiles}", []).append(cell)
+    found = [["tiles", "S", "mask", "measured, us", "predicted, us", "predicted / measured", "longest / mean CTA"]]
+    for name, members in kinds.items():
+        clocks = fit([cell for cell in members if cell.problem.seqlen_k in FITTED])
+        for cell in members:
+            problem, predicted = cell.problem, predicted_us(cell, clocks)
+            note = " (fitted)" if problem.seqlen_k in FITTED else ""
+            numbers = [f"{cell.measured_us:.1f}", f"{predicted:.1f}", f"{predicted / cell.measured_us:.3f}{note}"]
+            causal = "causal" if problem.causal else "none"
+            found.append([name, str(problem.seqlen_k), causal, *numbers, f"{imbalance(cell, clocks):.3f}"])
+    return found
+
+
+def markdown(result: results.Result) -> str:
+    """The table of a recording."""
+    head, *rest = lines(cells_of(result))
+    table = [head, ["---", "---:", "---", *["---:"] * 4], *rest]
+    return "".join(f"| {' | '.join(line)} |\n" for line in table) + f"\n{provenance(result)}"

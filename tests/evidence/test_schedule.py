@@ -1,0 +1,95 @@
+"""The simulation of hopper/throughput's schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from microsdpa.evidence import render, results, schedule, suites
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.evidence.schedule import Cell, Clocks, Load
+from microsdpa.kernels.hopper.throughput.spec import Tiles, choose
+
+TILES = Tiles(2, 128, True, 2600, 4300)
+TRUE = Clocks(2500.0, 4000.0, 700.0)
+
+
+def _cells(clocks: Clocks) -> list[Cell]:
+    """What suite schedule would measure at D = 128 if these were the clocks."""
+    cells = []
+    for case in suites.load(schedule.SUITE).cases:
+        if case.head_dim == 128:
+            problem = case.problem("sm_90a")
+            cell = Cell(problem, choose(problem), 1.0, 1980.0)
+            cells.append(replace(cell, measured_us=schedule.predicted_us(cell, clocks)))
+    return cells
+
+
+@pytest.mark.parametrize("causal", [None, "upper_left"])
+@pytest.mark.parametrize(("batch", "seqlen"), [(1, 16384), (4, 4096), (32, 512), (1, 256), (3, 640)])
+def test_every_tile_is_computed_once(batch: int, seqlen: int, causal: str | None) -> None:
+    problem = Case(batch, 16, seqlen, seqlen, 128, causal=causal).problem("sm_90a")  # type: ignore[arg-type]
+    found = schedule.loads(problem, TILES)
+    of_head, heads = seqlen // 128, batch * 16
+    assert len(found) == min(132, of_head * heads)
+    assert sum(load.query_tiles for load in found) == of_head * heads
+    keys = of_head * (of_head + 1) // 2 if causal else of_head**2
+    assert sum(load.key_tiles for load in found) == keys * heads
+
+
+def test_rounds_backwards_make_sums_alike() -> None:
+    """The picture of docs/causal-schedule.md, with 132 CTAs: 66 heads of 4 tiles are two rounds."""
+    problem = Case(66, 1, 512, 512, 64, causal="upper_left").problem("sm_90a")
+    assert set(schedule.loads(problem, TILES)) == {Load(2, 5, 2)}
+
+
+def test_grouped_heads_share_a_section() -> None:
+    plain = Case(1, 64, 8192, 8192, 128, causal="upper_left").problem("sm_90a")
+    grouped = replace(plain, heads_kv=8)
+    assert schedule.loads(plain, TILES) != schedule.loads(grouped, TILES)
+
+
+def test_a_fit_finds_the_clocks_and_predicts_the_other_lengths() -> None:
+    cells = _cells(TRUE)
+    found = schedule.fit([cell for cell in cells if cell.problem.seqlen_k in schedule.FITTED])
+    assert (found.tile, found.around, found.diagonal) == pytest.approx((2500.0, 4000.0, 700.0), rel=1e-6)
+    table = schedule.lines(cells)
+    assert len(table) == 13
+    assert {line[5] for line in table[1:]} == {"1.000", "1.000 (fitted)"}
+
+
+def test_a_wrong_model_is_seen_in_the_table() -> None:
+    """A case that took 5% longer than the model has it."""
+    cells = [
+        replace(cell, measured_us=cell.measured_us * 1.05) if cell.problem.seqlen_k == 4096 else cell
+        for cell in _cells(TRUE)
+    ]
+    assert {line[5] for line in schedule.lines(cells) if line[1] == "4096"} == {"0.952"}
+
+
+def test_the_suite_has_zeros_and_no_peers() -> None:
+    suite = suites.load(schedule.SUITE)
+    assert len(suite.cases) == 36
+    assert suite.peers == "none"
+    assert {case.kind for case in suite.cases} == {"zeros"}
+    small = replace(suite.cases[0], batch=1, heads=2, seqlen_q=16, seqlen_k=16)
+    assert not any(torch.count_nonzero(tensor) for tensor in make(small))
+
+
+def test_a_recording_is_rendered(tmp_path: Path) -> None:
+    text = f"<!-- microsdpa:table gpu=h200 suite={schedule.SUITE} -->\n<!-- microsdpa:end -->\n"
+    assert "Not recorded yet" in render.rendered(text, tmp_path, "page")
+    rows = []
+    for case, cell in zip(
+        (c for c in suites.load(schedule.SUITE).cases if c.head_dim == 128), _cells(TRUE), strict=True
+    ):
+        timed = {"median_us": cell.measured_us, "min_us": cell.measured_us, "samples_us": [cell.measured_us] * 20}
+        ran = {"impl": "microsdpa", "version": "1", "kernel": "hopper/throughput", "sm_clock_mhz": 1980.0}
+        rows.append(results.row(case, **(timed | ran | {"inputs": "float16", "kind": "zeros"})))
+    result = results.make(schedule.SUITE, "microsdpa bench --suite schedule", rows)
+    table = schedule.markdown(result)
+    assert table.count("\n| D = 128, 128 x 128 overlapped") == 12
+    assert schedule.cells_of(result | {"rows": [rows[0] | {"sm_clock_mhz": None}]}) == []
