@@ -394,10 +394,10 @@ def _attention(
     dropout: tuple[float, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, seqlen_q, head_dim = query.shape
-    seqlen_k = key.shape[2]
+    seqlen_k, columns = value.shape[2:]
     factor = head_dim**-0.5 if scale is None else scale
     device = query.device
-    out = torch.zeros(batch * heads, seqlen_q, head_dim, dtype=dtype, device=device)
+    out = torch.zeros(batch * heads, seqlen_q, columns, dtype=dtype, device=device)
     wide = torch.promote_types(dtype, torch.float32)
     lse = torch.full((batch * heads, seqlen_q), -torch.inf, dtype=wide, device=device)
     position = seqlen_k - seqlen_q if causal == "lower_right" else 0
@@ -444,4 +444,4 @@ def _attention(
             probabilities = (probabilities * kept_of(dropout[0])[1]).masked_fill(~some, 0.0)
         out[index] = probabilities @ value[b, h_kv].to(dtype)
         lse[index] = scores.to(wide).logsumexp(dim=-1)
-    return out.view(batch, heads, seqlen_q, head_dim), lse.view(batch, heads, seqlen_q)
+    return out.view(batch, heads, seqlen_q, columns), lse.view(batch, heads, seqlen_q)

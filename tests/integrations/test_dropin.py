@@ -59,7 +59,6 @@ def half(*shape: int) -> torch.Tensor:
 FALLBACKS: list[tuple[str, tuple[torch.Tensor, ...], dict[str, Any]]] = [
     ("torch.float32", (torch.randn(1, 2, 5, 8),) * 3, {}),
     ("3 dimensions", (half(2, 5, 8),) * 3, {}),
-    ("another head dimension", (half(1, 2, 5, 8), half(1, 2, 5, 8), half(1, 2, 5, 16)), {}),
     ("over 256", (half(1, 1, 5, 264),) * 3, {}),
     ("no unit stride", (half(1, 2, 8, 5).mT,) * 3, {}),
 ]

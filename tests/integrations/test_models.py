@@ -62,7 +62,7 @@ def test_a_model_agrees_with_its_eager_attention(family: str, kind: str, only: t
     assert found.outcome == "agrees", f"{found.reason}; {found.scenarios}"
     ran = [outcome.name for outcome in found.scenarios if outcome.error is not None]
     assert ran == [o.name for o in found.scenarios], f"not run: {found.scenarios}"
-    assert found.calls or "value has another head dimension" in found.reason
+    assert found.calls, found.reason
 
 
 @pytest.mark.parametrize("kind", ["bloom", "codegen", "xglm"])

@@ -182,14 +182,15 @@ def sdpa(
     Args:
         query: [B, H, S_q, D], float16 or bfloat16, any strides with a unit stride along D.
         key: [B, H_kv, S_k, D], like query.
-        value: [B, H_kv, S_k, D], like query.
+        value: [B, H_kv, S_k, D_v], like query. D_v is D, or less on a GPU of compute capability 9.0 without gradients,
+            norms, rotary embedding and dropout: UnsupportedProblem is raised elsewhere.
         is_causal: query i sees keys j <= i, aligned to the upper left, as in torch.
         causal: the alignment by name: "upper_left", the same as is_causal=True, or "lower_right", where query i sees
             keys j <= i + S_k - S_q, as in the FlashAttention libraries. torch.nn.attention.bias has the same names.
         scale: factor of Q K^T, at most 2**127 in magnitude; 1/sqrt(D) when None.
         enable_gqa: let H be a multiple of H_kv; query head h reads key head h // (H / H_kv).
         return_lse: also return the natural logarithm of the softmax's denominator, [B, H, S_q] in FP32.
-        out: [B, H, S_q, D] tensor to write to; it must not overlap an input. Else an output is allocated in the
+        out: [B, H, S_q, D_v] tensor to write to; it must not overlap an input. Else an output is allocated in the
             memory order of query.
         impl: "auto", or the name of one kernel, such as "ladder/01_scalar", which is then never replaced by another.
             "emulate", or "emulate:" and a kernel's name, runs the kernel on CPU tensors in the emulator, slowly and

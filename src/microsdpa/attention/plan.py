@@ -131,7 +131,7 @@ class Expected:
             return
         expected = self.layouts[name]
         if name == "out" and tensor is None:
-            if expected != _output_layout(self.layouts["query"], self.dtype):
+            if expected != _output_layout(self.layouts["query"], self.layouts["value"], self.dtype):
                 given = f"a tensor with strides {expected.strides}, as the plan was made with"
                 raise InvalidArgument(name, expected=given, got="None", hint=hint)
             return
@@ -152,7 +152,7 @@ class Expected:
 def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Explanation) -> Plan:
     """The function that a plan is: Python calls it a quarter of a microsecond faster than an object with __call__."""
     return_lse = expected.options["return_lse"]
-    is_grad_enabled, empty_like = torch.is_grad_enabled, torch.empty_like
+    is_grad_enabled, allocated = torch.is_grad_enabled, _allocation(expected)
 
     def prepared(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, out: torch.Tensor | None = None
@@ -167,7 +167,7 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
                     or (out is not None and out.requires_grad)
                 )
             ):
-                result = empty_like(query) if out is None else out
+                result = allocated(query) if out is None else out
                 lse = launch(query, key, value, result, return_lse)
                 if lse is not None:
                     return (result, lse) if return_lse else result
@@ -189,7 +189,7 @@ def make_plan(launch: Callable[..., Any], expected: Expected, explanation: Expla
 def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation: Explanation) -> Plan:
     """make_plan for a call with masks, whose tensors are given by name."""
     return_lse = expected.options["return_lse"]
-    is_grad_enabled, empty_like = torch.is_grad_enabled, torch.empty_like
+    is_grad_enabled, allocated = torch.is_grad_enabled, _allocation(expected)
 
     def prepared(
         query: torch.Tensor,
@@ -213,7 +213,7 @@ def make_masked_plan(launch: Callable[..., Any], expected: Expected, explanation
             if forward_ad._current_level < 0 and not (
                 is_grad_enabled() and any(tensor.requires_grad for tensor in given if tensor is not None)
             ):
-                result = empty_like(query) if out is None else out
+                result = allocated(query) if out is None else out
                 lse = launch(query, key, value, result, return_lse, *masks)
                 if lse is not None:
                     return (result, lse) if return_lse else result
@@ -301,14 +301,24 @@ def _layouts(
 ) -> dict[str, Layout]:
     """Layouts of a plan's tensors, `out` as it is or as it will be allocated, of that type."""
     found = {name: Layout.of(tensor) for name, tensor in (("query", query), ("key", key), ("value", value))}
-    return found | {"out": _output_layout(found["query"], dtype) if out is None else Layout.of(out)}
+    return found | {"out": _output_layout(found["query"], found["value"], dtype) if out is None else Layout.of(out)}
 
 
-def _output_layout(query: Layout, dtype: torch.dtype | None) -> Layout:
+def _output_layout(query: Layout, value: Layout, dtype: torch.dtype | None) -> Layout:
     """Layout of the output that is allocated for a query; of query's type where `dtype` is None."""
-    strides = tensors.allocated_strides(query.shape, query.strides)
-    kept = (stride if size > 1 else 0 for size, stride in zip(query.shape, strides, strict=True))
-    return Layout(query.shape, tuple(kept), dtype or query.dtype, query.device)
+    shape = (*query.shape[:-1], value.shape[-1])
+    strides = tensors.allocated_strides(shape, query.strides)
+    kept = (stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True))
+    return Layout(shape, tuple(kept), dtype or query.dtype, query.device)
+
+
+def _allocation(expected: Expected) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What gives a plan's calls their output, from query."""
+    query, value = (expected.layouts.get(name) for name in ("query", "value"))
+    if query is None or value is None or query.shape[-1] == value.shape[-1]:
+        return torch.empty_like
+    like = torch.empty(()).expand(value.shape)  # whose shape alone is looked at
+    return lambda query: tensors.new_output(query, like)
 
 
 def _no_launch(*_: object) -> None:

@@ -109,8 +109,8 @@ def check_not_nested(**tensors: object) -> None:
             )
 
 
-def check_tensors(query: object, key: object, value: object, enable_gqa: object) -> None:
-    """Types, dtypes, devices, shapes and strides of the inputs."""
+def check_tensors(query: object, key: object, value: object, enable_gqa: object, one_head_dim: bool = True) -> None:
+    """Types, dtypes, devices, shapes and strides of the inputs; `one_head_dim`: value has that of query and key."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
@@ -141,11 +141,13 @@ def check_tensors(query: object, key: object, value: object, enable_gqa: object)
                 got=str(tensor.dtype),
                 hint="use one dtype for all",
             )
-    check_layouts(query, key, value, enable_gqa)
+    check_layouts(query, key, value, enable_gqa, one_head_dim)
 
 
-def check_layouts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: object) -> None:
-    """Devices, shapes and strides of the inputs, whatever their dtypes."""
+def check_layouts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: object, one_head_dim: bool = True
+) -> None:
+    """Devices, shapes and strides of the inputs, whatever their dtypes; see check_tensors()."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check_tensor(name, tensor)
         if tensor.device != query.device:
@@ -157,7 +159,7 @@ def check_layouts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
             )
     if not isinstance(enable_gqa, bool):
         raise InvalidArgument("enable_gqa", expected="a bool", got=repr(enable_gqa), hint="pass True or False")
-    _check_shapes(query, key, value, enable_gqa)
+    _check_shapes(query, key, value, enable_gqa, one_head_dim)
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
@@ -179,7 +181,9 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
+def _check_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool, one_head_dim: bool
+) -> None:
     batch, heads, seqlen_q, head_dim = query.shape
     heads_kv, seqlen_k = key.shape[1], key.shape[2]
     for name, tensor in (("key", key), ("value", value)):
@@ -190,19 +194,20 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
                 got=f"shape {list(tensor.shape)}",
                 hint="expand it along dimension 0",
             )
-        if tensor.shape[3] != head_dim:
+        if tensor.shape[3] != head_dim and (name == "key" or one_head_dim):
+            both = "query, key and value" if one_head_dim else "query and key"
             raise InvalidArgument(
                 name,
                 expected=f"head dimension D = {head_dim}, as query has",
                 got=f"shape {list(tensor.shape)}",
-                hint="query, key and value must have one head dimension",
+                hint=f"{both} must have one head dimension",
             )
     if value.shape[1] != heads_kv or value.shape[2] != seqlen_k:
         raise InvalidArgument(
             "value",
             expected=f"H_kv = {heads_kv} and S_k = {seqlen_k}, as key has",
             got=f"shape {list(value.shape)}",
-            hint="key and value must have one shape",
+            hint="key and value must have the same heads and lengths",
         )
     if heads_kv != heads and not enable_gqa:
         raise InvalidArgument(
@@ -220,6 +225,8 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
         )
     if head_dim == 0:
         raise InvalidArgument("query", expected="a head dimension D >= 1", got="D = 0", hint="pass real heads")
+    if value.shape[3] == 0:
+        raise InvalidArgument("value", expected="a head dimension D_v >= 1", got="D_v = 0", hint="pass real heads")
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
         raise UnsupportedProblem(
             f"sequence length {max(seqlen_q, seqlen_k)} is over {MAX_SEQLEN}", nearest="shorter sequences"
@@ -243,8 +250,27 @@ def check_grad(tensors: dict[str, torch.Tensor]) -> None:
             )
 
 
-def check_out(out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Type, shape, dtype, device and strides of `out`, whose memory may not meet an input's."""
+def output_shape(query: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
+    """[B, H, S_q, D_v] of a call: query's shape, with the columns of value; of packed tensors alike."""
+    return *query.shape[:-1], value.shape[-1]
+
+
+def new_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Memory for the output, in the order of query's: torch.empty_like(query) where value has its head dimension."""
+    if value.shape[-1] == query.shape[-1]:
+        return torch.empty_like(query)
+    shape = output_shape(query, value)
+    strides = allocated_strides(shape, query.stride())
+    return torch.empty_strided(shape, strides, dtype=query.dtype, device=query.device)
+
+
+def check_out(
+    out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tuple[torch.Tensor, ...], columns: int = 0
+) -> None:
+    """Type, shape, dtype, device and strides of `out`, whose memory may not meet an input's.
+
+    `columns` is its head dimension; 0 for that of query.
+    """
     check_not_nested(out=out)
     if not isinstance(out, torch.Tensor):
         raise InvalidArgument(
@@ -253,15 +279,16 @@ def check_out(out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tupl
             got=type(out).__name__,
             hint="pass torch.empty_like(query)",
         )
+    whose = "query has" if columns in (0, query.shape[-1]) else "query and value have"
     for what, want, got in (
-        ("shape", list(query.shape), list(out.shape)),
+        ("shape", [*query.shape[:-1], columns or query.shape[-1]], list(out.shape)),
         ("dtype", dtype, out.dtype),
         ("device", query.device, out.device),
     ):
         if want != got:
             raise InvalidArgument(
                 "out",
-                expected=f"{what} {want}, as query has",
+                expected=f"{what} {want}, as {whose}",
                 got=str(got),
                 hint="pass torch.empty_like(query)",
             )

@@ -63,12 +63,20 @@ class Checked(NamedTuple):
         """Scale of the softmax."""
         return float(self.call.inputs[0].shape[-1] ** -0.5) if self.scale is None else self.scale
 
+    @property
+    def value_dim(self) -> int:
+        """Columns of value and the output of a dense call; 0 where query has as many."""
+        query, _, value = self.call.inputs
+        return 0 if value.shape[-1] == query.shape[-1] else value.shape[-1]
+
     def output(self) -> torch.Tensor:
         """The tensor to write to: `out`, or memory in the order of query."""
-        query = self.call.inputs[0]
+        query, _, value = self.call.inputs
         if self.call.out is not None:
             return self.call.out
-        return torch.empty_like(query) if self.operands is None else torch.empty_like(query, dtype=self.dtype)
+        if self.operands is not None:
+            return torch.empty_like(query, dtype=self.dtype)
+        return torch.empty_like(query) if self.call.sequences is not None else tensors.new_output(query, value)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -112,7 +120,7 @@ def check(call: Call) -> Checked:
     if call.sequences is not None:
         sequence_checks.check(query, key, value, call.sequences)
     else:
-        tensors.check_tensors(query, key, value, options.enable_gqa)
+        tensors.check_tensors(query, key, value, options.enable_gqa, one_head_dim=False)
     if query.device.type not in ("cpu", "cuda"):
         raise InvalidArgument(
             "query",
@@ -132,7 +140,8 @@ def check(call: Call) -> Checked:
             others = *others, *call.sequences.tensors.values(), *call.sequences.appended.values()
         if call.prologue is not None:
             others = *others, *call.prologue.tensors.values()
-        tensors.check_out(call.out, query, query.dtype, (*call.inputs, *others))
+        columns = query.shape[-1] if call.sequences is not None else value.shape[-1]
+        tensors.check_out(call.out, query, query.dtype, (*call.inputs, *others), columns)
     return Checked(call, kernel, emulated, causal, scale, masks, query.dtype, scales=scales)
 
 

@@ -25,7 +25,7 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
     for tensor in (query, key):
         if not isinstance(tensor, torch.Tensor) or tensor.is_nested or tensor.dim() != 4:
             tensors.check_not_nested(query=query, key=key, value=value)
-            tensors.check_tensors(query, key, value, True)
+            tensors.check_tensors(query, key, value, True, one_head_dim=False)
     found = None if document_ids is None else mask_of_documents(document_ids, query, key)
     if block_mask is not None:
         table = table_of(block_mask)

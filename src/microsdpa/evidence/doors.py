@@ -171,6 +171,24 @@ def _packed_output(case: Case, tensors: Tensors, found: torch.Tensor) -> tuple[d
     return against_oracle(case, tensors, found.view(case.batch, case.seqlen_q, *found.shape[1:]).transpose(1, 2))
 
 
+def _with_narrow_values(tensors: Tensors) -> Tensors:
+    """Query and key as they are, and two thirds of the columns of value: 128 of 192, as DeepSeek's models have."""
+    query, key, value = tensors
+    return query, key, value[..., : value.shape[-1] * 2 // 3]
+
+
+def _narrow_values() -> Iterator[Door]:
+    case = Case(1, 16, 1024, 1024, 192, causal="upper_left")
+
+    def side(call: Callable[..., Call]) -> Side:
+        return Side(
+            lambda tensors: call(_with_narrow_values(tensors), is_causal=True),
+            check=lambda tensors, found: against_oracle(case, _with_narrow_values(tensors), found),
+        )
+
+    yield Door("sdpa", side(_sdpa), side(_torch_sdpa), case, "128 columns of value")
+
+
 def options() -> Iterator[Door]:
     """sdpa by name: the plain call, a plan, and each option."""
     yield Door("sdpa", Side(_sdpa), PLAIN)
@@ -181,6 +199,7 @@ def options() -> Iterator[Door]:
         Side(lambda t: _sdpa(t, return_lse=True), check=lambda t, found: against_oracle(HEADLINE, t, found[0])),
         _not_torchs("LSE"),
     )
+    yield from _narrow_values()
     # Masks of torch's doors leave every query a key: torch's backends differ about rows without one.
     for masking, their in (("left padding", None), ("window", _as_tensor), ("alibi", _as_tensor)):
         case = replace(HEADLINE, masks=(masking,))  # type: ignore[arg-type]

@@ -39,6 +39,8 @@ PROLOGUE_DOORS = ("sdpa", "out", "plan", "backward")
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "sbhd", "unaligned", "every other row", "shared heads")
 HEAD_DIMS = (64, 64, 64, 128, 128, 256, 32, 96, 192, 80, 72, 40, 8, 36, 1)
 EIGHT_BIT_HEAD_DIMS = (32, 64, 128, 256)
+VALUE_DIM_DOORS = ("sdpa", "out", "plan", "operator", "enable")
+"""Doors whose value may have a head dimension of its own."""
 EIGHT_BIT_DOORS = ("precision", "quantized")
 EDGES = (16, 64, 128, 192, 256, 512, 1024)
 """Lengths of tiles, and of some of them: calls have lengths at and beside these."""
@@ -74,6 +76,7 @@ class Call:
         rotary_positions: how they are given; "apart" are other ones for keys.
         norms: of the rows that `normed` names, "q", "k" or both; LayerNorms have a bias where `biased`.
         narrow: whether angles and weights have the inputs' type; else they are float32.
+        value_dim: columns of value and the output; 0 for head_dim.
     """
 
     door: Door = "sdpa"
@@ -112,6 +115,7 @@ class Call:
     biased: bool = False
     norm_eps: float = 1e-6
     narrow: bool = False
+    value_dim: int = 0
     return_lse: bool = True
 
     @property
@@ -196,8 +200,8 @@ def tensors(call: Call, device: str) -> Tensors:
             x = torch.where(torch.rand(shape, generator=generator) < 0.01, 10 * x, x)
         return x
 
-    def one(heads: int, seqlen: int, layout: Layout) -> torch.Tensor:
-        batch, head_dim = call.batch, call.head_dim
+    def one(heads: int, seqlen: int, layout: Layout, head_dim: int = call.head_dim) -> torch.Tensor:
+        batch = call.batch
         if layout == "bshd":
             return normal(batch, seqlen, heads, head_dim).to(dtype).to(device).transpose(1, 2)
         if layout == "sbhd":
@@ -210,9 +214,11 @@ def tensors(call: Call, device: str) -> Tensors:
             return normal(batch, 1, seqlen, head_dim).to(dtype).to(device).expand(-1, heads, -1, -1)
         return normal(batch, heads, seqlen, head_dim).to(dtype).to(device)
 
-    lengths = (call.heads, call.seqlen_q), (call.heads_kv, call.seqlen_k), (call.heads_kv, call.seqlen_k)
-    query, key, value = (one(*sizes, layout) for sizes, layout in zip(lengths, call.layouts[:3], strict=True))
-    out = one(*lengths[0], call.layouts[3]).fill_(torch.nan)
+    of_query, of_key, of_value, of_out = call.layouts
+    columns = call.value_dim or call.head_dim
+    query, key = one(call.heads, call.seqlen_q, of_query), one(call.heads_kv, call.seqlen_k, of_key)
+    value = one(call.heads_kv, call.seqlen_k, of_value, columns)
+    out = one(call.heads, call.seqlen_q, of_out, columns).fill_(torch.nan)
     masks: dict[str, Any] = {}
     if call.mask == "ranges":
         sizes = call.batch, call.heads, call.seqlen_q
@@ -316,6 +322,11 @@ def valid(call: Call) -> Call:
         call = _as_default(call, "documents", "blocks")
     if call.door not in PROLOGUE_DOORS or call.dropout_p or call.head_dim % 8:
         call = _as_default(call, "rotary", "norms")
+    whole = call.dropout_p or call.head_dim % 8 or call.value_dim >= call.head_dim
+    if call.door not in VALUE_DIM_DOORS or whole:
+        call = _as_default(call, "value_dim")
+    if call.value_dim:  # what one kernel has, which refuses what it has not
+        call = _as_default(replace(call, impl="hopper/throughput"), "rotary", "norms")
     call = replace(call, rotary=min(call.rotary, call.head_dim // 16 * 16))
     if not call.rotary:
         call = _as_default(call, "rotary_interleaved", "rotary_positions")
@@ -444,7 +455,8 @@ def _call(choose: random.Random, form: dict[str, Any], emulated: bool) -> Call:
         **rest,
     )
     later = random.Random(made.seed)
-    return replace(made, norm_eps=later.choice((1e-6, 1e-3)), return_lse=later.random() < 0.8)
+    made = replace(made, norm_eps=later.choice((1e-6, 1e-3)), return_lse=later.random() < 0.8)
+    return replace(made, value_dim=later.choice((16, 24, 64, 128)) if later.random() < SPARSE else 0)
 
 
 def _length(choose: random.Random, most: int) -> int:
@@ -494,6 +506,7 @@ def _simpler(call: Call) -> Iterator[Call]:
         "biased",
         "norm_eps",
         "narrow",
+        "value_dim",
         "return_lse",
     ):
         if getattr(call, name) != getattr(Call, name):

@@ -19,6 +19,7 @@ from microsdpa.call.call import Inputs, MaskTensors, mask_tensors
 from microsdpa.call.dropout import Random
 from microsdpa.call.masks import Masks, refuse_both
 from microsdpa.call.options import Options
+from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution import backward, dropout, forward, nodes
 from microsdpa.execution.nodes import PLAIN_TYPES
 
@@ -44,6 +45,7 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options, return_lse: boo
         MicrosdpaError: as sdpa.
     """
     query = inputs[0]
+    _refuse_other_value_dim(inputs, options)
     if not return_lse and query.is_cuda and not query.is_nested and not options.dropout_p:
         out = nodes.attend(inputs, masks, options)
         if out is not None:
@@ -98,9 +100,26 @@ def record(
 
     `rng_state` has seed and offset of a dropout; without one, an eager call takes those of torch's generator.
     """
+    _refuse_other_value_dim(inputs, options)
     # What torch.autograd.Function.apply does besides is for transforms, of which there is none in an eager call.
     apply = _apply if eager else _Attention.apply
     return apply(*inputs, *masks, rng_state, options, eager)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _refuse_other_value_dim(inputs: Inputs, options: Options) -> None:
+    """Refuse a gradient by kernels, which have one head dimension.
+
+    Raises:
+        UnsupportedProblem: value has other columns than query.
+    """
+    query, _, value = inputs
+    if query.is_nested or value.is_nested or query.dim() != 4 or value.dim() != 4 or query.shape[3] == value.shape[3]:
+        return
+    if query.is_cuda or tensors.kernel_of(options.impl)[1]:
+        raise UnsupportedProblem(
+            f"there is no gradient with {query.shape[3]} columns of query and {value.shape[3]} of value",
+            nearest="a value padded with torch.nn.functional.pad, or torch.no_grad()",
+        )
 
 
 class _Attention(torch.autograd.Function):

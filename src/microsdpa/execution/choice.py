@@ -47,6 +47,7 @@ def problem_of(checked: Checked, out: torch.Tensor | None = None) -> Problem:
         key_block=key_block(key, checked.scales.k_scale) if call.has_values else scheme.block if scheme else 1,
         dropout=call.options.dropout_p > 0.0,
         prologue=None if call.prologue is None else call.prologue.kind(),
+        value_dim=checked.value_dim,
     )
 
 

@@ -285,8 +285,9 @@ def first_call(call: Call) -> Result:
         return result if call.out is None else call.out.copy_(result), cpu_lse
     out = checked.output()
     found = None
-    if call.has_values:
-        found = launch_checked(checked, out)  # a plan may be there: scales can be numbers, or of the key's heads
+    if call.has_values or checked.value_dim:
+        # A plan may be there: scales can be numbers, or of the key's heads, and an output can be unlike query.
+        found = launch_checked(checked, out)
     if found is None:
         prepare(checked, out)
         found = launcher.found(launch_checked(checked, out))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from microsdpa import reference
 from microsdpa.call.dropout import Dropping
 from microsdpa.call.masks import Masks, dense
+from microsdpa.call.tensors import new_output
 from microsdpa.kernels.problem import Causal
 
 torch_attention = F.scaled_dot_product_attention
@@ -23,10 +24,10 @@ def attend(
     masks: Masks,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Output [B, H, S_q, D] and, on demand, LSE [B, H, S_q] in FP32.
+    """Output [B, H, S_q, D_v] and, on demand, LSE [B, H, S_q] in FP32.
 
-    query is [B, H, S_q, D]; key and value are [B, H_kv, S_k, D]. What torch's attention has no argument for is computed
-    in FP32, a head at a time.
+    query is [B, H, S_q, D], key [B, H_kv, S_k, D] and value [B, H_kv, S_k, D_v]. What torch's attention has no argument
+    for is computed in FP32, a head at a time.
     """
     plain = masks.softcap is None and masks.alibi_slopes is None and masks.sinks is None and masks.dropping is None
     if plain:
@@ -34,7 +35,7 @@ def attend(
         if not return_lse:
             return out, None
     else:
-        out = torch.empty_like(query)
+        out = new_output(query, value)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     group = query.shape[1] // key.shape[1]
     for head in range(query.shape[1]):

@@ -392,8 +392,8 @@ def why_not(
     if query.dtype not in DTYPES:
         return f"the inputs are of {query.dtype}"
     head_dim = query.size(3)
-    if value.size(3) != head_dim:
-        return "value has another head dimension than query"
+    if value.size(3) != head_dim and is_dynamo_compiling():
+        return "value has another head dimension than query, in a graph"
     if head_dim > MAX_HEAD_DIM:
         return f"the head dimension is over {MAX_HEAD_DIM}"
     if attn_mask is None:

@@ -18,6 +18,7 @@ from microsdpa.call.call import NO_TENSORS, Inputs, MaskTensors, mask_tensors
 from microsdpa.call.dropout import Random, check_state
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import PLAIN, Options
+from microsdpa.call.tensors import new_output
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution import autograd, backward, forward, transforms
 
@@ -149,13 +150,13 @@ _library.impl("attention", _differentiable, "Autograd")  # type: ignore[no-untyp
 
 
 @torch.library.register_fake("microsdpa::attention", lib=_library)  # type: ignore[untyped-decorator]
-def _(query: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    return new_output(query, value), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("microsdpa::attention_output", lib=_library)  # type: ignore[untyped-decorator]
-def _(query: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(query)
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object) -> torch.Tensor:
+    return new_output(query, value)
 
 
 for _operator, _has_lse in ((torch.ops.microsdpa.attention, True), (torch.ops.microsdpa.attention_output, False)):

@@ -227,14 +227,17 @@ def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
 
 
 def skips(family: Family, problem: Problem) -> bool:
-    """Whether impl="auto" skips a kernel, whether or not it computes the problem."""
-    return PREFERENCES[family.name].skips(problem)
+    """Whether impl="auto" skips a kernel, whether or not it computes the problem.
+
+    None is skipped where V has other columns than Q and K: one kernel alone has that.
+    """
+    return not problem.value_dim and PREFERENCES[family.name].skips(problem)
 
 
 def skip_reason(family: Family, problem: Problem) -> Rejection | None:
     """Why impl="auto" skips a kernel, whether or not it computes the problem; None when it does not skip it."""
     rule = PREFERENCES[family.name]
-    return rule.words(problem) if rule.skips(problem) else None
+    return rule.words(problem) if skips(family, problem) else None
 
 
 LEAST_GRADIENT_FLOPS = 2.0**37

@@ -159,6 +159,7 @@ class Problem:
         dropout: whether probabilities are dropped.
         prologue: what is done to Q and K before; None for nothing.
         cache: 8-bit keys and values beside queries of 16 bits; None for one type of all.
+        value_dim: columns of V and O; 0 where they have head_dim, as Q and K.
     """
 
     batch: int
@@ -180,6 +181,7 @@ class Problem:
     dropout: bool = False
     prologue: PrologueKind | None = None
     cache: CacheKind | None = None
+    value_dim: int = 0
 
     def __hash__(self) -> int:
         """Of what most problems differ in: the hash of all fields takes three times as long."""
@@ -198,7 +200,8 @@ class Problem:
     @property
     def flops(self) -> int:
         """Floating-point operations of both matrix products, halved when causal (the usual convention)."""
-        total = 4 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.head_dim
+        columns = self.head_dim + (self.value_dim or self.head_dim)
+        total = 2 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * columns
         return total // 2 if self.causal else total
 
     @property
@@ -206,7 +209,7 @@ class Problem:
         """Bytes of Q, K, V and O, each counted once."""
         element, cached = ELEMENT_BYTES[self.dtype], 1 if self.cache else ELEMENT_BYTES[self.dtype]
         rows = 2 * self.heads * self.seqlen_q * element + 2 * self.heads_kv * self.seqlen_k * cached
-        return self.batch * rows * self.head_dim
+        return self.batch * rows * (self.head_dim + (self.value_dim or self.head_dim)) // 2
 
 
 def of_any_size(problem: Problem) -> Problem:

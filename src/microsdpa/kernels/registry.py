@@ -56,6 +56,7 @@ class Family:
         any_layout: whether it takes any head dimension and alignment.
         dropout: whether it drops probabilities.
         prologue: whether it has norms and rotary embedding of Q and K, without dropout.
+        value_dims: whether V and O may have fewer columns than Q and K.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
         varlen: whether its problems have sequences of many lengths; those of the other families have none.
         short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
@@ -71,6 +72,7 @@ class Family:
     any_layout: bool = False
     dropout: bool = False
     prologue: bool = False
+    value_dims: bool = False
     eight_bit: bool = False
     varlen: bool = False
     short_sums: tuple[Operands, ...] = ()
@@ -108,6 +110,7 @@ FAMILIES: tuple[Family, ...] = (
         masks=True,
         ranges=True,
         dropout=True,
+        value_dims=True,
         configurations=hopper_throughput.configurations,
     ),
     Family(

@@ -36,6 +36,9 @@ def _refuse_operands(problem: Problem, family: Family) -> Rejection | None:
         return Rejection(f"it does not know {problem.mask}", "an attn_mask of booleans")
     if problem.dropout and not family.dropout:
         return Rejection("it drops no probabilities", "dropout_p=0.0")
+    if problem.value_dim and not family.value_dims:
+        other = f"it has one head dimension for Q, K and V, not {problem.head_dim} and {problem.value_dim}"
+        return Rejection(other, f"a value padded to {problem.head_dim} columns")
     if problem.prologue is not None and not family.prologue:
         return Rejection(f"it takes Q and K as they are, without {problem.prologue}", "rotary, q_norm and k_norm None")
     if problem.mask is None or family.masks:
@@ -72,7 +75,7 @@ def _kernel_ahead(problem: Problem, impl: str) -> KernelSpec | None:
     if problem.prologue is None:
         return None
     if impl == "auto":
-        in_launch = policy.changes_in_launch(problem)
+        in_launch = not problem.value_dim and policy.changes_in_launch(problem)
     else:
         family = family_named(impl)
         in_launch = family is not None and family.prologue and isinstance(family.specify(problem), KernelSpec)

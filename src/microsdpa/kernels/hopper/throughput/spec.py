@@ -368,6 +368,9 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
     if problem.head_dim not in HEAD_DIMS:
         return refused_head_dim(problem.head_dim, HEAD_DIMS, f"a multiple of 8 up to {HEAD_DIMS[-1]}")
+    if problem.value_dim > padded(problem):  # bulk copies fill missing columns, and do not store them
+        most = f"the {padded(problem)} of the tiles for {problem.head_dim} columns of Q and K"
+        return Rejection(f"{problem.value_dim} columns of V are more than {most}", "fewer columns of V")
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
