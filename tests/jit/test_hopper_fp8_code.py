@@ -16,11 +16,11 @@ from microsdpa.kernels.problem import Causal, DType, Operands, Problem
     ("operands", "terms", "key_block"),
     [("fp8", 1, 0), ("fp8", 1, 64), ("fp8", 2, 1), ("int8_fp8", 1, 1), ("int8_fp8", 1, 0)],
 )
-@pytest.mark.parametrize(("causal", "dtype"), [(None, "float16"), ("lower_right", "bfloat16")])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_wgmma_runs_free_and_nothing_is_spilled(
-    head_dim: int, causal: Causal | None, dtype: DType, operands: Operands, terms: int, key_block: int
-) -> None:
+def test_wgmma_runs_free_and_nothing_is_spilled(head_dim: int, operands: Operands, terms: int, key_block: int) -> None:
+    plain = (head_dim // 64 + terms + (key_block > 0)) % 2 == 0  # the two kinds of calls take turns
+    causal: Causal | None = None if plain else "lower_right"
+    dtype: DType = "float16" if plain else "bfloat16"
     problem = Problem(
         *(1, 16, 16, 4096, 4096, head_dim, dtype, causal),
         target="sm_90a",
