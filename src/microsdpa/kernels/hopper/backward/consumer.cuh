@@ -42,29 +42,12 @@ struct Consumer {
 
   // Starts d = X Y^T, of the warpgroup's rows of an owned tile and all of a tile that is walked over.
   __device__ __forceinline__ void multiply(Products& d, const T* owned, const T* walked) const {
-    const uint64 a = matrix_descriptor(owned + warpgroup * ROWS * BOX, 16, EIGHT_ROWS, Swizzle::BYTES_128);
-    const uint64 b = matrix_descriptor(walked, 16, EIGHT_ROWS, Swizzle::BYTES_128);
-    wgmma_fence_registers(d);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; ++k) {
-      const int panel = k * 16 / BOX, at = k * 16 % BOX;
-      wgmma<T, BLOCK_M>(d, advance(a, (panel * BLOCK_N * BOX + at) * sizeof(T)),
-                        advance(b, (panel * BLOCK_M * BOX + at) * sizeof(T)), k > 0);
-    }
-    wgmma_commit();
+    start_product<C>(d, owned + warpgroup * ROWS * BOX, walked);
   }
 
   // Starts dV += P^T dO.
   __device__ __forceinline__ void accumulate_values(const Rounded& p, const T* grad_out) {
-    const uint64 b = matrix_descriptor(grad_out, BLOCK_M * BOX * sizeof(T), EIGHT_ROWS, Swizzle::BYTES_128);
-    wgmma_fence_registers(dv);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) {
-      wgmma<T, HEAD_DIM, Major::MN>(dv, p[k], advance(b, 16 * BOX * k * sizeof(T)));
-    }
-    wgmma_commit();
+    start_sums<C>(dv, p, grad_out);
   }
 
   // Starts dK += dS^T Q. Of dS^T it reads the warpgroup's rows in shared memory: there are no registers to keep them in

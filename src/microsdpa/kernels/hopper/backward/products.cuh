@@ -18,6 +18,43 @@ __device__ __forceinline__ int key_row(int thread, int half) { return thread / 3
 // The first of the two columns of eight that a thread has.
 __device__ __forceinline__ int first_column(int thread) { return thread % 4 * 2; }
 
+// Bytes of eight rows of a panel: the stride of a descriptor.
+template <typename C>
+constexpr int EIGHT_ROWS_BYTES = 8 * C::BOX * sizeof(typename C::T);
+
+// Starts d = X Y^T of 64 rows of a tile that the CTA owns and all of one that is walked over.
+template <typename C>
+__device__ __forceinline__ void start_product(float (&d)[C::BLOCK_M / 2], const typename C::T* owned,
+                                              const typename C::T* walked) {
+  using T = typename C::T;
+  const uint64 a = matrix_descriptor(owned, 16, EIGHT_ROWS_BYTES<C>, Swizzle::BYTES_128);
+  const uint64 b = matrix_descriptor(walked, 16, EIGHT_ROWS_BYTES<C>, Swizzle::BYTES_128);
+  wgmma_fence_registers(d);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < C::HEAD_DIM / 16; ++k) {
+    const int panel = k * 16 / C::BOX, at = k * 16 % C::BOX;
+    wgmma<T, C::BLOCK_M>(d, advance(a, (panel * C::BLOCK_N * C::BOX + at) * sizeof(T)),
+                         advance(b, (panel * C::BLOCK_M * C::BOX + at) * sizeof(T)), k > 0);
+  }
+  wgmma_commit();
+}
+
+// Starts sums += F X, of A operands F and a tile that is walked over.
+template <typename C>
+__device__ __forceinline__ void start_sums(float (&sums)[C::HEAD_DIM / 2], const uint32 (&factors)[C::BLOCK_M / 16][4],
+                                           const typename C::T* walked) {
+  using T = typename C::T;
+  const uint64 b = matrix_descriptor(walked, C::BLOCK_M * C::BOX * sizeof(T), EIGHT_ROWS_BYTES<C>, Swizzle::BYTES_128);
+  wgmma_fence_registers(sums);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < C::BLOCK_M / 16; ++k) {
+    wgmma<T, C::HEAD_DIM, Major::MN>(sums, factors[k], advance(b, 16 * C::BOX * k * sizeof(T)));
+  }
+  wgmma_commit();
+}
+
 // This warp is done with a tile in shared memory.
 __device__ __forceinline__ void release(Mbarrier& done) {
   __syncwarp();

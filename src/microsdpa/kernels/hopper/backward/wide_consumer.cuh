@@ -42,29 +42,12 @@ struct WideConsumer {
 
   // Starts d = X Y^T of an owned tile and one that is walked over.
   __device__ __forceinline__ static void multiply(Products& d, const T* owned, const T* walked) {
-    const uint64 a = matrix_descriptor(owned, 16, EIGHT_ROWS, Swizzle::BYTES_128);
-    const uint64 b = matrix_descriptor(walked, 16, EIGHT_ROWS, Swizzle::BYTES_128);
-    wgmma_fence_registers(d);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; ++k) {
-      const int panel = k * 16 / BOX, at = k * 16 % BOX;
-      wgmma<T, BLOCK_M>(d, advance(a, (panel * BLOCK_N * BOX + at) * sizeof(T)),
-                        advance(b, (panel * BLOCK_M * BOX + at) * sizeof(T)), k > 0);
-    }
-    wgmma_commit();
+    start_product<C>(d, owned, walked);
   }
 
   // Starts dV += P^T dO, or dK += dS^T Q.
   __device__ __forceinline__ void accumulate(const Rounded& factors, const T* walked) {
-    const uint64 b = matrix_descriptor(walked, BLOCK_M * BOX * sizeof(T), EIGHT_ROWS, Swizzle::BYTES_128);
-    wgmma_fence_registers(sums);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK_M / 16; ++k) {
-      wgmma<T, HEAD_DIM, Major::MN>(sums, factors[k], advance(b, 16 * BOX * k * sizeof(T)));
-    }
-    wgmma_commit();
+    start_sums<C>(sums, factors, walked);
   }
 
   // Starts 64 columns of dQ = dS K.
