@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import typing
 from typing import Any
 
 import pytest
@@ -198,8 +199,27 @@ def test_explain_takes_the_options_of_sdpa(options: dict[str, Any]) -> None:
     assert found == expected
     with pytest.raises(microsdpa.InvalidArgument, match="out: expected memory that no input uses"):
         microsdpa.explain(tensor, tensor, tensor, out=tensor, **options)
-    names = [set(inspect.signature(door).parameters) for door in (microsdpa.sdpa, microsdpa.explain)]
-    assert names[0] - {"unknown"} == names[1]  # sdpa says of names that it does not have what it calls them
+
+
+def test_sdpa_and_its_overloads_explain_and_plan_have_one_signature() -> None:
+    """Names, types and defaults; each has them in full, so that editors and help() show them."""
+    functions = [*typing.get_overloads(microsdpa.sdpa)] if hasattr(typing, "get_overloads") else []
+    functions += [microsdpa.sdpa, microsdpa.explain, microsdpa.plan]
+    of_sdpa = dict(inspect.signature(microsdpa.sdpa).parameters)
+    of_sdpa.pop("unknown")  # sdpa says of names that it does not have what it calls them
+    assert len(functions) >= 3
+    for function in functions:
+        parameters = dict(inspect.signature(function).parameters)
+        parameters.pop("unknown", None)
+        missing = {"dropout_p"} if function is microsdpa.plan else set()  # a plan draws no random numbers
+        assert set(parameters) == set(of_sdpa) - missing, function
+        for name, found in parameters.items():
+            if name != "return_lse":  # which overloads are told apart by
+                assert (found.annotation, found.default, found.kind) == (
+                    of_sdpa[name].annotation,
+                    of_sdpa[name].default,
+                    of_sdpa[name].kind,
+                ), (function, name)
 
 
 def test_an_output_whose_rows_are_off_16_bytes_changes_what_explain_says() -> None:
