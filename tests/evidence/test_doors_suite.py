@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa.evidence import door_models, doors, results
+from microsdpa.evidence import door_models, door_pages, doors, results
 from microsdpa.evidence.inputs import Case, make
 
 
 def test_every_door_has_a_way_of_ours_and_one_of_torchs_or_a_reason() -> None:
-    found = [*doors.doors(), *door_models.doors()]
+    found = [*doors.doors(), *door_pages.doors(), *door_models.doors()]
     cells = [(d.name, d.text, d.case, d.direction) for d in found]
     assert len(set(cells)) == len(cells)
     assert all(not d.ours.absent or "not installed" in d.ours.absent for d in found)
@@ -46,6 +46,26 @@ def test_packed_sequences_are_those_of_the_case() -> None:
     error, wrong = doors._packed_output(case, tensors, doors._varlen(tensors)())
     assert wrong == "", error
     assert doors.packed(tensors)[3].tolist() == [0, 20, 40]
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("bind", [door_pages.varlen, door_pages.with_kvcache])
+def test_a_cache_in_pages_has_the_dense_keys(bind: Any, appends: bool) -> None:
+    case = Case(2, 4, 1, 64, 16, heads_kv=2, dtype="bfloat16")
+    tensors = make(case)
+    call = bind(tensors, appends=appends)
+    for _ in range(2):  # what is appended is written again
+        error, wrong = doors.against_oracle(case, tensors, call().transpose(1, 2))
+        assert wrong == "", error
+    table = door_pages.Paged.of(tensors).page_table
+    assert sorted(table.flatten().tolist()) == list(range(8)) != table.flatten().tolist()
+
+
+def test_the_rows_of_a_cache_in_pages_name_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("microsdpa.runtime.launcher.target_of_device", lambda: "sm_90a")
+    for door in door_pages.doors():
+        fields = doors.fields_of(door, doors.OURS, make(door.case))
+        assert (fields["kernel"], fields["varlen"], len(fields["lengths"])) == ("ampere/varlen", 16, 8)
 
 
 def test_gradients_of_a_window_are_judged() -> None:

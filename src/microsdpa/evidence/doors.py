@@ -82,6 +82,7 @@ class Door:
         runner: what measures its calls, where the mode's own does not.
         precision: of calls that quantize.
         operands: of calls with 8-bit values.
+        granularity: Problem.varlen of calls with sequences of many lengths; None for others.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Door:
     runner: Callable[[Call], timing.Runner] | None = None
     precision: Operands | None = None
     operands: str = ""
+    granularity: int | None = None
 
 
 def _torch_sdpa(tensors: Tensors, **options: Any) -> Call:
@@ -293,7 +295,7 @@ def varlen_doors() -> Iterator[Door]:
     missing = "" if importlib.util.find_spec("torch.nn.attention.varlen") else f"torch {torch.__version__} has none"
     for text, ours in (("", _varlen), ("torch.compile", _compiled_varlen)):
         theirs = Side(functools.partial(_torch_varlen, bool(text)), check=check, absent=missing)
-        yield Door("sdpa_varlen", Side(ours, check=check), theirs, text=text)
+        yield Door("sdpa_varlen", Side(ours, check=check), theirs, text=text, granularity=0)
 
 
 def _compiled(function: Callable[..., Any], mode: str | None, tensors: Tensors) -> Call:
@@ -527,12 +529,13 @@ def _around(door: Door, side: Side) -> Iterator[None]:
         yield
 
 
-def _of_varlen(case: Case) -> dict[str, Any]:
-    """The fields of one packed sequence that say what ran."""
+def _of_varlen(case: Case, granularity: int = 0) -> dict[str, Any]:
+    """The fields of packed sequences, or of a cache in pages, that say what ran; `granularity` is Problem.varlen."""
     target, rounded = launcher.target_of_device(), 1 << (case.seqlen_q - 1).bit_length()
-    spec = select(replace(case.problem(target), seqlen_q=rounded, varlen=0)).spec
+    spec = select(replace(case.problem(target), seqlen_q=rounded, varlen=granularity)).spec
     signed = {"signature": signature(spec, target), "code_signature": code_signature(spec, target)}
-    shape = {"varlen": 0, "rounded_queries": rounded, "lengths": [case.seqlen_k], "requested": "auto"}
+    lengths = [case.seqlen_k] * case.batch
+    shape = {"varlen": granularity, "rounded_queries": rounded, "lengths": lengths, "requested": "auto"}
     return {"kernel": spec.name, **signed, **shape}
 
 
@@ -546,8 +549,8 @@ def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
     fields |= {"version": microsdpa.__version__}
     if door.name in WITHOUT_KERNEL:
         return fields
-    if door.name == "sdpa_varlen":
-        return fields | _of_varlen(door.case)
+    if door.granularity is not None:
+        return fields | _of_varlen(door.case, door.granularity)
     if door.operands:
         made = QuantizedTensors.of(tensors)
         found = microsdpa.explain(*made.values, **made.scales)

@@ -20,6 +20,7 @@ from microsdpa.evidence import (
     compare,
     context_parallel,
     door_models,
+    door_pages,
     doors,
     environment,
     probes,
@@ -299,7 +300,9 @@ def bench_step(
     if suite == start.SUITE:
         rows = start.run(loaded.cases[0], progress(suite, len(start.STARTS)), keep)
     elif of_doors:
-        ways = some_of([*doors.doors(), *door_models.doors()], some, lambda door: f"{door.name} {door.text}")
+        ways = some_of(
+            [*doors.doors(), *door_pages.doors(), *door_models.doors()], some, lambda door: f"{door.name} {door.text}"
+        )
         rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)), keep)
     elif suite == training.SUITE:
         rows = training.run(loaded.cases, peers, progress(suite, len(loaded.cases)), keep)
