@@ -428,11 +428,11 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     here, there = tensors(call, "cpu"), tensors(call, device)
     inputs = (there.query, there.key, there.value)
     options = _options(call, there, device)
-    operands = call.operands
+    operands = SCHEMES[call.operands].operands
     if call.door == "precision":
-        scheme = SCHEMES[operands]
+        scheme = SCHEMES[call.operands]
         made, (q, k, v) = specified((here.query, here.key, here.value), scheme)
-        options["precision"] = operands
+        options["precision"] = call.operands
         of_scores = made.query, made.key
         granularity: Granularity = "block"
         scales, block = (made.query_scale, made.key_scale), scheme.block

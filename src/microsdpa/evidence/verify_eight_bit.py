@@ -32,7 +32,7 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.execution.quantized import Place, QuantizedInputs, attending, quantize_query_key_value
 from microsdpa.kernels import KernelSpec, emulated_target, family_named
 from microsdpa.kernels.hopper.throughput_8bit.spec import LARGEST_VALUE
-from microsdpa.kernels.problem import OPERANDS, Operands, Problem
+from microsdpa.kernels.problem import PRECISIONS, Operands, Precision, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES, QuantizationScheme
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
@@ -59,7 +59,7 @@ class Outcome:
     """One case with one precision; `failure` is empty when it passed."""
 
     case: Case
-    precision: Operands
+    precision: Precision
     errors: compare.Errors
     failure: str
 
@@ -127,7 +127,7 @@ def allowed_in_place(
 def allowed(
     plain: tuple[torch.Tensor, ...],
     case: Case,
-    precision: Operands,
+    operands: Operands,
     expected: torch.Tensor,
     spec: KernelSpec | None = None,
     lost: torch.Tensor | None = None,
@@ -145,27 +145,28 @@ def allowed(
     magnitude, _ = reference.oracle(query, key, value.abs(), causal=case.causal, attn_mask=lost)
     output = compare.UNIT_ROUNDOFF[torch.bfloat16 if case.dtype == "bfloat16" else torch.float16]
     group = case.heads // case.kv_heads
-    if precision == "int8_fp16":
+    if operands == "int8_fp16":
         probability = output * magnitude
     elif in_place is not None:
         probability = in_place
     else:
         everything = value.abs().sum(dim=2, keepdim=True).repeat_interleave(group, dim=1)
         probability = magnitude * (2**-4 + 2**-SUM_BITS) + everything * 2**-18
-    if precision == "fp8":
+    if operands == "fp8":
         largest = (query.norm(dim=-1).amax() * key.norm(dim=-1).amax()) * case.head_dim**-0.5
         bits = SUM_BITS if lost is None else FP32_BITS
         probability = probability + 2 * 2.0**-bits * largest * magnitude
     return probability + output * expected.abs() + 1e-4
 
 
-def check(case: Case, precision: Operands, device: str, kernel: str = "auto") -> Outcome:
+def check(case: Case, precision: Precision, device: str, kernel: str = "auto") -> Outcome:
     """Quantize and attend twice, the second time into a poisoned output, by the kernel of that name."""
     tensors = make(case)
-    quantized, plain = specified(tensors, SCHEMES[precision])
+    scheme = SCHEMES[precision]
+    quantized, plain = specified(tensors, scheme)
     expected, expected_lse = reference.oracle(*plain, causal=case.causal)
     query, key, value = make(case, device)
-    made = quantize_query_key_value(query, key, value, SCHEMES[precision], device == "cpu")
+    made = quantize_query_key_value(query, key, value, scheme, device == "cpu")
     for name, wanted in vars(quantized).items():
         got = getattr(made, name)
         if wanted is not None and not torch.equal(got.cpu().contiguous().view(torch.uint8), _bytes(wanted)):
@@ -175,8 +176,8 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
     options["impl"] = kernel if device == "cuda" else f"emulate:{kernel}"
     spec = microsdpa.explain(query, key, value, **options).spec
     family, lost = family_named(spec.name) if spec else None, None
-    if family is not None and precision in family.short_sums:
-        block = SCHEMES[precision].block
+    if family is not None and scheme.operands in family.short_sums:
+        block = scheme.block
         wide = (
             expand_scale(quantized.query_scale, "block", block, plain[0].shape),
             expand_scale(quantized.key_scale, "block", block, plain[1].shape),
@@ -198,7 +199,7 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
         again, lse_again = run(torch.full_like(query, torch.nan))
     errors, failure = compare.measure(out, expected), ""
     lse_error = compare.measure(lse, expected_lse)
-    if not ((out.double() - expected).abs() <= allowed(plain, case, precision, expected, spec, lost)).all():
+    if not ((out.double() - expected).abs() <= allowed(plain, case, scheme.operands, expected, spec, lost)).all():
         failure = f"output differs from the oracle on the dequantized values: {errors}"
     elif not lse_error.max_abs <= LSE_TOLERANCE * max(
         1.0, float(expected_lse.where(expected_lse.isfinite(), 0).abs().max())
@@ -210,7 +211,7 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
 
 
 def emulated(
-    spec: KernelSpec, problem: Problem, case: Case, precision: Operands, out: torch.Tensor, schedule: Schedule
+    spec: KernelSpec, problem: Problem, case: Case, precision: Precision, out: torch.Tensor, schedule: Schedule
 ) -> Report:
     """Run an attention kernel in the emulator on what `precision` makes of a case, into `out`."""
     inputs = quantize_query_key_value(*make(case), SCHEMES[precision], True)
@@ -223,11 +224,11 @@ def emulated(
     )
 
 
-def expected(spec: KernelSpec, case: Case, precision: Operands) -> tuple[torch.Tensor, compare.Tolerance]:
+def expected(spec: KernelSpec, case: Case, precision: Precision) -> tuple[torch.Tensor, compare.Tolerance]:
     """The oracle on what the quantized operands of a case are dequantized to, and what allowed() comes to in sum."""
     _, plain = specified(make(case), SCHEMES[precision])
     found, _ = reference.oracle(*plain, causal=case.causal)
-    bound = allowed(plain, case, precision, found, spec)
+    bound = allowed(plain, case, SCHEMES[precision].operands, found, spec)
     relative = float(bound.sum() / found.abs().sum())
     return found, compare.Tolerance(float(bound.max()), float(bound.square().mean().sqrt()), relative)
 
@@ -236,13 +237,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def problem_of(case: Case, precision: Operands, target: str) -> Problem:
+def problem_of(case: Case, precision: Precision, target: str) -> Problem:
     """What sdpa(precision=) makes of a case."""
     scheme = SCHEMES[precision]
-    return replace(case.problem(target), operands=precision, query_terms=scheme.query_terms, key_block=scheme.block)
+    return replace(
+        case.problem(target), operands=scheme.operands, query_terms=scheme.query_terms, key_block=scheme.block
+    )
 
 
-def computed_by(kernel: str, case: Case, precision: Operands, target: str) -> bool:
+def computed_by(kernel: str, case: Case, precision: Precision, target: str) -> bool:
     """Whether the kernel of that name computes a case on the GPU that it is for, or "auto" does on `target`."""
     family = family_named(kernel)
     if family is not None:
@@ -274,7 +277,7 @@ def step(
         return Step("verify", "not run", f"PTX needs a GPU to run on: {reason}")
     launcher.use_ptx_of(ptx)
     device = "cpu" if reason else "cuda"
-    everything = [(case, p) for p in OPERANDS if precision in (p, "all") for case in cases()]
+    everything = [(case, p) for p in PRECISIONS if precision in (p, "all") for case in cases()]
     target = emulated_target("auto") if reason else launcher.target_of_device(torch.device("cuda"))
     chosen = [(case, p) for case, p in everything if computed_by(kernel, case, p, ptx or target)]
     beside = parts(device)

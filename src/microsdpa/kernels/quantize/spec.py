@@ -10,7 +10,7 @@ from itertools import product
 from typing import Literal
 
 from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY
-from microsdpa.kernels.problem import DType, Operands, Problem, capability_of
+from microsdpa.kernels.problem import DType, Operands, Precision, Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8
@@ -45,9 +45,17 @@ class QuantizationScheme:
     smooth: bool = True
     hadamard: bool = True
 
+    @property
+    def operands(self) -> Operands:
+        """What the attention kernel reads."""
+        if self.format == "e4m3":
+            return "fp8"
+        return "int8_fp16" if self.value is None else "int8_fp8"
 
-SCHEMES: dict[Operands, QuantizationScheme] = {
+
+SCHEMES: dict[Precision, QuantizationScheme] = {
     "fp8": QuantizationScheme("e4m3", "e4m3", query_terms=2),
+    "fp8_fast": QuantizationScheme("e4m3", "e4m3"),
     "int8_fp8": QuantizationScheme("int8", "e4m3"),
     "int8_fp16": QuantizationScheme("int8", None, query_terms=2),
 }
