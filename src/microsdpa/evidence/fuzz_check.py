@@ -453,7 +453,9 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     spec = microsdpa.explain(*inputs, **options).spec
     family, lost = family_named(spec.name) if spec else None, None
     if family is not None and operands in family.short_sums:
-        wide = tuple(expand_scale(scale, granularity, block, x.shape) for scale, x in zip(scales, (q, k), strict=True))
+        of_rows = "head" if call.door == "precision" and scales[1].dim() == 2 else granularity
+        kinds = zip(scales, (granularity, of_rows), (q, k), strict=True)
+        wide = tuple(expand_scale(scale, kind, block, x.shape) for scale, kind, x in kinds)
         lost = lost_of_scores(of_scores, wide, factor)  # type: ignore[arg-type]
         expected, expected_lse = reference.oracle(*plain_inputs, causal=call.alignment, attn_mask=lost)
     if mean is not None:

@@ -93,6 +93,7 @@ def quantized_problem(precision: Precision, shape: dict[str, int], dtype: DType,
         target=target,
         operands=SCHEMES[precision].operands,
         query_terms=SCHEMES[precision].query_terms,
+        key_block=SCHEMES[precision].key_block,
     )
 
 

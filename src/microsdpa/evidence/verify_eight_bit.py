@@ -13,6 +13,7 @@ import microsdpa
 from microsdpa import reference
 from microsdpa.attention.quantize import (
     RESIDUAL_STEPS,
+    bound_of_heads,
     decode,
     encode,
     expand_scale,
@@ -70,14 +71,15 @@ def specified(
     """Quantized inputs as quantize.py makes them, and the rotated Q, K and V in FP64 that they stand for."""
     query, key, value = (tensor.float() for tensor in tensors)
     mean = mean_of_rows(key) if scheme.smooth else None
+    of_head = bound_of_heads(key, mean, scheme.format) if scheme.head_scale and mean is not None else None
     if mean is not None:
         key = key - mean[:, :, None]
     if scheme.hadamard:
         query, key = rotate(query), rotate(key)
     found = []
-    for x in (query, key):
-        scale = scales(x, scheme.format, "block", scheme.block)
-        wide = expand_scale(scale, "block", scheme.block, x.shape)
+    for x, given in ((query, None), (key, of_head)):
+        scale = scales(x, scheme.format, "block", scheme.block) if given is None else given
+        wide = wide_scale(scale, scheme, x)
         found.append((x / wide, scale, wide, encode(x / wide, scheme.format)))
     (y, q_scale, q_wide, q_values), (_, k_scale, k_wide, k_values) = found
     plain_q = decode(q_values, scheme.format).double()
@@ -94,6 +96,11 @@ def specified(
         plain_v = decode(v_values, scheme.value).double() * v_scale[:, :, None]
     quantized = QuantizedInputs(q_values, k_values, v_values, q_scale, k_scale, v_scale, mean)
     return quantized, (plain_q * q_wide, plain_k, plain_v)
+
+
+def wide_scale(scale: torch.Tensor, scheme: QuantizationScheme, rows: torch.Tensor) -> torch.Tensor:
+    """Scales of Q or K in a shape that multiplies with their rows."""
+    return expand_scale(scale, "head" if scale.dim() == 2 else "block", scheme.block, rows.shape)
 
 
 def allowed_in_place(
@@ -177,10 +184,9 @@ def check(case: Case, precision: Precision, device: str, kernel: str = "auto") -
     spec = microsdpa.explain(query, key, value, **options).spec
     family, lost = family_named(spec.name) if spec else None, None
     if family is not None and scheme.operands in family.short_sums:
-        block = scheme.block
         wide = (
-            expand_scale(quantized.query_scale, "block", block, plain[0].shape),
-            expand_scale(quantized.key_scale, "block", block, plain[1].shape),
+            wide_scale(quantized.query_scale, scheme, plain[0]),
+            wide_scale(quantized.key_scale, scheme, plain[1]),
         )
         lost = lost_of_scores((quantized.query, quantized.key), wide, case.head_dim**-0.5)
         expected, expected_lse = reference.oracle(*plain, causal=case.causal, attn_mask=lost)
@@ -241,7 +247,7 @@ def problem_of(case: Case, precision: Precision, target: str) -> Problem:
     """What sdpa(precision=) makes of a case."""
     scheme = SCHEMES[precision]
     return replace(
-        case.problem(target), operands=scheme.operands, query_terms=scheme.query_terms, key_block=scheme.block
+        case.problem(target), operands=scheme.operands, query_terms=scheme.query_terms, key_block=scheme.key_block
     )
 
 

@@ -44,7 +44,7 @@ def problem_of(checked: Checked, out: torch.Tensor | None = None) -> Problem:
         bulk=all(map(tensors.is_bulk_addressable, given)),
         operands=checked.operands,
         query_terms=scheme.query_terms if scheme else 1,
-        key_block=key_block(key, checked.scales.k_scale) if call.has_values else scheme.block if scheme else 1,
+        key_block=key_block(key, checked.scales.k_scale) if call.has_values else scheme.key_block if scheme else 1,
         dropout=call.options.dropout_p > 0.0,
         prologue=None if call.prologue is None else call.prologue.kind(),
     )
