@@ -404,6 +404,7 @@ template <typename T, int HEAD_DIM, typename Format, typename Value, int TERMS, 
 __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     quantize_query_key_value(const __grid_constant__ QuantizeParams params) {
   static_assert(ROWS_OF_CTA<BLOCK> % BLOCK == 0, "CTAs take whole blocks");
+  static_assert(SMOOTH || !HEAD_SCALE, "the scale of a head comes with its mean");
   __shared__ SharedStorage<HEAD_DIM> shared;
   const int query_tiles = (params.seqlen_q + params.tile_rows - 1) / params.tile_rows;
   const int key_rows = SMOOTH ? params.part_rows : params.tile_rows;
@@ -421,30 +422,26 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     if (index >= heads_kv * key_tiles) return;
     const int head = index / key_tiles, first = index % key_tiles * key_rows;
     const Rows<T> rows(params.key, params.key_strides, head, params.heads_kv, params.seqlen_k);
-    if constexpr (HEAD_SCALE) {
-      static_assert(SMOOTH && HADAMARD, "the bound comes with the mean, and is one on rotated rows");
-      __shared__ Peaks<HEAD_DIM> peaks;
-      if (threadIdx.x < Peaks<HEAD_DIM>::CHUNKS) peaks.part[threadIdx.x] = 0.0f;
-      mean_of_rows<CLUSTER, Format>(shared, peaks, rows, params.sum_rows);
-      const float scale = scale_of_head<CLUSTER, Format>(shared, peaks, params.root);
-      if (first == 0 && threadIdx.x < HEAD_DIM)
-        params.key_mean[static_cast<int64>(head) * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
-      if (first == 0 && threadIdx.x == 0) params.key_scale[head] = scale;
-      quantize_rows<Format, HEAD_DIM, 1, 0, true, true>(
-          shared, rows, first, min(first + key_rows, params.seqlen_k),
-          params.quantized_key + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM, nullptr, params.root, scale);
-      return;
-    }
+    float scale = 0.0f;  // of the head
     if constexpr (SMOOTH) {
-      NoPeaks none;
-      mean_of_rows<CLUSTER, Format>(shared, none, rows, params.sum_rows);
+      if constexpr (HEAD_SCALE) {
+        static_assert(HADAMARD, "the bound is one on rotated rows");
+        __shared__ Peaks<HEAD_DIM> peaks;
+        if (threadIdx.x < Peaks<HEAD_DIM>::CHUNKS) peaks.part[threadIdx.x] = 0.0f;
+        mean_of_rows<CLUSTER, Format>(shared, peaks, rows, params.sum_rows);
+        scale = scale_of_head<CLUSTER, Format>(shared, peaks, params.root);
+        if (first == 0 && threadIdx.x == 0) params.key_scale[head] = scale;
+      } else {
+        NoPeaks none;
+        mean_of_rows<CLUSTER, Format>(shared, none, rows, params.sum_rows);
+      }
       if (first == 0 && threadIdx.x < HEAD_DIM)
         params.key_mean[static_cast<int64>(head) * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
     }
-    quantize_rows<Format, HEAD_DIM, 1, BLOCK, SMOOTH, HADAMARD>(
+    quantize_rows<Format, HEAD_DIM, 1, HEAD_SCALE ? 0 : BLOCK, SMOOTH, HADAMARD>(
         shared, rows, first, min(first + key_rows, params.seqlen_k),
         params.quantized_key + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
-        params.key_scale + static_cast<int64>(head) * ((params.seqlen_k + BLOCK - 1) / BLOCK), params.root);
+        params.key_scale + static_cast<int64>(head) * ((params.seqlen_k + BLOCK - 1) / BLOCK), params.root, scale);
     return;
   }
   index -= blocks(heads_kv * key_tiles);
