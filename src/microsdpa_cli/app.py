@@ -229,7 +229,7 @@ def verify(
     output: Output = None,
     ptx: Annotated[str | None, typer.Option(help="Run the PTX of another target's kernels, such as sm_89.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help=f"Check 8-bit operands instead: all, or one of {', '.join(names.OPERANDS)}.")
+        str | None, typer.Option(help=f"Check 8-bit operands instead: all, or one of {', '.join(names.PRECISIONS)}.")
     ] = None,
     torch_cases: Annotated[
         bool, typer.Option("--torch-cases", help="Run the calls of torch's own tests through F.sdpa instead.")
@@ -283,7 +283,7 @@ def verify(
         from microsdpa.evidence import verify_eight_bit, verify_quantizers
         from microsdpa.runtime import launcher
 
-        known = names.OPERANDS
+        known = names.PRECISIONS
         if precision not in ("all", *known):
             raise typer.BadParameter(f"precision: expected all or one of {', '.join(known)}, got {precision!r}")
         with progress() as bars:
@@ -556,7 +556,7 @@ def emulate(
     dtype: TensorDtype = Dtype.float16,
     causal: Causal = None,
     precision: Annotated[
-        str | None, typer.Option(help=f"8-bit operands, quantized from tensors: {', '.join(names.OPERANDS)}.")
+        str | None, typer.Option(help=f"8-bit operands, quantized from tensors: {', '.join(names.PRECISIONS)}.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the inputs and of the order of threads.")] = 0,
     early: Annotated[bool, typer.Option(help="Asynchronous copies arrive early, not late.")] = False,
@@ -567,8 +567,8 @@ def emulate(
     from microsdpa.emulate.run import Schedule
     from microsdpa.evidence import repro
 
-    if precision not in (None, *names.OPERANDS):
-        raise typer.BadParameter(f"precision: expected one of {', '.join(names.OPERANDS)}, got {precision!r}")
+    if precision not in (None, *names.PRECISIONS):
+        raise typer.BadParameter(f"precision: expected one of {', '.join(names.PRECISIONS)}, got {precision!r}")
     case, schedule = _case(shape, dtype, causal, seed), Schedule(seed, late=not early)
     name = check_impl(kernel, eight_bit=precision is not None)
     _finish([repro.emulate_step(case, name, schedule, precision)], as_json)  # type: ignore[arg-type]

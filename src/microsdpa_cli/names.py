@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 MODES = ("graph", "graph_nopdl", "cold", "eager", "host")
-OPERANDS = ("fp8", "int8_fp8", "int8_fp16")
+PRECISIONS = ("fp8", "fp8_fast", "int8_fp8", "int8_fp16")
 DEVICES = ("h200", "h100", "a100", "l4", "rtx4090")
 SUITES = tuple(sorted(path.stem for path in Path(__file__).parents[1].glob("microsdpa/evidence/suites/*.json")))
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")

@@ -33,6 +33,7 @@ from microsdpa.call.scales import check_scales
 from microsdpa.execution import forward
 from microsdpa.integrations import dropin, flash_backend
 from microsdpa.jit import signature as signatures
+from microsdpa.kernels.problem import PRECISIONS
 
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM = 2, 4, 2, 16, 24, 32
 KERNEL = "ladder/01_scalar"
@@ -299,7 +300,7 @@ SDPA = [
     sdpa("alibi_slopes", alibi_slopes=slopes),
     sdpa("sinks", sinks=slopes),
     sdpa("all masks", attn_mask=bits, window=(4, 4), softcap=2.0, alibi_slopes=slopes, sinks=slopes),
-    *(sdpa(f"precision {operands}", precision=operands) for operands in ("fp8", "int8_fp8", "int8_fp16")),
+    *(sdpa(f"precision {operands}", precision=operands) for operands in PRECISIONS),
     sdpa("precision of bfloat16", dtype=BRAIN, precision="fp8"),
     sdpa("precision, return_lse", precision="fp8", return_lse=True),
     sdpa("precision, out", precision="fp8", out=output),

@@ -11,14 +11,14 @@ import torch
 import microsdpa
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.problem import PRECISIONS, Precision
 from microsdpa.kernels.quantize.spec import SCHEMES
 
 CASE = Case(1, 2, 20, 24, 32)
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_a_plan_computes_what_sdpa_does(precision: Operands) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_plan_computes_what_sdpa_does(precision: Precision) -> None:
     plan = microsdpa.plan(*make(CASE), precision=precision, return_lse=True, is_causal=True, impl="emulate")
     tensors = make(Case(1, 2, 20, 24, 32, seed=4))
     expected = microsdpa.sdpa(*tensors, precision=precision, return_lse=True, is_causal=True, impl="emulate")
@@ -33,8 +33,8 @@ def test_a_plan_refuses_what_sdpa_does() -> None:
         microsdpa.plan(*make(CASE), precision="fp8")
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_explain_names_both_kernels(precision: Operands) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_explain_names_both_kernels(precision: Precision) -> None:
     found = microsdpa.explain(*make(CASE), precision=precision, impl="emulate")
     assert found.runs.startswith("emulate:ada/mma_8bit")
     assert found.quantizer is not None

@@ -23,7 +23,7 @@ from microsdpa.evidence.results import read
 from microsdpa.evidence.step import Together
 from microsdpa.jit.cache import Entry, KernelCache
 from microsdpa.kernels import catalogue
-from microsdpa.kernels.problem import OPERANDS
+from microsdpa.kernels.problem import PRECISIONS
 from microsdpa.runtime import launcher
 from microsdpa_cli import app as cli
 from microsdpa_cli import names
@@ -280,7 +280,7 @@ def test_version_and_help_load_no_torch(arguments: list[str]) -> None:
 
 def test_names_in_help_are_those_of_the_library() -> None:
     assert names.MODES == timing.MODES
-    assert names.OPERANDS == OPERANDS
+    assert names.PRECISIONS == PRECISIONS
     assert tuple(DEVICES) == names.DEVICES
     assert tuple(suites.names()) == names.SUITES
     assert names.TARGETS == survey.TARGETS

@@ -8,17 +8,17 @@ import torch
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
-from microsdpa.kernels.problem import Causal, Operands, Problem
+from microsdpa.kernels.problem import Causal, Precision, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES
 
 CASE = Case(1, 2, 70, 133, 64)
 
 
-def _computes(precision: Operands, family: Family) -> bool:
+def _computes(precision: Precision, family: Family) -> bool:
     problem = Problem(
         *(1, 2, 2, 70, 133, 64, "float16"),
         target=family.emulated_target,
-        operands=precision,
+        operands=SCHEMES[precision].operands,
         query_terms=SCHEMES[precision].query_terms,
     )
     return isinstance(family.specify(problem), KernelSpec)
@@ -28,7 +28,7 @@ CALLS = [(p, family.name) for p in SCHEMES for family in EIGHT_BIT_FAMILIES if _
 
 
 def attend(
-    tensors: tuple[torch.Tensor, ...], precision: Operands, kernel: str, causal: Causal | None = None
+    tensors: tuple[torch.Tensor, ...], precision: Precision, kernel: str, causal: Causal | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options = {"precision": precision, "causal": causal, "impl": f"emulate:{kernel}"}
     found = microsdpa.sdpa(*tensors, return_lse=True, **options)  # type: ignore[arg-type]
@@ -42,7 +42,7 @@ def test_every_mode_has_kernels() -> None:
 
 
 @pytest.mark.parametrize(("precision", "kernel"), CALLS)
-def test_a_query_of_nan_is_nan_and_no_other(precision: Operands, kernel: str) -> None:
+def test_a_query_of_nan_is_nan_and_no_other(precision: Precision, kernel: str) -> None:
     query, key, value = make(CASE)
     clean, clean_lse = attend((query, key, value), precision, kernel)
     query[0, 0, 3, 5] = torch.nan
@@ -58,7 +58,7 @@ def test_a_query_of_nan_is_nan_and_no_other(precision: Operands, kernel: str) ->
 
 @pytest.mark.parametrize("causal", [None, "lower_right"])
 @pytest.mark.parametrize(("precision", "kernel"), CALLS)
-def test_a_key_of_nan_is_nan_in_all_that_see_it(precision: Operands, kernel: str, causal: Causal | None) -> None:
+def test_a_key_of_nan_is_nan_in_all_that_see_it(precision: Precision, kernel: str, causal: Causal | None) -> None:
     query, key, value = make(CASE)
     key[0, 0, 1, 5] = torch.nan
     out, lse = attend((query, key, value), precision, kernel, causal)
@@ -68,7 +68,7 @@ def test_a_key_of_nan_is_nan_in_all_that_see_it(precision: Operands, kernel: str
 
 
 @pytest.mark.parametrize(("precision", "kernel"), CALLS)
-def test_a_value_of_nan_is_nan_in_its_channel(precision: Operands, kernel: str) -> None:
+def test_a_value_of_nan_is_nan_in_its_channel(precision: Precision, kernel: str) -> None:
     query, key, value = make(CASE)
     value[0, 0, 100, 5] = torch.nan
     out, _ = attend((query, key, value), precision, kernel)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa.attention.quantize import expand_scale, residual, rotate
+from microsdpa.attention.quantize import expand_scale, mean_of_rows, residual, rotate
 from microsdpa.emulate.run import Schedule, scheduled
+from microsdpa.evidence.verify_eight_bit import specified
 from microsdpa.execution.quantized import quantize_query_key_value
 from microsdpa.kernels.quantize.spec import SCHEMES, QuantizationScheme
 
@@ -77,6 +78,30 @@ def test_it_agrees_with_the_specification(
         v = microsdpa.quantize(value, scheme.value, "channel")
         assert same(found.value, v.values)
         assert same(found.value_scale, v.scale)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 4, 2, 70, 133, 64), torch.float16),
+        ((1, 2, 1, 9, 300, 128), torch.bfloat16),
+        ((1, 1, 1, 5, 3, 32), torch.half),
+    ],
+)
+def test_all_keys_of_a_head_share_a_scale(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of "fp8_fast": the same bits as the specification, and no number of a rotated row is beyond the format."""
+    scheme = SCHEMES["fp8_fast"]
+    given = inputs(shape, dtype)
+    given[1][0, 0, 0, 7] = 300.0
+    found = quantize_query_key_value(*given, scheme, emulated=True)
+    wanted, _ = specified(given, scheme)
+    assert wanted.key_scale.shape == (shape[0], shape[2])
+    for name, expected in vars(wanted).items():
+        assert same(getattr(found, name), expected), name
+    rotated = rotate(given[1].float() - mean_of_rows(given[1].float())[:, :, None])
+    largest = rotated.abs().amax(dim=(2, 3)) / wanted.key_scale
+    assert (largest <= 448.0 * (1 + 1e-6)).all()
+    assert (largest[wanted.key_scale != 1.0] >= 448.0 / 40).all()
 
 
 @pytest.mark.parametrize("nan", [True, False])

@@ -10,12 +10,12 @@ import pytest
 from microsdpa.evidence import accuracy, render, results
 from microsdpa.evidence.compare import Errors
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels.problem import OPERANDS
+from microsdpa.kernels.problem import PRECISIONS
 
 
 def test_the_gates_hold_for_the_mission_shape_with_outliers() -> None:
     """The hardest kind for one set of inputs; `microsdpa accuracy` takes every kind and more sets."""
-    measured = [accuracy.measure(p, Case(1, 8, 512, 512, 64, kind="outliers"), "cpu") for p in OPERANDS]
+    measured = [accuracy.measure(p, Case(1, 8, 512, 512, 64, kind="outliers"), "cpu") for p in PRECISIONS]
     assert accuracy.failures(measured) == []
     for one in measured:
         assert one.on_quantized is not None
@@ -23,7 +23,7 @@ def test_the_gates_hold_for_the_mission_shape_with_outliers() -> None:
         assert 0.95 < one.errors.rel_l1 / one.on_quantized.exact_sums < 1.01
     rows = [accuracy.as_row(one, "sm_89") for one in measured]
     head, *lines = accuracy.quantized_lines(results.make("accuracy", "microsdpa accuracy", rows))
-    assert [line[0] for line in lines] == [f'`precision="{p}"`' for p in OPERANDS]
+    assert [line[0] for line in lines] == [f'`precision="{p}"`' for p in PRECISIONS]
     assert lines[0][1].endswith("%")
     assert len(head) == len(lines[0])
 
@@ -33,14 +33,14 @@ def made(rmse: float = 0.001, rel_l1: float = 0.01) -> list[accuracy.Measured]:
     return [
         accuracy.Measured(p, case, Errors(0.1, rmse / share, rel_l1 / share, 1.0, ()))
         for case in accuracy.cases(2)
-        for p, share in zip(OPERANDS, (1, 1, 3.1), strict=True)
+        for p, share in zip(PRECISIONS, (1, 1, 1, 3.1), strict=True)
     ]
 
 
 def test_gates() -> None:
     assert accuracy.failures(made()) == []
-    assert len(accuracy.failures(made(rmse=0.02))) == 6
-    assert len(accuracy.failures(made(rmse=float("nan")))) == 9
+    assert len(accuracy.failures(made(rmse=0.02))) == 9
+    assert len(accuracy.failures(made(rmse=float("nan")))) == 12
     worse = [m for m in made() if m.precision != "int8_fp16"]
     worse += [accuracy.Measured("int8_fp16", m.case, m.errors) for m in worse if m.precision == "fp8"]
     assert {text.split(":")[0] for text in accuracy.failures(worse)} == {f"int8_fp16, {k}" for k in accuracy.KINDS}

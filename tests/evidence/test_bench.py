@@ -28,7 +28,7 @@ from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.measuring import to_rehearse
 from microsdpa.evidence.peers import Call, Implementation, Tensors, ours
 from microsdpa.evidence.suites import Suite
-from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.problem import PRECISIONS, Precision
 from microsdpa.runtime import launcher
 
 CASE = Case(1, 8, 512, 512, 64)  # its floor on an H200 is 0.54 us
@@ -315,8 +315,8 @@ SMALL = Case(1, 1, 40, 64, 32)
 
 
 @pytest.mark.usefixtures("on_a_pretended_h200")
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_our_8_bit_calls_are_checked_timed_and_signed(precision: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_our_8_bit_calls_are_checked_timed_and_signed(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     class Timed(timing.Runner):
         turns = 2
 

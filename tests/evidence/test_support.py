@@ -13,6 +13,7 @@ from microsdpa.evidence import render, support
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.kernels import Rejection, policy
 from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.quantize.spec import SCHEMES
 
 PAGE = Path(__file__).parents[2] / "docs/support.md"
 
@@ -35,12 +36,12 @@ def test_every_feature_has_a_kernel_for_every_head_dimension() -> None:
             assert re.search("1 to 256$|1 to 256 but [0-9, ]+$|all others to 256$", cell), line
             assert len(cell) < 250, line
     masked = len(support.MASKS_OF_EIGHT_BITS)
-    *_, first, second, third = lines[:-masked]
-    caches = [line[2:] for line in lines[: -3 - masked][-len(support.CACHES) :]]
+    modes = len(SCHEMES)
+    caches = [line[2:] for line in lines[: -modes - masked][-len(support.CACHES) :]]
     assert [cells[0] for cells in caches] == ["no", "ampere/varlen: multiples of 16 to 256"]
     assert {cell for cells in caches for cell in cells[1:]} == {"ampere/varlen: multiples of 16 to 256"}
-    eight_bit = {line[0]: line[2:] for line in (first, second, third)}
-    assert [cells[0] for cells in eight_bit.values()] == ["no"] * 3
+    eight_bit = {line[0]: line[2:] for line in lines[-modes - masked : -masked]}
+    assert [cells[0] for cells in eight_bit.values()] == ["no"] * modes
     assert all("ada/mma_8bit: 32, 64, 128" in cell for cells in eight_bit.values() for cell in cells[1:])
     hopper = 2 + TARGETS.index("sm_90a")
     for line in lines[-masked:]:

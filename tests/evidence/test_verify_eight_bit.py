@@ -10,21 +10,21 @@ from microsdpa.errors import InvalidArgument
 from microsdpa.evidence import verify_eight_bit, verify_quantizers
 from microsdpa.evidence.inputs import Case
 from microsdpa.execution import quantized
-from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.problem import PRECISIONS, Precision
 from microsdpa.runtime import launcher
 
 CASES = [case for case in verify_eight_bit.cases() if case.seqlen_q * case.seqlen_k <= 10_000]
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_cases_pass_in_the_emulator(precision: Operands) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_cases_pass_in_the_emulator(precision: Precision) -> None:
     for case in (c for c in CASES[::3] if c.head_dim <= 128):  # more is for GPUs with wgmma
         assert verify_eight_bit.check(case, precision, "cpu").failure == ""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_cases_pass_on_a_gpu(precision: Operands) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_cases_pass_on_a_gpu(precision: Precision) -> None:
     target = launcher.target_of_device(torch.device("cuda"))
     for case in verify_eight_bit.cases():
         if not verify_eight_bit.computed_by("auto", case, precision, target):
@@ -99,8 +99,8 @@ def test_another_quantized_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.failure == "key differs from quantize()"
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_a_wrong_scale_is_seen(precision: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_wrong_scale_is_seen(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     attend = quantized.run_attention
     monkeypatch.setattr(
         quantized, "run_attention", lambda *arguments: attend(*arguments[:5], 1.3 * arguments[5], arguments[6])

@@ -14,14 +14,14 @@ from microsdpa.evidence.peers import MicrosdpaEightBit
 from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.execution import forward
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, family_named
-from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.problem import PRECISIONS, Precision
 from microsdpa.runtime import launcher
 
 pytestmark = pytest.mark.gpu
 CASE = Case(2, 4, 200, 300, 64, heads_kv=2, causal="lower_right")
 
 
-def attend(case: Case, precision: Operands, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(case: Case, precision: Precision, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     result = microsdpa.sdpa(  # type: ignore[call-overload]
         *make(case, "cuda"), causal=case.causal, enable_gqa=True, precision=precision, return_lse=True, **options
     )
@@ -29,8 +29,8 @@ def attend(case: Case, precision: Operands, **options: object) -> tuple[torch.Te
     return result
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_a_repeated_call_is_not_validated_again(precision: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_repeated_call_is_not_validated_again(precision: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     first, lse = attend(CASE, precision)
     plans = launcher._library.plan_count()
     monkeypatch.setattr(forward, "check", lambda *_: pytest.fail("validated again"))
@@ -46,8 +46,8 @@ def test_a_repeated_call_is_not_validated_again(precision: Operands, monkeypatch
     assert compare.measure(other.cpu(), expected).rel_l1 <= 0.06
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_a_capture_may_be_the_first_call_and_replays_see_new_values(precision: Operands) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_capture_may_be_the_first_call_and_replays_see_new_values(precision: Precision) -> None:
     launcher._library.clear_plans()
     query, key, value = make(Case(1, 3, 130, 77, 128), "cuda")
     graph = torch.cuda.CUDAGraph()
@@ -62,8 +62,8 @@ def test_a_capture_may_be_the_first_call_and_replays_see_new_values(precision: O
         assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_attention_on_quantized_values_alone_is_captured(precision: Operands) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_attention_on_quantized_values_alone_is_captured(precision: Precision) -> None:
     """What a benchmark times: a launch outside of any plan is on the current stream too."""
     case = Case(1, 3, 130, 77, 64)
     tensors = make(case, "cuda")
@@ -80,9 +80,9 @@ def test_attention_on_quantized_values_alone_is_captured(precision: Operands) ->
     assert torch.equal(out, microsdpa.sdpa(*tensors, precision=precision))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_a_plan_object_computes_what_sdpa_does(layout: str, precision: Operands) -> None:
+def test_a_plan_object_computes_what_sdpa_does(layout: str, precision: Precision) -> None:
     case = Case(2, 4, 100, 90, 32, dtype="bfloat16", layout=layout)  # type: ignore[arg-type]
     plan = microsdpa.plan(*make(case, "cuda"), precision=precision)
     tensors = make(Case(2, 4, 100, 90, 32, dtype="bfloat16", layout=layout, seed=9), "cuda")  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence import compare, verify_eight_bit
 from microsdpa.evidence.inputs import Case
 from microsdpa.kernels import FAMILIES
-from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.problem import PRECISIONS, Precision
 from microsdpa.kernels.quantize.spec import SCHEMES
 
 pytestmark = pytest.mark.gpu
@@ -137,8 +137,8 @@ def test_a_large_mask_is_followed_to_its_last_row() -> None:
     assert int((out != 0).any(dim=-1).sum()) == 1
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
-def test_8_bit_operands_beyond_2_31_elements(precision: Operands) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_8_bit_operands_beyond_2_31_elements(precision: Precision) -> None:
     need(40)
     tensors = tuple(filled(4097, 16, 512, 64) for _ in range(3))
     out, lse = microsdpa.sdpa(*tensors, precision=precision, return_lse=True)
@@ -146,7 +146,7 @@ def test_8_bit_operands_beyond_2_31_elements(precision: Operands) -> None:
     for b in (0, -1):
         _, plain = verify_eight_bit.specified([t[b][None].cpu() for t in tensors], SCHEMES[precision])
         expected, _ = reference.oracle(*plain)
-        allowed = verify_eight_bit.allowed(plain, case, precision, expected, spec)
+        allowed = verify_eight_bit.allowed(plain, case, SCHEMES[precision].operands, expected, spec)
         assert ((out[b][None].cpu().double() - expected).abs() <= allowed).all()
         _, alone = microsdpa.sdpa(*(t[b][None] for t in tensors), precision=precision, return_lse=True)
         torch.testing.assert_close(lse[b][None], alone, rtol=0, atol=2e-2)

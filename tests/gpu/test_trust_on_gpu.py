@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.problem import PRECISIONS, Precision
 
 pytestmark = pytest.mark.gpu
 QUERIES = {"ampere/general": 20, "ampere/mma": 4}
@@ -45,9 +45,9 @@ def test_every_byte_of_a_bool_mask_that_is_not_zero_is_true(kernel: str, transpo
     assert torch.equal(found, microsdpa.sdpa(query, key, value, attn_mask=bytes_ != 0, impl=kernel))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("precision", OPERANDS)
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("heads", [2, 128])
-def test_nan_in_nan_out_with_8_bit_operands(precision: Operands, heads: int) -> None:
+def test_nan_in_nan_out_with_8_bit_operands(precision: Precision, heads: int) -> None:
     query, key, value = make(Case(1, heads, 200, 300, 64), "cuda")
     query[0, 0, 3, 5], key[0, 1, 7, 9] = torch.nan, torch.nan
     out, lse = microsdpa.sdpa(query, key, value, precision=precision, return_lse=True)

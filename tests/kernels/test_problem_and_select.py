@@ -141,6 +141,21 @@ def test_the_catalogue_has_no_kernel_twice_and_every_family() -> None:
             assert few == all_of_them
 
 
+@pytest.mark.parametrize("name", ["hopper/latency_8bit", "hopper/throughput_8bit"])
+def test_the_catalogue_has_masked_kernels_for_8_bits(name: str) -> None:
+    few, every = (
+        {(spec.params, dict(spec.template_args).get("MASKS")) for spec in catalogue("sm_90a", every=whole)}
+        for whole in (False, True)
+    )
+    masked = {
+        kinds
+        for spec in catalogue("sm_90a", every=True)
+        if spec.name == name and "Masked" in (kinds := (spec.params, dict(spec.template_args).get("MASKS")))[0]
+    }
+    assert masked & few
+    assert len(masked & every) >= 2
+
+
 def test_bulk_copies_address_all_but_very_large_strides() -> None:
     dense = torch.empty(2, 1, 3, 32, dtype=torch.float16)
     assert is_bulk_addressable(dense)

@@ -13,7 +13,7 @@ from microsdpa.emulate import run
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution import quantized
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec
-from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.problem import OPERANDS, MaskKind, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES
 from microsdpa.kernels.select import select
 
@@ -70,7 +70,7 @@ def test_what_is_launched_fits(sizes: tuple[int, ...], target: str) -> None:
 
 @pytest.mark.parametrize("sizes", EXTREMES, ids=str)
 def test_what_is_launched_with_8_bit_operands_fits(sizes: tuple[int, ...]) -> None:
-    for head_dim, operands, impl in product((64, 256), SCHEMES, ("auto", *(f.name for f in EIGHT_BIT_FAMILIES))):
+    for head_dim, operands, impl in product((64, 256), OPERANDS, ("auto", *(f.name for f in EIGHT_BIT_FAMILIES))):
         problem = Problem(*sizes, head_dim, "float16", target="sm_90a", operands=operands)
         try:
             spec = select(problem, impl).spec

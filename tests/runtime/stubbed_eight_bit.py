@@ -37,7 +37,7 @@ from microsdpa.call.validate import Checked
 from microsdpa.execution import forward, quantized
 from microsdpa.kernels import KernelSpec, TensorMap
 from microsdpa.kernels.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams, ScaledMaskedParams
-from microsdpa.kernels.problem import Operands, Problem
+from microsdpa.kernels.problem import PRECISIONS, Precision, Problem
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 from microsdpa.runtime.launcher import NO_MASKS
@@ -146,7 +146,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def attend(*given: Any, precision: Operands | None = "fp8", scales: Any = NO_SCALES, **options: Any) -> Any:
+def attend(*given: Any, precision: Precision | None = "fp8", scales: Any = NO_SCALES, **options: Any) -> Any:
     """The public call, of two heads of the query for each of the key."""
     named = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
     with torch.no_grad():
@@ -157,8 +157,8 @@ def params(kind: Any, back: int = 0) -> Any:
     return kind.from_buffer_copy(bytes(last(back).raw))
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int8_fp8", "int8_fp16"])
-def test_a_repeated_call_is_validated_and_planned_once(precision: Operands, checks: list[Any]) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_repeated_call_is_validated_and_planned_once(precision: Precision, checks: list[Any]) -> None:
     before = record.launches
     for turn in range(3):
         out = attend(*tensors(offset=0x100 * turn), precision=precision)

@@ -28,7 +28,7 @@ from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES
 from microsdpa.execution.nodes import PLAIN_TYPES
 from microsdpa.execution.prologue import composed
-from microsdpa.kernels.problem import Causal, Operands
+from microsdpa.kernels.problem import Causal, Precision
 from microsdpa.runtime import launcher
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def sdpa(
     sinks: torch.Tensor | None = None,
     document_ids: Ids | None = None,
     block_mask: BlockMask | BlockTable | None = None,
-    precision: Operands | None = None,
+    precision: Precision | None = None,
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
@@ -94,7 +94,7 @@ def sdpa(
     sinks: torch.Tensor | None = None,
     document_ids: Ids | None = None,
     block_mask: BlockMask | BlockTable | None = None,
-    precision: Operands | None = None,
+    precision: Precision | None = None,
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
@@ -128,7 +128,7 @@ def sdpa(
     sinks: torch.Tensor | None = None,
     document_ids: Ids | None = None,
     block_mask: BlockMask | BlockTable | None = None,
-    precision: Operands | None = None,
+    precision: Precision | None = None,
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
@@ -161,7 +161,7 @@ def sdpa(
     sinks: torch.Tensor | None = None,
     document_ids: Ids | None = None,
     block_mask: BlockMask | BlockTable | None = None,
-    precision: Operands | None = None,
+    precision: Precision | None = None,
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
@@ -195,8 +195,9 @@ def sdpa(
         impl: "auto", or the name of one kernel, such as "ladder/01_scalar", which is then never replaced by another.
             "emulate", or "emulate:" and a kernel's name, runs the kernel on CPU tensors in the emulator, slowly and
             with every access checked.
-        precision: None, or what the tensors are quantized to first, in one launch: "fp8" (E4M3), "int8_fp8" (Q and K in
-            INT8, P and V in E4M3) or "int8_fp16" (Q and K in INT8). docs/numerics.md has the errors of each.
+        precision: None, or what the tensors are quantized to first, in one launch: "fp8" (E4M3, a query as the sum of
+            two terms), "fp8_fast" (E4M3, one term), "int8_fp8" (Q and K in INT8, P and V in E4M3) or "int8_fp16" (Q
+            and K in INT8). docs/numerics.md has the errors of each, and which is the fastest when.
         q_scale: with 8-bit tensors (float8_e4m3fn, or int8 with a value of float8_e4m3fn, float16 or bfloat16): a
             number or an FP32 tensor, a scalar, [B, H], [B, H_kv] or [B, H, blocks of S_q]; x = value * scale. The
             output is then float16, or what `out` is, or of the value's type where that has 16 bits. Numbers of an

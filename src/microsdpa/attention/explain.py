@@ -23,7 +23,7 @@ from microsdpa.execution.choice import problem_of
 from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
 from microsdpa.kernels import KernelSpec
-from microsdpa.kernels.problem import Causal, Operands, Problem
+from microsdpa.kernels.problem import Causal, Precision, Problem
 from microsdpa.kernels.quantize.spec import fused
 from microsdpa.kernels.select import select
 
@@ -111,7 +111,7 @@ def explain(
     sinks: torch.Tensor | None = None,
     document_ids: Ids | None = None,
     block_mask: BlockMask | BlockTable | None = None,
-    precision: Operands | None = None,
+    precision: Precision | None = None,
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,

@@ -22,7 +22,7 @@ from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, with_causal
 from microsdpa.errors import InvalidArgument
 from microsdpa.execution import forward
-from microsdpa.kernels.problem import VECTOR_BYTES, Causal, Operands
+from microsdpa.kernels.problem import VECTOR_BYTES, Causal, Precision
 from microsdpa.runtime import launcher
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ def plan(
     return_lse: bool = False,
     out: torch.Tensor | None = None,
     impl: str = "auto",
-    precision: Operands | None = None,
+    precision: Precision | None = None,
     attn_mask: torch.Tensor | None = None,
     window: tuple[int, int] | None = None,
     softcap: float | None = None,

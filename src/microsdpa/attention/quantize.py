@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 
 from microsdpa.errors import InvalidArgument
-from microsdpa.kernels.quantize.spec import PARTS, sum_rows
+from microsdpa.kernels.quantize.spec import CHUNK, PARTS, sum_rows
 
 Format = Literal["e4m3", "int8", "sim_u8"]
 Granularity = Literal["tensor", "head", "channel", "block"]
@@ -140,6 +140,30 @@ def scales(values: torch.Tensor, format: Format, granularity: Granularity, block
         largest = magnitude.amax(dim={"tensor": (0, 1, 2, 3), "head": (2, 3), "channel": (2,)}[granularity])
     scale = largest / largest.new_full((), LARGEST[format])  # by a number, torch multiplies with its inverse on CUDA
     return scale.where(scale != 0.0, 1.0).masked_fill(scale.isnan(), torch.nan)  # which has one pattern, as there
+
+
+def bound_of_heads(values: torch.Tensor, mean: torch.Tensor, format: Format) -> torch.Tensor:
+    """FP32 scales [B, H] of rows [B, H, S, D] that are yet to lose their mean [B, H, D] and to be rotated.
+
+    No number of a rotated row is larger than the sum of |x| over the row, over sqrt(D). The sums are those of CHUNK
+    channels, of which each has its largest over all rows, so that rows need not be looked at as a whole.
+    """
+    largest = _sums_of_chunks(values)
+    largest = largest.where(largest.isfinite() if format == "e4m3" else ~largest.isinf(), 0.0).amax(dim=2)
+    chunks = (largest + _sums_of_chunks(mean)).unbind(-1)
+    total = chunks[0]
+    for chunk in chunks[1:]:
+        total = total + chunk
+    return scales((total * root(values.shape[3]))[..., None, None], format, "head", 1)
+
+
+def _sums_of_chunks(x: torch.Tensor) -> torch.Tensor:
+    """[..., D / CHUNK] sums of magnitudes, in the order of channels."""
+    chunks = x.abs().reshape(*x.shape[:-1], -1, CHUNK)
+    total = chunks[..., 0]
+    for channel in range(1, CHUNK):
+        total = total + chunks[..., channel]
+    return total
 
 
 def expand_scale(scale: torch.Tensor, granularity: Granularity, block: int, shape: torch.Size) -> torch.Tensor:

@@ -6,7 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 from microsdpa.kernels import ALL_FAMILIES, VARLEN_FAMILIES
-from microsdpa.kernels.problem import OPERANDS, Causal, Operands
+from microsdpa.kernels.problem import PRECISIONS, Causal, Precision
 
 LOWER_RIGHT = 2
 _ALIGNMENTS: dict[tuple[bool, str | None], int] = {
@@ -17,7 +17,7 @@ _ALIGNMENTS: dict[tuple[bool, str | None], int] = {
     (False, "lower_right"): LOWER_RIGHT,
 }
 """Numbers of (is_causal, causal)."""
-_PRECISIONS: dict[str | None, int] = {precision: number for number, precision in enumerate((None, *OPERANDS))}
+_PRECISIONS: dict[str | None, int] = {precision: number for number, precision in enumerate((None, *PRECISIONS))}
 
 
 def _impls() -> dict[tuple[str, str | None], int]:
@@ -77,7 +77,7 @@ class Options(NamedTuple):
     window: tuple[int, int] | None = None
     softcap: float | None = None
     impl: str = "auto"
-    precision: Operands | None = None
+    precision: Precision | None = None
     dropout_p: float = 0.0
 
     @property

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import get_args
 
 import torch
 
 from microsdpa.call import tensors
 from microsdpa.call.call import Call, Scales
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.problem import Operands
+from microsdpa.kernels.problem import PRECISIONS, Operands, Precision
 
 FORMAT_DTYPE: dict[str, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "sim_u8": torch.uint8}
 """Types of quantized values."""
@@ -25,11 +24,11 @@ _OPERANDS: dict[tuple[torch.dtype, ...], Operands] = {
 _KNOWN = "three float8_e4m3fn tensors, or int8 query and key with a float8_e4m3fn, float16 or bfloat16 value"
 
 
-def check_precision(call: Call) -> Operands:
-    """The operands that the precision of a call asks for."""
+def check_precision(call: Call) -> Precision:
+    """The precision that a call asks for."""
     precision = call.options.precision
-    if precision not in get_args(Operands):
-        known = ", ".join(map(repr, get_args(Operands)))
+    if precision not in PRECISIONS:
+        known = ", ".join(map(repr, PRECISIONS))
         raise InvalidArgument(
             "precision", expected=f"None or one of {known}", got=repr(precision), hint="None keeps the tensors' type"
         )
@@ -40,7 +39,7 @@ def check_precision(call: Call) -> Operands:
             got="q_scale, k_scale or v_scale",
             hint="pass quantized values with scales, or tensors with a precision",
         )
-    return call.options.precision  # type: ignore[return-value]
+    return precision
 
 
 def check_values(query: object, key: object, value: object, enable_gqa: object) -> Operands:

@@ -150,7 +150,7 @@ def _check_eight_bit(checked: Checked) -> Checked:
     call, (query, key, value) = checked.call, checked.call.inputs
     tensors.check_not_nested(out=call.out)
     if call.options.precision is not None:
-        operands = scale_checks.check_precision(call)
+        operands = SCHEMES[scale_checks.check_precision(call)].operands
         tensors.check_tensors(query, key, value, call.options.enable_gqa)
     else:
         operands = scale_checks.check_values(query, key, value, call.options.enable_gqa)

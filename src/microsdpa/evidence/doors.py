@@ -24,9 +24,10 @@ from microsdpa.evidence import compare, results, signatures, statistics, timing
 from microsdpa.evidence.expectation import Expectation
 from microsdpa.evidence.inputs import Case, dense_mask, documents, make, make_masks, masks_of
 from microsdpa.evidence.peers import Call, Tensors
-from microsdpa.evidence.peers.ours import QuantizedTensors
+from microsdpa.evidence.peers.ours import ARITHMETIC, QuantizedTensors
 from microsdpa.jit.signature import code_signature, signature
-from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.problem import PRECISIONS, Precision
+from microsdpa.kernels.quantize.spec import SCHEMES
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 
@@ -94,7 +95,7 @@ class Door:
     direction: str = "forward"
     modes: tuple[str, ...] = ("host", "eager")
     runner: Callable[[Call], timing.Runner] | None = None
-    precision: Operands | None = None
+    precision: Precision | None = None
     operands: str = ""
     granularity: int | None = None
 
@@ -217,8 +218,8 @@ def options() -> Iterator[Door]:
     for masking in ("softcap", "sinks"):
         case = replace(HEADLINE, masks=(masking,))  # type: ignore[arg-type]
         yield Door(f"sdpa({masking})", Side(_with_masks(_sdpa, case)), _not_torchs(masking), case)
-    for precision in OPERANDS:
-        arithmetic = "e4m3" if precision == "fp8" else precision
+    for precision in PRECISIONS:
+        arithmetic = ARITHMETIC.get(SCHEMES[precision].operands, precision)
         check = functools.partial(against_oracle, HEADLINE, arithmetic=arithmetic)
         yield Door(
             f"sdpa(precision={precision})",

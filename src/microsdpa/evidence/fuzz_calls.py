@@ -16,7 +16,8 @@ from microsdpa.evidence import fuzz_varlen
 from microsdpa.evidence.fuzz_varlen import VarlenCall
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case
 from microsdpa.kernels import FAMILIES
-from microsdpa.kernels.problem import OPERANDS, Causal, DType, Operands
+from microsdpa.kernels.problem import PRECISIONS, Causal, DType, Precision
+from microsdpa.kernels.quantize.spec import SCHEMES
 
 Door = Literal["sdpa", "out", "plan", "operator", "enable", "backward", "precision", "quantized", "varlen"]
 CausalOption = Literal["none", "is_causal", "upper_left", "lower_right"]
@@ -102,7 +103,7 @@ class Call:
     alibi: Literal["none", "head", "batch"] = "none"
     sinks: SinkType = "none"
     graded: str = "q"
-    operands: Operands = "fp8"
+    operands: Precision = "fp8"
     granularity: Granularity = "tensor"
     impl: str = "auto"
     seed: int = 0
@@ -358,6 +359,8 @@ def valid(call: Call) -> Call:
         dim = next((dim for dim in EIGHT_BIT_HEAD_DIMS if dim >= min(call.head_dim, most)), most)
         aligned = tuple("bhsd" if layout == "unaligned" else layout for layout in call.layouts)
         call = replace(call, head_dim=dim, layouts=aligned)  # type: ignore[arg-type]
+        if call.door == "quantized":
+            call = replace(call, operands=SCHEMES[call.operands].operands)
     else:
         call = _as_default(call, "operands")
     if call.door != "quantized":
@@ -404,7 +407,7 @@ def _form(choose: random.Random, emulated: bool) -> dict[str, Any]:
     """What a kernel is compiled for."""
     form: dict[str, Any] = {"dtype": choose.choice(("float16", "bfloat16"))}
     form["head_dim"] = choose.choice((64, 32, 40)) if emulated else choose.choice(HEAD_DIMS)
-    form["operands"] = choose.choice(OPERANDS)
+    form["operands"] = choose.choice(PRECISIONS)
     if choose.random() < 0.5:
         form["mask"] = choose.choice(("bool", "inputs", "float32", "ranges"))
     form["left"], form["right"] = (choose.random() < MASKED for _ in range(2))

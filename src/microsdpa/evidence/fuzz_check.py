@@ -428,11 +428,11 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     here, there = tensors(call, "cpu"), tensors(call, device)
     inputs = (there.query, there.key, there.value)
     options = _options(call, there, device)
-    operands = call.operands
+    operands = SCHEMES[call.operands].operands
     if call.door == "precision":
-        scheme = SCHEMES[operands]
+        scheme = SCHEMES[call.operands]
         made, (q, k, v) = specified((here.query, here.key, here.value), scheme)
-        options["precision"] = operands
+        options["precision"] = call.operands
         of_scores = made.query, made.key
         granularity: Granularity = "block"
         scales, block = (made.query_scale, made.key_scale), scheme.block
@@ -451,11 +451,13 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     case = call.case()
     expected, expected_lse = reference.oracle(*plain_inputs, causal=call.alignment)
     spec = microsdpa.explain(*inputs, **options).spec
-    family = family_named(spec.name) if spec else None
+    family, lost = family_named(spec.name) if spec else None, None
     if family is not None and operands in family.short_sums:
-        wide = tuple(expand_scale(scale, granularity, block, x.shape) for scale, x in zip(scales, (q, k), strict=True))
+        of_rows = "head" if call.door == "precision" and scales[1].dim() == 2 else granularity
+        kinds = zip(scales, (granularity, of_rows), (q, k), strict=True)
+        wide = tuple(expand_scale(scale, kind, block, x.shape) for scale, kind, x in kinds)
         lost = lost_of_scores(of_scores, wide, factor)  # type: ignore[arg-type]
-        expected_lse = reference.oracle(*plain_inputs, causal=call.alignment, attn_mask=lost)[1]
+        expected, expected_lse = reference.oracle(*plain_inputs, causal=call.alignment, attn_mask=lost)
     if mean is not None:
         wide_mean = mean.repeat_interleave(call.group, dim=1).double()
         expected_lse = expected_lse + (here.query.double() @ wide_mean[..., None]).squeeze(-1) * factor
@@ -467,7 +469,7 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     out, lse = run()
     with scheduled(Schedule(seed=1, late=False)):
         again, lse_again = run()
-    bound = verify_eight_bit.allowed(plain_inputs, replace(case, scale=None), operands, expected, spec)
+    bound = verify_eight_bit.allowed(plain_inputs, replace(case, scale=None), operands, expected, spec, lost)
     errors = compare.measure(out, expected)
     outcome = Outcome(call, errors=errors, allowed=float(bound.max()))
     if not ((out.double() - expected).abs() <= bound).all():

@@ -16,7 +16,7 @@ import microsdpa
 from microsdpa import reference
 from microsdpa.evidence import compare, results, signatures
 from microsdpa.evidence.inputs import Case
-from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.problem import PRECISIONS, Precision
 
 NAME = "MiniLM"
 LEAST_COSINE = 0.9995
@@ -55,7 +55,7 @@ Operand = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class LayerErrors:
     """One precision on the Q, K and V of one layer and text, against the oracle on the same tensors."""
 
-    precision: Operands
+    precision: Precision
     text: int
     layer: int
     case: Case
@@ -66,7 +66,7 @@ class LayerErrors:
 class EmbeddingCosine:
     """One precision in every layer of the FP16 model: the embedding of a text, and that of the FP32 model."""
 
-    precision: Operands
+    precision: Precision
     text: int
     case: Case
     cosine: float
@@ -134,7 +134,7 @@ def exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: fl
     return reference.oracle(query, key, value, scale=scale)[0].to(query.dtype)
 
 
-def quantized(precision: Operands, device: str) -> Attend:
+def quantized(precision: Precision, device: str) -> Attend:
     """sdpa(precision=), on the GPU or in the emulator."""
     impl = "auto" if device == "cuda" else "emulate"
 
@@ -156,7 +156,7 @@ def measure(
         wanted, operands = full.embedding(text), half.operands(text)
         _, heads, seqlen, head_dim = operands[0][0].shape
         case = Case(1, heads, seqlen, seqlen, head_dim)
-        for precision in OPERANDS:
+        for precision in PRECISIONS:
             attend = quantized(precision, device)
             for layer, tensors in enumerate(operands, start=1):
                 expected, _ = reference.oracle(*tensors)
@@ -191,7 +191,7 @@ def as_rows(found: Found, target: str) -> list[results.Row]:
     return rows
 
 
-def _row(precision: Operands, case: Case, text: int, layer: int, error: dict[str, object], target: str) -> results.Row:
+def _row(precision: Precision, case: Case, text: int, layer: int, error: dict[str, object], target: str) -> results.Row:
     row = results.row(
         case,
         version=microsdpa.__version__,

@@ -12,7 +12,16 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import Grid, KernelSpec, configurations, policy
 from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
-from microsdpa.kernels.problem import OPERANDS, CacheKind, Causal, DType, MaskKind, Operands, Problem, PrologueKind
+from microsdpa.kernels.problem import (
+    PRECISIONS,
+    CacheKind,
+    Causal,
+    DType,
+    MaskKind,
+    Precision,
+    Problem,
+    PrologueKind,
+)
 from microsdpa.kernels.quantize.spec import SCHEMES, fused, fused_grid, has_clusters, part_rows, sum_rows, tile_rows
 from microsdpa.kernels.select import select
 from microsdpa.kernels.spec import Rejection
@@ -52,7 +61,7 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
         problem = quantized_problem(precision, row["shape"], row["inputs"], row["mask"], target)
         found = {"code_signature": Kernel.of(select(problem, "auto").spec, problem)}
         if "quantiser_signature" in row:
-            found["quantiser_signature"] = _quantizer(problem)
+            found["quantiser_signature"] = _quantizer(precision, problem)
         return found
     if operands := row.get("operands"):  # quantized values, as sdpa takes them
         shared: dict[str, Any] = {"operands": operands, "key_block": row.get("key_block", 0), "target": target}
@@ -69,21 +78,22 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
     return {"code_signature": Kernel.of(spec, plain)}
 
 
-def precision_of(row: Row) -> Operands | None:
+def precision_of(row: Row) -> Precision | None:
     """The `precision` of a call that quantizes; rows of `microsdpa accuracy` have it for their dtype."""
-    precision = row.get("precision") or (row["dtype"] if row["dtype"] in OPERANDS else None)
-    return cast("Operands | None", precision)
+    precision = row.get("precision") or (row["dtype"] if row["dtype"] in PRECISIONS else None)
+    return cast("Precision | None", precision)
 
 
-def quantized_problem(precision: Operands, shape: dict[str, int], dtype: DType, mask: str, target: str) -> Problem:
+def quantized_problem(precision: Precision, shape: dict[str, int], dtype: DType, mask: str, target: str) -> Problem:
     """What the attention kernel of a call that quantizes gets."""
     return Problem(
         **_sizes(shape),
         dtype=dtype,
         causal=_causal(mask),
         target=target,
-        operands=precision,
+        operands=SCHEMES[precision].operands,
         query_terms=SCHEMES[precision].query_terms,
+        key_block=SCHEMES[precision].key_block,
     )
 
 
@@ -113,9 +123,8 @@ def _gradients(problem: Problem) -> Kernel:
     return Kernel(hopper_backward.gradients(problem, tiling), (hopper_backward.gradients_grid(problem, tiling),))
 
 
-def _quantizer(problem: Problem) -> Kernel:
-    assert problem.operands is not None
-    scheme, p = SCHEMES[problem.operands], problem
+def _quantizer(precision: Precision, problem: Problem) -> Kernel:
+    scheme, p = SCHEMES[precision], problem
     rows = part_rows(scheme, p.batch * p.heads_kv, p.seqlen_k, has_clusters(p.target))
     numbers = rows, tile_rows(scheme, p.batch * p.heads, p.seqlen_q), sum_rows(p.seqlen_k)
     return Kernel(fused(scheme, p.dtype, p.head_dim, p.target), (fused_grid(scheme, p),), numbers)

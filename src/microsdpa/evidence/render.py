@@ -6,7 +6,8 @@ A marker pair looks like this, and what stands between the two is replaced:
     <!-- microsdpa:end -->
 
 `peers=torch-flash,...` shows the columns of these peers only, `eight_bit=no` no 8-bit modes, `unit=tflops` TFLOP/s,
-`unit=ms` milliseconds, `notes=no` no reasons of failures. `microsdpa:plot gpu=h200 name=latency` shows a plot,
+`unit=ms` milliseconds, `notes=no` no reasons of failures, `by=modes` what each precision gains and loses.
+`microsdpa:plot gpu=h200 name=latency` shows a plot,
 `microsdpa:peers` the table of peers, `microsdpa:support` what the specifications support, and
 `microsdpa:summary gpu=h200` a line a suite: how much faster than the best peer.
 """
@@ -22,6 +23,7 @@ from microsdpa.evidence import (
     fuzz,
     ladder_table,
     models,
+    modes_table,
     mutate,
     probes,
     ratios,
@@ -152,6 +154,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return ladder_table.markdown(result, options, _stale_kernels(result))
     if "mode" not in options:
         raise RenderError(f"{name}: a table of timings needs mode=, got {options}")
+    if options.get("by") == "modes":
+        return modes_table.markdown(result, options["mode"], is_stale)
     unit = options.get("unit", "us")
     if unit not in UNITS:
         raise RenderError(f"{name}: unit: expected one of {', '.join(UNITS)}, got {unit!r}")

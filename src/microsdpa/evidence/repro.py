@@ -48,7 +48,7 @@ from microsdpa.evidence.suites import ALL, Some, chosen, load, some_of
 from microsdpa.evidence.verify import as_row, check, problem_of
 from microsdpa.evidence.wording import case_name, quoted_us
 from microsdpa.kernels import catalogue, emulated_target
-from microsdpa.kernels.problem import Operands, target_of
+from microsdpa.kernels.problem import Precision, target_of
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 
@@ -178,7 +178,7 @@ def verify_step(
     return Step("verify", "failed" if failed else "passed", summary, table, data=result)
 
 
-def emulate_step(case: Case, impl: str, schedule: Schedule, precision: Operands | None = None) -> Step:
+def emulate_step(case: Case, impl: str, schedule: Schedule, precision: Precision | None = None) -> Step:
     """One case in the emulator: its counters, bank conflicts by source line, and the error against the oracle.
 
     With `precision` the attention kernel runs on quantized operands, and the oracle on what these are dequantized to.

@@ -16,10 +16,10 @@ import jsonschema
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import environment
 from microsdpa.evidence.inputs import Case
-from microsdpa.kernels.problem import OPERANDS
+from microsdpa.kernels.problem import PRECISIONS
 
 SCHEMA_VERSION = 1
-VARIANTS = {f"{one} codes": f"{one} quantized" for one in OPERANDS} | {"e4m3, one code": "e4m3, one term"}
+VARIANTS = {f"{one} codes": f"{one} quantized" for one in PRECISIONS} | {"e4m3, one code": "e4m3, one term"}
 """Variants as older files have them, and what they are called now."""
 AND = " && "
 """Between the commands that measured parts of a result."""

@@ -11,7 +11,7 @@ from microsdpa.evidence.recorded import problem_of
 from microsdpa.evidence.results import Row
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels import emulated_target
-from microsdpa.kernels.problem import DType, Operands
+from microsdpa.kernels.problem import DType, Precision
 from microsdpa.kernels.quantize.spec import SCHEMES, fused
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
@@ -34,7 +34,7 @@ def of_call(found: Explanation, query: torch.Tensor, quantizes: bool = False) ->
 
 
 def of_precision(
-    precision: Operands, shape: dict[str, int], dtype: DType, mask: str, target: str, impl: str = "auto"
+    precision: Precision, shape: dict[str, int], dtype: DType, mask: str, target: str, impl: str = "auto"
 ) -> dict[str, str]:
     """What a call that quantizes runs now: the code signatures of both of its kernels."""
     problem = recorded.quantized_problem(precision, shape, dtype, mask, target)

@@ -10,7 +10,8 @@ from microsdpa.errors import UnsupportedProblem
 from microsdpa.evidence.survey import TARGETS
 from microsdpa.kernels.backward import spec as backward_spec
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
-from microsdpa.kernels.problem import OPERANDS, CacheKind, DType, MaskKind, Problem
+from microsdpa.kernels.problem import CacheKind, DType, MaskKind, Problem
+from microsdpa.kernels.quantize.spec import SCHEMES
 from microsdpa.kernels.select import select
 
 GPUS = {"sm_80": "A100", "sm_89": "L4, RTX 4090", "sm_90a": "H100, H200", "sm_120": "RTX 5090"}
@@ -129,9 +130,11 @@ def matrix() -> list[list[str]]:
     for label, cache in CACHES.items():
         cells = [_cell("float16", target, cache=cache, varlen=0) for target in TARGETS]
         lines.append([label, "a query of either", *cells])
-    for operands in OPERANDS:
-        cells = [_cell("float16", target, operands=operands) for target in TARGETS]
-        lines.append([f'`precision="{operands}"`', "quantized from either", *cells])
+    for precision, scheme in SCHEMES.items():
+        cells = [
+            _cell("float16", target, operands=scheme.operands, query_terms=scheme.query_terms) for target in TARGETS
+        ]
+        lines.append([f'`precision="{precision}"`', "quantized from either", *cells])
     for label, mask in MASKS_OF_EIGHT_BITS.items():
         cells = [_cell("float16", target, operands="int8_fp8", mask=mask) for target in TARGETS]
         lines.append([f'{label} beside `precision="int8_fp8"`', "quantized from either", *cells])

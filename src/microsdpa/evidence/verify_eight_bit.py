@@ -13,6 +13,7 @@ import microsdpa
 from microsdpa import reference
 from microsdpa.attention.quantize import (
     RESIDUAL_STEPS,
+    bound_of_heads,
     decode,
     encode,
     expand_scale,
@@ -32,13 +33,15 @@ from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.execution.quantized import Place, QuantizedInputs, attending, quantize_query_key_value
 from microsdpa.kernels import KernelSpec, emulated_target, family_named
 from microsdpa.kernels.hopper.throughput_8bit.spec import LARGEST_VALUE
-from microsdpa.kernels.problem import OPERANDS, Operands, Problem
+from microsdpa.kernels.problem import PRECISIONS, Operands, Precision, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES, QuantizationScheme
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 
 SUM_BITS = 13
 """Bits of the summed magnitudes that an 8-bit floating-point product keeps at least."""
+FP32_BITS = 22
+"""Bits of a score that FP32 keeps, whose products are as wgmma sums them."""
 LSE_TOLERANCE = 1e-4
 
 
@@ -57,7 +60,7 @@ class Outcome:
     """One case with one precision; `failure` is empty when it passed."""
 
     case: Case
-    precision: Operands
+    precision: Precision
     errors: compare.Errors
     failure: str
 
@@ -68,14 +71,15 @@ def specified(
     """Quantized inputs as quantize.py makes them, and the rotated Q, K and V in FP64 that they stand for."""
     query, key, value = (tensor.float() for tensor in tensors)
     mean = mean_of_rows(key) if scheme.smooth else None
+    of_head = bound_of_heads(key, mean, scheme.format) if scheme.head_scale and mean is not None else None
     if mean is not None:
         key = key - mean[:, :, None]
     if scheme.hadamard:
         query, key = rotate(query), rotate(key)
     found = []
-    for x in (query, key):
-        scale = scales(x, scheme.format, "block", scheme.block)
-        wide = expand_scale(scale, "block", scheme.block, x.shape)
+    for x, given in ((query, None), (key, of_head)):
+        scale = scales(x, scheme.format, "block", scheme.block) if given is None else given
+        wide = wide_scale(scale, scheme, x)
         found.append((x / wide, scale, wide, encode(x / wide, scheme.format)))
     (y, q_scale, q_wide, q_values), (_, k_scale, k_wide, k_values) = found
     plain_q = decode(q_values, scheme.format).double()
@@ -92,6 +96,11 @@ def specified(
         plain_v = decode(v_values, scheme.value).double() * v_scale[:, :, None]
     quantized = QuantizedInputs(q_values, k_values, v_values, q_scale, k_scale, v_scale, mean)
     return quantized, (plain_q * q_wide, plain_k, plain_v)
+
+
+def wide_scale(scale: torch.Tensor, scheme: QuantizationScheme, rows: torch.Tensor) -> torch.Tensor:
+    """Scales of Q or K in a shape that multiplies with their rows."""
+    return expand_scale(scale, "head" if scale.dim() == 2 else "block", scheme.block, rows.shape)
 
 
 def allowed_in_place(
@@ -125,40 +134,46 @@ def allowed_in_place(
 def allowed(
     plain: tuple[torch.Tensor, ...],
     case: Case,
-    precision: Operands,
+    operands: Operands,
     expected: torch.Tensor,
     spec: KernelSpec | None = None,
+    lost: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What rounding P and the output, and dropping bits of 8-bit sums, can move each output by.
 
     As E4M3 a probability of largest 256 moves by a sixteenth of itself at most, or by 2^-10 where it is subnormal; the
     sum of all is at least 1. Where a kernel's sums are those of wgmma, allowed_in_place() has that part.
+
+    lost: what the scores of `expected` have on top of the exact ones, as lost_of_scores() has it. Without it, a guess
+    of what E4M3 products lose counts, which is for scores as small as those of the usual factor.
     """
     query, key, value = plain
-    in_place = None if spec is None else allowed_in_place(plain, case, spec)
-    magnitude, _ = reference.oracle(query, key, value.abs(), causal=case.causal)
+    in_place = None if spec is None else allowed_in_place(plain, case, spec, lost)
+    magnitude, _ = reference.oracle(query, key, value.abs(), causal=case.causal, attn_mask=lost)
     output = compare.UNIT_ROUNDOFF[torch.bfloat16 if case.dtype == "bfloat16" else torch.float16]
     group = case.heads // case.kv_heads
-    if precision == "int8_fp16":
+    if operands == "int8_fp16":
         probability = output * magnitude
     elif in_place is not None:
         probability = in_place
     else:
         everything = value.abs().sum(dim=2, keepdim=True).repeat_interleave(group, dim=1)
         probability = magnitude * (2**-4 + 2**-SUM_BITS) + everything * 2**-18
-    if precision == "fp8":
+    if operands == "fp8":
         largest = (query.norm(dim=-1).amax() * key.norm(dim=-1).amax()) * case.head_dim**-0.5
-        probability = probability + 2 * 2**-SUM_BITS * largest * magnitude
+        bits = SUM_BITS if lost is None else FP32_BITS
+        probability = probability + 2 * 2.0**-bits * largest * magnitude
     return probability + output * expected.abs() + 1e-4
 
 
-def check(case: Case, precision: Operands, device: str, kernel: str = "auto") -> Outcome:
+def check(case: Case, precision: Precision, device: str, kernel: str = "auto") -> Outcome:
     """Quantize and attend twice, the second time into a poisoned output, by the kernel of that name."""
     tensors = make(case)
-    quantized, plain = specified(tensors, SCHEMES[precision])
+    scheme = SCHEMES[precision]
+    quantized, plain = specified(tensors, scheme)
     expected, expected_lse = reference.oracle(*plain, causal=case.causal)
     query, key, value = make(case, device)
-    made = quantize_query_key_value(query, key, value, SCHEMES[precision], device == "cpu")
+    made = quantize_query_key_value(query, key, value, scheme, device == "cpu")
     for name, wanted in vars(quantized).items():
         got = getattr(made, name)
         if wanted is not None and not torch.equal(got.cpu().contiguous().view(torch.uint8), _bytes(wanted)):
@@ -167,15 +182,14 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
     options: dict[str, Any] = {"precision": precision, "causal": case.causal, "enable_gqa": True}
     options["impl"] = kernel if device == "cuda" else f"emulate:{kernel}"
     spec = microsdpa.explain(query, key, value, **options).spec
-    family = family_named(spec.name) if spec else None
-    if family is not None and precision in family.short_sums:
-        block = SCHEMES[precision].block
+    family, lost = family_named(spec.name) if spec else None, None
+    if family is not None and scheme.operands in family.short_sums:
         wide = (
-            expand_scale(quantized.query_scale, "block", block, plain[0].shape),
-            expand_scale(quantized.key_scale, "block", block, plain[1].shape),
+            wide_scale(quantized.query_scale, scheme, plain[0]),
+            wide_scale(quantized.key_scale, scheme, plain[1]),
         )
         lost = lost_of_scores((quantized.query, quantized.key), wide, case.head_dim**-0.5)
-        expected_lse = reference.oracle(*plain, causal=case.causal, attn_mask=lost)[1]
+        expected, expected_lse = reference.oracle(*plain, causal=case.causal, attn_mask=lost)
 
     if quantized.key_mean is not None:
         mean = quantized.key_mean.repeat_interleave(case.heads // case.kv_heads, dim=1).double()
@@ -191,7 +205,7 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
         again, lse_again = run(torch.full_like(query, torch.nan))
     errors, failure = compare.measure(out, expected), ""
     lse_error = compare.measure(lse, expected_lse)
-    if not ((out.double() - expected).abs() <= allowed(plain, case, precision, expected, spec)).all():
+    if not ((out.double() - expected).abs() <= allowed(plain, case, scheme.operands, expected, spec, lost)).all():
         failure = f"output differs from the oracle on the dequantized values: {errors}"
     elif not lse_error.max_abs <= LSE_TOLERANCE * max(
         1.0, float(expected_lse.where(expected_lse.isfinite(), 0).abs().max())
@@ -203,7 +217,7 @@ def check(case: Case, precision: Operands, device: str, kernel: str = "auto") ->
 
 
 def emulated(
-    spec: KernelSpec, problem: Problem, case: Case, precision: Operands, out: torch.Tensor, schedule: Schedule
+    spec: KernelSpec, problem: Problem, case: Case, precision: Precision, out: torch.Tensor, schedule: Schedule
 ) -> Report:
     """Run an attention kernel in the emulator on what `precision` makes of a case, into `out`."""
     inputs = quantize_query_key_value(*make(case), SCHEMES[precision], True)
@@ -216,11 +230,11 @@ def emulated(
     )
 
 
-def expected(spec: KernelSpec, case: Case, precision: Operands) -> tuple[torch.Tensor, compare.Tolerance]:
+def expected(spec: KernelSpec, case: Case, precision: Precision) -> tuple[torch.Tensor, compare.Tolerance]:
     """The oracle on what the quantized operands of a case are dequantized to, and what allowed() comes to in sum."""
     _, plain = specified(make(case), SCHEMES[precision])
     found, _ = reference.oracle(*plain, causal=case.causal)
-    bound = allowed(plain, case, precision, found, spec)
+    bound = allowed(plain, case, SCHEMES[precision].operands, found, spec)
     relative = float(bound.sum() / found.abs().sum())
     return found, compare.Tolerance(float(bound.max()), float(bound.square().mean().sqrt()), relative)
 
@@ -229,13 +243,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def problem_of(case: Case, precision: Operands, target: str) -> Problem:
+def problem_of(case: Case, precision: Precision, target: str) -> Problem:
     """What sdpa(precision=) makes of a case."""
     scheme = SCHEMES[precision]
-    return replace(case.problem(target), operands=precision, query_terms=scheme.query_terms, key_block=scheme.block)
+    return replace(
+        case.problem(target), operands=scheme.operands, query_terms=scheme.query_terms, key_block=scheme.key_block
+    )
 
 
-def computed_by(kernel: str, case: Case, precision: Operands, target: str) -> bool:
+def computed_by(kernel: str, case: Case, precision: Precision, target: str) -> bool:
     """Whether the kernel of that name computes a case on the GPU that it is for, or "auto" does on `target`."""
     family = family_named(kernel)
     if family is not None:
@@ -267,7 +283,7 @@ def step(
         return Step("verify", "not run", f"PTX needs a GPU to run on: {reason}")
     launcher.use_ptx_of(ptx)
     device = "cpu" if reason else "cuda"
-    everything = [(case, p) for p in OPERANDS if precision in (p, "all") for case in cases()]
+    everything = [(case, p) for p in PRECISIONS if precision in (p, "all") for case in cases()]
     target = emulated_target("auto") if reason else launcher.target_of_device(torch.device("cuda"))
     chosen = [(case, p) for case, p in everything if computed_by(kernel, case, p, ptx or target)]
     beside = parts(device)

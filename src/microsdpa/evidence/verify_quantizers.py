@@ -18,7 +18,7 @@ from microsdpa.evidence.inputs import TORCH_DTYPE, Case, make
 from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, QuantizedTensors
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, SUM_BITS, allowed
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
-from microsdpa.kernels.problem import OPERANDS
+from microsdpa.kernels.problem import PRECISIONS
 from microsdpa.kernels.quantize.spec import SCHEMES, fused, restore_lse
 from microsdpa.kernels.select import select
 
@@ -55,7 +55,7 @@ def kernels(target: str) -> set[KernelSpec]:
     for case in (*RUNG_CASES, MISSION):
         quantized = replace(case.problem(target), operands="fp8", key_block=0)
         found |= {spec for rung in rungs() if isinstance(spec := rung.specify(quantized), KernelSpec)}
-    for case, precision in product(verify_eight_bit.cases(), OPERANDS):
+    for case, precision in product(verify_eight_bit.cases(), PRECISIONS):
         if not verify_eight_bit.computed_by("auto", case, precision, target):
             continue
         spec = select(verify_eight_bit.problem_of(case, precision, target), "auto").spec

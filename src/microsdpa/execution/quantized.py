@@ -167,7 +167,7 @@ def quantized_shapes(
         "quantized_query": ((batch, heads, seqlen_q, scheme.query_terms * head_dim), format),
         "quantized_key": ((batch, heads_kv, seqlen_k, head_dim), format),
         "query_scale": ((batch, heads, -(-seqlen_q // scheme.block)), scale),
-        "key_scale": ((batch, heads_kv, -(-seqlen_k // scheme.block)), scale),
+        "key_scale": ((batch, heads_kv, *(() if scheme.head_scale else (-(-seqlen_k // scheme.block),))), scale),
     }
     if scheme.value:
         shapes["quantized_value"] = (batch, heads_kv, seqlen_k, head_dim), FORMAT_DTYPE[scheme.value]

@@ -13,6 +13,9 @@ PositionType = Literal["int32", "int64"]
 Operands = Literal["fp8", "int8_fp8", "int8_fp16"]
 """What Q and K, and then V and P, are in 8 bits: E4M3; INT8 and E4M3; INT8 and the 16-bit type of the output."""
 OPERANDS: tuple[Operands, ...] = get_args(Operands)
+Precision = Literal["fp8", "fp8_fast", "int8_fp8", "int8_fp16"]
+"""What sdpa(precision=) takes: operands, and how they are made (kernels/quantize/spec.py)."""
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 CacheType = Literal["e4m3", "int8"]
 """8-bit types of keys and values beside queries of 16 bits."""

@@ -315,7 +315,7 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
     if not every:
         quantized = [s for s in quantized if ("HEAD_DIM", "64") in s.template_args and _is_of_half(s)]
         quantized = [s for s in quantized if ("CAUSAL", "false") not in s.template_args]
-    return [*specs, *quantized]
+    return [*specs, *quantized, *_masked_eight_bit_catalogue(target, every)]
 
 
 def _is_of_half(spec: KernelSpec) -> bool:
@@ -376,10 +376,11 @@ def _eight_bit_catalogue(target: str) -> list[KernelSpec]:
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
     masks: tuple[Causal | None, ...] = (None, "upper_left")
     heads = 8, 256  # few tiles of queries, and many
-    for family, head_dim, dtype, causal, operands, terms, h in product(
-        EIGHT_BIT_FAMILIES, ALL_HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
+    blocks = 1, 0  # every key has a scale, or all of a head share one
+    for block, family, head_dim, dtype, causal, operands, terms, h in product(
+        blocks, EIGHT_BIT_FAMILIES, ALL_HEAD_DIMS, dtypes, masks, OPERANDS, (1, 2), heads
     ):
-        if terms == 2 and operands == "int8_fp8":
+        if (terms == 2 and operands == "int8_fp8") or (block == 0 and (terms, operands) != (1, "fp8")):
             continue
         problem = Problem(
             *(1, h, h, 512, 512, head_dim, dtype),
@@ -387,7 +388,27 @@ def _eight_bit_catalogue(target: str) -> list[KernelSpec]:
             target=target,
             operands=operands,
             query_terms=terms,
+            key_block=block,
         )
         if isinstance(result := family.specify(problem), KernelSpec):
             specs[result] = None
+    return list(specs)
+
+
+def _masked_eight_bit_catalogue(target: str, every: bool) -> list[KernelSpec]:
+    """The kernels for 8-bit operands with masks: one kind of each family, or with `every` all of MASK_KINDS and ranges.
+
+    Of more keys than hopper/latency_8bit holds, and with ranges, that is hopper/throughput_8bit.
+    """
+    kinds = (*MASK_KINDS[1:], MaskKind("int32", per_query=True)) if every else MASK_KINDS[-1:]
+    made: tuple[tuple[Operands, int], ...] = ("fp8", 0), ("int8_fp8", 1)
+    specs: dict[KernelSpec, None] = {}
+    for family, head_dim in product(EIGHT_BIT_FAMILIES, (64, 128) if every else (64,)):
+        if not family.masks:
+            continue
+        for kind, (operands, block) in zip(kinds, cycle(made)):
+            sizes = 1, 8, 8, 512, 512, head_dim, "float16"
+            problem = Problem(*sizes, mask=kind, target=target, operands=operands, key_block=block)  # type: ignore[arg-type]
+            if isinstance(result := family.specify(problem), KernelSpec):
+                specs[result] = None
     return list(specs)

@@ -20,12 +20,15 @@ from microsdpa.execution.choice import problem_of
 from microsdpa.execution.quantized import quantize_query_key_value, run_attention
 from microsdpa.kernels import family_named
 from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS
-from microsdpa.kernels.problem import OPERANDS, Operands
+from microsdpa.kernels.problem import PRECISIONS, Precision
 from microsdpa.kernels.quantize.spec import SCHEMES
 from microsdpa.kernels.select import select
 
 WIDE_PROBABILITIES = ("ladder/08_fp8_scalar", "ladder/09_fp8_mma")
 """Rungs on E4M3 values that do not round P to E4M3, but to 16 bits or not at all."""
+
+ARITHMETIC: dict[str, str] = {"fp8": "e4m3"}
+"""Of operands that are called otherwise than what they are rounded to."""
 
 
 def _options(case: Case) -> dict[str, Any]:
@@ -85,10 +88,10 @@ class MicrosdpaEightBit(Implementation):
 
     name = "microsdpa"
 
-    def __init__(self, precision: Operands, is_quantized: bool = False) -> None:
-        self.precision: Operands = precision
+    def __init__(self, precision: Precision, is_quantized: bool = False) -> None:
+        self.precision: Precision = precision
         self.is_quantized = is_quantized
-        self.arithmetic = "e4m3" if precision == "fp8" else precision
+        self.arithmetic = ARITHMETIC.get(SCHEMES[precision].operands, precision)
         self.op = "sdpa" if is_quantized else "quantize+sdpa"
         self.variant = f"{precision} quantized" if is_quantized else precision
         self.where = "device" if is_quantized else ""
@@ -227,5 +230,5 @@ def ours(impl: str) -> list[Implementation]:
     if impl == "auto":
         found.append(MicrosdpaOneTerm())
     return found + [
-        MicrosdpaEightBit(precision, is_quantized) for precision in OPERANDS for is_quantized in (False, True)
+        MicrosdpaEightBit(precision, is_quantized) for precision in PRECISIONS for is_quantized in (False, True)
     ]

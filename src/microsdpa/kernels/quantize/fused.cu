@@ -5,7 +5,8 @@
 //   values (where VALUE is a format): one for each part of a head   queries: one for each tile of a head's rows
 // Q and K have a scale for each BLOCK rows, or for each row where BLOCK is 1; V has one for each channel. K's mean over
 // its rows is taken off first; then Q and K are rotated, with HADAMARD, by a normalized Hadamard matrix. With TERMS 2 a
-// row of Q's quantized values is followed by the residual terms.
+// row of Q's quantized values is followed by the residual terms. With HEAD_SCALE all keys of a head share a scale, from
+// a bound on rotated rows that the pass for the mean finds: the sum of |x| over a row, over sqrt(D).
 // With CLUSTER the CTAs of a head's PARTS parts are a cluster: each reads its own rows for the mean, or for the
 // channels' scales, and has the others' sums, or maxima, from their shared memory. Without, up to a quarter of the rows
 // is a part, and its CTA reads the whole head. Then a CTA encodes its own rows. Loads are ahead of what is done with
@@ -60,6 +61,18 @@ struct SharedStorage {
   float channels[GROUPS][HEAD_DIM + 4];
   float rows[GROUPS];
   float part[HEAD_DIM];  // the sums, or maxima, of the CTA's part of a head
+};
+
+// Largest sums of |x| over a chunk of a row, for a bound on K's rotated rows.
+template <int HEAD_DIM>
+struct Peaks {
+  static constexpr bool KEPT = true;
+  static constexpr int CHUNKS = HEAD_DIM / CHUNK;
+  float of_rows[GROUPS][CHUNKS];
+  float part[CHUNKS];  // of the CTA's part of a head, or of the parts so far
+};
+struct NoPeaks {
+  static constexpr bool KEPT = false;
 };
 
 // Which row of 32 and which chunk of its channels per thread has.
@@ -145,31 +158,43 @@ __device__ __forceinline__ void rotate(float (&x)[CHUNK], int chunk, float root)
 
 using Bytes = Vector<unsigned char, CHUNK>;
 
-// Calls body(x, part) with what each CTA of the cluster left of a channel in shared.part, in their order, for the
-// channel of a thread. All threads of the cluster call it, and leave it when nobody reads shared.part any more.
-template <int HEAD_DIM, typename Body>
-__device__ __forceinline__ void for_each_part(SharedStorage<HEAD_DIM>& shared, Body body) {
+// Sum of |x|, in the order of channels.
+__device__ __forceinline__ float sum_of_magnitudes(const float (&x)[CHUNK]) {
+  float sum = fabsf(x[0]);
+#pragma unroll
+  for (int i = 1; i < CHUNK; ++i) sum += fabsf(x[i]);
+  return sum;
+}
+
+// Calls body(x, part) with what each CTA of the cluster left in `parts`, in their order, for the element of a thread.
+// All threads of the cluster call it, and leave it when nobody reads `parts` any more.
+template <int COUNT, typename Body>
+__device__ __forceinline__ void for_each_part(float (&parts)[COUNT], Body body) {
   cluster_arrive();
   cluster_wait();
-  if (threadIdx.x < HEAD_DIM) {
+  if (threadIdx.x < COUNT) {
 #pragma unroll 1  // registers are few
-    for (int part = 0; part < PARTS; ++part) body(load_peer(peer_address(&shared.part[threadIdx.x], part)), part);
+    for (int part = 0; part < PARTS; ++part) body(load_peer(peer_address(&parts[threadIdx.x], part)), part);
   }
   cluster_arrive();
   cluster_wait();
 }
 
 // Sums of the rows [first, last) of a head, in shared.part: row r is added to the sum of r % 32, in order; then the
-// sums are added in halves.
-template <int HEAD_DIM, typename T>
-__device__ __forceinline__ void sum_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first, int last) {
+// sums are added in halves. Peaks, where they are kept, are those of these rows and of what peaks.part has already.
+template <typename Format, int HEAD_DIM, typename Peaks, typename T>
+__device__ __forceinline__ void sum_rows(SharedStorage<HEAD_DIM>& shared, Peaks& peaks, const Rows<T>& rows, int first,
+                                         int last) {
   const Place<HEAD_DIM> place;
   float sum[CHUNK] = {};
+  [[maybe_unused]] float peak = 0.0f;
   rows.template for_each<AHEAD>(first + place.row, last, place.chunk, [&](const float (&x)[CHUNK], int row) {
     if (row >= last) return;
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) sum[i] += x[i];
+    if constexpr (Peaks::KEPT) peak = larger_magnitude<Format>(peak, sum_of_magnitudes(x));
   });
+  if constexpr (Peaks::KEPT) peaks.of_rows[place.row][place.chunk] = peak;
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) shared.channels[place.row][place.chunk * CHUNK + i] = sum[i];
   for (int half = GROUPS / 2; half > 0; half /= 2) {
@@ -184,21 +209,29 @@ __device__ __forceinline__ void sum_rows(SharedStorage<HEAD_DIM>& shared, const 
   }
   __syncthreads();
   if (threadIdx.x < HEAD_DIM) shared.part[threadIdx.x] = shared.channels[0][threadIdx.x];
+  if constexpr (Peaks::KEPT) {
+    if (threadIdx.x < Peaks::CHUNKS) {
+      for (int row = 0; row < GROUPS; ++row) {
+        peaks.part[threadIdx.x] = fmaxf(peaks.part[threadIdx.x], peaks.of_rows[row][threadIdx.x]);
+      }
+    }
+  }
   __syncthreads();
 }
 
 // Mean over all rows of a head, in shared.channels[0]: the sums of its PARTS parts are added in their order.
-template <bool CLUSTER, int HEAD_DIM, typename T>
-__device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int rows_each) {
+template <bool CLUSTER, typename Format, int HEAD_DIM, typename Peaks, typename T>
+__device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, Peaks& peaks, const Rows<T>& rows,
+                                             int rows_each) {
   float sum = 0.0f;
   const auto add = [&](float x, int part) { sum = part == 0 ? x : sum + x; };
   if constexpr (CLUSTER) {
     const int first = cluster_rank() * rows_each;
-    sum_rows(shared, rows, first, min(first + rows_each, rows.count));
-    for_each_part(shared, add);
+    sum_rows<Format>(shared, peaks, rows, first, min(first + rows_each, rows.count));
+    for_each_part(shared.part, add);
   } else {
     for (int part = 0; part < PARTS; ++part) {
-      sum_rows(shared, rows, part * rows_each, min((part + 1) * rows_each, rows.count));
+      sum_rows<Format>(shared, peaks, rows, part * rows_each, min((part + 1) * rows_each, rows.count));
       if (threadIdx.x < HEAD_DIM) add(shared.part[threadIdx.x], part);
     }
   }
@@ -206,10 +239,33 @@ __device__ __forceinline__ void mean_of_rows(SharedStorage<HEAD_DIM>& shared, co
   __syncthreads();
 }
 
-// Quantizes rows [first, last) of a head.
+// The scale of all keys of a head, whose mean is in shared.channels[0]. No number of a row that a normalized Hadamard
+// matrix rotates is larger than the sum of |x| over the row, over sqrt(D).
+template <bool CLUSTER, typename Format, int HEAD_DIM>
+__device__ __forceinline__ float scale_of_head(SharedStorage<HEAD_DIM>& shared, Peaks<HEAD_DIM>& peaks, float root) {
+  constexpr int CHUNKS = Peaks<HEAD_DIM>::CHUNKS;
+  float peak = 0.0f;
+  if constexpr (CLUSTER) {
+    for_each_part(peaks.part, [&](float x, int) { peak = fmaxf(peak, x); });
+  } else if (threadIdx.x < CHUNKS) {
+    peak = peaks.part[threadIdx.x];
+  }
+  if (threadIdx.x < CHUNKS) {
+    float mean[CHUNK];
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) mean[i] = shared.channels[0][threadIdx.x * CHUNK + i];
+    peaks.of_rows[0][threadIdx.x] = peak + sum_of_magnitudes(mean);
+  }
+  __syncthreads();
+  float sum = peaks.of_rows[0][0];
+  for (int chunk = 1; chunk < CHUNKS; ++chunk) sum += peaks.of_rows[0][chunk];
+  return scale_of<Format>(larger_magnitude<Format>(0.0f, sum * root));
+}
+
+// Quantizes rows [first, last) of a head. `given` is the scale of all of them where BLOCK is 0.
 template <typename Format, int HEAD_DIM, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD, typename T>
 __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, const Rows<T>& rows, int first, int last,
-                                              unsigned char* quantized, float* scales, float root) {
+                                              unsigned char* quantized, float* scales, float root, float given = 0.0f) {
   const Place<HEAD_DIM> place;
   const auto change = [&](float (&x)[CHUNK], int row) {
     if (SMOOTH && row < rows.count) {
@@ -250,16 +306,17 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
     for (int term = 0; term < TERMS; ++term) *reinterpret_cast<Bytes*>(to + term * HEAD_DIM) = encoded[term];
   };
 
-  if constexpr (BLOCK == 1) {
+  if constexpr (BLOCK <= 1) {
     // All lanes of a row go on together: they shuffle.
     const int rounds = (last - first + GROUPS - 1) / GROUPS;
     rows.template for_each<AT_A_TIME>(first + place.row, first + place.row + rounds * GROUPS, place.chunk,
                                       [&](float (&x)[CHUNK], int row) {
                                         change(x, row);
-                                        const float scale = scale_of<Format>(largest_of_row(x));
+                                        float scale = given;
+                                        if constexpr (BLOCK == 1) scale = scale_of<Format>(largest_of_row(x));
                                         if (row >= last) return;
                                         store(x, row, scale);
-                                        if (place.chunk == 0) scales[row] = scale;
+                                        if (BLOCK == 1 && place.chunk == 0) scales[row] = scale;
                                       });
   } else {
     for (int block = first; block < last; block += BLOCK) {
@@ -311,7 +368,7 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
   }
   if constexpr (CLUSTER) {
     if (channel < HEAD_DIM) shared.part[channel] = m;
-    for_each_part(shared, [&](float x, int) { m = larger<Format>(m, x); });
+    for_each_part(shared.part, [&](float x, int) { m = larger<Format>(m, x); });
   }
   __syncthreads();
   if (channel < HEAD_DIM) {
@@ -343,10 +400,11 @@ template <int BLOCK>
 constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;  // or a multiple: params.tile_rows
 
 template <typename T, int HEAD_DIM, typename Format, typename Value, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD,
-          bool CLUSTER>
+          bool CLUSTER, bool HEAD_SCALE = false>
 __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     quantize_query_key_value(const __grid_constant__ QuantizeParams params) {
   static_assert(ROWS_OF_CTA<BLOCK> % BLOCK == 0, "CTAs take whole blocks");
+  static_assert(SMOOTH || !HEAD_SCALE, "the scale of a head comes with its mean");
   __shared__ SharedStorage<HEAD_DIM> shared;
   const int query_tiles = (params.seqlen_q + params.tile_rows - 1) / params.tile_rows;
   const int key_rows = SMOOTH ? params.part_rows : params.tile_rows;
@@ -364,15 +422,26 @@ __global__ void __launch_bounds__(GROUPS* HEAD_DIM / CHUNK, 256 / HEAD_DIM)
     if (index >= heads_kv * key_tiles) return;
     const int head = index / key_tiles, first = index % key_tiles * key_rows;
     const Rows<T> rows(params.key, params.key_strides, head, params.heads_kv, params.seqlen_k);
+    float scale = 0.0f;  // of the head
     if constexpr (SMOOTH) {
-      mean_of_rows<CLUSTER>(shared, rows, params.sum_rows);
+      if constexpr (HEAD_SCALE) {
+        static_assert(HADAMARD, "the bound is one on rotated rows");
+        __shared__ Peaks<HEAD_DIM> peaks;
+        if (threadIdx.x < Peaks<HEAD_DIM>::CHUNKS) peaks.part[threadIdx.x] = 0.0f;
+        mean_of_rows<CLUSTER, Format>(shared, peaks, rows, params.sum_rows);
+        scale = scale_of_head<CLUSTER, Format>(shared, peaks, params.root);
+        if (first == 0 && threadIdx.x == 0) params.key_scale[head] = scale;
+      } else {
+        NoPeaks none;
+        mean_of_rows<CLUSTER, Format>(shared, none, rows, params.sum_rows);
+      }
       if (first == 0 && threadIdx.x < HEAD_DIM)
         params.key_mean[static_cast<int64>(head) * HEAD_DIM + threadIdx.x] = shared.channels[0][threadIdx.x];
     }
-    quantize_rows<Format, HEAD_DIM, 1, BLOCK, SMOOTH, HADAMARD>(
+    quantize_rows<Format, HEAD_DIM, 1, HEAD_SCALE ? 0 : BLOCK, SMOOTH, HADAMARD>(
         shared, rows, first, min(first + key_rows, params.seqlen_k),
         params.quantized_key + static_cast<int64>(head) * params.seqlen_k * HEAD_DIM,
-        params.key_scale + static_cast<int64>(head) * ((params.seqlen_k + BLOCK - 1) / BLOCK), params.root);
+        params.key_scale + static_cast<int64>(head) * ((params.seqlen_k + BLOCK - 1) / BLOCK), params.root, scale);
     return;
   }
   index -= blocks(heads_kv * key_tiles);

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Literal
 
 from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY
-from microsdpa.kernels.problem import DType, Operands, Problem, capability_of
+from microsdpa.kernels.problem import DType, Operands, Precision, Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec
 
 GROUPS, CHUNK = 32, 8
@@ -34,6 +34,7 @@ class QuantizationScheme:
         value: of V; None leaves V as it is.
         query_terms: terms of Q, side by side; the second is what the first lacks. Of "sim_u8" there is one.
         block: rows of Q and K that share a scale, a power of two.
+        head_scale: whether all keys of a head share one instead, from a bound that comes with their mean.
         smooth: whether K's mean is taken off.
         hadamard: whether Q and K are rotated.
     """
@@ -44,17 +45,31 @@ class QuantizationScheme:
     block: int = 1
     smooth: bool = True
     hadamard: bool = True
+    head_scale: bool = False
+
+    @property
+    def key_block(self) -> int:
+        """Keys of a head that share a scale; 0 when all do."""
+        return 0 if self.head_scale else self.block
+
+    @property
+    def operands(self) -> Operands:
+        """What the attention kernel reads."""
+        if self.format == "e4m3":
+            return "fp8"
+        return "int8_fp16" if self.value is None else "int8_fp8"
 
 
-SCHEMES: dict[Operands, QuantizationScheme] = {
+SCHEMES: dict[Precision, QuantizationScheme] = {
     "fp8": QuantizationScheme("e4m3", "e4m3", query_terms=2),
+    "fp8_fast": QuantizationScheme("e4m3", "e4m3", head_scale=True),
     "int8_fp8": QuantizationScheme("int8", "e4m3"),
     "int8_fp16": QuantizationScheme("int8", None, query_terms=2),
 }
 """What sdpa(precision=) does; docs/numerics.md says why."""
 
 
-UNSMOOTHED = {precision: replace(scheme, smooth=False) for precision, scheme in SCHEMES.items()}
+UNSMOOTHED = {precision: replace(scheme, smooth=False, head_scale=False) for precision, scheme in SCHEMES.items()}
 """The same where scores of a row must not all move by one amount: under a soft cap, and beside a sink."""
 
 
@@ -77,6 +92,8 @@ def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int, target: str) 
         "HADAMARD": BOOLEAN[scheme.hadamard],
         "CLUSTER": BOOLEAN[clusters],
     }
+    if scheme.head_scale:
+        arguments["HEAD_SCALE"] = BOOLEAN[True]
     return KernelSpec(
         name="quantize/fused",
         source="quantize/fused.cu",
