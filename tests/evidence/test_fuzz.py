@@ -357,6 +357,27 @@ def test_large_scores_are_judged_by_what_wgmma_sums(impl: str, monkeypatch: pyte
     assert "the output is off" in fuzz.check(large, "cpu").failure
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(door="quantized", seqlen_q=6, seqlen_k=9, mask="inputs", documents="of queries and keys", seed=1),
+        Call(door="precision", group=2, seqlen_q=17, seqlen_k=30, mask="ranges", softcap=5.0, sinks="float32", seed=2),
+        Call(door="precision", operands="fp8_fast", scale=3.0, seqlen_q=9, seqlen_k=30, mask="ranges", seed=3),
+        Call(door="precision", operands="fp8_fast", seqlen_q=5, seqlen_k=20, mask="ranges", softcap=5.0, seed=4),
+    ],
+    ids=str,
+)
+def test_masks_beside_8_bit_operands_are_judged(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert valid(call) == call
+    outcome = fuzz.check(call, "cpu")
+    assert (outcome.kind, outcome.failure) == ("passed", "")
+    unmasked = reference.oracle
+    monkeypatch.setattr(
+        reference, "oracle", lambda *rows, attn_mask=None, document_ids=None, **rest: unmasked(*rows, **rest)
+    )
+    assert fuzz.check(call, "cpu").kind in ("output", "LSE")
+
+
 @pytest.mark.parametrize(("mask_dims", "dtype"), [((True, False, False, False), "float16"), ((True,) * 4, "bfloat16")])
 def test_a_gradient_of_a_mask_under_dropout_sums_rounded_rows(mask_dims: Any, dtype: Any) -> None:
     made = Call(door="backward", dtype=dtype, batch=2, group=2, seqlen_q=33, seqlen_k=24, head_dim=128, scale=0.0)

@@ -10,6 +10,7 @@ from microsdpa.call.blocks import table_of
 from microsdpa.call.call import Inputs
 from microsdpa.call.documents import is_traced, mask_of_documents
 from microsdpa.call.documents import known_mask as known_mask_of_documents
+from microsdpa.call.scales import VALUE_DTYPES
 from microsdpa.kernels.problem import Causal
 
 
@@ -36,7 +37,10 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
     assert found is not None
     if attn_mask is None:
         return found
-    given, shown = masks.check_mask(attn_mask, query, key), masks.dense(found, key.shape[2])
+    of_output = attn_mask.dtype if isinstance(attn_mask, torch.Tensor) and query.dtype in VALUE_DTYPES else None
+    if of_output not in tensors.DTYPES:  # beside 8-bit values numbers are of the output's type, which is checked later
+        of_output = None
+    given, shown = masks.check_mask(attn_mask, query, key, of_output), masks.dense(found, key.shape[2])
     if given.is_floating_point():
         return torch.where(shown, given, -torch.inf)
     return masks.dense(given, key.shape[2]) & shown

@@ -38,7 +38,7 @@ from microsdpa.evidence.fuzz_varlen import VarlenCall
 from microsdpa.evidence.step import Progress, Step, no_progress
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels import emulated_target
-from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES
+from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, MaskKind
 from microsdpa.runtime import launcher
 
 SUITE = "verify_fuzz"
@@ -292,6 +292,9 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
         return {}
     target = launcher.target_of_device() if device == "cuda" else emulated_target(call.impl)
     fields: dict[str, Any] = {"kernel": spec.name, "code_signature": code_signature(spec, target), "target": target}
+    kind = _mask_kind(call, device)
+    if kind is not None:
+        fields["mask_kind"] = dataclasses.asdict(kind)
     if call.door == "precision":
         return fields | {"precision": call.operands, "inputs": call.dtype}
     if call.door == "quantized":
@@ -300,12 +303,6 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
         block = key_block(key.values, key.scale)
         return fields | {"operands": operands, "inputs": "float16", "key_block": block}
     made = tensors(call, device)
-    masks = dict(made.masks)
-    documents, blocks = masks.pop("document_ids", None), masks.pop("block_mask", None)
-    if documents is not None or blocks is not None:
-        inputs = made.query, made.key, made.value
-        masks["attn_mask"] = combined(inputs, masks.get("attn_mask"), documents, blocks)
-    kind = Masks(window=call.window, softcap=call.softcap, **masks).kind_in_memory
     given = [made.query, made.key, made.value, *([made.out] if call.door == "out" else [])]
     aligned = VECTOR_BYTES if all(map(is_aligned, given)) else ELEMENT_BYTES[call.dtype]
     if call.dropout_p:
@@ -317,7 +314,18 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
         prologue = prologue_of(rotary, call.rotary_interleaved, positions, q_norm, k_norm, call.norm_eps)
         assert prologue is not None
         fields["prologue_kind"] = dataclasses.asdict(prologue.kind())
-    return fields | {"alignment": aligned, **({"mask_kind": dataclasses.asdict(kind)} if kind else {})}
+    return fields | {"alignment": aligned}
+
+
+def _mask_kind(call: Call, device: str) -> MaskKind | None:
+    """What decides about the scores of a call, as kernels have it."""
+    made = tensors(call, device)
+    masks = dict(made.masks)
+    documents, blocks = masks.pop("document_ids", None), masks.pop("block_mask", None)
+    if documents is not None or blocks is not None:
+        inputs = made.query, made.key, made.value
+        masks["attn_mask"] = combined(inputs, masks.get("attn_mask"), documents, blocks)
+    return Masks(window=call.window, softcap=call.softcap, **masks).kind_in_memory
 
 
 def markdown(result: results.Result, is_stale: Callable[[results.Row, str], bool]) -> str:

@@ -155,6 +155,12 @@ class Call:
         sizes = self.batch, self.heads, self.seqlen_q, self.seqlen_k, self.head_dim, self.heads_kv
         return Case(*sizes, self.dtype, self.alignment, self.scale, seed=self.seed)
 
+    @property
+    def is_masked(self) -> bool:
+        """Whether something else than an alignment decides about scores."""
+        kinds = self.mask, self.documents, self.blocks, self.alibi, self.sinks
+        return set(kinds) != {"none"} or self.window is not None or self.softcap is not None
+
     def __str__(self) -> str:
         """The constructor with what is not a default."""
         given = (
@@ -353,14 +359,18 @@ def valid(call: Call) -> Call:
     if call.rotary and before_first and call.rotary_positions in ("counted", "first"):
         call = replace(call, rotary_positions="apart")  # tables have no rows for negative positions
     if call.door in EIGHT_BIT_DOORS:
-        call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "window", "softcap", "alibi")
-        call = _as_default(call, "documents", "blocks", "sinks", "impl")
+        call = _as_default(call, "impl")
+        if call.door == "precision" and call.operands == "int8_fp16":  # whose kernels know no masks
+            call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "window", "softcap", "alibi")
+            call = _as_default(call, "documents", "blocks", "sinks")
         most = 128 if call.door == "precision" and call.operands == "int8_fp16" else EIGHT_BIT_HEAD_DIMS[-1]
         dim = next((dim for dim in EIGHT_BIT_HEAD_DIMS if dim >= min(call.head_dim, most)), most)
         aligned = tuple("bhsd" if layout == "unaligned" else layout for layout in call.layouts)
         call = replace(call, head_dim=dim, layouts=aligned)  # type: ignore[arg-type]
         if call.door == "quantized":
             call = replace(call, operands=SCHEMES[call.operands].operands)
+            if "inputs" in (call.mask, call.sinks):
+                call = replace(call, dtype="float16")  # that of the output
     else:
         call = _as_default(call, "operands")
     if call.door != "quantized":

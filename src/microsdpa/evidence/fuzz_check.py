@@ -26,7 +26,7 @@ from microsdpa.evidence.inputs import TORCH_DTYPE
 from microsdpa.evidence.short_sums import lost_of_scores
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, specified
 from microsdpa.kernels import family_named
-from microsdpa.kernels.quantize.spec import SCHEMES
+from microsdpa.kernels.quantize.spec import SCHEMES, UNSMOOTHED
 
 __all__ = ["Call", "Outcome", "check", "explained", "quantized"]
 
@@ -48,7 +48,7 @@ def check(call: Call | VarlenCall, device: str) -> Outcome:
             warnings.simplefilter("ignore")
             return _check_eight_bit(call, device) if call.door in EIGHT_BIT_DOORS else _check(call, device)
     except UnsupportedProblem as refusal:
-        if call.impl == "auto":
+        if call.impl == "auto" and not (call.door in EIGHT_BIT_DOORS and call.is_masked):
             return Outcome(call, "UnsupportedProblem", f"it is refused: {refusal}")
         return Outcome(call, "refused")
     except Exception as error:
@@ -430,7 +430,8 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     options = _options(call, there, device)
     operands = SCHEMES[call.operands].operands
     if call.door == "precision":
-        scheme = SCHEMES[call.operands]
+        shifted = call.softcap is None and call.sinks == "none"
+        scheme = (SCHEMES if shifted else UNSMOOTHED)[call.operands]
         made, (q, k, v) = specified((here.query, here.key, here.value), scheme)
         options["precision"] = call.operands
         of_scores = made.query, made.key
@@ -448,8 +449,11 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     # The bounds are for the usual factor: another one is a part of query.
     factor = call.head_dim**-0.5 if call.scale is None else call.scale
     plain_inputs = (q.double() * (factor * call.head_dim**0.5), k.double(), v.double())
-    case = call.case()
-    expected, expected_lse = reference.oracle(*plain_inputs, causal=call.alignment)
+    case = replace(call.case(), scale=None)
+    masks = here.masks | {"window": call.window, "softcap": call.softcap}
+    if call.is_masked and device == "cpu":  # where "auto" is a GPU whose kernels know no masks
+        options["impl"] = emulated_impl("hopper/latency_8bit")
+    expected, expected_lse = verify_eight_bit.oracle(*plain_inputs, case, None, masks)
     spec = microsdpa.explain(*inputs, **options).spec
     family, lost = family_named(spec.name) if spec else None, None
     if family is not None and operands in family.short_sums:
@@ -457,7 +461,7 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
         kinds = zip(scales, (granularity, of_rows), (q, k), strict=True)
         wide = tuple(expand_scale(scale, kind, block, x.shape) for scale, kind, x in kinds)
         lost = lost_of_scores(of_scores, wide, factor)  # type: ignore[arg-type]
-        expected, expected_lse = reference.oracle(*plain_inputs, causal=call.alignment, attn_mask=lost)
+        expected, expected_lse = verify_eight_bit.oracle(*plain_inputs, case, lost, masks)
     if mean is not None:
         wide_mean = mean.repeat_interleave(call.group, dim=1).double()
         expected_lse = expected_lse + (here.query.double() @ wide_mean[..., None]).squeeze(-1) * factor
@@ -469,7 +473,7 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     out, lse = run()
     with scheduled(Schedule(seed=1, late=False)):
         again, lse_again = run()
-    bound = verify_eight_bit.allowed(plain_inputs, replace(case, scale=None), operands, expected, spec, lost)
+    bound = verify_eight_bit.allowed(plain_inputs, case, operands, expected, spec, lost, masks)
     errors = compare.measure(out, expected)
     outcome = Outcome(call, errors=errors, allowed=float(bound.max()))
     if not ((out.double() - expected).abs() <= bound).all():

@@ -22,7 +22,17 @@ from microsdpa.kernels.problem import (
     Problem,
     PrologueKind,
 )
-from microsdpa.kernels.quantize.spec import SCHEMES, fused, fused_grid, has_clusters, part_rows, sum_rows, tile_rows
+from microsdpa.kernels.quantize.spec import (
+    SCHEMES,
+    UNSMOOTHED,
+    QuantizationScheme,
+    fused,
+    fused_grid,
+    has_clusters,
+    part_rows,
+    sum_rows,
+    tile_rows,
+)
 from microsdpa.kernels.select import select
 from microsdpa.kernels.spec import Rejection
 
@@ -58,14 +68,18 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
         UnsupportedProblem: no kernel computes what the row was measured on.
     """
     if precision := precision_of(row):
-        problem = quantized_problem(precision, row["shape"], row["inputs"], row["mask"], target)
+        mask = _mask_kind(row)
+        problem = quantized_problem(precision, row["shape"], row["inputs"], row["mask"], target, mask)
         found = {"code_signature": Kernel.of(select(problem, "auto").spec, problem)}
         if "quantiser_signature" in row:
             found["quantiser_signature"] = _quantizer(precision, problem)
         return found
     if operands := row.get("operands"):  # quantized values, as sdpa takes them
         shared: dict[str, Any] = {"operands": operands, "key_block": row.get("key_block", 0), "target": target}
-        quantized = Problem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
+        shared["mask"] = _mask_kind(row)
+        quantized = Problem(
+            **_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), mask=_mask_kind(row), **shared
+        )
         return {"code_signature": Kernel.of(select(quantized, row["requested"]).spec, quantized)}
     plain = problem_of(row, target)
     if row.get("variant") == OWN_KERNELS:
@@ -84,16 +98,35 @@ def precision_of(row: Row) -> Precision | None:
     return cast("Precision | None", precision)
 
 
-def quantized_problem(precision: Precision, shape: dict[str, int], dtype: DType, mask: str, target: str) -> Problem:
-    """What the attention kernel of a call that quantizes gets."""
+def _mask_kind(row: Row) -> MaskKind | None:
+    return MaskKind(**row["mask_kind"]) if row.get("mask_kind") else None
+
+
+def _scheme(precision: Precision, mask: MaskKind | None) -> QuantizationScheme:
+    """How a call with such a mask quantizes."""
+    shifted = mask is None or not (mask.softcap or mask.sinks)
+    return (SCHEMES if shifted else UNSMOOTHED)[precision]
+
+
+def quantized_problem(
+    precision: Precision,
+    shape: dict[str, int],
+    dtype: DType,
+    mask: str,
+    target: str,
+    mask_kind: MaskKind | None = None,
+) -> Problem:
+    """What the attention kernel of a call that quantizes gets; `mask` is its causal alignment."""
+    scheme = _scheme(precision, mask_kind)
     return Problem(
         **_sizes(shape),
         dtype=dtype,
         causal=_causal(mask),
         target=target,
-        operands=SCHEMES[precision].operands,
-        query_terms=SCHEMES[precision].query_terms,
-        key_block=SCHEMES[precision].key_block,
+        mask=mask_kind,
+        operands=scheme.operands,
+        query_terms=scheme.query_terms,
+        key_block=scheme.key_block,
     )
 
 
@@ -105,7 +138,7 @@ def problem_of(row: Row, target: str) -> Problem:
         varlen=row.get("varlen"),
         dtype=row["dtype"],
         causal=_causal(row["mask"]),
-        mask=MaskKind(**row["mask_kind"]) if row.get("mask_kind") else None,
+        mask=_mask_kind(row),
         dropout=row.get("dropout_p", 0.0) > 0.0,
         alignment=row.get("alignment", 16),
         target=target,
@@ -124,7 +157,7 @@ def _gradients(problem: Problem) -> Kernel:
 
 
 def _quantizer(precision: Precision, problem: Problem) -> Kernel:
-    scheme, p = SCHEMES[precision], problem
+    scheme, p = _scheme(precision, problem.mask), problem
     rows = part_rows(scheme, p.batch * p.heads_kv, p.seqlen_k, has_clusters(p.target))
     numbers = rows, tile_rows(scheme, p.batch * p.heads, p.seqlen_q), sum_rows(p.seqlen_k)
     return Kernel(fused(scheme, p.dtype, p.head_dim, p.target), (fused_grid(scheme, p),), numbers)

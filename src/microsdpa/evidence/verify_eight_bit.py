@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 import microsdpa
 from microsdpa import reference
@@ -43,6 +44,7 @@ SUM_BITS = 13
 FP32_BITS = 22
 """Bits of a score that FP32 keeps, whose products are as wgmma sums them."""
 LSE_TOLERANCE = 1e-4
+NO_MASKS: Mapping[str, Any] = {}
 
 
 def cases() -> list[Case]:
@@ -104,31 +106,52 @@ def wide_scale(scale: torch.Tensor, scheme: QuantizationScheme, rows: torch.Tens
 
 
 def allowed_in_place(
-    plain: Sequence[torch.Tensor], case: Case, spec: KernelSpec, lost: torch.Tensor | None = None
+    plain: Sequence[torch.Tensor],
+    case: Case,
+    spec: KernelSpec,
+    lost: torch.Tensor | None = None,
+    masks: Mapping[str, Any] = NO_MASKS,
 ) -> torch.Tensor | None:
     """What rounding P, and sums of P V in the accumulators of wgmma, can move each output by; None of other kernels.
 
     lost: what is to be added to the scores, as lost_of_scores() has it.
+    masks: arguments of the oracle.
     """
     arguments = dict(spec.template_args)
     if arguments.get("IN_PLACE") != "true":
         return None
     moved = int(arguments["PROMOTED_TILES"]) * int(arguments["BLOCK_N"]) or case.seqlen_k
     query, key, value = (x.double() for x in plain)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    diagonal = case.seqlen_k - case.seqlen_q if case.causal == "lower_right" else 0
-    hidden = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool).triu(diagonal + 1)
+    each = torch.eye(case.seqlen_k, dtype=torch.float64).expand(*key.shape[:2], -1, -1)
+    probability, _ = oracle(query, key, each, case, lost, masks)
     found = torch.zeros(query.shape, dtype=torch.float64)
     for b, h in product(range(case.batch), range(case.heads)):
         h_kv = h // (case.heads // case.kv_heads)
-        scores = query[b, h] @ key[b, h_kv].mT * scale
-        if lost is not None:
-            scores += lost[b, h]
-        if case.causal is not None:
-            scores.masked_fill_(hidden, -torch.inf)
-        probability = scores.softmax(dim=-1).nan_to_num(0.0)
-        found[b, h] = allowed_of_values(probability, value[b, h_kv], LARGEST_VALUE, moved)
+        found[b, h] = allowed_of_values(probability[b, h], value[b, h_kv], LARGEST_VALUE, moved)
     return found
+
+
+def oracle(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    case: Case,
+    lost: torch.Tensor | None = None,
+    masks: Mapping[str, Any] = NO_MASKS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE in FP64 with the alignment and scale of a case, `masks`, and scores that have `lost` added.
+
+    lost: [B, H, S_q, S_k], added ahead of a soft cap, as a product that is summed so. Key j gets a channel for it.
+    """
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    if lost is not None and scale != 0.0:
+        each = torch.eye(key.shape[2], dtype=torch.float64).expand(*key.shape[:2], -1, -1)
+        query = torch.cat((query.double(), lost / scale), dim=-1)
+        key = torch.cat((key.double(), each), dim=-1)
+    columns, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    padded = (pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    out, lse = reference.oracle(*padded, causal=case.causal, scale=scale, **masks)
+    return out[..., :columns], lse
 
 
 def allowed(
@@ -138,6 +161,7 @@ def allowed(
     expected: torch.Tensor,
     spec: KernelSpec | None = None,
     lost: torch.Tensor | None = None,
+    masks: Mapping[str, Any] = NO_MASKS,
 ) -> torch.Tensor:
     """What rounding P and the output, and dropping bits of 8-bit sums, can move each output by.
 
@@ -146,10 +170,11 @@ def allowed(
 
     lost: what the scores of `expected` have on top of the exact ones, as lost_of_scores() has it. Without it, a guess
     of what E4M3 products lose counts, which is for scores as small as those of the usual factor.
+    masks: arguments of the oracle.
     """
     query, key, value = plain
-    in_place = None if spec is None else allowed_in_place(plain, case, spec, lost)
-    magnitude, _ = reference.oracle(query, key, value.abs(), causal=case.causal, attn_mask=lost)
+    in_place = None if spec is None else allowed_in_place(plain, case, spec, lost, masks)
+    magnitude, _ = oracle(query, key, value.abs(), case, lost, masks)
     output = compare.UNIT_ROUNDOFF[torch.bfloat16 if case.dtype == "bfloat16" else torch.float16]
     group = case.heads // case.kv_heads
     if operands == "int8_fp16":
