@@ -33,6 +33,7 @@ from microsdpa.attention.plan import Expected, make_plan, make_scaled_plan
 from microsdpa.call.call import NO_SCALES, Call, Scales
 from microsdpa.call.masks import NONE, Masks
 from microsdpa.call.options import Options
+from microsdpa.call.scales import UNCOUNTED
 from microsdpa.call.validate import Checked
 from microsdpa.execution import forward, quantized
 from microsdpa.kernels import KernelSpec, TensorMap
@@ -275,7 +276,7 @@ def scales(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def test_quantized_values_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "known_positive", lambda scales: True)
+    monkeypatch.setattr(forward, "_changes_of", lambda _: UNCOUNTED)
     monkeypatch.setattr(torch, "Tensor", Tensor)
     quantized = tensors(torch.float8_e4m3fn)
     before = record.launches
