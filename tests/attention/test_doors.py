@@ -761,3 +761,33 @@ def test_a_thread_waits_for_no_launch_of_another(held: Door, other: Door, launch
         ended.set()
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("other", ["changed", "a number", "not looked at", "missing"])
+def test_scales_that_are_not_known_to_be_positive_are_not_launched_with(
+    launcher: Launcher, which: int, other: str
+) -> None:
+    values = tuple(torch.zeros(BATCH, HEADS, SEQLEN_Q, HEAD_DIM).to(E4M3) for _ in range(3))
+    scales: list[Any] = [torch.ones(BATCH, HEADS) for _ in range(3)]
+    check_scales(*values, tuple(scales))
+    of_call = *values, (False, None, False, "auto", None), None, False, None
+    with torch.no_grad():
+        assert forward.launch_values(*of_call, tuple(scales)) is not None
+        if other == "changed":
+            scales[which].neg_()
+        else:
+            scales[which] = {"a number": 1.0, "not looked at": torch.ones(BATCH, HEADS), "missing": None}[other]
+        found = forward.launch_values(*of_call, tuple(scales))
+    # A value of 16 bits has no scale: that the call has a plan, the launcher's key says.
+    assert (found is None) == ((which, other) != (2, "missing"))
+    assert len(launcher.calls) == 1 + (found is not None)
+
+
+def test_scales_of_inference_mode_are_launched_with(launcher: Launcher) -> None:
+    values = tuple(torch.zeros(BATCH, HEADS, SEQLEN_Q, HEAD_DIM).to(E4M3) for _ in range(3))
+    with torch.inference_mode():
+        scales = tuple(torch.ones(BATCH, HEADS) for _ in range(3))
+        check_scales(*values, scales)
+        out = microsdpa.sdpa(*values, q_scale=scales[0], k_scale=scales[1], v_scale=scales[2])
+    assert (out.dtype, len(launcher.calls)) == (HALF, 1)

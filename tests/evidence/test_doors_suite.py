@@ -123,3 +123,30 @@ def test_a_side_that_fails_is_a_reason_and_not_the_end(monkeypatch: pytest.Monke
     outcome = doors._checked(door, door.torchs, make(door.case))
     assert not isinstance(outcome, str)
     assert outcome[1]["max_abs"] is not None
+
+
+def test_a_loop_runs_once_a_turn_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(door_models.launcher, "forget_plans", lambda: seen.append("forget"))
+    loops = door_models._Loops(lambda: seen.append("loop"))
+    assert (loops.turns, seen) == (1, [])
+    (sample,) = loops.turn()
+    assert seen == ["forget", "loop"]
+    assert 0 < sample < 1e6 / door_models.STEPS
+
+
+def test_the_long_loop_ends_with_the_logits_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    monkeypatch.setattr(door_models, "STEPS", 5)
+    import transformers
+
+    sizes = door_models.SIZES | dict(door_models.ONE_LAYER.sizes) | {"hidden_size": 64, "intermediate_size": 64}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    with torch.no_grad():
+        grown, at_once = (bind(model)() for bind in (door_models._decoding_loop, door_models._last_of_prefill))
+    assert grown.shape == at_once.shape
+    assert float((grown - at_once).abs().max()) < 1e-4
+    assert float(at_once.abs().max()) > 1e-2

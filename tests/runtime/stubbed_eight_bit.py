@@ -33,6 +33,7 @@ from microsdpa.attention.plan import Expected, make_plan, make_scaled_plan
 from microsdpa.call.call import NO_SCALES, Call, Scales
 from microsdpa.call.masks import NONE, Masks
 from microsdpa.call.options import Options
+from microsdpa.call.scales import UNCOUNTED
 from microsdpa.call.validate import Checked
 from microsdpa.execution import forward, quantized
 from microsdpa.kernels import KernelSpec, TensorMap
@@ -172,6 +173,16 @@ def test_a_repeated_call_is_validated_and_planned_once(precision: Precision, che
     assert len(checks) == 1
 
 
+@pytest.mark.parametrize("masks", [{}, {"window": (3, 0)}], ids=str)
+def test_scales_beside_a_precision_are_refused_by_a_call_that_has_a_plan(masks: dict[str, Any]) -> None:
+    attend(*tensors(), **masks)
+    before = record.launches
+    for given in ((0.5, None, None), (None, 0.5, None), (None, None, 0.5)):
+        with pytest.raises(InvalidArgument, match="precision"):
+            attend(*tensors(), scales=given, **masks)
+    assert record.launches == before
+
+
 def test_the_kernels_share_one_workspace(checks: list[Any]) -> None:
     attend(*tensors())
     quantize, attention = params(QuantizeParams, 1), params(EightBitParams)
@@ -275,7 +286,7 @@ def scales(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def test_quantized_values_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "known_positive", lambda scales: True)
+    monkeypatch.setattr(forward, "_changes_of", lambda _: UNCOUNTED)
     monkeypatch.setattr(torch, "Tensor", Tensor)
     quantized = tensors(torch.float8_e4m3fn)
     before = record.launches

@@ -286,22 +286,28 @@ def sdpa(
         dropped = _with_dropout(call._replace(scales=scales_of(q_scale, k_scale, v_scale), out=out), return_lse)
         return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
-        named = is_causal, causal, enable_gqa, impl, precision
         tracing = is_dynamo_compiling()
-        if precision is None and q_scale is None and attn_mask is None and not tracing:
-            rest = scale, alibi_slopes, sinks, window, softcap, k_scale, v_scale
-            beside = forward.launch_beside_cache(query, key, value, named, rest, return_lse, out)
-            if beside is not None:
-                return beside if return_lse else beside[0]  # type: ignore[return-value]
-        if not tracing:
-            given = (q_scale, k_scale, v_scale) if precision is None else None
+        scaled = q_scale is not None or k_scale is not None or v_scale is not None
+        if not tracing and not (scaled and precision is not None):  # both are refused below
+            named = is_causal, causal, enable_gqa, impl, precision
+            at_once: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+            if precision is None and q_scale is None and attn_mask is None:
+                rest = scale, alibi_slopes, sinks, window, softcap, k_scale, v_scale
+                beside = forward.launch_beside_cache(query, key, value, named, rest, return_lse, out)
+                if beside is not None:
+                    return beside if return_lse else beside[0]  # type: ignore[return-value]
             unmasked = attn_mask is None and window is None and softcap is None
-            masking = None
-            if not unmasked or alibi_slopes is not None or sinks is not None:
-                masking = attn_mask, alibi_slopes, sinks, window, softcap
-            found = forward.launch_eight_bit(query, key, value, named, scale, return_lse, out, (given, masking))
-            if found is not None:
-                return found if return_lse else found[0]  # type: ignore[return-value]
+            if not (unmasked and alibi_slopes is None and sinks is None):
+                scales_given = (q_scale, k_scale, v_scale) if precision is None else None
+                masking = scales_given, (attn_mask, alibi_slopes, sinks, window, softcap)
+                at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, masking)
+            elif precision is not None:
+                at_once = forward.launch_quantizing(query, key, value, named, scale, return_lse, out)
+            else:
+                of_values = q_scale, k_scale, v_scale
+                at_once = forward.launch_values(query, key, value, named, scale, return_lse, out, of_values)
+            if at_once is not None:
+                return at_once
         if is_known:
             attn_mask = combined((query, key, value), None, document_ids, block_mask)
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)

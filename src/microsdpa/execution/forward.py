@@ -17,7 +17,7 @@ from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import LOWER_RIGHT, OPTIONS, PLAIN, PLAIN_CODE, TURNED_BIT, VARLEN_OPTIONS, Options
 from microsdpa.call.prologue import Prologue
-from microsdpa.call.scales import VALUE_DTYPES, known_positive
+from microsdpa.call.scales import UNCOUNTED, VALUE_DTYPES, changes_of, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.execution import dropout, prologue, quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
@@ -31,6 +31,7 @@ _launch = launcher.launch
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 _HALF = torch.float16
+_changes_of = changes_of
 
 MISSES = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
@@ -101,7 +102,7 @@ def _is_graded(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out:
     )
 
 
-def launch_eight_bit(
+def launch_quantizing(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -109,65 +110,118 @@ def launch_eight_bit(
     scale: float | None,
     return_lse: bool,
     out: torch.Tensor | None,
-    given: tuple[tuple[object, object, object] | None, tuple[Any, ...] | None],
-) -> Result | None:
-    """Launch a call with 8-bit operands that has a plan; None for one whose arguments have to be looked at.
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """Launch a call with precision=, without masks, that has a plan, and give what sdpa does.
 
-    `options` are is_causal, causal, enable_gqa, impl and precision, as sdpa has them. `given` are the scales of 8-bit
-    values, or None, and attn_mask, alibi_slopes, sinks, window and softcap, or None for none of them.
+    None stands for a call whose arguments have to be looked at. `options` are is_causal, causal, enable_gqa, impl and
+    precision, as sdpa has them.
     """
-    scales, masking = given
     try:
-        code, masks = OPTIONS[options], launcher.NO_MASKS
-        if masking is not None:
-            attn_mask, alibi_slopes, sinks, window, softcap = masking
-            if options[0] and attn_mask is not None:
-                return None
-            left, right = window or (-1, -1)
-            masks = attn_mask, alibi_slopes, sinks, left, right, softcap
-            if _is_grad_enabled() and any(t is not None and t.requires_grad for t in masks[:3]):
-                return None
-        if (scales is not None and not known_positive(scales)) or _is_graded(query, key, value, out):
+        if (_is_grad_enabled() or forward_ad._current_level >= 0) and _is_graded(query, key, value, out):
             return None
-        if scales is None:
-            result = _empty_like(query) if out is None else out
-            if masking is None:
-                lse = _launch(query, key, value, result, return_lse, code, scale)
-            else:
-                lse = _launch(query, key, value, result, return_lse, code, scale, *masks)
-        else:
-            if out is None:
-                dtype = value.dtype  # as output_type() gives it
-                result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
-            else:
-                result = out
-            of_query, of_key, of_value = scales
-            if masking is None:  # named one by one: that takes less time than a tuple of them
-                lse = _launch(
-                    query,
-                    key,
-                    value,
-                    result,
-                    return_lse,
-                    code,
-                    scale,
-                    None,
-                    None,
-                    None,
-                    -1,
-                    -1,
-                    None,
-                    of_query,
-                    of_key,
-                    of_value,
-                )
-            else:
-                lse = _launch(query, key, value, result, return_lse, code, scale, *masks, *scales)
+        result = _empty_like(query) if out is None else out
+        lse = _launch(query, key, value, result, return_lse, OPTIONS[options], scale)
     except MISSES:
         return None
     if lse is None:
         return None
-    return result, lse if return_lse else None
+    return (result, lse) if return_lse else result
+
+
+def launch_values(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: tuple[object, ...],
+    scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    scales: tuple[Any, Any, Any],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """The same for 8-bit values with the scales of query, key and value.
+
+    Scales are looked up as known_positive() does it, one after another: a loop takes a tenth of the whole time.
+    """
+    try:
+        q_scale, k_scale, v_scale = scales
+        changes = _changes_of(id(q_scale))
+        if changes != UNCOUNTED and changes != q_scale._version:
+            return None
+        changes = _changes_of(id(k_scale))
+        if changes != UNCOUNTED and changes != k_scale._version:
+            return None
+        if v_scale is not None:
+            changes = _changes_of(id(v_scale))
+            if changes != UNCOUNTED and changes != v_scale._version:
+                return None
+        if (_is_grad_enabled() or forward_ad._current_level >= 0) and _is_graded(query, key, value, out):
+            return None
+        result = out
+        if result is None:
+            dtype = value.dtype  # as output_type() gives it
+            result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
+        # Masks are named one by one: that takes less time than a tuple of them.
+        lse = _launch(
+            query,
+            key,
+            value,
+            result,
+            return_lse,
+            OPTIONS[options],
+            scale,
+            None,
+            None,
+            None,
+            -1,
+            -1,
+            None,
+            q_scale,
+            k_scale,
+            v_scale,
+        )
+    except MISSES:
+        return None
+    if lse is None:
+        return None
+    return (result, lse) if return_lse else result
+
+
+def launch_masked_eight_bit(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: tuple[object, ...],
+    scale: float | None,
+    return_lse: bool,
+    out: torch.Tensor | None,
+    given: tuple[tuple[Any, Any, Any] | None, tuple[Any, ...]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+    """The same for calls with masks, of both kinds.
+
+    `given` are the scales of 8-bit values, or None, and attn_mask, alibi_slopes, sinks, window and softcap.
+    """
+    scales, (attn_mask, alibi_slopes, sinks, window, softcap) = given
+    try:
+        if options[0] and attn_mask is not None:
+            return None
+        if _is_grad_enabled() and any(t is not None and t.requires_grad for t in (attn_mask, alibi_slopes, sinks)):
+            return None
+        if (scales is not None and not known_positive(scales)) or _is_graded(query, key, value, out):
+            return None
+        result = out
+        if result is None and scales is None:
+            result = _empty_like(query)
+        elif result is None:
+            dtype = value.dtype
+            result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
+        left, right = window or (-1, -1)
+        masks = attn_mask, alibi_slopes, sinks, left, right, softcap
+        lse = _launch(query, key, value, result, return_lse, OPTIONS[options], scale, *masks, *(scales or ()))
+    except MISSES:
+        return None
+    if lse is None:
+        return None
+    return (result, lse) if return_lse else result
 
 
 def launch_beside_cache(
@@ -181,7 +235,7 @@ def launch_beside_cache(
 ) -> Result | None:
     """Launch a call of sdpa with an 8-bit cache that has a plan, as sdpa_varlen does; None for any other.
 
-    `options` are those of launch_eight_bit(); `rest` scale, alibi_slopes, sinks, window, softcap, k_scale and v_scale.
+    `options` are those of launch_quantizing(); `rest` scale, alibi_slopes, sinks, window, softcap, k_scale and v_scale.
     """
     scale, slopes, sinks, window, softcap, k_scale, v_scale = rest
     try:
@@ -233,7 +287,7 @@ def launch_prologued(
 ) -> Result | None:
     """Launch a call with norms or rotary embedding that has a plan; None for one that has none.
 
-    `options` are those of launch_eight_bit(); `rest` scale, attn_mask, alibi_slopes, sinks, window and softcap.
+    `options` are those of launch_quantizing(); `rest` scale, attn_mask, alibi_slopes, sinks, window and softcap.
     """
     query, key, value = inputs
     scale, mask, slopes, sinks, window, softcap = rest
