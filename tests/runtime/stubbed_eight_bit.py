@@ -35,6 +35,7 @@ from microsdpa.call.masks import NONE, Masks
 from microsdpa.call.options import Options
 from microsdpa.call.scales import UNCOUNTED
 from microsdpa.call.validate import Checked
+from microsdpa.errors import InvalidArgument
 from microsdpa.execution import forward, quantized
 from microsdpa.kernels import KernelSpec, TensorMap
 from microsdpa.kernels.eight_bit_params import EightBitParams, QuantizeParams, RestoreLseParams, ScaledMaskedParams
