@@ -77,9 +77,7 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
     if operands := row.get("operands"):  # quantized values, as sdpa takes them
         shared: dict[str, Any] = {"operands": operands, "key_block": row.get("key_block", 0), "target": target}
         shared["mask"] = _mask_kind(row)
-        quantized = Problem(
-            **_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), mask=_mask_kind(row), **shared
-        )
+        quantized = Problem(**_sizes(row["shape"]), dtype=row["inputs"], causal=_causal(row["mask"]), **shared)
         return {"code_signature": Kernel.of(select(quantized, row["requested"]).spec, quantized)}
     plain = problem_of(row, target)
     if row.get("variant") == OWN_KERNELS:
