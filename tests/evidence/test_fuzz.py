@@ -412,6 +412,22 @@ def test_a_gradient_may_have_the_errors_of_what_a_kernel_rounds(sizes: Any, opti
     assert fuzz.check(call, "cpu").failure == ""
 
 
+def test_outputs_of_rotated_rows_are_compared_with_those_of_the_rows_as_rounded() -> None:
+    """Roundings of eager's sums undo half of what the rounding of these rows does to an exact sum."""
+    options = {"causal": "upper_left", "scale": 3.0, "alibi": "batch", "sinks": "inputs", "graded": "q"}
+    rotated = {
+        "rotary": 64,
+        "rotary_positions": "apart",
+        "seed": 1268232544,
+        "layouts": ("bhsd", "bhsd", "sbhd", "bhsd"),
+    }
+    call = Call("backward", "bfloat16", 2, 1, 1, 5, 11, **options, **rotated, impl="hopper/latency")  # type: ignore[arg-type]
+    outcome = fuzz.check(call, "cpu")
+    assert outcome.failure == ""
+    assert outcome.errors is not None
+    assert outcome.errors.max_abs < 0.01
+
+
 def test_a_model_of_a_backward_errs_about_as_kernels_do(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     real = fuzz_check._modelled_errors

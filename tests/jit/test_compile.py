@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import subprocess
@@ -26,6 +27,7 @@ from microsdpa.jit.inspect import (
 from microsdpa.jit.occupancy import occupancy
 from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import FAMILIES, KernelSpec, catalogue
+from microsdpa.runtime import launcher
 
 TARGETS = ("sm_80", "sm_89", "sm_90a", "sm_120")
 PARTS = 4
@@ -128,6 +130,23 @@ def test_a_kernel_that_spills_is_refused_unless_its_spec_says_why(
     assert "rung_01" in Path(caught.value.source).read_text()
     excused = dataclasses.replace(spec, local_memory="a test")
     assert compile_kernel(excused, "sm_89", tmp_path / "b").resources == spilled
+
+
+def test_a_call_runs_a_kernel_that_spills_and_says_so_once(
+    spec: KernelSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("microsdpa.jit.build.resources_from_log", lambda log: Resources(255, 0, 8, 4, 4))
+    monkeypatch.setattr("microsdpa.jit.build._memory", {})
+    monkeypatch.setattr(launcher, "_kernels", {})
+    monkeypatch.setenv("MICROSDPA_CACHE_DIR", str(tmp_path))
+    with caplog.at_level(logging.WARNING, "microsdpa"):
+        for _ in range(2):
+            assert launcher._compiled(spec, "sm_89").resources.uses_local_memory
+    (line,) = (record.message for record in caplog.records)
+    assert "uses local memory (8 bytes of stack" in line
+    assert "results are right" in line
+    with pytest.raises(CompileError, match="its spec does not say why it may"):
+        compile_kernel(spec, "sm_89")
 
 
 def test_a_compile_error_holds_the_log_and_the_source(

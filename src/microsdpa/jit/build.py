@@ -41,15 +41,38 @@ _memory: dict[str, CompiledKernel] = {}
 _building: dict[str, threading.Lock] = {}
 
 
-def compile_kernel(spec: KernelSpec, target: str, directory: Path | None = None) -> CompiledKernel:
+def compile_kernel(
+    spec: KernelSpec, target: str, directory: Path | None = None, *, strict: bool = True
+) -> CompiledKernel:
     """The compiled kernel of `spec` for `target`: machine code for "sm_89", PTX for "compute_89".
 
     `directory` overrides the cache's place, and then neither the kernels held in memory nor those of the package
-    microsdpa-kernels are consulted. Needs no GPU, and for a kernel that is found no compiler.
+    microsdpa-kernels are consulted. Needs no GPU, and for a kernel that is found no compiler. `strict` refuses what
+    `unexcused` says: those who build kernels ask for that, a caller of attention does not.
 
     Raises:
-        CompileError: NVRTC refused the kernel, or it uses local memory and its spec does not say why it may.
+        CompileError: NVRTC refused the kernel, or `strict` did.
     """
+    kernel = _found_or_built(spec, target, directory)
+    if strict and (fault := unexcused(kernel)):
+        source = cache.keep_failed_source(expand(spec.source))
+        raise CompileError(fault, log=kernel.log, source=source)
+    return kernel
+
+
+def unexcused(kernel: CompiledKernel) -> str:
+    """That a kernel uses local memory and its spec does not say why it may; empty for any other."""
+    spec, used = kernel.spec, kernel.resources
+    if not used.uses_local_memory or spec.local_memory:
+        return ""
+    return (
+        f"{spec.name} for {kernel.target} uses local memory ({used.stack_bytes} bytes of stack, "
+        f"{used.spill_store_bytes} of spill stores, {used.spill_load_bytes} of spill loads), "
+        "and its spec does not say why it may"
+    )
+
+
+def _found_or_built(spec: KernelSpec, target: str, directory: Path | None) -> CompiledKernel:
     code = code_signature(spec, target)
     if directory is None and (ready := prebuilt.find(code, target)):
         return _kernel(spec, target, ready.metadata["signature"], code, ready, found=True)
@@ -106,19 +129,11 @@ def _build(spec: KernelSpec, target: str) -> cache.Entry:
         cubin = nvrtc.compile_cubin(text, spec.source, spec.expression, target, spec.flags)
         try:
             if target.startswith(VIRTUAL):  # what ptxas makes of it here; the driver's compiler is another
-                resources = compile_kernel(spec, target.replace(VIRTUAL, "sm_")).resources
+                resources = compile_kernel(spec, target.replace(VIRTUAL, "sm_"), strict=False).resources
             else:
                 resources = resources_from_log(cubin.log)
         except ValueError:  # NVRTC may leave ptxas' lines out where it has warnings of its own
             resources = resources_from_cubin(cubin.code, target)
-        if resources.uses_local_memory and not spec.local_memory:
-            raise CompileError(
-                f"{spec.name} for {target} uses local memory ({resources.stack_bytes} bytes of stack, "
-                f"{resources.spill_store_bytes} of spill stores, {resources.spill_load_bytes} of spill loads), "
-                "and its spec does not say why it may",
-                log=cubin.log,
-                source=None,
-            )
     except CompileError as error:
         raise CompileError(error.summary, log=error.log, source=cache.keep_failed_source(text)) from None
     return cache.Entry(

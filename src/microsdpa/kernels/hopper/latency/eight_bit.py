@@ -36,7 +36,6 @@ MOST_ROUNDS = 4
 """Tiles of keys of a warpgroup: all of them are resident."""
 MASKED_SPILLS = "what masks keep of a row takes a few registers more than there are: they are stored, once"
 UNROLLED_SPILLS = "four rounds take a few registers more than there are: they are stored, once"
-WIDE_SPILLS = "the compiler of one machine with CUDA 13.0 kept 4 bytes there at D = 128, which others do not"
 WIDENED = 3
 """Bytes of a value of V: as it comes, and in FP16."""
 
@@ -123,7 +122,7 @@ def specification(problem: Problem, choice: EightBitLatency) -> KernelSpec | Rej
         threads=128 * (WARPGROUPS + 1),
         block_m=BLOCK_M,
         shared_bytes=max(shared_bytes, chip.shared_per_sm // 2),  # one CTA an SM, as with 16 bits
-        local_memory=_spills(choice, problem),
+        local_memory=UNROLLED_SPILLS if choice.rounds == MOST_ROUNDS else MASKED_SPILLS if mask else "",
         low_occupancy="one CTA an SM, of three warpgroups: of a call this small, no SM has more to do",
         cluster=choice.cluster,
         split=choice.cluster,
@@ -132,15 +131,6 @@ def specification(problem: Problem, choice: EightBitLatency) -> KernelSpec | Rej
         programmatic=True,
         params=SCALED_PARAMS if mask is None else SCALED_MASKED_PARAMS,
     )
-
-
-def _spills(choice: EightBitLatency, problem: Problem) -> str:
-    """Why a configuration may use local memory; empty where it may not."""
-    if choice.rounds == MOST_ROUNDS:
-        return UNROLLED_SPILLS
-    if problem.mask is not None:
-        return MASKED_SPILLS
-    return WIDE_SPILLS if padded(problem.head_dim) == max(TILE_DIMS) else ""
 
 
 def latency(problem: Problem) -> KernelSpec | Rejection:
