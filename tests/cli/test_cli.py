@@ -187,7 +187,7 @@ def test_an_error_of_the_library_is_a_message_and_exit_code_2() -> None:
     assert result.returncode == cli.EXIT_USAGE
     assert result.stderr.startswith(
         "InvalidArgument: suite: expected one of ampere, backward, block, context_parallel, decode, doors, fp8, "
-        "ladder, masked, mission, prefill, prefill_fp8, real, serving, small, start, steps, wild, got 'nope'"
+        "ladder, masked, mission, prefill, prefill_fp8, real, schedule, serving, small, start, steps, wild, got 'nope'"
     )
     assert result.stdout == ""
 

@@ -9,12 +9,15 @@ from typing import Any
 import tvm_ffi
 from tvm_ffi import libinfo
 
+from microsdpa.jit.inspect import Resources
 from microsdpa.kernels.params import MaskedParams, Params
 
 KDL_CUDA, KDL_FLOAT, KDL_BFLOAT = 2, 2, 4
 
 
 HISTORY, MAX_MAPS = 8, 8
+
+NO_SPILL = Resources(registers=64, shared_bytes=0, stack_bytes=0, spill_store_bytes=0, spill_load_bytes=0)
 
 
 class Launch(ctypes.Structure):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, install_allocator, integer, last, record, set_integer
+from fake_cuda import NO_SPILL, FakeCuda, install_allocator, integer, last, record, set_integer
 from stub_harness import (
     ADDRESSES,
     KV,
@@ -85,9 +85,12 @@ def empty_like(query: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _eight_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def compile_kernel(spec: KernelSpec, target: str) -> SimpleNamespace:
+    def compile_kernel(spec: KernelSpec, target: str, *, strict: bool) -> SimpleNamespace:
+        assert not strict
         assert target == "sm_89"
-        return SimpleNamespace(spec=spec, signature=spec.expression, cubin=b"cubin", symbol="kernel")
+        return SimpleNamespace(
+            spec=spec, signature=spec.expression, cubin=b"cubin", symbol="kernel", resources=NO_SPILL
+        )
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     monkeypatch.setattr(torch, "empty_like", empty_like)
@@ -318,9 +321,12 @@ def test_masks_beside_quantized_values_are_one_launch(monkeypatch: pytest.Monkey
     def masked_problem(checked: Checked, out: Any) -> Problem:
         return replace(problem_of(checked), target="sm_90a", mask=checked.masks.kind_in_memory)
 
-    def compile_kernel(spec: KernelSpec, target: str) -> SimpleNamespace:
+    def compile_kernel(spec: KernelSpec, target: str, *, strict: bool) -> SimpleNamespace:
+        assert not strict
         assert (spec.name, target) == ("hopper/latency_8bit", "sm_90a")
-        return SimpleNamespace(spec=spec, signature=spec.expression, cubin=b"cubin", symbol="kernel")
+        return SimpleNamespace(
+            spec=spec, signature=spec.expression, cubin=b"cubin", symbol="kernel", resources=NO_SPILL
+        )
 
     monkeypatch.setattr(forward, "check", check)
     monkeypatch.setattr(forward, "problem_of", masked_problem)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import install_allocator, integer, last, record, set_integer, tensor
+from fake_cuda import NO_SPILL, install_allocator, integer, last, record, set_integer, tensor
 from stub_harness import ADDRESSES, NO_MEMORY, PRIMARY, SHAPE, _clean, call, check_allocated_lse, prepared, register
 
 from microsdpa.attention import api
@@ -171,7 +172,9 @@ def test_prepare_registers_what_sdpa_launches(monkeypatch: pytest.MonkeyPatch) -
     from microsdpa.kernels import KernelSpec
 
     spec = KernelSpec("test/masked", "", "", (), threads=64, block_m=16, params="microsdpa::MaskedParams")
-    monkeypatch.setattr(launcher, "compile_kernel", lambda stage, target: None)
+    monkeypatch.setattr(
+        launcher, "compile_kernel", lambda stage, target, strict: SimpleNamespace(spec=stage, resources=NO_SPILL)
+    )
     monkeypatch.setattr(launcher, "load_kernel", lambda kernel, device: (0x5000, PRIMARY))
     query, key, value, out, *_ = call()
     masks = Masks(window=(6, 2), softcap=2.0)

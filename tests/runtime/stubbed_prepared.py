@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import tvm_ffi
-from fake_cuda import install_allocator, integer, last, record, set_integer, tensor
+from fake_cuda import NO_SPILL, install_allocator, integer, last, record, set_integer, tensor
 from stub_harness import (
     ADDRESSES,
     KV,
@@ -71,9 +71,10 @@ def test_a_cluster_that_not_every_gpu_runs_is_asked_for(cluster: int, asked: int
 @pytest.mark.usefixtures("_four_maps", "_programmatic")
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_kernel(spec: KernelSpec, target: str) -> SimpleNamespace:
+    def compile_kernel(spec: KernelSpec, target: str, *, strict: bool) -> SimpleNamespace:
+        assert not strict
         assert target == "sm_90a"
-        return SimpleNamespace(spec=spec, signature=spec.name, cubin=b"cubin", symbol="kernel")
+        return SimpleNamespace(spec=spec, signature=spec.name, cubin=b"cubin", symbol="kernel", resources=NO_SPILL)
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     install_allocator()

@@ -131,7 +131,7 @@ def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str
             try:
                 result = _attend_packed(query, key, padded, options, further)
                 if result is None:
-                    out = _output(query, (key, value, options["attn_mask"], s_aux))
+                    out = _output(query, padded, (key, options["attn_mask"], s_aux))
                     attended = api.sdpa(query, key, padded, out=out, **options)
                     assert isinstance(attended, torch.Tensor)
                     result = attended
@@ -458,17 +458,17 @@ def _refuse_packing(query: torch.Tensor, further: dict[str, Any]) -> None:
         )
 
 
-def _output(query: torch.Tensor, others: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    """Memory for [B, H, S_q, D] in the order [B, S_q, H, D], which models want; None where autograd makes its own.
+def _output(query: torch.Tensor, value: torch.Tensor, others: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    """Memory for [B, H, S_q, D_v] in the order [B, S_q, H, D_v], which models want; None where autograd makes its own.
 
     The output that sdpa allocates has the memory order of query, which in most models is that already.
     """
     if query.shape[2] == 1 or not query.is_contiguous() or is_dynamo_compiling():
         return None
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, *others)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, value, *others)):
         return None
-    batch, heads, seqlen_q, head_dim = query.shape
-    return query.new_empty(batch, seqlen_q, heads, head_dim).transpose(1, 2)
+    batch, heads, seqlen_q, _ = query.shape
+    return query.new_empty(batch, seqlen_q, heads, value.shape[3]).transpose(1, 2)
 
 
 def _combined(mask: torch.Tensor | None, position_bias: torch.Tensor | None) -> torch.Tensor | None:
