@@ -286,7 +286,7 @@ MUTANTS = [
             ),
             (
                 "numbers of other queries",
-                THROUGHPUT + "dropping.cuh",
+                THROUGHPUT + "policies.cuh",
                 "row = work.first_row + tile_row",
                 "row = tile_row",
                 "off",

@@ -12,10 +12,12 @@ import torch
 import tvm_ffi
 from fake_cuda import install_allocator, integer, last, record, set_context, set_integer, tensor
 from stub_harness import (
+    ADDRESSES,
     KV,
     LAUNCH_FAILED,
     LSE_BYTES,
     MISSES,
+    NO_MEMORY,
     PRIMARY,
     SHAPE,
     _clean,
@@ -29,6 +31,7 @@ from stub_harness import (
 )
 
 from microsdpa.attention import api
+from microsdpa.call.options import CONTINUED_BIT
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean", "_programmatic"]
@@ -293,3 +296,32 @@ def test_no_call_of_torch_jit_trace_is_launched() -> None:
     assert found == [None]
     assert record.launches == launches
     assert library.sdpa(*arguments) is not None
+
+
+def test_a_call_that_goes_on_from_an_lse_gets_it() -> None:
+    lse = tensor((2, 4, 16), 0x500000, bits=32)
+    given = {"options": 5 | CONTINUED_BIT, "lse": lse}
+    register(call(**given))
+    assert launcher.launch(*call(**given)) is True
+    assert last().params.lse == 0x500000
+    assert launcher.launch(*call(options=5, lse=lse)) is None
+
+
+@pytest.mark.parametrize(
+    "lse",
+    [
+        True,
+        None,
+        tensor((2, 4, 15), 0x500000, bits=32),
+        tensor((8, 16), 0x500000, bits=32),
+        tensor((2, 4, 16), 0x500000, bits=16),
+        tensor((2, 4, 16), 0x500000, bits=32, strides=(64, 1, 4)),
+        tensor((2, 4, 16), 0x500000, bits=32, device=1),
+        tensor((2, 4, 16), ADDRESSES[3] + 64, bits=32),
+        tensor((2, 4, 16), ADDRESSES[0], bits=32),
+        tensor((2, 4, 16), NO_MEMORY, bits=32),
+    ],
+)
+def test_no_other_lse_is_gone_on_from(lse: Any) -> None:
+    register(call(options=5 | CONTINUED_BIT, lse=tensor((2, 4, 16), 0x500000, bits=32)))
+    assert launcher.launch(*call(options=5 | CONTINUED_BIT, lse=lse)) is None

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.blocks import BlockTable
 from microsdpa.call.cached import as_sequences, has_cache
-from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
+from microsdpa.call.call import NO_SCALES, Call, Inputs, MaskTensors, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
 from microsdpa.call.masks import dense, refuse_both
@@ -23,7 +23,7 @@ from microsdpa.call.tensors import check_causal, check_grad
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, known_mask, with_causal
-from microsdpa.errors import InvalidArgument
+from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES
 from microsdpa.execution.nodes import PLAIN_TYPES
@@ -71,6 +71,7 @@ def sdpa(
     q_norm: NormOf | None = None,
     k_norm: NormOf | None = None,
     norm_eps: float = 1e-6,
+    continue_from: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -105,6 +106,7 @@ def sdpa(
     q_norm: NormOf | None = None,
     k_norm: NormOf | None = None,
     norm_eps: float = 1e-6,
+    continue_from: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -139,6 +141,7 @@ def sdpa(
     q_norm: NormOf | None = None,
     k_norm: NormOf | None = None,
     norm_eps: float = 1e-6,
+    continue_from: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -172,6 +175,7 @@ def sdpa(
     q_norm: NormOf | None = None,
     k_norm: NormOf | None = None,
     norm_eps: float = 1e-6,
+    continue_from: tuple[torch.Tensor, torch.Tensor] | None = None,
     **unknown: Never,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention: softmax(scale * Q K^T + mask) V, exact.
@@ -241,6 +245,12 @@ def sdpa(
             (weight, bias or None) stands for LayerNorm.
         k_norm: the same of key; both are of one kind.
         norm_eps: what is added to the mean square or the variance.
+        continue_from: partial attention: (output, LSE) of the same queries on other keys, as return_lse=True gives
+            them. The result is that of those keys and these in one softmax; the launch writes it to both tensors, and
+            they are what it returns. The output is [B, H, S_q, D] in query's dtype, the LSE [B, H, S_q] in FP32,
+            contiguous; a row's LSE of -inf says that it has seen no key. Masks speak of this call's keys; a sink is to
+            be given once. There is no gradient, `out`, precision, dropout, norm or rotary embedding beside it, and no
+            torch.compile.
 
     Returns:
         The output, or (output, LSE) with return_lse.
@@ -252,6 +262,16 @@ def sdpa(
     """
     if unknown:
         raise unknown_argument("sdpa", unknown, sdpa)
+    if continue_from is not None:
+        if document_ids is not None or block_mask is not None:
+            is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
+            attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
+        options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
+        masks, scales = MaskTensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
+        prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
+        call = Call((query, key, value), masks, scales, options, return_lse, out, None, None, prologue, continue_from)
+        continued = _continued(call)
+        return continued if return_lse else continued[0]  # type: ignore[return-value]
     if not (rotary is q_norm is k_norm is rotary_positions is None):
         prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
         assert prologue is not None
@@ -399,6 +419,26 @@ def sdpa(
     else:
         found = forward.first_call(Call(inputs, masks, options=options, return_lse=return_lse, out=out))
     return found if return_lse else found[0]  # type: ignore[return-value]
+
+
+def _continued(call: Call) -> forward.Result:
+    """A call that goes on from an output and an LSE of other keys."""
+    options, masks = call.options, mask_tensors(*call.masks)
+    bare = call.out is None and call.scales is NO_SCALES and call.prologue is None
+    if bare and options.precision is None and not options.dropout_p and not is_dynamo_compiling():
+        fixed = options.is_causal, options.causal, options.enable_gqa, options.impl, None
+        rest = options.scale, *call.masks, options.window, options.softcap
+        found = forward.launch_continued(call.inputs, fixed, call.previous, rest)  # type: ignore[arg-type]
+        if found is not None:
+            return found
+    given = *call.inputs, *call.masks
+    if is_dynamo_compiling() or autograd.is_traced(call.inputs):
+        raise UnsupportedProblem(
+            "torch.compile and transforms do not see calls with continue_from, which write to its tensors",
+            nearest="torch.compiler.disable around the call",
+        )
+    transforms.refuse_tangents(*(t for t in given if isinstance(t, torch.Tensor)))
+    return forward.first_call(call._replace(masks=masks))
 
 
 def _with_prologue(call: Call, prologue: Prologue) -> forward.Result:

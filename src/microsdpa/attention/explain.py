@@ -122,6 +122,7 @@ def explain(
     q_norm: NormOf | None = None,
     k_norm: NormOf | None = None,
     norm_eps: float = 1e-6,
+    continue_from: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Explanation:
     """What sdpa would run for these arguments, without running or compiling it.
 
@@ -134,7 +135,8 @@ def explain(
     masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
     prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
-    call = Call((query, key, value), masks, scales, options, return_lse, out, prologue=prologue)
+    given = (query, key, value), masks, scales, options, return_lse, out
+    call = Call(*given, prologue=prologue, previous=continue_from)
     return explanation(check(as_sequences(call) if has_cache(call) else call))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from microsdpa.call.dropout import Random
-from microsdpa.call.options import PLAIN, Options
+from microsdpa.call.options import CONTINUED_BIT, PLAIN, Options
 from microsdpa.call.prologue import Prologue
 from microsdpa.call.sequences import Sequences
 
@@ -65,6 +65,7 @@ class Call(NamedTuple):
         sequences: where sequences of many lengths lie; query, key and value then have the layouts of sdpa_varlen.
         random: of a call that drops probabilities; None for random numbers that are taken when it runs.
         prologue: norms and rotary embedding of query and key; None for none.
+        previous: output and LSE of other keys, which the call goes on from and writes to; None for none.
     """
 
     inputs: Inputs
@@ -76,6 +77,7 @@ class Call(NamedTuple):
     sequences: Sequences | None = None
     random: Random | None = None
     prologue: Prologue | None = None
+    previous: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def code(self) -> int:
@@ -84,7 +86,8 @@ class Call(NamedTuple):
         Raises:
             KeyError: one of them is not valid.
         """
-        return self.options.code if self.prologue is None else self.options.code | self.prologue.code
+        code = self.options.code if self.prologue is None else self.options.code | self.prologue.code
+        return code if self.previous is None else code | CONTINUED_BIT
 
     @property
     def shift(self) -> int:

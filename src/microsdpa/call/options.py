@@ -52,6 +52,8 @@ PROLOGUE_BIT = 1 << 25
 """Set where the call has norms or rotary embedding."""
 LAYER_NORM_BIT = 1 << 28
 UNROTATED_KEY_BIT = 1 << 27
+CONTINUED_BIT = 1 << 30
+"""Set where the call goes on from an output and an LSE of other keys."""
 TURNED_BIT = 1 << 29
 """Set, beside VARLEN_BIT, where tensors are [B, H, S, D] as those of sdpa, and scales of every token [B, H_kv, S_k]."""
 VARLEN_OPTIONS: dict[tuple[object, ...], int] = {

@@ -265,16 +265,21 @@ def new_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def check_out(
-    out: object, query: torch.Tensor, dtype: torch.dtype, inputs: tuple[torch.Tensor, ...], columns: int = 0
+    out: object,
+    query: torch.Tensor,
+    dtype: torch.dtype,
+    inputs: tuple[torch.Tensor, ...],
+    columns: int = 0,
+    name: str = "out",
 ) -> None:
     """Type, shape, dtype, device and strides of `out`, whose memory may not meet an input's.
 
-    `columns` is its head dimension; 0 for that of query.
+    `columns` is its head dimension; 0 for that of query. `name` is the argument that it comes by.
     """
-    check_not_nested(out=out)
+    check_not_nested(**{name: out})
     if not isinstance(out, torch.Tensor):
         raise InvalidArgument(
-            "out",
+            name,
             expected="a torch.Tensor or None",
             got=type(out).__name__,
             hint="pass torch.empty_like(query)",
@@ -287,35 +292,35 @@ def check_out(
     ):
         if want != got:
             raise InvalidArgument(
-                "out",
+                name,
                 expected=f"{what} {want}, as {whose}",
                 got=str(got),
                 hint="pass torch.empty_like(query)",
             )
     if out.stride(-1) != 1 and out.shape[-1] > 1:
         raise InvalidArgument(
-            "out",
+            name,
             expected="a stride of 1 along D",
             got=f"strides {out.stride()}",
             hint="pass torch.empty_like(query)",
         )
     if out.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
-            "out",
+            name,
             expected="a tensor that requires no grad",
             got="requires_grad=True",
             hint="pass out.detach()",
         )
     if overlaps_itself(out):
         raise InvalidArgument(
-            "out",
+            name,
             expected="a tensor whose elements have memory of their own",
             got=f"shape {list(out.shape)} with strides {out.stride()}",
             hint="pass torch.empty_like(query)",
         )
     if any(memory_ranges_meet(out, tensor) for tensor in inputs):
         raise InvalidArgument(
-            "out",
+            name,
             expected="memory that no input uses",
             got="a tensor that overlaps query, key or value",
             hint="pass torch.empty_like(query)",

@@ -9,6 +9,7 @@ import torch
 from microsdpa.call import cache as cache_checks
 from microsdpa.call import dropout as dropout_checks
 from microsdpa.call import masks as mask_checks
+from microsdpa.call import previous as previous_checks
 from microsdpa.call import prologue as prologue_checks
 from microsdpa.call import scales as scale_checks
 from microsdpa.call import sequences as sequence_checks
@@ -70,10 +71,12 @@ class Checked(NamedTuple):
         return 0 if value.shape[-1] == query.shape[-1] else value.shape[-1]
 
     def output(self) -> torch.Tensor:
-        """The tensor to write to: `out`, or memory in the order of query."""
+        """The tensor to write to: `out`, the output that the call goes on from, or memory in the order of query."""
         query, _, value = self.call.inputs
         if self.call.out is not None:
             return self.call.out
+        if self.call.previous is not None:
+            return self.call.previous[0]
         if self.operands is not None:
             return torch.empty_like(query, dtype=self.dtype)
         return torch.empty_like(query) if self.call.sequences is not None else tensors.new_output(query, value)
@@ -97,6 +100,8 @@ def check(call: Call) -> Checked:
         UnsupportedProblem: no kernel computes a call of that kind.
     """
     options, (query, key, value), eight_bit = call.options, call.inputs, call.is_eight_bit
+    if call.previous is not None:
+        previous_checks.refuse_beside(call)
     if eight_bit:
         if options.dropout_p:
             raise UnsupportedProblem(
@@ -142,6 +147,8 @@ def check(call: Call) -> Checked:
             others = *others, *call.prologue.tensors.values()
         columns = query.shape[-1] if call.sequences is not None else value.shape[-1]
         tensors.check_out(call.out, query, query.dtype, (*call.inputs, *others), columns)
+    if call.previous is not None:
+        previous_checks.check(call, masks)
     return Checked(call, kernel, emulated, causal, scale, masks, query.dtype, scales=scales)
 
 

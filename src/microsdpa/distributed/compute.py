@@ -50,6 +50,30 @@ def attend_piece(
         lse[:, :, rows] = found[1]
 
 
+def continue_piece(
+    agreed: Agreement,
+    piece: Piece,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Attention of one piece, which has keys, merged in its launch into what its queries have seen before.
+
+    `out` is [B, H, S_local, D], `lse` [B, H, piece.length].
+    """
+    query, key, value = inputs
+    rows, seen = slice(piece.at, piece.at + piece.length), slice(piece.start, piece.stop)
+    sdpa(
+        *(query[:, :, rows], key[:, :, seen], value[:, :, seen]),
+        **arguments(piece, mask),
+        scale=agreed.scale,
+        softcap=agreed.softcap,
+        enable_gqa=True,
+        continue_from=(out[:, :, rows], lse),
+    )
+
+
 def differentiate_piece(
     agreed: Agreement,
     piece: Piece,

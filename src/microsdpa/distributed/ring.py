@@ -1,4 +1,8 @@
-"""Attention while keys and values go round the ranks: memory for two shards of them, and partial results are merged."""
+"""Attention while keys and values go round the ranks: memory for two shards of them, and partial results are merged.
+
+Few partial results are merged by the launches of attention themselves, into an output of 16 bits that is rounded each
+time. Many are added up in FP32, in launches of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,19 @@ import torch.distributed as dist
 from microsdpa.distributed import collective
 from microsdpa.distributed.agreement import Agreement
 from microsdpa.distributed.collective import on
-from microsdpa.distributed.compute import Grads, Inputs, Pair, Result, attend_piece, differentiate_piece
+from microsdpa.distributed.compute import (
+    Grads,
+    Inputs,
+    Pair,
+    Result,
+    attend_piece,
+    continue_piece,
+    differentiate_piece,
+)
+from microsdpa.distributed.visible import Piece
+
+MOST_ROUNDINGS = 4
+"""Partial results of a query that launches of attention merge; more would be rounded too often."""
 
 
 class _Ring:
@@ -50,23 +66,72 @@ def forward(
 ) -> Result:
     """Output [B, H, S_local, D] and LSE [B, H, S_local] of this rank's queries."""
     world, ring = agreed.keys.world, _Ring(agreed, query.device)
-    total = torch.zeros_like(query, dtype=torch.float32)
-    sums = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+    total: _InLaunches | _InFp32 = (_InLaunches if _are_few(agreed) else _InFp32)(agreed, query, mask)
     here = torch.stack([key, value])
     for step in range(world):
         source = (agreed.rank - step) % world
         if step + 1 < world:
             come = ring.turn(here, agreed.keys.lengths[(source - 1) % world])
         for piece in agreed.visible.blocks(agreed.rank, source):
-            rows = slice(piece.at, piece.at + piece.length)
-            out = query.new_empty(query.shape)
-            of_rows = torch.empty_like(sums)
-            attend_piece(agreed, piece, (query, here[0], here[1]), mask, out, of_rows)
-            merge(total[:, :, rows], sums[:, :, rows], out[:, :, rows], of_rows[:, :, rows])
+            total.add(piece, here[0], here[1])
         if step + 1 < world:
             ring.arrive()
             here = come
-    return total.to(query.dtype), sums if lse else None
+    return total.result(lse)
+
+
+def _are_few(agreed: Agreement) -> bool:
+    """Whether no query of this rank has more than MOST_ROUNDINGS partial results."""
+    counts = [0] * len(agreed.visible.queries.shards[agreed.rank])
+    for source in range(agreed.keys.world):
+        for piece in agreed.visible.blocks(agreed.rank, source):
+            for index, chunk in enumerate(agreed.visible.queries.shards[agreed.rank]):
+                counts[index] += piece.at <= chunk.at < piece.at + piece.length
+    return max(counts, default=0) <= MOST_ROUNDINGS
+
+
+class _InLaunches:
+    """Partial results that the launches of attention merge themselves."""
+
+    def __init__(self, agreed: Agreement, query: torch.Tensor, mask: torch.Tensor | None) -> None:
+        self.agreed, self.query, self.mask = agreed, query, mask
+        self.out = torch.zeros_like(query)
+        self.chunks = agreed.visible.queries.shards[agreed.rank]
+        self.sums = [
+            torch.full((*query.shape[:2], chunk.length), -torch.inf, dtype=torch.float32, device=query.device)
+            for chunk in self.chunks
+        ]
+
+    def add(self, piece: Piece, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Compute a piece, of one chunk of queries or of several that see the same."""
+        for chunk, lse in zip(self.chunks, self.sums, strict=True):
+            if chunk.length and piece.at <= chunk.at < piece.at + piece.length:
+                own = piece._replace(at=chunk.at, length=chunk.length)
+                continue_piece(self.agreed, own, (self.query, key, value), self.mask, self.out, lse)
+
+    def result(self, lse: bool) -> Result:
+        """Output and, on demand, LSE."""
+        return self.out, torch.cat(self.sums, dim=2) if lse else None
+
+
+class _InFp32:
+    """Partial results that are added up in FP32."""
+
+    def __init__(self, agreed: Agreement, query: torch.Tensor, mask: torch.Tensor | None) -> None:
+        self.agreed, self.query, self.mask = agreed, query, mask
+        self.total = torch.zeros_like(query, dtype=torch.float32)
+        self.sums = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
+
+    def add(self, piece: Piece, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Compute a piece."""
+        rows = slice(piece.at, piece.at + piece.length)
+        out, lse = self.query.new_empty(self.query.shape), torch.empty_like(self.sums)
+        attend_piece(self.agreed, piece, (self.query, key, value), self.mask, out, lse)
+        merge(self.total[:, :, rows], self.sums[:, :, rows], out[:, :, rows], lse[:, :, rows])
+
+    def result(self, lse: bool) -> Result:
+        """Output and, on demand, LSE."""
+        return self.total.to(self.query.dtype), self.sums if lse else None
 
 
 def merge(total: torch.Tensor, sums: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -83,6 +83,7 @@ class Door:
         runner: what measures its calls, where the mode's own does not.
         precision: of calls that quantize.
         operands: of calls with 8-bit values.
+        continued: whether the call goes on from an output and an LSE.
         granularity: Problem.varlen of calls with sequences of many lengths; None for others.
     """
 
@@ -98,6 +99,7 @@ class Door:
     precision: Precision | None = None
     operands: str = ""
     granularity: int | None = None
+    continued: bool = False
 
 
 def _torch_sdpa(tensors: Tensors, **options: Any) -> Call:
@@ -192,6 +194,16 @@ def _narrow_values() -> Iterator[Door]:
     yield Door("sdpa", side(_sdpa), side(_torch_sdpa), case, "128 columns of value")
 
 
+def _previous(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of queries that have seen no key yet."""
+    return torch.empty_like(query), query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+
+
+def _continued(tensors: Tensors) -> Call:
+    """A call that goes on from its own output: that of the same keys many times over, which is the same."""
+    return functools.partial(microsdpa.sdpa, *tensors, continue_from=_previous(tensors[0]))
+
+
 def options() -> Iterator[Door]:
     """sdpa by name: the plain call, a plan, and each option."""
     yield Door("sdpa", Side(_sdpa), PLAIN)
@@ -203,6 +215,9 @@ def options() -> Iterator[Door]:
         _not_torchs("LSE"),
     )
     yield from _narrow_values()
+    yield Door(
+        "sdpa(continue_from=)", Side(_continued), _not_torchs("output of other keys to go on from"), continued=True
+    )
     # Masks of torch's doors leave every query a key: torch's backends differ about rows without one.
     for masking, their in (("left padding", None), ("window", _as_tensor), ("alibi", _as_tensor)):
         case = replace(HEADLINE, masks=(masking,))  # type: ignore[arg-type]
@@ -561,6 +576,8 @@ def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
     shared: dict[str, Any] = {"causal": case.causal, "enable_gqa": case.kv_heads != case.heads}
     shared |= {"precision": door.precision} | masks
     query, key, value = tensors
+    if door.continued:
+        shared["continue_from"], fields["continued"] = _previous(query), True
     with torch.no_grad():
         found = microsdpa.explain(query, key, value, **shared)
     further = {"precision": door.precision} if door.precision else {"mask_kind": asdict(kind)} if kind else {}

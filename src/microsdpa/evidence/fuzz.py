@@ -307,6 +307,10 @@ def _identity(call: Call, explanation: Explanation, device: str) -> dict[str, An
     aligned = VECTOR_BYTES if all(map(is_aligned, given)) else ELEMENT_BYTES[call.dtype]
     if call.dropout_p:
         fields["dropout_p"] = call.dropout_p
+    if call.value_dim:
+        fields["value_dim"] = call.value_dim
+    if call.continued:
+        fields["continued"] = True
     if made.prologue:
         rotary, positions, q_norm, k_norm = (
             made.prologue.get(name) for name in ("rotary", "rotary_positions", "q_norm", "k_norm")

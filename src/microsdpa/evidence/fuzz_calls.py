@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -78,6 +79,7 @@ class Call:
         norms: of the rows that `normed` names, "q", "k" or both; LayerNorms have a bias where `biased`.
         narrow: whether angles and weights have the inputs' type; else they are float32.
         value_dim: columns of value and the output; 0 for head_dim.
+        continued: whether the call goes on from an output and an LSE of other keys.
     """
 
     door: Door = "sdpa"
@@ -117,6 +119,7 @@ class Call:
     norm_eps: float = 1e-6
     narrow: bool = False
     value_dim: int = 0
+    continued: bool = False
     return_lse: bool = True
 
     @property
@@ -148,7 +151,8 @@ class Call:
             self.biased,
             self.narrow,
         )
-        return self.dtype, self.head_dim, self.operands, self.impl, self.dropout_p > 0.0, *masks, *changes
+        further = self.dropout_p > 0.0, self.continued
+        return self.dtype, self.head_dim, self.operands, self.impl, *further, *masks, *changes
 
     def case(self) -> Case:
         """Shape, type and alignment, for tolerances and rows."""
@@ -184,6 +188,7 @@ class Tensors:
         prologue: arguments of sdpa: rotary, q_norm and what belongs to them.
         rng_state: two int64; None without dropout.
         shown: bool [B, 1, S_q, S_k]: what documents and blocks show; None where there are none.
+        previous: output and LSE of other keys; rows that have seen none have an LSE of -inf and an output of NaN.
     """
 
     query: torch.Tensor
@@ -194,6 +199,7 @@ class Tensors:
     prologue: dict[str, Any]
     shown: torch.Tensor | None = None
     rng_state: torch.Tensor | None = None
+    previous: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def tensors(call: Call, device: str) -> Tensors:
@@ -251,7 +257,19 @@ def tensors(call: Call, device: str) -> Tensors:
         masks["sinks"] = torch.randn(call.heads, generator=generator).to(of).to(device)
     of_sparse = _sparse(call, device, masks, generator)
     state = torch.randint(2**62, (2,), generator=generator).to(device) if call.dropout_p else None
-    return Tensors(query, key, value, out, masks, _prologue(call, device, generator), of_sparse, state)
+    prologue = _prologue(call, device, generator)
+    previous = _previous(call, device, generator) if call.continued else None
+    return Tensors(query, key, value, out, masks, prologue, of_sparse, state, previous)
+
+
+def _previous(call: Call, device: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a call goes on from: some rows have seen much more than it shows, some much less, and some nothing."""
+    shape = call.batch, call.heads, call.seqlen_q
+    out = torch.randn(*shape, call.head_dim, generator=generator).to(TORCH_DTYPE[call.dtype])
+    lse = torch.randn(shape, generator=generator) * 4 + math.log(call.seqlen_k)
+    unseen = torch.rand(shape, generator=generator) < 0.1
+    lse, out = lse.masked_fill(unseen, -torch.inf), out.masked_fill(unseen[..., None], torch.nan)
+    return out.to(device), lse.to(device)
 
 
 def _prologue(call: Call, device: str, generator: torch.Generator) -> dict[str, Any]:
@@ -332,6 +350,8 @@ def valid(call: Call) -> Call:
     whole = call.dropout_p or call.head_dim % 8 or call.value_dim >= call.head_dim
     if call.door not in VALUE_DIM_DOORS or whole:
         call = _as_default(call, "value_dim")
+    if call.door != "sdpa" or call.dropout_p or call.value_dim or call.rotary or call.norms != "none":
+        call = _as_default(call, "continued")
     if call.value_dim:  # what one kernel has, which refuses what it has not
         call = _as_default(replace(call, impl="hopper/throughput"), "rotary", "norms")
     call = replace(call, rotary=min(call.rotary, call.head_dim // 16 * 16))
@@ -469,7 +489,10 @@ def _call(choose: random.Random, form: dict[str, Any], emulated: bool) -> Call:
     )
     later = random.Random(made.seed)
     made = replace(made, norm_eps=later.choice((1e-6, 1e-3)), return_lse=later.random() < 0.8)
-    return replace(made, value_dim=later.choice((16, 24, 64, 128)) if later.random() < SPARSE else 0)
+    made = replace(made, value_dim=later.choice((16, 24, 64, 128)) if later.random() < SPARSE else 0)
+    if later.random() < 2 * SPARSE and made.door == "sdpa":
+        made = replace(made, continued=True, rotary=0, norms="none", value_dim=0)
+    return made
 
 
 def _length(choose: random.Random, most: int) -> int:
@@ -520,6 +543,7 @@ def _simpler(call: Call) -> Iterator[Call]:
         "norm_eps",
         "narrow",
         "value_dim",
+        "continued",
         "return_lse",
     ):
         if getattr(call, name) != getattr(Call, name):

@@ -85,6 +85,8 @@ def _options(call: Call, made: Tensors, device: str) -> dict[str, Any]:
             found[name] = getattr(call, name)
     if call.dropout_p:
         found["dropout_p"] = call.dropout_p
+    if made.previous is not None:
+        found["continue_from"] = made.previous
     return found | made.prologue
 
 
@@ -93,6 +95,9 @@ def _through(call: Call, made: Tensors, device: str) -> Callable[[], Result]:
     inputs, options = (made.query, made.key, made.value), _options(call, made, device)
 
     def named(out: torch.Tensor | None = None) -> Result:
+        if made.previous is not None:  # each run writes to what it goes on from
+            output, lse = made.previous
+            options["continue_from"] = output.clone(), lse.clone()
         found: Any = microsdpa.sdpa(*inputs, **options, return_lse=call.return_lse, out=out)
         return (found[0], found[1]) if call.return_lse else (found, None)
 
@@ -156,6 +161,9 @@ def _check(call: Call, device: str) -> Outcome:
     of_rows = (query.double(), key.double()) if made.prologue else exact
     expected, expected_lse = reference.oracle(*of_rows, made.value, **options)
     eager, eager_lse = reference.eager(query, key, made.value, **options)
+    if made.previous is not None:
+        expected, expected_lse = _merged(made.previous, expected, expected_lse)
+        eager, eager_lse = _merged(made.previous, eager, eager_lse)
     errors, of_ties = compare.measure(out, expected), _of_ties(call, exact, rough) if made.prologue else 0.0
     # Where plain arithmetic happens to be exact, what rounding P once may cost is allowed: one rounding of V.
     rounding = compare.UNIT_ROUNDOFF[out.dtype] * float(made.value.abs().max()) * reference.kept_of(call.dropout_p)[1]
@@ -174,6 +182,17 @@ def _check(call: Call, device: str) -> Outcome:
     if not torch.equal(out, again) or (lse is not None and lse_again is not None and not torch.equal(lse, lse_again)):
         return failed(outcome, "bits", "a second run gave other bits")
     return _check_gradients(call, device, outcome) if call.door == "backward" else outcome
+
+
+def _merged(previous: Rows, out: torch.Tensor, lse: torch.Tensor) -> Rows:
+    """An output and its LSE of all keys, of those before and others, in FP64 and rounded to the others' types."""
+    before, sums = (tensor.double() for tensor in previous)
+    both = torch.logaddexp(sums, lse.double())
+    parts = []
+    for part, own in ((before, sums), (out.double(), lse.double())):
+        share = (own - both).exp().nan_to_num(0.0)[..., None]
+        parts.append(torch.where(share == 0.0, 0.0, part * share))
+    return (parts[0] + parts[1]).to(out.dtype), both.to(lse.dtype)
 
 
 _FP32_REACH = 2.0**-21

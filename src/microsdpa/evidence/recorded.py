@@ -138,6 +138,8 @@ def problem_of(row: Row, target: str) -> Problem:
         causal=_causal(row["mask"]),
         mask=_mask_kind(row),
         dropout=row.get("dropout_p", 0.0) > 0.0,
+        value_dim=row.get("value_dim", 0),
+        continued=row.get("continued", False),
         alignment=row.get("alignment", 16),
         target=target,
         cache=CacheKind(**row["cache_kind"]) if row.get("cache_kind") else None,

@@ -40,6 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "causal": "lower_right",
     },
     "`dropout_p`": {"dropout": True},
+    "`continue_from`": {"continued": True},
 }
 CACHES = {
     "`key` and `value` of float8_e4m3fn": CacheKind("e4m3"),

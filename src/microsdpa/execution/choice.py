@@ -23,7 +23,8 @@ def problem_of(checked: Checked, out: torch.Tensor | None = None) -> Problem:
         UnsupportedProblem: the machine's driver or GPU cannot run a kernel.
     """
     call, (query, key, _) = checked.call, checked.call.inputs
-    out = call.out if out is None else out
+    if out is None:
+        out = call.out if call.previous is None else call.previous[0]
     if call.sequences is not None:
         return _varlen(checked, out)
     given = call.inputs if out is None else (*call.inputs, out)
@@ -48,6 +49,7 @@ def problem_of(checked: Checked, out: torch.Tensor | None = None) -> Problem:
         dropout=call.options.dropout_p > 0.0,
         prologue=None if call.prologue is None else call.prologue.kind(),
         value_dim=checked.value_dim,
+        continued=call.previous is not None,
     )
 
 

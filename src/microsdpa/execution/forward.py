@@ -15,7 +15,16 @@ from microsdpa.call.cache import CACHE_TYPES, scale_tensor
 from microsdpa.call.call import NO_TENSORS, Call, Inputs, MaskTensors
 from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
-from microsdpa.call.options import LOWER_RIGHT, OPTIONS, PLAIN, PLAIN_CODE, TURNED_BIT, VARLEN_OPTIONS, Options
+from microsdpa.call.options import (
+    CONTINUED_BIT,
+    LOWER_RIGHT,
+    OPTIONS,
+    PLAIN,
+    PLAIN_CODE,
+    TURNED_BIT,
+    VARLEN_OPTIONS,
+    Options,
+)
 from microsdpa.call.prologue import Prologue
 from microsdpa.call.scales import UNCOUNTED, VALUE_DTYPES, changes_of, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
@@ -313,6 +322,37 @@ def launch_prologued(
     return None if lse is None else (result, lse if return_lse else None)
 
 
+def launch_continued(
+    inputs: Inputs,
+    options: tuple[object, ...],
+    previous: tuple[torch.Tensor, torch.Tensor],
+    rest: tuple[Any, ...],
+) -> Result | None:
+    """Launch a call that goes on from an output and an LSE, and has a plan; None for one that has none.
+
+    `options` and `rest` are those of launch_prologued().
+    """
+    query, key, value = inputs
+    scale, mask, slopes, sinks, window, softcap = rest
+    try:
+        out, lse = previous
+        if (mask is not None and options[0]) or _is_graded(query, key, value, out) or lse.dtype is not torch.float32:
+            return None
+        if _is_grad_enabled():
+            for tensor in (lse, mask, slopes, sinks):
+                if tensor is not None and tensor.requires_grad:
+                    return None
+        code = OPTIONS[options] | CONTINUED_BIT
+        if mask is slopes is sinks is window is softcap is None:
+            found = _launch(query, key, value, out, lse, code, scale)
+        else:
+            left, right = (-1, -1) if window is None else window
+            found = _launch(query, key, value, out, lse, code, scale, mask, slopes, sinks, left, right, softcap)
+    except MISSES:
+        return None
+    return None if found is None else (out, lse)
+
+
 def first_call(call: Call) -> Result:
     """Validate a call that has no plan, make the plan, and launch; also all calls that no kernel is needed for.
 
@@ -334,17 +374,22 @@ def first_call(call: Call) -> Result:
             return varlen.attend_on_cpu(checked)
         if call.prologue is not None:
             query, key, value = prologue.composed(call.inputs, call.prologue, call.shift)
-        how = checked.causal, checked.scale, _with_dropping(checked), call.return_lse
+        how = checked.causal, checked.scale, _with_dropping(checked), call.return_lse or call.previous is not None
         result, cpu_lse = torch_cpu.attend(query, key, value, *how)
+        if call.previous is not None:
+            assert cpu_lse is not None
+            return torch_cpu.merge(call.previous, result, cpu_lse)
         return result if call.out is None else call.out.copy_(result), cpu_lse
     out = checked.output()
     found = None
-    if call.has_values or checked.value_dim:
+    if call.has_values or checked.value_dim or call.previous is not None:
         # A plan may be there: scales can be numbers, or of the key's heads, and an output can be unlike query.
         found = launch_checked(checked, out)
     if found is None:
         prepare(checked, out)
         found = launcher.found(launch_checked(checked, out))
+    if call.previous is not None:
+        return call.previous
     return out, found if call.return_lse else None
 
 
@@ -375,7 +420,7 @@ _numbering = threading.Lock()
 
 def _note_kind(problem: Problem, kernel: str, call: launcher.Call) -> None:
     """Let resized() know calls that differ from this one, which is valid, in batch size, lengths and strides alone."""
-    if problem.mask is not None or problem.prologue is not None or not problem.bulk:
+    if problem.mask is not None or problem.prologue is not None or problem.continued or not problem.bulk:
         return
     kind = problem.with_sizes(0, 0, 0), kernel
     with _numbering:
@@ -441,7 +486,8 @@ def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:
     call, masks = checked.call, checked.masks
     if call.sequences is not None:
         return varlen.foreign_call(checked, out)
-    given = *call.inputs, out, call.return_lse, call.code, checked.scale
+    wanted = call.return_lse if call.previous is None else call.previous[1]
+    given = *call.inputs, out, wanted, call.code, checked.scale
     if call.prologue is not None:
         given = *given, *call.prologue.arguments(call.shift)
     if masks.kind is None:
@@ -476,6 +522,8 @@ def prepared(checked: Checked, out: torch.Tensor) -> Callable[..., Any]:
 def _nothing(checked: Checked) -> Result:
     """The result of a call that has nothing to compute."""
     call, query = checked.call, checked.call.inputs[0]
+    if call.previous is not None:
+        return _still(checked)
     out = checked.output().zero_()
     if not call.return_lse:
         return out, None
@@ -485,12 +533,24 @@ def _nothing(checked: Checked) -> Result:
     return out, lse
 
 
+def _still(checked: Checked) -> Result:
+    """The result of a call without keys that goes on from an output: that, of which sinks take a share."""
+    out, lse = checked.call.previous or (checked.output(), torch.empty(0))
+    if checked.masks.sinks is None or not out.numel():
+        return out, lse
+    sinks = checked.masks.sinks.float()[:, None].expand_as(lse)
+    return torch_cpu.merge((out, lse), torch.zeros_like(out), sinks)
+
+
 def _emulate(checked: Checked) -> Result:
     """Run the kernels of a call in the emulator."""
     call, problem = checked.call, problem_of(checked)
     spec, query = select(problem, checked.kernel).spec, call.inputs[0]
     out = checked.output()
-    lse = torch.empty(checked.lse_shape, dtype=torch.float32, device=query.device) if call.return_lse else None
+    if call.previous is not None:
+        lse: torch.Tensor | None = call.previous[1]
+    else:
+        lse = torch.empty(checked.lse_shape, dtype=torch.float32, device=query.device) if call.return_lse else None
     if problem.varlen is not None:
         varlen.emulate(checked, problem, spec, out, lse)
         return out, lse

@@ -49,6 +49,24 @@ def attend(
     return out, lse if return_lse else None
 
 
+def merge(
+    previous: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor, lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make `previous`, an output [B, H, S_q, D_v] and its LSE [B, H, S_q], that of the keys of `out` and `lse` too.
+
+    Both are written to and given back. A row that has seen no key has an LSE of -inf, and its output does not count.
+    """
+    before, sums = previous
+    both = torch.logaddexp(sums, lse)
+    shares = (torch.where(one == -torch.inf, 0.0, (one - both).exp())[..., None] for one in (sums, lse))
+    parts = [
+        torch.where(share == 0.0, 0.0, part.float() * share) for part, share in zip((before, out), shares, strict=True)
+    ]
+    before.copy_(parts[0] + parts[1])
+    sums.copy_(both)
+    return previous
+
+
 def scores(
     query: torch.Tensor, key: torch.Tensor, head: int, causal: Causal | None, scale: float | None, masks: Masks
 ) -> torch.Tensor:

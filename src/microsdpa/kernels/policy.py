@@ -229,9 +229,9 @@ def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
 def skips(family: Family, problem: Problem) -> bool:
     """Whether impl="auto" skips a kernel, whether or not it computes the problem.
 
-    None is skipped where V has other columns than Q and K: one kernel alone has that.
+    None is skipped where few kernels are left: for V of other columns than Q and K, and for an output of other keys.
     """
-    return not problem.value_dim and PREFERENCES[family.name].skips(problem)
+    return not (problem.value_dim or problem.continued) and PREFERENCES[family.name].skips(problem)
 
 
 def skip_reason(family: Family, problem: Problem) -> Rejection | None:

@@ -163,6 +163,7 @@ class Problem:
         prologue: what is done to Q and K before; None for nothing.
         cache: 8-bit keys and values beside queries of 16 bits; None for one type of all.
         value_dim: columns of V and O; 0 where they have head_dim, as Q and K.
+        continued: whether O and the LSE go on from those of other keys, which lie where they are written.
     """
 
     batch: int
@@ -185,6 +186,7 @@ class Problem:
     prologue: PrologueKind | None = None
     cache: CacheKind | None = None
     value_dim: int = 0
+    continued: bool = False
 
     def __hash__(self) -> int:
         """Of what most problems differ in: the hash of all fields takes three times as long."""
@@ -218,7 +220,7 @@ class Problem:
 def of_any_size(problem: Problem) -> Problem:
     """What many problems have in common: `problem` with one batch entry, query and key, and a group of query heads."""
     group, p = problem.heads // problem.heads_kv, problem
-    further = p.cache, p.prologue, p.dropout
+    further = p.cache, p.prologue, p.dropout, p.continued
     return _of_any_size(group, p.head_dim, p.dtype, p.causal, p.mask, p.alignment, p.target, further)
 
 
@@ -231,10 +233,10 @@ def _of_any_size(
     mask: MaskKind | None,
     alignment: int,
     target: str,
-    further: tuple[CacheKind | None, PrologueKind | None, bool],
+    further: tuple[CacheKind | None, PrologueKind | None, bool, bool],
 ) -> Problem:
-    sizes, (cache, prologue, dropout) = (1, heads, 1, 1, 1, head_dim), further
-    more = {"cache": cache, "prologue": prologue, "dropout": dropout}
+    sizes, (cache, prologue, dropout, continued) = (1, heads, 1, 1, 1, head_dim), further
+    more = {"cache": cache, "prologue": prologue, "dropout": dropout, "continued": continued}
     return Problem(*sizes, dtype, causal, mask, alignment, target=target, **more)  # type: ignore[arg-type]
 
 

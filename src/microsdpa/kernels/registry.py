@@ -57,6 +57,8 @@ class Family:
         dropout: whether it drops probabilities.
         prologue: whether it has norms and rotary embedding of Q and K, without dropout.
         value_dims: whether V and O may have fewer columns than Q and K.
+        continues: whether it goes on from an output and an LSE of other keys, without dropout, norms and rotary
+            embedding.
         eight_bit: whether its problems have 8-bit operands; those of the other families have none.
         varlen: whether its problems have sequences of many lengths; those of the other families have none.
         short_sums: operands of which its scores are sums of 14 bits, as wgmma makes them of E4M3 products.
@@ -73,6 +75,7 @@ class Family:
     dropout: bool = False
     prologue: bool = False
     value_dims: bool = False
+    continues: bool = False
     eight_bit: bool = False
     varlen: bool = False
     short_sums: tuple[Operands, ...] = ()
@@ -111,6 +114,7 @@ FAMILIES: tuple[Family, ...] = (
         ranges=True,
         dropout=True,
         value_dims=True,
+        continues=True,
         configurations=hopper_throughput.configurations,
     ),
     Family(
@@ -130,6 +134,7 @@ FAMILIES: tuple[Family, ...] = (
         any_layout=True,
         dropout=True,
         prologue=True,
+        continues=True,
     ),
     Family("ladder/01_scalar", "FP32 arithmetic on the CUDA cores; no tensor cores", ladder.scalar),
     Family("ladder/02_wmma", "tensor cores through C++ wmma", ladder.wmma),
@@ -295,6 +300,12 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
             for head_dim, dtype in zip(GENERAL_HEAD_DIMS, cycle(dtypes)):
                 sizes = 1, 8, 8, 512, 512, head_dim, dtype
                 result = family.specify(Problem(*sizes, causal="upper_left", dropout=True, target=target))
+                if isinstance(result, KernelSpec):
+                    specs[result] = None
+        if family.continues:
+            for head_dim, dtype in zip(GENERAL_HEAD_DIMS, cycle(dtypes)):
+                sizes = 1, 8, 8, 512, 512, head_dim, dtype
+                result = family.specify(Problem(*sizes, causal="lower_right", continued=True, target=target))
                 if isinstance(result, KernelSpec):
                     specs[result] = None
         if family.prologue:

@@ -31,7 +31,7 @@ class Selection:
 
 
 def _refuse_operands(problem: Problem, family: Family) -> Rejection | None:
-    """Why a family cannot apply the problem's mask, dropout, norms or rotary embedding; None when it can."""
+    """Why a family cannot apply the problem's mask, dropout, norms, rotary embedding or output; None when it can."""
     if problem.mask is not None and problem.mask.tensor in ("int32", "uint8") and family.masks and not family.ranges:
         return Rejection(f"it does not know {problem.mask}", "an attn_mask of booleans")
     if problem.dropout and not family.dropout:
@@ -39,6 +39,8 @@ def _refuse_operands(problem: Problem, family: Family) -> Rejection | None:
     if problem.value_dim and not family.value_dims:
         other = f"it has one head dimension for Q, K and V, not {problem.head_dim} and {problem.value_dim}"
         return Rejection(other, f"a value padded to {problem.head_dim} columns")
+    if problem.continued and not family.continues:
+        return Rejection("it does not go on from an output of other keys", "continue_from=None")
     if problem.prologue is not None and not family.prologue:
         return Rejection(f"it takes Q and K as they are, without {problem.prologue}", "rotary, q_norm and k_norm None")
     if problem.mask is None or family.masks:

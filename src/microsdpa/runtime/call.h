@@ -52,6 +52,9 @@ struct CallKey {
   // Whether the call drops probabilities: DROPOUT_BIT of call/options.py.
   bool drops() const { return options >> 23 & 1; }
 
+  // Whether the call goes on from an output and an LSE of other keys: CONTINUED_BIT of call/options.py.
+  bool continues() const { return options >> 30 & 1; }
+
   // Whether the call has norms or rotary embedding: PROLOGUE_BIT of call/options.py.
   static constexpr std::int64_t PROLOGUE_BIT = std::int64_t(1) << 25;
   bool prologued() const { return options & PROLOGUE_BIT; }

@@ -43,6 +43,29 @@ void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
   });
 }
 
+// Whether the LSE of a call that goes on from one is [B, H, S_q] in FP32, contiguous, and in memory of its own.
+bool continues_from(const Call& call, ffi::AnyView given) {
+  if (given.type_index() == ffi::TypeIndex::kTVMFFIBool) return false;
+  const DLTensor* lse = optional_tensor(given);
+  if (!lse || lse->ndim != 3 || !lse->strides || lse->dtype.code != kDLFloat || lse->dtype.bits != 32) return false;
+  const DLTensor& query = *call.query;
+  if (lse->device.device_type != query.device.device_type || lse->device.device_id != query.device.device_id) {
+    return false;
+  }
+  TensorKey key{};
+  key.dtype_and_device = TensorKey::pack(lse->dtype, lse->device);
+  std::int64_t stride = 1;
+  for (int i = 3; i-- > 0; stride *= query.shape[i]) {
+    if (lse->shape[i] != query.shape[i] || (lse->shape[i] > 1 && lse->strides[i] != stride)) return false;
+    key.shape[i] = lse->shape[i], key.strides[i] = stride;
+  }
+  key.shape[3] = 1;
+  for (int i = 0; i < call.key.operands(); ++i) {
+    if (call.addresses[i] && meets(address(*lse), key, call.addresses[i], call.key.tensors[i])) return false;
+  }
+  return address(*lse) != 0;
+}
+
 // Launches a plan; gives what LseArgument does.
 ffi::Any execute(const Plan& plan, Call& call, ffi::AnyView wanted_lse, const Factors& factors) {
   if (call.key.varlen()) return execute_varlen(plan, call, wanted_lse, factors);
@@ -184,6 +207,7 @@ ffi::Any attend(const Arguments& arguments, ffi::AnyView lse, Optional<double> s
   if (!parse(arguments, call)) return nullptr;
   const Factors factors = factors_of(arguments, scale, softcap);
   if (!factors.valid()) return nullptr;
+  if (call.key.continues() && !continues_from(call, lse)) return nullptr;
   const std::shared_ptr<const Plan> plan = plan_of(call);
   if (!plan || (node && plan->node != node)) return nullptr;
   return execute(*plan, call, lse, factors);

@@ -9,6 +9,7 @@
 //           tile of which the warp sees nothing costs no product     3. S = Q K^T, scores, online softmax in registers
 //           4. O += P V, P straight from S's registers
 // Bound by: shared memory, as ampere/mma with 16 rows per warp.
+#include "../../common/continued.cuh"
 #include "../../common/dropout.cuh"
 #include "../../common/head.cuh"
 #include "../../common/masks.cuh"
@@ -105,7 +106,7 @@ __device__ __forceinline__ void change_rows(Tile& tile, int tile_row, const Prol
 
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int LOAD_BYTES, typename MASK, bool LEFT,
           bool RIGHT, bool SOFTCAP, bool ALIBI, typename SINK, bool PROGRAMMATIC, typename DROPOUT,
-          typename PROLOGUE = NoPrologue>
+          typename PROLOGUE = NoPrologue, bool CONTINUES = false>
 __global__ void __launch_bounds__(32 * WARPS, 1)
     attention(const __grid_constant__
               typename PROLOGUE::template Params<typename DROPOUT::template Params<MaskedParams>>
@@ -236,10 +237,30 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   for (int t = 0; t < ROW_TILES; ++t) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = softmax.total(t, half);
+      float sum = softmax.total(t, half);
       const int row = warp_first + 16 * t + 8 * half + lane_index() / 4;
       scale[t][half] = normalizer(sum);
       if constexpr (DROPOUT::ANY) scale[t][half] *= given.dropout.scale;
+      if constexpr (CONTINUES) {
+        const bool exists = row < call.seqlen_q;
+        const Shares shares =
+            continue_row(exists ? head.lse[row] : negative_infinity(), softmax.stabilizer[t][half], sum);
+        __syncwarp();  // all lanes of the row have read what one writes
+        if (exists && lane_index() % 4 == 0) head.lse[row] = log_sum_exp(softmax.stabilizer[t][half], sum);
+        const T* out = head.out + row * call.out_strides.row;
+#pragma unroll
+        for (int n = 0; n < COLUMNS / 8; ++n) {
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            const int column = 8 * n + lane_index() % 4 * 2 + e % 2;
+            const bool counts = exists && column < HEAD_DIM && shares.before != 0.0f;
+            o[t][n][e] =
+                o[t][n][e] * (scale[t][half] * shares.own) + (counts ? to_float(out[column]) * shares.before : 0.0f);
+          }
+        }
+        scale[t][half] = 1.0f;
+        continue;
+      }
       if (head.lse != nullptr && lane_index() % 4 == 0 && row < call.seqlen_q) {
         head.lse[row] = log_sum_exp(softmax.stabilizer[t][half], sum);
       }

@@ -55,8 +55,10 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "DROPOUT": DROPOUT_TYPE[problem.dropout],
     }
-    if problem.prologue:
+    if problem.prologue or problem.continued:
         arguments["PROLOGUE"] = prologue_type(problem.prologue)
+    if problem.continued:
+        arguments["CONTINUES"] = BOOLEAN[True]
     return KernelSpec(
         name="ampere/general",
         source="ampere/general/kernel.cu",

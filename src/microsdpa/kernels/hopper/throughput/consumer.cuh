@@ -1,12 +1,13 @@
 // What a consumer warpgroup of hopper/throughput/kernel.cu does with its 64 rows of each query tile.
 #pragma once
 
+#include "../../common/continued.cuh"
 #include "../../ptx/control.cuh"
 #include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
 #include "../common/main_loop.cuh"
-#include "dropping.cuh"
 #include "masks.cuh"
+#include "policies.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput {
@@ -15,9 +16,9 @@ template <typename SHAPE, typename MASKS>
 using SharedOf = SharedStorage<typename SHAPE::T, SHAPE::HEAD_DIM, SHAPE::BLOCK_N, SHAPE::CONSUMERS, SHAPE::STAGES,
                                SHAPE::QUERY_STAGES, typename MaskTraits<MASKS>::Added, MaskTraits<MASKS>::DEALT>;
 
-template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename MASKS, typename DROP>
-struct Consumer
-    : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP>, SharedOf<SHAPE, MASKS>, SHAPE, OVERLAP, CAUSAL> {
+template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename MASKS, typename DROP, bool CONTINUES>
+struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINUES>, SharedOf<SHAPE, MASKS>, SHAPE,
+                           OVERLAP, CAUSAL> {
   using Loop = MainLoop<Consumer, SharedOf<SHAPE, MASKS>, SHAPE, OVERLAP, CAUSAL>;
   using Masked = MaskTraits<MASKS>;
   using Loop::all_tiles, Loop::o, Loop::query_state, Loop::rows, Loop::shared, Loop::skipped, Loop::tile, Loop::tiles;
@@ -160,6 +161,26 @@ struct Consumer
     return own * normalizer(sum);
   }
 
+  // Makes a row of O, of which `inverse` is the factor, and its LSE those of the keys before too. `inverse` becomes 1.
+  __device__ __forceinline__ void finish_continued(const WorkTile& work, int row, int half, float& inverse,
+                                                   float stabilizer, float sum) {
+    const bool exists = row < params.seqlen_q;
+    float* lse = params.lse + (static_cast<int64>(work.batch) * params.heads + work.head) * params.seqlen_q + row;
+    const Shares shares = continue_row(exists ? *lse : negative_infinity(), stabilizer, sum);
+    __syncwarp();  // all lanes of the row have read what one writes
+    if (exists && thread % 4 == 0) *lse = log_sum_exp(stabilizer, sum);
+    const Strides& strides = params.out_strides;
+    const T* out = static_cast<const T*>(params.out) + work.batch * strides.batch + work.head * strides.head +
+                   row * strides.row + thread % 4 * 2;
+#pragma unroll
+    for (int at = 2 * half; at < HEAD_DIM / 2; at += 4) {
+      float x[2] = {o[at] * (inverse * shares.own), o[at + 1] * (inverse * shares.own)};
+      add_before(x, out + 2 * (at - 2 * half), exists ? shares.before : 0.0f);
+      o[at] = x[0], o[at + 1] = x[1];
+    }
+    inverse = 1.0f;
+  }
+
   // Writes O and LSE of a finished query tile.
   __device__ __forceinline__ void finish(const WorkTile& work, const Rows& done) {
     const int first_row = work.first_row + ROWS * warpgroup;
@@ -174,6 +195,11 @@ struct Consumer
       }
       if constexpr (DROP::ANY) inverse[half] *= drop.scale;
       const int row = first_row + tile_row(half);
+      if constexpr (CONTINUES) {
+        finish_continued(work, row, half, inverse[half], stabilizer * (Masked::SINKS ? 1.0f : Loop::scale_of(half)),
+                         sum);
+        continue;
+      }
       if (params.lse != nullptr && row < params.seqlen_q && thread % 4 == 0) {
         const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
         const float scale = Masked::SINKS ? 1.0f : Loop::scale_of(half);

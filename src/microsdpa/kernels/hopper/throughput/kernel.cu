@@ -275,7 +275,7 @@ __device__ __forceinline__ Boxes boxes_of(const TensorMap& panel, const Maps&...
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
 // beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone. MAPS:
 // further tensor maps, of a mask of numbers or of the tails of query, key, value and out. GIVEN: the masks, or
-// Dropping<masks>.
+// Dropping<masks>, or Continuing<masks>.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
           typename GIVEN, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
@@ -283,8 +283,8 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
               const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value,
               const __grid_constant__ TensorMap out, const __grid_constant__ MAPS... maps) {
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
-  using MASKS = typename DroppingOf<GIVEN>::Masks;
-  using Drop = typename DroppingOf<GIVEN>::Drop;
+  using MASKS = typename PoliciesOf<GIVEN>::Masks;
+  using Drop = typename PoliciesOf<GIVEN>::Drop;
   using Masked = MaskTraits<MASKS>;
   static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : Masked::ADDED), "a map for each, and no mask with tails");
   using Shape = TileShape<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.
   constexpr int STORERS = Masked::ADDED ? 2 : 3;
   auto& shared = dynamic_shared<Shared>();
-  const typename MASKS::Params& params = DroppingOf<GIVEN>::masked(given);
+  const typename MASKS::Params& params = PoliciesOf<GIVEN>::masked(given);
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
   if (threadIdx.x == 0) {
@@ -349,7 +349,9 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       grid_dependency_wait();  // the kernel ahead may have drawn the seed
       if (blockIdx.x == 0 && threadIdx.x == WARPGROUP_THREADS) keep_state(given.dropout);
     }
-    Consumer<Shape, OVERLAP, CAUSAL, MASKS, Drop> consumer(shared, params, Drop(given), warpgroup - 1);
+    constexpr bool CONTINUES = PoliciesOf<GIVEN>::CONTINUES;
+    if constexpr (CONTINUES) grid_dependency_wait();  // the kernel ahead may have written the output
+    Consumer<Shape, OVERLAP, CAUSAL, MASKS, Drop, CONTINUES> consumer(shared, params, Drop(given), warpgroup - 1);
     consumer.run();
   }
 }

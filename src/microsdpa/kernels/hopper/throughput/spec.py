@@ -143,6 +143,7 @@ CANDIDATES: dict[int, tuple[Tiles, ...]] = {
 }
 """Tiles that compile without spills, by head dimension. The clocks for D = 32, 160 and 192 are estimates."""
 DROPPING = "microsdpa::hopper::throughput::Dropping<{}>"
+CONTINUING = "microsdpa::hopper::throughput::Continuing<{}>"
 MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
 MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     96: (Tiles(2, 64, True, 1400, 4000),),
@@ -288,7 +289,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         "QUERY_STAGES": query_stages,
         "OVERLAP": BOOLEAN[tiles.overlap],
         "CAUSAL": BOOLEAN[causal],
-        "MASKS": DROPPING.format(masks_type(mask)) if problem.dropout else masks_type(mask),
+        "MASKS": _policies(problem),
     }
     columns = panel(head_dim)
     boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))
@@ -324,6 +325,14 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         preparation=_list_tiles(lists, listed, causal, marked) if listed and lists else None,
         params=params,
     )
+
+
+def _policies(problem: Problem) -> str:
+    """The C++ type that stands in the place of the masks (policies.cuh)."""
+    masks = masks_type(problem.mask)
+    if problem.continued:
+        return CONTINUING.format(masks)
+    return DROPPING.format(masks) if problem.dropout else masks
 
 
 def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool, marked: bool) -> KernelSpec:
@@ -371,6 +380,17 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
     if problem.value_dim > padded(problem):  # bulk copies fill missing columns, and do not store them
         most = f"the {padded(problem)} of the tiles for {problem.head_dim} columns of Q and K"
         return Rejection(f"{problem.value_dim} columns of V are more than {most}", "fewer columns of V")
+    if problem.continued and problem.value_dim:
+        return Rejection(
+            f"it goes on from outputs of head_dim columns, not {problem.value_dim}",
+            f"a value padded to {problem.head_dim} columns",
+        )
+    if problem.continued and padded(problem) != problem.head_dim:
+        return Rejection(
+            f"it goes on from rows of {padded(problem)} columns, not {problem.head_dim}",
+            f"head_dim {padded(problem)}",
+            padded(problem),
+        )
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"

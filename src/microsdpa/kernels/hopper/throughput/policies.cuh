@@ -1,4 +1,4 @@
-// Dropout in hopper/throughput/kernel.cu.
+// What hopper/throughput/kernel.cu does beside masks: dropout, and going on from an output of other keys.
 #pragma once
 
 #include "../../common/dropout.cuh"
@@ -11,6 +11,12 @@ namespace microsdpa::hopper::throughput {
 template <typename MASKS>
 struct Dropping {
   using Params = Dropped<MaskedParams>;
+};
+
+// In the place of a call's masks: these, of a call that goes on from its output and LSE.
+template <typename MASKS>
+struct Continuing {
+  using Params = typename MASKS::Params;
 };
 
 // Drops nothing.
@@ -42,9 +48,11 @@ struct Drops {
   }
 };
 
-// What a kernel makes of the type in the place of its masks: the masks themselves and their parameter, and what drops.
+// What a kernel makes of the type in the place of its masks: the masks themselves and their parameter, what drops, and
+// whether O and LSE are those of other keys before.
 template <typename MASKS>
-struct DroppingOf {
+struct PoliciesOf {
+  static constexpr bool CONTINUES = false;
   using Masks = MASKS;
   using Drop = DropsNothing;
   __device__ __forceinline__ static const typename MASKS::Params& masked(const typename MASKS::Params& given) {
@@ -52,7 +60,8 @@ struct DroppingOf {
   }
 };
 template <typename MASKS>
-struct DroppingOf<Dropping<MASKS>> {
+struct PoliciesOf<Dropping<MASKS>> {
+  static constexpr bool CONTINUES = false;
   using Masks = MASKS;
   using Drop = Drops;
   __device__ __forceinline__ static const typename MASKS::Params& masked(const Dropped<MaskedParams>& given) {
@@ -62,6 +71,10 @@ struct DroppingOf<Dropping<MASKS>> {
       return given.call.call;
     }
   }
+};
+template <typename MASKS>
+struct PoliciesOf<Continuing<MASKS>> : PoliciesOf<MASKS> {
+  static constexpr bool CONTINUES = true;
 };
 
 }  // namespace microsdpa::hopper::throughput
