@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -253,7 +254,7 @@ class KernelSpec:
         """The C++ name of the instantiated kernel, as NVRTC's name expressions want it."""
         return f"{self.template}<{', '.join(value for _, value in self.template_args)}>"
 
-    @property
+    @functools.cached_property
     def stages(self) -> tuple[KernelSpec, ...]:
         """The kernels of one call in the order of their launch: this one, and those before and after it."""
         before = self.preparation.stages if self.preparation else ()

@@ -371,15 +371,22 @@ def register(
 
 
 class _Stage(NamedTuple):
-    """A kernel that is loaded: its specification and function, and the integers behind the grid (see register())."""
+    """A kernel that is loaded: its specification and function, and the integers behind the grid (see register()).
+
+    A new length waits for this: the integers are packed once, and `plain` says that there is no scratch memory.
+    """
 
     spec: KernelSpec
     function: int
-    rest: list[int]
+    rest: bytes
+    plain: bool
 
 
 _stages: dict[tuple[int, int], tuple[KernelSpec, int, list[_Stage]]] = {}
 """By the id of a specification and a device: the specification, the context and the kernels of `spec.stages`."""
+
+
+_HEAD, _FUNCTION_AND_GRID = struct.Struct(f"{5 + len(NO_VARLEN) + len(NO_CHANGED_ROWS)}q"), struct.Struct("4q")
 
 
 def _loaded_stages(spec: KernelSpec, target: str, device: int) -> tuple[KernelSpec, int, list[_Stage]]:
@@ -392,7 +399,9 @@ def _loaded_stages(spec: KernelSpec, target: str, device: int) -> tuple[KernelSp
             places = [(_OPERANDS.index(box.tensor), 0) for box in stage.tensor_maps]
             rest = _launch_integers(function, stage, (0, 0, 0))[4:]
             # Whether only calls with an LSE launch it; bytes of a parameter, addresses and numbers of its own.
-            stages.append(_Stage(stage, function, [*rest, 0, 0, 0, 0, *_map_integers(stage, (), places)]))
+            packed = _packed([*rest, 0, 0, 0, 0, *_map_integers(stage, (), places)])
+            plain = not stage.workspace_row_bytes and stage.tile_lists is None
+            stages.append(_Stage(stage, function, packed, plain))
         found = _stages[id(spec), device] = spec, context, stages
     return found
 
@@ -420,14 +429,14 @@ def prepare_and_launch(problem: Problem, spec: KernelSpec, call: Call, growth: t
 def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int]) -> bytes:
     """What register_plan reads of the kernels of `spec`, which are compiled and loaded."""
     _, context, stages = _loaded_stages(spec, problem.target, call[0].device.index)
-    workspace_bytes = max([stage.workspace_bytes(problem) for stage, _, _ in stages])
+    workspace_bytes = max([0 if plain else stage.workspace_bytes(problem) for stage, _, _, plain in stages])
     ahead = stages[0].spec.changed_rows
     changed = NO_CHANGED_ROWS if ahead is None else ahead.places(problem)
-    integers = [context, changed[-1] + workspace_bytes, *growth, *NO_VARLEN, *changed, len(stages)]
-    for stage, function, rest in stages:
-        integers += (function, *stage.grid(problem))
-        integers += rest
-    return _packed(integers)
+    head = context, changed[-1] + workspace_bytes, *growth, *NO_VARLEN, *changed, len(stages)
+    found = _HEAD.pack(*head)
+    for stage, function, rest, _ in stages:
+        found += _FUNCTION_AND_GRID.pack(function, *stage.grid(problem)) + rest
+    return found
 
 
 def prepare_varlen(problem: Problem, specs: Sequence[KernelSpec], call: Call) -> None:

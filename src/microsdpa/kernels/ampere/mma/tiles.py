@@ -254,9 +254,10 @@ def measured(problem: Problem) -> Tiling | None:
 
 def splits_long_keys(problem: Problem) -> bool:
     """Whether so few tiles of queries meet so many keys that these are divided among eight CTAs or more."""
+    if problem.seqlen_k < LONG_KEYS or problem.head_dim % 32:
+        return False
     tiles = problem.batch * problem.heads * ceil(problem.seqlen_q / PAIRED.block_m)
-    few = 8 * tiles <= chip_of(problem.target).sms
-    return few and problem.seqlen_k >= LONG_KEYS and problem.head_dim % 32 == 0
+    return 8 * tiles <= chip_of(problem.target).sms
 
 
 def _decoding(problem: Problem) -> Tiling | None:

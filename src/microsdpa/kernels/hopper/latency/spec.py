@@ -120,15 +120,22 @@ def key_rounds(problem: Problem, cluster: int) -> int:
 
 def configuration(problem: Problem, cluster: int) -> Latency:
     """The configuration with `cluster` CTAs a query tile: everything resident when it fits, else the deepest ring."""
-    head_dim = padded(problem.head_dim)
-    deepest = _deepest(cluster, head_dim, chip_of(problem.target).shared_per_cta)
-    rounds = key_rounds(problem, cluster)
+    rounds, shared_bytes = key_rounds(problem, cluster), chip_of(problem.target).shared_per_cta
+    is_causal = problem.causal is not None
+    return _configuration(padded(problem.head_dim), is_causal, problem.mask, cluster, rounds, shared_bytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _configuration(
+    head_dim: int, is_causal: bool, mask: MaskKind | None, cluster: int, rounds: int, shared_bytes: int
+) -> Latency:
+    deepest = _deepest(cluster, head_dim, shared_bytes)
     # Unrolled rounds are code; past four of them the loop costs as little. Four do not fit the registers at D = 64 with
     # a mask and a peer, nor at D = 80.
-    most = 3 if tail(head_dim) or (head_dim == 64 and problem.causal is not None and cluster == 2) else 4
+    most = 3 if tail(head_dim) or (head_dim == 64 and is_causal and cluster == 2) else 4
     unrolled = Latency(cluster, rounds, rounds)
-    if problem.mask is not None:
-        most = min(most, _most_masked(problem.mask))
+    if mask is not None:
+        most = min(most, _most_masked(mask))
     return unrolled if rounds <= min(deepest, most) else Latency(cluster, deepest, 0)
 
 

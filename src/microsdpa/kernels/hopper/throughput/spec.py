@@ -167,7 +167,7 @@ def padded(problem: Problem) -> int:
 
 def key_tiles(problem: Problem, tiles: Tiles) -> float:
     """Tiles of keys that a warpgroup computes for a query tile, in the mean."""
-    whole = ceil(problem.seqlen_k / tiles.block_n)
+    whole = -(-problem.seqlen_k // tiles.block_n)
     return (whole + 1) / 2 if ends_early(problem) else whole
 
 
@@ -188,8 +188,10 @@ def rounds(problem: Problem, tiles: Tiles) -> float:
     total = heads * (whole + (rest > 0))
     if total > sms and ends_early(problem):
         return total / sms
+    if whole == 0 or rest == 0:
+        return -(-total // sms)
     busy = -(-rest // ROWS)
-    if whole == 0 or busy in (0, tiles.consumers):
+    if busy == tiles.consumers:
         return -(-total // sms)
     # Heads' last tiles, in which some consumers are idle, come after all others and fill the CTAs from the last one on.
     last_takes = ALONE + (1 - ALONE) * busy / tiles.consumers
@@ -245,7 +247,10 @@ def is_dealt(mask: MaskKind | None) -> bool:
 
 def choose(problem: Problem) -> Tiles:
     """The tiles of the lowest cost."""
-    found = fitting(problem)
+    return _cheapest(problem, fitting(problem))
+
+
+def _cheapest(problem: Problem, found: tuple[Tiles, ...]) -> Tiles:
     return found[0] if len(found) == 1 else min(found, key=lambda tiles: cost(problem, tiles))
 
 
@@ -255,7 +260,7 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     Raises:
         ValueError: the tiles do not fit the shared memory of the problem's GPU.
     """
-    return _specification(of_any_size(problem), tiles, marked=_is_marked(problem, tiles))
+    return _specification(of_any_size(problem), tiles, _is_marked(problem, tiles))
 
 
 def _is_marked(problem: Problem, tiles: Tiles) -> bool:
@@ -400,14 +405,16 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
             f"rows of attn_mask that are not aligned to {VECTOR_BYTES} bytes",
             f"an attn_mask whose rows start on {VECTOR_BYTES} bytes",
         )
-    if not fitting(problem):
+    kind = of_any_size(problem)
+    found = _fitting(kind)
+    if not found:
         return Rejection(
             f"an attn_mask of numbers leaves no room for head_dim {problem.head_dim}", "a boolean attn_mask"
         )
-    tiles = choose(problem)
+    tiles = _cheapest(problem, found)
     if query_tiles(problem, tiles) > MAX_TILES:
         return Rejection(f"{query_tiles(problem, tiles)} query tiles exceed {MAX_TILES}", "a smaller batch")
-    return specification(problem, tiles)
+    return _specification(kind, tiles, _is_marked(problem, tiles))
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:
