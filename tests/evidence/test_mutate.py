@@ -57,7 +57,7 @@ def test_a_site_is_applied_where_it_is(tmp_path: Path) -> None:
 def test_every_production_kernel_has_cases_and_sites(kernel: str) -> None:
     computed = mutate.specifications(kernel)
     assert len(computed) >= 3
-    found = {site for _, spec in computed for stage in spec.stages for site in sites(stage.source, KERNELS_DIR)}
+    found = {site for _, spec, _ in computed for stage in spec.stages for site in sites(stage.source, KERNELS_DIR)}
     assert {site.kind for site in found} == {"removed", "shifted"}
     assert not any("ptx" in Path(site.file).parts for site in found)
 

@@ -162,8 +162,8 @@ def _check(call: Call, device: str) -> Outcome:
     expected, expected_lse = reference.oracle(*of_rows, made.value, **options)
     eager, eager_lse = reference.eager(query, key, made.value, **options)
     if made.previous is not None:
-        expected, expected_lse = _merged(made.previous, expected, expected_lse)
-        eager, eager_lse = _merged(made.previous, eager, eager_lse)
+        expected, expected_lse = merged(made.previous, expected, expected_lse)
+        eager, eager_lse = merged(made.previous, eager, eager_lse)
     errors, of_ties = compare.measure(out, expected), _of_ties(call, exact, rough) if made.prologue else 0.0
     # Where plain arithmetic happens to be exact, what rounding P once may cost is allowed: one rounding of V.
     rounding = compare.UNIT_ROUNDOFF[out.dtype] * float(made.value.abs().max()) * reference.kept_of(call.dropout_p)[1]
@@ -184,7 +184,7 @@ def _check(call: Call, device: str) -> Outcome:
     return _check_gradients(call, device, outcome) if call.door == "backward" else outcome
 
 
-def _merged(previous: Rows, out: torch.Tensor, lse: torch.Tensor) -> Rows:
+def merged(previous: Rows, out: torch.Tensor, lse: torch.Tensor) -> Rows:
     """An output and its LSE of all keys, of those before and others, in FP64 and rounded to the others' types."""
     before, sums = (tensor.double() for tensor in previous)
     both = torch.logaddexp(sums, lse.double())

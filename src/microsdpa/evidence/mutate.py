@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from microsdpa.emulate import build, run
 from microsdpa.emulate.run import EmulationError, Schedule
 from microsdpa.errors import CompileError, InvalidArgument
 from microsdpa.evidence import compare, results
+from microsdpa.evidence.fuzz_check import merged
 from microsdpa.evidence.inputs import Case, make, make_masks, masks_of
 from microsdpa.evidence.mutate_sites import EXPLAINED, Site, sites
 from microsdpa.evidence.step import Progress, Step, no_progress
@@ -73,6 +74,11 @@ OWN_CASES: dict[str, tuple[tuple[Case, str], ...]] = {
     "ampere/mma": ((Case(1, 2, 5, 700, 64, masks=("bool",)), ""),),  # more tiles of keys than a ring has
 }
 """Further cases of one kernel, each with the name of a configuration, or empty for the chosen one."""
+CONTINUED = (
+    Case(1, 3, 192, 130, 64, causal="lower_right"),
+    Case(1, 2, 70, 127, 64, masks=("bool", "sinks")),
+)
+"""Cases that go on from an output and an LSE of other keys, for the kernels that do."""
 GUARD = 1 << 16
 """Elements behind the output and the LSE that no kernel may write to."""
 FURTHER = {"hopper/split": "128 queries, 2 parts of the keys"}
@@ -112,31 +118,47 @@ def kernels() -> list[str]:
     return [family.name for family in FAMILIES if not family.name.startswith("ladder/")]
 
 
-def specifications(kernel: str) -> list[tuple[Case, KernelSpec]]:
+class Trial(NamedTuple):
+    """A case that a kernel computes, and how; `problem` says whether it goes on from an output of other keys."""
+
+    case: Case
+    spec: KernelSpec
+    problem: Problem
+
+
+def specifications(kernel: str) -> list[Trial]:
     """The cases that a kernel computes, and how."""
     family = family_named(kernel)
     if family is None or kernel not in kernels():
         known = ", ".join(kernels())
         raise InvalidArgument("kernel", expected=f"one of {known}", got=repr(kernel), hint="name a production kernel")
     found = []
-    for case, configuration in (*((case, "") for case in CASES), *OWN_CASES.get(kernel, ())):
+    plain = (*((case, "") for case in CASES), *OWN_CASES.get(kernel, ()))
+    continued = CONTINUED if family.continues else ()
+    for case, configuration, goes_on in (*((*one, False) for one in plain), *((case, "", True) for case in continued)):
         if case.masks and not family.masks:
             continue
-        problem = problem_of(case, TARGET)
+        problem = dataclasses.replace(problem_of(case, TARGET), continued=goes_on)
         spec = family.configurations(problem)[configuration] if configuration else family.specify(problem)
         if not isinstance(spec, KernelSpec):
             continue
-        found.append((case, dataclasses.replace(spec, max_ctas=CTAS) if spec.max_ctas else spec))
+        few = dataclasses.replace(spec, max_ctas=CTAS) if spec.max_ctas else spec
+        found.append(Trial(case, few, problem))
         if kernel in FURTHER:
-            found.append((case, family.configurations(problem)[FURTHER[kernel]]))
+            found.append(Trial(case, family.configurations(problem)[FURTHER[kernel]], problem))
     return found
 
 
-def wrong(case: Case, spec: KernelSpec, problem: Problem, root: Path, schedule: Schedule) -> str:
+def wrong(trial: Trial, root: Path, schedule: Schedule) -> str:
     """What is wrong with one case of a tree of sources; empty if nothing is."""
+    case, spec, problem = trial
     (query, key, value), masks = make(case), make_masks(case)
     whole = [torch.full((query.numel() + GUARD,), torch.nan, dtype=t) for t in (query.dtype, torch.float32)]
     out, lse = (t[: math.prod(s)].view(s) for t, s in zip(whole, (query.shape, query.shape[:3]), strict=True))
+    if problem.continued:
+        out.copy_(query.roll(1, 2))
+        lse.copy_(3.0 + query[..., 0].float())
+    previous = (out.clone(), lse.clone()) if problem.continued else None
     try:
         run.attention(
             *(spec, problem, (query, key, value, out, lse), case.scale),
@@ -148,6 +170,8 @@ def wrong(case: Case, spec: KernelSpec, problem: Problem, root: Path, schedule: 
         return error.problem
     options: dict[str, Any] = {"causal": case.causal, "scale": case.scale, **masks}
     expected, plain = (f(query, key, value, **options) for f in (reference.oracle, reference.eager))
+    if previous is not None:
+        expected, plain = merged(previous, *expected), merged(previous, *plain)
     for name, got, exact, rough in zip(("output", "LSE"), (out, lse), expected, plain, strict=True):
         if not compare.tolerance(rough, exact, got.dtype).admits(compare.measure(got, exact)):
             return f"the {name} is wrong"
@@ -160,13 +184,14 @@ def wrong(case: Case, spec: KernelSpec, problem: Problem, root: Path, schedule: 
 def tried(kernel: str, root: Path) -> tuple[str, str]:
     """The verdict on a tree of sources and what was said: by the first case that shows anything."""
     same = True
-    for case, spec in specifications(kernel):
+    for trial in specifications(kernel):
+        case, spec, _ = trial
         try:
             if root != KERNELS_DIR and all(_code(stage, root) == _code(stage, KERNELS_DIR) for stage in spec.stages):
                 continue
             same = False
             for schedule in SCHEDULES:
-                if said := wrong(case, spec, problem_of(case, TARGET), root, schedule):
+                if said := wrong(trial, root, schedule):
                     return CAUGHT, f"{case}: {said}"
         except CompileError as error:
             return NO_PROGRAM, error.summary
@@ -240,7 +265,7 @@ class Log:
 
 def tested(kernel: str) -> str:
     """Digest of all that a kernel's verdicts depend on: its code, its cases and the emulator."""
-    parts = [f"{case} {code_signature(spec, TARGET)}" for case, spec in specifications(kernel)]
+    parts = [f"{case} {code_signature(spec, TARGET)}" for case, spec, _ in specifications(kernel)]
     parts += [str(SCHEDULES), *(path.read_text() for path in sorted(build.HERE.rglob("*")) if path.suffix in SOURCES)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -300,7 +325,7 @@ def outcomes(
 
 def all_sites(kernel: str) -> dict[Site, str]:
     """The mutations of a kernel, with their names()."""
-    stages = [stage for _, spec in specifications(kernel) for stage in spec.stages]
+    stages = [stage for _, spec, _ in specifications(kernel) for stage in spec.stages]
     return names(dict.fromkeys(site for stage in stages for site in sites(stage.source, KERNELS_DIR)))
 
 

@@ -162,6 +162,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
   }
 
   // Makes a row of O, of which `inverse` is the factor, and its LSE those of the keys before too. `inverse` becomes 1.
+  // The kernel ahead, which may have written both, has ended: the copies that came here were issued behind it.
   __device__ __forceinline__ void finish_continued(const WorkTile& work, int row, int half, float& inverse,
                                                    float stabilizer, float sum) {
     const bool exists = row < params.seqlen_q;
