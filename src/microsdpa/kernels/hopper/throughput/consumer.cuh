@@ -16,7 +16,7 @@ template <typename SHAPE, typename MASKS>
 using SharedOf = SharedStorage<typename SHAPE::T, SHAPE::HEAD_DIM, SHAPE::BLOCK_N, SHAPE::CONSUMERS, SHAPE::STAGES,
                                SHAPE::QUERY_STAGES, typename MaskTraits<MASKS>::Added, MaskTraits<MASKS>::DEALT>;
 
-template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename MASKS, typename DROP, bool CONTINUES>
+template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename MASKS, typename DROP, int CONTINUES>
 struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINUES>, SharedOf<SHAPE, MASKS>, SHAPE,
                            OVERLAP, CAUSAL> {
   using Loop = MainLoop<Consumer, SharedOf<SHAPE, MASKS>, SHAPE, OVERLAP, CAUSAL>;
@@ -174,7 +174,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
     const T* out = static_cast<const T*>(params.out) + work.batch * strides.batch + work.head * strides.head +
                    row * strides.row + thread % 4 * 2;
 #pragma unroll
-    for (int at = 2 * half; at < HEAD_DIM / 2; at += 4) {
+    for (int at = 2 * half; at < CONTINUES / 2; at += 4) {
       float x[2] = {o[at] * (inverse * shares.own), o[at + 1] * (inverse * shares.own)};
       add_before(x, out + 2 * (at - 2 * half), exists ? shares.before : 0.0f);
       o[at] = x[0], o[at + 1] = x[1];
@@ -196,7 +196,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
       }
       if constexpr (DROP::ANY) inverse[half] *= drop.scale;
       const int row = first_row + tile_row(half);
-      if constexpr (CONTINUES) {
+      if constexpr (CONTINUES > 0) {
         finish_continued(work, row, half, inverse[half], stabilizer * (Masked::SINKS ? 1.0f : Loop::scale_of(half)),
                          sum);
         continue;

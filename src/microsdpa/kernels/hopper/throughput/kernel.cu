@@ -349,7 +349,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       grid_dependency_wait();  // the kernel ahead may have drawn the seed
       if (blockIdx.x == 0 && threadIdx.x == WARPGROUP_THREADS) keep_state(given.dropout);
     }
-    constexpr bool CONTINUES = PoliciesOf<GIVEN>::CONTINUES;
+    constexpr int CONTINUES = PoliciesOf<GIVEN>::CONTINUES;
     Consumer<Shape, OVERLAP, CAUSAL, MASKS, Drop, CONTINUES> consumer(shared, params, Drop(given), warpgroup - 1);
     consumer.run();
   }

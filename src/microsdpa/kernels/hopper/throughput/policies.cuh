@@ -13,8 +13,8 @@ struct Dropping {
   using Params = Dropped<MaskedParams>;
 };
 
-// In the place of a call's masks: these, of a call that goes on from its output and LSE.
-template <typename MASKS>
+// In the place of a call's masks: these, of a call that goes on from its output, of so many COLUMNS, and its LSE.
+template <typename MASKS, int COLUMNS>
 struct Continuing {
   using Params = typename MASKS::Params;
 };
@@ -49,10 +49,10 @@ struct Drops {
 };
 
 // What a kernel makes of the type in the place of its masks: the masks themselves and their parameter, what drops, and
-// whether O and LSE are those of other keys before.
+// the columns of O that are those of other keys before, 0 for none.
 template <typename MASKS>
 struct PoliciesOf {
-  static constexpr bool CONTINUES = false;
+  static constexpr int CONTINUES = 0;
   using Masks = MASKS;
   using Drop = DropsNothing;
   __device__ __forceinline__ static const typename MASKS::Params& masked(const typename MASKS::Params& given) {
@@ -61,7 +61,7 @@ struct PoliciesOf {
 };
 template <typename MASKS>
 struct PoliciesOf<Dropping<MASKS>> {
-  static constexpr bool CONTINUES = false;
+  static constexpr int CONTINUES = 0;
   using Masks = MASKS;
   using Drop = Drops;
   __device__ __forceinline__ static const typename MASKS::Params& masked(const Dropped<MaskedParams>& given) {
@@ -72,9 +72,9 @@ struct PoliciesOf<Dropping<MASKS>> {
     }
   }
 };
-template <typename MASKS>
-struct PoliciesOf<Continuing<MASKS>> : PoliciesOf<MASKS> {
-  static constexpr bool CONTINUES = true;
+template <typename MASKS, int COLUMNS>
+struct PoliciesOf<Continuing<MASKS, COLUMNS>> : PoliciesOf<MASKS> {
+  static constexpr int CONTINUES = COLUMNS;
 };
 
 }  // namespace microsdpa::hopper::throughput

@@ -143,7 +143,7 @@ CANDIDATES: dict[int, tuple[Tiles, ...]] = {
 }
 """Tiles that compile without spills, by head dimension. The clocks for D = 32, 160 and 192 are estimates."""
 DROPPING = "microsdpa::hopper::throughput::Dropping<{}>"
-CONTINUING = "microsdpa::hopper::throughput::Continuing<{}>"
+CONTINUING = "microsdpa::hopper::throughput::Continuing<{}, {}>"
 MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
 MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     96: (Tiles(2, 64, True, 1400, 4000),),
@@ -336,7 +336,7 @@ def _policies(problem: Problem) -> str:
     """The C++ type that stands in the place of the masks (policies.cuh)."""
     masks = masks_type(problem.mask)
     if problem.continued:
-        return CONTINUING.format(masks)
+        return CONTINUING.format(masks, problem.head_dim)
     return DROPPING.format(masks) if problem.dropout else masks
 
 
@@ -389,12 +389,6 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(
             f"it goes on from outputs of head_dim columns, not {problem.value_dim}",
             f"a value padded to {problem.head_dim} columns",
-        )
-    if problem.continued and padded(problem) != problem.head_dim:
-        return Rejection(
-            f"it goes on from rows of {padded(problem)} columns, not {problem.head_dim}",
-            f"head_dim {padded(problem)}",
-            padded(problem),
         )
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
