@@ -314,6 +314,29 @@ SDPA = [
 ]
 
 
+CONTINUED = {
+    "plain": {},
+    "with masks": {"attn_mask": bits, "window": (4, 4), "softcap": 2.0, "sinks": slopes},
+    "causal": {"causal": "lower_right", "scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_second_call_that_goes_on_from_an_output_is_one_foreign_call(name: str, launcher: Launcher) -> None:
+    """It allocates nothing: the launch writes to both tensors that it is given."""
+    given, previous = tensors(), (output(), torch.zeros(BATCH, HEADS, SEQLEN_Q))
+    made = {key: value() if callable(value) else value for key, value in CONTINUED[name].items()}
+
+    def call() -> Any:
+        return microsdpa.sdpa(*given, **made, continue_from=previous, return_lse=True)
+
+    call()
+    result, seen = watch(call, launcher)
+    assert seen == Seen(1, NOTHING)
+    assert [id(tensor) for tensor in result] == [id(tensor) for tensor in previous]
+    assert [id(tensor) for tensor in launcher.calls[-1][3:5]] == [id(tensor) for tensor in previous]
+
+
 def operator(*masks: Callable[[], torch.Tensor]) -> Opening:
     def start(_: Setting) -> Callable[[], Any]:
         given = (*tensors(), *(mask() for mask in masks))

@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.blocks import BlockTable
 from microsdpa.call.cached import as_sequences, has_cache
-from microsdpa.call.call import NO_SCALES, Call, Inputs, MaskTensors, mask_tensors, scales_of
+from microsdpa.call.call import Call, Inputs, MaskTensors, mask_tensors, scales_of
 from microsdpa.call.documents import Ids
 from microsdpa.call.dropout import check as check_dropout
 from microsdpa.call.masks import dense, refuse_both
@@ -266,8 +266,15 @@ def sdpa(
         if document_ids is not None or block_mask is not None:
             is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
             attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
+        further = (out, precision, rotary, q_norm, k_norm, q_scale, k_scale, v_scale)
+        if further.count(None) == len(further) and dropout_p == 0.0 and not is_dynamo_compiling():
+            of_masks = scale, attn_mask, alibi_slopes, sinks, window, softcap
+            fixed = is_causal, causal, enable_gqa, impl, None
+            gone_on = forward.launch_continued((query, key, value), fixed, continue_from, of_masks)
+            if gone_on is not None:
+                return gone_on if return_lse else gone_on[0]  # type: ignore[return-value]
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
-        masks, scales = MaskTensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
+        masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         prologue = prologue_of(rotary, rotary_interleaved, rotary_positions, q_norm, k_norm, norm_eps)
         call = Call((query, key, value), masks, scales, options, return_lse, out, None, None, prologue, continue_from)
         continued = _continued(call)
@@ -422,23 +429,14 @@ def sdpa(
 
 
 def _continued(call: Call) -> forward.Result:
-    """A call that goes on from an output and an LSE of other keys."""
-    options, masks = call.options, mask_tensors(*call.masks)
-    bare = call.out is None and call.scales is NO_SCALES and call.prologue is None
-    if bare and options.precision is None and not options.dropout_p and not is_dynamo_compiling():
-        fixed = options.is_causal, options.causal, options.enable_gqa, options.impl, None
-        rest = options.scale, *call.masks, options.window, options.softcap
-        found = forward.launch_continued(call.inputs, fixed, call.previous, rest)  # type: ignore[arg-type]
-        if found is not None:
-            return found
-    given = *call.inputs, *call.masks
+    """A call that goes on from an output and an LSE of other keys, and has no plan."""
     if is_dynamo_compiling() or autograd.is_traced(call.inputs):
         raise UnsupportedProblem(
             "torch.compile and transforms do not see calls with continue_from, which write to its tensors",
             nearest="torch.compiler.disable around the call",
         )
-    transforms.refuse_tangents(*(t for t in given if isinstance(t, torch.Tensor)))
-    return forward.first_call(call._replace(masks=masks))
+    transforms.refuse_tangents(*call.inputs, *call.masks)
+    return forward.first_call(call)
 
 
 def _with_prologue(call: Call, prologue: Prologue) -> forward.Result:
