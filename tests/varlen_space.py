@@ -73,6 +73,28 @@ def paged(
     return {"key": key, "value": value, "page_table": table, "lengths": torch.tensor(lengths, dtype=torch.int32)}
 
 
+def in_one_cache(given: dict[str, Any], page: int, heads_first: bool = False) -> dict[str, Any]:
+    """A call of dense keys with these in shuffled pages of one tensor, as servers have them.
+
+    It is [pages, 2, page, H_kv, D], or with `heads_first` [pages, 2, H_kv, page, D], and full of NaN where no sequence
+    has keys. Every sequence has a page more than its keys need.
+    """
+    dense, lengths = {name: given[name] for name in ("key", "value")}, given["lengths"].tolist()
+    batch, longest, heads_kv, head_dim = dense["key"].shape
+    width = -(-longest // page) + 1
+    table = torch.randperm(batch * width, generator=torch.Generator().manual_seed(page)).view(batch, width)
+    if heads_first:
+        cache = torch.full((batch * width, 2, heads_kv, page, head_dim), torch.nan, dtype=given["query"].dtype)
+        cache = cache.transpose(2, 3)
+    else:
+        cache = torch.full((batch * width, 2, page, heads_kv, head_dim), torch.nan, dtype=given["query"].dtype)
+    for b, length in enumerate(lengths):
+        place = torch.arange(length)
+        for which, name in enumerate(dense):
+            cache[table[b, place // page], which, place % page] = dense[name][b, :length]
+    return given | {"key": cache[:, 0], "value": cache[:, 1], "page_table": table.int()}
+
+
 def call(form: Form, seed: int) -> dict[str, Any]:
     """Keyword arguments of sdpa_varlen, with CPU tensors."""
     r, generator = random.Random(seed), torch.Generator().manual_seed(seed)

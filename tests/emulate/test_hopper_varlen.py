@@ -9,7 +9,7 @@ import torch
 
 import microsdpa
 from microsdpa.emulate.run import Schedule, scheduled
-from varlen_space import Form, assert_right, call, offsets
+from varlen_space import Form, assert_right, call, in_one_cache, offsets
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMS = {
@@ -69,6 +69,13 @@ PAGED = {
     64: Form(FP16, 96, 2, 70, "dense"),
     192: Form(BF16, 256, 2, 70, "dense"),
 }
+
+
+@pytest.mark.parametrize("page", [64, 128, 256])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_keys_and_values_are_views_of_one_tensor_of_large_pages(page: int, heads_first: bool) -> None:
+    given = in_one_cache(call(Form(BF16, 128, 4, 40, "dense"), page), page, heads_first)
+    assert_right(*emulated(given, page), given)
 
 
 @pytest.mark.parametrize("page", PAGED)

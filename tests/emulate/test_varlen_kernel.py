@@ -12,7 +12,7 @@ from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence.fuzz_varlen import VarlenCall, check
 from microsdpa.execution import choice
 from microsdpa.kernels.ampere.varlen import spec as kernel
-from varlen_space import Form, after_appending, appending, assert_right, call
+from varlen_space import Form, after_appending, appending, assert_right, call, in_one_cache
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 FORMS = {
@@ -143,6 +143,42 @@ def test_a_sequence_has_the_same_output_wherever_its_pages_lie() -> None:
         cache_[moved[0]] = given[name][:7]
     elsewhere = given | {"key": key, "value": value, "page_table": moved.int()}
     assert all(torch.equal(a, b) for a, b in zip(emulated(given), emulated(elsewhere), strict=True))
+
+
+IN_ONE_CACHE = {
+    "decode": Form(BF16, 128, group=4, keys="dense"),
+    "a few queries": Form(FP16, 64, group=4, queries=6, keys="dense"),
+    "prompts": Form(BF16, 64, group=2, queries=70, keys="dense"),
+}
+
+
+@pytest.mark.parametrize("page", [64, 128, 256])
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("name", IN_ONE_CACHE)
+def test_keys_and_values_are_views_of_one_tensor_of_large_pages(name: str, heads_first: bool, page: int) -> None:
+    given = in_one_cache(call(IN_ONE_CACHE[name], page), page, heads_first)
+    assert given["key"].stride(0) == 2 * page * given["key"].shape[2] * given["key"].shape[3]
+    assert_right(*emulated(given, page), given)
+    out, lse = microsdpa.sdpa_varlen(**given, return_lse=True)
+    assert_right(out, lse, given)
+
+
+@pytest.mark.parametrize("page", [128, 256])
+def test_new_keys_are_written_to_views_of_one_tensor(page: int) -> None:
+    given = in_one_cache(call(Form(BF16, 64, group=4, keys="dense"), page), page)
+    generator, batch, heads_kv = torch.Generator().manual_seed(page), len(given["lengths"]), given["key"].shape[2]
+    given["query"] = torch.randn(batch, 1, 4 * heads_kv, 64, generator=generator).to(BF16)
+    for name in ("new_key", "new_value"):
+        given[name] = torch.randn(batch, 1, heads_kv, 64, generator=generator).to(BF16)
+    given = {name: value for name, value in given.items() if name not in ("query_offsets", "max_queries")}
+    before = given["key"].clone()
+    out, lse = emulated(given, page)
+    expected = after_appending(given | {"key": before})
+    assert_right(out, lse, expected)
+    for b, length in enumerate(given["lengths"].tolist()):
+        place = given["page_table"][b, length // page], length % page
+        assert torch.equal(given["key"][place], given["new_key"][b, 0])
+        assert torch.equal(given["value"][place], given["new_value"][b, 0])
 
 
 def narrow_call(queries: int = 1, dtype: torch.dtype = BF16, length: int = 300) -> dict[str, Any]:

@@ -190,9 +190,9 @@ def launch(
         message = outcome.message.decode(errors="replace")
         places = resolve(library, [int(place, 16) for place in _PLACE.findall(message)])
         raise EmulationError(library.name, _PLACE.sub(lambda m: places[int(m[1], 16)], message))
-    for name, (tensor, writable) in buffers.items():
-        if writable:
-            copies.copy_back(name, tensor)
+    written = {name: tensor for name, (tensor, writable) in buffers.items() if writable}
+    for name, tensor in written.items():
+        copies.copy_back(name, tensor, [other for other in written.values() if other is not tensor])
     sites = list(outcome.sites[: outcome.site_count])
     names = resolve(library, [site.place for site in sites])
     return Report(
@@ -249,19 +249,29 @@ class _Copies:
             start += _extent(tensor) + self.GAP
         self.addresses = {name: view.data_ptr() for name, view in self._views.items()}
 
-    def copy_back(self, name: str, tensor: torch.Tensor) -> None:
-        """Bring what the kernel wrote back into the tensor."""
-        _copy(_flat(tensor), self._views[name], tensor)
+    def copy_back(self, name: str, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        """Bring what the kernel wrote back into the tensor.
+
+        Gaps between its rows are brought back too, unless there are rows of `others`, which are written too.
+        """
+        shared = any(_meet(tensor, other) for other in others)
+        _copy(_flat(tensor), self._views[name], tensor, elements=shared)
 
 
 SPARSE = 2**30
 """Bytes from which on the gaps between a tensor's rows are not copied: untouched memory costs nothing."""
 
 
-def _copy(to: torch.Tensor, source: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy all memory of a tensor, given as bytes, or where that is much, its elements."""
-    if to.numel() >= SPARSE:
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+def _meet(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one tensor begins ahead of the other's last element, and ends behind its first."""
+    ranges = [(t.data_ptr(), t.data_ptr() + _extent(t)) for t in (tensor, other)]
+    return ranges[0][0] < ranges[1][1] and ranges[1][0] < ranges[0][1]
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor, tensor: torch.Tensor, elements: bool = False) -> None:
+    """Copy all memory of a tensor, given as bytes, or on demand or where that is much, its elements."""
+    if elements or to.numel() >= SPARSE:
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         to, source = (
             memory.view(words).as_strided(
                 tensor.shape, tensor.stride(), memory.storage_offset() // tensor.element_size()
