@@ -371,7 +371,7 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
 
 
 def _eight_bit_catalogue(target: str) -> list[KernelSpec]:
-    """Every configuration that the families for 8-bit operands make for `target`."""
+    """Every configuration that the families for 8-bit operands make for `target`; of packed heads one of each kind."""
     specs: dict[KernelSpec, None] = {}
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
     masks: tuple[Causal | None, ...] = (None, "upper_left")
@@ -391,6 +391,12 @@ def _eight_bit_catalogue(target: str) -> list[KernelSpec]:
             key_block=block,
         )
         if isinstance(result := family.specify(problem), KernelSpec):
+            specs[result] = None
+    for family, head_dim, operands in product(EIGHT_BIT_FAMILIES, ALL_HEAD_DIMS, OPERANDS):
+        sizes = 1, 8, 2, 1, 4096, head_dim, "float16"
+        problem = Problem(*sizes, "lower_right", target=target, operands=operands)  # type: ignore[arg-type]
+        result = family.specify(problem)
+        if isinstance(result, KernelSpec) and result.pack > 1:
             specs[result] = None
     return list(specs)
 
