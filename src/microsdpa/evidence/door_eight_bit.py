@@ -33,8 +33,13 @@ MASKINGS: tuple[Masking, ...] = (
     "sinks",
 )
 """One of each argument of sdpa that is a mask, and numbers beside booleans."""
-QUANTIZING: tuple[Precision, ...] = ("fp8", "fp8_fast", "int8_fp8")
-"""Precisions whose kernels have masks."""
+QUANTIZING: dict[Precision, Masking] = {
+    "fp8": "left padding",
+    "fp8_fast": "left padding",
+    "int8_fp8": "left padding",
+    "int8_fp16": "window",
+}
+"""A mask beside each precision, of which the last one's kernel reads none from memory."""
 DECODING = Case(8, 32, 1, 1024, 128, heads_kv=8, dtype="bfloat16", causal="lower_right")
 CACHE_MASKINGS: tuple[Masking, ...] = ("window", "softcap", "alibi", "sinks")
 LACKING = "8-bit arithmetic"
@@ -78,13 +83,18 @@ def _values_ran(case: Case, tensors: Tensors) -> dict[str, Any]:
     return ran | {"requested": "auto", "operands": "fp8"} | _kind(case, tensors)
 
 
+def _quantizing_options(case: Case, precision: Precision, tensors: Tensors) -> dict[str, Any]:
+    kernel = "hopper/throughput_8bit_qk" if precision == "int8_fp16" else "hopper/latency_8bit"
+    return _masks(case, tensors) | _where(tensors, kernel)
+
+
 def _quantizing(case: Case, precision: Precision, tensors: Tensors) -> Call:
-    options = _masks(case, tensors) | _where(tensors, "hopper/latency_8bit")
+    options = _quantizing_options(case, precision, tensors)
     return lambda: microsdpa.sdpa(*tensors, precision=precision, **options)
 
 
 def _quantizing_ran(case: Case, precision: Precision, tensors: Tensors) -> dict[str, Any]:
-    options = _masks(case, tensors) | _where(tensors, "hopper/latency_8bit")
+    options = _quantizing_options(case, precision, tensors)
     found = microsdpa.explain(*tensors, precision=precision, **options)
     return signatures.of_call(found, tensors[0], quantizes=True) | {"precision": precision} | _kind(case, tensors)
 
@@ -136,8 +146,8 @@ def doors(headline: Case = HEADLINE, decoding: Case = DECODING) -> Iterator[Door
         case = replace(headline, masks=(masking,))
         side = Side(functools.partial(_values, case), check=functools.partial(_values_checked, case))
         yield Door("sdpa of 8-bit values", side, not_torchs(LACKING), case, ran=functools.partial(_values_ran, case))
-    case = replace(headline, masks=("left padding",))
-    for precision in QUANTIZING:
+    for precision, masking in QUANTIZING.items():
+        case = replace(headline, masks=(masking,))
         arithmetic = ARITHMETIC.get(SCHEMES[precision].operands, precision)
         yield Door(
             f"sdpa(precision={precision})",
