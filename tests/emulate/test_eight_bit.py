@@ -14,12 +14,14 @@ from microsdpa.emulate import run
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence import compare
 from microsdpa.evidence.inputs import Case, make
-from microsdpa.kernels import EIGHT_BIT_FAMILIES, KernelSpec
+from microsdpa.execution.quantized import QuantizedInputs, run_attention
+from microsdpa.kernels import EIGHT_BIT_FAMILIES, KernelSpec, emulated_target
 from microsdpa.kernels.ada.mma_8bit import spec as mma_8bit
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.ladder import eight_bit_spec
-from microsdpa.kernels.problem import OPERANDS, PRECISIONS, Operands
+from microsdpa.kernels.problem import OPERANDS, PRECISIONS, Operands, Problem
 from microsdpa.kernels.quantize.spec import SCHEMES
+from microsdpa.kernels.select import select
 
 RUNGS = sorted(f.short_name for f in EIGHT_BIT_FAMILIES if f.name.startswith(("ladder/", "ada/")))
 CASES = [
@@ -34,6 +36,14 @@ MANY_HEADS = [
     Case(2, 2, 20, 40, 128),
 ]
 """ada/mma_8bit takes larger tiles where they fill the chip, here one of two SMs; a CTA of rung 12 takes several."""
+DECODING = [
+    Case(2, 4, 1, 70, 32, heads_kv=2, causal="lower_right"),
+    Case(1, 6, 5, 133, 64, heads_kv=2, causal="lower_right", layout="bshd"),
+    Case(1, 7, 3, 40, 64, heads_kv=1, causal="upper_left", seed=1),
+    Case(1, 8, 15, 97, 128, dtype="bfloat16", heads_kv=1),
+    Case(1, 6, 9, 4, 32, heads_kv=2, causal="lower_right"),
+]
+"""Heads that share a key head in one tile: 2, 15, 21 and 120 rows of it, and rows that see no key."""
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -43,13 +53,19 @@ def test_every_family_is_tested() -> None:
     assert {f.short_name for f in EIGHT_BIT_FAMILIES} == {*RUNGS, *on_wgmma}
 
 
-def quantized_of(tensors: Tensors, block: int = 16) -> tuple[Quantized, Quantized, Quantized]:
+def quantized_of(tensors: Tensors, block: int = 16, rows: int = 0) -> tuple[Quantized, Quantized, Quantized]:
+    """Scales are a head's of Q, or those of blocks of `rows`, K's of every `block` keys, and V's of the channels."""
     query, key, value = tensors
     return (
-        microsdpa.quantize(query, "e4m3", "head"),
+        microsdpa.quantize(query, "e4m3", "block", block=rows) if rows else microsdpa.quantize(query, "e4m3", "head"),
         microsdpa.quantize(key, "e4m3", "block", block=block),
         microsdpa.quantize(value, "e4m3", "channel"),
     )
+
+
+def problem_of(case: Case) -> Problem:
+    """Of E4M3 values on the GPU that the emulator takes for ada/mma_8bit."""
+    return replace(case.problem(emulated_target("ada/mma_8bit")), operands="fp8")
 
 
 def attend(q: Quantized, k: Quantized, v: Quantized, impl: str, **options: object) -> Tensors:
@@ -116,6 +132,66 @@ def test_tiles_for_many_heads(case: Case) -> None:
         test_every_rung_against_the_dequantized_values(rung, case)
     for precision in PRECISIONS:
         test_every_precision_against_the_original_tensors(precision, case)
+
+
+@pytest.mark.parametrize("case", DECODING, ids=str)
+def test_heads_of_a_key_head_are_packed(case: Case) -> None:
+    found = select(problem_of(case), "ada/mma_8bit").spec
+    pack = case.heads // case.kv_heads
+    assert (found.pack, dict(found.template_args)["PACK"]) == (pack, str(pack))
+    rows = case.seqlen_q * pack
+    tiles = -(-rows // found.block_m)
+    assert found.block_m == (16 if rows <= 16 else 32)
+    assert found.grid(problem_of(case)) == (tiles * case.batch * case.kv_heads, 1, 1)
+    test_every_rung_against_the_dequantized_values("ada/mma_8bit", case)
+    for precision in PRECISIONS:
+        test_every_precision_against_the_original_tensors(precision, case)
+
+
+def test_packed_rows_have_the_scales_of_their_queries_and_heads() -> None:
+    case = DECODING[1]
+    query, key, value = make(case)
+    sizes = torch.arange(1, 31).reshape(1, 6, 5, 1) / 15  # no two rows have the same scale
+    q, k, v = quantized_of((query * sizes, key, value), rows=1)
+    assert q.scale.shape == (1, 6, 5)
+    for scale in (None, -0.3):
+        expected, expected_lse = reference.oracle(*(x.dequantize() for x in (q, k, v)), scale=scale)
+        out, lse = attend(q, k, v, "ada/mma_8bit", scale=scale)[:2]
+        assert compare.measure(out, expected).rel_l1 <= 0.026
+        assert compare.measure(lse, expected_lse).max_abs <= 1e-5
+
+
+def test_eight_warps_share_the_keys_of_a_few_rows_on_a_large_chip() -> None:
+    case = Case(1, 6, 2, 300, 64, heads_kv=2, causal="lower_right")
+    problem = replace(problem_of(case), target="sm_90a")
+    spec, tensors = select(problem, "ada/mma_8bit").spec, make(case)
+    assert (spec.threads, spec.block_m, spec.pack) == (256, 16, 3)
+    q, k, v = quantized_of(tensors, rows=1)
+    made = QuantizedInputs(q.values, k.values, v.values, q.scale, k.scale, v.scale)
+    expected, expected_lse = reference.oracle(*(x.dequantize() for x in (q, k, v)), causal=case.causal)
+    out, lse = torch.full_like(tensors[0], torch.nan), torch.full(tensors[0].shape[:3], torch.nan)
+    run_attention(spec, problem, made, out, lse, 64**-0.5, emulated=True)
+    assert compare.measure(out, expected).rel_l1 <= 0.026
+    assert compare.measure(lse, expected_lse).max_abs <= 1e-5
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize("target", ["sm_89", "sm_90a", "sm_120a"])
+def test_tiles_of_few_rows_fit_every_chip(target: str, operands: Operands, head_dim: int) -> None:
+    chip = chip_of(target)
+    for batch in (1, 64):
+        problem = Problem(
+            *(batch, 8, 2, 1, 4096, head_dim, "float16"),
+            target=target,
+            operands=operands,
+            query_terms=SCHEMES[operands].query_terms,
+        )
+        tiles = mma_8bit.tiles_of(problem)
+        assert mma_8bit.shared_bytes(problem, tiles) <= chip.shared_per_cta
+        assert tiles.row_warps == 1
+        assert tiles.key_groups >= (2 if operands == "int8_fp16" else 4)
+    assert dict(select(replace(problem, heads_kv=8), "ada/mma_8bit").spec.template_args).get("PACK") is None
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -233,10 +309,13 @@ def test_errors_do_not_grow_with_length() -> None:
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("operands", OPERANDS)
-@pytest.mark.parametrize(("rung", "heads"), [("ladder/11", 1), ("ada/mma_8bit", 1), ("ada/mma_8bit", 4)])
+@pytest.mark.parametrize(
+    ("rung", "heads", "seqlen"),
+    [("ladder/11", 1, 64), ("ada/mma_8bit", 1, 64), ("ada/mma_8bit", 4, 64), ("ada/mma_8bit", 4, 4)],
+)
 @pytest.mark.usefixtures("two_sms")
 def test_no_bank_conflicts_and_every_product_on_tensor_cores(
-    rung: str, heads: int, operands: Operands, head_dim: int, monkeypatch: pytest.MonkeyPatch
+    rung: str, heads: int, seqlen: int, operands: Operands, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports: dict[str, run.Report] = {}
     one_kernel = run.one_kernel
@@ -246,11 +325,9 @@ def test_no_bank_conflicts_and_every_product_on_tensor_cores(
         return reports[spec.name]
 
     monkeypatch.setattr(run, "one_kernel", counted)
-    seqlen = 64 if heads == 1 else 16
     tensors = make(Case(1, heads, seqlen, 128, head_dim, heads_kv=1))
     microsdpa.sdpa(*tensors, precision=operands, enable_gqa=True, impl=f"emulate:{rung}")
     found = next(report for name, report in reports.items() if name.startswith(rung))
     assert found.bank_conflicts == 0, [site for site in found.bank_sites if site.conflicts]
     products = SCHEMES[operands].query_terms + 1  # Q K^T for each code of a query, and P V
-    rows = heads * (64 if rung == "ladder/11" or heads > 1 else seqlen)
-    assert found.counters["tensor_flops"] == products * 2 * rows * 128 * head_dim
+    assert found.counters["tensor_flops"] == products * 2 * heads * seqlen * 128 * head_dim

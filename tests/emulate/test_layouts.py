@@ -37,7 +37,7 @@ KERNELS: dict[str, Structs] = {
         "hopper::latency::Scaled<microsdpa::AttentionParams>": eight_bit_params.ScaledParams,
         "hopper::latency::Scaled<microsdpa::MaskedParams>": eight_bit_params.ScaledMaskedParams,
     },
-    "hopper/throughput_8bit/kernel.cu": {"hopper::throughput_8bit::EightBitMasked": eight_bit_params.EightBitMasked},
+    "hopper/throughput_8bit/kernel.cu": {"hopper::EightBitMasked": eight_bit_params.EightBitMasked},
     "common/eight_bit_params.cuh": {
         name: getattr(eight_bit_params, name)
         for name in ("ByteStrides", "RowScales", "ChannelScales", "EightBitParams")

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa.evidence import door_models, door_pages, doors, results
+from microsdpa.evidence import door_eight_bit, door_models, door_pages, doors, recorded, results, signatures
 from microsdpa.evidence.inputs import Case, make
+from microsdpa.jit.signature import code_signature
+from microsdpa.kernels import emulated_target
 
 
 def test_every_door_has_a_way_of_ours_and_one_of_torchs_or_a_reason() -> None:
-    found = [*doors.doors(), *door_pages.doors(), *door_models.doors()]
+    found = [*doors.doors(), *door_eight_bit.doors(), *door_pages.doors(), *door_models.doors()]
     cells = [(d.name, d.text, d.case, d.direction) for d in found]
     assert len(set(cells)) == len(cells)
     assert all(not d.ours.absent or "not installed" in d.ours.absent for d in found)
@@ -66,6 +68,60 @@ def test_the_rows_of_a_cache_in_pages_name_its_kernel(monkeypatch: pytest.Monkey
     for door in door_pages.doors():
         fields = doors.fields_of(door, doors.OURS, make(door.case))
         assert (fields["kernel"], fields["varlen"], len(fields["lengths"])) == ("ampere/varlen", 16, 8)
+
+
+SMALL_EIGHT_BIT = [
+    *door_eight_bit.doors(
+        Case(1, 2, 150, 150, 64), Case(2, 4, 1, 70, 32, heads_kv=2, dtype="bfloat16", causal="lower_right")
+    )
+]
+
+
+def test_every_mask_argument_has_a_door_beside_eight_bits() -> None:
+    found = [*door_eight_bit.doors()]
+    values = [door.case.masks[0] for door in found if door.name == "sdpa of 8-bit values"]
+    assert values == list(door_eight_bit.MASKINGS)
+    assert {"e4m3 cache, a scale of each head", "int8 cache, a scale of each token"} <= {door.text for door in found}
+    cached = {door.case.masks for door in found if door.text.startswith("e4m3 cache")}
+    assert cached == {(), *((masking,) for masking in door_eight_bit.CACHE_MASKINGS)}
+    assert {door.name for door in found} >= {f"sdpa(precision={one})" for one in door_eight_bit.QUANTIZING}
+
+
+@pytest.mark.parametrize("door", SMALL_EIGHT_BIT, ids=lambda door: f"{door.name} {door.text} {door.case.masks}")
+def test_calls_with_eight_bits_run_and_rows_name_their_kernel(
+    door: doors.Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = make(door.case)
+    outcome = doors._checked(door, door.ours, tensors)
+    assert not isinstance(outcome, str), outcome
+    assert float(outcome[1]["rel_l1"]) > 0  # type: ignore[arg-type]
+    theirs = doors._checked(door, door.torchs, tensors)
+    assert isinstance(theirs, str) == bool(door.torchs.absent)
+    target = emulated_target("auto")
+    monkeypatch.setattr("microsdpa.runtime.launcher.target_of_device", lambda: target)
+    row = results.row(door.case, **doors.fields_of(door, doors.OURS, tensors), mode="host")
+    if "cache" not in door.text:
+        wide = row.get("precision") == "int8_fp16"
+        assert row["kernel"] == f"hopper/{'throughput_8bit_qk' if wide else 'latency_8bit'}"
+        (spec, *others) = [kernel.spec for kernel in recorded.of_row(row, "sm_90a").values()]
+        assert code_signature(spec, target) == row["code_signature"]
+        assert len(others) == ("precision" in door.name)
+        assert all(code_signature(other, target) == row["quantiser_signature"] for other in others)
+    else:
+        assert row["kernel"] == "ampere/varlen"
+        assert not signatures.is_stale(row, target)
+        assert row["cache_kind"]["dtype"] in door.text
+        assert row["cache_kind"]["each_token"] == ("token" in door.text)
+
+
+def test_a_wrong_output_beside_masks_is_told() -> None:
+    door = SMALL_EIGHT_BIT[0]
+    tensors = make(door.case)
+    call, _ = doors._checked(door, door.ours, tensors)  # type: ignore[misc]
+    assert door.ours.check is not None
+    assert door.ours.check(tensors, call())[1] == ""
+    for wrong in (call() * 1.1, call().roll(1, dims=2)):
+        assert "differs from the oracle" in door.ours.check(tensors, wrong)[1]
 
 
 def test_gradients_of_a_window_are_judged() -> None:

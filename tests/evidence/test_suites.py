@@ -8,7 +8,7 @@ import pytest
 
 import microsdpa_cli
 from microsdpa.errors import InvalidArgument
-from microsdpa.evidence import door_models, door_pages, doors, environment, suites, timing
+from microsdpa.evidence import door_eight_bit, door_models, door_pages, doors, environment, suites, timing
 from microsdpa.evidence.inputs import BLOCK_SHARES, Case
 from microsdpa.evidence.peers import choose, ours
 
@@ -103,7 +103,7 @@ def test_some_cells_of_a_suite() -> None:
 
 
 def test_doors_are_measured_in_parts() -> None:
-    ways = [*doors.doors(), *door_pages.doors(), *door_models.doors()]
+    ways = [*doors.doors(), *door_eight_bit.doors(), *door_pages.doors(), *door_models.doors()]
     parts = [suites.some_of(ways, suites.Some(part=f"{i}/2"), lambda door: door.name) for i in (1, 2)]
     assert sorted(map(id, itertools.chain(*parts))) == sorted(map(id, ways))
     models = suites.some_of(ways, suites.Some(cells="transformers"), lambda door: door.name)

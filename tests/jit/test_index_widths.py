@@ -153,6 +153,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ada/mma_8bit/kernel.cu", "(key_scale + 8 * n);", PLACE),
     ("ada/mma_8bit/kernel.cu", "(i * Shape::KEY_GROUPS + group) * BLOCK_N;", KEYS),
     ("ada/mma_8bit/kernel.cu", "index % q_tiles) * S::BLOCK_M;", ROWS),
+    ("ada/mma_8bit/kernel.cu", "columns = params.batch * params.heads / PACK;", HEADS),
     ("ada/mma_8bit/kernel.cu", "start_key(i + STAGES);", KEYS),
     ("ladder/12_8bit_persistent.cu", "first_key = next * Shape::BLOCK_N;", KEYS),
     ("ladder/12_8bit_persistent.cu", "named_barrier_sync(EMPTY + stage", PLACE),

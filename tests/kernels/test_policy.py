@@ -66,6 +66,11 @@ def test_a_kernel_for_other_operands_is_no_candidate() -> None:
         ("hopper/throughput", replace(SMALL, seqlen_q=1, seqlen_k=4096), "too few queries"),
         ("hopper/throughput_8bit", replace(QUANTIZED, seqlen_k=4096), "32 tiles of 128 queries are too few"),
         ("hopper/latency_8bit", replace(QUANTIZED, batch=5), "more than the SMs"),
+        (
+            "hopper/throughput_8bit",
+            replace(QUANTIZED, batch=64, heads_kv=2, seqlen_q=1, seqlen_k=4096),
+            "1 queries leave its tiles of 128 empty: ada/mma_8bit has all heads",
+        ),
         ("hopper/throughput_8bit_qk", replace(QUANTIZED, operands="int8_fp16"), "32 tiles of 128 queries are too few"),
     ],
 )

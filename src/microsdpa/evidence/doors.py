@@ -26,7 +26,7 @@ from microsdpa.evidence.inputs import Case, dense_mask, documents, make, make_ma
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.peers.ours import ARITHMETIC, QuantizedTensors
 from microsdpa.jit.signature import code_signature, signature
-from microsdpa.kernels.problem import PRECISIONS, Precision
+from microsdpa.kernels.problem import PRECISIONS, CacheKind, MaskKind, Precision
 from microsdpa.kernels.quantize.spec import SCHEMES
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
@@ -85,6 +85,7 @@ class Door:
         operands: of calls with 8-bit values.
         continued: whether the call goes on from an output and an LSE.
         granularity: Problem.varlen of calls with sequences of many lengths; None for others.
+        ran: the fields that say what ran, where none of these tells.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Door:
     operands: str = ""
     granularity: int | None = None
     continued: bool = False
+    ran: Callable[[Tensors], dict[str, Any]] | None = None
 
 
 def _torch_sdpa(tensors: Tensors, **options: Any) -> Call:
@@ -114,7 +116,8 @@ PLAIN = Side(_torch_sdpa)
 ENABLED = Side(_torch_sdpa, microsdpa.enabled)
 
 
-def _not_torchs(what: str) -> Side:
+def not_torchs(what: str) -> Side:
+    """torch's side of a door to what its function lacks."""
     return Side(_torch_sdpa, absent=f"torch's function has no {what}")
 
 
@@ -212,7 +215,7 @@ def options() -> Iterator[Door]:
     yield Door(
         "sdpa(return_lse=)",
         Side(lambda t: _sdpa(t, return_lse=True), check=lambda t, found: against_oracle(HEADLINE, t, found[0])),
-        _not_torchs("LSE"),
+        not_torchs("LSE"),
     )
     yield from _narrow_values()
     yield Door(
@@ -232,20 +235,20 @@ def options() -> Iterator[Door]:
     )
     for masking in ("softcap", "sinks"):
         case = replace(HEADLINE, masks=(masking,))  # type: ignore[arg-type]
-        yield Door(f"sdpa({masking})", Side(_with_masks(_sdpa, case)), _not_torchs(masking), case)
+        yield Door(f"sdpa({masking})", Side(_with_masks(_sdpa, case)), not_torchs(masking), case)
     for precision in PRECISIONS:
         arithmetic = ARITHMETIC.get(SCHEMES[precision].operands, precision)
         check = functools.partial(against_oracle, HEADLINE, arithmetic=arithmetic)
         yield Door(
             f"sdpa(precision={precision})",
             Side(functools.partial(_sdpa, precision=precision), check=check),
-            _not_torchs("8-bit arithmetic"),
+            not_torchs("8-bit arithmetic"),
             precision=precision,
         )
     yield Door(
         "sdpa of 8-bit values",
         Side(_eight_bit, check=functools.partial(against_oracle, HEADLINE, arithmetic="e4m3")),
-        _not_torchs("8-bit arithmetic"),
+        not_torchs("8-bit arithmetic"),
         operands="fp8",
     )
 
@@ -545,14 +548,18 @@ def _around(door: Door, side: Side) -> Iterator[None]:
         yield
 
 
-def _of_varlen(case: Case, granularity: int = 0) -> dict[str, Any]:
-    """The fields of packed sequences, or of a cache in pages, that say what ran; `granularity` is Problem.varlen."""
+def of_varlen(
+    case: Case, granularity: int = 0, cache: CacheKind | None = None, mask: MaskKind | None = None
+) -> dict[str, Any]:
+    """The fields of packed sequences, or of a cache, that say what ran; `granularity` is Problem.varlen."""
     target, rounded = launcher.target_of_device(), 1 << (case.seqlen_q - 1).bit_length()
-    spec = select(replace(case.problem(target), seqlen_q=rounded, varlen=granularity)).spec
+    shared: dict[str, Any] = {"seqlen_q": rounded, "varlen": granularity, "cache": cache, "mask": mask}
+    spec = select(replace(case.problem(target), **shared)).spec
     signed = {"signature": signature(spec, target), "code_signature": code_signature(spec, target)}
     lengths = [case.seqlen_k] * case.batch
     shape = {"varlen": granularity, "rounded_queries": rounded, "lengths": lengths, "requested": "auto"}
-    return {"kernel": spec.name, **signed, **shape}
+    kinds = {"cache_kind": cache, "mask_kind": mask}
+    return {"kernel": spec.name, **signed, **shape} | {name: asdict(kind) for name, kind in kinds.items() if kind}
 
 
 def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
@@ -566,7 +573,9 @@ def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
     if door.name in WITHOUT_KERNEL:
         return fields
     if door.granularity is not None:
-        return fields | _of_varlen(door.case, door.granularity)
+        return fields | of_varlen(door.case, door.granularity)
+    if door.ran is not None:
+        return fields | door.ran(tensors)
     if door.operands:
         made = QuantizedTensors.of(tensors)
         found = microsdpa.explain(*made.values, **made.scales)

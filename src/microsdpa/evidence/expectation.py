@@ -34,7 +34,7 @@ class Expectation:
         if not arithmetic:
             eager, _ = reference.eager(*tensors, causal=case.causal, scale=case.scale, **self._masks)
             return compare.tolerance(eager, self.output, tensors[0].dtype)
-        eager = quantized.eager(*tensors, case.causal, case.scale, arithmetic)
+        eager = quantized.eager(*tensors, case.causal, case.scale, arithmetic, self._masks)
         dtype = torch.float8_e4m3fn if arithmetic == "e4m3" else TORCH_DTYPE[case.dtype]
         return compare.tolerance(eager, self.output, dtype)
 

@@ -380,9 +380,10 @@ def valid(call: Call) -> Call:
         call = replace(call, rotary_positions="apart")  # tables have no rows for negative positions
     if call.door in EIGHT_BIT_DOORS:
         call = _as_default(call, "impl")
-        if call.door == "precision" and call.operands == "int8_fp16":  # whose kernels know no masks
-            call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "window", "softcap", "alibi")
-            call = _as_default(call, "documents", "blocks", "sinks")
+        if call.door == "precision" and call.operands == "int8_fp16":  # whose kernel with masks reads none
+            call = _as_default(call, "mask", "mask_dims", "mask_shown", "mask_transposed", "documents", "blocks")
+            if call.head_dim <= EIGHT_BIT_HEAD_DIMS[0]:
+                call = _as_default(call, "window", "softcap", "alibi", "sinks")
         most = 128 if call.door == "precision" and call.operands == "int8_fp16" else EIGHT_BIT_HEAD_DIMS[-1]
         dim = next((dim for dim in EIGHT_BIT_HEAD_DIMS if dim >= min(call.head_dim, most)), most)
         aligned = tuple("bhsd" if layout == "unaligned" else layout for layout in call.layouts)

@@ -471,7 +471,7 @@ def _check_eight_bit(call: Call, device: str) -> Outcome:
     case = replace(call.case(), scale=None)
     masks = here.masks | {"window": call.window, "softcap": call.softcap}
     if call.is_masked and device == "cpu":  # where "auto" is a GPU whose kernels know no masks
-        options["impl"] = emulated_impl("hopper/latency_8bit")
+        options["impl"] = emulated_impl(f"hopper/{'throughput_8bit_qk' if operands == 'int8_fp16' else 'latency_8bit'}")
     expected, expected_lse = verify_eight_bit.oracle(*plain_inputs, case, None, masks)
     spec = microsdpa.explain(*inputs, **options).spec
     family, lost = family_named(spec.name) if spec else None, None

@@ -19,6 +19,7 @@ from microsdpa.evidence import (
     block,
     compare,
     context_parallel,
+    door_eight_bit,
     door_models,
     door_pages,
     doors,
@@ -301,7 +302,9 @@ def bench_step(
         rows = start.run(loaded.cases[0], progress(suite, len(start.STARTS)), keep)
     elif of_doors:
         ways = some_of(
-            [*doors.doors(), *door_pages.doors(), *door_models.doors()], some, lambda door: f"{door.name} {door.text}"
+            [*doors.doors(), *door_eight_bit.doors(), *door_pages.doors(), *door_models.doors()],
+            some,
+            lambda door: f"{door.name} {door.text} {','.join(door.case.masks)}",
         )
         rows = doors.run(ways, modes or list(loaded.modes), progress(suite, len(ways)), keep)
     elif suite == training.SUITE:

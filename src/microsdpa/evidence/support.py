@@ -139,6 +139,10 @@ def matrix() -> list[list[str]]:
     for label, mask in MASKS_OF_EIGHT_BITS.items():
         cells = [_cell("float16", target, operands="int8_fp8", mask=mask) for target in TARGETS]
         lines.append([f'{label} beside `precision="int8_fp8"`', "quantized from either", *cells])
+    shared: dict[str, Any] = {"operands": "int8_fp16", "query_terms": SCHEMES["int8_fp16"].query_terms}
+    label, mask = list(MASKS_OF_EIGHT_BITS.items())[-1]
+    cells = [_cell("float16", target, mask=mask, **shared) for target in TARGETS]
+    lines.append([f'{label} beside `precision="int8_fp16"`', "quantized from either", *cells])
     return lines
 
 

@@ -46,7 +46,7 @@ class EightBitParams(ctypes.Structure):
 
 
 class EightBitMasked(ctypes.Structure):
-    """EightBitMasked of kernels/hopper/throughput_8bit/masks.cuh."""
+    """EightBitMasked of kernels/hopper/common/eight_bit_masks.cuh."""
 
     _fields_ = (("call", EightBitParams), *MaskedParams._fields_[1:])
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
-from microsdpa.kernels.ampere.mma.tiles import splits_long_keys
+from microsdpa.kernels.ampere.mma.tiles import packed_heads, splits_long_keys
 from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
@@ -148,15 +148,26 @@ def _other_than_eight_bit_latency(_: Problem) -> Rejection:
 
 
 def _is_too_small_for_eight_bit(problem: Problem) -> bool:
-    """Other kernels with 8-bit operands have no D = 256, and none but hopper/latency_8bit has masks."""
+    """Other kernels with 8-bit operands have no D = 256, and none but hopper/latency_8bit has masks.
+
+    Where heads that share a key head are packed, ada/mma_8bit has one tile of few rows for as many tiles here.
+    """
     if problem.operands is None or problem.head_dim not in FEWEST_TILES[problem.operands] or problem.mask is not None:
         return False
+    if packed_heads(problem) > 1:
+        return True
     fewest = FEWEST_TILES[problem.operands][problem.head_dim]
     least = fewest if problem.seqlen_q >= EIGHT_BIT_TILE else chip_of(problem.target).sms
     return _tiles(problem, EIGHT_BIT_TILE) < least
 
 
 def _other_than_eight_bit_throughput(problem: Problem) -> Rejection:
+    if packed_heads(problem) > 1:
+        return Rejection(
+            f"{problem.seqlen_q} queries leave its tiles of {EIGHT_BIT_TILE} empty: ada/mma_8bit has all heads of a "
+            "key head in one",
+            "more queries",
+        )
     return Rejection(
         f"{_tiles(problem, EIGHT_BIT_TILE)} tiles of {EIGHT_BIT_TILE} queries are too few for it: other kernels are "
         "faster",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle, product
 from types import ModuleType
+from typing import Any
 
 from microsdpa.kernels.ada.mma_8bit import spec as ada_mma_8bit
 from microsdpa.kernels.ampere.general import spec as ampere_general
@@ -173,6 +174,8 @@ EIGHT_BIT_FAMILIES: tuple[Family, ...] = (
         "INT8 wgmma for Q K^T, 16 bits for P V, TMA; sm_90a",
         hopper_int8.throughput,
         emulated_target="sm_90a",
+        masks=True,
+        ranges=True,
         eight_bit=True,
     ),
     *(
@@ -382,7 +385,7 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
 
 
 def _eight_bit_catalogue(target: str) -> list[KernelSpec]:
-    """Every configuration that the families for 8-bit operands make for `target`."""
+    """Every configuration that the families for 8-bit operands make for `target`; of packed heads one of each kind."""
     specs: dict[KernelSpec, None] = {}
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
     masks: tuple[Causal | None, ...] = (None, "upper_left")
@@ -403,23 +406,33 @@ def _eight_bit_catalogue(target: str) -> list[KernelSpec]:
         )
         if isinstance(result := family.specify(problem), KernelSpec):
             specs[result] = None
+    for family, head_dim, operands in product(EIGHT_BIT_FAMILIES, ALL_HEAD_DIMS, OPERANDS):
+        sizes = 1, 8, 2, 1, 4096, head_dim, "float16"
+        problem = Problem(*sizes, "lower_right", target=target, operands=operands)  # type: ignore[arg-type]
+        result = family.specify(problem)
+        if isinstance(result, KernelSpec) and result.pack > 1:
+            specs[result] = None
     return list(specs)
 
 
 def _masked_eight_bit_catalogue(target: str, every: bool) -> list[KernelSpec]:
     """The kernels for 8-bit operands with masks: one kind of each family, or with `every` all of MASK_KINDS and ranges.
 
-    Of more keys than hopper/latency_8bit holds, and with ranges, that is hopper/throughput_8bit.
+    Of more keys than hopper/latency_8bit holds, and with ranges, that is hopper/throughput_8bit, or with V of 16 bits
+    hopper/throughput_8bit_qk.
     """
     kinds = (*MASK_KINDS[1:], MaskKind("int32", per_query=True)) if every else MASK_KINDS[-1:]
-    made: tuple[tuple[Operands, int], ...] = ("fp8", 0), ("int8_fp8", 1)
+    narrow: tuple[tuple[Operands, int, int], ...] = ("fp8", 0, 1), ("int8_fp8", 1, 1)
+    wide: tuple[tuple[Operands, int, int], ...] = ("int8_fp16", 1, 2), ("int8_fp16", 1, 1)
     specs: dict[KernelSpec, None] = {}
     for family, head_dim in product(EIGHT_BIT_FAMILIES, (64, 128) if every else (64,)):
         if not family.masks:
             continue
-        for kind, (operands, block) in zip(kinds, cycle(made)):
+        made = wide if family.name == "hopper/throughput_8bit_qk" else narrow
+        for kind, (operands, block, terms) in zip(kinds, cycle(made)):
             sizes = 1, 8, 8, 512, 512, head_dim, "float16"
-            problem = Problem(*sizes, mask=kind, target=target, operands=operands, key_block=block)  # type: ignore[arg-type]
+            shared: dict[str, Any] = {"operands": operands, "key_block": block, "query_terms": terms}
+            problem = Problem(*sizes, mask=kind, target=target, **shared)  # type: ignore[arg-type]
             if isinstance(result := family.specify(problem), KernelSpec):
                 specs[result] = None
     return list(specs)

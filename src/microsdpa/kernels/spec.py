@@ -16,7 +16,7 @@ EIGHT_BIT_PARAMS = "microsdpa::EightBitParams"
 SCALED_PARAMS = "microsdpa::hopper::latency::Scaled<microsdpa::AttentionParams>"
 SCALED_MASKED_PARAMS = "microsdpa::hopper::latency::Scaled<microsdpa::MaskedParams>"
 """Those of kernels for 16 bits with policies for 8-bit operands, without masks and with them."""
-EIGHT_BIT_MASKED = "microsdpa::hopper::throughput_8bit::EightBitMasked"
+EIGHT_BIT_MASKED = "microsdpa::hopper::EightBitMasked"
 """That of kernels with 8-bit operands and masks."""
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
 CPP_TYPE |= {"int32": "microsdpa::KeyRange", "uint8": "bool"}

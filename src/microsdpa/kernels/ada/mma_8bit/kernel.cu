@@ -1,12 +1,13 @@
 // ada/mma_8bit: 8 bits, tuned. Rung 11 with its tiles chosen for the problem, the keys divided among warps, and less
 // arithmetic a score.
 //
-// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA; operands are
-// those of rung 11. A score costs one multiplication with its key's scale and one FMA: the query's scale, the softmax's
-// and the stabilizer go into 2^(factor s - m), and O is rescaled only when a maximum has moved by more than SLACK.
+// Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M rows of one key head per CTA: queries of
+// one head, or, of few queries, all heads that share the key head. Operands are those of rung 11. A score costs one
+// multiplication with its key's scale and one FMA: the query's scale, the softmax's and the stabilizer go into
+// 2^(factor s - m), and O is rescaled only when a maximum has moved by more than SLACK.
 // Tiles:    Q [BLOCK_M, TERMS * HEAD_DIM]; every group of warps has STAGES places of its own for K, V and K's scales.
 // Roles:    KEY_GROUPS groups of ROW_WARPS warps; a group takes every KEY_GROUPS-th tile of keys, a warp of it owns 16
-//           queries. At the end the groups' outputs are combined through shared memory, and written in whole lines.
+//           rows. At the end the groups' outputs are combined through shared memory, and written in whole lines.
 // Pipeline: 1. K and V of STAGES tiles are on their way from the start, each in a group of its own
 //           2. wait for K: S by m16n8k32, K's scales, masks where one cuts the tile, softmax
 //           3. wait for V, send for the K that takes this one's place; O += P V; V's place is filled a tile later
@@ -22,6 +23,27 @@
 namespace microsdpa::ada::mma_8bit {
 
 constexpr int WARP_ROWS = 16;
+
+// The PACK query heads whose rows are tiled together; row r is that of query r / PACK in the head r % PACK of them.
+template <int PACK>
+struct PackedHeads {
+  EightBitHead first;
+
+  // Grid: a column of tiles for each key head, or for each head where none are packed.
+  __device__ __forceinline__ PackedHeads(const EightBitParams& params, int index) : first(params, index * PACK) {}
+
+  __device__ __forceinline__ static int rows(const EightBitParams& params) { return params.seqlen_q * PACK; }
+  __device__ __forceinline__ EightBitHead of_row(int row) const {
+    EightBitHead head = first;
+    head.head += row % PACK;
+    return head;
+  }
+  // Keys up to the last one that this row sees. Negative is none.
+  template <bool CAUSAL>
+  __device__ __forceinline__ static int seen(const EightBitParams& params, int row) {
+    return keys_seen<CAUSAL>(params, row / PACK, 1);
+  }
+};
 
 // V as it lies in shared memory: units of two values, or elements.
 template <typename Value, int BLOCK_N, int HEAD_DIM>
@@ -129,9 +151,12 @@ struct WarpState {
 };
 
 // Takes the group's tiles of keys: first_tile, first_tile + KEY_GROUPS, ... `count` of them.
-template <typename Shape, bool CAUSAL>
-__device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>& shared, const EightBitHead& head,
-                                       const EightBitParams& params, int first_row, int count, int group) {
+template <typename Shape, bool CAUSAL, int PACK>
+__device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>& shared,
+                                       const PackedHeads<PACK>& heads, const EightBitParams& params, int first_row,
+                                       int count, int group) {
+  const EightBitHead& head = heads.first;
+  const int rows = heads.rows(params);
   constexpr int BLOCK_N = Shape::BLOCK_N, HEAD_DIM = Shape::HEAD_DIM, STAGES = Shape::STAGES, TERMS = Shape::TERMS;
   using Element = typename Shape::Value::Element;
   const int thread = threadIdx.x % Shape::GROUP_THREADS;
@@ -163,26 +188,34 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>
     cp_async_commit();
   };
 
-  shared.query.template copy_async<Shape::THREADS>(head.query<Unit>(params, first_row),
-                                                   params.query_strides.row_in<Unit>(), params.seqlen_q - first_row,
-                                                   threadIdx.x);
+  if constexpr (PACK == 1) {
+    shared.query.template copy_async<Shape::THREADS>(
+        head.query<Unit>(params, first_row), params.query_strides.row_in<Unit>(), rows - first_row, threadIdx.x);
+  } else {
+    decltype(shared.query)::template for_each_chunk<Shape::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
+      const int row = first_row + static_cast<int>(r);
+      const bool valid = row < rows;  // the address of another is never read, and still has to be one that exists
+      const Unit* source = heads.of_row(valid ? row : 0).template query<Unit>(params, valid ? row / PACK : 0);
+      cp_async<16>(shared.query.at(r, column), source + column, valid ? 16 : 0);
+    });
+  }
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) start_key(i), start_value(i);
 
   const int warp_first = first_row + warp_row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = min(warp_first + static_cast<int>(lane_index() / 4) + 8 * half, params.seqlen_q - 1);
+    const int row = min(warp_first + static_cast<int>(lane_index() / 4) + 8 * half, rows - 1);
     // A negative scale is a positive one of -S, and 0 must not meet a score of -inf.
-    const float factor = fabsf(params.scale_log2) * *head.query_scale(params, row);
+    const float factor = fabsf(params.scale_log2) * *heads.of_row(row).query_scale(params, row / PACK);
     state.factor[half] = factor < 1e-30f ? 1e-30f : factor;  // NaN stays NaN
   }
   cp_async_wait<2 * STAGES - 1>();  // the queries and the first keys
   __syncthreads();
 
   // Every query of the warp sees the keys before `all_see`, none of them those from `none_sees` on.
-  const int all_see = keys_seen<CAUSAL>(params, warp_first, 1);
-  const int none_sees = keys_seen<CAUSAL>(params, warp_first, WARP_ROWS);
+  const int all_see = heads.template seen<CAUSAL>(params, warp_first);
+  const int none_sees = heads.template seen<CAUSAL>(params, warp_first + WARP_ROWS - 1);
   constexpr int STEPS = TERMS * HEAD_DIM / 32, KEPT = STEPS > 4 ? 4 : STEPS;  // in registers; eight would spill
   const QueryOperand<decltype(shared.query), 1, TERMS * HEAD_DIM / 2, KEPT> query(shared.query, warp_row);
 
@@ -214,7 +247,7 @@ __device__ __forceinline__ void attend(WarpState<Shape>& state, Streaming<Shape>
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = warp_first + 8 * half + lane_index() / 4;
-          mask_row<BLOCK_N>(s[0], half, keys_seen<CAUSAL>(params, row, 1) - first_key);
+          mask_row<BLOCK_N>(s[0], half, heads.template seen<CAUSAL>(params, row) - first_key);
         }
       }
       state.softmax(s[0]);
@@ -260,8 +293,8 @@ __device__ __forceinline__ void keep(const WarpState<Shape>& state, Combining<Sh
 }
 
 // Combines what the groups made of their keys, divides by l, multiplies with V's scales, and writes rows and LSE.
-template <typename Shape>
-__device__ __forceinline__ void combine_and_store(const Combining<Shape>& shared, const EightBitHead& head,
+template <typename Shape, int PACK>
+__device__ __forceinline__ void combine_and_store(const Combining<Shape>& shared, const PackedHeads<PACK>& heads,
                                                   const EightBitParams& params, int first_row) {
   using T = typename Shape::T;
   constexpr int COLUMNS = 4, IN_ROW = Shape::HEAD_DIM / COLUMNS, STEP = Shape::THREADS / IN_ROW;
@@ -269,11 +302,11 @@ __device__ __forceinline__ void combine_and_store(const Combining<Shape>& shared
   const int column = threadIdx.x % IN_ROW * COLUMNS;
   float scale[COLUMNS];
 #pragma unroll
-  for (int c = 0; c < COLUMNS; ++c) scale[c] = Shape::Value::CODES ? head.value_scale(params, column + c) : 1.0f;
+  for (int c = 0; c < COLUMNS; ++c) scale[c] = Shape::Value::CODES ? heads.first.value_scale(params, column + c) : 1.0f;
 #pragma unroll
   for (int r = threadIdx.x / IN_ROW; r < Shape::BLOCK_M; r += STEP) {
     const int row = first_row + r;
-    if (row >= params.seqlen_q) break;
+    if (row >= heads.rows(params)) break;
     RowStats stats;
     const Values4 values = combine_parts<Shape::KEY_GROUPS>(
         stats, [&](int part) { return shared.stats[part][r]; },
@@ -284,35 +317,38 @@ __device__ __forceinline__ void combine_and_store(const Combining<Shape>& shared
     Vector<T, COLUMNS> rounded;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) rounded.data[c] = from_float<T>(values.data[c] * inverse * scale[c]);
-    *reinterpret_cast<Vector<T, COLUMNS>*>(head.out<T>(params, row) + column) = rounded;
+    const EightBitHead head = heads.of_row(row);
+    *reinterpret_cast<Vector<T, COLUMNS>*>(head.out<T>(params, row / PACK) + column) = rounded;
     if (params.lse != nullptr && column == 0) {
-      *head.lse(params, row) = log_sum_exp(stats.stabilizer - WarpState<Shape>::BIAS, stats.sum);
+      *head.lse(params, row / PACK) = log_sum_exp(stats.stabilizer - WarpState<Shape>::BIAS, stats.sum);
     }
   }
 }
 
 template <typename T, typename Format, typename Value, int HEAD_DIM, int TERMS, int BLOCK_N, int ROW_WARPS,
-          int KEY_GROUPS, int STAGES, int CTAS, bool CAUSAL>
+          int KEY_GROUPS, int STAGES, int CTAS, bool CAUSAL, int PACK = 1>
 __global__ void __launch_bounds__(32 * ROW_WARPS * KEY_GROUPS, CTAS)
     attention(const __grid_constant__ EightBitParams params) {
   using S = Shape<T, Format, Value, HEAD_DIM, TERMS, BLOCK_N, ROW_WARPS, KEY_GROUPS, STAGES>;
   auto& shared = dynamic_shared<SharedStorage<S>>();
   // Under a causal mask the longest tiles come first, of all heads, so that the short ones fill the gaps at the end.
-  const int q_tiles = (params.seqlen_q + S::BLOCK_M - 1) / S::BLOCK_M, heads = params.batch * params.heads;
+  const int q_tiles = (PackedHeads<PACK>::rows(params) + S::BLOCK_M - 1) / S::BLOCK_M;
+  const int columns = params.batch * params.heads / PACK;
   const int index = blockIdx.x;
-  const EightBitHead head(params, CAUSAL ? index % heads : index / q_tiles);
-  const int first_row = (CAUSAL ? q_tiles - 1 - index / heads : index % q_tiles) * S::BLOCK_M;
+  const PackedHeads<PACK> heads(params, CAUSAL ? index % columns : index / q_tiles);
+  const int first_row = (CAUSAL ? q_tiles - 1 - index / columns : index % q_tiles) * S::BLOCK_M;
   const int group = KEY_GROUPS == 1 ? 0 : threadIdx.x / S::GROUP_THREADS;
-  const int tiles = (max(keys_seen<CAUSAL>(params, first_row, S::BLOCK_M), 0) + BLOCK_N - 1) / BLOCK_N;
+  const int seen = PackedHeads<PACK>::template seen<CAUSAL>(params, first_row + S::BLOCK_M - 1);
+  const int tiles = (max(seen, 0) + BLOCK_N - 1) / BLOCK_N;
 
   WarpState<S> state;
-  attend<S, CAUSAL>(state, shared.streaming, head, params, first_row, (tiles - group + KEY_GROUPS - 1) / KEY_GROUPS,
+  attend<S, CAUSAL>(state, shared.streaming, heads, params, first_row, (tiles - group + KEY_GROUPS - 1) / KEY_GROUPS,
                     group);
   cp_async_wait<0>();
   __syncthreads();  // all groups are done with their tiles
   keep(state, shared.combining, group);
   __syncthreads();
-  combine_and_store(shared.combining, head, params, first_row);
+  combine_and_store(shared.combining, heads, params, first_row);
 }
 
 }  // namespace microsdpa::ada::mma_8bit

@@ -31,6 +31,14 @@ def refused(problem: Problem, head_dims: tuple[int, ...]) -> Rejection | None:
     return None
 
 
+def unread(problem: Problem) -> Rejection | None:
+    """Why these kernels do not know a problem's masks; None where they do."""
+    mask = problem.mask
+    if mask is None or mask.tensor in (None, "int32"):
+        return None
+    return Rejection(f"it reads no masks but ranges of keys, not {mask}", "a window, ranges of keys or shorter keys")
+
+
 def too_many(problem: Problem, block_m: int) -> Rejection | None:
     """Why a kernel with query tiles of that size cannot count them."""
     if problem.batch * problem.heads * -(-problem.seqlen_q // block_m) > MAX_TILES:

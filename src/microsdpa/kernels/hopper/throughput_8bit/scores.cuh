@@ -6,7 +6,7 @@
 #include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
 #include "../common/consumer.cuh"
-#include "masks.cuh"
+#include "../common/eight_bit_masks.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit {

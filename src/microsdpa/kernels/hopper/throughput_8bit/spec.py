@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.common import ROWS
-from microsdpa.kernels.hopper.common.eight_bit import WORKS, kernel, refused, too_many
+from microsdpa.kernels.hopper.common.eight_bit import WORKS, kernel, refused, too_many, unread
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 
@@ -158,11 +158,9 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
         return Rejection("a query has two INT8 terms an element", "one term an element")
     if (refusal := refused(problem, HEAD_DIMS)) is not None:
         return refusal
+    if (refusal := unread(problem)) is not None:
+        return refusal
     mask = problem.mask
-    if mask is not None and mask.tensor not in (None, "int32"):
-        return Rejection(
-            f"it reads no masks but ranges of keys, not {mask}", "a window, ranges of keys or shorter keys"
-        )
     if mask is not None and problem.head_dim == 256 and problem.query_terms == 2:
         return Rejection(f"at head_dim 256 with two terms a query it does not know {mask}", "precision='int8_fp8'")
     tiles = tiles_for(problem)

@@ -3,12 +3,13 @@
 
 #include "../../ptx/control.cuh"
 #include "../common/consumer.cuh"
+#include "../common/eight_bit_masks.cuh"
 #include "../common/tile_softmax.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput_8bit_qk {
 
-template <typename Shared, bool CAUSAL>
+template <typename Shared, bool CAUSAL, typename MASKS = NoMasks>
 struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true>, ConsumerWarpgroup<Shared::CONSUMERS> {
   using T = typename Shared::T;
   static constexpr int HEAD_DIM = Shared::HEAD_DIM, BLOCK_N = Shared::BLOCK_N, CONSUMERS = Shared::CONSUMERS;
@@ -23,6 +24,7 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true>, Consum
 
   Shared& shared;
   const EightBitParams& params;
+  RowMasks<MASKS, CAUSAL, BLOCK_N> masks;
 
   PipelineState<Shared::QUERY_STAGES> query_state;
   PipelineState<Shared::STAGES> key_state, value_state;
@@ -34,8 +36,9 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true>, Consum
   int tiles;
   int first_row;  // of the warpgroup
 
-  __device__ __forceinline__ Consumer(Shared& shared, const EightBitParams& params, int warpgroup)
-      : Place(warpgroup), shared(shared), params(params) {}
+  __device__ __forceinline__ Consumer(Shared& shared, const typename EightBitParamsOf<MASKS>::Type& given,
+                                      int warpgroup)
+      : Place(warpgroup), shared(shared), params(EightBitParamsOf<MASKS>::call(given)), masks(given) {}
 
   // Waits for the next query tile; false when there is none.
   __device__ __forceinline__ bool begin_query() {
@@ -52,6 +55,7 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true>, Consum
       const int row = min(first_row + tile_row(half), params.seqlen_q - 1);
       scale[half] = all * *params.query_scale.at(work.batch, work.head, row) / (TERMS == 1 ? 1 : SECOND_STEPS);
     }
+    if constexpr (MASKS::ANY) masks.begin(work, first_row + tile_row(0), scale);
     return true;
   }
 
@@ -102,6 +106,7 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true>, Consum
       mbarrier_arrive(shared.query_empty[query_state.stage]);
       query_state.advance();
     }
+    if constexpr (MASKS::ANY) return masks.apply(s, tile);
     const int keys = params.seqlen_k - BLOCK_N * tile;
     const int first_visible = CAUSAL ? first_row + params.diagonal - BLOCK_N * tile + 1 : BLOCK_N;
     if (min(keys, first_visible) >= BLOCK_N) return;
@@ -120,12 +125,17 @@ struct Consumer : TileSoftmax<typename Shared::T, Shared::BLOCK_N, true>, Consum
   __device__ __forceinline__ void finish(const WorkTile& of, const Rows& done) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(done.sum[half]), inverse = normalizer(sum);
+      float sum = quad_sum(done.sum[half]), stabilizer = done.stabilizer[half], inverse;
+      if constexpr (decltype(masks)::SINKS) {
+        inverse = masks.with_sink(of, sum, stabilizer);
+      } else {
+        inverse = normalizer(sum);
+      }
       const int row = of.first_row + ROWS * warpgroup + tile_row(half);
       const bool real = row < params.seqlen_q;
       if (params.lse != nullptr && real && thread % 4 == 0) {
         const int64 head = static_cast<int64>(of.batch) * params.heads + of.head;
-        params.lse[head * params.seqlen_q + row] = log_sum_exp(done.stabilizer[half], sum);
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(stabilizer, sum);
       }
       T* out = const_cast<T*>(params.out_strides.at<T>(params.out, of.batch, of.head, row)) + 8 * (thread % 4);
 #pragma unroll

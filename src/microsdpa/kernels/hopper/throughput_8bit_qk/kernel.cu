@@ -21,9 +21,9 @@ namespace microsdpa::hopper::throughput_8bit_qk {
 
 // Issues every copy of the CTA, in the order in which the tiles are needed: S of a tile is computed ahead of P V of the
 // one before it. One thread.
-template <bool CAUSAL, typename Shared>
-__device__ __forceinline__ void produce(Shared& shared, const EightBitParams& params, const TensorMap& query,
-                                        const TensorMap& key, const TensorMap& value) {
+template <bool CAUSAL, typename Shared, typename Tiles>
+__device__ __forceinline__ void produce(Shared& shared, const EightBitParams& params, const Tiles& tiles,
+                                        const TensorMap& query, const TensorMap& key, const TensorMap& value) {
   constexpr int BLOCK_N = Shared::BLOCK_N, HEAD_DIM = Shared::HEAD_DIM, BOX = Shared::BOX;
   PipelineState<Shared::QUERY_STAGES> query_state;
   PipelineState<Shared::STAGES> key_state, value_state;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& pa
     shared.work[works++ % WORK_TILES] = work;
   };
 
-  for_each_work<CAUSAL, Shared>(params, [&](const WorkTile& work) {
+  const auto load = [&](const WorkTile& work) {
     const int head_kv = work.head / (params.heads / params.heads_kv);
     announce(work);
     Mbarrier& query_full = shared.query_full[query_state.stage];
@@ -54,7 +54,7 @@ __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& pa
         Mbarrier& full = shared.key_full[key_state.stage];
         mbarrier_wait_asleep(shared.key_empty[key_state.stage], key_state.phase ^ 1);
         mbarrier_arrive_expect(full, BLOCK_N * HEAD_DIM);
-        tma_load(shared.key[key_state.stage], key, full, 0, BLOCK_N * tile, head_kv, work.batch);
+        tma_load(shared.key[key_state.stage], key, full, 0, BLOCK_N * tiles.key_tile(work, tile), head_kv, work.batch);
         key_state.advance();
       }
       if (tile > 0) {
@@ -64,12 +64,13 @@ __device__ __forceinline__ void produce(Shared& shared, const EightBitParams& pa
 #pragma unroll
         for (int panel = 0; panel < HEAD_DIM / BOX; ++panel) {
           tma_load(shared.value[value_state.stage] + panel * BLOCK_N * BOX, value, full, panel * BOX,
-                   BLOCK_N * (tile - 1), head_kv, work.batch);
+                   BLOCK_N * tiles.key_tile(work, tile - 1), head_kv, work.batch);
         }
         value_state.advance();
       }
     }
-  });
+  };
+  for_each_work<CAUSAL, Shared>(params, load, tiles);
   announce({0, 0, 0, 0});
   mbarrier_arrive(shared.query_full[query_state.stage]);
 }
@@ -93,11 +94,14 @@ __device__ __forceinline__ void initialize(Shared& shared) {
   mbarrier_init_fence();
 }
 
-// STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for.
-template <typename T, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool CAUSAL>
+// STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. CAUSAL: what a row sees has a right end.
+// MASKS: what else decides about scores.
+template <typename T, int HEAD_DIM, int TERMS, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool CAUSAL,
+          typename MASKS = NoMasks>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
-    attention(const __grid_constant__ EightBitParams params, const __grid_constant__ TensorMap query,
-              const __grid_constant__ TensorMap key, const __grid_constant__ TensorMap value) {
+    attention(const __grid_constant__ typename EightBitParamsOf<MASKS>::Type given,
+              const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
+              const __grid_constant__ TensorMap value) {
   // Registers of a thread. What consumers claim, the others must have released of what the CTA was launched with: the
   // most that all its threads can have, in eights.
   constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 240 : 160;
@@ -107,6 +111,8 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
                 "consumers would wait for registers for ever");
 
   using Shared = SharedStorage<T, HEAD_DIM, TERMS, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
+  const EightBitParams& params = EightBitParamsOf<MASKS>::call(given);
+  const typename TilesOf<MASKS, BLOCK_N>::Type tiles{given};
   auto& shared = dynamic_shared<Shared>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();
@@ -123,14 +129,14 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
         prefetch_tensor_map(query);
         prefetch_tensor_map(key);
         prefetch_tensor_map(value);
-        produce<CAUSAL>(shared, params, query, key, value);
+        produce<CAUSAL>(shared, params, tiles, query, key, value);
       }
     } else if (warp == 1) {
-      fetch_key_scales<CAUSAL>(shared, params);
+      fetch_key_scales<CAUSAL>(shared, params, tiles);
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
-    Consumer<Shared, CAUSAL> consumer(shared, params, warp / 4 - 1);
+    Consumer<Shared, CAUSAL, MASKS> consumer(shared, given, warp / 4 - 1);
     consumer.run();
   }
 }

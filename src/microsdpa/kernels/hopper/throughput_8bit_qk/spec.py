@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.common import ROWS
-from microsdpa.kernels.hopper.common.eight_bit import WORKS, kernel, refused, too_many
+from microsdpa.kernels.hopper.common.eight_bit import WORKS, kernel, refused, too_many, unread
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 
@@ -85,6 +85,8 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
     if problem.operands != "int8_fp16":
         return Rejection("V is not of 16 bits beside INT8", "precision='int8_fp16'")
     if (refusal := refused(problem, HEAD_DIMS)) is not None:
+        return refusal
+    if (refusal := unread(problem)) is not None:
         return refusal
     tiles = tiles_for(problem)
     return too_many(problem, tiles.block_m) or specification(problem, tiles)

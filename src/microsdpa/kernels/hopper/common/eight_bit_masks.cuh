@@ -1,16 +1,20 @@
-// Masks of hopper/throughput_8bit/kernel.cu: windows, soft caps, ALiBi, sinks, and ranges of keys.
+// Masks of the kernels with 8-bit values of Q and K that fill the chip: windows, soft caps, ALiBi, sinks, and ranges of
+// keys.
 //
 // A lane of an accumulator has keys 8 n + 2 (lane % 4) + e of rows lane / 4 and lane / 4 + 8 of its warp.
 #pragma once
 
+#include "../../common/accumulator.cuh"
 #include "../../common/eight_bit_params.cuh"
 #include "../../common/masks.cuh"
-#include "../common/eight_bit.cuh"
-#include "../common/masked_scores.cuh"
+#include "../../common/online_softmax.cuh"
+#include "../../common/softmax.cuh"
+#include "eight_bit.cuh"
+#include "masked_scores.cuh"
 
-namespace microsdpa::hopper::throughput_8bit {
+namespace microsdpa::hopper {
 
-// What the kernel gets under masks.
+// What a kernel gets under masks.
 struct EightBitMasked {
   EightBitParams call;
   MaskParams masks;
@@ -170,4 +174,4 @@ struct RowMasks<NoMasks, CAUSAL, BLOCK_N> {
   __device__ __forceinline__ explicit RowMasks(const EightBitParams&) {}
 };
 
-}  // namespace microsdpa::hopper::throughput_8bit
+}  // namespace microsdpa::hopper
