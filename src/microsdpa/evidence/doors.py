@@ -219,7 +219,7 @@ def options() -> Iterator[Door]:
     )
     yield from _narrow_values()
     yield Door(
-        "sdpa(continue_from=)", Side(_continued), _not_torchs("output of other keys to go on from"), continued=True
+        "sdpa(continue_from=)", Side(_continued), not_torchs("output of other keys to go on from"), continued=True
     )
     # Masks of torch's doors leave every query a key: torch's backends differ about rows without one.
     for masking, their in (("left padding", None), ("window", _as_tensor), ("alibi", _as_tensor)):
