@@ -35,8 +35,8 @@ SIGNATURES = {
     ("flash_attn/interface.py", "flash_attn_varlen_func"),
     ("flash_attn/interface.py", "flash_attn_with_kvcache"),
     # Options of the command line.
-    ("../microsdpa_cli/app.py", "verify"),
-    ("../microsdpa_cli/app.py", "bench"),
+    ("../microsdpa_cli/checks.py", "verify"),
+    ("../microsdpa_cli/measures.py", "bench"),
     # The oracle has the arguments of sdpa, and a kernel in Triton's language those of a kernel.
     ("reference.py", "oracle"),
     ("reference.py", "eager"),
