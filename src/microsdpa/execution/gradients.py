@@ -16,6 +16,7 @@ from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import DETERMINISTIC_BIT, Options
 from microsdpa.errors import UnsupportedProblem
+from microsdpa.execution.choice import sizes_of
 from microsdpa.execution.quantized import Launch
 from microsdpa.kernels import KernelSpec, emulated_target, policy
 from microsdpa.kernels.backward import spec as backward_spec
@@ -85,12 +86,7 @@ class Gradient:
         rows = [t for t in (*self.given.values(), *self.made.values()) if t.dim() == 4 and t.dtype == query.dtype]
         rows = [t for t in rows if t is not self.masks.attn_mask]
         return Problem(
-            batch=query.shape[0],
-            heads=query.shape[1],
-            heads_kv=key.shape[1],
-            seqlen_q=query.shape[2],
-            seqlen_k=key.shape[2],
-            head_dim=query.shape[3],
+            *sizes_of(query, key),
             dtype=dtype,
             causal=self.causal,
             mask=self.masks.kind,
