@@ -453,16 +453,9 @@ def attention(
         if kind == _PROLOGUED:
             assert changed is not None
             return ProloguedParams(params(addresses, "microsdpa::MaskedParams", operands), changed.params(addresses))
-        filled = Params(
-            **{name: address for name, address in addresses.items() if name not in apart},
-            batch=problem.batch,
-            heads=problem.heads,
-            heads_kv=problem.heads_kv,
-            seqlen_q=problem.seqlen_q,
-            seqlen_k=problem.seqlen_k,
-            diagonal=diagonal,
-            scale_log2=factor * math.log2(math.e),
-        )
+        filled = Params.of(problem, diagonal, factor)
+        for name in addresses.keys() - apart:
+            setattr(filled, name, addresses[name])
         for name, tensor in operands.items():
             setattr(filled, f"{name}_strides", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
         if kind == "microsdpa::AttentionParams":

@@ -111,15 +111,7 @@ def _parameters(of: Gradient, problem: Problem, tiling: AnyTiling) -> BackwardPa
     """The kernels' parameter, without addresses."""
     masks = of.masks
     position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
-    call = Params(
-        batch=problem.batch,
-        heads=problem.heads,
-        heads_kv=problem.heads_kv,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        diagonal=diagonal,
-        scale_log2=of.scale * math.log2(math.e),
-    )
+    call = Params.of(problem, diagonal, of.scale)
     cap = (masks.softcap or 0.0) * math.log2(math.e)
     forward = MaskedParams(call=call, position=position, lowest=lowest, softcap_log2=cap)
     if isinstance(tiling, Tiling):
