@@ -56,6 +56,23 @@ def kept(dropout_p: float, rng_state: torch.Tensor, heads: torch.Tensor, seqlen_
     return numbers[:, :seqlen_q, :seqlen_k] < kept_of(dropout_p)[0]
 
 
+@dataclass(frozen=True)
+class _Options:
+    """The keyword arguments of `oracle`."""
+
+    causal: str | None = None
+    scale: float | None = None
+    attn_mask: torch.Tensor | None = None
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    document_ids: Any = None
+    block_mask: Any = None
+    dropout_p: float = 0.0
+    rng_state: torch.Tensor | None = None
+
+
 def oracle(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -90,8 +107,8 @@ def oracle(
     With dropout_p over 0 the probabilities that `kept` gives for rng_state are multiplied by its factor, and the others
     by 0; LSE stays as it is.
     """
-    rest = _with_hidden(query, key, attn_mask, document_ids, block_mask), window, softcap, alibi_slopes, sinks
-    return _attention(query, key, value, causal, scale, torch.float64, *rest, (dropout_p, rng_state))
+    masks = attn_mask, window, softcap, alibi_slopes, sinks, document_ids, block_mask
+    return _attention(query, key, value, torch.float64, _Options(causal, scale, *masks, dropout_p, rng_state))
 
 
 @dataclass(frozen=True)
@@ -270,35 +287,20 @@ def varlen(
 
 
 def eager(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    causal: str | None = None,
-    scale: float | None = None,
-    attn_mask: torch.Tensor | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    alibi_slopes: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    document_ids: Any = None,
-    block_mask: Any = None,
-    dropout_p: float = 0.0,
-    rng_state: torch.Tensor | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in the inputs' dtype: products, final scores, probabilities and output are each rounded to it.
 
-    Its error against `oracle` is what an ordinary implementation costs. LSE is taken in FP32 from the rounded scores.
+    `options` are those of `oracle`. The error against it is what an ordinary implementation costs. LSE is taken in FP32
+    from the rounded scores.
     """
-    rest = _with_hidden(query, key, attn_mask, document_ids, block_mask), window, softcap, alibi_slopes, sinks
-    return _attention(query, key, value, causal, scale, query.dtype, *rest, (dropout_p, rng_state))
+    return _attention(query, key, value, query.dtype, _Options(**options))
 
 
-def _with_hidden(
-    query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None, document_ids: Any, block_mask: Any
-) -> torch.Tensor | None:
+def _with_hidden(query: torch.Tensor, key: torch.Tensor, options: _Options) -> torch.Tensor | None:
     """An attn_mask of booleans or numbers that also hides what ranges, documents and blocks hide."""
     keys, device = torch.arange(key.shape[2], device=query.device), query.device
+    attn_mask, document_ids, block_mask = options.attn_mask, options.document_ids, options.block_mask
     shown = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     if attn_mask is not None and attn_mask.dtype == torch.int32:
         first, last = (end[..., None] for end in attn_mask.unbind(dim=-1))
@@ -380,40 +382,29 @@ def changed_rows(
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    causal: str | None,
-    scale: float | None,
-    dtype: torch.dtype,
-    attn_mask: torch.Tensor | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    dropout: tuple[float, torch.Tensor | None],
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, seqlen_q, head_dim = query.shape
     seqlen_k, columns = value.shape[2:]
-    factor = head_dim**-0.5 if scale is None else scale
+    factor = head_dim**-0.5 if options.scale is None else options.scale
     device = query.device
     out = torch.zeros(batch * heads, seqlen_q, columns, dtype=dtype, device=device)
     wide = torch.promote_types(dtype, torch.float32)
     lse = torch.full((batch * heads, seqlen_q), -torch.inf, dtype=wide, device=device)
-    position = seqlen_k - seqlen_q if causal == "lower_right" else 0
+    position = seqlen_k - seqlen_q if options.causal == "lower_right" else 0
     distance = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None] - position
-    left, right = window or (-1, -1)
+    left, right = options.window or (-1, -1)
     hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    if causal is not None:
+    if options.causal is not None:
         hidden |= distance > 0
     if left != -1:
         hidden |= distance < -left
     if right != -1:
         hidden |= distance > right
+    attn_mask, softcap = _with_hidden(query, key, options), options.softcap
     if attn_mask is not None:
         attn_mask = attn_mask.expand(batch, heads, seqlen_q, seqlen_k)
-    if alibi_slopes is not None:
-        alibi_slopes = alibi_slopes.expand(batch, heads)
+    slopes = None if options.alibi_slopes is None else options.alibi_slopes.expand(batch, heads)
     heads_at_once = max(1, MAX_CHUNK_SCORES // max(1, seqlen_q * seqlen_k))
     for first in range(0, batch * heads, heads_at_once):
         index = torch.arange(first, min(first + heads_at_once, batch * heads), device=device)
@@ -423,8 +414,8 @@ def _attention(
         exact = scores.to(wide)
         if softcap is not None:
             exact = softcap * (exact / softcap).tanh()
-        if alibi_slopes is not None:
-            exact = exact - alibi_slopes[b, h].to(wide)[:, None, None] * distance.abs()
+        if slopes is not None:
+            exact = exact - slopes[b, h].to(wide)[:, None, None] * distance.abs()
         unseen = hidden.expand_as(exact)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             unseen = unseen | ~attn_mask[b, h]
@@ -435,13 +426,13 @@ def _attention(
         # A finite score stays finite when it is rounded: what is lowest of all in one type is so in another.
         limit = torch.finfo(dtype).max
         scores = exact.where(exact.isinf(), exact.clamp(-limit, limit)).to(dtype).masked_fill(unseen, -torch.inf)
-        if sinks is not None:
-            column = sinks[h].to(dtype)[:, None, None].expand(-1, seqlen_q, 1)
+        if options.sinks is not None:
+            column = options.sinks[h].to(dtype)[:, None, None].expand(-1, seqlen_q, 1)
             scores = torch.cat([scores, column], dim=-1)
         probabilities = scores.softmax(dim=-1)[..., :seqlen_k].masked_fill(unseen, 0.0)
-        if dropout[0] and dropout[1] is not None:
-            some = kept(dropout[0], dropout[1], index, seqlen_q, seqlen_k)
-            probabilities = (probabilities * kept_of(dropout[0])[1]).masked_fill(~some, 0.0)
+        if options.dropout_p and options.rng_state is not None:
+            some = kept(options.dropout_p, options.rng_state, index, seqlen_q, seqlen_k)
+            probabilities = (probabilities * kept_of(options.dropout_p)[1]).masked_fill(~some, 0.0)
         out[index] = probabilities @ value[b, h_kv].to(dtype)
         lse[index] = scores.to(wide).logsumexp(dim=-1)
     return out.view(batch, heads, seqlen_q, columns), lse.view(batch, heads, seqlen_q)

@@ -26,7 +26,7 @@ from microsdpa.kernels import catalogue
 from microsdpa.kernels.problem import PRECISIONS
 from microsdpa.runtime import launcher
 from microsdpa_cli import app as cli
-from microsdpa_cli import names
+from microsdpa_cli import names, running, upkeep
 from microsdpa_cli.console import Lines
 
 ROOT = Path(__file__).parents[2]
@@ -78,21 +78,21 @@ def test_compile_prints_a_table_and_takes_targets_both_ways() -> None:
 
 def test_compile_refuses_an_unknown_target() -> None:
     result = run("compile", "--arch", "ada")
-    assert result.exit_code == cli.EXIT_USAGE
+    assert result.exit_code == running.EXIT_USAGE
     assert "expected a name such as 'sm_89'" in result.output
 
 
 @pytest.mark.usefixtures("few_kernels")
 def test_compile_fails_when_a_kernel_does_not_compile() -> None:
     result = run("compile", "--arch", "sm_81")
-    assert result.exit_code == cli.EXIT_FAILED
+    assert result.exit_code == running.EXIT_FAILED
     assert "compile: failed: 0 of 2" in result.stdout
     assert "generates no code for sm_81" in result.stdout
 
 
 def test_compile_fails_for_a_target_that_no_kernel_supports() -> None:
     result = run("compile", "--arch", "sm_75")
-    assert result.exit_code == cli.EXIT_FAILED
+    assert result.exit_code == running.EXIT_FAILED
     assert "no kernel supports sm_75" in result.stdout
 
 
@@ -112,7 +112,7 @@ def test_a_recorded_command_names_no_directory_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, output: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["microsdpa", "verify", *output, "--impl", "ladder/01"])
-    assert cli.command_line() == "microsdpa verify --impl ladder/01"
+    assert running.command_line() == "microsdpa verify --impl ladder/01"
 
 
 @pytest.mark.usefixtures("few_cases")
@@ -126,7 +126,7 @@ def test_verify_fails_when_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(repro, "check", wrong)
     result = run("verify")
-    assert result.exit_code == cli.EXIT_FAILED
+    assert result.exit_code == running.EXIT_FAILED
     assert "made to fail" in result.stdout
 
 
@@ -134,7 +134,7 @@ def test_verify_fails_when_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("command", [["bench"], ["probe"]])
 def test_what_cannot_run_here_says_why_and_exits_3(command: list[str]) -> None:
     result = run(*command)
-    assert result.exit_code == cli.EXIT_CANNOT_RUN
+    assert result.exit_code == running.EXIT_CANNOT_RUN
     assert "not run" in result.stdout
     assert str(NO_GPU) in result.stdout
 
@@ -160,7 +160,7 @@ def test_emulate_prints_counters_and_the_error(arguments: list[str]) -> None:
 )
 def test_emulate_refuses_bad_arguments(arguments: list[str], message: str) -> None:
     result = run("emulate", *arguments)
-    assert result.exit_code == cli.EXIT_USAGE
+    assert result.exit_code == running.EXIT_USAGE
     assert message in result.output
 
 
@@ -171,20 +171,20 @@ def test_emulate_names_unknown_kernels_and_refused_shapes() -> None:
     ):
         command = [sys.executable, "-m", "microsdpa", "emulate", *arguments]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert result.returncode == cli.EXIT_USAGE
+        assert result.returncode == running.EXIT_USAGE
         assert message in result.stderr
 
 
 def test_bench_refuses_unknown_modes() -> None:
     result = run("bench", "--modes", "graph,fast")
-    assert result.exit_code == cli.EXIT_USAGE
+    assert result.exit_code == running.EXIT_USAGE
     assert "expected some of graph, graph_nopdl, cold, eager, host, got fast" in result.output
 
 
 def test_an_error_of_the_library_is_a_message_and_exit_code_2() -> None:
     command = [sys.executable, "-m", "microsdpa", "bench", "--suite", "nope"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == cli.EXIT_USAGE
+    assert result.returncode == running.EXIT_USAGE
     assert result.stderr.startswith(
         "InvalidArgument: suite: expected one of ampere, backward, block, context_parallel, decode, doors, fp8, "
         "ladder, masked, mission, prefill, prefill_fp8, real, schedule, serving, small, start, steps, wild, got 'nope'"
@@ -216,7 +216,7 @@ def test_repro_fails_when_a_step_breaks_and_still_reports(tmp_path: Path, monkey
 
     monkeypatch.setattr(repro, "check", broken)
     result = run("repro", "--report", str(tmp_path))
-    assert result.exit_code == cli.EXIT_FAILED
+    assert result.exit_code == running.EXIT_FAILED
     assert "RuntimeError: the driver went away" in (tmp_path / "index.html").read_text()
 
 
@@ -231,14 +231,14 @@ def test_evidence_check_fails_on_a_table_that_was_edited(tmp_path: Path) -> None
     (tmp_path / "README.md").write_text(edited)
     committed = str(ROOT / "benchmarks/results")
     result = run("evidence", "check", "--root", str(tmp_path), "--results", committed)
-    assert result.exit_code == cli.EXIT_FAILED
+    assert result.exit_code == running.EXIT_FAILED
     assert "microsdpa evidence render" in result.output
     assert run("evidence", "render", "--root", str(tmp_path), "--results", committed).exit_code == 0
     assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text()
 
 
 def commands() -> list[list[str]]:
-    groups = {"evidence": cli.evidence, "cache": cli.cache}
+    groups = {"evidence": upkeep.evidence, "cache": upkeep.cache}
     found = [[str(one.name)] for one in cli.app.registered_commands]
     return found + [[name, str(one.name)] for name, group in groups.items() for one in group.registered_commands]
 
@@ -328,7 +328,7 @@ def test_the_cache_is_shown_and_pruned(monkeypatch: pytest.MonkeyPatch, tmp_path
 )
 def test_a_directory_that_cannot_be_used_is_named(command: list[str], message: str) -> None:
     result = run(*command)
-    assert result.exit_code == cli.EXIT_USAGE, result.output
+    assert result.exit_code == running.EXIT_USAGE, result.output
     assert message in " ".join(result.output.replace("\n", " ").split())
 
 
@@ -356,7 +356,7 @@ def test_repro_has_one_progress_whose_estimate_is_of_all_that_is_left() -> None:
 @pytest.mark.parametrize("targets", [["ada"], ["sm_75"]])
 def test_pack_refuses_a_target_without_kernels(targets: list[str], tmp_path: Path) -> None:
     result = run("pack", *targets, "--output", str(tmp_path))
-    assert result.exit_code == cli.EXIT_USAGE or isinstance(result.exception, InvalidArgument)
+    assert result.exit_code == running.EXIT_USAGE or isinstance(result.exception, InvalidArgument)
     assert not list(tmp_path.iterdir())
 
 
@@ -378,7 +378,7 @@ def test_an_interrupted_repro_says_that_it_goes_on(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(repro, "run", interrupted)
     result = run("repro", "--report", str(tmp_path))
-    assert result.exit_code == cli.EXIT_INTERRUPTED
+    assert result.exit_code == running.EXIT_INTERRUPTED
     assert "the same command goes on after the last finished step" in result.output
 
 
@@ -408,9 +408,9 @@ def test_missing_command_line_packages_are_named() -> None:
 
 def test_verify_of_another_targets_ptx_needs_a_gpu_and_a_target_that_has_one() -> None:
     wrong = run("verify", "--ptx", "sm_90a")
-    assert wrong.exit_code == cli.EXIT_USAGE
+    assert wrong.exit_code == running.EXIT_USAGE
     assert "such as 'sm_89'" in wrong.output
     if NO_GPU:
         result = run("verify", "--ptx", "sm_89")
-        assert result.exit_code == cli.EXIT_CANNOT_RUN
+        assert result.exit_code == running.EXIT_CANNOT_RUN
         assert "PTX is compiled by the driver of a GPU" in result.stdout

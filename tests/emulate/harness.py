@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,20 @@ def tree(directory: Path, edits: Mapping[str, tuple[str, str]] | None = None) ->
         assert text.count(old) == 1, f"{name}: {text.count(old)} places read {old!r}"
         (root / name).write_text(text.replace(old, new))
     return root
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What makes a kernel wrong: one replacement in one file."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+    def tree(self, directory: Path) -> Path:
+        """A copy of the CUDA sources with it."""
+        return tree(directory, {self.file: (self.old, self.new)})
 
 
 def kernel(text: str, directory: Path, threads: int = 32) -> build.Library:

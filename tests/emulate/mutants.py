@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from harness import Replacement
+
 WRONG = "wrong answer"
 
 ROW_SUMS, HOPPER = "test/row_sums.cu", "test/hopper_product.cu"
@@ -11,13 +13,9 @@ SCALAR, SOFTMAX, TILE = "ladder/01_scalar.cu", "common/softmax.cuh", "common/til
 
 
 @dataclasses.dataclass(frozen=True)
-class Mutant:
+class Mutant(Replacement):
     """A replacement in one file, and what the emulator must say: a part of its error, or WRONG."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     caught_by: str
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gradient_calls import check, expected
-from harness import tree
+from harness import Replacement
 
 from microsdpa.emulate.run import EmulationError, Schedule, scheduled
 from microsdpa.evidence.cases import MASKINGS
@@ -130,13 +130,9 @@ def test_only_what_is_seen_is_multiplied() -> None:
 
 
 @dataclass(frozen=True)
-class Mutant:
+class Mutant(Replacement):
     """One replacement in one file, the call that shows it, and what is said of it."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     case: Case
     said: str
 
@@ -194,7 +190,7 @@ def verdict(mutant: Mutant, schedule: Schedule, **options: Any) -> str:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutation_is_caught(tmp_path: Path, mutant: Mutant) -> None:
-    root = tree(tmp_path, {mutant.file: (mutant.old, mutant.new)})
+    root = mutant.tree(tmp_path)
     said = []
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
         assert verdict(mutant, schedule) == ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import tree
+from harness import Replacement
 
 from microsdpa import reference
 from microsdpa.call import dropout
@@ -228,13 +228,9 @@ PLAIN = Case(1, 2, 40, 90, 64)
 
 
 @dataclass(frozen=True)
-class Mutant:
+class Mutant(Replacement):
     """One replacement in one file, and what is said: of the forward pass where `forward`, on wgmma where `hopper`."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     said: str
     forward: bool = False
     case: Case = PLAIN
@@ -371,6 +367,6 @@ def verdict(mutant: Mutant, schedule: Schedule, **options: Any) -> str:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutation_is_caught(tmp_path: Path, mutant: Mutant) -> None:
-    root = tree(tmp_path, {mutant.file: (mutant.old, mutant.new)})
+    root = mutant.tree(tmp_path)
     assert verdict(mutant, SCHEDULES[0]) == ""
     assert re.search(mutant.said, verdict(mutant, SCHEDULES[0], root=root))

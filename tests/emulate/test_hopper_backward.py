@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gradient_calls import Expected, check, expected
-from harness import tree
+from harness import Replacement
 
 from microsdpa.emulate.run import EmulationError, Schedule, scheduled
 from microsdpa.evidence.inputs import Case
@@ -113,13 +113,9 @@ def test_what_is_left_to_the_other_kernels(case: Case, reason: str) -> None:
 
 
 @dataclass(frozen=True)
-class Mutant:
+class Mutant(Replacement):
     """One replacement in one file, the call that shows it, and what is said of it."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     case: Case
     said: str
     deterministic: bool = False
@@ -234,7 +230,7 @@ original = functools.cache(verdict)
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutation_is_caught(tmp_path: Path, mutant: Mutant) -> None:
-    root = tree(tmp_path, {mutant.file: (mutant.old, mutant.new)})
+    root = mutant.tree(tmp_path)
     said = []
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
         assert original(mutant.case, mutant.deterministic, schedule) == ""

@@ -57,7 +57,7 @@ def test_the_unbroken_kernels_pass_in_every_schedule(tmp_path: Path, file: str) 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_mutant_is_caught_in_every_schedule(tmp_path: Path, mutant: Mutant) -> None:
-    root = tree(tmp_path, {mutant.file: (mutant.old, mutant.new)})
+    root = mutant.tree(tmp_path)
     for schedule in SCHEDULES:
         said = verdict(root, mutant.file, schedule)
         assert re.search(mutant.caught_by, said), f"{schedule}: {said or 'it passed'}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import tree
+from harness import Replacement
 
 from microsdpa import reference
 from microsdpa.call.masks import Masks
@@ -39,13 +39,9 @@ def named(kernel: str) -> Configure:
 
 
 @dataclass(frozen=True)
-class Mutant:
+class Mutant(Replacement):
     """One replacement in one file, the call that shows it, and what the emulator says of it, or WRONG."""
 
-    name: str
-    file: str
-    old: str
-    new: str
     case: Case
     kernel: Configure
     said: str
@@ -165,7 +161,7 @@ def verdict(mutant: Mutant, root: Path, schedule: Schedule) -> str:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutation_of_a_production_kernel_is_caught(tmp_path: Path, mutant: Mutant) -> None:
-    root = tree(tmp_path, {mutant.file: (mutant.old, mutant.new)})
+    root = mutant.tree(tmp_path)
     for schedule in (Schedule(0, late=True), Schedule(1, late=False)):
         assert verdict(mutant, KERNELS_DIR, schedule) == ""
         said = verdict(mutant, root, schedule)

@@ -15,6 +15,7 @@ from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 from microsdpa_cli import app as cli
+from microsdpa_cli import running
 
 NAMES = ["ID", "Kernel Name", "Block Size", "Grid Size", *ncu.metrics_for("sm_90a").values()]
 STALL_BY_LONG_SCOREBOARD = ncu.STALL.format("long_scoreboard")
@@ -206,5 +207,5 @@ def test_a_profile_is_a_valid_result_with_the_kernels_signature(
 @pytest.mark.skipif(launcher.device_error() is None, reason="this machine has a GPU")
 def test_the_command_needs_a_gpu() -> None:
     result = CliRunner().invoke(cli.app, ["profile", "ladder/01_scalar"])
-    assert result.exit_code == cli.EXIT_CANNOT_RUN
+    assert result.exit_code == running.EXIT_CANNOT_RUN
     assert "profiles on a GPU" in result.stdout

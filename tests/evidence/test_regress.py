@@ -11,6 +11,7 @@ from microsdpa.evidence import regress, results
 from microsdpa.evidence.inputs import Case
 from microsdpa.runtime import launcher
 from microsdpa_cli import app as cli
+from microsdpa_cli import running
 
 CASE = Case(1, 8, 512, 512, 64)
 ERROR = {"max_abs": 1e-4, "rmse": 1e-5, "rel_l1": 1e-4, "cosine": 1.0, "tolerance": {"max_abs": 2e-4}}
@@ -88,7 +89,7 @@ def test_the_command_compares_two_files_and_fails_on_a_slowdown(tmp_path: Path) 
     old = results.write(OLD, tmp_path / "old")
     new = results.write(result(row("microsdpa", around(12.0)), row("torch", around(9.0))), tmp_path / "new")
     slower = CliRunner().invoke(cli.app, ["regress", str(old), str(new)])
-    assert slower.exit_code == cli.EXIT_FAILED
+    assert slower.exit_code == running.EXIT_FAILED
     assert "1 lost or confirmed slower by more than 5%" in slower.stdout
     assert CliRunner().invoke(cli.app, ["regress", str(old), str(new), "--threshold", "0.5"]).exit_code == 0
     assert CliRunner().invoke(cli.app, ["regress", str(new), str(old)]).exit_code == 0
@@ -105,5 +106,5 @@ def test_a_hand_edited_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(launcher.device_error() is None, reason="this machine has a GPU")
 def test_a_fresh_run_needs_a_gpu(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(cli.app, ["regress", str(results.write(OLD, tmp_path))])
-    assert outcome.exit_code == cli.EXIT_CANNOT_RUN
+    assert outcome.exit_code == running.EXIT_CANNOT_RUN
     assert "timings need a GPU" in outcome.stdout

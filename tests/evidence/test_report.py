@@ -19,6 +19,7 @@ from microsdpa.evidence.plots.figure import COLOURS, FURTHER, OURS, colour_of
 from microsdpa.evidence.report import dense_first
 from microsdpa.evidence.step import Step
 from microsdpa_cli import app as cli
+from microsdpa_cli import running
 
 PLOTS = ["latency", "ladder", "throughput", "ampere", "accuracy", "errors", "roofline", "host"]
 
@@ -140,7 +141,7 @@ def test_the_command_draws_a_report_and_names_the_folders_that_exist(directory: 
     )
     assert (out / "index.html").is_file()
     wrong = CliRunner().invoke(cli.app, ["report", "--results", str(directory.parent), "--gpu", "l4"])
-    assert wrong.exit_code == cli.EXIT_USAGE
+    assert wrong.exit_code == running.EXIT_USAGE
     assert "h200" in wrong.output
 
 

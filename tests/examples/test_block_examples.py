@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from loading import EXAMPLES, load
 
 import microsdpa
 from microsdpa import reference
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = "action_expert", "speech_encoder", "llama_decode"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> torch.Tensor:

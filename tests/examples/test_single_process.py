@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from loading import EXAMPLES, load
 
 
 @pytest.mark.parametrize("name", ["transformers_model", "diffusers_pipeline"])
 def test_models_give_the_same(name: str) -> None:
     pytest.importorskip(name.split("_")[0], reason="it is of the extra integrations")
-    assert example(name).main() < 1e-2
+    assert load(name).main() < 1e-2
 
 
 def test_the_policy_head_gives_actions() -> None:
-    actions = example("policy_head").main()
+    actions = load("policy_head").main()
     assert actions.shape == (1, 16, 7)
     assert 0 < float(actions.abs().max()) <= 1
 
 
 def test_an_8_bit_cache_costs_little() -> None:
-    assert 0.01 < example("eight_bit_cache").main() < 0.08
+    assert 0.01 < load("eight_bit_cache").main() < 0.08
 
 
 def test_training_learns_as_with_torch() -> None:
-    ours, theirs = example("train_transformer").main(60)
+    ours, theirs = load("train_transformer").main(60)
     assert ours < 2.7
     assert abs(ours - theirs) < 0.15
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa.evidence import model_processes, models, results, tiny
+from microsdpa.evidence import model_processes, model_results, models, results, tiny
 from microsdpa.evidence.tiny import Candidate
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[integrations]'")
@@ -119,14 +119,14 @@ def test_a_result_file_and_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyP
     llama = stored["rows"][2]["scenarios"]
     assert llama["plain"]["error"] is not None
     assert llama["lost"] == {"error": None, "allowed": None, "reason": "not run: eager loses the device: CUDA error: x"}
-    text = models.markdown(stored)
+    text = model_results.markdown(stored)
     assert "| decoder | agrees | 1 |" in text
     assert "- its process ended with 3: " in text
 
 
 _DYING_WORKER = """
 import os, sys
-from microsdpa.evidence import models
+from microsdpa.evidence import model_scenarios, models
 
 def lose(model):
     raise RuntimeError("CUDA error: x")
@@ -135,7 +135,7 @@ def check_or_die(candidate, *rest, **options):
     return os._exit(3) if candidate.kind == "gpt2" else check(candidate, *rest, **options)
 
 check, models.check_again = models.check_again, check_or_die
-llamas = {"plain": models._forward, "lost": lose}
-models.scenarios = lambda family, device: llamas if family == "decoder" else {"plain": models._forward}
+llamas = {"plain": model_scenarios.forward, "lost": lose}
+models.scenarios = lambda family, device: llamas if family == "decoder" else {"plain": model_scenarios.forward}
 models.main()
 """

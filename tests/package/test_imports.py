@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
             "emulate",
             "errors",
             "execution",
+            "flash_attn",
             "integrations",
             "jit",
             "kernels",

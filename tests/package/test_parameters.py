@@ -17,14 +17,15 @@ SIGNATURES = {
     ("attention/explain.py", "explain_varlen"),
     ("attention/plan.py", "plan"),
     ("attention/varlen.py", "sdpa_varlen"),
+    ("distributed/api.py", "attention"),
+    ("distributed/api.py", "explain"),
     ("attention/plan.py", "make_masked_plan.prepared"),
     ("attention/plan.py", "make_scaled_plan.prepared"),
     # Signatures that a framework prescribes: an autograd function, operators' schemas, attention and mask functions.
     ("execution/autograd.py", "_Attention.forward"),
-    ("distributed/api.py", "attention"),
-    ("distributed/api.py", "explain"),
     ("integrations/torch_ops.py", "_call"),
     ("integrations/torch_ops.py", "attention_backward"),
+    ("integrations/flash_packed.py", "attend"),
     ("integrations/diffusers.py", "register.attention"),
     ("integrations/transformers.py", "register.forward"),
     ("integrations/transformers.py", "mask_function"),
@@ -35,16 +36,11 @@ SIGNATURES = {
     ("flash_attn/interface.py", "flash_attn_varlen_func"),
     ("flash_attn/interface.py", "flash_attn_with_kvcache"),
     # Options of the command line.
-    ("../microsdpa_cli/app.py", "verify"),
-    ("../microsdpa_cli/app.py", "bench"),
+    ("../microsdpa_cli/checks.py", "verify"),
+    ("../microsdpa_cli/measures.py", "bench"),
     # The oracle has the arguments of sdpa, and a kernel in Triton's language those of a kernel.
     ("reference.py", "oracle"),
-    ("reference.py", "eager"),
-    ("reference.py", "_attention"),
     ("evidence/peers/triton_kernel.py", "fused_attention"),
-    # What a launch in the emulator may be given, as tests do.
-    ("emulate/run.py", "attention"),
-    ("integrations/flash_packed.py", "attend"),
 }
 """Functions that have more, by file and name."""
 

@@ -463,14 +463,18 @@ def _with_prologue(call: Call, prologue: Prologue) -> forward.Result:
     return attended if call.return_lse else (attended, None)  # type: ignore[return-value]
 
 
-def _traced(call: Call, prologue: Prologue) -> forward.Result:
-    """The call as the operator of integrations/block_ops.py, which torch.compile leaves in one piece."""
-    options = call.options
-    causal = options.causal
+def _traced_alignment(call: Call) -> tuple[Causal | None, list[int]]:
+    """The causal alignment by name, and the ends of the window, as operators have them."""
+    options, causal = call.options, call.options.causal
     if options.is_causal is not False:
         refuse_both(options.is_causal, call.masks.attn_mask)
         causal = check_causal(options.is_causal, causal)
-    ends = [-1, -1] if options.window is None else list(options.window)
+    return causal, [-1, -1] if options.window is None else list(options.window)
+
+
+def _traced(call: Call, prologue: Prologue) -> forward.Result:
+    """The call as the operator of integrations/block_ops.py, which torch.compile leaves in one piece."""
+    options, (causal, ends) = call.options, _traced_alignment(call)
     rest = *call.masks, causal, options.scale, options.enable_gqa, ends, options.softcap, options.impl, call.return_lse
     flags = prologue.interleaved, prologue.is_layer_norm, prologue.rotates_key
     given = *call.inputs, *rest, *prologue.arguments(call.shift), *flags
@@ -483,11 +487,7 @@ def _traced_eight_bit(call: Call) -> forward.Result:
     options, masks = call.options, call.masks
     named = {"query": call.inputs[0], "key": call.inputs[1], "value": call.inputs[2]} | masks._asdict()
     check_grad({name: tensor for name, tensor in named.items() if tensor is not None})
-    causal = options.causal
-    if options.is_causal is not False:
-        refuse_both(options.is_causal, masks.attn_mask)
-        causal = check_causal(options.is_causal, causal)
-    ends = [-1, -1] if options.window is None else list(options.window)
+    causal, ends = _traced_alignment(call)
     tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in call.scales]
     numbers = [None if isinstance(scale, torch.Tensor) else scale for scale in call.scales]
     rest = causal, options.scale, options.enable_gqa, ends, options.softcap, options.impl, options.precision

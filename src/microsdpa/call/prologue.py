@@ -255,18 +255,27 @@ def _check_vectors(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_table(name: str, table: torch.Tensor, shape: torch.Size, query: torch.Tensor) -> None:
+    """Refuse a table of angles that does not have the shape of the other one, or one that the query has no columns for.
+
+    Raises:
+        InvalidArgument: the table `name` is none of [positions, R / 2].
+    """
+    columns = 2 * table.shape[-1] if table.dim() else 0
+    fits = table.dim() == 2 and table.shape == shape and table.shape[0] > 0
+    if not fits or columns % ROTARY_COLUMNS or not 0 < columns <= query.shape[-1]:
+        raise InvalidArgument(
+            name,
+            expected=f"shape [positions, R / 2], where R is a multiple of {ROTARY_COLUMNS} up to D",
+            got=f"shape {list(table.shape)}",
+            hint="one row for each position, one column for each pair",
+        )
+
+
 def _check_rotary(prologue: Prologue, query: torch.Tensor, key: torch.Tensor, shift: int) -> None:
     cos, sin = prologue.rotary
     for name, tensor in (("rotary's cos", cos), ("rotary's sin", sin)):
-        fits = tensor.dim() == 2 and tensor.shape == cos.shape and tensor.shape[0] > 0
-        columns = 2 * tensor.shape[-1] if tensor.dim() else 0
-        if not fits or columns % ROTARY_COLUMNS or not 0 < columns <= query.shape[-1]:
-            raise InvalidArgument(
-                name,
-                expected=f"shape [positions, R / 2], where R is a multiple of {ROTARY_COLUMNS} up to D",
-                got=f"shape {list(tensor.shape)}",
-                hint="one row for each position, one column for each pair",
-            )
+        check_table(name, tensor, cos.shape, query)
         if tensor.dtype not in (query.dtype, torch.float32) or tensor.dtype != cos.dtype:
             raise InvalidArgument(
                 name,

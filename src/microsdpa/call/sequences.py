@@ -8,8 +8,9 @@ import torch
 
 from microsdpa.call import tensors
 from microsdpa.call.cache import is_cached
+from microsdpa.call.prologue import check_table
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, ROTARY_COLUMNS, SPLIT_KEYS, Rotary
+from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, SPLIT_KEYS, Rotary
 from microsdpa.kernels.problem import MaskType
 
 LARGEST_GRANULARITY = 64
@@ -313,15 +314,7 @@ def _check_appended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
 
 def _check_rotary(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     for name, tensor in (("rotary_cos", cos), ("rotary_sin", sin)):
-        fits = tensor.dim() == 2 and tensor.shape == cos.shape and tensor.shape[0] > 0
-        columns = 2 * tensor.shape[-1] if tensor.dim() else 0
-        if not fits or columns % ROTARY_COLUMNS or not 0 < columns <= query.shape[-1]:
-            raise InvalidArgument(
-                name,
-                expected=f"shape [positions, R / 2], where R is a multiple of {ROTARY_COLUMNS} up to D",
-                got=f"shape {list(tensor.shape)}",
-                hint="one row for each position, one column for each pair",
-            )
+        check_table(name, tensor, cos.shape, query)
         if tensor.dtype not in (query.dtype, torch.float32) or tensor.dtype != cos.dtype or tensor.stride(1) != 1:
             raise InvalidArgument(
                 name,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -377,26 +378,43 @@ SCRATCH_BYTE = 0xFF
 """What scratch memory is filled with."""
 
 
+class Operands(NamedTuple):
+    """What a call reads and writes.
+
+    Attributes:
+        lse: the tensor for the LSE; None where none is wanted.
+        prologue: norms and rotary embedding, and the position of the first query less that of the first key.
+    """
+
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None = None
+    prologue: tuple[Prologue, int] | None = None
+
+
 def attention(
     spec: KernelSpec,
     problem: Problem,
-    operands: tuple[torch.Tensor | None, ...],
+    operands: Operands | tuple[torch.Tensor | None, ...],
     scale: float | None = None,
     *,
     schedule: Schedule | None = None,
     masks: Masks = NONE,
-    prologue: tuple[Prologue, int] | None = None,
     count_banks: bool = False,
     root: Path = KERNELS_DIR,
 ) -> Report:
     """Run the kernels of `spec` on CPU tensors, which must have been validated for `problem`.
 
-    `operands` are query, key, value and out, and then the tensor for the LSE, or None for none. `prologue` has norms
-    and rotary embedding, and the position of the first query less that of the first key.
+    `operands` are query, key, value and out, and then the tensor for the LSE, or None for none.
     `root` is the tree that the kernels' sources are taken from. The report is of all kernels together.
     """
     factor = problem.head_dim**-0.5 if scale is None else scale
-    *dense, lse = operands
+    if not isinstance(operands, Operands):
+        query, key, value, out, lse = operands
+        operands = Operands(query, key, value, out, lse)
+    *dense, lse, prologue = operands
     tensors = {name: t for name, t in zip(("query", "key", "value", "out"), dense, strict=True) if t is not None}
     buffers = {name: (tensor, name == "out") for name, tensor in tensors.items()}
     if lse is not None:
@@ -445,16 +463,9 @@ def attention(
         if kind == _PROLOGUED:
             assert changed is not None
             return ProloguedParams(params(addresses, "microsdpa::MaskedParams", operands), changed.params(addresses))
-        filled = Params(
-            **{name: address for name, address in addresses.items() if name not in apart},
-            batch=problem.batch,
-            heads=problem.heads,
-            heads_kv=problem.heads_kv,
-            seqlen_q=problem.seqlen_q,
-            seqlen_k=problem.seqlen_k,
-            diagonal=diagonal,
-            scale_log2=factor * math.log2(math.e),
-        )
+        filled = Params.of(problem, diagonal, factor)
+        for name in addresses.keys() - apart:
+            setattr(filled, name, addresses[name])
         for name, tensor in operands.items():
             setattr(filled, f"{name}_strides", (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
         if kind == "microsdpa::AttentionParams":

@@ -290,13 +290,8 @@ def run(
     keep: Callable[[list[results.Row]], None] = lambda rows: None,
 ) -> list[results.Row]:
     """Rows of these cells on the current CUDA device; `keep` is given the rows so far after every cell."""
-    rows: list[results.Row] = []
-    for cell in chosen:
-        with torch.no_grad():
-            rows += _measure(cell, modes)
-        keep(rows)
-        advance(str(cell))
-    return rows
+    with torch.no_grad():
+        return results.gathered(((_measure(cell, modes), str(cell)) for cell in chosen), advance, keep)
 
 
 def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:

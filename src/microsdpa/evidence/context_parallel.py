@@ -115,12 +115,7 @@ def run(
     torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl", device_id=device)
-    rows: list[results.Row] = []
-    for case in cases:
-        rows += list(_measure(case, device))
-        keep(rows)
-        advance(str(case))
-    return rows
+    return results.gathered(((list(_measure(case, device)), str(case)) for case in cases), advance, keep)
 
 
 def _measure(case: Case, device: torch.device) -> Iterator[results.Row]:

@@ -481,16 +481,12 @@ def run(
     advance: Callable[[str], None] = lambda message: None,
     keep: Callable[[list[results.Row]], None] = lambda rows: None,
 ) -> list[results.Row]:
-    """Rows of these doors on the current CUDA device, in those of `modes` that each has.
+    """Rows of these doors on the current CUDA device, in those of `modes` that each has."""
 
-    `keep` is given the rows so far after every door: a run that is ended early has not been for nothing.
-    """
-    rows: list[results.Row] = []
-    for door in chosen:
-        rows += _measure(door, [mode for mode in door.modes if mode in modes])
-        keep(rows)
-        advance(f"{door.name} {door.text}".strip())
-    return rows
+    def measured(door: Door) -> tuple[list[results.Row], str]:
+        return _measure(door, [mode for mode in door.modes if mode in modes]), f"{door.name} {door.text}".strip()
+
+    return results.gathered(map(measured, chosen), advance, keep)
 
 
 def _measure(door: Door, modes: Sequence[str]) -> list[results.Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -43,6 +43,14 @@ BLOCK_SHARES = {f"blocks {percent}%": percent / 100 for percent in (10, 30, 50)}
 TORCH_DTYPE: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
 
 
+class CaseOptions(TypedDict):
+    """Arguments of sdpa."""
+
+    causal: Causal | None
+    scale: float | None
+    enable_gqa: bool
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention call to be checked or timed.
@@ -76,6 +84,11 @@ class Case:
     def kv_heads(self) -> int:
         """H_kv; `heads_kv` of 0 means as many as query heads."""
         return self.heads_kv or self.heads
+
+    @property
+    def options(self) -> CaseOptions:
+        """The arguments of sdpa that the case has beside tensors and masks."""
+        return {"causal": self.causal, "scale": self.scale, "enable_gqa": self.kv_heads != self.heads}
 
     def problem(self, target: str) -> Problem:
         """The problem that the case poses on a target, with aligned tensors and no masks."""

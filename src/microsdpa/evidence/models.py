@@ -13,14 +13,10 @@ import copy
 import functools
 import json
 import logging
-import math
-import re
-import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,54 +26,19 @@ import microsdpa
 from microsdpa.attention import api
 from microsdpa.call import tensors
 from microsdpa.evidence import model_processes, results, tiny
-from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.model_processes import EagerLost
+from microsdpa.evidence.model_results import SUITE, Found, Outcome, row_of, share_of_allowed
+from microsdpa.evidence.model_scenarios import COMPILED, Run, forward, padded_side, scenarios
 from microsdpa.evidence.step import Progress, Step, no_progress
-from microsdpa.evidence.tiny import LENGTH, Candidate, NotTiny
+from microsdpa.evidence.tiny import Candidate, NotTiny
 
-SUITE = "models"
-NOT_RECORDED = "*Not recorded yet: `microsdpa models --output benchmarks/results` writes the result file.*\n"
 FP32_TOLERANCE = 2.0**-15
 """Of the largest output. Sums in another order differ by far less, and a key that is lost or added by far more."""
 SEEDS = 3
 """A rounding may send a token to another expert: in half precision a model is wrong if it is with all of these."""
 OUTCOMES = ("agrees", "differs", "refused", "own attention", "not made")
 TIMED_RUNS = 5
-COMPILED = "compiled"
-REASON_LENGTH = 100
 NOTHING_LOST: Mapping[str, str] = {}
-
-Run = Callable[[Any], torch.Tensor]
-
-
-@dataclass
-class Outcome:
-    """What became of one scenario."""
-
-    name: str
-    error: float | None = None
-    allowed: float | None = None
-    reason: str = ""
-
-    @property
-    def wrong(self) -> bool:
-        """Whether the outputs differ."""
-        return self.error is not None and self.allowed is not None and not self.error <= self.allowed
-
-
-@dataclass
-class Found:
-    """What became of one model."""
-
-    candidate: Candidate
-    outcome: str
-    reason: str = ""
-    model: str = ""
-    scenarios: list[Outcome] = field(default_factory=list)
-    calls: int = 0
-    shape: tuple[int, ...] = (1, 1, 1, 1, 1, 1)
-    ours_us: list[float] = field(default_factory=list)
-    stock_us: list[float] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -88,118 +49,6 @@ def float32_through_torch() -> Iterator[None]:
         yield
     finally:
         del tensors.DTYPES[torch.float32]
-
-
-def _logits(output: Any) -> torch.Tensor:
-    for name in ("sample", "logits", "logits_per_image", "last_hidden_state", "image_embeds", "pooler_output"):
-        found = getattr(output, name, None)
-        if isinstance(found, torch.Tensor):
-            return found.float().cpu()
-    first = output[0] if isinstance(output, (tuple, list)) else next(iter(output.values()))
-    if not isinstance(first, torch.Tensor):
-        raise NotTiny(f"its output is a {type(output).__name__}, which is not known here")
-    return first.float().cpu()
-
-
-def _seen(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The rows of tokens that are no padding."""
-    mask = mask[:, -logits.shape[1] :].cpu().bool()
-    return logits[mask] if logits.dim() >= 2 and logits.shape[:2] == mask.shape else logits
-
-
-def _forward(model: Any, side: str = "", call: Any = None, **options: Any) -> torch.Tensor:
-    """One forward pass, by `call` or else the model; with padding on a side if there is one."""
-    if isinstance(model, functools.partial):  # of diffusers, with its inputs
-        return _logits(model())
-    given = {name: value.to(model.device) for name, value in tiny.inputs(model).items()}
-    given = {n: v.to(model.dtype) if v.is_floating_point() else v for n, v in given.items()}
-    call = model if call is None else call
-    if not side:
-        return _logits(call(**given, **options))
-    mask = tiny.padding(side).to(model.device)
-    found = _logits(call(**given, attention_mask=mask, **options))
-    return found if model.config.is_encoder_decoder else _seen(found, mask)
-
-
-def _chunks(model: Any) -> torch.Tensor:
-    """A prompt in chunks of 7 and 5 tokens, then three tokens one at a time."""
-    return _cached(model, None, (7, 5, 1, 1, 1))
-
-
-def _static(model: Any) -> torch.Tensor:
-    """The same with a static cache, and a chunk of 3 at the end."""
-    from transformers import StaticCache
-
-    return _cached(model, StaticCache(config=model.config, max_cache_len=24), (LENGTH, 1, 1, 3))
-
-
-def _cached(model: Any, cache: Any, lengths: tuple[int, ...]) -> torch.Tensor:
-    total = sum(lengths)
-    ids = tiny.tokens(total).to(model.device)
-    mask = tiny.padding("left", total).to(model.device)
-    parts, start = [], 0
-    for length in lengths:
-        stop = start + length
-        output = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        parts.append(_logits(output))
-        start = stop
-    return _seen(torch.cat(parts, dim=1), mask)
-
-
-def _kept(model: Any) -> torch.Tensor:
-    return _forward(model, logits_to_keep=3)
-
-
-def _kept_static(model: Any) -> torch.Tensor:
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config, max_cache_len=24)
-    return _forward(model, logits_to_keep=1, past_key_values=cache, use_cache=True)
-
-
-def _generated(model: Any, **options: Any) -> torch.Tensor:
-    """The chosen tokens, as numbers that differ by one or more where a token does."""
-    given = {"input_ids": tiny.tokens().to(model.device), "attention_mask": tiny.padding("left").to(model.device)}
-    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "disable_compile": True} | options
-    return model.generate(**given, **options).float().cpu()  # type: ignore[no-any-return]
-
-
-def _assisted(model: Any) -> torch.Tensor:
-    given = {"input_ids": tiny.tokens()[:1].to(model.device)}
-    assistant = copy.deepcopy(model)
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    return model.generate(**given, assistant_model=assistant, **options).float().cpu()  # type: ignore[no-any-return]
-
-
-def _side(model: Any) -> str:
-    return "left" if "input_ids" in tiny.inputs(model) else ""
-
-
-def _compiled(model: Any) -> torch.Tensor:
-    torch._dynamo.reset()
-    return _forward(model, _side(model), torch.compile(model, backend="eager"))
-
-
-def scenarios(family: str, device: str) -> dict[str, Run]:
-    """What a model of a family is run through."""
-    found: dict[str, Run] = {"plain": _forward}
-    if family in ("decoder", "encoder", "encoder-decoder"):
-        found |= {"padded right": lambda m: _forward(m, "right"), "padded left": lambda m: _forward(m, "left")}
-    if family == "decoder":
-        found |= {"last logits": _kept, "chunks": _chunks, "static cache": _static, "static first": _kept_static}
-    # Tokens are compared where no rounding can make a tie.
-    if family in ("decoder", "encoder-decoder") and device == "cpu":
-        found |= {
-            "generate": _generated,
-            "generate static": lambda m: _generated(m, cache_implementation="static"),
-            "beam search": lambda m: _generated(m, num_beams=2),
-        }
-    if family == "decoder" and device == "cpu":
-        found["assisted"] = _assisted
-    if device == "cpu" and family != "diffusion":
-        found[COMPILED] = _compiled
-    return found
 
 
 def absence() -> str:
@@ -378,7 +227,7 @@ def _scenario(
             torch.manual_seed(0)  # of what a model draws for itself, as ViTMAE does its patches
             return run(model)
 
-    run_eager, run_ours = (lambda m: _forward(m, _side(m))) if name == COMPILED else run, run
+    run_eager, run_ours = (lambda m: forward(m, padded_side(m))) if name == COMPILED else run, run
     try:
         run = run_eager  # compiled or not, eager attention gives the same, and compiling takes long
         expected = output("eager", torch.float32)
@@ -477,7 +326,7 @@ def _time(models: Models | DiffusionModels, found: Found, device: str, dtype: to
                 for turn in range(TIMED_RUNS + 1):
                     torch.cuda.synchronize()
                     start = time.perf_counter()
-                    _forward(model)
+                    forward(model)
                     torch.cuda.synchronize()
                     if turn:
                         times[which].append((time.perf_counter() - start) * 1e6)
@@ -497,49 +346,6 @@ def check_again(
         if found.outcome == "differs":
             found = check(candidate, device, dtype, only, lost, seed)
     return found
-
-
-def _row(found: Found, dtype: torch.dtype) -> results.Row:
-    batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim = (max(1, size) for size in found.shape)
-    name = str(dtype).removeprefix("torch.")
-    compared = [outcome for outcome in found.scenarios if outcome.error is not None]
-    worst = max(compared, key=lambda o: (o.error or 0.0) / max(o.allowed or 0.0, 1e-30), default=None)
-    error = None
-    if worst is not None and _finite(worst.error) is not None and _finite(worst.allowed) is not None:
-        nothing = {"rmse": None, "rel_l1": None, "cosine": None}
-        error = {"max_abs": worst.error, **nothing, "tolerance": {"max_abs": worst.allowed, **nothing}}
-    ok = found.outcome == "agrees"
-    timed = bool(found.ours_us) and ok
-    return results.row(
-        Case(batch, heads, seqlen_q, seqlen_k, head_dim, heads_kv),
-        dtype=name,
-        version=microsdpa.__version__,
-        op="model",
-        mode="eager" if timed else "verify",
-        case=str(found.candidate),
-        label=found.candidate.family,
-        model=found.model,
-        outcome=found.outcome,
-        calls=found.calls,
-        scenarios={
-            o.name: {"error": _finite(o.error), "allowed": _finite(o.allowed), "reason": o.reason}
-            for o in found.scenarios
-        },
-        worst="" if worst is None else worst.name,
-        error=error,
-        median_us=statistics.median(found.ours_us) if timed else None,
-        min_us=min(found.ours_us) if timed else None,
-        samples_us=found.ours_us if timed else [],
-        stock_us=statistics.median(found.stock_us) if timed and found.stock_us else None,
-        status="ok" if ok else "wrong" if found.outcome == "differs" else "unavailable",
-        reason=found.reason if not ok else "",
-        note=found.reason if ok else "",
-    )
-
-
-def _finite(number: float | None) -> float | None:
-    """A number that JSON has, or None."""
-    return number if number is not None and math.isfinite(number) else None
 
 
 def step(
@@ -571,7 +377,7 @@ def step(
     until = time.monotonic() + (float("inf") if seconds is None else seconds)
 
     def row_without(candidate: Candidate, outcome: str, reason: str) -> results.Row:
-        return _row(Found(candidate, outcome, reason), used)
+        return row_of(Found(candidate, outcome, reason), used)
 
     rows = model_processes.rows(todo, device, used, until, advance, row_without)
     wrong = [row for row in rows if row["status"] == "wrong"]
@@ -583,48 +389,8 @@ def step(
     if output is not None:
         summary += f"; wrote {results.write(result, output)}"
     table = [["model", "outcome", "worst error / allowed", "reason"]]
-    table += [[row["case"], row["outcome"], _use(row), row["reason"] or row["note"]] for row in rows]
+    table += [[row["case"], row["outcome"], share_of_allowed(row), row["reason"] or row["note"]] for row in rows]
     return Step(SUITE, "failed" if wrong else "passed", summary, table, data=result)
-
-
-def _use(row: results.Row) -> str:
-    error = row["error"]
-    if error is None or not error["tolerance"]["max_abs"]:
-        return ""
-    return f"{error['max_abs'] / error['tolerance']['max_abs']:.2f}"
-
-
-def markdown(result: results.Result) -> str:
-    """A line for each family and outcome, and the names of the models; then why the others are not among them."""
-    lines = [["models", "outcome", "number", "largest error / allowed", "types"], ["---"] * 2 + ["---:"] * 2 + ["---"]]
-    groups: dict[tuple[str, str], list[results.Row]] = {}
-    for row in result["rows"]:
-        groups.setdefault((row["label"], row["outcome"]), []).append(row)
-    for (family, outcome), rows in groups.items():
-        use = max((_use(row) for row in rows), default="")
-        names = ", ".join(row["case"].partition(": ")[2] for row in rows)
-        lines.append([family, outcome, str(len(rows)), use, names])
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    timed = [row["stock_us"] / row["median_us"] for row in result["rows"] if row.get("stock_us")]
-    if timed:
-        middle = statistics.median(timed)
-        text += f'\nTime of a forward pass with "sdpa" over that with microsdpa: {middle:.2f} in the median.\n'
-    reasons: dict[str, list[str]] = {}
-    for row in result["rows"]:
-        if row["outcome"] in ("differs", "refused", "not made"):
-            kinds = reasons.setdefault(_short(row["reason"]), [])
-            kind = row["case"].partition(": ")[2]
-            kinds += [kind] if kind not in kinds else []
-    listed = [f"\n- {reason}: {', '.join(kinds)}" for reason, kinds in reasons.items()]
-    return text + "".join(listed) + "\n"
-
-
-def _short(reason: str) -> str:
-    """A reason without what is a model's own in it, so that models share it."""
-    reason = re.sub(r"^[\w ]+: (refused|not run): ", "", reason.removeprefix("not run: "))
-    reason = re.sub(r"modeling_\w+ has", "the model has", reason.partition("; nearest")[0])
-    reason = re.sub(r"^(\w+Error: )\w+ (does not support)", r"\1the model \2", reason)
-    return reason if len(reason) <= REASON_LENGTH else f"{reason[:REASON_LENGTH]}..."
 
 
 def main() -> None:
@@ -635,7 +401,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for family, kind, lost in json.loads(todo):
         try:
-            row = _row(check_again(Candidate(family, kind), device, dtype, lost=lost), dtype)
+            row = row_of(check_again(Candidate(family, kind), device, dtype, lost=lost), dtype)
         except EagerLost as error:
             print(json.dumps({"eager_lost": error.scenario, "line": error.line}), flush=True)
             return

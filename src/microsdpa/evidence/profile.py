@@ -162,9 +162,7 @@ def make_call(case: Case, impl: str) -> None:
             query,
             key,
             value,
-            causal=case.causal,
-            scale=case.scale,
-            enable_gqa=case.kv_heads != case.heads,
+            **case.options,
             out=out,
             impl=impl,
         )

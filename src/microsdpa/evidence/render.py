@@ -22,7 +22,7 @@ from microsdpa.evidence import (
     accuracy,
     fuzz,
     ladder_table,
-    models,
+    model_results,
     modes_table,
     mutate,
     probes,
@@ -121,8 +121,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return mutate.NOT_RECORDED
     if options["suite"] == schedule.SUITE and not path.is_file():
         return schedule.NOT_RECORDED
-    if options["suite"] == models.SUITE and not path.is_file():
-        return models.NOT_RECORDED
+    if options["suite"] == model_results.SUITE and not path.is_file():
+        return model_results.NOT_RECORDED
     if not path.is_file() and options["suite"] == "accuracy":
         return NOT_RECORDED.format("accuracy")
     if not path.is_file() and options["suite"].startswith(tune.PREFIX):
@@ -140,8 +140,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return fuzz.markdown(result, is_stale) + f"\n{provenance(result)}"
     if options["suite"] == schedule.SUITE:
         return schedule.markdown(result)
-    if options["suite"] == models.SUITE:
-        return models.markdown(result) + f"\n{provenance(result)}"
+    if options["suite"] == model_results.SUITE:
+        return model_results.markdown(result) + f"\n{provenance(result)}"
     if options["suite"].startswith("verify"):
         return verify_table(result)
     if options["suite"].startswith(tune.PREFIX):

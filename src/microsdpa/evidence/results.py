@@ -6,7 +6,7 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,22 @@ def validate(result: object, name: str) -> None:
         raise ResultFileError(f"{name}: {place}: {errors[0].message} ({len(errors)} schema errors)")
     if result["checksum"] != checksum(result):
         raise ResultFileError(f"{name}: its checksum does not match: it was edited after it was written")
+
+
+def gathered(
+    found: Iterable[tuple[list[Row], str]], advance: Callable[[str], None], keep: Callable[[list[Row]], None]
+) -> list[Row]:
+    """Rows of what is measured one after another, with a text for each.
+
+    After each `keep` is given the rows so far, so that a run which is ended early has not been for nothing, and
+    `advance` the text.
+    """
+    rows: list[Row] = []
+    for some, text in found:
+        rows += some
+        keep(rows)
+        advance(text)
+    return rows
 
 
 def row(case: Case, /, **fields: object) -> Row:

@@ -407,12 +407,8 @@ def run(
     keep: Callable[[list[results.Row]], None] = lambda rows: None,
 ) -> list[results.Row]:
     """Rows of these cells on the current CUDA device; `keep` is given the rows so far after every cell."""
-    rows: list[results.Row] = []
-    for cell in chosen:
-        rows += _measure(cell, modes)
-        keep(rows)
-        advance(f"{cell.case} {cell.text}".strip())
-    return rows
+    found = ((_measure(cell, modes), f"{cell.case} {cell.text}".strip()) for cell in chosen)
+    return results.gathered(found, advance, keep)
 
 
 def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:

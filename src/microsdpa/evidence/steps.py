@@ -172,13 +172,8 @@ def run(
     keep: Callable[[list[results.Row]], None] = lambda rows: None,
 ) -> list[results.Row]:
     """Rows of these models on the current CUDA device; `keep` is given the rows so far after every model."""
-    rows: list[results.Row] = []
-    for model in models:
-        with torch.no_grad():
-            rows += measure(model, modes, "cuda")
-        keep(rows)
-        advance(model.cell.text)
-    return rows
+    with torch.no_grad():
+        return results.gathered(((measure(model, modes, "cuda"), model.cell.text) for model in models), advance, keep)
 
 
 def measure(model: Model, modes: Sequence[str], device: str, ways: Sequence[Way] = WAYS) -> list[results.Row]:

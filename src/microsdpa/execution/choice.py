@@ -14,6 +14,11 @@ from microsdpa.kernels.problem import ELEMENT_BYTES, VECTOR_BYTES, Problem
 from microsdpa.runtime import launcher
 
 
+def sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int, int, int, int, int]:
+    """B, H, H_kv, S_q, S_k and D, in the order of a Problem."""
+    return query.shape[0], query.shape[1], key.shape[1], query.shape[2], key.shape[2], query.shape[3]
+
+
 def problem_of(checked: Checked, out: torch.Tensor | None = None) -> Problem:
     """The problem that a call on a GPU, or in the emulator, poses.
 
@@ -31,12 +36,7 @@ def problem_of(checked: Checked, out: torch.Tensor | None = None) -> Problem:
     dtype = tensors.DTYPES[checked.dtype]
     scheme = checked.scheme
     return Problem(
-        batch=query.shape[0],
-        heads=query.shape[1],
-        heads_kv=key.shape[1],
-        seqlen_q=query.shape[2],
-        seqlen_k=key.shape[2],
-        head_dim=query.shape[3],
+        *sizes_of(query, key),
         dtype=dtype,
         causal=checked.causal,
         mask=checked.masks.kind_in_memory,

@@ -559,7 +559,7 @@ def _emulate(checked: Checked) -> Result:
         return out, lse
     from microsdpa.emulate import run  # not imported with the package: few programs need it
 
-    operands = *call.inputs, out, lse
     changed = None if call.prologue is None else (call.prologue, call.shift)
-    run.attention(spec, problem, operands, checked.scale, masks=_with_dropping(checked), prologue=changed)
+    operands = run.Operands(*call.inputs, out, lse, changed)
+    run.attention(spec, problem, operands, checked.scale, masks=_with_dropping(checked))
     return out, lse

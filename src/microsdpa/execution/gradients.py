@@ -16,6 +16,7 @@ from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
 from microsdpa.call.options import DETERMINISTIC_BIT, Options
 from microsdpa.errors import UnsupportedProblem
+from microsdpa.execution.choice import sizes_of
 from microsdpa.execution.quantized import Launch
 from microsdpa.kernels import KernelSpec, emulated_target, policy
 from microsdpa.kernels.backward import spec as backward_spec
@@ -85,12 +86,7 @@ class Gradient:
         rows = [t for t in (*self.given.values(), *self.made.values()) if t.dim() == 4 and t.dtype == query.dtype]
         rows = [t for t in rows if t is not self.masks.attn_mask]
         return Problem(
-            batch=query.shape[0],
-            heads=query.shape[1],
-            heads_kv=key.shape[1],
-            seqlen_q=query.shape[2],
-            seqlen_k=key.shape[2],
-            head_dim=query.shape[3],
+            *sizes_of(query, key),
             dtype=dtype,
             causal=self.causal,
             mask=self.masks.kind,
@@ -115,15 +111,7 @@ def _parameters(of: Gradient, problem: Problem, tiling: AnyTiling) -> BackwardPa
     """The kernels' parameter, without addresses."""
     masks = of.masks
     position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
-    call = Params(
-        batch=problem.batch,
-        heads=problem.heads,
-        heads_kv=problem.heads_kv,
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        diagonal=diagonal,
-        scale_log2=of.scale * math.log2(math.e),
-    )
+    call = Params.of(problem, diagonal, of.scale)
     cap = (masks.softcap or 0.0) * math.log2(math.e)
     forward = MaskedParams(call=call, position=position, lowest=lowest, softcap_log2=cap)
     if isinstance(tiling, Tiling):

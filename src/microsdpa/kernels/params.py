@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from microsdpa.kernels.problem import Problem
 
 
 class Params(ctypes.Structure):
@@ -14,6 +19,19 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "diagonal")),
         ("scale_log2", ctypes.c_float),
     )
+
+    @classmethod
+    def of(cls, problem: Problem, diagonal: int, scale: float) -> Params:
+        """Those of a problem, without addresses and strides. `diagonal` is the causal one, `scale` that of Q K^T."""
+        return cls(
+            batch=problem.batch,
+            heads=problem.heads,
+            heads_kv=problem.heads_kv,
+            seqlen_q=problem.seqlen_q,
+            seqlen_k=problem.seqlen_k,
+            diagonal=diagonal,
+            scale_log2=scale * math.log2(math.e),
+        )
 
 
 class MaskedParams(ctypes.Structure):

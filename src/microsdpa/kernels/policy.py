@@ -92,7 +92,7 @@ def changes_in_launch(problem: Problem) -> bool:
 
     That is where each warpgroup of hopper/latency has one tile of keys: measured at (1, 12, 197, 64), it takes less
     time than attention behind separate kernels. With more keys every tile of queries would change all of them anew,
-    which took longer than a launch ahead (docs/block.md).
+    which took longer than a launch ahead (docs/log/prologue.md).
     """
     if capability_of(problem.target) != (9, 0) or problem.alignment < VECTOR_BYTES or not problem.bulk:
         return False

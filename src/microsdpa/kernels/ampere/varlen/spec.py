@@ -33,8 +33,6 @@ MOST_RESIDENT = 2
 
 
 APPEND_THREADS = 128
-ROTARY_COLUMNS = 16
-"""Columns that are rotated are a multiple of it."""
 
 
 @dataclass(frozen=True)
