@@ -28,6 +28,7 @@ PACKED = "queries or keys, also packed ones: more than 2^29 are refused (call/se
 EXPLAINED: tuple[tuple[str, str, str], ...] = (
     # source file or folder, words of the line, what the numbers are and why they fit 32 bits
     ("common/combine.cuh", "combined.sum += weight[part] * mine.sum;", "numbers of the softmax, in FP32"),
+    ("hopper/common/eight_bit_masks.cuh", "return own * normalizer(sum);", "numbers of the softmax, in FP32"),
     (
         "ampere/varlen/append.cu",
         "const int new_rows = params.new_key",
