@@ -90,7 +90,8 @@ def test_gradients_are_those_of_plain_operations(way: dict[str, Any], impl: str)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
     found = torch.autograd.grad(out, given, weight.half())
     query, key, value = (tensor.detach().double().requires_grad_() for tensor in given)
-    shown = reference._with_hidden(query, key, *(way.get(n) for n in ("attn_mask", "document_ids", "block_mask")))
+    hiding = {n: way.get(n) for n in ("attn_mask", "document_ids", "block_mask")}
+    shown = reference._with_hidden(query, key, reference._Options(**hiding))
     assert shown is not None
     shown = shown & torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril()
     scores = (query @ key.mT * 32**-0.5).masked_fill(~shown, -1e300)

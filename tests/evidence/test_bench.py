@@ -339,7 +339,7 @@ def test_our_8_bit_calls_are_checked_timed_and_signed(precision: Precision, monk
     ]
     for row in rows:
         assert (row["status"], row["reason"]) == ("ok", "")
-        assert row["dtype"] == {"fp8": "e4m3"}.get(precision, precision)
+        assert row["dtype"] == {"fp8": "e4m3", "fp8_fast": "e4m3"}.get(precision, precision)
         assert row["precision"] == precision
         assert row["kernel"].startswith("ada/mma_8bit")
         assert 0 < row["error"]["rel_l1"] < 0.06

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import stat
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def page(**values: str) -> str:
 
 def spec(**fields: Any) -> KernelSpec:
     base = select(Problem(1, 8, 8, 512, 512, 64, "float16"), "ladder/01_scalar").spec
-    return KernelSpec(**(vars(base) | fields))
+    return dataclasses.replace(base, **fields)
 
 
 GOOD = {

@@ -309,7 +309,6 @@ def test_a_position_bias_is_added(padded: bool) -> None:
 LEFT_TO_TORCH = {
     "broadcast batch": (half(1, 4, 5, 16), half(2, 4, 5, 16), half(2, 4, 5, 16)),
     "other value heads": (half(2, 4, 5, 16), half(2, 4, 5, 16), half(2, 1, 5, 16)),
-    "other value size": (half(2, 4, 5, 16), half(2, 4, 5, 16), half(2, 4, 5, 8)),
 }
 
 
