@@ -337,6 +337,16 @@ def test_a_second_call_that_goes_on_from_an_output_is_one_foreign_call(name: str
     assert [id(tensor) for tensor in launcher.calls[-1][3:5]] == [id(tensor) for tensor in previous]
 
 
+@pytest.mark.parametrize("option", [{"rotary_positions": 3}, {"q_norm": weights()}, {"rotary": angles()}])
+def test_an_option_that_continue_from_lacks_is_refused_although_there_is_a_plan(
+    option: dict[str, Any], launcher: Launcher
+) -> None:
+    previous = output(), torch.zeros(BATCH, HEADS, SEQLEN_Q)
+    with pytest.raises(microsdpa.MicrosdpaError):
+        microsdpa.sdpa(*tensors(), continue_from=previous, **option)
+    assert not launcher.calls
+
+
 def operator(*masks: Callable[[], torch.Tensor]) -> Opening:
     def start(_: Setting) -> Callable[[], Any]:
         given = (*tensors(), *(mask() for mask in masks))

@@ -267,8 +267,8 @@ def sdpa(
             is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
             attn_mask = combined((query, key, value), attn_mask, document_ids, block_mask)
         sixteen_bits = precision is None and q_scale is None and k_scale is None and v_scale is None
-        bare = out is None and rotary is None and q_norm is None and k_norm is None and dropout_p == 0.0
-        if sixteen_bits and bare and not is_dynamo_compiling():
+        unchanged = rotary is q_norm is k_norm is rotary_positions is None
+        if sixteen_bits and unchanged and out is None and dropout_p == 0.0 and not is_dynamo_compiling():
             of_masks = scale, attn_mask, alibi_slopes, sinks, window, softcap
             fixed = is_causal, causal, enable_gqa, impl, None
             gone_on = forward.launch_continued((query, key, value), fixed, continue_from, of_masks)

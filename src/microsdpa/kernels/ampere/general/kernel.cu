@@ -2,7 +2,8 @@
 // sinks, any head dimension up to 256, rows that do not lie on 16 bytes.
 //
 // Computes O = softmax(scores) V, where scores are as common/mask_params.cuh has them, and optionally LSE (with the
-// sink), for BLOCK_M = 16 ROW_TILES WARPS queries of one head per CTA. What a call does not have is compiled out.
+// sink), for BLOCK_M = 16 ROW_TILES WARPS queries of one head per CTA. What a call does not have is compiled out. With
+// CONTINUES, output and LSE go on from those of other keys, which lie where they are written.
 // Tiles:    Q [BLOCK_M, D]; each warp owns 16 ROW_TILES of its rows, as accumulators in registers. K and V [BLOCK_N, D]
 //           in a ring of two; D is HEAD_DIM, filled up to a multiple of 16 with columns of zeros.
 // Pipeline: 1. cp.async fills the ring, one tile ahead     2. each lane reads its part of the mask, one tile ahead; a

@@ -1,7 +1,8 @@
 // Attention calls that fill the chip: hundreds of TFLOP/s from tensor cores that seldom wait.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for tiles of BLOCK_M = 64 CONSUMERS queries of one
-// head. One CTA per SM stays and takes one tile after the other. Roles: one warp of the first warpgroup issues the
+// head. Under Continuing masks, O and LSE go on from those of other keys, which lie where they are written.
+// One CTA per SM stays and takes one tile after the other. Roles: one warp of the first warpgroup issues the
 // loads, the others the stores; each of the other warpgroups, the consumers, computes 64 rows with BLOCK_N keys at a
 // time. Pipeline:
 //   1. TMA fills rings of Q, K and V tiles, across query tiles
