@@ -314,6 +314,33 @@ SDPA = [
 ]
 
 
+@pytest.mark.parametrize("masks", [{}, {"window": (4, 0)}, {"attn_mask": bits}, {"rotary": angles}])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_value_of_other_columns_is_one_foreign_call_with_an_output_of_its_own(
+    with_lse: bool, masks: dict[str, Any], launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = tensors()
+    value = value[..., : HEAD_DIM // 2]
+    made = {name: mask() if callable(mask) else mask for name, mask in masks.items()}
+    monkeypatch.setattr(api, "other_value_dims", {HEAD_DIM // 2})  # as the first call on a GPU leaves it
+    monkeypatch.setattr(forward, "other_value_dims", {HEAD_DIM // 2})
+
+    def call() -> Any:
+        return microsdpa.sdpa(query, key, value, return_lse=with_lse, **made)
+
+    call()
+    result, seen = watch(call, launcher)
+    assert seen == Seen(1, Counter({"aten::empty_strided": 1}))
+    out = result[0] if with_lse else result
+    assert out.data_ptr() == launcher.calls[-1][3].data_ptr()
+    assert out.shape == (BATCH, HEADS, SEQLEN_Q, HEAD_DIM // 2)
+    assert out.transpose(1, 2).is_contiguous()  # the memory order is that of query
+    with microsdpa.enabled(strict=True, impl=KERNEL):
+        through = F.scaled_dot_product_attention(query, key, value)
+    assert through.data_ptr() == launcher.calls[-1][3].data_ptr()
+    assert through.shape == out.shape
+
+
 CONTINUED = {
     "plain": {},
     "with masks": {"attn_mask": bits, "window": (4, 4), "softcap": 2.0, "sinks": slopes},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -203,6 +204,19 @@ def test_the_quick_choice_is_the_choice() -> None:
         assert chosen(problem, impl) == expected, (problem, impl)
         answers += expected is not None
     assert answers > 1000
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [64, 72, 100, 128, 256])
+def test_a_specification_is_one_object(head_dim: int, target: str) -> None:
+    """The launcher knows specifications by their id: a new one for each size would be loaded anew, and kept."""
+    for batch, seqlen_q, seqlen_k in itertools.product((1, 2, 40), (1, 200, 4096), (17, 512)):
+        problem = Problem(batch, 8, 8, seqlen_q, seqlen_k, head_dim, "float16", target=target)
+        spec = chosen(problem)
+        assert spec is not None
+        assert chosen(dataclasses.replace(problem)) is spec
+        other = chosen(dataclasses.replace(problem, batch=batch + 1))
+        assert other is spec or other != spec
 
 
 def test_ranges_of_keys_are_for_kernels_that_say_so() -> None:

@@ -161,6 +161,17 @@ def test_calls_of_a_kind_have_a_number() -> None:
     assert library.kind_of(*sized(2, 16, 24)) == -1
 
 
+def test_a_kind_has_the_columns_of_its_value() -> None:
+    def narrow(batch: int, keys: int, of_value: int = 24, of_output: int = 24) -> list[Any]:
+        value = tensor((batch, 2, keys, of_value), 0x30000000)
+        return sized(batch, 16, keys, value=value, out=tensor((batch, 4, 16, of_output), 0x40000000))
+
+    assert library.register_kind(NUMBER, *narrow(2, 24))
+    assert library.kind_of(*narrow(5, 70)) == NUMBER
+    for wrong in (narrow(5, 70, 32), narrow(5, 70, 24, 32), narrow(5, 70, 16, 16), sized(5, 16, 70)):
+        assert library.kind_of(*wrong) == -1
+
+
 WRONG_KINDS: dict[str, list[Any]] = {
     "options": sized(2, 16, 24, options=6),
     "heads": sized(2, 16, 24, heads=8),

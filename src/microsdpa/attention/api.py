@@ -19,13 +19,13 @@ from microsdpa.call.masks import dense, refuse_both
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.prologue import check as check_prologue
-from microsdpa.call.tensors import check_causal, check_grad
+from microsdpa.call.tensors import check_causal, check_grad, new_output
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, known_mask, with_causal
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.execution import autograd, dropout, forward, nodes, transforms
-from microsdpa.execution.forward import MISSES
+from microsdpa.execution.forward import MISSES, other_value_dims
 from microsdpa.execution.nodes import PLAIN_TYPES
 from microsdpa.execution.prologue import composed
 from microsdpa.kernels.problem import Causal, Precision
@@ -372,7 +372,7 @@ def sdpa(
             # Most calls have no option: comparing with the defaults takes a quarter of the time of the look-up.
             plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
             code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
-            result = _empty_like(query) if out is None else out
+            result = (new_output(query, value) if other_value_dims else _empty_like(query)) if out is None else out
             if unmasked:
                 lse = _launch(query, key, value, result, return_lse, code, scale)
                 if lse is None and out is None:

@@ -1,4 +1,4 @@
-"""Suite doors, continued: models of transformers and diffusers, a growing cache, and lengths that are new."""
+"""Suite doors, continued: models of transformers and diffusers, a growing cache, and sizes that are new."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
 }
 SHAPE: dict[str, Any] = {"batch": 1, "heads": 8, "heads_kv": 4, "head_dim": 64, "dtype": "bfloat16"}
 NAME = "microattention"
-NEW_LENGTHS, FIRST_LENGTH = 16, 600
+NEW_SIZES, FIRST_LENGTH, FIRST_BATCH = 16, 600, 40
 PASSES = 30
 
 
@@ -69,44 +69,52 @@ ONE_LAYER = Model("LlamaConfig", (("num_hidden_layers", 1),))
 
 def doors() -> list[Door]:
     """All of them; those of a library that is not installed are rows that say so."""
-    return [*_new_lengths(), *_language_models(), *_encoder(), *_diffusion()]
+    return [*_new_sizes(), *_language_models(), *_encoder(), *_diffusion()]
 
 
-def _new_lengths() -> Iterator[Door]:
-    case = Case(1, 32, 1, FIRST_LENGTH, 128, heads_kv=8)
+def _new_sizes() -> Iterator[Door]:
+    """Lengths of K and batch sizes that no call has had, of kernels that are loaded."""
+    decoding, prefill = Case(1, 32, 1, FIRST_LENGTH, 128, heads_kv=8), Case(FIRST_BATCH, 8, 256, 256, 128)
 
     def ours(tensors: Tensors) -> Call:
-        return _Lengths(lambda q, k, v: microsdpa.sdpa(q, k, v, enable_gqa=True), tensors)
+        return _Growing(lambda q, k, v: microsdpa.sdpa(q, k, v, enable_gqa=True), tensors)
 
     def torchs(tensors: Tensors) -> Call:
         # The function's name is looked up in every call: enable() replaces it.
-        return _Lengths(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), tensors)
+        return _Growing(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), tensors)
 
     for name, side in (("sdpa", Side(ours)), ("enable()", Side(torchs, microsdpa.enabled))):
-        text, modes = "a length that is new, in the mean", ("host",)
-        # Lengths that the door before has met are no longer new.
-        case = replace(case, seqlen_k=case.seqlen_k + NEW_LENGTHS * (_FirstCalls.turns + 2))
-        yield Door(name, side, Side(torchs), case, text, modes=modes, runner=_FirstCalls)
+        # Sizes that the door before has met are no longer new.
+        met = NEW_SIZES * (_FirstCalls.turns + 2)
+        decoding = replace(decoding, seqlen_k=decoding.seqlen_k + met)
+        prefill = replace(prefill, batch=prefill.batch + met)
+        for case, what in ((decoding, "length"), (prefill, "batch size")):
+            text = f"a {what} that is new, in the mean"
+            yield Door(name, side, Side(torchs), case, text, modes=("host",), runner=_FirstCalls)
 
 
-class _Lengths:
-    """A call that is made with one key more each time that `grow` is called."""
+class _Growing:
+    """A call that is made with one key more each time that `grow` is called, or of a batch with one entry more."""
 
     def __init__(self, function: Callable[..., Any], tensors: Tensors) -> None:
         self.function = function
-        self.query, self.key, self.value = tensors
+        self.tensors = tensors
 
     def grow(self) -> None:
-        """Append a key and a value, as a cache does."""
-        self.key = torch.cat([self.key, self.key[:, :, :1]], dim=2)
-        self.value = torch.cat([self.value, self.value[:, :, :1]], dim=2)
+        """Append a key and a value where a query decodes, as a cache does, and else a whole entry."""
+        query, key, value = self.tensors
+        if query.shape[2] == 1:
+            longer = [torch.cat([t, t[:, :, :1]], dim=2) for t in (key, value)]
+            self.tensors = query, longer[0], longer[1]
+        else:
+            self.tensors = tuple(torch.cat([t, t[:1]]) for t in self.tensors)  # type: ignore[assignment]
 
     def __call__(self) -> Any:
-        return self.function(self.query, self.key, self.value)
+        return self.function(*self.tensors)
 
 
 class _FirstCalls(Runner):
-    """Host time of the first call for each length, the device idle."""
+    """Host time of the first call of each size, the device idle."""
 
     turns = 7
 
@@ -115,16 +123,16 @@ class _FirstCalls(Runner):
         self.turn()
 
     def turn(self) -> list[float]:
-        """The mean of some lengths is a sample: one in 16 makes the plans of those after it."""
+        """The mean of some sizes is a sample: one length in 16 makes the plans of those after it."""
         total = 0.0
-        for _ in range(NEW_LENGTHS):
+        for _ in range(NEW_SIZES):
             self.call.grow()
             torch.cuda.synchronize()
             start = time.perf_counter()
             self.call()
             total += (time.perf_counter() - start) * 1e6
         torch.cuda.synchronize()
-        return [total / NEW_LENGTHS]
+        return [total / NEW_SIZES]
 
 
 def _absence(package: str) -> str:

@@ -42,8 +42,11 @@ _is_grad_enabled = torch.is_grad_enabled
 _HALF = torch.float16
 _changes_of = changes_of
 
-MISSES = (AttributeError, BufferError, KeyError, RuntimeError, TypeError, ValueError)
+MISSES = (AttributeError, BufferError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
+
+other_value_dims: set[int] = set()
+"""Columns of value of calls in which query has others: before the first one, nobody has to compare them."""
 
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
 """Output, of query's shape, and LSE in FP32 where it is asked for, [B, H, S_q] or, of packed queries, [H, queries]."""
@@ -71,7 +74,8 @@ def launch(
     try:
         if options.dropout_p:
             return None if random is None else _launch_dropping(inputs, masks, options, return_lse, random)
-        code, scale, result = PLAIN_CODE if options is PLAIN else options.code, options.scale, _empty_like(query)
+        code, scale = PLAIN_CODE if options is PLAIN else options.code, options.scale
+        result = tensors.new_output(query, value) if other_value_dims else _empty_like(query)
         if masks is NO_TENSORS and options.window is None and options.softcap is None:
             lse = _launch(query, key, value, result, return_lse, code, scale)
             if lse is None:
@@ -281,7 +285,7 @@ def launch_beside_cache(
             k_scale,
             v_scale,
         )
-    except (*MISSES, IndexError):
+    except MISSES:
         return None
     return None if lse is None else (result, lse if return_lse else None)
 
@@ -310,14 +314,16 @@ def launch_prologued(
             for tensor in (mask, slopes, sinks, *arguments[: len(PrologueParams.TENSORS)]):
                 if tensor is not None and tensor.requires_grad:
                     return None
-        result = _empty_like(query) if out is None else out
+        result = out
+        if result is None:
+            result = tensors.new_output(query, value) if other_value_dims else _empty_like(query)
         if mask is slopes is sinks is window is softcap is None:
             lse = _launch(query, key, value, result, return_lse, code, scale, *arguments)
         else:
             left, right = (-1, -1) if window is None else window
             masks = mask, slopes, sinks, left, right, softcap
             lse = _launch(query, key, value, result, return_lse, code, scale, *arguments, *masks)
-    except (*MISSES, IndexError):
+    except MISSES:
         return None
     return None if lse is None else (result, lse if return_lse else None)
 
@@ -380,6 +386,8 @@ def first_call(call: Call) -> Result:
             assert cpu_lse is not None
             return torch_cpu.merge(call.previous, result, cpu_lse)
         return result if call.out is None else call.out.copy_(result), cpu_lse
+    if checked.value_dim:
+        other_value_dims.add(checked.value_dim)
     out = checked.output()
     found = None
     if call.has_values or checked.value_dim or call.previous is not None:

@@ -30,7 +30,7 @@ from microsdpa.attention import api
 from microsdpa.call import validate
 from microsdpa.call.call import Call, mask_tensors
 from microsdpa.call.options import OPTIONS, Options
-from microsdpa.call.tensors import DTYPES, check_impl
+from microsdpa.call.tensors import DTYPES, check_impl, new_output
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.execution import autograd, forward, nodes, torch_cpu
 from microsdpa.execution.forward import MISSES
@@ -296,7 +296,8 @@ def _at_once(
     )
     if not graded and attn_mask is None:
         try:
-            out, code = _empty_like(query), OPTIONS[is_causal, None, enable_gqa, impl, None]
+            out = new_output(query, value) if forward.other_value_dims else _empty_like(query)
+            code = OPTIONS[is_causal, None, enable_gqa, impl, None]
             if _launch(query, key, value, out, False, code, scale):
                 return out
             if forward.resized(query, key, value, out, False, code, scale):

@@ -8,7 +8,6 @@ docs/hopper-throughput.md). The ladder's kernels teach, and run where they are n
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
 from typing import NamedTuple
 
 from microsdpa.kernels.ampere.mma.tiles import packed_heads, splits_long_keys
@@ -45,7 +44,7 @@ FEWEST_TILES: dict[Operands, dict[int, int]] = {
 
 def _tiles(problem: Problem, queries: int = TILE) -> int:
     """Tiles of so many queries, of all heads."""
-    return problem.batch * problem.heads * ceil(problem.seqlen_q / queries)
+    return problem.batch * problem.heads * -(-problem.seqlen_q // queries)
 
 
 def _decodes(problem: Problem) -> bool:

@@ -50,6 +50,8 @@ def _refuse_operands(problem: Problem, family: Family) -> Rejection | None:
 
 def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
     """Why the tensor maps of `spec` cannot describe the problem's tensors; None when they can."""
+    if problem.alignment >= VECTOR_BYTES and problem.bulk:
+        return None
     if not any(stage.tensor_maps for stage in spec.stages):
         return None
     if problem.alignment < VECTOR_BYTES:
@@ -57,12 +59,10 @@ def _refuse_layout(problem: Problem, spec: KernelSpec) -> Rejection | None:
             "a row of a tensor does not start on 16 bytes, as bulk copies need",
             "tensors whose address and outer strides are multiples of 16 bytes, such as .contiguous() gives",
         )
-    if not problem.bulk:
-        return Rejection(
-            "a stride of a tensor is 2**40 bytes or more, which bulk copies cannot address",
-            "tensors whose strides are smaller, such as .contiguous() gives",
-        )
-    return None
+    return Rejection(
+        "a stride of a tensor is 2**40 bytes or more, which bulk copies cannot address",
+        "tensors whose strides are smaller, such as .contiguous() gives",
+    )
 
 
 def _without_prologue(problem: Problem) -> Problem:

@@ -304,8 +304,8 @@ def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:
         return _uncountable(rows, "rows of the query heads of a key head", "fewer query heads of a key head")
     if (both := problem.seqlen_q + problem.seqlen_k) > MAX_NUMBER:
         return _uncountable(both, "queries and keys", "shorter sequences")
-    others = (spec.preparation, spec.next_kernel)
-    return next((found for other in others if other and (found := oversized(problem, other))), None)
+    found = oversized(problem, spec.preparation) if spec.preparation else None
+    return oversized(problem, spec.next_kernel) if found is None and spec.next_kernel else found
 
 
 def _uncountable(number: int, what: str, nearest: str) -> Rejection:

@@ -86,9 +86,10 @@ inline PlanTable& kinds() {
 // bulk copies cannot address.
 inline bool resized_key(const CallKey& key, CallKey& common) {
   const TensorKey *query = &key.tensors[QUERY], *keys = &key.tensors[KEY], *out = &key.tensors[OUT];
-  if (key.given || key.left != -1 || key.right != -1 || key.capped ||
-      std::memcmp(query->shape, out->shape, sizeof(query->shape)) ||
-      std::memcmp(keys->shape, key.tensors[VALUE].shape, sizeof(keys->shape)) || keys->shape[0] != query->shape[0]) {
+  const auto differ = [](const TensorKey& a, const TensorKey& b) { return !std::equal(a.shape, a.shape + 3, b.shape); };
+  // Head dimensions stay in the key, of which value and output may have another.
+  if (key.given || key.left != -1 || key.right != -1 || key.capped || differ(*query, *out) ||
+      differ(*keys, key.tensors[VALUE]) || keys->shape[0] != query->shape[0]) {
     return false;
   }
   common = key;

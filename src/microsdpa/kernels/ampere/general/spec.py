@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from math import ceil
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
+from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
 from microsdpa.kernels.spec import (
     BOOLEAN,
     CPP_TYPE,
@@ -34,8 +35,13 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
             f"norms and rotary embedding work on chunks of 8 columns, and head_dim is {problem.head_dim}",
             "a head_dim that is a multiple of 8",
         )
+    return _specification(of_any_size(problem), *_tile(problem))
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, row_tiles: int, block_n: int) -> KernelSpec:
+    """The kernel with tiles of one kind for any problem of a kind, whatever its size."""
     columns = -(-problem.head_dim // 16) * 16
-    row_tiles, block_n = _tile(problem)
     vectors = problem.alignment >= VECTOR_BYTES and problem.head_dim % 8 == 0
     mask = problem.mask or MaskKind()
     programmatic = capability_of(problem.target) >= (9, 0)

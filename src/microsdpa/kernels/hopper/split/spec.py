@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from math import ceil
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.common import ROWS
-from microsdpa.kernels.problem import ELEMENT, VECTOR_BYTES, Problem, capability_of
+from microsdpa.kernels.problem import ELEMENT, VECTOR_BYTES, Problem, capability_of, of_any_size
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
 
 BLOCK_N = ROWS
@@ -57,6 +58,12 @@ CANDIDATES = (Split(1), Split(2))
 
 def specification(problem: Problem, choice: Split) -> KernelSpec:
     """The kernel of one configuration for a problem."""
+    return _specification(of_any_size(problem), choice)
+
+
+@functools.lru_cache(maxsize=1024)
+def _specification(problem: Problem, choice: Split) -> KernelSpec:
+    """specification() for any problem of that kind, whatever its size."""
     stages = choice.stages(chip_of(problem.target).shared_per_cta)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
@@ -99,7 +106,7 @@ def choose(problem: Problem) -> Split:
 
 
 def _query_tiles(problem: Problem) -> int:
-    return problem.batch * problem.heads * ceil(problem.seqlen_q / ROWS)
+    return problem.batch * problem.heads * -(-problem.seqlen_q // ROWS)
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:

@@ -378,18 +378,25 @@ def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causa
 
 def throughput(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for problems that fill the chip."""
+    kind = of_any_size(problem)
+    if problem.value_dim and (other := _refuse_value_dim(problem)):
+        return other
+    found = _admitted(kind)
+    if isinstance(found, Rejection):
+        return found
+    tiles = _cheapest(problem, found)
+    if query_tiles(problem, tiles) > MAX_TILES:
+        return Rejection(f"{query_tiles(problem, tiles)} query tiles exceed {MAX_TILES}", "a smaller batch")
+    return _specification(kind, tiles, _is_marked(problem, tiles))
+
+
+@functools.lru_cache(maxsize=1024)
+def _admitted(problem: Problem) -> tuple[Tiles, ...] | Rejection:
+    """The tiles for any problem of that kind, whatever its size and columns of V; or why there are none."""
     if capability_of(problem.target) != (9, 0):
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
     if problem.head_dim not in HEAD_DIMS:
         return refused_head_dim(problem.head_dim, HEAD_DIMS, f"a multiple of 8 up to {HEAD_DIMS[-1]}")
-    if problem.value_dim > padded(problem):  # bulk copies fill missing columns, and do not store them
-        most = f"the {padded(problem)} of the tiles for {problem.head_dim} columns of Q and K"
-        return Rejection(f"{problem.value_dim} columns of V are more than {most}", "fewer columns of V")
-    if problem.continued and problem.value_dim:
-        return Rejection(
-            f"it goes on from outputs of head_dim columns, not {problem.value_dim}",
-            f"a value padded to {problem.head_dim} columns",
-        )
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
@@ -399,16 +406,24 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
             f"rows of attn_mask that are not aligned to {VECTOR_BYTES} bytes",
             f"an attn_mask whose rows start on {VECTOR_BYTES} bytes",
         )
-    kind = of_any_size(problem)
-    found = _fitting(kind)
-    if not found:
+    return _fitting(problem) or Rejection(
+        f"an attn_mask of numbers leaves no room for head_dim {problem.head_dim}", "a boolean attn_mask"
+    )
+
+
+def _refuse_value_dim(problem: Problem) -> Rejection | None:
+    """Why the kernel cannot compute a V of other columns than Q and K; None when it can."""
+    if problem.head_dim not in HEAD_DIMS:
+        return None  # which is the first thing to say
+    if problem.value_dim > padded(problem):  # bulk copies fill missing columns, and do not store them
+        most = f"the {padded(problem)} of the tiles for {problem.head_dim} columns of Q and K"
+        return Rejection(f"{problem.value_dim} columns of V are more than {most}", "fewer columns of V")
+    if problem.continued:
         return Rejection(
-            f"an attn_mask of numbers leaves no room for head_dim {problem.head_dim}", "a boolean attn_mask"
+            f"it goes on from outputs of head_dim columns, not {problem.value_dim}",
+            f"a value padded to {problem.head_dim} columns",
         )
-    tiles = _cheapest(problem, found)
-    if query_tiles(problem, tiles) > MAX_TILES:
-        return Rejection(f"{query_tiles(problem, tiles)} query tiles exceed {MAX_TILES}", "a smaller batch")
-    return _specification(kind, tiles, _is_marked(problem, tiles))
+    return None
 
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:
