@@ -433,6 +433,19 @@ def test_parts_of_many_sequences_on_few_ctas(ctas: int, backwards: bool, monkeyp
     assert_right(*emulated(given | {"batch_invariant": True}, backwards=backwards), given)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_short_sequences_one_after_the_other(seed: int, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CTA has rows whose keys are fewer tiles than its ring: each sequence's are asked for while the one before runs.
+
+    Copies that nobody waits for are an error of the emulator.
+    """
+    monkeypatch.setattr(kernel, "grid_of", lambda *_: (2, 1, 1))
+    lengths = [20, 40, 0, 10, 64, 0, 0, 200, 63, 5, 130, 1]
+    given = decode(lengths, [[(7 * i + b) % 200 for i in range(13)] for b in range(len(lengths))])
+    assert_right(*emulated(given | {"batch_invariant": batch_invariant}, seed), given)
+
+
 def test_bits_do_not_depend_on_who_appends() -> None:
     given = decode_appending([600, 20], 3, 40, 64)
     expected = invariant(after_appending(given))

@@ -403,6 +403,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   typename OwnSource::Pages pages;  // of the next tile that is loaded
   [[maybe_unused]] typename OwnScales::Pages scale_pages;
   int loaded = 0, total = 0;  // tiles of the segment, and of all
+  int committed = 0;          // groups of copies since the segment's rows were asked for
   int query_buffer = 0;       // of the segment that is computed
   const auto load_query = [&](int buffer) {
     const Rows<PACK> place(loading.work, loading.sequence, PACK);
@@ -419,7 +420,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     return nullptr;
   };
   const auto begin_loading = [&](int buffer) {
-    loaded = 0;
+    loaded = committed = 0;
     OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
     if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(0, group));
     if constexpr (!ROTATES) load_query(buffer);
@@ -436,7 +437,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       loading.new_from = loading.end;
     }
   };
-  // Starts copying the next tile of `loading`, if there is one, as a group of copies.
+  // Starts copying the next tile of `loading`, as a group of copies; an empty one where there is no further tile.
   const auto load = [&]() {
     if (loaded < loading.count) {
       const int first_key = loading.first_key(loaded, group);
@@ -451,7 +452,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       OwnSource::fetch(pages, params, loading, loading.first_key(loaded, group));
       if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(loaded, group));
     }
-    cp_async_commit();
+    cp_async_commit(), ++committed;
   };
   bool more = true, is_ahead = false;  // whether there are further segments, and `loading` is one of them
   const auto go_ahead = [&]() {
@@ -480,8 +481,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   store_ahead();
   if (PROGRAMMATIC) grid_dependency_launch();
 
-  int step = 0;          // tiles that were computed
-  bool drained = false;  // whether tiles were loaded so late that all of them have to be waited for
+  int step = 0;  // tiles that were computed
   for (OwnSegment segment = loading;;) {
     const Rows<PACK> place(segment.work, segment.sequence, PACK);
     const int rows = segment.rows;
@@ -498,11 +498,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       __syncwarp();
       cluster_arrive<false>();  // waited for when there is something to send
     }
-    if (drained) {
-      cp_async_wait<0>();
-    } else {
-      cp_async_wait<AHEAD - 1>();
-    }
+    cp_async_wait<AHEAD - 1>();
     __syncthreads();  // the rows are there
     const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(shared.streaming.query[query_buffer],
                                                                                   warp_row);
@@ -696,12 +692,12 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       }
     }
     segment = loading;
-    drained = false;
+    // Waiting counts groups: AHEAD of them belong to the segment, empty ones too, from that of its rows and first tile
+    // on.
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
-      if (loaded < min(AHEAD, loading.count)) load(), drained = true;
+      if (committed < AHEAD) load();
     }
-    if (loaded == 0) cp_async_commit(), drained = true;
     store_ahead();
   }
 }
