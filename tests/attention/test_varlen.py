@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import microsdpa
 from microsdpa.attention import varlen
-from microsdpa.call.sequences import Sequences
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.execution import varlen as execution
 from varlen_space import Form, after_appending, appending, assert_right, call
 
 FORMS = {
@@ -247,14 +244,6 @@ def test_a_call_that_has_a_plan_is_one_foreign_call_and_one_allocation(monkeypat
     assert lse is False
     assert rest[-3] is given["lengths"]
     assert rest[-2] is given["page_table"]
-
-
-def test_no_gpu_is_batch_invariant_yet() -> None:
-    inputs = (SimpleNamespace(is_cuda=True),) * 3
-    call = SimpleNamespace(inputs=inputs, sequences=Sequences(batch_invariant=True))
-    checked: Any = SimpleNamespace(call=call, kernel="ampere/varlen")
-    with pytest.raises(UnsupportedProblem, match="batch_invariant=True: 20 runs"):
-        execution.kernels_of(checked, *cast("tuple[Any, Any]", (None, None)))
 
 
 def test_explain_varlen_takes_the_arguments_of_sdpa_varlen() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from microsdpa.evidence import recorded, results, serving
 from microsdpa.evidence.serving import WAYS, Cell, Way, fields_of, judged, layers, problem_of
@@ -21,9 +20,12 @@ OURS = [way for way in WAYS if way.name == serving.OURS]
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("way", OURS, ids=["pages", "dense"])
+@pytest.mark.parametrize("way", OURS, ids=["pages", "batch_invariant", "dense"])
 def test_outputs_are_held_against_the_oracle(name: str, way: Way) -> None:
     cell = SMALL[name]
+    if way.absent(cell) and way.variant == serving.INVARIANT:
+        assert cell.queries != 1 or cell.cache != "bfloat16"
+        return
     if way.absent(cell):
         assert way.dense
         assert not cell.equal or cell.cache != "bfloat16"
@@ -87,8 +89,20 @@ def test_the_problem_is_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         assert posed.cache == expected.cache
 
 
-def test_a_row_fits_the_schema() -> None:
-    fields = fields_of(OURS[0], SMALL["mixed"], "sm_90a")
-    row = results.row(SMALL["mixed"].case, **fields, mode="cold", status="unavailable", reason="a test")
-    results.validate(results.make(serving.SUITE, "test", [row]), "made here")
-    assert torch.tensor(row["lengths"]).sum() == 62
+def test_every_row_fits_the_schema() -> None:
+    rows = [
+        results.row(cell.case, **fields_of(way, cell, "sm_90a"), mode="cold", status="unavailable", reason="a test")
+        for cell in (*SMALL.values(), *serving.cells())
+        for way in WAYS
+    ]
+    results.validate(results.make(serving.SUITE, "test", rows), "made here")
+    assert sum(rows[0]["lengths"]) == 80
+
+
+def test_bits_that_depend_on_no_batch_have_rows_of_their_own() -> None:
+    (way,) = (way for way in OURS if way.variant == serving.INVARIANT)
+    timed = [cell for cell in serving.cells() if not way.absent(cell)]
+    assert {len(cell.lengths) for cell in timed} == {1, 8, 64, 256}
+    assert {cell.page for cell in timed} == {16}
+    assert fields_of(way, timed[0], "sm_90a")["batch_invariant"] is True
+    assert fields_of(way, timed[0], "sm_90a")["kernel"] == "ampere/varlen"

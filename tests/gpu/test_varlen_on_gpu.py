@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -107,3 +109,55 @@ def test_streams_do_not_share_counters() -> None:
                 found.append(microsdpa.sdpa_varlen(**given))
     torch.cuda.synchronize()
     assert all(torch.equal(one, expected) for one in found)
+
+
+def forty(head_dim: int, queries: int, seed: int = 0) -> dict[str, Any]:
+    """40 sequences in pages of 16, from none to 3,000 keys: many have a tile of keys or two."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 3000, (40,), generator=generator)
+    lengths[::2] = torch.randint(0, 130, (20,), generator=generator)
+    lengths[:4] = torch.tensor([0, 64, 512, 3000])
+    width = 3000 // 16 + 1
+    table = torch.randperm(40 * width, generator=generator).view(40, width)
+    key, value = (torch.randn(40 * width, 16, 2, head_dim, generator=generator).to(BF16) for _ in range(2))
+    query = torch.randn(40, queries, 8, head_dim, generator=generator).to(BF16)
+    integers = {"lengths": lengths.int(), "page_table": table.int()}
+    return {"query": query, "key": key, "value": value, **integers, "causal": True}
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(("head_dim", "queries"), [(64, 1), (128, 1), (128, 5), (256, 1), (64, 20)])
+def test_every_run_gives_the_same_bits(head_dim: int, queries: int, batch_invariant: bool) -> None:
+    given = forty(head_dim, queries)
+    there = moved(given, "cuda") | {"batch_invariant": batch_invariant, "return_lse": True}
+    first = microsdpa.sdpa_varlen(**there)
+    assert_right(*first, given)
+    found = [microsdpa.sdpa_varlen(**there) for _ in range(50)]
+    assert all(torch.equal(a, b) for one in found for a, b in zip(one, first, strict=True))
+
+
+@pytest.mark.parametrize("masks", [{}, {"window": (700, 0)}, {"sinks": torch.linspace(-1, 4, 8)}])
+@pytest.mark.parametrize(("head_dim", "queries"), [(64, 1), (128, 1), (128, 5), (256, 1), (64, 20)])
+def test_bits_of_a_sequence_do_not_depend_on_its_batch(head_dim: int, queries: int, masks: dict[str, Any]) -> None:
+    given = moved(forty(head_dim, queries) | masks, "cuda") | {"batch_invariant": True, "return_lse": True}
+    out, lse = microsdpa.sdpa_varlen(**given)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(3))
+    shuffled = {name: given[name][order.cuda()] for name in ("query", "lengths", "page_table")}
+    other_out, other_lse = microsdpa.sdpa_varlen(**given | shuffled)
+    assert torch.equal(other_out, out[order.cuda()])
+    assert torch.equal(other_lse, lse[order.cuda()])
+    for b in range(0, 40, 3):
+        alone = {name: given[name][b : b + 1] for name in ("query", "lengths", "page_table")}
+        one_out, one_lse = microsdpa.sdpa_varlen(**given | alone)
+        assert torch.equal(one_out[0], out[b])
+        assert torch.equal(one_lse[0], lse[b])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bits_of_a_prompt_do_not_depend_on_how_it_is_cut(head_dim: int) -> None:
+    given = moved(forty(head_dim, 90), "cuda") | {"batch_invariant": True}
+    whole = microsdpa.sdpa_varlen(**given)
+    for queries in (1, 3, 50):
+        last = microsdpa.sdpa_varlen(**given | {"query": given["query"][:, -queries:]})
+        seen = given["lengths"] >= queries  # of a shorter one, other queries are the last
+        assert torch.equal(last[seen], whole[:, -queries:][seen])

@@ -154,6 +154,8 @@ def _judge_varlen(call: VarlenCall, outcome: Outcome, device: str) -> Judged:
     fields: dict[str, Any] = {"shape": sizes, "varlen": problem.varlen, "rounded_queries": problem.seqlen_q}
     kinds = {"mask_kind": problem.mask, "cache_kind": problem.cache}
     fields |= {name: dataclasses.asdict(kind) for name, kind in kinds.items() if kind is not None}
+    if call.invariant:
+        fields["batch_invariant"] = True
     return Judged(outcome, spec.name, signed | fields | {"alignment": problem.alignment})
 
 

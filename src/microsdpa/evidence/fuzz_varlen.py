@@ -26,6 +26,7 @@ from microsdpa.evidence.fuzz_outcome import LSE_SLACK, Outcome, failed
 from microsdpa.evidence.inputs import TORCH_DTYPE, Case
 from microsdpa.execution.choice import problem_of
 from microsdpa.kernels import VARLEN_FAMILIES, KernelSpec
+from microsdpa.kernels.ampere.varlen.spec import batch_invariant
 from microsdpa.kernels.problem import Causal, DType, Problem
 from microsdpa.kernels.select import select
 
@@ -253,7 +254,7 @@ def check(call: VarlenCall, device: str) -> Outcome:
             warnings.simplefilter("ignore")
             return _check(call, device)
     except UnsupportedProblem as refusal:
-        if call.impl == "auto" and not (call.invariant and device == "cuda"):
+        if call.impl == "auto":
             return Outcome(call, "UnsupportedProblem", f"it is refused: {refusal}")
         return Outcome(call, "refused")
     except Exception as error:
@@ -289,7 +290,8 @@ def chosen(call: VarlenCall, device: str) -> tuple[KernelSpec, Problem]:
     inputs = given["query"], given["key"], given["value"]
     checked = check_call(LibraryCall(inputs, masks, scales, options, call.return_lse, None, sequences))
     problem = problem_of(checked)
-    return select(problem, checked.kernel).spec, problem
+    spec = select(problem, checked.kernel).spec
+    return (batch_invariant(problem) if call.invariant else spec), problem
 
 
 def emulated_impl(impl: str) -> str:
@@ -439,7 +441,7 @@ def form(choose: random.Random, emulated: bool) -> dict[str, Any]:
         "sinks": choose.choice(("inputs", "float32")) if choose.random() < 0.2 else "none",
         "cache": choose.choice(caches),
         "scale_of": choose.choice(of),
-        "invariant": emulated and choose.random() < 0.15,
+        "invariant": choose.random() < 0.15,
     }
     if not emulated and choose.random() < 0.3:
         found["impl"] = choose.choice([family.name for family in VARLEN_FAMILIES])

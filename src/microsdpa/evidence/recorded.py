@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import Grid, KernelSpec, configurations, policy
+from microsdpa.kernels.ampere.varlen.spec import batch_invariant
 from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import (
@@ -84,6 +85,8 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
         return {"code_signature": _gradients(plain)}
     if "chosen" in row:  # of `microsdpa tune`: one configuration of many
         return {"code_signature": Kernel.of(_configuration(plain, row["variant"]), plain)}
+    if row.get("batch_invariant"):
+        return {"code_signature": Kernel.of(batch_invariant(plain), plain)}
     spec = select(plain, row.get("requested") or "auto").spec
     if row["mode"] == "profile":  # a row for each stage
         spec = next((stage for stage in spec.stages if stage.name == row["kernel"]), spec)

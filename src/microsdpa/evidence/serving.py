@@ -25,12 +25,13 @@ from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import Call
 from microsdpa.evidence.peers.implementation import import_failure
 from microsdpa.jit.signature import code_signature, signature
+from microsdpa.kernels.ampere.varlen.spec import batch_invariant
 from microsdpa.kernels.problem import CacheKind, Problem
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 
 SUITE = "serving"
-OURS = "microsdpa"
+OURS, INVARIANT = "microsdpa", "batch_invariant"
 LAYERS_BYTES = 300_000_000
 """What the caches of all layers take together, at least: several times a GPU's cache."""
 MOST_LAYERS, FEWEST_LAYERS = 200, 2
@@ -211,6 +212,12 @@ def _ours(layer: Layer, cell: Cell) -> Call:
     return lambda: microsdpa.sdpa_varlen(*inputs, **given, max_queries=hint, causal=True)  # type: ignore[arg-type]
 
 
+def _ours_invariant(layer: Layer, cell: Cell) -> Call:
+    given = layer.sequences.tensors
+    inputs = layer[:3]
+    return lambda: microsdpa.sdpa_varlen(*inputs, **given, causal=True, batch_invariant=True)  # type: ignore[arg-type]
+
+
 def _ours_dense(layer: Layer, cell: Cell) -> Call:
     tensors = _dense(layer, cell)
     return lambda: microsdpa.sdpa(*tensors, causal="lower_right", enable_gqa=True)
@@ -277,10 +284,11 @@ def _flash_infer(layer: Layer, cell: Cell) -> Call:
     return lambda: wrapper.run(rows, (key, value), **scales)
 
 
-ONE_LENGTH, ONE_QUERY, ONE_TYPE = (
+ONE_LENGTH, ONE_QUERY, ONE_TYPE, ONE_PAGE = NOT_COMPUTED = (
     "its sequences have one length",
     "it decodes one query a sequence",
     "its tensors have one type",
+    "it is timed with pages of 16",
 )
 """Why a way does not compute a cell, whoever has installed it."""
 
@@ -291,6 +299,10 @@ def _only_equal(cell: Cell) -> str:
 
 def _only_decoding(cell: Cell) -> str:
     return ONE_QUERY if cell.queries != 1 else ONE_TYPE if cell.cache == "int8" else ""
+
+
+def _decoding_of_one_page(cell: Cell) -> str:
+    return _only_decoding(cell) or _only_one_type(cell) or ("" if cell.page == 16 else ONE_PAGE)
 
 
 def _only_one_type(cell: Cell) -> str:
@@ -321,6 +333,7 @@ def _no_queries_of_many(cell: Cell) -> str:
 
 WAYS: tuple[Way, ...] = (
     Way(OURS, _ours),
+    Way(OURS, _ours_invariant, INVARIANT, absent=_decoding_of_one_page),
     Way(OURS, _ours_dense, "dense", _rows_first, _equal_of_one_type, dense=True),
     Way("torch cuDNN", _torch_cudnn, "dense", _rows_first, _no_queries_of_many, dense=True),
     Way("FlashAttention-3", _flash3, "", _first, _needs("flash_attn_interface", "flash-attn-3", _only_one_type)),
@@ -393,6 +406,8 @@ def fields_of(way: Way, cell: Cell, target: str) -> dict[str, Any]:
         fields |= {"varlen": problem.varlen, "rounded_queries": problem.seqlen_q}
         fields |= {"cache_kind": asdict(problem.cache)} if problem.cache else {}
     spec = select(problem).spec
+    if way.variant == INVARIANT:
+        spec, fields["batch_invariant"] = batch_invariant(problem), True
     return fields | {
         "kernel": spec.name,
         "signature": signature(spec, target),
@@ -415,7 +430,7 @@ def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:
     rows, calls, fields = [], {}, {}
     own_layers, target = layers(cell, "cuda"), launcher.target_of_device()
     for way in WAYS:
-        if way.absent(cell) in (ONE_LENGTH, ONE_QUERY, ONE_TYPE):
+        if way.absent(cell) in NOT_COMPUTED:
             continue
         name = " ".join(filter(None, (way.name, way.variant)))
         fields[name] = fields_of(way, cell, target)
