@@ -38,13 +38,17 @@ def command(group: typer.Typer, name: str, summary: str, example: str) -> Callab
     return decorate
 
 
+PLACES = "--output", "--log"
+"""Options that name a file or a directory of the machine."""
+
+
 def command_line() -> str:
-    """The command line for a result file, without the directory that it writes to: that is a machine's own."""
+    """The command line for a result file, without the places that it writes to: those are a machine's own."""
     kept: list[str] = []
     for argument in sys.argv[1:]:
-        if kept and kept[-1] == "--output":
+        if kept and kept[-1] in PLACES:
             kept.pop()
-        elif not argument.startswith("--output="):
+        elif not argument.startswith(tuple(f"{option}=" for option in PLACES)):
             kept.append(argument)
     return shlex.join(["microsdpa", *kept])
 

@@ -107,7 +107,9 @@ def test_verify_checks_cases_and_writes_a_result_file(tmp_path: Path) -> None:
     assert [row["status"] for row in read(files[0])["rows"]] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("output", [["--output", "/some/where"], ["--output=/some/where"]])
+@pytest.mark.parametrize(
+    "output", [["--output", "/some/where"], ["--output=/some/where"], ["--log", "/a/file", "--output", "/some/where"]]
+)
 def test_a_recorded_command_names_no_directory_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, output: list[str]
 ) -> None:

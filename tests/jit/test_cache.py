@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from microsdpa.emulate import build as emulator
-from microsdpa.jit import compile_kernel
+from microsdpa.jit import build, compile_kernel
+from microsdpa.jit import signature as signatures
 from microsdpa.jit.cache import CacheWarning, Entry, KernelCache, default_directory
 from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import select
 
 SIGNATURE = "ab" + "0" * 30
 ENTRY = Entry(b"cubin", "source", {"symbol": "kernel"})
@@ -245,3 +248,19 @@ def test_a_process_that_dies_while_it_compiles_leaves_no_lock_and_no_entry(tmp_p
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path), SIGNATURE], check=False)
     assert died.returncode == 9
     assert KernelCache(tmp_path).get_or_build(SIGNATURE, lambda: ENTRY) == (ENTRY, False)
+
+
+def test_a_kernel_that_is_there_is_found_without_reading_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than all else that the first call of a process looks at."""
+    spec = select(Problem(1, 2, 2, 64, 64, 32, "float16", target="sm_89"), "ladder/01_scalar").spec
+    expected = compile_kernel(spec, "sm_89")
+
+    def refuse(_: str) -> str:
+        raise AssertionError("tokens are read")
+
+    monkeypatch.setattr(signatures, "tokens", refuse)
+    build._memory.clear()
+    found = compile_kernel(spec, "sm_89")
+    assert (found.cached, found.cubin) == (True, expected.cubin)
+    with pytest.raises(AssertionError, match="tokens are read"):
+        _ = found.code_signature

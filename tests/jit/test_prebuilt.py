@@ -16,7 +16,6 @@ from microsdpa.errors import CompileError
 from microsdpa.evidence import pack
 from microsdpa.jit import CompiledKernel, compile_kernel, is_compiled, nvrtc, prebuilt
 from microsdpa.jit.inspect import Resources
-from microsdpa.jit.signature import code_signature
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
@@ -28,9 +27,7 @@ Install = Callable[..., Path]
 def made(spec: KernelSpec, target: str = TARGET) -> CompiledKernel:
     """A kernel whose machine code is a word: nothing here looks at it."""
     resources = Resources(64, 0, 0, 0, 0)
-    return CompiledKernel(
-        spec, target, "signature", code_signature(spec, target), b"code", "name", resources, "", 1.0, True
-    )
+    return CompiledKernel(spec, target, "signature", b"code", "name", resources, "", 1.0, True)
 
 
 @pytest.fixture

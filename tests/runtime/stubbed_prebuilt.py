@@ -14,7 +14,6 @@ from microsdpa.errors import CompileError
 from microsdpa.evidence import pack
 from microsdpa.jit import CompiledKernel, nvrtc, prebuilt
 from microsdpa.jit.inspect import Resources
-from microsdpa.jit.signature import code_signature
 from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
@@ -30,9 +29,9 @@ def test_a_call_launches_a_kernel_of_the_wheel(tmp_path: Path, monkeypatch: pyte
     tensors = [tensor(SHAPE, address) for address in ADDRESSES]
     call = (*tensors, None, 0, None)
 
-    code, figures = code_signature(spec, "sm_89"), Resources(64, 0, 0, 0, 0)
+    figures = Resources(64, 0, 0, 0, 0)
     # The stub driver loads nothing but machine code that begins with "cubin".
-    kernel = CompiledKernel(spec, "sm_89", "signature", code, b"cubin of the wheel", "kernel", figures, "", 1.0, True)
+    kernel = CompiledKernel(spec, "sm_89", "signature", b"cubin of the wheel", "kernel", figures, "", 1.0, True)
     with zipfile.ZipFile(pack.write([kernel], tmp_path)) as wheel:
         wheel.extractall(tmp_path / "site")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +29,17 @@ class CompiledKernel:
     spec: KernelSpec
     target: str
     signature: str
-    code_signature: str
     cubin: bytes
     symbol: str
     resources: Resources
     log: str
     compile_seconds: float
     cached: bool
+
+    @functools.cached_property
+    def code_signature(self) -> str:
+        """That of jit/signature.py: it takes most of the time in which a cached kernel is found, and few ask for it."""
+        return code_signature(self.spec, self.target)
 
 
 _memory: dict[str, CompiledKernel] = {}
@@ -73,28 +78,26 @@ def unexcused(kernel: CompiledKernel) -> str:
 
 
 def _found_or_built(spec: KernelSpec, target: str, directory: Path | None) -> CompiledKernel:
-    code = code_signature(spec, target)
-    if directory is None and (ready := prebuilt.find(code, target)):
-        return _kernel(spec, target, ready.metadata["signature"], code, ready, found=True)
+    if directory is None and prebuilt.serves(target) and (ready := prebuilt.find(code_signature(spec, target), target)):
+        return _kernel(spec, target, ready.metadata["signature"], ready, found=True)
     key = _signature(spec, target)
     with _building.setdefault(key, threading.Lock()):  # threads that miss build it once, others go on
         if directory is None and key in _memory:
             return _memory[key]
         store = cache.KernelCache(directory or cache.default_directory())
         entry, found = store.get_or_build(key, lambda: _build(spec, target))
-        kernel = _kernel(spec, target, key, code, entry, found=found)
+        kernel = _kernel(spec, target, key, entry, found=found)
         if directory is None:
             _memory[key] = kernel
         return kernel
 
 
-def _kernel(spec: KernelSpec, target: str, key: str, code: str, entry: cache.Entry, *, found: bool) -> CompiledKernel:
+def _kernel(spec: KernelSpec, target: str, key: str, entry: cache.Entry, *, found: bool) -> CompiledKernel:
     meta = entry.metadata
     return CompiledKernel(
         spec=spec,
         target=target,
         signature=key,
-        code_signature=code,
         cubin=entry.cubin,
         symbol=meta["symbol"],
         resources=Resources(**meta["resources"]),
@@ -116,7 +119,7 @@ def _signature(spec: KernelSpec, target: str) -> str:
 
 def is_compiled(spec: KernelSpec, target: str) -> bool:
     """Whether the kernel is in the package microsdpa-kernels, in memory, or has an entry in the cache."""
-    if prebuilt.has(code_signature(spec, target), target):
+    if prebuilt.serves(target) and prebuilt.has(code_signature(spec, target), target):
         return True
     key = _signature(spec, target)
     return key in _memory or cache.KernelCache(cache.default_directory()).has(key)

@@ -79,10 +79,16 @@ def _read(directory: Path) -> Package:
     return Package(directory, kernels, nvrtc, refusal)
 
 
+def serves(target: str) -> bool:
+    """Whether there are kernels for a target: else nobody has to know a kernel's code signature."""
+    there = package()
+    return there is not None and not there.refusal and target in there.kernels
+
+
 def has(code: str, target: str) -> bool:
     """Whether there is a kernel with this code signature for a target."""
     there = package()
-    return there is not None and not there.refusal and (there.directory / target / f"{code}.json").is_file()
+    return there is not None and serves(target) and (there.directory / target / f"{code}.json").is_file()
 
 
 def find(code: str, target: str) -> Entry | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -34,13 +35,14 @@ def _launch(spec: KernelSpec) -> dict[str, object]:
 
 
 def _code(spec: KernelSpec, target: str, text: Callable[[str], str]) -> str:
+    """The digest; `text` makes of a source's name what counts of it."""
     return _digest(
         {
             "name": spec.name,
             "expression": spec.expression,
             "flags": spec.flags,
             "target": target,
-            "source": text(expand(spec.source)),
+            "source": text(spec.source),
             **_launch(spec),
             **({"preparation": _code(spec.preparation, target, text)} if spec.preparation else {}),
             **({"next": _code(spec.next_kernel, target, text)} if spec.next_kernel else {}),
@@ -54,7 +56,7 @@ def code_signature(spec: KernelSpec, target: str) -> str:
     It does not depend on the compiler found on a machine, so a measurement taken elsewhere can be told from a stale
     one; nor on comments and layout, which change no instruction.
     """
-    return _code(spec, target, tokens)
+    return _code(spec, target, lambda source: tokens(expand(source)))
 
 
 def signature(spec: KernelSpec, target: str) -> str:
@@ -62,11 +64,12 @@ def signature(spec: KernelSpec, target: str) -> str:
 
     Comments count: the cubin's line table points at the source's lines.
     """
+    expanded = functools.cache(expand)
     return _digest(
         {
             "format": CACHE_FORMAT,
-            "code": _code(spec, target, str),
+            "code": _code(spec, target, expanded),
             "nvrtc": nvrtc.version(),
-            "headers": toolkit_headers(expand(spec.source), nvrtc.include_directories()),
+            "headers": toolkit_headers(expanded(spec.source), nvrtc.include_directories()),
         }
     )

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import posixpath
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 KERNELS_DIR = Path(__file__).resolve().parent.parent / "kernels"
@@ -33,7 +34,7 @@ def _expand(name: str, root: Path, overrides: Path | None, seen: set[str]) -> st
     lines = [f'#line 1 "{name}"']
     text = _PRAGMA_ONCE.sub("", (place / name).read_text(encoding="utf-8"))
     for number, line in enumerate(text.splitlines(), start=1):
-        match = _INCLUDE.match(line)
+        match = _INCLUDE.match(line) if "include" in line else None
         if not match or not match["local"]:
             lines.append(line)
             continue
@@ -85,9 +86,20 @@ def _headers_below(header: str, directories: tuple[str, ...]) -> tuple[tuple[str
             continue
         data = path.read_bytes()
         found[name] = hashlib.sha256(data).hexdigest()
-        for match in _INCLUDE.finditer(data.decode("utf-8", errors="replace")):
-            waiting.append(match["local"] or match["system"])
+        waiting += _included(data)
     return tuple(sorted(found.items()))
+
+
+def _included(data: bytes) -> Iterator[str]:
+    """Names that a header includes: of its megabytes, only lines with the word are looked at."""
+    at = data.find(b"include")
+    while at >= 0:
+        end = data.find(b"\n", at)
+        end = len(data) if end < 0 else end
+        line = data[data.rfind(b"\n", 0, at) + 1 : end]
+        if match := _INCLUDE.match(line.decode("utf-8", errors="replace")):
+            yield match["local"] or match["system"]
+        at = data.find(b"include", end)
 
 
 def toolkit_headers(expanded: str, directories: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
