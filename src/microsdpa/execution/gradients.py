@@ -14,7 +14,7 @@ from microsdpa.call import tensors
 from microsdpa.call.call import Inputs
 from microsdpa.call.dropout import Random, kept_of
 from microsdpa.call.masks import Masks
-from microsdpa.call.options import DETERMINISTIC_BIT, Options
+from microsdpa.call.options import DETERMINISTIC_BIT, DROPOUT_BIT, Options
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.execution.choice import sizes_of
 from microsdpa.execution.quantized import Launch
@@ -242,20 +242,33 @@ def emulate(of: Gradient, tiling: AnyTiling | None = None, target: str = "", **o
     return reports
 
 
+@functools.cache
+def _code(causal: Causal | None, drops: bool, deterministic: bool) -> int:
+    """The number of a gradient's options."""
+    return Options(False, causal, enable_gqa=True).code | DROPOUT_BIT * drops | DETERMINISTIC_BIT * deterministic
+
+
 def _launch(of: Gradient) -> None:
     """Compute gradients of CUDA tensors: by the plan that the call has, or by one that is made for it.
 
     Raises:
         UnsupportedProblem: there are too many rows or heads.
     """
-    read, made, masks = of.given.get, of.made.get, of.masks
+    given, made, masks = of.given, of.made, of.masks
     deterministic = torch.are_deterministic_algorithms_enabled()
-    code = Options(False, of.causal, enable_gqa=True, dropout_p=of.dropout_p).code | DETERMINISTIC_BIT * deterministic
+    left, right = masks.ends
     call: launcher.GradientCall = (
-        *(read(name) for name in ("query", "key", "value", "out", "lse")),
-        *(code, of.scale, masks.attn_mask, masks.alibi_slopes, masks.sinks, *masks.ends, masks.softcap),
-        *(read("grad_out"), read("grad_lse")),
-        *map(made, GRADIENTS[2:]),
+        *(given["query"], given["key"], given["value"], given["out"], given["lse"]),
+        *(
+            _code(of.causal, of.dropout_p > 0.0, deterministic),
+            of.scale,
+            masks.attn_mask,
+            masks.alibi_slopes,
+            masks.sinks,
+        ),
+        *(left, right, masks.softcap, given["grad_out"], given.get("grad_lse")),
+        *(made["grad_query"], made["grad_key"], made["grad_value"]),
+        *(made.get("grad_mask"), made.get("grad_slopes"), made.get("grad_sinks")),
     )
     launch: Callable[..., bool] = launcher.gradients
     if of.dropout_p:
