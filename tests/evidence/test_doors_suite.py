@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,15 +182,21 @@ def test_a_side_that_fails_is_a_reason_and_not_the_end(monkeypatch: pytest.Monke
     assert outcome[1]["max_abs"] is not None
 
 
-def test_a_loop_runs_once_a_turn_without_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+@pytest.mark.parametrize("first", [True, False])
+def test_turns_of_a_loop_are_its_parts_and_only_the_first_time_there_are_no_plans(
+    monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    seen: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(door_models.launcher, "forget_plans", lambda: seen.append("forget"))
-    loops = door_models._Loops(lambda: seen.append("loop"))
-    assert (loops.turns, seen) == (1, [])
-    (sample,) = loops.turn()
-    assert seen == ["forget", "loop"]
-    assert 0 < sample < 1e6 / door_models.STEPS
+    loop = SimpleNamespace(begin=lambda: seen.append("begin"), advance=seen.append)
+    loops = (door_models._FirstLoop if first else door_models._LaterLoop)(loop)
+    assert seen == (["begin", "forget"] if first else ["begin"])
+    seen.clear()
+    samples = [loops.turn()[0] for _ in range(loops.turns)]
+    assert sum(seen) == door_models.STEPS  # type: ignore[call-overload]
+    assert len(seen) == loops.turns
+    assert all(0 < sample < 1e6 for sample in samples)
 
 
 def test_the_long_loop_ends_with_the_logits_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +209,12 @@ def test_the_long_loop_ends_with_the_logits_of_one_pass(monkeypatch: pytest.Monk
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     with torch.no_grad():
-        grown, at_once = (bind(model)() for bind in (door_models._decoding_loop, door_models._last_of_prefill))
+        grown, at_once = (bind(model)() for bind in (door_models._Loop, door_models._last_of_prefill))
+        unmet = door_models._UnmetLoop(model)
+        assert torch.equal(unmet(), at_once)
+        assert unmet.cache.get_seq_length() == 0
+        unmet.advance(2)
+        torch.testing.assert_close(unmet.advance(3), grown)
     assert grown.shape == at_once.shape
     assert float((grown - at_once).abs().max()) < 1e-4
     assert float(at_once.abs().max()) > 1e-2

@@ -87,12 +87,45 @@ def test_a_mask_is_transformers_own_and_attention_follows_it(
     skips = {"allow_is_causal_skip": not both, "allow_is_bidirectional_skip": both}
     mask = mask_function(**given, **skips, config=transformers.LlamaConfig())
     expected = theirs.sdpa_mask(**given, allow_is_causal_skip=False).expand(2, 1, seqlen_q, seqlen_k)
-    assert mask is not None
+    step = kind == "causal" and seqlen_q == 1 and padded == "none" and bool(expected.all())
+    assert (mask is None) == step
     query, key, value = half(2, 4, seqlen_q, 16), half(2, 2, seqlen_k, 16, seed=1), half(2, 2, seqlen_k, 16, seed=2)
     out = attend(None, query, key, value, mask)
     repeated = (tensor.repeat_interleave(2, dim=1) for tensor in (key, value))
     torch.testing.assert_close(out.double(), exact(query, *repeated, expected), rtol=2e-3, atol=2e-3)
-    assert torch.equal(mask & torch.ones((), dtype=torch.bool), expected)
+    assert mask is None or torch.equal(mask & torch.ones((), dtype=torch.bool), expected)
+
+
+def test_one_query_has_no_mask_only_where_it_sees_all_keys_of_the_cache() -> None:
+    def made(seqlen_k: int = 7, position: Any = 6, **rest: Any) -> torch.Tensor | None:
+        return mask_function(2, 1, seqlen_k, position, 0, **({"mask_function": CAUSAL} | rest))
+
+    assert made() is None
+    assert made(position=torch.tensor(6)) is not None  # of a static cache
+    assert made(seqlen_k=9) is not None
+    assert made(attention_mask=torch.ones(2, 7, dtype=torch.bool)) is not None
+    assert made(mask_function=KINDS["window of 3"]) is not None
+    assert made(allow_is_causal_skip=False) is not None
+
+
+def test_a_call_without_options_is_looked_at_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(strict=True)
+    step, keys = half(2, 4, 1, 16), half(2, 2, 7, 16, seed=1)
+    expected = attend(None, step, keys, keys, torch.ones(2, 1, 1, 7, dtype=torch.bool))
+
+    def looked_at(*args: Any) -> None:
+        raise AssertionError("the call was looked at")
+
+    monkeypatch.setattr(integration, "_pattern", looked_at)
+    whole = mask_function(2, 5, 7, mask_function=BOTH_WAYS)
+    for mask in (None, whole):
+        torch.testing.assert_close(attend(None, step, keys, keys, mask), expected, rtol=2e-3, atol=2e-3)
+    window, packed = {"sliding_window": 6}, {"cu_seq_lens_q": torch.tensor([0, 1, 2], dtype=torch.int32)}
+    for further in (window, packed, {"softcap": 2.0}, {"s_aux": half(4)}, {"position_bias": half(1, 4, 1, 7)}):
+        with pytest.raises(AssertionError, match="looked at"):
+            attend(None, step, keys, keys, None, **further)
+    with pytest.raises(AssertionError, match="looked at"):
+        attend(None, step.float(), keys.float(), keys.float(), None)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +177,8 @@ def test_no_mask_of_queries_by_keys_is_made_where_arguments_say_the_same(
         assert mask._elements is None
     unpadded, padded = calls
     for call in calls:
-        assert (call["causal"], call["window"], call["keys"]) == (causal, window, keys)
-    assert unpadded["attn_mask"] is None
+        assert (call.get("causal"), call.get("window"), call["keys"]) == (causal, window, keys)
+    assert unpadded.get("attn_mask") is None
     assert padded["attn_mask"].shape == (2, 1, 1, keys)
 
 

@@ -64,7 +64,7 @@ MODELS = {
 
 
 ONE_LAYER = Model("LlamaConfig", (("num_hidden_layers", 1),))
-"""Of the long loop: each token's length is new to its only layer, and four loops take less than half a minute."""
+"""Of the long loops: each token's length is new to its only layer."""
 
 
 def doors() -> list[Door]:
@@ -156,15 +156,17 @@ def _language_models() -> Iterator[Door]:
                 runner=_Passes,
             )
     case = Case(seqlen_q=1, seqlen_k=STEPS, causal="lower_right", **SHAPE)
-    yield Door(
-        "transformers",
-        _model_side(_decoding_loop, ONE_LAYER, NAME, missing, _last_of_prefill),
-        _model_side(_decoding_loop, ONE_LAYER, "sdpa", missing, _last_of_prefill),
-        case,
-        f"Llama of one layer, {STEPS:,} tokens with a growing cache, per token",
-        modes=("eager",),
-        runner=_Loops,
-    )
+    # torch makes plans for lengths, too, which a check with a loop would have made ahead of the first conversation.
+    for bind, what, runner in ((_UnmetLoop, "a first time", _FirstLoop), (_Loop, "once more", _LaterLoop)):
+        yield Door(
+            "transformers",
+            _model_side(_Loop, ONE_LAYER, NAME, missing, _last_of_prefill),
+            _model_side(bind, ONE_LAYER, "sdpa", missing, _last_of_prefill),
+            case,
+            f"Llama of one layer, {STEPS:,} tokens with a growing cache, {what}, per token",
+            modes=("eager",),
+            runner=runner,
+        )
 
 
 def _model_side(
@@ -236,24 +238,43 @@ def _decoding_step(model: Any) -> Call:
     return step
 
 
-def _decoding_loop(model: Any) -> Call:
-    """STEPS steps from an empty cache, which grows; the logits of the last one."""
-    from transformers import DynamicCache
+class _Loop:
+    """STEPS steps from an empty cache, which grows."""
 
-    tokens = _tokens(STEPS)
+    def __init__(self, model: Any) -> None:
+        self.model, self.tokens = model, _tokens(STEPS)
+        self.begin()
 
-    def loop() -> torch.Tensor:
-        cache = DynamicCache(config=model.config)
-        for i in range(STEPS):
-            logits = model(input_ids=tokens[:, i : i + 1], past_key_values=cache).logits
+    def begin(self) -> None:
+        """Empty the cache."""
+        from transformers import DynamicCache
+
+        self.cache, self.done = DynamicCache(config=self.model.config), 0
+
+    def advance(self, steps: int) -> torch.Tensor:
+        """The logits of the last of the next steps."""
+        for i in range(self.done, self.done + steps):
+            logits = self.model(input_ids=self.tokens[:, i : i + 1], past_key_values=self.cache).logits
+        self.done += steps
         found: torch.Tensor = logits
         return found
 
-    return loop
+    def __call__(self) -> torch.Tensor:
+        """The logits of the last of all steps."""
+        self.begin()
+        return self.advance(STEPS)
+
+
+class _UnmetLoop(_Loop):
+    """A loop that gives the logits of the last step in one pass, and so has met no length before it advances."""
+
+    def __call__(self) -> torch.Tensor:
+        found: torch.Tensor = _last_of_prefill(self.model)()
+        return found
 
 
 def _last_of_prefill(model: Any) -> Call:
-    """The logits that _decoding_loop ends with, in one pass."""
+    """The logits that _Loop ends with, in one pass."""
     tokens = _tokens(STEPS)
     return lambda: model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits
 
@@ -277,25 +298,37 @@ class _Passes(Runner):
         return [(time.perf_counter() - start) / PASSES * 1e6]
 
 
-class _Loops(Runner):
-    """Time of a whole loop over its steps. Kernels are loaded, but no length has a plan, as in a first conversation.
+class _LaterLoop(Runner):
+    """Time of a loop of which all lengths have been met, by the loop whose logits were compared.
 
-    The loop whose logits were compared has compiled the kernels of all lengths: no other one goes ahead.
+    Each turn is a part of the loop. So both sides take turns at caches of the same length.
     """
 
-    turns = 1
+    turns = 16
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, call: Any) -> None:
+        self.loop = call
+        self.loop.begin()
 
     def turn(self) -> list[float]:
-        """One loop."""
-        launcher.forget_plans()
+        """The next steps of the loop."""
+        steps = STEPS // self.turns
         torch.cuda.synchronize()
         start = time.perf_counter()
-        self.call()
+        self.loop.advance(steps)
         torch.cuda.synchronize()
-        return [(time.perf_counter() - start) / STEPS * 1e6]
+        return [(time.perf_counter() - start) / steps * 1e6]
+
+
+class _FirstLoop(_LaterLoop):
+    """The same where kernels are loaded, but no length has a plan, as in a first conversation.
+
+    The loop whose logits were compared has compiled the kernels of all lengths.
+    """
+
+    def __init__(self, call: Any) -> None:
+        super().__init__(call)
+        launcher.forget_plans()
 
 
 def _encoder() -> Iterator[Door]:

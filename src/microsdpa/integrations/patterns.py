@@ -58,12 +58,14 @@ def describe(seqlen_q: int, seqlen_k: int, position: int, left: int, right: int)
 class PatternMask(torch.Tensor):
     """A bool mask [B, 1, S_q, S_k], where False hides, without its B * S_q * S_k elements.
 
-    An attention function takes `pattern` while `untouched`. Any other operation, such as a slice, makes the elements
+    An attention function takes `pattern` while `untouched`. `hides_nothing` says whether every query sees every key,
+    which is known ahead, for each layer asks. Any other operation, such as a slice, makes the elements
     and gives a plain tensor. From then on the elements count, because a view of them may have been written.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     pattern: Pattern
+    hides_nothing: bool
     untouched: bool
     _elements: torch.Tensor | None
 
@@ -73,15 +75,9 @@ class PatternMask(torch.Tensor):
         shape = (batch, 1, seqlen_q, seqlen_k)
         mask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         mask.pattern, mask.untouched, mask._elements = pattern, True, None
+        whole = pattern.start == 0 and pattern.stop == seqlen_k and pattern.causal is None and pattern.window is None
+        mask.hides_nothing = whole and pattern.padding is None and pattern.documents is None
         return mask
-
-    @property
-    def hides_nothing(self) -> bool:
-        """Whether every query sees every key."""
-        pattern = self.pattern
-        whole = pattern.start == 0 and pattern.stop == self.shape[3]
-        hidden = pattern.causal, pattern.window, pattern.padding, pattern.documents
-        return whole and all(each is None for each in hidden)
 
     def tensor(self) -> torch.Tensor:
         """The plain tensor that the mask stands for, the same at every call; not to be written."""

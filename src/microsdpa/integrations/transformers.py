@@ -6,7 +6,8 @@ supports torch's function of this name. Models with a soft cap or with sinks do 
 
 Masks. transformers builds a mask once for each forward pass, through the function that is registered here. It hands it
 to every layer. A mask of None would have to be guessed at in a layer. It means one alignment with a static cache and
-another one with a dynamic cache, and a third after a model has cut queries off. So a causal mask is never None.
+another one with a dynamic cache, and a third after a model has cut queries off. So a causal mask is None for one query
+alone.
 
 What arguments of sdpa can say becomes a PatternMask: causal masks of any offset, sliding windows, padding as
 [B, 1, 1, S_k], and packed sequences as document ids. A model that slices or combines it meets the bool tensor of
@@ -17,6 +18,8 @@ is read once for each mask, where transformers' own function reads it too. A lay
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -24,13 +27,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 
 from microsdpa.attention import api
 from microsdpa.attention.varlen import sdpa_varlen
 from microsdpa.call.tensors import check_impl
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
+from microsdpa.execution.nodes import PLAIN_TYPES
 from microsdpa.integrations import dropin, versions
+from microsdpa.integrations.dropin import DEVICES
 from microsdpa.integrations.patterns import EVERYTHING, Pattern, PatternMask, describe
 
 NAME = "microsdpa"
@@ -61,6 +67,9 @@ BigBirdPegasus hands them to an attention of its own, too. DeepSeek-V4 appends n
 
 _READ = frozenset({"indices", "block_indices", "cache", "output_attentions", "sliding_window", "cu_seq_lens_q"})
 """Further keyword arguments that the attention function here acts on."""
+
+_CHANGING = _READ - {"sliding_window"}
+"""Those of them that change what is computed where a mask is given."""
 
 
 def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str] = ()) -> None:
@@ -105,6 +114,12 @@ def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str
         """[B, S_q, H, D] from [B, H, S_q, D]; `s_aux` are the heads' sinks, [H]."""
         if further:
             _refuse_unknown(module, further, known)
+        optioned = dropout or any(each is not None for each in (position_bias, softcap, s_aux))
+        if not optioned and _CHANGING.isdisjoint(further) and _sees_everything(query, key, attention_mask, further):
+            attended = _attend_plain(query, key, value, scaling, impl)
+            if attended is not None:
+                return attended, None
+        if further:
             attention_mask = _with_selection(module, query, key, attention_mask, further)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         pattern = _pattern(module, query, key, attention_mask, causal, further)
@@ -152,6 +167,36 @@ def register(*, strict: bool = False, impl: str = "auto", harmless: Iterable[str
         AttentionMaskInterface.register(name, mask_function)
 
 
+def _sees_everything(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, further: dict[str, Any]
+) -> bool:
+    """Whether every query sees every key, as in a decoding step and in an encoder without padding."""
+    if mask is None:
+        window = further.get("sliding_window")
+        return query.shape[2] == 1 and (window is None or window >= key.shape[2])
+    return type(mask) is PatternMask and mask.untouched and mask.hides_nothing
+
+
+def _attend_plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, impl: str
+) -> torch.Tensor | None:
+    """[B, S_q, H, D] of a call without options in which every query sees every key.
+
+    It spares the layers of a decoding step most of what is looked at ahead of other calls. None for a call that has to
+    be looked at, or that sdpa refuses.
+    """
+    if is_dynamo_compiling() or peek_interpreter_stack() is not None or query.device.type not in DEVICES:
+        return None
+    if not (type(query) in PLAIN_TYPES and type(key) in PLAIN_TYPES and type(value) in PLAIN_TYPES):
+        return None
+    out, shares = _output(query, value, (key,)), query.shape[1] != key.shape[1]
+    try:
+        result = api.sdpa(query, key, value, out=out, scale=scale, enable_gqa=shares, impl=impl)
+    except (InvalidArgument, UnsupportedProblem):
+        return None
+    return result.transpose(1, 2).contiguous()
+
+
 def mask_function(
     batch_size: int,
     q_length: int,
@@ -169,24 +214,27 @@ def mask_function(
 ) -> torch.Tensor | None:
     """The mask of a forward pass, [B, 1, S_q, S_k], where False hides; the arguments are transformers'.
 
-    It is a PatternMask where arguments of sdpa say the same, and a plain bool tensor otherwise. It is None only if
-    torch.compile traces a mask that hides nothing.
+    It is a PatternMask where arguments of sdpa say the same, and a plain bool tensor otherwise. It is None only for one
+    query that sees all keys, and if torch.compile traces a mask that hides nothing.
 
     Raises:
         UnsupportedProblem: the model would not hand the mask to an attention function, but read it as numbers to add.
     """
-    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
-    from transformers.utils.import_utils import is_tracing
-
+    theirs = _masking_utils()
     config = further.get("config")
     _refuse_own_attention(config)
-    mask_function = causal_mask_function if mask_function is None else mask_function
+    mask_function = theirs.causal_mask_function if mask_function is None else mask_function
     sizes: dict[str, Any] = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     sizes |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
     if getattr(config, "model_type", None) in MASKS_AS_NUMBERS:
-        numbers: torch.Tensor = eager_mask(**sizes, mask_function=mask_function, use_vmap=use_vmap, **further)
+        numbers: torch.Tensor = theirs.eager_mask(**sizes, mask_function=mask_function, use_vmap=use_vmap, **further)
         return numbers
-    traced = is_tracing(attention_mask)
+    traced = _is_traced(attention_mask)
+    if allow_is_causal_skip and q_length == 1 and attention_mask is None and not (traced or use_vmap):
+        # One query without a mask sees all keys, and a step of decoding makes no mask.
+        ends_here = type(q_offset) is int and q_offset + 1 == kv_length + kv_offset
+        if ends_here and mask_function is theirs.causal_mask_function:
+            return None
     documents, of_each = _documents(mask_function) if attention_mask is None and not traced else (None, mask_function)
     # A model that forbids both will combine the mask with others, unless transformers did so for packed sequences.
     lazy = allow_is_causal_skip or allow_is_bidirectional_skip or documents is not None
@@ -205,7 +253,7 @@ def mask_function(
                 pattern = replace(pattern, padding=padding)
             return PatternMask(batch_size, q_length, kv_length, pattern, torch.device(device))
     skip = traced and allow_is_bidirectional_skip and getattr(config, "is_causal", True)
-    found: torch.Tensor | None = sdpa_mask(
+    found: torch.Tensor | None = theirs.sdpa_mask(
         **sizes,
         mask_function=mask_function,
         local_size=local_size,
@@ -222,8 +270,7 @@ def _ends(mask_function: Callable[..., Any]) -> tuple[int, int] | None:
 
     transformers makes its windows as closures. They are known by their code, and their size by their cells.
     """
-    from transformers import masking_utils as theirs
-
+    theirs = _masking_utils()
     if mask_function is theirs.causal_mask_function:
         return EVERYTHING, 0
     if mask_function is theirs.bidirectional_mask_function:
@@ -251,21 +298,45 @@ def _documents(mask_function: Callable[..., Any]) -> tuple[torch.Tensor | None, 
 
     transformers finds them by position_ids that start again, so that positions within one of them follow one another.
     """
-    from transformers import masking_utils as theirs
-
-    make = getattr(theirs, "packed_sequence_compatibility_function", None)  # of newer versions
-    if make is None:
+    whole, wanted = _codes_of_packed()
+    if getattr(mask_function, "__code__", None) is not whole or whole is None:
         return None, mask_function
-    none = torch.empty(0, device="cpu")
-    packed = make(theirs.causal_mask_function, none, none)
-    if getattr(mask_function, "__code__", None) is not packed.__code__:
-        return None, mask_function
-    parts, wanted = _cells(mask_function)[0], _cells(packed)[0]
+    parts = _cells(mask_function)[0]
     codes = [getattr(part, "__code__", None) for part in parts] if isinstance(parts, tuple) else []
-    if codes != [part.__code__ for part in wanted]:
+    if codes != wanted:
         return None, mask_function
     (documents,), (inner, _) = _cells(parts[0]), _cells(parts[1])
     return documents, inner
+
+
+@functools.cache
+def _masking_utils() -> Any:
+    """transformers' module of masks: an import statement in a function takes a microsecond of each call."""
+    return importlib.import_module("transformers.masking_utils")
+
+
+@functools.cache
+def _codes_of_packed() -> tuple[Any, list[Any]]:
+    """Code of transformers' mask functions that keep packed sequences apart, and of what such a function consists of.
+
+    None of versions that have none.
+    """
+    theirs = _masking_utils()
+    make = getattr(theirs, "packed_sequence_compatibility_function", None)
+    if make is None:
+        return None, []
+    none = torch.empty(0, device="cpu")
+    packed = make(theirs.causal_mask_function, none, none)
+    return packed.__code__, [part.__code__ for part in _cells(packed)[0]]
+
+
+def _is_traced(attention_mask: torch.Tensor | None) -> bool:
+    """Whether transformers takes a forward pass for a traced one. Of a mask there may be more to look at."""
+    if attention_mask is None:
+        return is_dynamo_compiling() or torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    from transformers.utils.import_utils import is_tracing
+
+    return bool(is_tracing(attention_mask))
 
 
 def _cells(function: object) -> list[Any]:
