@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence.fuzz_varlen import VarlenCall, check
 from microsdpa.execution import choice
 from microsdpa.kernels.ampere.varlen import spec as kernel
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import chosen
 from varlen_space import Form, after_appending, appending, assert_right, call, in_one_cache
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -319,6 +323,9 @@ CLUSTERED = {
     "packed": Form(BF16, 64, 2, 6, "packed", False, (True, True)),
     "E4M3": Form(BF16, 128, group=4, cache=E4M3),
     "INT8, scales of tokens": Form(FP16, 64, 2, 3, cache=torch.int8, each_token=True),
+    "32 rows": Form(BF16, 64, group=8, queries=4),
+    "64 rows": Form(FP16, 128, group=64),
+    "64 rows, E4M3": Form(BF16, 64, group=16, queries=4, cache=E4M3),
 }
 
 
@@ -331,6 +338,47 @@ def test_one_sequence_is_computed_by_clusters(name: str) -> None:
     for seed in alone[:4]:
         given = call(CLUSTERED[name], seed)
         assert_right(*emulated(given, seed), given)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_few_sequences_are_computed_by_clusters(name: str) -> None:
+    several = [seed for seed in range(40) if len(call(CLUSTERED[name], seed).get("lengths", [0])) > 1]
+    if name == "packed":
+        several = [seed for seed in range(40) if len(call(CLUSTERED[name], seed)["key_offsets"]) > 2]
+    for seed in several[:3]:
+        given = call(CLUSTERED[name], seed)
+        assert_right(*emulated(given, seed), given)
+
+
+@pytest.mark.usefixtures("_hopper")
+def test_clusters_have_sequences_of_any_lengths() -> None:
+    given = decode([700, 0, 17, 129], [[(7 * i) % 200 for i in range(44)]] * 4)
+    assert_right(*emulated(given), given)
+    one, other = emulated(given, 0), emulated(given, 1)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sequences", "heads_kv", "keys", "cluster", "warps"),
+    [
+        *((1, 8, 8192, 8, 4), (2, 8, 2048, 4, 4), (2, 8, 2064, 1, 4), (8, 8, 256, 2, 4), (8, 8, 4096, 2, 8)),
+        *((8, 8, 4112, 1, 4), (16, 8, 1024, 2, 4), (16, 8, 1040, 1, 4)),
+        *((8, 1, 8192, 8, 8), (24, 1, 1024, 4, 8), (64, 1, 4096, 2, 8), (67, 1, 512, 1, 8)),
+    ],
+)
+def test_how_many_ctas_share_a_sequence(sequences: int, heads_kv: int, keys: int, cluster: int, warps: int) -> None:
+    """All clusters run at a time; the longest sequence alone keeps its CTAs busy no longer than all of them do."""
+    heads = 32 if heads_kv == 8 else 64
+    sizes = {"batch": sequences, "heads": heads, "heads_kv": heads_kv, "seqlen_q": 1, "seqlen_k": keys, "head_dim": 128}
+    problem = Problem(**sizes, dtype="bfloat16", target="sm_90a", varlen=16)
+    tiling = kernel.tiling_of(problem)
+    assert (tiling.cluster, tiling.threads // 32) == (cluster, warps)
+    assert sequences * heads_kv * cluster <= 2 * chip_of("sm_90a").sms
+    assert chosen(problem).name == ("ampere/varlen" if heads == 32 or cluster > 1 else "hopper/varlen")
+    assert kernel.tiling_of(replace(problem, batch=133)).cluster == 1
+    assert (kernel.tiling_of(replace(problem, packed_queries=True)) == tiling) == (sequences == 1 or cluster == 1)
+    assert kernel.tiling_of(replace(problem, target="sm_89")).cluster == 1
 
 
 @pytest.mark.usefixtures("_hopper")

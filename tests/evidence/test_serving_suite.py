@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from microsdpa.evidence import recorded, results, serving
-from microsdpa.evidence.serving import WAYS, Cell, Way, fields_of, judged, layers, problem_of
+from microsdpa.evidence.serving import WAYS, Cell, Way, expected, fields_of, judged, layers, problem_of
 from microsdpa.jit.signature import code_signature
 
 SMALL = {
@@ -31,11 +31,12 @@ def test_outputs_are_held_against_the_oracle(name: str, way: Way) -> None:
         assert not cell.equal or cell.cache != "bfloat16"
         return
     layer = layers(cell, "cpu", 2)[0]
-    error, wrong = judged(way, cell, layer)
+    right = expected(cell, layer, way.dense)
+    error, wrong = judged(way, cell, layer, right)
     assert not wrong
     assert error["max_abs"] < 0.1  # type: ignore[operator]
     bad = Way("bad", lambda layer, cell: lambda: way.bind(layer, cell)() + 0.5, "", way.decode, dense=way.dense)
-    assert judged(bad, cell, layer)[1].startswith("off by")
+    assert judged(bad, cell, layer, right)[1].startswith("off by")
 
 
 def test_layers_share_everything_but_their_caches() -> None:

@@ -267,7 +267,7 @@ def bench_step(
     """
     until = None if some.seconds is None else time.time() + some.seconds
     of_doors = suite == doors.SUITE  # its cells are doors, and not the cases
-    has_cells = of_doors or suite in (block.SUITE, steps.SUITE)
+    has_cells = of_doors or suite in (block.SUITE, steps.SUITE, serving.SUITE)
     loaded = load(suite) if some.is_all or has_cells else chosen(load(suite), some)
     peers = some.peers or loaded.peers
     choose(peers, bool(loaded.eight_bit))
@@ -295,7 +295,7 @@ def bench_step(
             made = results.make(loaded.name, command, found)
             results.write(made if some.is_all else results.completed(made, output, case_name), output)
 
-    if suite in (start.SUITE, serving.SUITE) and not some.is_all:
+    if suite == start.SUITE and not some.is_all:
         hint = "leave --cells, --part and --seconds out, or name another suite"
         raise InvalidArgument("cells", expected=f"all of suite {suite}", got="some of them", hint=hint)
     if suite == start.SUITE:
@@ -310,7 +310,7 @@ def bench_step(
     elif suite == training.SUITE:
         rows = training.run(loaded.cases, peers, progress(suite, len(loaded.cases)), keep)
     elif suite == serving.SUITE:
-        cells = serving.cells()
+        cells = some_of(serving.cells(), some, str)
         rows = serving.run(cells, modes or list(loaded.modes), progress(suite, len(cells)), keep)
     elif suite == block.SUITE:
         calls, target = some_of(block.cells(), some, lambda cell: f"{cell} {cell.case}"), launcher.target_of_device()

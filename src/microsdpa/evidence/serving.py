@@ -6,6 +6,7 @@ share the lengths and the page table. docs/measuring.md has the modes.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -60,6 +61,11 @@ class Cell:
     text: str = ""
     cache: Literal["bfloat16", "e4m3", "int8"] = "bfloat16"
 
+    def __str__(self) -> str:
+        """What `--cells` looks for texts in."""
+        pages = f"pages of {self.page}" if self.page else "no pages"
+        return f"{self.case} {self.text or 'equal'}, {pages}, {self.cache}"
+
     @property
     def case(self) -> Case:
         """What rows have for a shape: the longest sequence."""
@@ -111,6 +117,7 @@ def cells() -> list[Cell]:
     found += [
         Cell(mixed(*sizes), text=f"{sizes[0]} of 1 to {sizes[1]}") for sizes in ((8, 4096), (64, 32768), (256, 4096))
     ]
+    found += [Cell((4096, *(16,) * 7), text="one of 4096 among 7 of 16"), Cell((512,) * 8, 64, 1)]
     narrow: tuple[Literal["e4m3", "int8"], ...] = ("e4m3", "int8")
     for cache in narrow:
         found += [Cell((keys,) * batch, cache=cache) for batch, keys in NARROW_SIZES]
@@ -361,34 +368,44 @@ def problem_of(cell: Cell, target: str) -> Problem:
     )
 
 
-def judged(way: Way, cell: Cell, layer: Layer) -> tuple[dict[str, object], str]:
-    """The error of a way on a layer against the oracle, and why it is wrong or empty.
+class Expected(NamedTuple):
+    """What the oracle gives for a layer's first `rows` rows, or sequences, and what errors are tolerated."""
 
-    Of many keys the first sequences are judged.
-    """
-    got = way.decode(way.bind(layer, cell)())
+    rows: int
+    exact: torch.Tensor
+    tolerance: compare.Tolerance
+
+
+def expected(cell: Cell, layer: Layer, dense: bool) -> Expected:
+    """Of many keys the first sequences are judged; `dense` takes pages in the order of memory."""
     count, keys = 0, 0
     while count < len(cell.lengths) and (count == 0 or keys + cell.lengths[count] <= ORACLE_KEYS):
         keys += cell.lengths[count]
         count += 1
     own = layer.sequences
+    rows = count
     if cell.queries is None:
         ends = own.query_offsets[: count + 1]  # type: ignore[index]
-        tokens = int(ends[-1])
-        inputs = layer.query[:tokens], layer.key, layer.value
-        given, got = {"query_offsets": ends, "key_offsets": ends}, got[:tokens]
+        rows = int(ends[-1])
+        given = {"query_offsets": ends, "key_offsets": ends}
     else:
-        inputs, got = (layer.query[:count], layer.key, layer.value), got[:count]
         given = {name: tensor[:count] for name, tensor in own.tensors.items()}
-        if way.dense:
+        if dense:
             width = own.page_table.shape[1]  # type: ignore[union-attr]
-            given["page_table"] = torch.arange(count * width, dtype=torch.int32, device=got.device).view(count, width)
+            pages = torch.arange(count * width, dtype=torch.int32, device=layer.query.device)
+            given["page_table"] = pages.view(count, width)
+    inputs = layer.query[:rows], layer.key, layer.value
     given |= layer.scales
     exact = reference.varlen(inputs, given, causal=True)[0]
-    tolerance = compare.tolerance(reference.varlen(inputs, given, exact=False, causal=True)[0], exact, got.dtype)
-    errors = compare.measure(got, exact)
-    wrong = "" if tolerance.admits(errors) else f"off by {errors.max_abs:.3g}"
-    return compare.as_record(errors, tolerance), wrong
+    plain = reference.varlen(inputs, given, exact=False, causal=True)[0]
+    return Expected(rows, exact, compare.tolerance(plain, exact, layer.query.dtype))
+
+
+def judged(way: Way, cell: Cell, layer: Layer, right: Expected) -> tuple[dict[str, object], str]:
+    """The error of a way on a layer against the oracle, and why it is wrong or empty."""
+    errors = compare.measure(way.decode(way.bind(layer, cell)())[: right.rows], right.exact)
+    wrong = "" if right.tolerance.admits(errors) else f"off by {errors.max_abs:.3g}"
+    return compare.as_record(errors, right.tolerance), wrong
 
 
 def fields_of(way: Way, cell: Cell, target: str) -> dict[str, Any]:
@@ -422,13 +439,14 @@ def run(
     keep: Callable[[list[results.Row]], None] = lambda rows: None,
 ) -> list[results.Row]:
     """Rows of these cells on the current CUDA device; `keep` is given the rows so far after every cell."""
-    found = ((_measure(cell, modes), f"{cell.case} {cell.text}".strip()) for cell in chosen)
+    found = ((_measure(cell, modes), str(cell)) for cell in chosen)
     return results.gathered(found, advance, keep)
 
 
 def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:
     rows, calls, fields = [], {}, {}
     own_layers, target = layers(cell, "cuda"), launcher.target_of_device()
+    right = functools.cache(lambda dense: expected(cell, own_layers[0], dense))
     for way in WAYS:
         if way.absent(cell) in NOT_COMPUTED:
             continue
@@ -437,7 +455,7 @@ def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:
         reason, status = way.absent(cell), "unavailable"
         if not reason:
             try:
-                fields[name]["error"], reason = judged(way, cell, own_layers[0])
+                fields[name]["error"], reason = judged(way, cell, own_layers[0], right(way.dense))
                 status = "wrong"
                 calls[name] = [way.bind(layer, cell) for layer in own_layers]
             except Exception as failure:  # a row says so, and the others are measured

@@ -26,7 +26,7 @@ LONG_CALL_US, GRAPH_LONG_CALLS = 1000.0, 4
 GRAPH_TURNS, GRAPH_MIN_TURNS, GRAPH_BUDGET_US = 6, 3, 1.0e6
 BUSY_SECONDS = 0.1
 EAGER_CALLS, EAGER_TURNS = 200, 7
-HOST_CALLS, HOST_TURNS, HOST_CALLS_IN_FLIGHT = 2000, 7, 200
+HOST_CALLS, HOST_TURNS, HOST_CALLS_IN_FLIGHT, HOST_BUDGET_US = 2000, 7, 200, 1.0e5
 STEADY_BLOCK_US, STEADY_TOLERANCE, STEADY_BLOCKS, MAX_WARM_UP_SECONDS = 10_000, 0.01, 3, 0.4
 
 
@@ -121,26 +121,33 @@ class EagerRunner(Runner):
 
 
 class HostRunner(Runner):
-    """CPU time to issue a call. The device drains, unmeasured, between short runs: a full launch queue would block."""
+    """CPU time to issue a call. The device drains, unmeasured, between short runs: a full launch queue would block.
+
+    Where the device takes long for a call, a turn has fewer of these runs: their calls take the host as long as others.
+    """
 
     turns = HOST_TURNS
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self._run()
+        run_us = _elapsed_us(self._run)
+        self.runs = max(1, min(HOST_CALLS // HOST_CALLS_IN_FLIGHT, int(HOST_BUDGET_US / run_us)))
+
+    def _run(self) -> None:
         for _ in range(HOST_CALLS_IN_FLIGHT):
-            call()
+            self.call()
 
     def turn(self) -> list[float]:
-        """HOST_CALLS calls."""
+        """At most HOST_CALLS calls."""
         total = 0.0
-        for _ in range(HOST_CALLS // HOST_CALLS_IN_FLIGHT):
+        for _ in range(self.runs):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            for _ in range(HOST_CALLS_IN_FLIGHT):
-                self.call()
+            self._run()
             total += time.perf_counter() - start
         torch.cuda.synchronize()
-        return [total / HOST_CALLS * 1e6]
+        return [total / (self.runs * HOST_CALLS_IN_FLIGHT) * 1e6]
 
 
 def prepare(mode: str, calls: Sequence[Call]) -> Runner:

@@ -29,6 +29,7 @@ def case_name(row: results.Row) -> str:
     mask = "" if row["mask"] == "none" else f", causal{alignment}"
     masks = "".join(f", {name}" for name in row.get("masks", []))
     kind = "" if row.get("kind", "normal") == "normal" else f", {row['kind']}"
+    kind += f", pages of {row['page']}" if row.get("page") else ""
     return (f"{door}: " if door else "") + (
         f"({s['b']}, {heads}, {s['s_q']}, {s['s_k']}, {s['d']}), {row.get('inputs', row['dtype'])}{mask}{masks}{kind}"
     )

@@ -74,6 +74,7 @@ def _varlen(checked: Checked, out: torch.Tensor | None) -> Problem:
         target=_target(checked),
         alignment=VECTOR_BYTES if all(map(tensors.is_aligned, given)) else ELEMENT_BYTES[dtype],
         varlen=sequences.granularity(key),
+        packed_queries=sequences.query_offsets is not None,
         cache=kind_of(key, checked.scales),
     )
 

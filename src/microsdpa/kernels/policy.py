@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from microsdpa.kernels.ampere.mma.tiles import packed_heads, splits_long_keys
+from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
@@ -181,10 +182,14 @@ def _packed_rows(problem: Problem) -> int:
 
 def _other_than_hopper_varlen(problem: Problem) -> Rejection:
     return Rejection(
-        f"{_packed_rows(problem)} rows of a sequence and key head do not fill its tiles of {TILE}: ampere/varlen is "
-        "faster",
-        "more queries of a sequence, or more query heads of a key head",
+        f"{_packed_rows(problem)} rows of a sequence and key head do not fill its tiles of {TILE}, or clusters share "
+        "the keys of so few sequences: ampere/varlen is faster",
+        "more queries of a sequence, more query heads of a key head, or more sequences",
     )
+
+
+def _is_for_ampere_varlen(problem: Problem) -> bool:
+    return _packed_rows(problem) <= MOST_ROWS_OF_MMA or ampere_varlen.is_shared(problem)
 
 
 class Rule(NamedTuple):
@@ -210,10 +215,7 @@ PREFERENCES: dict[str, Rule] = {
     "hopper/throughput_8bit": Rule(_is_too_small_for_eight_bit, _other_than_eight_bit_throughput),
     "hopper/throughput_8bit_qk": Rule(_is_too_small_for_eight_bit, _other_than_eight_bit_throughput),
     "ada/mma_8bit": _NEVER,
-    "hopper/varlen": Rule(
-        lambda problem: _packed_rows(problem) <= MOST_ROWS_OF_MMA,
-        _other_than_hopper_varlen,
-    ),
+    "hopper/varlen": Rule(_is_for_ampere_varlen, _other_than_hopper_varlen),
     "ampere/varlen": _NEVER,
 }
 """The kernels that impl="auto" tries, in this order, with the rule of each; the most general one comes last."""

@@ -456,7 +456,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   };
   bool more = true, is_ahead = false;  // whether there are further segments, and `loading` is one of them
   const auto go_ahead = [&]() {
-    if (!C::FLOWS || !more || is_ahead || loaded < loading.count) return;
+    if (QUERY_TILES<C, CLUSTER> == 1 || !more || is_ahead || loaded < loading.count) return;
     more = scheduler.next(work);
     if (!more) return;
     loading = OwnSegment(params, work);

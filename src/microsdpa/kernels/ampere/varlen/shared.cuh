@@ -68,9 +68,13 @@ union Stage<C, true> {
   float part[C::FLOWS ? C::BLOCK_M * C::COLUMNS : 1];
 };
 
-template <typename C>
+// Tiles of Q: the next one comes while a group's result is in its ring. A cluster has one alone.
+template <typename C, int CLUSTER>
+constexpr int QUERY_TILES = C::FLOWS && CLUSTER == 1 ? 2 : 1;
+
+template <typename C, int CLUSTER>
 struct Streaming {
-  typename C::QueryTile query[C::FLOWS ? 2 : 1];
+  typename C::QueryTile query[QUERY_TILES<C, CLUSTER>];
   Stage<C> ring[C::WARPS_N][C::STAGES];
 };
 
@@ -103,7 +107,7 @@ struct Exchange<C, 1> {};
 template <typename C, int CLUSTER>
 struct Shared {
   union {
-    Streaming<C> streaming;
+    Streaming<C, CLUSTER> streaming;
     Combining<C> combining;
   };
   RowStats stats[C::WARPS_N][C::BLOCK_M];  // of the groups' results
@@ -115,7 +119,7 @@ struct Shared {
 // With what products with the rows of each query tile are to be multiplied, where Q is not as it came.
 template <typename C, int CLUSTER>
 struct SharedWithScales : Shared<C, CLUSTER> {
-  float query_scale[C::FLOWS ? 2 : 1][C::BLOCK_M];
+  float query_scale[QUERY_TILES<C, CLUSTER>][C::BLOCK_M];
 };
 
 // What CTAs leave of rows whose keys they share: O, not divided by l, and the rows' statistics, in a slot of the

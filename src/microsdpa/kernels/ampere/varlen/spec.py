@@ -93,7 +93,7 @@ class Tiling:
         stage = 2 * self.block_n * columns * (1 if cache else ELEMENT)
         stage += 8 * self.block_n if cache and cache.each_token else 0
         stage = ceil(max(stage, 4 * self.block_m * columns if flows else 4) / 128) * 128
-        queries = 2 if flows else 1
+        queries = 2 if flows and self.cluster == 1 else 1
         streaming = queries * self.block_m * columns * ELEMENT + self.warps_n * self.stages * stage
         combining = 0 if flows else self.warps_n * self.block_m * columns * 4
         stats = 8 * self.warps_n * self.block_m
@@ -111,9 +111,9 @@ def columns_of(head_dim: int, cache: CacheKind | None) -> int:
 FEW, FEW_LARGE = Tiling(16, 1, 1, 4, 3), Tiling(16, 1, 1, 4, 3, kept=0)
 SOME, SOME_LARGE = Tiling(16, 2, 1, 8, 3, kept=0), Tiling(32, 1, 2, 2, 2, kept=0)
 MANY, PROMPTS = Tiling(16, 2, 2, 4, 3, kept=0), Tiling(64, 1, 4, 1, 2, kept=0)
-ONE = Tiling(16, 1, 1, 8, 3)
-"""Tiles for up to 16 rows of a sequence, for up to 32, up to 64, and more; for head dimensions over 128; and for one
-sequence of few rows."""
+"""Tiles for up to 16 rows of a sequence, for up to 32, up to 64, and more; and for head dimensions over 128."""
+WIDE_WARPS = 8
+"""Groups for up to 16 rows where few CTAs have many keys each."""
 SPLIT_KEYS = 512
 """Keys of a part where a sequence's bits may not depend on the others of its batch."""
 MOST_PARTS = 4096
@@ -121,38 +121,63 @@ MOST_PARTS = 4096
 MOST_NEW_KEYS = 8
 """New keys of a sequence up to which every tile of rows rotates those that it sees; more are written ahead."""
 FEW_KEYS = 1536
-"""Keys of one sequence up to which four warps of a cluster's CTAs are as fast as eight."""
-
-
-CLUSTERS = {8: 15, 4: 30, 2: 66}
-"""How many clusters of so many CTAs, one an SM, an H200 holds at a time."""
+"""Keys of one sequence in 8 bits up to which tiles of 16 are faster than those of as many bytes as 16 bits have."""
 LARGE = 128
 """Head dimensions over it have tiles of their own."""
-CLUSTERED_KEYS = 8192
-"""Keys of a sequence up to which the CTAs of such clusters read them as fast as all CTAs do."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How CTAs share the keys of sequences that have one tile of rows.
+
+    Attributes:
+        units: sequences times key heads, up to which all clusters run at a time on an H200.
+        resident: CTAs of an SM.
+        cluster: CTAs of a cluster.
+        keys: of a sequence at most: of longer ones, the longest alone would take longer than all CTAs take together.
+        wide_from: keys of a sequence from which up to 16 rows have eight warps; 0 for never.
+    """
+
+    units: int
+    resident: int
+    cluster: int
+    keys: int
+    wide_from: int = 0
+
+
+SHARING = (Sharing(15, 1, 8, 8192), Sharing(30, 1, 4, 2048), Sharing(66, 1, 2, 4096, 257), Sharing(132, 2, 2, 1024))
+"""The first of them that has room for a call is the one; measurements are in the log."""
 
 
 def tiling_of(problem: Problem) -> Tiling:
-    """The tiles for a problem, by the rows that a sequence has of a key head; and clusters for one sequence."""
+    """The tiles for a problem, by the rows that a sequence has of a key head; and clusters for few sequences."""
     tiling = _tiles_of(problem)
-    one_tile = problem.seqlen_q * problem.heads // problem.heads_kv <= tiling.block_m
-    if (
-        capability_of(problem.target) != (9, 0)
-        or problem.batch > 1
-        or not one_tile
-        or problem.seqlen_k > CLUSTERED_KEYS
-    ):
+    rows, units = problem.seqlen_q * problem.heads // problem.heads_kv, problem.batch * problem.heads_kv
+    bounded = not problem.packed_queries or problem.batch == 1
+    if capability_of(problem.target) != (9, 0) or rows > tiling.block_m or units > SHARING[-1].units or not bounded:
         return tiling
-    for cluster, most in CLUSTERS.items():
-        few = problem.seqlen_q * problem.heads // problem.heads_kv <= FEW.block_m
-        wide = few and problem.head_dim <= LARGE and problem.seqlen_k > FEW_KEYS
-        clustered = replace(ONE if wide else tiling, cluster=cluster)
-        if few and not wide:
-            clustered = replace(clustered, block_n=FEW.block_n)  # a tile for each warp as early as may be
-        fits = clustered.shared_bytes(problem.head_dim, problem.cache) <= chip_of(problem.target).shared_per_cta
-        if fits and problem.heads_kv <= most and tiling.block_m * problem.head_dim % (4 * cluster) == 0:
-            return clustered
-    return tiling
+    sharing = next(each for each in SHARING if units <= each.units)
+    if problem.seqlen_k > sharing.keys or tiling.block_m * problem.head_dim % (4 * sharing.cluster):
+        return tiling
+    clustered = replace(tiling, cluster=sharing.cluster)
+    is_few = rows <= FEW.block_m and problem.head_dim <= LARGE
+    if is_few and sharing.wide_from and problem.seqlen_k >= sharing.wide_from:
+        clustered = replace(clustered, warps_n=WIDE_WARPS)
+    elif problem.batch == 1 and rows <= FEW.block_m and (problem.seqlen_k <= FEW_KEYS or not is_few):
+        clustered = replace(clustered, block_n=FEW.block_n)  # a tile for each warp as early as may be
+    shared_bytes = clustered.shared_bytes(problem.head_dim, problem.cache)
+    fits = shared_bytes <= chip_of(problem.target).shared_per_cta
+    return clustered if fits and sharing.resident <= _resident(shared_bytes, problem.target) else tiling
+
+
+def is_shared(problem: Problem) -> bool:
+    """Whether the CTAs of clusters share the keys of sequences that have one tile of rows."""
+    return tiling_of(problem).cluster > 1
+
+
+def _resident(shared_bytes: int, target: str) -> int:
+    """CTAs of an SM."""
+    return max(1, min(chip_of(target).shared_per_sm // (shared_bytes + 1024), MOST_RESIDENT))
 
 
 def _is_odd(problem: Problem) -> bool:
@@ -256,7 +281,6 @@ def _specification(problem: Problem, tiling: Tiling, layout: str, split: int) ->
         "CACHE": _cache(problem.cache),
     }
     chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim, problem.cache)
-    resident = max(1, min(chip.shared_per_sm // (shared_bytes + 1024), MOST_RESIDENT))
     return KernelSpec(
         name="ampere/varlen",
         source="ampere/varlen/kernel.cu",
@@ -268,7 +292,7 @@ def _specification(problem: Problem, tiling: Tiling, layout: str, split: int) ->
         local_memory=SPILLS if problem.head_dim >= 128 or tiling.row_tiles > 1 or mask.alibi or problem.cache else "",
         pack=problem.heads // problem.heads_kv,
         cluster=tiling.cluster,
-        max_ctas=resident * chip.sms,
+        max_ctas=_resident(shared_bytes, problem.target) * chip.sms,
         programmatic=programmatic,
         params="microsdpa::CacheParams" if problem.cache else "microsdpa::VarlenParams",
     )
