@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -152,11 +152,11 @@ class Given:
         return *found, Expected(params, varlen_kernel(spec).grid_of(spec, problem, queries), spec, problem)
 
 
-def register(given: Given) -> None:
-    """Register the plan that Python makes for a call."""
+def register(given: Given, function: int = FUNCTION) -> None:
+    """Register the plan that Python makes for a call, with a function in place of its kernels'."""
     expected = given.expected()
     spec = expected[-1].spec
-    kernels = [(FUNCTION, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 8, 0, 0, 0) for one in expected]
+    kernels = [(function, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 8, 0, 0, 0) for one in expected]
     boxes = [(box.rows, box.columns) for box in spec.tensor_maps[:1]] or [(0, 0)]
     launch = spec.block_m, spec.max_ctas, varlen_kernel(spec).workspace_bytes(spec), spec.cluster, *boxes[0]
     numbers = packed(PRIMARY, 0, 1, 0, *launch, *UNCHANGED, len(kernels), *(n for one in kernels for n in one))
@@ -228,6 +228,29 @@ CASES = {
         scales=((900, 2), (900, 2)),
     ),
 }
+
+
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_plan_serves_no_call_that_has_other_tiles(head_dim: int, cache: torch.dtype | None) -> None:
+    """Batch size and keys decide about tiles, by tables in C++ and in Python."""
+    tilings: list[kernel.Tiling] = []
+    for packed_queries in (False, True):
+        for batch in (1, 2, 15, 16, 30, 31, 66, 67, 132, 133):
+            for keys in (16, 256, 257, 1024, 1025, 1536, 1537, 2048, 2049, 4096, 4097, 8192, 8193):
+                integers = {"lengths": (batch,), "page_table": (batch, keys)}
+                integers |= {"query_offsets": (batch + 1,)} if packed_queries else {}
+                query = (batch, 8, head_dim) if packed_queries else (batch, 1, 8, head_dim)
+                given = Given(query, (40, 1, 1, head_dim), integers, cache=cache)
+                problem = replace(given.expected()[-1].problem, target="sm_90a")
+                tiling = kernel.tiling_of(problem)
+                if tiling not in tilings:
+                    tilings.append(tiling)
+                if launcher.launch(*given.call()) is None:
+                    register(given, FUNCTION + tilings.index(tiling))
+                    assert launcher.launch(*given.call()) is not None
+                assert last().function == FUNCTION + tilings.index(tiling), (batch, keys)
+    assert len(tilings) > 3
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -331,8 +354,10 @@ def _sizes(given: Given, member: str) -> tuple[int, int, int]:
     return (batch[0] if batch else 2), head, row
 
 
-def test_one_plan_serves_all_sizes() -> None:
-    register(CASES["decode, pages"])
+def test_one_plan_serves_all_sizes_of_many_sequences() -> None:
+    register(
+        replace(CASES["decode, pages"], query=(140, 1, 8, 64), integers={"lengths": (140,), "page_table": (140, 7)})
+    )
     grown = Given((200, 1, 8, 64), (5000, 48, 2, 64), {"lengths": (200,), "page_table": (200, 50)})
     assert launcher.launch(*grown.call()) is True
     got = latest()

@@ -13,8 +13,28 @@ namespace microsdpa {
 
 // Numbers that the kernel's 32 bits have room for, as in kernels/ampere/varlen/spec.py.
 constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int64_t(1) << 31) - (1 << 20);
-constexpr std::int64_t FEW_KEYS = 1536, CLUSTERED_KEYS = 8192, SPLIT_KEYS = 512;  // as in spec.py
-constexpr std::int64_t LARGEST_GRANULARITY = 64;                                  // as in sequences.py
+constexpr std::int64_t FEW_KEYS = 1536, SPLIT_KEYS = 512;  // as in spec.py
+constexpr std::int64_t LARGEST_GRANULARITY = 64;           // as in sequences.py
+
+// How clusters share the keys of few sequences: SHARING of spec.py.
+struct Sharing {
+  std::int64_t units, keys, wide_from;
+};
+constexpr Sharing SHARING[] = {{15, 8192, 0}, {30, 2048, 0}, {66, 4096, 257}, {132, 1024, 0}};
+
+// A number for calls whose tiles are the same as far as batch size and keys decide; 0 where no clusters share keys.
+inline std::int64_t sharing_of(std::int64_t batch, std::int64_t heads_kv, std::int64_t most_keys) {
+  std::int64_t number = 1;
+  for (const Sharing& each : SHARING) {
+    if (batch * heads_kv <= each.units) {
+      if (most_keys > each.keys) return 0;
+      const bool wide = each.wide_from && most_keys >= each.wide_from, one = batch == 1;
+      return number + 4 * wide + 2 * one + (one && most_keys <= FEW_KEYS);
+    }
+    number += 8;
+  }
+  return 0;
+}
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.
 inline Strides row_strides(const DLTensor& tensor) {
@@ -223,8 +243,8 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t hint =
       arguments.max_queries && batch > 1 ? std::min(arguments.max_queries, queries) : (queries + batch - 1) / batch;
   const std::int64_t most = rounded_queries(query_offsets ? hint : query->shape[1]);
-  const std::int64_t clustered = batch > 1 || most_keys > CLUSTERED_KEYS ? 0 : most_keys > FEW_KEYS ? 1 : 2;
-  k.tensors[QUERY] = {{query_rank, most, heads, head_dim}, {clustered}, TensorKey::pack(query->dtype, query->device)};
+  const std::int64_t sharing = query_offsets && batch > 1 ? 0 : sharing_of(batch, heads_kv, most_keys);
+  k.tensors[QUERY] = {{query_rank, most, heads, head_dim}, {sharing}, TensorKey::pack(query->dtype, query->device)};
   const std::int64_t granularity = table ? std::min(page_size & -page_size, LARGEST_GRANULARITY) : 0;
   k.tensors[KEY] = {{key_rank, granularity, heads_kv, head_dim}, {}, 0};
   if (slopes) {
