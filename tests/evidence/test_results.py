@@ -292,3 +292,15 @@ def test_the_summary_compares_8_bits_with_8_bits(result: results.Result, tmp_pat
     made = result | {"suite": "prefill_fp8", "rows": rows}
     results.write(made | {"checksum": results.checksum(made)}, tmp_path)
     assert "| 1 | 1.50x | 0 |" in ratios.summary(tmp_path / "h200")
+
+
+def test_the_summary_takes_cold_rows_where_a_suite_has_no_graphs(result: results.Result, tmp_path: Path) -> None:
+    rows = [
+        timed("microsdpa", 4.0, mode="cold"),
+        timed("FlashAttention-4", 6.0, mode="cold"),
+        timed("microsdpa", 9.0, mode="host"),
+        timed("FlashAttention-4", 9.0, mode="host"),
+    ]
+    made = result | {"suite": "serving", "rows": rows}
+    results.write(made | {"checksum": results.checksum(made)}, tmp_path)
+    assert "| 1 | 1.50x | 0 |" in ratios.summary(tmp_path / "h200")

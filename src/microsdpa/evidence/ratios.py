@@ -91,8 +91,9 @@ def summary(directory: Path) -> str:
 
 
 def _summarized(result: results.Result) -> list[str]:
-    """Calls compared, their geometric mean, those below 1, and the lowest one."""
-    rows = [row for row in result["rows"] if row["mode"] == "graph" and row["op"] != "empty"]
+    """Calls compared, their geometric mean, those below 1, and the lowest one; in CUDA graphs, cold where all are."""
+    mode = "graph" if any(row["mode"] == "graph" for row in result["rows"]) else "cold"
+    rows = [row for row in result["rows"] if row["mode"] == mode and row["op"] != "empty"]
     cases: dict[str, list[results.Row]] = {}
     for row in rows:
         cases.setdefault(case_name(row), []).append(row)
