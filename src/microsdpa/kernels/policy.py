@@ -239,11 +239,13 @@ def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
 
 
 def skips(family: Family, problem: Problem) -> bool:
-    """Whether impl="auto" skips a kernel, whether or not it computes the problem.
+    """Whether impl="auto" skips a kernel, whether or not it computes the problem."""
+    return not few_are_left(problem) and PREFERENCES[family.name].skips(problem)
 
-    None is skipped where few kernels are left: for V of other columns than Q and K, and for an output of other keys.
-    """
-    return not (problem.value_dim or problem.continued) and PREFERENCES[family.name].skips(problem)
+
+def few_are_left(problem: Problem) -> bool:
+    """Whether no kernel is skipped: for V of other columns than Q and K, and for an output of other keys."""
+    return problem.value_dim > 0 or problem.continued
 
 
 def skip_reason(family: Family, problem: Problem) -> Rejection | None:

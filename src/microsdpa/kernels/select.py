@@ -99,13 +99,18 @@ def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
     # Every family has the operands that every call has.
     further = problem.dropout or problem.value_dim or problem.continued
     plain = problem.mask is None and problem.prologue is None and not further
+    # A new size waits for this: what no kernel changes is asked once.
+    ranked = impl == "auto" and not policy.few_are_left(problem)
+    laid_out = problem.alignment >= VECTOR_BYTES and problem.bulk
     for family in policy.candidates(problem, impl):
-        if impl == "auto" and policy.skips(family, problem):
+        if ranked and policy.PREFERENCES[family.name].skips(problem):
             continue
         if not plain and _refuse_operands(problem, family):
             continue
         result = family.specify(problem)
-        if isinstance(result, KernelSpec) and not (_refuse_layout(problem, result) or oversized(problem, result)):
+        if not isinstance(result, KernelSpec) or oversized(problem, result):
+            continue
+        if laid_out or not _refuse_layout(problem, result):
             return result
     return None
 

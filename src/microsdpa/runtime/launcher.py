@@ -181,7 +181,7 @@ def use_ptx_of(target: str | None) -> None:
     if target is not None:
         virtual(target)
     _ptx_of = target
-    _stages.clear()
+    _loaded_specs.clear()
     _library.clear_kinds()
 
 
@@ -371,39 +371,55 @@ def register(
 
 
 class _Stage(NamedTuple):
-    """A kernel that is loaded: its specification and function, and the integers behind the grid (see register()).
+    """A kernel that is loaded: its specification, and its integers before and behind the grid (see register())."""
 
-    A new length waits for this: the integers are packed once, and `plain` says that there is no scratch memory.
+    spec: KernelSpec
+    function: bytes
+    rest: bytes
+    has_scratch: bool
+
+
+class _Loaded(NamedTuple):
+    """The kernels of `spec.stages`, loaded. A new size waits for this: what sizes do not change is packed once.
+
+    `head` and `rest` are the integers before and behind the growth, up to the kernels, of a call without scratch
+    memory; None where sizes decide about it.
     """
 
     spec: KernelSpec
-    function: int
-    rest: bytes
-    plain: bool
+    context: int
+    stages: list[_Stage]
+    head: bytes
+    rest: bytes | None
 
 
-_stages: dict[tuple[int, int], tuple[KernelSpec, int, list[_Stage]]] = {}
-"""By the id of a specification and a device: the specification, the context and the kernels of `spec.stages`."""
+_loaded_specs: dict[tuple[int, int], _Loaded] = {}
+"""By the id of a specification and a device."""
+
+_PAIR, _GRID = struct.Struct("2q"), struct.Struct("3q")
 
 
-_HEAD, _FUNCTION_AND_GRID = struct.Struct(f"{5 + len(NO_VARLEN) + len(NO_CHANGED_ROWS)}q"), struct.Struct("4q")
-
-
-def _loaded_stages(spec: KernelSpec, target: str, device: int) -> tuple[KernelSpec, int, list[_Stage]]:
+def _loaded_stages(spec: KernelSpec, target: str, device: int) -> _Loaded:
     """Specifications are long to hash and are made once for a kind of problem: they are known by their id."""
-    found = _stages.get((id(spec), device))
+    found = _loaded_specs.get((id(spec), device))
     if found is None:
         stages, context = [], 0
         for stage in spec.stages:
             function, context = load_kernel(_compiled(stage, target), device)
             places = [(_OPERANDS.index(box.tensor), 0) for box in stage.tensor_maps]
-            rest = _launch_integers(function, stage, (0, 0, 0))[4:]
+            launch_rest = _launch_integers(function, stage, (0, 0, 0))[4:]
             # Whether only calls with an LSE launch it; bytes of a parameter, addresses and numbers of its own.
-            packed = _packed([*rest, 0, 0, 0, 0, *_map_integers(stage, (), places)])
-            plain = not stage.workspace_row_bytes and stage.tile_lists is None
-            stages.append(_Stage(stage, function, packed, plain))
-        found = _stages[id(spec), device] = spec, context, stages
+            packed = _packed([*launch_rest, 0, 0, 0, 0, *_map_integers(stage, (), places)])
+            has_scratch = stage.workspace_row_bytes > 0 or stage.tile_lists is not None
+            stages.append(_Stage(stage, _packed([function]), packed, has_scratch))
+        sized = stages[0].spec.changed_rows is not None or any(stage.has_scratch for stage in stages)
+        rest = None if sized else _behind_growth(NO_CHANGED_ROWS, len(stages))
+        found = _loaded_specs[id(spec), device] = _Loaded(spec, context, stages, _packed([context, 0]), rest)
     return found
+
+
+def _behind_growth(changed: tuple[int, int, int], stages: int) -> bytes:
+    return _packed([*NO_VARLEN, *changed, stages])
 
 
 def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int] = NO_GROWTH) -> None:
@@ -428,14 +444,15 @@ def prepare_and_launch(problem: Problem, spec: KernelSpec, call: Call, growth: t
 
 def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int]) -> bytes:
     """What register_plan reads of the kernels of `spec`, which are compiled and loaded."""
-    _, context, stages = _loaded_stages(spec, problem.target, call[0].device.index)
-    workspace_bytes = max([0 if plain else stage.workspace_bytes(problem) for stage, _, _, plain in stages])
-    ahead = stages[0].spec.changed_rows
-    changed = NO_CHANGED_ROWS if ahead is None else ahead.places(problem)
-    head = context, changed[-1] + workspace_bytes, *growth, *NO_VARLEN, *changed, len(stages)
-    found = _HEAD.pack(*head)
-    for stage, function, rest, _ in stages:
-        found += _FUNCTION_AND_GRID.pack(function, *stage.grid(problem)) + rest
+    _, context, stages, head, rest = _loaded_stages(spec, problem.target, call[0].device.index)
+    if rest is None:
+        ahead = stages[0].spec.changed_rows
+        changed = NO_CHANGED_ROWS if ahead is None else ahead.places(problem)
+        scratch = max([stage.spec.workspace_bytes(problem) if stage.has_scratch else 0 for stage in stages])
+        head, rest = _packed([context, changed[-1] + scratch]), _behind_growth(changed, len(stages))
+    found = head + _PAIR.pack(*growth) + rest
+    for stage in stages:
+        found += stage.function + _GRID.pack(*stage.spec.grid(problem)) + stage.rest
     return found
 
 
