@@ -163,8 +163,10 @@ def narrowed(given: dict[str, Any], dtype: torch.dtype, each_token: bool, r: ran
     return found
 
 
-def appending(form: Form, seed: int, rotary: int = 0, interleaved: bool = False) -> dict[str, Any]:
-    """call() with a new key for each query, and with `rotary` columns that are rotated."""
+def appending(
+    form: Form, seed: int, rotary: int = 0, interleaved: bool = False, norms: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """call() with a new key for each query, `rotary` columns that are rotated, and these norms."""
     given = call(form, seed)
     generator = torch.Generator().manual_seed(seed)
     query, key, page_table = given["query"], given["key"], given.get("page_table")
@@ -185,26 +187,32 @@ def appending(form: Form, seed: int, rotary: int = 0, interleaved: bool = False)
         types = torch.float32, form.dtype
         new |= {"rotary_cos": angles.cos().to(types[seed % 2]), "rotary_sin": angles.sin().to(types[seed % 2])}
         new["rotary_interleaved"] = interleaved
+    for name in norms:
+        weights = torch.rand(form.head_dim, generator=generator) + 0.5
+        new |= {name: weights.to(form.dtype if seed % 2 else torch.float32), "norm_eps": 1e-2}
     return given | new
 
 
-def rotated(rows: torch.Tensor, start: int, given: dict[str, Any]) -> torch.Tensor:
-    """Rows [S, heads, D] whose first one stands at `start`, in FP64 and rounded once."""
+def changed(rows: torch.Tensor, start: int, given: dict[str, Any], norm: str) -> torch.Tensor:
+    """Rows [S, heads, D] whose first one stands at `start`, with their norm and rotated, in FP64 and rounded once."""
+    out = rows.double().clone()
+    if norm in given:
+        out = out / (out.square().mean(-1, keepdim=True) + given["norm_eps"]).sqrt() * given[norm].double()
     if "rotary_cos" not in given:
-        return rows
-    out, half = rows.double().clone(), given["rotary_cos"].shape[1]
+        return out.to(rows.dtype)
+    rows, half, dtype = out.clone(), given["rotary_cos"].shape[1], rows.dtype
     for i in range(rows.shape[0]):
         cos, sin = (given[name][start + i].double() for name in ("rotary_cos", "rotary_sin"))
         for pair in range(half):
             one, other = (2 * pair, 2 * pair + 1) if given["rotary_interleaved"] else (pair, pair + half)
-            x, y = rows[i, :, one].double(), rows[i, :, other].double()
+            x, y = rows[i, :, one], rows[i, :, other]
             out[i, :, one], out[i, :, other] = x * cos[pair] - y * sin[pair], x * sin[pair] + y * cos[pair]
-    return out.to(rows.dtype)
+    return out.to(dtype)
 
 
 def after_appending(given: dict[str, Any]) -> dict[str, Any]:
-    """The call that gives the same without appending: caches with the new keys, rotated queries, lengths that hold."""
-    names = "new_key", "new_value", "rotary_cos", "rotary_sin", "rotary_interleaved"
+    """The call that gives the same without appending: caches with the new keys, changed queries, lengths that hold."""
+    names = "new_key", "new_value", "rotary_cos", "rotary_sin", "rotary_interleaved", "q_norm", "k_norm", "norm_eps"
     found = {name: value for name, value in given.items() if name not in names}
     query, key, value = (given[name].clone() for name in ("query", "key", "value"))
     found |= {name: given[name].clone() for name in SCALES if name in given}
@@ -215,8 +223,8 @@ def after_appending(given: dict[str, Any]) -> dict[str, Any]:
         )
         own = (b, slice(None)) if "query_offsets" not in given else slice(first, end)
         start = int(lengths[b])
-        query[own] = rotated(given["query"][own], start, given)
-        new_key = rotated(given["new_key"][own], start, given)
+        query[own] = changed(given["query"][own], start, given, "q_norm")
+        new_key = changed(given["new_key"][own], start, given, "k_norm")
         for i in range(end - first):
             at = start + i
             page = key.shape[1]

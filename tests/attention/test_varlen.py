@@ -199,11 +199,14 @@ def test_a_head_dimension_that_is_no_multiple_of_8_is_refused_by_the_kernel() ->
         microsdpa.sdpa_varlen(**decode(key=memory, value=memory, query=memory[:3, :1], impl="emulate"))
 
 
-APPENDING = {
+APPENDING: dict[str, tuple[Any, ...]] = {
     "decode": (Form(group=4), 0, False),
     "decode, rotated": (Form(group=4), 64, False),
     "several tokens, a part rotated in pairs": (Form(torch.float16, 64, 2, 5), 32, True),
     "rows, rotated": (Form(torch.float16, 64, 2, 3, keys="dense"), 64, False),
+    "norms, rotated": (Form(group=4), 64, False, ("q_norm", "k_norm")),
+    "a norm of queries, rotated in pairs": (Form(torch.float16, 64, 2, 5), 32, True, ("q_norm",)),
+    "a norm of new keys": (Form(torch.float16, 72, 2, 3, keys="dense"), 0, False, ("k_norm",)),
 }
 
 

@@ -28,7 +28,9 @@ KERNELS: dict[str, Structs] = {
         "Dropped<microsdpa::MaskedParams>": params.DroppedParams,
         "Dropped<microsdpa::backward::BackwardParams>": params.DroppedBackwardParams,
     },
-    "common/varlen_params.cuh": {name: getattr(abi, name) for name in ("VarlenParams", "AppendParams", "CacheParams")},
+    "common/varlen_params.cuh": {
+        name: getattr(abi, name) for name in ("VarlenParams", "AppendParams", "CacheParams", "NormedParams")
+    },
     "common/prologue_params.cuh": {
         "PrologueParams": params.PrologueParams,
         "Prologued": params.ProloguedParams,
@@ -55,6 +57,7 @@ MEMBERS = {
     params.MaskedParams: lambda name: name if name == "call" else f"masks.{name}",
     eight_bit_params.EightBitMasked: lambda name: name if name == "call" else f"masks.{name}",
     abi.CacheParams: lambda name: "call" if name == "append" else name,  # a base, which begins with it
+    abi.NormedParams: lambda name: "call" if name == "cached" else name,
 }
 """What C++ calls members, where that is not what Python does."""
 

@@ -227,7 +227,8 @@ def test_every_8_bit_value_is_widened_exactly(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out[:4].view(4, 64), values[0, :4, 0].float().half(), rtol=0, atol=0, equal_nan=True)
 
 
-APPENDING = {
+BOTH_NORMS = "q_norm", "k_norm"
+APPENDING: dict[str, tuple[Any, ...]] = {
     "decode": (Form(group=4), 0, False),
     "decode, rotated": (Form(group=4), 64, False),
     "several tokens, a part rotated in pairs": (Form(torch.float16, 64, 2, 5), 32, True),
@@ -236,6 +237,10 @@ APPENDING = {
     "E4M3, rotated": (Form(BF16, 64, 4, 2, cache=E4M3), 64, False),
     "INT8, scales of tokens": (Form(FP16, 48, 2, 3, cache=torch.int8, each_token=True), 0, False),
     "INT8, dense, rotated": (Form(BF16, 64, 2, 20, "dense", cache=torch.int8, each_token=True), 32, True),
+    "decode, norms, rotated": (Form(group=4), 64, False, BOTH_NORMS),
+    "a norm of queries, many tokens": (Form(BF16, 80, 2, 20), 48, True, BOTH_NORMS[:1]),
+    "a norm of new keys": (Form(torch.float16, 72, 2, 3, keys="dense"), 0, False, BOTH_NORMS[1:]),
+    "E4M3, norms, rotated": (Form(BF16, 64, 4, 2, cache=E4M3), 64, False, BOTH_NORMS),
 }
 
 
@@ -253,7 +258,7 @@ def assert_appended(given: dict[str, Any], seed: int = 0) -> None:
         assert (given["key"].float() - expected["key"].float()).abs().max() <= 32.0
         written = {name: given[name] for name in ("key", "k_scale")}
         assert all(torch.allclose(given[name], expected[name], rtol=1e-2) for name in ("k_scale", "v_scale"))
-        expected |= written if "rotary_cos" in given else {}
+        expected |= written if {"rotary_cos", "k_norm"} & set(given) else {}
     else:
         torch.testing.assert_close(given["key"], expected["key"], rtol=1e-2, atol=1e-3)
     assert torch.equal(given["value"].float(), expected["value"].float())

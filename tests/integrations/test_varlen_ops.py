@@ -33,9 +33,9 @@ def test_a_whole_graph(name: str, return_lse: bool) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("rotary", [0, 16])
-def test_a_cache_is_written_in_a_graph(rotary: int) -> None:
-    eager, traced = (appending(FORMS["decode"], 3, rotary) for _ in range(2))
+@pytest.mark.parametrize(("rotary", "norms"), [(0, ()), (16, ()), (16, ("q_norm", "k_norm"))])
+def test_a_cache_is_written_in_a_graph(rotary: int, norms: tuple[str, ...]) -> None:
+    eager, traced = (appending(FORMS["decode"], 3, rotary, norms=norms) for _ in range(2))
     before = eager["key"].clone()
     expected = microsdpa.sdpa_varlen(**eager)
     got = compiled()(traced)

@@ -295,9 +295,9 @@ def test_a_plan_of_other_integers_is_refused(kernels: list[list[int]], words: st
 def test_a_plan_without_a_call_is_refused() -> None:
     with pytest.raises(TypeError, match="expected numbers, params and a call"):
         library.register_plan(b"", b"")
-    with pytest.raises(TypeError, match="expected 7 to 25 arguments, got 6"):
+    with pytest.raises(TypeError, match="expected 7 to 28 arguments, got 6"):
         library.register_plan(b"", b"", *call()[:6])
-    with pytest.raises(TypeError, match="expected 7 to 25 arguments, got 26"):
+    with pytest.raises(TypeError, match="expected 7 to 28 arguments, got 26"):
         launcher.launch(*call(), *[None] * 19)
 
 

@@ -16,7 +16,7 @@ from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.options import TURNED_BIT, VARLEN_OPTIONS, Options
 from microsdpa.call.sequences import Sequences
 from microsdpa.call.validate import check
-from microsdpa.emulate.abi import AppendParams, CacheParams, VarlenParams
+from microsdpa.emulate.abi import AppendParams, CacheParams, NormedParams, VarlenParams
 from microsdpa.execution import varlen
 from microsdpa.execution.choice import problem_of
 from microsdpa.kernels import Grid, KernelSpec
@@ -31,8 +31,9 @@ library = launcher._library
 FUNCTION = 0x3000
 NAMES = (
     *("query", "key", "value", "out", "query_offsets", "key_offsets", "lengths", "page_table", "slopes", "sinks"),
-    *("new_key", "new_value", "rotary_cos", "rotary_sin", "key_scale", "value_scale"),
+    *("new_key", "new_value", "rotary_cos", "rotary_sin", "q_norm", "k_norm", "key_scale", "value_scale"),
 )
+NORM_EPS = 1e-3
 ADDRESSES = {name: 0x1000000000 * (index + 1) for index, name in enumerate(NAMES)}
 KDL_INT, KDL_E4M3 = 0, 10
 CODES = {torch.int32: KDL_INT, torch.int8: KDL_INT, torch.float8_e4m3fn: KDL_E4M3}
@@ -41,7 +42,7 @@ EMULATED = {"auto": "emulate", "hopper/varlen": "emulate:hopper/varlen"}
 
 @pytest.fixture(autouse=True)
 def _raw() -> Iterator[None]:
-    set_integer("stub_raw_bytes", ctypes.sizeof(CacheParams))
+    set_integer("stub_raw_bytes", ctypes.sizeof(NormedParams))
     yield
     set_integer("stub_raw_bytes", 0)
     set_integer("stub_capturing", 0)
@@ -71,11 +72,16 @@ class Given:
     lse: bool = False
     appends: bool = False
     rotary: int = 0
+    norms: tuple[str, ...] = ()
     interleaved: bool = False
     invariant: bool = False
     impl: str = "auto"
     cache: torch.dtype | None = None
     scales: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # shapes of those of an 8-bit cache
+
+    @property
+    def changes_query(self) -> bool:
+        return self.rotary > 0 or len(self.norms) > 0
 
     def torch_tensors(self) -> dict[str, torch.Tensor]:
         """Tensors of these shapes on the CPU."""
@@ -97,8 +103,9 @@ class Given:
             found |= {name: torch.zeros(shape, dtype=torch.float16) for name in ("new_key", "new_value")}
         if self.rotary:
             found |= {name: torch.zeros(300, self.rotary // 2) for name in ("rotary_cos", "rotary_sin")}
+        found |= {name: torch.ones(self.query[-1], dtype=torch.float16) for name in self.norms}
         if self.cache:
-            found |= {name: torch.ones(shape) for name, shape in zip(NAMES[14:], self.scales, strict=True)}
+            found |= {name: torch.ones(shape) for name, shape in zip(NAMES[16:], self.scales, strict=True)}
         return found
 
     def call(self, **changes: Any) -> list[Any]:
@@ -121,7 +128,8 @@ class Given:
             *(None, get("key_scale"), get("value_scale")),
             *(get(name) for name in NAMES[4:8]),
             self.max_queries,
-            *(get(name) for name in NAMES[10:14]),
+            *(get(name) for name in NAMES[10:16]),
+            NORM_EPS,
         ]
 
     def expected(self) -> tuple[Expected, ...]:
@@ -130,8 +138,8 @@ class Given:
         options = Options(
             False, "lower_right" if self.causal else None, None, True, self.window, self.softcap, EMULATED[self.impl]
         )
-        integers, new = ([t.get(name) for name in names] for names in (NAMES[4:8], NAMES[10:14]))
-        sequences = Sequences(*integers, self.max_queries, *new, self.interleaved, self.invariant)
+        integers, new = ([t.get(name) for name in names] for names in (NAMES[4:8], NAMES[10:16]))
+        sequences = Sequences(*integers, self.max_queries, *new, NORM_EPS, self.interleaved, self.invariant)
         masks = mask_tensors(None, t.get("slopes"), t.get("sinks"))
         inputs = t["query"], t["key"], t["value"]
         scales = scales_of(None, t.get("key_scale"), t.get("value_scale"))
@@ -143,9 +151,8 @@ class Given:
         *ahead, spec = varlen.kernels_of(checked, problem, spec)
         found = []
         for append in ahead:
-            fill = varlen.cache_parameters if problem.cache else varlen.append_parameters
-            params = fill(checked, problem, spec, addresses)
-            grid = kernel.append_grid(problem, queries, self.appends, bool(self.rotary))
+            params = varlen.parameters(checked, problem, spec, addresses, append)
+            grid = kernel.append_grid(problem, queries, self.appends, self.changes_query)
             found.append(Expected(params, grid, append, problem))
             addresses = {name: address for name, address in addresses.items() if name not in sequences.appended}
         params = varlen.parameters(checked, problem, spec, addresses)
@@ -192,6 +199,10 @@ CASES = {
         query=(9000, 8, 64), key=(9000, 2, 64), integers={"query_offsets": (4,), "key_offsets": (4,)}, invariant=True
     ),
     "new keys, rotated": Given(appends=True, rotary=32, interleaved=True),
+    "new keys, norms, rotated": Given(appends=True, rotary=32, norms=("q_norm", "k_norm")),
+    "new keys, a norm of theirs": Given(appends=True, norms=("k_norm",)),
+    "a norm of queries ahead": Given((3, 40, 8, 64), norms=("q_norm",)),
+    "E4M3, norms": Given(cache=torch.float8_e4m3fn, scales=((2,), (2,)), appends=True, norms=("q_norm", "k_norm")),
     "new keys of many queries": Given((3, 40, 8, 64), appends=True, rotary=64),
     "new keys of packed queries, rotated": Given(
         (50, 8, 64), integers={"query_offsets": (4,), "lengths": (3,), "page_table": (3, 9)}, appends=True, rotary=32
@@ -266,6 +277,9 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
         shape = (8, batch) if packed_queries else (batch, 8, given.query[1])
         assert (tuple(lse.shape), address_of(lse)) == (shape, latest().lse)
     got, wanted = latest(), expected[-1].params
+    if isinstance(wanted, NormedParams):
+        compare(given, latest(NormedParams), wanted, {"cached"})
+        wanted = wanted.cached.append
     if isinstance(wanted, CacheParams):
         compare(given, latest(CacheParams), wanted, {"append"})
         wanted = wanted.append.call
@@ -275,11 +289,14 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
     assert tuple(last().grid) == expected[-1].grid
     divides_keys, maps = bool(wanted.divides_keys), expected[-1].spec.tensor_maps
     assert bool(got.arrivals) == (divides_keys or bool(maps))
-    rotated = len(expected) == 2 and bool(given.rotary)
+    rotated = len(expected) == 2 and given.changes_query
     assert bool(got.workspace) == (rotated or divides_keys)
     compare(given, got, wanted, {"query", "query_strides"} if rotated else set())
     if len(expected) == 2:
         before, wanted = latest(AppendParams, back=1), expected[0].params
+        if isinstance(wanted, NormedParams):
+            compare(given, latest(NormedParams, back=1), wanted, {"cached"})
+            wanted = wanted.cached if given.cache else wanted.cached.append
         if isinstance(wanted, CacheParams):
             compare(given, latest(CacheParams, back=1), wanted, {"append"})
             wanted = wanted.append

@@ -176,6 +176,9 @@ def explain_varlen(
     batch_invariant: bool = False,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
 ) -> Explanation:
     """What sdpa_varlen would run for these arguments, without running or compiling it.
 
@@ -185,7 +188,8 @@ def explain_varlen(
     check_flags(causal, rotary_interleaved, batch_invariant)
     sequences = Sequences(
         *(query_offsets, key_offsets, lengths, page_table, max_queries),
-        *(new_key, new_value, rotary_cos, rotary_sin),
+        *(new_key, new_value, rotary_cos, rotary_sin, q_norm, k_norm),
+        norm_eps=norm_eps,
         rotary_interleaved=rotary_interleaved,
         batch_invariant=batch_invariant,
     )

@@ -50,10 +50,13 @@ def sdpa_varlen(
     batch_invariant: bool = False,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of sequences of many lengths, packed or in the pages of a cache, in one launch.
 
-    New keys and values may be written to the cache, and queries and new keys rotated, in the same call.
+    New keys and values may be written to the cache, and queries and new keys normalized and rotated, in the same call.
 
     Offsets, lengths and pages stay on the device: nothing is read back and nothing is planned on the host, so one CUDA
     graph serves all lengths. Query i of a sequence stands at its key i + keys - queries: the last query at the last
@@ -95,13 +98,16 @@ def sdpa_varlen(
         sinks: [H], the inputs' type or float32: a logit of each head that takes its share of the softmax.
         batch_invariant: whether the bits of a query's output depend on nothing but the query and the keys that it sees:
             not on the other sequences, its place in the batch, the width of the table, or how many queries of its
-            sequence are in the call. Parts of 512 keys are computed apart. The emulator alone: GPUs refuse it so far,
-            and on CPU tensors the option has no effect.
+            sequence are in the call. Parts of 512 keys are computed apart. On CPU tensors the option has no effect.
         k_scale: of an 8-bit key, which times its scale is the number that it stands for: a number, or float32: a
             scalar, [H_kv], [B, H_kv], or one of every token, of key's shape without D. Packed keys of two dimensions
             that fit both are of tokens. Scales are positive and finite; the device alone reads them.
             Where new keys come, those of tokens are written for them.
         v_scale: the same of value. Where one has a scale of every token, the other one is the same for all sequences.
+        q_norm: [D], the inputs' type or float32: queries get an RMS norm over D with these weights, x / sqrt(mean(x^2)
+            + norm_eps) * q_norm. It comes ahead of the rotation; both are FP32, and the result is rounded once.
+        k_norm: the same of new keys. Keys of the cache are read as they are.
+        norm_eps: of both norms.
 
     Returns:
         The output, or (output, LSE) with return_lse. Queries that see no key give zeros and LSE -inf, or the sink.
@@ -120,6 +126,7 @@ def sdpa_varlen(
             *([-1, -1] if window is None else list(window), softcap, alibi_slopes, sinks, impl),
             batch_invariant,
             *(_traced_scale(scale, key) for scale in (k_scale, v_scale)),
+            *(q_norm, k_norm, norm_eps),
         )
         result = found[0] if out is None else out.copy_(found[0])
         return (result, found[1]) if return_lse else result
@@ -134,7 +141,7 @@ def sdpa_varlen(
             code = VARLEN_OPTIONS[causal, rotary_interleaved, batch_invariant, impl]
             left, right = (-1, -1) if window is None else window
             # Arguments are not unpacked: making a tuple of them takes longer than these lines.
-            if new_key is None and new_value is None and rotary_cos is None and rotary_sin is None:
+            if new_key is new_value is rotary_cos is rotary_sin is q_norm is k_norm is None:
                 lse = _launch(
                     query,
                     key,
@@ -185,6 +192,9 @@ def sdpa_varlen(
                     new_value,
                     rotary_cos,
                     rotary_sin,
+                    q_norm,
+                    k_norm,
+                    norm_eps,
                 )
             if lse is not None:
                 return (result, lse) if return_lse else result
@@ -196,7 +206,8 @@ def sdpa_varlen(
     options = Options(False, "lower_right" if causal else None, scale, True, window, softcap, impl)
     sequences = Sequences(
         *(query_offsets, key_offsets, lengths, page_table, max_queries),
-        *(new_key, new_value, rotary_cos, rotary_sin),
+        *(new_key, new_value, rotary_cos, rotary_sin, q_norm, k_norm),
+        norm_eps=norm_eps,
         rotary_interleaved=rotary_interleaved,
         batch_invariant=batch_invariant,
     )

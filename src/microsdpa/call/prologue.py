@@ -173,7 +173,7 @@ def check(prologue: Prologue, query: torch.Tensor, key: torch.Tensor, shift: int
 
 def _check_structure(prologue: Prologue) -> None:
     """Refuse what are not the tuples and numbers that the arguments are made of."""
-    rotary, positions, eps = prologue.rotary, prologue.positions, prologue.eps
+    rotary, positions = prologue.rotary, prologue.positions
     if not isinstance(prologue.interleaved, bool):
         hint = "True for neighbouring pairs"
         raise InvalidArgument("rotary_interleaved", expected="a bool", got=repr(prologue.interleaved), hint=hint)
@@ -216,6 +216,15 @@ def _check_structure(prologue: Prologue) -> None:
     if len(kinds) > 1:
         expected, hint = "the kind of norm that q_norm has", "pass a tensor for both, or a tuple for both"
         raise InvalidArgument("k_norm", expected=expected, got="RMS norm beside LayerNorm", hint=hint)
+    check_eps(prologue.eps)
+
+
+def check_eps(eps: object) -> None:
+    """Refuse an epsilon of norms that is none.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0.0 <= eps < 3e38:
         hint = "1e-6 is usual"
         raise InvalidArgument("norm_eps", expected="a finite number of at least 0", got=repr(eps), hint=hint)

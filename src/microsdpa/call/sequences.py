@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from microsdpa.call import tensors
 from microsdpa.call.cache import is_cached
-from microsdpa.call.prologue import check_table
+from microsdpa.call.prologue import check_eps, check_table
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, SPLIT_KEYS, Rotary
+from microsdpa.kernels.ampere.varlen.spec import MOST_KEYS, MOST_WORK, SPLIT_KEYS, RowChange
 from microsdpa.kernels.problem import MaskType
 
 LARGEST_GRANULARITY = 64
@@ -30,6 +31,9 @@ class Sequences(NamedTuple):
         new_value: like new_key.
         rotary_cos: [positions, R / 2]: queries and new keys are rotated in their first R columns.
         rotary_sin: like rotary_cos.
+        q_norm: [D]: weights of an RMS norm of queries, ahead of the rotation.
+        k_norm: the same of new keys.
+        norm_eps: of both norms.
         rotary_interleaved: whether pairs that are rotated are neighbours.
         batch_invariant: whether a sequence's bits may depend on nothing but the sequence.
     """
@@ -43,6 +47,9 @@ class Sequences(NamedTuple):
     new_value: torch.Tensor | None = None
     rotary_cos: torch.Tensor | None = None
     rotary_sin: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_eps: float = 1e-6
     rotary_interleaved: bool = False
     batch_invariant: bool = False
 
@@ -55,18 +62,19 @@ class Sequences(NamedTuple):
 
     @property
     def appended(self) -> dict[str, torch.Tensor]:
-        """What is written to the cache and rotated, as far as it is given, by name."""
+        """What is written to the cache, and what changes it and queries, as far as it is given, by name."""
         given = {"new_key": self.new_key, "new_value": self.new_value}
         given |= {"rotary_cos": self.rotary_cos, "rotary_sin": self.rotary_sin}
+        given |= {"q_norm": self.q_norm, "k_norm": self.k_norm}
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     @property
-    def rotary(self) -> Rotary | None:
-        """How queries and new keys are rotated."""
-        if self.rotary_cos is None:
-            return None
-        dtype: MaskType = tensors.DTYPES.get(self.rotary_cos.dtype, "float32")
-        return Rotary(2 * self.rotary_cos.shape[1], self.rotary_interleaved, dtype)
+    def change(self) -> RowChange:
+        """What is done to queries and new keys."""
+        found, norm = RowChange(), self.k_norm if self.q_norm is None else self.q_norm
+        if self.rotary_cos is not None:
+            found = RowChange(2 * self.rotary_cos.shape[1], self.rotary_interleaved, _name_of(self.rotary_cos))
+        return found if norm is None else replace(found, weights=_name_of(norm))
 
     def granularity(self, key: torch.Tensor) -> int:
         """The largest power of two, up to 64, that divides the keys of a page; 0 without pages."""
@@ -101,6 +109,10 @@ class Sequences(NamedTuple):
         else:
             most = -(-query.shape[0] // max(1, self.batch(query)))
         return 1 << max(0, most - 1).bit_length()
+
+
+def _name_of(tensor: torch.Tensor) -> MaskType:
+    return tensors.DTYPES.get(tensor.dtype, "float32")
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> None:
@@ -264,7 +276,7 @@ def _check_sizes(query: torch.Tensor, key: torch.Tensor, sequences: Sequences) -
 
 
 def _check_appended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences) -> None:
-    """Check what is written to the cache and rotated before attention."""
+    """Check what is written to the cache, and what changes rows before attention."""
     given = sequences.appended
     if sequences.lengths is None or sequences.key_offsets is not None:
         raise InvalidArgument(
@@ -310,6 +322,7 @@ def _check_appended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                 )
     if "rotary_cos" in given:
         _check_rotary(query, given["rotary_cos"], given["rotary_sin"])
+    _check_norms(query, sequences)
 
 
 def _check_rotary(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -322,3 +335,32 @@ def _check_rotary(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> 
                 got=f"{tensor.dtype}, strides {tensor.stride()}",
                 hint="convert it once with .to(torch.float32).contiguous()",
             )
+
+
+def _check_norms(query: torch.Tensor, sequences: Sequences) -> None:
+    given = {"q_norm": sequences.q_norm, "k_norm": sequences.k_norm}
+    norms = {name: norm for name, norm in given.items() if norm is not None}
+    if "k_norm" in norms and sequences.new_key is None:
+        raise InvalidArgument(
+            "k_norm",
+            expected="None without new_key: keys of the cache are read as they are",
+            got=f"a tensor of shape {list(norms['k_norm'].shape)}",
+            hint="pass new_key and new_value, which the norm is for",
+        )
+    for name, norm in norms.items():
+        if list(norm.shape) != [query.shape[-1]] or (norm.stride(0) != 1 and norm.shape[0] > 1):
+            raise InvalidArgument(
+                name,
+                expected=f"shape [{query.shape[-1]}], which is [D], and a stride of 1",
+                got=f"shape {list(norm.shape)}, strides {norm.stride()}",
+                hint="all heads share the weights of an RMS norm",
+            )
+        first = next(iter(norms.values()))
+        if norm.dtype not in (query.dtype, torch.float32) or norm.dtype != first.dtype:
+            raise InvalidArgument(
+                name,
+                expected=f"{query.dtype} or torch.float32, one type for both norms",
+                got=str(norm.dtype),
+                hint="convert it once",
+            )
+    check_eps(sequences.norm_eps)

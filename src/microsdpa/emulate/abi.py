@@ -56,6 +56,16 @@ class CacheParams(ctypes.Structure):
     )
 
 
+class NormedParams(ctypes.Structure):
+    """NormedParams of kernels/common/varlen_params.cuh."""
+
+    _fields_ = (
+        ("cached", CacheParams),
+        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
+        ("norm_eps", ctypes.c_float),
+    )
+
+
 VIEW_ALIGNMENT = 128
 """Bytes that the tensor views, which follow the parameters, start on."""
 

@@ -69,7 +69,8 @@ def common(target: str) -> list[KernelSpec]:
         spec = chosen(problem)
         if spec is not None:
             appends = ampere_varlen.appends_itself(spec, problem)
-            makes = ampere_varlen.appending(spec, None) if appends else ampere_varlen.append(problem, None)
+            plain = ampere_varlen.RowChange()
+            makes = ampere_varlen.appending(spec, problem, plain) if appends else ampere_varlen.append(problem, plain)
             specs |= dict.fromkeys((*spec.stages, makes))
     return list(specs)
 

@@ -55,17 +55,25 @@ def kernels_of(checked: Checked, problem: Problem, spec: KernelSpec) -> tuple[Ke
     if not sequences.appended:
         return (spec,)
     if kernel.appends_itself(spec, problem):
-        return (kernel.appending(spec, sequences.rotary),)
-    return kernel.append(problem, sequences.rotary), spec
+        return (kernel.appending(spec, problem, sequences.change),)
+    return kernel.append(problem, sequences.change), spec
 
 
-def parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]) -> ctypes.Structure:
-    """The parameter of the kernel of attention, as runtime/varlen.h fills it."""
-    if spec.params == "microsdpa::CacheParams":
-        return cache_parameters(checked, problem, spec, addresses)
-    if spec.params == "microsdpa::AppendParams":
-        return append_parameters(checked, problem, spec, addresses)
-    return _parameters(checked, problem, spec, addresses)
+def parameters(
+    checked: Checked,
+    problem: Problem,
+    spec: KernelSpec,
+    addresses: dict[str, int],
+    append: KernelSpec | None = None,
+) -> ctypes.Structure:
+    """The parameter of the kernel of attention, or of `append` ahead of it, as runtime/varlen.h fills it."""
+    fill = {
+        "microsdpa::NormedParams": normed_parameters,
+        "microsdpa::CacheParams": cache_parameters,
+        "microsdpa::AppendParams": append_parameters,
+        "microsdpa::VarlenParams": _parameters,
+    }
+    return fill[(append or spec).params](checked, problem, spec, addresses)
 
 
 def _parameters(checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]) -> ctypes.Structure:
@@ -137,14 +145,28 @@ def cache_parameters(
     """The parameter of a kernel with an 8-bit cache, as runtime/varlen.h fills it."""
     from microsdpa.emulate import abi
 
-    own = {name: addresses[name] for name in ("key_scale", "value_scale")}
+    own = {name: addresses[name] for name in ("key_scale", "value_scale") if name in addresses}
     rest = {name: address for name, address in addresses.items() if name not in own}
     params = abi.CacheParams(append=append_parameters(checked, problem, spec, rest), **own)
     key = checked.call.inputs[1]
     for name, scale in (("key_scale", checked.scales.k_scale), ("value_scale", checked.scales.v_scale)):
-        assert isinstance(scale, torch.Tensor)
-        setattr(params, f"{name}_strides", (ctypes.c_int64 * 3)(*kernel_strides(key, scale)))
+        if isinstance(scale, torch.Tensor):
+            setattr(params, f"{name}_strides", (ctypes.c_int64 * 3)(*kernel_strides(key, scale)))
     return params
+
+
+def normed_parameters(
+    checked: Checked, problem: Problem, spec: KernelSpec, addresses: dict[str, int]
+) -> ctypes.Structure:
+    """The parameter of a kernel that makes norms, as runtime/varlen.h fills it."""
+    from microsdpa.emulate import abi
+
+    sequences, names = checked.call.sequences, {"q_norm": "query_norm", "k_norm": "key_norm"}
+    assert sequences is not None
+    own = {names[name]: address for name, address in addresses.items() if name in names}
+    rest = {name: address for name, address in addresses.items() if name not in names}
+    cached = cache_parameters(checked, problem, spec, rest)
+    return abi.NormedParams(cached=cached, **own, norm_eps=sequences.norm_eps)
 
 
 def row_strides(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -177,21 +199,20 @@ def emulate(checked: Checked, problem: Problem, spec: KernelSpec, out: torch.Ten
     *ahead, spec = kernels_of(checked, problem, spec)
     if ahead:
         (append,) = ahead
-        queries, rotates = sequences.queries(query), sequences.rotary is not None
+        queries, changes_query = sequences.queries(query), sequences.change.changes_query
         given = {name: tensor for name, tensor in inputs.items() if name not in ("key", "value", "slopes", "sinks")}
         rotated = torch.empty(query.shape, dtype=query.dtype, device="cpu")
-        written = {"key": key, "value": value} | ({"rotated": rotated} if rotates else {})
+        written = {"key": key, "value": value} | ({"rotated": rotated} if changes_query else {})
         if problem.cache is not None and problem.cache.each_token and sequences.new_key is not None:
             written |= {name: given.pop(name) for name in ("key_scale", "value_scale")}
-        fill = append_parameters if problem.cache is None else cache_parameters
         run.one_kernel(
             append,
-            kernel.append_grid(problem, queries, sequences.new_key is not None, rotates),
-            lambda addresses: fill(checked, problem, spec, addresses),
+            kernel.append_grid(problem, queries, sequences.new_key is not None, changes_query),
+            lambda addresses: parameters(checked, problem, spec, addresses, append),
             given | sequences.appended,
             written,
         )
-        if rotates:
+        if changes_query:
             inputs["query"] = rotated
             checked = checked._replace(call=checked.call._replace(inputs=(rotated, key, value)))
     outputs = {"out": out} | ({} if lse is None else {"lse": lse})
@@ -257,13 +278,11 @@ def _append_on_cpu(inputs: Inputs, sequences: Sequences, scales: Scales) -> tupl
     for b, one in enumerate(reference.sequences(inputs, sequences.tensors)):
         rows = one.rows(query)
         position = torch.arange(rows.shape[0], device=query.device) + lengths[b]
-        if sequences.rotary is not None:
-            one.rows(rotated).copy_(_rotate(rows, position, sequences))
+        one.rows(rotated).copy_(_changed(rows, position, sequences, sequences.q_norm))
         if sequences.new_key is None or sequences.new_value is None:
             continue
         new_key, new_value = one.rows(sequences.new_key), one.rows(sequences.new_value)
-        if sequences.rotary is not None:
-            new_key = _rotate(new_key, position, sequences)
+        new_key = _changed(new_key, position, sequences, sequences.k_norm)
         kept = position < most
         position = position[kept]
         pages = position // page if sequences.page_table is None else sequences.page_table[b, position // page].long()
@@ -289,18 +308,22 @@ def _append_on_cpu(inputs: Inputs, sequences: Sequences, scales: Scales) -> tupl
     return (rotated, key, value), given
 
 
-def _rotate(rows: torch.Tensor, position: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """Rows [S, heads, D] rotated at their positions [S]."""
-    assert sequences.rotary is not None
-    assert sequences.rotary_cos is not None
-    assert sequences.rotary_sin is not None
-    columns, at = sequences.rotary.columns, position.clamp(max=sequences.rotary_cos.shape[0] - 1)
-    cos, sin = (angles[at].float()[:, None] for angles in (sequences.rotary_cos, sequences.rotary_sin))
-    turned, rest = rows[..., :columns].float(), rows[..., columns:]
-    if sequences.rotary.interleaved:
-        x, y = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1).flatten(-2)
-    else:
-        x, y = turned.chunk(2, dim=-1)
-        turned = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
-    return torch.cat([turned.to(rows.dtype), rest], dim=-1)
+def _changed(
+    rows: torch.Tensor, position: torch.Tensor, sequences: Sequences, norm: torch.Tensor | None
+) -> torch.Tensor:
+    """Rows [S, heads, D] with their norm, rotated at their positions [S], rounded once."""
+    found, change = rows.float(), sequences.change
+    if norm is not None:
+        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + sequences.norm_eps) * norm.float()
+    if sequences.rotary_cos is not None and sequences.rotary_sin is not None:
+        at = position.clamp(max=sequences.rotary_cos.shape[0] - 1)
+        cos, sin = (angles[at].float()[:, None] for angles in (sequences.rotary_cos, sequences.rotary_sin))
+        turned, rest = found[..., : change.rotary], found[..., change.rotary :]
+        if change.interleaved:
+            x, y = turned[..., 0::2], turned[..., 1::2]
+            turned = torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1).flatten(-2)
+        else:
+            x, y = turned.chunk(2, dim=-1)
+            turned = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
+        found = torch.cat([turned, rest], dim=-1)
+    return found.to(rows.dtype)

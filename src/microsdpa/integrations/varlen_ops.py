@@ -18,7 +18,8 @@ _REST = (
     "Tensor? query_offsets, Tensor? key_offsets, Tensor? lengths, Tensor? page_table, SymInt? max_queries, "
     "Tensor? rotary_cos, Tensor? rotary_sin, bool rotary_interleaved, bool causal, float? scale, bool return_lse, "
     "SymInt[2] window, float? softcap, Tensor? alibi_slopes, Tensor? sinks, str impl, "
-    "bool batch_invariant, Tensor? k_scale, Tensor? v_scale) -> (Tensor, Tensor)"
+    "bool batch_invariant, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor? q_norm=None, Tensor? k_norm=None, float norm_eps=1e-06) -> (Tensor, Tensor)"
 )
 for _signature in (
     f"attention_varlen(Tensor query, Tensor key, Tensor value, {_REST}",
@@ -31,12 +32,13 @@ _NAMES = (
     *("query_offsets", "key_offsets", "lengths", "page_table", "max_queries"),
     *("rotary_cos", "rotary_sin", "rotary_interleaved", "causal", "scale", "return_lse"),
     *("window", "softcap", "alibi_slopes", "sinks", "impl", "batch_invariant", "k_scale", "v_scale"),
+    *("q_norm", "k_norm", "norm_eps"),
 )
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
 def _call(inputs: tuple[torch.Tensor, ...], rest: tuple[Any, ...], **new: torch.Tensor) -> Result:
-    given = dict(zip(_NAMES, rest, strict=True)) | new
+    given = dict(zip(_NAMES, rest, strict=False)) | new  # the last ones have defaults
     left, right = given["window"]
     given["window"] = None if (left, right) == (-1, -1) else (left, right)
     found = varlen.sdpa_varlen(*inputs, **given)
@@ -62,7 +64,7 @@ _library.impl("attention_varlen_append", _append, "CompositeExplicitAutograd")  
 
 def _shown(query: torch.Tensor, rest: tuple[Any, ...]) -> Result:
     """What a tracer sees of a result."""
-    given = dict(zip(_NAMES, rest, strict=True))
+    given = dict(zip(_NAMES, rest, strict=False))
     out = torch.empty_like(query)
     if not given["return_lse"]:
         return out, _no_lse(out)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import cycle, product
 from types import ModuleType
 from typing import Any
@@ -249,7 +249,7 @@ def configurations(problem: Problem) -> dict[str, KernelSpec]:
     return found
 
 
-ROTARY = ampere_varlen.Rotary(64, False, "float32")
+ROTARY = ampere_varlen.RowChange(64, False, "float32")
 GENERAL_HEAD_DIMS = (40, 64, 128, 256)
 PROLOGUE_KINDS = (
     PrologueKind(64, angles="float32", query_norm="rms", key_norm="rms", weights="float16"),
@@ -355,6 +355,7 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
     """A few configurations for sequences of many lengths: every choice of tiles, layout and mask among them."""
     shared = {"causal": "lower_right", "target": target}
     masks = cycle((None, None, MaskKind(left=True), MaskKind(None, True, True, True, True, "float32"), None))
+    layouts: Iterator[tuple[int, DType]]
     layouts = cycle(((16, "bfloat16"), (0, "float16"), (1, "float16"), (64, "bfloat16"), (32, "float16")))
     specs: dict[KernelSpec, None] = {}
     for head_dim, (batch, queries) in product((64, 72, 128, 256), ((1, 1), (8, 1), (8, 8), (8, 16), (8, 512))):
@@ -363,10 +364,11 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
         problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
         if isinstance(found := ampere_varlen.forward(problem), KernelSpec):
             specs[found] = None
-            rotary = None if page == 1 else ROTARY
-            specs[ampere_varlen.append(problem, rotary)] = None
-            if ampere_varlen.appends_itself(found, problem):
-                specs[ampere_varlen.appending(found, rotary)] = None
+            normed = (replace(ROTARY, weights=dtype),) if head_dim == 128 else ()
+            for change in (ampere_varlen.RowChange() if page == 1 else ROTARY, *normed):
+                specs[ampere_varlen.append(problem, change)] = None
+                if ampere_varlen.appends_itself(found, problem):
+                    specs[ampere_varlen.appending(found, problem, change)] = None
     kinds = cycle((CacheKind("e4m3"), CacheKind("int8", True), CacheKind("int8")))
     for head_dim, (batch, queries) in product((64, 128, 256), ((1, 1), (8, 1), (8, 8), (8, 512))):
         page, dtype = next(layouts)

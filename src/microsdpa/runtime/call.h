@@ -20,6 +20,7 @@ struct Arguments {
   std::int64_t left = -1, right = -1;  // ends of the window; -1 for none
   bool capped = false;                 // whether there is a soft cap
   std::int64_t max_queries = 0;        // of a packed sequence; 0 for none that is known
+  double norm_eps = 0.0;               // of norms of queries and new keys
 };
 
 // Everything a plan may depend on. Compared as bytes: no padding, every field always written. The values of the scale
@@ -90,7 +91,7 @@ struct Call {
   const DLTensor* keys_and_values[2];  // of calls with sequences of many lengths
   Addresses addresses{};
   CallKey key;
-  CacheParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
+  NormedParams varlen;  // of calls with sequences of many lengths, whose key has no sizes but those of heads
   Turned turned[DENSE_OPERANDS + 2];  // of calls with TURNED_BIT: operands, and scales of every token
 };
 

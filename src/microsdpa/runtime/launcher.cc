@@ -92,7 +92,8 @@ enum Argument {
   QUERY_OFFSETS_ARGUMENT = QUERY_SCALE_ARGUMENT + 3,
   MAX_QUERIES_ARGUMENT = QUERY_OFFSETS_ARGUMENT + 4,
   NEW_KEY_ARGUMENT,
-  LAST_ARGUMENT = NEW_KEY_ARGUMENT + 3,
+  NORM_EPS_ARGUMENT = NEW_KEY_ARGUMENT + 6,
+  LAST_ARGUMENT = NORM_EPS_ARGUMENT,
   MOST_ARGUMENTS
 };
 
@@ -187,9 +188,10 @@ struct GivenCall {
     if (count > MAX_QUERIES_ARGUMENT) {
       arguments.max_queries = args[MAX_QUERIES_ARGUMENT].cast<Optional<std::int64_t>>().value_or(0);
     }
-    for (int i = 0; i < 4 && NEW_KEY_ARGUMENT + i < count; ++i) {
+    for (int i = 0; i < 6 && NEW_KEY_ARGUMENT + i < count; ++i) {
       arguments.tensors[NEW_KEY + i] = optional_tensor(args[NEW_KEY_ARGUMENT + i]);
     }
+    if (count > NORM_EPS_ARGUMENT) arguments.norm_eps = args[NORM_EPS_ARGUMENT].cast<double>();
   }
 
   Factors factors() const {

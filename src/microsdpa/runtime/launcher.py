@@ -47,7 +47,7 @@ They are query, key, value, out, lse, options (a number of OPTIONS), and scale o
 PROLOGUE_BIT, what Prologue.arguments gives follows. As far as they are given, attn_mask, alibi_slopes, sinks, the
 window's ends (-1 for none) and softcap are next, NO_MASKS for none; the scales of 8-bit query, key and value, tensors
 or None; and at last, of sequences of many lengths, query_offsets, key_offsets, lengths, page_table, max_queries,
-new_key, new_value, rotary_cos and rotary_sin.
+new_key, new_value, rotary_cos, rotary_sin, q_norm, k_norm and norm_eps.
 """
 
 NO_MASKS = None, None, None, -1, -1, None

@@ -56,6 +56,8 @@ enum Operand {
   NEW_VALUE,
   ROTARY_COS,
   ROTARY_SIN,
+  QUERY_NORM,
+  KEY_NORM,
   GIVEN_OPERANDS
 };
 

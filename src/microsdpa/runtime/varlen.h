@@ -90,7 +90,30 @@ inline bool is_written_once(const DLTensor& tensor) {
   return true;
 }
 
-// Reads what is appended to a cache, and how it is rotated, into a call whose other parts are read; false as parse().
+// Reads the weights of norms of queries and new keys into a call whose other parts are read; false as parse().
+inline bool parse_norms(const Arguments& arguments, std::int64_t head_dim, Call& call) {
+  const DLTensor *query = arguments.tensors[QUERY_NORM], *key = arguments.tensors[KEY_NORM];
+  if (!query && !key) return true;
+  if (key && !arguments.tensors[NEW_KEY]) return false;
+  if (!(arguments.norm_eps >= 0.0 && arguments.norm_eps < 3e38)) return false;
+  const DLTensor& first = query ? *query : *key;
+  for (const DLTensor* weights : {query, key}) {
+    if (!weights) continue;
+    if (weights->ndim != 1 || weights->shape[0] != head_dim || !weights->strides || !address(*weights)) return false;
+    if (head_dim > 1 && weights->strides[0] != 1) return false;
+    if (TensorKey::pack(weights->dtype, weights->device) != TensorKey::pack(first.dtype, call.query->device)) {
+      return false;
+    }
+  }
+  call.key.tensors[OUT] = {{1}, {}, TensorKey::pack(first.dtype, first.device)};
+  if (query) call.varlen.query_norm = reinterpret_cast<const void*>(address(*query));
+  if (key) call.varlen.key_norm = reinterpret_cast<const void*>(address(*key));
+  call.varlen.norm_eps = static_cast<float>(arguments.norm_eps);
+  return true;
+}
+
+// Reads what is appended to a cache, and what is done to it and queries, into a call whose other parts are read; false
+// as parse().
 inline bool parse_append(const Arguments& arguments, Call& call) {
   const DLTensor *query = arguments.tensors[QUERY], *key = arguments.tensors[KEY], *value = arguments.tensors[VALUE];
   const DLTensor *new_key = arguments.tensors[NEW_KEY], *new_value = arguments.tensors[NEW_VALUE];
@@ -129,7 +152,7 @@ inline bool parse_append(const Arguments& arguments, Call& call) {
     p.cos_stride = cos->strides[0], p.sin_stride = sin->strides[0];
     p.positions = static_cast<int32>(cos->shape[0]);
   }
-  return true;
+  return parse_norms(arguments, head_dim, call);
 }
 
 // Whether keys and values may have a type of 8 bits beside queries of 16: E4M3, or INT8.
@@ -232,7 +255,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   if (call.key.batch_invariant() && rows * ((most_keys + SPLIT_KEYS - 1) / SPLIT_KEYS + 1) > MOST_WORK) return false;
   if (!is_written_once(*out) || meets_others(*out, arguments, 1u << OUT)) return false;
 
-  call.varlen = CacheParams{};
+  call.varlen = NormedParams{};
   VarlenParams& p = call.varlen.call;
   CallKey& k = call.key;
   std::memset(k.tensors, 0, k.bytes_of(PLAIN_OPERANDS));
@@ -292,7 +315,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   p.left = static_cast<int32>(std::min(arguments.left, MOST_KEYS));
   p.right = k.causal() ? 0 : static_cast<int32>(std::min(arguments.right, MOST_KEYS));
   call.varlen.queries = static_cast<int32>(queries);
-  constexpr std::int64_t APPENDED = std::int64_t(15) << NEW_KEY;  // and values, cosines and sines
+  constexpr std::int64_t APPENDED = std::int64_t(63) << NEW_KEY;  // and values, cosines, sines and norms
   if (is_cached && !parse_cache(arguments, batch, call)) return false;
   return !(k.given & APPENDED) || parse_append(arguments, call);
 }
@@ -351,10 +374,15 @@ inline CUtensorMap varlen_map(const DLTensor& tensor, const VarlenLaunch& launch
 // The threads of the kernel that appends, each with 16 bytes.
 constexpr int APPEND_THREADS = 128;
 
-// CTAs that append and rotate; append_grid() of kernels/ampere/varlen/spec.py says the same.
-inline unsigned append_ctas(const AppendParams& params, std::int64_t head_dim) {
+// Whether queries come out of the kernel that appends other than they are.
+inline bool changes_query(const NormedParams& params) {
+  return params.rotary_cos || params.query_norm || params.key_norm;
+}
+
+// CTAs that append and change rows; append_grid() of kernels/ampere/varlen/spec.py says the same.
+inline unsigned append_ctas(const NormedParams& params, std::int64_t head_dim) {
   const std::int64_t rows =
-      (params.new_key ? 2 * params.call.heads_kv : 0) + (params.rotary_cos ? params.call.heads : 0);
+      (params.new_key ? 2 * params.call.heads_kv : 0) + (changes_query(params) ? params.call.heads : 0);
   std::int64_t lanes = 1;
   while (lanes < head_dim / 8) lanes *= 2;
   return static_cast<unsigned>((params.queries * rows * lanes + APPEND_THREADS - 1) / APPEND_THREADS);
@@ -371,7 +399,7 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const bool divides_keys = varlen_ctas(call, plan.varlen, ctas);
   const std::int64_t row = params.heads * head_dim;    // of rotated queries
   const bool appends_ahead = plan.kernels.size() > 1;  // else the kernel of attention does
-  const std::int64_t rotated_bytes = appends_ahead && call.varlen.rotary_cos ? call.varlen.queries * row * 2 : 0;
+  const std::int64_t rotated_bytes = appends_ahead && changes_query(call.varlen) ? call.varlen.queries * row * 2 : 0;
   const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
   std::optional<Scratch> workspace;
   if (bytes) {

@@ -73,4 +73,11 @@ struct CacheParams : AppendParams {
   Strides value_scale_strides;
 };
 
+// What a kernel gets that makes norms of queries and new keys. Without an 8-bit cache it has no scales.
+struct NormedParams : CacheParams {
+  const void* query_norm;  // [D]: weights of the RMS norm of queries; null for none
+  const void* key_norm;    // [D]: of new keys
+  float norm_eps;
+};
+
 }  // namespace microsdpa

@@ -1,10 +1,10 @@
 // What happens to a cache before attention: new keys and values are written behind those that it has.
 //
-// With rotary embeddings (RoPE), new keys are rotated on their way, and queries too, into memory of their own. A token
-// of a sequence stands at the number of keys that the cache had, and the tokens before it. Key heads, then value heads,
-// then query heads of a token are rows; a lane moves 16 bytes of one. For a cache of 8 bits keys, once they are
-// rotated, and values are divided by their scale and rounded. Where every token has scales, the row's largest magnitude
-// decides about its own. Bound by: the launch, and one trip to memory.
+// With norms or rotary embeddings (RoPE), new keys are changed on their way, and queries too, into memory of their own.
+// A token of a sequence stands at the number of keys that the cache had, and the tokens before it. Key heads, then
+// value heads, then query heads of a token are rows; a lane moves 16 bytes of one. For a cache of 8 bits keys, once
+// they are rotated, and values are divided by their scale and rounded. Where every token has scales, the row's largest
+// magnitude decides about its own. Bound by: the launch, and one trip to memory.
 #include "../../common/element.cuh"
 #include "../../common/sequence.cuh"
 #include "../../ptx/control.cuh"
@@ -29,15 +29,6 @@ __device__ __forceinline__ int sequence_of(const VarlenParams& params, int query
   }
   return first - 1;
 }
-
-template <typename CACHE>
-struct Given {
-  using Params = CacheParams;
-};
-template <>
-struct Given<void> {
-  using Params = AppendParams;
-};
 
 // Where a row goes in a cache of 8 bits.
 struct NarrowRow {
@@ -71,11 +62,12 @@ __device__ __forceinline__ void store_narrow(const NarrowRow& to, const Chunk<T>
 }
 
 template <typename T, int HEAD_DIM, typename EMBEDDING, bool PAGED, bool PROGRAMMATIC, typename CACHE>
-__global__ void __launch_bounds__(128) append(const __grid_constant__ typename Given<CACHE>::Params params) {
-  using OwnChunk = RowChunk<T, HEAD_DIM, EMBEDDING>;
+__global__ void __launch_bounds__(128)
+    append(const __grid_constant__ typename AppendGiven<EMBEDDING::NORM, CACHE>::Params params) {
+  using OwnChunk = RowChunk<T, HEAD_DIM, HEAD_DIM, EMBEDDING>;
   const VarlenParams& call = params.call;
   const int new_rows = params.new_key != nullptr ? 2 * call.heads_kv : 0;
-  const int rows = new_rows + (EMBEDDING::ROTARY > 0 ? call.heads : 0);
+  const int rows = new_rows + (EMBEDDING::CHANGES ? call.heads : 0);
   const int64 row = (static_cast<int64>(blockIdx.x) * 128 + threadIdx.x) / OwnChunk::LANES;
   if (PROGRAMMATIC) {
     grid_dependency_wait();
@@ -85,7 +77,7 @@ __global__ void __launch_bounds__(128) append(const __grid_constant__ typename G
   const T* from = nullptr;
   T* to = nullptr;
   [[maybe_unused]] NarrowRow narrow;
-  bool is_value = false;
+  bool is_value = false, is_query = false;
   int position = 0;
   const auto find = [&]() {
     if (row >= static_cast<int64>(params.queries) * rows || OwnChunk::column() >= HEAD_DIM) return;
@@ -100,6 +92,7 @@ __global__ void __launch_bounds__(128) append(const __grid_constant__ typename G
       return static_cast<const T*>(base) + (packed ? 0 : b * strides.batch) + head * strides.head + place * strides.row;
     };
     if (kind >= new_rows) {
+      is_query = true;
       from = row_of(call.query, call.query_strides, kind - new_rows);
       to = static_cast<T*>(params.rotated) + (static_cast<int64>(query) * call.heads + kind - new_rows) * HEAD_DIM;
       return;
@@ -141,7 +134,7 @@ __global__ void __launch_bounds__(128) append(const __grid_constant__ typename G
     }
   };
   find();
-  const OwnChunk chunk(from, position, params);
+  const OwnChunk chunk(from, position, params, NormOf<EMBEDDING>(params, !is_query));
   const Chunk<T> embedded = chunk.embedded();
   if constexpr (PRESENT<CACHE>) {
     const Chunk<T> own = is_value ? chunk.as_it_was() : embedded;

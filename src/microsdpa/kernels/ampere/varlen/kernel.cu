@@ -149,10 +149,10 @@ struct Source {
   }
 
   // Stores the group's new keys and values of a tile, to the tile and to the cache, or to the cache alone.
-  template <typename EMBEDDING, typename Segment>
-  __device__ __forceinline__ static void store_new(Stage<C>* stage, const Pages& pages, const AppendParams& append,
+  template <typename EMBEDDING, typename PARAMS, typename Segment>
+  __device__ __forceinline__ static void store_new(Stage<C>* stage, const Pages& pages, const PARAMS& append,
                                                    Segment& segment, int first_key) {
-    using KeyChunk = RowChunk<T, C::COLUMNS, EMBEDDING>;
+    using KeyChunk = RowChunk<T, C::COLUMNS, C::HEAD_DIM, EMBEDDING>;
     const VarlenParams& params = append.call;
     const Sequence& sequence = segment.sequence;
     const int column = KeyChunk::column(), end = min(first_key + C::BLOCK_N, segment.end);
@@ -163,7 +163,8 @@ struct Source {
         return static_cast<const T*>(base) + segment.work.b * strides.batch + segment.work.head_kv * strides.head +
                static_cast<int64>(sequence.first_query + key - sequence.length) * strides.row;
       };
-      const KeyChunk key_chunk(inside ? row_of(append.new_key, append.new_key_strides) : nullptr, key, append);
+      const KeyChunk key_chunk(inside ? row_of(append.new_key, append.new_key_strides) : nullptr, key, append,
+                               NormOf<EMBEDDING>(append, true));
       Chunk<T> value_chunk{};
       if (inside) {
         const T* value = row_of(append.new_value, append.new_value_strides) + column;
@@ -230,20 +231,21 @@ struct Rows {
 template <typename C, int PACK, typename EMBEDDING>
 struct RotatedRows {
   using T = typename C::T;
-  using OwnChunk = RowChunk<T, C::COLUMNS, EMBEDDING>;
+  using OwnChunk = RowChunk<T, C::COLUMNS, C::HEAD_DIM, EMBEDDING>;
   static constexpr int ROWS = C::THREADS / OwnChunk::LANES;
 
   __device__ __forceinline__ static int row(int first) {
     return first + static_cast<int>(threadIdx.x) / OwnChunk::LANES;
   }
   // Starts loading the rows from `first` on.
-  template <typename Segment>
-  __device__ __forceinline__ static OwnChunk load(const AppendParams& append, const Segment& segment, int first) {
+  template <typename PARAMS, typename Segment>
+  __device__ __forceinline__ static OwnChunk load(const PARAMS& append, const Segment& segment, int first) {
     const Rows<PACK> place(segment.work, segment.sequence, PACK);
     const T* query = static_cast<const T*>(append.call.query);
     const bool valid = row(first) < segment.rows && OwnChunk::column() < C::HEAD_DIM;
     return OwnChunk(valid ? place.at(query, append.call.query_strides, row(first)) : nullptr,
-                    segment.sequence.length + (segment.work.first_row + row(first)) / PACK, append);
+                    segment.sequence.length + (segment.work.first_row + row(first)) / PACK, append,
+                    NormOf<EMBEDDING>(append, false));
   }
   // `scales` are those of the tile's rows, where the cache is of 8 bits.
   __device__ __forceinline__ static void store(typename C::QueryTile& tile, float* scales, int first,
@@ -257,8 +259,8 @@ struct RotatedRows {
       *reinterpret_cast<Chunk<T>*>(tile.at(row(first), OwnChunk::column())) = embedded;
     }
   }
-  template <typename Segment>
-  __device__ __forceinline__ static void copy(typename C::QueryTile& tile, float* scales, const AppendParams& append,
+  template <typename PARAMS, typename Segment>
+  __device__ __forceinline__ static void copy(typename C::QueryTile& tile, float* scales, const PARAMS& append,
                                               const Segment& segment, int first) {
     for (; first < C::BLOCK_M; first += ROWS) store(tile, scales, first, load(append, segment, first));
   }
@@ -304,13 +306,7 @@ __device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, S
 // The parameter of a kernel: without an embedding, which is void, it appends and rotates nothing. CACHE is void for
 // elements like those of queries.
 template <typename EMBEDDING, typename CACHE>
-struct Given {
-  using Params = CacheParams;
-};
-template <typename EMBEDDING>
-struct Given<EMBEDDING, void> {
-  using Params = AppendParams;
-};
+struct Given : AppendGiven<EmbeddingOf<EMBEDDING>::Type::NORM, CACHE> {};
 template <>
 struct Given<void, void> {
   using Params = VarlenParams;
@@ -374,9 +370,9 @@ template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int
           int MOST_PARTS, typename CACHE>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     attention(const __grid_constant__ ParamsOf<EMBEDDING, CACHE> given) {
-  // Queries that are rotated, or whose products are of another type, come through registers.
+  // Queries that have a norm, are rotated, or whose products are of another type come through registers.
   constexpr bool APPENDS = PRESENT<EMBEDDING>, NARROW = PRESENT<CACHE>;
-  constexpr bool ROTATES = ROTATED_COLUMNS<EMBEDDING> > 0 || NARROW;
+  constexpr bool ROTATES = EmbeddingOf<EMBEDDING>::Type::CHANGES || NARROW;
   const VarlenParams& params = call_of(given);
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES, CACHE>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;

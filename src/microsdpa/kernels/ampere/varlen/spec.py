@@ -36,18 +36,25 @@ APPEND_THREADS = 128
 
 
 @dataclass(frozen=True)
-class Rotary:
-    """Rotary embedding (RoPE) of queries and new keys.
+class RowChange:
+    """What is done to rows of queries and new keys: an RMS norm over D, and then rotary embedding (RoPE).
 
     Attributes:
-        columns: that are rotated, from the first on.
-        interleaved: whether pairs are neighbours; else they are half of `columns` apart.
-        dtype: of cosines and sines.
+        rotary: columns that are rotated, from the first on; 0 for none.
+        interleaved: whether pairs are neighbours; else they are half of `rotary` apart.
+        angles: type of cosines and sines.
+        weights: type of the norms' weights; None without norms.
     """
 
-    columns: int
-    interleaved: bool
-    dtype: MaskType
+    rotary: int = 0
+    interleaved: bool = False
+    angles: MaskType = "float32"
+    weights: MaskType | None = None
+
+    @property
+    def changes_query(self) -> bool:
+        """Whether queries come out other than they are."""
+        return self.rotary > 0 or self.weights is not None
 
 
 @dataclass(frozen=True)
@@ -305,32 +312,36 @@ def _cache(kind: CacheKind | None) -> str:
     return f"{names}::EightBits<{names}::{CACHE_FORMAT[kind.dtype]}, {BOOLEAN[kind.each_token]}>"
 
 
-def _embedding(rotary: Rotary | None) -> str:
-    columns, interleaved, dtype = (
-        (rotary.columns, rotary.interleaved, rotary.dtype) if rotary else (0, False, "float32")
-    )
-    return f"microsdpa::ampere::varlen::Embedding<{columns}, {BOOLEAN[interleaved]}, {CPP_TYPE[dtype]}>"
+def _embedding(change: RowChange) -> str:
+    weights = f", {CPP_TYPE[change.weights]}" if change.weights else ""
+    arguments = f"{change.rotary}, {BOOLEAN[change.interleaved]}, {CPP_TYPE[change.angles]}{weights}"
+    return f"microsdpa::ampere::varlen::Embedding<{arguments}>"
+
+
+def _append_params(problem: Problem, change: RowChange) -> str:
+    """The C++ type of the parameter of a kernel that appends."""
+    return f"microsdpa::{'Normed' if change.weights else 'Cache' if problem.cache else 'Append'}Params"
 
 
 def appends_itself(spec: KernelSpec, problem: Problem) -> bool:
-    """Whether the kernel of attention writes new keys and rotates, too: each tile of rows takes what it sees itself."""
+    """Whether attention's kernel appends and changes rows, too: each tile of rows takes what it sees itself."""
     few = problem.cache is None and spec.name == "ampere/varlen"
     return few and problem.seqlen_q * spec.pack <= min(spec.block_m, MOST_NEW_KEYS * spec.pack)
 
 
-def appending(spec: KernelSpec, rotary: Rotary | None) -> KernelSpec:
-    """The kernel of attention that writes new keys and values to the cache, and rotates them and queries."""
-    arguments = dict(spec.template_args) | {"EMBEDDING": _embedding(rotary)}
-    return replace(spec, template_args=tuple(arguments.items()), params="microsdpa::AppendParams")
+def appending(spec: KernelSpec, problem: Problem, change: RowChange) -> KernelSpec:
+    """The kernel of attention that writes new keys and values to the cache, and changes them and queries."""
+    arguments = dict(spec.template_args) | {"EMBEDDING": _embedding(change)}
+    return replace(spec, template_args=tuple(arguments.items()), params=_append_params(problem, change))
 
 
-def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
-    """The kernel that writes new keys and values to the cache, and rotates them and queries."""
+def append(problem: Problem, change: RowChange) -> KernelSpec:
+    """The kernel that writes new keys and values to the cache, and changes them and queries."""
     programmatic = capability_of(problem.target) >= (9, 0)
     arguments = {
         "T": CPP_TYPE[problem.dtype],
         "HEAD_DIM": problem.head_dim,
-        "EMBEDDING": _embedding(rotary),
+        "EMBEDDING": _embedding(change),
         "PAGED": BOOLEAN[problem.varlen != 0],
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "CACHE": _cache(problem.cache),
@@ -343,13 +354,13 @@ def append(problem: Problem, rotary: Rotary | None) -> KernelSpec:
         threads=APPEND_THREADS,
         block_m=1,
         programmatic=programmatic,
-        params="microsdpa::CacheParams" if problem.cache else "microsdpa::AppendParams",
+        params=_append_params(problem, change),
     )
 
 
-def append_grid(problem: Problem, queries: int, new_keys: bool, rotates: bool) -> Grid:
-    """CTAs that append and rotate: a thread for every 16 bytes, and a power of two for every row."""
-    rows = (2 * problem.heads_kv if new_keys else 0) + (problem.heads if rotates else 0)
+def append_grid(problem: Problem, queries: int, new_keys: bool, changes_query: bool) -> Grid:
+    """CTAs that append and change rows: a thread for every 16 bytes, and a power of two for every row."""
+    rows = (2 * problem.heads_kv if new_keys else 0) + (problem.heads if changes_query else 0)
     lanes = 1 << (problem.head_dim // 8 - 1).bit_length()
     return ceil(queries * rows * lanes / APPEND_THREADS), 1, 1
 
