@@ -57,6 +57,7 @@ def a_cache(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "value_cache_8bit": value_cache.to(torch.float8_e4m3fn),
         "v_scale": torch.tensor([0.5]),
         "cos": torch.ones(64, 16).half(),
+        **dict.fromkeys(("q_weight", "k_weight"), torch.ones(32).half()),
         "sin": torch.zeros(64, 16).half(),
         "microsdpa": microsdpa,
     }

@@ -9,7 +9,7 @@ from microsdpa.evidence.serving import WAYS, Cell, Way, expected, fields_of, jud
 from microsdpa.jit.signature import code_signature
 
 SMALL = {
-    "equal": Cell((40, 40), 4, 2, 32),
+    "equal": Cell((40, 40), 4, 2, 128),
     "mixed": Cell((5, 40, 17), 4, 2, 32, text="3 of 5 to 40"),
     "prompts": Cell((5, 20, 7), 4, 2, 32, None, 0),
     "new tokens": Cell((48, 48), 4, 2, 32, 8),
@@ -20,23 +20,33 @@ OURS = [way for way in WAYS if way.name == serving.OURS]
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("way", OURS, ids=["pages", "batch_invariant", "dense"])
+@pytest.mark.parametrize("way", OURS, ids=lambda way: way.variant or "pages")
 def test_outputs_are_held_against_the_oracle(name: str, way: Way) -> None:
     cell = SMALL[name]
     if way.absent(cell) and way.variant == serving.INVARIANT:
         assert cell.queries != 1 or cell.cache != "bfloat16"
+        return
+    if way.absent(cell) and way.variant in serving.APPENDS:
+        assert cell.queries != 1 or cell.cache != "bfloat16" or not cell.equal
         return
     if way.absent(cell):
         assert way.dense
         assert not cell.equal or cell.cache != "bfloat16"
         return
     layer = layers(cell, "cpu", 2)[0]
-    right = expected(cell, layer, way.dense)
+    right = expected(cell, serving.changed(layer, cell, way.change) if cell.page else layer, way.dense)
     error, wrong = judged(way, cell, layer, right)
     assert not wrong
     assert error["max_abs"] < 0.1  # type: ignore[operator]
     bad = Way("bad", lambda layer, cell: lambda: way.bind(layer, cell)() + 0.5, "", way.decode, dense=way.dense)
     assert judged(bad, cell, layer, right)[1].startswith("off by")
+
+
+def test_new_keys_are_held_against_the_changed_ones() -> None:
+    cell = SMALL["equal"]
+    layer = layers(cell, "cpu", 2)[0]
+    (way,) = (way for way in OURS if way.change.changes_query)
+    assert judged(way, cell, layer, expected(cell, layer, False))[1].startswith("off by")
 
 
 def test_layers_share_everything_but_their_caches() -> None:

@@ -13,6 +13,7 @@ from varlen_space import Form, after_appending, appending, assert_right, call, m
 pytestmark = pytest.mark.gpu
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+NORMS = "q_norm", "k_norm"
 FORMS = {
     "decode": Form(BF16, 128, group=4),
     "decode, D = 72": Form(FP16, 72, causal=False, keys="dense"),
@@ -45,10 +46,11 @@ def test_any_call(name: str, seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("rotary", [0, 64])
+@pytest.mark.parametrize(("rotary", "norms"), [(0, ()), (64, ()), (64, NORMS), (0, NORMS[:1]), (32, NORMS[1:])])
+@pytest.mark.parametrize("queries", [5, 40])
 @pytest.mark.parametrize("seed", range(4))
-def test_new_keys_are_written_and_seen(rotary: int, seed: int) -> None:
-    given = appending(Form(BF16, 64, 2, 5), seed, rotary)
+def test_new_keys_are_written_and_seen(rotary: int, norms: tuple[str, ...], queries: int, seed: int) -> None:
+    given = appending(Form(BF16, 64, 2, queries), seed, rotary, norms=norms)
     expected, there = after_appending(given), moved(given, "cuda")
     out, lse = microsdpa.sdpa_varlen(**there, return_lse=True)
     torch.testing.assert_close(there["key"].cpu(), expected["key"], rtol=1e-2, atol=1e-3)
@@ -56,19 +58,20 @@ def test_new_keys_are_written_and_seen(rotary: int, seed: int) -> None:
     assert_right(out, lse, expected)
 
 
-APPENDING = {
-    "E4M3, scales of heads": (Form(BF16, 128, group=4, cache=E4M3), 0),
-    "E4M3, scales of tokens, rotated": (Form(BF16, 64, 2, 5, cache=E4M3, each_token=True), 64),
-    "INT8, scales of heads, rotated": (Form(FP16, 128, 4, 3, cache=torch.int8), 32),
-    "INT8, scales of tokens, prompts": (Form(FP16, 64, 2, 40, cache=torch.int8, each_token=True), 0),
+APPENDING: dict[str, tuple[Form, int, tuple[str, ...]]] = {
+    "E4M3, scales of heads": (Form(BF16, 128, group=4, cache=E4M3), 0, ()),
+    "E4M3, scales of heads, norms, rotated": (Form(BF16, 128, group=4, cache=E4M3), 128, NORMS),
+    "E4M3, scales of tokens, rotated": (Form(BF16, 64, 2, 5, cache=E4M3, each_token=True), 64, ()),
+    "INT8, scales of heads, rotated": (Form(FP16, 128, 4, 3, cache=torch.int8), 32, ()),
+    "INT8, scales of tokens, prompts": (Form(FP16, 64, 2, 40, cache=torch.int8, each_token=True), 0, ()),
 }
 
 
 @pytest.mark.parametrize("name", APPENDING)
 @pytest.mark.parametrize("seed", range(4))
 def test_new_keys_are_quantized_and_seen(name: str, seed: int) -> None:
-    form, rotary = APPENDING[name]
-    given = appending(form, seed, rotary)
+    form, rotary, norms = APPENDING[name]
+    given = appending(form, seed, rotary, norms=norms)
     expected, there = after_appending(given), moved(given, "cuda")
     out, lse = microsdpa.sdpa_varlen(**there, return_lse=True)
     there = moved(there, "cpu")

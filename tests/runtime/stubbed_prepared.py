@@ -297,8 +297,8 @@ def test_a_plan_without_a_call_is_refused() -> None:
         library.register_plan(b"", b"")
     with pytest.raises(TypeError, match="expected 7 to 28 arguments, got 6"):
         library.register_plan(b"", b"", *call()[:6])
-    with pytest.raises(TypeError, match="expected 7 to 28 arguments, got 26"):
-        launcher.launch(*call(), *[None] * 19)
+    with pytest.raises(TypeError, match="expected 7 to 28 arguments, got 29"):
+        launcher.launch(*call(), *[None] * 22)
 
 
 def test_a_tensor_map_that_cannot_be_is_refused() -> None:

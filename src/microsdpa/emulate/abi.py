@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 16, 16, 128, 4096
+MAX_BUFFERS, MAX_GUARDS, MAX_SITES, MESSAGE_BYTES = 24, 16, 128, 4096
 
 
 class VarlenParams(ctypes.Structure):

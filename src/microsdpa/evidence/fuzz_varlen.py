@@ -39,8 +39,9 @@ CACHES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"e4m3": 448.0, "int8": 127.0}
 STEP = {"e4m3": (2.0**-4, 2.0**-10), "int8": (0.0, 0.5)}
 """Error of a number in 8 bits: a part of it, and a part of its scale."""
-ROTATED = 2.0
-"""Times one rounding of its type that a rotated key may be off: tables are rounded, and so is the product."""
+NORM_EPS = 1e-3
+CHANGED = 2.0
+"""Times one rounding of its type that a changed key may be off: tables are rounded, and so is the product."""
 HEAD_DIMS = (64, 128, 32, 48, 96, 256, 16, 72)
 
 
@@ -56,7 +57,8 @@ class VarlenCall:
         hint: whether max_queries is given.
         append: whether each query brings a new key.
         rotary: columns of queries and new keys that are rotated; 0 for none.
-        narrow: whether the angles have the inputs' type; else they are float32.
+        narrow: whether angles and norms' weights have the inputs' type; else they are float32.
+        norms: which norms there are; that of keys is of those that are appended.
         cache: type of keys and values; 8-bit ones have scales of `scale_of`.
         invariant: batch_invariant.
         out: whether an output is given.
@@ -78,6 +80,7 @@ class VarlenCall:
     rotary: int = 0
     interleaved: bool = False
     narrow: bool = False
+    norms: tuple[str, ...] = ()
     causal: bool = False
     scale: float | None = None
     window: tuple[int, int] | None = None
@@ -144,10 +147,14 @@ def valid(call: VarlenCall) -> VarlenCall:
     if call.append and call.storage == "dense":
         call = replace(call, spare=max(call.spare, max(call.queries)))
     if call.storage == "packed":
-        call = replace(call, rotary=0)  # positions are counted from lengths, which packed keys lack
+        call = replace(call, rotary=0, norms=())  # positions are counted from lengths, which packed keys lack
     call = replace(call, rotary=min(call.rotary, call.head_dim // 16 * 16))
+    if not call.append:
+        call = replace(call, norms=tuple(name for name in call.norms if name != "k_norm"))
     if not call.rotary:
-        call = replace(call, interleaved=False, narrow=False)
+        call = replace(call, interleaved=False)
+    if not call.rotary and not call.norms:
+        call = replace(call, narrow=False)
     if call.cache == "inputs":
         call = replace(call, scale_of="number")
     elif call.head_dim % 16:
@@ -203,6 +210,9 @@ def tensors(call: VarlenCall) -> dict[str, Any]:
         of = dtype if call.narrow else torch.float32
         given |= {"rotary_cos": angles.cos().to(of), "rotary_sin": angles.sin().to(of)}
         given["rotary_interleaved"] = call.interleaved
+    for name in call.norms:
+        weights = torch.randn(call.head_dim, generator=generator)
+        given |= {name: weights.to(dtype if call.narrow else torch.float32), "norm_eps": NORM_EPS}
     for name in ("scale", "window", "softcap"):
         if getattr(call, name) is not None:
             given[name] = getattr(call, name)
@@ -345,17 +355,17 @@ def _appended(call: VarlenCall, before: dict[str, Any], after: dict[str, Any]) -
     """The call that gives the same with all keys in the cache, or what is wrong with the cache that was written."""
     written = {name: torch.zeros(before[name].shape[:-1], dtype=torch.bool) for name in ("key", "value")}
     expected = dict(before)
-    if call.append or call.rotary:
+    if call.append or call.rotary or call.norms:
         query = before["query"].clone()
         for b, (count, start) in enumerate(zip(call.queries, call.keys, strict=True)):
             first = sum(call.queries[:b])
             own: Any = slice(first, first + count) if call.packed else b
             positions = torch.arange(start, start + count)
-            query[own] = _rotated(before, before["query"][own], positions).to(query.dtype)
+            query[own] = _changed(before, before["query"][own], positions, "q_norm").to(query.dtype)
             if not call.append:
                 continue
             news = {
-                "key": _rotated(before, before["new_key"][own], positions),
+                "key": _changed(before, before["new_key"][own], positions, "k_norm"),
                 "value": before["new_value"][own].double(),
             }
             place = _places(call, before, b, positions)
@@ -380,22 +390,22 @@ def _places(call: VarlenCall, given: dict[str, Any], b: int, positions: torch.Te
     return given["page_table"][b].long()[positions // call.page], positions % call.page
 
 
-def _rotated(given: dict[str, Any], rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rows [S, heads, D] in FP64, rotated where the call says so."""
-    if "rotary_cos" not in given or not rows.numel():
+def _changed(given: dict[str, Any], rows: torch.Tensor, positions: torch.Tensor, norm: str) -> torch.Tensor:
+    """Rows [S, heads, D] in FP64, with a norm and rotated where the call says so."""
+    if not rows.numel():
         return rows.double()
-    angles = given["rotary_cos"], given["rotary_sin"]
-    interleaved = given["rotary_interleaved"]
+    angles = (given["rotary_cos"], given["rotary_sin"]) if "rotary_cos" in given else None
+    interleaved = given.get("rotary_interleaved", False)
     turned = reference.changed_rows(
-        rows.transpose(0, 1)[None], angles=angles, positions=positions, interleaved=interleaved
+        rows.transpose(0, 1)[None], (given.get(norm), None), NORM_EPS, angles, positions, interleaved=interleaved
     )
     return turned[0].transpose(0, 1)
 
 
 def _miswritten(call: VarlenCall, name: str, after: dict[str, Any], place: tuple[Any, Any], rows: torch.Tensor) -> str:
     """What is wrong with new keys or values in the cache, which should stand for `rows`; empty if nothing is."""
-    found = after[name][place].float().double()
-    unit = compare.UNIT_ROUNDOFF[TORCH_DTYPE[call.dtype]] * ROTATED if call.rotary and name == "key" else 0.0
+    found, changes = after[name][place].float().double(), call.rotary > 0 or "k_norm" in call.norms
+    unit = compare.UNIT_ROUNDOFF[TORCH_DTYPE[call.dtype]] * CHANGED if changes and name == "key" else 0.0
     allowed = unit * rows.abs().amax(-1, keepdim=True).expand_as(rows)
     if call.cache != "inputs":
         scale = torch.as_tensor(after["k_scale" if name == "key" else "v_scale"], dtype=torch.float32)
@@ -445,7 +455,8 @@ def form(choose: random.Random, emulated: bool) -> dict[str, Any]:
     }
     if not emulated and choose.random() < 0.3:
         found["impl"] = choose.choice([family.name for family in VARLEN_FAMILIES])
-    return found | {"rotary": choose.choice((0, 16, found["head_dim"]))}
+    found["rotary"] = choose.choice((0, 16, found["head_dim"]))
+    return found | {"norms": choose.choice(((), (), ("q_norm",), ("k_norm",), ("q_norm", "k_norm")))}
 
 
 def draw(choose: random.Random, form: dict[str, Any], emulated: bool) -> VarlenCall:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import Grid, KernelSpec, configurations, policy
-from microsdpa.kernels.ampere.varlen.spec import batch_invariant
+from microsdpa.kernels.ampere.varlen.spec import RowChange, appending, batch_invariant
 from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import (
@@ -87,6 +87,9 @@ def of_row(row: Row, target: str) -> dict[str, Kernel]:
         return {"code_signature": Kernel.of(_configuration(plain, row["variant"]), plain)}
     if row.get("batch_invariant"):
         return {"code_signature": Kernel.of(batch_invariant(plain), plain)}
+    if change := row.get("row_change"):
+        spec = appending(select(plain, "auto").spec, plain, RowChange(**change))
+        return {"code_signature": Kernel.of(spec, plain)}
     spec = select(plain, row.get("requested") or "auto").spec
     if row["mode"] == "profile":  # a row for each stage
         spec = next((stage for stage in spec.stages if stage.name == row["kernel"]), spec)

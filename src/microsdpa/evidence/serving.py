@@ -26,13 +26,18 @@ from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import Call
 from microsdpa.evidence.peers.implementation import import_failure
 from microsdpa.jit.signature import code_signature, signature
-from microsdpa.kernels.ampere.varlen.spec import batch_invariant
+from microsdpa.kernels.ampere.varlen.spec import RowChange, appending, batch_invariant
 from microsdpa.kernels.problem import CacheKind, Problem
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 
 SUITE = "serving"
 OURS, INVARIANT = "microsdpa", "batch_invariant"
+AS_IT_IS = RowChange()
+APPENDS = {"new keys": AS_IT_IS, "new keys, norms, rotary": RowChange(128, weights="bfloat16")}
+"""Variants that write the last key and value of each sequence in the call, and what they do to it and to queries."""
+MOST_APPENDING = 8
+"""Sequences of their cells at most: with more the cache takes all the time."""
 LAYERS_BYTES = 300_000_000
 """What the caches of all layers take together, at least: several times a GPU's cache."""
 MOST_LAYERS, FEWEST_LAYERS = 200, 2
@@ -202,6 +207,7 @@ class Way:
         decode: its output as the query's shape.
         absent: why it does not compute a cell; empty if it does.
         dense: whether it computes on the dense view of a cache, whose output is another one.
+        change: what is done to queries and the last keys ahead of attention.
     """
 
     name: str
@@ -210,6 +216,7 @@ class Way:
     decode: Callable[[Any], torch.Tensor] = lambda found: found
     absent: Callable[[Cell], str] = lambda cell: ""
     dense: bool = False
+    change: RowChange = AS_IT_IS
 
 
 def _ours(layer: Layer, cell: Cell) -> Call:
@@ -223,6 +230,49 @@ def _ours_invariant(layer: Layer, cell: Cell) -> Call:
     given = layer.sequences.tensors
     inputs = layer[:3]
     return lambda: microsdpa.sdpa_varlen(*inputs, **given, causal=True, batch_invariant=True)  # type: ignore[arg-type]
+
+
+def _last_places(layer: Layer, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page of the last key of each sequence, and its place there."""
+    table, lengths = layer.sequences.page_table, layer.sequences.lengths
+    assert table is not None
+    assert lengths is not None
+    last = (lengths - 1).long()
+    return table.gather(1, (last // cell.page)[:, None])[:, 0].long(), last % cell.page
+
+
+def _angles(cell: Cell, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, [positions, R / 2], as RoPE has them."""
+    rates = 10000.0 ** (-torch.arange(0, columns, 2, device=device) / columns)
+    angles = torch.arange(max(cell.lengths), device=device)[:, None] * rates
+    return angles.cos(), angles.sin()
+
+
+def changed(layer: Layer, cell: Cell, change: RowChange) -> Layer:
+    """A layer with changed queries and last keys, rounded once, in memory of its own."""
+    lengths, key, place = layer.sequences.lengths, layer.key.clone(), _last_places(layer, cell)
+    assert lengths is not None
+    norm = (layer.query.new_ones(cell.head_dim) if change.weights else None, None)
+    angles = _angles(cell, change.rotary, key.device) if change.rotary else None
+    positions = (lengths - 1)[:, None]
+
+    def rows(given: torch.Tensor) -> torch.Tensor:  # [B, 1, heads, D]
+        found = reference.changed_rows(given.transpose(1, 2), norm, 1e-6, angles, positions)
+        return found.transpose(1, 2).to(given.dtype)
+
+    key[place] = rows(key[place][:, None])[:, 0]
+    return layer._replace(query=rows(layer.query), key=key)
+
+
+def _ours_appending(layer: Layer, cell: Cell, change: RowChange) -> Call:
+    key, value, place = layer.key.clone(), layer.value.clone(), _last_places(layer, cell)
+    given: dict[str, Any] = dict(layer.sequences.tensors)
+    given |= {"lengths": given["lengths"] - 1, "new_key": key[place][:, None], "new_value": value[place][:, None]}
+    if change.rotary:
+        given["rotary_cos"], given["rotary_sin"] = _angles(cell, change.rotary, key.device)
+    if change.weights:
+        given |= dict.fromkeys(("q_norm", "k_norm"), layer.query.new_ones(cell.head_dim))
+    return lambda: microsdpa.sdpa_varlen(layer.query, key, value, **given, causal=True)
 
 
 def _ours_dense(layer: Layer, cell: Cell) -> Call:
@@ -291,11 +341,12 @@ def _flash_infer(layer: Layer, cell: Cell) -> Call:
     return lambda: wrapper.run(rows, (key, value), **scales)
 
 
-ONE_LENGTH, ONE_QUERY, ONE_TYPE, ONE_PAGE = NOT_COMPUTED = (
+ONE_LENGTH, ONE_QUERY, ONE_TYPE, ONE_PAGE, FEW = NOT_COMPUTED = (
     "its sequences have one length",
     "it decodes one query a sequence",
     "its tensors have one type",
     "it is timed with pages of 16",
+    f"it is timed with up to {MOST_APPENDING} sequences of a length",
 )
 """Why a way does not compute a cell, whoever has installed it."""
 
@@ -310,6 +361,11 @@ def _only_decoding(cell: Cell) -> str:
 
 def _decoding_of_one_page(cell: Cell) -> str:
     return _only_decoding(cell) or _only_one_type(cell) or ("" if cell.page == 16 else ONE_PAGE)
+
+
+def _few_of_one_page(cell: Cell) -> str:
+    few = len(cell.lengths) <= MOST_APPENDING and cell.equal and cell.heads_kv > 1
+    return _decoding_of_one_page(cell) or ("" if few else FEW)
 
 
 def _only_one_type(cell: Cell) -> str:
@@ -341,6 +397,10 @@ def _no_queries_of_many(cell: Cell) -> str:
 WAYS: tuple[Way, ...] = (
     Way(OURS, _ours),
     Way(OURS, _ours_invariant, INVARIANT, absent=_decoding_of_one_page),
+    *(
+        Way(OURS, functools.partial(_ours_appending, change=change), name, absent=_few_of_one_page, change=change)
+        for name, change in APPENDS.items()
+    ),
     Way(OURS, _ours_dense, "dense", _rows_first, _equal_of_one_type, dense=True),
     Way("torch cuDNN", _torch_cudnn, "dense", _rows_first, _no_queries_of_many, dense=True),
     Way("FlashAttention-3", _flash3, "", _first, _needs("flash_attn_interface", "flash-attn-3", _only_one_type)),
@@ -425,6 +485,8 @@ def fields_of(way: Way, cell: Cell, target: str) -> dict[str, Any]:
     spec = select(problem).spec
     if way.variant == INVARIANT:
         spec, fields["batch_invariant"] = batch_invariant(problem), True
+    if way.variant in APPENDS:
+        spec, fields["row_change"] = appending(spec, problem, way.change), asdict(way.change)
     return fields | {
         "kernel": spec.name,
         "signature": signature(spec, target),
@@ -446,7 +508,12 @@ def run(
 def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:
     rows, calls, fields = [], {}, {}
     own_layers, target = layers(cell, "cuda"), launcher.target_of_device()
-    right = functools.cache(lambda dense: expected(cell, own_layers[0], dense))
+
+    @functools.cache
+    def right(dense: bool, change: RowChange) -> Expected:
+        layer = own_layers[0]
+        return expected(cell, changed(layer, cell, change) if change.changes_query else layer, dense)
+
     for way in WAYS:
         if way.absent(cell) in NOT_COMPUTED:
             continue
@@ -455,7 +522,7 @@ def _measure(cell: Cell, modes: Sequence[str]) -> list[results.Row]:
         reason, status = way.absent(cell), "unavailable"
         if not reason:
             try:
-                fields[name]["error"], reason = judged(way, cell, own_layers[0], right(way.dense))
+                fields[name]["error"], reason = judged(way, cell, own_layers[0], right(way.dense, way.change))
                 status = "wrong"
                 calls[name] = [way.bind(layer, cell) for layer in own_layers]
             except Exception as failure:  # a row says so, and the others are measured

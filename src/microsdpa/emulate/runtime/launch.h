@@ -5,7 +5,7 @@
 
 namespace microsdpa::emulator {
 
-constexpr int MAX_BUFFERS = 16;
+constexpr int MAX_BUFFERS = 24;
 constexpr int MAX_GUARDS = 16;
 constexpr int MAX_SITES = 128;
 constexpr int MESSAGE_BYTES = 4096;
