@@ -44,6 +44,14 @@ DECODING = [
     Case(1, 6, 9, 4, 32, heads_kv=2, causal="lower_right"),
 ]
 """Heads that share a key head in one tile: 2, 15, 21 and 120 rows of it, and rows that see no key."""
+DECODED: tuple[tuple[str, ...], ...] = (
+    PRECISIONS,
+    ("fp8_fast", "int8_fp8"),
+    ("fp8_fast", "fp8"),
+    ("fp8_fast", "int8_fp16"),
+    ("fp8_fast", "int8_fp8"),
+)
+"""Precisions of DECODING: all where the kernels are those of MANY_HEADS, else one besides "fp8_fast", in turn."""
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -134,8 +142,8 @@ def test_tiles_for_many_heads(case: Case) -> None:
         test_every_precision_against_the_original_tensors(precision, case)
 
 
-@pytest.mark.parametrize("case", DECODING, ids=str)
-def test_heads_of_a_key_head_are_packed(case: Case) -> None:
+@pytest.mark.parametrize(("case", "precisions"), zip(DECODING, DECODED, strict=True), ids=str)
+def test_heads_of_a_key_head_are_packed(case: Case, precisions: tuple[str, ...]) -> None:
     found = select(problem_of(case), "ada/mma_8bit").spec
     pack = case.heads // case.kv_heads
     assert (found.pack, dict(found.template_args)["PACK"]) == (pack, str(pack))
@@ -144,7 +152,7 @@ def test_heads_of_a_key_head_are_packed(case: Case) -> None:
     assert found.block_m == (16 if rows <= 16 else 32)
     assert found.grid(problem_of(case)) == (tiles * case.batch * case.kv_heads, 1, 1)
     test_every_rung_against_the_dequantized_values("ada/mma_8bit", case)
-    for precision in PRECISIONS:
+    for precision in precisions:
         test_every_precision_against_the_original_tensors(precision, case)
 
 
@@ -307,11 +315,20 @@ def test_errors_do_not_grow_with_length() -> None:
         assert found[precision, 8192] <= 1.15 * found[precision, 512], found
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-@pytest.mark.parametrize("operands", OPERANDS)
+IN_TURN: tuple[tuple[Operands, Operands], ...] = (("fp8", "int8_fp16"), ("int8_fp8", "int8_fp16"))
+"""E4M3 and INT8 lie alike in shared memory, values in FP16 do not."""
+WIDTHS = (32, 64, 128)
+CALLS = [("ladder/11", 1, 64), ("ada/mma_8bit", 1, 64), ("ada/mma_8bit", 4, 64), ("ada/mma_8bit", 4, 4)]
+
+
 @pytest.mark.parametrize(
-    ("rung", "heads", "seqlen"),
-    [("ladder/11", 1, 64), ("ada/mma_8bit", 1, 64), ("ada/mma_8bit", 4, 64), ("ada/mma_8bit", 4, 4)],
+    ("rung", "heads", "seqlen", "operands", "head_dim"),
+    [
+        (*call, operands, head_dim)
+        for i, call in enumerate(CALLS)
+        for j, head_dim in enumerate(WIDTHS)
+        for operands in IN_TURN[(i + j) % 2]
+    ],
 )
 @pytest.mark.usefixtures("two_sms")
 def test_no_bank_conflicts_and_every_product_on_tensor_cores(
