@@ -46,14 +46,50 @@ SHAPES = [
     (Case(1, 1, 65, 700, 64), ONE_CTA),  # a ring
 ]
 WIDER = [(Case(1, 1, 64, 256, 128), PAIR), (Case(1, 1, 64, 250, 72), PAIR)]
-# Several masks together meet every shape; a mask alone meets the first one and, in turn, another.
-MASKED = [
-    (*shape, masks)
-    for i, masks in enumerate(KINDS)
-    for shape in (SHAPES if len(masks) > 1 else (SHAPES[0], SHAPES[1 + i % 3]))
-]
-# More channels change no mask: each kind meets one of the wider shapes.
-MASKED += [(*WIDER[i % 2], masks) for i, masks in enumerate(KINDS)]
+# Every kind meets the first shape. The others each meet numbers, bits and ranges in memory, and every other mask.
+OTHERS: tuple[tuple[tuple[Masking, ...], ...], ...] = (
+    (
+        ("bool", "window", "softcap", "alibi", "sinks"),
+        ("float32", "window", "alibi", "sinks"),
+        ("documents", "window", "alibi", "sinks"),
+        ("left padding, numbers",),
+        ("alibi",),
+    ),
+    (
+        ("bool", "window", "softcap", "alibi", "sinks"),
+        ("float32", "window", "alibi", "sinks"),
+        ("documents",),
+        ("additive",),
+        ("sinks",),
+    ),
+    (
+        ("left padding",),
+        ("float32",),
+        ("documents", "window", "alibi", "sinks"),
+        ("additive", "window", "softcap", "alibi", "sinks"),
+        ("softcap",),
+    ),
+)
+# More channels change no mask.
+WIDER_MASKS: tuple[tuple[tuple[Masking, ...], ...], ...] = (
+    (
+        ("bool", "window", "alibi", "sinks"),
+        ("float32", "window", "alibi", "sinks"),
+        ("documents",),
+        ("additive", "window", "softcap", "alibi", "sinks"),
+        ("softcap",),
+    ),
+    (
+        ("bool", "window", "softcap", "alibi", "sinks"),
+        ("float32",),
+        ("documents", "window", "alibi", "sinks"),
+        ("left padding, numbers",),
+        ("window",),
+    ),
+)
+MASKED = [(*SHAPES[0], masks) for masks in KINDS]
+MASKED += [(*shape, masks) for shape, kinds in zip(SHAPES[1:], OTHERS, strict=True) for masks in kinds]
+MASKED += [(*shape, masks) for shape, kinds in zip(WIDER, WIDER_MASKS, strict=True) for masks in kinds]
 
 
 def masked_problem(case: Case) -> Problem:
@@ -70,7 +106,7 @@ def test_masks_are_right_in_every_order(case: Case, cluster: int, masks: tuple[M
 BROUGHT: tuple[tuple[Case, int], ...] = (
     (Case(1, 1, 64, 512, 64), PAIR),
     (Case(2, 2, 70, 304, 64, causal="lower_right", dtype="bfloat16"), PAIR),  # keys and queries end in a box
-    (Case(1, 2, 33, 112, 64, heads_kv=1), ONE_CTA),
+    (Case(1, 2, 33, 128, 64, heads_kv=1), ONE_CTA),
 )
 TENSORS: tuple[tuple[Masking, ...], ...] = (
     ("bool",),
@@ -92,7 +128,9 @@ def specification_in_memory(case: Case, cluster: int) -> tuple[KernelSpec, Probl
 
 @pytest.mark.parametrize(
     ("case", "cluster", "masks"),
-    [(*BROUGHT[(i + k) % 3], masks) for k in range(2) for i, masks in enumerate(TENSORS)],  # each meets two of three
+    [  # a tensor alone meets two of three
+        (*BROUGHT[(i + k) % 3], masks) for i, masks in enumerate(TENSORS) for k in range(1, 3 if len(masks) == 1 else 2)
+    ],
     ids=str,
 )
 def test_masks_that_bulk_copies_bring_are_right(case: Case, cluster: int, masks: tuple[Masking, ...]) -> None:
@@ -104,9 +142,9 @@ def test_masks_that_bulk_copies_bring_are_right(case: Case, cluster: int, masks:
 
 
 THREE_OR_FOUR: tuple[tuple[int, int, tuple[Masking, ...]], ...] = (
-    *((384, ONE_CTA, masks) for masks in (("bool",), ("window",), ("softcap", "sinks"))),
-    *((500, ONE_CTA, masks) for masks in (("padding",), ("alibi",))),
-    *((1000, PAIR, masks) for masks in (("bool",), ("padding",), ("window",), ("alibi",), ("softcap", "sinks"))),
+    *((384, ONE_CTA, masks) for masks in (("bool",), ("window", "softcap", "sinks"))),
+    *((500, ONE_CTA, masks) for masks in (("padding",), ("window", "alibi"))),
+    *((1000, PAIR, masks) for masks in (("bool",), ("padding",), ("window", "alibi"), ("softcap", "sinks"))),
 )
 
 
@@ -128,17 +166,23 @@ def test_a_key_that_is_no_number_leaves_none_to_any_row(keys: int, masked: bool)
         assert found.isnan().all()
 
 
-@pytest.mark.parametrize("head_dim", [8, 24, 40, 56, 72, 80, 96, 104, 120])
-def test_columns_that_tensors_do_not_have_are_zeros(head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "cluster"),
+    [  # tiles of each width meet one CTA and two
+        *((8, ONE_CTA), (24, PAIR), (40, ONE_CTA), (56, PAIR), (72, ONE_CTA), (80, PAIR)),
+        *((96, ONE_CTA), (96, PAIR), (104, ONE_CTA), (120, PAIR)),
+    ],
+)
+def test_columns_that_tensors_do_not_have_are_zeros(head_dim: int, cluster: int) -> None:
     case = Case(1, 2, 40, 300, head_dim, layout="bshd")
     problem = case.problem("sm_90a")
-    for cluster in (ONE_CTA, PAIR):
-        check_in_every_order(specification(problem, configuration(problem, cluster)), problem, case)
+    check_in_every_order(specification(problem, configuration(problem, cluster)), problem, case)
 
 
 def call(case: Case, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     query, key, value = make(case)
-    return microsdpa.sdpa(query, key, value, return_lse=True, impl="emulate:hopper/latency", **more)
+    impl = "emulate:hopper/latency"
+    return microsdpa.sdpa(query, key, value, enable_gqa=True, return_lse=True, impl=impl, **more)
 
 
 def assert_exact(case: Case, tensors: Tensors, found: tuple[torch.Tensor, torch.Tensor], **masks: Any) -> None:
@@ -152,7 +196,8 @@ def assert_exact(case: Case, tensors: Tensors, found: tuple[torch.Tensor, torch.
 @pytest.mark.parametrize("elements", ["bool", "float16", "float32"])
 @pytest.mark.parametrize("keys", [128, 70])
 def test_strides_of_every_dimension_are_followed(keys: int, elements: str) -> None:
-    case = Case(2, 2, 33, keys, 64)
+    """The kernels to which bulk copies bring a mask are those of BROUGHT's last case."""
+    case = Case(2, 2, 33, keys, 64, heads_kv=1)
 
     def mask(*shape: int) -> torch.Tensor:
         numbers = torch.randn(shape)
