@@ -28,6 +28,7 @@ class Form:
         window: whether there is a left end and a right end.
         cache: 8-bit type of keys and values; None for that of queries.
         each_token: whether a scale of an 8-bit cache is of every token.
+        value_dim: columns of value and the output; 0 for head_dim.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -42,6 +43,7 @@ class Form:
     sinks: torch.dtype | None = None
     cache: torch.dtype | None = None
     each_token: bool = False
+    value_dim: int = 0
 
 
 def offsets(counts: list[int]) -> torch.Tensor:
@@ -134,7 +136,16 @@ def call(form: Form, seed: int) -> dict[str, Any]:
         given["scale"] = r.choice([-0.3, 0.0, 1.0])
     if form.cache is not None:
         given |= narrowed(given, form.cache, form.each_token, r)
-    return given | {"causal": form.causal}
+    return given | {"causal": form.causal, "value": of_columns(given["value"], form.value_dim)}
+
+
+def of_columns(value: torch.Tensor, columns: int) -> torch.Tensor:
+    """The first columns of a value, in memory whose other columns are NaN; 0 for all."""
+    if not columns:
+        return value
+    memory = torch.full_like(value, torch.nan)
+    memory[..., :columns] = value[..., :columns]
+    return memory[..., :columns]
 
 
 def narrowed(given: dict[str, Any], dtype: torch.dtype, each_token: bool, r: random.Random) -> dict[str, Any]:
@@ -172,6 +183,7 @@ def appending(
     query, key, page_table = given["query"], given["key"], given.get("page_table")
     shape = *query.shape[:-2], key.shape[-2], form.head_dim
     new = {name: torch.randn(shape, generator=generator).to(form.dtype) for name in ("new_key", "new_value")}
+    new["new_value"] = of_columns(new["new_value"], form.value_dim)
     if form.cache is not None and form.each_token and given["k_scale"].dim() != given["v_scale"].dim():
         given["v_scale"] = torch.rand(key.shape[:-1], generator=generator)
     if page_table is not None:  # pages that belong to one sequence alone, for the new keys
@@ -182,6 +194,7 @@ def appending(
             given[name] = torch.randn(pages, *key.shape[1:], generator=generator).to(form.cache or form.dtype)
             if form.each_token:
                 given[scale] = torch.rand(pages, *key.shape[1:-1], generator=generator) + 0.1
+        given["value"] = of_columns(given["value"], form.value_dim)
     if rotary:
         angles = torch.rand(500, rotary // 2, generator=generator) * 6
         types = torch.float32, form.dtype

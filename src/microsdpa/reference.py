@@ -262,7 +262,7 @@ def varlen(
     """
     query = inputs[0]
     dtype = torch.float64 if exact else query.dtype
-    out = torch.zeros_like(query, dtype=dtype)
+    out = query.new_zeros(*query.shape[:-1], inputs[2].shape[-1], dtype=dtype)
     packed = "query_offsets" in given
     shape = (query.shape[1], query.shape[0]) if packed else (query.shape[0], query.shape[2], query.shape[1])
     lse = torch.full(shape, -torch.inf, dtype=torch.promote_types(dtype, torch.float32), device=query.device)

@@ -19,6 +19,7 @@ FORMS = {
     "packed": Form(torch.float16, 40, 2, 30, "packed", False, (True, True)),
     "dense": Form(keys="dense", queries=7, softcap=True, alibi=True),
     "sinks": Form(torch.float16, queries=3, sinks=torch.float32, window=(True, False)),
+    "V of fewer columns": Form(torch.float16, 48, 2, 30, "packed", value_dim=32),
 }
 
 
@@ -197,6 +198,25 @@ def test_a_head_dimension_that_is_no_multiple_of_8_is_refused_by_the_kernel() ->
     memory = torch.zeros(9, 16, 2, 64, dtype=HALF)[..., :36]
     with pytest.raises(UnsupportedProblem, match="head_dim 40"):
         microsdpa.sdpa_varlen(**decode(key=memory, value=memory, query=memory[:3, :1], impl="emulate"))
+
+
+@pytest.mark.parametrize(
+    ("columns", "cache", "words"),
+    [(36, None, "no multiple of 8"), (72, None, "more than the 64"), (32, torch.int8, "one head dimension")],
+)
+def test_columns_of_v_that_no_kernel_has_are_refused(columns: int, cache: torch.dtype | None, words: str) -> None:
+    memory = torch.zeros(9, 16, 2, 128, dtype=cache or HALF)
+    scales = {} if cache is None else {"k_scale": 1.0, "v_scale": 1.0}
+    given = decode(key=memory[..., :64], value=memory[..., :columns], impl="emulate", **scales)
+    with pytest.raises(UnsupportedProblem, match=words):
+        microsdpa.sdpa_varlen(**given)
+
+
+def test_v_of_fewer_columns_gives_an_output_of_as_many() -> None:
+    given = call(FORMS["V of fewer columns"], 1)
+    assert microsdpa.sdpa_varlen(**given).shape[-1] == 32
+    with pytest.raises(InvalidArgument, match="query and value have"):
+        microsdpa.sdpa_varlen(**given, out=torch.empty_like(given["query"]))
 
 
 APPENDING: dict[str, tuple[Any, ...]] = {

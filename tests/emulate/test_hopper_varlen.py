@@ -18,6 +18,8 @@ FORMS = {
     "prompts, D = 128": Form(BF16, 128, group=4, queries=40, keys="packed"),
     "prompts, D = 96": Form(FP16, 96, group=2, queries=70, keys="packed"),
     "prompts, D = 192": Form(FP16, 192, queries=70, keys="dense"),
+    "prompts, D = 192, V of 128": Form(BF16, 192, queries=70, keys="packed", value_dim=128),
+    "prompts, D = 96, V of 40": Form(FP16, 96, group=2, queries=70, keys="dense", value_dim=40),
     "prompts, D = 256": Form(BF16, 256, queries=70, keys="dense"),
     "one key head for 64": Form(FP16, 64, group=64, keys="dense"),
     "one key head for 64, D = 128": Form(BF16, 128, group=64, keys="dense"),
@@ -29,7 +31,8 @@ FORMS = {
 
 
 def emulated(given: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.full_like(given["query"], torch.nan)
+    query, value = given["query"], given["value"]
+    out = query.new_full((*query.shape[:-1], value.shape[-1]), torch.nan)
     with scheduled(Schedule(seed, late=seed % 2 == 0)):
         found = microsdpa.sdpa_varlen(**given, out=out, return_lse=True, impl="emulate:hopper/varlen")
     assert isinstance(found, tuple)

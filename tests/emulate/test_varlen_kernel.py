@@ -31,6 +31,8 @@ FORMS = {
     "prompts, D = 256": Form(FP16, 256, queries=20, keys="dense"),
     "all masks": Form(BF16, 64, 2, 9, "paged", False, (True, True), True, True, torch.float32),
     "causal window": Form(FP16, 64, 2, 1, "paged", True, (True, False), sinks=FP16),
+    "V of fewer columns, decode": Form(BF16, 192, group=4, value_dim=128),
+    "V of fewer columns, prompts": Form(FP16, 72, group=2, queries=40, keys="packed", value_dim=40),
     "E4M3, decode": Form(BF16, 64, group=4, cache=E4M3),
     "E4M3, decode, D = 256": Form(FP16, 256, group=2, cache=E4M3, each_token=True),
     "E4M3, decode, D = 80": Form(BF16, 80, causal=False, keys="dense", cache=E4M3),
@@ -45,7 +47,8 @@ FORMS = {
 
 
 def emulated(given: dict[str, Any], seed: int = 0, backwards: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.full_like(given["query"], torch.nan)
+    query, value = given["query"], given["value"]
+    out = query.new_full((*query.shape[:-1], value.shape[-1]), torch.nan)
     with scheduled(Schedule(seed, late=seed % 2 == 0, backwards=backwards)):
         found = microsdpa.sdpa_varlen(**given, out=out, return_lse=True, impl="emulate")
     assert isinstance(found, tuple)
@@ -239,6 +242,8 @@ APPENDING: dict[str, tuple[Any, ...]] = {
     "INT8, dense, rotated": (Form(BF16, 64, 2, 20, "dense", cache=torch.int8, each_token=True), 32, True),
     "decode, norms, rotated": (Form(group=4), 64, False, BOTH_NORMS),
     "a norm of queries, many tokens": (Form(BF16, 80, 2, 20), 48, True, BOTH_NORMS[:1]),
+    "V of fewer columns": (Form(BF16, 96, 2, 5, value_dim=64), 96, False, BOTH_NORMS),
+    "V of fewer columns, many tokens": (Form(BF16, 96, 2, 20, "dense", value_dim=64), 0, False),
     "a norm of new keys": (Form(torch.float16, 72, 2, 3, keys="dense"), 0, False, BOTH_NORMS[1:]),
     "E4M3, norms, rotated": (Form(BF16, 64, 4, 2, cache=E4M3), 64, False, BOTH_NORMS),
 }

@@ -73,6 +73,7 @@ class Given:
     appends: bool = False
     rotary: int = 0
     norms: tuple[str, ...] = ()
+    value_dim: int = 0
     interleaved: bool = False
     invariant: bool = False
     impl: str = "auto"
@@ -92,7 +93,9 @@ class Given:
         if self.transposed:
             keys = [key.transpose(1, 2) for key in keys]
         query = torch.zeros(self.query, dtype=torch.float16)
-        found = {"query": query, "key": keys[0], "value": keys[1], "out": torch.zeros_like(query)}
+        columns = self.value_dim or self.query[-1]
+        out = torch.zeros(*self.query[:-1], columns, dtype=torch.float16)
+        found = {"query": query, "key": keys[0], "value": keys[1][..., :columns], "out": out}
         found |= {name: torch.zeros(shape, dtype=torch.int32) for name, shape in self.integers.items()}
         if self.slopes:
             found["slopes"] = torch.zeros(self.slopes)
@@ -101,6 +104,7 @@ class Given:
         if self.appends:
             shape = *self.query[:-2], self.key[-2], self.query[-1]
             found |= {name: torch.zeros(shape, dtype=torch.float16) for name in ("new_key", "new_value")}
+            found["new_value"] = found["new_value"][..., :columns]
         if self.rotary:
             found |= {name: torch.zeros(300, self.rotary // 2) for name in ("rotary_cos", "rotary_sin")}
         found |= {name: torch.ones(self.query[-1], dtype=torch.float16) for name in self.norms}
@@ -199,6 +203,9 @@ CASES = {
         query=(9000, 8, 64), key=(9000, 2, 64), integers={"query_offsets": (4,), "key_offsets": (4,)}, invariant=True
     ),
     "new keys, rotated": Given(appends=True, rotary=32, interleaved=True),
+    "V of fewer columns": Given((3, 1, 8, 96), (40, 16, 2, 96), value_dim=64, lse=True),
+    "V of fewer columns, new keys": Given((3, 40, 8, 96), (40, 16, 2, 96), value_dim=64, appends=True),
+    "V of fewer columns, bulk copies": Given((3, 70, 8, 96), (40, 16, 2, 96), value_dim=64, impl="hopper/varlen"),
     "new keys, norms, rotated": Given(appends=True, rotary=32, norms=("q_norm", "k_norm")),
     "new keys, a norm of theirs": Given(appends=True, norms=("k_norm",)),
     "a norm of queries ahead": Given((3, 40, 8, 64), norms=("q_norm",)),

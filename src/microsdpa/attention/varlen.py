@@ -12,10 +12,10 @@ from microsdpa.call.cache import scale_tensor
 from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.options import VARLEN_OPTIONS, Options
 from microsdpa.call.sequences import Sequences
-from microsdpa.call.tensors import check_grad
+from microsdpa.call.tensors import check_grad, new_output
 from microsdpa.errors import InvalidArgument
 from microsdpa.execution import forward, transforms
-from microsdpa.execution.forward import MISSES
+from microsdpa.execution.forward import MISSES, other_value_dims
 from microsdpa.runtime import launcher
 
 _launch = launcher.launch
@@ -69,7 +69,8 @@ def sdpa_varlen(
             else [B, S_k, H_kv, D]. H is a multiple of H_kv: query head h reads key head h // (H / H_kv). A cache of
             another order is passed as a view: cache.transpose(1, 2) of [pages, H_kv, page, D].
             It has the query's type, or is float8_e4m3fn or int8, with k_scale and v_scale; D is then a multiple of 16.
-        value: like key.
+        value: like key. Of 16 bits it may have fewer columns, D_v, a multiple of 8; new_value and the output have as
+            many.
         query_offsets: [B + 1], int32: sequence b has queries query_offsets[b] to query_offsets[b + 1].
         key_offsets: [B + 1], int32: the same for packed keys and values.
         lengths: [B], int32: keys of each sequence that are in use; None for all that it has. More than it has count as
@@ -90,7 +91,8 @@ def sdpa_varlen(
         scale: factor of Q K^T; 1/sqrt(D) when None.
         return_lse: also return the natural logarithm of the softmax's denominator in FP32, [H, queries] for packed
             queries, else [B, H, S_q].
-        out: tensor like query to write to. Rows of packed tensors that belong to no sequence are not written.
+        out: tensor like query, with the columns of value, to write to. Rows of packed tensors that belong to no
+            sequence are not written.
         impl: "auto", "hopper/varlen", "ampere/varlen", or "emulate" for the emulator on CPU tensors.
         window: (left, right): query at key p sees keys p - left to p + right; -1 is no end.
         softcap: scores x become softcap * tanh(x / softcap).
@@ -137,7 +139,7 @@ def sdpa_varlen(
     try:
         graded = _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if not graded and forward_ad._current_level < 0:
-            result = _empty_like(query) if out is None else out
+            result = (new_output(query, value) if other_value_dims else _empty_like(query)) if out is None else out
             code = VARLEN_OPTIONS[causal, rotary_interleaved, batch_invariant, impl]
             left, right = (-1, -1) if window is None else window
             # Arguments are not unpacked: making a tuple of them takes longer than these lines.

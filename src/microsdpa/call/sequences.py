@@ -169,19 +169,19 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences
                 got=f"strides {tensor.stride()}",
                 hint="keep D last in memory",
             )
-        if tensor.shape[-1] != query.shape[-1] or tensor.shape[-1] == 0:
+        if (tensor.shape[-1] != query.shape[-1] and name != "value") or tensor.shape[-1] == 0:
             raise InvalidArgument(
                 name,
                 expected=f"a head dimension D >= 1, that of query, {query.shape[-1]}",
                 got=f"shape {list(tensor.shape)}",
-                hint="query, key and value must have one head dimension",
+                hint="query and key must have one head dimension",
             )
-    if value.shape != key.shape:
+    if value.shape[:-1] != key.shape[:-1]:
         raise InvalidArgument(
             "value",
-            expected=f"shape {list(key.shape)}, as key has",
+            expected=f"shape {list(key.shape)}, as key has, but for the last dimension",
             got=f"shape {list(value.shape)}",
-            hint="key and value must have one shape",
+            hint="there is one value for each key",
         )
     heads, heads_kv = query.shape[-2], key.shape[-2]
     if heads and (heads_kv == 0 or heads % heads_kv):
@@ -296,7 +296,8 @@ def _check_appended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     for name in ("new_key", "new_value"):
         if name not in given:
             continue
-        tensor, shape = given[name], [*query.shape[:-2], key.shape[-2], query.shape[-1]]
+        columns = (key if name == "new_key" else value).shape[-1]
+        tensor, shape = given[name], [*query.shape[:-2], key.shape[-2], columns]
         if list(tensor.shape) != shape or tensor.dtype != query.dtype or (tensor.stride(-1) != 1 and shape[-1] > 1):
             raise InvalidArgument(
                 name,

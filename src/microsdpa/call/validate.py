@@ -66,7 +66,7 @@ class Checked(NamedTuple):
 
     @property
     def value_dim(self) -> int:
-        """Columns of value and the output of a dense call; 0 where query has as many."""
+        """Columns of value and the output; 0 where query has as many."""
         query, _, value = self.call.inputs
         return 0 if value.shape[-1] == query.shape[-1] else value.shape[-1]
 
@@ -79,7 +79,7 @@ class Checked(NamedTuple):
             return self.call.previous[0]
         if self.operands is not None:
             return torch.empty_like(query, dtype=self.dtype)
-        return torch.empty_like(query) if self.call.sequences is not None else tensors.new_output(query, value)
+        return tensors.new_output(query, value)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
@@ -145,8 +145,7 @@ def check(call: Call) -> Checked:
             others = *others, *call.sequences.tensors.values(), *call.sequences.appended.values()
         if call.prologue is not None:
             others = *others, *call.prologue.tensors.values()
-        columns = query.shape[-1] if call.sequences is not None else value.shape[-1]
-        tensors.check_out(call.out, query, query.dtype, (*call.inputs, *others), columns)
+        tensors.check_out(call.out, query, query.dtype, (*call.inputs, *others), value.shape[-1])
     if call.previous is not None:
         previous_checks.check(call, masks)
     return Checked(call, kernel, emulated, causal, scale, masks, query.dtype, scales=scales)

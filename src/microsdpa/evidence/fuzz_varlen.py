@@ -18,6 +18,7 @@ from microsdpa.call.call import Call as LibraryCall
 from microsdpa.call.call import mask_tensors, scales_of
 from microsdpa.call.options import Options
 from microsdpa.call.sequences import Sequences
+from microsdpa.call.tensors import output_shape
 from microsdpa.call.validate import check as check_call
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.errors import UnsupportedProblem
@@ -52,6 +53,7 @@ class VarlenCall:
     Attributes:
         queries: of each sequence; dense queries all have the first one's number.
         keys: of each sequence, ahead of those that are appended.
+        value_dim: columns of value and the output; 0 for head_dim.
         packed: whether queries are packed.
         storage: how keys lie in memory; `page` is the size of a page, and `spare` what the cache has room for beyond.
         hint: whether max_queries is given.
@@ -71,6 +73,7 @@ class VarlenCall:
     heads_kv: int = 1
     group: int = 1
     head_dim: int = 64
+    value_dim: int = 0
     packed: bool = False
     storage: Storage = "dense"
     page: int = 16
@@ -111,7 +114,17 @@ class VarlenCall:
         """What kernels are compiled for: calls that differ in the rest alone share most of them."""
         sides = tuple(end != -1 for end in self.window or (-1, -1))
         masks = sides, self.softcap is not None, self.alibi != "none", self.sinks, self.causal
-        return "varlen", self.dtype, self.head_dim, self.group, self.storage, self.cache, self.impl, *masks
+        return (
+            "varlen",
+            self.dtype,
+            self.head_dim,
+            self.value_dim,
+            self.group,
+            self.storage,
+            self.cache,
+            self.impl,
+            *masks,
+        )
 
     def case(self) -> Case:
         """Shape and type, for rows: the longest sequence stands for all."""
@@ -165,6 +178,8 @@ def valid(call: VarlenCall) -> VarlenCall:
         call = replace(call, scale_of="heads")
     if not call.packed:
         call = replace(call, hint=False)
+    if call.cache != "inputs" or call.value_dim >= call.head_dim:
+        call = replace(call, value_dim=0)
     return call
 
 
@@ -188,6 +203,7 @@ def tensors(call: VarlenCall) -> dict[str, Any]:
     if call.hint:
         given["max_queries"] = max(call.queries)
     lengths = torch.tensor(call.keys, dtype=torch.int32)
+    columns = {"key": call.head_dim, "value": call.value_dim or call.head_dim}
     if call.storage == "packed":
         places: tuple[int, ...] = (sum(call.keys),)
         given["key_offsets"] = _offsets(call.keys)
@@ -201,10 +217,10 @@ def tensors(call: VarlenCall) -> dict[str, Any]:
         places = batch * width + 2, call.page
         given |= {"page_table": order.view(batch, width).int(), "lengths": lengths}
     for name in ("key", "value"):
-        given[name] = numbers(*places, call.heads_kv, call.head_dim)
+        given[name] = numbers(*places, call.heads_kv, columns[name])
     if call.append:
-        for name in ("new_key", "new_value"):
-            given[name] = numbers(*rows, call.heads_kv, call.head_dim)
+        for name in ("key", "value"):
+            given[f"new_{name}"] = numbers(*rows, call.heads_kv, columns[name])
     if call.rotary:
         angles = torch.rand(max(call.keys) + max(call.queries), call.rotary // 2, generator=generator) * 6
         of = dtype if call.narrow else torch.float32
@@ -274,7 +290,8 @@ def check(call: VarlenCall, device: str) -> Outcome:
 def run(call: VarlenCall, given: dict[str, Any], device: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Output, and the LSE if the call asks for it, on the CPU."""
     impl = call.impl if device == "cuda" else emulated_impl(call.impl)
-    out = torch.full_like(given["query"], torch.nan) if call.out else None
+    query, shape = given["query"], output_shape(given["query"], given["value"])
+    out = query.new_full(shape, torch.nan) if call.out else None
     found: Any = microsdpa.sdpa_varlen(**given, out=out, return_lse=call.return_lse, impl=impl)
     result, lse = found if call.return_lse else (found, None)
     if out is not None and result is not out:
@@ -456,6 +473,7 @@ def form(choose: random.Random, emulated: bool) -> dict[str, Any]:
     if not emulated and choose.random() < 0.3:
         found["impl"] = choose.choice([family.name for family in VARLEN_FAMILIES])
     found["rotary"] = choose.choice((0, 16, found["head_dim"]))
+    found["value_dim"] = choose.choice((0, 0, 0, 16, 40))
     return found | {"norms": choose.choice(((), (), ("q_norm",), ("k_norm",), ("q_norm", "k_norm")))}
 
 

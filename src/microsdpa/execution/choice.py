@@ -71,6 +71,7 @@ def _varlen(checked: Checked, out: torch.Tensor | None) -> Problem:
         dtype=dtype,
         causal=checked.causal,
         mask=checked.masks.kind,
+        value_dim=checked.value_dim,
         target=_target(checked),
         alignment=VECTOR_BYTES if all(map(tensors.is_aligned, given)) else ELEMENT_BYTES[dtype],
         varlen=sequences.granularity(key),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from microsdpa.attention import varlen
+from microsdpa.call.tensors import new_output
 
 _library = torch.library.Library("microsdpa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _REST = (
@@ -62,10 +63,10 @@ _library.impl("attention_varlen", _attend, "CompositeExplicitAutograd")  # type:
 _library.impl("attention_varlen_append", _append, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-def _shown(query: torch.Tensor, rest: tuple[Any, ...]) -> Result:
+def _shown(query: torch.Tensor, value: torch.Tensor, rest: tuple[Any, ...]) -> Result:
     """What a tracer sees of a result."""
     given = dict(zip(_NAMES, rest, strict=False))
-    out = torch.empty_like(query)
+    out = new_output(query, value)
     if not given["return_lse"]:
         return out, _no_lse(out)
     *batch, rows, heads, _ = query.shape
@@ -75,7 +76,7 @@ def _shown(query: torch.Tensor, rest: tuple[Any, ...]) -> Result:
 
 @torch.library.register_fake("microsdpa::attention_varlen", lib=_library)  # type: ignore[untyped-decorator]
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Result:
-    return _shown(query, rest)
+    return _shown(query, value, rest)
 
 
 @torch.library.register_fake("microsdpa::attention_varlen_append", lib=_library)  # type: ignore[untyped-decorator]
@@ -87,4 +88,4 @@ def _(
     new_value: torch.Tensor,
     *rest: Any,
 ) -> Result:
-    return _shown(query, rest)
+    return _shown(query, value, rest)

@@ -244,8 +244,8 @@ def skips(family: Family, problem: Problem) -> bool:
 
 
 def few_are_left(problem: Problem) -> bool:
-    """Whether no kernel is skipped: for V of other columns than Q and K, and for an output of other keys."""
-    return problem.value_dim > 0 or problem.continued
+    """Whether no kernel is skipped: for dense V of other columns than Q and K, and for an output of other keys."""
+    return (problem.value_dim > 0 and problem.varlen is None) or problem.continued
 
 
 def skip_reason(family: Family, problem: Problem) -> Rejection | None:

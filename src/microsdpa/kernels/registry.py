@@ -207,6 +207,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         hopper_varlen.forward,
         emulated_target="sm_90a",
         masks=True,
+        value_dims=True,
         varlen=True,
     ),
     Family(
@@ -214,6 +215,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "packed sequences and paged caches on mma.sync: lengths on the device, keys divided among CTAs",
         ampere_varlen.forward,
         masks=True,
+        value_dims=True,
         varlen=True,
     ),
 )
@@ -383,6 +385,10 @@ def _varlen_catalogue(target: str) -> list[KernelSpec]:
         problem = Problem(*sizes, mask=next(masks), varlen=page, **shared)  # type: ignore[arg-type]
         if isinstance(found := hopper_varlen.forward(problem), KernelSpec):
             specs[found] = None
+    for forward, queries in ((ampere_varlen.forward, 1), (ampere_varlen.forward, 40), (hopper_varlen.forward, 512)):
+        problem = Problem(8, 16, 16, queries, 4096, 192, "bfloat16", varlen=0, value_dim=128, **shared)  # type: ignore[arg-type]
+        if isinstance(found := forward(problem), KernelSpec):
+            specs |= dict.fromkeys((found, ampere_varlen.append(problem, ROTARY)))
     return list(specs)
 
 

@@ -125,7 +125,8 @@ inline bool parse_append(const Arguments& arguments, Call& call) {
   const std::int64_t head_dim = query->shape[rank - 1];
   if (new_key) {
     for (const DLTensor* tensor : {new_key, new_value}) {
-      if (!has_rows(*tensor, rank, p.call.heads_kv, head_dim, *query)) return false;
+      const DLTensor& cache = tensor == new_key ? *key : *value;
+      if (!has_rows(*tensor, rank, p.call.heads_kv, cache.shape[cache.ndim - 1], *query)) return false;
       for (int i = 0; i < rank - 2; ++i) {
         if (tensor->shape[i] != query->shape[i]) return false;
       }
@@ -221,22 +222,25 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   }
   const std::int64_t heads = query->shape[query_rank - 2], head_dim = query->shape[query_rank - 1];
   const std::int64_t heads_kv = key->shape[key_rank - 2];
+  if (value->ndim != key_rank || value->shape[key_rank - 1] < 1 || value->shape[key_rank - 1] > head_dim) return false;
+  const std::int64_t value_dim = value->shape[key_rank - 1];
   if (heads_kv < 1 || heads < 1 || heads % heads_kv) return false;
-  if (!has_rows(*query, query_rank, heads, head_dim, *query) || !has_rows(*out, query_rank, heads, head_dim, *query) ||
-      !has_rows(*key, key_rank, heads_kv, head_dim, *key) || !has_rows(*value, key_rank, heads_kv, head_dim, *key)) {
+  if (!has_rows(*query, query_rank, heads, head_dim, *query) || !has_rows(*out, query_rank, heads, value_dim, *query) ||
+      !has_rows(*key, key_rank, heads_kv, head_dim, *key) || !has_rows(*value, key_rank, heads_kv, value_dim, *key)) {
     return false;
   }
   const bool is_cached = is_cached_type(key->dtype);
+  if (is_cached && value_dim != head_dim) return false;
   if (!is_cached && TensorKey::pack(key->dtype, key->device) != TensorKey::pack(query->dtype, query->device)) {
     return false;
   }
   if (arguments.tensors[QUERY_SCALE]) return false;
   if (!is_cached && (arguments.tensors[KEY_SCALE] || arguments.tensors[VALUE_SCALE])) return false;
   for (int i = 0; i < query_rank; ++i) {
-    if (query->shape[i] != out->shape[i] || query->shape[i] < 1) return false;
+    if ((i < query_rank - 1 && query->shape[i] != out->shape[i]) || query->shape[i] < 1) return false;
   }
   for (int i = 0; i < key_rank; ++i) {
-    if (key->shape[i] != value->shape[i] || key->shape[i] < 1) return false;
+    if ((i < key_rank - 1 && key->shape[i] != value->shape[i]) || key->shape[i] < 1) return false;
   }
   if (query_offsets && (query_offsets->ndim != 1 || query_offsets->shape[0] < 2)) return false;
   const std::int64_t batch = query_offsets ? query_offsets->shape[0] - 1 : query->shape[0];
@@ -269,7 +273,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const std::int64_t sharing = query_offsets && batch > 1 ? 0 : sharing_of(batch, heads_kv, most_keys);
   k.tensors[QUERY] = {{query_rank, most, heads, head_dim}, {sharing}, TensorKey::pack(query->dtype, query->device)};
   const std::int64_t granularity = table ? std::min(page_size & -page_size, LARGEST_GRANULARITY) : 0;
-  k.tensors[KEY] = {{key_rank, granularity, heads_kv, head_dim}, {}, 0};
+  k.tensors[KEY] = {{key_rank, granularity, heads_kv, head_dim}, {value_dim}, 0};
   if (slopes) {
     const bool each = slopes->ndim == 2;
     if ((slopes->ndim != 1 && !each) || slopes->shape[slopes->ndim - 1] != heads ||

@@ -61,7 +61,8 @@ __device__ __forceinline__ void store_narrow(const NarrowRow& to, const Chunk<T>
   if (CACHE::EACH_TOKEN && column == 0) *const_cast<float*>(to.scale) = scale;
 }
 
-template <typename T, int HEAD_DIM, typename EMBEDDING, bool PAGED, bool PROGRAMMATIC, typename CACHE>
+template <typename T, int HEAD_DIM, typename EMBEDDING, bool PAGED, bool PROGRAMMATIC, typename CACHE,
+          int VALUE_DIM = HEAD_DIM>
 __global__ void __launch_bounds__(128)
     append(const __grid_constant__ typename AppendGiven<EMBEDDING::NORM, CACHE>::Params params) {
   using OwnChunk = RowChunk<T, HEAD_DIM, HEAD_DIM, EMBEDDING>;
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(128)
     }
     if (position >= call.most_keys) return;
     is_value = kind >= call.heads_kv;
+    if (is_value && OwnChunk::column() >= VALUE_DIM) return;
     const int head = is_value ? kind - call.heads_kv : kind;
     const Keys<PAGED ? ANY_PAGES : CONTIGUOUS> keys(call, Sequence(call, b), b, head);
     const auto at = keys.place(call, position);

@@ -123,9 +123,11 @@ struct Source {
           const T* v = value_base + keys.value + keys.offset(params.value_strides, pages.page[i], within) + column;
           const int64 key_step = ROWS * params.key_strides.row, value_step = ROWS * params.value_strides.row;
 #pragma unroll
-          for (int p = 0; p < SPAN; ++p, k += key_step) copy_row(stage.key, first + p, column, k, key_base, true);
+          for (int p = 0; p < SPAN; ++p, k += key_step)
+            copy_row<C::HEAD_DIM>(stage.key, first + p, column, k, key_base, true);
 #pragma unroll
-          for (int p = 0; p < SPAN; ++p, v += value_step) copy_row(stage.value, first + p, column, v, value_base, true);
+          for (int p = 0; p < SPAN; ++p, v += value_step)
+            copy_row<C::VALUE_DIM>(stage.value, first + p, column, v, value_base, true);
         }
         return;
       }
@@ -143,8 +145,8 @@ struct Source {
       // An address that is not read still has to be one that exists.
       const int64 k = valid ? keys.key + keys.offset(params.key_strides, pages.page[at], within) : 0;
       const int64 v = valid ? keys.value + keys.offset(params.value_strides, pages.page[at], within) : 0;
-      copy_row(stage.key, p, column, key_base + k + column, key_base, valid);
-      copy_row(stage.value, p, column, value_base + v + column, value_base, valid);
+      copy_row<C::HEAD_DIM>(stage.key, p, column, key_base + k + column, key_base, valid);
+      copy_row<C::VALUE_DIM>(stage.value, p, column, value_base + v + column, value_base, valid);
     }
   }
 
@@ -166,7 +168,8 @@ struct Source {
       const KeyChunk key_chunk(inside ? row_of(append.new_key, append.new_key_strides) : nullptr, key, append,
                                NormOf<EMBEDDING>(append, true));
       Chunk<T> value_chunk{};
-      if (inside) {
+      const bool has_value = inside && column < C::VALUE_DIM;
+      if (has_value) {
         const T* value = row_of(append.new_value, append.new_value_strides) + column;
         value_chunk = *reinterpret_cast<const Chunk<T>*>(value);
       }
@@ -186,20 +189,25 @@ struct Source {
       }
       if (inside && exists) {
         T* key_cache = static_cast<T*>(const_cast<void*>(params.key)) + segment.keys.key + column;
-        T* value_cache = static_cast<T*>(const_cast<void*>(params.value)) + segment.keys.value + column;
         const auto& keys = segment.keys;
         *reinterpret_cast<Chunk<T>*>(key_cache + keys.offset(params.key_strides, page, place.within)) = embedded;
-        *reinterpret_cast<Chunk<T>*>(value_cache + keys.offset(params.value_strides, page, place.within)) = value_chunk;
+        if (has_value) {
+          T* value_cache = static_cast<T*>(const_cast<void*>(params.value)) + segment.keys.value + column;
+          *reinterpret_cast<Chunk<T>*>(value_cache + keys.offset(params.value_strides, page, place.within)) =
+              value_chunk;
+        }
       }
     }
   }
 
  private:
+  // DIM: columns that the row has; those of the tile past them become zeros.
+  template <int DIM>
   __device__ __forceinline__ static void copy_row(Tile& tile, int pass, unsigned column, const T* from,
                                                   const T* anywhere, bool valid) {
 #pragma unroll
     for (int c = 0; c < C::COLUMNS; c += Tile::PANEL * C::UNIT) {
-      const bool inside = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + c < C::HEAD_DIM;
+      const bool inside = C::COLUMNS == DIM || static_cast<int>(column) + c < DIM;
       cp_async<16>(tile.at(pass * ROWS + row(), (column + c) / C::UNIT), inside ? from + c : anywhere,
                    valid && inside ? 16 : 0);
     }
@@ -364,17 +372,17 @@ struct Memory<C, CLUSTER, void> {
 };
 
 // SPLIT: tiles of keys of a part, where a sequence's bits may not depend on the others; 0 where they may. MOST_PARTS:
-// those of all sequences that CTAs share.
+// those of all sequences that CTAs share. VALUE_DIM: columns of V and O, at most HEAD_DIM.
 template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int WARPS_N, int STAGES, int KEPT,
           int PACK, Layout LAYOUT, int CLUSTER, bool PROGRAMMATIC, typename MASKS, typename EMBEDDING, int SPLIT,
-          int MOST_PARTS, typename CACHE>
+          int MOST_PARTS, typename CACHE, int VALUE_DIM = HEAD_DIM>
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     attention(const __grid_constant__ ParamsOf<EMBEDDING, CACHE> given) {
   // Queries that have a norm, are rotated, or whose products are of another type come through registers.
   constexpr bool APPENDS = PRESENT<EMBEDDING>, NARROW = PRESENT<CACHE>;
   constexpr bool ROTATES = EmbeddingOf<EMBEDDING>::Type::CHANGES || NARROW;
   const VarlenParams& params = call_of(given);
-  using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES, CACHE>;
+  using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES, CACHE, VALUE_DIM>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
   auto& shared = dynamic_shared<typename Memory<C, CLUSTER, CACHE>::Type>();
   const int group = WARPS_N == 1 ? 0 : threadIdx.x / C::GROUP_THREADS;
@@ -583,7 +591,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
         const float logit = masked.sink(segment.work.first_row + r);
         add_part(values, stats, Values4{}, {logit, logit > negative_infinity() ? 1.0f : 0.0f});
       }
-      if (column < HEAD_DIM) {
+      if (column < VALUE_DIM) {
         const float inverse = normalizer(stats.sum);
         const Vector<uint32, 2> packed = {pack<T>(values.data[0] * inverse, values.data[1] * inverse),
                                           pack<T>(values.data[2] * inverse, values.data[3] * inverse)};

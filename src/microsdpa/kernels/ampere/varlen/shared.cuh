@@ -27,9 +27,9 @@ struct Elements<T, void> {
   static constexpr bool EACH_TOKEN = false;
 };
 
-// COLUMNS are HEAD_DIM, up to the next multiple of GRAIN; those past HEAD_DIM are zeros.
+// COLUMNS are HEAD_DIM, up to the next multiple of GRAIN; those past HEAD_DIM are zeros, and those of V past VALUE_DIM.
 template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int STAGES_,
-          typename CACHE = void>
+          typename CACHE = void, int VALUE_DIM_ = HEAD_DIM_>
 struct Tiles {
   using T = ELEMENT;
   using OwnElements = Elements<T, CACHE>;
@@ -38,7 +38,7 @@ struct Tiles {
   static constexpr bool EACH_TOKEN = OwnElements::EACH_TOKEN;  // whether a stage has scales
   static constexpr int UNIT = sizeof(typename OwnElements::Unit) / sizeof(Cached);
   static constexpr bool NARROW = UNIT > 1;  // whether the cache has 8-bit values
-  static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = (HEAD_DIM + GRAIN - 1) / GRAIN * GRAIN;
+  static constexpr int HEAD_DIM = HEAD_DIM_, VALUE_DIM = VALUE_DIM_, COLUMNS = (HEAD_DIM + GRAIN - 1) / GRAIN * GRAIN;
   static constexpr int BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_;
   static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS_M;

@@ -227,7 +227,25 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
+    if problem.value_dim and (refusal := refused_value_dim(problem)):
+        return refusal
     return specification(problem, tiling_of(problem))
+
+
+def refused_value_dim(problem: Problem) -> Rejection | None:
+    """Why a kernel for sequences of many lengths cannot have V of other columns than Q and K; None where it can."""
+    if problem.cache is not None:
+        return Rejection(
+            f"8-bit keys and values have one head dimension, not {problem.head_dim} and {problem.value_dim}",
+            f"a value padded to {problem.head_dim} columns",
+        )
+    if problem.value_dim % 8:
+        wider = -(-problem.value_dim // 8) * 8
+        return Rejection(f"{problem.value_dim} columns of V are no multiple of 8", f"a value padded to {wider} columns")
+    if problem.value_dim > problem.head_dim:
+        most = f"the {problem.head_dim} columns of Q and K"
+        return Rejection(f"{problem.value_dim} columns of V are more than {most}", "fewer columns of V")
+    return None
 
 
 def batch_invariant(problem: Problem) -> KernelSpec:
@@ -250,7 +268,7 @@ def batch_invariant(problem: Problem) -> KernelSpec:
 
 def specification(problem: Problem, tiling: Tiling, split: int = 0) -> KernelSpec:
     """The kernel of one tiling for a problem; `split` tiles of keys are a part of a fixed size, 0 for any."""
-    return _specification(of_any_size(problem), tiling, _layout(problem, tiling), split)
+    return _specification(of_any_size(problem), tiling, _layout(problem, tiling), split, problem.value_dim)
 
 
 def _layout(problem: Problem, tiling: Tiling) -> str:
@@ -263,7 +281,7 @@ def _layout(problem: Problem, tiling: Tiling) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _specification(problem: Problem, tiling: Tiling, layout: str, split: int) -> KernelSpec:
+def _specification(problem: Problem, tiling: Tiling, layout: str, split: int, value_dim: int) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     mask, programmatic = problem.mask or MaskKind(), capability_of(problem.target) >= (9, 0)
     right = mask.right or problem.causal is not None
@@ -287,6 +305,7 @@ def _specification(problem: Problem, tiling: Tiling, layout: str, split: int) ->
         "MOST_PARTS": MOST_PARTS if split else 0,
         "CACHE": _cache(problem.cache),
     }
+    arguments |= {"VALUE_DIM": value_dim} if value_dim else {}
     chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim, problem.cache)
     return KernelSpec(
         name="ampere/varlen",
@@ -346,6 +365,7 @@ def append(problem: Problem, change: RowChange) -> KernelSpec:
         "PROGRAMMATIC": BOOLEAN[programmatic],
         "CACHE": _cache(problem.cache),
     }
+    arguments |= {"VALUE_DIM": problem.value_dim} if problem.value_dim else {}
     return KernelSpec(
         name="ampere/varlen",
         source="ampere/varlen/append.cu",

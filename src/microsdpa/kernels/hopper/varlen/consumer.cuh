@@ -12,8 +12,9 @@ constexpr int MERGE = OUT_FULL;  // from this barrier on, one for every warpgrou
 template <typename C, typename MASKS>
 constexpr bool SKIPS = MASKS::RIGHT && !MASKS::BACKWARDS && C::CONSUMERS > 1;
 
-template <typename C, bool OVERLAP, typename MASKS, int PACK>
-struct Consumer : MainLoop<Consumer<C, OVERLAP, MASKS, PACK>, SharedStorage<C>, C, OVERLAP, SKIPS<C, MASKS>> {
+template <typename C, bool OVERLAP, typename MASKS, int PACK, int VALUE_DIM>
+struct Consumer
+    : MainLoop<Consumer<C, OVERLAP, MASKS, PACK, VALUE_DIM>, SharedStorage<C>, C, OVERLAP, SKIPS<C, MASKS>> {
   using Loop = MainLoop<Consumer, SharedStorage<C>, C, OVERLAP, SKIPS<C, MASKS>>;
   using Loop::all_tiles, Loop::o, Loop::query_state, Loop::rows, Loop::shared, Loop::skipped, Loop::tile, Loop::tiles,
       Loop::works;
@@ -119,7 +120,10 @@ struct Consumer : MainLoop<Consumer<C, OVERLAP, MASKS, PACK>, SharedStorage<C>, 
       }
       if (own_row < segment.rows) {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 32; ++i) *reinterpret_cast<uint4*>(out + 8 * (4 * i + thread % 4)) = chunk[i];
+        for (int i = 0; i < HEAD_DIM / 32; ++i) {
+          const int column = 8 * (4 * i + thread % 4);
+          if (VALUE_DIM == HEAD_DIM || column < VALUE_DIM) *reinterpret_cast<uint4*>(out + column) = chunk[i];
+        }
       }
       __syncwarp();  // else ptxas takes the whole loop for divergent, with 150 moves into uniform registers
     }

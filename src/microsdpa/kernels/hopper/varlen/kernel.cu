@@ -34,8 +34,9 @@ template <int CONSUMERS>
 constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1;  // CTAs of an SM
 
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: as in hopper/throughput.
+// VALUE_DIM: columns of V and O, at most HEAD_DIM; bulk copies fill the others with zeros.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, int PACK,
-          int BOX_ROWS, bool PAGED, typename MASKS>
+          int BOX_ROWS, bool PAGED, typename MASKS, int VALUE_DIM = HEAD_DIM>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<CONSUMERS>)
     attention(const __grid_constant__ VarlenParams params, const __grid_constant__ TensorMap key,
               const __grid_constant__ TensorMap value) {
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<
     }
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS<CONSUMERS>>();
-    Consumer<C, OVERLAP, MASKS, PACK> consumer(shared, params, warpgroup - 1);
+    Consumer<C, OVERLAP, MASKS, PACK, VALUE_DIM> consumer(shared, params, warpgroup - 1);
     consumer.run();
   }
 }

@@ -124,17 +124,19 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
             f"pages of a number of keys that {FEWEST_BOX_ROWS} does not divide",
             f"pages whose keys are a multiple of {FEWEST_BOX_ROWS}",
         )
+    if problem.value_dim and (refusal := ampere_varlen.refused_value_dim(problem)):
+        return refusal
     return specification(problem, tiles_of(problem))
 
 
 def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     box_rows = min(problem.varlen, tiles.block_n) if problem.varlen else tiles.block_n
-    return _specification(of_any_size(problem), tiles, box_rows, bool(problem.varlen))
+    return _specification(of_any_size(problem), tiles, box_rows, bool(problem.varlen), problem.value_dim)
 
 
 @functools.lru_cache(maxsize=1024)
-def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool) -> KernelSpec:
+def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool, value_dim: int) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     chip, mask, head_dim = chip_of(problem.target), problem.mask or MaskKind(), problem.head_dim
     rings = tiles.rings(head_dim, problem.target)
@@ -156,6 +158,7 @@ def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool) -
         "PAGED": BOOLEAN[paged],
         "MASKS": f"microsdpa::hopper::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
     }
+    arguments |= {"VALUE_DIM": value_dim} if value_dim else {}
     columns = 64 if head_dim % 64 == 0 else 32
     maps = [TensorMap(name, box_rows, columns, columns * ELEMENT_BYTES[problem.dtype]) for name in ("key", "value")]
     return KernelSpec(
