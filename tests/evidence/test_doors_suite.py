@@ -151,6 +151,27 @@ def test_a_mask_tensor_of_torchs_says_what_the_argument_does() -> None:
         assert wrong == "", (masking, error)
 
 
+def test_an_option_is_timed_in_turn_with_the_plain_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [door for door in [*doors.doors(), *door_eight_bit.doors()] if door.is_option]
+    names = {door.name for door in options}
+    assert {"sdpa(return_lse=)", "sdpa(precision=fp8)", "sdpa of 8-bit values", "sdpa(left padding)"} <= names
+    assert not {"sdpa", "sdpa_varlen", "enable()", "sdpa(window), forward and backward"} & names
+    monkeypatch.setattr(doors, "make", lambda case, device: make(Case(1, 1, 4, 4, 16)))
+    monkeypatch.setattr(doors, "fields_of", lambda door, impl, tensors: FIELDS | {"impl": impl})
+    monkeypatch.setattr(doors, "_checked", lambda door, side, tensors: (lambda: None, {}))
+    monkeypatch.setattr(doors.timing, "prepare", lambda mode, calls: None)
+    monkeypatch.setattr(doors.timing, "interleave", lambda runners, seed, around: {n: [4.0, 5.0] for n in runners})
+    lse, plain = (next(d for d in doors.doors() if d.name == name) for name in ("sdpa(return_lse=)", "sdpa"))
+    assert [(row["impl"], row.get("plain_us")) for row in doors._measure(lse, ["host"])] == [
+        ("microsdpa", 4.0),
+        ("torch", None),
+    ]
+    assert all("plain_us" not in row for row in doors._measure(plain, ["host"]))
+
+
+FIELDS = {"version": "1", "kernel": None, "signature": None, "op": "sdpa", "inputs": "float16"}
+
+
 def test_rows_are_kept_after_every_door(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = doors.doors()[:3]
     row: dict[str, Any] = {"door": "stand-in"}

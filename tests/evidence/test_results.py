@@ -178,6 +178,14 @@ def test_a_table_can_be_in_tflops_and_compares_like_with_like(result: results.Re
     assert lines[1][1:] == ["13", "54", "107", "0.25x"]
 
 
+def test_an_option_shows_what_it_adds_to_the_plain_call_beside_it(result: results.Result) -> None:
+    assert render.OVER_PLAIN not in render.timing_lines(result, "graph")[0]
+    rows = [timed("microsdpa", 9.0, plain_us=6.75), timed("torch CUDNN", 20.0)]
+    head, line = render.timing_lines(result | {"rows": rows}, "graph")
+    assert head[3:] == [render.OVER_PLAIN, "best peer / microsdpa"]
+    assert line[3:] == ["+1.75", "2.22x"]  # of the best samples, of which ours is 8.5
+
+
 def test_our_8_bit_calls_are_compared_with_8_bit_peers_that_do_the_same(result: results.Result) -> None:
     def eight(impl: str, us: float, **fields: Any) -> results.Row:
         return timed(impl, us, **({"dtype": "e4m3", "inputs": "float16"} | fields))

@@ -50,6 +50,8 @@ MARKER = re.compile(
 STALE = "stale"
 NOT_RECORDED = "*Not recorded yet: `microsdpa {} --output benchmarks/results`, on a GPU, writes the result file.*\n"
 UNITS = ("us", "ms", "tflops")
+OVER_PLAIN = "over the plain call"
+"""Head of a column: host time that an option of sdpa adds, from calls that were timed in turn."""
 ENERGY = "mJ per call: microsdpa / best peer"
 NOTE_LENGTH = 85
 
@@ -213,10 +215,11 @@ def timing_lines(
     cases: dict[str, list[results.Row]] = {}
     for row in rows:
         cases.setdefault(case_name(row), []).append(row)
-    with_energy = any("energy_mj" in row for row in rows)
+    with_energy, with_plain = (any(field in row for row in rows) for field in ("energy_mj", "plain_us"))
     head = [
         "(B, H, S_q, S_k, D), dtype, mask",
         *(" ".join(filter(None, c)) for c in columns),
+        *([OVER_PLAIN] if with_plain else []),
         "best peer / microsdpa",
         *(["8-bit: best peer / microsdpa"] if any(row.get("precision") for row in rows) else []),
         *([ENERGY] if with_energy else []),
@@ -229,10 +232,16 @@ def timing_lines(
         of_eight = "; ".join(
             f"{one.text} ({one.peer['impl']} / {one.ours['variant']})" for one in ratios.eight_bits(members)
         )
-        shown = [ratio.text if ratio else "", of_eight][: len(head) - 1 - len(columns) - with_energy]
+        shown = [ratio.text if ratio else "", of_eight][: len(head) - 1 - len(columns) - with_plain - with_energy]
+        price = [_over_plain(members)] if with_plain else []
         last = [_energies(ratio)] if with_energy else []
-        lines.append([name, *(_cell(by_column.get(c), target, unit) for c in columns), *shown, *last])
+        lines.append([name, *(_cell(by_column.get(c), target, unit) for c in columns), *price, *shown, *last])
     return lines
+
+
+def _over_plain(rows: list[results.Row]) -> str:
+    """Microseconds that an option adds to the best plain call that was timed in turn with it; empty where none was."""
+    return next((f"{row['min_us'] - row['plain_us']:+.2f}" for row in rows if "plain_us" in row), "")
 
 
 def _energies(ratio: ratios.Ratio | None) -> str:
