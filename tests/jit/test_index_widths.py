@@ -27,7 +27,6 @@ PACKED = "queries or keys, also packed ones: more than 2^29 are refused (call/se
 
 EXPLAINED: tuple[tuple[str, str, str], ...] = (
     # source file or folder, words of the line, what the numbers are and why they fit 32 bits
-    ("common/combine.cuh", "combined.sum += weight[part] * mine.sum;", "numbers of the softmax, in FP32"),
     ("hopper/common/eight_bit_masks.cuh", "return own * normalizer(sum);", "numbers of the softmax, in FP32"),
     (
         "ampere/varlen/append.cu",
@@ -39,13 +38,13 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ampere/varlen/kernel.cu", "segment.work.part * units_each));", PLACE),
     ("ampere/varlen/kernel.cu", "* C::TILE + group * C::BLOCK_N;", PACKED),
     ("ampere/varlen/kernel.cu", "i % UNITS * 4, values, stats);", PLACE),
-    ("ampere/varlen/kernel.cu", "/ C::TILE);", PACKED),
-    ("ampere/varlen/kernel.cu", "", "what the lines above say, where the compiler merged some of them"),
+    ("ampere/varlen/kernel.cu", "count = max(0, (end_tile - first_tile + CLUSTER - 1) / CLUSTER);", PACKED),
     ("ampere/varlen/scheduler.cuh", "return row_tiles * heads_kv * weight;", WORK),
     ("ampere/varlen/scheduler.cuh", "static_cast<int>(blockIdx.x) * each_);", WORK),
     ("ampere/varlen/scheduler.cuh", "total += Extent(params, b).count();", WORK),
     ("ampere/varlen/scheduler.cuh", "while (at_ >= begin_ + extent.count()) {", WORK),
     ("ampere/varlen/scheduler.cuh", "unit / params_.heads_kv) * BLOCK_M;", PACKED),
+    ("common/sequence.cuh", "r / PACK + position - params.left) : 0;", PACKED),
     ("common/sequence.cuh", "index - number * params.page_size};", PACKED),
     ("ampere/varlen/shared.cuh", "return 2 * (owner + part) + (part == 0);", "CTAs of a launch that divides keys"),
     ("hopper/common/main_loop.cuh", "", "what a row's place in its group of heads is taken from: at most the row"),
@@ -53,7 +52,6 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/varlen/loader.cuh", "segments % SEGMENTS", PLACE),
     ("hopper/varlen/loader.cuh", "* ROWS * C::COLUMNS;", PLACE),
     ("hopper/varlen/loader.cuh", "tile * C::BLOCK_N", PACKED),
-    ("hopper/varlen/loader.cuh", "* C::BLOCK_N > segment.keys", PACKED),
     ("hopper/varlen/scheduler.cuh", "static_cast<int>(blockIdx.x) * each_)", WORK),
     ("hopper/varlen/scheduler.cuh", "first_head * row_tiles.count", WORK),
     ("hopper/varlen/scheduler.cuh", "first_head = section * heads;", WORK),
