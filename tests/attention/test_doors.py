@@ -341,6 +341,26 @@ def test_a_value_of_other_columns_is_one_foreign_call_with_an_output_of_its_own(
     assert through.shape == out.shape
 
 
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_packed_values_of_fewer_columns_are_one_foreign_call_with_an_output_of_their_own(
+    with_lse: bool, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, key, value = (torch.zeros(6, HEADS, columns).half() for columns in (HEAD_DIM, HEAD_DIM, HEAD_DIM // 2))
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    monkeypatch.setattr(varlen, "other_value_dims", {HEAD_DIM // 2})
+
+    def call() -> Any:
+        where = {"query_offsets": offsets, "key_offsets": offsets}
+        return microsdpa.sdpa_varlen(query, key, value, return_lse=with_lse, **where)
+
+    call()
+    result, seen = watch(call, launcher)
+    assert seen == Seen(1, Counter({"aten::empty_strided": 1}))
+    out = result[0] if with_lse else result
+    assert out.data_ptr() == launcher.calls[-1][3].data_ptr()
+    assert out.shape == (6, HEADS, HEAD_DIM // 2)
+
+
 CONTINUED = {
     "plain": {},
     "with masks": {"attn_mask": bits, "window": (4, 4), "softcap": 2.0, "sinks": slopes},
@@ -625,7 +645,7 @@ def flash_varlen_of(*given: torch.Tensor) -> Any:
     return flash_attn.flash_attn_varlen_func(*given, SEQLEN_Q, SEQLEN_K)
 
 
-def paged(function: Callable[..., Any], appends: bool) -> Opening:
+def paged(function: Callable[..., Any], appends: bool, normalizes: bool = False) -> Opening:
     """One query of each sequence on a cache of pages."""
 
     def start(_: Setting) -> Callable[[], Any]:
@@ -634,7 +654,8 @@ def paged(function: Callable[..., Any], appends: bool) -> Opening:
         table = torch.arange(4, dtype=torch.int32).view(BATCH, 2)
         lengths = torch.full((BATCH,), 9, dtype=torch.int32)
         cos, sin = (torch.ones(32, HEAD_DIM // 2).half() for _ in range(2))
-        rest = {"new": new, "rotary": (cos, sin)} if appends else {}
+        rest: dict[str, Any] = {"new": new, "rotary": (cos, sin)} if appends else {}
+        rest |= dict.fromkeys(("q_norm", "k_norm"), torch.ones(HEAD_DIM)) if normalizes else {}
         return lambda: function(query, *cache, table, lengths, **rest)
 
     return start
@@ -643,9 +664,9 @@ def paged(function: Callable[..., Any], appends: bool) -> Opening:
 def varlen_of_pages(query: Any, key: Any, value: Any, table: Any, lengths: Any, **rest: Any) -> Any:
     if not rest:
         return microsdpa.sdpa_varlen(query, key, value, page_table=table, lengths=lengths)
-    (cos, sin), new = rest["rotary"], rest["new"]
+    (cos, sin), new = rest.pop("rotary"), rest.pop("new")
     rotated = {"rotary_cos": cos, "rotary_sin": sin, "new_key": new, "new_value": new}
-    return microsdpa.sdpa_varlen(query, key, value, page_table=table, lengths=lengths, causal=True, **rotated)
+    return microsdpa.sdpa_varlen(query, key, value, page_table=table, lengths=lengths, causal=True, **rotated, **rest)
 
 
 def flash_of_pages(query: Any, key: Any, value: Any, table: Any, lengths: Any) -> Any:
@@ -660,6 +681,7 @@ LENGTHS = [
     Door("sdpa_varlen, every mask", packed(varlen_of, causal=True, window=(4, -1), softcap=2.0), shape=PACKED),
     Door("sdpa_varlen of pages", paged(varlen_of_pages, False), shape=ONE_QUERY),
     Door("sdpa_varlen, appended and rotated", paged(varlen_of_pages, True), shape=ONE_QUERY),
+    Door("sdpa_varlen, appended with norms", paged(varlen_of_pages, True, normalizes=True), shape=ONE_QUERY),
     Door("flash_attn_varlen_func", packed(flash_varlen_of), shape=PACKED),
     Door("flash_attn_with_kvcache", paged(flash_of_pages, False), shape=ONE_QUERY),
 ]

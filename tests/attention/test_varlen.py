@@ -212,6 +212,34 @@ def test_columns_of_v_that_no_kernel_has_are_refused(columns: int, cache: torch.
         microsdpa.sdpa_varlen(**given)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"q_norm": torch.ones(32)}, r"q_norm: expected shape \[64\]"),
+        ({"q_norm": torch.ones(128)[::2]}, "q_norm: .*a stride of 1"),
+        ({"q_norm": torch.ones(64).double()}, "q_norm: expected torch.bfloat16 or torch.float32"),
+        ({"k_norm": torch.ones(64).bfloat16()}, "k_norm: .*one type for both norms"),
+        ({"norm_eps": -1.0}, "norm_eps: expected a finite number"),
+        ({"norm_eps": "small"}, "norm_eps: expected a finite number"),
+        ({"new_key": None, "new_value": None}, "k_norm: expected None without new_key"),
+    ],
+)
+def test_norms_that_are_none_are_refused(given: dict[str, Any], words: str) -> None:
+    made = appending(Form(group=4), 0, norms=("q_norm", "k_norm"))
+    with pytest.raises(InvalidArgument, match=words):
+        microsdpa.sdpa_varlen(**made | given)
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_weights_of_norms_that_require_grad_are_refused(name: str) -> None:
+    given = appending(Form(group=4), 0, norms=("q_norm", "k_norm"))
+    given[name].requires_grad_()
+    with pytest.raises(UnsupportedProblem, match=f"{name} requires grad"):
+        microsdpa.sdpa_varlen(**given)
+    with torch.no_grad():
+        microsdpa.sdpa_varlen(**given)
+
+
 def test_v_of_fewer_columns_gives_an_output_of_as_many() -> None:
     given = call(FORMS["V of fewer columns"], 1)
     assert microsdpa.sdpa_varlen(**given).shape[-1] == 32

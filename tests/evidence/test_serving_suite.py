@@ -12,6 +12,7 @@ SMALL = {
     "equal": Cell((40, 40), 4, 2, 128),
     "mixed": Cell((5, 40, 17), 4, 2, 32, text="3 of 5 to 40"),
     "prompts": Cell((5, 20, 7), 4, 2, 32, None, 0),
+    "V of fewer columns": Cell((5, 20, 7), 4, 2, 96, None, 0, value_dim=64),
     "new tokens": Cell((48, 48), 4, 2, 32, 8),
     "E4M3": Cell((40, 40), 4, 2, 32, cache="e4m3"),
     "INT8, mixed": Cell((5, 40, 17), 4, 2, 32, cache="int8"),
@@ -97,7 +98,7 @@ def test_the_problem_is_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         call = Call(layer[:3], scales=scales, options=options, sequences=layer.sequences)
         posed, expected = choice.problem_of(check(call)), problem_of(cell, "sm_90a")
         assert (posed.seqlen_q, posed.varlen, posed.batch) == (expected.seqlen_q, expected.varlen, expected.batch)
-        assert posed.cache == expected.cache
+        assert (posed.cache, posed.value_dim) == (expected.cache, expected.value_dim)
 
 
 def test_every_row_fits_the_schema() -> None:

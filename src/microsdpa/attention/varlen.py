@@ -137,7 +137,13 @@ def sdpa_varlen(
     if v_scale is not None and not isinstance(v_scale, torch.Tensor):
         v_scale = scale_tensor("v_scale", v_scale, value)  # type: ignore[assignment]
     try:
-        graded = _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        graded = _is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (q_norm is not None and q_norm.requires_grad)
+            or (k_norm is not None and k_norm.requires_grad)
+        )
         if not graded and forward_ad._current_level < 0:
             result = (new_output(query, value) if other_value_dims else _empty_like(query)) if out is None else out
             code = VARLEN_OPTIONS[causal, rotary_interleaved, batch_invariant, impl]
@@ -216,7 +222,7 @@ def sdpa_varlen(
     scales = scales_of(None, k_scale, v_scale)
     call = Call((query, key, value), masks, scales, options, return_lse, out, sequences)
     transforms.refuse_tangents(query, key, value)
-    tensors = {"query": query, "key": key, "value": value, "out": out}
+    tensors = {"query": query, "key": key, "value": value, "out": out, "q_norm": q_norm, "k_norm": k_norm}
     check_grad({name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)})
     attended = forward.first_call(call)
     return attended if return_lse else attended[0]  # type: ignore[return-value]

@@ -55,6 +55,7 @@ class Cell:
         page: keys of a page; 0 for packed keys, or for dense ones where `queries` are given.
         text: what the other fields do not say.
         cache: type of keys and values; E4M3 has a scale of all, INT8 those of every token.
+        value_dim: columns of values and the output; 0 for head_dim.
     """
 
     lengths: tuple[int, ...]
@@ -65,6 +66,7 @@ class Cell:
     page: int = 16
     text: str = ""
     cache: Literal["bfloat16", "e4m3", "int8"] = "bfloat16"
+    value_dim: int = 0
 
     def __str__(self) -> str:
         """What `--cells` looks for texts in."""
@@ -86,7 +88,8 @@ class Cell:
     @property
     def layer_bytes(self) -> int:
         """Of K and V of one layer."""
-        return sum(self.lengths) * self.heads_kv * self.head_dim * 2 * (2 if self.cache == "bfloat16" else 1)
+        columns = self.head_dim + (self.value_dim or self.head_dim)
+        return sum(self.lengths) * self.heads_kv * columns * (2 if self.cache == "bfloat16" else 1)
 
 
 NARROW_SIZES = ((1, 512), (1, 4096), (1, 32768), (8, 4096), (32, 2048), (32, 8192), (64, 512), (64, 4096))
@@ -128,6 +131,8 @@ def cells() -> list[Cell]:
         found += [Cell((keys,) * batch, cache=cache) for batch, keys in NARROW_SIZES]
     found.append(Cell(prompts(16384, 9), queries=None, page=0, text="9 prompts of 16384 tokens"))
     found.append(Cell(prompts(16384, 13), 16, 16, 64, None, 0, "13 prompts of 16384 tokens"))
+    narrow_values = {"page": 0, "text": "9 prompts of 16384 tokens, 128 columns of V", "value_dim": 128}
+    found.append(Cell(prompts(16384, 9), 16, 16, 192, None, **narrow_values))  # type: ignore[arg-type]
     for heads in ((32, 8, 128), (16, 16, 64)):
         found += [Cell((keys,) * batch, *heads, 512, 64) for batch, keys in ((1, 8192), (1, 32768), (4, 8192))]
     return found
@@ -174,7 +179,8 @@ def layers(cell: Cell, device: str, most: int = MOST_LAYERS) -> list[Layer]:
         cache_shape = sum(pages), cell.page, cell.heads_kv, cell.head_dim
     query = numbers(*query_shape)
     if cell.cache == "bfloat16":
-        return [Layer(query, numbers(*cache_shape), numbers(*cache_shape), shared) for _ in range(count)]
+        value_shape = *cache_shape[:-1], cell.value_dim or cell.head_dim
+        return [Layer(query, numbers(*cache_shape), numbers(*value_shape), shared) for _ in range(count)]
     found = []
     for _ in range(count):
         (key, k_scale), (value, v_scale) = (_narrowed(numbers(*cache_shape), cell.cache) for _ in range(2))
@@ -425,6 +431,7 @@ def problem_of(cell: Cell, target: str) -> Problem:
         target=target,
         varlen=min(cell.page & -cell.page, 64),
         cache=None if cell.cache == "bfloat16" else CacheKind(cell.cache, cell.cache == "int8"),
+        value_dim=cell.value_dim,
     )
 
 
@@ -476,6 +483,7 @@ def fields_of(way: Way, cell: Cell, target: str) -> dict[str, Any]:
     if way.name != OURS:
         return fields | {"version": torch.__version__ if way.dense else "installed"}
     fields |= {"version": microsdpa.__version__, "requested": "auto"}
+    fields |= {"value_dim": cell.value_dim} if cell.value_dim else {}
     problem = problem_of(cell, target)
     if way.dense:
         problem = cell.case.problem(target)

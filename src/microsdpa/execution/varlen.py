@@ -311,19 +311,17 @@ def _append_on_cpu(inputs: Inputs, sequences: Sequences, scales: Scales) -> tupl
 def _changed(
     rows: torch.Tensor, position: torch.Tensor, sequences: Sequences, norm: torch.Tensor | None
 ) -> torch.Tensor:
-    """Rows [S, heads, D] with their norm, rotated at their positions [S], rounded once."""
-    found, change = rows.float(), sequences.change
-    if norm is not None:
-        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + sequences.norm_eps) * norm.float()
+    """Rows [S, heads, D] with their norm, rotated at their positions [S], computed in FP32 and rounded once."""
+    angles = None
     if sequences.rotary_cos is not None and sequences.rotary_sin is not None:
-        at = position.clamp(max=sequences.rotary_cos.shape[0] - 1)
-        cos, sin = (angles[at].float()[:, None] for angles in (sequences.rotary_cos, sequences.rotary_sin))
-        turned, rest = found[..., : change.rotary], found[..., change.rotary :]
-        if change.interleaved:
-            x, y = turned[..., 0::2], turned[..., 1::2]
-            turned = torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1).flatten(-2)
-        else:
-            x, y = turned.chunk(2, dim=-1)
-            turned = torch.cat([x * cos - y * sin, y * cos + x * sin], dim=-1)
-        found = torch.cat([turned, rest], dim=-1)
-    return found.to(rows.dtype)
+        angles = sequences.rotary_cos, sequences.rotary_sin
+    found = reference.changed_rows(
+        rows.transpose(0, 1)[None],
+        (norm, None),
+        sequences.norm_eps,
+        angles,
+        position,
+        interleaved=sequences.rotary_interleaved,
+        dtype=torch.float32,
+    )
+    return found[0].transpose(0, 1).to(rows.dtype)

@@ -196,7 +196,7 @@ class Problem:
         return hash((self.batch, self.seqlen_q, self.seqlen_k, self.heads, self.head_dim, self.dtype, self.causal))
 
     def with_sizes(self, batch: int, seqlen_q: int, seqlen_k: int) -> Problem:
-        """The same problem of other sizes, in a sixth of the time of dataclasses.replace()."""
+        """The same problem of other sizes, in an eighth of the time of dataclasses.replace()."""
         found = object.__new__(Problem)
         fields = found.__dict__
         fields.update(self.__dict__)

@@ -49,14 +49,14 @@ struct VarlenParams {
   float softcap_log2;  // times log2(e)
 };
 
-// What the kernel gets that writes new keys and values to a cache, and rotates queries and new keys, before attention.
+// What the kernel gets that writes new keys and values to a cache, and changes queries and new keys, before attention.
 struct AppendParams {
-  VarlenParams call;       // its query is not rotated yet
+  VarlenParams call;       // its query is as the caller gave it
   const void* new_key;     // [queries, H_kv, D] packed, or [B, S_q, H_kv, D]; null where there are none
   const void* new_value;   // like new_key
   const void* rotary_cos;  // [positions, ROTARY / 2]
   const void* rotary_sin;  // [positions, ROTARY / 2]
-  void* rotated;           // [queries, H, D]: rotated queries
+  void* rotated;           // [queries, H, D]: queries with their norm and rotary embedding
   Strides new_key_strides;
   Strides new_value_strides;
   int64 cos_stride;  // from position to position

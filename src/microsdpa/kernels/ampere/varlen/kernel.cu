@@ -12,8 +12,8 @@
 //           cluster share the keys of one tile of rows, turn by turn, and send one another their parts (CLUSTER > 1,
 //           sm_90): which keys they take does not depend on the lengths, so that pages are looked up before these come.
 //           New keys and values, where EMBEDDING is given, do not come from the cache: the CTA that reads their tile
-//           takes them from their tensors, rotates the keys, and writes them to shared memory and to the cache. Queries
-//           are rotated on their way to shared memory.
+//           takes them from their tensors, normalizes and rotates the keys, and writes them to shared memory and to the
+//           cache. Queries are normalized and rotated on their way to shared memory.
 // Bound by: memory where few queries meet many keys; latency where there are few of both.
 #include "../../common/combine.cuh"
 #include "../../common/mma_tile.cuh"
