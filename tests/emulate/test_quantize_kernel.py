@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import microsdpa
-from microsdpa.attention.quantize import expand_scale, mean_of_rows, residual, rotate
+from microsdpa.attention.quantize import divided, expand_scale, mean_of_rows, residual, rotate
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence.verify_eight_bit import specified
 from microsdpa.execution.quantized import quantize_query_key_value
+from microsdpa.kernels.problem import Precision
 from microsdpa.kernels.quantize.spec import SCHEMES, QuantizationScheme
 
 CASES = [
@@ -69,7 +70,7 @@ def test_it_agrees_with_the_specification(
         assert same(found.key_mean, k.mean)
     if scheme.query_terms == 2:
         rotated = rotate(query.float())
-        y = rotated / expand_scale(q.scale, "block", scheme.block, query.shape)
+        y = divided(rotated, expand_scale(q.scale, "block", scheme.block, query.shape))
         assert same(found.query[..., shape[5] :].contiguous(), residual(y, q.values, scheme.format))
     if scheme.value is None:
         assert found.value is value
@@ -102,6 +103,23 @@ def test_all_keys_of_a_head_share_a_scale(shape: tuple[int, ...], dtype: torch.d
     largest = rotated.abs().amax(dim=(2, 3)) / wanted.key_scale
     assert (largest <= 448.0 * (1 + 1e-6)).all()
     assert (largest[wanted.key_scale != 1.0] >= 448.0 / 40).all()
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-25, 3e37])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_fast", "int8_fp8"])
+def test_very_small_and_very_large_numbers_agree_too(precision: Precision, size: float) -> None:
+    """Their scales have inverses that overflow, or sums of a row that do: some rows, beside rows of usual numbers."""
+    scheme = SCHEMES[precision]
+    given = inputs((1, 1, 1, 140, 70, 64), torch.bfloat16)
+    for x in given:
+        x[:, :, ::3] = (x[:, :, ::3].float() * size).clamp(-3.3e38, 3.3e38).bfloat16()
+    found = quantize_query_key_value(*given, scheme, emulated=True)
+    wanted, _ = specified(given, scheme)
+    for name, expected in vars(wanted).items():
+        assert same(getattr(found, name), expected), name
+    usual = (found.query_scale >= 2.0**-60) & (found.query_scale <= 2.0**60)
+    assert usual.any()
+    assert not usual.all()
 
 
 @pytest.mark.parametrize("nan", [True, False])

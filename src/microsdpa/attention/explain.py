@@ -24,7 +24,7 @@ from microsdpa.jit import is_compiled
 from microsdpa.jit.signature import signature
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.problem import Causal, Precision, Problem
-from microsdpa.kernels.quantize.spec import fused
+from microsdpa.kernels.quantize.spec import fused_for
 from microsdpa.kernels.select import select
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def explanation(checked: Checked) -> Explanation:
         *ahead, spec = varlen.kernels_of(checked, problem, spec)  # type: ignore[assignment]
     details: dict[str, Any] = {
         "spec": spec,
-        "quantizer": fused(scheme, problem.dtype, problem.head_dim, problem.target) if scheme else None,
+        "quantizer": fused_for(scheme, problem) if scheme else None,
         "appender": next(iter(ahead), None),
         "rejected": selection.reasons,
         "faster": selection.wishes,

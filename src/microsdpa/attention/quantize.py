@@ -1,7 +1,7 @@
 """Quantizers: FP16, BF16 or FP32 tensors to values of 8 bits with scales, and back. x = value * scale.
 
 This is the specification; kernels/quantize/fused.cu makes the same values, bit for bit. All arithmetic is FP32, every
-operation rounded to nearest even: scale = max|x| / L, with L = 448 or 127 (1 where that is zero), y = x / scale, and
+operation rounded to nearest even: scale = max|x| / L, with L = 448 or 127 (1 where that is zero), y = x (1 / scale), and
     "e4m3"    y rounded to nearest even in E4M3, saturated at 448; NaN keeps being NaN (0x7f)
     "int8"    y rounded to nearest even, -127 to 127; NaN becomes 0
     "sim_u8"  the linear format of [-448, 448] in 0 to 255 of early FP8 simulations: (y + 448) * 255/896
@@ -102,8 +102,18 @@ def quantize(
     if hadamard:
         values = rotate(values)
     scale = scales(values, format, granularity, block)
-    values = encode(values / expand_scale(scale, granularity, block, x.shape), format)
+    values = encode(divided(values, expand_scale(scale, granularity, block, x.shape)), format)
     return Quantized(values, scale, format, granularity, block, mean, hadamard)
+
+
+def divided(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """FP32 values times the rounded inverse of their scales, which broadcast.
+
+    Values and scales are multiplied with 2^100 before where the scale is below 2^-60, and with 2^-60 where it is above
+    2^60: no inverse overflows or loses bits.
+    """
+    factor = torch.where(scale < 2.0**-60, 2.0**100, torch.where(scale > 2.0**60, 2.0**-60, 1.0)).to(torch.float32)
+    return (values * factor) * (torch.ones_like(scale) / (scale * factor))
 
 
 def encode(y: torch.Tensor, format: Format) -> torch.Tensor:

@@ -27,7 +27,7 @@ from microsdpa.kernels.quantize.spec import (
     SCHEMES,
     UNSMOOTHED,
     QuantizationScheme,
-    fused,
+    fused_for,
     fused_grid,
     has_clusters,
     part_rows,
@@ -164,9 +164,10 @@ def _gradients(problem: Problem) -> Kernel:
 
 def _quantizer(precision: Precision, problem: Problem) -> Kernel:
     scheme, p = _scheme(precision, problem.mask), problem
-    rows = part_rows(scheme, p.batch * p.heads_kv, p.seqlen_k, has_clusters(p.target))
+    heads_kv = p.batch * p.heads_kv
+    rows = part_rows(scheme, heads_kv, p.seqlen_k, has_clusters(p.target, heads_kv))
     numbers = rows, tile_rows(scheme, p.batch * p.heads, p.seqlen_q), sum_rows(p.seqlen_k)
-    return Kernel(fused(scheme, p.dtype, p.head_dim, p.target), (fused_grid(scheme, p),), numbers)
+    return Kernel(fused_for(scheme, p), (fused_grid(scheme, p),), numbers)
 
 
 def _configuration(problem: Problem, label: str) -> KernelSpec:

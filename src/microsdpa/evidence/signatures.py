@@ -12,7 +12,7 @@ from microsdpa.evidence.results import Row
 from microsdpa.jit.signature import code_signature
 from microsdpa.kernels import emulated_target
 from microsdpa.kernels.problem import DType, Precision
-from microsdpa.kernels.quantize.spec import SCHEMES, fused
+from microsdpa.kernels.quantize.spec import SCHEMES, fused_for
 from microsdpa.kernels.select import select
 from microsdpa.runtime import launcher
 
@@ -38,7 +38,7 @@ def of_precision(
 ) -> dict[str, str]:
     """What a call that quantizes runs now: the code signatures of both of its kernels."""
     problem = recorded.quantized_problem(precision, shape, dtype, mask, target)
-    quantizer = fused(SCHEMES[precision], dtype, shape["d"], target)
+    quantizer = fused_for(SCHEMES[precision], problem)
     return {
         "code_signature": code_signature(select(problem, impl).spec, target),
         "quantiser_signature": code_signature(quantizer, target),

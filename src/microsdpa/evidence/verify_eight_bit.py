@@ -16,6 +16,7 @@ from microsdpa.attention.quantize import (
     RESIDUAL_STEPS,
     bound_of_heads,
     decode,
+    divided,
     encode,
     expand_scale,
     mean_of_rows,
@@ -82,7 +83,8 @@ def specified(
     for x, given in ((query, None), (key, of_head)):
         scale = scales(x, scheme.format, "block", scheme.block) if given is None else given
         wide = wide_scale(scale, scheme, x)
-        found.append((x / wide, scale, wide, encode(x / wide, scheme.format)))
+        y = divided(x, wide)
+        found.append((y, scale, wide, encode(y, scheme.format)))
     (y, q_scale, q_wide, q_values), (_, k_scale, k_wide, k_values) = found
     plain_q = decode(q_values, scheme.format).double()
     if scheme.query_terms == 2:
@@ -94,7 +96,7 @@ def specified(
         v_values, v_scale, plain_v = tensors[2], None, value.double()
     else:
         v_scale = scales(value, scheme.value, "channel", 1)
-        v_values = encode(value / v_scale[:, :, None], scheme.value)
+        v_values = encode(divided(value, v_scale[:, :, None]), scheme.value)
         plain_v = decode(v_values, scheme.value).double() * v_scale[:, :, None]
     quantized = QuantizedInputs(q_values, k_values, v_values, q_scale, k_scale, v_scale, mean)
     return quantized, (plain_q * q_wide, plain_k, plain_v)

@@ -19,7 +19,7 @@ from microsdpa.evidence.peers.ours import WIDE_PROBABILITIES, QuantizedTensors
 from microsdpa.evidence.verify_eight_bit import LSE_TOLERANCE, SUM_BITS, allowed
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, Family, KernelSpec
 from microsdpa.kernels.problem import PRECISIONS
-from microsdpa.kernels.quantize.spec import SCHEMES, fused, restore_lse
+from microsdpa.kernels.quantize.spec import SCHEMES, fused_for, restore_lse
 from microsdpa.kernels.select import select
 
 Part = tuple[str, Callable[[], str]]
@@ -58,8 +58,8 @@ def kernels(target: str) -> set[KernelSpec]:
     for case, precision in product(verify_eight_bit.cases(), PRECISIONS):
         if not verify_eight_bit.computed_by("auto", case, precision, target):
             continue
-        spec = select(verify_eight_bit.problem_of(case, precision, target), "auto").spec
-        found |= {spec, fused(SCHEMES[precision], case.dtype, case.head_dim, target)}
+        problem = verify_eight_bit.problem_of(case, precision, target)
+        found |= {select(problem, "auto").spec, fused_for(SCHEMES[precision], problem)}
         found.add(restore_lse(case.dtype, case.head_dim))
     return found
 

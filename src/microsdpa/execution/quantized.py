@@ -34,7 +34,7 @@ from microsdpa.kernels.params import MaskedParams, Params
 from microsdpa.kernels.problem import DType, Problem
 from microsdpa.kernels.quantize.spec import (
     QuantizationScheme,
-    fused,
+    fused_for,
     fused_grid,
     has_clusters,
     part_rows,
@@ -202,12 +202,13 @@ def quantizing(scheme: QuantizationScheme, dtype: DType, places: Places, target:
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         tile_rows=tile_rows(scheme, batch * heads, seqlen_q),
-        part_rows=part_rows(scheme, batch * heads_kv, seqlen_k, has_clusters(target)),
+        part_rows=part_rows(scheme, batch * heads_kv, seqlen_k, has_clusters(target, batch * heads_kv)),
         sum_rows=sum_rows(seqlen_k),
         root=head_dim**-0.5,
     )
-    grid = fused_grid(scheme, Problem(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype, target=target))
-    return Launch(fused(scheme, dtype, head_dim, target), grid, params, _pointers(QuantizeParams, places))
+    problem = Problem(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype, target=target)
+    grid = fused_grid(scheme, problem)
+    return Launch(fused_for(scheme, problem), grid, params, _pointers(QuantizeParams, places))
 
 
 MASKS = {"attn_mask": "mask", "alibi_slopes": "slopes", "sinks": "sinks"}

@@ -1,5 +1,6 @@
 // Encoders of the 8-bit formats. A residual term of a value counts in STEPS of the first. quantize.py has the same
-// arithmetic, and every value agrees.
+// arithmetic, and every value agrees. encode() takes any number. encode4() takes four that are no NaN and no larger
+// than LARGEST, but for what scaling rounds; the first is in the lowest byte. residual4() has what their values lack.
 #pragma once
 
 #include "../ptx/arithmetic.cuh"
@@ -22,6 +23,19 @@ struct E4m3 {
     const uint32 halves = halves_from_e4m3x2(value);
     return __low2float(*reinterpret_cast<const __half2*>(&halves));
   }
+  static __device__ __forceinline__ uint32 encode4(const float (&x)[4]) {
+    return e4m3x4_from_floats(x[0], x[1], x[2], x[3]);
+  }
+  static __device__ __forceinline__ uint32 residual4(const float (&x)[4], uint32 first) {
+    const uint32 halves[2] = {halves_from_e4m3x2(first & 0xffff), halves_from_e4m3x2(first >> 16)};
+    float rest[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float2 decoded = __half22float2(*reinterpret_cast<const __half2*>(&halves[i]));
+      rest[2 * i] = x[2 * i] - decoded.x, rest[2 * i + 1] = x[2 * i + 1] - decoded.y;
+    }
+    return encode4(rest);
+  }
 };
 
 // -127 to 127, symmetric; NaN becomes 0, and the scale NaN.
@@ -33,6 +47,20 @@ struct Int8 {
     return x == x ? static_cast<unsigned char>(static_cast<int32>(fminf(fmaxf(rintf(x), -127.0f), 127.0f))) : 0;
   }
   static __device__ __forceinline__ float decode(unsigned char value) { return static_cast<signed char>(value); }
+  // Beside MAGIC a float counts in ones, and its last byte is the integer's.
+  static constexpr float MAGIC = 12582912.0f;
+  static __device__ __forceinline__ uint32 encode4(const float (&x)[4]) {
+    uint32 bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(x[i] + MAGIC);
+    return permute_bytes<0x5410>(permute_bytes<0x0040>(bits[0], bits[1]), permute_bytes<0x0040>(bits[2], bits[3]));
+  }
+  static __device__ __forceinline__ uint32 residual4(const float (&x)[4], uint32) {
+    float rest[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rest[i] = fminf(fmaxf((x[i] - (x[i] + MAGIC - MAGIC)) * STEPS, -127.0f), 127.0f);
+    return encode4(rest);
+  }
 };
 
 // A linear format of [-448, 448] in 0 to 255; NaN becomes 0, and the scale NaN.
@@ -42,6 +70,9 @@ struct SimulatedU8 {
   static __device__ __forceinline__ unsigned char encode(float x) {
     const float clamped = fminf(fmaxf(x, -448.0f), 448.0f) + 448.0f;
     return x == x ? static_cast<unsigned char>(rintf(clamped * (255.0f / 896.0f))) : 0;
+  }
+  static __device__ __forceinline__ uint32 encode4(const float (&x)[4]) {
+    return encode(x[0]) | encode(x[1]) << 8 | encode(x[2]) << 16 | static_cast<uint32>(encode(x[3])) << 24;
   }
 };
 
@@ -60,27 +91,10 @@ __device__ __forceinline__ float scale_of(float largest) {
   return scale == 0.0f ? 1.0f : scale;
 }
 
-// Eight values divided by their scales, the same bits as x / scale in fewer instructions: `inverse` is 1 / scale.
-template <int N>
-__device__ __forceinline__ void divide(float (&y)[N], const float (&x)[N], const float (&scale)[N],
-                                       const float (&inverse)[N]) {
-  // Nothing overflows on the way, or underflows but for quotients that become zero.
-  bool usual = true;
-#pragma unroll
-  for (int i = 0; i < N; ++i) usual &= scale[i] > 1e-18f && scale[i] < 1e18f;
-  if (usual) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      // The first step leaves an error below one unit in the last place; after the second one it is the rounding's.
-      float quotient = x[i] * inverse[i];
-      quotient = fmaf(fmaf(-scale[i], quotient, x[i]), inverse[i], quotient);
-      quotient = fmaf(fmaf(-scale[i], quotient, x[i]), inverse[i], quotient);
-      y[i] = fabsf(x[i]) < __uint_as_float(0x7f800000u) ? copysignf(quotient, x[i]) : x[i];  // -0 too
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = x[i] / scale[i];
-  }
+// Numbers are multiplied with 1 / scale. Both are multiplied with a power of two before where the inverse, or a product
+// with it, could overflow or lose bits: 1 for all scales that are not very small or very large.
+__device__ __forceinline__ float factor_of(float scale) {
+  return scale < 0x1p-60f ? 0x1p100f : scale > 0x1p60f ? 0x1p-60f : 1.0f;
 }
 
 // The larger one of two magnitudes, or of formats without NaN the one that is NaN: the scale then tells of it. As

@@ -13,8 +13,8 @@ from microsdpa.kernels.eight_bit import ALL_HEAD_DIMS, HEAD_DIMS, MIN_CAPABILITY
 from microsdpa.kernels.problem import DType, Operands, Precision, Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec
 
-GROUPS, CHUNK = 32, 8
-"""Rows that a CTA has at a time, and channels of a thread."""
+GROUPS, CHUNK, LANES = 32, 8, 8
+"""Sums of rows, channels that are loaded at once, and threads of a row, at most, where rows are added up."""
 PARTS = 8
 """Of a head's rows, in the sums of K's mean; with clusters, a CTA for each."""
 LONE_PARTS, PART_CTAS = 4, 128
@@ -73,14 +73,23 @@ UNSMOOTHED = {precision: replace(scheme, smooth=False, head_scale=False) for pre
 """The same where scores of a row must not all move by one amount: under a soft cap, and beside a sink."""
 
 
-def has_clusters(target: str) -> bool:
-    """Whether the CTAs of a head share their sums in a cluster."""
-    return capability_of(target) >= (9, 0)
+MANY_HEADS = 256
+"""Key heads of all batches from which on a CTA a head fills the chip, which then reads its rows twice for itself."""
 
 
-def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int, target: str) -> KernelSpec:
-    """The quantizing kernel."""
-    clusters = has_clusters(target)
+def has_clusters(target: str, heads_kv: int) -> bool:
+    """Whether the CTAs of a head share their sums in a cluster; `heads_kv` of all batches."""
+    return capability_of(target) >= (9, 0) and heads_kv < MANY_HEADS
+
+
+def fused_for(scheme: QuantizationScheme, problem: Problem) -> KernelSpec:
+    """The quantizing kernel of a problem."""
+    clusters = has_clusters(problem.target, problem.batch * problem.heads_kv)
+    return fused(scheme, problem.dtype, problem.head_dim, clusters)
+
+
+def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int, clusters: bool) -> KernelSpec:
+    """The quantizing kernel, whose CTAs of a head are a cluster or not."""
     arguments = {
         "T": CPP_TYPE[dtype],
         "HEAD_DIM": str(head_dim),
@@ -99,7 +108,7 @@ def fused(scheme: QuantizationScheme, dtype: DType, head_dim: int, target: str) 
         source="quantize/fused.cu",
         template="microsdpa::quantize::quantize_query_key_value",
         template_args=tuple(arguments.items()),
-        threads=GROUPS * head_dim // CHUNK,
+        threads=GROUPS * min(LANES, head_dim // CHUNK),
         block_m=rows_of_cta(scheme),
         params="microsdpa::quantize::QuantizeParams",
         cluster=PARTS if clusters else 1,
@@ -137,8 +146,8 @@ def part_rows(scheme: QuantizationScheme, heads: int, seqlen_k: int, clusters: b
 
 def fused_grid(scheme: QuantizationScheme, problem: Problem) -> Grid:
     """CTAs for K, then V, then Q; with clusters, whole ones for each of them."""
-    p, clusters = problem, has_clusters(problem.target)
-    heads_kv, rows = p.batch * p.heads_kv, tile_rows(scheme, p.batch * p.heads, p.seqlen_q)
+    p, heads_kv = problem, problem.batch * problem.heads_kv
+    clusters, rows = has_clusters(p.target, heads_kv), tile_rows(scheme, p.batch * p.heads, p.seqlen_q)
     parts = PARTS if clusters else -(-p.seqlen_k // part_rows(scheme, heads_kv, p.seqlen_k, clusters))
     key_tiles = parts if scheme.smooth else -(-p.seqlen_k // rows)
     counts = heads_kv * key_tiles, heads_kv * parts if scheme.value else 0, p.batch * p.heads * -(-p.seqlen_q // rows)
@@ -167,8 +176,8 @@ def quantize_catalogue(target: str) -> list[KernelSpec]:
     dtypes: tuple[DType, ...] = ("float16", "bfloat16")
     dims = ALL_HEAD_DIMS if capability_of(target) == (9, 0) else HEAD_DIMS
     quantizers = [
-        fused(scheme, dtype, d, target)
-        for scheme, dtype, d in product(SCHEMES.values(), dtypes, dims)
+        fused(scheme, dtype, d, clusters)
+        for scheme, dtype, d, clusters in product(SCHEMES.values(), dtypes, dims, (has_clusters(target, 1), False))
         if d in HEAD_DIMS or scheme.value is not None
     ]
-    return [*quantizers, *(restore_lse(dtype, d) for dtype, d in product(dtypes, dims))]
+    return [*dict.fromkeys(quantizers), *(restore_lse(dtype, d) for dtype, d in product(dtypes, dims))]
