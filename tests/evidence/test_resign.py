@@ -40,7 +40,7 @@ CHANGES = {
         ("kernels/ladder/spec.py", "threads=32 * warps,\n        block_m=block_m,\n        shared_bytes=shared_bytes,",
          "threads=32 * warps + 32 * bool(producers),\n        block_m=block_m,\n        shared_bytes=shared_bytes,"),
     ),
-    "quantizer": (("kernels/quantize/fused.cu", "AT_A_TIME", "ROWS_IN_FLIGHT"),),
+    "quantizer": (("kernels/quantize/fused.cu", "AHEAD", "CHUNKS_IN_FLIGHT"),),
     "comment": (("kernels/ladder/07_tuned.cu", "\nnamespace microsdpa::", "\n// A comment.\n\nnamespace microsdpa::"),),
 }  # fmt: skip
 """(file, what it says, what it says then)"""

@@ -167,7 +167,6 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("quantize/fused.cu", "const int first = cluster_rank() * rows_each;", KEYS),
     ("quantize/fused.cu", "const int looked = CLUSTER ? cluster_rank() * rows_each", KEYS),
     ("quantize/fused.cu", "part * rows_each, min((part + 1) * rows_each, rows.count)", KEYS),
-    ("quantize/fused.cu", "rows.template for_each<AHEAD>(first + place.row, last,", KEYS),
 )
 
 

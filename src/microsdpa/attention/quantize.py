@@ -1,7 +1,7 @@
 """Quantizers: FP16, BF16 or FP32 tensors to values of 8 bits with scales, and back. x = value * scale.
 
 This is the specification; kernels/quantize/fused.cu makes the same values, bit for bit. All arithmetic is FP32, every
-operation rounded to nearest even: scale = max|x| / L, with L = 448 or 127 (1 where that is zero), y = x (1 / scale), and
+operation rounded to nearest even: scale = max|x| / L, with L = 448 or 127 (1 where it is zero), y = x (1 / scale), and
     "e4m3"    y rounded to nearest even in E4M3, saturated at 448; NaN keeps being NaN (0x7f)
     "int8"    y rounded to nearest even, -127 to 127; NaN becomes 0
     "sim_u8"  the linear format of [-448, 448] in 0 to 255 of early FP8 simulations: (y + 448) * 255/896

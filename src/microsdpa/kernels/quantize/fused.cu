@@ -9,8 +9,8 @@
 // a bound on rotated rows that the pass for the mean finds: the sum of |x| over a row, over sqrt(D).
 // With CLUSTER the CTAs of a head's PARTS parts are a cluster: each reads its own rows for the mean, or for the
 // channels' scales, and has the others' sums, or maxima, from their shared memory. Without, up to a quarter of the rows
-// is a part, and its CTA reads the whole head. Then a CTA encodes its own rows. Loads are ahead of what is done with
-// them. Few threads share a row, each with chunks of 8 channels all over it: most steps of a rotation stay in a thread.
+// is a part, and its CTA reads the whole head. Then a CTA encodes its own rows. Other warps hide a warp's loads. Few
+// threads share a row, each with chunks of 8 channels all over it: most steps of a rotation stay in a thread.
 // Rows of usual numbers take a short way, rows with NaN, infinities or tiny scales a long one with the same bits.
 // Bound by: memory, and instructions where K's mean is taken.
 #include "../common/formats.cuh"
@@ -52,11 +52,10 @@ struct QuantizeParams {
   float root;       // 1 / sqrt(D)
 };
 
-constexpr int GROUPS = 32;    // sums of rows, by their number modulo 32
-constexpr int CHUNK = 8;      // channels that are loaded at once
-constexpr int PARTS = 8;      // of a head's rows, whose sums are added in their order
-constexpr int AT_A_TIME = 1;  // rows of a thread on their way beside those that it encodes
-constexpr int AHEAD = 4;      // chunks of a thread on their way, where rows are only looked at: this many, or a row's
+constexpr int GROUPS = 32;  // sums of rows, by their number modulo 32
+constexpr int CHUNK = 8;    // channels that are loaded at once
+constexpr int PARTS = 8;    // of a head's rows, whose sums are added in their order
+constexpr int AHEAD = 4;    // chunks of a thread that are loaded together where rows are only looked at, or a row's
 
 // CHUNKS chunks of a row for each thread, LANES chunks apart: which row of ROWS, and which of them.
 template <int HEAD_DIM, int CHUNKS_>
@@ -125,24 +124,24 @@ struct Rows {
     return to_float(reinterpret_cast<const Vector<T, CHUNK>*>(&chunks[i / CHUNK])->data[i % CHUNK]);
   }
 
-  // Calls body(x, row) for a thread's rows, which are STEP apart and lie in [first, last), in their order: N rows at a
-  // time, and the next N are on their way. Rows from `end` on, which is at most `last`, are that before it again.
+  // Calls body(x, row) for a thread's rows, which are STEP apart and lie in [first, last), in their order: N rows are
+  // loaded together. Rows from `end` on, which is at most `last`, are that before it again.
   template <int N, int STEP, typename Share, typename Body>
   __device__ __forceinline__ void for_each(const Share& share, int first, int last, int end, Body body) const {
-    uint4 next[N][Share::CHUNKS];
-    const auto fetch_row = [&](uint4(&chunks)[Share::CHUNKS], int row) {
-#pragma unroll
-      for (int j = 0; j < Share::CHUNKS; ++j) chunks[j] = fetch(min(row, end - 1), share.channel(j));
-    };
-#pragma unroll
-    for (int n = 0; n < N; ++n) fetch_row(next[n], first + n * STEP);
     for (int row = first; row < last; row += N * STEP) {
+      uint4 chunks[N][Share::CHUNKS];
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int j = 0; j < Share::CHUNKS; ++j) {
+          chunks[n][j] = fetch(min(row + n * STEP, end - 1), share.channel(j));
+        }
+      }
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float x[Share::NUMBERS];
 #pragma unroll
-        for (int i = 0; i < Share::NUMBERS; ++i) x[i] = number(next[n], i);
-        fetch_row(next[n], row + (N + n) * STEP);
+        for (int i = 0; i < Share::NUMBERS; ++i) x[i] = number(chunks[n], i);
         body(x, row + n * STEP);
       }
     }
@@ -431,25 +430,24 @@ __device__ __forceinline__ void quantize_rows(SharedStorage<HEAD_DIM>& shared, c
     // All lanes of a row go on together: they shuffle.
     const int rounds = (last - first + STEP - 1) / STEP;
     const int begin = first + share.row;
-    rows.template for_each<AT_A_TIME, STEP>(
-        share, begin, begin + rounds * STEP, last, [&](float (&x)[NUMBERS], int row) {
-          const float largest = change(x);
-          float scale = BLOCK == 1 ? scale_of<Format>(largest) : given;
-          const bool usual = largest < __uint_as_float(0x7f800000u) && factor_of(scale) == 1.0f;
-          if (__all_sync(FULL_WARP, usual)) {
-            if (row >= last) return;
-            // Apart from later sums: a multiplication and an addition would be rounded once.
-            const float inverse = 1.0f / scale;
+    rows.template for_each<1, STEP>(share, begin, begin + rounds * STEP, last, [&](float (&x)[NUMBERS], int row) {
+      const float largest = change(x);
+      float scale = BLOCK == 1 ? scale_of<Format>(largest) : given;
+      const bool usual = largest < __uint_as_float(0x7f800000u) && factor_of(scale) == 1.0f;
+      if (__all_sync(FULL_WARP, usual)) {
+        if (row >= last) return;
+        // Apart from later sums: a multiplication and an addition would be rounded once.
+        const float inverse = 1.0f / scale;
 #pragma unroll
-            for (int i = 0; i < NUMBERS; ++i) x[i] = __fmul_rn(x[i], inverse);
-            store<HEAD_DIM>(encode_usual<Format, TERMS>(x), place_of(row), share);
-          } else {
-            if constexpr (BLOCK == 1) scale = scale_of<Format>(largest_counted(x));
-            if (row >= last) return;
-            store_any(x, row, scale);
-          }
-          if (BLOCK == 1 && share.lane == 0) scales[row] = scale;
-        });
+        for (int i = 0; i < NUMBERS; ++i) x[i] = __fmul_rn(x[i], inverse);
+        store<HEAD_DIM>(encode_usual<Format, TERMS>(x), place_of(row), share);
+      } else {
+        if constexpr (BLOCK == 1) scale = scale_of<Format>(largest_counted(x));
+        if (row >= last) return;
+        store_any(x, row, scale);
+      }
+      if (BLOCK == 1 && share.lane == 0) scales[row] = scale;
+    });
   } else {
     const auto load = [&](float (&x)[NUMBERS], int row) {
       uint4 chunks[Share::CHUNKS];
@@ -549,7 +547,7 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
     usual_scales &= shared.channels[0][share.channel(i / CHUNK) + i % CHUNK] == 1.0f;
     inverse[i] = shared.channels[1][share.channel(i / CHUNK) + i % CHUNK];
   }
-  rows.template for_each<AT_A_TIME, STEP>(share, first + share.row, last, last, [&](float (&x)[NUMBERS], int row) {
+  rows.template for_each<1, STEP>(share, first + share.row, last, last, [&](float (&x)[NUMBERS], int row) {
     if (row >= last) return;
     unsigned char* to = quantized + static_cast<int64>(row) * HEAD_DIM;
     float sum = 0.0f;  // infinite or NaN where a number is
@@ -575,7 +573,7 @@ constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;  // or a mu
 
 template <typename T, int HEAD_DIM, typename Format, typename Value, int TERMS, int BLOCK, bool SMOOTH, bool HADAMARD,
           bool CLUSTER, bool HEAD_SCALE = false>
-__global__ void __launch_bounds__(THREADS<HEAD_DIM>, HEAD_DIM > 64 || TERMS > 1 ? 2 : 3)
+__global__ void __launch_bounds__(THREADS<HEAD_DIM>, 3)
     quantize_query_key_value(const __grid_constant__ QuantizeParams params) {
   static_assert(ROWS_OF_CTA<BLOCK> % BLOCK == 0, "CTAs take whole blocks");
   static_assert(SMOOTH || !HEAD_SCALE, "the scale of a head comes with its mean");
