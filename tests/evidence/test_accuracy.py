@@ -74,6 +74,14 @@ def test_growth_with_length_is_a_failure() -> None:
         for m in made()
     ]
     assert accuracy.failures(grown) == ["fp8: relative error grows from 0.01 to 0.02"]
+    # A kernel of few keys that keeps probabilities in 16 bits is more exact than later ones can be.
+    exact = [
+        accuracy.Measured(m.precision, m.case, m.errors, accuracy.OnQuantized(Errors(0, 0, 0, 1.0, ()), 0.5, 0.0195))
+        if m.case.seqlen_q == 32 and m.case.seqlen_k == accuracy.LENGTHS[0] and m.precision == "fp8"
+        else m
+        for m in grown
+    ]
+    assert accuracy.failures(exact) == []
 
 
 def test_tables_come_from_the_result_file_and_say_what_is_stale(tmp_path: Path) -> None:
