@@ -113,7 +113,8 @@ inline TensorKey describe(const DLTensor& tensor) {
 // Sizes and strides of a tensor of at most four dimensions, aligned to the last; false for any other. What is
 // broadcast has a stride of zero.
 inline bool describe_broadcast(const DLTensor& tensor, TensorKey& key) {
-  if (tensor.ndim > 4 || (tensor.ndim && !tensor.strides) || tensor.device.device_type != kDLCUDA) return false;
+  if (tensor.ndim > 4 || (tensor.ndim && !tensor.strides) || tensor.device.device_type != MICROSDPA_DEVICE)
+    return false;
   if (!address(tensor)) return false;
   for (int i = 0; i < 4; ++i) {
     const int dimension = i - (4 - tensor.ndim);
@@ -178,7 +179,7 @@ inline bool parse(const Arguments& arguments, Call& call) {
   for (int i = 0; i < DENSE_OPERANDS; ++i) {
     if (!arguments.tensors[i]) return false;
     const DLTensor& tensor = *arguments.tensors[i];
-    if (tensor.ndim != 4 || !tensor.strides || tensor.device.device_type != kDLCUDA) return false;
+    if (tensor.ndim != 4 || !tensor.strides || tensor.device.device_type != MICROSDPA_DEVICE) return false;
     call.addresses[i] = address(tensor);
     // A tensor without memory is a tracer's, as torch's FakeTensor is.
     if (!call.addresses[i]) return false;

@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "direct.h"
 #include "framework.h"
 #include "launch.h"
 #include "plan_reader.h"
@@ -534,6 +535,7 @@ MICROSDPA_EXPORT_PACKED(gradients_dropped, gradients_dropped(packed))
 MICROSDPA_EXPORT_PACKED(register_plan, (only_register(packed, parse_call), nullptr))
 MICROSDPA_EXPORT_PACKED(register_and_launch, register_and_launch(packed))
 MICROSDPA_EXPORT_PACKED(register_gradients, (only_register(packed, parse_gradients), nullptr))
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(direct_function, direct_function);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_nodes, register_nodes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_node_constants, set_node_constants);

@@ -19,6 +19,7 @@ from microsdpa.kernels import Grid, KernelSpec
 from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.kernels.spec import ChangedRows
+from microsdpa.runtime.direct import direct
 from microsdpa.runtime.ffi import tvm_ffi
 
 LIBRARY = "libmicrosdpa_launcher.so"
@@ -53,20 +54,20 @@ new_key, new_value, rotary_cos, rotary_sin, q_norm, k_norm and norm_eps.
 NO_MASKS = None, None, None, -1, -1, None
 NO_SCALES = None, None, None
 
-launch: Callable[..., Any] = _library.sdpa
+launch: Callable[..., Any] = direct(_library, _library.sdpa)
 """The hot path, a function of a Call's items.
 
 `lse` is a tensor [B, H, S_q] in FP32 to write to, True for one that is allocated, or None or False for none. Gives None
 when no plan is registered for the call, the LSE where it was allocated, and else True.
 """
 
-gradients: Callable[..., Any] = _library.gradients
+gradients: Callable[..., Any] = direct(_library, _library.gradients)
 """The same for gradients, a function of a GradientCall's items; False when no plan is registered for the call."""
 
-launch_dropped: Callable[..., Any] = _library.sdpa_dropped
+launch_dropped: Callable[..., Any] = direct(_library, _library.sdpa_dropped)
 """`launch` for a call that drops probabilities, a function of a Dropped's items and then a Call's."""
 
-gradients_dropped: Callable[..., Any] = _library.gradients_dropped
+gradients_dropped: Callable[..., Any] = direct(_library, _library.gradients_dropped)
 """`gradients` for such a call, a function of a Dropped's items and then a GradientCall's."""
 
 Dropped = tuple[int, float, "torch.Tensor | None", int, int, "torch.Tensor | None"]
@@ -95,7 +96,7 @@ register_kind: Callable[..., bool] = _library.register_kind
 False where there is more to look at in each of them. forget_plans() forgets the numbers.
 """
 
-kind_of: Callable[..., int] = _library.kind_of
+kind_of: Callable[..., int] = direct(_library, _library.kind_of)
 """kind_of(*call): the number of a Call, which register_kind() gave; -1 for none."""
 
 allow_node: Callable[..., bool] = _library.allow_node
