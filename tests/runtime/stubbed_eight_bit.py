@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -54,6 +55,7 @@ class Tensor(FakeCuda):
     """A tensor that the launcher reads as one on a GPU, and Python as much of torch's as it looks at."""
 
     requires_grad = False
+    _version = UNCOUNTED
     device = SimpleNamespace(index=0, type="cuda")
 
     def __init__(self, shape: tuple[int, ...], address: int, dtype: torch.dtype = torch.float16, **rest: Any) -> None:
@@ -289,7 +291,7 @@ def scales(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def test_quantized_values_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_changes_of", lambda _: UNCOUNTED)
+    monkeypatch.setattr(forward, "_changes", defaultdict(lambda: UNCOUNTED))
     monkeypatch.setattr(torch, "Tensor", Tensor)
     quantized = tensors(torch.float8_e4m3fn)
     before = record.launches

@@ -22,7 +22,7 @@ from microsdpa.call.prologue import check as check_prologue
 from microsdpa.call.tensors import check_causal, check_grad, new_output
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
-from microsdpa.call.visibility import combined, known_mask, with_causal
+from microsdpa.call.visibility import combined, holds, known_mask, with_causal
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES, other_value_dims
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
 _launch = launcher.launch
+_launch_known = launcher.launch_known
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -299,15 +300,16 @@ def sdpa(
         call = Call((query, key, value), masks, scales, options, return_lse, out, prologue=prologue)
         changed = _with_prologue(call, prologue)
         return changed if return_lse else changed[0]  # type: ignore[return-value]
-    is_known = False
+    known = None
     if document_ids is not None or block_mask is not None:
         if is_causal is not False or causal is not None:
             is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
-        known = None if attn_mask is not None or is_dynamo_compiling() else known_mask(document_ids, block_mask, key)
-        is_known = known is not None
-        attn_mask = known if is_known else combined((query, key, value), attn_mask, document_ids, block_mask)
+        if attn_mask is None and not is_dynamo_compiling():
+            known = known_mask(document_ids, block_mask)
+        inputs = query, key, value
+        attn_mask = combined(inputs, attn_mask, document_ids, block_mask) if known is None else known[0]
     if dropout_p != 0.0:
-        if is_known:
+        if known is not None:
             attn_mask = combined((query, key, value), None, document_ids, block_mask)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
         call = Call((query, key, value), MaskTensors(attn_mask, alibi_slopes, sinks), options=options)
@@ -315,6 +317,8 @@ def sdpa(
         return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
         tracing = is_dynamo_compiling()
+        if known is not None and not holds(known, key):
+            known, attn_mask = None, combined((query, key, value), None, document_ids, block_mask)
         scaled = q_scale is not None or k_scale is not None or v_scale is not None
         if not tracing and not (scaled and precision is not None):  # both are refused below
             named = is_causal, causal, enable_gqa, impl, precision
@@ -336,7 +340,7 @@ def sdpa(
                 at_once = forward.launch_values(query, key, value, named, scale, return_lse, out, of_values)
             if at_once is not None:
                 return at_once
-        if is_known:
+        if known is not None:
             attn_mask = combined((query, key, value), None, document_ids, block_mask)
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
@@ -350,7 +354,7 @@ def sdpa(
             transforms.refuse_tangents(query, key, value)
             found = forward.first_call(call)
         return found if return_lse else found[0]  # type: ignore[return-value]
-    if is_dynamo_compiling():
+    if known is None and is_dynamo_compiling():
         traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl, None, 0.0)
         result, lse = autograd.operator((query, key, value), (attn_mask, alibi_slopes, sinks), traced, return_lse)
         result = result if out is None else out.copy_(result)
@@ -379,6 +383,26 @@ def sdpa(
                     lse = forward.resized(query, key, value, result, return_lse, code, scale)
             elif is_causal and attn_mask is not None:
                 lse = None
+            elif known is not None:
+                _, seqlen_k, captured = known
+                left, right = (-1, -1) if window is None else window
+                lse = _launch_known(
+                    seqlen_k,
+                    captured,
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    attn_mask,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                )
             else:
                 left, right = (-1, -1) if window is None else window
                 lse = _launch(
@@ -417,7 +441,7 @@ def sdpa(
     except MISSES:
         pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
     inputs = query, key, value
-    if is_known:
+    if known is not None:
         attn_mask = combined(inputs, None, document_ids, block_mask)
     masks = mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)

@@ -26,7 +26,7 @@ from microsdpa.call.options import (
     Options,
 )
 from microsdpa.call.prologue import Prologue
-from microsdpa.call.scales import UNCOUNTED, VALUE_DTYPES, changes_of, known_positive
+from microsdpa.call.scales import VALUE_DTYPES, changes, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.execution import dropout, prologue, quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
@@ -40,7 +40,7 @@ _launch = launcher.launch
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 _HALF = torch.float16
-_changes_of = changes_of
+_changes = changes
 
 MISSES = (AttributeError, BufferError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
@@ -130,7 +130,16 @@ def launch_quantizing(
     precision, as sdpa has them.
     """
     try:
-        if (_is_grad_enabled() or forward_ad._current_level >= 0) and _is_graded(query, key, value, out):
+        # Here and below this is _is_graded(), whose call takes longer than its answer.
+        if forward_ad._current_level >= 0 or (
+            _is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+            )
+        ):
             return None
         result = _empty_like(query) if out is None else out
         lse = _launch(query, key, value, result, return_lse, OPTIONS[options], scale)
@@ -153,21 +162,28 @@ def launch_values(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
     """The same for 8-bit values with the scales of query, key and value.
 
-    Scales are looked up as known_positive() does it, one after another: a loop takes a tenth of the whole time.
+    Scales are looked up as known_positive() does it, one after another: a loop takes a tenth of the whole time. A scale
+    that has not been checked is a KeyError.
     """
     try:
         q_scale, k_scale, v_scale = scales
-        changes = _changes_of(id(q_scale))
-        if changes != UNCOUNTED and changes != q_scale._version:
-            return None
-        changes = _changes_of(id(k_scale))
-        if changes != UNCOUNTED and changes != k_scale._version:
-            return None
-        if v_scale is not None:
-            changes = _changes_of(id(v_scale))
-            if changes != UNCOUNTED and changes != v_scale._version:
+        try:
+            if _changes[id(q_scale)] != q_scale._version or _changes[id(k_scale)] != k_scale._version:
                 return None
-        if (_is_grad_enabled() or forward_ad._current_level >= 0) and _is_graded(query, key, value, out):
+            if v_scale is not None and _changes[id(v_scale)] != v_scale._version:
+                return None
+        except RuntimeError:  # of a tensor that was made in inference mode, whose changes torch does not count
+            if not known_positive(scales):
+                return None
+        if forward_ad._current_level >= 0 or (
+            _is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+            )
+        ):
             return None
         result = out
         if result is None:

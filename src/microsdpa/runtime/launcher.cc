@@ -21,11 +21,6 @@ namespace {
 
 // Launches the kernels of a plan for a call of which all addresses but that of scratch memory are there.
 void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
-  std::optional<Scratch> scratch;
-  if (plan.workspace_bytes) {
-    scratch.emplace(plan.workspace_bytes, *call.query);
-    call.addresses[WORKSPACE] = scratch->address();
-  }
   Numbers numbers;
   numbers[SCALE] = static_cast<float>(factors.scale);
   numbers[SCALE_LOG2] = static_cast<float>(factors.scale * LOG2_E);
@@ -38,6 +33,11 @@ void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
   const CUstream stream = current_stream(call.query->device);
   guarded([&] {
     ScopedContext current(driver(), plan.context);
+    std::optional<Scratch> scratch;
+    if (plan.workspace_bytes) {
+      scratch.emplace(plan.workspace_bytes, *call.query, plan.context, stream);
+      call.addresses[WORKSPACE] = scratch->address();
+    }
     for (const PlannedKernel& kernel : plan.kernels) {
       if (!kernel.only_with_lse || call.addresses[LSE]) kernel.issue(driver(), stream, call.addresses, numbers);
     }
@@ -231,6 +231,24 @@ ffi::Any sdpa(ffi::PackedArgs args) {
   const GivenCall given(args);
   if (given.prologued) return attend_with(given.arguments, given.lse, given.factors());
   return attend(given.arguments, given.lse, given.scale, given.softcap);
+}
+
+// sdpa() for a call whose mask is known to be for so many keys, the first argument. The second one says whether the
+// call finds its plan while a CUDA graph is captured.
+ffi::Any sdpa_known(ffi::PackedArgs args) {
+  TVM_FFI_CHECK(args.size() > 2, TypeError) << "sdpa_known: expected a number of keys, a bool and a call";
+  const GivenCall given(args.Slice(2));
+  Call call;
+  if (!parse(given.arguments, call) || call.key.tensors[KEY].shape[2] != args[0].cast<std::int64_t>()) return nullptr;
+  const Factors factors = given.factors();
+  const std::shared_ptr<const Plan> plan = factors.valid() ? plan_of(call) : nullptr;
+  if (!plan) return nullptr;
+  const bool is_refused = !args[1].cast<bool>() && guarded([&] {
+    ScopedContext current(driver(), plan->context);
+    return is_captured(current_stream(call.query->device));
+  });
+  if (is_refused) return nullptr;
+  return execute(*plan, call, given.lse, factors);
 }
 
 // What dropout adds to a call, ahead of its arguments: how many of 65,536 probabilities are kept, and the factor of
@@ -525,6 +543,7 @@ void clear_plans() { plans().clear(), growing_plans().clear(), kinds().clear(); 
   }
 
 MICROSDPA_EXPORT_PACKED(sdpa, sdpa(packed))
+MICROSDPA_EXPORT_PACKED(sdpa_known, sdpa_known(packed))
 MICROSDPA_EXPORT_PACKED(prepared_call, prepared_call(packed))
 MICROSDPA_EXPORT_PACKED(allow_node, allow_node(packed))
 MICROSDPA_EXPORT_PACKED(register_kind, register_kind(packed))

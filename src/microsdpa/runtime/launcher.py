@@ -61,6 +61,12 @@ launch: Callable[..., Any] = direct(_library, _library.sdpa)
 when no plan is registered for the call, the LSE where it was allocated, and else True.
 """
 
+launch_known: Callable[..., Any] = direct(_library, _library.sdpa_known)
+"""`launch` for a mask that is known to be for an S_k, a function of that, of a bool, and then a Call's items.
+
+It gives None for another S_k, and unless the bool says that a CUDA graph may hold the mask, where one is captured.
+"""
+
 gradients: Callable[..., Any] = direct(_library, _library.gradients)
 """The same for gradients, a function of a GradientCall's items; False when no plan is registered for the call."""
 

@@ -406,11 +406,6 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const bool appends_ahead = plan.kernels.size() > 1;  // else the kernel of attention does
   const std::int64_t rotated_bytes = appends_ahead && changes_query(call.varlen) ? call.varlen.queries * row * 2 : 0;
   const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
-  std::optional<Scratch> workspace;
-  if (bytes) {
-    workspace.emplace(bytes, *call.query);
-    params.workspace = reinterpret_cast<void*>(workspace->address());
-  }
   params.lse = reinterpret_cast<float*>(lse.address);
   params.divides_keys = divides_keys;
   params.scale_log2 = static_cast<float>(factors.scale * LOG2_E);
@@ -418,6 +413,11 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const CUstream stream = current_stream(call.query->device);
   guarded([&] {
     ScopedContext current(driver(), plan.context);
+    std::optional<Scratch> workspace;
+    if (bytes) {
+      workspace.emplace(bytes, *call.query, plan.context, stream);
+      params.workspace = reinterpret_cast<void*>(workspace->address());
+    }
     CUtensorMap maps[2];
     const CUtensorMap* own[3] = {};
     if (plan.varlen.box_rows) {
