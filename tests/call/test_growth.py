@@ -39,13 +39,23 @@ def test_a_problem_with_other_keys_is_the_one_that_replace_gives() -> None:
 
 @pytest.mark.parametrize("before", [None, 512, 512 - forward.LENGTHS_AHEAD - 2, 600])
 def test_a_length_that_has_not_just_grown_looks_no_further(before: int | None) -> None:
-    problem = Problem(1, 32, 8, 512, 512, 128, "float16", target="sm_90a")
+    problem = Problem(1, 32, 8, 256, 512, 128, "float16", target="sm_90a")
     spec = chosen(problem)
     assert spec is not None
     forward._decoding.clear()
     if before is not None:
         forward._growth(problem.with_keys(before), spec, "auto")
     assert forward._growth(problem, spec, "auto") == (512, 512)
+
+
+def test_keys_that_are_the_queries_own_are_no_cache_that_grows() -> None:
+    problem = Problem(1, 32, 8, 512, 512, 128, "float16", target="sm_90a")
+    spec = chosen(problem)
+    assert spec is not None
+    forward._decoding.clear()
+    forward._growth(problem.with_keys(511), spec, "auto")
+    assert forward._growth(problem, spec, "auto") == (512, 512)
+    assert forward._growth(problem.with_keys(513), spec, "auto")[1] > 513
 
 
 def test_a_call_of_other_sizes_is_prepared_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -474,7 +474,8 @@ def resized(
     if number < 0:
         return None
     like, kernel = _kinds[number]
-    problem = like.with_sizes(query.size(0), query.size(2), key.size(2))
+    batch, _, seqlen_q, _ = query.shape
+    problem = like.with_sizes(batch, seqlen_q, key.shape[2])
     spec = chosen(problem, kernel)
     if spec is None:
         return None
@@ -493,6 +494,8 @@ def _growth(problem: Problem, spec: KernelSpec, kernel: str) -> tuple[int, int]:
 
     It is looked ahead where K has grown since the latest call of that kind, as it does in decoding.
     """
+    if problem.seqlen_q == problem.seqlen_k > 1:  # the keys are the queries' own
+        return problem.seqlen_k, problem.seqlen_k
     # Specifications are long to hash, and so are problems. Calls that share a kind by chance are looked ahead in vain.
     kind, last = (problem.batch, problem.heads, problem.seqlen_q, id(spec)), problem.seqlen_k
     grown = last - _decoding.get(kind, last)

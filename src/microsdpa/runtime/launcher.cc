@@ -405,17 +405,12 @@ bool gradients_dropped(ffi::PackedArgs args) {
   return launch_gradients(args.Slice(GivenDropout::ARGUMENTS), &dropout);
 }
 
-// Registers the plan of a validated call; parse() reads the arguments as sdpa() or gradients() does. After `numbers`
-// and `params` come the arguments that this function will be called with. The numbers are the context, bytes of scratch
-// memory, the first and the last length of K that the plan is for, the fields of VarlenLaunch and of ChangedRows, and
-// the kernels in the order of their launch. Gives the plan, and in `call` the call.
-template <typename Parse>
-std::shared_ptr<const Plan> register_plan(ffi::PackedArgs args, Parse parse, Call& call) {
-  TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";
-  Integers integers(args[0].cast<ffi::Bytes>());
-  const ffi::Bytes params = args[1].cast<ffi::Bytes>();
-  TVM_FFI_CHECK(parse(args.Slice(2), call), ValueError)
-      << "expected [B, H, S, D] CUDA tensors that do not overlap the output";
+// Registers the plan of a validated call, and gives it. The numbers are the context, bytes of scratch memory, the first
+// and the last length of K that the plan is for, the fields of VarlenLaunch and of ChangedRows, and the kernels in the
+// order of their launch.
+std::shared_ptr<const Plan> register_plan(Integers integers, const ffi::Bytes& params, bool is_parsed,
+                                          const Call& call) {
+  TVM_FFI_CHECK(is_parsed, ValueError) << "expected [B, H, S, D] CUDA tensors that do not overlap the output";
   auto plan = std::make_shared<Plan>();
   plan->context = reinterpret_cast<CUcontext>(integers.next());
   plan->workspace_bytes = integers.next();
@@ -443,20 +438,49 @@ std::shared_ptr<const Plan> register_plan(ffi::PackedArgs args, Parse parse, Cal
 bool parse_call(ffi::PackedArgs args, Call& call) { return parse(GivenCall(args).arguments, call); }
 bool parse_gradients(ffi::PackedArgs args, Call& call) { return GivenGradients(args).parse(call); }
 
+// `parse` reads the arguments behind numbers and params as sdpa() or gradients() does.
 template <typename Parse>
 void only_register(ffi::PackedArgs args, Parse parse) {
+  TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";
   Call call;
-  register_plan(args, parse, call);
+  const ffi::Bytes numbers = args[0].cast<ffi::Bytes>();
+  const bool is_parsed = parse(args.Slice(2), call);
+  register_plan(Integers(numbers), args[1].cast<ffi::Bytes>(), is_parsed, call);
 }
 
 // Registers the plan of a call and launches it; gives what sdpa() does.
-ffi::Any register_and_launch(ffi::PackedArgs args) {
+ffi::Any register_and_launch(Integers integers, const ffi::Bytes& params, ffi::PackedArgs args) {
+  const GivenCall given(args);
   Call call;
-  const std::shared_ptr<const Plan> plan = register_plan(args, parse_call, call);
-  const GivenCall given(args.Slice(2));
+  const bool is_parsed = parse(given.arguments, call);
+  const std::shared_ptr<const Plan> plan = register_plan(integers, params, is_parsed, call);
   const Factors factors = given.factors();
   if (!factors.valid()) return nullptr;
   return execute(*plan, call, given.lse, factors);
+}
+
+ffi::Any register_and_launch(ffi::PackedArgs args) {
+  TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_and_launch: expected numbers, params and a call";
+  const ffi::Bytes numbers = args[0].cast<ffi::Bytes>();
+  return register_and_launch(Integers(numbers), args[1].cast<ffi::Bytes>(), args.Slice(2));
+}
+
+// The same for one kernel with 16-bit operands, of whose numbers those that sizes change come by themselves: the
+// numbers ahead of the growth, its two, those up to the grid, its three, those behind it, and then the call.
+ffi::Any register_sized(ffi::PackedArgs args) {
+  constexpr int GROWTH = 1, GRID = 4, CALL = 8;
+  TVM_FFI_CHECK(args.size() > CALL, TypeError) << "register_sized: expected numbers, growth, grid and a call";
+  std::string numbers;
+  const auto add = [&](int from, int to) {
+    for (int i = from; i < to; ++i) {
+      const std::int64_t number = args[i].cast<std::int64_t>();
+      numbers.append(reinterpret_cast<const char*>(&number), sizeof(number));
+    }
+    const ffi::Bytes rest = args[to].cast<ffi::Bytes>();
+    numbers.append(rest.data(), rest.size());
+  };
+  add(0, 0), add(GROWTH, GROWTH + 2), add(GRID, GRID + 3);
+  return register_and_launch(Integers(numbers.data(), numbers.size()), ffi::Bytes(), args.Slice(CALL));
 }
 
 // Launches one kernel on a stream, which the caller names: the framework tells its current one only to calls with
@@ -553,6 +577,7 @@ MICROSDPA_EXPORT_PACKED(sdpa_dropped, sdpa_dropped(packed))
 MICROSDPA_EXPORT_PACKED(gradients_dropped, gradients_dropped(packed))
 MICROSDPA_EXPORT_PACKED(register_plan, (only_register(packed, parse_call), nullptr))
 MICROSDPA_EXPORT_PACKED(register_and_launch, register_and_launch(packed))
+MICROSDPA_EXPORT_PACKED(register_sized, register_sized(packed))
 MICROSDPA_EXPORT_PACKED(register_gradients, (only_register(packed, parse_gradients), nullptr))
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(direct_function, direct_function);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);

@@ -102,6 +102,9 @@ register_kind: Callable[..., bool] = _library.register_kind
 False where there is more to look at in each of them. forget_plans() forgets the numbers.
 """
 
+_register_and_launch: Callable[..., Any] = direct(_library, _library.register_and_launch)
+_register_sized: Callable[..., Any] = direct(_library, _library.register_sized)
+
 kind_of: Callable[..., int] = direct(_library, _library.kind_of)
 """kind_of(*call): the number of a Call, which register_kind() gave; -1 for none."""
 
@@ -389,8 +392,8 @@ class _Stage(NamedTuple):
 class _Loaded(NamedTuple):
     """The kernels of `spec.stages`, loaded. A new size waits for this: what sizes do not change is packed once.
 
-    `head` and `rest` are the integers before and behind the growth, up to the kernels, of a call without scratch
-    memory; None where sizes decide about it.
+    `head` and `rest` are the integers before and behind the growth, up to the grid of the first kernel, of a call
+    without scratch memory; `rest` is None where sizes decide about it.
     """
 
     spec: KernelSpec
@@ -420,7 +423,7 @@ def _loaded_stages(spec: KernelSpec, target: str, device: int) -> _Loaded:
             has_scratch = stage.workspace_row_bytes > 0 or stage.tile_lists is not None
             stages.append(_Stage(stage, _packed([function]), packed, has_scratch))
         sized = stages[0].spec.changed_rows is not None or any(stage.has_scratch for stage in stages)
-        rest = None if sized else _behind_growth(NO_CHANGED_ROWS, len(stages))
+        rest = None if sized else _behind_growth(NO_CHANGED_ROWS, len(stages)) + stages[0].function
         found = _loaded_specs[id(spec), device] = _Loaded(spec, context, stages, _packed([context, 0]), rest)
     return found
 
@@ -446,7 +449,11 @@ def prepare_and_launch(problem: Problem, spec: KernelSpec, call: Call, growth: t
         CompileError: a kernel does not compile.
         RuntimeError: the driver refuses to load one, or to launch it.
     """
-    return _library.register_and_launch(_numbers_of(problem, spec, call, growth), b"", *call)
+    found = _loaded_stages(spec, problem.target, call[0].device.index)
+    if found.rest is None or len(found.stages) > 1:
+        return _register_and_launch(_numbers_of(problem, spec, call, growth), b"", *call)
+    (stage,) = found.stages
+    return _register_sized(found.head, *growth, found.rest, *stage.spec.grid(problem), stage.rest, *call)
 
 
 def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int]) -> bytes:
@@ -456,10 +463,12 @@ def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[in
         ahead = stages[0].spec.changed_rows
         changed = NO_CHANGED_ROWS if ahead is None else ahead.places(problem)
         scratch = max([stage.spec.workspace_bytes(problem) if stage.has_scratch else 0 for stage in stages])
-        head, rest = _packed([context, changed[-1] + scratch]), _behind_growth(changed, len(stages))
+        head = _packed([context, changed[-1] + scratch])
+        rest = _behind_growth(changed, len(stages)) + stages[0].function
     found = head + _PAIR.pack(*growth) + rest
     for stage in stages:
-        found += stage.function + _GRID.pack(*stage.spec.grid(problem)) + stage.rest
+        function = b"" if stage is stages[0] else stage.function
+        found += function + _GRID.pack(*stage.spec.grid(problem)) + stage.rest
     return found
 
 

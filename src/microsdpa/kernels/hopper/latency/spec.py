@@ -43,6 +43,7 @@ TILE_DIMS = (64, 80, 96, 128)
 """Columns of the tiles that there are kernels for."""
 
 
+@functools.lru_cache
 def padded(head_dim: int) -> int:
     """Columns of the tiles for one of HEAD_DIMS: bulk copies fill those beyond a tensor's with zeros."""
     return min(dim for dim in TILE_DIMS if dim >= head_dim)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.common import PANEL_BYTES, ROWS
@@ -184,9 +184,14 @@ def query_tiles(problem: Problem, tiles: Tiles) -> int:
 def rounds(problem: Problem, tiles: Tiles) -> float:
     """Times of a whole query tile that the launch takes; causal ones share their different lengths out evenly."""
     sms, heads = chip_of(problem.target).sms, problem.batch * problem.heads
-    whole, rest = divmod(problem.seqlen_q, tiles.block_m)
+    return _rounds(sms, heads, problem.seqlen_q, ends_early(problem), tiles)
+
+
+def _rounds(sms: int, heads: int, seqlen_q: int, early: bool, tiles: Tiles) -> float:
+    """rounds() for so many heads of all batch entries; `early`: queries see keys up to an end of their own."""
+    whole, rest = divmod(seqlen_q, tiles.block_m)
     total = heads * (whole + (rest > 0))
-    if total > sms and ends_early(problem):
+    if early and total > sms:
         return total / sms
     if whole == 0 or rest == 0:
         return -(-total // sms)
@@ -251,7 +256,20 @@ def choose(problem: Problem) -> Tiles:
 
 
 def _cheapest(problem: Problem, found: tuple[Tiles, ...]) -> Tiles:
-    return found[0] if len(found) == 1 else min(found, key=lambda tiles: cost(problem, tiles))
+    """The first tiles of the lowest cost(): a new size waits for this, and what tiles share is asked once."""
+    best = found[0]
+    if len(found) == 1:
+        return best
+    sms, heads, seqlen_k = chip_of(problem.target).sms, problem.batch * problem.heads, problem.seqlen_k
+    early, seqlen_q, least = ends_early(problem), problem.seqlen_q, inf
+    for tiles in found:
+        keys: float = -(-seqlen_k // tiles.block_n)
+        keys = (keys + 1) / 2 if early else keys
+        rounds = _rounds(sms, heads, seqlen_q, early, tiles)
+        clocks = rounds * (keys * tiles.tile_clocks + tiles.around_clocks)
+        if clocks < least:
+            best, least = tiles, clocks
+    return best
 
 
 def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
