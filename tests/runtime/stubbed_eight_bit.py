@@ -23,6 +23,7 @@ from stub_harness import (
     UNCHANGED,
     Map,
     _clean,
+    call,
     check_allocated_lse,
     library,
     packed,
@@ -479,3 +480,11 @@ def test_a_plan_that_cannot_be_is_refused(size: int, own: tuple[int, ...], words
     numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, *UNCHANGED, 1, 0x3000, 1, 1, 1, 128, 0, 1, 0, 0, *own, 0)
     with pytest.raises(ValueError, match=words):
         library.register_plan(numbers, bytes(size), *tensors(), output(), None, 5, None)
+
+
+def test_scales_come_with_a_call_that_has_no_masks() -> None:
+    given = call(options=api.OPTIONS[False, None, False, "auto", None])
+    assert launcher.launch_scaled(*given, None, None, None) is None
+    for wrong in (given, [*given, *NO_MASKS, None, None, None]):
+        with pytest.raises(TypeError, match="sdpa_scaled: expected a call and its scales"):
+            launcher.launch_scaled(*wrong)

@@ -319,27 +319,31 @@ def sdpa(
         tracing = is_dynamo_compiling()
         if known is not None and not holds(known, key):
             known, attn_mask = None, combined((query, key, value), None, document_ids, block_mask)
-        scaled = q_scale is not None or k_scale is not None or v_scale is not None
-        if not tracing and not (scaled and precision is not None):  # both are refused below
-            named = is_causal, causal, enable_gqa, impl, precision
-            at_once: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
-            if precision is None and q_scale is None and attn_mask is None:
+        named = is_causal, causal, enable_gqa, impl, precision
+        at_once: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
+        unmasked = attn_mask is alibi_slopes is sinks is None and window is None and softcap is None
+        if tracing:
+            pass
+        elif precision is None:
+            of_values = q_scale, k_scale, v_scale
+            if q_scale is None and attn_mask is None:
                 rest = scale, alibi_slopes, sinks, window, softcap, k_scale, v_scale
                 beside = forward.launch_beside_cache(query, key, value, named, rest, return_lse, out)
                 if beside is not None:
                     return beside if return_lse else beside[0]  # type: ignore[return-value]
-            unmasked = attn_mask is None and window is None and softcap is None
-            if not (unmasked and alibi_slopes is None and sinks is None):
-                scales_given = (q_scale, k_scale, v_scale) if precision is None else None
-                masking = scales_given, (attn_mask, alibi_slopes, sinks, window, softcap)
-                at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, masking)
-            elif precision is not None:
+            if unmasked:
+                at_once = forward.launch_values(query, key, value, named, scale, return_lse, out, of_values)
+            else:
+                given = of_values, (attn_mask, alibi_slopes, sinks, window, softcap)
+                at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, given)
+        elif q_scale is k_scale is v_scale is None:  # scales beside a precision are refused below
+            if unmasked:
                 at_once = forward.launch_quantizing(query, key, value, named, scale, return_lse, out)
             else:
-                of_values = q_scale, k_scale, v_scale
-                at_once = forward.launch_values(query, key, value, named, scale, return_lse, out, of_values)
-            if at_once is not None:
-                return at_once
+                masks_alone = None, (attn_mask, alibi_slopes, sinks, window, softcap)
+                at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, masks_alone)
+        if at_once is not None:
+            return at_once
         if known is not None:
             attn_mask = combined((query, key, value), None, document_ids, block_mask)
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)

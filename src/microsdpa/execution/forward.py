@@ -37,6 +37,8 @@ from microsdpa.kernels.select import chosen, select
 from microsdpa.runtime import launcher
 
 _launch = launcher.launch
+_launch_scaled = launcher.launch_scaled
+_PLAIN_OPTIONS = False, None, False, "auto", None
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 _HALF = torch.float16
@@ -189,25 +191,9 @@ def launch_values(
         if result is None:
             dtype = value.dtype  # as output_type() gives it
             result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
-        # Masks are named one by one: that takes less time than a tuple of them.
-        lse = _launch(
-            query,
-            key,
-            value,
-            result,
-            return_lse,
-            OPTIONS[options],
-            scale,
-            None,
-            None,
-            None,
-            -1,
-            -1,
-            None,
-            q_scale,
-            k_scale,
-            v_scale,
-        )
+        # Most calls have no option: comparing takes less time than looking them up.
+        code = PLAIN_CODE if options == _PLAIN_OPTIONS else OPTIONS[options]
+        lse = _launch_scaled(query, key, value, result, return_lse, code, scale, q_scale, k_scale, v_scale)
     except MISSES:
         return None
     if lse is None:

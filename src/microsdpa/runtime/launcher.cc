@@ -233,6 +233,17 @@ ffi::Any sdpa(ffi::PackedArgs args) {
   return attend(given.arguments, given.lse, given.scale, given.softcap);
 }
 
+// sdpa() for 8-bit values without masks, whose three scales stand in the place of these.
+ffi::Any sdpa_scaled(ffi::PackedArgs args) {
+  constexpr int SCALES = 3;
+  TVM_FFI_CHECK(args.size() == FEWEST_ARGUMENTS + SCALES, TypeError) << "sdpa_scaled: expected a call and its scales";
+  GivenCall given(args.Slice(0, FEWEST_ARGUMENTS));
+  for (int i = 0; i < SCALES; ++i) {
+    given.arguments.tensors[QUERY_SCALE + i] = optional_tensor(args[FEWEST_ARGUMENTS + i]);
+  }
+  return attend(given.arguments, given.lse, given.scale, given.softcap);
+}
+
 // sdpa() for a call whose mask is known to be for so many keys, the first argument. The second one says whether the
 // call finds its plan while a CUDA graph is captured.
 ffi::Any sdpa_known(ffi::PackedArgs args) {
@@ -567,6 +578,7 @@ void clear_plans() { plans().clear(), growing_plans().clear(), kinds().clear(); 
   }
 
 MICROSDPA_EXPORT_PACKED(sdpa, sdpa(packed))
+MICROSDPA_EXPORT_PACKED(sdpa_scaled, sdpa_scaled(packed))
 MICROSDPA_EXPORT_PACKED(sdpa_known, sdpa_known(packed))
 MICROSDPA_EXPORT_PACKED(prepared_call, prepared_call(packed))
 MICROSDPA_EXPORT_PACKED(allow_node, allow_node(packed))

@@ -61,6 +61,9 @@ launch: Callable[..., Any] = direct(_library, _library.sdpa)
 when no plan is registered for the call, the LSE where it was allocated, and else True.
 """
 
+launch_scaled: Callable[..., Any] = direct(_library, _library.sdpa_scaled)
+"""`launch` for 8-bit values without masks, a function of a Call's items without those of masks."""
+
 launch_known: Callable[..., Any] = direct(_library, _library.sdpa_known)
 """`launch` for a mask that is known to be for an S_k, a function of that, of a bool, and then a Call's items.
 
