@@ -141,8 +141,7 @@ def prepared_call(call: Call) -> Callable[..., Any]:
     Raises:
         RuntimeError: no plan is registered for the arguments.
     """
-    prepared: Callable[..., Any] = found(_library.prepared_call(*call))
-    return prepared
+    return direct(_library, found(_library.prepared_call(*call)))
 
 
 def found(result: Any) -> Any:
