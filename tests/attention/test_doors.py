@@ -99,8 +99,10 @@ class Launcher:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     found = Launcher()
-    for module in (api, forward, dropin, varlen):
+    for module in (api, forward, varlen):
         monkeypatch.setattr(module, "_launch", found)
+    for module in (api, forward, dropin):
+        monkeypatch.setattr(module, "_launch_or_kind", found)
     monkeypatch.setattr(api, "_launch_known", found.with_a_known_mask)
     monkeypatch.setattr(forward, "_launch_scaled", found.with_scales)
     return found

@@ -178,7 +178,9 @@ def test_a_scale_that_validation_refuses_finds_no_plan(scale: float) -> None:
 
 
 def test_other_results_are_those_of_tvm_ffi() -> None:
-    assert direct(library, library.kind_of)(*call()) == -1
+    assert direct(library, library.sdpa_or_kind)(*call()) is None
+    library.register_kind(7, *call())
+    assert direct(library, library.sdpa_or_kind)(*call()) == 7
     assert direct(library, library.plan_count)() == library.plan_count()
     echo = tvm_ffi.convert(lambda *given: tvm_ffi.convert(list(given)))
     assert list(direct(library, echo)(1, 2)) == [1, 2]

@@ -199,16 +199,16 @@ def sized(batch: int, queries: int, keys: int, heads: int = 4, **changes: Any) -
 
 
 def test_calls_of_a_kind_have_a_number() -> None:
-    assert library.kind_of(*sized(2, 16, 24)) == -1
+    assert library.sdpa_or_kind(*sized(2, 16, 24)) is None
     assert library.register_kind(NUMBER, *sized(2, 16, 24))
     strided = tensor((3, 2, 30, 32), 0x20000000, strides=(30 * 64, 32, 64, 1))
     for given in (sized(2, 16, 24), sized(1, 1, 1), sized(300, 77, 1000), sized(3, 5, 30, key=strided)):
-        assert library.kind_of(*given) == NUMBER
+        assert library.sdpa_or_kind(*given) == NUMBER
     library.clear_kinds()
-    assert library.kind_of(*sized(2, 16, 24)) == -1
+    assert library.sdpa_or_kind(*sized(2, 16, 24)) is None
     library.register_kind(NUMBER, *sized(2, 16, 24))
     library.clear_plans()
-    assert library.kind_of(*sized(2, 16, 24)) == -1
+    assert library.sdpa_or_kind(*sized(2, 16, 24)) is None
 
 
 def test_a_kind_has_the_columns_of_its_value() -> None:
@@ -217,9 +217,9 @@ def test_a_kind_has_the_columns_of_its_value() -> None:
         return sized(batch, 16, keys, value=value, out=tensor((batch, 4, 16, of_output), 0x40000000))
 
     assert library.register_kind(NUMBER, *narrow(2, 24))
-    assert library.kind_of(*narrow(5, 70)) == NUMBER
+    assert library.sdpa_or_kind(*narrow(5, 70)) == NUMBER
     for wrong in (narrow(5, 70, 32), narrow(5, 70, 24, 32), narrow(5, 70, 16, 16), sized(5, 16, 70)):
-        assert library.kind_of(*wrong) == -1
+        assert library.sdpa_or_kind(*wrong) is None
 
 
 WRONG_KINDS: dict[str, list[Any]] = {
@@ -252,7 +252,7 @@ WRONG_KINDS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", WRONG_KINDS)
 def test_what_has_to_be_looked_at_is_of_no_kind(name: str) -> None:
     library.register_kind(NUMBER, *sized(2, 16, 24))
-    assert library.kind_of(*WRONG_KINDS[name]) == -1
+    assert library.sdpa_or_kind(*WRONG_KINDS[name]) is None
 
 
 def test_a_kind_is_of_calls_without_masks() -> None:

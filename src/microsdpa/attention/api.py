@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
 _launch = launcher.launch
+_launch_or_kind = launcher.launch_or_kind
 _launch_known = launcher.launch_known
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
@@ -382,9 +383,10 @@ def sdpa(
             code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
             result = (new_output(query, value) if other_value_dims else _empty_like(query)) if out is None else out
             if unmasked:
-                lse = _launch(query, key, value, result, return_lse, code, scale)
-                if lse is None and out is None:
-                    lse = forward.resized(query, key, value, result, return_lse, code, scale)
+                lse = _launch_or_kind(query, key, value, result, return_lse, code, scale)
+                if type(lse) is int:
+                    wanted = return_lse, code, scale
+                    lse = forward.resized(lse, query, key, value, result, *wanted) if out is None else None
             elif is_causal and attn_mask is not None:
                 lse = None
             elif known is not None:

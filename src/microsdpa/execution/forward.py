@@ -37,6 +37,7 @@ from microsdpa.kernels.select import chosen, select
 from microsdpa.runtime import launcher
 
 _launch = launcher.launch
+_launch_or_kind = launcher.launch_or_kind
 _launch_scaled = launcher.launch_scaled
 _PLAIN_OPTIONS = False, None, False, "auto", None
 _empty_like = torch.empty_like
@@ -79,9 +80,9 @@ def launch(
         code, scale = PLAIN_CODE if options is PLAIN else options.code, options.scale
         result = tensors.new_output(query, value) if other_value_dims else _empty_like(query)
         if masks is NO_TENSORS and options.window is None and options.softcap is None:
-            lse = _launch(query, key, value, result, return_lse, code, scale)
-            if lse is None:
-                lse = resized(query, key, value, result, return_lse, code, scale)
+            lse = _launch_or_kind(query, key, value, result, return_lse, code, scale)
+            if type(lse) is int:
+                lse = resized(lse, query, key, value, result, return_lse, code, scale)
         elif options.is_causal and masks.attn_mask is not None:
             return None
         else:
@@ -442,6 +443,7 @@ def _note_kind(problem: Problem, kernel: str, call: launcher.Call) -> None:
 
 
 def resized(
+    number: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -452,13 +454,11 @@ def resized(
 ) -> Any:
     """Make the plan of a call that differs from one before in batch size, lengths and strides alone, and launch it.
 
-    What validation looks at is in the key of a kind, or is looked at in C++ (runtime/plans.h); `out` is new. Gives what
-    launcher.launch does, and None for any other call, and where no kernel computes it.
+    `number` is of its kind, as launcher.launch_or_kind() gives it. What validation looks at is in the key of a kind, or
+    is looked at in C++ (runtime/plans.h); `out` is new. Gives what launcher.launch does, and None where no kernel
+    computes the call.
     """
     call = query, key, value, out, return_lse, code, scale
-    number = launcher.kind_of(*call)
-    if number < 0:
-        return None
     like, kernel = _kinds[number]
     batch, _, seqlen_q, _ = query.shape
     problem = like.with_sizes(batch, seqlen_q, key.shape[2])

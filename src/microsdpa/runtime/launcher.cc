@@ -330,15 +330,17 @@ bool register_kind(ffi::PackedArgs args) {
   return true;
 }
 
-// The number of a call's kind; -1 for none.
-std::int64_t kind_of(ffi::PackedArgs args) {
+// sdpa(), and for a call without a plan the number of its kind, or None.
+ffi::Any sdpa_or_kind(ffi::PackedArgs args) {
+  ffi::Any launched = sdpa(args);
+  if (launched.type_index() != ffi::TypeIndex::kTVMFFINone) return launched;
   const GivenCall given(args);
   Call call;
   CallKey common;
-  if (!parse(given.arguments, call) || call.key.varlen() || !given.factors().valid()) return -1;
-  if (!resized_key(call.key, common)) return -1;
+  if (!parse(given.arguments, call) || call.key.varlen() || !given.factors().valid()) return nullptr;
+  if (!resized_key(call.key, common)) return nullptr;
   const std::shared_ptr<const Plan> kind = kinds().find(common);
-  return kind ? kind->kind : -1;
+  return kind ? ffi::Any(kind->kind) : ffi::Any(nullptr);
 }
 
 // A function of (query, key, value, out, LSE, and tensors of masks and scales) that launches the plan of these
@@ -583,7 +585,7 @@ MICROSDPA_EXPORT_PACKED(sdpa_known, sdpa_known(packed))
 MICROSDPA_EXPORT_PACKED(prepared_call, prepared_call(packed))
 MICROSDPA_EXPORT_PACKED(allow_node, allow_node(packed))
 MICROSDPA_EXPORT_PACKED(register_kind, register_kind(packed))
-MICROSDPA_EXPORT_PACKED(kind_of, kind_of(packed))
+MICROSDPA_EXPORT_PACKED(sdpa_or_kind, sdpa_or_kind(packed))
 MICROSDPA_EXPORT_PACKED(gradients, gradients(packed))
 MICROSDPA_EXPORT_PACKED(sdpa_dropped, sdpa_dropped(packed))
 MICROSDPA_EXPORT_PACKED(gradients_dropped, gradients_dropped(packed))

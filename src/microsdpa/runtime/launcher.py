@@ -108,8 +108,8 @@ False where there is more to look at in each of them. forget_plans() forgets the
 _register_and_launch: Callable[..., Any] = direct(_library, _library.register_and_launch)
 _register_sized: Callable[..., Any] = direct(_library, _library.register_sized)
 
-kind_of: Callable[..., int] = direct(_library, _library.kind_of)
-"""kind_of(*call): the number of a Call, which register_kind() gave; -1 for none."""
+launch_or_kind: Callable[..., Any] = direct(_library, _library.sdpa_or_kind)
+"""`launch`, and for a call without a plan the number that register_kind() gave it, an int, or None."""
 
 allow_node: Callable[..., bool] = _library.allow_node
 """allow_node(number, *call): let the node's operator of this number (nodes.py) run the plan of a Call without masks.
