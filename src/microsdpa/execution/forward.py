@@ -437,6 +437,7 @@ def _note_kind(problem: Problem, kernel: str, call: launcher.Call) -> None:
     with _numbering:
         number = _numbers.setdefault(kind, len(_kinds))
         if number == len(_kinds) < _MAX_KINDS:
+            _ = kind[0].any_size  # which problems of other sizes then have from it
             _kinds.append(kind)
     if number < _MAX_KINDS:
         launcher.register_kind(number, *call)

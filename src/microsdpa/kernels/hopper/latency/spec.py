@@ -14,7 +14,6 @@ from microsdpa.kernels.problem import (
     MaskKind,
     Problem,
     capability_of,
-    of_any_size,
 )
 from microsdpa.kernels.spec import (
     BOOLEAN,
@@ -156,7 +155,7 @@ def _deepest(cluster: int, head_dim: int, shared_bytes: int) -> int:
 def specification(problem: Problem, choice: Latency) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
-    return _specification(of_any_size(problem), choice, whole)
+    return _specification(problem.any_size, choice, whole)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,7 +15,6 @@ from microsdpa.kernels.problem import (
     MaskKind,
     Problem,
     capability_of,
-    of_any_size,
 )
 from microsdpa.kernels.spec import (
     BOOLEAN,
@@ -215,7 +214,7 @@ def cost(problem: Problem, tiles: Tiles) -> float:
 
 def fitting(problem: Problem) -> tuple[Tiles, ...]:
     """Tiles that compute the problem, and fit its GPU's shared memory and the kernel's registers."""
-    return _fitting(of_any_size(problem))
+    return _fitting(problem.any_size)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -278,7 +277,7 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     Raises:
         ValueError: the tiles do not fit the shared memory of the problem's GPU.
     """
-    return _specification(of_any_size(problem), tiles, _is_marked(problem, tiles))
+    return _specification(problem.any_size, tiles, _is_marked(problem, tiles))
 
 
 def _is_marked(problem: Problem, tiles: Tiles) -> bool:
@@ -396,7 +395,7 @@ def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causa
 
 def throughput(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for problems that fill the chip."""
-    kind = of_any_size(problem)
+    kind = problem.any_size
     if problem.value_dim and (other := _refuse_value_dim(problem)):
         return other
     found = _admitted(kind)
