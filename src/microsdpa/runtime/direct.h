@@ -77,13 +77,19 @@ struct Direct {
   TensorClasses classes;
 };
 
-// Runs what torch has to say in a call: its stream and its allocator hold until the end of the scope.
+// What torch has to say in a call: its stream and its allocator hold until the end of the scope. Python's interpreter
+// is attached while it begins.
 class TorchScope {
  public:
-  TorchScope(const DLPackExchangeAPI& api, DLDevice device) : device_(device) {
+  TorchScope(const Python& python, const DLPackExchangeAPI& api, DLDevice device) : device_(device) {
     void* stream = nullptr;
-    if (device.device_type != kDLCPU && !api.current_work_stream(device.device_type, device.device_id, &stream)) {
+    if (device.device_type != kDLCPU) {
+      if (api.current_work_stream(device.device_type, device.device_id, &stream)) {
+        python.clear_error();
+        return;
+      }
       has_stream_ = !TVMFFIEnvSetStream(device.device_type, device.device_id, stream, &stream_);
+      if (!has_stream_) return;
     }
     has_allocator_ = !TVMFFIEnvSetDLPackManagedTensorAllocator(api.managed_tensor_allocator, 0, &allocator_);
   }
@@ -93,6 +99,9 @@ class TorchScope {
   }
   TorchScope(const TorchScope&) = delete;
   TorchScope& operator=(const TorchScope&) = delete;
+
+  // Whether both hold.
+  bool is_set() const { return has_allocator_; }
 
  private:
   DLDevice device_;
@@ -182,9 +191,10 @@ extern "C" inline PyObject* microsdpa_call_directly(PyObject* self, PyObject* co
   if (is_read) {
     ffi::Any result;
     bool has_ended = false;
+    const TorchScope torch(python, *direct->classes.api, arguments.device);
+    if (!torch.is_set()) return call_through_tvm_ffi(python, direct->fallback, given, count);
     void* thread = python.detach();
     try {
-      const TorchScope torch(*direct->classes.api, arguments.device);
       direct->function.CallPacked(reinterpret_cast<const ffi::AnyView*>(arguments.values), static_cast<int>(count),
                                   &result);
       has_ended = true;
@@ -194,6 +204,7 @@ extern "C" inline PyObject* microsdpa_call_directly(PyObject* self, PyObject* co
     python.attach(thread);
     PyObject* found = nullptr;
     if (has_ended && to_python(python, direct->classes, result, found)) return found;
+    python.clear_error();
   }
   return call_through_tvm_ffi(python, direct->fallback, given, count);
 }
