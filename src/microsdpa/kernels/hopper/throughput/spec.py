@@ -164,12 +164,6 @@ def padded(problem: Problem) -> int:
     return min(dim for dim in CANDIDATES if dim >= problem.head_dim and not (masked and tail(dim)))
 
 
-def key_tiles(problem: Problem, tiles: Tiles) -> float:
-    """Tiles of keys that a warpgroup computes for a query tile, in the mean."""
-    whole = -(-problem.seqlen_k // tiles.block_n)
-    return (whole + 1) / 2 if ends_early(problem) else whole
-
-
 def ends_early(problem: Problem) -> bool:
     """Whether queries see keys up to an end of their own."""
     return problem.causal is not None or (problem.mask is not None and problem.mask.right)
@@ -180,14 +174,11 @@ def query_tiles(problem: Problem, tiles: Tiles) -> int:
     return problem.batch * problem.heads * ceil(problem.seqlen_q / tiles.block_m)
 
 
-def rounds(problem: Problem, tiles: Tiles) -> float:
-    """Times of a whole query tile that the launch takes; causal ones share their different lengths out evenly."""
-    sms, heads = chip_of(problem.target).sms, problem.batch * problem.heads
-    return _rounds(sms, heads, problem.seqlen_q, ends_early(problem), tiles)
+def rounds(sms: int, heads: int, seqlen_q: int, early: bool, tiles: Tiles) -> float:
+    """Times of a whole query tile that the launch takes, for so many heads of all batch entries.
 
-
-def _rounds(sms: int, heads: int, seqlen_q: int, early: bool, tiles: Tiles) -> float:
-    """rounds() for so many heads of all batch entries; `early`: queries see keys up to an end of their own."""
+    `early`: queries see keys up to an end of their own. Such tiles share their different lengths out evenly.
+    """
     whole, rest = divmod(seqlen_q, tiles.block_m)
     total = heads * (whole + (rest > 0))
     if early and total > sms:
@@ -205,11 +196,6 @@ def _rounds(sms: int, heads: int, seqlen_q: int, early: bool, tiles: Tiles) -> f
     with_one_more = before + (more > 0) + last_takes * (after + (left > free))
     with_none = before + last_takes * ((more > 0) + after + (left > 0))
     return max(with_one_more, with_none)
-
-
-def cost(problem: Problem, tiles: Tiles) -> float:
-    """Clocks that the launch is expected to take."""
-    return rounds(problem, tiles) * (key_tiles(problem, tiles) * tiles.tile_clocks + tiles.around_clocks)
 
 
 def fitting(problem: Problem) -> tuple[Tiles, ...]:
@@ -250,22 +236,22 @@ def is_dealt(mask: MaskKind | None) -> bool:
 
 
 def choose(problem: Problem) -> Tiles:
-    """The tiles of the lowest cost."""
+    """The tiles that are expected to take the fewest clocks."""
     return _cheapest(problem, fitting(problem))
 
 
 def _cheapest(problem: Problem, found: tuple[Tiles, ...]) -> Tiles:
-    """The first tiles of the lowest cost(): a new size waits for this, and what tiles share is asked once."""
+    """The first tiles with which the launch is expected to take the fewest clocks; a new size waits for this."""
     best = found[0]
     if len(found) == 1:
         return best
     sms, heads, seqlen_k = chip_of(problem.target).sms, problem.batch * problem.heads, problem.seqlen_k
     early, seqlen_q, least = ends_early(problem), problem.seqlen_q, inf
     for tiles in found:
-        keys: float = -(-seqlen_k // tiles.block_n)
-        keys = (keys + 1) / 2 if early else keys
-        rounds = _rounds(sms, heads, seqlen_q, early, tiles)
-        clocks = rounds * (keys * tiles.tile_clocks + tiles.around_clocks)
+        whole = -(-seqlen_k // tiles.block_n)
+        key_tiles = (whole + 1) / 2 if early else whole  # of a query tile, in the mean
+        clocks = key_tiles * tiles.tile_clocks + tiles.around_clocks
+        clocks *= rounds(sms, heads, seqlen_q, early, tiles)
         if clocks < least:
             best, least = tiles, clocks
     return best
