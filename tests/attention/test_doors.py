@@ -34,6 +34,7 @@ from microsdpa.execution import forward
 from microsdpa.integrations import dropin, flash_backend
 from microsdpa.jit import signature as signatures
 from microsdpa.kernels.problem import PRECISIONS
+from microsdpa.runtime.launcher import NO_MASKS
 
 BATCH, HEADS, HEADS_KV, SEQLEN_Q, SEQLEN_K, HEAD_DIM = 2, 4, 2, 16, 24, 32
 KERNEL = "ladder/01_scalar"
@@ -87,12 +88,23 @@ class Launcher:
         self.found.append(self.memory.pop() if lse is True else True)
         return self.found[-1]
 
+    def with_scales(self, *call: Any) -> Any:
+        given, scales = call[:-3], call[-3:]
+        return self(*given, *NO_MASKS, *scales)
+
+    def with_a_known_mask(self, seqlen_k: int, _: bool, *call: Any) -> Any:
+        return self(*call) if call[1].shape[2] == seqlen_k else None
+
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     found = Launcher()
-    for module in (api, forward, dropin, varlen):
+    for module in (api, forward, varlen):
         monkeypatch.setattr(module, "_launch", found)
+    for module in (api, forward, dropin):
+        monkeypatch.setattr(module, "_launch_or_kind", found)
+    monkeypatch.setattr(api, "_launch_known", found.with_a_known_mask)
+    monkeypatch.setattr(forward, "_launch_scaled", found.with_scales)
     return found
 
 

@@ -39,13 +39,23 @@ def test_a_problem_with_other_keys_is_the_one_that_replace_gives() -> None:
 
 @pytest.mark.parametrize("before", [None, 512, 512 - forward.LENGTHS_AHEAD - 2, 600])
 def test_a_length_that_has_not_just_grown_looks_no_further(before: int | None) -> None:
-    problem = Problem(1, 32, 8, 512, 512, 128, "float16", target="sm_90a")
+    problem = Problem(1, 32, 8, 256, 512, 128, "float16", target="sm_90a")
     spec = chosen(problem)
     assert spec is not None
     forward._decoding.clear()
     if before is not None:
         forward._growth(problem.with_keys(before), spec, "auto")
     assert forward._growth(problem, spec, "auto") == (512, 512)
+
+
+def test_keys_that_are_the_queries_own_are_no_cache_that_grows() -> None:
+    problem = Problem(1, 32, 8, 512, 512, 128, "float16", target="sm_90a")
+    spec = chosen(problem)
+    assert spec is not None
+    forward._decoding.clear()
+    forward._growth(problem.with_keys(511), spec, "auto")
+    assert forward._growth(problem, spec, "auto") == (512, 512)
+    assert forward._growth(problem.with_keys(513), spec, "auto")[1] > 513
 
 
 def test_a_call_of_other_sizes_is_prepared_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,16 +65,14 @@ def test_a_call_of_other_sizes_is_prepared_without_a_check(monkeypatch: pytest.M
     monkeypatch.setattr(forward, "_kinds", [])
     monkeypatch.setattr(forward, "_numbers", {})
     monkeypatch.setattr(launcher, "register_kind", lambda *call: registered.append(call) or True)
-    monkeypatch.setattr(launcher, "kind_of", lambda *_: len(registered) - 1)
     monkeypatch.setattr(launcher, "prepare_and_launch", lambda *given: prepared.append(given) or given[2])
     query, key = torch.zeros(3, 4, 50, 64).half(), torch.zeros(3, 4, 70, 64).half()
     call = query, key, key, torch.empty_like(query), True, 0, None
-    assert forward.resized(*call) is None
     forward._note_kind(like, "auto", call)
     forward._note_kind(like.with_sizes(9, 9, 9), "auto", call)  # of the same kind
     assert [number for number, *_ in registered] == [0, 0]
     del registered[1:]
-    assert forward.resized(*call) == call
+    assert forward.resized(0, *call) == call
     expected = replace(like, batch=3, seqlen_q=50, seqlen_k=70)
     assert prepared == [(expected, chosen(expected), call, (70, 70))]
     for other in (replace(like, bulk=False), replace(like, mask=Masks(window=(1, 1)).kind)):
@@ -75,6 +83,5 @@ def test_a_call_of_other_sizes_is_prepared_without_a_check(monkeypatch: pytest.M
 def test_what_no_kernel_computes_is_left_to_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = Problem(0, 4, 4, 0, 0, 513, "float16", target="sm_90a")
     monkeypatch.setattr(forward, "_kinds", [(unknown, "auto")])
-    monkeypatch.setattr(launcher, "kind_of", lambda *_: 0)
     query = torch.zeros(1, 4, 5, 513).half()
-    assert forward.resized(query, query, query, torch.empty_like(query), False, 0, None) is None
+    assert forward.resized(0, query, query, query, torch.empty_like(query), False, 0, None) is None

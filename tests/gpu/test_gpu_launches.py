@@ -23,7 +23,7 @@ from microsdpa.runtime import launcher
 pytestmark = pytest.mark.gpu
 
 KERNELS = (Path(__file__).parent / "kernels", Path(__file__).parents[1] / "emulate/kernels")
-OPTIONS = 1 << 30
+OPTIONS = 1 << 31
 """No public call has these options: the plans of this file are met by its own launches alone."""
 
 Launch = Callable[..., Any]
@@ -186,6 +186,23 @@ def test_kernels_follow_one_another_over_one_workspace(launch: Launch) -> None:
     for rows in (100, 7, 3000):
         query, key, value = make(Case(1, 2, rows, 10, 64), "cuda")
         assert torch.equal(launch(spec, query, key, value, torch.empty_like(query)), 2 * query)
+
+
+def test_torch_describes_its_tensors_on_the_stack(launch: Launch) -> None:
+    """The functions are built-in ones with every supported torch, and give what those of tvm_ffi do."""
+    assert type(launcher.launch) is type(len)
+    query, key, value = make(Case(1, 4, 256, 256, 64), "cuda")
+    out = torch.empty_like(key)
+    launch(copy_keys(cluster=2), query, key, value, out)
+    found = [
+        function(query, key, value, out, True, OPTIONS, None) for function in (launcher.launch, launcher._library.sdpa)
+    ]
+    assert all(type(lse) is torch.Tensor for lse in found)
+    assert torch.equal(*(lse.flatten()[:16] for lse in found))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        out.fill_(torch.nan)
+        assert launcher.launch(query, key, value, out, None, OPTIONS, None) is True
+        assert torch.equal(out, key)  # in the same stream as what is around it
 
 
 def test_a_workspace_is_the_calls_own(launch: Launch) -> None:

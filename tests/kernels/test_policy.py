@@ -10,6 +10,8 @@ import pytest
 
 from microsdpa.errors import UnsupportedProblem
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, KernelSpec, family_named, policy
+from microsdpa.kernels import spec as specs
+from microsdpa.kernels.ampere.mma import tiles
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import OPERANDS, MaskKind, Problem
 from microsdpa.kernels.select import select
@@ -167,3 +169,42 @@ def test_heads_side_by_side_are_at_least_those_of_all_sms() -> None:
         return hopper_backward.heads_together(problem, tiling)
 
     assert together(8) == together(32) == 8
+
+
+def test_the_kernels_in_turn_are_those_that_no_rule_skips() -> None:
+    drawn = random.Random(20261124)
+    sizes = [*range(1, 70), 127, 128, 129, 512, 1000, 4096, 20_000]
+    seen = set()
+    for _ in range(3000):
+        heads_kv = drawn.choice((1, 2, 8))
+        problem = Problem(
+            *(drawn.choice(sizes), heads_kv * drawn.choice((1, 4)), heads_kv, drawn.choice(sizes), drawn.choice(sizes)),
+            *(drawn.choice((32, 64, 100, 128, 192)), "float16"),
+            causal=drawn.choice((None, "upper_left")),
+            mask=drawn.choice((None, MASK)),
+            target=drawn.choice(("sm_80", "sm_90a", "sm_120")),
+            operands=drawn.choice((None, None, "fp8")),
+            continued=drawn.random() < 0.1,
+        )
+        found = policy.in_turn(problem)
+        asked = policy.candidates(problem, "auto")
+        assert found == tuple(family for family in asked if not policy.skips(family, problem))
+        seen.add(found)
+    assert len(seen) > 6
+
+
+def test_small_problems_are_never_too_large() -> None:
+    """What is not looked at is small enough whatever the kernel: a CTA for each part of each row fits a launch."""
+    assert max(tiles.SPLITS) <= specs.MOST_PARTS
+    for sizes in (
+        (65_535, 1, 1, 1, 127),
+        (1, 1, 1, 32_000, 33_535),
+        (3, 64, 64, 1000, 1000),
+        (250, 1, 1, 32_768, 32_767),
+    ):
+        problem = Problem(*sizes, 64, "float16", target="sm_90a")
+        assert problem.batch * problem.heads * (problem.seqlen_q + problem.seqlen_k) < specs.SMALL
+        spec = select(problem).spec
+        x, y, z = spec.work(problem)
+        assert x * specs.MOST_PARTS // spec.split < specs.MAX_GRID_X
+        assert max(y, z) <= specs.MAX_GRID_YZ

@@ -2,10 +2,13 @@
 #include <cuda.h>
 #include <dlpack/dlpack.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "../../src/microsdpa/kernels/common/mask_params.cuh"
@@ -44,6 +47,7 @@ int stub_raw_bytes = 0;
 int stub_live_bytes = 0;  // allocated and not given back
 int stub_last_bytes = 0;  // of the latest allocation
 int stub_version = 13000;
+std::atomic<int> stub_held{0};                // whether launches wait, as with a full queue: for ten seconds at most
 const char* stub_allocation_error = nullptr;  // words of the error that the allocator answers with
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
@@ -108,6 +112,10 @@ CUresult cuMemsetD8Async(CUdeviceptr, unsigned char value, std::size_t, CUstream
   return value || as_number(stream) != 0x7000 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
+  for (int waits = 0; stub_held; ++waits) {
+    if (waits == 1000) return CUDA_ERROR_NOT_READY;
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
   Lock lock(record_mutex);
   if (stub_error) return static_cast<CUresult>(stub_error);
   StubLaunch& r = stub_record.history[stub_record.launches++ % HISTORY];

@@ -1,10 +1,11 @@
 // Stands for libtorch_cuda.so where torch is built without CUDA: what torch_shim.h and scratch.h look for there.
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 
 extern "C" {
 int stub_raw_allocator = 0;  // whether torch's allocator has memory
-int stub_raw_allocations = 0, stub_raw_live = 0;
+std::atomic<int> stub_raw_allocations{0}, stub_raw_live{0};
 void* stub_raw_last = nullptr;
 
 std::int32_t aoti_torch_get_current_cuda_stream(std::int32_t, void** stream) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from stub_harness import (
     UNCHANGED,
     Map,
     _clean,
+    call,
     check_allocated_lse,
     library,
     packed,
@@ -54,6 +56,7 @@ class Tensor(FakeCuda):
     """A tensor that the launcher reads as one on a GPU, and Python as much of torch's as it looks at."""
 
     requires_grad = False
+    _version = UNCOUNTED
     device = SimpleNamespace(index=0, type="cuda")
 
     def __init__(self, shape: tuple[int, ...], address: int, dtype: torch.dtype = torch.float16, **rest: Any) -> None:
@@ -289,7 +292,7 @@ def scales(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def test_quantized_values_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_changes_of", lambda _: UNCOUNTED)
+    monkeypatch.setattr(forward, "_changes", defaultdict(lambda: UNCOUNTED))
     monkeypatch.setattr(torch, "Tensor", Tensor)
     quantized = tensors(torch.float8_e4m3fn)
     before = record.launches
@@ -477,3 +480,11 @@ def test_a_plan_that_cannot_be_is_refused(size: int, own: tuple[int, ...], words
     numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, *UNCHANGED, 1, 0x3000, 1, 1, 1, 128, 0, 1, 0, 0, *own, 0)
     with pytest.raises(ValueError, match=words):
         library.register_plan(numbers, bytes(size), *tensors(), output(), None, 5, None)
+
+
+def test_scales_come_with_a_call_that_has_no_masks() -> None:
+    given = call(options=api.OPTIONS[False, None, False, "auto", None])
+    assert launcher.launch_scaled(*given, None, None, None) is None
+    for wrong in (given, [*given, *NO_MASKS, None, None, None]):
+        with pytest.raises(TypeError, match="sdpa_scaled: expected a call and its scales"):
+            launcher.launch_scaled(*wrong)

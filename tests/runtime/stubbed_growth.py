@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_cuda import KDL_BFLOAT, last, record, set_integer, tensor
+from fake_cuda import KDL_BFLOAT, install_allocator, last, record, set_integer, tensor
 from stub_harness import (
     ADDRESSES,
     KV,
@@ -25,6 +26,8 @@ from stub_harness import (
 )
 
 from microsdpa.call.masks import Masks
+from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.select import chosen
 from microsdpa.runtime import launcher
 
 __all__ = ["_clean", "_four_maps"]
@@ -122,6 +125,7 @@ def test_plans_that_are_forgotten_grow_no_more() -> None:
 
 
 def test_a_plan_is_registered_and_launched_at_once() -> None:
+    install_allocator()
     own = kernel()
     numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, *UNCHANGED, 1, *own)
     given = of_length(24, lse=True)
@@ -132,6 +136,52 @@ def test_a_plan_is_registered_and_launched_at_once() -> None:
     assert library.register_and_launch(numbers, b"", *of_length(25, scale=math.nan)) is None
     with pytest.raises(ValueError, match="do not overlap"):
         library.register_and_launch(numbers, b"", *of_length(24, out=of_length(24)[0]))
+
+
+def test_numbers_that_sizes_change_may_come_by_themselves() -> None:
+    install_allocator()
+    function, *rest = kernel()
+    given = of_length(24, lse=True)
+    launches = record.launches
+    behind = packed(0, 0, 0, 1, 0, 0, *UNCHANGED, 1, function)
+    parts = packed(PRIMARY, 0), 24, 30, behind, 5, 3, 2, packed(*rest[3:])
+    check_allocated_lse(library.register_sized(*parts, *given), last().params.lse)
+    assert (list(last().grid), last().threads, last().function) == ([5, 3, 2], 128, function)
+    assert launcher.launch(*of_length(30)) is True
+    assert launcher.launch(*of_length(31)) is None
+    assert record.launches == launches + 2
+    with pytest.raises(ValueError, match="expected more than"):
+        library.register_sized(*parts[:-1], b"", *given)
+    with pytest.raises(TypeError, match="register_sized: expected numbers, growth, grid and a call"):
+        library.register_sized(*parts)
+
+
+@pytest.mark.parametrize("batch", [1, 40])
+def test_a_new_size_is_registered_with_the_numbers_of_any_other_plan(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem(batch, 8, 8, 200, 200, 64, "float16", target="sm_90a")
+    spec = chosen(problem)
+    assert spec is not None
+    monkeypatch.setattr(launcher, "_loaded_specs", {})
+    monkeypatch.setattr(launcher, "_compiled", lambda spec, _: spec)
+    monkeypatch.setattr(launcher, "load_kernel", lambda *_: (0x3000, PRIMARY))
+    sized: list[Any] = []
+    whole: list[Any] = []
+    monkeypatch.setattr(launcher, "_register_sized", lambda *given: sized.append(given))
+    monkeypatch.setattr(launcher, "_register_and_launch", lambda *given: whole.append(given))
+    call = SimpleNamespace(device=SimpleNamespace(index=0)), "further arguments"
+    launcher.prepare_and_launch(problem, spec, call, (200, 210))
+    ((head, first, last, rest, x, y, z, tail, *given),) = sized
+    assert (first, last, (x, y, z), tuple(given)) == (200, 210, spec.grid(problem), call)
+    expected = launcher._numbers_of(problem, spec, call, (200, 210))
+    assert head + packed(200, 210) + rest + packed(x, y, z) + tail == expected
+    split = chosen(decoding := Problem(1, 8, 8, 1, 60_000, 64, "float16", target="sm_90a"))
+    assert split is not None
+    assert len(split.stages) > 1
+    launcher.prepare_and_launch(decoding, split, call, (1, 0))
+    assert whole == [(launcher._numbers_of(decoding, split, call, (1, 0)), b"", *call)]
+    assert len(sized) == 1
 
 
 NUMBER = 7
@@ -149,16 +199,16 @@ def sized(batch: int, queries: int, keys: int, heads: int = 4, **changes: Any) -
 
 
 def test_calls_of_a_kind_have_a_number() -> None:
-    assert library.kind_of(*sized(2, 16, 24)) == -1
+    assert library.sdpa_or_kind(*sized(2, 16, 24)) is None
     assert library.register_kind(NUMBER, *sized(2, 16, 24))
     strided = tensor((3, 2, 30, 32), 0x20000000, strides=(30 * 64, 32, 64, 1))
     for given in (sized(2, 16, 24), sized(1, 1, 1), sized(300, 77, 1000), sized(3, 5, 30, key=strided)):
-        assert library.kind_of(*given) == NUMBER
+        assert library.sdpa_or_kind(*given) == NUMBER
     library.clear_kinds()
-    assert library.kind_of(*sized(2, 16, 24)) == -1
+    assert library.sdpa_or_kind(*sized(2, 16, 24)) is None
     library.register_kind(NUMBER, *sized(2, 16, 24))
     library.clear_plans()
-    assert library.kind_of(*sized(2, 16, 24)) == -1
+    assert library.sdpa_or_kind(*sized(2, 16, 24)) is None
 
 
 def test_a_kind_has_the_columns_of_its_value() -> None:
@@ -167,9 +217,9 @@ def test_a_kind_has_the_columns_of_its_value() -> None:
         return sized(batch, 16, keys, value=value, out=tensor((batch, 4, 16, of_output), 0x40000000))
 
     assert library.register_kind(NUMBER, *narrow(2, 24))
-    assert library.kind_of(*narrow(5, 70)) == NUMBER
+    assert library.sdpa_or_kind(*narrow(5, 70)) == NUMBER
     for wrong in (narrow(5, 70, 32), narrow(5, 70, 24, 32), narrow(5, 70, 16, 16), sized(5, 16, 70)):
-        assert library.kind_of(*wrong) == -1
+        assert library.sdpa_or_kind(*wrong) is None
 
 
 WRONG_KINDS: dict[str, list[Any]] = {
@@ -202,7 +252,7 @@ WRONG_KINDS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", WRONG_KINDS)
 def test_what_has_to_be_looked_at_is_of_no_kind(name: str) -> None:
     library.register_kind(NUMBER, *sized(2, 16, 24))
-    assert library.kind_of(*WRONG_KINDS[name]) == -1
+    assert library.sdpa_or_kind(*WRONG_KINDS[name]) is None
 
 
 def test_a_kind_is_of_calls_without_masks() -> None:

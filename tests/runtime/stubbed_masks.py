@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import NO_SPILL, install_allocator, integer, last, record, set_integer, tensor
-from stub_harness import ADDRESSES, NO_MEMORY, PRIMARY, SHAPE, _clean, call, check_allocated_lse, prepared, register
+from stub_harness import ADDRESSES, KV, NO_MEMORY, PRIMARY, SHAPE, _clean, call, check_allocated_lse, prepared, register
 
 from microsdpa.attention import api
 from microsdpa.attention.explain import Explanation
@@ -281,3 +281,28 @@ def test_a_plan_object_with_masks_gives_the_lse() -> None:
         out, lse = plan(*arguments[:3], out=arguments[3], attn_mask=mask(16, 24))  # type: ignore[misc]
     assert out is arguments[3]
     check_allocated_lse(lse, last().params.lse)
+
+
+def test_a_known_mask_is_launched_with_for_its_own_keys_alone() -> None:
+    arguments = masked(attn_mask=mask(16, 24))
+    register(arguments)
+    before = record.launches
+    assert launcher.launch_known(KV[2], False, *arguments) is True
+    assert last().mask == MASK
+    assert launcher.launch_known(KV[2] + 1, False, *arguments) is None
+    assert launcher.launch_known(KV[2], False, *masked(attn_mask=mask(16, 24), options=5)) is None
+    assert launcher.launch_known(KV[2], False, *masked(attn_mask=mask(16, 24), scale=math.nan)) is None
+    assert record.launches == before + 1
+    with pytest.raises(TypeError, match="a number of keys, a bool and a call"):
+        launcher.launch_known(KV[2], False)
+
+
+@pytest.mark.parametrize("may_be_captured", [False, True])
+def test_a_known_mask_is_captured_where_the_caller_says_so(may_be_captured: bool) -> None:
+    arguments = masked(attn_mask=mask(16, 24))
+    register(arguments)
+    set_integer("stub_capturing", 1)
+    try:
+        assert launcher.launch_known(KV[2], may_be_captured, *arguments) is (True if may_be_captured else None)
+    finally:
+        set_integer("stub_capturing", 0)

@@ -38,6 +38,20 @@ def test_the_environment_decides_about_programmatic_launch(value: str | None, en
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
+def _build_launcher_for_a_cpu(compiler: str, includes: list[str], path: Path) -> None:
+    """A launcher that takes torch's tensors on a CPU for those of a GPU: stubbed_direct.py calls it."""
+    include = [*includes, libinfo.find_include_path()]
+    subprocess.run(
+        [
+            *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-DMICROSDPA_DEVICE=kDLCPU"),
+            *(option for directory in include for option in ("-isystem", directory)),
+            *(str(Path(launcher.__file__).with_name("launcher.cc")), "-o", str(path)),
+            *(libinfo.find_libtvm_ffi(), "-ldl"),
+        ],
+        check=True,
+    )
+
+
 def test_the_hot_path_with_a_stub_driver(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -56,6 +70,7 @@ def test_the_hot_path_with_a_stub_driver(tmp_path: Path) -> None:
             ],
             check=True,
         )
+    _build_launcher_for_a_cpu(compiler, includes, tmp_path / "cpu_launcher.so")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, sorted(HERE.glob("stubbed_*.py")))],
         env=os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"},

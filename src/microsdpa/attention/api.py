@@ -22,7 +22,7 @@ from microsdpa.call.prologue import check as check_prologue
 from microsdpa.call.tensors import check_causal, check_grad, new_output
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
-from microsdpa.call.visibility import combined, known_mask, with_causal
+from microsdpa.call.visibility import combined, holds, known_mask, with_causal
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.execution import autograd, dropout, forward, nodes, transforms
 from microsdpa.execution.forward import MISSES, other_value_dims
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
 _launch = launcher.launch
+_launch_or_kind = launcher.launch_or_kind
+_launch_known = launcher.launch_known
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -299,15 +301,16 @@ def sdpa(
         call = Call((query, key, value), masks, scales, options, return_lse, out, prologue=prologue)
         changed = _with_prologue(call, prologue)
         return changed if return_lse else changed[0]  # type: ignore[return-value]
-    is_known = False
+    known = None
     if document_ids is not None or block_mask is not None:
         if is_causal is not False or causal is not None:
             is_causal, causal = False, with_causal(is_causal, causal, attn_mask)
-        known = None if attn_mask is not None or is_dynamo_compiling() else known_mask(document_ids, block_mask, key)
-        is_known = known is not None
-        attn_mask = known if is_known else combined((query, key, value), attn_mask, document_ids, block_mask)
+        if attn_mask is None and not is_dynamo_compiling():
+            known = known_mask(document_ids, block_mask)
+        inputs = query, key, value
+        attn_mask = combined(inputs, attn_mask, document_ids, block_mask) if known is None else known[0]
     if dropout_p != 0.0:
-        if is_known:
+        if known is not None:
             attn_mask = combined((query, key, value), None, document_ids, block_mask)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision, dropout_p)
         call = Call((query, key, value), MaskTensors(attn_mask, alibi_slopes, sinks), options=options)
@@ -315,28 +318,34 @@ def sdpa(
         return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
         tracing = is_dynamo_compiling()
-        scaled = q_scale is not None or k_scale is not None or v_scale is not None
-        if not tracing and not (scaled and precision is not None):  # both are refused below
-            named = is_causal, causal, enable_gqa, impl, precision
-            at_once: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
-            if precision is None and q_scale is None and attn_mask is None:
+        if known is not None and not holds(known, key):
+            known, attn_mask = None, combined((query, key, value), None, document_ids, block_mask)
+        named = is_causal, causal, enable_gqa, impl, precision
+        at_once: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
+        unmasked = attn_mask is alibi_slopes is sinks is None and window is None and softcap is None
+        if tracing:
+            pass
+        elif precision is None:
+            of_values = q_scale, k_scale, v_scale
+            if q_scale is None and attn_mask is None:
                 rest = scale, alibi_slopes, sinks, window, softcap, k_scale, v_scale
                 beside = forward.launch_beside_cache(query, key, value, named, rest, return_lse, out)
                 if beside is not None:
                     return beside if return_lse else beside[0]  # type: ignore[return-value]
-            unmasked = attn_mask is None and window is None and softcap is None
-            if not (unmasked and alibi_slopes is None and sinks is None):
-                scales_given = (q_scale, k_scale, v_scale) if precision is None else None
-                masking = scales_given, (attn_mask, alibi_slopes, sinks, window, softcap)
-                at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, masking)
-            elif precision is not None:
+            if unmasked:
+                at_once = forward.launch_values(query, key, value, named, scale, return_lse, out, of_values)
+            else:
+                given = of_values, (attn_mask, alibi_slopes, sinks, window, softcap)
+                at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, given)
+        elif q_scale is k_scale is v_scale is None:  # scales beside a precision are refused below
+            if unmasked:
                 at_once = forward.launch_quantizing(query, key, value, named, scale, return_lse, out)
             else:
-                of_values = q_scale, k_scale, v_scale
-                at_once = forward.launch_values(query, key, value, named, scale, return_lse, out, of_values)
-            if at_once is not None:
-                return at_once
-        if is_known:
+                masks_alone = None, (attn_mask, alibi_slopes, sinks, window, softcap)
+                at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, masks_alone)
+        if at_once is not None:
+            return at_once
+        if known is not None:
             attn_mask = combined((query, key, value), None, document_ids, block_mask)
         masks, scales = mask_tensors(attn_mask, alibi_slopes, sinks), scales_of(q_scale, k_scale, v_scale)
         options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl, precision)
@@ -350,7 +359,7 @@ def sdpa(
             transforms.refuse_tangents(query, key, value)
             found = forward.first_call(call)
         return found if return_lse else found[0]  # type: ignore[return-value]
-    if is_dynamo_compiling():
+    if known is None and is_dynamo_compiling():
         traced = (is_causal, causal, scale, enable_gqa, window, softcap, impl, None, 0.0)
         result, lse = autograd.operator((query, key, value), (attn_mask, alibi_slopes, sinks), traced, return_lse)
         result = result if out is None else out.copy_(result)
@@ -374,11 +383,32 @@ def sdpa(
             code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
             result = (new_output(query, value) if other_value_dims else _empty_like(query)) if out is None else out
             if unmasked:
-                lse = _launch(query, key, value, result, return_lse, code, scale)
-                if lse is None and out is None:
-                    lse = forward.resized(query, key, value, result, return_lse, code, scale)
+                lse = _launch_or_kind(query, key, value, result, return_lse, code, scale)
+                if type(lse) is int:
+                    wanted = return_lse, code, scale
+                    lse = forward.resized(lse, query, key, value, result, *wanted) if out is None else None
             elif is_causal and attn_mask is not None:
                 lse = None
+            elif known is not None:
+                _, seqlen_k, captured = known
+                left, right = (-1, -1) if window is None else window
+                lse = _launch_known(
+                    seqlen_k,
+                    captured,
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    attn_mask,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                )
             else:
                 left, right = (-1, -1) if window is None else window
                 lse = _launch(
@@ -417,7 +447,7 @@ def sdpa(
     except MISSES:
         pass  # the checks below say which argument is wrong; a launch that failed otherwise fails there again
     inputs = query, key, value
-    if is_known:
+    if known is not None:
         attn_mask = combined(inputs, None, document_ids, block_mask)
     masks = mask_tensors(attn_mask, alibi_slopes, sinks)
     options = Options(is_causal, causal, scale, enable_gqa, window, softcap, impl)

@@ -35,8 +35,8 @@ class _Known(NamedTuple):
 
 
 _known: dict[tuple[int, ...], _Known] = {}
-_known_alone: dict[int, tuple[weakref.ref[torch.Tensor], int, int, torch.Tensor]] = {}
-"""Of ids that are those of queries and keys, by id(): themselves, their version, S_k and the mask, for known_mask()."""
+_known_alone: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[torch.Tensor, int, bool]]] = {}
+"""Of ids that are those of queries and keys, by id(): themselves, their version, and what known_mask() gives."""
 
 
 def mask_of_documents(document_ids: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -66,20 +66,18 @@ def mask_of_documents(document_ids: object, query: torch.Tensor, key: torch.Tens
     return mask
 
 
-def known_mask(document_ids: object, key: torch.Tensor) -> torch.Tensor | None:
+def known_mask(document_ids: object) -> tuple[torch.Tensor, int, bool] | None:
     """The mask that unchanged ids of queries and keys have, found without a check, to look for a plan with it.
 
-    Only calls that were checked have a plan, and its key has the mask's shape and device. What the mask does not show
-    of the ids is S_k, which is looked at here. None where there is more to look at, as in a CUDA graph.
+    Only calls that were checked have a plan, and its key has the mask's shape and device. The mask shows neither S_k,
+    which comes with it, nor that a CUDA graph would have other ids: False stands for a mask that none may hold.
     """
     known = _known_alone.get(id(document_ids))
-    if known is None or _get_tracing_state():
+    if known is None:
         return None
-    ref, version, seqlen_k, mask = known
+    ref, version, found = known
     ids = ref()
-    if ids is None or ids is not document_ids or ids._version != version or key.size(2) != seqlen_k:
-        return None
-    return None if mask.is_cuda and torch.cuda.is_current_stream_capturing() else mask
+    return found if ids is not None and ids is document_ids and ids._version == version else None
 
 
 def check(pair: tuple[object, ...], query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,7 +164,7 @@ def _remember(pair: tuple[object, ...], mask: torch.Tensor, sizes: Sizes) -> Non
     if len(pair) == 1 and seqlen_q > 1:  # one row would broadcast to any number of queries
         alone = id(tensors[0])
         ref = weakref.ref(tensors[0], lambda _: _known_alone.pop(alone, None))
-        _known_alone[alone] = ref, tensors[0]._version, seqlen_k, mask
+        _known_alone[alone] = ref, tensors[0]._version, (mask, seqlen_k, False)
 
 
 def document_ranges(document_ids: Ids) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
@@ -170,8 +170,8 @@ _positive: dict[int, int] = {}
 _alive: dict[int, weakref.ref[torch.Tensor]] = {}
 """By the id of such a scale: what takes both entries away when it dies, ahead of another tensor of that id."""
 
-changes_of: Callable[[int], int | None] = _positive.get
-"""The changes that there had been of a scale that has been checked, by its id; None for any other."""
+changes: Mapping[int, int] = _positive
+"""The changes that there had been of a scale that has been checked and is alive, by its id."""
 
 UNCOUNTED = -1
 """Changes of a tensor that was made in inference mode: torch does not count them."""
@@ -243,7 +243,7 @@ def known_positive(scales: tuple[object, ...]) -> bool:
     """Whether the values of all tensors among the scales have been checked, and none has changed; numbers have not."""
     for scale in scales:
         if scale is not None:
-            changes = changes_of(id(scale))
-            if changes is None or (changes != UNCOUNTED and changes != scale._version):  # type: ignore[attr-defined]
+            known = changes.get(id(scale))
+            if known is None or (known != UNCOUNTED and known != scale._version):  # type: ignore[attr-defined]
                 return False
     return True

@@ -46,23 +46,35 @@ def combined(inputs: Inputs, attn_mask: object, document_ids: object, block_mask
     return masks.dense(given, key.shape[2]) & shown
 
 
-def known_mask(document_ids: object, block_mask: object, key: torch.Tensor) -> torch.Tensor | None:
-    """What combined() gave for documents or blocks alone, without a check; None where there is more to look at.
+KnownMask = tuple[torch.Tensor, int, bool]
+"""What combined() gave for documents or blocks alone, the S_k that it is for, and whether a CUDA graph may hold it."""
+
+
+def known_mask(document_ids: object, block_mask: object) -> KnownMask | None:
+    """What is known of documents or blocks alone, without a check; None where there is more to look at.
 
     It is for a launch that nobody else has to see. A mask that does not belong to the call finds no plan: combined()
-    then says what is wrong. Its S_k alone is no part of a plan's key, and is looked at here.
+    then says what is wrong. The rest is no part of a plan's key: launcher.launch_known() looks at it, and holds().
     """
     try:
         if block_mask is None:
-            return known_mask_of_documents(document_ids, key)
+            return known_mask_of_documents(document_ids)
         if document_ids is None:
             table = table_of(block_mask)
             seqlen_q, seqlen_k = table.seqlens
-            if seqlen_q > 1 and key.size(2) == seqlen_k:
-                return table.memory
+            if seqlen_q > 1:
+                return table.memory, seqlen_k, True
     except (AttributeError, IndexError, RuntimeError, TypeError):
         pass  # combined() says what is wrong with a tensor
     return None
+
+
+def holds(known: KnownMask, key: torch.Tensor) -> bool:
+    """Whether a known mask is for this key, and for a launch now."""
+    mask, seqlen_k, captured = known
+    if not isinstance(key, torch.Tensor) or key.dim() != 4 or key.shape[2] != seqlen_k:
+        return False
+    return captured or not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _is_plain(inputs: Inputs) -> bool:

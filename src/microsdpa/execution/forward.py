@@ -26,7 +26,7 @@ from microsdpa.call.options import (
     Options,
 )
 from microsdpa.call.prologue import Prologue
-from microsdpa.call.scales import UNCOUNTED, VALUE_DTYPES, changes_of, known_positive
+from microsdpa.call.scales import VALUE_DTYPES, changes, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.execution import dropout, prologue, quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
@@ -37,10 +37,13 @@ from microsdpa.kernels.select import chosen, select
 from microsdpa.runtime import launcher
 
 _launch = launcher.launch
+_launch_or_kind = launcher.launch_or_kind
+_launch_scaled = launcher.launch_scaled
+_PLAIN_OPTIONS = False, None, False, "auto", None
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 _HALF = torch.float16
-_changes_of = changes_of
+_changes = changes
 
 MISSES = (AttributeError, BufferError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
@@ -77,9 +80,9 @@ def launch(
         code, scale = PLAIN_CODE if options is PLAIN else options.code, options.scale
         result = tensors.new_output(query, value) if other_value_dims else _empty_like(query)
         if masks is NO_TENSORS and options.window is None and options.softcap is None:
-            lse = _launch(query, key, value, result, return_lse, code, scale)
-            if lse is None:
-                lse = resized(query, key, value, result, return_lse, code, scale)
+            lse = _launch_or_kind(query, key, value, result, return_lse, code, scale)
+            if type(lse) is int:
+                lse = resized(lse, query, key, value, result, return_lse, code, scale)
         elif options.is_causal and masks.attn_mask is not None:
             return None
         else:
@@ -130,7 +133,16 @@ def launch_quantizing(
     precision, as sdpa has them.
     """
     try:
-        if (_is_grad_enabled() or forward_ad._current_level >= 0) and _is_graded(query, key, value, out):
+        # Here and below this is _is_graded(), whose call takes longer than its answer.
+        if forward_ad._current_level >= 0 or (
+            _is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+            )
+        ):
             return None
         result = _empty_like(query) if out is None else out
         lse = _launch(query, key, value, result, return_lse, OPTIONS[options], scale)
@@ -153,45 +165,36 @@ def launch_values(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
     """The same for 8-bit values with the scales of query, key and value.
 
-    Scales are looked up as known_positive() does it, one after another: a loop takes a tenth of the whole time.
+    Scales are looked up as known_positive() does it, one after another: a loop takes a tenth of the whole time. A scale
+    that has not been checked is a KeyError.
     """
     try:
         q_scale, k_scale, v_scale = scales
-        changes = _changes_of(id(q_scale))
-        if changes != UNCOUNTED and changes != q_scale._version:
-            return None
-        changes = _changes_of(id(k_scale))
-        if changes != UNCOUNTED and changes != k_scale._version:
-            return None
-        if v_scale is not None:
-            changes = _changes_of(id(v_scale))
-            if changes != UNCOUNTED and changes != v_scale._version:
+        try:
+            if _changes[id(q_scale)] != q_scale._version or _changes[id(k_scale)] != k_scale._version:
                 return None
-        if (_is_grad_enabled() or forward_ad._current_level >= 0) and _is_graded(query, key, value, out):
+            if v_scale is not None and _changes[id(v_scale)] != v_scale._version:
+                return None
+        except RuntimeError:  # of a tensor that was made in inference mode, whose changes torch does not count
+            if not known_positive(scales):
+                return None
+        if forward_ad._current_level >= 0 or (
+            _is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+            )
+        ):
             return None
         result = out
         if result is None:
             dtype = value.dtype  # as output_type() gives it
             result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
-        # Masks are named one by one: that takes less time than a tuple of them.
-        lse = _launch(
-            query,
-            key,
-            value,
-            result,
-            return_lse,
-            OPTIONS[options],
-            scale,
-            None,
-            None,
-            None,
-            -1,
-            -1,
-            None,
-            q_scale,
-            k_scale,
-            v_scale,
-        )
+        # Most calls have no option: comparing takes less time than looking them up.
+        code = PLAIN_CODE if options == _PLAIN_OPTIONS else OPTIONS[options]
+        lse = _launch_scaled(query, key, value, result, return_lse, code, scale, q_scale, k_scale, v_scale)
     except MISSES:
         return None
     if lse is None:
@@ -434,12 +437,14 @@ def _note_kind(problem: Problem, kernel: str, call: launcher.Call) -> None:
     with _numbering:
         number = _numbers.setdefault(kind, len(_kinds))
         if number == len(_kinds) < _MAX_KINDS:
+            _ = kind[0].any_size  # which problems of other sizes then have from it
             _kinds.append(kind)
     if number < _MAX_KINDS:
         launcher.register_kind(number, *call)
 
 
 def resized(
+    number: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -450,15 +455,14 @@ def resized(
 ) -> Any:
     """Make the plan of a call that differs from one before in batch size, lengths and strides alone, and launch it.
 
-    What validation looks at is in the key of a kind, or is looked at in C++ (runtime/plans.h); `out` is new. Gives what
-    launcher.launch does, and None for any other call, and where no kernel computes it.
+    `number` is of its kind, as launcher.launch_or_kind() gives it. What validation looks at is in the key of a kind, or
+    is looked at in C++ (runtime/plans.h); `out` is new. Gives what launcher.launch does, and None where no kernel
+    computes the call.
     """
     call = query, key, value, out, return_lse, code, scale
-    number = launcher.kind_of(*call)
-    if number < 0:
-        return None
     like, kernel = _kinds[number]
-    problem = like.with_sizes(query.size(0), query.size(2), key.size(2))
+    batch, _, seqlen_q, _ = query.shape
+    problem = like.with_sizes(batch, seqlen_q, key.shape[2])
     spec = chosen(problem, kernel)
     if spec is None:
         return None
@@ -477,6 +481,8 @@ def _growth(problem: Problem, spec: KernelSpec, kernel: str) -> tuple[int, int]:
 
     It is looked ahead where K has grown since the latest call of that kind, as it does in decoding.
     """
+    if problem.seqlen_q == problem.seqlen_k > 1:  # the keys are the queries' own
+        return problem.seqlen_k, problem.seqlen_k
     # Specifications are long to hash, and so are problems. Calls that share a kind by chance are looked ahead in vain.
     kind, last = (problem.batch, problem.heads, problem.seqlen_q, id(spec)), problem.seqlen_k
     grown = last - _decoding.get(kind, last)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda")
 _log = logging.getLogger("microsdpa")
 _logged: set[str] = set()
-_launch = launcher.launch
+_launch_or_kind = launcher.launch_or_kind
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -298,9 +298,10 @@ def _at_once(
         try:
             out = new_output(query, value) if forward.other_value_dims else _empty_like(query)
             code = OPTIONS[is_causal, None, enable_gqa, impl, None]
-            if _launch(query, key, value, out, False, code, scale):
-                return out
-            if forward.resized(query, key, value, out, False, code, scale):
+            found = _launch_or_kind(query, key, value, out, False, code, scale)
+            if type(found) is int:
+                found = forward.resized(found, query, key, value, out, False, code, scale)
+            if found is not None:
                 return out
         except MISSES:
             pass

@@ -8,6 +8,7 @@ docs/hopper-throughput.md). The ladder's kernels teach, and run where they are n
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
 from microsdpa.kernels.ampere.mma.tiles import packed_heads, splits_long_keys
@@ -68,11 +69,13 @@ def _is_for_split(problem: Problem) -> bool:
     That is where all CTAs of two query tiles are on the chip at once, but not those of one; and for long keys where
     hopper/latency has no SM to spare for a second CTA a query tile.
     """
-    if problem.head_dim != 64 or problem.mask is not None or problem.seqlen_q <= TILE:
+    queries = problem.seqlen_q
+    if problem.head_dim != 64 or problem.mask is not None or queries <= TILE:
         return False
-    sms, tiles = chip_of(problem.target).sms, _tiles(problem)
+    sms, heads = chip_of(problem.target).sms, problem.batch * problem.heads
+    tiles = heads * -(-queries // TILE)
     if tiles > sms:
-        return _tiles(problem, 2 * TILE) <= sms
+        return heads * -(-queries // (2 * TILE)) <= sms
     return 2 * tiles > sms and problem.seqlen_k >= LEAST_SPLIT_KEYS
 
 
@@ -241,6 +244,29 @@ def candidates(problem: Problem, impl: str) -> tuple[Family, ...]:
 def skips(family: Family, problem: Problem) -> bool:
     """Whether impl="auto" skips a kernel, whether or not it computes the problem."""
     return not few_are_left(problem) and PREFERENCES[family.name].skips(problem)
+
+
+def in_turn(problem: Problem) -> tuple[Family, ...]:
+    """The kernels that impl="auto" tries for a problem and does not skip.
+
+    Where operands have 16 bits and sequences one length, rules share questions, which are then asked once: a new size
+    waits for this.
+    """
+    if problem.operands is not None or problem.varlen is not None or problem.value_dim or problem.continued:
+        found = candidates(problem, "auto")
+        return found if few_are_left(problem) else tuple([f for f in found if not PREFERENCES[f.name].skips(problem)])
+    split, throughput = _is_for_split(problem), _is_for_throughput(problem)
+    less = split or _decodes(problem) or (throughput and problem.head_dim in hopper_throughput.HEAD_DIMS)
+    return _NOT_SKIPPED[less, split, throughput]
+
+
+def _not_skipped(less: bool, split: bool, throughput: bool) -> tuple[Family, ...]:
+    skipped = {"hopper/latency": less, "hopper/split": not split, "hopper/throughput": not throughput}
+    return tuple(family for family in _AUTOMATIC[False, False] if not skipped.get(family.name))
+
+
+_NOT_SKIPPED = {answers: _not_skipped(*answers) for answers in product((False, True), repeat=3)}
+"""By whether a later kernel is faster than hopper/latency, and whether hopper/split and hopper/throughput are."""
 
 
 def few_are_left(problem: Problem) -> bool:

@@ -100,11 +100,8 @@ def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
     further = problem.dropout or problem.value_dim or problem.continued
     plain = problem.mask is None and problem.prologue is None and not further
     # A new size waits for this: what no kernel changes is asked once.
-    ranked = impl == "auto" and not policy.few_are_left(problem)
     laid_out = problem.alignment >= VECTOR_BYTES and problem.bulk
-    for family in policy.candidates(problem, impl):
-        if ranked and policy.PREFERENCES[family.name].skips(problem):
-            continue
+    for family in policy.in_turn(problem) if impl == "auto" else policy.candidates(problem, impl):
         if not plain and _refuse_operands(problem, family):
             continue
         result = family.specify(problem)

@@ -25,6 +25,10 @@ BOOLEAN = {True: "true", False: "false"}
 DROPOUT_TYPE = {True: "microsdpa::Dropout", False: "microsdpa::NoDropout"}
 MAX_GRID_X = 2**31 - 1
 MAX_GRID_YZ = 65_535
+MOST_PARTS = 64
+"""CTAs that share the keys of a tile, at most."""
+SMALL = 2**30 // MOST_PARTS
+"""Rows of all heads below which no launch is too large: it has a CTA for every part of each of them, at most."""
 MAX_NUMBER = 2**31 - 2**13
 """Rows, heads and positions up to here have room for a tile of each behind them in the kernels' 32-bit numbers."""
 
@@ -288,6 +292,9 @@ def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:
 
     Tensors may have any number of elements: kernels address them in 64 bits.
     """
+    batch, rows = problem.batch, problem.seqlen_q + problem.seqlen_k
+    if batch * problem.heads * rows < SMALL and batch <= MAX_GRID_YZ and rows <= MAX_GRID_YZ:
+        return None  # most problems: a new size waits for this
     x, y, z = spec.work(problem)
     # A persistent kernel counts all tiles, and goes on by its CTAs until it has passed the last one.
     most = MAX_GRID_X - spec.max_ctas

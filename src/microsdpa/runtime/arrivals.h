@@ -18,10 +18,9 @@ class Arrivals {
 
   // The device address of COUNTERS counters for a launch on `stream`; the context is current.
   std::uintptr_t of(CUcontext context, CUstream stream) {
-    CUstreamCaptureStatus status;
-    driver().check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+    const bool captured = is_captured(stream);
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (status != CU_STREAM_CAPTURE_STATUS_NONE) return take(context);
+    if (captured) return take(context);
     std::uintptr_t& counters = of_stream_[{context, stream}];
     if (!counters) counters = take(context);
     return counters;

@@ -36,9 +36,25 @@ struct CallKey {
   // Most calls have dense operands alone: the others are then neither compared nor hashed.
   int operands() const { return !given ? DENSE_OPERANDS : prologued() ? KEYED_OPERANDS : PLAIN_OPERANDS; }
   static std::size_t bytes_of(int operands) { return operands * sizeof(TensorKey); }
-  std::size_t bytes() const { return offsetof(CallKey, tensors) + bytes_of(operands()); }
 
-  bool operator==(const CallKey& other) const { return given == other.given && !std::memcmp(this, &other, bytes()); }
+  // Calls `part` with the address and size of each part of the key that says something: fields, dense operands, and
+  // those operands that are given. It stops at the first part that gives false, and gives whether none did.
+  template <typename Part>
+  bool all_parts(Part part) const {
+    if (!part(reinterpret_cast<const char*>(this), offsetof(CallKey, tensors) + bytes_of(DENSE_OPERANDS))) return false;
+    const int most = operands();
+    for (int i = DENSE_OPERANDS; i < most; ++i) {
+      if (given >> i & 1 && !part(reinterpret_cast<const char*>(&tensors[i]), sizeof(TensorKey))) return false;
+    }
+    return true;
+  }
+
+  bool operator==(const CallKey& other) const {
+    const char *own = reinterpret_cast<const char*>(this), *others = reinterpret_cast<const char*>(&other);
+    return given == other.given && all_parts([&](const char* part, std::size_t size) {
+             return !std::memcmp(part, others + (part - own), size);
+           });
+  }
 
   // Whether the kernels chosen for this call compute `call` too: only alignments may differ, for the better.
   bool admits(const CallKey& call) const {
@@ -113,7 +129,8 @@ inline TensorKey describe(const DLTensor& tensor) {
 // Sizes and strides of a tensor of at most four dimensions, aligned to the last; false for any other. What is
 // broadcast has a stride of zero.
 inline bool describe_broadcast(const DLTensor& tensor, TensorKey& key) {
-  if (tensor.ndim > 4 || (tensor.ndim && !tensor.strides) || tensor.device.device_type != kDLCUDA) return false;
+  if (tensor.ndim > 4 || (tensor.ndim && !tensor.strides) || tensor.device.device_type != MICROSDPA_DEVICE)
+    return false;
   if (!address(tensor)) return false;
   for (int i = 0; i < 4; ++i) {
     const int dimension = i - (4 - tensor.ndim);
@@ -178,7 +195,7 @@ inline bool parse(const Arguments& arguments, Call& call) {
   for (int i = 0; i < DENSE_OPERANDS; ++i) {
     if (!arguments.tensors[i]) return false;
     const DLTensor& tensor = *arguments.tensors[i];
-    if (tensor.ndim != 4 || !tensor.strides || tensor.device.device_type != kDLCUDA) return false;
+    if (tensor.ndim != 4 || !tensor.strides || tensor.device.device_type != MICROSDPA_DEVICE) return false;
     call.addresses[i] = address(tensor);
     // A tensor without memory is a tracer's, as torch's FakeTensor is.
     if (!call.addresses[i]) return false;

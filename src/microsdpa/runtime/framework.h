@@ -63,6 +63,13 @@ inline CUstream current_stream(const DLDevice& device) {
   return static_cast<CUstream>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
+// Whether launches on a stream become part of a CUDA graph; a context is current.
+inline bool is_captured(CUstream stream) {
+  CUstreamCaptureStatus status;
+  driver().check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+  return status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
 // A tensor, or null for None.
 inline const DLTensor* optional_tensor(ffi::AnyView argument) {
   return argument.type_index() == ffi::TypeIndex::kTVMFFINone ? nullptr : argument.cast<DLTensor*>();

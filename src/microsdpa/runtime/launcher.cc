@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "direct.h"
 #include "framework.h"
 #include "launch.h"
 #include "plan_reader.h"
@@ -20,11 +21,6 @@ namespace {
 
 // Launches the kernels of a plan for a call of which all addresses but that of scratch memory are there.
 void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
-  std::optional<Scratch> scratch;
-  if (plan.workspace_bytes) {
-    scratch.emplace(plan.workspace_bytes, *call.query);
-    call.addresses[WORKSPACE] = scratch->address();
-  }
   Numbers numbers;
   numbers[SCALE] = static_cast<float>(factors.scale);
   numbers[SCALE_LOG2] = static_cast<float>(factors.scale * LOG2_E);
@@ -37,6 +33,11 @@ void launch_kernels(const Plan& plan, Call& call, const Factors& factors) {
   const CUstream stream = current_stream(call.query->device);
   guarded([&] {
     ScopedContext current(driver(), plan.context);
+    std::optional<Scratch> scratch;
+    if (plan.workspace_bytes) {
+      scratch.emplace(plan.workspace_bytes, *call.query, plan.context, stream);
+      call.addresses[WORKSPACE] = scratch->address();
+    }
     for (const PlannedKernel& kernel : plan.kernels) {
       if (!kernel.only_with_lse || call.addresses[LSE]) kernel.issue(driver(), stream, call.addresses, numbers);
     }
@@ -232,6 +233,35 @@ ffi::Any sdpa(ffi::PackedArgs args) {
   return attend(given.arguments, given.lse, given.scale, given.softcap);
 }
 
+// sdpa() for 8-bit values without masks, whose three scales stand in the place of these.
+ffi::Any sdpa_scaled(ffi::PackedArgs args) {
+  constexpr int SCALES = 3;
+  TVM_FFI_CHECK(args.size() == FEWEST_ARGUMENTS + SCALES, TypeError) << "sdpa_scaled: expected a call and its scales";
+  GivenCall given(args.Slice(0, FEWEST_ARGUMENTS));
+  for (int i = 0; i < SCALES; ++i) {
+    given.arguments.tensors[QUERY_SCALE + i] = optional_tensor(args[FEWEST_ARGUMENTS + i]);
+  }
+  return attend(given.arguments, given.lse, given.scale, given.softcap);
+}
+
+// sdpa() for a call whose mask is known to be for so many keys, the first argument. The second one says whether the
+// call finds its plan while a CUDA graph is captured.
+ffi::Any sdpa_known(ffi::PackedArgs args) {
+  TVM_FFI_CHECK(args.size() > 2, TypeError) << "sdpa_known: expected a number of keys, a bool and a call";
+  const GivenCall given(args.Slice(2));
+  Call call;
+  if (!parse(given.arguments, call) || call.key.tensors[KEY].shape[2] != args[0].cast<std::int64_t>()) return nullptr;
+  const Factors factors = given.factors();
+  const std::shared_ptr<const Plan> plan = factors.valid() ? plan_of(call) : nullptr;
+  if (!plan) return nullptr;
+  const bool is_refused = !args[1].cast<bool>() && guarded([&] {
+    ScopedContext current(driver(), plan->context);
+    return is_captured(current_stream(call.query->device));
+  });
+  if (is_refused) return nullptr;
+  return execute(*plan, call, given.lse, factors);
+}
+
 // What dropout adds to a call, ahead of its arguments: how many of 65,536 probabilities are kept, and the factor of
 // these; seed and offset on the device, or None for the two numbers that follow; and where they are left, or None.
 struct GivenDropout {
@@ -300,15 +330,17 @@ bool register_kind(ffi::PackedArgs args) {
   return true;
 }
 
-// The number of a call's kind; -1 for none.
-std::int64_t kind_of(ffi::PackedArgs args) {
+// sdpa(), and for a call without a plan the number of its kind, or None.
+ffi::Any sdpa_or_kind(ffi::PackedArgs args) {
+  ffi::Any launched = sdpa(args);
+  if (launched.type_index() != ffi::TypeIndex::kTVMFFINone) return launched;
   const GivenCall given(args);
   Call call;
   CallKey common;
-  if (!parse(given.arguments, call) || call.key.varlen() || !given.factors().valid()) return -1;
-  if (!resized_key(call.key, common)) return -1;
+  if (!parse(given.arguments, call) || call.key.varlen() || !given.factors().valid()) return nullptr;
+  if (!resized_key(call.key, common)) return nullptr;
   const std::shared_ptr<const Plan> kind = kinds().find(common);
-  return kind ? kind->kind : -1;
+  return kind ? ffi::Any(kind->kind) : ffi::Any(nullptr);
 }
 
 // A function of (query, key, value, out, LSE, and tensors of masks and scales) that launches the plan of these
@@ -386,17 +418,12 @@ bool gradients_dropped(ffi::PackedArgs args) {
   return launch_gradients(args.Slice(GivenDropout::ARGUMENTS), &dropout);
 }
 
-// Registers the plan of a validated call; parse() reads the arguments as sdpa() or gradients() does. After `numbers`
-// and `params` come the arguments that this function will be called with. The numbers are the context, bytes of scratch
-// memory, the first and the last length of K that the plan is for, the fields of VarlenLaunch and of ChangedRows, and
-// the kernels in the order of their launch. Gives the plan, and in `call` the call.
-template <typename Parse>
-std::shared_ptr<const Plan> register_plan(ffi::PackedArgs args, Parse parse, Call& call) {
-  TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";
-  Integers integers(args[0].cast<ffi::Bytes>());
-  const ffi::Bytes params = args[1].cast<ffi::Bytes>();
-  TVM_FFI_CHECK(parse(args.Slice(2), call), ValueError)
-      << "expected [B, H, S, D] CUDA tensors that do not overlap the output";
+// Registers the plan of a validated call, and gives it. The numbers are the context, bytes of scratch memory, the first
+// and the last length of K that the plan is for, the fields of VarlenLaunch and of ChangedRows, and the kernels in the
+// order of their launch.
+std::shared_ptr<const Plan> register_plan(Integers integers, const ffi::Bytes& params, bool is_parsed,
+                                          const Call& call) {
+  TVM_FFI_CHECK(is_parsed, ValueError) << "expected [B, H, S, D] CUDA tensors that do not overlap the output";
   auto plan = std::make_shared<Plan>();
   plan->context = reinterpret_cast<CUcontext>(integers.next());
   plan->workspace_bytes = integers.next();
@@ -424,20 +451,49 @@ std::shared_ptr<const Plan> register_plan(ffi::PackedArgs args, Parse parse, Cal
 bool parse_call(ffi::PackedArgs args, Call& call) { return parse(GivenCall(args).arguments, call); }
 bool parse_gradients(ffi::PackedArgs args, Call& call) { return GivenGradients(args).parse(call); }
 
+// `parse` reads the arguments behind numbers and params as sdpa() or gradients() does.
 template <typename Parse>
 void only_register(ffi::PackedArgs args, Parse parse) {
+  TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_plan: expected numbers, params and a call";
   Call call;
-  register_plan(args, parse, call);
+  const ffi::Bytes numbers = args[0].cast<ffi::Bytes>();
+  const bool is_parsed = parse(args.Slice(2), call);
+  register_plan(Integers(numbers), args[1].cast<ffi::Bytes>(), is_parsed, call);
 }
 
 // Registers the plan of a call and launches it; gives what sdpa() does.
-ffi::Any register_and_launch(ffi::PackedArgs args) {
+ffi::Any register_and_launch(Integers integers, const ffi::Bytes& params, ffi::PackedArgs args) {
+  const GivenCall given(args);
   Call call;
-  const std::shared_ptr<const Plan> plan = register_plan(args, parse_call, call);
-  const GivenCall given(args.Slice(2));
+  const bool is_parsed = parse(given.arguments, call);
+  const std::shared_ptr<const Plan> plan = register_plan(integers, params, is_parsed, call);
   const Factors factors = given.factors();
   if (!factors.valid()) return nullptr;
   return execute(*plan, call, given.lse, factors);
+}
+
+ffi::Any register_and_launch(ffi::PackedArgs args) {
+  TVM_FFI_CHECK(args.size() > 2, TypeError) << "register_and_launch: expected numbers, params and a call";
+  const ffi::Bytes numbers = args[0].cast<ffi::Bytes>();
+  return register_and_launch(Integers(numbers), args[1].cast<ffi::Bytes>(), args.Slice(2));
+}
+
+// The same for one kernel with 16-bit operands, of whose numbers those that sizes change come by themselves: the
+// numbers ahead of the growth, its two, those up to the grid, its three, those behind it, and then the call.
+ffi::Any register_sized(ffi::PackedArgs args) {
+  constexpr int GROWTH = 1, GRID = 4, CALL = 8;
+  TVM_FFI_CHECK(args.size() > CALL, TypeError) << "register_sized: expected numbers, growth, grid and a call";
+  std::string numbers;
+  const auto add = [&](int from, int to) {
+    for (int i = from; i < to; ++i) {
+      const std::int64_t number = args[i].cast<std::int64_t>();
+      numbers.append(reinterpret_cast<const char*>(&number), sizeof(number));
+    }
+    const ffi::Bytes rest = args[to].cast<ffi::Bytes>();
+    numbers.append(rest.data(), rest.size());
+  };
+  add(0, 0), add(GROWTH, GROWTH + 2), add(GRID, GRID + 3);
+  return register_and_launch(Integers(numbers.data(), numbers.size()), ffi::Bytes(), args.Slice(CALL));
 }
 
 // Launches one kernel on a stream, which the caller names: the framework tells its current one only to calls with
@@ -524,16 +580,20 @@ void clear_plans() { plans().clear(), growing_plans().clear(), kinds().clear(); 
   }
 
 MICROSDPA_EXPORT_PACKED(sdpa, sdpa(packed))
+MICROSDPA_EXPORT_PACKED(sdpa_scaled, sdpa_scaled(packed))
+MICROSDPA_EXPORT_PACKED(sdpa_known, sdpa_known(packed))
 MICROSDPA_EXPORT_PACKED(prepared_call, prepared_call(packed))
 MICROSDPA_EXPORT_PACKED(allow_node, allow_node(packed))
 MICROSDPA_EXPORT_PACKED(register_kind, register_kind(packed))
-MICROSDPA_EXPORT_PACKED(kind_of, kind_of(packed))
+MICROSDPA_EXPORT_PACKED(sdpa_or_kind, sdpa_or_kind(packed))
 MICROSDPA_EXPORT_PACKED(gradients, gradients(packed))
 MICROSDPA_EXPORT_PACKED(sdpa_dropped, sdpa_dropped(packed))
 MICROSDPA_EXPORT_PACKED(gradients_dropped, gradients_dropped(packed))
 MICROSDPA_EXPORT_PACKED(register_plan, (only_register(packed, parse_call), nullptr))
 MICROSDPA_EXPORT_PACKED(register_and_launch, register_and_launch(packed))
+MICROSDPA_EXPORT_PACKED(register_sized, register_sized(packed))
 MICROSDPA_EXPORT_PACKED(register_gradients, (only_register(packed, parse_gradients), nullptr))
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(direct_function, direct_function);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch_one, launch_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(register_nodes, register_nodes);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_node_constants, set_node_constants);

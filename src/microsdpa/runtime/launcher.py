@@ -19,6 +19,7 @@ from microsdpa.kernels import Grid, KernelSpec
 from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.kernels.spec import ChangedRows
+from microsdpa.runtime.direct import direct
 from microsdpa.runtime.ffi import tvm_ffi
 
 LIBRARY = "libmicrosdpa_launcher.so"
@@ -53,20 +54,29 @@ new_key, new_value, rotary_cos, rotary_sin, q_norm, k_norm and norm_eps.
 NO_MASKS = None, None, None, -1, -1, None
 NO_SCALES = None, None, None
 
-launch: Callable[..., Any] = _library.sdpa
+launch: Callable[..., Any] = direct(_library, _library.sdpa)
 """The hot path, a function of a Call's items.
 
 `lse` is a tensor [B, H, S_q] in FP32 to write to, True for one that is allocated, or None or False for none. Gives None
 when no plan is registered for the call, the LSE where it was allocated, and else True.
 """
 
-gradients: Callable[..., Any] = _library.gradients
+launch_scaled: Callable[..., Any] = direct(_library, _library.sdpa_scaled)
+"""`launch` for 8-bit values without masks, a function of a Call's items without those of masks."""
+
+launch_known: Callable[..., Any] = direct(_library, _library.sdpa_known)
+"""`launch` for a mask that is known to be for an S_k, a function of that, of a bool, and then a Call's items.
+
+It gives None for another S_k, and unless the bool says that a CUDA graph may hold the mask, where one is captured.
+"""
+
+gradients: Callable[..., Any] = direct(_library, _library.gradients)
 """The same for gradients, a function of a GradientCall's items; False when no plan is registered for the call."""
 
-launch_dropped: Callable[..., Any] = _library.sdpa_dropped
+launch_dropped: Callable[..., Any] = direct(_library, _library.sdpa_dropped)
 """`launch` for a call that drops probabilities, a function of a Dropped's items and then a Call's."""
 
-gradients_dropped: Callable[..., Any] = _library.gradients_dropped
+gradients_dropped: Callable[..., Any] = direct(_library, _library.gradients_dropped)
 """`gradients` for such a call, a function of a Dropped's items and then a GradientCall's."""
 
 Dropped = tuple[int, float, "torch.Tensor | None", int, int, "torch.Tensor | None"]
@@ -95,8 +105,11 @@ register_kind: Callable[..., bool] = _library.register_kind
 False where there is more to look at in each of them. forget_plans() forgets the numbers.
 """
 
-kind_of: Callable[..., int] = _library.kind_of
-"""kind_of(*call): the number of a Call, which register_kind() gave; -1 for none."""
+_register_and_launch: Callable[..., Any] = direct(_library, _library.register_and_launch)
+_register_sized: Callable[..., Any] = direct(_library, _library.register_sized)
+
+launch_or_kind: Callable[..., Any] = direct(_library, _library.sdpa_or_kind)
+"""`launch`, and for a call without a plan the number that register_kind() gave it, an int, or None."""
 
 allow_node: Callable[..., bool] = _library.allow_node
 """allow_node(number, *call): let the node's operator of this number (nodes.py) run the plan of a Call without masks.
@@ -128,8 +141,7 @@ def prepared_call(call: Call) -> Callable[..., Any]:
     Raises:
         RuntimeError: no plan is registered for the arguments.
     """
-    prepared: Callable[..., Any] = found(_library.prepared_call(*call))
-    return prepared
+    return direct(_library, found(_library.prepared_call(*call)))
 
 
 def found(result: Any) -> Any:
@@ -382,8 +394,8 @@ class _Stage(NamedTuple):
 class _Loaded(NamedTuple):
     """The kernels of `spec.stages`, loaded. A new size waits for this: what sizes do not change is packed once.
 
-    `head` and `rest` are the integers before and behind the growth, up to the kernels, of a call without scratch
-    memory; None where sizes decide about it.
+    `head` and `rest` are the integers before and behind the growth, up to the grid of the first kernel, of a call
+    without scratch memory; `rest` is None where sizes decide about it.
     """
 
     spec: KernelSpec
@@ -413,7 +425,7 @@ def _loaded_stages(spec: KernelSpec, target: str, device: int) -> _Loaded:
             has_scratch = stage.workspace_row_bytes > 0 or stage.tile_lists is not None
             stages.append(_Stage(stage, _packed([function]), packed, has_scratch))
         sized = stages[0].spec.changed_rows is not None or any(stage.has_scratch for stage in stages)
-        rest = None if sized else _behind_growth(NO_CHANGED_ROWS, len(stages))
+        rest = None if sized else _behind_growth(NO_CHANGED_ROWS, len(stages)) + stages[0].function
         found = _loaded_specs[id(spec), device] = _Loaded(spec, context, stages, _packed([context, 0]), rest)
     return found
 
@@ -439,7 +451,11 @@ def prepare_and_launch(problem: Problem, spec: KernelSpec, call: Call, growth: t
         CompileError: a kernel does not compile.
         RuntimeError: the driver refuses to load one, or to launch it.
     """
-    return _library.register_and_launch(_numbers_of(problem, spec, call, growth), b"", *call)
+    found = _loaded_stages(spec, problem.target, call[0].device.index)
+    if found.rest is None or len(found.stages) > 1:
+        return _register_and_launch(_numbers_of(problem, spec, call, growth), b"", *call)
+    (stage,) = found.stages
+    return _register_sized(found.head, *growth, found.rest, *stage.spec.grid(problem), stage.rest, *call)
 
 
 def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int]) -> bytes:
@@ -449,10 +465,12 @@ def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[in
         ahead = stages[0].spec.changed_rows
         changed = NO_CHANGED_ROWS if ahead is None else ahead.places(problem)
         scratch = max([stage.spec.workspace_bytes(problem) if stage.has_scratch else 0 for stage in stages])
-        head, rest = _packed([context, changed[-1] + scratch]), _behind_growth(changed, len(stages))
+        head = _packed([context, changed[-1] + scratch])
+        rest = _behind_growth(changed, len(stages)) + stages[0].function
     found = head + _PAIR.pack(*growth) + rest
     for stage in stages:
-        found += stage.function + _GRID.pack(*stage.spec.grid(problem)) + stage.rest
+        function = b"" if stage is stages[0] else stage.function
+        found += function + _GRID.pack(*stage.spec.grid(problem)) + stage.rest
     return found
 
 

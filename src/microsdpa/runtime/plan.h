@@ -131,14 +131,20 @@ class PlanTable {
         hash = (hash ^ word) * FACTOR;
         return hash ^ hash >> 29;
       };
-      const std::size_t count = key.bytes() / 8;
-      std::uint64_t words[sizeof(CallKey) / 8], lanes[LANES] = {1, 2, 3, 4};
-      std::memcpy(words, &key, count * 8);
-      std::size_t i = 0;
-      for (; i + LANES <= count; i += LANES) {
-        for (std::size_t lane = 0; lane < LANES; ++lane) lanes[lane] = mixed(lanes[lane], words[i + lane]);
-      }
-      for (; i < count; ++i) lanes[0] = mixed(lanes[0], words[i]);
+      std::uint64_t lanes[LANES] = {1, 2, 3, 4};
+      key.all_parts([&](const char* part, std::size_t size) {
+        for (; size >= LANES * 8; part += LANES * 8, size -= LANES * 8) {
+          std::uint64_t words[LANES];
+          std::memcpy(words, part, sizeof(words));
+          for (std::size_t lane = 0; lane < LANES; ++lane) lanes[lane] = mixed(lanes[lane], words[lane]);
+        }
+        for (std::size_t lane = 0; lane < size / 8; ++lane) {
+          std::uint64_t word;
+          std::memcpy(&word, part + 8 * lane, sizeof(word));
+          lanes[lane] = mixed(lanes[lane], word);
+        }
+        return true;
+      });
       return mixed(mixed(lanes[0], lanes[1]), mixed(lanes[2], lanes[3]));
     }
   };

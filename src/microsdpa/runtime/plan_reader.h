@@ -12,8 +12,9 @@ namespace microsdpa {
 // Integers that Python packs into bytes.
 class Integers {
  public:
-  explicit Integers(const ffi::Bytes& bytes)
-      : at_(bytes.data()), end_(bytes.data() + bytes.size()), size_(bytes.size() / 8) {}
+  // The bytes outlive it.
+  explicit Integers(const ffi::Bytes& bytes) : Integers(bytes.data(), bytes.size()) {}
+  Integers(const char* bytes, std::size_t size) : at_(bytes), end_(bytes + size), size_(size / 8) {}
 
   std::int64_t next() {
     TVM_FFI_CHECK(end_ - at_ >= 8, ValueError) << "numbers: expected more than " << size_ << " integers";

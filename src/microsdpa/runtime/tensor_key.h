@@ -5,6 +5,11 @@
 
 #include <cstdint>
 
+#ifndef MICROSDPA_DEVICE
+#define MICROSDPA_DEVICE \
+  kDLCUDA  // tests build a launcher for tensors on a CPU, which launches with a stub of the driver
+#endif
+
 namespace microsdpa {
 
 // Tensors of a call. Those up to OUT are always there and have four dimensions; a call's key has all up to GRAD_OUT,

@@ -216,7 +216,8 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
   const DLTensor *query_offsets = arguments.tensors[QUERY_OFFSETS], *key_offsets = arguments.tensors[KEY_OFFSETS];
   const DLTensor *slopes = arguments.tensors[SLOPES], *sinks = arguments.tensors[SINKS];
   const int query_rank = query_offsets ? 3 : 4, key_rank = key_offsets ? 3 : 4;
-  if (!query || !key || !value || !out || query->device.device_type != kDLCUDA || arguments.tensors[MASK]) return false;
+  if (!query || !key || !value || !out || query->device.device_type != MICROSDPA_DEVICE || arguments.tensors[MASK])
+    return false;
   if (query->dtype.bits != 16 || query->ndim != query_rank || key->ndim != key_rank || (table && key_offsets)) {
     return false;
   }
@@ -287,7 +288,7 @@ inline bool parse_varlen(const Arguments& arguments, Call& call) {
     p.slope_head_stride = slopes->strides[slopes->ndim - 1];
   }
   if (sinks) {
-    if (sinks->ndim != 1 || sinks->shape[0] != heads || sinks->device.device_type != kDLCUDA) return false;
+    if (sinks->ndim != 1 || sinks->shape[0] != heads || sinks->device.device_type != MICROSDPA_DEVICE) return false;
     k.tensors[SINKS].dtype_and_device = TensorKey::pack(sinks->dtype, sinks->device);
     p.sinks = reinterpret_cast<const void*>(address(*sinks));
     p.sink_head_stride = sinks->strides[0];
@@ -405,11 +406,6 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const bool appends_ahead = plan.kernels.size() > 1;  // else the kernel of attention does
   const std::int64_t rotated_bytes = appends_ahead && changes_query(call.varlen) ? call.varlen.queries * row * 2 : 0;
   const std::int64_t bytes = (divides_keys ? plan.varlen.workspace_bytes : 0) + rotated_bytes;
-  std::optional<Scratch> workspace;
-  if (bytes) {
-    workspace.emplace(bytes, *call.query);
-    params.workspace = reinterpret_cast<void*>(workspace->address());
-  }
   params.lse = reinterpret_cast<float*>(lse.address);
   params.divides_keys = divides_keys;
   params.scale_log2 = static_cast<float>(factors.scale * LOG2_E);
@@ -417,6 +413,11 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
   const CUstream stream = current_stream(call.query->device);
   guarded([&] {
     ScopedContext current(driver(), plan.context);
+    std::optional<Scratch> workspace;
+    if (bytes) {
+      workspace.emplace(bytes, *call.query, plan.context, stream);
+      params.workspace = reinterpret_cast<void*>(workspace->address());
+    }
     CUtensorMap maps[2];
     const CUtensorMap* own[3] = {};
     if (plan.varlen.box_rows) {

@@ -6,7 +6,7 @@ import functools
 from math import ceil
 
 from microsdpa.kernels.chip import chip_of
-from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
 from microsdpa.kernels.spec import (
     BOOLEAN,
     CPP_TYPE,
@@ -35,7 +35,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
             f"norms and rotary embedding work on chunks of 8 columns, and head_dim is {problem.head_dim}",
             "a head_dim that is a multiple of 8",
         )
-    return _specification(of_any_size(problem), *_tile(problem))
+    return _specification(problem.any_size, *_tile(problem))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ from microsdpa.kernels.ampere.mma.tiles import (
     late_ctas,
     packed_heads,
 )
-from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of, of_any_size
+from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, masks_type, refused_head_dim
 
 HEAD_DIMS = range(16, 257, 16)
@@ -26,7 +26,7 @@ MASK_SPILLS = "a mask of numbers takes the registers that are left: some bytes o
 def specification(problem: Problem, tiling: Tiling, pack: int = 1) -> KernelSpec:
     """The kernel of one tiling for a problem."""
     late = late_ctas(problem, tiling) if tiling.streaming else 0
-    return _specification(of_any_size(problem), tiling, pack, late)
+    return _specification(problem.any_size, tiling, pack, late)
 
 
 @functools.lru_cache(maxsize=1024)

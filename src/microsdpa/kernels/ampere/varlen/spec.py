@@ -15,7 +15,6 @@ from microsdpa.kernels.problem import (
     MaskType,
     Problem,
     capability_of,
-    of_any_size,
 )
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, refused_head_dim
 
@@ -268,7 +267,7 @@ def batch_invariant(problem: Problem) -> KernelSpec:
 
 def specification(problem: Problem, tiling: Tiling, split: int = 0) -> KernelSpec:
     """The kernel of one tiling for a problem; `split` tiles of keys are a part of a fixed size, 0 for any."""
-    return _specification(of_any_size(problem), tiling, _layout(problem, tiling), split, problem.value_dim)
+    return _specification(problem.any_size, tiling, _layout(problem, tiling), split, problem.value_dim)
 
 
 def _layout(problem: Problem, tiling: Tiling) -> str:

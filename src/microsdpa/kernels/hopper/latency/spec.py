@@ -14,7 +14,6 @@ from microsdpa.kernels.problem import (
     MaskKind,
     Problem,
     capability_of,
-    of_any_size,
 )
 from microsdpa.kernels.spec import (
     BOOLEAN,
@@ -43,6 +42,7 @@ TILE_DIMS = (64, 80, 96, 128)
 """Columns of the tiles that there are kernels for."""
 
 
+@functools.lru_cache
 def padded(head_dim: int) -> int:
     """Columns of the tiles for one of HEAD_DIMS: bulk copies fill those beyond a tensor's with zeros."""
     return min(dim for dim in TILE_DIMS if dim >= head_dim)
@@ -155,7 +155,7 @@ def _deepest(cluster: int, head_dim: int, shared_bytes: int) -> int:
 def specification(problem: Problem, choice: Latency) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     whole = problem.seqlen_k % (BLOCK_N * WARPGROUPS * choice.cluster) == 0
-    return _specification(of_any_size(problem), choice, whole)
+    return _specification(problem.any_size, choice, whole)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from math import ceil
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.common import ROWS
-from microsdpa.kernels.problem import ELEMENT, VECTOR_BYTES, Problem, capability_of, of_any_size
+from microsdpa.kernels.problem import ELEMENT, VECTOR_BYTES, Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, TensorMap, refused_head_dim
 
 BLOCK_N = ROWS
@@ -58,7 +58,7 @@ CANDIDATES = (Split(1), Split(2))
 
 def specification(problem: Problem, choice: Split) -> KernelSpec:
     """The kernel of one configuration for a problem."""
-    return _specification(of_any_size(problem), choice)
+    return _specification(problem.any_size, choice)
 
 
 @functools.lru_cache(maxsize=1024)

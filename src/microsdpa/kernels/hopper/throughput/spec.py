@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.common import PANEL_BYTES, ROWS
@@ -15,7 +15,6 @@ from microsdpa.kernels.problem import (
     MaskKind,
     Problem,
     capability_of,
-    of_any_size,
 )
 from microsdpa.kernels.spec import (
     BOOLEAN,
@@ -165,12 +164,6 @@ def padded(problem: Problem) -> int:
     return min(dim for dim in CANDIDATES if dim >= problem.head_dim and not (masked and tail(dim)))
 
 
-def key_tiles(problem: Problem, tiles: Tiles) -> float:
-    """Tiles of keys that a warpgroup computes for a query tile, in the mean."""
-    whole = -(-problem.seqlen_k // tiles.block_n)
-    return (whole + 1) / 2 if ends_early(problem) else whole
-
-
 def ends_early(problem: Problem) -> bool:
     """Whether queries see keys up to an end of their own."""
     return problem.causal is not None or (problem.mask is not None and problem.mask.right)
@@ -181,12 +174,14 @@ def query_tiles(problem: Problem, tiles: Tiles) -> int:
     return problem.batch * problem.heads * ceil(problem.seqlen_q / tiles.block_m)
 
 
-def rounds(problem: Problem, tiles: Tiles) -> float:
-    """Times of a whole query tile that the launch takes; causal ones share their different lengths out evenly."""
-    sms, heads = chip_of(problem.target).sms, problem.batch * problem.heads
-    whole, rest = divmod(problem.seqlen_q, tiles.block_m)
+def rounds(sms: int, heads: int, seqlen_q: int, early: bool, tiles: Tiles) -> float:
+    """Times of a whole query tile that the launch takes, for so many heads of all batch entries.
+
+    `early`: queries see keys up to an end of their own. Such tiles share their different lengths out evenly.
+    """
+    whole, rest = divmod(seqlen_q, tiles.block_m)
     total = heads * (whole + (rest > 0))
-    if total > sms and ends_early(problem):
+    if early and total > sms:
         return total / sms
     if whole == 0 or rest == 0:
         return -(-total // sms)
@@ -203,14 +198,9 @@ def rounds(problem: Problem, tiles: Tiles) -> float:
     return max(with_one_more, with_none)
 
 
-def cost(problem: Problem, tiles: Tiles) -> float:
-    """Clocks that the launch is expected to take."""
-    return rounds(problem, tiles) * (key_tiles(problem, tiles) * tiles.tile_clocks + tiles.around_clocks)
-
-
 def fitting(problem: Problem) -> tuple[Tiles, ...]:
     """Tiles that compute the problem, and fit its GPU's shared memory and the kernel's registers."""
-    return _fitting(of_any_size(problem))
+    return _fitting(problem.any_size)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -246,12 +236,25 @@ def is_dealt(mask: MaskKind | None) -> bool:
 
 
 def choose(problem: Problem) -> Tiles:
-    """The tiles of the lowest cost."""
+    """The tiles that are expected to take the fewest clocks."""
     return _cheapest(problem, fitting(problem))
 
 
 def _cheapest(problem: Problem, found: tuple[Tiles, ...]) -> Tiles:
-    return found[0] if len(found) == 1 else min(found, key=lambda tiles: cost(problem, tiles))
+    """The first tiles with which the launch is expected to take the fewest clocks; a new size waits for this."""
+    best = found[0]
+    if len(found) == 1:
+        return best
+    sms, heads, seqlen_k = chip_of(problem.target).sms, problem.batch * problem.heads, problem.seqlen_k
+    early, seqlen_q, least = ends_early(problem), problem.seqlen_q, inf
+    for tiles in found:
+        whole = -(-seqlen_k // tiles.block_n)
+        key_tiles = (whole + 1) / 2 if early else whole  # of a query tile, in the mean
+        clocks = key_tiles * tiles.tile_clocks + tiles.around_clocks
+        clocks *= rounds(sms, heads, seqlen_q, early, tiles)
+        if clocks < least:
+            best, least = tiles, clocks
+    return best
 
 
 def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
@@ -260,7 +263,7 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     Raises:
         ValueError: the tiles do not fit the shared memory of the problem's GPU.
     """
-    return _specification(of_any_size(problem), tiles, _is_marked(problem, tiles))
+    return _specification(problem.any_size, tiles, _is_marked(problem, tiles))
 
 
 def _is_marked(problem: Problem, tiles: Tiles) -> bool:
@@ -378,7 +381,7 @@ def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causa
 
 def throughput(problem: Problem) -> KernelSpec | Rejection:
     """The kernel for problems that fill the chip."""
-    kind = of_any_size(problem)
+    kind = problem.any_size
     if problem.value_dim and (other := _refuse_value_dim(problem)):
         return other
     found = _admitted(kind)

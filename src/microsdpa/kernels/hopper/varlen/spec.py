@@ -16,7 +16,6 @@ from microsdpa.kernels.problem import (
     MaskKind,
     Problem,
     capability_of,
-    of_any_size,
 )
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, Grid, KernelSpec, Rejection, TensorMap, refused_head_dim
 
@@ -132,7 +131,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
 def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
     box_rows = min(problem.varlen, tiles.block_n) if problem.varlen else tiles.block_n
-    return _specification(of_any_size(problem), tiles, box_rows, bool(problem.varlen), problem.value_dim)
+    return _specification(problem.any_size, tiles, box_rows, bool(problem.varlen), problem.value_dim)
 
 
 @functools.lru_cache(maxsize=1024)
