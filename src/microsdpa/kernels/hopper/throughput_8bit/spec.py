@@ -18,6 +18,9 @@ MOST_SHARED = 227 << 10
 """Bytes that a CTA can have."""
 SMALL_TILES = 1.1
 """Time of a key in tiles of 64 over that in tiles of 96, at D = 256."""
+SHORT_KEYS = 8192
+"""Up to so many, and under a causal mask, room for a second query tile of D = 256, and for O, is worth more than a
+third tile of K and V^T."""
 MOST_STAGES = 4
 """More than four tiles of K and V^T are no faster; two hold the consumers together."""
 OUT_PANEL = 64
@@ -83,7 +86,8 @@ def tiles_for(problem: Problem) -> Tiles:
         promoted_keys = 1024 if several else 2048
         if SMALL_TILES * _padded(problem.seqlen_k, 64) < _padded(problem.seqlen_k, 96):
             return Tiles(64, consumers=2, stages=3, promoted_keys=promoted_keys)
-        return Tiles(96, consumers=2, stages=2, promoted_keys=promoted_keys)
+        stages = 3 if problem.seqlen_k > SHORT_KEYS and not _is_causal(problem) else 2
+        return Tiles(96, consumers=2, stages=stages, promoted_keys=promoted_keys)
     if problem.head_dim == 64:
         tiles, few = Tiles(64, consumers=4, stages=3, promoted_keys=1024), Tiles(192, consumers=2, stages=3)
     else:
@@ -110,6 +114,11 @@ def _deepened(tiles: Tiles, problem: Problem) -> Tiles:
 def _has_key_scales(problem: Problem) -> bool:
     """Whether the keys of a head have different scales."""
     return problem.operands == "int8_fp8" or problem.key_block != 0
+
+
+def _is_causal(problem: Problem) -> bool:
+    """Whether what a row sees has a right end."""
+    return problem.causal is not None or (problem.mask is not None and problem.mask.right)
 
 
 def _padded(keys: int, block_n: int) -> int:

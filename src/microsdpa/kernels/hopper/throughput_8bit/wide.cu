@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(3 * WARPGROUP_THREADS, 1)
     wide_attention(const __grid_constant__ typename EightBitParamsOf<MASKS>::Type given,
                    const __grid_constant__ TensorMap query, const __grid_constant__ TensorMap key,
                    const __grid_constant__ TensorMap value, const __grid_constant__ TensorMap out) {
-  using Shared = WideStorage<FORMAT, BLOCK_N, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES, PROMOTED_TILES,
-                             OUT_PANELS>;
+  using Shared =
+      WideStorage<FORMAT, BLOCK_N, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES, PROMOTED_TILES, OUT_PANELS>;
   constexpr int CONSUMER_REGISTERS = 232, PRODUCER_REGISTERS = 40;  // of a thread: together three times 168
   constexpr int AT_A_TIME = 4;                                      // loads of a transposing warp
 

@@ -7,15 +7,15 @@
 
 namespace microsdpa::hopper::throughput_8bit {
 
-constexpr int OUT_COLUMNS = 64;                    // of a panel of O on its way out: 128 bytes, a pattern of swizzling
+constexpr int OUT_COLUMNS = 64;  // of a panel of O on its way out: 128 bytes, a pattern of swizzling
 constexpr int OUT_PANEL_BYTES = ROWS * OUT_COLUMNS * 2;  // a warpgroup's
 
 // Shared memory of hopper/throughput_8bit/wide.cu. Where there is room for two query tiles, O leaves through the place
 // of its own queries, and through OUT_PANELS more panels.
 template <typename FORMAT, int BLOCK_N, int STAGES, int VALUE_STAGES, int QUERY_STAGES, bool KEY_SCALES,
           int PROMOTED_TILES, int OUT_PANELS_>
-struct WideStorage : SharedStorage<FORMAT, 256, 1, BLOCK_N, 2, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES,
-                                   PROMOTED_TILES> {
+struct WideStorage
+    : SharedStorage<FORMAT, 256, 1, BLOCK_N, 2, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES, PROMOTED_TILES> {
   using Base =
       SharedStorage<FORMAT, 256, 1, BLOCK_N, 2, STAGES, VALUE_STAGES, QUERY_STAGES, KEY_SCALES, PROMOTED_TILES>;
   static constexpr bool QUERY_STAYS = QUERY_STAGES == 2;
@@ -40,10 +40,10 @@ struct WidePromotingConsumer : PromotingConsumer<T, Shared, CAUSAL, MASKS> {
   using Base::value_state, Base::warpgroup, Base::work;
   using typename Base::Probabilities, typename Base::Sum;
   using Scores = float[BLOCK_N / 2];
-  using Moved = Vector<__nv_bfloat16, 4>;
   static constexpr bool PROMOTES = Shared::PROMOTES, STAGED = Shared::QUERY_STAYS;
+  static constexpr bool EARLY_FACTORS = STAGED && !MASKS::ANY;              // else there is no register for them
   static constexpr int PANELS = Shared::QUERY_PANELS + Shared::OUT_PANELS;  // that O can leave through at once
-  static constexpr int LEFT_BEHIND = 2;  // tiles of keys after which the output before is expected to have left
+  static constexpr int LEFT_BEHIND = 3;  // tiles of keys after which the output before is expected to have left
 
   const TensorMap& out;
   bool unwritten = false;  // O of the query tile before
@@ -73,7 +73,7 @@ struct WidePromotingConsumer : PromotingConsumer<T, Shared, CAUSAL, MASKS> {
     }
   }
   __device__ __forceinline__ void finish_factors() {
-    wgmma_fence_registers(factor);  // here the compiler waits for them
+    wgmma_fence_registers(factor);                                           // here the compiler waits for them
     const float all = fmaxf(fabsf(params.scale_log2), 1e-30f) * key_factor;  // 0 must not meet a masked score of -inf
     factor[0] *= all, factor[1] *= all;
     if constexpr (MASKS::ANY) {
@@ -81,46 +81,55 @@ struct WidePromotingConsumer : PromotingConsumer<T, Shared, CAUSAL, MASKS> {
     }
   }
 
+  // The floats that two packed BF16 are.
+  __device__ __forceinline__ static float low_of(uint32 pair) { return __uint_as_float(pair << 16); }
+  __device__ __forceinline__ static float high_of(uint32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
   // Adds what was moved to the output, if anything, to O, and with MOVE moves all of it there.
   template <bool MOVE>
   __device__ __forceinline__ void exchange(bool has_moved) {
     constexpr int BLOCKS = HEAD_DIM / 16;
     const WorkTile& of = shared.work[work % WORK_TILES];
-    Moved* place[2];
+    uint2* place[2];  // four channels each
     bool real[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = of.first_row + ROWS * warpgroup + Base::tile_row(half);
       real[half] = row < params.seqlen_q;
-      place[half] = reinterpret_cast<Moved*>(
+      place[half] = reinterpret_cast<uint2*>(
           const_cast<T*>(params.out_strides.template at<T>(params.out, of.batch, of.head, row)) + 4 * (thread % 4));
     }
     if (has_moved) {
+      uint2 before[2][BLOCKS];  // all loads are under way together
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Moved before[BLOCKS];  // loads are under way together
 #pragma unroll
-        for (int i = 0; i < BLOCKS; ++i) before[i] = real[half] ? place[half][4 * i] : Moved{};
+        for (int i = 0; i < BLOCKS; ++i) before[half][i] = real[half] ? place[half][4 * i] : make_uint2(0, 0);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) channel_of_quad(o, i, half, j) += to_float(before[i].data[j]);
+          channel_of_quad(o, i, half, 0) += low_of(before[half][i].x);
+          channel_of_quad(o, i, half, 1) += high_of(before[half][i].x);
+          channel_of_quad(o, i, half, 2) += low_of(before[half][i].y);
+          channel_of_quad(o, i, half, 3) += high_of(before[half][i].y);
         }
       }
     }
     if constexpr (MOVE) {
 #pragma unroll
-      for (int i = 0; i < BLOCKS; ++i) {
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          Moved sums;
+        for (int i = 0; i < BLOCKS; ++i) {
+          uint32 sums[2];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            float& rest = channel_of_quad(o, i, half, j);
-            sums.data[j] = from_float<__nv_bfloat16>(rest);
-            rest -= to_float(sums.data[j]);
+          for (int j = 0; j < 2; ++j) {
+            float &low = channel_of_quad(o, i, half, 2 * j), &high = channel_of_quad(o, i, half, 2 * j + 1);
+            sums[j] = pack<__nv_bfloat16>(low, high);
+            low -= low_of(sums[j]), high -= high_of(sums[j]);
           }
-          if (real[half]) place[half][4 * i] = sums;
+          if (real[half]) place[half][4 * i] = make_uint2(sums[0], sums[1]);
         }
       }
     }
@@ -147,10 +156,13 @@ struct WidePromotingConsumer : PromotingConsumer<T, Shared, CAUSAL, MASKS> {
       wgmma_wait<0>();
       wgmma_fence_registers(o);
       Base::update_stabilizer(s);
-      Base::exponentiate(s, p, added);
-      correct();
       sum[0] *= correction[0];
       sum[1] *= correction[1];
+      Base::exponentiate(s, p, added);
+      sum[0] += added[0];
+      sum[1] += added[1];
+      correct();
+      return;
     }
     sum[0] += added[0];
     sum[1] += added[1];
@@ -198,12 +210,13 @@ struct WidePromotingConsumer : PromotingConsumer<T, Shared, CAUSAL, MASKS> {
   __device__ __forceinline__ void run_query(Sum (&sums)[BLOCK_N / 2], Scores& s) {
     Base::wait_key();
     Base::pingpong_wait();
-    wgmma_wait<0>();
+    wgmma_wait<0>();  // of nothing: the compiler would wait for S ahead of O otherwise
     wgmma_fence_registers(o);
     Base::score(sums);
     Base::pingpong_arrive();
-    load_factors();
+    if (EARLY_FACTORS) load_factors();
     write();
+    if (!EARLY_FACTORS) load_factors();
     finish_factors();
     wgmma_wait<0>();
     Base::take_scores(sums, s);
@@ -291,25 +304,30 @@ struct WidePromotingConsumer : PromotingConsumer<T, Shared, CAUSAL, MASKS> {
         __syncwarp();
       }
       Byte* const rows = panel_at(panel % PANELS) + warp_row * ROW_BYTES;
+      uint32 words[2][BLOCKS][2];  // of each row, four channels each
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        uint32 words[BLOCKS][2];  // four channels each
+      for (int i = 0; i < BLOCKS; ++i) {
+        const int block = BLOCKS * panel + i;
+        float by[4];
 #pragma unroll
-        for (int i = 0; i < BLOCKS; ++i) {
-          const int block = BLOCKS * panel + i;
+        for (int j = 0; j < 4; ++j) by[j] = scale(16 * block + 4 * lane + j);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
           float x[4];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            x[j] = channel_of_quad(o, block, half, j) * (inverse[half] * scale(16 * block + 4 * lane + j));
-          }
-          words[i][0] = pack<T>(x[0], x[1]);
-          words[i][1] = pack<T>(x[2], x[3]);
+          for (int j = 0; j < 4; ++j) x[j] = channel_of_quad(o, block, half, j) * (inverse[half] * by[j]);
+          words[half][i][0] = pack<T>(x[0], x[1]);
+          words[half][i][1] = pack<T>(x[2], x[3]);
         }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i) {  // odd rows begin in the middle: so no two lanes meet in a bank
+          const uint32(&four)[2] = words[half][i], (&other)[2] = words[half][i ^ 2];
           const int chunk = 2 * (i ^ (odd ? 2 : 0)) + lane / 2;
           auto* const to = reinterpret_cast<uint2*>(rows + swizzled<ROW_BYTES>(8 * half + row, chunk) + 8 * (lane % 2));
-          *to = make_uint2(odd ? words[i ^ 2][0] : words[i][0], odd ? words[i ^ 2][1] : words[i][1]);
+          *to = make_uint2(odd ? other[0] : four[0], odd ? other[1] : four[1]);
         }
       }
       fence_proxy_async();
