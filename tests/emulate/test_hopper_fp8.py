@@ -143,10 +143,25 @@ def test_other_tiles(tiles: Tiles) -> None:
         (64, Tiles(64, 4, 3, promoted_keys=128), "int8_fp8"),
         (128, Tiles(96, 3, 2, promoted_keys=192), "int8_fp8"),
         (256, Tiles(96, 2, 2, 2, 96), "fp8"),
+        (256, Tiles(96, 2, 3, 2, 192), "int8_fp8"),
     ],
 )
 def test_scales_of_keys_in_place(head_dim: int, tiles: Tiles, operands: Operands) -> None:
     check(Case(1, 4, 300, 350, head_dim, heads_kv=2, causal="lower_right"), "block", 1, tiles, operands)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiles"),
+    [
+        (Case(1, 5, 300, 500, 256, kind="outliers", scale=-0.2), Tiles(64, 2, 3, 2, 128)),
+        (Case(1, 5, 300, 300, 256, causal="lower_right", dtype="bfloat16", layout="bshd"), Tiles(64, 2, 3, 2, 2048)),
+        (Case(1, 5, 130, 60, 256), Tiles(64, 2, 3, 2, 2048)),  # query tiles of one tile of keys
+        (Case(1, 4, 300, 700, 256, kind="outliers", causal="upper_left"), Tiles(96, 2, 3, 2, 192)),
+    ],
+    ids=str,
+)
+def test_wide_heads_with_other_tiles(case: Case, tiles: Tiles) -> None:
+    check(case, "head", 0, tiles)
 
 
 @pytest.mark.parametrize("case", [Case(1, 2, 270, 200, 64, causal="upper_left"), Case(1, 1, 70, 1300, 128)], ids=str)

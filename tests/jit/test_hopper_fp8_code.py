@@ -9,7 +9,7 @@ from microsdpa.jit.inspect import count_instructions, tensor_instructions
 from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.hopper.throughput_8bit.spec import throughput
 from microsdpa.kernels.hopper.throughput_8bit_qk import spec as hopper_int8
-from microsdpa.kernels.problem import Causal, DType, Operands, Problem
+from microsdpa.kernels.problem import Causal, DType, MaskKind, Operands, Problem
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,42 @@ def test_wgmma_runs_free_and_nothing_is_spilled(head_dim: int, operands: Operand
     kernel = compile_kernel(spec, "sm_90a")
     counts = count_instructions(kernel.cubin)
     assert set(tensor_instructions(counts)) == ({"QGMMA"} if operands == "fp8" else {"IGMMA", "QGMMA"})
-    in_place = ("IN_PLACE", "true") in spec.template_args
+    in_place = ("IN_PLACE", "false") not in spec.template_args
     assert in_place == (head_dim < 256 or terms == 1)
     assert kernel.resources.spill_store_bytes <= (0 if in_place else 24)
     assert counts["LDSM"] > 0
     assert counts["STSM"] == counts["LDSM"]  # V is transposed on its way, in registers
+    assert "(C75" not in kernel.log, "ptxas made wgmma wait"
+
+
+@pytest.mark.parametrize(
+    ("operands", "seqlen", "causal", "mask"),
+    [
+        ("fp8", 512, None, None),
+        ("int8_fp8", 512, "upper_left", MaskKind("int32", alibi=True)),
+        ("fp8", 4096, "upper_left", MaskKind(left=True, softcap=True)),
+        ("fp8", 16384, None, None),
+        ("fp8", 16384, "lower_right", None),
+        ("int8_fp8", 16384, None, MaskKind("int32", softcap=True)),
+    ],
+)
+def test_the_same_at_other_lengths_of_wide_heads(
+    operands: Operands, seqlen: int, causal: Causal | None, mask: MaskKind | None
+) -> None:
+    problem = Problem(
+        *(1, 16, 16, seqlen, seqlen, 256, "float16", causal),
+        target="sm_90a",
+        operands=operands,
+        key_block=int(operands == "int8_fp8"),
+        mask=mask,
+    )
+    spec = throughput(problem)
+    assert isinstance(spec, KernelSpec)
+    kernel = compile_kernel(spec, "sm_90a")
+    staged = ("QUERY_STAGES", "2") in spec.template_args
+    assert staged == (seqlen < 16384 or causal is not None)
+    assert count_instructions(kernel.cubin)["UTMASTG"] == (8 if staged else 0) * 2  # by one scale of V or many, twice
+    assert not kernel.resources.uses_local_memory
     assert "(C75" not in kernel.log, "ptxas made wgmma wait"
 
 

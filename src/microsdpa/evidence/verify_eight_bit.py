@@ -120,7 +120,7 @@ def allowed_in_place(
     masks: arguments of the oracle.
     """
     arguments = dict(spec.template_args)
-    if arguments.get("IN_PLACE") != "true":
+    if "PROMOTED_TILES" not in arguments or arguments.get("IN_PLACE") == "false":
         return None
     moved = int(arguments["PROMOTED_TILES"]) * int(arguments["BLOCK_N"]) or case.seqlen_k
     query, key, value = (x.double() for x in plain)

@@ -6,6 +6,7 @@
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/prefetch.cuh"
+#include "../ptx/proxy.cuh"
 #include "../ptx/tma.cuh"
 #include "probe.cuh"
 
@@ -43,7 +44,8 @@ __global__ void probe_tma_load(const __grid_constant__ ProbeParams params, const
   }
 }
 
-// Stores what the threads read as a tile; rows and columns past the tensor are dropped.
+// Stores what the threads read as a tile, in order with what they have written; rows and columns past the tensor are
+// dropped.
 template <int IN, int OUT, int COLUMN, int ROW, int BYTES>
 __global__ void probe_tma_store(const __grid_constant__ ProbeParams params, const __grid_constant__ TensorMap map) {
   Box& box = dynamic_shared<Box>();
@@ -52,6 +54,7 @@ __global__ void probe_tma_store(const __grid_constant__ ProbeParams params, cons
     if (at < BYTES / 4) box.words[at] = input_of<IN>(params)[i];
   }
   fence_proxy_async();
+  fence_proxy_async_global();
   __syncthreads();
   if (threadIdx.x == 0) {
     tma_store(map, box.words, COLUMN, ROW, blockIdx.x, 0);

@@ -22,105 +22,52 @@ struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4, MASKS> {
       Base::thread, Base::tile, Base::tiles;
   using Base::value_state, Base::warpgroup;
   using typename Base::Sum;
-  using Moved = Vector<__nv_bfloat16, 4>;
+  using Probabilities = uint32[STEPS][4];
   static constexpr float LARGEST_SUM = 448.0f;
   static_assert(BLOCK_N / 4 * 16.0f <= LARGEST_SUM, "tiles of equal scores would all be done twice");
 
   // Four elements of the thread's O, from the i-th on, in shared memory.
   __device__ __forceinline__ float4& promoted(int i) const { return shared.promoted[warpgroup][i / 4][thread]; }
 
-  // Adds what was moved to the output, if anything, to O, and with MOVE moves all of it there.
-  template <bool MOVE>
-  __device__ __forceinline__ void exchange(bool has_promoted) {
-    constexpr int BATCH = 8;  // loads under way
-    const WorkTile& of = shared.work[this->work % WORK_TILES];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = of.first_row + ROWS * warpgroup + Base::tile_row(half);
-      if (row >= params.seqlen_q) continue;
-      Moved* out = reinterpret_cast<Moved*>(
-          const_cast<T*>(params.out_strides.template at<T>(params.out, of.batch, of.head, row)) + 4 * (thread % 4));
-#pragma unroll
-      for (int start = 0; start < HEAD_DIM / 16; start += BATCH) {
-        if (has_promoted) {
-          Moved before[BATCH];
-#pragma unroll
-          for (int i = 0; i < BATCH; ++i) before[i] = out[4 * (start + i)];
-#pragma unroll
-          for (int i = 0; i < BATCH; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) channel_of_quad(o, start + i, half, j) += to_float(before[i].data[j]);
-          }
-        }
-        if constexpr (MOVE) {
-#pragma unroll
-          for (int i = 0; i < BATCH; ++i) {
-            Moved sums;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              float& rest = channel_of_quad(o, start + i, half, j);
-              sums.data[j] = from_float<__nv_bfloat16>(rest);
-              rest -= to_float(sums.data[j]);
-            }
-            out[4 * (start + i)] = sums;
-          }
-        }
-      }
-    }
-    __syncwarp();
-  }
-
   // What was summed since the last time is moved.
   __device__ __forceinline__ void promote(bool first) {
-    if constexpr (Shared::IN_OUTPUT) {
-      exchange<true>(!first);
-    } else {
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 2; i += 4) {
-        float4 sums = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
-        if (!first) {
-          const float4 before = promoted(i);
-          sums = make_float4(before.x + sums.x, before.y + sums.y, before.z + sums.z, before.w + sums.w);
-        }
-        promoted(i) = sums;
+    for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+      float4 sums = make_float4(o[i], o[i + 1], o[i + 2], o[i + 3]);
+      if (!first) {
+        const float4 before = promoted(i);
+        sums = make_float4(before.x + sums.x, before.y + sums.y, before.z + sums.z, before.w + sums.w);
       }
-      Base::clear(o);
+      promoted(i) = sums;
     }
+    Base::clear(o);
   }
 
   // O of all tiles.
   __device__ __forceinline__ void add_promoted() {
-    if constexpr (Shared::IN_OUTPUT) {
-      exchange<false>(true);
-    } else {
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 2; i += 4) {
-        const float4 before = promoted(i);
-        o[i] += before.x, o[i + 1] += before.y, o[i + 2] += before.z, o[i + 3] += before.w;
-      }
+    for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+      const float4 before = promoted(i);
+      o[i] += before.x, o[i + 1] += before.y, o[i + 2] += before.z, o[i + 3] += before.w;
     }
   }
 
   // Stabilizers have moved.
   __device__ __forceinline__ void correct(bool has_promoted) {
-    if (Shared::IN_OUTPUT && has_promoted) add_promoted();
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
     if (!has_promoted) return;
-    if constexpr (Shared::IN_OUTPUT) {
-      promote(true);
-    } else {
 #pragma unroll 1
-      for (int i = 0; i < HEAD_DIM / 2; i += 4) {
-        const float4 before = promoted(i);
-        promoted(i) = make_float4(before.x * correction[0], before.y * correction[0], before.z * correction[1],
-                                  before.w * correction[1]);
-      }
+    for (int i = 0; i < HEAD_DIM / 2; i += 4) {
+      const float4 before = promoted(i);
+      promoted(i) = make_float4(before.x * correction[0], before.y * correction[0], before.z * correction[1],
+                                before.w * correction[1]);
     }
   }
 
   // Probabilities relative to the stabilizers as they are, and their sums, which follow LAG exponentials behind.
-  __device__ __forceinline__ void exponentiate(const float (&s)[BLOCK_N / 2], float (&added)[2]) {
+  __device__ __forceinline__ void exponentiate(const float (&s)[BLOCK_N / 2], Probabilities& p,
+                                               float (&added)[2]) const {
     constexpr int WORDS = 4 * STEPS, LAG = 3;  // four probabilities each
     float x[WORDS][4], even[2], odd[2];
 #pragma unroll
@@ -149,16 +96,16 @@ struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4, MASKS> {
   // Turns scores of a query tile's first tile of keys into probabilities.
   __device__ __forceinline__ void begin(const float (&s)[BLOCK_N / 2]) {
     Base::update_stabilizer(s);
-    exponentiate(s, sum);
+    exponentiate(s, p, sum);
   }
 
   // The same for a later tile; no product is running.
   __device__ __forceinline__ void softmax_tile(const float (&s)[BLOCK_N / 2], bool has_promoted) {
     float added[2];
-    exponentiate(s, added);
+    exponentiate(s, p, added);
     if (!__all_sync(FULL_WARP, added[0] <= LARGEST_SUM && added[1] <= LARGEST_SUM)) {
       Base::update_stabilizer(s);
-      exponentiate(s, added);
+      exponentiate(s, p, added);
       correct(has_promoted);
       sum[0] *= correction[0];
       sum[1] *= correction[1];
@@ -168,7 +115,7 @@ struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4, MASKS> {
   }
 
   // Starts O += P V of the tile of V^T that has been waited for.
-  __device__ __forceinline__ void multiply_value() {
+  __device__ __forceinline__ void multiply_value(const Probabilities& p) {
     constexpr int PANEL = Shared::KEY_PANEL;
     const uint64 value = rows_descriptor<PANEL>(shared.transposed[value_state.stage]);
     wgmma_fence_registers(o);
@@ -209,7 +156,7 @@ struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4, MASKS> {
         wait_key();
         wait_value();
         Base::score(sums);
-        multiply_value();  // of the tile before
+        multiply_value(p);  // of the tile before
         wgmma_wait<1>();
         Base::take_scores(sums, s);
         end_value();
@@ -220,19 +167,24 @@ struct PromotingConsumer : Consumer<T, Shared, CAUSAL, 4, MASKS> {
       has_promoted = true;
     }
     wait_value();
-    multiply_value();
+    multiply_value(p);
     end_value();
     if (has_promoted) add_promoted();
   }
 
-  // Waits for the next query tile; false when there is none.
-  __device__ __forceinline__ bool begin_query() {
-    if (!Base::begin_query()) return false;
+  // Counts the tiles of keys that the warpgroup's rows see.
+  __device__ __forceinline__ void count_tiles() {
     if (first_row >= params.seqlen_q) {
       tiles = 0;
     } else if constexpr (!MASKS::ANY) {
       tiles = key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS);
     }
+  }
+
+  // Waits for the next query tile; false when there is none.
+  __device__ __forceinline__ bool begin_query() {
+    if (!Base::begin_query()) return false;
+    count_tiles();
     return true;
   }
 

@@ -55,13 +55,20 @@ struct ScoringConsumer : ConsumerWarpgroup<Shared::CONSUMERS> {
   }
 
   // Waits for the next query tile; false when there is none.
-  __device__ __forceinline__ bool begin_query() {
+  __device__ __forceinline__ bool wait_query() {
     mbarrier_wait(shared.query_full[query_state.stage], query_state.phase);
     const WorkTile& next = shared.work[work % WORK_TILES];
-    const int head_kv = shared.head_kv[work % WORK_TILES];
     tile = 0, tiles = next.tiles;
     if (tiles == 0) return false;
     first_row = next.first_row + ROWS * warpgroup;
+    return true;
+  }
+
+  // The same, with the factors of its scores.
+  __device__ __forceinline__ bool begin_query() {
+    if (!wait_query()) return false;
+    const WorkTile& next = shared.work[work % WORK_TILES];
+    const int head_kv = shared.head_kv[work % WORK_TILES];
     float all = fmaxf(fabsf(params.scale_log2),
                       1e-30f);  // 0 must not meet a masked score of -inf
     if (!Shared::KEY_SCALES) all *= *params.key_scale.at(next.batch, head_kv, 0);
@@ -122,7 +129,7 @@ struct ScoringConsumer : ConsumerWarpgroup<Shared::CONSUMERS> {
       scale_keys(sums, s, shared.key_scale[key_state.stage]);
     }
     end_key();
-    if (tile + 1 == tiles) end_query();
+    if (!Shared::QUERY_STAYS && tile + 1 == tiles) end_query();
     if constexpr (MASKS::ANY) {
       masks.apply(s, tile);
     } else {

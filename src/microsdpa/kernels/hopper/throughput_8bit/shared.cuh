@@ -22,7 +22,8 @@ struct SharedStorage {
   static constexpr bool KEY_SCALES = KEY_SCALES_;  // whether the keys of a head have different scales
   // Tiles over which the tensor cores sum P V before the sum is moved away, 0 if it never is: to the output, or here.
   static constexpr int PROMOTED_TILES = PROMOTED_TILES_;
-  static constexpr bool PROMOTES = PROMOTED_TILES > 0, IN_OUTPUT = HEAD_DIM_ > 128, IN_SHARED = PROMOTES && !IN_OUTPUT;
+  static constexpr bool PROMOTES = PROMOTED_TILES > 0, IN_SHARED = PROMOTES && HEAD_DIM_ <= 128;
+  static constexpr bool QUERY_STAYS = false;  // whether its place is wanted for O when its last scores are there
   static constexpr int TRANSPOSERS = HEAD_DIM > 128 && !KEY_SCALES ? 3 : 2;  // warps that turn V into V^T
   static constexpr int BLOCK_M = ROWS * CONSUMERS;
   static constexpr int COLUMNS = HEAD_DIM < 128 ? HEAD_DIM : 128;

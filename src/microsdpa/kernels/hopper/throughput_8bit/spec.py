@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.common import ROWS
 from microsdpa.kernels.hopper.common.eight_bit import WORKS, kernel, refused, too_many, unread
-from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.problem import ELEMENT_BYTES, Problem
 from microsdpa.kernels.spec import CPP_TYPE, KernelSpec, Rejection, TensorMap
 
 HEAD_DIMS = (64, 128, 256)
@@ -18,8 +18,13 @@ MOST_SHARED = 227 << 10
 """Bytes that a CTA can have."""
 SMALL_TILES = 1.1
 """Time of a key in tiles of 64 over that in tiles of 96, at D = 256."""
+SHORT_KEYS = 8192
+"""Up to so many, and under a causal mask, room for a second query tile of D = 256, and for O, is worth more than a
+third tile of K and V^T."""
 MOST_STAGES = 4
 """More than four tiles of K and V^T are no faster; two hold the consumers together."""
+OUT_PANEL = 64
+"""Channels of a panel of O on its way through shared memory (wide_promoting.cuh)."""
 LARGEST_VALUE = 16
 """Of a probability in the first tile of a row, where the tensor cores add to O (promoting.cuh)."""
 CPP_FORMAT: dict[str | None, str] = {"fp8": "__nv_fp8_e4m3", "int8_fp8": "signed char"}
@@ -81,7 +86,8 @@ def tiles_for(problem: Problem) -> Tiles:
         promoted_keys = 1024 if several else 2048
         if SMALL_TILES * _padded(problem.seqlen_k, 64) < _padded(problem.seqlen_k, 96):
             return Tiles(64, consumers=2, stages=3, promoted_keys=promoted_keys)
-        return Tiles(96, consumers=2, stages=2, promoted_keys=promoted_keys)
+        stages = 3 if problem.seqlen_k > SHORT_KEYS and not _is_causal(problem) else 2
+        return Tiles(96, consumers=2, stages=stages, promoted_keys=promoted_keys)
     if problem.head_dim == 64:
         tiles, few = Tiles(64, consumers=4, stages=3, promoted_keys=1024), Tiles(192, consumers=2, stages=3)
     else:
@@ -110,6 +116,11 @@ def _has_key_scales(problem: Problem) -> bool:
     return problem.operands == "int8_fp8" or problem.key_block != 0
 
 
+def _is_causal(problem: Problem) -> bool:
+    """Whether what a row sees has a right end."""
+    return problem.causal is not None or (problem.mask is not None and problem.mask.right)
+
+
 def _padded(keys: int, block_n: int) -> int:
     """Keys of all tiles."""
     return -(-keys // block_n) * block_n
@@ -117,6 +128,8 @@ def _padded(keys: int, block_n: int) -> int:
 
 def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
     """The kernel of one configuration for a problem."""
+    if problem.head_dim == 256 and tiles.promoted_keys > 0:
+        return _wide(problem, tiles)
     head_dim, terms = problem.head_dim, problem.query_terms
     columns = min(head_dim, PANEL)
     promoted_tiles = tiles.promoted_tiles(problem.seqlen_k)
@@ -146,7 +159,45 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
             TensorMap("key", tiles.block_n, columns, columns),
             TensorMap("value", tiles.block_n, columns, columns),
         ),
-        WIDE_SPILLS if head_dim == 256 and tiles.promoted_keys == 0 else "",
+        WIDE_SPILLS if head_dim == 256 else "",
+    )
+
+
+def _wide(problem: Problem, tiles: Tiles) -> KernelSpec:
+    """The same where O has 256 channels and the tensor cores add to it (wide.cu)."""
+    promoted_tiles = tiles.promoted_tiles(problem.seqlen_k)
+    key_scales = _has_key_scales(problem)
+    query_stages = tiles.query_stages(256, 1, key_scales, False)
+    needed = tiles.shared_bytes(256, 1, key_scales, False, query_stages)
+    panel_bytes = tiles.block_m * OUT_PANEL * ELEMENT_BYTES[problem.dtype]
+    out_panels = min(2, (MOST_SHARED - needed) // panel_bytes) if query_stages == 2 else 0
+    spec = kernel(
+        problem,
+        "throughput_8bit",
+        {
+            "T": CPP_TYPE[problem.dtype],
+            "FORMAT": CPP_FORMAT[problem.operands],
+            "BLOCK_N": tiles.block_n,
+            "STAGES": tiles.stages,
+            "VALUE_STAGES": tiles.value_stages,
+            "QUERY_STAGES": query_stages,
+            "KEY_SCALES": key_scales,
+            "PROMOTED_TILES": promoted_tiles,
+            "OUT_PANELS": out_panels,
+        },
+        tiles.consumers,
+        needed + (out_panels * panel_bytes or 1024),
+        (
+            TensorMap("query", ROWS, PANEL, PANEL),
+            TensorMap("key", tiles.block_n, PANEL, PANEL),
+            TensorMap("value", tiles.block_n, PANEL, PANEL),
+            TensorMap("out", 16, OUT_PANEL, OUT_PANEL * ELEMENT_BYTES[problem.dtype]),
+        ),
+    )
+    return replace(
+        spec,
+        source="hopper/throughput_8bit/wide.cu",
+        template="microsdpa::hopper::throughput_8bit::wide_attention",
     )
 
 
