@@ -24,6 +24,7 @@
 #include "cache.cuh"
 #include "embedding.cuh"
 #include "masks.cuh"
+#include "rows.cuh"
 #include "scheduler.cuh"
 #include "shared.cuh"
 
@@ -214,82 +215,6 @@ struct Source {
   }
 };
 
-// Rows of a tile of queries in Q, O and LSE.
-template <int PACK>
-struct Rows {
-  int64 b;
-  int head;         // the first of the PACK
-  int first_query;  // of the sequence, in packed tensors
-  int first_row;    // of the tile, in the sequence
-
-  __device__ __forceinline__ Rows(const WorkTile& work, const Sequence& sequence, int pack)
-      : b(work.b), head(work.head_kv * pack), first_query(sequence.first_query), first_row(work.first_row) {}
-
-  template <typename Pointer>
-  __device__ __forceinline__ Pointer at(Pointer base, const Strides& strides, int r) const {
-    r += first_row;
-    return base + b * strides.batch + (head + r % PACK) * strides.head + (first_query + r / PACK) * strides.row;
-  }
-  __device__ __forceinline__ float* lse(const VarlenParams& params, int r) const {
-    return at(params.lse, Strides{params.lse_batch_stride, params.lse_head_stride, 1}, r);
-  }
-};
-
-// A tile of queries that are rotated, or become FP16, comes through registers, ROWS of its rows at a time.
-template <typename C, int PACK, typename EMBEDDING>
-struct RotatedRows {
-  using T = typename C::T;
-  using OwnChunk = RowChunk<T, C::COLUMNS, C::HEAD_DIM, EMBEDDING>;
-  static constexpr int ROWS = C::THREADS / OwnChunk::LANES;
-
-  __device__ __forceinline__ static int row(int first) {
-    return first + static_cast<int>(threadIdx.x) / OwnChunk::LANES;
-  }
-  // Starts loading the rows from `first` on.
-  template <typename PARAMS, typename Segment>
-  __device__ __forceinline__ static OwnChunk load(const PARAMS& append, const Segment& segment, int first) {
-    const Rows<PACK> place(segment.work, segment.sequence, PACK);
-    const T* query = static_cast<const T*>(append.call.query);
-    const bool valid = row(first) < segment.rows && OwnChunk::column() < C::HEAD_DIM;
-    return OwnChunk(valid ? place.at(query, append.call.query_strides, row(first)) : nullptr,
-                    segment.sequence.length + (segment.work.first_row + row(first)) / PACK, append,
-                    NormOf<EMBEDDING>(append, false));
-  }
-  // `scales` are those of the tile's rows, where the cache is of 8 bits.
-  __device__ __forceinline__ static void store(typename C::QueryTile& tile, float* scales, int first,
-                                               const OwnChunk& chunk) {
-    const Chunk<T> embedded = chunk.embedded();
-    if constexpr (C::NARROW) {
-      store_narrow(tile, scales, first, embedded);
-      return;
-    }
-    if (row(first) < C::BLOCK_M && OwnChunk::column() < C::COLUMNS) {
-      *reinterpret_cast<Chunk<T>*>(tile.at(row(first), OwnChunk::column())) = embedded;
-    }
-  }
-  template <typename PARAMS, typename Segment>
-  __device__ __forceinline__ static void copy(typename C::QueryTile& tile, float* scales, const PARAMS& append,
-                                              const Segment& segment, int first) {
-    for (; first < C::BLOCK_M; first += ROWS) store(tile, scales, first, load(append, segment, first));
-  }
-
- private:
-  __device__ __forceinline__ static void store_narrow(typename C::QueryTile& tile, float* scales, int first,
-                                                      const Chunk<T>& chunk) {
-    Chunk<__half> halves;
-    const float scale = narrow_row<OwnChunk::LANES>(halves, chunk);
-    if (row(first) >= C::BLOCK_M || OwnChunk::column() >= C::COLUMNS) return;
-    if (OwnChunk::column() == 0) scales[row(first)] = scale;
-    const auto& pairs = reinterpret_cast<const Vector<uint32, 4>&>(halves);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Vector<uint32, 2> two = {{pairs.data[i], pairs.data[i + 2]}};
-      const int column = place_of_pair(OwnChunk::column() + 2 * i);
-      *reinterpret_cast<Vector<uint32, 2>*>(tile.at(row(first), column)) = two;
-    }
-  }
-};
-
 // Gives four columns of the row's O, and its statistics, of any number of parts, in their order.
 template <typename Stats, typename Values>
 __device__ __forceinline__ Values4 combine_many(RowStats& combined, int parts, Stats stats, Values values) {
@@ -381,6 +306,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   // Queries that have a norm, are rotated, or whose products are of another type come through registers.
   constexpr bool APPENDS = PRESENT<EMBEDDING>, NARROW = PRESENT<CACHE>;
   constexpr bool ROTATES = EmbeddingOf<EMBEDDING>::Type::CHANGES || NARROW;
+  constexpr bool AT_ONCE = APPENDS && CLUSTER > 1;  // whether queries and new keys come before the first tile is computed
   const VarlenParams& params = call_of(given);
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES, CACHE, VALUE_DIM>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
@@ -427,12 +353,12 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     loaded = committed = 0;
     OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
     if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(0, group));
-    if constexpr (!ROTATES) load_query(buffer);
+    if constexpr (!ROTATES && !AT_ONCE) load_query(buffer);
   };
   // New keys that are not among the first tiles go to the cache, once those are on their way, and come from there: a
   // barrier is in between.
   const auto store_ahead = [&]() {
-    if constexpr (APPENDS) {
+    if constexpr (APPENDS && !AT_ONCE) {
       const int before = (loading.new_from / C::TILE - loading.first_tile) / CLUSTER;
       if (loading.new_from >= loading.end || before < AHEAD) return;
       for (int i = before; i < loading.count; ++i) {
@@ -447,7 +373,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       const int first_key = loading.first_key(loaded, group);
       OwnSource::copy_async(ring[total % STAGES], pages, params, loading, first_key);
       if constexpr (C::EACH_TOKEN) OwnScales::copy_async(ring[total % STAGES], scale_pages, given, loading, first_key);
-      if constexpr (APPENDS) {
+      if constexpr (APPENDS && !AT_ONCE) {
         if (first_key + BLOCK_N > loading.new_from) {
           OwnSource::template store_new<EMBEDDING>(&ring[total % STAGES], pages, given, loading, first_key);
         }
@@ -472,7 +398,21 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     }
   };
   begin_loading(0);
-  if constexpr (ROTATES) {
+  if constexpr (AT_ONCE) {
+    using OwnRows = ClusterRows<C, PACK, EMBEDDING, LAYOUT, CLUSTER>;
+    C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
+      if (static_cast<int>(r) < loading.rows) return;
+      *reinterpret_cast<Chunk<T>*>(shared.streaming.query[0].at(r, column)) = Chunk<T>{};
+    });
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) load();
+    if (PROGRAMMATIC) grid_dependency_launch();
+    for (int first = 0; first < OwnRows::count(params, loading); first += OwnRows::AT_ONCE) {
+      const OwnRows own(given, loading, first);
+      own.store(shared.streaming, params, loading);
+    }
+    loading.new_from = loading.end;  // those of later tiles come from the cache: a barrier is in between
+  } else if constexpr (ROTATES) {
     const auto first_rows = RotatedQuery::load(given, loading, 0);  // on their way while keys are asked for
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load();
@@ -483,7 +423,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     for (int i = 0; i < AHEAD; ++i) load();
   }
   store_ahead();
-  if (PROGRAMMATIC) grid_dependency_launch();
+  if (PROGRAMMATIC && !AT_ONCE) grid_dependency_launch();
 
   int step = 0;  // tiles that were computed
   for (OwnSegment segment = loading;;) {
@@ -502,7 +442,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       __syncwarp();
       cluster_arrive<false>();  // waited for when there is something to send
     }
-    cp_async_wait<AHEAD - 1>();
+    if constexpr (!AT_ONCE) cp_async_wait<AHEAD - 1>();
     __syncthreads();  // the rows are there
     const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(shared.streaming.query[query_buffer],
                                                                                   warp_row);
