@@ -151,6 +151,32 @@ struct Source {
     }
   }
 
+  // The same where a tile has one address, in one way for all of them: most tiles that new keys are in are not whole.
+  template <typename Segment>
+  __device__ __forceinline__ static void copy_part_async(Stage<C>& stage, const Pages& pages,
+                                                         const VarlenParams& params, Segment& segment, int first_key) {
+    static_assert(SPANS == 1 && !APART, "tiles of one address");
+    const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK * C::UNIT;
+    const T* key_base = static_cast<const T*>(params.key);
+    const T* value_base = static_cast<const T*>(params.value);
+    const auto& keys = segment.keys;
+    const bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[0]) < static_cast<uint32>(params.pages);
+    const int within = pages.within[0] + row();
+    const T* k = key_base + keys.key + keys.offset(params.key_strides, pages.page[0], within) + column;
+    const T* v = value_base + keys.value + keys.offset(params.value_strides, pages.page[0], within) + column;
+#pragma unroll
+    for (int p = 0; p < PASSES; ++p) {
+      const int key = first_key + p * ROWS + row();
+      const bool cached = segment.is_cached(key), valid = cached && exists;
+      segment.misplaced |= cached && !exists;
+      if (!segment.is_new(key)) {
+        copy_row<C::HEAD_DIM>(stage.key, p, column, valid ? k : key_base, key_base, valid);
+        copy_row<C::VALUE_DIM>(stage.value, p, column, valid ? v : value_base, value_base, valid);
+      }
+      k += ROWS * params.key_strides.row, v += ROWS * params.value_strides.row;
+    }
+  }
+
   // Stores the group's new keys and values of a tile, to the tile and to the cache, or to the cache alone.
   template <typename EMBEDDING, typename PARAMS, typename Segment>
   __device__ __forceinline__ static void store_new(Stage<C>* stage, const Pages& pages, const PARAMS& append,
@@ -321,6 +347,8 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       mbarrier_init_fence();
     }
   }
+  using OwnRows = ClusterRows<C, PACK, typename EmbeddingOf<EMBEDDING>::Type, LAYOUT, CLUSTER>;
+  if constexpr (AT_ONCE) OwnRows::prefetch(given);
   if (PROGRAMMATIC) grid_dependency_wait();
   Scheduler<MASKS, PACK, BLOCK_M, C::TILE, SPLIT, MOST_PARTS, CLUSTER> scheduler(params);
   WorkTile work;
@@ -371,7 +399,11 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   const auto load = [&]() {
     if (loaded < loading.count) {
       const int first_key = loading.first_key(loaded, group);
-      OwnSource::copy_async(ring[total % STAGES], pages, params, loading, first_key);
+      if constexpr (AT_ONCE && (LAYOUT == CONTIGUOUS || LAYOUT == WHOLE_TILES)) {
+        OwnSource::copy_part_async(ring[total % STAGES], pages, params, loading, first_key);
+      } else {
+        OwnSource::copy_async(ring[total % STAGES], pages, params, loading, first_key);
+      }
       if constexpr (C::EACH_TOKEN) OwnScales::copy_async(ring[total % STAGES], scale_pages, given, loading, first_key);
       if constexpr (APPENDS && !AT_ONCE) {
         if (first_key + BLOCK_N > loading.new_from) {
@@ -399,7 +431,6 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   };
   begin_loading(0);
   if constexpr (AT_ONCE) {
-    using OwnRows = ClusterRows<C, PACK, EMBEDDING, LAYOUT, CLUSTER>;
     C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
       if (static_cast<int>(r) < loading.rows) return;
       *reinterpret_cast<Chunk<T>*>(shared.streaming.query[0].at(r, column)) = Chunk<T>{};

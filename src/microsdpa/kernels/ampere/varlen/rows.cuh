@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../common/sequence.cuh"
+#include "../../ptx/prefetch.cuh"
 #include "cache.cuh"
 #include "embedding.cuh"
 #include "scheduler.cuh"
@@ -97,6 +98,29 @@ class ClusterRows {
   using OwnChunk = RowChunk<T, C::COLUMNS, C::HEAD_DIM, EMBEDDING>;
   static constexpr int AT_ONCE = C::THREADS / OwnChunk::LANES;
 
+  // Asks for lines that do not depend on what the device says, so that later loads of them are short. It reads nothing,
+  // and so may come before the grid ahead has ended.
+  template <typename PARAMS>
+  __device__ __forceinline__ static void prefetch(const PARAMS& append) {
+    const VarlenParams& params = append.call;
+    const int b = static_cast<int>(blockIdx.z), head_kv = static_cast<int>(blockIdx.y);
+    const int token = static_cast<int>(threadIdx.x) / 32;
+    if (token == 0 && params.lengths != nullptr) prefetch<1>(params.lengths + b);
+    if (params.appends && token < params.most_queries) {
+      const auto row_of = [&](const void* base, const Strides& strides) {
+        return static_cast<const T*>(base) + b * strides.batch + head_kv * strides.head + token * strides.row;
+      };
+      prefetch<C::HEAD_DIM>(row_of(append.new_key, append.new_key_strides));
+      prefetch<C::VALUE_DIM>(row_of(append.new_value, append.new_value_strides));
+    }
+    if (token > 0) return;
+    if constexpr (EMBEDDING::NORM) {
+      const NormOf<EMBEDDING> of_queries(append, false), of_keys(append, true);
+      if (of_queries.weights != nullptr) prefetch<C::HEAD_DIM>(of_queries.weights);
+      if (of_keys.weights != nullptr) prefetch<C::HEAD_DIM>(of_keys.weights);
+    }
+  }
+
   template <typename Segment>
   __device__ __forceinline__ static int count(const VarlenParams& params, const Segment& segment) {
     return segment.rows + (params.appends ? 2 * segment.sequence.queries : 0);
@@ -154,6 +178,11 @@ class ClusterRows {
   }
 
  private:
+  template <int COUNT, typename Number>
+  __device__ __forceinline__ static void prefetch(const Number* row) {
+    const int first = static_cast<int>(threadIdx.x) % 32 * (128 / sizeof(Number));  // of this lane's line
+    if (first < COUNT) prefetch_line(row + first);
+  }
   // The row's first element in its tensor.
   template <typename PARAMS, typename Segment>
   __device__ __forceinline__ const T* source(const PARAMS& append, const Segment& segment) const {
