@@ -13,7 +13,8 @@
 //           sm_90): which keys they take does not depend on the lengths, so that pages are looked up before these come.
 //           New keys and values, where EMBEDDING is given, do not come from the cache: the CTA that reads their tile
 //           takes them from their tensors, normalizes and rotates the keys, and writes them to shared memory and to the
-//           cache. Queries are normalized and rotated on their way to shared memory.
+//           cache. Queries are normalized and rotated on their way to shared memory. In a cluster both wait for their
+//           numbers once, in one loop, while the first tiles of the cache are on their way.
 // Bound by: memory where few queries meet many keys; latency where there are few of both.
 #include "../../common/combine.cuh"
 #include "../../common/mma_tile.cuh"
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   // Queries that have a norm, are rotated, or whose products are of another type come through registers.
   constexpr bool APPENDS = PRESENT<EMBEDDING>, NARROW = PRESENT<CACHE>;
   constexpr bool ROTATES = EmbeddingOf<EMBEDDING>::Type::CHANGES || NARROW;
-  constexpr bool AT_ONCE = APPENDS && CLUSTER > 1;  // whether queries and new keys come before the first tile is computed
+  constexpr bool AT_ONCE = APPENDS && CLUSTER > 1;  // whether queries and new keys are taken behind the first loads
   const VarlenParams& params = call_of(given);
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES, CACHE, VALUE_DIM>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;

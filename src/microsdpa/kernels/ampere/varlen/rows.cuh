@@ -199,8 +199,8 @@ class ClusterRows {
   }
 
   OwnChunk chunk_;
-  int row_ = -1;   // of the tile of queries; -1 for none
-  int tile_ = -1;  // of the CTA's tiles, the one that the new key or value lies in; -1 for none
+  int row_ = -1;                        // of the tile of queries; -1 for none
+  int tile_ = -1;                       // of the CTA's tiles, the one that the new key or value lies in; -1 for none
   int token_ = 0, key_ = 0, page_ = 0;  // the row's token, where it stands, and where the cache has that
   bool is_value_ = false, exists_ = false;  // whether this thread's columns exist
 };
