@@ -67,8 +67,18 @@ struct AppendGiven<true, CACHE> {
   using Params = NormedParams;
 };
 
-// COUNT numbers of a table on their way to registers: at once where they are aligned, else when they are needed. They
-// are words until then: whoever took a word apart would wait for it.
+// What a row is held as until it is used: words where it is changed then, since whoever took a word apart would wait for
+// it where it was loaded.
+template <typename T, bool CHANGES>
+struct Held {
+  using Type = Vector<uint32, 4>;
+};
+template <typename T>
+struct Held<T, false> {
+  using Type = Chunk<T>;
+};
+
+// COUNT numbers of a table on their way to registers: at once where they are aligned, else when they are needed.
 template <typename Number, int COUNT>
 class TableRow {
  public:
@@ -131,7 +141,7 @@ class RowChunk {
 
   // Starts loading the row and the weights of its norm.
   __device__ __forceinline__ void begin(const T* row, const NormOf<EMBEDDING>& norm) {
-    words_ = *reinterpret_cast<const Words*>(row + column());
+    row_ = *reinterpret_cast<const Row*>(row + column());
     if constexpr (EMBEDDING::NORM) {
       own_.normed = norm.weights != nullptr, own_.eps = norm.eps;
       if (norm.weights != nullptr) own_.weights.begin(norm.weights + column());
@@ -148,7 +158,7 @@ class RowChunk {
     }
   }
 
-  __device__ __forceinline__ const Chunk<T>& as_it_was() const { return reinterpret_cast<const Chunk<T>&>(words_); }
+  __device__ __forceinline__ const Chunk<T>& as_it_was() const { return reinterpret_cast<const Chunk<T>&>(row_); }
   __device__ __forceinline__ Chunk<T> embedded() const {
     if constexpr (EMBEDDING::NORM) return normed();
     const Chunk<T>& chunk = as_it_was();
@@ -167,9 +177,9 @@ class RowChunk {
     } else {
       const bool second = column() >= HALF;
       const int partner = static_cast<int>(threadIdx.x) % 32 + (second ? -HALF / 8 : HALF / 8);
-      Words other_words;
+      Row other_words;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) other_words.data[i] = __shfl_sync(FULL_WARP, words_.data[i], partner & 31);
+      for (int i = 0; i < 4; ++i) other_words.data[i] = __shfl_sync(FULL_WARP, row_.data[i], partner & 31);
       const auto& other = reinterpret_cast<const Chunk<T>&>(other_words);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -184,7 +194,7 @@ class RowChunk {
   static constexpr int ROTARY = EMBEDDING::ROTARY, HALF = ROTARY / 2;
 
   using Angle = typename EMBEDDING::Angle;
-  using Words = Vector<uint32, 4>;
+  using Row = typename Held<T, EMBEDDING::CHANGES>::Type;
 
   // What a norm needs beside the row.
   template <bool NORM, typename = void>
@@ -237,7 +247,7 @@ class RowChunk {
     return result;
   }
 
-  Words words_{};  // the chunk as it was loaded: whoever took a word apart would wait for it
+  Row row_{};
   TableRow<Angle, EMBEDDING::ANGLES> cos_, sin_;
   Own<EMBEDDING::NORM> own_;
 };
