@@ -67,8 +67,8 @@ struct AppendGiven<true, CACHE> {
   using Params = NormedParams;
 };
 
-// What a row is held as until it is used: words where it is changed then, since whoever took a word apart would wait for
-// it where it was loaded.
+// What a row is held as until it is used: words where it is changed then, since whoever took a word apart would wait
+// for it where it was loaded.
 template <typename T, bool CHANGES>
 struct Held {
   using Type = Vector<uint32, 4>;

@@ -160,9 +160,10 @@ class ClusterRows {
     if (row_ >= 0) *reinterpret_cast<Chunk<T>*>(streaming.query[0].at(row_, column)) = own;
     if (tile_ < 0) return;
     if (tile_ < C::STAGES - 1) {
-      Stage<C>& stage = streaming.ring[key_ % C::TILE / C::BLOCK_N][tile_];
+      const unsigned key = static_cast<unsigned>(key_) % C::TILE;
+      Stage<C>& stage = streaming.ring[key / C::BLOCK_N][tile_];
       auto& rows = is_value_ ? stage.value : stage.key;
-      *reinterpret_cast<Chunk<T>*>(rows.at(key_ % C::BLOCK_N, column)) = own;
+      *reinterpret_cast<Chunk<T>*>(rows.at(key % C::BLOCK_N, column)) = own;
     }
     if (!exists_) return;
     if (LAYOUT != CONTIGUOUS && static_cast<uint32>(page_) >= static_cast<uint32>(params.pages)) {
