@@ -5,7 +5,8 @@
 // Tiles:    Q [BLOCK_M, COLUMNS]; each warp owns 16 ROW_TILES of its rows, as accumulators in registers. A CTA has
 //           WARPS_N groups of WARPS_M warps. Each group has its own ring of STAGES tiles of K and V
 //           [BLOCK_N, COLUMNS], and takes every WARPS_N-th of them.
-// Pipeline: 1. a row's page is read one tile ahead of its copy      2. cp.async fills the ring, STAGES - 1 tiles ahead
+// Pipeline: 1. a row's page is read one tile ahead of its copy, two in a cluster
+//           2. cp.async fills the ring, STAGES - 1 tiles ahead
 //           3. S = Q K^T by ldmatrix and mma, masks, online softmax in registers     4. O += P V
 //           The groups' parts are combined through shared memory. Where CTAs share rows, each leaves its part in the
 //           workspace, and the one that is ready last combines them, in their order. For few sequences the CTAs of a
@@ -13,8 +14,8 @@
 //           sm_90): which keys they take does not depend on the lengths, so that pages are looked up before these come.
 //           New keys and values, where EMBEDDING is given, do not come from the cache: the CTA that reads their tile
 //           takes them from their tensors, normalizes and rotates the keys, and writes them to shared memory and to the
-//           cache. Queries are normalized and rotated on their way to shared memory. In a cluster both wait for their
-//           numbers once, in one loop, while the first tiles of the cache are on their way.
+//           cache. Queries are normalized and rotated on their way to shared memory. In a cluster both are asked for
+//           ahead of the first tiles of the cache, and wait for their numbers once, in one loop, behind these.
 // Bound by: memory where few queries meet many keys; latency where there are few of both.
 #include "../../common/combine.cuh"
 #include "../../common/mma_tile.cuh"
@@ -152,10 +153,12 @@ struct Source {
     }
   }
 
-  // The same where a tile has one address, in one way for all of them: most tiles that new keys are in are not whole.
+  // The same where a tile has one address, in one way for whole tiles and others. That is less code and no branch,
+  // which counts for CTAs of a cluster: they have few tiles.
   template <typename Segment>
-  __device__ __forceinline__ static void copy_part_async(Stage<C>& stage, const Pages& pages,
-                                                         const VarlenParams& params, Segment& segment, int first_key) {
+  __device__ __forceinline__ static void copy_each_row_async(Stage<C>& stage, const Pages& pages,
+                                                             const VarlenParams& params, Segment& segment,
+                                                             int first_key) {
     static_assert(SPANS == 1 && !APART, "tiles of one address");
     const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK * C::UNIT;
     const T* key_base = static_cast<const T*>(params.key);
@@ -333,7 +336,13 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   // Queries that have a norm, are rotated, or whose products are of another type come through registers.
   constexpr bool APPENDS = PRESENT<EMBEDDING>, NARROW = PRESENT<CACHE>;
   constexpr bool ROTATES = EmbeddingOf<EMBEDDING>::Type::CHANGES || NARROW;
-  constexpr bool AT_ONCE = APPENDS && CLUSTER > 1;  // whether queries and new keys are taken behind the first loads
+  constexpr bool AT_ONCE = APPENDS && CLUSTER > 1;  // whether queries and new keys are taken together
+  // How many tiles ahead of their copies pages are looked up. A CTA of a cluster starts two copies at once: the second
+  // need not wait for its pages.
+  constexpr int PAGES_AHEAD = CLUSTER > 1 ? 2 : 1;
+  // Groups of copies behind that of the segment's queries. In a cluster queries are a group of their own, and come to
+  // registers before the first keys are there. Elsewhere they share the group of the first tile.
+  constexpr int BEHIND_QUERIES = CLUSTER > 1 ? STAGES - 1 : STAGES - 2;
   const VarlenParams& params = call_of(given);
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES, CACHE, VALUE_DIM>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
@@ -359,7 +368,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   // Tiles are loaded ahead: of `loading`, which is the segment that is computed or, where the ring flows, the next one.
   OwnSegment loading(params, work);
   using OwnScales = TokenScales<C, LAYOUT>;
-  typename OwnSource::Pages pages;  // of the next tile that is loaded
+  typename OwnSource::Pages pages[PAGES_AHEAD];  // of the next tiles that are loaded
   [[maybe_unused]] typename OwnScales::Pages scale_pages;
   int loaded = 0, total = 0;  // tiles of the segment, and of all
   int committed = 0;          // groups of copies since the segment's rows were asked for
@@ -380,9 +389,13 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   };
   const auto begin_loading = [&](int buffer) {
     loaded = committed = 0;
-    OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
+#pragma unroll
+    for (int i = 0; i < PAGES_AHEAD; ++i) OwnSource::fetch(pages[i], params, loading, loading.first_key(i, group));
     if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(0, group));
-    if constexpr (!ROTATES && !AT_ONCE) load_query(buffer);
+    if constexpr (!ROTATES && !AT_ONCE) {
+      load_query(buffer);
+      if constexpr (CLUSTER > 1) cp_async_commit();
+    }
   };
   // New keys that are not among the first tiles go to the cache, once those are on their way, and come from there: a
   // barrier is in between.
@@ -391,7 +404,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       const int before = (loading.new_from / C::TILE - loading.first_tile) / CLUSTER;
       if (loading.new_from >= loading.end || before < AHEAD) return;
       for (int i = before; i < loading.count; ++i) {
-        OwnSource::template store_new<EMBEDDING>(nullptr, pages, given, loading, loading.first_key(i, group));
+        OwnSource::template store_new<EMBEDDING>(nullptr, pages[0], given, loading, loading.first_key(i, group));
       }
       loading.new_from = loading.end;
     }
@@ -400,19 +413,21 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   const auto load = [&]() {
     if (loaded < loading.count) {
       const int first_key = loading.first_key(loaded, group);
-      if constexpr (AT_ONCE && (LAYOUT == CONTIGUOUS || LAYOUT == WHOLE_TILES)) {
-        OwnSource::copy_part_async(ring[total % STAGES], pages, params, loading, first_key);
+      if constexpr (CLUSTER > 1 && (LAYOUT == CONTIGUOUS || LAYOUT == WHOLE_TILES)) {
+        OwnSource::copy_each_row_async(ring[total % STAGES], pages[0], params, loading, first_key);
       } else {
-        OwnSource::copy_async(ring[total % STAGES], pages, params, loading, first_key);
+        OwnSource::copy_async(ring[total % STAGES], pages[0], params, loading, first_key);
       }
       if constexpr (C::EACH_TOKEN) OwnScales::copy_async(ring[total % STAGES], scale_pages, given, loading, first_key);
       if constexpr (APPENDS && !AT_ONCE) {
         if (first_key + BLOCK_N > loading.new_from) {
-          OwnSource::template store_new<EMBEDDING>(&ring[total % STAGES], pages, given, loading, first_key);
+          OwnSource::template store_new<EMBEDDING>(&ring[total % STAGES], pages[0], given, loading, first_key);
         }
       }
       ++loaded, ++total;
-      OwnSource::fetch(pages, params, loading, loading.first_key(loaded, group));
+#pragma unroll
+      for (int i = 1; i < PAGES_AHEAD; ++i) pages[i - 1] = pages[i];
+      OwnSource::fetch(pages[PAGES_AHEAD - 1], params, loading, loading.first_key(loaded + PAGES_AHEAD - 1, group));
       if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(loaded, group));
     }
     cp_async_commit(), ++committed;
@@ -436,13 +451,17 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       if (static_cast<int>(r) < loading.rows) return;
       *reinterpret_cast<Chunk<T>*>(shared.streaming.query[0].at(r, column)) = Chunk<T>{};
     });
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) load();
-    if (PROGRAMMATIC) grid_dependency_launch();
-    for (int first = 0; first < OwnRows::count(params, loading); first += OwnRows::AT_ONCE) {
+    int first = 0;
+    do {
       const OwnRows own(given, loading, first);
+      if (first == 0) {  // the first rows are on their way while keys are asked for
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) load();
+        if (PROGRAMMATIC) grid_dependency_launch();
+      }
       own.store(shared.streaming, params, loading);
-    }
+      first += OwnRows::AT_ONCE;
+    } while (first < OwnRows::count(params, loading));
     loading.new_from = loading.end;  // those of later tiles come from the cache: a barrier is in between
   } else if constexpr (ROTATES) {
     const auto first_rows = RotatedQuery::load(given, loading, 0);  // on their way while keys are asked for
@@ -474,7 +493,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       __syncwarp();
       cluster_arrive<false>();  // waited for when there is something to send
     }
-    if constexpr (!AT_ONCE) cp_async_wait<AHEAD - 1>();
+    if constexpr (!AT_ONCE) cp_async_wait<BEHIND_QUERIES>();
     __syncthreads();  // the rows are there
     const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(shared.streaming.query[query_buffer],
                                                                                   warp_row);
