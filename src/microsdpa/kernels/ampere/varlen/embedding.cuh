@@ -160,34 +160,13 @@ class RowChunk {
 
   __device__ __forceinline__ const Chunk<T>& as_it_was() const { return reinterpret_cast<const Chunk<T>&>(row_); }
   __device__ __forceinline__ Chunk<T> embedded() const {
-    if constexpr (EMBEDDING::NORM) return normed();
-    const Chunk<T>& chunk = as_it_was();
-    if constexpr (ROTARY == 0) return chunk;
-    Chunk<T> rotated = chunk;
-    float cos[EMBEDDING::ANGLES], sin[EMBEDDING::ANGLES];
-    cos_.get(cos), sin_.get(sin);
-    if constexpr (EMBEDDING::INTERLEAVED) {
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        const float c = cos[i / 2], s = sin[i / 2];
-        const float x = to_float(chunk.data[i]), y = to_float(chunk.data[i + 1]);
-        rotated.data[i] = from_float<T>(fmaf(x, c, -__fmul_rn(y, s)));
-        rotated.data[i + 1] = from_float<T>(fmaf(x, s, __fmul_rn(y, c)));
-      }
+    if constexpr (EMBEDDING::NORM) {
+      return normed();
+    } else if constexpr (ROTARY > 0) {
+      return rotated();
     } else {
-      const bool second = column() >= HALF;
-      const int partner = static_cast<int>(threadIdx.x) % 32 + (second ? -HALF / 8 : HALF / 8);
-      Row other_words;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) other_words.data[i] = __shfl_sync(FULL_WARP, row_.data[i], partner & 31);
-      const auto& other = reinterpret_cast<const Chunk<T>&>(other_words);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float x = to_float(chunk.data[i]), y = to_float(other.data[i]);
-        rotated.data[i] = from_float<T>(fmaf(x, cos[i], __fmul_rn(second ? y : -y, sin[i])));
-      }
+      return as_it_was();
     }
-    return column() < ROTARY ? rotated : chunk;
   }
 
  private:
@@ -205,6 +184,36 @@ class RowChunk {
     float eps = 0.0f;
     bool normed = false;
   };
+
+  // The row with its embedding, where it has no norm.
+  __device__ __forceinline__ Chunk<T> rotated() const {
+    const Chunk<T>& chunk = as_it_was();
+    Chunk<T> result = chunk;
+    float cos[EMBEDDING::ANGLES], sin[EMBEDDING::ANGLES];
+    cos_.get(cos), sin_.get(sin);
+    if constexpr (EMBEDDING::INTERLEAVED) {
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) {
+        const float c = cos[i / 2], s = sin[i / 2];
+        const float x = to_float(chunk.data[i]), y = to_float(chunk.data[i + 1]);
+        result.data[i] = from_float<T>(fmaf(x, c, -__fmul_rn(y, s)));
+        result.data[i + 1] = from_float<T>(fmaf(x, s, __fmul_rn(y, c)));
+      }
+    } else {
+      const bool second = column() >= HALF;
+      const int partner = static_cast<int>(threadIdx.x) % 32 + (second ? -HALF / 8 : HALF / 8);
+      Row other_words;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) other_words.data[i] = __shfl_sync(FULL_WARP, row_.data[i], partner & 31);
+      const auto& other = reinterpret_cast<const Chunk<T>&>(other_words);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float x = to_float(chunk.data[i]), y = to_float(other.data[i]);
+        result.data[i] = from_float<T>(fmaf(x, cos[i], __fmul_rn(second ? y : -y, sin[i])));
+      }
+    }
+    return column() < ROTARY ? result : chunk;
+  }
 
   // The row with its norm, if it has one, and its embedding.
   __device__ __forceinline__ Chunk<T> normed() const {
