@@ -406,6 +406,38 @@ def test_a_cluster_appends_and_rotates(length: int, queries: int) -> None:
     assert_appended(decode_appending([length], queries, 40, 64))
 
 
+APPENDED_BY_CLUSTERS = {
+    "norms, rotated": APPENDING["decode, norms, rotated"],
+    "several tokens, a part rotated in pairs": APPENDING["several tokens, a part rotated in pairs"],
+    "a norm of new keys": APPENDING["a norm of new keys"],
+    "V of fewer columns": APPENDING["V of fewer columns"],
+    "D = 256, a norm of queries": (Form(BF16, 256, 4, 2), 128, True, BOTH_NORMS[:1]),
+    "more rows than are taken at once": (Form(FP16, 128, 2, 8), 128, False, BOTH_NORMS),
+    "a window, in pages of any size": (Form(BF16, 64, 2, 3, "paged", True, (True, False)), 64, False),
+}
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("name", APPENDED_BY_CLUSTERS)
+@pytest.mark.parametrize("seed", range(2))
+def test_clusters_append_and_change_rows(name: str, seed: int) -> None:
+    form, *change = APPENDED_BY_CLUSTERS[name]
+    alone = [seed for seed in range(40) if len(call(form, seed).get("lengths", [0, 0])) == 1]
+    assert_appended(appending(form, alone[seed], *change), seed)
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("length", [14, 600])
+def test_tables_and_weights_that_are_not_aligned(length: int) -> None:
+    given = decode_appending([length], 3, 40, 64)
+    for name in ("rotary_cos", "rotary_sin"):
+        table = torch.empty(given[name].shape[0], given[name].shape[1] + 1)
+        table[:, 1:] = given[name]
+        given[name] = table[:, 1:]
+    weights = torch.rand(2, 65, generator=torch.Generator().manual_seed(4)).to(BF16)[:, 1:]
+    assert_appended(given | dict(zip(BOTH_NORMS, weights, strict=True)) | {"norm_eps": 1e-5})
+
+
 @pytest.mark.usefixtures("_hopper")
 def test_a_cluster_reads_no_page_that_the_cache_lacks() -> None:
     out, lse = emulated(decode([40], [[1, -5, 3]]))

@@ -61,6 +61,18 @@ def test_layers_share_everything_but_their_caches() -> None:
     assert len(used.unique()) == len(used) == one.key.shape[0]
 
 
+def test_layers_that_append_share_lengths_and_angles(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr(serving.microsdpa, "sdpa_varlen", lambda *_, **options: given.append(options))
+    (way,) = (way for way in OURS if way.change.changes_query)
+    for layer in layers(SMALL["equal"], "cpu", 2):
+        way.bind(layer, SMALL["equal"])()
+    one, other = given
+    for name in ("lengths", "page_table", "rotary_cos", "rotary_sin"):
+        assert one[name] is other[name]
+    assert one["new_key"] is not other["new_key"]
+
+
 def test_the_cells_of_the_suite() -> None:
     cells = serving.cells()
     assert len(set(cells)) == len(cells)

@@ -247,11 +247,18 @@ def _last_places(layer: Layer, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
     return table.gather(1, (last // cell.page)[:, None])[:, 0].long(), last % cell.page
 
 
+@functools.lru_cache(maxsize=4)
 def _angles(cell: Cell, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, [positions, R / 2], as RoPE has them."""
+    """Cosines and sines, [positions, R / 2], as RoPE has them; the layers of a model share them."""
     rates = 10000.0 ** (-torch.arange(0, columns, 2, device=device) / columns)
     angles = torch.arange(max(cell.lengths), device=device)[:, None] * rates
     return angles.cos(), angles.sin()
+
+
+@functools.lru_cache(maxsize=4)
+def _lengths_before(cell: Cell, device: torch.device) -> torch.Tensor:
+    """Keys of each sequence without the last one, which layers share."""
+    return torch.tensor(cell.lengths, dtype=torch.int32, device=device) - 1
 
 
 def changed(layer: Layer, cell: Cell, change: RowChange) -> Layer:
@@ -273,7 +280,8 @@ def changed(layer: Layer, cell: Cell, change: RowChange) -> Layer:
 def _ours_appending(layer: Layer, cell: Cell, change: RowChange) -> Call:
     key, value, place = layer.key.clone(), layer.value.clone(), _last_places(layer, cell)
     given: dict[str, Any] = dict(layer.sequences.tensors)
-    given |= {"lengths": given["lengths"] - 1, "new_key": key[place][:, None], "new_value": value[place][:, None]}
+    given |= {"lengths": _lengths_before(cell, key.device)}
+    given |= {"new_key": key[place][:, None], "new_value": value[place][:, None]}
     if change.rotary:
         given["rotary_cos"], given["rotary_sin"] = _angles(cell, change.rotary, key.device)
     if change.weights:

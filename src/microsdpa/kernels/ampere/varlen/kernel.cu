@@ -5,7 +5,8 @@
 // Tiles:    Q [BLOCK_M, COLUMNS]; each warp owns 16 ROW_TILES of its rows, as accumulators in registers. A CTA has
 //           WARPS_N groups of WARPS_M warps. Each group has its own ring of STAGES tiles of K and V
 //           [BLOCK_N, COLUMNS], and takes every WARPS_N-th of them.
-// Pipeline: 1. a row's page is read one tile ahead of its copy      2. cp.async fills the ring, STAGES - 1 tiles ahead
+// Pipeline: 1. a row's page is read one tile ahead of its copy, two in a cluster
+//           2. cp.async fills the ring, STAGES - 1 tiles ahead
 //           3. S = Q K^T by ldmatrix and mma, masks, online softmax in registers     4. O += P V
 //           The groups' parts are combined through shared memory. Where CTAs share rows, each leaves its part in the
 //           workspace, and the one that is ready last combines them, in their order. For few sequences the CTAs of a
@@ -13,7 +14,8 @@
 //           sm_90): which keys they take does not depend on the lengths, so that pages are looked up before these come.
 //           New keys and values, where EMBEDDING is given, do not come from the cache: the CTA that reads their tile
 //           takes them from their tensors, normalizes and rotates the keys, and writes them to shared memory and to the
-//           cache. Queries are normalized and rotated on their way to shared memory.
+//           cache. Queries are normalized and rotated on their way to shared memory. In a cluster both are asked for
+//           ahead of the first tiles of the cache, and wait for their numbers once, in one loop, behind these.
 // Bound by: memory where few queries meet many keys; latency where there are few of both.
 #include "../../common/combine.cuh"
 #include "../../common/mma_tile.cuh"
@@ -24,6 +26,7 @@
 #include "cache.cuh"
 #include "embedding.cuh"
 #include "masks.cuh"
+#include "rows.cuh"
 #include "scheduler.cuh"
 #include "shared.cuh"
 
@@ -150,6 +153,34 @@ struct Source {
     }
   }
 
+  // The same where a tile has one address, in one way for whole tiles and others. That is less code and no branch,
+  // which counts for CTAs of a cluster: they have few tiles.
+  template <typename Segment>
+  __device__ __forceinline__ static void copy_each_row_async(Stage<C>& stage, const Pages& pages,
+                                                             const VarlenParams& params, Segment& segment,
+                                                             int first_key) {
+    static_assert(SPANS == 1 && !APART, "tiles of one address");
+    const unsigned column = threadIdx.x % Tile::CHUNKS * Tile::CHUNK * C::UNIT;
+    const T* key_base = static_cast<const T*>(params.key);
+    const T* value_base = static_cast<const T*>(params.value);
+    const auto& keys = segment.keys;
+    const bool exists = LAYOUT == CONTIGUOUS || static_cast<uint32>(pages.page[0]) < static_cast<uint32>(params.pages);
+    const int within = pages.within[0] + row();
+    const T* k = key_base + keys.key + keys.offset(params.key_strides, pages.page[0], within) + column;
+    const T* v = value_base + keys.value + keys.offset(params.value_strides, pages.page[0], within) + column;
+#pragma unroll
+    for (int p = 0; p < PASSES; ++p) {
+      const int key = first_key + p * ROWS + row();
+      const bool cached = segment.is_cached(key), valid = cached && exists;
+      segment.misplaced |= cached && !exists;
+      if (!segment.is_new(key)) {
+        copy_row<C::HEAD_DIM>(stage.key, p, column, valid ? k : key_base, key_base, valid);
+        copy_row<C::VALUE_DIM>(stage.value, p, column, valid ? v : value_base, value_base, valid);
+      }
+      k += ROWS * params.key_strides.row, v += ROWS * params.value_strides.row;
+    }
+  }
+
   // Stores the group's new keys and values of a tile, to the tile and to the cache, or to the cache alone.
   template <typename EMBEDDING, typename PARAMS, typename Segment>
   __device__ __forceinline__ static void store_new(Stage<C>* stage, const Pages& pages, const PARAMS& append,
@@ -210,82 +241,6 @@ struct Source {
       const bool inside = C::COLUMNS == DIM || static_cast<int>(column) + c < DIM;
       cp_async<16>(tile.at(pass * ROWS + row(), (column + c) / C::UNIT), inside ? from + c : anywhere,
                    valid && inside ? 16 : 0);
-    }
-  }
-};
-
-// Rows of a tile of queries in Q, O and LSE.
-template <int PACK>
-struct Rows {
-  int64 b;
-  int head;         // the first of the PACK
-  int first_query;  // of the sequence, in packed tensors
-  int first_row;    // of the tile, in the sequence
-
-  __device__ __forceinline__ Rows(const WorkTile& work, const Sequence& sequence, int pack)
-      : b(work.b), head(work.head_kv * pack), first_query(sequence.first_query), first_row(work.first_row) {}
-
-  template <typename Pointer>
-  __device__ __forceinline__ Pointer at(Pointer base, const Strides& strides, int r) const {
-    r += first_row;
-    return base + b * strides.batch + (head + r % PACK) * strides.head + (first_query + r / PACK) * strides.row;
-  }
-  __device__ __forceinline__ float* lse(const VarlenParams& params, int r) const {
-    return at(params.lse, Strides{params.lse_batch_stride, params.lse_head_stride, 1}, r);
-  }
-};
-
-// A tile of queries that are rotated, or become FP16, comes through registers, ROWS of its rows at a time.
-template <typename C, int PACK, typename EMBEDDING>
-struct RotatedRows {
-  using T = typename C::T;
-  using OwnChunk = RowChunk<T, C::COLUMNS, C::HEAD_DIM, EMBEDDING>;
-  static constexpr int ROWS = C::THREADS / OwnChunk::LANES;
-
-  __device__ __forceinline__ static int row(int first) {
-    return first + static_cast<int>(threadIdx.x) / OwnChunk::LANES;
-  }
-  // Starts loading the rows from `first` on.
-  template <typename PARAMS, typename Segment>
-  __device__ __forceinline__ static OwnChunk load(const PARAMS& append, const Segment& segment, int first) {
-    const Rows<PACK> place(segment.work, segment.sequence, PACK);
-    const T* query = static_cast<const T*>(append.call.query);
-    const bool valid = row(first) < segment.rows && OwnChunk::column() < C::HEAD_DIM;
-    return OwnChunk(valid ? place.at(query, append.call.query_strides, row(first)) : nullptr,
-                    segment.sequence.length + (segment.work.first_row + row(first)) / PACK, append,
-                    NormOf<EMBEDDING>(append, false));
-  }
-  // `scales` are those of the tile's rows, where the cache is of 8 bits.
-  __device__ __forceinline__ static void store(typename C::QueryTile& tile, float* scales, int first,
-                                               const OwnChunk& chunk) {
-    const Chunk<T> embedded = chunk.embedded();
-    if constexpr (C::NARROW) {
-      store_narrow(tile, scales, first, embedded);
-      return;
-    }
-    if (row(first) < C::BLOCK_M && OwnChunk::column() < C::COLUMNS) {
-      *reinterpret_cast<Chunk<T>*>(tile.at(row(first), OwnChunk::column())) = embedded;
-    }
-  }
-  template <typename PARAMS, typename Segment>
-  __device__ __forceinline__ static void copy(typename C::QueryTile& tile, float* scales, const PARAMS& append,
-                                              const Segment& segment, int first) {
-    for (; first < C::BLOCK_M; first += ROWS) store(tile, scales, first, load(append, segment, first));
-  }
-
- private:
-  __device__ __forceinline__ static void store_narrow(typename C::QueryTile& tile, float* scales, int first,
-                                                      const Chunk<T>& chunk) {
-    Chunk<__half> halves;
-    const float scale = narrow_row<OwnChunk::LANES>(halves, chunk);
-    if (row(first) >= C::BLOCK_M || OwnChunk::column() >= C::COLUMNS) return;
-    if (OwnChunk::column() == 0) scales[row(first)] = scale;
-    const auto& pairs = reinterpret_cast<const Vector<uint32, 4>&>(halves);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const Vector<uint32, 2> two = {{pairs.data[i], pairs.data[i + 2]}};
-      const int column = place_of_pair(OwnChunk::column() + 2 * i);
-      *reinterpret_cast<Vector<uint32, 2>*>(tile.at(row(first), column)) = two;
     }
   }
 };
@@ -381,6 +336,13 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   // Queries that have a norm, are rotated, or whose products are of another type come through registers.
   constexpr bool APPENDS = PRESENT<EMBEDDING>, NARROW = PRESENT<CACHE>;
   constexpr bool ROTATES = EmbeddingOf<EMBEDDING>::Type::CHANGES || NARROW;
+  constexpr bool AT_ONCE = APPENDS && CLUSTER > 1;  // whether queries and new keys are taken together
+  // How many tiles ahead of their copies pages are looked up. A CTA of a cluster starts two copies at once: the second
+  // need not wait for its pages.
+  constexpr int PAGES_AHEAD = CLUSTER > 1 ? 2 : 1;
+  // Groups of copies behind that of the segment's queries. In a cluster queries are a group of their own, and come to
+  // registers before the first keys are there. Elsewhere they share the group of the first tile.
+  constexpr int BEHIND_QUERIES = CLUSTER > 1 ? STAGES - 1 : STAGES - 2;
   const VarlenParams& params = call_of(given);
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES, CACHE, VALUE_DIM>;
   constexpr int BLOCK_M = C::BLOCK_M, COLUMNS = C::COLUMNS, AHEAD = STAGES - 1;
@@ -395,6 +357,8 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       mbarrier_init_fence();
     }
   }
+  using OwnRows = ClusterRows<C, PACK, typename EmbeddingOf<EMBEDDING>::Type, LAYOUT, CLUSTER>;
+  if constexpr (AT_ONCE) OwnRows::prefetch(given);
   if (PROGRAMMATIC) grid_dependency_wait();
   Scheduler<MASKS, PACK, BLOCK_M, C::TILE, SPLIT, MOST_PARTS, CLUSTER> scheduler(params);
   WorkTile work;
@@ -404,7 +368,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   // Tiles are loaded ahead: of `loading`, which is the segment that is computed or, where the ring flows, the next one.
   OwnSegment loading(params, work);
   using OwnScales = TokenScales<C, LAYOUT>;
-  typename OwnSource::Pages pages;  // of the next tile that is loaded
+  typename OwnSource::Pages pages[PAGES_AHEAD];  // of the next tiles that are loaded
   [[maybe_unused]] typename OwnScales::Pages scale_pages;
   int loaded = 0, total = 0;  // tiles of the segment, and of all
   int committed = 0;          // groups of copies since the segment's rows were asked for
@@ -425,18 +389,22 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   };
   const auto begin_loading = [&](int buffer) {
     loaded = committed = 0;
-    OwnSource::fetch(pages, params, loading, loading.first_key(0, group));
+#pragma unroll
+    for (int i = 0; i < PAGES_AHEAD; ++i) OwnSource::fetch(pages[i], params, loading, loading.first_key(i, group));
     if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(0, group));
-    if constexpr (!ROTATES) load_query(buffer);
+    if constexpr (!ROTATES && !AT_ONCE) {
+      load_query(buffer);
+      if constexpr (CLUSTER > 1) cp_async_commit();
+    }
   };
   // New keys that are not among the first tiles go to the cache, once those are on their way, and come from there: a
   // barrier is in between.
   const auto store_ahead = [&]() {
-    if constexpr (APPENDS) {
+    if constexpr (APPENDS && !AT_ONCE) {
       const int before = (loading.new_from / C::TILE - loading.first_tile) / CLUSTER;
       if (loading.new_from >= loading.end || before < AHEAD) return;
       for (int i = before; i < loading.count; ++i) {
-        OwnSource::template store_new<EMBEDDING>(nullptr, pages, given, loading, loading.first_key(i, group));
+        OwnSource::template store_new<EMBEDDING>(nullptr, pages[0], given, loading, loading.first_key(i, group));
       }
       loading.new_from = loading.end;
     }
@@ -445,15 +413,21 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   const auto load = [&]() {
     if (loaded < loading.count) {
       const int first_key = loading.first_key(loaded, group);
-      OwnSource::copy_async(ring[total % STAGES], pages, params, loading, first_key);
+      if constexpr (CLUSTER > 1 && (LAYOUT == CONTIGUOUS || LAYOUT == WHOLE_TILES)) {
+        OwnSource::copy_each_row_async(ring[total % STAGES], pages[0], params, loading, first_key);
+      } else {
+        OwnSource::copy_async(ring[total % STAGES], pages[0], params, loading, first_key);
+      }
       if constexpr (C::EACH_TOKEN) OwnScales::copy_async(ring[total % STAGES], scale_pages, given, loading, first_key);
-      if constexpr (APPENDS) {
+      if constexpr (APPENDS && !AT_ONCE) {
         if (first_key + BLOCK_N > loading.new_from) {
-          OwnSource::template store_new<EMBEDDING>(&ring[total % STAGES], pages, given, loading, first_key);
+          OwnSource::template store_new<EMBEDDING>(&ring[total % STAGES], pages[0], given, loading, first_key);
         }
       }
       ++loaded, ++total;
-      OwnSource::fetch(pages, params, loading, loading.first_key(loaded, group));
+#pragma unroll
+      for (int i = 1; i < PAGES_AHEAD; ++i) pages[i - 1] = pages[i];
+      OwnSource::fetch(pages[PAGES_AHEAD - 1], params, loading, loading.first_key(loaded + PAGES_AHEAD - 1, group));
       if constexpr (C::EACH_TOKEN) OwnScales::fetch(scale_pages, params, loading, loading.first_key(loaded, group));
     }
     cp_async_commit(), ++committed;
@@ -472,7 +446,24 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     }
   };
   begin_loading(0);
-  if constexpr (ROTATES) {
+  if constexpr (AT_ONCE) {
+    C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
+      if (static_cast<int>(r) < loading.rows) return;
+      *reinterpret_cast<Chunk<T>*>(shared.streaming.query[0].at(r, column)) = Chunk<T>{};
+    });
+    int first = 0;
+    do {
+      const OwnRows own(given, loading, first);
+      if (first == 0) {  // the first rows are on their way while keys are asked for
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) load();
+        if (PROGRAMMATIC) grid_dependency_launch();
+      }
+      own.store(shared.streaming, params, loading);
+      first += OwnRows::AT_ONCE;
+    } while (first < OwnRows::count(params, loading));
+    loading.new_from = loading.end;  // those of later tiles come from the cache: a barrier is in between
+  } else if constexpr (ROTATES) {
     const auto first_rows = RotatedQuery::load(given, loading, 0);  // on their way while keys are asked for
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) load();
@@ -483,7 +474,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     for (int i = 0; i < AHEAD; ++i) load();
   }
   store_ahead();
-  if (PROGRAMMATIC) grid_dependency_launch();
+  if (PROGRAMMATIC && !AT_ONCE) grid_dependency_launch();
 
   int step = 0;  // tiles that were computed
   for (OwnSegment segment = loading;;) {
@@ -502,7 +493,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       __syncwarp();
       cluster_arrive<false>();  // waited for when there is something to send
     }
-    cp_async_wait<AHEAD - 1>();
+    if constexpr (!AT_ONCE) cp_async_wait<BEHIND_QUERIES>();
     __syncthreads();  // the rows are there
     const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(shared.streaming.query[query_buffer],
                                                                                   warp_row);
