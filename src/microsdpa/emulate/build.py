@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 KIND = "emulate"
 """Folder of the cache that has what is built here."""
 RUNTIME_SOURCES = tuple(sorted(path.name for path in (HERE / "runtime").glob("*.cc")))
-RUNTIME_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
+RUNTIME_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-shared")
 # -fsanitize=thread makes the compiler call the emulator before every access to memory (its own runtime is not linked);
 # without vectorisation, and in GCC without scalar replacement, an access of the source stays one access of its width.
 # Variables share no memory: what wgmma reads of one that is gone, a register still holds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,11 +47,16 @@ def _median(rows: torch.Tensor) -> torch.Tensor:
     return (ordered[..., (count - 1) // 2] + ordered[..., count // 2]) / 2
 
 
+@functools.lru_cache(maxsize=16)
+def _picks(count: int, salt: int) -> torch.Tensor:
+    """Which of `count` samples each resampling takes: the same ones in every process."""
+    generator = torch.Generator().manual_seed(SEED + salt)
+    return torch.randint(count, (RESAMPLES, count), generator=generator)
+
+
 def _resampled_medians(samples: Sequence[float], salt: int) -> torch.Tensor:
     values = _check(samples)
-    generator = torch.Generator().manual_seed(SEED + salt)
-    picks = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
-    return _median(values[picks])
+    return _median(values[_picks(len(values), salt)])
 
 
 def _percentiles(estimates: torch.Tensor) -> tuple[float, float]:
@@ -65,6 +71,12 @@ def median(samples: Sequence[float]) -> Interval:
     Raises:
         ValueError: there are no samples, or one is no positive finite number.
     """
+    return _median_interval(tuple(samples))
+
+
+@functools.lru_cache(maxsize=4096)
+def _median_interval(samples: tuple[float, ...]) -> Interval:
+    """Of samples that were seen before the same object: tables compare a row with each of its peers."""
     low, high = _percentiles(_resampled_medians(samples, 0))
     return Interval(float(_median(_check(samples))), low, high)
 

@@ -68,8 +68,7 @@ void Processor::locate_shared() {
 
 void Processor::access(const void* pointer, std::size_t bytes, bool write, bool aligned, std::uint64_t pc) {
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
-  const auto stack = reinterpret_cast<std::uintptr_t>(stacks_.at(self_->id));
-  if (address - stack < STACK_BYTES) return;  // a local variable
+  if (is_local(pointer)) return;
   const std::uint64_t place = pc - job_.launch.image;
   if (aligned && bytes <= 16 && address % bytes) {
     fail_at(place, "misaligned %s of %zu bytes at address %#zx", write ? "write" : "read", bytes,

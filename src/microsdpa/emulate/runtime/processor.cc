@@ -127,6 +127,7 @@ void Processor::schedule() {
       break;
     }
     self_ = &pick();
+    stack_ = reinterpret_cast<std::uintptr_t>(stacks_.at(self_->id));
     Context::switch_to(scheduler_, self_->context);
   }
   self_ = nullptr;

@@ -181,6 +181,11 @@ class Processor {
   Thread& self() { return *self_; }
   Job& job() { return job_; }
 
+  // Whether an address is that of a local variable of the running thread.
+  bool is_local(const void* address) const {
+    return reinterpret_cast<std::uintptr_t>(address) - stack_ < STACK_BYTES;
+  }
+
   // Memory (memory.cc).
   void access(const void* address, std::size_t bytes, bool write, bool aligned, std::uint64_t place);
   void async_copy(void* shared, const void* global, int bytes, int valid_bytes, std::uint64_t pc, Place place);
@@ -308,6 +313,7 @@ class Processor {
   std::int64_t cluster_ = 0;
   std::uint64_t random_state_ = 1;
   Thread* self_ = nullptr;
+  std::uintptr_t stack_ = 0;  // where its stack begins
 
   int cluster_arrived_ = 0;
   std::uint32_t cluster_phase_ = 0;

@@ -189,7 +189,7 @@ namespace {
 
 inline void accessed(const void* address, std::size_t bytes, bool write, bool aligned, void* caller) {
   Processor* processor = Processor::current();
-  if (!processor || processor->in_runtime) return;
+  if (!processor || processor->is_local(address) || processor->in_runtime) return;
   processor->access(address, bytes, write, aligned, reinterpret_cast<std::uint64_t>(caller) - 1);
 }
 
