@@ -182,9 +182,7 @@ class Processor {
   Job& job() { return job_; }
 
   // Whether an address is that of a local variable of the running thread.
-  bool is_local(const void* address) const {
-    return reinterpret_cast<std::uintptr_t>(address) - stack_ < STACK_BYTES;
-  }
+  bool is_local(const void* address) const { return reinterpret_cast<std::uintptr_t>(address) - stack_ < STACK_BYTES; }
 
   // Memory (memory.cc).
   void access(const void* address, std::size_t bytes, bool write, bool aligned, std::uint64_t place);
