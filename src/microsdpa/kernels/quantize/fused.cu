@@ -1,6 +1,6 @@
 // Quantizes Q, K and V in one launch: quantized values, scales and, with SMOOTH, the mean that is taken off K.
 //
-// Blocks of the grid, which take turns in units of a cluster: those that read are on an SM with those that compute.
+// Blocks of the grid, the longest first:
 //   keys: one for each tile of rows, or with SMOOTH for each part of a head
 //   values (where VALUE is a format): one for each part of a head   queries: one for each tile of a head's rows
 // Q and K have a scale for each BLOCK rows, or for each row where BLOCK is 1; V has one for each channel. K's mean over
@@ -567,37 +567,6 @@ __device__ __forceinline__ void quantize_channels(SharedStorage<HEAD_DIM>& share
   });
 }
 
-// What a unit of the grid has to do, and which of these units it is.
-enum class Work { KEYS, VALUES, QUERIES };
-struct Turn {
-  Work work;
-  int number;
-};
-
-// Keys, values and queries take turns as long as all three have units left, then the two that have, then the last.
-__device__ __forceinline__ Turn turn_of(int unit, int keys, int values, int queries) {
-  const int units[3] = {keys, values, queries};
-  int done = 0;  // of those that have more
-#pragma unroll
-  for (int phase = 0; phase < 3; ++phase) {
-    int active = 0, least = max(keys, max(values, queries));
-#pragma unroll
-    for (int work = 0; work < 3; ++work) {
-      if (units[work] > done) ++active, least = min(least, units[work]);
-    }
-    if (unit < (least - done) * active) {
-      int place = unit % active;
-#pragma unroll
-      for (int work = 0; work < 3; ++work) {
-        if (units[work] > done && place-- == 0) return {static_cast<Work>(work), done + unit / active};
-      }
-    }
-    unit -= (least - done) * active;
-    done = least;
-  }
-  return {Work::QUERIES, queries};
-}
-
 // Of a head's rows, a CTA takes this many: whole blocks.
 template <int BLOCK>
 constexpr int ROWS_OF_CTA = BLOCK < 2 * GROUPS ? 2 * GROUPS : BLOCK;  // or a multiple: params.tile_rows
@@ -613,20 +582,15 @@ __global__ void __launch_bounds__(THREADS<HEAD_DIM>, 3)
   const int key_rows = SMOOTH ? params.part_rows : params.tile_rows;
   const int key_tiles = CLUSTER && SMOOTH ? PARTS : (params.seqlen_k + key_rows - 1) / key_rows;
   const int heads_kv = params.batch * params.heads_kv;
-  constexpr bool HAS_VALUES = Value::LARGEST > 0.0f;
-  [[maybe_unused]] const int parts = CLUSTER ? PARTS : (params.seqlen_k + params.part_rows - 1) / params.part_rows;
-  // CTAs of the last unit that there is no more work for end at once.
-  constexpr int UNIT = CLUSTER ? PARTS : 1;
-  const auto units = [](int ctas) { return (ctas + UNIT - 1) / UNIT; };
-  const Turn turn = turn_of(blockIdx.x / UNIT, units(heads_kv * key_tiles), HAS_VALUES ? units(heads_kv * parts) : 0,
-                            units(params.batch * params.heads * query_tiles));
-  const int index = turn.number * UNIT + blockIdx.x % UNIT;
+  int index = blockIdx.x;
+  // With CLUSTER each of the three begins with a cluster, and CTAs that would be further ones of it have nothing to do.
+  const auto blocks = [](int needed) { return CLUSTER ? (needed + PARTS - 1) / PARTS * PARTS : needed; };
   if constexpr (CLUSTER) {
     grid_dependency_launch();
     grid_dependency_wait();
   }
 
-  if (turn.work == Work::KEYS) {
+  if (index < blocks(heads_kv * key_tiles)) {
     if (index >= heads_kv * key_tiles) return;
     const int head = index / key_tiles, first = index % key_tiles * key_rows;
     const Rows<T> rows(params.key, params.key_strides, head, params.heads_kv, params.seqlen_k);
@@ -653,8 +617,10 @@ __global__ void __launch_bounds__(THREADS<HEAD_DIM>, 3)
     if constexpr (CLUSTER && SMOOTH) cluster_wait();
     return;
   }
-  if constexpr (HAS_VALUES) {
-    if (turn.work == Work::VALUES) {
+  index -= blocks(heads_kv * key_tiles);
+  if constexpr (Value::LARGEST > 0.0f) {
+    const int parts = CLUSTER ? PARTS : (params.seqlen_k + params.part_rows - 1) / params.part_rows;
+    if (index < heads_kv * parts) {
       const int head = index / parts, first = index % parts * params.part_rows;
       const Rows<T> rows(params.value, params.value_strides, head, params.heads_kv, params.seqlen_k);
       quantize_channels<CLUSTER, Value, HEAD_DIM>(
@@ -664,6 +630,7 @@ __global__ void __launch_bounds__(THREADS<HEAD_DIM>, 3)
       if constexpr (CLUSTER) cluster_wait();
       return;
     }
+    index -= heads_kv * parts;
   }
   const int head = index / query_tiles, first = index % query_tiles * params.tile_rows;
   if (head >= params.batch * params.heads) return;

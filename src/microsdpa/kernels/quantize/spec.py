@@ -145,7 +145,7 @@ def part_rows(scheme: QuantizationScheme, heads: int, seqlen_k: int, clusters: b
 
 
 def fused_grid(scheme: QuantizationScheme, problem: Problem) -> Grid:
-    """CTAs for K, V and Q; with clusters, whole ones for each of them."""
+    """CTAs for K, then V, then Q; with clusters, whole ones for each of them."""
     p, heads_kv = problem, problem.batch * problem.heads_kv
     clusters, rows = has_clusters(p.target, heads_kv), tile_rows(scheme, p.batch * p.heads, p.seqlen_q)
     parts = PARTS if clusters else -(-p.seqlen_k // part_rows(scheme, heads_kv, p.seqlen_k, clusters))

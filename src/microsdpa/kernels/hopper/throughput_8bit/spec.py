@@ -18,9 +18,6 @@ MOST_SHARED = 227 << 10
 """Bytes that a CTA can have."""
 SMALL_TILES = 1.1
 """Time of a key in tiles of 64 over that in tiles of 96, at D = 256."""
-SHORT_KEYS = 8192
-"""Up to so many, and under a causal mask, room for a second query tile of D = 256, and for O, is worth more than a
-third tile of K and V^T."""
 MOST_STAGES = 4
 """More than four tiles of K and V^T are no faster; two hold the consumers together."""
 OUT_PANEL = 64
@@ -86,8 +83,8 @@ def tiles_for(problem: Problem) -> Tiles:
         promoted_keys = 1024 if several else 2048
         if SMALL_TILES * _padded(problem.seqlen_k, 64) < _padded(problem.seqlen_k, 96):
             return Tiles(64, consumers=2, stages=3, promoted_keys=promoted_keys)
-        stages = 3 if problem.seqlen_k > SHORT_KEYS and not _is_causal(problem) else 2
-        return Tiles(96, consumers=2, stages=stages, promoted_keys=promoted_keys)
+        # Under a causal mask room for a second query tile, and for O, is worth more than a third tile of K and V^T.
+        return Tiles(96, consumers=2, stages=2 if _is_causal(problem) else 3, promoted_keys=promoted_keys)
     if problem.head_dim == 64:
         tiles, few = Tiles(64, consumers=4, stages=3, promoted_keys=1024), Tiles(192, consumers=2, stages=3)
     else:
