@@ -84,7 +84,10 @@ def tiles_for(problem: Problem) -> Tiles:
         if SMALL_TILES * _padded(problem.seqlen_k, 64) < _padded(problem.seqlen_k, 96):
             return Tiles(64, consumers=2, stages=3, promoted_keys=promoted_keys)
         # Under a causal mask room for a second query tile, and for O, is worth more than a third tile of K and V^T.
-        return Tiles(96, consumers=2, stages=2 if _is_causal(problem) else 3, promoted_keys=promoted_keys)
+        # Beside a third tile scales of keys, and masks, find no registers.
+        is_plain = not several and problem.mask is None and not _is_causal(problem)
+        stages = 3 if is_plain else 2
+        return Tiles(96, consumers=2, stages=stages, promoted_keys=promoted_keys)
     if problem.head_dim == 64:
         tiles, few = Tiles(64, consumers=4, stages=3, promoted_keys=1024), Tiles(192, consumers=2, stages=3)
     else:
@@ -190,6 +193,7 @@ def _wide(problem: Problem, tiles: Tiles) -> KernelSpec:
             TensorMap("value", tiles.block_n, PANEL, PANEL),
             TensorMap("out", 16, OUT_PANEL, OUT_PANEL * ELEMENT_BYTES[problem.dtype]),
         ),
+        WIDE_SPILLS if problem.mask is not None else "",
     )
     return replace(
         spec,
