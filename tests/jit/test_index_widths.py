@@ -40,6 +40,8 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ampere/varlen/kernel.cu", "segment.work.part * units_each));", PLACE),
     ("ampere/varlen/kernel.cu", "* C::TILE + group * C::BLOCK_N;", PACKED),
     ("ampere/varlen/kernel.cu", "i % UNITS * 4, values, stats);", PLACE),
+    ("ampere/varlen/kernel.cu", "first_tile = CLUSTER > 1 ? from / C::TILE + work.part", PACKED),
+    ("ampere/varlen/rows.cuh", "head_kv = static_cast<int>(blockIdx.y);", "a place in a grid: at most 65,535"),
     ("ampere/varlen/kernel.cu", "count = max(0, (end_tile - first_tile + CLUSTER - 1) / CLUSTER);", PACKED),
     ("ampere/varlen/scheduler.cuh", "return row_tiles * heads_kv * weight;", WORK),
     ("ampere/varlen/scheduler.cuh", "static_cast<int>(blockIdx.x) * each_);", WORK),
