@@ -18,6 +18,8 @@ MOST_SHARED = 227 << 10
 """Bytes that a CTA can have."""
 SMALL_TILES = 1.1
 """Time of a key in tiles of 64 over that in tiles of 96, at D = 256."""
+SHORT_KEYS = 8192
+"""At D = 256, up to so many, two tiles of K and V^T and room for O are taken beside scales of keys, and beside masks."""
 MOST_STAGES = 4
 """More than four tiles of K and V^T are no faster; two hold the consumers together."""
 OUT_PANEL = 64
@@ -84,9 +86,9 @@ def tiles_for(problem: Problem) -> Tiles:
         if SMALL_TILES * _padded(problem.seqlen_k, 64) < _padded(problem.seqlen_k, 96):
             return Tiles(64, consumers=2, stages=3, promoted_keys=promoted_keys)
         # Under a causal mask room for a second query tile, and for O, is worth more than a third tile of K and V^T.
-        # Beside a third tile scales of keys, and masks, find no registers.
-        is_plain = not several and problem.mask is None and not _is_causal(problem)
-        stages = 3 if is_plain else 2
+        # Scales of keys, and masks, find no registers beside a third tile, but where few query tiles begin.
+        is_plain = not several and problem.mask is None
+        stages = 3 if not _is_causal(problem) and (is_plain or problem.seqlen_k > SHORT_KEYS) else 2
         return Tiles(96, consumers=2, stages=stages, promoted_keys=promoted_keys)
     if problem.head_dim == 64:
         tiles, few = Tiles(64, consumers=4, stages=3, promoted_keys=1024), Tiles(192, consumers=2, stages=3)
