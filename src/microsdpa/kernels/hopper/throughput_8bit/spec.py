@@ -19,7 +19,7 @@ MOST_SHARED = 227 << 10
 SMALL_TILES = 1.1
 """Time of a key in tiles of 64 over that in tiles of 96, at D = 256."""
 SHORT_KEYS = 8192
-"""At D = 256, up to so many, two tiles of K and V^T and room for O are taken beside scales of keys, and beside masks."""
+"""At D = 256, up to so many, two tiles of K and V^T and room for O are taken beside scales of keys, and masks."""
 MOST_STAGES = 4
 """More than four tiles of K and V^T are no faster; two hold the consumers together."""
 OUT_PANEL = 64
