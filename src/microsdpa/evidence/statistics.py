@@ -71,12 +71,6 @@ def median(samples: Sequence[float]) -> Interval:
     Raises:
         ValueError: there are no samples, or one is no positive finite number.
     """
-    return _median_interval(tuple(samples))
-
-
-@functools.lru_cache(maxsize=4096)
-def _median_interval(samples: tuple[float, ...]) -> Interval:
-    """Of samples that were seen before the same object: tables compare a row with each of its peers."""
     low, high = _percentiles(_resampled_medians(samples, 0))
     return Interval(float(_median(_check(samples))), low, high)
 
