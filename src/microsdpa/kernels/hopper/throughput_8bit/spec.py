@@ -195,7 +195,7 @@ def _wide(problem: Problem, tiles: Tiles) -> KernelSpec:
             TensorMap("value", tiles.block_n, PANEL, PANEL),
             TensorMap("out", 16, OUT_PANEL, OUT_PANEL * ELEMENT_BYTES[problem.dtype]),
         ),
-        WIDE_SPILLS if problem.mask is not None else "",
+        WIDE_SPILLS if key_scales or problem.mask is not None else "",
     )
     return replace(
         spec,
