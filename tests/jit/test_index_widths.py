@@ -35,7 +35,6 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ),
     ("ampere/varlen/rows.cuh", "head(work.head_kv * pack)", "query heads of a call"),
     ("ampere/varlen/kernel.cu", "", "a unit of the output of a tile of rows: at most some thousands"),
-    ("common/combine.cuh", "largest = fmaxf(largest, stats(part).stabilizer);", PLACE),
     ("ampere/varlen/kernel.cu", "column = i % UNITS * 4;", PLACE),
     ("ampere/varlen/kernel.cu", "segment.work.part * units_each));", PLACE),
     ("ampere/varlen/kernel.cu", "* C::TILE + group * C::BLOCK_N;", PACKED),
