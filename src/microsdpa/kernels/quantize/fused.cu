@@ -12,7 +12,7 @@
 // is a part, and its CTA reads the whole head. Then a CTA encodes its own rows. Other warps hide a warp's loads. Few
 // threads share a row, each with chunks of 8 channels all over it: most steps of a rotation stay in a thread.
 // Rows of usual numbers take a short way, rows with NaN, infinities or tiny scales a long one with the same bits.
-// Bound by: memory, and instructions where K's mean is taken.
+// Bound by: what passes L2, where K and V are read twice, and instructions.
 #include "../common/formats.cuh"
 #include "../common/softmax.cuh"
 #include "../ptx/cluster.cuh"
@@ -118,7 +118,7 @@ struct Rows {
   __device__ __forceinline__ uint4 fetch(int row, int channel) const {
     return *reinterpret_cast<const uint4*>(base + row * stride + channel * sizeof(T));
   }
-  // The same number i of a row as FP32, of a thread's chunks.
+  // Number i of a thread's chunks, as FP32.
   template <int CHUNKS>
   __device__ __forceinline__ static float number(const uint4 (&chunks)[CHUNKS], int i) {
     return to_float(reinterpret_cast<const Vector<T, CHUNK>*>(&chunks[i / CHUNK])->data[i % CHUNK]);
