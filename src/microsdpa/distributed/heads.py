@@ -14,13 +14,13 @@ from microsdpa.distributed.agreement import Agreement
 from microsdpa.distributed.collective import on
 from microsdpa.distributed.compute import Grads, Inputs, Pair, Result, attend_piece, differentiate_piece
 from microsdpa.distributed.layout import Layout, put, take
-from microsdpa.distributed.model import PARTS_OF_HEADS
+from microsdpa.distributed.model import parts_of_heads
 
 
 def groups_of(agreed: Agreement, heads_kv: int) -> list[tuple[int, int]]:
     """Groups of a rank's key heads, by their numbers on the rank."""
     mine = heads_kv // agreed.keys.world
-    parts = min(mine, PARTS_OF_HEADS)
+    parts = parts_of_heads(mine, agreed.together)
     return [(mine * part // parts, mine * (part + 1) // parts) for part in range(parts)]
 
 

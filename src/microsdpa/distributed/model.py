@@ -14,6 +14,8 @@ SHORT = 262144
 """Rows of queries of a rank, of all heads, below which one launch computes both of its chunks."""
 PARTS_OF_HEADS = 4
 """Groups that the heads of a rank are exchanged in, at most."""
+EXCHANGES = 4
+"""Exchanges of a group of heads: of queries, keys, values and outputs."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Machine:
         network: bytes per second of each GPU's own network adapter.
         memory: bytes per second of the GPU's memory.
         start: seconds from the call to the first byte on the wire, and of every further launch that nothing hides.
+        exchange: seconds that the host takes to pack, send and unpack one tensor of the method "heads".
         per_host: GPUs of a host.
     """
 
@@ -36,6 +39,7 @@ class Machine:
     network: float = 45e9
     memory: float = 3.6e12
     start: float = 12e-6
+    exchange: float = 300e-6
     per_host: int = 8
 
 
@@ -158,6 +162,11 @@ def ring(problem: Problem, machine: Machine) -> Estimate:
     return Estimate("ring", received, wire, compute, total)
 
 
+def parts_of_heads(count: int, is_short: bool) -> int:
+    """Groups that a rank's `count` key heads are exchanged in; one where the host would be what takes the time."""
+    return 1 if is_short else max(min(count, PARTS_OF_HEADS), 1)
+
+
 def heads(problem: Problem, machine: Machine) -> Estimate:
     """Queries, keys and values to the ranks of their heads, and outputs back."""
     world, compute = problem.world, problem.flops / machine.flops
@@ -171,10 +180,11 @@ def heads(problem: Problem, machine: Machine) -> Estimate:
     # All ranks compute the same whatever the order is: whole heads.
     compute = compute if problem.visible.queries.order == "balanced" else _even_compute(problem, machine)
     wire += 4 * received / machine.memory
-    parts = max(min(problem.heads_kv // world, PARTS_OF_HEADS), 1)
+    parts = parts_of_heads(problem.heads_kv // world, problem.is_short)
     back = wire * of_queries / 2 / received if received else 0.0  # a group of one receives nothing
     there = wire - back
     total = 2 * machine.start + there / parts + max(compute, wire) + back / parts
+    total = max(total, parts * EXCHANGES * machine.exchange)
     return Estimate("heads", received, wire, compute, total)
 
 
