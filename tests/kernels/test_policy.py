@@ -14,7 +14,7 @@ from microsdpa.kernels import spec as specs
 from microsdpa.kernels.ampere.mma import tiles
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.problem import OPERANDS, MaskKind, Problem
-from microsdpa.kernels.select import select
+from microsdpa.kernels.select import chosen, select
 
 SMALL = Problem(1, 8, 8, 512, 512, 64, "float16", target="sm_90a")
 QUANTIZED = replace(SMALL, operands="fp8")
@@ -51,6 +51,26 @@ def test_a_kernel_for_other_operands_is_no_candidate() -> None:
     for family in EIGHT_BIT_FAMILIES:
         assert policy.candidates(SMALL, family.name) == ()
         assert policy.candidates(QUANTIZED, family.name) == (family,)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kernel"),
+    [
+        ((5, 10, 1, 40, 389, 192), "hopper/throughput"),  # 9.05 us on an H200, ampere/mma 17.5
+        ((8, 16, 16, 20, 1500, 160), "hopper/throughput"),  # 33.4 and 71.9
+        ((2, 8, 8, 20, 389, 160), "hopper/throughput"),  # 7.6 and 9.4
+        ((1, 32, 8, 40, 1500, 256), "hopper/throughput"),  # 23.3 and 28.7
+        ((2, 8, 8, 20, 389, 192), "ampere/mma"),  # 8.6 and 6.4
+        ((2, 8, 8, 63, 1500, 256), "ampere/mma"),  # 23.1 and 15.8
+        ((1, 32, 8, 28, 1500, 192), "ampere/mma"),  # 20.9 and 15.1
+        ((8, 16, 16, 16, 1500, 192), "ampere/mma"),  # decoding
+        ((1, 8, 1, 51, 351, 256), "ampere/mma"),  # too few heads to know
+    ],
+)
+def test_few_queries_of_wide_heads(sizes: tuple[int, int, int, int, int, int], kernel: str) -> None:
+    found = chosen(Problem(*sizes, "bfloat16", target="sm_90a"))
+    assert found is not None
+    assert found.name == kernel
 
 
 @pytest.mark.parametrize(

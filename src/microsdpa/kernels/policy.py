@@ -31,6 +31,10 @@ SEPARATE_HEADS = 32
 """From so many heads on that share no keys, SMs are busy enough with tiles of 64 rows."""
 MOST_DECODED_KEYS, MOST_SEPARATE_KEYS = 128, 512
 """Keys up to which tiles of 64 rows decode as fast, and the same for heads that share no keys."""
+FEWEST_WIDE_HEADS, MANY_WIDE_HEADS = 16, 48
+"""Above D = 128: heads from which less than 64 queries each are worth wgmma, if keys are few; and whatever they are."""
+NARROWEST_WIDE_HEAD = 160
+"""Up to here a tile of wgmma that is less than half full is as fast as ampere/mma with few heads and keys."""
 LEAST_SPLIT_KEYS = 1024
 """From here on four warpgroups of a CTA are faster than two, where both have one query tile a CTA."""
 MOST_ROWS_OF_MMA = 32
@@ -79,14 +83,32 @@ def _is_for_split(problem: Problem) -> bool:
     return 2 * tiles > sms and problem.seqlen_k >= LEAST_SPLIT_KEYS
 
 
+def _fills_tiles_of_wide_heads(problem: Problem) -> bool:
+    """Whether less than a tile of queries a head is faster in hopper/throughput than in ampere/mma, above D = 128.
+
+    ampere/mma multiplies slower, but has parts of the keys for the SMs that few heads leave idle.
+    """
+    queries, heads = problem.seqlen_q, problem.batch * problem.heads
+    if queries <= DECODING_QUERIES or heads < FEWEST_WIDE_HEADS:
+        return False
+    if heads >= MANY_WIDE_HEADS:
+        return True
+    half_full, several = queries >= TILE // 2, heads >= 2 * FEWEST_WIDE_HEADS
+    if problem.seqlen_k > MOST_SEPARATE_KEYS:
+        return half_full and several
+    return half_full or several or problem.head_dim <= NARROWEST_WIDE_HEAD
+
+
 def _is_for_throughput(problem: Problem) -> bool:
     """Whether hopper/throughput is the fastest kernel.
 
     Against hopper/latency, for D up to 128, that is where the latter's tiles of 64 queries are more than the SMs;
-    against ampere/mma, where there are queries for a warpgroup, unless long keys want to be divided.
+    against ampere/mma, where there are queries for a warpgroup or many heads, unless long keys want to be divided.
     """
     if problem.head_dim not in hopper_latency.HEAD_DIMS:
-        return problem.seqlen_q >= TILE and not splits_long_keys(problem)
+        if problem.seqlen_q < TILE:
+            return _fills_tiles_of_wide_heads(problem)
+        return not splits_long_keys(problem)
     return problem.seqlen_q > TILE and _tiles(problem) > chip_of(problem.target).sms
 
 
