@@ -33,8 +33,8 @@ MOST_DECODED_KEYS, MOST_SEPARATE_KEYS = 128, 512
 """Keys up to which tiles of 64 rows decode as fast, and the same for heads that share no keys."""
 FEWEST_WIDE_HEADS, MANY_WIDE_HEADS = 16, 48
 """Above D = 128: heads from which less than 64 queries each are worth wgmma, if keys are few; and whatever they are."""
-NARROWEST_WIDE_HEAD = 160
-"""Up to here a tile of wgmma that is less than half full is as fast as ampere/mma with few heads and keys."""
+WIDEST_HALF_EMPTY = 160
+"""D up to which tiles of wgmma that are less than half full are as fast as ampere/mma, with few heads and keys."""
 LEAST_SPLIT_KEYS = 1024
 """From here on four warpgroups of a CTA are faster than two, where both have one query tile a CTA."""
 MOST_ROWS_OF_MMA = 32
@@ -96,7 +96,7 @@ def _fills_tiles_of_wide_heads(problem: Problem) -> bool:
     half_full, several = queries >= TILE // 2, heads >= 2 * FEWEST_WIDE_HEADS
     if problem.seqlen_k > MOST_SEPARATE_KEYS:
         return half_full and several
-    return half_full or several or problem.head_dim <= NARROWEST_WIDE_HEAD
+    return half_full or several or problem.head_dim <= WIDEST_HALF_EMPTY
 
 
 def _is_for_throughput(problem: Problem) -> bool:

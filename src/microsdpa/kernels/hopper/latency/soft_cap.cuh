@@ -22,29 +22,31 @@ __device__ __forceinline__ float soft_cap(float x, float cap, float inverse) {
   return cap * (fabsf(y) < 0.25f ? small : large);
 }
 
-// The same for products of which no score exceeds twice the cap, with an error of at most 5e-6 of it: a hundredth of
-// what P loses in 16 bits. A polynomial, least squares that were weighted until its largest relative errors were equal.
+// The same for products of which no score exceeds REACH times the cap, with an error of at most 1.5e-6 of it: a
+// polynomial, least squares that were weighted until its largest relative errors were equal. Its variable is between -1
+// and 1, so that FP32 loses little.
 struct SoftCap {
   static constexpr int TERMS = 9;
-  static constexpr float REACH = 2.0f;
+  static constexpr float REACH = 1.75f, ROOT = 1.41421356f;
 
-  float limit, inverse;  // of a product; a product times `inverse` is its score over the cap
+  float limit, inverse;  // of a product; the square of a product times `inverse` is at most 2
   float coefficient[TERMS];
 
   SoftCap() = default;
   __device__ __forceinline__ SoftCap(float cap, float scale) {
-    constexpr float OF_TANH[TERMS] = {0.999996603f,    -0.333190829f,   0.132314593f,     -0.0510466509f, 0.0174146015f,
-                                      -0.00466775009f, 0.000867726048f, -9.63128914e-05f, 4.73262025e-06f};
-    inverse = scale / cap;
-    limit = inverse < 1e30f ? REACH / inverse : -1.0f;  // no product reaches so small a cap
+    constexpr float OF_TANH[TERMS] = {0.682639301f,    -0.198093623f,  0.0737162456f,    -0.0281694494f, 0.0107873445f,
+                                      -0.00391442934f, 0.00148702168f, -0.000857499661f, 0.000334345124f};
+    const float rate = scale / cap;
+    limit = rate < 1e30f ? REACH / rate : -1.0f;  // no product reaches so small a cap
+    inverse = rate * (ROOT / REACH);
 #pragma unroll
-    for (int i = 0; i < TERMS; ++i) coefficient[i] = OF_TANH[i] * cap;
+    for (int i = 0; i < TERMS; ++i) coefficient[i] = OF_TANH[i] * (cap * (REACH / ROOT));
   }
   __device__ __forceinline__ float operator()(float product) const {
-    const float x = product * inverse, square = x * x;
+    const float x = product * inverse, variable = fmaf(x, x, -1.0f);
     float sum = coefficient[TERMS - 1];
 #pragma unroll
-    for (int i = TERMS - 2; i >= 0; --i) sum = fmaf(sum, square, coefficient[i]);
+    for (int i = TERMS - 2; i >= 0; --i) sum = fmaf(sum, variable, coefficient[i]);
     return x * sum;
   }
 };
