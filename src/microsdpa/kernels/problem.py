@@ -268,7 +268,6 @@ def target_of(capability: tuple[int, int]) -> str:
 
 
 @functools.lru_cache
-@functools.lru_cache
 def capability_of(target: str) -> tuple[int, int]:
     """Compute capability of a target: "sm_90a" gives (9, 0), and "compute_89", its PTX, (8, 9).
 
