@@ -28,7 +28,7 @@ from microsdpa import BlockTable, flash_attn
 from microsdpa.attention import api, explain, varlen
 from microsdpa.attention import plan as plans
 from microsdpa.attention.explain import Explanation
-from microsdpa.call import validate
+from microsdpa.call import validate, visibility
 from microsdpa.call.scales import check_scales
 from microsdpa.execution import forward
 from microsdpa.integrations import dropin, flash_backend
@@ -57,6 +57,7 @@ class Seen:
     foreign: int = 0
     operators: Counter[str] = field(default_factory=Counter)
     signatures: list[str] = field(default_factory=list)
+    masks: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
 
 
@@ -113,6 +114,7 @@ def watch(call: Callable[[], Any], launcher: Launcher) -> tuple[Any, Seen]:
     seen, before = Seen(), len(launcher.calls)
     with profile() as events, pytest.MonkeyPatch.context() as patch:
         _refuse_signatures(patch, seen)
+        _note_masks(patch, seen)
         _note_files(patch, seen)
         _watching.append(seen)
         try:
@@ -146,6 +148,17 @@ def _refuse_signatures(patch: pytest.MonkeyPatch, seen: Seen) -> None:
             for attribute, value in list(vars(module).items()):
                 if any(value is function for function in functions):
                     patch.setattr(module, attribute, refuse)
+
+
+def _note_masks(patch: pytest.MonkeyPatch, seen: Seen) -> None:
+    """What documents and blocks hide is found once, and then looked up by the tensors that say it."""
+    real = visibility.combined
+
+    def noted(*given: Any) -> torch.Tensor:
+        seen.masks.append(f"{len(given)} arguments")
+        return real(*given)
+
+    patch.setattr(api, "combined", noted)
 
 
 def _note_files(patch: pytest.MonkeyPatch, seen: Seen) -> None:
@@ -320,6 +333,8 @@ SDPA = [
     quantized("fp8", (E4M3,) * 3, HALF),
     quantized("fp8, out of bfloat16", (E4M3,) * 3, BRAIN, out=lambda: output(BRAIN)),
     quantized("fp8, return_lse", (E4M3,) * 3, HALF, return_lse=True),
+    quantized("fp8, document_ids", (E4M3,) * 3, HALF, document_ids=lambda: documents(SEQLEN_Q, SEQLEN_K)),
+    quantized("fp8, block_mask", (E4M3,) * 3, HALF, block_mask=blocks),
     quantized("int8_fp8", (INT8, INT8, E4M3), HALF),
     quantized("int8_fp16", (INT8, INT8, HALF), HALF),
     quantized("int8_fp16, value of bfloat16", (INT8, INT8, BRAIN), BRAIN),
@@ -782,6 +797,11 @@ def _asks_for_an_lse(*given: torch.Tensor) -> Any:
     return microsdpa.sdpa(*given, return_lse=True)[0]
 
 
+def _finds_a_mask_anew(*given: torch.Tensor) -> Any:
+    mask = api.combined(given, None, documents(SEQLEN_Q, SEQLEN_K), None)  # type: ignore[arg-type]
+    return microsdpa.sdpa(*given, attn_mask=mask)
+
+
 def _has_another_order(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
     return microsdpa.sdpa(query, key, value, out=torch.empty_like(query, memory_format=torch.contiguous_format))
 
@@ -801,6 +821,7 @@ def _misses(*given: torch.Tensor) -> Any:
         (_allocates, "aten::empty'"),
         (_casts, "aten::_to_copy"),
         (_copies, "aten::clone"),
+        (_finds_a_mask_anew, "masks=.*arguments"),
         (_asks_for_an_lse, "lse=True"),
         (_has_another_order, "memory order"),
     ],

@@ -158,3 +158,53 @@ def test_ranges_for_graphs_are_what_sdpa_makes() -> None:
         microsdpa.document_ranges(APART)
     with pytest.raises(InvalidArgument, match=r"expected tensors \[S\] or \[B, S\]"):
         microsdpa.document_ranges([1, 2])  # type: ignore[arg-type]
+
+
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([2, 5, 7], dtype=torch.int32), PACKED.clone()
+
+
+def known_pair() -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Ids of queries and of keys that a call has had, and the mask that was found for them."""
+    ids = pair()
+    query, key, _ = tensors(seqlen_q=3, seqlen_k=6)
+    return ids, of_mask(ids, query, key)
+
+
+def test_a_pair_is_known_by_its_tensors() -> None:
+    ids, mask = known_pair()
+    for same_ids in (ids, list(ids), (ids[0], ids[1])):
+        known = documents.known_mask(same_ids)
+        assert known is not None
+        assert known[0] is mask
+        assert known[1:] == (6, False)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_pair_of_which_one_has_changed_is_not_known(changed: int) -> None:
+    ids, _ = known_pair()
+    ids[changed][0] = 1
+    assert documents.known_mask(ids) is None
+
+
+def test_other_pairs_are_not_known() -> None:
+    ids, _ = known_pair()
+    for other in ((ids[1], ids[0]), (ids[0], ids[1].clone()), ids[:1], (*ids, ids[0]), pair()):
+        assert documents.known_mask(other) is None
+
+
+def test_a_pair_whose_tensors_are_gone_is_forgotten() -> None:
+    ids, _ = known_pair()
+    name = id(ids[0]), id(ids[1])
+    assert name in documents._known_pairs
+    del ids
+    gc.collect()
+    assert name not in documents._known_pairs
+
+
+def test_a_pair_for_one_query_is_not_known() -> None:
+    """Its row would broadcast to any number of queries."""
+    ids = torch.tensor([5], dtype=torch.int32), PACKED.clone()
+    query, key, _ = tensors(seqlen_q=1, seqlen_k=6)
+    of_mask(ids, query, key)
+    assert documents.known_mask(ids) is None

@@ -35,8 +35,12 @@ class _Known(NamedTuple):
 
 
 _known: dict[tuple[int, ...], _Known] = {}
-_known_alone: dict[int, tuple[weakref.ref[torch.Tensor], int, tuple[torch.Tensor, int, bool]]] = {}
+_Found = tuple[torch.Tensor, int, bool]
+"""What known_mask() gives."""
+_known_alone: dict[int, tuple[weakref.ref[torch.Tensor], int, _Found]] = {}
 """Of ids that are those of queries and keys, by id(): themselves, their version, and what known_mask() gives."""
+_known_pairs: dict[tuple[int, int], tuple[_Known, _Found]] = {}
+"""The same of ids of queries and ids of keys."""
 
 
 def mask_of_documents(document_ids: object, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -66,7 +70,7 @@ def mask_of_documents(document_ids: object, query: torch.Tensor, key: torch.Tens
     return mask
 
 
-def known_mask(document_ids: object) -> tuple[torch.Tensor, int, bool] | None:
+def known_mask(document_ids: object) -> _Found | None:
     """The mask that unchanged ids of queries and keys have, found without a check, to look for a plan with it.
 
     Only calls that were checked have a plan, and its key has the mask's shape and device. The mask shows neither S_k,
@@ -74,10 +78,18 @@ def known_mask(document_ids: object) -> tuple[torch.Tensor, int, bool] | None:
     """
     known = _known_alone.get(id(document_ids))
     if known is None:
-        return None
+        return _known_mask_of_pair(document_ids)
     ref, version, found = known
     ids = ref()
     return found if ids is not None and ids is document_ids and ids._version == version else None
+
+
+def _known_mask_of_pair(document_ids: object) -> _Found | None:
+    if not isinstance(document_ids, (tuple, list)) or len(document_ids) != 2:
+        return None
+    of_query, of_key = document_ids
+    known = _known_pairs.get((id(of_query), id(of_key)))
+    return known[1] if known is not None and known[0].is_of((of_query, of_key)) else None
 
 
 def check(pair: tuple[object, ...], query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,14 +169,22 @@ def _remember(pair: tuple[object, ...], mask: torch.Tensor, sizes: Sizes) -> Non
     if len(_known) >= MAX_KNOWN:
         _known.clear()
         _known_alone.clear()
+        _known_pairs.clear()
     name = tuple(map(id, pair))
     refs = tuple(weakref.ref(ids, lambda _: _known.pop(name, None)) for ids in tensors)
-    _known[name] = _Known(refs, tuple(ids._version for ids in tensors), sizes, mask)
+    _known[name] = known = _Known(refs, tuple(ids._version for ids in tensors), sizes, mask)
     seqlen_q, seqlen_k = sizes[2:4]
-    if len(pair) == 1 and seqlen_q > 1:  # one row would broadcast to any number of queries
-        alone = id(tensors[0])
+    if seqlen_q <= 1:  # one row would broadcast to any number of queries
+        return
+    found = mask, seqlen_k, False
+    if len(name) == 1:
+        alone = name[0]
         ref = weakref.ref(tensors[0], lambda _: _known_alone.pop(alone, None))
-        _known_alone[alone] = ref, tensors[0]._version, (mask, seqlen_k, False)
+        _known_alone[alone] = ref, tensors[0]._version, found
+    else:
+        both = name[0], name[1]
+        ends = tuple(weakref.ref(ids, lambda _: _known_pairs.pop(both, None)) for ids in tensors)
+        _known_pairs[both] = known._replace(tensors=ends), found
 
 
 def document_ranges(document_ids: Ids) -> torch.Tensor:

@@ -231,7 +231,7 @@ def as_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch
     bias = mask
     if mask.dtype == torch.bool:
         bias = torch.where(mask, *_seen_and_hidden(query.dtype, mask.device))
-    bias = bias[(None,) * (4 - bias.dim())].expand(*query.shape[:3], key.shape[2])
+    bias = bias.expand(*query.shape[:3], key.shape[2])
     return bias if bias.stride(3) == 1 else bias.contiguous()
 
 
