@@ -21,7 +21,7 @@ from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_throughput_8bit
 from microsdpa.kernels.problem import VECTOR_BYTES, Operands, Problem, capability_of
 from microsdpa.kernels.registry import Family, family_named
-from microsdpa.kernels.spec import Rejection
+from microsdpa.kernels.spec import MAX_GRID_YZ, Rejection
 
 TILE = 64
 """Queries of a wgmma tile."""
@@ -39,6 +39,10 @@ LEAST_SPLIT_KEYS = 1024
 """From here on four warpgroups of a CTA are faster than two, where both have one query tile a CTA."""
 MOST_ROWS_OF_MMA = 32
 """Rows of a sequence and key head up to which ampere/varlen decodes as fast as memory allows."""
+WIDEST_GENERAL = 128
+"""D up to which ampere/general was measured beside the others, with short sequences of many heads."""
+MOST_ROUNDS_OF_LATENCY = 8
+"""Times that all SMs take a tile of hopper/latency, up to which it is faster than listing the tiles of a mask."""
 EIGHT_BIT_TILE = 128
 FEWEST_TILES: dict[Operands, dict[int, int]] = {
     "fp8": {64: 48, 128: 32},
@@ -99,17 +103,87 @@ def _fills_tiles_of_wide_heads(problem: Problem) -> bool:
     return half_full or several or problem.head_dim <= WIDEST_HALF_EMPTY
 
 
+def _rounds(problem: Problem) -> int:
+    """How often all SMs take a tile of queries."""
+    return -(-_tiles(problem) // chip_of(problem.target).sms)
+
+
+def _is_for_general(problem: Problem) -> bool:
+    """Whether ampere/general is the fastest kernel: short sequences of so many heads that SMs take several tiles.
+
+    Its CTAs of four warps start and end beside one another on an SM. Those of wgmma have one SM each, and such problems
+    are mostly their beginnings and ends.
+    """
+    measured = problem.head_dim <= WIDEST_GENERAL and not problem.dropout and problem.seqlen_q > DECODING_QUERIES
+    measured = measured and problem.batch <= MAX_GRID_YZ
+    if not measured or problem.seqlen_k > _MOST_KEYS_OF_GENERAL or capability_of(problem.target) != (9, 0):
+        return False
+    rounds = _rounds(problem)
+    return rounds > 1 and problem.seqlen_k <= _keys_of_general(problem, rounds)
+
+
+_MOST_KEYS_OF_GENERAL = 1024
+
+
+def _keys_of_general(problem: Problem, rounds: int) -> int:
+    """Keys up to which ampere/general is the fastest kernel (docs/log/hopper-throughput.md)."""
+    narrow, middle = problem.head_dim <= 32, problem.head_dim <= 64
+    tensor = None if problem.mask is None else problem.mask.tensor
+    if tensor in ("int32", "uint8"):  # not measured
+        return 0
+    if problem.seqlen_q <= TILE:
+        if narrow:
+            return 128 if rounds == 2 else _MOST_KEYS_OF_GENERAL if tensor else 256
+        if rounds == 2 or not middle:
+            return 64
+        return 128 if tensor in (None, "bool") else _MOST_KEYS_OF_GENERAL
+    if tensor is None:
+        few = narrow or (middle and 2 < rounds <= 8)
+        return 128 if few and problem.causal and problem.seqlen_q <= 2 * TILE else 0
+    per_query = problem.mask is not None and problem.mask.per_query
+    if tensor == "bool" and narrow:
+        return 384 if per_query else 256 if rounds <= 4 else 128
+    if tensor == "bool":
+        return 64 if middle or per_query or rounds <= 8 else 0
+    return 256 if narrow else 64 if middle else 0
+
+
+def _lists_take_longer(problem: Problem) -> bool:
+    """Whether hopper/latency is done with a boolean mask before hopper/throughput has listed the tiles that it shows.
+
+    Padding is short to list.
+    """
+    mask, keys = problem.mask, problem.seqlen_k
+    if mask is None or mask.tensor != "bool" or keys > 384:
+        return False
+    rounds = _rounds(problem)
+    if mask.per_query:
+        return rounds <= MOST_ROUNDS_OF_LATENCY and keys <= (384 if problem.head_dim <= 64 else 256)
+    return mask.bulk and keys <= 256 and rounds <= (MOST_ROUNDS_OF_LATENCY if keys <= 128 else 4)
+
+
+def _leaves_much_out(problem: Problem) -> bool:
+    """Whether less than a tile of queries a head is worth a list, for the many tiles of keys that padding hides."""
+    mask = problem.mask
+    hides = mask is not None and mask.tensor == "bool" and not mask.per_query
+    long = problem.seqlen_k >= LEAST_SPLIT_KEYS and problem.seqlen_q > DECODING_QUERIES
+    return hides and long and _rounds(problem) > 1
+
+
 def _is_for_throughput(problem: Problem) -> bool:
     """Whether hopper/throughput is the fastest kernel.
 
-    Against hopper/latency, for D up to 128, that is where the latter's tiles of 64 queries are more than the SMs;
-    against ampere/mma, where there are queries for a warpgroup or many heads, unless long keys want to be divided.
+    Against hopper/latency, for D up to 128, that is where the latter's tiles of 64 queries are more than the SMs, but
+    for few keys under a boolean mask; against ampere/mma, where there are queries for a warpgroup or many heads, unless
+    long keys want to be divided.
     """
     if problem.head_dim not in hopper_latency.HEAD_DIMS:
         if problem.seqlen_q < TILE:
             return _fills_tiles_of_wide_heads(problem)
         return not splits_long_keys(problem)
-    return problem.seqlen_q > TILE and _tiles(problem) > chip_of(problem.target).sms
+    if problem.seqlen_q <= TILE:
+        return _leaves_much_out(problem)
+    return _tiles(problem) > chip_of(problem.target).sms and not _lists_take_longer(problem)
 
 
 def changes_in_launch(problem: Problem) -> bool:
@@ -127,12 +201,14 @@ def changes_in_launch(problem: Problem) -> bool:
 
 def _fits_latency_less(problem: Problem) -> bool:
     """Whether a later kernel is faster than hopper/latency."""
-    if _decodes(problem) or _is_for_split(problem):
+    if _decodes(problem) or _is_for_split(problem) or _is_for_general(problem):
         return True
     return problem.head_dim in hopper_throughput.HEAD_DIMS and _is_for_throughput(problem)
 
 
 def _other_than_latency(problem: Problem) -> Rejection:
+    if _is_for_general(problem):
+        return _for_general(problem)
     if _decodes(problem):
         return Rejection(
             f"{problem.seqlen_k} keys are too many for tiles of {TILE} queries with {problem.seqlen_q} in "
@@ -150,11 +226,25 @@ def _other_than_latency(problem: Problem) -> Rejection:
     )
 
 
-def _other_than_split(_: Problem) -> Rejection:
+def _for_general(problem: Problem) -> Rejection:
+    return Rejection(
+        f"{problem.seqlen_q} queries and {problem.seqlen_k} keys of {problem.batch * problem.heads} heads in all are "
+        "mostly beginnings and ends: ampere/general's small CTAs are faster",
+        "fewer heads or longer sequences",
+    )
+
+
+def _other_than_split(problem: Problem) -> Rejection:
+    if _is_for_general(problem):
+        return _for_general(problem)
     return Rejection("its CTAs would leave SMs idle or come in several rounds", "about 16,384 queries of all heads")
 
 
-def _other_than_throughput(_: Problem) -> Rejection:
+def _other_than_throughput(problem: Problem) -> Rejection:
+    if _is_for_general(problem):
+        return _for_general(problem)
+    if _lists_take_longer(problem):
+        return Rejection("listing the tiles of its mask takes longer than hopper/latency", "more keys or heads")
     return Rejection("too few queries for its tiles: other kernels are faster", "more heads or longer sequences")
 
 
@@ -232,9 +322,11 @@ _NEVER = Rule(lambda _: False, lambda _: Rejection("", ""))
 
 PREFERENCES: dict[str, Rule] = {
     "hopper/latency": Rule(_fits_latency_less, _other_than_latency),
-    "hopper/split": Rule(lambda problem: not _is_for_split(problem), _other_than_split),
-    "hopper/throughput": Rule(lambda problem: not _is_for_throughput(problem), _other_than_throughput),
-    "ampere/mma": _NEVER,
+    "hopper/split": Rule(lambda problem: not _is_for_split(problem) or _is_for_general(problem), _other_than_split),
+    "hopper/throughput": Rule(
+        lambda problem: not _is_for_throughput(problem) or _is_for_general(problem), _other_than_throughput
+    ),
+    "ampere/mma": Rule(_is_for_general, _for_general),
     "ampere/general": _NEVER,
     "hopper/latency_8bit": Rule(_fills_sms, _other_than_eight_bit_latency),
     "hopper/throughput_8bit": Rule(_is_too_small_for_eight_bit, _other_than_eight_bit_throughput),
@@ -277,6 +369,8 @@ def in_turn(problem: Problem) -> tuple[Family, ...]:
     if problem.operands is not None or problem.varlen is not None or problem.value_dim or problem.continued:
         found = candidates(problem, "auto")
         return found if few_are_left(problem) else tuple([f for f in found if not PREFERENCES[f.name].skips(problem)])
+    if _is_for_general(problem):
+        return _GENERAL
     split, throughput = _is_for_split(problem), _is_for_throughput(problem)
     less = split or _decodes(problem) or (throughput and problem.head_dim in hopper_throughput.HEAD_DIMS)
     return _NOT_SKIPPED[less, split, throughput]
@@ -289,6 +383,9 @@ def _not_skipped(less: bool, split: bool, throughput: bool) -> tuple[Family, ...
 
 _NOT_SKIPPED = {answers: _not_skipped(*answers) for answers in product((False, True), repeat=3)}
 """By whether a later kernel is faster than hopper/latency, and whether hopper/split and hopper/throughput are."""
+
+
+_GENERAL = tuple(family for family in _AUTOMATIC[False, False] if family.name == "ampere/general")
 
 
 def few_are_left(problem: Problem) -> bool:

@@ -1,0 +1,85 @@
+"""Which kernel computes short sequences of many heads on a Hopper; docs/log/hopper-throughput.md has the times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from microsdpa.kernels import policy
+from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.select import chosen, select
+
+PADDING = MaskKind("bool", per_batch=True, bulk=True)
+OF_QUERIES = MaskKind("bool", per_batch=True, per_query=True, bulk=True)
+NUMBERS = MaskKind("float16", per_head=True, per_query=True, bulk=True)
+MINILM = Problem(32, 12, 12, 128, 128, 32, "float16", mask=PADDING)
+WINDOWS = Problem(64, 12, 12, 49, 49, 32, "float16")
+GENERAL, LATENCY, THROUGHPUT = "ampere/general", "hopper/latency", "hopper/throughput"
+
+
+@pytest.mark.parametrize(
+    ("problem", "change", "kernel"),
+    [
+        (WINDOWS, {}, GENERAL),
+        (WINDOWS, {"batch": 11}, LATENCY),  # a tile an SM
+        (WINDOWS, {"seqlen_q": 16}, "ampere/mma"),
+        (WINDOWS, {"head_dim": 128}, GENERAL),
+        (WINDOWS, {"head_dim": 64, "seqlen_k": 256}, LATENCY),
+        (WINDOWS, {"head_dim": 128, "seqlen_k": 65}, LATENCY),
+        (WINDOWS, {"head_dim": 160}, THROUGHPUT),
+        (WINDOWS, {"seqlen_k": 256}, GENERAL),
+        (WINDOWS, {"seqlen_k": 257}, LATENCY),
+        (MINILM, {"dropout": True, "mask": None, "causal": "upper_left"}, THROUGHPUT),  # not measured
+        (MINILM, {}, GENERAL),
+        (MINILM, {"mask": None}, THROUGHPUT),
+        (MINILM, {"mask": None, "causal": "upper_left"}, GENERAL),
+        (MINILM, {"mask": OF_QUERIES, "seqlen_q": 384, "seqlen_k": 384}, GENERAL),
+        (MINILM, {"head_dim": 64, "batch": 8}, LATENCY),
+        (MINILM, {"head_dim": 64, "batch": 64}, THROUGHPUT),
+        (MINILM, {"head_dim": 64, "batch": 8, "mask": NUMBERS}, THROUGHPUT),
+        (MINILM, {"head_dim": 128, "batch": 8, "mask": OF_QUERIES}, LATENCY),
+        (MINILM, {"head_dim": 64, "batch": 8, "mask": replace(PADDING, bulk=False)}, THROUGHPUT),
+        (MINILM, {"head_dim": 64, "seqlen_q": 64, "seqlen_k": 1024}, THROUGHPUT),
+        (MINILM, {"head_dim": 64, "seqlen_q": 64, "seqlen_k": 512}, LATENCY),
+    ],
+)
+def test_choices(problem: Problem, change: dict[str, object], kernel: str) -> None:
+    changed = replace(problem, **change)  # type: ignore[arg-type]
+    assert select(changed).spec.name == kernel
+    assert chosen(changed) is select(changed).spec
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_120"])
+def test_other_gpus_were_not_measured(target: str) -> None:
+    assert select(replace(WINDOWS, target=target)).spec.name == "ampere/mma"
+
+
+def test_a_batch_that_a_grid_cannot_have_is_left_to_others() -> None:
+    assert select(replace(WINDOWS, batch=65_536, heads=1, heads_kv=1)).spec.name == "ampere/mma"
+
+
+@pytest.mark.parametrize("mask", [None, PADDING, replace(PADDING, bulk=False), OF_QUERIES, NUMBERS])
+@pytest.mark.parametrize("head_dim", [32, 48, 64, 96, 128])
+def test_what_is_tried_in_turn_is_what_no_rule_skips(head_dim: int, mask: MaskKind | None) -> None:
+    """The questions that in_turn() asks once are those of the rules, on both sides of each limit."""
+    sms = chip_of("sm_90a").sms
+    for queries in (16, 17, 64, 65, 128, 129):
+        for keys in (64, 65, 128, 129, 256, 257, 384, 385, 1024, 1025):
+            for heads in (sms, sms + 1, 2 * sms + 1, 4 * sms, 8 * sms + 1):
+                problem = Problem(1, heads, heads, queries, keys, head_dim, "float16", mask=mask)
+                tried = [family.name for family in policy.in_turn(problem)]
+                left = [f.name for f in policy.candidates(problem, "auto") if not policy.skips(f, problem)]
+                assert tried == left, problem
+
+
+def test_the_reasons_say_what_is_faster() -> None:
+    reasons = dict(select(WINDOWS).reasons)
+    assert {"hopper/latency", "hopper/split", "hopper/throughput", "ampere/mma"} <= set(reasons)
+    assert "49 queries and 49 keys of 768 heads in all" in reasons["hopper/latency"]
+    listed = dict(select(replace(MINILM, head_dim=96, batch=8, heads=16, heads_kv=16, mask=OF_QUERIES)).reasons)
+    assert listed == {}  # hopper/latency comes first
+    shown = policy.skip_reason(policy.candidates(MINILM, "auto")[2], replace(MINILM, head_dim=64, batch=8))
+    assert shown is not None
+    assert "listing the tiles of its mask takes longer" in shown.reason
