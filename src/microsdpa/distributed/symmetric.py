@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from microsdpa.distributed.collective import new_stream
+from microsdpa.distributed.layout import Chunk
 from microsdpa.distributed.operations import CALLERS, Operand, Operations, Rows
-from microsdpa.distributed.visible import Chunk, Visible
+from microsdpa.distributed.visible import Visible
 from microsdpa.errors import MicrosdpaError
 from microsdpa.runtime import launcher
 
