@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "emulate": {"call", "errors", "jit", "kernels"},
     "execution": {"call", "emulate", "errors", "kernels", "reference", "runtime"},
     "attention": {"call", "errors", "execution", "jit", "kernels", "runtime"},
-    "distributed": {"attention", "call", "errors", "execution", "kernels"},
+    "distributed": {"attention", "call", "errors", "execution", "kernels", "runtime"},
     "integrations": {"", "attention", "call", "distributed", "errors", "execution", "kernels", "runtime"},
     "flash_attn": {"attention", "errors"},
     "": {"attention", "call", "errors", "flash_attn", "integrations"},

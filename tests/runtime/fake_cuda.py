@@ -58,8 +58,40 @@ class Record(ctypes.Structure):
     ]
 
 
+MAX_OPERATIONS = 512
+COPY, WRITE, AWAIT_VALUE, RECORD, AWAIT_EVENT, LAUNCH = range(6)
+
+
+class Operation(ctypes.Structure):
+    """StubOperation of stub_driver.cc."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("code", "stream", "context")),
+        ("numbers", ctypes.c_int64 * 6),
+    ]
+
+
+class Operations(ctypes.Structure):
+    """StubOperations of stub_driver.cc."""
+
+    _fields_ = [("count", ctypes.c_int64), ("each", Operation * MAX_OPERATIONS)]
+
+
 stub = ctypes.CDLL("libcuda.so.1")
 record = Record.in_dll(stub, "stub_record")
+_operations = Operations.in_dll(stub, "stub_operations")
+
+
+def operations() -> list[tuple[int, int, tuple[int, ...]]]:
+    """Code, stream and numbers of what was put on streams since the last look, launches among them."""
+    assert _operations.count <= MAX_OPERATIONS
+    found = [(each.code, each.stream, tuple(each.numbers)) for each in _operations.each[: _operations.count]]
+    forget_operations()
+    return found
+
+
+def forget_operations() -> None:
+    _operations.count = 0
 
 
 def last(back: int = 0) -> Launch:

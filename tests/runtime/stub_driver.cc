@@ -37,6 +37,19 @@ struct StubRecord {
   StubLaunch history[HISTORY];  // launch number i, from 0, is entry i % HISTORY
 };
 
+// What was put on streams beside launches, in their order: exchange.h has the codes and numbers. Launches come among
+// them, with the addresses of query, out, LSE and scratch memory.
+struct StubOperation {
+  std::int64_t code, stream, context, numbers[6];
+};
+constexpr int MAX_OPERATIONS = 512;
+struct StubOperations {
+  std::int64_t count;
+  StubOperation each[MAX_OPERATIONS];
+};
+
+StubOperations stub_operations;
+int stub_refused = -1;  // the code of operations that are refused
 StubRecord stub_record;
 int stub_error = 0;
 int stub_capturing = 0;  // whether streams are being captured
@@ -111,6 +124,35 @@ CUresult cuMemAlloc_v2(CUdeviceptr* memory, std::size_t bytes) {
 CUresult cuMemsetD8Async(CUdeviceptr, unsigned char value, std::size_t, CUstream stream) {
   return value || as_number(stream) != 0x7000 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
+static CUresult put(std::int64_t code, CUstream stream, const std::vector<std::int64_t>& numbers) {
+  Lock lock(record_mutex);
+  StubOperation& operation = stub_operations.each[stub_operations.count++ % MAX_OPERATIONS];
+  operation = {};
+  operation.code = code, operation.stream = static_cast<std::int64_t>(as_number(stream));
+  operation.context = static_cast<std::int64_t>(as_number(contexts.empty() ? nullptr : contexts.back()));
+  for (std::size_t i = 0; i < numbers.size(); ++i) operation.numbers[i] = numbers[i];
+  return code == stub_refused ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+static std::int64_t number(std::uint64_t value) { return static_cast<std::int64_t>(value); }
+CUresult cuMemcpy2DAsync_v2(const CUDA_MEMCPY2D* copy, CUstream stream) {
+  if (copy->srcMemoryType != CU_MEMORYTYPE_DEVICE || copy->dstMemoryType != CU_MEMORYTYPE_DEVICE || copy->srcXInBytes ||
+      copy->srcY || copy->dstXInBytes || copy->dstY) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  return put(0, stream,
+             {number(copy->dstDevice), number(copy->dstPitch), number(copy->srcDevice), number(copy->srcPitch),
+              number(copy->WidthInBytes), number(copy->Height)});
+}
+CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
+  return put(1, stream, {number(address), value, flags});
+}
+CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
+  return put(2, stream, {number(address), value, flags - CU_STREAM_WAIT_VALUE_EQ});
+}
+CUresult cuEventRecord(CUevent event, CUstream stream) { return put(3, stream, {number(as_number(event))}); }
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
+  return put(4, stream, {number(as_number(event)), flags});
+}
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
   for (int waits = 0; stub_held; ++waits) {
     if (waits == 1000) return CUDA_ERROR_NOT_READY;
@@ -137,6 +179,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     }
   }
   std::memcpy(&r.params, arguments[0], sizeof(r.params));
+  StubOperation& operation = stub_operations.each[stub_operations.count++ % MAX_OPERATIONS];
+  operation = {5, r.stream, r.context, {}};
+  const void* addresses[] = {r.params.query, r.params.out, r.params.lse, r.params.workspace};
+  for (int i = 0; i < 4; ++i) operation.numbers[i] = number(as_number(const_cast<void*>(addresses[i])));
   if (stub_masked) r.masks = static_cast<const microsdpa::MaskedParams*>(arguments[0])->masks;
   std::memcpy(r.raw, arguments[0], stub_raw_bytes);
   const void* operands[] = {r.params.query, r.params.key, r.params.value, r.params.out};

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from microsdpa.distributed.layout import Layout
 from microsdpa.distributed.model import Estimate
-from microsdpa.distributed.visible import UNBOUNDED, Piece, Visible
+from microsdpa.distributed.visible import UNBOUNDED, Piece, Visible, arguments, of_piece
 
 Method = Literal["all_gather", "ring", "heads"]
 Transport = Literal["symmetric", "collective"]
@@ -74,7 +74,26 @@ class Agreement:
     @cached_property
     def ranges(self) -> torch.Tensor | None:
         """What this rank's queries see where slices of keys do not say it and there are no documents."""
-        return self.new_ranges()
+        found = self.new_ranges()
+        if found is not None:
+            pieces = {*self.calls, *self.visible.pieces[self.rank]}
+            self._ranges_of.update((piece, of_piece(found, piece)) for piece in pieces if piece.ranged)
+            if found.is_cuda:  # later calls may be on other streams
+                torch.cuda.current_stream(found.device).synchronize()
+        return found
+
+    @cached_property
+    def _ranges_of(self) -> dict[Piece, torch.Tensor]:
+        """Those of `ranges` that a piece has, in its slice of keys."""
+        return {}
+
+    def arguments(self, piece: Piece, mask: torch.Tensor | None) -> dict[str, Any]:
+        """What sdpa is told of the masks of a piece; `mask` is `ranges`, or what documents make of it."""
+        if piece.ranged and mask is vars(self).get("ranges"):
+            known = self._ranges_of.get(piece)
+            if known is not None:
+                return {"attn_mask": known}
+        return arguments(piece, mask)
 
     def new_ranges(self) -> torch.Tensor | None:
         """`ranges`, made anew: memory of a CUDA graph that is captured belongs to it alone."""

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from microsdpa.distributed import collective, symmetric
 from microsdpa.distributed.agreement import Agreement
 from microsdpa.distributed.collective import on
-from microsdpa.distributed.compute import Grads, Inputs, Pair, Result, attend_piece, differentiate_piece
+from microsdpa.distributed.compute import (
+    Grads,
+    Inputs,
+    Pair,
+    Result,
+    attend_piece,
+    differentiate_piece,
+    foreign_call,
+)
 from microsdpa.distributed.layout import take
+from microsdpa.distributed.visible import Piece
+from microsdpa.runtime import launcher
+
+Gather = symmetric.Gather | collective.Gather
+Attend = Callable[[torch.cuda.Stream | None, Piece, Inputs, torch.Tensor, "torch.Tensor | None"], None]
+"""Attention of a piece of some heads on a stream: query, key and value, the output and the LSE."""
 
 
-def compute_streams(gather: symmetric.Gather | collective.Gather) -> list[torch.cuda.Stream]:
-    """Streams that pieces are computed on in turn: one fills the SMs that the end of the other leaves."""
-    return [] if gather.main is None or gather.compute is None else [gather.main, gather.compute]
+def gather_of(
+    agreed: Agreement, key: torch.Tensor, value: torch.Tensor, spread: bool, recorded: bool = False
+) -> Gather:
+    """The gather of keys and values, of which nothing travels yet.
 
-
-def gather_of(agreed: Agreement, key: torch.Tensor, value: torch.Tensor) -> symmetric.Gather | collective.Gather:
-    """The gather of keys and values, of which nothing travels yet."""
-    groups = agreed.head_groups
+    spread: whether launches take turns on two streams: one fills the SMs that the end of the other leaves.
+    recorded: whether what travels by symmetric memory is not played, but kept.
+    """
+    groups, visible = agreed.head_groups, agreed.visible
     if agreed.transport == "symmetric":
-        return symmetric.Gather(agreed.group, (key, value), agreed.visible, groups, agreed.by_token)
-    return collective.Gather(agreed.group, (key, value), agreed.visible, groups)
+        given = agreed.group, (key, value), visible, groups, agreed.by_token
+        return symmetric.Gather(*given, spread, recorded)
+    return collective.Gather(agreed.group, (key, value), visible, groups, spread)
 
 
 @contextmanager
-def kept_up(gather: symmetric.Gather | collective.Gather) -> Iterator[None]:
+def kept_up(gather: Gather) -> Iterator[None]:
     """A context that sends and takes what is left where this rank fails, so that no other waits for it."""
     try:
         yield
@@ -37,7 +54,7 @@ def kept_up(gather: symmetric.Gather | collective.Gather) -> Iterator[None]:
         for number in range(gather.begun, len(gather.heads)):
             gather.start(number)
         for number in range(gather.taken, len(gather.heads)):
-            gather.wait(number, *([] if gather.main is None else [gather.main]))
+            gather.wait(number)
         gather.finish()
         raise
     gather.finish()
@@ -47,25 +64,97 @@ def forward(
     agreed: Agreement, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, lse: bool
 ) -> Result:
     """Output [B, H, S_local, D] and LSE [B, H, S_local] of this rank's queries."""
-    gather = gather_of(agreed, key, value)
-    out = torch.empty_like(query)
-    sums = query.new_empty(query.shape[:3], dtype=torch.float32) if lse else None
-    shared = query.shape[1] // key.shape[1]
-    streams, turn = compute_streams(gather), 0
+    inputs = query, key, value
+    played = _played(agreed, inputs, mask, lse)
+    if played is not None:
+        return played
+    gather = gather_of(agreed, key, value, _is_spread(agreed))
     with kept_up(gather):
-        gather.start(0)
-        for number, (low, high) in enumerate(gather.heads):
-            if number + 1 < len(gather.heads):
-                gather.start(number + 1)
-            keys, values = gather.wait(number, *streams)
-            of = slice(low * shared, high * shared)
-            for piece in agreed.calls:
-                turn += 1
-                stream = streams[turn % len(streams)] if streams else None
-                with on(None if stream is gather.main else stream):
-                    inputs = query[:, of], keys, values
-                    attend_piece(agreed, piece, inputs, mask, out[:, of], None if sums is None else sums[:, of])
-    return out, sums
+        result = _results(query, lse)
+
+        def attend(
+            stream: torch.cuda.Stream | None, piece: Piece, given: Inputs, out: torch.Tensor, sums: torch.Tensor | None
+        ) -> None:
+            with on(None if stream is gather.main else stream):
+                attend_piece(agreed, piece, given, mask, out, sums)
+
+        _attend_all(agreed, gather, query, result, attend)
+    if isinstance(gather, symmetric.Gather):
+        _record(agreed, inputs, mask, result)
+    return result
+
+
+def _is_spread(agreed: Agreement) -> bool:
+    return len(agreed.head_groups) * len(agreed.calls) > 1
+
+
+def _results(query: torch.Tensor, lse: bool) -> Result:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32) if lse else None
+
+
+def _attend_all(agreed: Agreement, gather: Gather, query: torch.Tensor, result: Result, attend: Attend) -> None:
+    """Let all groups of heads travel, and call `attend` for what is to be computed of each."""
+    (out, sums), turn = result, 0
+    shared = query.shape[1] // gather.tensors[0].shape[1]
+    gather.start(0)
+    for number, (low, high) in enumerate(gather.heads):
+        if number + 1 < len(gather.heads):
+            gather.start(number + 1)
+        keys, values = gather.wait(number)
+        of = slice(low * shared, high * shared)
+        for piece in agreed.calls:
+            turn += 1
+            stream = gather.streams[turn % len(gather.streams)] if gather.streams else None
+            attend(stream, piece, (query[:, of], keys, values), out[:, of], None if sums is None else sums[:, of])
+
+
+def _kind(agreed: Agreement, inputs: Inputs, lse: bool) -> tuple[object, ...]:
+    """What calls have in common that play the same operations; shapes are in the agreement."""
+    query, key, value = inputs
+    return agreed, query.stride(), key.stride(), value.stride(), lse
+
+
+def _played(agreed: Agreement, inputs: Inputs, mask: torch.Tensor | None, lse: bool) -> Result | None:
+    """The result of a call whose operations are known; None for another one."""
+    if agreed.transport != "symmetric" or forward_ad._current_level >= 0:
+        return None
+    buffer = symmetric.known_buffer(agreed.group)
+    prepared = None if buffer is None else buffer.prepared.get(_kind(agreed, inputs, lse))
+    if prepared is None or prepared.mask is not mask:
+        return None
+    try:
+        out, sums = _results(inputs[0], lse)
+    except torch.OutOfMemoryError:
+        return None  # the long way fails, too, and sends what others wait for
+    return (out, sums) if prepared.play(*inputs, out, sums) else None
+
+
+def _record(agreed: Agreement, inputs: Inputs, mask: torch.Tensor | None, result: Result) -> None:
+    """Keep what a call that was just made plays, for those like it."""
+    query, key, value = inputs
+    kind, buffer = _kind(agreed, inputs, result[1] is not None), symmetric.known_buffer(agreed.group)
+    own = mask is None or mask is vars(agreed).get("ranges")
+    if buffer is None or kind in buffer.prepared or not own:
+        return
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    gather = gather_of(agreed, key, value, _is_spread(agreed), recorded=True)
+    assert isinstance(gather, symmetric.Gather)
+    calls: list[launcher.Call | None] = []
+
+    def attend(
+        stream: torch.cuda.Stream | None, piece: Piece, given: Inputs, out: torch.Tensor, sums: torch.Tensor | None
+    ) -> None:
+        gather.operations.launch(gather.handle(stream), len(calls))
+        calls.append(foreign_call(agreed, piece, given, mask, out, sums))
+
+    _attend_all(agreed, gather, query, result, attend)
+    gather.finish()
+    known, play = [call for call in calls if call is not None], None
+    # Shards that are copied first have no place of their own.
+    if len(known) == len(calls) and gather.tensors[0] is key and gather.tensors[1] is value:
+        play = launcher.prepared_exchange(buffer.context, gather.operations.packed(), (*inputs, *result), known)
+    buffer.remember(kind, None if play is None else symmetric.Prepared(play, mask))
 
 
 def backward(
@@ -73,7 +162,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's shards. Keys and values are gathered again; sums over ranks are in the ranks' order."""
     query, key, value = inputs
-    gather = gather_of(agreed, key, value)
+    gather = gather_of(agreed, key, value, spread=False)
     d_query = torch.zeros_like(query, dtype=torch.float32)
     d_key, d_value = torch.empty_like(key), torch.empty_like(value)
     shared = query.shape[1] // key.shape[1]
@@ -83,7 +172,7 @@ def backward(
         for number, (low, high) in enumerate(gather.heads):
             if number + 1 < len(gather.heads):
                 gather.start(number + 1)
-            keys, values = gather.wait(number, *([] if gather.main is None else [gather.main]))
+            keys, values = gather.wait(number)
             of = slice(low * shared, high * shared)
             parts = [torch.zeros(keys.shape, dtype=torch.float32, device=keys.device) for _ in range(2)]
             for piece in agreed.visible.pieces[agreed.rank]:

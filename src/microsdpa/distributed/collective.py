@@ -17,6 +17,9 @@ class Gather:
 
     Shards are padded to the longest, gathered, and put to their places in new tensors. On a GPU that happens on a
     stream of its own.
+
+    Attributes:
+        streams: those that wait for a group of heads; none on a CPU.
     """
 
     def __init__(
@@ -25,8 +28,12 @@ class Gather:
         tensors: tuple[torch.Tensor, ...],
         visible: Visible,
         heads: list[tuple[int, int]],
+        spread: bool = True,
     ) -> None:
-        """`tensors` are this rank's shards; `heads` the first head of each group and one past the last."""
+        """`tensors` are this rank's shards; `heads` the first head of each group and one past the last.
+
+        spread: whether the stream for computing is used beside the caller's.
+        """
         self.group, self.tensors, self.visible, self.heads = group, tensors, visible, heads
         self.main: torch.cuda.Stream | None = None
         self.side: torch.cuda.Stream | None = None
@@ -39,7 +46,9 @@ class Gather:
         shape = batch, heads_kv, visible.keys.total, head_dim
         self.wholes = [tensor.new_empty(shape) for tensor in tensors]
         self.done: dict[int, torch.cuda.Event] = {}
+        self.streams: list[torch.cuda.Stream] = []
         if self.main is not None and self.side is not None and self.compute is not None:
+            self.streams = [self.main, self.compute] if spread else [self.main]
             self.side.wait_stream(self.main)
             self.compute.wait_stream(self.main)
 
@@ -65,10 +74,10 @@ class Gather:
             if self.side is not None:
                 self.done[number] = self.side.record_event()
 
-    def wait(self, number: int, *streams: torch.cuda.Stream) -> list[torch.Tensor]:
-        """Let streams wait for a group of heads; gives its tensors [B, heads, S_k, D]."""
+    def wait(self, number: int) -> list[torch.Tensor]:
+        """Let `streams` wait for a group of heads; gives its tensors [B, heads, S_k, D]."""
         self.taken = number + 1
-        for stream in streams:
+        for stream in self.streams:
             stream.wait_event(self.done[number])
         low, high = self.heads[number]
         return [whole[:, low:high] for whole in self.wholes]

@@ -6,10 +6,12 @@ import torch
 
 from microsdpa.attention.api import sdpa
 from microsdpa.call.masks import Masks
+from microsdpa.call.options import Options
 from microsdpa.distributed.agreement import Agreement
-from microsdpa.distributed.visible import Piece, arguments
+from microsdpa.distributed.visible import UNBOUNDED, Piece
 from microsdpa.execution import backward, torch_cpu
 from microsdpa.kernels.problem import Causal
+from microsdpa.runtime import launcher
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Result = tuple[torch.Tensor, "torch.Tensor | None"]
@@ -39,7 +41,7 @@ def attend_piece(
     seen = slice(piece.start, piece.stop)
     found = sdpa(
         *(query[:, :, rows], key[:, :, seen], value[:, :, seen]),
-        **arguments(piece, mask),
+        **agreed.arguments(piece, mask),
         scale=agreed.scale,
         softcap=agreed.softcap,
         enable_gqa=True,
@@ -48,6 +50,27 @@ def attend_piece(
     )
     if lse is not None:
         lse[:, :, rows] = found[1]
+
+
+def foreign_call(
+    agreed: Agreement,
+    piece: Piece,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mask: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> launcher.Call | None:
+    """The launcher's arguments for attend_piece(); None where that does more than launch."""
+    query, key, value = inputs
+    rows, seen = slice(piece.at, piece.at + piece.length), slice(piece.start, piece.stop)
+    sums = None if lse is None else lse[:, :, rows]
+    if piece.start == piece.stop or not (sums is None or sums.is_contiguous()):
+        return None
+    given = agreed.arguments(piece, mask)
+    ends = given.get("window") or (UNBOUNDED, UNBOUNDED)
+    code = Options(causal=given.get("causal"), enable_gqa=True).code
+    tensors = query[:, :, rows], key[:, :, seen], value[:, :, seen], out[:, :, rows], sums
+    return *tensors, code, agreed.scale, given.get("attn_mask"), None, None, *ends, agreed.softcap
 
 
 def continue_piece(
@@ -66,7 +89,7 @@ def continue_piece(
     rows, seen = slice(piece.at, piece.at + piece.length), slice(piece.start, piece.stop)
     sdpa(
         *(query[:, :, rows], key[:, :, seen], value[:, :, seen]),
-        **arguments(piece, mask),
+        **agreed.arguments(piece, mask),
         scale=agreed.scale,
         softcap=agreed.softcap,
         enable_gqa=True,
@@ -91,7 +114,7 @@ def differentiate_piece(
     if piece.start == piece.stop:
         return
     rows, seen = slice(piece.at, piece.at + piece.length), slice(piece.start, piece.stop)
-    given = arguments(piece, mask)
+    given = agreed.arguments(piece, mask)
     compute = backward.gradients if query.is_cuda else gradients_on_cpu
     found = compute(
         (grad_out[:, :, rows], None if grad_lse is None else grad_lse[:, :, rows]),

@@ -151,17 +151,26 @@ class Visible:
 
     @cached_property
     def sends(self) -> tuple[tuple[tuple[Chunk, ...], ...], ...]:
-        """What a rank sends to each: sends[source][target] are the chunks of its shard that the target reads."""
+        """What a rank sends to each: sends[source][target] are the parts of its shard that the target reads.
+
+        Chunks that lie side by side here and there are one part.
+        """
         ranks = range(self.keys.world)
         return tuple(tuple(self._sent(source, target) for target in ranks) for source in ranks)
 
     def _sent(self, source: int, target: int) -> tuple[Chunk, ...]:
-        found = []
+        found: list[Chunk] = []
         for chunk in self.keys.shards[source]:
             for start, stop in self.needs[target]:
                 first, end = max(start, chunk.start), min(stop, chunk.stop)
-                if first < end:
-                    found.append(Chunk(first, end - first, chunk.at + first - chunk.start))
+                if first >= end:
+                    continue
+                sent = Chunk(first, end - first, chunk.at + first - chunk.start)
+                before = found[-1] if found else None
+                if before is not None and (before.stop, before.at + before.length) == (sent.start, sent.at):
+                    found[-1] = before._replace(length=before.length + sent.length)
+                else:
+                    found.append(sent)
         return tuple(found)
 
     def ranges(self, rank: int | None, device: torch.device) -> torch.Tensor:

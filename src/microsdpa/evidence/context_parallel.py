@@ -24,9 +24,12 @@ from microsdpa import distributed
 from microsdpa.evidence import results, statistics
 from microsdpa.evidence.inputs import Case
 from microsdpa.evidence.peers import Call
+from microsdpa.evidence.wording import case_name, provenance, quoted_us
 
 SUITE = "context_parallel"
 OURS = "microsdpa"
+ALONE, AUTO = "one GPU", "auto"
+"""Variants that others are held against."""
 SAMPLES, LEAST_CALLS, SAMPLE_MS = 15, 2, 20.0
 ATOL, RTOL = 1e-2, 2**-6
 """Outputs are averages of many numbers around 1, rounded to BF16's 8 bits by each of two ways to compute them."""
@@ -83,8 +86,8 @@ class _Torch:
 
 
 WAYS: tuple[Way, ...] = (
-    Way(OURS, "one GPU", _one_gpu, spread=False),
-    Way(OURS, "auto", _ours()),
+    Way(OURS, ALONE, _one_gpu, spread=False),
+    Way(OURS, AUTO, _ours()),
     Way(OURS, "all_gather by NCCL", _ours(method="all_gather", transport="collective")),
     Way(OURS, "ring", _ours(method="ring")),
     Way(OURS, "heads", _ours(method="heads")),
@@ -185,3 +188,37 @@ def _elapsed_us(call: Call, calls: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end)) * 1e3 / calls
+
+
+def lines(result: results.Result) -> list[list[str]]:
+    """A header, then a line a case: milliseconds of every way, and what the way that is chosen gains.
+
+    Columns are microsdpa's variants and the peers that have run; the best peer of a case is held against "auto".
+    """
+    columns = list(dict.fromkeys(_column(row) for row in result["rows"] if row["status"] == "ok"))
+    cases: dict[str, dict[str, results.Row]] = {}
+    for row in result["rows"]:
+        cases.setdefault(case_name(row), {})[_column(row)] = row
+    found = [["(B, H, S_q, S_k, D), dtype, mask", *columns, f"{ALONE} / {AUTO}", f"best peer / {AUTO}"]]
+    for name, rows in cases.items():
+        times = {column: quoted_us(row) for column, row in rows.items() if row["status"] == "ok"}
+        peers = [times[column] for column in times if rows[column]["impl"] != OURS]
+        cells = [
+            f"{times[one] / 1e3:.3g}" if one in times else rows[one]["status"] if one in rows else "" for one in columns
+        ]
+        ratios = [[times[ALONE]] if ALONE in times else [], peers]
+        found.append(
+            [name, *cells, *(f"{min(one) / times[AUTO]:.2f}x" if one and AUTO in times else "" for one in ratios)]
+        )
+    return found
+
+
+def _column(row: results.Row) -> str:
+    return str(row["variant"] if row["impl"] == OURS else row["impl"])
+
+
+def markdown(result: results.Result) -> str:
+    """The lines as a table, with where they are from."""
+    header, *rest = lines(result)
+    ruled = [header, ["---"] + ["---:"] * (len(header) - 1), *rest]
+    return "".join(f"| {' | '.join(line)} |\n" for line in ruled) + f"\n{provenance(result)}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from microsdpa.errors import MicrosdpaError
 from microsdpa.evidence import (
     accuracy,
+    context_parallel,
     fuzz,
     ladder_table,
     model_results,
@@ -148,6 +149,8 @@ def _table(options: dict[str, str], directory: Path, name: str) -> str:
         return verify_table(result)
     if options["suite"].startswith(tune.PREFIX):
         return tune.markdown(result)
+    if options["suite"] == context_parallel.SUITE:
+        return context_parallel.markdown(result)
     if options["suite"] == "accuracy":
         return accuracy.markdown(result, options)
     if options["suite"] == "instructions":

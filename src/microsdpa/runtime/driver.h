@@ -44,6 +44,11 @@ class Driver {
   decltype(&cuStreamSynchronize) stream_synchronize;
   decltype(&cuMemAlloc) memory_allocate;
   decltype(&cuMemsetD8Async) memory_set;
+  decltype(&cuMemcpy2DAsync) memory_copy;
+  decltype(&cuStreamWriteValue32) stream_write;
+  decltype(&cuStreamWaitValue32) stream_wait;
+  decltype(&cuEventRecord) event_record;
+  decltype(&cuStreamWaitEvent) stream_wait_event;
   decltype(&cuTensorMapEncodeTiled) tensor_map_encode;
   decltype(&cuTensorMapReplaceAddress) tensor_map_replace_address;
 
@@ -68,6 +73,11 @@ class Driver {
     load(stream_synchronize, "cuStreamSynchronize");
     load(memory_allocate, "cuMemAlloc_v2");
     load(memory_set, "cuMemsetD8Async");
+    load(memory_copy, "cuMemcpy2DAsync_v2");
+    load(stream_write, "cuStreamWriteValue32_v2");
+    load(stream_wait, "cuStreamWaitValue32_v2");
+    load(event_record, "cuEventRecord");
+    load(stream_wait_event, "cuStreamWaitEvent");
     load(tensor_map_encode, "cuTensorMapEncodeTiled");
     load(tensor_map_replace_address, "cuTensorMapReplaceAddress");
     if (missing_ || init(0) != CUDA_SUCCESS) library_ = nullptr;

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from microsdpa import runtime
+from microsdpa.errors import MicrosdpaError
 from microsdpa.jit import CompiledKernel, compile_kernel, unexcused
 from microsdpa.kernels import Grid, KernelSpec
 from microsdpa.kernels.problem import Problem, target_of, virtual
@@ -40,6 +41,7 @@ def _load_library() -> Any:
 
 _library = _load_library()
 tvm_ffi.register_error("microsdpa.OutOfMemoryError", torch.OutOfMemoryError)
+tvm_ffi.register_error("ExchangeError", MicrosdpaError)
 
 Call = tuple[Any, ...]
 """Arguments of one call, in the order that the library has them.
@@ -142,6 +144,47 @@ def prepared_call(call: Call) -> Callable[..., Any]:
         RuntimeError: no plan is registered for the arguments.
     """
     return direct(_library, found(_library.prepared_call(*call)))
+
+
+CALL_ARGUMENTS = 13
+"""Those of a Call up to the soft cap."""
+
+primary_context: Callable[[int], int] = functools.cache(_library.primary_context)
+"""primary_context(device): the address of the context that torch uses on a device."""
+
+play: Callable[[int, int, bytes], None] = _library.play
+"""play(context, stream, operations): put packed operations (exchange.h) without launches on their streams, once.
+
+`stream` is the handle of the one that they name as the caller's. It raises a MicrosdpaError where the driver refuses
+one, when the others have been played.
+"""
+
+
+def prepared_exchange(
+    context: int, operations: bytes, tensors: Sequence[torch.Tensor | None], calls: Sequence[Call]
+) -> Callable[..., bool] | None:
+    """A function of query, key, value, out and an LSE or None that plays operations on the current stream and others.
+
+    `tensors` are those that the operations were made for. Operations and launches follow the addresses of others, for
+    which the function gives False where they differ from these in more. A call of `calls`, up to its soft cap, has
+    views of them. None where one of them has no plan.
+
+    The function raises what a launch does, or a MicrosdpaError where the driver refuses an operation. Those that are
+    no launches have been played then.
+    """
+    flat = [argument for call in calls for argument in call]
+    exchange = _library.prepared_exchange(context, operations, len(calls), *tensors, *flat)
+    if exchange is None:
+        return None
+    played, fail = direct(_library, exchange), _library.rethrow_exchange_failure
+
+    def replay(*tensors: torch.Tensor | None) -> bool:
+        found = played(*tensors)
+        if found is False:
+            fail()
+        return found is True
+
+    return replay
 
 
 def found(result: Any) -> Any:
