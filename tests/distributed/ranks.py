@@ -142,6 +142,7 @@ def errors() -> None:
     raises("method: expected", lambda: attention(query, query[:, :2], query[:, :2], enable_gqa=True, method="heads"))
     raises("transport: expected", lambda: call(query, key, value, transport="symmetric"))
     raises("lengths: expected", lambda: call(query, key, value, lengths=40))
+    raises("value: expected 16 columns", lambda: call(query, key, value[..., :8]))
     raises("tensor: expected", lambda: unshard(query[:, : 1 if odd else 2]))
     raises("document_ids: expected", lambda: call(query, key, value, document_ids=torch.zeros(7 if odd else 8).long()))
     got = call(query, key, value)  # the ranks are still together

@@ -236,6 +236,13 @@ def signature(
             raise InvalidArgument(name, expected=f"one of {known}", got=repr(given), hint="see the documentation")
     checked = check(Call(inputs, options=options))
     query, key, value = inputs
+    if value.shape[3] != query.shape[3]:
+        raise InvalidArgument(
+            "value",
+            expected=f"{query.shape[3]} columns, as query and key have",
+            got=str(value.shape[3]),
+            hint="only sdpa on one GPU takes another number",
+        )
     ids = None
     if document_ids is not None:
         pair = tuple(document_ids) if isinstance(document_ids, (tuple, list)) else (document_ids,)
