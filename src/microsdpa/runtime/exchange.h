@@ -109,7 +109,7 @@ class Exchange {
     } catch (const std::runtime_error& error) {
       words = error.what();
     }
-    TVM_FFI_THROW(ExchangeError) << "symmetric memory: " << words << "; use transport='collective'";
+    TVM_FFI_THROW(microsdpa.ExchangeError) << "symmetric memory: " << words << "; use transport='collective'";
   }
 
   std::vector<Operation> operations_;

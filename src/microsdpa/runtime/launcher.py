@@ -41,7 +41,7 @@ def _load_library() -> Any:
 
 _library = _load_library()
 tvm_ffi.register_error("microsdpa.OutOfMemoryError", torch.OutOfMemoryError)
-tvm_ffi.register_error("ExchangeError", MicrosdpaError)
+tvm_ffi.register_error("microsdpa.ExchangeError", MicrosdpaError)
 
 Call = tuple[Any, ...]
 """Arguments of one call, in the order that the library has them.
