@@ -15,8 +15,8 @@ from microsdpa import BlockTable, reference
 from microsdpa.call.masks import Masks
 from microsdpa.emulate import run
 from microsdpa.evidence.cases import MASKINGS
-from microsdpa.evidence.inputs import Case, make
-from microsdpa.evidence.verify import check
+from microsdpa.evidence.inputs import Case, Masking, make
+from microsdpa.evidence.verify import check, problem_of
 from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.kernels.select import select
 
@@ -33,6 +33,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_masks_are_right_in_two_schedules(case: Case) -> None:
     assert check(case, "cpu", "emulate").failure == ""
+
+
+@pytest.mark.parametrize("masks", [(), ("padding",), ("additive",)])
+def test_warps_of_two_tiles_of_queries_and_few_keys(masks: tuple[Masking, ...]) -> None:
+    """What many heads of 65 to 128 queries take."""
+    case = Case(12, 9, 70, 90, 32, masks=masks)
+    spec = select(problem_of(case, "sm_80"), "ampere/general").spec
+    assert (spec.block_m, dict(spec.template_args)["BLOCK_N"]) == (128, "32")
+    assert check(case, "cpu", GENERAL).failure == ""
 
 
 @pytest.mark.parametrize("head_dim", [1, 8, 40, 72, 80, 250])

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from microsdpa.kernels import policy
+from microsdpa.kernels.ampere.general import spec as general
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import MaskKind, Problem
 from microsdpa.kernels.select import chosen, select
+from microsdpa.kernels.spec import KernelSpec
 
 PADDING = MaskKind("bool", per_batch=True, bulk=True)
 OF_QUERIES = MaskKind("bool", per_batch=True, per_query=True, bulk=True)
@@ -83,3 +85,30 @@ def test_the_reasons_say_what_is_faster() -> None:
     shown = policy.skip_reason(policy.candidates(MINILM, "auto")[2], replace(MINILM, head_dim=64, batch=8))
     assert shown is not None
     assert "listing the tiles of its mask takes longer" in shown.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "keys"),
+    [
+        ({}, 128, "32"),
+        ({"batch": 10}, 64, "64"),  # fewer CTAs of 128 rows than SMs
+        ({"seqlen_q": 64}, 64, "64"),
+        ({"seqlen_q": 64, "seqlen_k": 24}, 64, "32"),
+        ({"seqlen_q": 64, "seqlen_k": 33}, 64, "64"),
+        ({"seqlen_q": 64, "seqlen_k": 96}, 64, "32"),
+        ({"seqlen_q": 64, "seqlen_k": 97}, 64, "64"),
+        ({"head_dim": 64}, 64, "64"),
+        ({"head_dim": 64, "batch": 66}, 128, "64"),
+        ({"head_dim": 64, "batch": 66, "mask": NUMBERS}, 128, "32"),
+        ({"head_dim": 128, "batch": 66}, 128, "32"),
+        ({"head_dim": 128, "seqlen_q": 129}, 128, "32"),
+        ({"head_dim": 128, "seqlen_q": 129, "mask": replace(NUMBERS, tensor="float32")}, 64, "64"),
+        ({"seqlen_q": 129}, 128, "64"),
+        ({"head_dim": 160, "batch": 66}, 64, "32"),
+        ({"dropout": True}, 64, "64"),
+    ],
+)
+def test_tiles_of_ampere_general(change: dict[str, object], rows: int, keys: str) -> None:
+    spec = general.forward(replace(MINILM, **change))  # type: ignore[arg-type]
+    assert isinstance(spec, KernelSpec)
+    assert (spec.block_m, dict(spec.template_args)["BLOCK_N"]) == (rows, keys)

@@ -83,15 +83,25 @@ def _tile(problem: Problem) -> tuple[int, int]:
     """(tiles of 16 queries that a warp owns, keys of a tile), as measured on an H200.
 
     With two tiles of queries a warp reads shared memory half as often; they are for long rows of queries that fill the
-    chip, and take the keys that leave its registers room for the mask.
+    chip, and take the keys that leave its registers room for the mask. Short rows have tiles of as few keys as hold
+    theirs: what a tile has beyond them is computed for nothing (docs/log/hopper-throughput.md).
     """
+    head_dim, queries, sms = problem.head_dim, problem.seqlen_q, chip_of(problem.target).sms
     tensor = problem.mask.tensor if problem.mask else None
+    few = problem.seqlen_k <= 32 or 64 < problem.seqlen_k <= 96
+    block_n = 32 if head_dim > 128 or few else 64
     if problem.dropout or problem.prologue:
-        return 1, 64 if problem.head_dim <= 128 else 32  # random numbers take the registers of a second tile
-    ctas = problem.batch * problem.heads * ceil(problem.seqlen_q / (32 * WARPS))
-    if problem.seqlen_q > 128 and ctas >= chip_of(problem.target).sms:
-        if problem.head_dim <= 64:
-            return 2, 64 if tensor in (None, "bool", "int32", "uint8") else 32
-        if problem.head_dim <= 128 and tensor != "float32":
-            return 2, 32
-    return 1, 64 if problem.head_dim <= 128 else 32
+        return 1, 64 if head_dim <= 128 else 32  # random numbers take the registers of a second tile
+    ctas = problem.batch * problem.heads * ceil(queries / (32 * WARPS))
+    if queries <= 64 or ctas < sms or head_dim > 128 or (head_dim > 64 and tensor == "float32"):
+        return 1, block_n
+    wide = head_dim > 64 or tensor not in (None, "bool", "int32", "uint8")
+    if queries > 128:
+        return 2, 32 if wide else 64
+    if head_dim <= 32:
+        return 2, 32
+    return (2, 32 if wide else block_n) if ctas >= _MANY_CTAS * sms else (1, block_n)
+
+
+_MANY_CTAS = 6
+"""CTAs of 128 rows an SM, from which on one of two tiles of queries a warp serves up to 128 queries faster."""
