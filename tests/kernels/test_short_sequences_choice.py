@@ -35,7 +35,12 @@ GENERAL, LATENCY, THROUGHPUT = "ampere/general", "hopper/latency", "hopper/throu
         (WINDOWS, {"seqlen_k": 257}, LATENCY),
         (MINILM, {"dropout": True, "mask": None, "causal": "upper_left"}, THROUGHPUT),  # not measured
         (MINILM, {}, GENERAL),
-        (MINILM, {"mask": None}, THROUGHPUT),
+        (MINILM, {"mask": None}, GENERAL),
+        (MINILM, {"mask": None, "batch": 64}, THROUGHPUT),
+        (MINILM, {"mask": None, "batch": 64, "seqlen_k": 96}, GENERAL),
+        (MINILM, {"mask": None, "seqlen_q": 129}, THROUGHPUT),
+        (MINILM, {"mask": None, "head_dim": 64, "seqlen_k": 64}, GENERAL),
+        (MINILM, {"mask": None, "head_dim": 64}, THROUGHPUT),
         (MINILM, {"mask": None, "causal": "upper_left"}, GENERAL),
         (MINILM, {"mask": OF_QUERIES, "seqlen_q": 384, "seqlen_k": 384}, GENERAL),
         (MINILM, {"head_dim": 64, "batch": 8}, LATENCY),

@@ -138,8 +138,11 @@ def _keys_of_general(problem: Problem, rounds: int) -> int:
             return 64
         return 128 if tensor in (None, "bool") else _MOST_KEYS_OF_GENERAL
     if tensor is None:
-        few = narrow or (middle and 2 < rounds <= 8)
-        return 128 if few and problem.causal and problem.seqlen_q <= 2 * TILE else 0
+        if problem.seqlen_q > 2 * TILE or not (narrow or (middle and 2 < rounds <= 8)):
+            return 0
+        if problem.causal:
+            return 128
+        return 64 if not narrow else 128 if rounds <= 8 else 96
     per_query = problem.mask is not None and problem.mask.per_query
     if tensor == "bool" and narrow:
         return 384 if per_query else 256 if rounds <= 4 else 128
