@@ -32,6 +32,7 @@ SPARSE = Case(1, 2, 192, 192, 16, masks=("blocks 50%",))
     ("case", "bind"),
     [
         (Case(1, 2, 20, 20, 16, masks=("documents",)), doors._of_documents),
+        (Case(1, 2, 20, 24, 16, masks=("documents",)), doors._of_pairs),
         (SPARSE, doors._of_flex_blocks),
         (SPARSE, lambda case, tensors: doors._with_masks(doors._sdpa, case)(tensors)),
     ],

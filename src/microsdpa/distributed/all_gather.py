@@ -92,16 +92,20 @@ def _results(query: torch.Tensor, lse: bool) -> Result:
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32) if lse else None
 
 
-def _attend_all(agreed: Agreement, gather: Gather, query: torch.Tensor, result: Result, attend: Attend) -> None:
-    """Let all groups of heads travel, and call `attend` for what is to be computed of each."""
-    (out, sums), turn = result, 0
+def _come(gather: Gather, query: torch.Tensor) -> Iterator[tuple[slice, slice, list[torch.Tensor]]]:
+    """Heads of queries, heads of keys, and keys and values of each group, while the next group travels."""
     shared = query.shape[1] // gather.tensors[0].shape[1]
     gather.start(0)
     for number, (low, high) in enumerate(gather.heads):
         if number + 1 < len(gather.heads):
             gather.start(number + 1)
-        keys, values = gather.wait(number)
-        of = slice(low * shared, high * shared)
+        yield slice(low * shared, high * shared), slice(low, high), gather.wait(number)
+
+
+def _attend_all(agreed: Agreement, gather: Gather, query: torch.Tensor, result: Result, attend: Attend) -> None:
+    """Let all groups of heads travel, and call `attend` for what is to be computed of each."""
+    (out, sums), turn = result, 0
+    for of, _, (keys, values) in _come(gather, query):
         for piece in agreed.calls:
             turn += 1
             stream = gather.streams[turn % len(gather.streams)] if gather.streams else None
@@ -165,15 +169,9 @@ def backward(
     gather = gather_of(agreed, key, value, spread=False)
     d_query = torch.zeros_like(query, dtype=torch.float32)
     d_key, d_value = torch.empty_like(key), torch.empty_like(value)
-    shared = query.shape[1] // key.shape[1]
     kept: list[torch.Tensor] = []
     with kept_up(gather):
-        gather.start(0)
-        for number, (low, high) in enumerate(gather.heads):
-            if number + 1 < len(gather.heads):
-                gather.start(number + 1)
-            keys, values = gather.wait(number)
-            of = slice(low * shared, high * shared)
+        for of, of_keys, (keys, values) in _come(gather, query):
             parts = [torch.zeros(keys.shape, dtype=torch.float32, device=keys.device) for _ in range(2)]
             for piece in agreed.visible.pieces[agreed.rank]:
                 (out, lse), (grad_out, grad_lse) = result, grads
@@ -183,7 +181,7 @@ def backward(
                 )
                 sums = d_query[:, of], parts[0], parts[1]
                 differentiate_piece(agreed, piece, (query[:, of], keys, values), of_result, of_grads, mask, sums)
-            kept += sum_over_ranks(agreed, parts, (d_key[:, low:high], d_value[:, low:high]))
+            kept += sum_over_ranks(agreed, parts, (d_key[:, of_keys], d_value[:, of_keys]))
     if gather.main is not None:
         gather.main.wait_stream(collective.side_streams(query.device)[0])
     del kept

@@ -22,7 +22,7 @@ Grads = tuple[torch.Tensor, "torch.Tensor | None"]
 def attend_piece(
     agreed: Agreement,
     piece: Piece,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: Inputs,
     mask: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -55,7 +55,7 @@ def attend_piece(
 def foreign_call(
     agreed: Agreement,
     piece: Piece,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: Inputs,
     mask: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -76,7 +76,7 @@ def foreign_call(
 def continue_piece(
     agreed: Agreement,
     piece: Piece,
-    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    inputs: Inputs,
     mask: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,

@@ -15,7 +15,7 @@ from microsdpa import Quantized
 from microsdpa.evidence import doors as plain
 from microsdpa.evidence import signatures
 from microsdpa.evidence.doors import HEADLINE, Door, Side, against_oracle, not_torchs
-from microsdpa.evidence.inputs import Case, Masking, dense_mask, documents, make_masks, masks_of
+from microsdpa.evidence.inputs import Case, Masking, dense_mask, make_masks, masks_of
 from microsdpa.evidence.peers import Call, Tensors
 from microsdpa.evidence.peers.ours import ARITHMETIC, QuantizedTensors
 from microsdpa.evidence.peers.quantized import QUANTIZED
@@ -53,8 +53,7 @@ def _where(tensors: Tensors, kernel: str) -> dict[str, Any]:
 def _masks(case: Case, tensors: Tensors) -> dict[str, Any]:
     """The arguments of a case's masks, of which documents are given by their ids."""
     if "documents" in case.masks:
-        ids = documents(case)
-        return {"document_ids": tuple(one.to(tensors[0].device) for one in ids)}
+        return {"document_ids": plain.document_ids(case, tensors[0].device)}
     return make_masks(case, tensors[0].device.type)
 
 

@@ -139,9 +139,18 @@ def _as_tensor(case: Case) -> Bind:
     return lambda tensors: _torch_sdpa(tensors, attn_mask=dense_mask(case, tensors[0].device.type))
 
 
+def document_ids(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of the documents of queries and of keys, of whom the ranges of keys are found in the first call."""
+    of_query, of_key = documents(case)
+    return of_query.to(device), of_key.to(device)
+
+
 def _of_documents(case: Case, tensors: Tensors) -> Call:
-    """A call with the ids of the documents, of whom the ranges of keys are found in the first call."""
-    return _sdpa(tensors, document_ids=documents(case)[0].to(tensors[0].device))
+    return _sdpa(tensors, document_ids=document_ids(case, tensors[0].device)[0])
+
+
+def _of_pairs(case: Case, tensors: Tensors) -> Call:
+    return _sdpa(tensors, document_ids=document_ids(case, tensors[0].device))
 
 
 def _of_flex_blocks(case: Case, tensors: Tensors) -> Call:
@@ -237,6 +246,7 @@ def options() -> Iterator[Door]:
         yield Door(f"sdpa({masking})", Side(_with_masks(_sdpa, case)), torchs, case)
     case = replace(HEADLINE, masks=("documents",))
     yield Door("sdpa(document_ids)", Side(functools.partial(_of_documents, case)), Side(_as_tensor(case)), case)
+    yield Door("sdpa(document_ids)", Side(functools.partial(_of_pairs, case)), Side(_as_tensor(case)), case, "a pair")
     case = replace(HEADLINE, masks=("blocks 50%",))
     yield Door("sdpa(block_mask)", Side(_with_masks(_sdpa, case)), Side(_as_tensor(case)), case, "BlockTable")
     yield Door(

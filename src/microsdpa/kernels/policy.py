@@ -41,8 +41,10 @@ MOST_ROWS_OF_MMA = 32
 """Rows of a sequence and key head up to which ampere/varlen decodes as fast as memory allows."""
 WIDEST_GENERAL = 128
 """D up to which ampere/general was measured beside the others, with short sequences of many heads."""
+MOST_KEYS_OF_GENERAL = 1024
+"""Keys up to which it was measured there."""
 MOST_ROUNDS_OF_LATENCY = 8
-"""Times that all SMs take a tile of hopper/latency, up to which it is faster than listing the tiles of a mask."""
+"""Tiles of hopper/latency an SM, up to which it is faster than listing the tiles that a mask shows."""
 EIGHT_BIT_TILE = 128
 FEWEST_TILES: dict[Operands, dict[int, int]] = {
     "fp8": {64: 48, 128: 32},
@@ -104,7 +106,7 @@ def _fills_tiles_of_wide_heads(problem: Problem) -> bool:
 
 
 def _rounds(problem: Problem) -> int:
-    """How often all SMs take a tile of queries."""
+    """Tiles of queries that the busiest SM takes."""
     return -(-_tiles(problem) // chip_of(problem.target).sms)
 
 
@@ -116,13 +118,10 @@ def _is_for_general(problem: Problem) -> bool:
     """
     measured = problem.head_dim <= WIDEST_GENERAL and not problem.dropout and problem.seqlen_q > DECODING_QUERIES
     measured = measured and problem.batch <= MAX_GRID_YZ
-    if not measured or problem.seqlen_k > _MOST_KEYS_OF_GENERAL or capability_of(problem.target) != (9, 0):
+    if not measured or problem.seqlen_k > MOST_KEYS_OF_GENERAL or capability_of(problem.target) != (9, 0):
         return False
     rounds = _rounds(problem)
     return rounds > 1 and problem.seqlen_k <= _keys_of_general(problem, rounds)
-
-
-_MOST_KEYS_OF_GENERAL = 1024
 
 
 def _keys_of_general(problem: Problem, rounds: int) -> int:
@@ -133,10 +132,10 @@ def _keys_of_general(problem: Problem, rounds: int) -> int:
         return 0
     if problem.seqlen_q <= TILE:
         if narrow:
-            return 128 if rounds == 2 else _MOST_KEYS_OF_GENERAL if tensor else 256
+            return 128 if rounds == 2 else MOST_KEYS_OF_GENERAL if tensor else 256
         if rounds == 2 or not middle:
             return 64
-        return 128 if tensor in (None, "bool") else _MOST_KEYS_OF_GENERAL
+        return 128 if tensor in (None, "bool") else MOST_KEYS_OF_GENERAL
     if tensor is None:
         if problem.seqlen_q > 2 * TILE or not (narrow or (middle and 2 < rounds <= 8)):
             return 0
@@ -152,21 +151,22 @@ def _keys_of_general(problem: Problem, rounds: int) -> int:
 
 
 def _lists_take_longer(problem: Problem) -> bool:
-    """Whether hopper/latency is done with a boolean mask before hopper/throughput has listed the tiles that it shows.
+    """Whether a boolean mask costs hopper/throughput more, which lists the tiles that it shows, than hopper/latency.
 
-    Padding is short to list.
+    The list of a mask of all queries (padding) is short.
     """
     mask, keys = problem.mask, problem.seqlen_k
-    if mask is None or mask.tensor != "bool" or keys > 384:
+    if mask is None or mask.tensor != "bool":
         return False
-    rounds = _rounds(problem)
     if mask.per_query:
-        return rounds <= MOST_ROUNDS_OF_LATENCY and keys <= (384 if problem.head_dim <= 64 else 256)
-    return mask.bulk and keys <= 256 and rounds <= (MOST_ROUNDS_OF_LATENCY if keys <= 128 else 4)
+        most_keys, most_rounds = 384 if problem.head_dim <= 64 else 256, MOST_ROUNDS_OF_LATENCY
+    else:
+        most_keys, most_rounds = 256 if mask.bulk else 0, MOST_ROUNDS_OF_LATENCY if keys <= 128 else 4
+    return keys <= most_keys and _rounds(problem) <= most_rounds
 
 
 def _leaves_much_out(problem: Problem) -> bool:
-    """Whether less than a tile of queries a head is worth a list, for the many tiles of keys that padding hides."""
+    """Whether padding hides so many tiles of keys that hopper/throughput, which skips them, serves few queries best."""
     mask = problem.mask
     hides = mask is not None and mask.tensor == "bool" and not mask.per_query
     long = problem.seqlen_k >= LEAST_SPLIT_KEYS and problem.seqlen_q > DECODING_QUERIES

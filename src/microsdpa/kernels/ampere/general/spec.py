@@ -20,6 +20,8 @@ from microsdpa.kernels.spec import (
 
 MAX_HEAD_DIM = 256
 WARPS = 4
+MANY_CTAS = 6
+"""CTAs of 128 queries an SM, from which on warps with two tiles of queries serve up to 128 queries faster."""
 
 
 def forward(problem: Problem) -> KernelSpec | Rejection:
@@ -83,8 +85,8 @@ def _tile(problem: Problem) -> tuple[int, int]:
     """(tiles of 16 queries that a warp owns, keys of a tile), as measured on an H200.
 
     With two tiles of queries a warp reads shared memory half as often; they are for long rows of queries that fill the
-    chip, and take the keys that leave its registers room for the mask. Short rows have tiles of as few keys as hold
-    theirs: what a tile has beyond them is computed for nothing (docs/log/hopper-throughput.md).
+    chip, and take the keys that leave its registers room for the mask. What a tile has beyond the last key is computed
+    for nothing: few keys take tiles of 32 (docs/log/hopper-throughput.md).
     """
     head_dim, queries, sms = problem.head_dim, problem.seqlen_q, chip_of(problem.target).sms
     tensor = problem.mask.tensor if problem.mask else None
@@ -100,8 +102,4 @@ def _tile(problem: Problem) -> tuple[int, int]:
         return 2, 32 if wide else 64
     if head_dim <= 32:
         return 2, 32
-    return (2, 32 if wide else block_n) if ctas >= _MANY_CTAS * sms else (1, block_n)
-
-
-_MANY_CTAS = 6
-"""CTAs of 128 rows an SM, from which on one of two tiles of queries a warp serves up to 128 queries faster."""
+    return (2, 32 if wide else block_n) if ctas >= MANY_CTAS * sms else (1, block_n)
