@@ -54,5 +54,7 @@ def test_results_are_those_of_one_process(found: list[dict[str, str]], kind: str
 
 @pytest.mark.parametrize("name", SINGLE)
 def test_case(found: list[dict[str, str]], name: str) -> None:
+    if name.endswith("diffusers"):
+        pytest.importorskip("diffusers", reason="diffusers is of the extra integrations")
     for rank, cases in enumerate(found):
         assert cases[name] == "", f"rank {rank}"
