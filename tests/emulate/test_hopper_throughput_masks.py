@@ -26,6 +26,9 @@ CASES = [
     (Case(2, 2, 200, 300, 128, masks=("alibi", "sinks"), dtype="bfloat16"), 0),
     (Case(1, 4, 300, 100, 64, heads_kv=2, causal="lower_right", masks=("sinks",)), 0),  # rows without a key
     (Case(2, 2, 200, 450, 64, masks=("bool",)), 0),
+    (Case(2, 2, 100, 77, 64, masks=("bool",)), 0),  # all warps of a list read rows of one tile
+    (Case(1, 2, 100, 200, 128, masks=("bool",), causal="lower_right"), 0),
+    (Case(2, 2, 100, 77, 64, masks=("padding",)), 0),
     (Case(1, 1, 300, 4300, 64, masks=("bool",), causal="lower_right"), 0),  # the mask is read ahead of the lists
     (Case(2, 2, 200, 450, 64, masks=("bool",), causal="lower_right", scale=-0.2), 2),
     (Case(2, 3, 150, 450, 128, masks=("padding",)), 0),

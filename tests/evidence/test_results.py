@@ -130,7 +130,14 @@ def test_there_are_committed_results_of_the_h200() -> None:
 
 @pytest.mark.parametrize(
     ("name", "slug"),
-    [("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA L4", "l4"), (None, "cpu")],
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100pcie"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA L4", "l4"),
+        (None, "cpu"),
+    ],
 )
 def test_gpu_slugs(name: str | None, slug: str) -> None:
     assert environment.gpu_slug(name) == slug

@@ -16,6 +16,9 @@ from microsdpa.kernels.spec import KernelSpec
 PADDING = MaskKind("bool", per_batch=True, bulk=True)
 OF_QUERIES = MaskKind("bool", per_batch=True, per_query=True, bulk=True)
 NUMBERS = MaskKind("float16", per_head=True, per_query=True, bulk=True)
+DOCUMENTS = MaskKind("int32", per_batch=True, per_query=True)
+BLOCKS = MaskKind("uint8", per_query=True)
+WINDOW = MaskKind(left=True, right=True)
 MINILM = Problem(32, 12, 12, 128, 128, 32, "float16", mask=PADDING)
 WINDOWS = Problem(64, 12, 12, 49, 49, 32, "float16")
 GENERAL, LATENCY, THROUGHPUT = "ampere/general", "hopper/latency", "hopper/throughput"
@@ -31,6 +34,29 @@ GENERAL, LATENCY, THROUGHPUT = "ampere/general", "hopper/latency", "hopper/throu
         (WINDOWS, {"head_dim": 64, "seqlen_k": 256}, LATENCY),
         (WINDOWS, {"head_dim": 128, "seqlen_k": 65}, LATENCY),
         (WINDOWS, {"head_dim": 160}, THROUGHPUT),
+        (WINDOWS, {"head_dim": 160, "seqlen_q": 32}, GENERAL),
+        (WINDOWS, {"head_dim": 160, "seqlen_q": 32, "seqlen_k": 65}, THROUGHPUT),
+        (WINDOWS, {"head_dim": 160, "seqlen_k": 32}, GENERAL),
+        (WINDOWS, {"head_dim": 256, "causal": "upper_left"}, GENERAL),
+        (WINDOWS, {"head_dim": 256, "causal": "upper_left", "seqlen_k": 791}, GENERAL),  # those behind count nothing
+        (WINDOWS, {"head_dim": 256, "causal": "lower_right", "seqlen_k": 791}, THROUGHPUT),
+        (WINDOWS, {"head_dim": 192, "mask": PADDING, "seqlen_k": 64}, GENERAL),
+        (WINDOWS, {"head_dim": 192, "mask": PADDING, "seqlen_k": 96}, THROUGHPUT),
+        (WINDOWS, {"head_dim": 192, "mask": PADDING, "seqlen_k": 96, "batch": 11}, GENERAL),
+        (WINDOWS, {"head_dim": 192, "mask": OF_QUERIES, "seqlen_k": 1024, "batch": 1}, THROUGHPUT),
+        (WINDOWS, {"head_dim": 136, "seqlen_k": 1024, "batch": 1, "seqlen_q": 24}, THROUGHPUT),
+        (WINDOWS, {"head_dim": 144, "seqlen_k": 1024, "batch": 1, "seqlen_q": 24}, "ampere/mma"),
+        (WINDOWS, {"mask": BLOCKS, "head_dim": 64, "seqlen_k": 3072}, GENERAL),
+        (WINDOWS, {"mask": BLOCKS, "head_dim": 64, "seqlen_k": 3073}, LATENCY),
+        (WINDOWS, {"mask": BLOCKS, "batch": 11}, LATENCY),
+        (WINDOWS, {"mask": BLOCKS, "batch": 11, "seqlen_q": 32, "seqlen_k": 32}, GENERAL),
+        (WINDOWS, {"mask": DOCUMENTS, "batch": 11, "seqlen_q": 32, "seqlen_k": 32}, LATENCY),
+        (MINILM, {"mask": DOCUMENTS, "head_dim": 64, "seqlen_k": 96}, GENERAL),
+        (MINILM, {"mask": DOCUMENTS, "head_dim": 64}, THROUGHPUT),
+        (MINILM, {"mask": DOCUMENTS, "head_dim": 64, "batch": 16}, LATENCY),
+        (MINILM, {"mask": BLOCKS, "head_dim": 128, "batch": 8, "seqlen_k": 1024}, LATENCY),
+        (MINILM, {"mask": WINDOW, "head_dim": 64, "batch": 8}, LATENCY),
+        (MINILM, {"mask": WINDOW, "head_dim": 64, "batch": 12}, THROUGHPUT),
         (WINDOWS, {"seqlen_k": 256}, GENERAL),
         (WINDOWS, {"seqlen_k": 257}, LATENCY),
         (MINILM, {"dropout": True, "mask": None, "causal": "upper_left"}, THROUGHPUT),  # not measured
@@ -47,7 +73,9 @@ GENERAL, LATENCY, THROUGHPUT = "ampere/general", "hopper/latency", "hopper/throu
         (MINILM, {"head_dim": 64, "batch": 64}, THROUGHPUT),
         (MINILM, {"head_dim": 64, "batch": 8, "mask": NUMBERS}, THROUGHPUT),
         (MINILM, {"head_dim": 128, "batch": 8, "mask": OF_QUERIES}, LATENCY),
-        (MINILM, {"head_dim": 64, "batch": 8, "mask": replace(PADDING, bulk=False)}, THROUGHPUT),
+        (MINILM, {"head_dim": 64, "batch": 8, "mask": replace(PADDING, bulk=False)}, LATENCY),
+        (MINILM, {"head_dim": 64, "batch": 8, "mask": replace(PADDING, bulk=False), "seqlen_k": 129}, THROUGHPUT),
+        (MINILM, {"head_dim": 64, "seqlen_q": 64, "seqlen_k": 258, "mask": replace(PADDING, bulk=False)}, THROUGHPUT),
         (MINILM, {"head_dim": 64, "seqlen_q": 64, "seqlen_k": 1024}, THROUGHPUT),
         (MINILM, {"head_dim": 64, "seqlen_q": 64, "seqlen_k": 512}, LATENCY),
     ],
@@ -67,13 +95,16 @@ def test_a_batch_that_a_grid_cannot_have_is_left_to_others() -> None:
     assert select(replace(WINDOWS, batch=65_536, heads=1, heads_kv=1)).spec.name == "ampere/mma"
 
 
-@pytest.mark.parametrize("mask", [None, PADDING, replace(PADDING, bulk=False), OF_QUERIES, NUMBERS])
-@pytest.mark.parametrize("head_dim", [32, 48, 64, 96, 128])
+EVERY_MASK = [None, PADDING, replace(PADDING, bulk=False), OF_QUERIES, NUMBERS, DOCUMENTS, BLOCKS, WINDOW]
+
+
+@pytest.mark.parametrize("mask", EVERY_MASK, ids=str)
+@pytest.mark.parametrize("head_dim", [32, 48, 64, 96, 128, 136, 256])
 def test_what_is_tried_in_turn_is_what_no_rule_skips(head_dim: int, mask: MaskKind | None) -> None:
     """The questions that in_turn() asks once are those of the rules, on both sides of each limit."""
     sms = chip_of("sm_90a").sms
-    for queries in (16, 17, 64, 65, 128, 129):
-        for keys in (64, 65, 128, 129, 256, 257, 384, 385, 1024, 1025):
+    for queries in (16, 17, 32, 33, 64, 65, 128, 129):
+        for keys in (32, 33, 64, 65, 128, 129, 256, 257, 384, 385, 1024, 1025):
             for heads in (sms, sms + 1, 2 * sms + 1, 4 * sms, 8 * sms + 1):
                 problem = Problem(1, heads, heads, queries, keys, head_dim, "float16", mask=mask)
                 tried = [family.name for family in policy.in_turn(problem)]

@@ -52,10 +52,14 @@ def is_commit(text: str) -> bool:
 
 
 def gpu_slug(name: str | None) -> str:
-    """Folder name of a GPU's results: "NVIDIA H200" gives "h200"; no GPU gives "cpu"."""
+    """Folder name of a GPU's results: "NVIDIA H200" gives "h200"; no GPU gives "cpu".
+
+    The size and type of its memory are no part of it: "NVIDIA H100 80GB HBM3" gives "h100".
+    """
     if not name:
         return "cpu"
-    words = [w for w in name.split() if w.lower() not in {"nvidia", "geforce", "tesla"}]
+    memory = re.compile(r"\d+gb|hbm\w*", re.IGNORECASE)
+    words = [w for w in name.split() if w.lower() not in {"nvidia", "geforce", "tesla"} and not memory.fullmatch(w)]
     return re.sub(r"[^a-z0-9]+", "-", "".join(words).lower()).strip("-")
 
 

@@ -39,10 +39,10 @@ LEAST_SPLIT_KEYS = 1024
 """From here on four warpgroups of a CTA are faster than two, where both have one query tile a CTA."""
 MOST_ROWS_OF_MMA = 32
 """Rows of a sequence and key head up to which ampere/varlen decodes as fast as memory allows."""
-WIDEST_GENERAL = 128
-"""D up to which ampere/general was measured beside the others, with short sequences of many heads."""
-MOST_KEYS_OF_GENERAL = 1024
-"""Keys up to which it was measured there."""
+WIDEST_NARROW = 128
+"""D up to which hopper/latency computes as well."""
+MOST_KEYS_OF_GENERAL, MOST_KEYS_UNDER_BLOCKS = 1024, 3072
+"""Keys up to which ampere/general was measured to be the fastest kernel, and the same under a block_mask."""
 MOST_ROUNDS_OF_LATENCY = 8
 """Tiles of hopper/latency an SM, up to which it is faster than listing the tiles that a mask shows."""
 EIGHT_BIT_TILE = 128
@@ -110,26 +110,46 @@ def _rounds(problem: Problem) -> int:
     return -(-_tiles(problem) // chip_of(problem.target).sms)
 
 
-def _is_for_general(problem: Problem) -> bool:
-    """Whether ampere/general is the fastest kernel: short sequences of so many heads that SMs take several tiles.
+def _seen_keys(problem: Problem) -> int:
+    """Keys that some query sees: those behind the last query count for nothing under a causal mask."""
+    return min(problem.seqlen_q, problem.seqlen_k) if problem.causal == "upper_left" else problem.seqlen_k
 
-    Its CTAs of four warps start and end beside one another on an SM. Those of wgmma have one SM each, and such problems
-    are mostly their beginnings and ends.
+
+def _is_for_general(problem: Problem) -> bool:
+    """Whether ampere/general is the fastest kernel: short sequences, which are mostly the beginnings and ends of CTAs.
+
+    Its CTAs of four warps start and end beside one another on an SM. Those of wgmma have one SM each.
     """
-    measured = problem.head_dim <= WIDEST_GENERAL and not problem.dropout and problem.seqlen_q > DECODING_QUERIES
-    measured = measured and problem.batch <= MAX_GRID_YZ
-    if not measured or problem.seqlen_k > MOST_KEYS_OF_GENERAL or capability_of(problem.target) != (9, 0):
+    if problem.dropout or problem.seqlen_q <= DECODING_QUERIES or problem.batch > MAX_GRID_YZ:  # not measured
         return False
-    rounds = _rounds(problem)
-    return rounds > 1 and problem.seqlen_k <= _keys_of_general(problem, rounds)
+    if capability_of(problem.target) != (9, 0):
+        return False
+    most = _wide_keys_of_general if problem.head_dim > WIDEST_NARROW else _keys_of_general
+    return _seen_keys(problem) <= most(problem, _rounds(problem))
+
+
+def _wide_keys_of_general(problem: Problem, rounds: int) -> int:
+    """Keys up to which ampere/general is the fastest kernel above D = 128 (docs/log/hopper-throughput.md)."""
+    queries, tensor = problem.seqlen_q, None if problem.mask is None else problem.mask.tensor
+    if tensor is not None:
+        if queries <= TILE:
+            return 128 if rounds == 1 else 64
+        return 128 if rounds == 1 else 32 if rounds <= MOST_ROUNDS_OF_LATENCY else 0
+    if problem.causal == "upper_left" and queries <= 2 * TILE:
+        return 96 if rounds == 1 else 64
+    if queries <= TILE // 2:
+        return 64
+    return 32 if queries <= TILE or rounds == 1 else 0
 
 
 def _keys_of_general(problem: Problem, rounds: int) -> int:
-    """Keys up to which ampere/general is the fastest kernel (docs/log/hopper-throughput.md)."""
+    """Keys up to which ampere/general is the fastest kernel up to D = 128 (docs/log/hopper-throughput.md)."""
     narrow, middle = problem.head_dim <= 32, problem.head_dim <= 64
     tensor = None if problem.mask is None else problem.mask.tensor
-    if tensor in ("int32", "uint8"):  # not measured
-        return 0
+    if rounds == 1:
+        return 32 if tensor in ("bool", "uint8") and problem.seqlen_q <= 32 else 0
+    if tensor in ("int32", "uint8"):
+        return _keys_of_ranges_and_blocks(problem, rounds)
     if problem.seqlen_q <= TILE:
         if narrow:
             return 128 if rounds == 2 else MOST_KEYS_OF_GENERAL if tensor else 256
@@ -138,7 +158,7 @@ def _keys_of_general(problem: Problem, rounds: int) -> int:
         return 128 if tensor in (None, "bool") else MOST_KEYS_OF_GENERAL
     if tensor is None:
         if problem.seqlen_q > 2 * TILE or not (narrow or (middle and 2 < rounds <= 8)):
-            return 0
+            return 32 if rounds <= MOST_ROUNDS_OF_LATENCY else 0
         if problem.causal:
             return 128
         return 64 if not narrow else 128 if rounds <= 8 else 96
@@ -150,27 +170,49 @@ def _keys_of_general(problem: Problem, rounds: int) -> int:
     return 256 if narrow else 64 if middle else 0
 
 
-def _lists_take_longer(problem: Problem) -> bool:
-    """Whether a boolean mask costs hopper/throughput more, which lists the tiles that it shows, than hopper/latency.
+def _keys_of_ranges_and_blocks(problem: Problem, rounds: int) -> int:
+    """_keys_of_general() under document_ids or a block_mask."""
+    narrow, middle = problem.head_dim <= 32, problem.head_dim <= 64
+    if problem.seqlen_q <= TILE:
+        return MOST_KEYS_UNDER_BLOCKS if middle or rounds > 2 else 64
+    if problem.seqlen_q <= 2 * TILE:
+        return 128 if narrow else 96 if middle else 0
+    return 256 if narrow and rounds <= 8 else 0
 
-    The list of a mask of all queries (padding) is short.
+
+def _lists_take_longer(problem: Problem) -> bool:
+    """Whether masks of few tiles cost hopper/throughput more than hopper/latency.
+
+    The former lists the tiles that a mask shows, in a launch ahead; the list of a mask of all queries (padding) is
+    short. The latter reads rows that are not on 16 bytes byte by byte.
     """
-    mask, keys = problem.mask, problem.seqlen_k
-    if mask is None or mask.tensor != "bool":
+    mask, keys, rounds = problem.mask, problem.seqlen_k, _rounds(problem)
+    if mask is None:
+        return False
+    if mask.tensor is None:
+        return (mask.left or mask.right) and rounds <= 2 and keys <= 256
+    if mask.tensor in ("int32", "uint8"):
+        return rounds <= 4 and keys <= (MOST_KEYS_OF_GENERAL if rounds <= 2 and mask.tensor == "uint8" else 384)
+    if mask.tensor != "bool":
+        return False
+    if not mask.bulk:
+        return keys <= 128 and rounds <= (2 if mask.per_query else 4)
+    if mask.per_query:
+        return keys <= (384 if problem.head_dim <= 64 else 256) and rounds <= MOST_ROUNDS_OF_LATENCY
+    return keys <= 256 and rounds <= (MOST_ROUNDS_OF_LATENCY if keys <= 128 else 4)
+
+
+def _is_better_listed(problem: Problem) -> bool:
+    """Whether few queries under a boolean mask are fastest in hopper/throughput.
+
+    It skips what padding hides. And it reads rows that are not on 16 bytes once for all heads.
+    """
+    mask, keys, rounds = problem.mask, problem.seqlen_k, _rounds(problem)
+    if mask is None or mask.tensor != "bool" or problem.seqlen_q <= DECODING_QUERIES or rounds == 1:
         return False
     if mask.per_query:
-        most_keys, most_rounds = 384 if problem.head_dim <= 64 else 256, MOST_ROUNDS_OF_LATENCY
-    else:
-        most_keys, most_rounds = 256 if mask.bulk else 0, MOST_ROUNDS_OF_LATENCY if keys <= 128 else 4
-    return keys <= most_keys and _rounds(problem) <= most_rounds
-
-
-def _leaves_much_out(problem: Problem) -> bool:
-    """Whether padding hides so many tiles of keys that hopper/throughput, which skips them, serves few queries best."""
-    mask = problem.mask
-    hides = mask is not None and mask.tensor == "bool" and not mask.per_query
-    long = problem.seqlen_k >= LEAST_SPLIT_KEYS and problem.seqlen_q > DECODING_QUERIES
-    return hides and long and _rounds(problem) > 1
+        return not mask.bulk and rounds > 2 and keys > 256
+    return keys > (512 if mask.bulk else 256)
 
 
 def _is_for_throughput(problem: Problem) -> bool:
@@ -182,10 +224,11 @@ def _is_for_throughput(problem: Problem) -> bool:
     """
     if problem.head_dim not in hopper_latency.HEAD_DIMS:
         if problem.seqlen_q < TILE:
-            return _fills_tiles_of_wide_heads(problem)
+            alone = problem.mask is not None or problem.head_dim % 16 != 0  # ampere/mma does not compute it
+            return alone or _fills_tiles_of_wide_heads(problem)
         return not splits_long_keys(problem)
     if problem.seqlen_q <= TILE:
-        return _leaves_much_out(problem)
+        return _is_better_listed(problem)
     return _tiles(problem) > chip_of(problem.target).sms and not _lists_take_longer(problem)
 
 

@@ -132,7 +132,7 @@ class TileLists:
 
     WORDS = 4
     """Of a row of a tile, 4 bytes each."""
-    MARKED = 8
+    MARKED = 2
     """Tiles of keys that one CTA looks at, where the mask is read ahead of the lists."""
 
     def lists(self, problem: Problem) -> int:

@@ -2,9 +2,10 @@
 //
 // Each CTA of list_tiles makes the list of one query tile, for all heads and batch entries that share the mask. Tiles
 // in which nothing is visible are left out; those in which nothing is hidden are marked. Of a boolean mask each warp
-// reads one tile and packs it: a lane of a wgmma accumulator finds the bits of its keys in one word. Of ranges of keys
-// the smallest and the largest ends say everything. Of booleans with a summary only what it calls mixed is read. Where
-// few lists meet many keys, mark_tiles has all SMs read the mask, and list_marked makes the lists of what it finds.
+// reads one tile, or some of its rows, and packs it: a lane of a wgmma accumulator finds the bits of its keys in one
+// word. Of ranges of keys the smallest and the largest ends say everything. Of booleans with a summary only what it
+// calls mixed is read. Where few lists meet many keys, mark_tiles has all SMs read the mask, and list_marked makes the
+// lists of what it finds.
 //
 // Bound by: the mask's bytes, which are read once.
 #include "../../ptx/control.cuh"
@@ -12,37 +13,45 @@
 
 namespace microsdpa::hopper::throughput {
 
-constexpr int LIST_WARPS = 16, MARK_WARPS = 8;
+constexpr int LIST_WARPS = 16, MARK_WARPS = 8, MARK_TILES = 2;
 
 template <int BLOCK_N>
 constexpr uint32 ALL_OF_LANE = BLOCK_N == 128 ? 0xffffffffu : (1u << BLOCK_N / 4 % 32) - 1;
 
+// Bits of eight booleans, which are set for every byte but 0.
+__device__ __forceinline__ uint32 bits_of_bytes(uint32 low, uint32 high) {
+  const uint32 ends[2] = {((low & 0x7f7f7f7fu) + 0x7f7f7f7fu | low) & 0x80808080u,
+                          ((high & 0x7f7f7f7fu) + 0x7f7f7f7fu | high) & 0x80808080u};
+  return (ends[0] * 0x00204081u >> 28) | (ends[1] * 0x00204081u >> 28) << 4;
+}
+
 // What a row of a tile shows: a bit for each of BLOCK_N / 4 keys from this lane's first one on, which follow each
-// other. Keys that do not exist count as visible, which lets a tile be whole.
+// other. Keys that do not exist count as visible, which lets a tile be whole. Eight keys are one load where they are
+// side by side, on eight bytes and ahead of the last key; else eight loads, none of which waits for another.
 template <int BLOCK_N>
 __device__ __forceinline__ uint32 visible_keys(const MaskParams& masks, const char* row, int first_key, int keys) {
   constexpr int OWN = BLOCK_N / 4;
-  const int first = first_key + OWN * static_cast<int>(threadIdx.x % 4);
-  const char* from = row + first * masks.mask_column_stride;
+  const int64 stride = masks.mask_column_stride;
+  const int first = first_key + OWN * static_cast<int>(threadIdx.x % 4), left = keys - first;
+  const bool aligned = stride == 1 && reinterpret_cast<uint64>(row + first) % 8 == 0;
   uint32 shown = 0;
-  // mutation: both ways read the same elements
-  if (masks.mask_column_stride == 1 && reinterpret_cast<uint64>(from) % 8 == 0 && first + OWN <= keys) {
 #pragma unroll
-    for (int i = 0; i < OWN / 8; ++i) {
-      const auto loaded = *reinterpret_cast<const Vector<uint32, 2>*>(from + 8 * i);
+  for (int i = 0; i < OWN; i += 8) {
+    uint32 words[2] = {};
+    // mutation: both ways read the same elements
+    if (aligned && i + 8 <= left) {
+      const auto loaded = *reinterpret_cast<const Vector<uint32, 2>*>(row + first + i);
+      words[0] = loaded.data[0], words[1] = loaded.data[1];
+    } else {
 #pragma unroll
-      for (int w = 0; w < 2; ++w) {  // four bytes to four bits, which are set for every byte but 0
-        const uint32 word = loaded.data[w], highest = ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu | word) & 0x80808080u;
-        shown |= (highest * 0x00204081u >> 28) << 8 * i + 4 * w;
+      for (int byte = 0; byte < 8; ++byte) {
+        const int key = min(first + i + byte, keys - 1);
+        words[byte / 4] |= static_cast<uint32>(static_cast<unsigned char>(row[key * stride])) << 8 * (byte % 4);
       }
     }
-  } else {
-    for (int i = 0; i < OWN; ++i) {
-      const bool visible = first + i >= keys || from[i * masks.mask_column_stride] != 0;
-      shown |= static_cast<uint32>(visible) << i;
-    }
+    shown |= bits_of_bytes(words[0], words[1]) << i;
   }
-  return shown;
+  return left >= OWN ? shown : (shown | ~0u << max(left, 0)) & ALL_OF_LANE<BLOCK_N>;
 }
 
 // The bits of a quad's lanes, whose keys follow each other, in the order of an accumulator: bit 2 n + e of a lane is
@@ -61,6 +70,29 @@ __device__ __forceinline__ uint32 in_order_of_accumulator(uint32 shown) {
 }
 
 enum TileState : int { HIDDEN, PARTIAL, WHOLE };
+
+// What a warp has found in its rows of a tile.
+struct Found {
+  bool any, all;  // visible
+
+  __device__ __forceinline__ Found(bool any, bool all) : any(any), all(all) {}
+  __device__ __forceinline__ explicit Found(TileState state) : any(state != HIDDEN), all(state == WHOLE) {}
+};
+
+// What the warps of a CTA have found, which share `tiles` tiles of keys in turn: a bit for each of these.
+struct Marks {
+  uint32 any, all;
+
+  // `states` are of the CTA's `warps`, a power of two; all threads call it.
+  __device__ __forceinline__ Marks(int* states, Found found, int warps, int tiles) {
+    if (threadIdx.x % 32 == 0) states[threadIdx.x / 32] = found.any | found.all << 1;
+    __syncthreads();
+    const int state = states[lane_index() % warps];
+    any = __ballot_sync(FULL_WARP, state & 1), all = __ballot_sync(FULL_WARP, state & 2);
+    __syncthreads();
+    for (int apart = tiles; apart < 32; apart *= 2) any |= any >> apart, all &= all >> apart;
+  }
+};
 
 // A mask of a query tile, as one warp reads it.
 template <int BLOCK_M, int BLOCK_N>
@@ -107,8 +139,9 @@ struct MaskReader {
     return __any_sync(FULL_WARP, any) ? (__all_sync(FULL_WARP, all) ? WHOLE : PARTIAL) : HIDDEN;
   }
 
-  // What the mask leaves of a tile of keys, and its words for those that will read them. All lanes get the same.
-  __device__ __forceinline__ TileState read(int tile, bool store) const {
+  // What the mask leaves of a tile of keys, and its words for those that will read them: of every `parts`-th group of
+  // rows from `part` on. All lanes get the same.
+  __device__ __forceinline__ Found read(int tile, bool store, int part = 0, int parts = 1) const {
     const int quad = static_cast<int>(threadIdx.x % 32 / 4), own = BLOCK_N / 4;
     const int left = params.call.seqlen_k - BLOCK_N * tile - own * static_cast<int>(threadIdx.x % 4);
     const uint32 existing = left >= own ? ALL_OF_LANE<BLOCK_N> : (1u << max(left, 0)) - 1;
@@ -116,7 +149,7 @@ struct MaskReader {
     const int stored = List::has_rows(params) ? BLOCK_M : 1;
     bool any = false, all = true;
 #pragma unroll 2
-    for (int begin = 0; begin < stored; begin += ROWS_AT_ONCE) {
+    for (int begin = ROWS_AT_ONCE * part; begin < stored; begin += ROWS_AT_ONCE * parts) {
       const int row = min(begin + quad, rows - 1);
       const char* from = mask + row * params.masks.mask_strides.row;
       const uint32 shown = visible_keys<BLOCK_N>(params.masks, from, BLOCK_N * tile, params.call.seqlen_k);
@@ -124,7 +157,7 @@ struct MaskReader {
       const uint32 word = in_order_of_accumulator<BLOCK_N>(shown);
       if (store && begin + quad < stored) list.words_of(params, tile, begin + quad)[threadIdx.x % List::WORDS] = word;
     }
-    return __any_sync(FULL_WARP, any) ? (__all_sync(FULL_WARP, all) ? WHOLE : PARTIAL) : HIDDEN;
+    return {static_cast<bool>(__any_sync(FULL_WARP, any)), static_cast<bool>(__all_sync(FULL_WARP, all))};
   }
 };
 
@@ -182,20 +215,29 @@ struct ListWork {
   }
 };
 
-// Grid: masks * query tiles, tiles of keys / MARK_WARPS. Leaves the states of a query tile's tiles in place of its
+// Grid: masks * query tiles, tiles of keys / MARK_TILES. Leaves the states of a query tile's tiles in place of its
 // list.
 template <int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
 __global__ void __launch_bounds__(32 * MARK_WARPS) mark_tiles(const __grid_constant__ MaskedParams params) {
+  __shared__ int states[MARK_WARPS];
+
   grid_dependency_launch();
   const ListWork<bool, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
   const TileList<BLOCK_M, BLOCK_N> list(params, work.mask, work.query_tile);
   const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, work.mask, work.first_row);
-  const int tile = MARK_WARPS * static_cast<int>(blockIdx.y) + static_cast<int>(threadIdx.x / 32);
+  const int first = MARK_TILES * static_cast<int>(blockIdx.y), warp = static_cast<int>(threadIdx.x / 32);
+  const int tile = first + warp % MARK_TILES;
+  Found found(HIDDEN);
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  if (tile < work.first || tile >= work.last) return;
-  const TileState state = reader.read(tile, true);
-  if (threadIdx.x % 32 == 0) list.entries[tile] = state;
+  if (tile >= work.first && tile < work.last) {
+    found = reader.read(tile, true, warp / MARK_TILES, MARK_WARPS / MARK_TILES);
+  }
+  const Marks marks(states, found, MARK_WARPS, MARK_TILES);
+  const int own = static_cast<int>(threadIdx.x);
+  if (own < MARK_TILES && first + own >= work.first && first + own < work.last) {
+    list.entries[first + own] = marks.any >> own & 1 ? (marks.all >> own & 1 ? WHOLE : PARTIAL) : HIDDEN;
+  }
 }
 
 // Grid: masks * query tiles. One warp, which overtakes no state with its list.
@@ -228,7 +270,7 @@ __global__ void __launch_bounds__(32) list_marked(const __grid_constant__ Masked
 template <typename MASK, int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
 __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_constant__ MaskedParams params) {
   using List = TileList<BLOCK_M, BLOCK_N>;
-  __shared__ TileState states[LIST_WARPS];
+  __shared__ int states[LIST_WARPS];
 
   grid_dependency_launch();
   const ListWork<MASK, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
@@ -250,26 +292,26 @@ __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_co
       reader.read(static_cast<int>(tile), true);
     }
   }
+  // Where there are fewer tiles than warps, several warps share the rows of each.
+  int at_once = LIST_WARPS;
+  while (at_once > 1 && at_once / 2 >= last - first) at_once /= 2;
+  const int turn = warp % at_once;
   int count = 0;  // the same in all threads
-  for (int begin = first; begin < last; begin += LIST_WARPS) {
-    TileState state = HIDDEN;
-    if (begin + warp < last) {
-      if constexpr (is_summed<MASK>) state = reader.summary(begin + warp);
-      if (!is_summed<MASK> || (state == PARTIAL && has_rows)) state = reader.read(begin + warp, has_rows);
+  for (int begin = first; begin < last; begin += at_once) {
+    Found found(HIDDEN);
+    if (begin + turn < last) {
+      TileState state = PARTIAL;
+      if constexpr (is_summed<MASK>) state = reader.summary(begin + turn);
+      const bool reads = !is_summed<MASK> || (state == PARTIAL && has_rows);
+      found = reads ? reader.read(begin + turn, has_rows, warp / at_once, LIST_WARPS / at_once) : Found(state);
     }
-    if (threadIdx.x % 32 == 0) states[warp] = state;
-    __syncthreads();
-    int before = 0, found = 0;
-#pragma unroll
-    for (int i = 0; i < LIST_WARPS; ++i) {
-      before += i < warp && states[i] != HIDDEN;
-      found += states[i] != HIDDEN;
+    const Marks marks(states, found, LIST_WARPS, at_once);
+    const int own = static_cast<int>(threadIdx.x);
+    const uint32 listed = marks.any & (1u << at_once) - 1;
+    if (own < at_once && listed >> own & 1) {
+      list.entries[count + __popc(listed & (1u << own) - 1)] = ListEntry(begin + own, marks.all >> own & 1).value;
     }
-    if (threadIdx.x % 32 == 0 && state != HIDDEN) {
-      list.entries[count + before] = ListEntry(begin + warp, state == WHOLE).value;
-    }
-    count += found;
-    __syncthreads();
+    count += __popc(listed);
   }
   // A list that is empty gets a tile in which nothing is visible: its words, too, where no summary asked for them.
   if (is_summed<MASK> && has_rows && count == 0 && warp == 0) reader.read(first, true);

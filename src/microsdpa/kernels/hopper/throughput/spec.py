@@ -41,6 +41,9 @@ MOST_LISTED = 128
 LIST_WARPS = 16
 LIST_THREADS = 32 * LIST_WARPS
 """Of the kernel that lists the tiles of a mask."""
+FEW_KEY_TILES = 3
+MARK_THREADS = 256
+"""Of the kernel that reads a mask ahead of its lists."""
 MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
 
@@ -267,12 +270,15 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
 
 
 def _is_marked(problem: Problem, tiles: Tiles) -> bool:
-    """Whether a boolean mask is read ahead of its lists: these are too few CTAs for so many keys."""
+    """Whether a boolean mask is read ahead of its lists: these are too few CTAs for so many keys.
+
+    CTAs read up to FEW_KEY_TILES tiles of keys as fast as a launch ahead takes.
+    """
     kind = problem.mask
     if kind is None or kind.tensor != "bool" or not kind.per_query:
         return False
-    lists = TileLists(tiles.block_m, tiles.block_n).lists(problem)
-    return ceil(problem.seqlen_k / tiles.block_n) > LIST_WARPS or 2 * lists < chip_of(problem.target).sms
+    lists, key_tiles = TileLists(tiles.block_m, tiles.block_n).lists(problem), ceil(problem.seqlen_k / tiles.block_n)
+    return key_tiles > LIST_WARPS or (key_tiles > FEW_KEY_TILES and 2 * lists < chip_of(problem.target).sms)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -346,7 +352,7 @@ def _policies(problem: Problem) -> str:
 def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool, marked: bool) -> KernelSpec:
     """The kernel that says which tiles of keys a mask leaves to each query tile; `marked`, behind one that reads it."""
     if marked:
-        marking = _of_lists("mark_tiles", 32 * TileLists.MARKED, lists, mask, causal)
+        marking = _of_lists("mark_tiles", MARK_THREADS, lists, mask, causal)
         listing = _of_lists("list_marked", 32, lists, mask, causal)
         return replace(listing, preparation=replace(marking, grid_order="tiles"))
     return _of_lists("list_tiles", LIST_THREADS, lists, mask, causal)
