@@ -10,7 +10,7 @@ import torch
 
 from microsdpa.call.masks import Masks
 from microsdpa.execution import forward
-from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.problem import MaskKind, MaskType, Problem
 from microsdpa.kernels.select import chosen
 from microsdpa.runtime import launcher
 
@@ -46,6 +46,18 @@ def test_a_length_that_has_not_just_grown_looks_no_further(before: int | None) -
     if before is not None:
         forward._growth(problem.with_keys(before), spec, "auto")
     assert forward._growth(problem, spec, "auto") == (512, 512)
+
+
+@pytest.mark.parametrize("tensor", ["bool", "int32"])
+def test_a_plan_with_lists_of_tiles_is_of_its_length_alone(tensor: MaskType) -> None:
+    problem = Problem(1, 8, 8, 4096, 6140, 128, "float16", mask=MaskKind(tensor, per_query=True), target="sm_90a")
+    spec, longer = chosen(problem), problem.with_keys(6155)
+    assert spec is not None
+    assert spec is chosen(longer)
+    assert spec.workspace_bytes(problem) < spec.workspace_bytes(longer)
+    forward._decoding.clear()
+    forward._growth(problem.with_keys(6139), spec, "auto")
+    assert forward._growth(problem, spec, "auto") == (6140, 6140)
 
 
 def test_keys_that_are_the_queries_own_are_no_cache_that_grows() -> None:

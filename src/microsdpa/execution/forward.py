@@ -483,6 +483,8 @@ def _growth(problem: Problem, spec: KernelSpec, kernel: str) -> tuple[int, int]:
     """
     if problem.seqlen_q == problem.seqlen_k > 1:  # the keys are the queries' own
         return problem.seqlen_k, problem.seqlen_k
+    if any(stage.tile_lists is not None for stage in spec.stages):  # longer lists take more memory, and more CTAs
+        return problem.seqlen_k, problem.seqlen_k
     # Specifications are long to hash, and so are problems. Calls that share a kind by chance are looked ahead in vain.
     kind, last = (problem.batch, problem.heads, problem.seqlen_q, id(spec)), problem.seqlen_k
     grown = last - _decoding.get(kind, last)
