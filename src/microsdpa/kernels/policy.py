@@ -192,7 +192,7 @@ def _lists_take_longer(problem: Problem) -> bool:
     if mask.tensor is None:
         return (mask.left or mask.right) and rounds <= 2 and keys <= 256
     if mask.tensor in ("int32", "uint8"):
-        return rounds <= 4 and keys <= (MOST_KEYS_OF_GENERAL if rounds <= 2 and mask.tensor == "uint8" else 384)
+        return rounds <= 4 and keys <= 384
     if mask.tensor != "bool":
         return False
     if not mask.bulk:

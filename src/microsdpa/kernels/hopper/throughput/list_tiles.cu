@@ -13,7 +13,7 @@
 
 namespace microsdpa::hopper::throughput {
 
-constexpr int LIST_WARPS = 16, MARK_WARPS = 8, MARK_TILES = 2;
+constexpr int LIST_WARPS = 32, MARK_WARPS = 8, MARK_TILES = 2;
 
 template <int BLOCK_N>
 constexpr uint32 ALL_OF_LANE = BLOCK_N == 128 ? 0xffffffffu : (1u << BLOCK_N / 4 % 32) - 1;

@@ -38,12 +38,12 @@ LISTED = ("bool", "int32", "uint8")
 """Element types of masks that say which keys are visible."""
 MOST_LISTED = 128
 """Keys of a tile in a list (tile_list.cuh)."""
-LIST_WARPS = 16
-LIST_THREADS = 32 * LIST_WARPS
+LIST_THREADS = 1024
 """Of the kernel that lists the tiles of a mask."""
-FEW_KEY_TILES = 3
 MARK_THREADS = 256
 """Of the kernel that reads a mask ahead of its lists."""
+FEW_KEY_TILES, MANY_KEY_TILES = 3, 16
+"""Tiles of keys up to which a list is made in one launch, where lists are few, and in any case."""
 MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
 
@@ -270,15 +270,12 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
 
 
 def _is_marked(problem: Problem, tiles: Tiles) -> bool:
-    """Whether a boolean mask is read ahead of its lists: these are too few CTAs for so many keys.
-
-    CTAs read up to FEW_KEY_TILES tiles of keys as fast as a launch ahead takes.
-    """
+    """Whether a boolean mask is read ahead of its lists: these are too few CTAs for so many keys."""
     kind = problem.mask
     if kind is None or kind.tensor != "bool" or not kind.per_query:
         return False
     lists, key_tiles = TileLists(tiles.block_m, tiles.block_n).lists(problem), ceil(problem.seqlen_k / tiles.block_n)
-    return key_tiles > LIST_WARPS or (key_tiles > FEW_KEY_TILES and 2 * lists < chip_of(problem.target).sms)
+    return key_tiles > MANY_KEY_TILES or (key_tiles > FEW_KEY_TILES and 2 * lists < chip_of(problem.target).sms)
 
 
 @functools.lru_cache(maxsize=1024)
