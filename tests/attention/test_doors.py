@@ -100,7 +100,7 @@ class Launcher:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     found = Launcher()
-    for module in (api, forward, varlen):
+    for module in (forward, varlen):
         monkeypatch.setattr(module, "_launch", found)
     for module in (api, forward, dropin):
         monkeypatch.setattr(module, "_launch_or_kind", found)

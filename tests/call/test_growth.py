@@ -1,4 +1,4 @@
-"""Lengths of K for which a decoding call's kernel is chosen at once."""
+"""Calls of other sizes than those before: when ranges are looked for, and calls of a kind."""
 
 from __future__ import annotations
 
@@ -8,26 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from microsdpa.call.masks import Masks
 from microsdpa.execution import forward
-from microsdpa.kernels.problem import MaskKind, MaskType, Problem
+from microsdpa.kernels import KernelSpec
+from microsdpa.kernels.problem import MaskKind, Problem
+from microsdpa.kernels.ranges import SizeRange, range_of
 from microsdpa.kernels.select import chosen
 from microsdpa.runtime import launcher
-
-
-@pytest.mark.parametrize("seqlen_k", [1, 100, 305, 511, 1000, 2040, 4095])
-@pytest.mark.parametrize("heads_kv", [2, 8])
-def test_the_choice_is_the_same_for_all_of_them_and_for_no_further_one(seqlen_k: int, heads_kv: int) -> None:
-    problem = Problem(1, 32, heads_kv, 1, seqlen_k, 128, "float16", causal="lower_right", target="sm_90a")
-    spec = chosen(problem)
-    assert spec is not None
-    before = problem.with_keys(seqlen_k - 1)
-    forward._growth(before, spec, "auto")
-    first, last = forward._growth(problem, spec, "auto")
-    assert first == seqlen_k <= last <= seqlen_k + forward.LENGTHS_AHEAD
-    assert all(chosen(replace(problem, seqlen_k=length)) == spec for length in range(first, last + 1))
-    if last < seqlen_k + forward.LENGTHS_AHEAD:
-        assert chosen(replace(problem, seqlen_k=last + 1)) != spec
 
 
 def test_a_problem_with_other_keys_is_the_one_that_replace_gives() -> None:
@@ -37,37 +23,44 @@ def test_a_problem_with_other_keys_is_the_one_that_replace_gives() -> None:
     assert hash(other) == hash(replace(problem, seqlen_k=77))
 
 
-@pytest.mark.parametrize("before", [None, 512, 512 - forward.LENGTHS_AHEAD - 2, 600])
-def test_a_length_that_has_not_just_grown_looks_no_further(before: int | None) -> None:
-    problem = Problem(1, 32, 8, 256, 512, 128, "float16", target="sm_90a")
+@pytest.mark.parametrize("before", [None, 511, 512, 600])
+def test_sizes_around_a_checked_call_are_looked_for_where_its_length_has_changed(before: int | None) -> None:
+    problem = Problem(1, 32, 8, 1, 512, 128, "float16", mask=MaskKind("bool"), target="sm_90a")
     spec = chosen(problem)
     assert spec is not None
     forward._decoding.clear()
     if before is not None:
-        forward._growth(problem.with_keys(before), spec, "auto")
-    assert forward._growth(problem, spec, "auto") == (512, 512)
+        forward._others(problem.with_keys(before), spec, "auto")
+    found = forward._others(problem, spec, "auto")
+    assert found == (range_of(problem, spec) if before in (511, 600) else None)
 
 
-@pytest.mark.parametrize("tensor", ["bool", "int32"])
-def test_a_plan_with_lists_of_tiles_is_of_its_length_alone(tensor: MaskType) -> None:
-    problem = Problem(1, 8, 8, 4096, 6140, 128, "float16", mask=MaskKind(tensor, per_query=True), target="sm_90a")
-    spec, longer = chosen(problem), problem.with_keys(6155)
-    assert spec is not None
-    assert spec is chosen(longer)
-    assert spec.workspace_bytes(problem) < spec.workspace_bytes(longer)
-    forward._decoding.clear()
-    forward._growth(problem.with_keys(6139), spec, "auto")
-    assert forward._growth(problem, spec, "auto") == (6140, 6140)
-
-
-def test_keys_that_are_the_queries_own_are_no_cache_that_grows() -> None:
-    problem = Problem(1, 32, 8, 512, 512, 128, "float16", target="sm_90a")
+def test_sizes_of_a_kind_are_looked_for_from_the_second_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(20, 8, 8, 256, 256, 128, "float16", target="sm_90a")
     spec = chosen(problem)
     assert spec is not None
-    forward._decoding.clear()
-    forward._growth(problem.with_keys(511), spec, "auto")
-    assert forward._growth(problem, spec, "auto") == (512, 512)
-    assert forward._growth(problem.with_keys(513), spec, "auto")[1] > 513
+    looked: list[tuple[int, bool]] = []
+    wide = SizeRange(1, 30, 2, 300, True)
+    answers = iter([wide, None, wide, None, None])
+
+    def answer(problem: Problem, _: KernelSpec, kernel: str, batch_first: bool) -> SizeRange | None:
+        looked.append((problem.batch, batch_first))
+        return next(answers)
+
+    monkeypatch.setattr(forward, "range_of", answer)
+    kind = forward._Kind(problem.with_sizes(0, 0, 0), "auto")
+    found = [kind.others(problem.with_sizes(batch, 256, 256), spec) for batch in (1, 2, 2)]
+    assert found == [None, wide, None]
+    assert looked == [(2, True), (2, False)]
+    pauses = []
+    for _ in range(3):  # fruitless searches come further and further apart
+        before = len(looked)
+        for new in range(200):
+            kind.others(problem.with_sizes(100 + new, 256, 256), spec)
+            if len(looked) > before:
+                pauses.append(new)
+                break
+    assert pauses == [15, 0, 15]
 
 
 def test_a_call_of_other_sizes_is_prepared_without_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,16 +77,16 @@ def test_a_call_of_other_sizes_is_prepared_without_a_check(monkeypatch: pytest.M
     forward._note_kind(like.with_sizes(9, 9, 9), "auto", call)  # of the same kind
     assert [number for number, *_ in registered] == [0, 0]
     del registered[1:]
-    assert forward.resized(0, *call) == call
+    assert forward.resized(0, call) == call
     expected = replace(like, batch=3, seqlen_q=50, seqlen_k=70)
-    assert prepared == [(expected, chosen(expected), call, (70, 70))]
-    for other in (replace(like, bulk=False), replace(like, mask=Masks(window=(1, 1)).kind)):
+    assert prepared == [(expected, chosen(expected), call, None)]
+    for other in (replace(like, bulk=False), replace(like, mask=MaskKind("bool")), replace(like, continued=True)):
         forward._note_kind(other, "auto", call)
     assert len(registered) == 1
 
 
 def test_what_no_kernel_computes_is_left_to_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = Problem(0, 4, 4, 0, 0, 513, "float16", target="sm_90a")
-    monkeypatch.setattr(forward, "_kinds", [(unknown, "auto")])
+    monkeypatch.setattr(forward, "_kinds", [forward._Kind(unknown, "auto")])
     query = torch.zeros(1, 4, 5, 513).half()
-    assert forward.resized(0, query, query, query, torch.empty_like(query), False, 0, None) is None
+    assert forward.resized(0, (query, query, query, torch.empty_like(query), False, 0, None)) is None

@@ -27,6 +27,7 @@ from stub_harness import (
 
 from microsdpa.call.masks import Masks
 from microsdpa.kernels.problem import Problem
+from microsdpa.kernels.ranges import SizeRange
 from microsdpa.kernels.select import chosen
 from microsdpa.runtime import launcher
 
@@ -171,16 +172,19 @@ def test_a_new_size_is_registered_with_the_numbers_of_any_other_plan(
     monkeypatch.setattr(launcher, "_register_sized", lambda *given: sized.append(given))
     monkeypatch.setattr(launcher, "_register_and_launch", lambda *given: whole.append(given))
     call = SimpleNamespace(device=SimpleNamespace(index=0)), "further arguments"
-    launcher.prepare_and_launch(problem, spec, call, (200, 210))
+    launcher.prepare_and_launch(problem, spec, call)
     ((head, first, last, rest, x, y, z, tail, *given),) = sized
-    assert (first, last, (x, y, z), tuple(given)) == (200, 210, spec.grid(problem), call)
-    expected = launcher._numbers_of(problem, spec, call, (200, 210))
-    assert head + packed(200, 210) + rest + packed(x, y, z) + tail == expected
+    assert (first, last, (x, y, z), tuple(given)) == (*launcher.NO_LENGTHS, spec.grid(problem), call)
+    expected = launcher._numbers_of(problem, spec, call, None)
+    assert head + packed(first, last) + rest + packed(x, y, z) + tail == expected
+    others = SizeRange(1, 50, 129, 210, True)
+    launcher.prepare_and_launch(problem, spec, call, others)
+    assert whole.pop() == (launcher._numbers_of(problem, spec, call, others), b"", *call)
     split = chosen(decoding := Problem(1, 8, 8, 1, 60_000, 64, "float16", target="sm_90a"))
     assert split is not None
     assert len(split.stages) > 1
-    launcher.prepare_and_launch(decoding, split, call, (1, 0))
-    assert whole == [(launcher._numbers_of(decoding, split, call, (1, 0)), b"", *call)]
+    launcher.prepare_and_launch(decoding, split, call)
+    assert whole == [(launcher._numbers_of(decoding, split, call, None), b"", *call)]
     assert len(sized) == 1
 
 
@@ -246,6 +250,7 @@ WRONG_KINDS: dict[str, list[Any]] = {
     "a scale that is no number": sized(2, 16, 24, scale=float("nan")),
     "a mask": [*sized(2, 16, 24), tensor((2, 1, 16, 24), 0x60000000, code=6, bits=8), None, None, -1, -1, None],
     "a window": [*sized(2, 16, 24), None, None, None, 3, -1, None],
+    "a soft cap": [*sized(2, 16, 24), None, None, None, -1, -1, 2.0],
 }
 
 
@@ -255,6 +260,11 @@ def test_what_has_to_be_looked_at_is_of_no_kind(name: str) -> None:
     assert library.sdpa_or_kind(*WRONG_KINDS[name]) is None
 
 
-def test_a_kind_is_of_calls_without_masks() -> None:
-    for name in ("a mask", "a window"):
-        assert not library.register_kind(NUMBER, *WRONG_KINDS[name])
+def test_a_kind_is_of_calls_without_tensors_of_masks() -> None:
+    assert not library.register_kind(NUMBER, *WRONG_KINDS["a mask"])
+    for name, changes in (("a window", (4, -1, None)), ("a soft cap", (-1, -1, None))):
+        library.register_kind(NUMBER, *WRONG_KINDS[name])
+        assert library.sdpa_or_kind(*WRONG_KINDS[name]) == NUMBER
+        *call, left, right, softcap = WRONG_KINDS[name]
+        assert library.sdpa_or_kind(*sized(5, 9, 70), *call[7:], left, right, softcap) == NUMBER
+        assert library.sdpa_or_kind(*call, *changes) is None

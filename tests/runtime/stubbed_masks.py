@@ -202,7 +202,7 @@ class _Forward:
 def test_sdpa_finds_a_plan_with_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the public call, with arguments that Python passes through."""
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(api, "_launch", lambda *a: seen.append(a) or True)
+    monkeypatch.setattr(api, "_launch_or_kind", lambda *a: seen.append(a) or True)
     q = type("Tensor", (), {"requires_grad": False})()
     assert api.sdpa(q, q, q, window=(3, 4), out=q) is q
     assert api.sdpa(q, q, q, causal="lower_right", attn_mask=q, softcap=2.0, out=q, scale=0.5) is q

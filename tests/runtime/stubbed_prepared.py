@@ -280,7 +280,9 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
     [
         ([[1, 2]], "expected more than 16 integers"),
         ([kernel(maps=(0, 64, 64, 128))[:-1]], "expected more than 40 integers"),
-        ([[*kernel(), 0]], "expected no more after 1 kernels"),
+        ([[*kernel(), *(1, 9, 0), *(2, 1, 1, 64, 0, 0), 0]], "expected no more after 1 kernels"),
+        ([[*kernel(), *(1, 9, 0), *(2, 1, 1, 64, 0)]], "expected more than"),
+        ([[*kernel(), *(1, 9, 0), *(2, 1, 0, 64, 0, 0)]], "expected rows of a tile"),
         ([kernel(maps=(0, 64, 64, 128) * 9)], "expected at most 8 tensor maps, got 9"),
         ([kernel()] * 9, "expected at most 8 kernels, got 9"),
         ([kernel(maps=(32, 64, 64, 128))], "expected an operand below 32, got 32"),

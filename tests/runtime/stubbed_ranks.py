@@ -109,7 +109,6 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
             result = launch(*arguments)
         return result
 
-    monkeypatch.setattr(sdpa_api, "_launch", counted(sdpa))
     monkeypatch.setattr(sdpa_api, "_launch_or_kind", counted(sdpa))
     monkeypatch.setattr(launcher, "_library", library)
     monkeypatch.setattr(launcher, "play", counted(library.play))

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Never
 
-_launch = launcher.launch
 _launch_or_kind = launcher.launch_or_kind
 _launch_known = launcher.launch_known
 _empty_like = torch.empty_like
@@ -385,8 +384,8 @@ def sdpa(
             if unmasked:
                 lse = _launch_or_kind(query, key, value, result, return_lse, code, scale)
                 if type(lse) is int:
-                    wanted = return_lse, code, scale
-                    lse = forward.resized(lse, query, key, value, result, *wanted) if out is None else None
+                    plain_call = query, key, value, result, return_lse, code, scale
+                    lse = forward.resized(lse, plain_call) if out is None else None
             elif is_causal and attn_mask is not None:
                 lse = None
             elif known is not None:
@@ -410,22 +409,12 @@ def sdpa(
                     softcap,
                 )
             else:
-                left, right = (-1, -1) if window is None else window
-                lse = _launch(
-                    query,
-                    key,
-                    value,
-                    result,
-                    return_lse,
-                    code,
-                    scale,
-                    attn_mask,
-                    alibi_slopes,
-                    sinks,
-                    left,
-                    right,
-                    softcap,
-                )
+                ends = (-1, -1) if window is None else window
+                plain_call = query, key, value, result, return_lse, code, scale
+                masked = *plain_call, attn_mask, alibi_slopes, sinks, *ends, softcap
+                lse = _launch_or_kind(*masked)
+                if type(lse) is int:
+                    lse = forward.resized(lse, masked) if out is None else None
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice

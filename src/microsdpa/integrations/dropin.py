@@ -300,7 +300,7 @@ def _at_once(
             code = OPTIONS[is_causal, None, enable_gqa, impl, None]
             found = _launch_or_kind(query, key, value, out, False, code, scale)
             if type(found) is int:
-                found = forward.resized(found, query, key, value, out, False, code, scale)
+                found = forward.resized(found, (query, key, value, out, False, code, scale))
             if found is not None:
                 return out
         except MISSES:

@@ -158,7 +158,7 @@ def _keys_of_general(problem: Problem, rounds: int) -> int:
         return 128 if tensor in (None, "bool") else MOST_KEYS_OF_GENERAL
     if tensor is None:
         if problem.seqlen_q > 2 * TILE or not (narrow or (middle and 2 < rounds <= 8)):
-            return 32 if rounds <= MOST_ROUNDS_OF_LATENCY else 0
+            return 32 if problem.seqlen_k <= 32 and rounds <= MOST_ROUNDS_OF_LATENCY else 0
         if problem.causal:
             return 128
         return 64 if not narrow else 128 if rounds <= 8 else 96

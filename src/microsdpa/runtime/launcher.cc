@@ -272,14 +272,16 @@ bool gradients_dropped(ffi::PackedArgs args) {
 
 // Registers the plan of a validated call, and gives it. The numbers are the context, bytes of scratch memory, the first
 // and the last length of K that the plan is for, the fields of VarlenLaunch and of ChangedRows, and the kernels in the
-// order of their launch.
+// order of their launch. Of a plan that is for other sizes too, the further fields of SizeRange follow, and Sizing of
+// each kernel.
 std::shared_ptr<const Plan> register_plan(Integers integers, const ffi::Bytes& params, bool is_parsed,
                                           const Call& call) {
   TVM_FFI_CHECK(is_parsed, ValueError) << "expected [B, H, S, D] CUDA tensors that do not overlap the output";
   auto plan = std::make_shared<Plan>();
   plan->context = reinterpret_cast<CUcontext>(integers.next());
   plan->workspace_bytes = integers.next();
-  plan->growth.first = integers.next(), plan->growth.last = integers.next();
+  plan->range.first = integers.next(), plan->range.last = integers.next();
+  plan->range.first_batch = plan->range.last_batch = call.key.tensors[QUERY].shape[0];
   plan->varlen.block_m = integers.next(), plan->varlen.ctas = integers.next();
   plan->varlen.workspace_bytes = integers.next(), plan->varlen.cluster = integers.next();
   plan->varlen.box_rows = integers.next(), plan->varlen.box_columns = integers.next();
@@ -293,9 +295,13 @@ std::shared_ptr<const Plan> register_plan(Integers integers, const ffi::Bytes& p
       plan->kernels.push_back(read_kernel(integers, at, end, call, plan->changed, i == 0));
     }
   });
+  if (!integers.at_end()) {
+    plan->range.first_batch = integers.next(), plan->range.last_batch = integers.next();
+    plan->range.queries_follow = integers.next() != 0;
+    for (PlannedKernel& kernel : plan->kernels) kernel.sizing = read_sizing(integers);
+  }
   TVM_FFI_CHECK(integers.at_end(), ValueError) << "numbers: expected no more after " << kernels << " kernels";
-  CallKey common;
-  if (plan->growth.first <= plan->growth.last && growing_key(call.key, common)) growing_plans().insert(common, plan);
+  if (!call.key.varlen()) add_ranged(call.key, plan);
   plans().insert(call.key, plan);
   return plan;
 }
@@ -418,7 +424,7 @@ std::int64_t plan_count() { return plans().size(); }
 
 void clear_kinds() { kinds().clear(); }
 
-void clear_plans() { plans().clear(), growing_plans().clear(), kinds().clear(); }
+void clear_plans() { plans().clear(), ranged_plans().clear(), kinds().clear(); }
 
 }  // namespace
 

@@ -18,6 +18,7 @@ from microsdpa.errors import MicrosdpaError
 from microsdpa.jit import CompiledKernel, compile_kernel, unexcused
 from microsdpa.kernels import Grid, KernelSpec
 from microsdpa.kernels.problem import Problem, target_of, virtual
+from microsdpa.kernels.ranges import SizeRange
 from microsdpa.kernels.registry import varlen_kernel
 from microsdpa.kernels.spec import ChangedRows
 from microsdpa.runtime.direct import direct
@@ -319,7 +320,8 @@ SCALE, SCALE_LOG2, SOFTCAP_LOG2, KEPT, KEPT_SCALE = range(5)
 
 They are the softmax's scale, the same and the soft cap times log2(e), and the first two of Dropped.
 """
-NO_GROWTH = 1, 0
+NO_LENGTHS = 1, 0
+"""First and last length of K of a plan that is for no other sizes than its own."""
 NO_VARLEN = 0, 0, 0, 1, 0, 0
 NO_CHANGED_ROWS = ChangedRows.AS_IT_IS, ChangedRows.AS_IT_IS, 0
 
@@ -386,21 +388,19 @@ def register(
     kernels: Sequence[PlannedKernel],
     target: str,
     workspace_bytes: int = 0,
-    growth: tuple[int, int] = NO_GROWTH,
     varlen: tuple[int, int, int, int, int, int] = NO_VARLEN,
 ) -> None:
     """Compile and load kernels, and register the plan that `launch` finds for these validated arguments.
 
     For those of a GradientCall it is `gradients` that finds it.
 
-    `growth` is the first and the last length of K for which the kernels are the chosen ones: a call that differs in
-    this length, and in strides, gets a plan without coming here. `varlen` is VarlenLaunch of plan.h.
+    `varlen` is VarlenLaunch of plan.h.
 
     Raises:
         CompileError: a kernel does not compile.
         RuntimeError: the driver refuses to load one.
     """
-    integers, context = [0, workspace_bytes, *growth, *varlen, *NO_CHANGED_ROWS, len(kernels)], 0
+    integers, context = [0, workspace_bytes, *NO_LENGTHS, *varlen, *NO_CHANGED_ROWS, len(kernels)], 0
     for kernel in kernels:
         spec, maps = kernel.spec, kernel.tensor_maps
         function, context = load_kernel(_compiled(spec, target), call[0].device.index)
@@ -437,8 +437,8 @@ class _Stage(NamedTuple):
 class _Loaded(NamedTuple):
     """The kernels of `spec.stages`, loaded. A new size waits for this: what sizes do not change is packed once.
 
-    `head` and `rest` are the integers before and behind the growth, up to the grid of the first kernel, of a call
-    without scratch memory; `rest` is None where sizes decide about it.
+    `head` and `rest` are the integers before and behind the lengths of K, up to the grid of the first kernel, of a call
+    without scratch memory; `rest` is None where sizes decide about it. `sizings` are Sizing of plan.h of each kernel.
     """
 
     spec: KernelSpec
@@ -446,12 +446,20 @@ class _Loaded(NamedTuple):
     stages: list[_Stage]
     head: bytes
     rest: bytes | None
+    sizings: bytes
 
 
 _loaded_specs: dict[tuple[int, int], _Loaded] = {}
 """By the id of a specification and a device."""
 
-_PAIR, _GRID = struct.Struct("2q"), struct.Struct("3q")
+_PAIR, _TRIPLE = struct.Struct("2q"), struct.Struct("3q")
+_FIXED, _ORDERS = 0, {"x": 1, "xyz": 2}
+"""Sizing::Order of plan.h: a grid that sizes do not decide about alone, and others by KernelSpec.grid_order."""
+
+
+def _sizing(spec: KernelSpec) -> list[int]:
+    order = _FIXED if spec.changed_rows is not None else _ORDERS.get(spec.grid_order, _FIXED)
+    return [order, spec.split, spec.pack, spec.block_m, spec.max_ctas, spec.workspace_row_bytes]
 
 
 def _loaded_stages(spec: KernelSpec, target: str, device: int) -> _Loaded:
@@ -468,26 +476,30 @@ def _loaded_stages(spec: KernelSpec, target: str, device: int) -> _Loaded:
             has_scratch = stage.workspace_row_bytes > 0 or stage.tile_lists is not None
             stages.append(_Stage(stage, _packed([function]), packed, has_scratch))
         sized = stages[0].spec.changed_rows is not None or any(stage.has_scratch for stage in stages)
-        rest = None if sized else _behind_growth(NO_CHANGED_ROWS, len(stages)) + stages[0].function
-        found = _loaded_specs[id(spec), device] = _Loaded(spec, context, stages, _packed([context, 0]), rest)
+        rest = None if sized else _behind_lengths(NO_CHANGED_ROWS, len(stages)) + stages[0].function
+        sizings = b"".join([_packed(_sizing(stage.spec)) for stage in stages])
+        found = _loaded_specs[id(spec), device] = _Loaded(spec, context, stages, _packed([context, 0]), rest, sizings)
     return found
 
 
-def _behind_growth(changed: tuple[int, int, int], stages: int) -> bytes:
+def _behind_lengths(changed: tuple[int, int, int], stages: int) -> bytes:
     return _packed([*NO_VARLEN, *changed, stages])
 
 
-def prepare(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int] = NO_GROWTH) -> None:
+def prepare(problem: Problem, spec: KernelSpec, call: Call, others: SizeRange | None = None) -> None:
     """register() for the kernels of `spec`, which have 16-bit operands.
+
+    `others` are sizes for which the kernels are the chosen ones: a call that differs in these, and in strides, gets a
+    plan without coming here.
 
     Raises:
         CompileError: a kernel does not compile.
         RuntimeError: the driver refuses to load one.
     """
-    _library.register_plan(_numbers_of(problem, spec, call, growth), b"", *call)
+    _library.register_plan(_numbers_of(problem, spec, call, others), b"", *call)
 
 
-def prepare_and_launch(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int] = NO_GROWTH) -> Any:
+def prepare_and_launch(problem: Problem, spec: KernelSpec, call: Call, others: SizeRange | None = None) -> Any:
     """prepare(), and then `launch`, in one foreign call.
 
     Raises:
@@ -495,26 +507,28 @@ def prepare_and_launch(problem: Problem, spec: KernelSpec, call: Call, growth: t
         RuntimeError: the driver refuses to load one, or to launch it.
     """
     found = _loaded_stages(spec, problem.target, call[0].device.index)
-    if found.rest is None or len(found.stages) > 1:
-        return _register_and_launch(_numbers_of(problem, spec, call, growth), b"", *call)
+    if others is not None or found.rest is None or len(found.stages) > 1:
+        return _register_and_launch(_numbers_of(problem, spec, call, others), b"", *call)
     (stage,) = found.stages
-    return _register_sized(found.head, *growth, found.rest, *stage.spec.grid(problem), stage.rest, *call)
+    return _register_sized(found.head, *NO_LENGTHS, found.rest, *stage.spec.grid(problem), stage.rest, *call)
 
 
-def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, growth: tuple[int, int]) -> bytes:
+def _numbers_of(problem: Problem, spec: KernelSpec, call: Call, others: SizeRange | None) -> bytes:
     """What register_plan reads of the kernels of `spec`, which are compiled and loaded."""
-    _, context, stages, head, rest = _loaded_stages(spec, problem.target, call[0].device.index)
+    _, context, stages, head, rest, sizings = _loaded_stages(spec, problem.target, call[0].device.index)
     if rest is None:
         ahead = stages[0].spec.changed_rows
         changed = NO_CHANGED_ROWS if ahead is None else ahead.places(problem)
         scratch = max([stage.spec.workspace_bytes(problem) if stage.has_scratch else 0 for stage in stages])
         head = _packed([context, changed[-1] + scratch])
-        rest = _behind_growth(changed, len(stages)) + stages[0].function
-    found = head + _PAIR.pack(*growth) + rest
+        rest = _behind_lengths(changed, len(stages)) + stages[0].function
+    found = head + (_PAIR.pack(*NO_LENGTHS) if others is None else _PAIR.pack(others.first, others.last)) + rest
     for stage in stages:
         function = b"" if stage is stages[0] else stage.function
-        found += function + _GRID.pack(*stage.spec.grid(problem)) + stage.rest
-    return found
+        found += function + _TRIPLE.pack(*stage.spec.grid(problem)) + stage.rest
+    if others is None:
+        return found
+    return found + _TRIPLE.pack(others.first_batch, others.last_batch, others.queries_follow) + sizings
 
 
 def prepare_varlen(problem: Problem, specs: Sequence[KernelSpec], call: Call) -> None:

@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -34,6 +35,29 @@ struct NumberPlace {
   int number;
 };
 
+// How the grid and the scratch memory of a kernel follow from a call's sizes, as work() and workspace_bytes() of
+// kernels/spec.py have it.
+struct Sizing {
+  enum Order { FIXED, ALONG_X, XYZ };  // of CTAs: a grid that the plan has, or CTAs along x, or along x, y and z
+
+  std::int64_t order, split, pack, block_m, max_ctas, row_bytes;
+
+  void apply(const CallKey& key, unsigned (&grid)[3]) const {
+    if (order == FIXED) return;
+    const std::int64_t (&query)[4] = key.tensors[QUERY].shape;
+    const std::int64_t tiles = (query[2] * pack + block_m - 1) / block_m;
+    const std::int64_t parts = split * (order == XYZ ? 1 : tiles * query[0]) * query[1] / pack;
+    grid[0] = static_cast<unsigned>(max_ctas ? std::min(parts, max_ctas) : parts);
+    grid[1] = static_cast<unsigned>(order == XYZ ? tiles : 1);
+    grid[2] = static_cast<unsigned>(order == XYZ ? query[0] : 1);
+  }
+
+  std::int64_t scratch_bytes(const CallKey& key) const {
+    const std::int64_t (&query)[4] = key.tensors[QUERY].shape;
+    return row_bytes * query[0] * query[1] * query[2];
+  }
+};
+
 // A kernel with its parameter, in which only what may differ from call to call is left open.
 struct PlannedKernel {
   static constexpr std::size_t MAX_PARAMS = 640;
@@ -43,6 +67,7 @@ struct PlannedKernel {
   std::vector<Pointer> pointers;
   std::vector<NumberPlace> numbers;
   bool only_with_lse;
+  Sizing sizing{};
 
   void issue(const Driver& driver, CUstream stream, const Addresses& addresses, const Numbers& values) const {
     alignas(16) char filled[MAX_PARAMS];
@@ -56,12 +81,16 @@ struct PlannedKernel {
   }
 };
 
-// Lengths of K for which a plan's kernels are the ones that would be chosen: such a call gets its plan from this one.
-// Sizes, strides and what the masks hide are then the call's own.
-struct Growth {
-  std::int64_t first, last;
+// Sizes for which a plan's kernels are the ones that would be chosen: such a call gets its plan from this one. Strides
+// and what the masks hide are then the call's own.
+struct SizeRange {
+  std::int64_t first_batch, last_batch, first, last;  // of batch sizes, and of lengths of K
+  bool queries_follow;                                // whether S_q is S_k; else it is that of the plan
 
-  bool has(std::int64_t seqlen_k) const { return first <= seqlen_k && seqlen_k <= last; }
+  bool is_empty() const { return first_batch > last_batch || first > last; }
+  bool has(std::int64_t batch, std::int64_t seqlen_k) const {
+    return first_batch <= batch && batch <= last_batch && first <= seqlen_k && seqlen_k <= last;
+  }
 };
 
 // What the launch of a plan for sequences of many lengths depends on, beside the call: the kernel's tiles of rows, the
@@ -89,10 +118,23 @@ struct Plan {
   std::vector<PlannedKernel> kernels;  // launched one after another
   std::int64_t workspace_bytes;        // scratch memory of one call
   ChangedRows changed;
-  Growth growth;
-  VarlenLaunch varlen;  // of no CTAs for other plans
-  std::int64_t node;    // the operator of torch's whose node of autograd has the call's gradient: see torch_nodes.h
-  std::int64_t kind;    // of kinds() in plans.h
+  SizeRange range;
+  std::shared_ptr<const Plan> next;  // in ranged_plans() of plans.h: of other sizes
+  VarlenLaunch varlen;               // of no CTAs for other plans
+  std::int64_t node;  // the operator of torch's whose node of autograd has the call's gradient: see torch_nodes.h
+  std::int64_t kind;  // of kinds() in plans.h
+
+  // Scratch memory of kernels whose sizing says it: they have it in turn, behind what others read of changed rows.
+  void size_scratch(const CallKey& key) {
+    for (const PlannedKernel& kernel : kernels) {
+      if (!kernel.sizing.row_bytes) continue;
+      workspace_bytes = changed.bytes;
+      for (const PlannedKernel& each : kernels) {
+        workspace_bytes = std::max(workspace_bytes, changed.bytes + each.sizing.scratch_bytes(key));
+      }
+      return;
+    }
+  }
 };
 
 // Readers share the lock, so concurrent callers do not wait for one another. Keys are compared as bytes.

@@ -58,6 +58,18 @@ inline KernelLaunch read_launch(Integers& integers) {
   return kernel;
 }
 
+// How a kernel's grid and scratch memory follow from sizes: the fields of Sizing.
+inline Sizing read_sizing(Integers& integers) {
+  Sizing sizing{};
+  for (std::int64_t* field :
+       {&sizing.order, &sizing.split, &sizing.pack, &sizing.block_m, &sizing.max_ctas, &sizing.row_bytes}) {
+    *field = integers.next();
+  }
+  TVM_FFI_CHECK(sizing.order == Sizing::FIXED || (sizing.pack > 0 && sizing.block_m > 0), ValueError)
+      << "numbers: expected rows of a tile, and heads that share one";
+  return sizing;
+}
+
 // A tensor map: its operand, the box's rows, columns and swizzle, the bytes from the operand's start to an array, that
 // array's element bytes, shape and strides in elements. No element bytes stand for the operand as it is.
 inline EncodedTensorMap read_tensor_map(Integers& integers, const Addresses& addresses, const TensorKey* operands) {

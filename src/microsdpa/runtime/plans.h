@@ -1,4 +1,4 @@
-// The plans of this process: those of exact calls, and what they are for calls whose K has another length.
+// The plans of this process: those of exact calls, and what they are for calls of other sizes.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,6 @@
 namespace microsdpa {
 
 inline PlanTable& plans() {
-  static PlanTable table;
-  return table;
-}
-
-// Plans by what they keep when K grows: growing_key() gives the keys.
-inline PlanTable& growing_plans() {
   static PlanTable table;
   return table;
 }
@@ -51,32 +45,9 @@ inline bool is_bulk(const TensorKey& tensor) {
   });
 }
 
-// The plan of a call whose K has another length than that of a plan before it; null where there is none.
-inline std::shared_ptr<const Plan> grown_plan(const Call& call) {
-  CallKey common;
-  if (!growing_key(call.key, common)) return nullptr;
-  const std::shared_ptr<const Plan> before = growing_plans().find(common);
-  if (!before || !before->growth.has(call.key.tensors[KEY].shape[2])) return nullptr;
-  auto plan = std::make_shared<Plan>(*before);
-  plan->node = 0;
-  guarded([&] {
-    ScopedContext current(driver(), plan->context);
-    for (PlannedKernel& kernel : plan->kernels) {
-      fill(kernel, call.key, plan->changed, &kernel == &plan->kernels.front());
-      for (EncodedTensorMap& map : kernel.launch.tensor_maps) {
-        if (map.spec.operand == WORKSPACE) continue;  // Q as it was changed, of which nothing grows
-        const TensorKey& tensor = call.key.tensors[map.spec.operand];
-        if (!is_bulk(tensor)) return plan.reset();
-        map = encode_tensor_map(driver(), map.spec, tensor, call.addresses[map.spec.operand]);
-      }
-    }
-  });
-  if (plan) plans().insert(call.key, plan);
-  return plan;
-}
-
-// Calls without masks by what they have in common that differ in batch size, lengths and strides alone: resized_key()
-// gives the keys. A plan in this table is none to launch: its `kind` is the number that Python knows the calls by.
+// Calls without tensors of masks by what they have in common that differ in batch size, lengths and strides alone:
+// resized_key() gives the keys. A plan in this table is none to launch: its `kind` is the number that Python knows the
+// calls by.
 inline PlanTable& kinds() {
   static PlanTable table;
   return table;
@@ -88,8 +59,7 @@ inline bool resized_key(const CallKey& key, CallKey& common) {
   const TensorKey *query = &key.tensors[QUERY], *keys = &key.tensors[KEY], *out = &key.tensors[OUT];
   const auto differ = [](const TensorKey& a, const TensorKey& b) { return !std::equal(a.shape, a.shape + 3, b.shape); };
   // Head dimensions stay in the key, of which value and output may have another.
-  if (key.given || key.left != -1 || key.right != -1 || key.capped || differ(*query, *out) ||
-      differ(*keys, key.tensors[VALUE]) || keys->shape[0] != query->shape[0]) {
+  if (key.given || differ(*query, *out) || differ(*keys, key.tensors[VALUE]) || keys->shape[0] != query->shape[0]) {
     return false;
   }
   common = key;
@@ -103,9 +73,77 @@ inline bool resized_key(const CallKey& key, CallKey& common) {
   return true;
 }
 
+// Plans by what they keep in the range of their sizes: ranged_key() gives the keys. Plans of one key are a list.
+inline PlanTable& ranged_plans() {
+  static PlanTable table;
+  return table;
+}
+
+// What calls have in common that differ in sizes of such a range, in strides, and so in addresses. False for a call
+// that no range has. Where tensors of masks are given, only the length of K may differ.
+inline bool ranged_key(const CallKey& key, bool queries_follow, CallKey& common) {
+  if (key.given) return !queries_follow && growing_key(key, common);
+  const std::int64_t queries = key.tensors[QUERY].shape[2], keys = key.tensors[KEY].shape[2];
+  if (keys < 2 || (queries_follow && queries != keys) || !resized_key(key, common)) return false;
+  const std::int64_t kept = queries_follow ? 0 : queries;
+  common.tensors[QUERY].shape[2] = common.tensors[OUT].shape[2] = kept;
+  return true;
+}
+
+// Lets calls of other sizes have their plan from this one, as far as its range has them.
+inline void add_ranged(const CallKey& key, const std::shared_ptr<Plan>& plan) {
+  constexpr int LONGEST_LIST = 16;
+  CallKey common;
+  if (plan->range.is_empty() || !ranged_key(key, plan->range.queries_follow, common)) return;
+  std::shared_ptr<const Plan> others = ranged_plans().find(common);
+  int length = 0;
+  for (const Plan* other = others.get(); other; other = other->next.get()) ++length;
+  auto first = std::make_shared<Plan>(*plan);
+  first->next = length < LONGEST_LIST ? std::move(others) : nullptr;
+  ranged_plans().insert(common, first);
+}
+
+// The plan of a call by that of a call of other sizes, with the same kernels; null where a tensor map cannot describe
+// one of its tensors.
+inline std::shared_ptr<const Plan> plan_like(const Plan& before, const Call& call) {
+  auto plan = std::make_shared<Plan>(before);
+  plan->node = 0, plan->next = nullptr;
+  guarded([&] {
+    ScopedContext current(driver(), plan->context);
+    for (PlannedKernel& kernel : plan->kernels) {
+      fill(kernel, call.key, plan->changed, &kernel == &plan->kernels.front());
+      kernel.sizing.apply(call.key, kernel.launch.grid);
+      for (EncodedTensorMap& map : kernel.launch.tensor_maps) {
+        if (map.spec.operand == WORKSPACE) continue;  // Q as it was changed, of which nothing grows
+        const TensorKey& tensor = call.key.tensors[map.spec.operand];
+        if (!is_bulk(tensor)) return plan.reset();
+        map = encode_tensor_map(driver(), map.spec, tensor, call.addresses[map.spec.operand]);
+      }
+    }
+  });
+  if (plan) plan->size_scratch(call.key);
+  return plan;
+}
+
+// The plan of a call whose sizes are in the range of a plan before it; null where there is none.
+inline std::shared_ptr<const Plan> ranged_plan(const Call& call) {
+  const std::int64_t batch = call.key.tensors[QUERY].shape[0], keys = call.key.tensors[KEY].shape[2];
+  for (const bool queries_follow : {true, false}) {
+    CallKey common;
+    if (!ranged_key(call.key, queries_follow, common)) continue;
+    std::shared_ptr<const Plan> before = ranged_plans().find(common);
+    while (before && !before->range.has(batch, keys)) before = before->next;
+    if (!before) continue;
+    std::shared_ptr<const Plan> plan = plan_like(*before, call);
+    if (plan) plans().insert(call.key, plan);
+    return plan;
+  }
+  return nullptr;
+}
+
 inline std::shared_ptr<const Plan> plan_of(const Call& call) {
   std::shared_ptr<const Plan> plan = plans().find(call.key);
-  return plan ? plan : grown_plan(call);
+  return plan ? plan : ranged_plan(call);
 }
 
 }  // namespace microsdpa

@@ -272,7 +272,8 @@ def _decoding(problem: Problem) -> Tiling | None:
     useful = [split for split in SPLITS if split == 1 or split * tiling.block_n * tiling.warps_n <= keys]
     merged = max(split for split in useful if split == 1 or tiles <= CLUSTERS.get(split, 0))
     apart = max(split for split in useful if split == 1 or split * tiles <= sms)
-    clustered = merged > 1 and keys / merged - keys / apart <= KEYS_OF_A_LAUNCH
+    # keys / merged - keys / apart, compared in integers.
+    clustered = merged > 1 and keys * (apart - merged) <= KEYS_OF_A_LAUNCH * merged * apart
     split = merged if clustered else apart
     if problem.head_dim <= 128 and keys >= KEYS_FOR_EIGHT_WARPS * split:
         tiling = DECODE_WIDE

@@ -122,7 +122,7 @@ def configuration(problem: Problem, cluster: int) -> Latency:
     """The configuration with `cluster` CTAs a query tile: everything resident when it fits, else the deepest ring."""
     rounds, shared_bytes = key_rounds(problem, cluster), chip_of(problem.target).shared_per_cta
     is_causal = problem.causal is not None
-    return _configuration(padded(problem.head_dim), is_causal, problem.mask, cluster, rounds, shared_bytes)
+    return _configuration(padded(problem.head_dim), is_causal, problem.mask, cluster, int(rounds), shared_bytes)
 
 
 @functools.lru_cache(maxsize=1024)

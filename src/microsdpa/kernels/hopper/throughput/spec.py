@@ -250,11 +250,13 @@ def _cheapest(problem: Problem, found: tuple[Tiles, ...]) -> Tiles:
         return best
     sms, heads, seqlen_k = chip_of(problem.target).sms, problem.batch * problem.heads, problem.seqlen_k
     early, seqlen_q, least = ends_early(problem), problem.seqlen_q, inf
+    # Query tiles of different lengths are shared out evenly where they are many: heads are a factor of all clocks.
+    even = early and heads * -(-seqlen_q // max([tiles.block_m for tiles in found])) > sms
     for tiles in found:
         whole = -(-seqlen_k // tiles.block_n)
         key_tiles = (whole + 1) / 2 if early else whole  # of a query tile, in the mean
         clocks = key_tiles * tiles.tile_clocks + tiles.around_clocks
-        clocks *= rounds(sms, heads, seqlen_q, early, tiles)
+        clocks *= -(-seqlen_q // tiles.block_m) if even else rounds(sms, heads, seqlen_q, early, tiles)
         if clocks < least:
             best, least = tiles, clocks
     return best
