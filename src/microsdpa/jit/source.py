@@ -6,6 +6,7 @@ import functools
 import hashlib
 import posixpath
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,16 @@ KERNELS_DIR = Path(__file__).resolve().parent.parent / "kernels"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"(?P<local>[^"]+)"|<(?P<system>[^>]+)>)', re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.MULTILINE)
+
+
+State = tuple[int, int, int, int]
+"""What changes with a file: its inode, size, and times of the last changes of its bytes and of itself."""
+Files = dict[Path, State]
+
+_expanded: dict[tuple[str, Path, Path | None], tuple[Files, str]] = {}
+"""Texts that were expanded, and the files that each was made of."""
+SETTLED_NS = 2_000_000_000
+"""Age of a file's last change from which on its state tells of a later one, also where clocks of files are coarse."""
 
 
 def expand(source: str, root: Path = KERNELS_DIR, overrides: Path | None = None) -> str:
@@ -25,14 +36,35 @@ def expand(source: str, root: Path = KERNELS_DIR, overrides: Path | None = None)
     Raises:
         FileNotFoundError: an included file does not exist; the message names the file that includes it.
     """
-    return _expand(source, root, overrides, set())
+    asked = (source, root, overrides)
+    files, text = _expanded.get(asked, ({}, ""))
+    if files and all(_state(path) == state for path, state in files.items()):
+        return text
+    files, seen = {}, set[str]()
+    text = _expand(source, root, overrides, seen, files)
+    latest = max(max(changes) for _, _, *changes in files.values())
+    if latest < time.time_ns() - SETTLED_NS:
+        _expanded[asked] = files, text
+    else:
+        _expanded.pop(asked, None)
+    return text
 
 
-def _expand(name: str, root: Path, overrides: Path | None, seen: set[str]) -> str:
+def _state(path: Path) -> State | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _expand(name: str, root: Path, overrides: Path | None, seen: set[str], files: Files) -> str:
     seen.add(name)
-    place = overrides if overrides and name.startswith("ptx/") else root
+    path = (overrides if overrides and name.startswith("ptx/") else root) / name
     lines = [f'#line 1 "{name}"']
-    text = _PRAGMA_ONCE.sub("", (place / name).read_text(encoding="utf-8"))
+    if state := _state(path):  # before it is read: a change in between is seen the next time
+        files[path] = state
+    text = _PRAGMA_ONCE.sub("", path.read_text(encoding="utf-8"))
     for number, line in enumerate(text.splitlines(), start=1):
         match = _INCLUDE.match(line) if "include" in line else None
         if not match or not match["local"]:
@@ -42,7 +74,7 @@ def _expand(name: str, root: Path, overrides: Path | None, seen: set[str]) -> st
         if not ((overrides if overrides and header.startswith("ptx/") else root) / header).is_file():
             raise FileNotFoundError(f"{name}:{number}: no file {match['local']!r}")
         if header not in seen:
-            lines += [_expand(header, root, overrides, seen), f'#line {number + 1} "{name}"']
+            lines += [_expand(header, root, overrides, seen, files), f'#line {number + 1} "{name}"']
         else:
             lines.append("")
     return "\n".join(lines)
