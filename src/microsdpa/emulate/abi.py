@@ -66,6 +66,8 @@ class NormedParams(ctypes.Structure):
     )
 
 
+PLACE_BITS, PLACE_CALLS = 21, 3
+"""A place in a kernel library has that many calls of that many bits each."""
 VIEW_ALIGNMENT = 128
 """Bytes that the tensor views, which follow the parameters, start on."""
 

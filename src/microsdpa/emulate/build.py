@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -39,12 +40,14 @@ RUNTIME_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"
 # Variables share no memory: what wgmma reads of one that is gone, a register still holds.
 # Kernels throw nothing, and neither does what they call: without landing pads g++ has less to compile.
 KERNEL_FLAGS = (
-    *("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-w"),
-    *("-fno-exceptions", "-fsanitize=thread"),
+    *("-std=c++17", "-Og", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden", "-w"),
+    *("-fno-exceptions", "-fsanitize=thread", "-fno-omit-frame-pointer"),
 )
+# -fwhole-program: what several functions call is compiled once, and what has a single caller becomes a part of it.
 # The last ones spare g++ a fifth to a third of its time. Where variables live is in no line table, and registers are
 # given out when the calls to the emulator are in place.
 GCC_FLAGS = (
+    "-fwhole-program",
     *("-fno-tree-sra", "-fno-tree-vectorize", "-fstack-reuse=none", "--param=tsan-instrument-func-entry-exit=0"),
     *("-fno-var-tracking", "-fira-region=one", "-fno-ipa-ra"),
 )
@@ -53,13 +56,29 @@ CLANG_FLAGS = (
     *("-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-no-stack-coloring"),
 )
 
+OPERANDS_OF_CALLERS = (
+    *("hopper/latency/online.cuh", "hopper/latency/unrolled.cuh", "hopper/throughput_8bit/wide_promoting.cuh"),
+)
+"""Files of which functions return while a wgmma reads their variables, which are registers on a GPU: they are inlined.
+
+Where a file is missing here, the emulator says that registers were written while a wgmma was in flight.
+"""
+
+_FILE = re.compile(r'^#line \d+ "([^"]+)"$', re.MULTILINE)
+_RETURNS_NUMBER = re.compile(
+    r"__forceinline__(?= (?:(?:static|explicit|constexpr) )*"
+    r"(?:(?:void|bool|int|float|double|unsigned|u?int(?:8|16|32|64)) \w+|[^(){};=]+[*&] ?\w+|\w+)\()"
+)
+"""Of a function that returns nothing, a number or an address, and of a constructor."""
+
 _ENTRY = """
 #line 1 "entry"
-extern "C" __attribute__((visibility("default"))) void microsdpa_entry(const void* params) {{
+#define MICROSDPA_EXPORTED extern "C" __attribute__((visibility("default"), externally_visible))
+MICROSDPA_EXPORTED void microsdpa_entry(const void* params) {{
   {expression}(*static_cast<const {params}*>(params){maps});
 }}
 static thread_local char microsdpa_anchor_byte;
-extern "C" __attribute__((visibility("default"))) void* microsdpa_anchor() {{ return &microsdpa_anchor_byte; }}
+MICROSDPA_EXPORTED void* microsdpa_anchor() {{ return &microsdpa_anchor_byte; }}
 """
 
 
@@ -105,6 +124,21 @@ def _include_flags() -> tuple[str, ...]:
 def expanded(source: str, root: Path = KERNELS_DIR) -> str:
     """A kernel's source with its headers, where the emulator's bodies of kernels/ptx replace those for a GPU."""
     return expand(source, root, overrides=HERE)
+
+
+@functools.lru_cache(maxsize=64)
+def _inlined(text: str) -> str:
+    """An expanded source that says which functions become a part of whoever calls them, and which stay functions.
+
+    Inlined are those of OPERANDS_OF_CALLERS, and what returns an object: where a call's result goes straight to memory,
+    the compiler does not tell the emulator of the access.
+    """
+    first, *rest = _FILE.split(text)  # the text ahead of all directives, then a file's name and its text in turn
+    parts = [first]
+    for file, part in zip(rest[::2], rest[1::2], strict=True):
+        parts.append(part if file in OPERANDS_OF_CALLERS else _RETURNS_NUMBER.sub("__function__", part))
+    lines = _FILE.finditer(text)
+    return parts[0] + "".join(line[0] + part for line, part in zip(lines, parts[1:], strict=True))
 
 
 @dataclass(frozen=True)
@@ -166,7 +200,7 @@ def load(spec: KernelSpec, root: Path = KERNELS_DIR, params: str = "") -> Librar
     views = f"(static_cast<const microsdpa::TensorMap*>(params) + (sizeof({params}) + {abi.VIEW_ALIGNMENT - 1}) / "
     views += f"{abi.VIEW_ALIGNMENT} * {abi.VIEW_ALIGNMENT} / sizeof(microsdpa::TensorMap))"
     maps = "".join(f", {views}[{index}]" for index in range(len(spec.tensor_maps)))
-    text = expanded(spec.source, root) + _ENTRY.format(expression=spec.expression, params=params, maps=maps)
+    text = _inlined(expanded(spec.source, root)) + _ENTRY.format(expression=spec.expression, params=params, maps=maps)
     sources = _digest([cache_version(), text, _headers(), KERNEL_FLAGS, GCC_FLAGS, CLANG_FLAGS, _toolkit()])
     key = _key(sources)
     with _lock:
@@ -222,7 +256,7 @@ def _toolkit() -> str:
 
 def cache_version() -> int:
     """Changes when libraries built before cannot be used any more."""
-    return 2
+    return 3
 
 
 def _open(name: str, path: Path) -> Library:
@@ -289,7 +323,7 @@ def _compile_kernel(name: str, text: str, directory: Path) -> Path:
     with _lock:
         precompiled = _precompiled()
     first = () if precompiled is None else (f"-I{precompiled}",)
-    command = [compiler(), *_kernel_flags(), *first, *_include_flags(), "-include", "device.h"]
+    command = [compiler(), *_kernel_flags(), *first, *_include_flags(), "-include", "device.h", "-include", "hooks.h"]
     _run([*command, "-c", str(source), "-o", str(unit)], f"{name} for the emulator", text)
     _run([compiler(), "-shared", str(unit), "-o", str(library)], f"{name} for the emulator", text)
     return library

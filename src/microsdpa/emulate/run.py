@@ -310,10 +310,18 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
-    """Source lines of places in a kernel library; where a call was inlined, the line in the kernel as well."""
+    """Source lines of places in a kernel library, each with the lines of its callers."""
     if not places:
         return {}
-    command = ["addr2line", "-a", "-i", "-e", str(library.path), *(hex(place) for place in places)]
+    calls = {place: _calls(place) for place in places}
+    command = [
+        "addr2line",
+        "-a",
+        "-i",
+        "-e",
+        str(library.path),
+        *sorted({hex(at) for of in calls.values() for at in of}),
+    ]
     try:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -332,7 +340,15 @@ def resolve(library: build.Library, places: list[int]) -> dict[int, str]:
             )
             if short not in current and not short.startswith("entry:"):
                 current.append(short)
-    return {place: " < ".join(lines.get(place, ["?"])[:3]) for place in places}
+    found = {place: dict.fromkeys(line for at in of for line in lines.get(at, ["?"])) for place, of in calls.items()}
+    return {place: " < ".join(list(of)[:3]) for place, of in found.items()}
+
+
+def _calls(place: int) -> list[int]:
+    """Offsets in the library that a place is made of: the access, then the calls that led there."""
+    mask = 2**abi.PLACE_BITS - 1
+    later = (place >> abi.PLACE_BITS * call & mask for call in range(1, abi.PLACE_CALLS))
+    return [place & mask, *(at for at in later if at)]
 
 
 def _broadcast(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

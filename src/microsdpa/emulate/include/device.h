@@ -25,6 +25,9 @@
 // The runtime takes the library's thread-local segment for the block's shared memory.
 #define __shared__ static thread_local
 #define __forceinline__ inline __attribute__((always_inline))
+// What emulate/build.py puts in its place where a function may be compiled once for all its callers, whose lines the
+// runtime finds on the stack.
+#define __function__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
 

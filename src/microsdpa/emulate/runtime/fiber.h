@@ -13,7 +13,11 @@
 
 namespace microsdpa::emulator {
 
-constexpr std::size_t STACK_BYTES = 256 * 1024;  // reserved; pages are committed when touched
+// Reserved for a stack and the page below it that may not be touched; pages are committed when touched. Stacks start on
+// multiples of it: an address is on the running fiber's stack when it and the stack pointer agree above these bits.
+constexpr std::size_t STACK_STRIDE = 256 * 1024;
+constexpr std::size_t GUARD_BYTES = 4096;
+constexpr std::size_t STACK_BYTES = STACK_STRIDE - GUARD_BYTES;
 
 #if defined(__x86_64__)
 
@@ -23,9 +27,9 @@ extern "C" void microsdpa_switch(void** from, void* to);
 
 class Context {
  public:
-  void start(char* stack, void (*entry)()) {
+  void start(char* stack, std::size_t unused, void (*entry)()) {
     // `ret` pops the entry's address; a function expects the stack 8 bytes off a multiple of 16 on entry.
-    auto** top = reinterpret_cast<void**>(stack + STACK_BYTES - 72);
+    auto** top = reinterpret_cast<void**>(stack + STACK_BYTES - unused - 72);
     top[0] = nullptr;
     *--top = reinterpret_cast<void*>(entry);
     for (int i = 0; i < 6; ++i) *--top = nullptr;
@@ -41,10 +45,10 @@ class Context {
 
 class Context {
  public:
-  void start(char* stack, void (*entry)()) {
+  void start(char* stack, std::size_t unused, void (*entry)()) {
     getcontext(&context_);
     context_.uc_stack.ss_sp = stack;
-    context_.uc_stack.ss_size = STACK_BYTES;
+    context_.uc_stack.ss_size = STACK_BYTES - unused;
     context_.uc_link = nullptr;
     makecontext(&context_, entry, 0);
   }
@@ -59,22 +63,25 @@ class Context {
 // One mapping with the stacks of all threads of a block, each above a page that may not be touched.
 class Stacks {
  public:
-  explicit Stacks(int count) : bytes_(count * (STACK_BYTES + GUARD_BYTES)) {
+  explicit Stacks(int count) : bytes_((count + 1) * STACK_STRIDE) {
     void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
-    memory_ = static_cast<char*>(mapped);
-    for (int i = 0; i < count; ++i) mprotect(memory_ + i * (STACK_BYTES + GUARD_BYTES), GUARD_BYTES, PROT_NONE);
+    mapped_ = static_cast<char*>(mapped);
+    first_ = mapped_ + (-reinterpret_cast<std::uintptr_t>(mapped) & (STACK_STRIDE - 1));
+    for (int i = 0; i < count; ++i) mprotect(first_ + i * STACK_STRIDE, GUARD_BYTES, PROT_NONE);
   }
-  ~Stacks() { munmap(memory_, bytes_); }
+  ~Stacks() { munmap(mapped_, bytes_); }
   Stacks(const Stacks&) = delete;
   Stacks& operator=(const Stacks&) = delete;
 
-  char* at(int i) const { return memory_ + i * (STACK_BYTES + GUARD_BYTES) + GUARD_BYTES; }
+  char* at(int i) const { return first_ + i * STACK_STRIDE + GUARD_BYTES; }
+
+  // Bytes at the top that a stack leaves free, so that the stacks of a block do not fall into the same lines of a cache.
+  static std::size_t unused(int i) { return static_cast<std::size_t>(i % 64) * 320; }
 
  private:
-  static constexpr std::size_t GUARD_BYTES = 4096;
   std::size_t bytes_;
-  char* memory_;
+  char *mapped_, *first_;
 };
 
 }  // namespace microsdpa::emulator

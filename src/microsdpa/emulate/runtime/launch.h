@@ -56,7 +56,7 @@ struct Launch {
 
 // Shared-memory accesses of one place in the code, by whole warps.
 struct SiteCounters {
-  std::uint64_t place;       // address in the kernel library, relative to its load address
+  std::uint64_t place;       // in the kernel library
   std::uint64_t requests;    // warp-wide accesses
   std::uint64_t wavefronts;  // passes that the banks need for them
   std::uint64_t ideal;       // passes without any conflict
@@ -79,7 +79,7 @@ struct Outcome {
   std::int32_t site_count;
   Counters counters;
   SiteCounters sites[MAX_SITES];
-  char message[MESSAGE_BYTES];  // places in the code are written as {0x...}, relative to the load address
+  char message[MESSAGE_BYTES];  // places in the code are written as {0x...}
 };
 
 }  // namespace microsdpa::emulator

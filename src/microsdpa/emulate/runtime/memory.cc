@@ -50,6 +50,30 @@ void* thread_local_data(std::uintptr_t image) {
 
 }  // namespace
 
+void Processor::locate_code() {
+  std::pair<std::uintptr_t, std::size_t> found{job_.launch.image, 0};
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* data) {
+        auto& wanted = *static_cast<std::pair<std::uintptr_t, std::size_t>*>(data);
+        if (info->dlpi_addr != wanted.first) return 0;
+        for (int i = 0; i < info->dlpi_phnum; ++i) {
+          const auto& header = info->dlpi_phdr[i];
+          if (header.p_type == PT_LOAD && header.p_flags & PF_X) {
+            wanted.second = std::max<std::size_t>(wanted.second, header.p_vaddr + header.p_memsz);
+          }
+        }
+        return 1;
+      },
+      &found);
+  code_bytes_ = found.second;
+  if (code_bytes_ <= std::size_t(1) << PLACE_BITS) return;
+  const std::lock_guard<std::mutex> lock(job_.mutex);
+  job_.stop = true;
+  job_.outcome.failed = 1;
+  std::snprintf(job_.outcome.message, MESSAGE_BYTES, "%zu bytes of code, where places are found in %d at most",
+                code_bytes_, 1 << PLACE_BITS);
+}
+
 // `__shared__` variables are the only thread-local variables of a kernel library: its segment is the shared memory.
 void Processor::locate_shared() {
   reinterpret_cast<void* (*)()>(job_.launch.anchor)();  // makes the loader allocate this OS thread's segment
@@ -66,10 +90,10 @@ void Processor::locate_shared() {
   }
 }
 
-void Processor::access(const void* pointer, std::size_t bytes, bool write, bool aligned, std::uint64_t pc) {
+void Processor::access(const void* pointer, std::size_t bytes, bool write, bool aligned,
+                       std::uint64_t place) {
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
   if (is_local(pointer)) return;
-  const std::uint64_t place = pc - job_.launch.image;
   if (aligned && bytes <= 16 && address % bytes) {
     fail_at(place, "misaligned %s of %zu bytes at address %#zx", write ? "write" : "read", bytes,
             static_cast<std::size_t>(address));
@@ -89,6 +113,8 @@ void Processor::access(const void* pointer, std::size_t bytes, bool write, bool 
       fail_at(place, "access past the end of the %zu bytes of dynamic shared memory", dynamic_bytes_);
     }
     shared_access(self_->cta * cta_bytes_ + dynamic_offset_ + offset, bytes, write, place);
+  } else if (!write && address - job_.launch.params < job_.launch.params_bytes) {
+    return;  // the kernel's parameters, which a GPU has in constant memory
   } else {
     check_global(address, bytes, write, place);
     (write ? counters.global_write_bytes : counters.global_read_bytes) += bytes;
@@ -128,7 +154,6 @@ std::string Processor::global_fault(std::uintptr_t address, std::size_t bytes, b
         address < buffer.address ? buffer.address - address : address + bytes - buffer.address - buffer.bytes;
     if (gap < distance) distance = gap, nearest = &buffer;
   }
-  if (!write && address - launch.params < launch.params_bytes) return "";
   Dl_info info;  // constants of the kernel library
   if (!write && dladdr(reinterpret_cast<void*>(address), &info) &&
       reinterpret_cast<std::uintptr_t>(info.dli_fbase) == launch.image) {
@@ -202,12 +227,11 @@ void Processor::deliver(const AsyncCopy& copy) {
   std::memset(target + copy.valid_bytes, 0, static_cast<std::size_t>(copy.bytes - copy.valid_bytes));
 }
 
-void Processor::async_copy(void* shared, const void* global, int bytes, int valid_bytes, std::uint64_t pc,
-                           Place issued) {
+void Processor::async_copy(void* shared, const void* global, int bytes, int valid_bytes,
+                           std::uint64_t place, Place issued) {
   if (bytes != 4 && bytes != 8 && bytes != 16) fail(issued, "cp.async: expected 4, 8 or 16 bytes, got %d", bytes);
   if (valid_bytes < 0 || valid_bytes > bytes) fail(issued, "cp.async: %d valid bytes of %d", valid_bytes, bytes);
   const auto target = reinterpret_cast<std::uintptr_t>(shared), source = reinterpret_cast<std::uintptr_t>(global);
-  const std::uint64_t place = pc - job_.launch.image;
   if (target % bytes || source % bytes) fail_at(place, "misaligned cp.async of %d bytes", bytes);
   if (valid_bytes) check_global(source, static_cast<std::size_t>(valid_bytes), false, place);
   const std::uintptr_t dynamic_begin = dynamic_begin_ + self_->cta * dynamic_stride_;

@@ -41,6 +41,7 @@ Processor::Processor(Job& job)
       warps_((job.launch.threads + 31) / 32 * job.launch.cluster),
       ctas_(job.launch.cluster),
       agents_(static_cast<int>(threads_.size() + ctas_.size() * COPY_AGENTS + warps_.size()) + 1) {
+  locate_code();
   locate_shared();
 }
 
@@ -113,7 +114,7 @@ void Processor::run_cluster(std::int64_t cluster) {
     thread.cluster_arrivals = 0, thread.cluster_waits = 0;
     thread.wgmma_fenced = false;
     thread.failed_tests = 0;
-    thread.context.start(stacks_.at(id), thread_main);
+    thread.context.start(stacks_.at(id), Stacks::unused(id), thread_main);
     warps_[thread.warp].live |= 1u << thread.lane;
     make_ready(id);
   }

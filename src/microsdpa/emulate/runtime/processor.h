@@ -32,6 +32,15 @@ struct Flight {
   Place issued;
 };
 
+// What a function that keeps its frame pointer leaves at it, on x86-64 and on aarch64.
+struct Frame {
+  const Frame* caller;
+  std::uintptr_t return_address;
+};
+
+// A place in a kernel library: the calls that led there, innermost first, as offsets of PLACE_BITS bits each.
+constexpr int PLACE_BITS = 21, PLACE_CALLS = 3;
+
 struct AsyncCopy {  // cp.async
   std::uint32_t number;
   std::size_t offset;
@@ -184,9 +193,21 @@ class Processor {
   // Whether an address is that of a local variable of the running thread.
   bool is_local(const void* address) const { return reinterpret_cast<std::uintptr_t>(address) - stack_ < STACK_BYTES; }
 
+  // Where the kernel library called a function of the runtime from, given that function's frame.
+  std::uint64_t place_of(const void* frame_address) const {
+    const auto* frame = static_cast<const Frame*>(frame_address);
+    std::uint64_t place = 0;
+    for (int call = 0; call < PLACE_CALLS; ++call, frame = frame->caller) {
+      const std::uint64_t offset = frame->return_address - 1 - job_.launch.image;
+      if (offset >= code_bytes_) break;  // the fiber's first call
+      place |= offset << (call * PLACE_BITS);
+    }
+    return place;
+  }
+
   // Memory (memory.cc).
   void access(const void* address, std::size_t bytes, bool write, bool aligned, std::uint64_t place);
-  void async_copy(void* shared, const void* global, int bytes, int valid_bytes, std::uint64_t pc, Place place);
+  void async_copy(void* shared, const void* global, int bytes, int valid_bytes, std::uint64_t place, Place issued);
   void async_commit();
   void async_wait(std::size_t pending_groups);
   std::byte* dynamic_shared() { return dynamic_shared(self_->cta); }
@@ -264,6 +285,7 @@ class Processor {
   Warp& warp() { return warps_[static_cast<std::size_t>(self_->warp)]; }
   int first_thread(int warp) const;
 
+  void locate_code();
   void locate_shared();
   std::byte* dynamic_shared(int cta) { return reinterpret_cast<std::byte*>(dynamic_begin_ + cta * dynamic_stride_); }
   std::byte* memory_at(std::size_t offset);
@@ -318,6 +340,7 @@ class Processor {
   Knowledge cluster_known_;
   std::vector<int> at_cluster_barrier_;
 
+  std::size_t code_bytes_ = 0;            // from the kernel library's first byte to the end of its code
   std::unique_ptr<std::byte[]> dynamic_;  // holds the aligned memory
   std::uintptr_t static_begin_ = 0, dynamic_begin_ = 0;
   std::size_t static_bytes_ = 0, dynamic_bytes_ = 0, dynamic_stride_ = 0;

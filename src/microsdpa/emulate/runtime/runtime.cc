@@ -36,8 +36,8 @@ EXPORTED void warp_collective(const char* operation, std::uint32_t mask, void* m
 }
 
 EXPORTED void async_copy(void* shared, const void* global, int bytes, int valid_bytes, Place place) {
-  const auto pc = reinterpret_cast<std::uint64_t>(__builtin_return_address(0)) - 1;
-  Processor::current()->async_copy(shared, global, bytes, valid_bytes, pc, place);
+  Processor& processor = *Processor::current();
+  processor.async_copy(shared, global, bytes, valid_bytes, processor.place_of(__builtin_frame_address(0)), place);
 }
 
 EXPORTED void async_commit(Place) { Processor::current()->async_commit(); }
@@ -150,8 +150,8 @@ EXPORTED void wgmma_wait(int pending_groups, Place place) {
 }
 
 EXPORTED std::uint32_t atomic_add(std::uint32_t* global, std::uint32_t value, Place) {
-  const auto pc = reinterpret_cast<std::uint64_t>(__builtin_return_address(0)) - 1;
-  Processor::current()->access(global, sizeof(value), true, true, pc);
+  Processor& processor = *Processor::current();
+  processor.access(global, sizeof(value), true, true, processor.place_of(__builtin_frame_address(0)));
   return __atomic_fetch_add(global, value, __ATOMIC_SEQ_CST);
 }
 
@@ -187,10 +187,10 @@ extern "C" EXPORTED void microsdpa_emulate(const Launch* launch, Outcome* outcom
 
 namespace {
 
-inline void accessed(const void* address, std::size_t bytes, bool write, bool aligned, void* caller) {
+inline void accessed(const void* address, std::size_t bytes, bool write, bool aligned, const void* frame) {
   Processor* processor = Processor::current();
   if (!processor || processor->is_local(address) || processor->in_runtime) return;
-  processor->access(address, bytes, write, aligned, reinterpret_cast<std::uint64_t>(caller) - 1);
+  processor->access(address, bytes, write, aligned, processor->place_of(frame));
 }
 
 constexpr bool is_vector(std::size_t bytes) { return bytes == 4 || bytes == 8 || bytes == 16; }
@@ -199,12 +199,14 @@ constexpr bool is_vector(std::size_t bytes) { return bytes == 4 || bytes == 8 ||
 
 }  // namespace microsdpa::emulator
 
-// The compiler's -fsanitize=thread calls these before every access to memory; here they are the emulator's eyes.
+// The compiler's -fsanitize=thread calls these before every access to memory; here they are the emulator's eyes. Those
+// with a second name are called by it, where include/hooks.h has let accesses to local variables return.
 extern "C" {
-#define HOOK(NAME, BYTES, WRITE, ALIGNED)                                                       \
-  EXPORTED void __tsan_##NAME(void* address) {                                                  \
-    microsdpa::emulator::accessed(address, BYTES, WRITE, ALIGNED, __builtin_return_address(0)); \
-  }
+#define HOOK(NAME, BYTES, WRITE, ALIGNED)                                                      \
+  EXPORTED void __tsan_##NAME(void* address) {                                                 \
+    microsdpa::emulator::accessed(address, BYTES, WRITE, ALIGNED, __builtin_frame_address(0)); \
+  }                                                                                            \
+  EXPORTED void microsdpa_##NAME(void*) __attribute__((alias("__tsan_" #NAME)));
 HOOK(read1, 1, false, true)
 HOOK(read2, 2, false, true)
 HOOK(read4, 4, false, true)
@@ -226,30 +228,30 @@ HOOK(unaligned_write16, 16, true, false)
 #undef HOOK
 
 EXPORTED void __tsan_read_range(void* address, std::size_t bytes) {
-  microsdpa::emulator::accessed(address, bytes, false, false, __builtin_return_address(0));
+  microsdpa::emulator::accessed(address, bytes, false, false, __builtin_frame_address(0));
 }
 EXPORTED void __tsan_write_range(void* address, std::size_t bytes) {
-  microsdpa::emulator::accessed(address, bytes, true, false, __builtin_return_address(0));
+  microsdpa::emulator::accessed(address, bytes, true, false, __builtin_frame_address(0));
 }
 // What clang puts in the place of the copies and fills that it makes of assignments: those of a vector's size are taken
 // for one.
 EXPORTED void* __tsan_memcpy(void* target, const void* source, std::size_t bytes) {
   microsdpa::emulator::accessed(source, bytes, false, microsdpa::emulator::is_vector(bytes),
-                                __builtin_return_address(0));
+                                __builtin_frame_address(0));
   microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes),
-                                __builtin_return_address(0));
+                                __builtin_frame_address(0));
   return std::memcpy(target, source, bytes);
 }
 EXPORTED void* __tsan_memmove(void* target, const void* source, std::size_t bytes) {
   microsdpa::emulator::accessed(source, bytes, false, microsdpa::emulator::is_vector(bytes),
-                                __builtin_return_address(0));
+                                __builtin_frame_address(0));
   microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes),
-                                __builtin_return_address(0));
+                                __builtin_frame_address(0));
   return std::memmove(target, source, bytes);
 }
 EXPORTED void* __tsan_memset(void* target, int value, std::size_t bytes) {
   microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes),
-                                __builtin_return_address(0));
+                                __builtin_frame_address(0));
   return std::memset(target, value, bytes);
 }
 EXPORTED void __tsan_init() {}
