@@ -292,6 +292,57 @@ def test_bank_conflicts_are_counted(tmp_path: Path, name: str) -> None:
     assert report.bank_conflicts == conflicts
 
 
+def test_a_place_in_a_function_has_the_lines_of_its_callers(tmp_path: Path) -> None:
+    """A function that is called twice is compiled once: which call it was is on the stack."""
+    functions = """
+__device__ __forceinline__ void store(float* to, int at) {
+  for (int i = 0; i < 2; ++i) to[at + i] = 1.0f;
+}
+__device__ __forceinline__ void twice(float* to, int at) {
+  store(to, at);
+  store(to + 4, 2 * at);
+}
+"""
+    text = functions + KERNEL % "  twice(p.out, 0);\n  twice(p.out, 510);"
+    with pytest.raises(EmulationError, match=r"inline.cu:3 < inline.cu:7 < inline.cu:12: write of 4 bytes outside"):
+        run_inline(text, tmp_path)
+
+
+def test_an_object_that_a_function_returns_is_seen_where_it_is_stored(tmp_path: Path) -> None:
+    """The compiler does not tell of a call's result that goes straight to memory: such functions are inlined."""
+    functions = """
+struct Four { float x[4]; };
+__device__ __forceinline__ Four four(float x) { return {{x, x, x, x}}; }
+"""
+    body = """
+  __shared__ Four s[32];
+  s[threadIdx.x] = four(p.in[threadIdx.x]);
+  s[threadIdx.x] = four(p.in[threadIdx.x + 1]);
+  p.out[threadIdx.x] = s[threadIdx.x].x[0];
+  s[threadIdx.x ^ 1] = four(0.0f);"""
+    with pytest.raises(
+        EmulationError, match=r"race: this writes byte \d+ of shared memory that thread \d+ (read|wrote)"
+    ):
+        run_inline(functions + KERNEL % body, tmp_path / "race")
+    out, report = run_inline(functions + KERNEL % body.rsplit("\n", 1)[0], tmp_path / "right")
+    assert (out[:32] == torch.arange(1, 33)).all()
+    assert report.counters["shared_write_bytes"] == 2 * 32 * 16
+
+
+def test_functions_that_may_be_called_are_told_from_those_that_are_inlined() -> None:
+    called = (
+        *("void f()", "static int f()", "explicit Name(int x)", "float* at(int i)", "static const P& of(const Q& q)"),
+        *("uint64 advance(uint64 x)", "static constexpr bool one()", "const char* name()"),
+    )
+    inlined = ("Quadruple f()", "T from_float(float x)", "uint4 fetch()", "auto f()", "static Vector<float, 4> f()")
+    text = '#line 1 "{}"\n__device__ __forceinline__ {} {{}}\n'
+    for function in called:
+        assert "__function__" in build._inlined(text.format("common/a.cuh", function)), function
+        assert "__forceinline__" in build._inlined(text.format(build.OPERANDS_OF_CALLERS[0], function)), function
+    for function in inlined:
+        assert "__function__" not in build._inlined(text.format("common/a.cuh", function)), function
+
+
 def test_an_instruction_that_is_not_emulated_fails_to_build_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match="refused test/inline") as caught:
         kernel(KERNEL % "  p.out[0] = __nanosleep(100);", tmp_path)

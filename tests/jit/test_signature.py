@@ -36,6 +36,22 @@ def test_a_missing_header_is_named_with_its_place(tree: Path) -> None:
         expand("kernel.cu", tree)
 
 
+def test_a_changed_file_is_expanded_again(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("microsdpa.jit.source.SETTLED_NS", -(10**15))  # kept at once
+    assert expand("kernel.cu", tree) is expand("kernel.cu", tree)
+    (tree / "common/b.cuh").write_text("int other;\n")
+    text = expand("kernel.cu", tree)
+    assert "int other;" in text
+    assert "int b;" not in text
+    (tree / "common/b.cuh").unlink()
+    with pytest.raises(FileNotFoundError, match=r"common/a\.cuh:2: no file 'b\.cuh'"):
+        expand("kernel.cu", tree)
+
+
+def test_a_file_that_has_just_changed_is_read_again(tree: Path) -> None:
+    assert expand("kernel.cu", tree) is not expand("kernel.cu", tree)
+
+
 def test_toolkit_headers_are_hashed_transitively(tree: Path, tmp_path: Path) -> None:
     toolkit = tmp_path / "toolkit"
     toolkit.mkdir()

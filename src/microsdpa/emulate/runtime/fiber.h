@@ -76,7 +76,8 @@ class Stacks {
 
   char* at(int i) const { return first_ + i * STACK_STRIDE + GUARD_BYTES; }
 
-  // Bytes at the top that a stack leaves free, so that the stacks of a block do not fall into the same lines of a cache.
+  // Bytes at the top that a stack leaves free, so that the stacks of a block do not fall into the same lines of a
+  // cache.
   static std::size_t unused(int i) { return static_cast<std::size_t>(i % 64) * 320; }
 
  private:

@@ -90,8 +90,7 @@ void Processor::locate_shared() {
   }
 }
 
-void Processor::access(const void* pointer, std::size_t bytes, bool write, bool aligned,
-                       std::uint64_t place) {
+void Processor::access(const void* pointer, std::size_t bytes, bool write, bool aligned, std::uint64_t place) {
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
   if (is_local(pointer)) return;
   if (aligned && bytes <= 16 && address % bytes) {
@@ -227,8 +226,8 @@ void Processor::deliver(const AsyncCopy& copy) {
   std::memset(target + copy.valid_bytes, 0, static_cast<std::size_t>(copy.bytes - copy.valid_bytes));
 }
 
-void Processor::async_copy(void* shared, const void* global, int bytes, int valid_bytes,
-                           std::uint64_t place, Place issued) {
+void Processor::async_copy(void* shared, const void* global, int bytes, int valid_bytes, std::uint64_t place,
+                           Place issued) {
   if (bytes != 4 && bytes != 8 && bytes != 16) fail(issued, "cp.async: expected 4, 8 or 16 bytes, got %d", bytes);
   if (valid_bytes < 0 || valid_bytes > bytes) fail(issued, "cp.async: %d valid bytes of %d", valid_bytes, bytes);
   const auto target = reinterpret_cast<std::uintptr_t>(shared), source = reinterpret_cast<std::uintptr_t>(global);

@@ -238,20 +238,17 @@ EXPORTED void __tsan_write_range(void* address, std::size_t bytes) {
 EXPORTED void* __tsan_memcpy(void* target, const void* source, std::size_t bytes) {
   microsdpa::emulator::accessed(source, bytes, false, microsdpa::emulator::is_vector(bytes),
                                 __builtin_frame_address(0));
-  microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes),
-                                __builtin_frame_address(0));
+  microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes), __builtin_frame_address(0));
   return std::memcpy(target, source, bytes);
 }
 EXPORTED void* __tsan_memmove(void* target, const void* source, std::size_t bytes) {
   microsdpa::emulator::accessed(source, bytes, false, microsdpa::emulator::is_vector(bytes),
                                 __builtin_frame_address(0));
-  microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes),
-                                __builtin_frame_address(0));
+  microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes), __builtin_frame_address(0));
   return std::memmove(target, source, bytes);
 }
 EXPORTED void* __tsan_memset(void* target, int value, std::size_t bytes) {
-  microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes),
-                                __builtin_frame_address(0));
+  microsdpa::emulator::accessed(target, bytes, true, microsdpa::emulator::is_vector(bytes), __builtin_frame_address(0));
   return std::memset(target, value, bytes);
 }
 EXPORTED void __tsan_init() {}
