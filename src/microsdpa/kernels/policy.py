@@ -1,7 +1,7 @@
 """Policy: which kernel should run. A specification says what its kernel can compute; the rules here say what it is for.
 
 impl="auto" tries the kernels of PREFERENCES in their order. A kernel is skipped where a later one is faster: its rule
-gives the reason. The limits are measurements on an H200 (docs/log, docs/hopper-split.md and
+gives the reason. The limits are measurements on an H200, in part on an H100 (docs/log, docs/hopper-split.md and
 docs/hopper-throughput.md). The ladder's kernels teach, and run where they are named.
 """
 
