@@ -45,6 +45,7 @@ GENERAL, LATENCY, THROUGHPUT = "ampere/general", "hopper/latency", "hopper/throu
         (WINDOWS, {"head_dim": 192, "mask": PADDING, "seqlen_k": 96, "batch": 11}, GENERAL),
         (WINDOWS, {"head_dim": 192, "mask": OF_QUERIES, "seqlen_k": 1024, "batch": 1}, THROUGHPUT),
         (WINDOWS, {"head_dim": 136, "seqlen_k": 1024, "batch": 1, "seqlen_q": 24}, THROUGHPUT),
+        (WINDOWS, {"head_dim": 160, "mask": PADDING, "seqlen_q": 16, "seqlen_k": 4096, "batch": 1}, "ampere/mma"),
         (WINDOWS, {"head_dim": 144, "seqlen_k": 1024, "batch": 1, "seqlen_q": 24}, "ampere/mma"),
         (WINDOWS, {"mask": BLOCKS, "head_dim": 64, "seqlen_k": 3072}, GENERAL),
         (WINDOWS, {"mask": BLOCKS, "head_dim": 64, "seqlen_k": 3073}, LATENCY),

@@ -225,7 +225,7 @@ def _is_for_throughput(problem: Problem) -> bool:
     if problem.head_dim not in hopper_latency.HEAD_DIMS:
         if problem.seqlen_q < TILE:
             alone = problem.mask is not None or problem.head_dim % 16 != 0  # ampere/mma does not compute it
-            return alone or _fills_tiles_of_wide_heads(problem)
+            return (alone and problem.seqlen_q > DECODING_QUERIES) or _fills_tiles_of_wide_heads(problem)
         return not splits_long_keys(problem)
     if problem.seqlen_q <= TILE:
         return _is_better_listed(problem)
