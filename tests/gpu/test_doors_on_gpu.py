@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import microsdpa
 from microsdpa.evidence.inputs import Case, make, make_masks
-from microsdpa.execution import forward, nodes
+from microsdpa.execution import forward, new_sizes, nodes
 from microsdpa.runtime import launcher
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_a_k_that_grows_gives_what_a_new_plan_gives(name: str) -> None:
     assert len(made) < lengths / 2
     for length, (out, lse) in enumerate(found, start=case.seqlen_k):
         launcher.forget_plans()
-        forward._decoding.clear()
+        new_sizes._decoding.clear()
         expected, expected_lse = attend(length)
         assert torch.equal(out, expected), length
         assert torch.equal(lse, expected_lse), length

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
+from microsdpa.jit.source import KERNELS_DIR
 from microsdpa.kernels import KernelSpec, Rejection
 from microsdpa.kernels.chip import REGISTERS_PER_SM, chip_of
 from microsdpa.kernels.hopper.throughput import spec as tiles
 from microsdpa.kernels.problem import Causal, MaskKind, Problem
 from microsdpa.kernels.select import select
+from microsdpa.kernels.spec import TileLists
 
 LONG = Problem(4, 32, 32, 4096, 4096, 64, "float16")
 
@@ -155,3 +158,25 @@ def test_refusals_say_why(change: dict[str, object], reason: str) -> None:
     assert reason in found.reason
     assert found.nearest
     assert isinstance(tiles.throughput(LONG), KernelSpec)
+
+
+def test_the_kernels_that_list_tiles_are_launched_as_they_are_written() -> None:
+    text = (KERNELS_DIR / "hopper/throughput/list_tiles.cu").read_text(encoding="utf-8")
+    written = {name: int(value) for name, value in re.findall(r"\b(LIST_WARPS|MARK_WARPS|MARK_TILES) = (\d+)", text)}
+    launched = {"LIST_WARPS": tiles.LIST_THREADS // 32, "MARK_WARPS": tiles.MARK_THREADS // 32}
+    assert written == launched | {"MARK_TILES": TileLists.MARKED}
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "launches"),
+    [(64, 384, 1), (64, 385, 2), (64, 2048, 2), (64 * 128, 2048, 1), (64 * 128, 2049, 2)],
+)
+def test_a_mask_is_read_ahead_of_its_lists_where_they_are_few_or_long(
+    seqlen_q: int, seqlen_k: int, launches: int
+) -> None:
+    problem = replace(LONG, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=128)
+    problem = replace(problem, mask=MaskKind("bool", per_batch=True, per_query=True, bulk=True))
+    spec = tiles.specification(problem, tiles.CANDIDATES[128][0])
+    assert spec.tile_lists is not None
+    assert spec.tile_lists.block_n == 128
+    assert len(spec.stages) == 1 + launches

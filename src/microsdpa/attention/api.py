@@ -24,7 +24,7 @@ from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, holds, known_mask, with_causal
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.execution import autograd, dropout, forward, nodes, transforms
+from microsdpa.execution import autograd, dropout, forward, new_sizes, nodes, transforms
 from microsdpa.execution.forward import MISSES, other_value_dims
 from microsdpa.execution.nodes import PLAIN_TYPES
 from microsdpa.execution.prologue import composed
@@ -384,8 +384,8 @@ def sdpa(
             if unmasked:
                 lse = _launch_or_kind(query, key, value, result, return_lse, code, scale)
                 if type(lse) is int:
-                    plain_call = query, key, value, result, return_lse, code, scale
-                    lse = forward.resized(lse, plain_call) if out is None else None
+                    sized = query, key, value, result, return_lse, code, scale
+                    lse = new_sizes.resized(lse, sized) if out is None else None
             elif is_causal and attn_mask is not None:
                 lse = None
             elif known is not None:
@@ -409,12 +409,26 @@ def sdpa(
                     softcap,
                 )
             else:
-                ends = (-1, -1) if window is None else window
-                plain_call = query, key, value, result, return_lse, code, scale
-                masked = *plain_call, attn_mask, alibi_slopes, sinks, *ends, softcap
-                lse = _launch_or_kind(*masked)
-                if type(lse) is int:
-                    lse = forward.resized(lse, masked) if out is None else None
+                left, right = (-1, -1) if window is None else window
+                lse = _launch_or_kind(
+                    query,
+                    key,
+                    value,
+                    result,
+                    return_lse,
+                    code,
+                    scale,
+                    attn_mask,
+                    alibi_slopes,
+                    sinks,
+                    left,
+                    right,
+                    softcap,
+                )
+                if type(lse) is int:  # of a kind of calls without tensors of masks
+                    hidden = None, None, None, left, right, softcap
+                    masked = query, key, value, result, return_lse, code, scale, *hidden
+                    lse = new_sizes.resized(lse, masked) if out is None else None
             if lse is not None:
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice

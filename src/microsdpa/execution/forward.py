@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,12 +27,9 @@ from microsdpa.call.options import (
 from microsdpa.call.prologue import Prologue
 from microsdpa.call.scales import VALUE_DTYPES, changes, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
-from microsdpa.execution import dropout, prologue, quantized, torch_cpu, varlen
+from microsdpa.execution import dropout, new_sizes, prologue, quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
-from microsdpa.kernels import KernelSpec
 from microsdpa.kernels.params import PrologueParams
-from microsdpa.kernels.problem import Problem
-from microsdpa.kernels.ranges import SizeRange, has_tensors, range_of
 from microsdpa.kernels.select import chosen, select
 from microsdpa.runtime import launcher
 
@@ -83,14 +79,14 @@ def launch(
         if masks is NO_TENSORS and options.window is None and options.softcap is None:
             lse = _launch_or_kind(query, key, value, result, return_lse, code, scale)
             if type(lse) is int:
-                lse = resized(lse, (query, key, value, result, return_lse, code, scale))
+                lse = new_sizes.resized(lse, (query, key, value, result, return_lse, code, scale))
         elif options.is_causal and masks.attn_mask is not None:
             return None
         else:
             given = query, key, value, result, return_lse, code, scale, *masks, *(options.window or (-1, -1))
             lse = _launch_or_kind(*given, options.softcap)
             if type(lse) is int:
-                lse = resized(lse, (*given, options.softcap))
+                lse = new_sizes.resized(lse, (*given, options.softcap))
     except MISSES:
         return None
     if lse is None:
@@ -418,93 +414,10 @@ def prepare(checked: Checked, out: torch.Tensor) -> None:
     if problem.varlen is not None:
         launcher.prepare_varlen(problem, varlen.kernels_of(checked, problem, spec), call)
     elif checked.operands is None:
-        launcher.prepare(problem, spec, call, _others(problem, spec, checked.kernel))
-        _note_kind(problem, checked.kernel, call)
+        launcher.prepare(problem, spec, call, new_sizes.others(problem, spec, checked.kernel))
+        new_sizes.note_kind(problem, checked.kernel, call)
     else:
         launcher.register(call, *quantized.planned(checked, problem, spec, out))
-
-
-class _Kind:
-    """Calls that differ in batch size, lengths and strides alone.
-
-    Attributes:
-        problem: one of them, of no sizes.
-        kernel: the one that is asked for.
-    """
-
-    SHORTEST_PAUSE, LONGEST_PAUSE = 15, 63
-    """New sizes without a search, after searches that found nothing."""
-
-    def __init__(self, problem: Problem, kernel: str) -> None:
-        _ = problem.any_size  # which problems of other sizes then have from it
-        self.problem, self.kernel = problem, kernel
-        self.batch = self.pause = 0
-        self.left = 1  # a program with two sizes is not to wait for a search
-
-    def others(self, problem: Problem, spec: KernelSpec) -> SizeRange | None:
-        """Sizes around those of a problem for which `spec` is the choice too; None where nobody looks."""
-        batch_first, self.batch = self.batch != problem.batch, problem.batch
-        if self.left:
-            self.left -= 1
-            return None
-        found = range_of(problem, spec, self.kernel, batch_first)
-        self.pause = self.left = 0 if found else min(2 * self.pause + self.SHORTEST_PAUSE, self.LONGEST_PAUSE)
-        return found
-
-
-_MAX_KINDS = 4096
-_kinds: list[_Kind] = []
-"""By the numbers of launcher.register_kind()."""
-_numbers: dict[tuple[Problem, str], int] = {}
-_numbering = threading.Lock()
-
-
-def _note_kind(problem: Problem, kernel: str, call: launcher.Call) -> None:
-    """Let resized() know calls that differ from this one, which is valid, in batch size, lengths and strides alone."""
-    if has_tensors(problem.mask) or problem.prologue is not None or problem.continued or not problem.bulk:
-        return
-    kind = problem.with_sizes(0, 0, 0), kernel
-    with _numbering:
-        number = _numbers.setdefault(kind, len(_kinds))
-        if number == len(_kinds) < _MAX_KINDS:
-            _kinds.append(_Kind(*kind))
-    if number < _MAX_KINDS:
-        launcher.register_kind(number, *call)
-
-
-def resized(number: int, call: launcher.Call) -> Any:
-    """Make the plan of a call that differs from one before in batch size, lengths and strides alone, and launch it.
-
-    `number` is of its kind, as launcher.launch_or_kind() gives it. What validation looks at is in the key of a kind, or
-    is looked at in C++ (runtime/plans.h); the output is new. Gives what launcher.launch does, and None where no kernel
-    computes the call.
-    """
-    kind = _kinds[number]
-    batch, _, seqlen_q, _ = call[0].shape
-    problem = kind.problem.with_sizes(batch, seqlen_q, call[1].shape[2])
-    spec = chosen(problem, kind.kernel)
-    if spec is None:
-        return None
-    return launcher.prepare_and_launch(problem, spec, call, kind.others(problem, spec))
-
-
-_MAX_DECODING = 256
-_decoding: dict[tuple[int, int, int, int], int] = {}
-"""The length of K of the latest call without a plan that had this batch size, heads, queries and specification."""
-
-
-def _others(problem: Problem, spec: KernelSpec, kernel: str) -> SizeRange | None:
-    """Sizes around those of a call that was checked for which `spec` is the choice too.
-
-    They are looked for where K has another length than in the latest such call, as it has in decoding.
-    """
-    # Specifications are long to hash, and so are problems. Calls that share a kind by chance are looked at in vain.
-    kind, length = (problem.batch, problem.heads, problem.seqlen_q, id(spec)), problem.seqlen_k
-    before = _decoding.get(kind, length)
-    if len(_decoding) >= _MAX_DECODING:
-        _decoding.clear()
-    _decoding[kind] = length
-    return None if before == length else range_of(problem, spec, kernel)
 
 
 def foreign_call(checked: Checked, out: torch.Tensor) -> launcher.Call:

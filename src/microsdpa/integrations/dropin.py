@@ -32,7 +32,7 @@ from microsdpa.call.call import Call, mask_tensors
 from microsdpa.call.options import OPTIONS, Options
 from microsdpa.call.tensors import DTYPES, check_impl, new_output
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
-from microsdpa.execution import autograd, forward, nodes, torch_cpu
+from microsdpa.execution import autograd, forward, new_sizes, nodes, torch_cpu
 from microsdpa.execution.forward import MISSES
 from microsdpa.execution.nodes import PLAIN_TYPES
 from microsdpa.kernels.ampere.general.spec import MAX_HEAD_DIM
@@ -300,7 +300,7 @@ def _at_once(
             code = OPTIONS[is_causal, None, enable_gqa, impl, None]
             found = _launch_or_kind(query, key, value, out, False, code, scale)
             if type(found) is int:
-                found = forward.resized(found, (query, key, value, out, False, code, scale))
+                found = new_sizes.resized(found, (query, key, value, out, False, code, scale))
             if found is not None:
                 return out
         except MISSES:

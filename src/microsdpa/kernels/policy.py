@@ -186,9 +186,10 @@ def _lists_take_longer(problem: Problem) -> bool:
     The former lists the tiles that a mask shows, in a launch ahead; the list of a mask of all queries (padding) is
     short. The latter reads rows that are not on 16 bytes byte by byte.
     """
-    mask, keys, rounds = problem.mask, problem.seqlen_k, _rounds(problem)
+    mask, keys = problem.mask, problem.seqlen_k
     if mask is None:
         return False
+    rounds = _rounds(problem)
     if mask.tensor is None:
         return (mask.left or mask.right) and rounds <= 2 and keys <= 256
     if mask.tensor in ("int32", "uint8"):
@@ -207,8 +208,11 @@ def _is_better_listed(problem: Problem) -> bool:
 
     It skips what padding hides. And it reads rows that are not on 16 bytes once for all heads.
     """
-    mask, keys, rounds = problem.mask, problem.seqlen_k, _rounds(problem)
-    if mask is None or mask.tensor != "bool" or problem.seqlen_q <= DECODING_QUERIES or rounds == 1:
+    mask, keys = problem.mask, problem.seqlen_k
+    if mask is None or mask.tensor != "bool" or problem.seqlen_q <= DECODING_QUERIES:
+        return False
+    rounds = _rounds(problem)
+    if rounds == 1:
         return False
     if mask.per_query:
         return not mask.bulk and rounds > 2 and keys > 256
