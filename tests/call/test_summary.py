@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from microsdpa import BlockTable
 from microsdpa.call import summary
 from microsdpa.call.masks import dense
 from microsdpa.errors import InvalidArgument
+from microsdpa.jit.source import KERNELS_DIR
 
 
 @pytest.mark.parametrize("keys", [1, 31, 32, 33, 64, 127, 128, 129, 4097])
@@ -30,6 +32,42 @@ def test_a_summary_says_none_some_or_all(keys: int) -> None:
         expected = part.any(dim=3).int() + part.all(dim=3).int()
         assert torch.equal(memory[..., first + granule].int(), expected)
     assert first + -(-keys // summary.GRANULE) <= memory.shape[3]
+
+
+@pytest.mark.parametrize("keys", [1, 63, 128, 200, 700])
+@pytest.mark.parametrize("rows", [1, 130, 300])
+def test_bits_and_lists_say_what_the_booleans_do(rows: int, keys: int) -> None:
+    """In the orders that summary.py describes, found one by one."""
+    generator = torch.Generator().manual_seed(rows + keys)
+    mask = torch.rand(1, 2, rows, keys, generator=generator) < 0.5
+    mask[..., 64:128], mask[:, 1, :, 128:200], mask[:, 0, 128:256] = True, False, False
+    memory = summary.summed(mask)
+    _, bits, at, end = summary._places(keys)
+    assert end == memory.shape[3]
+    for head, row, key in torch.cartesian_prod(torch.arange(2), torch.arange(0, rows, 37), torch.arange(keys)).tolist():
+        group, within = divmod(key, 128)
+        n, lane, e = within // 8, within % 8 // 2, within % 2
+        bit = 2 * n + e
+        byte = int(memory[0, head, row, bits + 16 * group + 4 * lane + bit // 8])
+        assert byte >> bit % 8 & 1 == mask[0, head, row, key]
+    for tile_keys in summary.TILE_KEYS:
+        tiles = -(-keys // tile_keys)
+        for head in range(2):
+            for first in range(0, rows, 128):
+                parts = [part for part in mask[0, head, first : first + 128].split(tile_keys, dim=1)]
+                expected = [2 * tile + bool(part.all()) for tile, part in enumerate(parts) if part.any()] or [0]
+                numbers = memory[0, head, first, at : at + 4 * (1 + tiles)].view(torch.int32).tolist()
+                assert numbers[0] == len(expected)
+                assert numbers[1 : 1 + len(expected)] == expected
+        at += 4 * (1 + tiles)
+    assert at <= end
+
+
+def test_kernels_know_where_the_parts_are() -> None:
+    text = (KERNELS_DIR / "common/masks.cuh").read_text(encoding="utf-8")
+    written = dict(re.findall(r"\b(GRANULE|ALIGNMENT|GROUP|TILE_ROWS) = (\d+)", text))
+    assert {name: int(value) for name, value in written.items()} == {name: getattr(summary, name) for name in written}
+    assert len(written) == 4
 
 
 def test_only_memory_that_was_made_here_is_taken() -> None:

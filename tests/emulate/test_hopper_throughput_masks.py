@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -113,8 +114,8 @@ def test_a_table_of_blocks_is_its_boolean_mask(head_dim: int, seqlen_q: int) -> 
         assert torch.equal(a, b)
 
 
-def test_only_what_a_summary_calls_mixed_is_read() -> None:
-    """The list of a table without partial blocks costs its summary, and not S_q * S_k bytes."""
+def test_a_table_costs_its_lists_and_the_bits_of_partial_tiles() -> None:
+    """One launch, which reads no boolean; a bit for each score where some are hidden."""
     query, key, value = make(Case(1, 1, 256, 2048, 64))
     read = []
     for mask in (None, torch.arange(2048) % 32 != 5):
@@ -122,10 +123,25 @@ def test_only_what_a_summary_calls_mixed_is_read() -> None:
         masks = Masks(attn_mask=table.memory)
         problem = replace(Case(1, 1, 256, 2048, 64).problem("sm_90a"), mask=masks.kind_in_memory)
         spec = specification(problem, fitting(problem)[0])
-        assert spec.preparation is not None
+        assert spec.stages == (spec,)
         report = attention(spec, problem, (query, key, value, torch.empty_like(query), None), masks=masks)
         read.append(report.counters["global_read_bytes"])
-    assert read[1] - read[0] > 0.9 * 256 * 2048
+    bits = 256 * 2048 / 8
+    assert bits <= read[1] - read[0] < 1.1 * bits
+
+
+@pytest.mark.parametrize("options", [{"causal": "lower_right"}, {"window": (90, 20)}, {"window": (50, 200)}])
+def test_a_list_of_a_table_is_cut_off_where_nobody_sees(options: dict[str, Any]) -> None:
+    """Tiles before a window and behind the diagonal are not visited, nor what follows an empty list."""
+    query, key, value = make(Case(1, 2, 300, 700, 64))
+    seen = torch.rand(1, 2, 5, 11, generator=torch.Generator().manual_seed(4)) < 0.6
+    seen[:, :, 2:4, :] = torch.arange(11) > 8
+    table = BlockTable(seen, 64, 300, 700)
+    given = {**options, "return_lse": True, "impl": THROUGHPUT}
+    found = microsdpa.sdpa(query, key, value, block_mask=table, **given)
+    expected = microsdpa.sdpa(query, key, value, attn_mask=table.mask, **given)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_no_bit_depends_on_what_scratch_memory_has(monkeypatch: pytest.MonkeyPatch) -> None:

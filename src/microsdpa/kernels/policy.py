@@ -41,8 +41,8 @@ MOST_ROWS_OF_MMA = 32
 """Rows of a sequence and key head up to which ampere/varlen decodes as fast as memory allows."""
 WIDEST_NARROW = 128
 """D up to which hopper/latency computes as well."""
-MOST_KEYS_OF_GENERAL, MOST_KEYS_UNDER_BLOCKS = 1024, 3072
-"""Keys up to which ampere/general was measured to be the fastest kernel, and the same under a block_mask."""
+MOST_KEYS_OF_GENERAL, MOST_KEYS_OF_DOCUMENTS = 1024, 3072
+"""Keys up to which ampere/general was measured to be the fastest kernel, and the same under document_ids."""
 MOST_ROUNDS_OF_LATENCY = 8
 """Tiles of hopper/latency an SM, up to which it is faster than listing the tiles that a mask shows."""
 EIGHT_BIT_TILE = 128
@@ -131,6 +131,10 @@ def _is_for_general(problem: Problem) -> bool:
 def _wide_keys_of_general(problem: Problem, rounds: int) -> int:
     """Keys up to which ampere/general is the fastest kernel above D = 128 (docs/log/hopper-throughput.md)."""
     queries, tensor = problem.seqlen_q, None if problem.mask is None else problem.mask.tensor
+    if tensor == "uint8":
+        if rounds == 1:
+            return 64 if queries <= 2 * TILE else 32
+        return 256 if queries <= TILE else 96 if rounds > 2 and queries <= 2 * TILE else 0
     if tensor is not None:
         if queries <= TILE:
             return 128 if rounds == 1 else 64
@@ -146,10 +150,12 @@ def _keys_of_general(problem: Problem, rounds: int) -> int:
     """Keys up to which ampere/general is the fastest kernel up to D = 128 (docs/log/hopper-throughput.md)."""
     narrow, middle = problem.head_dim <= 32, problem.head_dim <= 64
     tensor = None if problem.mask is None else problem.mask.tensor
+    if tensor == "uint8":
+        return _keys_of_general_under_blocks(problem.seqlen_q, rounds)
     if rounds == 1:
-        return 32 if tensor in ("bool", "uint8") and problem.seqlen_q <= 32 else 0
-    if tensor in ("int32", "uint8"):
-        return _keys_of_ranges_and_blocks(problem, rounds)
+        return 32 if tensor == "bool" and problem.seqlen_q <= 32 else 0
+    if tensor == "int32":
+        return _keys_of_general_under_documents(problem, rounds)
     if problem.seqlen_q <= TILE:
         if narrow:
             return 128 if rounds == 2 else MOST_KEYS_OF_GENERAL if tensor else 256
@@ -170,11 +176,20 @@ def _keys_of_general(problem: Problem, rounds: int) -> int:
     return 256 if narrow else 64 if middle else 0
 
 
-def _keys_of_ranges_and_blocks(problem: Problem, rounds: int) -> int:
-    """_keys_of_general() under document_ids or a block_mask."""
+def _keys_of_general_under_blocks(queries: int, rounds: int) -> int:
+    """_keys_of_general() under a block_mask."""
+    if queries <= TILE:
+        return 64 if rounds == 1 else 384 if rounds == 2 else 512
+    if queries <= 2 * TILE:
+        return 64 if rounds <= 2 else 96
+    return 32 if rounds == 1 else 64 if rounds == 2 else 0
+
+
+def _keys_of_general_under_documents(problem: Problem, rounds: int) -> int:
+    """_keys_of_general() under document_ids."""
     narrow, middle = problem.head_dim <= 32, problem.head_dim <= 64
     if problem.seqlen_q <= TILE:
-        return MOST_KEYS_UNDER_BLOCKS if middle or rounds > 2 else 64
+        return MOST_KEYS_OF_DOCUMENTS if middle or rounds > 2 else 64
     if problem.seqlen_q <= 2 * TILE:
         return 128 if narrow else 96 if middle else 0
     return 256 if narrow and rounds <= 8 else 0
@@ -192,7 +207,7 @@ def _lists_take_longer(problem: Problem) -> bool:
     rounds = _rounds(problem)
     if mask.tensor is None:
         return (mask.left or mask.right) and rounds <= 2 and keys <= 256
-    if mask.tensor in ("int32", "uint8"):
+    if mask.tensor == "int32":
         return rounds <= 4 and keys <= 384
     if mask.tensor != "bool":
         return False
@@ -219,6 +234,15 @@ def _is_better_listed(problem: Problem) -> bool:
     return keys > (512 if mask.bulk else 256)
 
 
+def _skips_more_than_it_waits(problem: Problem) -> bool:
+    """Whether hopper/throughput, which visits the tiles that a block_mask lists, is faster than hopper/latency."""
+    if _rounds(problem) > 1:
+        return True
+    if problem.seqlen_q <= 2 * TILE:
+        return problem.seqlen_k > 256
+    return problem.seqlen_k > (768 if problem.head_dim <= 64 else 512)
+
+
 def _is_for_throughput(problem: Problem) -> bool:
     """Whether hopper/throughput is the fastest kernel.
 
@@ -230,7 +254,9 @@ def _is_for_throughput(problem: Problem) -> bool:
         if problem.seqlen_q < TILE:
             alone = problem.mask is not None or problem.head_dim % 16 != 0  # ampere/mma does not compute it
             return (alone and problem.seqlen_q > DECODING_QUERIES) or _fills_tiles_of_wide_heads(problem)
-        return not splits_long_keys(problem)
+        return problem.mask is not None or not splits_long_keys(problem)
+    if problem.mask is not None and problem.mask.tensor == "uint8":
+        return _skips_more_than_it_waits(problem)
     if problem.seqlen_q <= TILE:
         return _is_better_listed(problem)
     return _tiles(problem) > chip_of(problem.target).sms and not _lists_take_longer(problem)
@@ -295,6 +321,8 @@ def _other_than_throughput(problem: Problem) -> Rejection:
         return _for_general(problem)
     if _lists_take_longer(problem):
         return Rejection("listing the tiles of its mask takes longer than hopper/latency", "more keys or heads")
+    if problem.mask is not None and problem.mask.tensor == "uint8":
+        return Rejection("one tile of queries an SM and few keys: hopper/latency is faster", "more keys or heads")
     return Rejection("too few queries for its tiles: other kernels are faster", "more heads or longer sequences")
 
 

@@ -20,6 +20,8 @@ EIGHT_BIT_MASKED = "microsdpa::hopper::EightBitMasked"
 """That of kernels with 8-bit operands and masks."""
 CPP_TYPE = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "bool": "bool", None: "void"}
 CPP_TYPE |= {"int32": "microsdpa::KeyRange", "uint8": "bool"}
+SUMMED_BOOL = "microsdpa::SummedBool"
+"""Elements of a table of blocks, for kernels that read what lies behind its booleans (call/summary.py)."""
 """Types as templates name them; no tensor is `void`."""
 BOOLEAN = {True: "true", False: "false"}
 DROPOUT_TYPE = {True: "microsdpa::Dropout", False: "microsdpa::NoDropout"}
@@ -64,12 +66,16 @@ def prologued_params(params: str, prologue: PrologueKind | None) -> str:
     return params if prologue is None else "microsdpa::Prologued"
 
 
-def masks_type(mask: MaskKind | None) -> str:
-    """The C++ type that says which masks a kernel is compiled for."""
+def masks_type(mask: MaskKind | None, summed: bool = False) -> str:
+    """The C++ type that says which masks a kernel is compiled for.
+
+    `summed`: it reads what lies behind the booleans of a table of blocks.
+    """
     if mask is None:
         return "microsdpa::NoMasks"
     flags = ", ".join(BOOLEAN[flag] for flag in (mask.left, mask.softcap, mask.alibi))
-    return f"microsdpa::Masks<{CPP_TYPE[mask.tensor]}, {flags}, {CPP_TYPE[mask.sinks]}>"
+    tensor = SUMMED_BOOL if summed and mask.tensor == "uint8" else CPP_TYPE[mask.tensor]
+    return f"microsdpa::Masks<{tensor}, {flags}, {CPP_TYPE[mask.sinks]}>"
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,30 @@ struct KeyRange {
   int32 last;
 };
 
-// Booleans, a byte each, with a summary behind those of each row: a byte for 32 keys (call/summary.py).
+// Booleans, a byte each. Behind those of each row come a summary, a byte for 32 keys; a bit for each key, in groups of
+// 128 keys; and lists of tiles of keys, for tiles of 128, 96 and 64 (call/summary.py).
 struct SummedBool {
   static constexpr int GRANULE = 32, ALIGNMENT = 128, NONE = 0, ALL = 2;
+  static constexpr int GROUP = 128, GROUP_BYTES = GROUP / 8, TILE_ROWS = 128;
   bool value;
 
-  // From a row's first boolean to its summary.
-  __device__ __forceinline__ static int summary(int keys) { return (keys + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+  __device__ __forceinline__ static int filled(int bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+  // Bytes of a list: a number, and as many as there are tiles.
+  template <int BLOCK_N>
+  __device__ __forceinline__ static int list_bytes(int keys) {
+    return 4 + (keys + BLOCK_N - 1) / BLOCK_N * 4;
+  }
+  // From a row's first boolean to its summary, its bits and its list.
+  __device__ __forceinline__ static int summary(int keys) { return filled(keys); }
+  __device__ __forceinline__ static int bits(int keys) {
+    return summary(keys) + filled((keys + GRANULE - 1) / GRANULE);
+  }
+  template <int BLOCK_N>
+  __device__ __forceinline__ static int list(int keys) {
+    static_assert(BLOCK_N == 128 || BLOCK_N == 96 || BLOCK_N == 64, "there are lists of these tiles");
+    const int first = bits(keys) + filled(((keys + GROUP - 1) / GROUP + 1) * GROUP_BYTES);
+    return first + (BLOCK_N < 128 ? list_bytes<128>(keys) : 0) + (BLOCK_N < 96 ? list_bytes<96>(keys) : 0);
+  }
 };
 
 // Of the type of a mask's or sink's elements, which is void for none.

@@ -3,9 +3,8 @@
 // Each CTA of list_tiles makes the list of one query tile, for all heads and batch entries that share the mask. Tiles
 // in which nothing is visible are left out; those in which nothing is hidden are marked. Of a boolean mask each warp
 // reads one tile, or some of its rows, and packs it: a lane of a wgmma accumulator finds the bits of its keys in one
-// word. Of ranges of keys the smallest and the largest ends say everything. Of booleans with a summary only what it
-// calls mixed is read. Where few lists meet many keys, mark_tiles has all SMs read the mask, and list_marked makes the
-// lists of what it finds.
+// word. Of ranges of keys the smallest and the largest ends say everything. Where few lists meet many keys, mark_tiles
+// has all SMs read the mask, and list_marked makes the lists of what it finds.
 //
 // Bound by: the mask's bytes, which are read once.
 #include "../../ptx/control.cuh"
@@ -13,7 +12,7 @@
 
 namespace microsdpa::hopper::throughput {
 
-constexpr int LIST_WARPS = 32, MARK_WARPS = 8, MARK_TILES = 2;
+constexpr int MARK_WARPS = 8, MARK_TILES = 2;
 
 template <int BLOCK_N>
 constexpr uint32 ALL_OF_LANE = BLOCK_N == 128 ? 0xffffffffu : (1u << BLOCK_N / 4 % 32) - 1;
@@ -74,9 +73,6 @@ enum TileState : int { HIDDEN, PARTIAL, WHOLE };
 // What a warp has found in its rows of a tile.
 struct Found {
   bool any, all;  // visible
-
-  __device__ __forceinline__ Found(bool any, bool all) : any(any), all(all) {}
-  __device__ __forceinline__ explicit Found(TileState state) : any(state != HIDDEN), all(state == WHOLE) {}
 };
 
 // What the warps of a CTA have found, which share `tiles` tiles of keys in turn: a bit for each of these.
@@ -112,31 +108,6 @@ struct MaskReader {
     mask = static_cast<const char*>(masks.mask) + index / heads * masks.mask_strides.batch +
            index % heads * masks.mask_strides.head + first_row * masks.mask_strides.row;
     rows = List::has_rows(params) ? min(BLOCK_M, params.call.seqlen_q - first_row) : 1;
-  }
-
-  // What the mask leaves of a tile of keys, by its summary; each lane reads rows of its own. Two bytes or four may
-  // reach beyond the last key: a row's memory is filled up.
-  __device__ __forceinline__ TileState summary(int tile) const {
-    constexpr int GRANULE = SummedBool::GRANULE, OWN = BLOCK_N / GRANULE, AT_ONCE = OWN % 4 == 0 ? 4 : OWN % 2 ? 1 : 2;
-    const int keys = params.call.seqlen_k, left = (keys + GRANULE - 1) / GRANULE - OWN * tile;
-    const char* first = mask + SummedBool::summary(keys) + OWN * tile;
-    bool any = false, all = true;
-#pragma unroll 4
-    for (int row = static_cast<int>(lane_index()); row < rows; row += 32) {
-      const char* from = first + row * params.masks.mask_strides.row;
-      Vector<char, AT_ONCE> shown[OWN / AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < OWN / AT_ONCE; ++i) {
-        shown[i] =
-            *reinterpret_cast<const Vector<char, AT_ONCE>*>(from + (AT_ONCE == 1 ? min(i, left - 1) : AT_ONCE * i));
-      }
-#pragma unroll
-      for (int i = 0; i < OWN; ++i) {
-        const char one = shown[i / AT_ONCE].data[i % AT_ONCE];
-        any |= one != SummedBool::NONE, all &= i >= left || one == SummedBool::ALL;
-      }
-    }
-    return __any_sync(FULL_WARP, any) ? (__all_sync(FULL_WARP, all) ? WHOLE : PARTIAL) : HIDDEN;
   }
 
   // What the mask leaves of a tile of keys, and its words for those that will read them: of every `parts`-th group of
@@ -183,13 +154,13 @@ __device__ __forceinline__ void ends_of_ranges(const MaskedParams& params, int m
 }
 
 // Lists the tiles from `first` to `last` - 1 that ranges of keys leave.
-template <int BLOCK_M, int BLOCK_N>
+template <int WARPS, int BLOCK_M, int BLOCK_N>
 __device__ __forceinline__ void list_ranges(const MaskedParams& params, const TileList<BLOCK_M, BLOCK_N>& list,
                                             int mask, int first_row, int first, int last) {
   KeyRange any, all;
   ends_of_ranges<BLOCK_M>(params, mask, first_row, any, all);
   const int begin = max(first, any.first / BLOCK_N), end = min(last, (any.last + BLOCK_N - 1) / BLOCK_N);
-  for (int tile = begin + static_cast<int>(threadIdx.x); tile < end; tile += 32 * LIST_WARPS) {
+  for (int tile = begin + static_cast<int>(threadIdx.x); tile < end; tile += 32 * WARPS) {
     // mutation: in a tile that is not called whole, each row's range is applied
     const bool whole = all.first <= BLOCK_N * tile && min(BLOCK_N * (tile + 1), params.call.seqlen_k) <= all.last;
     list.entries[tile - begin] = ListEntry(tile, whole).value;
@@ -227,7 +198,7 @@ __global__ void __launch_bounds__(32 * MARK_WARPS) mark_tiles(const __grid_const
   const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, work.mask, work.first_row);
   const int first = MARK_TILES * static_cast<int>(blockIdx.y), warp = static_cast<int>(threadIdx.x / 32);
   const int tile = first + warp % MARK_TILES;
-  Found found(HIDDEN);
+  Found found = {false, false};
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
   if (tile >= work.first && tile < work.last) {
@@ -267,10 +238,10 @@ __global__ void __launch_bounds__(32) list_marked(const __grid_constant__ Masked
 }
 
 // Grid: masks * query tiles.
-template <typename MASK, int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
-__global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_constant__ MaskedParams params) {
+template <typename MASK, int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) list_tiles(const __grid_constant__ MaskedParams params) {
   using List = TileList<BLOCK_M, BLOCK_N>;
-  __shared__ int states[LIST_WARPS];
+  __shared__ int states[WARPS];
 
   grid_dependency_launch();
   const ListWork<MASK, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
@@ -280,7 +251,7 @@ __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_co
   grid_dependency_wait();
   if constexpr (is_range<MASK>) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *list.dealt = 0;
-    return list_ranges(params, list, work.mask, work.first_row, first, last);
+    return list_ranges<WARPS>(params, list, work.mask, work.first_row, first, last);
   }
 
   const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, work.mask, work.first_row);
@@ -288,24 +259,21 @@ __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_co
   if (!has_rows) {  // all query tiles share the words: each CTA makes those of some tiles of keys
     const int query_tiles = List::query_tiles(params);
     for (int64 tile = work.query_tile + static_cast<int64>(query_tiles) * warp; tile < List::key_tiles(params);
-         tile += static_cast<int64>(query_tiles) * LIST_WARPS) {
+         tile += static_cast<int64>(query_tiles) * WARPS) {
       reader.read(static_cast<int>(tile), true);
     }
   }
   // Where there are fewer tiles than warps, several warps share the rows of each.
-  int at_once = LIST_WARPS;
+  int at_once = WARPS;
   while (at_once > 1 && at_once / 2 >= last - first) at_once /= 2;
   const int turn = warp % at_once;
   int count = 0;  // the same in all threads
   for (int begin = first; begin < last; begin += at_once) {
-    Found found(HIDDEN);
+    Found found = {false, false};
     if (begin + turn < last) {
-      TileState state = PARTIAL;
-      if constexpr (is_summed<MASK>) state = reader.summary(begin + turn);
-      const bool reads = !is_summed<MASK> || (state == PARTIAL && has_rows);
-      found = reads ? reader.read(begin + turn, has_rows, warp / at_once, LIST_WARPS / at_once) : Found(state);
+      found = reader.read(begin + turn, has_rows, warp / at_once, WARPS / at_once);
     }
-    const Marks marks(states, found, LIST_WARPS, at_once);
+    const Marks marks(states, found, WARPS, at_once);
     const int own = static_cast<int>(threadIdx.x);
     const uint32 listed = marks.any & (1u << at_once) - 1;
     if (own < at_once && listed >> own & 1) {
@@ -313,8 +281,6 @@ __global__ void __launch_bounds__(32 * LIST_WARPS, 1) list_tiles(const __grid_co
     }
     count += __popc(listed);
   }
-  // A list that is empty gets a tile in which nothing is visible: its words, too, where no summary asked for them.
-  if (is_summed<MASK> && has_rows && count == 0 && warp == 0) reader.read(first, true);
   if (threadIdx.x == 0) {
     if (count == 0) list.entries[0] = ListEntry(first, false).value;  // rows without keys are written too
     *list.count = max(count, 1);

@@ -14,23 +14,26 @@
 
 namespace microsdpa::hopper::throughput {
 
-template <bool, typename T>
-struct IfElseVoid {
+template <bool, typename T, typename OTHER>
+struct Conditional {
   using Type = T;
 };
-template <typename T>
-struct IfElseVoid<false, T> {
-  using Type = void;
+template <typename T, typename OTHER>
+struct Conditional<false, T, OTHER> {
+  using Type = OTHER;
 };
+template <bool CONDITION, typename T, typename OTHER>
+using IfElse = typename Conditional<CONDITION, T, OTHER>::Type;
 template <bool CONDITION, typename T>
-using If = typename IfElseVoid<CONDITION, T>::Type;
+using If = IfElse<CONDITION, T, void>;
 
 // What a kernel does for its masks. LISTED: a tensor of booleans or of ranges of keys, for which there are lists of
-// tiles (tile_list.cuh). RANGED: of ranges. ADDED: a tensor of numbers, which comes through shared memory. MODIFIED:
-// scores are more than products times a scale.
+// tiles (tile_list.cuh). TABLED: of booleans whose memory has them. RANGED: of ranges. ADDED: a tensor of numbers,
+// which comes through shared memory. MODIFIED: scores are more than products times a scale.
 template <typename MASKS>
 struct MaskTraits {
   static constexpr bool RANGED = MASKS::RANGED, LISTED = RANGED || is_bool<typename MASKS::Mask>;
+  static constexpr bool TABLED = is_summed<typename MASKS::Mask>;
   static constexpr bool ADDED = PRESENT<typename MASKS::Mask> && !LISTED;
   static constexpr bool MODIFIED = ADDED || MASKS::SOFTCAP || MASKS::ALIBI, SINKS = PRESENT<typename MASKS::Sink>;
   // Query tiles are dealt out as CTAs come to them: ranges leave them lists of any length.
@@ -43,8 +46,8 @@ struct MaskTraits {
 };
 template <>
 struct MaskTraits<NoMasks> {
-  static constexpr bool RANGED = false, LISTED = false, ADDED = false, MODIFIED = false, SINKS = false, DEALT = false,
-                        CAPPED_LATE = false, BACKWARDS = false;
+  static constexpr bool RANGED = false, LISTED = false, TABLED = false, ADDED = false, MODIFIED = false, SINKS = false,
+                        DEALT = false, CAPPED_LATE = false, BACKWARDS = false;
   using Added = void;
 };
 
@@ -66,13 +69,30 @@ __device__ __forceinline__ int key_tiles_from(int first, const typename MASKS::P
   return max(1, key_tiles<CAUSAL, BLOCK_N>(MASKS::call(params), first_row, rows) - first);
 }
 
+// The list of a query tile. Those of scratch memory have been cut off where no row sees a key; of a table's this begins
+// where a row does.
+template <typename MASKS, int BLOCK_M, int BLOCK_N>
+__device__ __forceinline__ auto list_of(const MaskedParams& params, const WorkTile& work) {
+  if constexpr (MaskTraits<MASKS>::TABLED) {
+    TableList<BLOCK_M, BLOCK_N> list(params, work.batch, work.head, work.first_row);
+    if constexpr (MASKS::LEFT) list.begin_at(first_key_tile<MASKS, BLOCK_N>(params, work.first_row));
+    return list;
+  } else {
+    return TileList<BLOCK_M, BLOCK_N>(params, work.batch, work.head, work.first_row);
+  }
+}
+
 // A query tile as the schedule has it, with the tiles of keys that the masks leave.
 template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N>
 __device__ __forceinline__ WorkTile masked_work(const typename MASKS::Params& params, WorkTile work) {
   if constexpr (MASKS::ANY) {
     if (work.tiles == 0) return work;
-    if constexpr (MaskTraits<MASKS>::LISTED) {
-      work.tiles = *TileList<BLOCK_M, BLOCK_N>(params, work.batch, work.head, work.first_row).count;
+    if constexpr (MaskTraits<MASKS>::TABLED) {
+      auto list = list_of<MASKS, BLOCK_M, BLOCK_N>(params, work);
+      if constexpr (CAUSAL) list.end_at(key_tiles<CAUSAL, BLOCK_N>(params.call, work.first_row, BLOCK_M));
+      work.tiles = list.count;
+    } else if constexpr (MaskTraits<MASKS>::LISTED) {
+      work.tiles = *list_of<MASKS, BLOCK_M, BLOCK_N>(params, work).count;
     } else if constexpr (MASKS::LEFT) {
       const int first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
       work.tiles = key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, work.first_row, BLOCK_M);
@@ -90,7 +110,7 @@ struct VisitedTiles {
 
   __device__ __forceinline__ VisitedTiles(const typename MASKS::Params& params, const WorkTile& work) {
     if constexpr (MaskTraits<MASKS>::LISTED) {
-      entries = TileList<BLOCK_M, BLOCK_N>(params, work.batch, work.head, work.first_row).entries;
+      entries = list_of<MASKS, BLOCK_M, BLOCK_N>(params, work).entries;
     } else {
       first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row), last = first + work.tiles - 1;
     }
@@ -204,7 +224,7 @@ struct TileMasks {
   using Traits = MaskTraits<MASKS>;
   using Scores = float[BLOCK_N / 2];
   using Mask = typename MASKS::Mask;
-  using List = TileList<BLOCK_M, BLOCK_N>;
+  using List = IfElse<Traits::TABLED, TableList<BLOCK_M, BLOCK_N>, TileList<BLOCK_M, BLOCK_N>>;
   static constexpr float LOG2_E = 1.44269504088896340736f;
 
   const MaskedParams& params;
@@ -213,12 +233,12 @@ struct TileMasks {
   int last_tile;
   float slope;           // ALiBi's, base 2
   const int32* entries;  // of the list
-  const uint32* words;   // this lane's in the first tile of keys
-  bool whole;            // the mask hides nothing in the tile
-  uint32 seen[2];        // else, of a boolean mask: bit 2 n + e of each row
-  KeyRange range[2];     // of each row
-  int tile;              // of keys: its number
-  bool late;             // CAPPED_LATE: the tile's scores are still products
+  typename List::LaneWords words;
+  bool whole;         // the mask hides nothing in the tile
+  uint32 seen[2];     // else, of a boolean mask: bit 2 n + e of each row
+  KeyRange range[2];  // of each row
+  int tile;           // of keys: its number
+  bool late;          // CAPPED_LATE: the tile's scores are still products
 
   __device__ __forceinline__ explicit TileMasks(const MaskedParams& params) : params(params) {}
 
@@ -231,8 +251,8 @@ struct TileMasks {
       slope = LOG2_E * masks.slopes[work.batch * masks.slope_batch_stride + work.head * masks.slope_head_stride];
     }
     if constexpr (Traits::LISTED) {
-      const List list(params, work.batch, work.head, work.first_row);
-      entries = list.entries, words = list.words_of(params, 0, row) + threadIdx.x % List::WORDS;
+      const List list = list_of<MASKS, BLOCK_M, BLOCK_N>(params, work);
+      entries = list.entries, words = list.lane_words(params, row);
     }
     if constexpr (Traits::RANGED) {
 #pragma unroll
@@ -248,10 +268,7 @@ struct TileMasks {
     if constexpr (Traits::LISTED) {
       const ListEntry found(entries[place]);
       tile = found.tile(), whole = found.whole();
-      if (!Traits::RANGED && !whole) {
-        const uint32* from = words + List::words_to(params, tile);
-        seen[0] = from[0], seen[1] = from[List::words_to_row(params, 8)];
-      }
+      if (!Traits::RANGED && !whole) words.read(params, tile, first_row, seen);
     }
   }
 

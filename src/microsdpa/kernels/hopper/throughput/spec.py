@@ -34,12 +34,14 @@ DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
 ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
-LISTED = ("bool", "int32", "uint8")
-"""Element types of masks that say which keys are visible."""
+LISTED = ("bool", "int32")
+"""Element types of masks whose tiles a launch ahead lists."""
+SHOWING = (*LISTED, "uint8")
+"""Element types of masks that say which keys are visible; a table of blocks, uint8, has lists of its own."""
 MOST_LISTED = 128
 """Keys of a tile in a list (tile_list.cuh)."""
-LIST_THREADS = 1024
-"""Of the kernel that lists the tiles of a mask."""
+LIST_WARPS = {"bool": 16, "int32": 4}
+"""Of a CTA of the kernel that lists the tiles of a mask, by the mask's elements. More of them start later."""
 MARK_THREADS = 256
 """Of the kernel that reads a mask ahead of its lists."""
 FEW_KEY_TILES, MANY_KEY_TILES = 3, 16
@@ -217,8 +219,8 @@ def _fitting(problem: Problem) -> tuple[Tiles, ...]:
         panel, found = PANEL_BYTES // element, (*found, *MASKED_CANDIDATES.get(head_dim, ()))
         found = tuple(t for t in found if t.consumers == 2 and t.block_n <= most and t.block_n % panel == 0)
     elif problem.mask is not None and problem.mask.tensor is not None:
-        # Small query tiles visit fewer tiles of keys, where queries have masks of their own.
-        most = 2 if problem.mask.per_query else 3
+        # Small query tiles visit fewer tiles of keys, where queries have masks of their own. Tables have their lists.
+        most = 2 if problem.mask.per_query or problem.mask.tensor == "uint8" else 3
         found = tuple(t for t in found if t.consumers <= most and t.block_n <= MOST_LISTED)
     if problem.dropout:
         found = tuple(t for t in found if t.consumers == 2)  # of others the registers do not hold random numbers too
@@ -230,7 +232,7 @@ def _fitting(problem: Problem) -> tuple[Tiles, ...]:
 def mask_element(problem: Problem) -> int:
     """Bytes of an element of the problem's mask of numbers; 0 without one."""
     kind = problem.mask
-    return 0 if kind is None or kind.tensor in (None, *LISTED) else 4 if kind.tensor == "float32" else 2
+    return 0 if kind is None or kind.tensor in (None, *SHOWING) else 4 if kind.tensor == "float32" else 2
 
 
 def is_dealt(mask: MaskKind | None) -> bool:
@@ -320,7 +322,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     params = "microsdpa::AttentionParams" if mask is None else "microsdpa::MaskedParams"
     if problem.dropout:
         params = dropped_params("microsdpa::MaskedParams", True)
-    lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor != "int32") if listed else None
+    lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor == "bool") if listed else None
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/kernel.cu",
@@ -342,7 +344,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
 
 def _policies(problem: Problem) -> str:
     """The C++ type that stands in the place of the masks (policies.cuh)."""
-    masks = masks_type(problem.mask)
+    masks = masks_type(problem.mask, summed=True)
     if problem.continued:
         return CONTINUING.format(masks, problem.head_dim)
     return DROPPING.format(masks) if problem.dropout else masks
@@ -354,20 +356,21 @@ def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool, marked: bool) ->
         marking = _of_lists("mark_tiles", MARK_THREADS, lists, mask, causal)
         listing = _of_lists("list_marked", 32, lists, mask, causal)
         return replace(listing, preparation=replace(marking, grid_order="tiles"))
-    return _of_lists("list_tiles", LIST_THREADS, lists, mask, causal)
+    return _of_lists("list_tiles", 32 * LIST_WARPS[str(mask.tensor)], lists, mask, causal)
 
 
 def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causal: bool) -> KernelSpec:
     """One of the kernels of list_tiles.cu."""
     arguments = {
-        "MASK": "microsdpa::SummedBool" if mask.tensor == "uint8" else CPP_TYPE[mask.tensor],
+        "MASK": CPP_TYPE[mask.tensor],
         "BLOCK_M": lists.block_m,
         "BLOCK_N": lists.block_n,
         "CAUSAL": BOOLEAN[causal],
         "LEFT": BOOLEAN[mask.left],
+        "WARPS": threads // 32,
     }
     if kernel != "list_tiles":
-        del arguments["MASK"]
+        del arguments["MASK"], arguments["WARPS"]
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/list_tiles.cu",
