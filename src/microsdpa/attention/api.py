@@ -19,10 +19,10 @@ from microsdpa.call.masks import dense, refuse_both
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.prologue import check as check_prologue
-from microsdpa.call.tensors import check_causal, check_grad, new_output
+from microsdpa.call.tensors import check_causal, check_grad, new_lse, new_output
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
-from microsdpa.call.visibility import combined, holds, known_mask, with_causal
+from microsdpa.call.visibility import combined, known_mask, with_causal
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.execution import autograd, dropout, forward, new_sizes, nodes, transforms
 from microsdpa.execution.forward import MISSES, other_value_dims
@@ -317,8 +317,6 @@ def sdpa(
         return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
         tracing = is_dynamo_compiling()
-        if known is not None and not holds(known, key):
-            known, attn_mask = None, combined((query, key, value), None, document_ids, block_mask)
         named = is_causal, causal, enable_gqa, impl, precision
         at_once: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
         unmasked = attn_mask is alibi_slopes is sinks is None and window is None and softcap is None
@@ -334,13 +332,13 @@ def sdpa(
             if unmasked:
                 at_once = forward.launch_values(query, key, value, named, scale, return_lse, out, of_values)
             else:
-                given = of_values, (attn_mask, alibi_slopes, sinks, window, softcap)
+                given = of_values, (attn_mask, alibi_slopes, sinks, window, softcap), known
                 at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, given)
         elif q_scale is k_scale is v_scale is None:  # scales beside a precision are refused below
             if unmasked:
                 at_once = forward.launch_quantizing(query, key, value, named, scale, return_lse, out)
             else:
-                masks_alone = None, (attn_mask, alibi_slopes, sinks, window, softcap)
+                masks_alone = None, (attn_mask, alibi_slopes, sinks, window, softcap), known
                 at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, masks_alone)
         if at_once is not None:
             return at_once
@@ -381,24 +379,25 @@ def sdpa(
             plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
             code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
             result = (new_output(query, value) if other_value_dims else _empty_like(query)) if out is None else out
+            of_rows = new_lse(query) if return_lse else False
             if unmasked:
-                lse = _launch_or_kind(query, key, value, result, return_lse, code, scale)
-                if type(lse) is int:
-                    sized = query, key, value, result, return_lse, code, scale
-                    lse = new_sizes.resized(lse, sized) if out is None else None
+                launched = _launch_or_kind(query, key, value, result, of_rows, code, scale)
+                if type(launched) is int:
+                    sized = query, key, value, result, of_rows, code, scale
+                    launched = new_sizes.resized(launched, sized) if out is None else None
             elif is_causal and attn_mask is not None:
-                lse = None
+                launched = None
             elif known is not None:
                 _, seqlen_k, captured = known
                 left, right = (-1, -1) if window is None else window
-                lse = _launch_known(
+                launched = _launch_known(
                     seqlen_k,
                     captured,
                     query,
                     key,
                     value,
                     result,
-                    return_lse,
+                    of_rows,
                     code,
                     scale,
                     attn_mask,
@@ -410,12 +409,12 @@ def sdpa(
                 )
             else:
                 left, right = (-1, -1) if window is None else window
-                lse = _launch_or_kind(
+                launched = _launch_or_kind(
                     query,
                     key,
                     value,
                     result,
-                    return_lse,
+                    of_rows,
                     code,
                     scale,
                     attn_mask,
@@ -425,13 +424,13 @@ def sdpa(
                     right,
                     softcap,
                 )
-                if type(lse) is int:  # of a kind of calls without tensors of masks
+                if type(launched) is int:  # of a kind of calls without tensors of masks
                     hidden = None, None, None, left, right, softcap
-                    masked = query, key, value, result, return_lse, code, scale, *hidden
-                    lse = new_sizes.resized(lse, masked) if out is None else None
-            if lse is not None:
-                return (result, lse) if return_lse else result
-            del result  # a large output is not to be there twice
+                    masked = query, key, value, result, of_rows, code, scale, *hidden
+                    launched = new_sizes.resized(launched, masked) if out is None else None
+            if launched is not None:
+                return (result, of_rows) if return_lse else result  # type: ignore[return-value]
+            del result, of_rows  # a large output is not to be there twice
         elif (
             unmasked
             and not return_lse

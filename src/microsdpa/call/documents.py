@@ -39,7 +39,8 @@ _Found = tuple[torch.Tensor, int, bool]
 """What known_mask() gives."""
 _known_alone: dict[int, tuple[weakref.ref[torch.Tensor], int, _Found]] = {}
 """Of ids that are those of queries and keys, by id(): themselves, their version, and what known_mask() gives."""
-_known_pairs: dict[tuple[int, int], tuple[_Known, _Found]] = {}
+_KnownPair = tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor], int, int, _Found]
+_known_pairs: dict[tuple[int, int], _KnownPair] = {}
 """The same of ids of queries and ids of keys."""
 
 
@@ -89,7 +90,13 @@ def _known_mask_of_pair(document_ids: object) -> _Found | None:
         return None
     of_query, of_key = document_ids
     known = _known_pairs.get((id(of_query), id(of_key)))
-    return known[1] if known is not None and known[0].is_of((of_query, of_key)) else None
+    if known is None:
+        return None
+    query_ref, key_ref, query_version, key_version, found = known
+    query, key = query_ref(), key_ref()
+    if query is None or query is not of_query or key is None or key is not of_key:
+        return None
+    return found if query._version == query_version and key._version == key_version else None
 
 
 def check(pair: tuple[object, ...], query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,8 +190,8 @@ def _remember(pair: tuple[object, ...], mask: torch.Tensor, sizes: Sizes) -> Non
         _known_alone[alone] = ref, tensors[0]._version, found
     else:
         both = name[0], name[1]
-        ends = tuple(weakref.ref(ids, lambda _: _known_pairs.pop(both, None)) for ids in tensors)
-        _known_pairs[both] = known._replace(tensors=ends), found
+        of_query, of_key = (weakref.ref(ids, lambda _: _known_pairs.pop(both, None)) for ids in tensors)
+        _known_pairs[both] = of_query, of_key, known.versions[0], known.versions[1], found
 
 
 def document_ranges(document_ids: Ids) -> torch.Tensor:

@@ -241,9 +241,12 @@ def _is_known(scale: torch.Tensor) -> bool:
 
 def known_positive(scales: tuple[object, ...]) -> bool:
     """Whether the values of all tensors among the scales have been checked, and none has changed; numbers have not."""
-    for scale in scales:
-        if scale is not None:
-            known = changes.get(id(scale))
-            if known is None or (known != UNCOUNTED and known != scale._version):  # type: ignore[attr-defined]
+    try:
+        for scale in scales:
+            if scale is not None and _positive[id(scale)] != scale._version:  # type: ignore[attr-defined]
                 return False
+    except KeyError:
+        return False
+    except RuntimeError:  # of a tensor that was made in inference mode
+        return all(scale is None or _positive.get(id(scale)) == _changes(scale) for scale in scales)  # type: ignore[arg-type]
     return True

@@ -54,7 +54,7 @@ def known_mask(document_ids: object, block_mask: object) -> KnownMask | None:
     """What is known of documents or blocks alone, without a check; None where there is more to look at.
 
     It is for a launch that nobody else has to see. A mask that does not belong to the call finds no plan: combined()
-    then says what is wrong. The rest is no part of a plan's key: launcher.launch_known() looks at it, and holds().
+    then says what is wrong. The rest is no part of a plan's key: launcher.launch_known() looks at it.
     """
     try:
         if block_mask is None:
@@ -67,14 +67,6 @@ def known_mask(document_ids: object, block_mask: object) -> KnownMask | None:
     except (AttributeError, IndexError, RuntimeError, TypeError):
         pass  # combined() says what is wrong with a tensor
     return None
-
-
-def holds(known: KnownMask, key: torch.Tensor) -> bool:
-    """Whether a known mask is for this key, and for a launch now."""
-    mask, seqlen_k, captured = known
-    if not isinstance(key, torch.Tensor) or key.dim() != 4 or key.shape[2] != seqlen_k:
-        return False
-    return captured or not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _is_plain(inputs: Inputs) -> bool:

@@ -27,6 +27,7 @@ from microsdpa.call.options import (
 from microsdpa.call.prologue import Prologue
 from microsdpa.call.scales import VALUE_DTYPES, changes, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
+from microsdpa.call.visibility import KnownMask
 from microsdpa.execution import dropout, new_sizes, prologue, quantized, torch_cpu, varlen
 from microsdpa.execution.choice import problem_of
 from microsdpa.kernels.params import PrologueParams
@@ -36,6 +37,7 @@ from microsdpa.runtime import launcher
 _launch = launcher.launch
 _launch_or_kind = launcher.launch_or_kind
 _launch_scaled = launcher.launch_scaled
+_launch_known = launcher.launch_known
 _PLAIN_OPTIONS = False, None, False, "auto", None
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
@@ -208,29 +210,49 @@ def launch_masked_eight_bit(
     scale: float | None,
     return_lse: bool,
     out: torch.Tensor | None,
-    given: tuple[tuple[Any, Any, Any] | None, tuple[Any, ...]],
+    given: tuple[tuple[Any, Any, Any] | None, tuple[Any, ...], KnownMask | None],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
     """The same for calls with masks, of both kinds.
 
-    `given` are the scales of 8-bit values, or None, and attn_mask, alibi_slopes, sinks, window and softcap.
+    `given` are the scales of 8-bit values, or None; attn_mask, alibi_slopes, sinks, window and softcap; and what is
+    known of attn_mask, or None.
     """
-    scales, (attn_mask, alibi_slopes, sinks, window, softcap) = given
+    scales, (attn_mask, alibi_slopes, sinks, window, softcap), known = given
     try:
         if options[0] and attn_mask is not None:
             return None
-        if _is_grad_enabled() and any(t is not None and t.requires_grad for t in (attn_mask, alibi_slopes, sinks)):
-            return None
-        if (scales is not None and not known_positive(scales)) or _is_graded(query, key, value, out):
+        if forward_ad._current_level >= 0 or (
+            _is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (out is not None and out.requires_grad)
+                or (attn_mask is not None and attn_mask.requires_grad)
+                or (alibi_slopes is not None and alibi_slopes.requires_grad)
+                or (sinks is not None and sinks.requires_grad)
+            )
+        ):
             return None
         result = out
-        if result is None and scales is None:
-            result = _empty_like(query)
-        elif result is None:
-            dtype = value.dtype
-            result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
-        left, right = window or (-1, -1)
+        of_values: tuple[Any, ...] = ()
+        if scales is None:
+            if result is None:
+                result = _empty_like(query)
+        else:
+            of_values = scales
+            if not known_positive(scales):
+                return None
+            if result is None:
+                dtype = value.dtype
+                result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
+        left, right = (-1, -1) if window is None else window
+        call = query, key, value, result, return_lse, OPTIONS[options], scale
         masks = attn_mask, alibi_slopes, sinks, left, right, softcap
-        lse = _launch(query, key, value, result, return_lse, OPTIONS[options], scale, *masks, *(scales or ()))
+        if known is None:
+            lse = _launch(*call, *masks, *of_values)
+        else:
+            lse = _launch_known(known[1], known[2], *call, *masks, *of_values)
     except MISSES:
         return None
     if lse is None:
