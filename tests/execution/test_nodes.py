@@ -189,6 +189,49 @@ def test_an_operator_is_allowed_a_plan_that_is_there(monkeypatch: pytest.MonkeyP
     assert calls == ["operator"] * 5
 
 
+def test_a_warm_call_under_a_mask_asks_nothing_but_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator is allowed the plan of a call under a mask, too, which says all that was looked at before."""
+    allowed: list[Any] = []
+    said: list[Any] = []
+    biases: list[Any] = []
+
+    def kernel(_: Any, q: Any, k: Any, v: Any, bias: Any, *__: Any, **___: Any) -> Any:
+        biases.append(bias)
+        return (q.clone(), *NOTHING[1:]) if allowed else NOTHING
+
+    def allow(number: int, *call: Any) -> bool:
+        allowed.append((number, call[5], call[7]))
+        return True
+
+    monkeypatch.setattr(nodes, "_masked", set())
+    monkeypatch.setattr(nodes, "operator_for", lambda *_: (nodes.CUDNN, True))
+    monkeypatch.setattr(nodes, "calls", lambda: {nodes.CUDNN: (kernel, None)})
+    monkeypatch.setattr(nodes.launcher, "allow_node", allow)
+    monkeypatch.setattr(nodes.launcher, "expect_node", lambda *call: said.append(call))
+    query, key, value = (t.requires_grad_() for t in make(Case(1, 2, 8, 12, 16)))
+    mask = torch.arange(12) < 9
+    warm = query, key, value, mask, PLAIN.code
+    assert nodes.recorded_masked(*warm, None) is None
+    assert not biases
+    assert nodes.attend((query, key, value), MaskTensors(mask), PLAIN) is not None
+    assert allowed == [(1, PLAIN.code, mask)]
+    monkeypatch.delattr(nodes, "operator_for")
+    assert nodes.recorded_masked(*warm, 0.5) is not None
+    assert microsdpa.sdpa(query, key, value, attn_mask=mask).grad_fn is not None
+    assert len(biases) == 4
+    assert biases[2].shape == (1, 2, 8, 12)
+    assert said[2:] == [(PLAIN.code, mask)] * 2
+    # What the plan does not know: another scale, a gradient of the mask, bits that must be the same each time.
+    assert nodes.recorded_masked(*warm, -0.5) is None
+    assert nodes.recorded_masked(*warm[:3], torch.zeros(12).half().requires_grad_(), PLAIN.code, None) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert nodes.recorded_masked(*warm, None) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(biases) == 4
+
+
 def test_a_warm_call_says_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
 

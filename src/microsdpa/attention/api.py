@@ -432,18 +432,22 @@ def sdpa(
                 return (result, of_rows) if return_lse else result  # type: ignore[return-value]
             del result, of_rows  # a large output is not to be there twice
         elif (
-            unmasked
+            (alibi_slopes is None and sinks is None and window is None and softcap is None)
             and not return_lse
             and out is None
             and type(query) in PLAIN_TYPES
             and type(key) in PLAIN_TYPES
             and type(value) in PLAIN_TYPES
+            and (attn_mask is None or type(attn_mask) in PLAIN_TYPES)
             and forward_ad._current_level < 0
             and not _len_torch_dispatch_stack()
             and not _are_functorch_transforms_active()
         ):
             code = OPTIONS[is_causal, causal, enable_gqa, impl, None]
-            recorded = nodes.recorded(query, key, value, is_causal or causal is not None, code, scale)
+            if attn_mask is None:
+                recorded = nodes.recorded(query, key, value, is_causal or causal is not None, code, scale)
+            else:
+                recorded = nodes.recorded_masked(query, key, value, attn_mask, code, scale)
             if recorded is not None:
                 return recorded
     except MISSES:

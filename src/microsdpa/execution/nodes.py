@@ -98,6 +98,33 @@ def recorded(
     return found[0]  # type: ignore[no-any-return]
 
 
+_masked: set[tuple[object, ...]] = set()
+"""Shapes of query and mask, and codes of options, of calls under a mask for which attend() has had a node."""
+
+
+def recorded_masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    code: int,
+    scale: float | None,
+) -> torch.Tensor | None:
+    """recorded() for a call with an attn_mask, which it may have besides `code` and `scale` alone."""
+    if (query.shape, mask.shape, code) not in _masked or mask.requires_grad or _get_deterministic_algorithms():
+        return None
+    if not _get_cudnn_sdp_enabled() or not (scale is None or scale > 0.0):
+        return None
+    call, keys = calls()[CUDNN]
+    bias = as_bias(mask, query, key)
+    launcher.expect_node(code, mask)
+    try:
+        return call(keys, query, key, value, bias, True, 0.0, False, scale=scale)[0]  # type: ignore[no-any-return]
+    except RuntimeError:
+        launcher.expect_no_node()
+        return None
+
+
 def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:
     """The output of a call whose gradient a backward pass of torch's computes; None where it computes none.
 
@@ -116,20 +143,24 @@ def attend(inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor
     except RuntimeError:
         out = None  # such as out of memory: it is raised below, in better words
     if out is None:
-        if masks is not NO_TENSORS or not _allow(operator, inputs, options):
+        if not _allow(operator, inputs, masks, options):
             forward.first_call(Call(inputs, masks, options=options, return_lse=True))
-            if masks is NO_TENSORS:
-                _allow(operator, inputs, options)
+            _allow(operator, inputs, masks, options)
         out = launcher.found(call(operator, inputs, masks, options))
-    if _usual is None or _usual[0] is not operator:
+    if masks.attn_mask is not None:
+        if len(_masked) >= _MAX_REMEMBERED:
+            _masked.clear()
+        _masked.add((inputs[0].shape, masks.attn_mask.shape, options.code))
+    elif _usual is None or _usual[0] is not operator:
         _usual = operator, *calls()[operator]
     return out
 
 
-def _allow(operator: str, inputs: Inputs, options: Options) -> bool:
-    """Let an operator run the plan of a call without masks; False when there is no plan."""
+def _allow(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -> bool:
+    """Let an operator run the plan of a call, which has no mask but an attn_mask; False when there is no plan."""
     call = *inputs, torch.empty_like(inputs[0]), None, options.code, options.scale
-    return bool(launcher.allow_node(_NUMBERS[operator], *call))
+    mask = () if masks.attn_mask is None else (masks.attn_mask,)
+    return bool(launcher.allow_node(_NUMBERS[operator], *call, *mask))
 
 
 def _call_told(operator: str, inputs: Inputs, masks: MaskTensors, options: Options) -> torch.Tensor | None:

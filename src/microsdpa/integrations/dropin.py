@@ -306,10 +306,13 @@ def _at_once(
         except MISSES:
             pass
         return None
-    if attn_mask is None:
+    if graded:
         try:
             code = OPTIONS[is_causal, None, enable_gqa, impl, None]
-            result = nodes.recorded(query, key, value, is_causal, code, scale)
+            if attn_mask is None:
+                result = nodes.recorded(query, key, value, is_causal, code, scale)
+            else:
+                result = nodes.recorded_masked(query, key, value, attn_mask, code, scale)
         except MISSES:
             return None
         if result is not None:

@@ -115,7 +115,7 @@ launch_or_kind: Callable[..., Any] = direct(_library, _library.sdpa_or_kind)
 """`launch`, and for a call without a plan the number that register_kind() gave it, an int, or None."""
 
 allow_node: Callable[..., bool] = _library.allow_node
-"""allow_node(number, *call): let the node's operator of this number (nodes.py) run the plan of a Call without masks.
+"""allow_node(number, *call): let the node's operator of this number (nodes.py) run the plan of a Call.
 
 False when no plan is registered for the call.
 """

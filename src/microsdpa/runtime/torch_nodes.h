@@ -15,7 +15,7 @@
 namespace microsdpa {
 
 // The operators. A plan without a mask says for which of them it may be launched: Python decides who has the gradient.
-enum Node : std::int64_t { NO_NODE, CUDNN_NODE, FLASH_NODE };
+enum Node : std::int64_t { CUDNN_NODE = 1, FLASH_NODE };  // 0 stands for none
 
 // What the next call of this thread asks for beyond the operator's arguments.
 struct ExpectedCall {
@@ -125,7 +125,7 @@ inline void give_nothing(const TorchShim& torch, TorchValue* stack) {
 
 // The operators' nine results: output, LSE of `lse_rank` dimensions, two tensors that are not there, S_q, S_k, random
 // state and mask of a dropout. No tensor is there where the call has no plan that `node` is allowed for: Python then
-// makes one, or says what is wrong. A call with a mask is told of by expect_node(), which is leave enough.
+// makes one, or says what is wrong.
 inline void attend_node(TorchValue* stack, NodeCall call, Node node, int lse_rank, TorchTensor NodeConstants::* state) {
   const ExpectedCall expected = std::exchange(expected_call(), ExpectedCall{});
   const TorchShim& torch = *TorchShim::get();
@@ -161,8 +161,7 @@ inline void attend_node(TorchValue* stack, NodeCall call, Node node, int lse_ran
     arguments.tensors[MASK] = &mask;
   }
   CurrentStream current(torch, q.device);
-  const std::int64_t allowed = expected.masked ? NO_NODE : node;
-  const ffi::Any launched = attend(arguments, ffi::AnyView(&sums.tensor), call.scale, {}, allowed);
+  const ffi::Any launched = attend(arguments, ffi::AnyView(&sums.tensor), call.scale, {}, node);
   if (launched == nullptr) return give_nothing(torch, stack);
   if (expected.masked) {
     OwnedTensor seen = of_seen_rows(torch, std::move(lse));
