@@ -194,7 +194,6 @@ class Door:
         operators: what it asks torch for on a second turn.
         lse: whether the launch has to give one.
         gives_lse: whether the caller gets it.
-        makes_lse: whether the launch is given its memory.
         dtype: of the output.
         shape: of the output.
     """
@@ -204,7 +203,6 @@ class Door:
     operators: Counter[str] = field(default_factory=lambda: OUTPUT)
     lse: bool = False
     gives_lse: bool = False
-    makes_lse: bool = False
     dtype: torch.dtype = torch.float16
     shape: tuple[int, ...] = (BATCH, HEADS, SEQLEN_Q, HEAD_DIM)
 
@@ -252,9 +250,7 @@ def sdpa(name: str, heads_kv: int = HEADS, dtype: torch.dtype = torch.float16, *
         return lambda: microsdpa.sdpa(*given, **made)
 
     wanted = options.get("return_lse", False)
-    makes = wanted and not options.keys() & {"precision", "q_norm", "rotary"}
-    operators = NOTHING if "out" in options else OUTPUT
-    return Door(f"sdpa {name}", start, operators + OUTPUT if makes else operators, wanted, wanted, makes, dtype)
+    return Door(f"sdpa {name}", start, NOTHING if "out" in options else OUTPUT, wanted, wanted, dtype)
 
 
 def quantized(name: str, of: tuple[torch.dtype, ...], dtype: torch.dtype, **options: Any) -> Door:
@@ -272,7 +268,7 @@ def quantized(name: str, of: tuple[torch.dtype, ...], dtype: torch.dtype, **opti
 
     wanted = options.get("return_lse", False)
     operators = NOTHING if "out" in options else OUTPUT
-    return Door(f"sdpa of quantized values, {name}", start, operators, wanted, wanted, dtype=dtype)
+    return Door(f"sdpa of quantized values, {name}", start, operators, wanted, wanted, dtype)
 
 
 def slopes() -> torch.Tensor:
@@ -361,8 +357,7 @@ def test_a_value_of_other_columns_is_one_foreign_call_with_an_output_of_its_own(
 
     call()
     result, seen = watch(call, launcher)
-    of_lse = OUTPUT if with_lse and "rotary" not in masks else NOTHING
-    assert seen == Seen(1, Counter({"aten::empty_strided": 1}) + of_lse)
+    assert seen == Seen(1, Counter({"aten::empty_strided": 1}))
     out = result[0] if with_lse else result
     assert out.data_ptr() == launcher.calls[-1][3].data_ptr()
     assert out.shape == (BATCH, HEADS, SEQLEN_Q, HEAD_DIM // 2)
@@ -733,15 +728,10 @@ def check(door: Door, launcher: Launcher) -> None:
     written, asked = launcher.calls[-1][3:5]
     assert out.data_ptr() == written.data_ptr(), f"{door.name}: the output is not what the launch wrote to"
     assert (out.shape, out.dtype) == (door.shape, door.dtype), door.name
-    if door.makes_lse:
-        assert asked is lse, f"{door.name}: the LSE is not what the launch wrote to"
-        assert (lse.shape, lse.dtype, lse.is_contiguous()) == (door.shape[:3], torch.float32, True)
-    else:
-        assert asked is door.lse, f"{door.name}: lse={asked}"
-    makes_output = door.operators != (OUTPUT if door.makes_lse else NOTHING)
-    if makes_output and door not in LENGTHS:
+    assert asked is door.lse, f"{door.name}: lse={asked}"
+    if door.operators and door not in LENGTHS:
         assert written.stride() == tensors()[0].stride(), f"{door.name}: the memory order is not that of query"
-    if door.gives_lse and not door.makes_lse:
+    if door.gives_lse:
         assert lse is not None
         assert lse.data_ptr() == launcher.found[-1].data_ptr(), f"{door.name}: the LSE is not that of the launch"
     assert out.requires_grad == (door in GRADED), door.name
@@ -832,7 +822,7 @@ def _misses(*given: torch.Tensor) -> Any:
         (_casts, "aten::_to_copy"),
         (_copies, "aten::clone"),
         (_finds_a_mask_anew, "masks=.*arguments"),
-        (_asks_for_an_lse, "'aten::empty_like': 2"),
+        (_asks_for_an_lse, "lse=True"),
         (_has_another_order, "memory order"),
     ],
 )

@@ -19,7 +19,7 @@ from microsdpa.call.masks import dense, refuse_both
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.prologue import check as check_prologue
-from microsdpa.call.tensors import check_causal, check_grad, new_lse, new_output
+from microsdpa.call.tensors import check_causal, check_grad, new_output
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
 from microsdpa.call.visibility import combined, known_mask, with_causal
@@ -379,25 +379,24 @@ def sdpa(
             plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
             code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
             result = (new_output(query, value) if other_value_dims else _empty_like(query)) if out is None else out
-            of_rows = new_lse(query) if return_lse else False
             if unmasked:
-                launched = _launch_or_kind(query, key, value, result, of_rows, code, scale)
-                if type(launched) is int:
-                    sized = query, key, value, result, of_rows, code, scale
-                    launched = new_sizes.resized(launched, sized) if out is None else None
+                lse = _launch_or_kind(query, key, value, result, return_lse, code, scale)
+                if type(lse) is int:
+                    sized = query, key, value, result, return_lse, code, scale
+                    lse = new_sizes.resized(lse, sized) if out is None else None
             elif is_causal and attn_mask is not None:
-                launched = None
+                lse = None
             elif known is not None:
                 _, seqlen_k, captured = known
                 left, right = (-1, -1) if window is None else window
-                launched = _launch_known(
+                lse = _launch_known(
                     seqlen_k,
                     captured,
                     query,
                     key,
                     value,
                     result,
-                    of_rows,
+                    return_lse,
                     code,
                     scale,
                     attn_mask,
@@ -409,12 +408,12 @@ def sdpa(
                 )
             else:
                 left, right = (-1, -1) if window is None else window
-                launched = _launch_or_kind(
+                lse = _launch_or_kind(
                     query,
                     key,
                     value,
                     result,
-                    of_rows,
+                    return_lse,
                     code,
                     scale,
                     attn_mask,
@@ -424,13 +423,13 @@ def sdpa(
                     right,
                     softcap,
                 )
-                if type(launched) is int:  # of a kind of calls without tensors of masks
+                if type(lse) is int:  # of a kind of calls without tensors of masks
                     hidden = None, None, None, left, right, softcap
-                    masked = query, key, value, result, of_rows, code, scale, *hidden
-                    launched = new_sizes.resized(launched, masked) if out is None else None
-            if launched is not None:
-                return (result, of_rows) if return_lse else result  # type: ignore[return-value]
-            del result, of_rows  # a large output is not to be there twice
+                    masked = query, key, value, result, return_lse, code, scale, *hidden
+                    lse = new_sizes.resized(lse, masked) if out is None else None
+            if lse is not None:
+                return (result, lse) if return_lse else result
+            del result  # a large output is not to be there twice
         elif (
             (alibi_slopes is None and sinks is None and window is None and softcap is None)
             and not return_lse

@@ -8,7 +8,6 @@ from difflib import get_close_matches
 
 import torch
 
-from microsdpa.call.documents import is_traced
 from microsdpa.errors import InvalidArgument, UnsupportedProblem
 from microsdpa.kernels import EIGHT_BIT_FAMILIES, FAMILIES, VARLEN_FAMILIES, family_named
 from microsdpa.kernels.problem import LARGEST_FACTOR, SMALLEST_FACTOR, VECTOR_BYTES, Causal, DType
@@ -263,27 +262,6 @@ def new_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     shape = output_shape(query, value)
     strides = allocated_strides(shape, query.stride())
     return torch.empty_strided(shape, strides, dtype=query.dtype, device=query.device)
-
-
-MAX_SHAPES = 256
-_lse_like: dict[tuple[torch.Size, int], torch.Tensor] = {}
-"""By the shape of query and the number of its device: a number that is broadcast to the shape of the LSE."""
-
-
-def new_lse(query: torch.Tensor) -> torch.Tensor:
-    """Memory for the LSE of query [B, H, S_q, D]: FP32 [B, H, S_q], contiguous.
-
-    Of all ways to allocate, one by the likeness of a tensor takes the least time.
-    """
-    place = query.shape, query.get_device()
-    like = _lse_like.get(place)
-    if like is None:
-        like = torch.empty((), dtype=torch.float32, device=query.device).expand(query.shape[:3])
-        if not is_traced(query):
-            if len(_lse_like) >= MAX_SHAPES:
-                _lse_like.clear()
-            _lse_like[place] = like
-    return torch.empty_like(like)
 
 
 def check_out(
