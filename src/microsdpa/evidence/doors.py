@@ -602,7 +602,7 @@ def fields_of(door: Door, impl: str, tensors: Tensors) -> dict[str, Any]:
         found = microsdpa.explain(*made.values, **made.scales)
         return fields | signatures.of_call(found, tensors[0]) | {"requested": "auto", "operands": door.operands}
     case, masks = door.case, make_masks(door.case, "cuda")
-    kind = masks_of(door.case, "cuda").kind
+    kind = masks_of(door.case, "cuda").kind_in_memory
     shared: dict[str, Any] = {"causal": case.causal, "enable_gqa": case.kv_heads != case.heads}
     shared |= {"precision": door.precision} | masks
     query, key, value = tensors
