@@ -18,6 +18,7 @@ from microsdpa.kernels.select import chosen
 MASKS = (
     *(None, None, None, MaskKind(left=True), MaskKind(left=True, right=True), MaskKind(softcap=True)),
     *(MaskKind("bool", per_batch=True, bulk=True), MaskKind("float16", per_query=True), MaskKind(alibi=True)),
+    MaskKind("uint8", per_query=True),
 )
 ROTATED = PrologueKind(64, angles="float32", rotates_key=False, query_norm="rms")
 
@@ -100,6 +101,16 @@ def test_a_plan_with_lists_of_tiles_is_of_its_length_alone(tensor: Any) -> None:
     assert spec is chosen(longer)
     assert spec.workspace_bytes(problem) < spec.workspace_bytes(longer)
     assert range_of(problem, spec) is None
+
+
+def test_a_table_of_blocks_has_its_lists_with_it() -> None:
+    problem = Problem(1, 8, 8, 4096, 6140, 128, "float16", mask=MaskKind("uint8", per_query=True), target="sm_90a")
+    spec = chosen(problem)
+    assert spec is not None
+    assert spec.workspace_bytes(problem) == 0
+    others = range_of(problem, spec)
+    assert others is not None
+    assert others.last > 10_000
 
 
 def test_a_number_that_is_used_as_a_key_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
