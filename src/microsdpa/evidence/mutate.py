@@ -70,6 +70,10 @@ OWN_CASES: dict[str, tuple[tuple[Case, str], ...]] = {
         (Case(1, 3, 192, 224, 64, causal="lower_right", masks=("additive", "alibi")), ""),  # the last keys first
         (Case(1, 2, 70, 300, 64, causal="lower_right", masks=("documents",)), ""),
         (Case(1, 3, 200, 450, 64), "192 x 128"),  # S and P V in turn
+        (Case(1, 2, 70, 300, 64, masks=("bool",)), ""),  # a list of three tiles, each of which several warps read
+        (Case(1, 1, 150, 2200, 64, masks=("padding",)), ""),  # more tiles than warps, in words that all queries share
+        (Case(1, 2, 200, 450, 64, masks=("blocks 50%",)), ""),  # lists of a table
+        (Case(1, 2, 200, 450, 160, causal="lower_right", masks=("blocks 50%", "window")), ""),  # of which parts are cut
     ),
     "ampere/mma": ((Case(1, 2, 5, 700, 64, masks=("bool",)), ""),),  # more tiles of keys than a ring has
 }

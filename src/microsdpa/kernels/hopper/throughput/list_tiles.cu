@@ -265,14 +265,14 @@ __global__ void __launch_bounds__(32 * WARPS) list_tiles(const __grid_constant__
   }
   // Where there are fewer tiles than warps, several warps share the rows of each.
   int at_once = WARPS;
+  // mutation: how many warps share a tile changes no list
   while (at_once > 1 && at_once / 2 >= last - first) at_once /= 2;
   const int turn = warp % at_once;
   int count = 0;  // the same in all threads
+  // mutation: a round past the last tile finds none
   for (int begin = first; begin < last; begin += at_once) {
     Found found = {false, false};
-    if (begin + turn < last) {
-      found = reader.read(begin + turn, has_rows, warp / at_once, WARPS / at_once);
-    }
+    if (begin + turn < last) found = reader.read(begin + turn, has_rows, warp / at_once, WARPS / at_once);
     const Marks marks(states, found, WARPS, at_once);
     const int own = static_cast<int>(threadIdx.x);
     const uint32 listed = marks.any & (1u << at_once) - 1;
