@@ -70,7 +70,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("hopper/throughput/list_tiles.cu", "const int left = params.call.seqlen_k - BLOCK_N * tile", KEYS),
     ("hopper/throughput/list_tiles.cu", "first_row = BLOCK_M * query_tile;", ROWS),
     ("hopper/throughput/list_tiles.cu", "begin = ROWS_AT_ONCE * part; begin < stored;", PLACE),
-    ("hopper/throughput/list_tiles.cu", "if (begin + turn < last) {", KEYS),
+    ("hopper/throughput/list_tiles.cu", "if (begin + turn < last) found = reader", KEYS),
     ("hopper/throughput/list_tiles.cu", "reader.read(static_cast<int>(tile), true);", KEYS),
     ("hopper/throughput/tile_list.cuh", "return (p.masks.mask_strides.batch != 0 ? p.call.batch : 1)", HEADS),
     ("hopper/throughput/tile_list.cuh", "return has_rows(p) ? WORDS * row : 0;", PLACE),
