@@ -477,6 +477,7 @@ struct Consumer : Exchange<C> {
     wgmma_fence_registers(o);
     Columns<QUADRUPLES> columns[2];
     if constexpr (PEER_FIRST) {
+      // mutation: it holds back the compiler, and does nothing when the kernel runs
       wgmma_fence_registers(rest);
       if constexpr (ROUNDS > 1) {
 #pragma unroll

@@ -104,6 +104,7 @@ struct Consumer : TileSoftmax<T, BLOCK_N> {
   __device__ __forceinline__ void accumulate(const Probabilities& p, bool add) {
     const uint64 value = matrix_descriptor(shared.value[group][value_state.stage], BLOCK_N * HEAD_DIM * sizeof(T),
                                            8 * HEAD_DIM * sizeof(T), Swizzle::BYTES_128);
+    // mutation: it holds back the compiler, and does nothing when the kernel runs
     wgmma_fence_registers(o);
     wgmma_fence();
 #pragma unroll
