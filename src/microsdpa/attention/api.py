@@ -431,7 +431,10 @@ def sdpa(
                 return (result, lse) if return_lse else result
             del result  # a large output is not to be there twice
         elif (
-            (alibi_slopes is None and sinks is None and window is None and softcap is None)
+            alibi_slopes is None
+            and sinks is None
+            and window is None
+            and softcap is None
             and not return_lse
             and out is None
             and type(query) in PLAIN_TYPES

@@ -1,4 +1,4 @@
-"""Masks of booleans with what kernels want to know of them: a summary, bits, and lists of the tiles that rows see.
+"""Masks of booleans, and in the same memory a summary, bits, and lists of the tiles of keys that rows see.
 
 A row of memory has S_k booleans; a byte for every 32 keys that says whether it shows none, some or all of them; a bit
 for each key; and, in the first row of every 128, which tiles of keys these rows see. Kernels of 128 queries a CTA go
@@ -22,14 +22,16 @@ ALIGNMENT = 128
 TILE_ROWS = 128
 """Queries of a list."""
 TILE_KEYS = 128, 96, 64
-"""Keys of the tiles of the lists, in their order: how many there are, and twice each one's number, plus 1 if nothing is
-hidden in it; 4 bytes each."""
+"""Keys of the tiles of each list, in the lists' order in memory.
+
+A list has integers of 4 bytes: how many tiles it names, and twice the number of each, plus 1 if nothing is hidden in it.
+"""
 
 _made: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def summed(mask: torch.Tensor) -> torch.Tensor:
-    """Memory of a bool mask [B, H, S_q, S_k] with all that kernels want to know of it.
+    """Memory of a bool mask [B, H, S_q, S_k], its summary, its bits and its lists.
 
     Returns:
         uint8 [B, H, S_q, W], W a multiple of 128.

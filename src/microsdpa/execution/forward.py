@@ -221,14 +221,10 @@ def launch_masked_eight_bit(
     try:
         if options[0] and attn_mask is not None:
             return None
-        if forward_ad._current_level >= 0 or (
+        if _is_graded(query, key, value, out) or (
             _is_grad_enabled()
             and (
-                query.requires_grad
-                or key.requires_grad
-                or value.requires_grad
-                or (out is not None and out.requires_grad)
-                or (attn_mask is not None and attn_mask.requires_grad)
+                (attn_mask is not None and attn_mask.requires_grad)
                 or (alibi_slopes is not None and alibi_slopes.requires_grad)
                 or (sinks is not None and sinks.requires_grad)
             )

@@ -110,7 +110,7 @@ def recorded_masked(
     code: int,
     scale: float | None,
 ) -> torch.Tensor | None:
-    """recorded() for a call with an attn_mask, which it may have besides `code` and `scale` alone."""
+    """recorded() for a call with an attn_mask, of booleans or numbers, and no other mask."""
     if (query.shape, mask.shape, code) not in _masked or mask.requires_grad or _get_deterministic_algorithms():
         return None
     if not _get_cudnn_sdp_enabled() or not (scale is None or scale > 0.0):

@@ -23,7 +23,7 @@ struct SummedBool {
   bool value;
 
   __device__ __forceinline__ static int filled(int bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
-  // Bytes of a list: a number, and as many as there are tiles.
+  // Bytes of a list: how many tiles it names, and room for all of them.
   template <int BLOCK_N>
   __device__ __forceinline__ static int list_bytes(int keys) {
     return 4 + (keys + BLOCK_N - 1) / BLOCK_N * 4;

@@ -219,7 +219,7 @@ def _fitting(problem: Problem) -> tuple[Tiles, ...]:
         panel, found = PANEL_BYTES // element, (*found, *MASKED_CANDIDATES.get(head_dim, ()))
         found = tuple(t for t in found if t.consumers == 2 and t.block_n <= most and t.block_n % panel == 0)
     elif problem.mask is not None and problem.mask.tensor is not None:
-        # Small query tiles visit fewer tiles of keys, where queries have masks of their own. Tables have their lists.
+        # Small query tiles visit fewer tiles of keys, where queries have masks of their own. A table lists them.
         most = 2 if problem.mask.per_query or problem.mask.tensor == "uint8" else 3
         found = tuple(t for t in found if t.consumers <= most and t.block_n <= MOST_LISTED)
     if problem.dropout:
