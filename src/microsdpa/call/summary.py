@@ -24,7 +24,7 @@ TILE_ROWS = 128
 TILE_KEYS = 128, 96, 64
 """Keys of the tiles of each list, in the lists' order in memory.
 
-A list has integers of 4 bytes: how many tiles it names, and twice the number of each, plus 1 if nothing is hidden in it.
+A list has integers of 4 bytes: how many tiles it names, and for each twice its number, plus 1 if nothing is hidden.
 """
 
 _made: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
