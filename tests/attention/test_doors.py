@@ -30,6 +30,7 @@ from microsdpa.attention import plan as plans
 from microsdpa.attention.explain import Explanation
 from microsdpa.call import validate, visibility
 from microsdpa.call.scales import check_scales
+from microsdpa.errors import MicrosdpaError
 from microsdpa.execution import forward
 from microsdpa.integrations import dropin, flash_backend
 from microsdpa.jit import signature as signatures
@@ -106,7 +107,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
         monkeypatch.setattr(module, "_launch_or_kind", found)
     for module in (api, forward):
         monkeypatch.setattr(module, "_launch_known", found.with_a_known_mask)
-    monkeypatch.setattr(forward, "_launch_scaled", found.with_scales)
+    monkeypatch.setattr(api, "_launch_scaled", found.with_scales)
     return found
 
 
@@ -886,17 +887,24 @@ def test_scales_that_are_not_known_to_be_positive_are_not_launched_with(
     values = tuple(torch.zeros(BATCH, HEADS, SEQLEN_Q, HEAD_DIM).to(E4M3) for _ in range(3))
     scales: list[Any] = [torch.ones(BATCH, HEADS) for _ in range(3)]
     check_scales(*values, tuple(scales))
-    of_call = *values, (False, None, False, "auto", None), None, False, None
+
+    def attend() -> torch.Tensor:
+        return microsdpa.sdpa(*values, q_scale=scales[0], k_scale=scales[1], v_scale=scales[2])
+
     with torch.no_grad():
-        assert forward.launch_values(*of_call, tuple(scales)) is not None
+        attend()
+        assert len(launcher.calls) == 1
         if other == "changed":
             scales[which].neg_()
         else:
             scales[which] = {"a number": 1.0, "not looked at": torch.ones(BATCH, HEADS), "missing": None}[other]
-        found = forward.launch_values(*of_call, tuple(scales))
-    # A value of 16 bits has no scale: that the call has a plan, the launcher's key says.
-    assert (found is None) == ((which, other) != (2, "missing"))
-    assert len(launcher.calls) == 1 + (found is not None)
+        if other == "missing":
+            attend()  # a value of 16 bits has no scale: whether a call has a plan, the launcher's key says
+            assert len(launcher.calls) == 2
+        else:
+            with pytest.raises(MicrosdpaError):  # these tensors are on no GPU
+                attend()
+            assert len(launcher.calls) == 1
 
 
 def test_scales_of_inference_mode_are_launched_with(launcher: Launcher) -> None:

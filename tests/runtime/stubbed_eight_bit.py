@@ -97,7 +97,8 @@ def _eight_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     monkeypatch.setattr(torch, "empty_like", empty_like)
-    monkeypatch.setattr(forward, "_empty_like", empty_like)
+    for module in (api, forward):
+        monkeypatch.setattr(module, "_empty_like", empty_like)
     install_allocator()
     set_integer("stub_raw_bytes", 512)
     yield
@@ -292,7 +293,7 @@ def scales(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def test_quantized_values_with_scales_are_one_launch(checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_changes", defaultdict(lambda: UNCOUNTED))
+    monkeypatch.setattr(api, "_changes", defaultdict(lambda: UNCOUNTED))
     monkeypatch.setattr(torch, "Tensor", Tensor)
     quantized = tensors(torch.float8_e4m3fn)
     before = record.launches
@@ -471,7 +472,7 @@ def test_a_failed_launch_is_told(checks: list[Any]) -> None:
         (641, (641, 0, 0), "expected at most 640 bytes of a parameter, got 641"),
         (64, (65, 0, 0), "expected 65 bytes more, got 64"),
         (64, (64, 1, 57, 0, 0, 0), "a place in 64 bytes of a parameter, got 57"),
-        (64, (64, 1, 0, 32, 0, 0), "an operand below 32, got 32"),
+        (64, (64, 1, 0, 33, 0, 0), "an operand below 33, got 33"),
         (64, (64, 0, 1, 61, 0), "a place in 64 bytes of a parameter, got 61"),
         (64, (64, 0, 1, 0, 8), "an operand below 8, got 8"),
     ],

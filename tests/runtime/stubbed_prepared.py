@@ -68,9 +68,8 @@ def test_a_cluster_that_not_every_gpu_runs_is_asked_for(cluster: int, asked: int
     assert record.large_clusters == asked
 
 
-@pytest.mark.usefixtures("_four_maps", "_programmatic")
-@pytest.mark.parametrize("device", [0, 1])
-def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_kernel(spec: KernelSpec, target: str, *, strict: bool) -> SimpleNamespace:
         assert not strict
         assert target == "sm_90a"
@@ -78,6 +77,11 @@ def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     install_allocator()
+
+
+@pytest.mark.usefixtures("_compiled", "_four_maps", "_programmatic")
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_specification_becomes_a_plan(device: int) -> None:
     maps = tuple(TensorMap(name, 64, 32, 64) for name in ("value", "out", "key", "query"))
     second = KernelSpec(
         "test/second", "", "", (), threads=64, block_m=4, tensor_maps=maps, programmatic=True, workspace_row_bytes=24
@@ -112,6 +116,29 @@ def test_a_specification_becomes_a_plan(device: int, monkeypatch: pytest.MonkeyP
     assert maps_of_last()[0].box == (32, 64, 1, 1)
     assert integer("stub_last_bytes") == 24 * 2 * 4 * 16
     assert second.params.diagonal == 24 - 16
+
+
+@pytest.mark.usefixtures("_compiled")
+def test_a_kernel_that_counts_has_counters_of_its_stream_or_of_its_capture() -> None:
+    spec = KernelSpec("test/counting", "", "", (), 128, 64, counts=True)
+    arguments = call()
+    launcher.prepare(Problem(2, 4, 2, 16, 24, 32, "float16", target="sm_90a"), spec, tuple(arguments))
+
+    def counters(stream: int) -> int:
+        with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), stream):
+            assert launcher.launch(*arguments) is True
+        return int(last().params.workspace)
+
+    own = counters(0xA1)
+    assert own == counters(0xA1) != counters(0xA2)
+    set_integer("stub_capturing", 1)
+    try:
+        captured = {counters(0xA1) for _ in range(3)}
+    finally:
+        set_integer("stub_capturing", 0)
+    assert len(captured) == 3
+    assert own not in captured
+    assert integer("stub_live_bytes") == 0, "it allocates no scratch memory"
 
 
 def test_a_prepared_call_launches_its_plan_without_the_table() -> None:
@@ -285,7 +312,7 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
         ([[*kernel(), *(1, 9, 0), *(2, 1, 0, 64, 0, 0)]], "expected rows of a tile"),
         ([kernel(maps=(0, 64, 64, 128) * 9)], "expected at most 8 tensor maps, got 9"),
         ([kernel()] * 9, "expected at most 8 kernels, got 9"),
-        ([kernel(maps=(32, 64, 64, 128))], "expected an operand below 32, got 32"),
+        ([kernel(maps=(33, 64, 64, 128))], "expected an operand below 33, got 33"),
     ],
 )
 def test_a_plan_of_other_integers_is_refused(kernels: list[list[int]], words: str) -> None:

@@ -19,6 +19,7 @@ from microsdpa.call.masks import dense, refuse_both
 from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.prologue import check as check_prologue
+from microsdpa.call.scales import changes as _changes
 from microsdpa.call.tensors import check_causal, check_grad, new_output
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _launch_or_kind = launcher.launch_or_kind
 _launch_known = launcher.launch_known
+_launch_scaled = launcher.launch_scaled
+_HALF, _E4M3 = torch.float16, torch.float8_e4m3fn
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 
@@ -317,9 +320,39 @@ def sdpa(
         return dropped if return_lse else dropped[0]  # type: ignore[return-value]
     if precision is not None or q_scale is not None or k_scale is not None or v_scale is not None:
         tracing = is_dynamo_compiling()
-        named = is_causal, causal, enable_gqa, impl, precision
         at_once: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
-        unmasked = attn_mask is alibi_slopes is sinks is None and window is None and softcap is None
+        unmasked = attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None
+        if unmasked and precision is None and q_scale is not None and not tracing:
+            # The hot path of 8-bit values. What is there of known_positive(), is_graded() and output_type() would take
+            # longer to call than to do; a scale that has not been checked is a KeyError.
+            try:
+                if (
+                    _changes[id(q_scale)] == q_scale._version  # type: ignore[union-attr]
+                    and _changes[id(k_scale)] == k_scale._version  # type: ignore[union-attr]
+                    and (v_scale is None or _changes[id(v_scale)] == v_scale._version)  # type: ignore[union-attr]
+                    and forward_ad._current_level < 0
+                    and not (
+                        _is_grad_enabled()
+                        and (
+                            query.requires_grad
+                            or key.requires_grad
+                            or value.requires_grad
+                            or (out is not None and out.requires_grad)
+                        )
+                    )
+                ):
+                    result = out
+                    if result is None:
+                        dtype = value.dtype  # E4M3, where there is a plan, or of 16 bits
+                        result = _empty_like(query, dtype=_HALF if dtype is _E4M3 else dtype)
+                    plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
+                    code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
+                    lse = _launch_scaled(query, key, value, result, return_lse, code, scale, q_scale, k_scale, v_scale)
+                    if lse is not None:
+                        return (result, lse) if return_lse else result
+            except MISSES:
+                pass
+        named = is_causal, causal, enable_gqa, impl, precision
         if tracing:
             pass
         elif precision is None:
@@ -329,11 +362,8 @@ def sdpa(
                 beside = forward.launch_beside_cache(query, key, value, named, rest, return_lse, out)
                 if beside is not None:
                     return beside if return_lse else beside[0]  # type: ignore[return-value]
-            if unmasked:
-                at_once = forward.launch_values(query, key, value, named, scale, return_lse, out, of_values)
-            else:
-                given = of_values, (attn_mask, alibi_slopes, sinks, window, softcap), known
-                at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, given)
+            given = of_values, (attn_mask, alibi_slopes, sinks, window, softcap), known
+            at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, given)
         elif q_scale is k_scale is v_scale is None:  # scales beside a precision are refused below
             if unmasked:
                 at_once = forward.launch_quantizing(query, key, value, named, scale, return_lse, out)

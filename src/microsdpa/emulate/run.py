@@ -442,6 +442,9 @@ def attention(
     scratch_bytes = places[-1] + max(stage.workspace_bytes(problem) for stage in spec.stages)
     scratch = torch.full((scratch_bytes,), SCRATCH_BYTE, dtype=torch.uint8, device="cpu")
     own = scratch[places[-1] :]
+    counters = torch.zeros(1, dtype=torch.int32, device="cpu")
+    if spec.counts:
+        own = counters
     if own.numel():
         buffers["workspace"] = (own, True)
 
@@ -519,6 +522,8 @@ def attention(
         )
         for stage in spec.stages
     ]
+    if counters.any():
+        raise EmulationError(spec.name, f"left {int(counters)} in its counter, which is zero between launches")
     return Report(
         counters={name: sum(report.counters[name] for report in reports) for name in abi.COUNTERS},
         bank_sites=_merge([site for report in reports for site in report.bank_sites]),

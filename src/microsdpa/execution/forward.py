@@ -25,7 +25,7 @@ from microsdpa.call.options import (
     Options,
 )
 from microsdpa.call.prologue import Prologue
-from microsdpa.call.scales import VALUE_DTYPES, changes, known_positive
+from microsdpa.call.scales import VALUE_DTYPES, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.call.visibility import KnownMask
 from microsdpa.execution import dropout, new_sizes, prologue, quantized, torch_cpu, varlen
@@ -36,13 +36,10 @@ from microsdpa.runtime import launcher
 
 _launch = launcher.launch
 _launch_or_kind = launcher.launch_or_kind
-_launch_scaled = launcher.launch_scaled
 _launch_known = launcher.launch_known
-_PLAIN_OPTIONS = False, None, False, "auto", None
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
 _HALF = torch.float16
-_changes = changes
 
 MISSES = (AttributeError, BufferError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
@@ -146,55 +143,6 @@ def launch_quantizing(
             return None
         result = _empty_like(query) if out is None else out
         lse = _launch(query, key, value, result, return_lse, OPTIONS[options], scale)
-    except MISSES:
-        return None
-    if lse is None:
-        return None
-    return (result, lse) if return_lse else result
-
-
-def launch_values(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    options: tuple[object, ...],
-    scale: float | None,
-    return_lse: bool,
-    out: torch.Tensor | None,
-    scales: tuple[Any, Any, Any],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-    """The same for 8-bit values with the scales of query, key and value.
-
-    Scales are looked up as known_positive() does it, one after another: a loop takes a tenth of the whole time. A scale
-    that has not been checked is a KeyError.
-    """
-    try:
-        q_scale, k_scale, v_scale = scales
-        try:
-            if _changes[id(q_scale)] != q_scale._version or _changes[id(k_scale)] != k_scale._version:
-                return None
-            if v_scale is not None and _changes[id(v_scale)] != v_scale._version:
-                return None
-        except RuntimeError:  # of a tensor that was made in inference mode, whose changes torch does not count
-            if not known_positive(scales):
-                return None
-        if forward_ad._current_level >= 0 or (
-            _is_grad_enabled()
-            and (
-                query.requires_grad
-                or key.requires_grad
-                or value.requires_grad
-                or (out is not None and out.requires_grad)
-            )
-        ):
-            return None
-        result = out
-        if result is None:
-            dtype = value.dtype  # as output_type() gives it
-            result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
-        # Most calls have no option: comparing takes less time than looking them up.
-        code = PLAIN_CODE if options == _PLAIN_OPTIONS else OPTIONS[options]
-        lse = _launch_scaled(query, key, value, result, return_lse, code, scale, q_scale, k_scale, v_scale)
     except MISSES:
         return None
     if lse is None:

@@ -21,7 +21,7 @@ def _digest(parts: object) -> str:
 
 _LAUNCH_FIELDS = (
     *("shared_bytes", "cluster", "split", "max_ctas", "tensor_maps", "programmatic", "workspace_row_bytes"),
-    "tile_lists",
+    *("tile_lists", "counts"),
 )
 
 

@@ -124,17 +124,15 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class TileLists:
-    """Scratch memory with lists of the tiles of keys that a mask leaves to query tiles.
+    """Scratch memory with lists of the tiles of keys that a mask leaves to query tiles, and each row's visible keys.
 
     Attributes:
         block_m: queries of a tile.
         block_n: keys of a tile.
-        words: whether there are the visible keys of each row too, as a boolean mask has them.
     """
 
     block_m: int
     block_n: int
-    words: bool = True
 
     WORDS = 4
     """Of a row of a tile, 4 bytes each."""
@@ -148,10 +146,10 @@ class TileLists:
     def bytes(self, problem: Problem) -> int:
         """TileList's extent (hopper/throughput/tile_list.cuh)."""
         tiles, lists = -(-problem.seqlen_k // self.block_n), self.lists(problem)
-        numbers = -(-(1 + lists * (1 + tiles)) // self.WORDS) * self.WORDS
+        numbers = -(-(lists * (1 + tiles)) // self.WORDS) * self.WORDS
         per_query = problem.mask is not None and problem.mask.per_query
         rows = lists * self.block_m if per_query else self._masks(problem)
-        return 4 * (numbers + (rows * tiles * self.WORDS if self.words else 0))
+        return 4 * (numbers + rows * tiles * self.WORDS)
 
     @staticmethod
     def _masks(problem: Problem) -> int:
@@ -228,6 +226,7 @@ class KernelSpec:
             of its threads waits in every launch: the next kernel relies on this one to end after the one ahead of it.
         workspace_row_bytes: scratch memory for each of the batch * heads * seqlen_q rows, allocated for each call.
         tile_lists: scratch memory beside those rows'; the kernel that writes it has a CTA for each list.
+        counts: in the place of scratch memory there are counters, which are zero between launches.
         changed_rows: scratch memory that this kernel writes Q and K to, ahead of all others of the call. They read them
             there, and the scratch memory of their own lies behind.
         preparation: kernel launched before this one with the same parameters.
@@ -253,6 +252,7 @@ class KernelSpec:
     programmatic: bool = False
     workspace_row_bytes: int = 0
     tile_lists: TileLists | None = None
+    counts: bool = False
     changed_rows: ChangedRows | None = None
     preparation: KernelSpec | None = None
     next_kernel: KernelSpec | None = None

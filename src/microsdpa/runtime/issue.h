@@ -4,6 +4,7 @@
 #include <cstring>
 #include <optional>
 
+#include "arrivals.h"
 #include "framework.h"
 #include "plans.h"
 #include "scratch.h"
@@ -11,7 +12,7 @@
 namespace microsdpa {
 
 // Launches the kernels of a plan on a stream of the query's device, whose context is current. All addresses but that
-// of scratch memory are there, and that one, too, where the stream is not the current one.
+// of scratch memory or counters are there, and that one, too, where the stream is not the current one.
 inline void issue_kernels(const Plan& plan, const DLTensor& query, Addresses& addresses, const Factors& factors,
                           CUstream stream) {
   Numbers numbers;
@@ -28,6 +29,7 @@ inline void issue_kernels(const Plan& plan, const DLTensor& query, Addresses& ad
     scratch.emplace(plan.workspace_bytes, query, plan.context, stream);
     addresses[WORKSPACE] = scratch->address();
   }
+  if (plan.counts) addresses[COUNTERS] = arrivals().of(plan.context, stream);
   for (const PlannedKernel& kernel : plan.kernels) {
     if (!kernel.only_with_lse || addresses[LSE]) kernel.issue(driver(), stream, addresses, numbers);
   }

@@ -300,6 +300,9 @@ std::shared_ptr<const Plan> register_plan(Integers integers, const ffi::Bytes& p
     plan->range.queries_follow = integers.next() != 0;
     for (PlannedKernel& kernel : plan->kernels) kernel.sizing = read_sizing(integers);
   }
+  for (const PlannedKernel& kernel : plan->kernels) {
+    for (const Pointer& pointer : kernel.pointers) plan->counts |= pointer.operand == COUNTERS;
+  }
   TVM_FFI_CHECK(integers.at_end(), ValueError) << "numbers: expected no more after " << kernels << " kernels";
   if (!call.key.varlen()) add_ranged(call.key, plan);
   plans().insert(call.key, plan);

@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from microsdpa import runtime
 from microsdpa.errors import MicrosdpaError
 from microsdpa.jit import CompiledKernel, compile_kernel, unexcused
 from microsdpa.kernels import Grid, KernelSpec
+from microsdpa.kernels.params import Params
 from microsdpa.kernels.problem import Problem, target_of, virtual
 from microsdpa.kernels.ranges import SizeRange
 from microsdpa.kernels.registry import varlen_kernel
@@ -310,7 +312,7 @@ _OPERANDS = (
     *("query", "key", "value", "out", "attn_mask", "alibi_slopes", "sinks"),
     *("query_scale", "key_scale", "value_scale", "grad_out"),
     *("cos", "sin", "query_positions", "key_positions", "query_weight", "query_bias", "key_weight", "key_bias"),
-    *("lse", "workspace", "grad_lse"),
+    *("lse", "workspace", "counters", "grad_lse"),
     *("grad_query", "grad_key", "grad_value", "grad_mask", "grad_slopes", "grad_sinks"),
     *("drawn", "seed", "offset", "state"),
 )
@@ -471,8 +473,10 @@ def _loaded_stages(spec: KernelSpec, target: str, device: int) -> _Loaded:
             function, context = load_kernel(_compiled(stage, target), device)
             places = [(_OPERANDS.index(box.tensor), 0) for box in stage.tensor_maps]
             launch_rest = _launch_integers(function, stage, (0, 0, 0))[4:]
+            counters = [(Params.workspace.offset, _OPERANDS.index("counters"), 0)] if stage.counts else []
             # Whether only calls with an LSE launch it; bytes of a parameter, addresses and numbers of its own.
-            packed = _packed([*launch_rest, 0, 0, 0, 0, *_map_integers(stage, (), places)])
+            own = [0, 0, len(counters), *chain.from_iterable(counters), 0]
+            packed = _packed([*launch_rest, *own, *_map_integers(stage, (), places)])
             has_scratch = stage.workspace_row_bytes > 0 or stage.tile_lists is not None
             stages.append(_Stage(stage, _packed([function]), packed, has_scratch))
         sized = stages[0].spec.changed_rows is not None or any(stage.has_scratch for stage in stages)

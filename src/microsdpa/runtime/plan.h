@@ -117,6 +117,7 @@ struct Plan {
   CUcontext context;
   std::vector<PlannedKernel> kernels;  // launched one after another
   std::int64_t workspace_bytes;        // scratch memory of one call
+  bool counts;                         // whether there are counters among the addresses of a kernel
   ChangedRows changed;
   SizeRange range;
   std::shared_ptr<const Plan> next;  // in ranged_plans() of plans.h: of other sizes

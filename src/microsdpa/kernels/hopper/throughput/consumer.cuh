@@ -14,7 +14,7 @@ namespace microsdpa::hopper::throughput {
 
 template <typename SHAPE, typename MASKS>
 using SharedOf = SharedStorage<typename SHAPE::T, SHAPE::HEAD_DIM, SHAPE::BLOCK_N, SHAPE::CONSUMERS, SHAPE::STAGES,
-                               SHAPE::QUERY_STAGES, typename MaskTraits<MASKS>::Added, MaskTraits<MASKS>::DEALT>;
+                               SHAPE::QUERY_STAGES, typename MaskTraits<MASKS>::Added, MaskTraits<MASKS>::RANGED>;
 
 template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename MASKS, typename DROP, int CONTINUES>
 struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINUES>, SharedOf<SHAPE, MASKS>, SHAPE,
@@ -46,14 +46,14 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
   // Waits for a query tile. False when there is none, or none of its rows is this warpgroup's.
   __device__ __forceinline__ bool begin_query() {
     Loop::wait_query();
-    const WorkTile work = shared.work[works % WORK_TILES];
+    const WorkOf<MASKS> work = shared.work[works % WORK_TILES];
     all_tiles = work.tiles;
     const int first_row = work.first_row + ROWS * warpgroup;
     if (all_tiles == 0 || first_row >= params.seqlen_q) return false;
     tile = 0;
     if constexpr (MASKS::ANY) {
       masks.begin(work, ROWS * warpgroup + tile_row(0));
-      tiles = CAUSAL && !Masked::LISTED && !Masked::BACKWARDS
+      tiles = CAUSAL && !Masked::LISTED && !Masked::RANGED && !Masked::BACKWARDS
                   ? key_tiles_from<MASKS, CAUSAL, BLOCK_N>(masks.first_tile, masked_params, first_row, ROWS)
                   : work.tiles;
     } else {
@@ -212,7 +212,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
       if (written > 0 || column > 0)
         named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);  // what was there is stored
       put<OUT_COLUMNS<HEAD_DIM>>(shared.out[warpgroup], column, inverse);
-      if constexpr (Masked::DEALT) {
+      if constexpr (Masked::RANGED) {
         if (thread == 0) shared.stored(warpgroup) = work;
       }
       fence_proxy_async();
@@ -241,7 +241,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
 
   __device__ __forceinline__ void run() {
     Loop::run();
-    if constexpr (Masked::DEALT) {
+    if constexpr (Masked::RANGED) {
       if (written > 0) named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);
       if (thread == 0) shared.stored(warpgroup) = {0, 0, 0, 0};
       named_barrier_arrive(OUT_FULL + warpgroup, OUT_THREADS);

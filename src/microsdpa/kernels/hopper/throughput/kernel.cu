@@ -46,57 +46,67 @@ __device__ __forceinline__ void load_tile(T* shared, const Boxes& boxes, Mbarrie
   }
 }
 
-// Which query tiles a CTA computes, one in each round: those that its place among the CTAs gives it, or, DEALT, the
-// next one when it has issued the copies of the one before, where lists of tiles are of any length.
-template <bool DEALT, typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+// Which query tiles a CTA computes, one in each round: those that its place among the CTAs gives it. One thread.
+template <bool RANGED, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
 struct Order : Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
-  __device__ __forceinline__ explicit Order(const typename MASKS::Params& params)
-      : Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM>(MASKS::call(params)) {}
+  using Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM>::Schedule;
 };
-template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
-struct Order<true, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
-  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule;
-  uint32* const dealt;
-  int next;
 
-  __device__ __forceinline__ explicit Order(const MaskedParams& params)
-      : schedule(params.call),
-        dealt(TileList<BLOCK_M, BLOCK_N>(params, 0, 0).dealt),
-        next(static_cast<int>(blockIdx.x)) {}
-  __device__ __forceinline__ bool has(int) const { return next < schedule.count(); }
+// Where rows see ranges of keys, which are of any length, CTAs take the next one when they have issued the copies of
+// the one before. One warp.
+template <bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+struct Order<true, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
+  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule;
+  uint32* const counter;  // of those taken beyond the CTAs' first ones; zero between launches
+  uint32 taken = 0;
+
+  __device__ __forceinline__ explicit Order(const AttentionParams& params)
+      : schedule(params), counter(static_cast<uint32*>(params.workspace)) {}
+
+  __device__ __forceinline__ int number(int round) const {
+    return static_cast<int>(round == 0 ? blockIdx.x : gridDim.x + __shfl_sync(FULL_WARP, taken, 0));
+  }
+  __device__ __forceinline__ bool has(int round) const {
+    const int next = number(round), count = schedule.count();
+    if (next < count) return true;
+    // Each query tile was counted once: the last one to be counted leaves the counter as it was.
+    if (next == static_cast<int>(gridDim.x) + count - 1 && lane_index() == 0) *counter = 0;
+    return false;
+  }
   // Asks for the next one's number long before it is needed.
-  __device__ __forceinline__ WorkTile work(int) {
-    const int number = next;
-    next = static_cast<int>(gridDim.x + atomicAdd(dealt, 1u));
-    return schedule.numbered(number);
+  __device__ __forceinline__ WorkTile work(int round) {
+    const int own = number(round);
+    if (lane_index() == 0) taken = atomicAdd(counter, 1u);
+    return schedule.numbered(own);
   }
 };
 
 // Issues every copy of the CTA, in the order in which the tiles are needed, and says which query tiles they are of. One
-// thread.
+// thread does; those of a warp that do not may be needed to find out.
 template <bool CAUSAL, typename MASKS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES,
-          int QUERY_STAGES, typename MASK, bool DEALT>
+          int QUERY_STAGES, typename MASK, bool RANGED>
 __device__ __forceinline__ void produce(
-    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, DEALT>& shared,
+    SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, RANGED>& shared, bool issues,
     const typename MASKS::Params& masked_params, const Boxes& query, const Boxes& key, const Boxes& value) {
   const AttentionParams& params = MASKS::call(masked_params);
   constexpr int BLOCK_M = ROWS * CONSUMERS;
   constexpr int TILE_BYTES = BLOCK_N * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
   constexpr int QUERY_BYTES = BLOCK_M * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
-  Order<DEALT, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(masked_params);
+  using Work = WorkOf<MASKS>;
+  Order<RANGED, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params);
   PipelineState<QUERY_STAGES> query_state;
   PipelineState<STAGES> key_state, value_state;
   int works = 0;
 
   // Says what comes next, once there is room for its queries.
-  auto announce = [&](const WorkTile& work) {
+  auto announce = [&](const Work& work) {
     mbarrier_wait(shared.query_empty[query_state.stage], query_state.phase ^ 1);
     shared.work[works++ % WORK_TILES] = work;
   };
 
   for (int round = 0; schedule.has(round); ++round) {
-    const WorkTile work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.work(round));
-    if (work.tiles == 0) continue;
+    const Work work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.work(round));
+    if (work.tiles == 0 || !issues) continue;
     const VisitedTiles<MASKS, BLOCK_M, BLOCK_N> visited(masked_params, work);
     announce(work);
     Mbarrier& query_full = shared.query_full[query_state.stage];
@@ -128,7 +138,8 @@ __device__ __forceinline__ void produce(
       }
     }
   }
-  announce({0, 0, 0, 0});
+  if (!issues) return;
+  announce(Work{});
   mbarrier_arrive(shared.query_full[query_state.stage]);
 }
 
@@ -325,14 +336,15 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS<CONSUMERS>>();
     const int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
-    if (warp == 0 && elect_one()) {
+    const bool issues = warp == 0 && elect_one();
+    if (Masked::RANGED ? warp == 0 : issues) {
       prefetch_tensor_map(query);
       prefetch_tensor_map(key);
       prefetch_tensor_map(value);
       // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
       grid_dependency_wait();
-      produce<CAUSAL, MASKS>(shared, params, boxes_of<HEAD_DIM, 0>(query, maps...), boxes_of<HEAD_DIM, 1>(key, maps...),
-                             boxes_of<HEAD_DIM, 2>(value, maps...));
+      produce<CAUSAL, MASKS>(shared, !Masked::RANGED || issues, params, boxes_of<HEAD_DIM, 0>(query, maps...),
+                             boxes_of<HEAD_DIM, 1>(key, maps...), boxes_of<HEAD_DIM, 2>(value, maps...));
     } else if (Masked::ADDED && warp == 1 + STORERS) {
       if constexpr (Masked::ADDED) {
         if (!elect_one()) return;

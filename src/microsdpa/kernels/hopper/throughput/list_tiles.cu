@@ -1,10 +1,9 @@
 // Lists of the tiles of keys that a mask leaves to the query tiles of hopper/throughput, ahead of it.
 //
 // Each CTA of list_tiles makes the list of one query tile, for all heads and batch entries that share the mask. Tiles
-// in which nothing is visible are left out; those in which nothing is hidden are marked. Of a boolean mask each warp
-// reads one tile, or some of its rows, and packs it: a lane of a wgmma accumulator finds the bits of its keys in one
-// word. Of ranges of keys the smallest and the largest ends say everything. Where few lists meet many keys, mark_tiles
-// has all SMs read the mask, and list_marked makes the lists of what it finds.
+// in which nothing is visible are left out; those in which nothing is hidden are marked. Each warp reads one tile, or
+// some of its rows, and packs it: a lane of a wgmma accumulator finds the bits of its keys in one word. Where few lists
+// meet many keys, mark_tiles has all SMs read the mask, and list_marked makes the lists of what it finds.
 //
 // Bound by: the mask's bytes, which are read once.
 #include "../../ptx/control.cuh"
@@ -132,49 +131,10 @@ struct MaskReader {
   }
 };
 
-// The ends of a query tile's ranges: its rows see keys in `any`, and all of them see those in `all`.
-template <int BLOCK_M>
-__device__ __forceinline__ void ends_of_ranges(const MaskedParams& params, int mask, int first_row, KeyRange& any,
-                                               KeyRange& all) {
-  const int heads = params.masks.mask_strides.head != 0 ? params.call.heads : 1, keys = params.call.seqlen_k;
-  any = {keys, 0}, all = {0, keys};
-  for (int row = first_row + lane_index(); row < min(first_row + BLOCK_M, params.call.seqlen_q); row += 32) {
-    const KeyRange one = range_of_row(params, mask / heads, mask % heads, row);
-    // mutation: a range without keys would add tiles to the list of which the row sees no key
-    if (one.first < one.last) any = {min(any.first, one.first), max(any.last, one.last)};
-    all = {max(all.first, one.first), min(all.last, one.last)};
-  }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    any.first = min(any.first, __shfl_xor_sync(FULL_WARP, any.first, distance));
-    any.last = max(any.last, __shfl_xor_sync(FULL_WARP, any.last, distance));
-    all.first = max(all.first, __shfl_xor_sync(FULL_WARP, all.first, distance));
-    all.last = min(all.last, __shfl_xor_sync(FULL_WARP, all.last, distance));
-  }
-}
-
-// Lists the tiles from `first` to `last` - 1 that ranges of keys leave.
-template <int WARPS, int BLOCK_M, int BLOCK_N>
-__device__ __forceinline__ void list_ranges(const MaskedParams& params, const TileList<BLOCK_M, BLOCK_N>& list,
-                                            int mask, int first_row, int first, int last) {
-  KeyRange any, all;
-  ends_of_ranges<BLOCK_M>(params, mask, first_row, any, all);
-  const int begin = max(first, any.first / BLOCK_N), end = min(last, (any.last + BLOCK_N - 1) / BLOCK_N);
-  for (int tile = begin + static_cast<int>(threadIdx.x); tile < end; tile += 32 * WARPS) {
-    // mutation: in a tile that is not called whole, each row's range is applied
-    const bool whole = all.first <= BLOCK_N * tile && min(BLOCK_N * (tile + 1), params.call.seqlen_k) <= all.last;
-    list.entries[tile - begin] = ListEntry(tile, whole).value;
-  }
-  if (threadIdx.x == 0) {
-    if (begin >= end) list.entries[0] = ListEntry(first, false).value;  // rows without keys are written too
-    *list.count = max(end - begin, 1);
-  }
-}
-
 // A query tile of a mask, and the tiles of keys that it may see.
-template <typename MASK, int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
+template <int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
 struct ListWork {
-  using MASKS = Masks<MASK, LEFT, false, false, void>;
+  using MASKS = Masks<bool, LEFT, false, false, void>;
   int mask, query_tile, first_row;
   int first, last;  // tiles
 
@@ -193,7 +153,7 @@ __global__ void __launch_bounds__(32 * MARK_WARPS) mark_tiles(const __grid_const
   __shared__ int states[MARK_WARPS];
 
   grid_dependency_launch();
-  const ListWork<bool, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
+  const ListWork<BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
   const TileList<BLOCK_M, BLOCK_N> list(params, work.mask, work.query_tile);
   const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, work.mask, work.first_row);
   const int first = MARK_TILES * static_cast<int>(blockIdx.y), warp = static_cast<int>(threadIdx.x / 32);
@@ -215,7 +175,7 @@ __global__ void __launch_bounds__(32 * MARK_WARPS) mark_tiles(const __grid_const
 template <int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT>
 __global__ void __launch_bounds__(32) list_marked(const __grid_constant__ MaskedParams params) {
   grid_dependency_launch();
-  const ListWork<bool, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
+  const ListWork<BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
   const TileList<BLOCK_M, BLOCK_N> list(params, work.mask, work.query_tile);
   grid_dependency_wait();
   int count = 0;
@@ -238,22 +198,17 @@ __global__ void __launch_bounds__(32) list_marked(const __grid_constant__ Masked
 }
 
 // Grid: masks * query tiles.
-template <typename MASK, int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT, int WARPS>
+template <int BLOCK_M, int BLOCK_N, bool CAUSAL, bool LEFT, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS) list_tiles(const __grid_constant__ MaskedParams params) {
   using List = TileList<BLOCK_M, BLOCK_N>;
   __shared__ int states[WARPS];
 
   grid_dependency_launch();
-  const ListWork<MASK, BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
+  const ListWork<BLOCK_M, BLOCK_N, CAUSAL, LEFT> work(params, static_cast<int>(blockIdx.x));
   const int warp = static_cast<int>(threadIdx.x / 32), first = work.first, last = work.last;
   const List list(params, work.mask, work.query_tile);
   // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
   grid_dependency_wait();
-  if constexpr (is_range<MASK>) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *list.dealt = 0;
-    return list_ranges<WARPS>(params, list, work.mask, work.first_row, first, last);
-  }
-
   const MaskReader<BLOCK_M, BLOCK_N> reader(params, list, work.mask, work.first_row);
   const bool has_rows = List::has_rows(params);
   if (!has_rows) {  // all query tiles share the words: each CTA makes those of some tiles of keys

@@ -11,43 +11,29 @@
 #include "../common/tile_scheduler.cuh"
 #include "../common/warpgroup.cuh"
 #include "tile_list.cuh"
+#include "tile_range.cuh"
 
 namespace microsdpa::hopper::throughput {
 
-template <bool, typename T, typename OTHER>
-struct Conditional {
-  using Type = T;
-};
-template <typename T, typename OTHER>
-struct Conditional<false, T, OTHER> {
-  using Type = OTHER;
-};
-template <bool CONDITION, typename T, typename OTHER>
-using IfElse = typename Conditional<CONDITION, T, OTHER>::Type;
-template <bool CONDITION, typename T>
-using If = IfElse<CONDITION, T, void>;
-
-// What a kernel does for its masks. LISTED: a tensor of booleans or of ranges of keys, for which there are lists of
-// tiles (tile_list.cuh). TABLED: of booleans whose memory has them. RANGED: of ranges. ADDED: a tensor of numbers,
+// What a kernel does for its masks. RANGED: a tensor of ranges of keys (tile_range.cuh). LISTED: a tensor of booleans,
+// for which there are lists of tiles (tile_list.cuh). TABLED: one whose memory has them. ADDED: a tensor of numbers,
 // which comes through shared memory. MODIFIED: scores are more than products times a scale.
 template <typename MASKS>
 struct MaskTraits {
-  static constexpr bool RANGED = MASKS::RANGED, LISTED = RANGED || is_bool<typename MASKS::Mask>;
+  static constexpr bool RANGED = MASKS::RANGED, LISTED = is_bool<typename MASKS::Mask>;
   static constexpr bool TABLED = is_summed<typename MASKS::Mask>;
-  static constexpr bool ADDED = PRESENT<typename MASKS::Mask> && !LISTED;
+  static constexpr bool ADDED = PRESENT<typename MASKS::Mask> && !LISTED && !RANGED;
   static constexpr bool MODIFIED = ADDED || MASKS::SOFTCAP || MASKS::ALIBI, SINKS = PRESENT<typename MASKS::Sink>;
-  // Query tiles are dealt out as CTAs come to them: ranges leave them lists of any length.
-  static constexpr bool DEALT = RANGED;
   // Nothing is added to what a soft cap makes: it may be a part of the exponentials.
   static constexpr bool CAPPED_LATE = MASKS::SOFTCAP && !ADDED && !MASKS::ALIBI;
   // ALiBi makes later keys' scores the larger ones: tiles are visited from the last one on, so that stabilizers last.
-  static constexpr bool BACKWARDS = MASKS::ALIBI && !LISTED;
+  static constexpr bool BACKWARDS = MASKS::ALIBI && !LISTED && !RANGED;
   using Added = If<ADDED, typename MASKS::Mask>;
 };
 template <>
 struct MaskTraits<NoMasks> {
   static constexpr bool RANGED = false, LISTED = false, TABLED = false, ADDED = false, MODIFIED = false, SINKS = false,
-                        DEALT = false, CAPPED_LATE = false, BACKWARDS = false;
+                        CAPPED_LATE = false, BACKWARDS = false;
   using Added = void;
 };
 
@@ -82,10 +68,18 @@ __device__ __forceinline__ auto list_of(const MaskedParams& params, const WorkTi
   }
 }
 
-// A query tile as the schedule has it, with the tiles of keys that the masks leave.
+template <typename MASKS>
+using WorkOf = WorkTileOf<MaskTraits<MASKS>::RANGED>;
+
+// A query tile as the schedule has it, with the tiles of keys that the masks leave. One thread, or, where rows have
+// ranges, one warp.
 template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N>
-__device__ __forceinline__ WorkTile masked_work(const typename MASKS::Params& params, WorkTile work) {
-  if constexpr (MASKS::ANY) {
+__device__ __forceinline__ WorkOf<MASKS> masked_work(const typename MASKS::Params& params, WorkTile work) {
+  if constexpr (MaskTraits<MASKS>::RANGED) {
+    const int first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
+    const int last = first + key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, work.first_row, BLOCK_M);
+    return ranged_work<BLOCK_M, BLOCK_N>(params, work, first, last);
+  } else if constexpr (MASKS::ANY) {
     if (work.tiles == 0) return work;
     if constexpr (MaskTraits<MASKS>::TABLED) {
       auto list = list_of<MASKS, BLOCK_M, BLOCK_N>(params, work);
@@ -97,8 +91,10 @@ __device__ __forceinline__ WorkTile masked_work(const typename MASKS::Params& pa
       const int first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
       work.tiles = key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, work.first_row, BLOCK_M);
     }
+    return work;
+  } else {
+    return work;
   }
-  return work;
 }
 
 // The tiles of keys that a query tile visits, by their place.
@@ -108,9 +104,11 @@ struct VisitedTiles {
   int last;
   const int32* entries;
 
-  __device__ __forceinline__ VisitedTiles(const typename MASKS::Params& params, const WorkTile& work) {
+  __device__ __forceinline__ VisitedTiles(const typename MASKS::Params& params, const WorkOf<MASKS>& work) {
     if constexpr (MaskTraits<MASKS>::LISTED) {
       entries = list_of<MASKS, BLOCK_M, BLOCK_N>(params, work).entries;
+    } else if constexpr (MaskTraits<MASKS>::RANGED) {
+      first = work.seen.first;
     } else {
       first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row), last = first + work.tiles - 1;
     }
@@ -126,14 +124,6 @@ struct VisitedTiles<NoMasks, BLOCK_M, BLOCK_N> {
   __device__ __forceinline__ VisitedTiles(const AttentionParams&, const WorkTile&) {}
   __device__ __forceinline__ int operator[](int place) const { return place; }
 };
-
-// The keys that a row sees by its range, in which any numbers may stand.
-__device__ __forceinline__ KeyRange range_of_row(const MaskedParams& params, int64 batch, int head, int row) {
-  const MaskParams& masks = params.masks;
-  const int32* from = static_cast<const int32*>(masks.mask) + batch * masks.mask_strides.batch +
-                      head * masks.mask_strides.head + row * masks.mask_strides.row;
-  return {max(from[0], 0), max(0, min(from[masks.mask_column_stride], params.call.seqlen_k))};
-}
 
 // What SoftCap does, from products whose scores are at most NEAR of the cap and without the exponential unit: a
 // polynomial, least squares that were weighted until all its largest relative errors were the same, 6e-7. Of -inf it
@@ -234,19 +224,25 @@ struct TileMasks {
   float slope;           // ALiBi's, base 2
   const int32* entries;  // of the list
   typename List::LaneWords words;
-  bool whole;         // the mask hides nothing in the tile
-  uint32 seen[2];     // else, of a boolean mask: bit 2 n + e of each row
-  KeyRange range[2];  // of each row
-  int tile;           // of keys: its number
-  bool late;          // CAPPED_LATE: the tile's scores are still products
+  bool whole;            // the mask hides nothing in the tile
+  uint32 seen[2];        // else, of a boolean mask: bit 2 n + e of each row
+  KeyRange range[2];     // of each row
+  KeyRange whole_tiles;  // of ranges, of all rows
+  int tile;              // of keys: its number
+  bool late;             // CAPPED_LATE: the tile's scores are still products
 
   __device__ __forceinline__ explicit TileMasks(const MaskedParams& params) : params(params) {}
 
   // `row`: this lane's first one of the query tile.
-  __device__ __forceinline__ void begin(const WorkTile& work, int row) {
+  __device__ __forceinline__ void begin(const WorkOf<MASKS>& work, int row) {
     const MaskParams& masks = params.masks;
     first_row = work.first_row + row;
-    first_tile = first_key_tile<MASKS, BLOCK_N>(params, work.first_row), last_tile = first_tile + work.tiles - 1;
+    if constexpr (Traits::RANGED) {
+      first_tile = work.seen.first, whole_tiles = work.whole;
+    } else {
+      first_tile = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
+    }
+    last_tile = first_tile + work.tiles - 1;
     if constexpr (MASKS::ALIBI) {
       slope = LOG2_E * masks.slopes[work.batch * masks.slope_batch_stride + work.head * masks.slope_head_stride];
     }
@@ -268,8 +264,9 @@ struct TileMasks {
     if constexpr (Traits::LISTED) {
       const ListEntry found(entries[place]);
       tile = found.tile(), whole = found.whole();
-      if (!Traits::RANGED && !whole) words.read(params, tile, first_row, seen);
+      if (!whole) words.read(params, tile, first_row, seen);
     }
+    if constexpr (Traits::RANGED) whole = whole_tiles.first <= tile && tile < whole_tiles.last;
   }
 
   // The logit, in base 2, that a head's sink adds to the sums of its rows.
@@ -291,7 +288,7 @@ struct TileMasks {
       }
     }
     if constexpr (Traits::MODIFIED) modify(s, added);
-    if constexpr (Traits::LISTED) {
+    if constexpr (Traits::LISTED || Traits::RANGED) {
       if (!whole) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

@@ -29,19 +29,17 @@ from microsdpa.kernels.spec import (
 )
 
 WORKS = 4
-"""Descriptions of query tiles in shared memory, 16 bytes each."""
+"""Descriptions of query tiles in shared memory, of 16 bytes, or of 32 where rows see ranges of keys."""
 DEEPEST = 6
 """Tiles of K, and of V, at most: more would not be ahead of anything."""
 ALONE = 0.6
 """Part of a query tile's time that does not become less when some of its consumers have no rows (H200)."""
-LISTED = ("bool", "int32")
-"""Element types of masks whose tiles a launch ahead lists."""
-SHOWING = (*LISTED, "uint8")
-"""Element types of masks that say which keys are visible; a table of blocks, uint8, has lists of its own."""
+SHOWING = ("bool", "int32", "uint8")
+"""Element types of masks that say which keys are visible: booleans, ranges of keys, tables of blocks."""
 MOST_LISTED = 128
 """Keys of a tile in a list (tile_list.cuh)."""
-LIST_WARPS = {"bool": 16, "int32": 4}
-"""Of a CTA of the kernel that lists the tiles of a mask, by the mask's elements. More of them start later."""
+LIST_WARPS = 16
+"""Of a CTA of the kernel that lists the tiles of a boolean mask. More of them start later."""
 MARK_THREADS = 256
 """Of the kernel that reads a mask ahead of its lists."""
 FEW_KEY_TILES, MANY_KEY_TILES = 3, 16
@@ -111,24 +109,24 @@ class Tiles:
         return ceil(stages * self.consumers * each / 1024) * 1024 if element else 0
 
     def shared_bytes(
-        self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0, dealt: bool = False
+        self, head_dim: int, stages: int, query_stages: int, mask_element: int = 0, ranged: bool = False
     ) -> int:
-        """SharedStorage's size (shared.cuh); `dealt`: query tiles are dealt out as CTAs come to them."""
+        """SharedStorage's size (shared.cuh); `ranged`: rows see ranges of keys."""
         tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * stored_columns(head_dim) * ELEMENT
         tiles += self.block_m * out_columns(head_dim) * ELEMENT
         barriers = (2 * query_stages + 4 * stages) * 8
-        works = WORKS + self.consumers * dealt
-        behind_masks = ceil((tiles + 16 * works + barriers) / 1024) * 1024
+        works = 32 * (WORKS + self.consumers) if ranged else 16 * WORKS
+        behind_masks = ceil((tiles + works + barriers) / 1024) * 1024
         return self.mask_bytes(head_dim, mask_element) + behind_masks
 
     @functools.lru_cache  # noqa: B019 (tiles are a few constants)
     def rings(
-        self, head_dim: int, shared_per_cta: int, mask_element: int = 0, dealt: bool = False
+        self, head_dim: int, shared_per_cta: int, mask_element: int = 0, ranged: bool = False
     ) -> tuple[int, int] | None:
         """(tiles of K and of V, tiles of Q) that fit: two query tiles if two of the others fit as well."""
         for query_stages in (2, 1):
             for stages in range(DEEPEST, 1, -1):
-                if self.shared_bytes(head_dim, stages, query_stages, mask_element, dealt) <= shared_per_cta:
+                if self.shared_bytes(head_dim, stages, query_stages, mask_element, ranged) <= shared_per_cta:
                     return stages, query_stages
         return None
 
@@ -225,7 +223,7 @@ def _fitting(problem: Problem) -> tuple[Tiles, ...]:
     if problem.dropout:
         found = tuple(t for t in found if t.consumers == 2)  # of others the registers do not hold random numbers too
     return tuple(
-        t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, is_dealt(problem.mask))
+        t for t in found if t.rings(head_dim, chip_of(problem.target).shared_per_cta, element, is_ranged(problem.mask))
     )
 
 
@@ -235,8 +233,8 @@ def mask_element(problem: Problem) -> int:
     return 0 if kind is None or kind.tensor in (None, *SHOWING) else 4 if kind.tensor == "float32" else 2
 
 
-def is_dealt(mask: MaskKind | None) -> bool:
-    """Whether query tiles are dealt out as CTAs come to them."""
+def is_ranged(mask: MaskKind | None) -> bool:
+    """Whether rows see ranges of keys; query tiles are then dealt out as CTAs come to them."""
     return mask is not None and mask.tensor == "int32"
 
 
@@ -287,8 +285,8 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
     chip, head_dim, mask = chip_of(problem.target), padded(problem), problem.mask
     element = mask_element(problem)
-    listed = mask if mask is not None and mask.tensor in LISTED else None
-    rings = tiles.rings(head_dim, chip.shared_per_cta, element, is_dealt(mask))
+    listed = mask if mask is not None and mask.tensor == "bool" else None
+    rings = tiles.rings(head_dim, chip.shared_per_cta, element, is_ranged(mask))
     if rings is None:
         raise ValueError(
             f"tiles: expected some that fit {chip.shared_per_cta} bytes with head_dim {head_dim}, got {tiles}"
@@ -322,7 +320,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     params = "microsdpa::AttentionParams" if mask is None else "microsdpa::MaskedParams"
     if problem.dropout:
         params = dropped_params("microsdpa::MaskedParams", True)
-    lists = TileLists(tiles.block_m, tiles.block_n, words=listed.tensor == "bool") if listed else None
+    lists = TileLists(tiles.block_m, tiles.block_n) if listed else None
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/kernel.cu",
@@ -330,13 +328,14 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         template_args=tuple((name, str(value)) for name, value in arguments.items()),
         threads=tiles.threads,
         block_m=tiles.block_m,
-        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, is_dealt(mask)),
+        shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, is_ranged(mask)),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
         max_ctas=chip.sms,
         local_memory=MASK_SPILLS if mask is not None else "",
         tensor_maps=tuple(maps),
         programmatic=True,
         tile_lists=lists,
+        counts=is_ranged(mask),
         preparation=_list_tiles(lists, listed, causal, marked) if listed and lists else None,
         params=params,
     )
@@ -356,13 +355,12 @@ def _list_tiles(lists: TileLists, mask: MaskKind, causal: bool, marked: bool) ->
         marking = _of_lists("mark_tiles", MARK_THREADS, lists, mask, causal)
         listing = _of_lists("list_marked", 32, lists, mask, causal)
         return replace(listing, preparation=replace(marking, grid_order="tiles"))
-    return _of_lists("list_tiles", 32 * LIST_WARPS[str(mask.tensor)], lists, mask, causal)
+    return _of_lists("list_tiles", 32 * LIST_WARPS, lists, mask, causal)
 
 
 def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causal: bool) -> KernelSpec:
     """One of the kernels of list_tiles.cu."""
     arguments = {
-        "MASK": CPP_TYPE[mask.tensor],
         "BLOCK_M": lists.block_m,
         "BLOCK_N": lists.block_n,
         "CAUSAL": BOOLEAN[causal],
@@ -370,7 +368,7 @@ def _of_lists(kernel: str, threads: int, lists: TileLists, mask: MaskKind, causa
         "WARPS": threads // 32,
     }
     if kernel != "list_tiles":
-        del arguments["MASK"], arguments["WARPS"]
+        del arguments["WARPS"]
     return KernelSpec(
         name="hopper/throughput",
         source="hopper/throughput/list_tiles.cu",

@@ -23,10 +23,9 @@ struct TileList {
       4;  // of a row of a tile, one for each lane of a quad: bit 2 n + e is key 8 n + 2 lane + e
   static_assert(BLOCK_N <= 128, "a lane has a bit for each of its keys");
 
-  uint32* dealt;  // query tiles of ranges that CTAs have taken beyond their first ones; of all lists
   int32* count;
   int32* entries;  // of the query tile, in ascending order
-  uint32* words;   // of the query tile's rows in all tiles of keys, also those not in the list; boolean masks alone
+  uint32* words;   // of the query tile's rows in all tiles of keys, also those not in the list
 
   __device__ __forceinline__ static int query_tiles(const MaskedParams& p) {
     return (p.call.seqlen_q + BLOCK_M - 1) / BLOCK_M;
@@ -56,11 +55,10 @@ struct TileList {
   __device__ __forceinline__ TileList(const MaskedParams& p, int mask, int query_tile) {
     const int64 lists = static_cast<int64>(masks(p)) * query_tiles(p);
     const int64 list = static_cast<int64>(mask) * query_tiles(p) + query_tile;
-    dealt = static_cast<uint32*>(p.call.workspace);
-    int32* numbers = static_cast<int32*>(p.call.workspace) + 1;
+    int32* numbers = static_cast<int32*>(p.call.workspace);
     count = numbers + list;
     entries = numbers + lists + list * key_tiles(p);
-    const int64 heads = 1 + lists * (1 + key_tiles(p));  // numbers ahead of the words
+    const int64 heads = lists * (1 + key_tiles(p));  // numbers ahead of the words
     uint32* all = static_cast<uint32*>(p.call.workspace) + (heads + WORDS - 1) / WORDS * WORDS;
     words = all + (has_rows(p) ? list : mask) * words_to(p, key_tiles(p));
   }
