@@ -127,6 +127,14 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
   // Probabilities of a tile. The first one's stabilizers are a guess, which softmax_tile corrects where it does not
   // fit.
   __device__ __forceinline__ bool probabilities(Scores& s, Probabilities& p, float (&factor)[2]) {
+    if constexpr (Masked::RANGED) {
+      if (tile == 0) rows.reset();
+      if (masks.hides_tile()) {
+#pragma unroll
+        for (int i = 0; i < 4 * Loop::STEPS; ++i) p[i / 4][i % 4] = 0;
+        return false;
+      }
+    }
     mask(s);
     if constexpr (MASKS::ANY) {
       // A row's stabilizer is a score that it sees: as long as there is none, each tile is looked at for one.

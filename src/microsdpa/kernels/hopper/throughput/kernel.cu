@@ -46,43 +46,58 @@ __device__ __forceinline__ void load_tile(T* shared, const Boxes& boxes, Mbarrie
   }
 }
 
-// Which query tiles a CTA computes, one in each round: those that its place among the CTAs gives it. One thread.
-template <bool RANGED, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
-struct Order : Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
-  using Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM>::Schedule;
+// Which query tiles a CTA computes, one in each round, and the tiles of keys that masks leave to each: those that its
+// place among the CTAs gives it. One thread.
+template <bool RANGED, typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+struct Order {
+  const typename MASKS::Params& params;
+  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule;
+
+  __device__ __forceinline__ explicit Order(const typename MASKS::Params& params)
+      : params(params), schedule(MASKS::call(params)) {}
+
+  __device__ __forceinline__ bool has(int round) const { return schedule.has(round); }
+  __device__ __forceinline__ WorkTile work(int round) {
+    return masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(params, schedule.work(round));
+  }
+  __device__ __forceinline__ void look_ahead() {}
 };
 
-// Where rows see ranges of keys, which are of any length, CTAs take the next one when they have issued the copies of
-// the one before. One warp.
-template <bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
-struct Order<true, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
+// Ranges of keys are of any length: CTAs take the next query tile when they come to the one before. One warp.
+template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+struct Order<true, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
+  const MaskedParams& params;
   const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule;
-  uint32* const counter;  // of those taken beyond the CTAs' first ones; zero between launches
-  uint32 taken = 0;
+  uint32* const counter;  // of query tiles that are taken beyond the CTAs' first ones; zero between launches
+  int next = static_cast<int>(blockIdx.x);
+  uint32 taken;
+  RowRanges<BLOCK_M, BLOCK_N> ranges;  // of the next one
 
-  __device__ __forceinline__ explicit Order(const AttentionParams& params)
-      : schedule(params), counter(static_cast<uint32*>(params.workspace)) {}
+  __device__ __forceinline__ explicit Order(const MaskedParams& params)
+      : params(params), schedule(params.call), counter(static_cast<uint32*>(params.call.workspace)) {
+    if (has(0)) ranges.load(params, schedule.numbered(next));
+  }
 
-  __device__ __forceinline__ int number(int round) const {
-    return static_cast<int>(round == 0 ? blockIdx.x : gridDim.x + __shfl_sync(FULL_WARP, taken, 0));
-  }
-  __device__ __forceinline__ bool has(int round) const {
-    const int next = number(round), count = schedule.count();
-    if (next < count) return true;
-    // Each query tile was counted once: the last one to be counted leaves the counter as it was.
-    if (next == static_cast<int>(gridDim.x) + count - 1 && lane_index() == 0) *counter = 0;
-    return false;
-  }
-  // Asks for the next one's number long before it is needed.
-  __device__ __forceinline__ WorkTile work(int round) {
-    const int own = number(round);
+  __device__ __forceinline__ bool has(int) const { return next < schedule.count(); }
+  // Asks for the next one's number, long before it is needed.
+  __device__ __forceinline__ RangedWork work(int) {
     if (lane_index() == 0) taken = atomicAdd(counter, 1u);
-    return schedule.numbered(own);
+    const int first_row = ranges.work.first_row, first = first_key_tile<MASKS, BLOCK_N>(params, first_row);
+    const int tiles = key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, first_row, BLOCK_M);
+    return ranges.found(params.call.seqlen_k, first, first + tiles);
+  }
+  // Begins to read the next one's ranges.
+  __device__ __forceinline__ void look_ahead() {
+    const int ctas = static_cast<int>(gridDim.x), count = schedule.count();
+    next = ctas + static_cast<int>(__shfl_sync(FULL_WARP, taken, 0));
+    if (has(0)) ranges.load(params, schedule.numbered(next));
+    // Each query tile is counted once: who counts the last one leaves the counter as it was.
+    if (next == ctas + count - 1 && lane_index() == 0) *counter = 0;
   }
 };
 
 // Issues every copy of the CTA, in the order in which the tiles are needed, and says which query tiles they are of. One
-// thread does; those of a warp that do not may be needed to find out.
+// thread issues; where rows have ranges, its warp finds out what.
 template <bool CAUSAL, typename MASKS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES,
           int QUERY_STAGES, typename MASK, bool RANGED>
 __device__ __forceinline__ void produce(
@@ -93,7 +108,7 @@ __device__ __forceinline__ void produce(
   constexpr int TILE_BYTES = BLOCK_N * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
   constexpr int QUERY_BYTES = BLOCK_M * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
   using Work = WorkOf<MASKS>;
-  Order<RANGED, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule(params);
+  Order<RANGED, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> order(masked_params);
   PipelineState<QUERY_STAGES> query_state;
   PipelineState<STAGES> key_state, value_state;
   int works = 0;
@@ -104,22 +119,26 @@ __device__ __forceinline__ void produce(
     shared.work[works++ % WORK_TILES] = work;
   };
 
-  for (int round = 0; schedule.has(round); ++round) {
-    const Work work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(masked_params, schedule.work(round));
-    if (work.tiles == 0 || !issues) continue;
+  for (int round = 0; order.has(round); ++round) {
+    const Work work = order.work(round);
+    if (work.tiles == 0) continue;
     const VisitedTiles<MASKS, BLOCK_M, BLOCK_N> visited(masked_params, work);
-    announce(work);
-    Mbarrier& query_full = shared.query_full[query_state.stage];
-    mbarrier_arrive_expect(query_full, QUERY_BYTES);
+    if (issues) {
+      announce(work);
+      Mbarrier& query_full = shared.query_full[query_state.stage];
+      mbarrier_arrive_expect(query_full, QUERY_BYTES);
 #pragma unroll
-    for (int i = 0; i < CONSUMERS; ++i) {
-      load_tile<ROWS, HEAD_DIM>(shared.query[query_state.stage][i], query, query_full, work.first_row + ROWS * i,
-                                work.head, work.batch);
+      for (int i = 0; i < CONSUMERS; ++i) {
+        load_tile<ROWS, HEAD_DIM>(shared.query[query_state.stage][i], query, query_full, work.first_row + ROWS * i,
+                                  work.head, work.batch);
+      }
+      query_state.advance();
     }
-    query_state.advance();
 
     const int head_kv = work.head / (params.heads / params.heads_kv);
     for (int tile = 0; tile <= work.tiles; ++tile) {  // K of a tile is needed before V of the one ahead of it
+      if (tile == work.tiles) order.look_ahead();
+      if (!issues) continue;
       if (tile < work.tiles) {
         Mbarrier& full = shared.key_full[key_state.stage];
         mbarrier_wait(shared.key_empty[key_state.stage], key_state.phase ^ 1);

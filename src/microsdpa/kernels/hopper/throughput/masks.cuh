@@ -71,15 +71,10 @@ __device__ __forceinline__ auto list_of(const MaskedParams& params, const WorkTi
 template <typename MASKS>
 using WorkOf = WorkTileOf<MaskTraits<MASKS>::RANGED>;
 
-// A query tile as the schedule has it, with the tiles of keys that the masks leave. One thread, or, where rows have
-// ranges, one warp.
+// A query tile as the schedule has it, with the tiles of keys that the masks leave. Not for ranges.
 template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N>
-__device__ __forceinline__ WorkOf<MASKS> masked_work(const typename MASKS::Params& params, WorkTile work) {
-  if constexpr (MaskTraits<MASKS>::RANGED) {
-    const int first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
-    const int last = first + key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, work.first_row, BLOCK_M);
-    return ranged_work<BLOCK_M, BLOCK_N>(params, work, first, last);
-  } else if constexpr (MASKS::ANY) {
+__device__ __forceinline__ WorkTile masked_work(const typename MASKS::Params& params, WorkTile work) {
+  if constexpr (MASKS::ANY) {
     if (work.tiles == 0) return work;
     if constexpr (MaskTraits<MASKS>::TABLED) {
       auto list = list_of<MASKS, BLOCK_M, BLOCK_N>(params, work);
@@ -91,10 +86,8 @@ __device__ __forceinline__ WorkOf<MASKS> masked_work(const typename MASKS::Param
       const int first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
       work.tiles = key_tiles_from<MASKS, CAUSAL, BLOCK_N>(first, params, work.first_row, BLOCK_M);
     }
-    return work;
-  } else {
-    return work;
   }
+  return work;
 }
 
 // The tiles of keys that a query tile visits, by their place.
@@ -108,7 +101,7 @@ struct VisitedTiles {
     if constexpr (MaskTraits<MASKS>::LISTED) {
       entries = list_of<MASKS, BLOCK_M, BLOCK_N>(params, work).entries;
     } else if constexpr (MaskTraits<MASKS>::RANGED) {
-      first = work.seen.first;
+      first = work.first_tile;
     } else {
       first = first_key_tile<MASKS, BLOCK_N>(params, work.first_row), last = first + work.tiles - 1;
     }
@@ -224,12 +217,11 @@ struct TileMasks {
   float slope;           // ALiBi's, base 2
   const int32* entries;  // of the list
   typename List::LaneWords words;
-  bool whole;            // the mask hides nothing in the tile
-  uint32 seen[2];        // else, of a boolean mask: bit 2 n + e of each row
-  KeyRange range[2];     // of each row
-  KeyRange whole_tiles;  // of ranges, of all rows
-  int tile;              // of keys: its number
-  bool late;             // CAPPED_LATE: the tile's scores are still products
+  bool whole;         // the mask hides nothing in the tile
+  uint32 seen[2];     // else, of a boolean mask: bit 2 n + e of each row
+  KeyRange range[2];  // of each row
+  int tile;           // of keys: its number
+  bool late;          // CAPPED_LATE: the tile's scores are still products
 
   __device__ __forceinline__ explicit TileMasks(const MaskedParams& params) : params(params) {}
 
@@ -238,7 +230,7 @@ struct TileMasks {
     const MaskParams& masks = params.masks;
     first_row = work.first_row + row;
     if constexpr (Traits::RANGED) {
-      first_tile = work.seen.first, whole_tiles = work.whole;
+      first_tile = work.first_tile;
     } else {
       first_tile = first_key_tile<MASKS, BLOCK_N>(params, work.first_row);
     }
@@ -253,7 +245,9 @@ struct TileMasks {
     if constexpr (Traits::RANGED) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        range[half] = range_of_row(params, work.batch, work.head, min(first_row + 8 * half, params.call.seqlen_q - 1));
+        const int last_row = params.call.seqlen_q - 1;
+        range[half] = keys_in(given_range(params, work.batch, work.head, min(first_row + 8 * half, last_row)),
+                              params.call.seqlen_k);
       }
     }
   }
@@ -266,7 +260,19 @@ struct TileMasks {
       tile = found.tile(), whole = found.whole();
       if (!whole) words.read(params, tile, first_row, seen);
     }
-    if constexpr (Traits::RANGED) whole = whole_tiles.first <= tile && tile < whole_tiles.last;
+  }
+
+  // Whether ranges hide all of the tile from the warp's rows; else it is known whether they hide nothing.
+  __device__ __forceinline__ bool hides_tile() {
+    const int begin = BLOCK_N * tile, end = min(begin + BLOCK_N, params.call.seqlen_k);
+    bool none = true, all = true;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      none &= max(range[half].first, begin) >= min(range[half].last, end);
+      all &= range[half].first <= begin && end <= range[half].last;
+    }
+    whole = __all_sync(FULL_WARP, all);
+    return __all_sync(FULL_WARP, none);
   }
 
   // The logit, in base 2, that a head's sink adds to the sums of its rows.
