@@ -21,6 +21,7 @@ BLOCKS = MaskKind("uint8", per_query=True)
 WINDOW = MaskKind(left=True, right=True)
 MINILM = Problem(32, 12, 12, 128, 128, 32, "float16", mask=PADDING)
 WINDOWS = Problem(64, 12, 12, 49, 49, 32, "float16")
+PACKED = Problem(1, 3, 3, 2048, 2048, 64, "float16", mask=DOCUMENTS, target="sm_90a")
 GENERAL, LATENCY, THROUGHPUT = "ampere/general", "hopper/latency", "hopper/throughput"
 
 
@@ -58,7 +59,29 @@ GENERAL, LATENCY, THROUGHPUT = "ampere/general", "hopper/latency", "hopper/throu
         (WINDOWS, {"mask": DOCUMENTS, "head_dim": 64, "seqlen_k": 3073}, LATENCY),
         (WINDOWS, {"mask": DOCUMENTS, "batch": 11}, LATENCY),
         (WINDOWS, {"mask": DOCUMENTS, "batch": 11, "seqlen_q": 32, "seqlen_k": 32}, LATENCY),
+        (WINDOWS, {"mask": DOCUMENTS, "head_dim": 192, "batch": 1, "seqlen_q": 129, "seqlen_k": 256}, GENERAL),
+        (WINDOWS, {"mask": DOCUMENTS, "head_dim": 192, "batch": 1, "seqlen_q": 129, "seqlen_k": 257}, THROUGHPUT),
+        (PACKED, {}, GENERAL),
+        (PACKED, {"heads": 2, "heads_kv": 2, "seqlen_q": 4096, "seqlen_k": 4096}, GENERAL),
+        (PACKED, {"heads": 2, "heads_kv": 2, "seqlen_q": 4096, "seqlen_k": 4097}, THROUGHPUT),
+        (PACKED, {"seqlen_q": 1024}, LATENCY),
+        (PACKED, {"seqlen_k": 1024}, LATENCY),
+        (PACKED, {"head_dim": 72}, THROUGHPUT),
+        (PACKED, {"head_dim": 72, "seqlen_q": 1024}, LATENCY),
+        (PACKED, {"mask": WINDOW}, LATENCY),
+        (PACKED, {"heads": 8, "heads_kv": 8}, THROUGHPUT),  # two tiles an SM
+        (PACKED, {"heads": 8, "heads_kv": 8, "head_dim": 32}, GENERAL),
+        (PACKED, {"heads": 8, "heads_kv": 8, "head_dim": 32, "seqlen_k": 2049}, THROUGHPUT),
+        (PACKED, {"heads": 16, "heads_kv": 16, "head_dim": 32, "seqlen_k": 768}, GENERAL),
+        (PACKED, {"heads": 16, "heads_kv": 16, "head_dim": 32, "seqlen_k": 769}, THROUGHPUT),
+        (MINILM, {"mask": DOCUMENTS, "seqlen_k": 512}, GENERAL),
+        (MINILM, {"mask": DOCUMENTS, "batch": 64, "seqlen_k": 512}, GENERAL),
+        (MINILM, {"mask": DOCUMENTS, "batch": 64, "seqlen_k": 513}, THROUGHPUT),
         (MINILM, {"mask": DOCUMENTS, "head_dim": 64, "seqlen_k": 96}, GENERAL),
+        (MINILM, {"mask": DOCUMENTS, "head_dim": 64, "batch": 16, "seqlen_k": 256}, LATENCY),
+        (MINILM, {"mask": DOCUMENTS, "head_dim": 64, "batch": 16, "seqlen_k": 257}, THROUGHPUT),
+        (MINILM, {"mask": DOCUMENTS, "head_dim": 72, "batch": 16, "seqlen_k": 128}, LATENCY),
+        (MINILM, {"mask": DOCUMENTS, "head_dim": 72, "batch": 16, "seqlen_k": 129}, THROUGHPUT),
         (MINILM, {"mask": DOCUMENTS, "head_dim": 64}, THROUGHPUT),
         (MINILM, {"mask": DOCUMENTS, "head_dim": 64, "batch": 16}, LATENCY),
         (MINILM, {"mask": BLOCKS, "head_dim": 64, "batch": 8, "seqlen_k": 64}, GENERAL),

@@ -43,6 +43,8 @@ WIDEST_NARROW = 128
 """D up to which hopper/latency computes as well."""
 MOST_KEYS_OF_GENERAL, MOST_KEYS_OF_DOCUMENTS = 1024, 3072
 """Keys up to which ampere/general was measured to be the fastest kernel, and the same under document_ids."""
+LONG_DOCUMENTS, MOST_LONG_DOCUMENTS = 1024, 4096
+"""Tokens over which kernels that skip what documents hide are faster than hopper/latency, and ampere/general's most."""
 MOST_ROUNDS_OF_LATENCY = 8
 """Tiles of hopper/latency an SM, up to which it is faster than listing the tiles that a mask shows."""
 EIGHT_BIT_TILE = 128
@@ -124,8 +126,17 @@ def _is_for_general(problem: Problem) -> bool:
         return False
     if capability_of(problem.target) != (9, 0):
         return False
+    if _has_long_documents(problem):
+        return problem.head_dim <= 64 and max(problem.seqlen_q, problem.seqlen_k) <= MOST_LONG_DOCUMENTS
     most = _wide_keys_of_general if problem.head_dim > WIDEST_NARROW else _keys_of_general
     return _seen_keys(problem) <= most(problem, _rounds(problem))
+
+
+def _has_long_documents(problem: Problem) -> bool:
+    """Whether an SM has one tile of queries at most, and documents hide much from it."""
+    if problem.mask is None or problem.mask.tensor != "int32" or problem.head_dim > WIDEST_NARROW:
+        return False
+    return _rounds(problem) == 1 and min(problem.seqlen_q, problem.seqlen_k) > LONG_DOCUMENTS
 
 
 def _wide_keys_of_general(problem: Problem, rounds: int) -> int:
@@ -136,9 +147,11 @@ def _wide_keys_of_general(problem: Problem, rounds: int) -> int:
             return 64 if queries <= 2 * TILE else 32
         return 256 if queries <= TILE else 96 if rounds > 2 and queries <= 2 * TILE else 0
     if tensor is not None:
+        if rounds == 1:
+            return 256 if tensor == "int32" and queries > 2 * TILE else 128
         if queries <= TILE:
-            return 128 if rounds == 1 else 64
-        return 128 if rounds == 1 else 32 if rounds <= MOST_ROUNDS_OF_LATENCY else 0
+            return 64
+        return 32 if rounds <= MOST_ROUNDS_OF_LATENCY else 0
     if problem.causal == "upper_left" and queries <= 2 * TILE:
         return 96 if rounds == 1 else 64
     if queries <= TILE // 2:
@@ -190,9 +203,9 @@ def _keys_of_general_under_documents(problem: Problem, rounds: int) -> int:
     narrow, middle = problem.head_dim <= 32, problem.head_dim <= 64
     if problem.seqlen_q <= TILE:
         return MOST_KEYS_OF_DOCUMENTS if middle or rounds > 2 else 64
-    if problem.seqlen_q <= 2 * TILE:
-        return 128 if narrow else 96 if middle else 0
-    return 256 if narrow and rounds <= 8 else 0
+    if narrow:
+        return 2048 if rounds == 2 else 768 if rounds <= MOST_ROUNDS_OF_LATENCY else 512
+    return 96 if middle and problem.seqlen_q <= 2 * TILE else 0
 
 
 def _lists_take_longer(problem: Problem) -> bool:
@@ -208,7 +221,7 @@ def _lists_take_longer(problem: Problem) -> bool:
     if mask.tensor is None:
         return (mask.left or mask.right) and rounds <= 2 and keys <= 256
     if mask.tensor == "int32":
-        return rounds <= 4 and keys <= 384
+        return rounds <= 3 and keys <= (256 if problem.head_dim <= 64 else 128)
     if mask.tensor != "bool":
         return False
     if not mask.bulk:
@@ -262,6 +275,8 @@ def _is_for_throughput(problem: Problem) -> bool:
         return _listed_table_is_faster(problem)
     if problem.seqlen_q <= TILE:
         return _is_better_listed(problem)
+    if _has_long_documents(problem):
+        return True
     return _tiles(problem) > chip_of(problem.target).sms and not _lists_take_longer(problem)
 
 
