@@ -40,12 +40,13 @@ def test_every_family_is_compiled() -> None:
 
 
 def in_turn(target: str) -> list[KernelSpec]:
-    """Of each family's kernels those whose turn it is on `target`, all where no other target has the family.
+    """Of each family's kernels those whose turn it is on `target`, every other one where no other target has them.
 
     A catalogue asks every target for nearly the same problems in one order, so most of them are compiled for one.
     `microsdpa compile` compiles every kernel for every target, and refuses what spills.
     """
     homes = {family: [at for at in TARGETS if family in NAMES[at]] for family in NAMES[target]}
+    homes |= {family: [*found, "none"] for family, found in homes.items() if len(found) == 1}
     seen: Counter[str] = Counter()
     specs = []
     for spec in catalogue(target):

@@ -126,6 +126,25 @@ def test_choices(problem: Problem, change: dict[str, object], kernel: str) -> No
     assert chosen(changed) is select(changed).spec
 
 
+@pytest.mark.parametrize(
+    ("problem", "name", "words"),
+    [
+        (PACKED, LATENCY, "documents hide much of 2048 keys from few heads: ampere/general's small CTAs are faster"),
+        (replace(PACKED, head_dim=72), LATENCY, "it computes what documents hide, too, and more than 1024 tokens"),
+        (WINDOWS, LATENCY, "are mostly beginnings and ends: ampere/general's small CTAs are faster"),
+        (
+            replace(WINDOWS, mask=DOCUMENTS, head_dim=64, seqlen_q=100, seqlen_k=200, batch=16),
+            THROUGHPUT,
+            "finding the",
+        ),
+    ],
+)
+def test_a_kernel_is_skipped_for_a_reason(problem: Problem, name: str, words: str) -> None:
+    rule = policy.PREFERENCES[name]
+    assert rule.skips(problem)
+    assert words in rule.words(problem).reason
+
+
 @pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_120"])
 def test_other_gpus_were_not_measured(target: str) -> None:
     assert select(replace(WINDOWS, target=target)).spec.name == "ampere/mma"

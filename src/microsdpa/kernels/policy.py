@@ -46,7 +46,7 @@ MOST_KEYS_OF_GENERAL, MOST_KEYS_OF_DOCUMENTS = 1024, 3072
 LONG_DOCUMENTS, MOST_LONG_DOCUMENTS = 1024, 4096
 """Tokens over which kernels that skip what documents hide are faster than hopper/latency, and ampere/general's most."""
 MOST_ROUNDS_OF_LATENCY = 8
-"""Tiles of hopper/latency an SM, up to which it is faster than listing the tiles that a mask shows."""
+"""Tiles of hopper/latency an SM, up to which it is faster than finding the tiles that a mask shows."""
 EIGHT_BIT_TILE = 128
 FEWEST_TILES: dict[Operands, dict[int, int]] = {
     "fp8": {64: 48, 128: 32},
@@ -211,8 +211,8 @@ def _keys_of_general_under_documents(problem: Problem, rounds: int) -> int:
 def _lists_take_longer(problem: Problem) -> bool:
     """Whether masks of few tiles cost hopper/throughput more than hopper/latency.
 
-    The former lists the tiles that a mask shows, in a launch ahead; the list of a mask of all queries (padding) is
-    short. The latter reads rows that are not on 16 bytes byte by byte.
+    The former lists the tiles that booleans show, in a launch ahead; the list of a mask of all queries (padding) is
+    short. It reads ranges ahead of its first copies. The latter reads rows that are not on 16 bytes byte by byte.
     """
     mask, keys = problem.mask, problem.seqlen_k
     if mask is None:
@@ -314,6 +314,11 @@ def _other_than_latency(problem: Problem) -> Rejection:
             "its CTAs of two warpgroups do not fill the chip as hopper/split's do",
             "fewer heads or shorter sequences",
         )
+    if _has_long_documents(problem):
+        return Rejection(
+            f"it computes what documents hide, too, and more than {LONG_DOCUMENTS} tokens: hopper/throughput is faster",
+            "fewer tokens",
+        )
     return Rejection(
         f"its tiles of {TILE} queries are more than the SMs: hopper/throughput is faster",
         "fewer heads or shorter sequences",
@@ -321,6 +326,11 @@ def _other_than_latency(problem: Problem) -> Rejection:
 
 
 def _for_general(problem: Problem) -> Rejection:
+    if _has_long_documents(problem):
+        return Rejection(
+            f"documents hide much of {problem.seqlen_k} keys from few heads: ampere/general's small CTAs are faster",
+            "more heads or more tokens",
+        )
     return Rejection(
         f"{problem.seqlen_q} queries and {problem.seqlen_k} keys of {problem.batch * problem.heads} heads in all are "
         "mostly beginnings and ends: ampere/general's small CTAs are faster",
@@ -338,7 +348,8 @@ def _other_than_throughput(problem: Problem) -> Rejection:
     if _is_for_general(problem):
         return _for_general(problem)
     if _lists_take_longer(problem):
-        return Rejection("listing the tiles of its mask takes longer than hopper/latency", "more keys or heads")
+        verb = "finding" if problem.mask is not None and problem.mask.tensor == "int32" else "listing"
+        return Rejection(f"{verb} the tiles of its mask takes longer than hopper/latency", "more keys or heads")
     if problem.mask is not None and problem.mask.tensor == "uint8":
         return Rejection("one tile of queries an SM and few keys: hopper/latency is faster", "more keys or heads")
     return Rejection("too few queries for its tiles: other kernels are faster", "more heads or longer sequences")
