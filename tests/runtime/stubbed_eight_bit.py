@@ -334,7 +334,7 @@ def test_masks_beside_quantized_values_are_one_launch(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(forward, "check", check)
     monkeypatch.setattr(forward, "problem_of", masked_problem)
-    monkeypatch.setattr(forward, "known_positive", lambda scales: True)
+    monkeypatch.setattr(api, "_changes", defaultdict(lambda: UNCOUNTED))
     monkeypatch.setattr(launcher, "compile_kernel", compile_kernel)
     monkeypatch.setattr(torch, "Tensor", Tensor)
     slopes, sinks = Tensor((4,), 0xA00000, torch.float32), Tensor((4,), 0xB00000)

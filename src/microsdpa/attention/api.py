@@ -20,6 +20,7 @@ from microsdpa.call.options import OPTIONS, PLAIN_CODE, Options
 from microsdpa.call.prologue import NormOf, Positions, Prologue, Rotary, prologue_of
 from microsdpa.call.prologue import check as check_prologue
 from microsdpa.call.scales import changes as _changes
+from microsdpa.call.scales import known_positive
 from microsdpa.call.tensors import check_causal, check_grad, new_output
 from microsdpa.call.unknown import unknown_argument
 from microsdpa.call.validate import check
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _launch_or_kind = launcher.launch_or_kind
 _launch_known = launcher.launch_known
 _launch_scaled = launcher.launch_scaled
+_launch = launcher.launch
 _HALF, _E4M3 = torch.float16, torch.float8_e4m3fn
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
@@ -322,14 +324,20 @@ def sdpa(
         tracing = is_dynamo_compiling()
         at_once: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
         unmasked = attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None
-        if unmasked and precision is None and q_scale is not None and not tracing:
+        if precision is None and q_scale is not None and not tracing:
             # The hot path of 8-bit values. What is there of known_positive(), is_graded() and output_type() would take
             # longer to call than to do; a scale that has not been checked is a KeyError.
             try:
+                try:
+                    is_known = (
+                        _changes[id(q_scale)] == q_scale._version  # type: ignore[union-attr]
+                        and _changes[id(k_scale)] == k_scale._version  # type: ignore[union-attr]
+                        and (v_scale is None or _changes[id(v_scale)] == v_scale._version)  # type: ignore[union-attr]
+                    )
+                except RuntimeError:  # of a tensor that was made in inference mode, whose changes torch does not count
+                    is_known = known_positive((q_scale, k_scale, v_scale))
                 if (
-                    _changes[id(q_scale)] == q_scale._version  # type: ignore[union-attr]
-                    and _changes[id(k_scale)] == k_scale._version  # type: ignore[union-attr]
-                    and (v_scale is None or _changes[id(v_scale)] == v_scale._version)  # type: ignore[union-attr]
+                    is_known
                     and forward_ad._current_level < 0
                     and not (
                         _is_grad_enabled()
@@ -347,7 +355,61 @@ def sdpa(
                         result = _empty_like(query, dtype=_HALF if dtype is _E4M3 else dtype)
                     plain = is_causal is False and causal is None and enable_gqa is False and impl == "auto"
                     code = PLAIN_CODE if plain else OPTIONS[is_causal, causal, enable_gqa, impl, None]
-                    lse = _launch_scaled(query, key, value, result, return_lse, code, scale, q_scale, k_scale, v_scale)
+                    if unmasked:
+                        lse = _launch_scaled(
+                            query, key, value, result, return_lse, code, scale, q_scale, k_scale, v_scale
+                        )
+                    elif (is_causal and attn_mask is not None) or (
+                        _is_grad_enabled()
+                        and (
+                            (attn_mask is not None and attn_mask.requires_grad)
+                            or (alibi_slopes is not None and alibi_slopes.requires_grad)
+                            or (sinks is not None and sinks.requires_grad)
+                        )
+                    ):
+                        lse = None
+                    elif known is None:
+                        left, right = (-1, -1) if window is None else window
+                        lse = _launch(
+                            query,
+                            key,
+                            value,
+                            result,
+                            return_lse,
+                            code,
+                            scale,
+                            attn_mask,
+                            alibi_slopes,
+                            sinks,
+                            left,
+                            right,
+                            softcap,
+                            q_scale,
+                            k_scale,
+                            v_scale,
+                        )
+                    else:
+                        left, right = (-1, -1) if window is None else window
+                        lse = _launch_known(
+                            known[1],
+                            known[2],
+                            query,
+                            key,
+                            value,
+                            result,
+                            return_lse,
+                            code,
+                            scale,
+                            attn_mask,
+                            alibi_slopes,
+                            sinks,
+                            left,
+                            right,
+                            softcap,
+                            q_scale,
+                            k_scale,
+                            v_scale,
+                        )
                     if lse is not None:
                         return (result, lse) if return_lse else result
             except MISSES:
@@ -356,20 +418,17 @@ def sdpa(
         if tracing:
             pass
         elif precision is None:
-            of_values = q_scale, k_scale, v_scale
             if q_scale is None and attn_mask is None:
                 rest = scale, alibi_slopes, sinks, window, softcap, k_scale, v_scale
                 beside = forward.launch_beside_cache(query, key, value, named, rest, return_lse, out)
                 if beside is not None:
                     return beside if return_lse else beside[0]  # type: ignore[return-value]
-            given = of_values, (attn_mask, alibi_slopes, sinks, window, softcap), known
-            at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, given)
         elif q_scale is k_scale is v_scale is None:  # scales beside a precision are refused below
             if unmasked:
                 at_once = forward.launch_quantizing(query, key, value, named, scale, return_lse, out)
             else:
-                masks_alone = None, (attn_mask, alibi_slopes, sinks, window, softcap), known
-                at_once = forward.launch_masked_eight_bit(query, key, value, named, scale, return_lse, out, masks_alone)
+                given = (attn_mask, alibi_slopes, sinks, window, softcap), known
+                at_once = forward.launch_quantizing_masked(query, key, value, named, scale, return_lse, out, given)
         if at_once is not None:
             return at_once
         if known is not None:

@@ -25,7 +25,6 @@ from microsdpa.call.options import (
     Options,
 )
 from microsdpa.call.prologue import Prologue
-from microsdpa.call.scales import VALUE_DTYPES, known_positive
 from microsdpa.call.validate import Checked, check, check_cpu_impl
 from microsdpa.call.visibility import KnownMask
 from microsdpa.execution import dropout, new_sizes, prologue, quantized, torch_cpu, varlen
@@ -39,7 +38,6 @@ _launch_or_kind = launcher.launch_or_kind
 _launch_known = launcher.launch_known
 _empty_like = torch.empty_like
 _is_grad_enabled = torch.is_grad_enabled
-_HALF = torch.float16
 
 MISSES = (AttributeError, BufferError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What a launch raises for arguments that the validation refuses in words, or a launch that fails there again."""
@@ -150,7 +148,7 @@ def launch_quantizing(
     return (result, lse) if return_lse else result
 
 
-def launch_masked_eight_bit(
+def launch_quantizing_masked(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -158,14 +156,13 @@ def launch_masked_eight_bit(
     scale: float | None,
     return_lse: bool,
     out: torch.Tensor | None,
-    given: tuple[tuple[Any, Any, Any] | None, tuple[Any, ...], KnownMask | None],
+    given: tuple[tuple[Any, ...], KnownMask | None],
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-    """The same for calls with masks, of both kinds.
+    """The same for calls with masks.
 
-    `given` are the scales of 8-bit values, or None; attn_mask, alibi_slopes, sinks, window and softcap; and what is
-    known of attn_mask, or None.
+    `given` are attn_mask, alibi_slopes, sinks, window and softcap, and what is known of attn_mask, or None.
     """
-    scales, (attn_mask, alibi_slopes, sinks, window, softcap), known = given
+    (attn_mask, alibi_slopes, sinks, window, softcap), known = given
     try:
         if options[0] and attn_mask is not None:
             return None
@@ -178,25 +175,11 @@ def launch_masked_eight_bit(
             )
         ):
             return None
-        result = out
-        of_values: tuple[Any, ...] = ()
-        if scales is None:
-            if result is None:
-                result = _empty_like(query)
-        else:
-            of_values = scales
-            if not known_positive(scales):
-                return None
-            if result is None:
-                dtype = value.dtype
-                result = _empty_like(query, dtype=_HALF if dtype in VALUE_DTYPES else dtype)
+        result = _empty_like(query) if out is None else out
         left, right = (-1, -1) if window is None else window
         call = query, key, value, result, return_lse, OPTIONS[options], scale
         masks = attn_mask, alibi_slopes, sinks, left, right, softcap
-        if known is None:
-            lse = _launch(*call, *masks, *of_values)
-        else:
-            lse = _launch_known(known[1], known[2], *call, *masks, *of_values)
+        lse = _launch(*call, *masks) if known is None else _launch_known(known[1], known[2], *call, *masks)
     except MISSES:
         return None
     if lse is None:
