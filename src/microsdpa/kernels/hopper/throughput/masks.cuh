@@ -268,7 +268,9 @@ struct TileMasks {
     bool none = true, all = true;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      // mutation: in a tile that is not skipped, each key is hidden
       none &= max(range[half].first, begin) >= min(range[half].last, end);
+      // mutation: in a tile that is not called whole, each row's range is applied
       all &= range[half].first <= begin && end <= range[half].last;
     }
     whole = __all_sync(FULL_WARP, all);
