@@ -325,8 +325,8 @@ def sdpa(
         at_once: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None
         unmasked = attn_mask is None and window is None and softcap is None and alibi_slopes is None and sinks is None
         if precision is None and q_scale is not None and not tracing:
-            # The hot path of 8-bit values. What is there of known_positive(), is_graded() and output_type() would take
-            # longer to call than to do; a scale that has not been checked is a KeyError.
+            # The hot path of 8-bit values. Their scales, gradients and the output's type are looked at here: calls of
+            # known_positive() and others take longer than their answers. A scale that nobody checked is a KeyError.
             try:
                 try:
                     is_known = (

@@ -128,7 +128,7 @@ def launch_quantizing(
     precision, as sdpa has them.
     """
     try:
-        # Here and below this is _is_graded(), whose call takes longer than its answer.
+        # This is _is_graded(), whose call takes longer than its answer.
         if forward_ad._current_level >= 0 or (
             _is_grad_enabled()
             and (

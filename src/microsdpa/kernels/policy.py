@@ -133,7 +133,7 @@ def _is_for_general(problem: Problem) -> bool:
 
 
 def _has_long_documents(problem: Problem) -> bool:
-    """Whether an SM has one tile of queries at most, and documents hide much from it."""
+    """Whether an SM has one tile of queries at most, of so many tokens that documents may hide much from it."""
     if problem.mask is None or problem.mask.tensor != "int32" or problem.head_dim > WIDEST_NARROW:
         return False
     return _rounds(problem) == 1 and min(problem.seqlen_q, problem.seqlen_k) > LONG_DOCUMENTS
