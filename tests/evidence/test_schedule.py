@@ -46,6 +46,16 @@ def test_rounds_backwards_make_sums_alike() -> None:
     assert set(schedule.loads(problem, TILES)) == {Load(2, 5, 2)}
 
 
+@pytest.mark.parametrize(("batch", "heads", "heads_kv"), [(1, 32, 8), (4, 32, 8), (8, 16, 16), (1, 66, 66)])
+def test_few_queries_of_many_keys_keep_every_cta_busy(batch: int, heads: int, heads_kv: int) -> None:
+    """Keys of one head fill L2's share: sections of one head left all CTAs but a few idle."""
+    plain = Case(batch, heads, 512, 65536, 128, causal="upper_left").problem("sm_90a")
+    tiles = batch * heads * 4
+    found = schedule.loads(replace(plain, heads_kv=heads_kv), TILES)
+    assert len(found) == min(132, tiles)
+    assert max(load.query_tiles for load in found) == -(-tiles // 132)
+
+
 def test_grouped_heads_share_a_section() -> None:
     plain = Case(1, 64, 8192, 8192, 128, causal="upper_left").problem("sm_90a")
     grouped = replace(plain, heads_kv=8)

@@ -23,7 +23,7 @@ from microsdpa.kernels.problem import ELEMENT_BYTES, Problem
 SUITE = "schedule"
 NOT_RECORDED = f"*Not recorded yet: `microsdpa bench --suite {SUITE} --output benchmarks/results`, on an H200.*\n"
 SECTION_BYTES = 16 << 20
-"""Of K and V of the heads of a causal section (tile_scheduler.cuh)."""
+"""Of K and V of the heads of a causal section, unless more of them have a CTA for each tile (tile_scheduler.cuh)."""
 FITTED = (512, 2048, 16384)
 """Lengths that constants are fitted to."""
 FITS = 5
@@ -71,11 +71,12 @@ def loads(problem: Problem, tiles: Tiles) -> list[Load]:
     """
     of_head, heads = -(-problem.seqlen_q // tiles.block_m), problem.batch * problem.heads
     causal, section_heads = problem.causal is not None, heads
-    if causal:
-        row_bytes = 2 * problem.head_dim * ELEMENT_BYTES[problem.dtype]
-        key_heads = min(max(SECTION_BYTES // row_bytes // problem.seqlen_k, 1), problem.batch * problem.heads_kv)
-        section_heads = min(heads, key_heads * (problem.heads // problem.heads_kv))
     ctas = min(chip_of(problem.target).sms, heads * of_head)
+    if causal:
+        row_bytes, group = 2 * problem.head_dim * ELEMENT_BYTES[problem.dtype], problem.heads // problem.heads_kv
+        at_once = max(ctas // (group * of_head), 1)
+        key_heads = min(max(SECTION_BYTES // row_bytes // problem.seqlen_k, at_once), problem.batch * problem.heads_kv)
+        section_heads = min(heads, key_heads * group)
     rounds = -(-section_heads * of_head // ctas)
     sections = -(-heads // section_heads)
     shift = 0 if rounds == 1 else rounds * ctas - section_heads * of_head if rounds % 2 == 0 else ctas // sections

@@ -27,9 +27,9 @@ __device__ __forceinline__ int key_tiles(const Params& params, int first_row, in
 //
 // Without a mask the tiles of a head follow each other, so that CTAs that run at the same time read the same K and V;
 // the heads' last tiles, where these have fewer rows, come after all others, to fill the last rounds. Under a causal
-// mask they are dealt in sections, of as many heads as leave their keys in L2: in each the longest tiles come first.
-// Every other round goes through the CTAs backwards, so that none always gets the longer tile, and each section begins
-// at another CTA, so that none always is without a tile in a section's last round.
+// mask they are dealt in sections: of as many heads as leave their keys in L2, or more if all have a CTA for each tile.
+// In each the longest tiles come first. Every other round goes through the CTAs backwards, so that none always gets the
+// longer tile, and each section begins at another CTA, so that none always is without a tile in a section's last round.
 template <bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
 struct Schedule {
   static constexpr int SECTION_BYTES = 16 << 20;  // of K and V; an L2 has 50 MB, and keeps some lines twice
@@ -46,13 +46,14 @@ struct Schedule {
         tiles((params.seqlen_q + BLOCK_M - 1) / BLOCK_M),
         heads(params.batch * params.heads),
         section_heads(heads) {
+    const int ctas = static_cast<int>(gridDim.x);
     if (CAUSAL) {
       constexpr int ROW_BYTES = 2 * HEAD_DIM * 2;  // of K and V
+      const int group = params.heads / params.heads_kv, at_once = max(ctas / (group * tiles), 1);
       // No more of them than there are: their query heads fit 32 bits.
-      const int key_heads = min(max(SECTION_BYTES / ROW_BYTES / params.seqlen_k, 1), params.batch * params.heads_kv);
-      section_heads = min(heads, key_heads * (params.heads / params.heads_kv));
+      const int most = params.batch * params.heads_kv;
+      section_heads = min(heads, min(max(SECTION_BYTES / ROW_BYTES / params.seqlen_k, at_once), most) * group);
     }
-    const int ctas = static_cast<int>(gridDim.x);
     rounds = (section_heads * tiles + ctas - 1) / ctas;
     // A round and one backwards make sums alike, but of the CTAs that the last round has no tile for: those move on by
     // as many. A round without its pair leaves sums that fall from CTA to CTA: the sections begin all around them.
