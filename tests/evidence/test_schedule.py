@@ -56,6 +56,13 @@ def test_few_queries_of_many_keys_keep_every_cta_busy(batch: int, heads: int, he
     assert max(load.query_tiles for load in found) == -(-tiles // 132)
 
 
+def test_few_rounds_are_one_section() -> None:
+    """Two sections of four and three heads gave some CTAs the longest tile of each."""
+    problem = Case(1, 7, 4476, 4476, 192, causal="upper_left").problem("sm_90a")
+    found = [load.key_tiles for load in schedule.loads(problem, TILES)]
+    assert max(found) <= 1.1 * sum(found) / len(found)
+
+
 def test_grouped_heads_share_a_section() -> None:
     plain = Case(1, 64, 8192, 8192, 128, causal="upper_left").problem("sm_90a")
     grouped = replace(plain, heads_kv=8)

@@ -126,7 +126,7 @@ def test_auto_takes_it_where_it_is_faster(head_dim: int) -> None:
     decoding = replace(problem, seqlen_q=1)
     assert select(decoding).spec.name == "ampere/mma"
     few_long = replace(problem, batch=1, heads=8, heads_kv=8, seqlen_q=64, seqlen_k=4096)
-    kernels = dict.fromkeys((48, 80, 96, 112, 128), "hopper/latency")
+    kernels = dict.fromkeys((48, 80, 112), "hopper/latency")
     assert select(few_long).spec.name == kernels.get(head_dim, "ampere/mma")
 
 
@@ -179,3 +179,48 @@ def test_a_mask_is_read_ahead_of_its_lists_where_they_are_few_or_long(
     assert spec.tile_lists is not None
     assert spec.tile_lists.block_n == 128
     assert len(spec.stages) == 1 + launches
+
+
+DIVIDED = Problem(1, 4, 4, 2048, 2048, 128, "float16", causal="lower_right")
+"""One tile of 128 queries for every other SM."""
+
+
+@pytest.mark.parametrize(
+    ("change", "ctas"),
+    [
+        ({}, 2),
+        ({"heads": 8, "heads_kv": 8}, 2),  # a long and a short tile of queries for each pair of CTAs
+        ({"heads": 8, "heads_kv": 8, "causal": None}, 1),  # two rounds with half of the keys take as long as one
+        ({"heads": 1, "heads_kv": 1}, 4),
+        ({"heads": 10, "heads_kv": 10, "seqlen_q": 282, "head_dim": 160}, 4),
+        ({"heads": 2, "heads_kv": 2, "seqlen_q": 400, "seqlen_k": 6000, "head_dim": 256}, 8),
+        ({"heads": 16, "heads_kv": 16}, 1),
+        ({"dropout": True}, 1),
+        ({"mask": MaskKind(left=True)}, 1),
+    ],
+    ids=str,
+)
+def test_ctas_share_the_keys_of_few_query_tiles(change: dict[str, object], ctas: int) -> None:
+    problem = replace(DIVIDED, **change)  # type: ignore[arg-type]
+    spec = tiles.throughput(problem)
+    assert isinstance(spec, KernelSpec)
+    assert (spec.cluster, spec.split) == (ctas, ctas)
+    assert spec.grid(problem)[0] % ctas == 0
+    if ctas > 1:
+        assert select(problem).spec is spec
+        # With two tiles of 64 queries, or one, for every SM it is hopper/latency that the division is faster than.
+        named = problem.head_dim <= 128 and problem.heads * problem.seqlen_q <= 64 * chip_of("sm_90a").sms
+        assert not named or "whose CTAs share them" in str(select(problem).reasons)
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 40, 48, 64, 72, 80, 96, 112, 128, 136, 160, 192, 200, 256])
+def test_tiles_whose_keys_are_shared_fit_the_chip(head_dim: int) -> None:
+    problem = replace(DIVIDED, head_dim=head_dim)
+    found = tiles.dividing(problem)
+    assert [one.ctas for one in found] == [2, 4, 8]
+    for one in found:
+        spec = tiles.specification(problem, one)
+        assert spec.shared_bytes <= chip_of("sm_90a").shared_per_cta
+        columns = int(dict(spec.template_args)["HEAD_DIM"])
+        assert columns >= head_dim
+        assert columns // 8 % one.ctas == 0

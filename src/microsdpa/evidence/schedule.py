@@ -24,6 +24,8 @@ SUITE = "schedule"
 NOT_RECORDED = f"*Not recorded yet: `microsdpa bench --suite {SUITE} --output benchmarks/results`, on an H200.*\n"
 SECTION_BYTES = 16 << 20
 """Of K and V of the heads of a causal section, unless more of them have a CTA for each tile (tile_scheduler.cuh)."""
+FEW_ROUNDS = 2
+"""Of a launch whose heads are one section, unless their query tiles are about as long."""
 FITTED = (512, 2048, 16384)
 """Lengths that constants are fitted to."""
 FITS = 5
@@ -76,7 +78,8 @@ def loads(problem: Problem, tiles: Tiles) -> list[Load]:
         row_bytes, group = 2 * problem.head_dim * ELEMENT_BYTES[problem.dtype], problem.heads // problem.heads_kv
         at_once = max(ctas // (group * of_head), 1)
         key_heads = min(max(SECTION_BYTES // row_bytes // problem.seqlen_k, at_once), problem.batch * problem.heads_kv)
-        section_heads = min(heads, key_heads * group)
+        whole = heads * of_head <= FEW_ROUNDS * ctas and problem.seqlen_k // 2 < problem.seqlen_q
+        section_heads = heads if whole else min(heads, key_heads * group)
     rounds = -(-section_heads * of_head // ctas)
     sections = -(-heads // section_heads)
     shift = 0 if rounds == 1 else rounds * ctas - section_heads * of_head if rounds % 2 == 0 else ctas // sections

@@ -83,6 +83,10 @@ CHIPS: dict[tuple[int, int], Chip] = {
 }
 
 
+CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
+"""How many clusters of so many CTAs, one an SM, an H200 holds at a time."""
+
+
 @functools.lru_cache
 def chip_of(target: str) -> Chip:
     """The chip for a target: that of its compute capability, or of the nearest older one that is known."""

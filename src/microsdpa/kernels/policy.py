@@ -17,6 +17,7 @@ from microsdpa.kernels.backward import spec as backward
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.hopper.backward import spec as hopper_backward
 from microsdpa.kernels.hopper.latency import spec as hopper_latency
+from microsdpa.kernels.hopper.split import spec as hopper_split
 from microsdpa.kernels.hopper.throughput import spec as hopper_throughput
 from microsdpa.kernels.hopper.throughput_8bit import spec as hopper_throughput_8bit
 from microsdpa.kernels.problem import VECTOR_BYTES, Operands, Problem, capability_of
@@ -35,8 +36,6 @@ FEWEST_WIDE_HEADS, MANY_WIDE_HEADS = 16, 48
 """Above D = 128: heads from which less than 64 queries each are worth wgmma, if keys are few; and whatever they are."""
 WIDEST_HALF_EMPTY = 160
 """D up to which tiles of wgmma that are less than half full are as fast as ampere/mma, with few heads and keys."""
-LEAST_SPLIT_KEYS = 1024
-"""From here on four warpgroups of a CTA are faster than two, where both have one query tile a CTA."""
 MOST_ROWS_OF_MMA = 32
 """Rows of a sequence and key head up to which ampere/varlen decodes as fast as memory allows."""
 WIDEST_NARROW = 128
@@ -45,6 +44,10 @@ MOST_KEYS_OF_GENERAL, MOST_KEYS_OF_DOCUMENTS = 1024, 3072
 """Keys up to which ampere/general was measured to be the fastest kernel, and the same under document_ids."""
 LONG_DOCUMENTS, MOST_LONG_DOCUMENTS = 1024, 4096
 """Tokens over which kernels that skip what documents hide are faster than hopper/latency, and ampere/general's most."""
+MOST_PARTS_OF_WGMMA = 16
+"""CTAs for the keys of a tile from which on ampere/mma's are faster than eight of hopper/throughput's above D = 64."""
+WORTH_DIVIDING = 0.97
+"""Part of another kernel's clocks up to which keys are divided among CTAs: the clocks are estimates."""
 MOST_ROUNDS_OF_LATENCY = 8
 """Tiles of hopper/latency an SM, up to which it is faster than finding the tiles that a mask shows."""
 EIGHT_BIT_TILE = 128
@@ -67,12 +70,20 @@ def _decodes(problem: Problem) -> bool:
     It has all heads of a key head in one tile of 16 rows, and parts of the keys for every SM.
     """
     if problem.seqlen_q > DECODING_QUERIES:
-        return problem.head_dim <= 64 and problem.mask is None and splits_long_keys(problem)
+        return problem.head_dim <= WIDEST_NARROW and problem.mask is None and _splits_long_keys(problem)
     heads = problem.batch * problem.heads
     if heads > chip_of(problem.target).sms:
         return True
     separate = problem.heads == problem.heads_kv and heads >= SEPARATE_HEADS
     return problem.seqlen_k > (MOST_SEPARATE_KEYS if separate else MOST_DECODED_KEYS)
+
+
+def _splits_long_keys(problem: Problem) -> bool:
+    """Whether ampere/mma has so many CTAs for the keys of each tile of queries that it is faster than wgmma."""
+    if not splits_long_keys(problem):
+        return False
+    fewer = MOST_PARTS_OF_WGMMA * _tiles(problem) <= chip_of(problem.target).sms
+    return fewer or problem.head_dim <= 64 or hopper_throughput.divided(problem) is None
 
 
 def _is_for_split(problem: Problem) -> bool:
@@ -87,8 +98,22 @@ def _is_for_split(problem: Problem) -> bool:
     sms, heads = chip_of(problem.target).sms, problem.batch * problem.heads
     tiles = heads * -(-queries // TILE)
     if tiles > sms:
-        return heads * -(-queries // (2 * TILE)) <= sms
-    return 2 * tiles > sms and problem.seqlen_k >= LEAST_SPLIT_KEYS
+        found = heads * -(-queries // (2 * TILE)) <= sms
+    else:
+        found = 2 * tiles > sms and hopper_split.clocks(problem) < hopper_latency.one_tile_clocks(problem)
+    return found and not _beats(_divided_clocks(problem), hopper_split.clocks(problem))
+
+
+def _divided_clocks(problem: Problem) -> float | None:
+    """Clocks of hopper/throughput with keys divided among CTAs; None where it does not divide them."""
+    if problem.seqlen_q < TILE or problem.head_dim not in hopper_throughput.HEAD_DIMS:
+        return None
+    found = hopper_throughput.divided(problem)
+    return None if found is None else found[1]
+
+
+def _beats(divided: float | None, other: float) -> bool:
+    return divided is not None and divided < WORTH_DIVIDING * other
 
 
 def _fills_tiles_of_wide_heads(problem: Problem) -> bool:
@@ -112,11 +137,6 @@ def _rounds(problem: Problem) -> int:
     return -(-_tiles(problem) // chip_of(problem.target).sms)
 
 
-def _seen_keys(problem: Problem) -> int:
-    """Keys that some query sees: those behind the last query count for nothing under a causal mask."""
-    return min(problem.seqlen_q, problem.seqlen_k) if problem.causal == "upper_left" else problem.seqlen_k
-
-
 def _is_for_general(problem: Problem) -> bool:
     """Whether ampere/general is the fastest kernel: short sequences, which are mostly the beginnings and ends of CTAs.
 
@@ -129,7 +149,7 @@ def _is_for_general(problem: Problem) -> bool:
     if _has_long_documents(problem):
         return problem.head_dim <= 64 and max(problem.seqlen_q, problem.seqlen_k) <= MOST_LONG_DOCUMENTS
     most = _wide_keys_of_general if problem.head_dim > WIDEST_NARROW else _keys_of_general
-    return _seen_keys(problem) <= most(problem, _rounds(problem))
+    return hopper_throughput.seen_keys(problem) <= most(problem, _rounds(problem))
 
 
 def _has_long_documents(problem: Problem) -> bool:
@@ -270,14 +290,16 @@ def _is_for_throughput(problem: Problem) -> bool:
         if problem.seqlen_q < TILE:
             alone = problem.mask is not None or problem.head_dim % 16 != 0  # ampere/mma does not compute it
             return (alone and problem.seqlen_q > DECODING_QUERIES) or _fills_tiles_of_wide_heads(problem)
-        return problem.mask is not None or not splits_long_keys(problem)
+        return problem.mask is not None or not _splits_long_keys(problem)
     if problem.mask is not None and problem.mask.tensor == "uint8":
         return _listed_table_is_faster(problem)
     if problem.seqlen_q <= TILE:
         return _is_better_listed(problem)
     if _has_long_documents(problem):
         return True
-    return _tiles(problem) > chip_of(problem.target).sms and not _lists_take_longer(problem)
+    if _tiles(problem) <= chip_of(problem.target).sms:
+        return _beats(_divided_clocks(problem), hopper_latency.one_tile_clocks(problem)) and not _decodes(problem)
+    return not _lists_take_longer(problem)
 
 
 def changes_in_launch(problem: Problem) -> bool:
@@ -319,6 +341,11 @@ def _other_than_latency(problem: Problem) -> Rejection:
             f"it computes what documents hide, too, and more than {LONG_DOCUMENTS} tokens: hopper/throughput is faster",
             "fewer tokens",
         )
+    if _tiles(problem) <= chip_of(problem.target).sms and problem.mask is None:
+        return Rejection(
+            f"{problem.seqlen_k} keys of few tiles of queries: hopper/throughput, whose CTAs share them, is faster",
+            "fewer keys",
+        )
     return Rejection(
         f"its tiles of {TILE} queries are more than the SMs: hopper/throughput is faster",
         "fewer heads or shorter sequences",
@@ -341,7 +368,10 @@ def _for_general(problem: Problem) -> Rejection:
 def _other_than_split(problem: Problem) -> Rejection:
     if _is_for_general(problem):
         return _for_general(problem)
-    return Rejection("its CTAs would leave SMs idle or come in several rounds", "about 16,384 queries of all heads")
+    return Rejection(
+        "its CTAs would leave SMs idle, come in several rounds or have all of many keys",
+        "about 16,384 queries of all heads",
+    )
 
 
 def _other_than_throughput(problem: Problem) -> Rejection:

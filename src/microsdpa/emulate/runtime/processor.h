@@ -21,7 +21,7 @@ namespace microsdpa::emulator {
 
 constexpr int MAX_THREADS = 1024;
 constexpr int NAMED_BARRIERS = 16;
-constexpr int COPY_AGENTS = 32;  // of a CTA
+constexpr int COPY_AGENTS = 36;  // of a CTA
 constexpr std::size_t NOWHERE = ~std::size_t(0);
 
 // An asynchronous operation, for the message about who touches its data too early.

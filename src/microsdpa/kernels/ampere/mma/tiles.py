@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass, replace
 from math import ceil
 
-from microsdpa.kernels.chip import Chip, chip_of
+from microsdpa.kernels.chip import CLUSTERS, Chip, chip_of
 from microsdpa.kernels.problem import ELEMENT, Problem, capability_of
 
 
@@ -98,8 +98,6 @@ DECODE_DEEP, DECODE_WIDE = Tiling(32, 1, 1, 4, 3), Tiling(16, 1, 1, 8, 3)
 DECODE_LARGE_HEADS = Tiling(16, 1, 1, 4, 3, kept=0)
 DECODE_LARGE_HEADS_LEAN = Tiling(16, 1, 1, 2, kept=0)
 SPLITS = (1, 2, 4, 8, 16, 32)
-CLUSTERS = {2: 66, 4: 30, 8: 15, 16: 7}
-"""How many clusters of so many CTAs, one an SM, an H200 holds at a time."""
 KEYS_OF_A_LAUNCH, KEYS_FOR_EIGHT_WARPS = 400, 512
 """Keys of a CTA, by measurements on an H200: those that take as long as a second kernel, and from which on eight warps
 are faster than four."""

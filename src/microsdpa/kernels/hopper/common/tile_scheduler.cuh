@@ -27,11 +27,14 @@ __device__ __forceinline__ int key_tiles(const Params& params, int first_row, in
 //
 // Without a mask the tiles of a head follow each other, so that CTAs that run at the same time read the same K and V;
 // the heads' last tiles, where these have fewer rows, come after all others, to fill the last rounds. Under a causal
-// mask they are dealt in sections: of as many heads as leave their keys in L2, or more if all have a CTA for each tile.
-// In each the longest tiles come first. Every other round goes through the CTAs backwards, so that none always gets the
-// longer tile, and each section begins at another CTA, so that none always is without a tile in a section's last round.
-template <bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+// mask they are dealt in sections: of as many heads as leave their keys in L2, or more if all have a CTA for each tile;
+// a launch of few rounds is one section, as the longest tiles of two would often come to the same CTAs, unless all
+// tiles are about as long. In each the longest tiles come first. Every other round goes through the CTAs backwards, so
+// that none always gets the longer tile, and each section begins at another CTA, so that none always is without a tile
+// in a section's last round. CLUSTER: CTAs that compute the same query tiles, and stand for one here.
+template <bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM, int CLUSTER = 1>
 struct Schedule {
+  static constexpr int FEW_ROUNDS = CLUSTER > 1 ? 3 : 2;
   static constexpr int SECTION_BYTES = 16 << 20;  // of K and V; an L2 has 50 MB, and keeps some lines twice
 
   const AttentionParams& params;
@@ -46,13 +49,14 @@ struct Schedule {
         tiles((params.seqlen_q + BLOCK_M - 1) / BLOCK_M),
         heads(params.batch * params.heads),
         section_heads(heads) {
-    const int ctas = static_cast<int>(gridDim.x);
+    const int ctas = static_cast<int>(gridDim.x) / CLUSTER;
     if (CAUSAL) {
       constexpr int ROW_BYTES = 2 * HEAD_DIM * 2;  // of K and V
       const int group = params.heads / params.heads_kv, at_once = max(ctas / (group * tiles), 1);
       // No more of them than there are: their query heads fit 32 bits.
       const int most = params.batch * params.heads_kv;
       section_heads = min(heads, min(max(SECTION_BYTES / ROW_BYTES / params.seqlen_k, at_once), most) * group);
+      if (heads * tiles <= FEW_ROUNDS * ctas && params.seqlen_k / 2 < params.seqlen_q) section_heads = heads;
     }
     rounds = (section_heads * tiles + ctas - 1) / ctas;
     // A round and one backwards make sums alike, but of the CTAs that the last round has no tile for: those move on by
@@ -70,9 +74,9 @@ struct Schedule {
 
   // The CTA's query tile of a round; one without tiles of keys when there is none.
   __device__ __forceinline__ WorkTile work(int round) const {
-    const int ctas = static_cast<int>(gridDim.x);
+    const int ctas = static_cast<int>(gridDim.x) / CLUSTER;
     const int section = round / rounds, round_of_section = round - section * rounds;
-    int cta = static_cast<int>(blockIdx.x);
+    int cta = static_cast<int>(blockIdx.x) / CLUSTER;
     if (CAUSAL) cta = (cta + section % ctas * (ctas - shift)) % ctas;
     const int first_head = section * section_heads;
     const int in_section = min(section_heads, heads - first_head);

@@ -113,6 +113,28 @@ def mask_map(mask: MaskKind) -> TensorMap:
     return TensorMap("attn_mask", rows, columns, swizzle)
 
 
+START_CLOCKS, STEP = 2700, 32
+ROUND_CLOCKS = {32: (1850, 1890), 64: (2000, 2160), 96: (2450, 2600), 128: (2650, 2680)}
+"""Clocks of a launch with one query tile an SM: without keys, and by head dimension for each round of keys (H100).
+
+Of one CTA a query tile, and of two. Without a mask, keys that fill their tiles take up to a fifth less.
+"""
+UNROLLED = 0.8
+"""Of those clocks, what few rounds take."""
+UNALIGNED, MOST_UNROLLED = 1.5, 4
+"""Times as long in more rounds than these, where rows are no multiple of the 32 bytes that memory gives at a time."""
+
+
+def one_tile_clocks(problem: Problem) -> float:
+    """Clocks of a launch without masks but the causal one, with one query tile an SM at most."""
+    cluster = cluster_for(problem)
+    rounds, each = key_rounds(problem, cluster), ROUND_CLOCKS[-(-problem.head_dim // STEP) * STEP]
+    if rounds <= MOST_UNROLLED:
+        return START_CLOCKS + rounds * each[cluster - 1] * UNROLLED
+    clocks = START_CLOCKS + rounds * each[cluster - 1]
+    return UNALIGNED * clocks if problem.head_dim % 16 else clocks
+
+
 def key_rounds(problem: Problem, cluster: int) -> int:
     """Tiles of keys that each warpgroup of a cluster computes for the query tile that sees the most."""
     return -(-problem.seqlen_k // (BLOCK_N * WARPGROUPS * cluster))

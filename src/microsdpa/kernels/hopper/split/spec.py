@@ -54,6 +54,8 @@ class Split:
 
 
 CANDIDATES = (Split(1), Split(2))
+START_CLOCKS, ROUND_CLOCKS = 5400, {1: 2180, 2: 1820}
+"""Clocks of a launch whose CTAs are on the chip at once: without keys, and of a round, by query tiles a CTA (H100)."""
 
 
 def specification(problem: Problem, choice: Split) -> KernelSpec:
@@ -103,6 +105,12 @@ def split(problem: Problem) -> KernelSpec | Rejection:
 def choose(problem: Problem) -> Split:
     """One query tile a CTA while all of them are on an SM at once."""
     return CANDIDATES[0] if _query_tiles(problem) <= chip_of(problem.target).sms else CANDIDATES[1]
+
+
+def clocks(problem: Problem) -> int:
+    """Clocks of a launch whose CTAs are on the chip at once."""
+    choice = choose(problem)
+    return START_CLOCKS + ROUND_CLOCKS[choice.query_tiles] * -(-problem.seqlen_k // (BLOCK_N * choice.groups))
 
 
 def _query_tiles(problem: Problem) -> int:

@@ -6,20 +6,29 @@
 #include "../../ptx/mma.cuh"
 #include "../../ptx/tma.cuh"
 #include "../common/main_loop.cuh"
+#include "divided.cuh"
 #include "masks.cuh"
 #include "policies.cuh"
 #include "shared.cuh"
 
 namespace microsdpa::hopper::throughput {
 
-template <typename SHAPE, typename MASKS>
-using SharedOf = SharedStorage<typename SHAPE::T, SHAPE::HEAD_DIM, SHAPE::BLOCK_N, SHAPE::CONSUMERS, SHAPE::STAGES,
-                               SHAPE::QUERY_STAGES, typename MaskTraits<MASKS>::Added, MaskTraits<MASKS>::RANGED>;
+template <typename SHAPE, typename MASKS, typename DIVISION>
+using SharedOf =
+    StorageOf<SharedStorage<typename SHAPE::T, SHAPE::HEAD_DIM, SHAPE::BLOCK_N, SHAPE::CONSUMERS, SHAPE::STAGES,
+                            SHAPE::QUERY_STAGES, typename MaskTraits<MASKS>::Added, MaskTraits<MASKS>::RANGED>,
+              SHAPE::CONSUMERS, DIVISION>;
 
-template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename MASKS, typename DROP, int CONTINUES>
-struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINUES>, SharedOf<SHAPE, MASKS>, SHAPE,
-                           OVERLAP, CAUSAL> {
-  using Loop = MainLoop<Consumer, SharedOf<SHAPE, MASKS>, SHAPE, OVERLAP, CAUSAL>;
+template <typename SHAPE, bool OVERLAP, bool CAUSAL, typename GIVEN>
+struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, GIVEN>,
+                           SharedOf<SHAPE, typename PoliciesOf<GIVEN>::Masks, typename PoliciesOf<GIVEN>::Division>,
+                           SHAPE, OVERLAP, CAUSAL> {
+  using MASKS = typename PoliciesOf<GIVEN>::Masks;
+  using DROP = typename PoliciesOf<GIVEN>::Drop;
+  using Division = typename PoliciesOf<GIVEN>::Division;
+  static constexpr int CONTINUES = PoliciesOf<GIVEN>::CONTINUES;
+  static constexpr bool DIVIDED = Division::CTAS > 1;
+  using Loop = MainLoop<Consumer, SharedOf<SHAPE, MASKS, Division>, SHAPE, OVERLAP, CAUSAL>;
   using Masked = MaskTraits<MASKS>;
   using Loop::all_tiles, Loop::o, Loop::query_state, Loop::rows, Loop::shared, Loop::skipped, Loop::tile, Loop::tiles;
   using Loop::BLOCK_M, Loop::BLOCK_N, Loop::HEAD_DIM;
@@ -34,6 +43,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
   PipelineState<Shared::Masks::STAGES> mask_state;
   TileMasks<MASKS, CAUSAL, BLOCK_M, BLOCK_N> masks;
   DROP drop;
+  Partners<Division, Shared, T, HEAD_DIM> partners;
 
   __device__ __forceinline__ Consumer(Shared& shared, const typename MASKS::Params& params, const DROP& drop,
                                       int warpgroup)
@@ -41,7 +51,8 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
         params(MASKS::call(params)),
         masked_params(params),
         masks(params),
-        drop(drop) {}
+        drop(drop),
+        partners(shared, warpgroup, thread) {}
 
   // Waits for a query tile. False when there is none, or none of its rows is this warpgroup's.
   __device__ __forceinline__ bool begin_query() {
@@ -58,6 +69,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
                   : work.tiles;
     } else {
       tiles = CAUSAL ? key_tiles<CAUSAL, BLOCK_N>(params, first_row, ROWS) : work.tiles;
+      if constexpr (DIVIDED && CAUSAL) tiles = Division::share(tiles, partners.rank);
     }
     skipped = work.tiles - tiles;
     last_key = first_row + params.diagonal;
@@ -101,8 +113,8 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
       }
       return;
     }
-    const int keys = params.seqlen_k - BLOCK_N * tile;
-    const int first_visible = CAUSAL ? last_key - BLOCK_N * tile + 1 : BLOCK_N;
+    const int first_key = BLOCK_N * key_tile(), keys = params.seqlen_k - first_key;
+    const int first_visible = CAUSAL ? last_key - first_key + 1 : BLOCK_N;
     // mutation: a tile that is seen to its last key has none to hide
     if (min(keys, first_visible) >= BLOCK_N) return;
 #pragma unroll
@@ -114,6 +126,7 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
   // Number of the tile of keys.
   __device__ __forceinline__ int key_tile() const {
     if constexpr (MASKS::ANY) return masks.tile;
+    if constexpr (DIVIDED) return Division::CTAS * tile + partners.rank;
     return tile;
   }
 
@@ -190,8 +203,34 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
     inverse = 1.0f;
   }
 
+  // Writes this CTA's columns of O, over all keys, and LSE of a finished query tile, of which O is over some.
+  __device__ __forceinline__ void finish_divided(const WorkTile& work, const Rows& done) {
+    constexpr int OWN = Partners<Division, Shared, T, HEAD_DIM>::OWN;
+    const int first_row = work.first_row + ROWS * warpgroup, own_rows[2] = {tile_row(0), tile_row(1)};
+    float stabilizer[2] = {done.stabilizer[0], done.stabilizer[1]}, inverse[2];
+    float sum[2] = {quad_sum(done.sum[0]), quad_sum(done.sum[1])};
+    partners.add_up(o, stabilizer, sum, written, Loop::scale_of(0), own_rows);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      inverse[half] = normalizer(sum[half]);
+      const int row = first_row + own_rows[half];
+      if (params.lse != nullptr && partners.rank == 0 && row < params.seqlen_q && thread % 4 == 0) {
+        const int64 head = static_cast<int64>(work.batch) * params.heads + work.head;
+        params.lse[head * params.seqlen_q + row] = log_sum_exp(stabilizer[half] * Loop::scale_of(half), sum[half]);
+      }
+    }
+    const Strides& strides = params.out_strides;
+    T* const out = static_cast<T*>(params.out) + work.batch * strides.batch + work.head * strides.head;
+    store_blocks<T, OWN, Division::COLUMNS>(out, strides.row, o, inverse, partners.first_column(), first_row,
+                                            params.seqlen_q);
+  }
+
   // Writes O and LSE of a finished query tile.
   __device__ __forceinline__ void finish(const WorkTile& work, const Rows& done) {
+    if constexpr (DIVIDED) {
+      finish_divided(work, done);
+      return;
+    }
     const int first_row = work.first_row + ROWS * warpgroup;
     float inverse[2];
 #pragma unroll
@@ -249,6 +288,10 @@ struct Consumer : MainLoop<Consumer<SHAPE, OVERLAP, CAUSAL, MASKS, DROP, CONTINU
 
   __device__ __forceinline__ void run() {
     Loop::run();
+    if constexpr (DIVIDED) {  // partners' last arrivals have come
+      cluster_arrive<false>();
+      cluster_wait();
+    }
     if constexpr (Masked::RANGED) {
       if (written > 0) named_barrier_sync(OUT_EMPTY + warpgroup, OUT_THREADS);
       if (thread == 0) shared.stored(warpgroup) = {0, 0, 0, 0};

@@ -48,24 +48,28 @@ __device__ __forceinline__ void load_tile(T* shared, const Boxes& boxes, Mbarrie
 
 // Which query tiles a CTA computes, one in each round, and the tiles of keys that masks leave to each: those that its
 // place among the CTAs gives it. One thread.
-template <bool RANGED, typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
+template <bool RANGED, typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM, typename DIVISION>
 struct Order {
   const typename MASKS::Params& params;
-  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule;
+  const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, DIVISION::CTAS> schedule;
 
   __device__ __forceinline__ explicit Order(const typename MASKS::Params& params)
       : params(params), schedule(MASKS::call(params)) {}
 
   __device__ __forceinline__ bool has(int round) const { return schedule.has(round); }
   __device__ __forceinline__ WorkTile work(int round) {
-    return masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(params, schedule.work(round));
+    WorkTile work = masked_work<MASKS, CAUSAL, BLOCK_M, BLOCK_N>(params, schedule.work(round));
+    if constexpr (DIVISION::CTAS > 1) {
+      if (work.tiles > 0) work.tiles = DIVISION::share(work.tiles, cluster_rank());
+    }
+    return work;
   }
   __device__ __forceinline__ void look_ahead() {}
 };
 
 // Ranges of keys are of any length: CTAs take the next query tile when they come to the one before. One warp.
 template <typename MASKS, bool CAUSAL, int BLOCK_M, int BLOCK_N, int HEAD_DIM>
-struct Order<true, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
+struct Order<true, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, Undivided> {
   const MaskedParams& params;
   const Schedule<CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> schedule;
   uint32* const counter;  // of query tiles that are taken beyond the CTAs' first ones; zero between launches
@@ -96,10 +100,20 @@ struct Order<true, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> {
   }
 };
 
+// The tiles of keys that a CTA visits for a query tile, by their place.
+template <typename DIVISION, typename MASKS, int BLOCK_M, int BLOCK_N>
+__device__ __forceinline__ auto tiles_visited(const typename MASKS::Params& params, const WorkOf<MASKS>& work) {
+  if constexpr (DIVISION::CTAS > 1) {
+    return EveryOther<DIVISION::CTAS>();
+  } else {
+    return VisitedTiles<MASKS, BLOCK_M, BLOCK_N>(params, work);
+  }
+}
+
 // Issues every copy of the CTA, in the order in which the tiles are needed, and says which query tiles they are of. One
 // thread issues; where rows have ranges, its warp finds out what.
-template <bool CAUSAL, typename MASKS, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES,
-          int QUERY_STAGES, typename MASK, bool RANGED>
+template <bool CAUSAL, typename MASKS, typename DIVISION, typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS,
+          int STAGES, int QUERY_STAGES, typename MASK, bool RANGED>
 __device__ __forceinline__ void produce(
     SharedStorage<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, MASK, RANGED>& shared, bool issues,
     const typename MASKS::Params& masked_params, const Boxes& query, const Boxes& key, const Boxes& value) {
@@ -108,7 +122,7 @@ __device__ __forceinline__ void produce(
   constexpr int TILE_BYTES = BLOCK_N * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
   constexpr int QUERY_BYTES = BLOCK_M * STORED_COLUMNS<HEAD_DIM> * static_cast<int>(sizeof(T));
   using Work = WorkOf<MASKS>;
-  Order<RANGED, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM> order(masked_params);
+  Order<RANGED, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, DIVISION> order(masked_params);
   PipelineState<QUERY_STAGES> query_state;
   PipelineState<STAGES> key_state, value_state;
   int works = 0;
@@ -122,7 +136,7 @@ __device__ __forceinline__ void produce(
   for (int round = 0; order.has(round); ++round) {
     const Work work = order.work(round);
     if (work.tiles == 0) continue;
-    const VisitedTiles<MASKS, BLOCK_M, BLOCK_N> visited(masked_params, work);
+    const auto visited = tiles_visited<DIVISION, MASKS, BLOCK_M, BLOCK_N>(masked_params, work);
     if (issues) {
       announce(work);
       Mbarrier& query_full = shared.query_full[query_state.stage];
@@ -306,7 +320,7 @@ __device__ __forceinline__ Boxes boxes_of(const TensorMap& panel, const Maps&...
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: a consumer's exponentials run
 // beside its own P V too, for which P takes twice the registers; else beside the other consumers' products alone. MAPS:
 // further tensor maps, of a mask of numbers or of the tails of query, key, value and out. GIVEN: the masks, or
-// Dropping<masks>, or Continuing<masks>.
+// Dropping<masks>, Continuing<masks> or Dividing<masks>.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, bool CAUSAL,
           typename GIVEN, typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
@@ -316,10 +330,13 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
   static_assert(CONSUMERS >= 2 && CONSUMERS <= 4, "the registers of an SM are shared out among two to four consumers");
   using MASKS = typename PoliciesOf<GIVEN>::Masks;
   using Drop = typename PoliciesOf<GIVEN>::Drop;
+  using Division = typename PoliciesOf<GIVEN>::Division;
   using Masked = MaskTraits<MASKS>;
   static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 4 : Masked::ADDED), "a map for each, and no mask with tails");
   using Shape = TileShape<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES>;
-  using Shared = SharedOf<Shape, MASKS>;
+  using Shared = SharedOf<Shape, MASKS, Division>;
+  constexpr bool DIVIDED = Division::CTAS > 1;
+  static_assert(!DIVIDED || OVERLAP, "consumers that add up their parts have time for it beside products");
   // Warps of the first warpgroup, beside the one that loads, and the one that loads masks.
   constexpr int STORERS = Masked::ADDED ? 2 : 3;
   auto& shared = dynamic_shared<Shared>();
@@ -347,9 +364,15 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
         mbarrier_init(shared.empty[i / CONSUMERS][i % CONSUMERS], READERS / CONSUMERS);
       }
     }
+    if constexpr (DIVIDED) shared.begin_exchanges();
     mbarrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (DIVIDED) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
 
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP_THREADS, 0);
   if (warpgroup == 0) {
@@ -362,8 +385,8 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       prefetch_tensor_map(value);
       // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
       grid_dependency_wait();
-      produce<CAUSAL, MASKS>(shared, !Masked::RANGED || issues, params, boxes_of<HEAD_DIM, 0>(query, maps...),
-                             boxes_of<HEAD_DIM, 1>(key, maps...), boxes_of<HEAD_DIM, 2>(value, maps...));
+      produce<CAUSAL, MASKS, Division>(shared, !Masked::RANGED || issues, params, boxes_of<HEAD_DIM, 0>(query, maps...),
+                                       boxes_of<HEAD_DIM, 1>(key, maps...), boxes_of<HEAD_DIM, 2>(value, maps...));
     } else if (Masked::ADDED && warp == 1 + STORERS) {
       if constexpr (Masked::ADDED) {
         if (!elect_one()) return;
@@ -372,7 +395,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
         grid_dependency_wait();
         produce_masks<CAUSAL, MASKS>(shared, params, mask);
       }
-    } else if (warp > 0) {
+    } else if (!DIVIDED && warp > 0) {
       store<CAUSAL, STORERS>(shared, MASKS::call(params), boxes_of<HEAD_DIM, 3>(out, maps...), warp - 1);
     }
   } else {
@@ -381,8 +404,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, 1)
       grid_dependency_wait();  // the kernel ahead may have drawn the seed
       if (blockIdx.x == 0 && threadIdx.x == WARPGROUP_THREADS) keep_state(given.dropout);
     }
-    constexpr int CONTINUES = PoliciesOf<GIVEN>::CONTINUES;
-    Consumer<Shape, OVERLAP, CAUSAL, MASKS, Drop, CONTINUES> consumer(shared, params, Drop(given), warpgroup - 1);
+    Consumer<Shape, OVERLAP, CAUSAL, GIVEN> consumer(shared, params, Drop(given), warpgroup - 1);
     consumer.run();
   }
 }

@@ -4,6 +4,7 @@
 #include "../../common/dropout.cuh"
 #include "../../common/masks.cuh"
 #include "../common/tile_scheduler.cuh"
+#include "divided.cuh"
 
 namespace microsdpa::hopper::throughput {
 
@@ -16,6 +17,13 @@ struct Dropping {
 // In the place of a call's masks: these, of a call that goes on from its output, of so many COLUMNS, and its LSE.
 template <typename MASKS, int COLUMNS>
 struct Continuing {
+  using Params = typename MASKS::Params;
+};
+
+// In the place of a call's masks: these, of a call in which CTAS CTAs of a cluster share the keys of each query tile
+// (divided.cuh). COLUMNS: of the output.
+template <typename MASKS, int CTAS, int COLUMNS>
+struct Dividing {
   using Params = typename MASKS::Params;
 };
 
@@ -48,11 +56,12 @@ struct Drops {
   }
 };
 
-// What a kernel makes of the type in the place of its masks: the masks themselves and their parameter, what drops, and
-// the columns of O that are those of other keys before, 0 for none.
+// What a kernel makes of the type in the place of its masks: the masks themselves and their parameter, what drops, the
+// columns of O that are those of other keys before, 0 for none, and how CTAs share keys.
 template <typename MASKS>
 struct PoliciesOf {
   static constexpr int CONTINUES = 0;
+  using Division = Undivided;
   using Masks = MASKS;
   using Drop = DropsNothing;
   __device__ __forceinline__ static const typename MASKS::Params& masked(const typename MASKS::Params& given) {
@@ -62,6 +71,7 @@ struct PoliciesOf {
 template <typename MASKS>
 struct PoliciesOf<Dropping<MASKS>> {
   static constexpr int CONTINUES = 0;
+  using Division = Undivided;
   using Masks = MASKS;
   using Drop = Drops;
   __device__ __forceinline__ static const typename MASKS::Params& masked(const Dropped<MaskedParams>& given) {
@@ -75,6 +85,11 @@ struct PoliciesOf<Dropping<MASKS>> {
 template <typename MASKS, int COLUMNS>
 struct PoliciesOf<Continuing<MASKS, COLUMNS>> : PoliciesOf<MASKS> {
   static constexpr int CONTINUES = COLUMNS;
+};
+template <typename MASKS, int CTAS, int COLUMNS>
+struct PoliciesOf<Dividing<MASKS, CTAS, COLUMNS>> : PoliciesOf<MASKS> {
+  static_assert(!MASKS::ANY, "tiles of keys that masks leave are not divided");
+  using Division = DividedKeys<CTAS, COLUMNS>;
 };
 
 }  // namespace microsdpa::hopper::throughput

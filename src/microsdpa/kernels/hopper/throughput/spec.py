@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from microsdpa.kernels.chip import chip_of
+from microsdpa.kernels.chip import CLUSTERS, chip_of
 from microsdpa.kernels.hopper.common import PANEL_BYTES, ROWS
 from microsdpa.kernels.problem import (
     ELEMENT,
@@ -80,6 +80,7 @@ class Tiles:
         overlap: whether a warpgroup's exponentials run beside its own P V, in turn with the other warpgroup's.
         tile_clocks: clocks of an SM for a tile of keys, all warpgroups together, in long sequences (H200).
         around_clocks: clocks more for each query tile (H200).
+        ctas: CTAs of a cluster that share the keys of a query tile.
     """
 
     consumers: int
@@ -87,10 +88,12 @@ class Tiles:
     overlap: bool
     tile_clocks: int
     around_clocks: int
+    ctas: int = 1
 
     def __str__(self) -> str:
         """For a table."""
-        return f"{self.block_m} x {self.block_n}{' overlapped' if self.overlap else ''}"
+        shared = f", {self.ctas} CTAs" if self.ctas > 1 else ""
+        return f"{self.block_m} x {self.block_n}{' overlapped' if self.overlap else ''}{shared}"
 
     @functools.cached_property
     def block_m(self) -> int:
@@ -116,7 +119,9 @@ class Tiles:
         tiles += self.block_m * out_columns(head_dim) * ELEMENT
         barriers = (2 * query_stages + 4 * stages) * 8
         works = 32 * (WORKS + self.consumers) if ranged else 16 * WORKS
-        behind_masks = ceil((tiles + works + barriers) / 1024) * 1024
+        # Of WithPartner (divided.cuh), for each consumer: statistics of rows, and barriers.
+        partner = 8 * self.consumers * (ROWS + self.ctas.bit_length()) if self.ctas > 1 else 0
+        behind_masks = ceil((tiles + works + barriers + partner) / 1024) * 1024
         return self.mask_bytes(head_dim, mask_element) + behind_masks
 
     @functools.lru_cache  # noqa: B019 (tiles are a few constants)
@@ -144,8 +149,22 @@ CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     256: (Tiles(2, 64, True, 2400, 7700),),
 }
 """Tiles that compile without spills, by head dimension. The clocks for D = 32, 160 and 192 are estimates."""
+DIVIDED_DIMS = {ctas: tuple(dim for dim in CANDIDATES if dim // 8 % ctas == 0) for ctas in (2, 4, 8)}
+"""Head dimensions of tiles whose keys so many CTAs share: they have as many blocks of eight columns each."""
+START_CLOCKS = 3000
+"""From the launch to the first product (H200)."""
+ADDING_CLOCKS = {2: (1200, 14), 4: (2400, 17), 8: (4500, 20)}
+"""Clocks for adding up a query tile's parts of so many CTAs, and more for every column (H100)."""
+FEWEST_DIVIDED_KEYS, FEWEST_DIVIDED_KEYS_OF_WIDE = 512, 384
+"""Keys from which on they are divided, up to D = 128 and above."""
+SLOW_COPIES = 1.6
+"""Times as many clocks where bulk copies bring rows that are no multiple of 32 bytes into much wider tiles."""
+MOST_TILES_OF_CAUSAL, MOST_TILES = 1.25, 2.0
+"""Query tiles up to which keys are divided, for each SM, under a causal mask and without one."""
 DROPPING = "microsdpa::hopper::throughput::Dropping<{}>"
 CONTINUING = "microsdpa::hopper::throughput::Continuing<{}, {}>"
+DIVIDING = "microsdpa::hopper::throughput::Dividing<{}, {}, {}>"
+DIVIDED_SPILLS = "a few words of addresses, once a query tile"
 MASK_SPILLS = "with many masks at once some bytes of addresses, once a tile"
 MASKED_CANDIDATES: dict[int, tuple[Tiles, ...]] = {
     96: (Tiles(2, 64, True, 1400, 4000),),
@@ -165,6 +184,77 @@ def padded(problem: Problem) -> int:
     """
     masked = mask_element(problem) > 0
     return min(dim for dim in CANDIDATES if dim >= problem.head_dim and not (masked and tail(dim)))
+
+
+def divided_dim(head_dim: int, ctas: int) -> int:
+    """The head dimension of the tiles whose keys so many CTAs share."""
+    return min(dim for dim in DIVIDED_DIMS[ctas] if dim >= head_dim)
+
+
+def dividing(problem: Problem) -> tuple[Tiles, ...]:
+    """Tiles whose keys CTAs share, where the kernel has them: without masks but the causal one."""
+    if problem.mask is not None or problem.dropout or problem.continued:
+        return ()
+    return _dividing(problem.head_dim)
+
+
+@functools.lru_cache
+def _dividing(head_dim: int) -> tuple[Tiles, ...]:
+    found = []
+    for ctas, (alone, column) in ADDING_CLOCKS.items():
+        dim = divided_dim(head_dim, ctas)
+        (tiles,) = (tiles for tiles in CANDIDATES[dim] if tiles.overlap)
+        slow = dim > 64 and head_dim % 16 != 0 and dim - head_dim >= 16
+        clocks = int(tiles.tile_clocks * (SLOW_COPIES if slow else 1))
+        around = tiles.around_clocks + alone + column * dim
+        found.append(replace(tiles, ctas=ctas, tile_clocks=clocks, around_clocks=around))
+    return tuple(found)
+
+
+def seen_keys(problem: Problem) -> int:
+    """Keys that some query sees: those behind the last query count for nothing under a causal mask."""
+    return min(problem.seqlen_q, problem.seqlen_k) if problem.causal == "upper_left" else problem.seqlen_k
+
+
+def few_tiles_clocks(problem: Problem, tiles: Tiles) -> float:
+    """Clocks of a launch without masks but the causal one, of a few query tiles for each SM."""
+    chip, ctas, found = chip_of(problem.target), tiles.ctas, query_tiles(problem, tiles)
+    places = CLUSTERS[ctas] if ctas > 1 else chip.sms
+    longest = -(-seen_keys(problem) // tiles.block_n)
+    if problem.causal is not None and not tiles.overlap:
+        longest += 1  # of the tiles on the diagonal others wait for
+    one = tiles.around_clocks + -(-longest // ctas) * tiles.tile_clocks
+    if found <= places:
+        return START_CLOCKS + one
+    if problem.causal is None:
+        if ctas == 1:
+            return START_CLOCKS + one * rounds(places, problem.batch * problem.heads, problem.seqlen_q, False, tiles)
+        return START_CLOCKS + one * -(-found // places)
+    # The shortest tile comes with the longest one that does not stay alone.
+    seen_by_all = problem.seqlen_k - problem.seqlen_q if problem.causal == "lower_right" else 0
+    shortest = (max(seen_by_all, 0) + tiles.block_m) // tiles.block_n
+    turns = -(-found // places)
+    if turns == 2:
+        together = 2 * longest - 2 * places * (longest - shortest) // found
+    else:
+        together = found * (longest + shortest) // (2 * places)
+    several = turns * tiles.around_clocks + (together // ctas + 1) * tiles.tile_clocks
+    return START_CLOCKS + max(one, several)
+
+
+def divided(problem: Problem) -> tuple[Tiles, float] | None:
+    """The fastest tiles whose keys CTAs share, and their clocks; None for many query tiles, few keys or masks."""
+    found, most = dividing(problem), MOST_TILES_OF_CAUSAL if problem.causal is not None else MOST_TILES
+    if not found or query_tiles(problem, found[0]) > most * chip_of(problem.target).sms:
+        return None
+    if problem.seqlen_k < (FEWEST_DIVIDED_KEYS_OF_WIDE if problem.head_dim > 128 else FEWEST_DIVIDED_KEYS):
+        return None
+    best, least = found[0], inf
+    for tiles in found:
+        clocks = few_tiles_clocks(problem, tiles)
+        if clocks < least:
+            best, least = tiles, clocks
+    return best, least
 
 
 def ends_early(problem: Problem) -> bool:
@@ -249,10 +339,18 @@ def _cheapest(problem: Problem, found: tuple[Tiles, ...]) -> Tiles:
     if len(found) == 1:
         return best
     sms, heads, seqlen_k = chip_of(problem.target).sms, problem.batch * problem.heads, problem.seqlen_k
-    early, seqlen_q, least = ends_early(problem), problem.seqlen_q, inf
+    seqlen_q, least = problem.seqlen_q, inf
+    # Behind a long context all query tiles are about as long.
+    early = ends_early(problem) and not (problem.causal == "lower_right" and 2 * seqlen_q <= seqlen_k)
     # Query tiles of different lengths are shared out evenly where they are many: heads are a factor of all clocks.
     even = early and heads * -(-seqlen_q // max([tiles.block_m for tiles in found])) > sms
+    few = problem.mask is None and early and heads * -(-seqlen_q // (2 * ROWS)) <= 2 * sms
     for tiles in found:
+        if few:
+            clocks = few_tiles_clocks(problem, tiles)
+            if clocks < least:
+                best, least = tiles, clocks
+            continue
         whole = -(-seqlen_k // tiles.block_n)
         key_tiles = (whole + 1) / 2 if early else whole  # of a query tile, in the mean
         clocks = key_tiles * tiles.tile_clocks + tiles.around_clocks
@@ -283,7 +381,8 @@ def _is_marked(problem: Problem, tiles: Tiles) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
-    chip, head_dim, mask = chip_of(problem.target), padded(problem), problem.mask
+    chip, mask = chip_of(problem.target), problem.mask
+    head_dim = padded(problem) if tiles.ctas == 1 else divided_dim(problem.head_dim, tiles.ctas)
     element = mask_element(problem)
     listed = mask if mask is not None and mask.tensor == "bool" else None
     rings = tiles.rings(head_dim, chip.shared_per_cta, element, is_ranged(mask))
@@ -302,7 +401,7 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         "QUERY_STAGES": query_stages,
         "OVERLAP": BOOLEAN[tiles.overlap],
         "CAUSAL": BOOLEAN[causal],
-        "MASKS": _policies(problem),
+        "MASKS": _policies(problem, tiles),
     }
     columns = panel(head_dim)
     boxes = (("query", ROWS), ("key", tiles.block_n), ("value", tiles.block_n), ("out", ROWS))
@@ -330,8 +429,10 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
         block_m=tiles.block_m,
         shared_bytes=tiles.shared_bytes(head_dim, stages, query_stages, element, is_ranged(mask)),
         low_occupancy=f"{tiles.threads // 32} warps share all registers of an SM: wgmma wants few that hold much",
-        max_ctas=chip.sms,
-        local_memory=MASK_SPILLS if mask is not None else "",
+        cluster=tiles.ctas,
+        split=tiles.ctas,
+        max_ctas=tiles.ctas * CLUSTERS[tiles.ctas] if tiles.ctas > 1 else chip.sms,
+        local_memory=MASK_SPILLS if mask is not None else DIVIDED_SPILLS if tiles.ctas > 1 and head_dim == 256 else "",
         tensor_maps=tuple(maps),
         programmatic=True,
         tile_lists=lists,
@@ -341,9 +442,11 @@ def _specification(problem: Problem, tiles: Tiles, marked: bool) -> KernelSpec:
     )
 
 
-def _policies(problem: Problem) -> str:
+def _policies(problem: Problem, tiles: Tiles) -> str:
     """The C++ type that stands in the place of the masks (policies.cuh)."""
     masks = masks_type(problem.mask, summed=True)
+    if tiles.ctas > 1:
+        return DIVIDING.format(masks, tiles.ctas, problem.value_dim or problem.head_dim)
     if problem.continued:
         return CONTINUING.format(masks, problem.head_dim)
     return DROPPING.format(masks) if problem.dropout else masks
@@ -394,6 +497,9 @@ def throughput(problem: Problem) -> KernelSpec | Rejection:
     if isinstance(found, Rejection):
         return found
     tiles = _cheapest(problem, found)
+    shared = divided(problem)
+    if shared is not None and shared[1] < few_tiles_clocks(problem, tiles):
+        tiles = shared[0]
     if query_tiles(problem, tiles) > MAX_TILES:
         return Rejection(f"{query_tiles(problem, tiles)} query tiles exceed {MAX_TILES}", "a smaller batch")
     return _specification(kind, tiles, _is_marked(problem, tiles))
@@ -437,4 +543,4 @@ def _refuse_value_dim(problem: Problem) -> Rejection | None:
 
 def configurations(problem: Problem) -> dict[str, KernelSpec]:
     """Those of hopper/throughput, by their tiles."""
-    return {str(tiles): specification(problem, tiles) for tiles in fitting(problem)}
+    return {str(tiles): specification(problem, tiles) for tiles in (*fitting(problem), *dividing(problem))}
