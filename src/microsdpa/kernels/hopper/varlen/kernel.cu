@@ -4,8 +4,8 @@
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE. A row is a query of one of the PACK query heads that
 // share a key head. Lengths and pages are on the device alone: every CTA finds its part of the call from them.
 // One CTA per SM, or two, stay for the whole launch. Roles: of the first warpgroup one warp finds the work, one issues
-// the copies of K and V, one copies queries, one makes zeros of values past a sequence's end; each of the other
-// warpgroups, the consumers, computes 64 rows with BLOCK_N keys at a time. Pipeline:
+// the copies of K and V, one makes zeros of values past a sequence's end; the first and a fourth one copy queries. Each
+// of the other warpgroups, the consumers, computes 64 rows with BLOCK_N keys at a time. Pipeline:
 //   1. bulk copies fill rings of K and V tiles, in boxes of BOX_ROWS keys: those of a page, or a whole tile
 //   2. a consumer starts P V of a tile of keys and S of the next one, also of the next segment's first
 //   3. it turns the scores into probabilities while products run
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<
 #pragma unroll
     for (int stage = 0; stage < QUERY_STAGES; ++stage) {
       mbarrier_init(shared.described[stage], 1);
-      mbarrier_init(shared.query_full[stage], 32);
+      mbarrier_init(shared.query_full[stage], 32 * QUERY_LOADERS);
       mbarrier_init(shared.query_empty[stage], CONSUMERS * WARPGROUP_THREADS + 32);
     }
 #pragma unroll

@@ -8,6 +8,8 @@
 
 namespace microsdpa::hopper::varlen {
 
+constexpr int QUERY_LOADERS = 2;  // warps
+
 // Where a lane's box of a tile of keys lies.
 struct BoxPlace {
   int row;
@@ -53,25 +55,6 @@ __device__ __forceinline__ int last_place(const Segment& segment) {
   return MASKS::BACKWARDS ? 0 : segment.tiles - 1;
 }
 
-// Says what the CTA computes next, once there is room for its queries. One warp.
-template <typename C, typename MASKS, int PACK>
-__device__ __forceinline__ void describe_segments(SharedStorage<C>& shared, const VarlenParams& params) {
-  Scheduler<C, MASKS, PACK> scheduler(params);
-  PipelineState<C::QUERY_STAGES> state;
-  const bool elected = elect_one();
-  for (int segments = 0;; ++segments) {
-    const Segment segment = scheduler.next();
-    mbarrier_wait(shared.query_empty[state.stage], state.phase ^ 1);
-    if (elected) {
-      shared.segment[segments % SEGMENTS] = segment;
-      shared.misplaced[segments % SEGMENTS] = 0;
-      mbarrier_arrive(shared.described[state.stage]);
-    }
-    state.advance();
-    if (segment.tiles == 0) return;
-  }
-}
-
 // Issues the copies of keys and values in the order in which they are needed. One warp.
 template <typename C, typename MASKS, bool PAGED>
 __device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const VarlenParams& params, const TensorMap& key,
@@ -115,57 +98,81 @@ __device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const Varlen
   }
 }
 
-// Copies the rows of queries. Rows past the segment's are zeros. One warp.
+// Copies a segment's rows of queries: one of two warps, each with every other 32 chunks of 16 bytes. Rows past the
+// segment's are zeros.
+template <typename C, typename MASKS, int PACK>
+__device__ __forceinline__ void load_rows(SharedStorage<C>& shared, const VarlenParams& params, const Segment& segment,
+                                          int stage, int loader) {
+  using T = typename C::T;
+  constexpr int CHUNKS = C::HEAD_DIM / 8, OF_PANEL = C::COLUMNS / 8;  // of a row, and of a panel's row
+  // Warpgroups without rows read none.
+  const int chunks = (segment.rows + ROWS - 1) / ROWS * ROWS * CHUNKS;
+  const T* query = static_cast<const T*>(params.query) + segment.b * params.query_strides.batch +
+                   static_cast<int64>(segment.head_kv) * PACK * params.query_strides.head +
+                   segment.first_query * params.query_strides.row;
+  const int first = 32 * loader + static_cast<int>(threadIdx.x % 32);
+  const auto place = [&](int i) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    const int swizzled = chunk % OF_PANEL ^ (row % 8 * OF_PANEL / 8 % OF_PANEL);
+    return shared.query[stage][row / ROWS] + (chunk / OF_PANEL * ROWS + row % ROWS) * C::COLUMNS + 8 * swizzled;
+  };
+#pragma unroll 4
+  for (int i = first; i < chunks; i += 32 * QUERY_LOADERS) {
+    const int row = i / CHUNKS, of_sequence = segment.first_row + row;
+    const T* from = query + of_sequence % PACK * params.query_strides.head +
+                    of_sequence / PACK * params.query_strides.row + i % CHUNKS * 8;
+    const bool valid = row < segment.rows;
+    cp_async<16>(place(i), valid ? from : query, valid ? 16 : 0);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  if (!MASKS::MODIFIED && params.scale_log2 < 0.0f) {  // a negative scale is a positive one of -Q
+    for (int i = first; i < chunks; i += 32 * QUERY_LOADERS) {
+      auto* chunk = reinterpret_cast<uint4*>(place(i));
+      const uint4 old = *chunk;
+      *chunk = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
+    }
+  }
+  fence_proxy_async();
+  mbarrier_arrive(shared.query_full[stage]);
+}
+
+// Copies the rows of queries that the warp which finds the segments leaves. One warp.
 template <typename C, typename MASKS, int PACK>
 __device__ __forceinline__ void load_queries(SharedStorage<C>& shared, const VarlenParams& params) {
-  using T = typename C::T;
-  constexpr int CHUNKS = C::HEAD_DIM / 8, OF_PANEL = C::COLUMNS / 8;  // 16 bytes each: of a row, and of a panel's row
-  constexpr int AT_ONCE = 32 / CHUNKS, PATTERN_ROWS = 8;              // rows
-  const int lane = static_cast<int>(threadIdx.x % 32), chunk = lane % CHUNKS;
   PipelineState<C::QUERY_STAGES> state;
   for (int segments = 0;; ++segments) {
     mbarrier_wait(shared.described[state.stage], state.phase);
     const Segment segment = shared.segment[segments % SEGMENTS];
-    Mbarrier& full = shared.query_full[state.stage];
     if (segment.tiles == 0) {
-      mbarrier_arrive(full);
+      mbarrier_arrive(shared.query_full[state.stage]);
       return;
     }
-    const T* query = static_cast<const T*>(params.query) + segment.b * params.query_strides.batch +
-                     static_cast<int64>(segment.head_kv) * PACK * params.query_strides.head +
-                     segment.first_query * params.query_strides.row + 8 * chunk;
-    // Warpgroups without rows read none.
-    const int groups = (segment.rows + ROWS - 1) / ROWS;
-    for (int group = 0; group < groups; ++group) {
-      T* tile = shared.query[state.stage][group] + chunk / OF_PANEL * ROWS * C::COLUMNS;
-#pragma unroll 2
-      for (int block = 0; block < ROWS; block += PATTERN_ROWS) {
-#pragma unroll
-        for (int i = 0; i < PATTERN_ROWS; i += AT_ONCE) {
-          const int in_pattern = i + lane / CHUNKS, row = block + in_pattern, own_row = group * ROWS + row;
-          const int swizzled = chunk % OF_PANEL ^ (in_pattern * OF_PANEL / 8 % OF_PANEL);
-          const int of_sequence = segment.first_row + own_row;
-          const T* from =
-              query + of_sequence % PACK * params.query_strides.head + of_sequence / PACK * params.query_strides.row;
-          const bool valid = own_row < segment.rows;
-          if (lane < AT_ONCE * CHUNKS) {
-            cp_async<16>(tile + row * C::COLUMNS + 8 * swizzled, valid ? from : query, valid ? 16 : 0);
-          }
-        }
-      }
+    load_rows<C, MASKS, PACK>(shared, params, segment, state.stage, 0);
+    state.advance();
+  }
+}
+
+// Says what the CTA computes next, once there is room for its queries, and copies some of these. One warp.
+template <typename C, typename MASKS, int PACK>
+__device__ __forceinline__ void describe_segments(SharedStorage<C>& shared, const VarlenParams& params) {
+  Scheduler<C, MASKS, PACK> scheduler(params);
+  PipelineState<C::QUERY_STAGES> state;
+  const bool elected = elect_one();
+  for (int segments = 0;; ++segments) {
+    const Segment segment = scheduler.next();
+    mbarrier_wait(shared.query_empty[state.stage], state.phase ^ 1);
+    if (elected) {
+      shared.segment[segments % SEGMENTS] = segment;
+      shared.misplaced[segments % SEGMENTS] = 0;
+      mbarrier_arrive(shared.described[state.stage]);
     }
-    cp_async_commit();
-    cp_async_wait<0>();
-    if (!MASKS::MODIFIED && params.scale_log2 < 0.0f) {  // a negative scale is a positive one of -Q
-      __syncwarp();
-      auto* chunks = reinterpret_cast<uint4*>(shared.query[state.stage][0]);
-      for (int i = lane; i < groups * ROWS * CHUNKS; i += 32) {
-        const uint4 old = chunks[i];
-        chunks[i] = make_uint4(old.x ^ 0x80008000u, old.y ^ 0x80008000u, old.z ^ 0x80008000u, old.w ^ 0x80008000u);
-      }
+    __syncwarp();
+    if (segment.tiles == 0) {
+      mbarrier_arrive(shared.query_full[state.stage]);
+      return;
     }
-    fence_proxy_async();
-    mbarrier_arrive(full);
+    load_rows<C, MASKS, PACK>(shared, params, segment, state.stage, 1);
     state.advance();
   }
 }
