@@ -74,6 +74,9 @@ OWN_CASES: dict[str, tuple[tuple[Case, str], ...]] = {
         (Case(1, 1, 150, 2200, 64, masks=("padding",)), ""),  # more tiles than warps, in words that all queries share
         (Case(1, 2, 200, 450, 64, masks=("blocks 50%",)), ""),  # lists of a table
         (Case(1, 2, 200, 450, 160, causal="lower_right", masks=("blocks 50%", "window")), ""),  # of which parts are cut
+        # Keys that CTAs share, of rows that some of them see no key of; and columns that change CTAs in several goes.
+        (Case(1, 2, 200, 260, 64, causal="lower_right"), "128 x 128 overlapped, 2 CTAs"),
+        (Case(1, 2, 130, 200, 192, scale=30.0), "128 x 64 overlapped, 4 CTAs"),
     ),
     "ampere/mma": ((Case(1, 2, 5, 700, 64, masks=("bool",)), ""),),  # more tiles of keys than a ring has
 }
@@ -146,7 +149,7 @@ def specifications(kernel: str) -> list[Trial]:
         spec = family.configurations(problem)[configuration] if configuration else family.specify(problem)
         if not isinstance(spec, KernelSpec):
             continue
-        few = dataclasses.replace(spec, max_ctas=CTAS) if spec.max_ctas else spec
+        few = dataclasses.replace(spec, max_ctas=CTAS * spec.cluster) if spec.max_ctas else spec
         found.append(Trial(case, few, problem))
         if kernel in FURTHER:
             found.append(Trial(case, family.configurations(problem)[FURTHER[kernel]], problem))

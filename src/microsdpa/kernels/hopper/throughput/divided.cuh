@@ -190,6 +190,7 @@ struct Partners {
                              blocks * WARPGROUP_THREADS * static_cast<int>(sizeof(Block)) +
                                  (stabilizer != nullptr ? ROWS * static_cast<int>(sizeof(RowPart)) : 0));
     }
+    // mutation: lanes that come together wait and send as one; each could do so alone
     __syncwarp();
     mbarrier_wait_cluster(shared.place_free[exchange][warpgroup], free_phase);
     if (stabilizer != nullptr && thread % 4 == 0) {
@@ -198,6 +199,7 @@ struct Partners {
         store_async(peer_address(&shared.part[warpgroup][row[i]], peer), stabilizer[i], sum[i], barrier);
       }
     }
+    // mutation: lanes that come together wait and send as one; each could do so alone
     __syncwarp();
     const ClusterAddress place = peer_address(reinterpret_cast<const Block*>(shared.out[warpgroup]) + thread, peer);
 #pragma unroll
@@ -257,6 +259,7 @@ __device__ __forceinline__ void store_blocks(T* out, int64 row_stride, const flo
     if (row < rows && column < COLUMNS && block + lane % 2 < BLOCKS) {
       *reinterpret_cast<uint4*>(out + row * row_stride + column) = chunk;
     }
+    // mutation: lanes that come together exchange the next words; in the emulator they meet there in any case
     __syncwarp();
   }
 }
