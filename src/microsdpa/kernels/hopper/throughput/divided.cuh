@@ -32,11 +32,11 @@ struct DividedKeys {
   __device__ __forceinline__ static int share(int tiles, int rank) { return max(1, (tiles - rank + CTAS - 1) / CTAS); }
 };
 
-// The tiles of keys that a CTA visits, by their place. What lies behind the last key is read as zeros.
+// The tiles of keys that a CTA visits: the number of its i-th one. What lies behind the last key is read as zeros.
 template <int CTAS>
-struct EveryOther {
+struct SharedTiles {
   const int rank = cluster_rank();
-  __device__ __forceinline__ int operator[](int place) const { return CTAS * place + rank; }
+  __device__ __forceinline__ int operator[](int i) const { return CTAS * i + rank; }
 };
 
 // What is known of a row from a part of its keys: probabilities are 2^(scale (score - stabilizer)) and add up to `sum`.
@@ -51,8 +51,8 @@ using Block = Vector<float, 4>;
 // STORAGE: SharedStorage, whose tiles of O receive what partners send.
 template <typename STORAGE, int CONSUMERS, int EXCHANGES>
 struct WithPartner : STORAGE {
-  RowPart part[CONSUMERS][ROWS];              // of the partner
-  Mbarrier place_free[EXCHANGES][CONSUMERS];  // the partner's, of each exchange
+  RowPart part[CONSUMERS][ROWS];               // of the partner
+  Mbarrier buffer_free[EXCHANGES][CONSUMERS];  // the partner's, of each exchange
   Mbarrier received[CONSUMERS];
 
   // One thread.
@@ -61,7 +61,7 @@ struct WithPartner : STORAGE {
     for (int i = 0; i < CONSUMERS; ++i) {
 #pragma unroll
       for (int exchange = 0; exchange < EXCHANGES; ++exchange) {
-        mbarrier_init(place_free[exchange][i], WARPGROUP_THREADS / 32);
+        mbarrier_init(buffer_free[exchange][i], WARPGROUP_THREADS / 32);
       }
       mbarrier_init(received[i], 1);
     }
@@ -85,7 +85,8 @@ struct Partners {
   static constexpr int CTAS = DIVISION::CTAS, EXCHANGES = DIVISION::EXCHANGES;
   static constexpr int BLOCKS = HEAD_DIM / 8;
   static constexpr int OWN = BLOCKS / CTAS;  // of which a CTA has the sum in the end
-  static constexpr int ROOM = sizeof(Shared::out[0]) / sizeof(Block) / WARPGROUP_THREADS;  // blocks that fit a place
+  // Blocks that a consumer's receive buffer holds: shared.out of the warpgroup.
+  static constexpr int BUFFERED = sizeof(Shared::out[0]) / sizeof(Block) / WARPGROUP_THREADS;
   static_assert(BLOCKS % CTAS == 0, "every CTA finishes as many columns");
 
   Shared& shared;
@@ -94,7 +95,7 @@ struct Partners {
 
   __device__ __forceinline__ Partners(Shared& shared, int warpgroup, int thread)
       : shared(shared), warpgroup(warpgroup), thread(thread) {
-    give_place(0);
+    release_buffer(0);
   }
 
   // Whether this CTA keeps the later half of the columns in an exchange.
@@ -102,41 +103,41 @@ struct Partners {
   __device__ __forceinline__ static int partner(int rank, int exchange) { return rank ^ 1 << exchange; }
   // The first of the columns that the CTA finishes.
   __device__ __forceinline__ int first_column() const {
-    const int place = cluster_rank();
+    const int cta = cluster_rank();
     int first = 0;
 #pragma unroll
     for (int exchange = 0; exchange < EXCHANGES; ++exchange) {
-      first += keeps_later(place, exchange) ? HEAD_DIM >> (exchange + 1) : 0;
+      first += keeps_later(cta, exchange) ? HEAD_DIM >> (exchange + 1) : 0;
     }
     return first;
   }
 
-  // Lets the partner of an exchange fill this consumer's place, which this warp has read.
-  __device__ __forceinline__ void give_place(int exchange) const {
+  // Lets the partner of an exchange fill this consumer's receive buffer, which this warp has read.
+  __device__ __forceinline__ void release_buffer(int exchange) const {
     __syncwarp();
     if (elect_one()) {
       const int peer = partner(cluster_rank(), exchange);
-      mbarrier_arrive_peer(peer_address(&shared.place_free[exchange][warpgroup], peer));
+      mbarrier_arrive_peer(peer_address(&shared.buffer_free[exchange][warpgroup], peer));
     }
     // mutation: the lanes come together for aligned instructions, which the emulator does not ask for
     __syncwarp();
   }
 
-  // Blocks that either side gives in an exchange, and the goes in which a place takes them.
+  // Blocks that either side gives in an exchange, and the chunks in which a receive buffer takes them.
   __device__ __forceinline__ static constexpr int given_blocks(int exchange) { return BLOCKS >> (exchange + 1); }
-  __device__ __forceinline__ static constexpr int goes(int exchange) {
-    return (given_blocks(exchange) + ROOM - 1) / ROOM;
+  __device__ __forceinline__ static constexpr int chunks(int exchange) {
+    return (given_blocks(exchange) + BUFFERED - 1) / BUFFERED;
   }
   // The same in all exchanges before one of a query tile.
-  __device__ __forceinline__ static constexpr int goes_before(int exchange) {
+  __device__ __forceinline__ static constexpr int chunks_before(int exchange) {
     int before = 0;
-    for (int i = 0; i < exchange; ++i) before += goes(i);
+    for (int i = 0; i < exchange; ++i) before += chunks(i);
     return before;
   }
 
-  // The parity of the phase of the `go`-th of `each` fillings of a place that every query tile has.
-  __device__ __forceinline__ static int phase(int before, int each, int go) {
-    return (each % 2 != 0 ? before + go : go) & 1;
+  // The parity of a barrier's phase at the `chunk`-th of `each` chunks of a query tile, `before` tiles after the first.
+  __device__ __forceinline__ static int phase(int before, int each, int chunk) {
+    return (each % 2 != 0 ? before + chunk : chunk) & 1;
   }
 
   // Makes O, of which sum and stabilizer are the rows', that of all keys, in blocks 0 to OWN - 1. `before`: query tiles
@@ -153,38 +154,38 @@ struct Partners {
       const int half = given_blocks(exchange);
       float own[2], theirs[2];
 #pragma unroll
-      for (int go = 0; go < goes(exchange); ++go) {
-        const int first = go * ROOM, blocks = half - first < ROOM ? half - first : ROOM;
-        const int free_phase = phase(before, goes(exchange), go);
-        send(o, first, blocks, half, exchange, free_phase, go == 0 ? stabilizer : nullptr, sum, row);
+      for (int chunk = 0; chunk < chunks(exchange); ++chunk) {
+        const int first = chunk * BUFFERED, blocks = half - first < BUFFERED ? half - first : BUFFERED;
+        const int free_phase = phase(before, chunks(exchange), chunk);
+        send(o, first, blocks, half, exchange, free_phase, chunk == 0 ? stabilizer : nullptr, sum, row);
         mbarrier_wait_cluster(shared.received[warpgroup],
-                              phase(before, goes_before(EXCHANGES), goes_before(exchange) + go));
-        if (go == 0) weigh(own, theirs, stabilizer, sum, scale, row);
-        const auto* place = reinterpret_cast<const Block*>(shared.out[warpgroup]);
+                              phase(before, chunks_before(EXCHANGES), chunks_before(exchange) + chunk));
+        if (chunk == 0) weigh(own, theirs, stabilizer, sum, scale, row);
+        const auto* buffer = reinterpret_cast<const Block*>(shared.out[warpgroup]);
 #pragma unroll
         for (int i = 0; i < blocks; ++i) {
-          const Block found = place[i * WARPGROUP_THREADS + thread];
+          const Block found = buffer[i * WARPGROUP_THREADS + thread];
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& x = o[4 * (first + i) + e];
             x = fmaf(found.data[e], theirs[e / 2], x * own[e / 2]);
           }
         }
-        // The place is the next exchange's, of this query tile or the next one.
-        give_place(go + 1 < goes(exchange) ? exchange : exchange + 1 < EXCHANGES ? exchange + 1 : 0);
+        // The buffer is the next exchange's, of this query tile or the next one.
+        release_buffer(chunk + 1 < chunks(exchange) ? exchange : exchange + 1 < EXCHANGES ? exchange + 1 : 0);
       }
     }
   }
 
  private:
   // Sends blocks of the half that the partner keeps, and with the first ones what is known of the rows. Those that this
-  // CTA keeps take the places from `first` on.
+  // CTA keeps move to blocks `first` and on.
   __device__ __forceinline__ void send(float (&o)[HEAD_DIM / 2], int first, int blocks, int half, int exchange,
                                        int free_phase, const float* stabilizer, const float (&sum)[2],
                                        const int (&row)[2]) const {
-    const int place_of_cta = cluster_rank(), peer = partner(place_of_cta, exchange);
+    const int cta = cluster_rank(), peer = partner(cta, exchange);
     const ClusterAddress barrier = peer_address(&shared.received[warpgroup], peer);
-    const bool later = keeps_later(place_of_cta, exchange);
+    const bool later = keeps_later(cta, exchange);
     if (thread == 0) {
       mbarrier_arrive_expect(shared.received[warpgroup],
                              blocks * WARPGROUP_THREADS * static_cast<int>(sizeof(Block)) +
@@ -192,7 +193,7 @@ struct Partners {
     }
     // mutation: lanes that come together wait and send as one; each could do so alone
     __syncwarp();
-    mbarrier_wait_cluster(shared.place_free[exchange][warpgroup], free_phase);
+    mbarrier_wait_cluster(shared.buffer_free[exchange][warpgroup], free_phase);
     if (stabilizer != nullptr && thread % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -201,7 +202,7 @@ struct Partners {
     }
     // mutation: lanes that come together wait and send as one; each could do so alone
     __syncwarp();
-    const ClusterAddress place = peer_address(reinterpret_cast<const Block*>(shared.out[warpgroup]) + thread, peer);
+    const ClusterAddress buffer = peer_address(reinterpret_cast<const Block*>(shared.out[warpgroup]) + thread, peer);
 #pragma unroll
     for (int i = 0; i < blocks; ++i) {
       float* const early = o + 4 * (first + i);
@@ -212,7 +213,7 @@ struct Partners {
         given[e] = later ? early[e] : late[e];
         early[e] = later ? late[e] : early[e];
       }
-      store_async(place + i * WARPGROUP_THREADS * static_cast<int>(sizeof(Block)), given[0], given[1], given[2],
+      store_async(buffer + i * WARPGROUP_THREADS * static_cast<int>(sizeof(Block)), given[0], given[1], given[2],
                   given[3], barrier);
     }
   }

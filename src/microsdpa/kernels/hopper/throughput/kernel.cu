@@ -1,10 +1,11 @@
 // Attention calls that fill the chip: hundreds of TFLOP/s from tensor cores that seldom wait.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for tiles of BLOCK_M = 64 CONSUMERS queries of one
-// head. Under Continuing masks, O and LSE go on from those of other keys, which lie where they are written.
-// One CTA per SM stays and takes one tile after the other. Roles: one warp of the first warpgroup issues the
-// loads, the others the stores; each of the other warpgroups, the consumers, computes 64 rows with BLOCK_N keys at a
-// time. Pipeline:
+// head. Under Continuing masks, O and LSE go on from those of other keys, which lie where they are written. Under
+// Dividing masks, the CTAs of a cluster share the keys of each tile and add up their parts (divided.cuh).
+// One CTA per SM, or one cluster, stays and takes one tile after the other. Roles: one warp of the first warpgroup
+// issues the loads, the others the stores; each of the other warpgroups, the consumers, computes 64 rows with BLOCK_N
+// keys at a time. Pipeline:
 //   1. TMA fills rings of Q, K and V tiles, across query tiles
 //   2. a consumer starts P V of a tile of keys and S of the next one, also of the next query tile's first
 //   3. it turns the scores into probabilities while other consumers' products run, or its own P V
@@ -100,11 +101,11 @@ struct Order<true, MASKS, CAUSAL, BLOCK_M, BLOCK_N, HEAD_DIM, Undivided> {
   }
 };
 
-// The tiles of keys that a CTA visits for a query tile, by their place.
+// The tiles of keys that a CTA visits for a query tile.
 template <typename DIVISION, typename MASKS, int BLOCK_M, int BLOCK_N>
 __device__ __forceinline__ auto tiles_visited(const typename MASKS::Params& params, const WorkOf<MASKS>& work) {
   if constexpr (DIVISION::CTAS > 1) {
-    return EveryOther<DIVISION::CTAS>();
+    return SharedTiles<DIVISION::CTAS>();
   } else {
     return VisitedTiles<MASKS, BLOCK_M, BLOCK_N>(params, work);
   }
