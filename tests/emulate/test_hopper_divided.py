@@ -29,9 +29,9 @@ CASES = [
     (Case(1, 3, 200, 500, 128, scale=-0.3, causal="upper_left"), 2),
     (Case(1, 2, 130, 600, 128, kind="outliers", scale=3.0, layout="bshd"), 4),
     (Case(1, 3, 140, 300, 160, causal="lower_right", dtype="bfloat16"), 4),
-    (Case(1, 2, 140, 200, 192, causal="lower_right"), 2),  # in three goes
+    (Case(1, 2, 140, 200, 192, causal="lower_right"), 2),  # in three chunks
     (Case(1, 2, 140, 300, 192), 4),
-    (Case(1, 2, 130, 200, 256, causal="upper_left"), 2),  # in two goes
+    (Case(1, 2, 130, 200, 256, causal="upper_left"), 2),  # in two chunks
     (Case(1, 2, 130, 300, 256), 4),
     (Case(1, 2, 200, 1200, 64, causal="lower_right"), 8),
     (Case(1, 2, 130, 500, 112, dtype="bfloat16"), 8),  # more columns in shared memory than with fewer CTAs

@@ -232,3 +232,34 @@ def test_small_problems_are_never_too_large() -> None:
         x, y, z = spec.work(problem)
         assert x * specs.MOST_PARTS // spec.split < specs.MAX_GRID_X
         assert max(y, z) <= specs.MAX_GRID_YZ
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "expected"),
+    [
+        ((64, 64, 1, 1, 4096, 128), {}, True),  # 48.7 us on an H100, as the heads that they are 121
+        ((200, 24, 1, 1, 1024, 128), {"causal": "lower_right"}, True),  # 40.8 and 74.6
+        ((8, 71, 1, 1, 8192, 64), {}, True),  # 14.4 and 20.5: few tiles of many keys
+        ((8, 48, 1, 1, 1024, 128), {}, False),  # 7.6 and 5.5
+        ((1, 64, 1, 1, 32768, 64), {}, False),  # 15.0 and 10.4
+        ((200, 16, 1, 1, 1024, 128), {}, False),  # the heads fill a tile of ampere/mma
+        ((64, 64, 1, 1, 4096, 128), {"causal": "upper_left"}, False),  # which sees one key
+        ((64, 64, 1, 2, 4096, 128), {}, False),
+        ((64, 64, 1, 1, 4096, 128), {"mask": MASK}, False),
+        ((64, 64, 1, 1, 4096, 128), {"dropout": True}, False),
+    ],
+)
+def test_many_heads_of_a_key_head_are_its_queries(
+    sizes: tuple[int, int, int, int, int, int], change: dict[str, object], expected: bool
+) -> None:
+    problem = Problem(*sizes, "bfloat16", target="sm_90a", **change)  # type: ignore[arg-type]
+    found = chosen(problem)
+    assert found is not None
+    assert found is chosen(replace(problem))
+    assert found == select(problem).spec
+    assert {stage.heads_as_queries for stage in found.stages} == {expected}
+    if expected:
+        as_queries = chosen(problem.heads_as_queries)
+        assert as_queries is not None
+        assert found.grid(problem) == as_queries.grid(problem.heads_as_queries)
+        assert found.workspace_bytes(problem) == as_queries.workspace_bytes(problem.heads_as_queries)

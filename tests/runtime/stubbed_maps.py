@@ -65,6 +65,43 @@ def test_tensor_maps_are_encoded_once_and_follow_the_addresses() -> None:
     assert (record.encoded - before[0], record.moved - before[1]) == (4, 2)
 
 
+DECODED = (3, 64, 1, 32)
+
+
+@pytest.mark.usefixtures("_four_maps")
+@pytest.mark.parametrize("between", [1, 2], ids=["dense", "rows apart"])
+def test_a_kernel_may_have_heads_as_queries(between: int) -> None:
+    row = 32 * between
+    query, out = (tensor(DECODED, at, strides=(64 * row, row, row, 1)) for at in (0x100000, 0x400000))
+    key, value = (tensor((3, 2, 24, 32), at) for at in (0x200000, 0x300000))
+    arguments = call(query=query, key=key, value=value, out=out, options=6)
+    register(arguments, [kernel(maps=ALL_MAPS, heads_as_queries=1)])
+    assert launcher.launch(*arguments)
+    p = last().params
+    assert (p.batch, p.heads, p.heads_kv, p.seqlen_q, p.seqlen_k) == (3, 2, 2, 32, 24)
+    assert p.diagonal == -1  # as in calls without a mask
+    assert list(p.query_strides) == list(p.out_strides) == [64 * row, 32 * row, row]
+    assert list(p.key_strides) == [2 * 24 * 32, 24 * 32, 32]
+    for seen in maps_of_last()[::3]:
+        assert (seen.sizes, seen.strides) == ((32, 32, 2, 3), (2 * row, 64 * row, 128 * row))
+    assert maps_of_last()[1].sizes == (32, 24, 2, 3)
+
+
+@pytest.mark.usefixtures("_four_maps")
+def test_it_has_them_in_the_plan_of_a_longer_k_too() -> None:
+    def of_length(seqlen_k: int) -> list[object]:
+        query, out = (tensor(DECODED, at) for at in (0x100000, 0x400000))
+        key, value = (tensor((3, 2, seqlen_k, 32), at) for at in (0x200000, 0x300000))
+        return call(query=query, key=key, value=value, out=out, options=6)
+
+    register(of_length(24), [kernel(maps=ALL_MAPS, heads_as_queries=1)], growth=(24, 40))
+    assert launcher.launch(*of_length(40))
+    p = last().params
+    assert (p.heads, p.seqlen_q, p.seqlen_k, list(p.out_strides)) == (2, 32, 40, [64 * 32, 32 * 32, 32])
+    assert maps_of_last()[0].sizes == (32, 32, 2, 3)
+    assert maps_of_last()[1].sizes == (32, 40, 2, 3)
+
+
 @pytest.mark.usefixtures("_four_maps")
 def test_each_kernel_of_a_plan_has_its_own_maps() -> None:
     arguments = call()

@@ -74,6 +74,8 @@ class Explanation:
             lines.append(f"appends    {self.appender.expression}")
         if self.spec:
             lines.append(f"kernel     {self.spec.expression}")
+            if self.spec.heads_as_queries:
+                lines.append("operands   the query heads of a key head, as the queries of one head")
         if self.signature:
             lines.append(f"signature  {self.signature} ({'compiled' if self.compiled else 'not compiled yet'})")
         if self.note:

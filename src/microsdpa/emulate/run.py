@@ -360,6 +360,15 @@ def _broadcast(mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     )
 
 
+def _heads_as_queries(tensor: torch.Tensor | None, problem: Problem) -> torch.Tensor | None:
+    """A tensor of one query a head, whose query heads of a key head are the queries of one head."""
+    if tensor is None:
+        return None
+    group, (batch, head, _, column) = problem.heads // problem.heads_kv, tensor.stride()
+    sizes = problem.batch, problem.heads_kv, group, tensor.shape[3]
+    return tensor.as_strided(sizes, (batch, group * head, head, column))
+
+
 _PROLOGUED = "microsdpa::Prologued"
 
 
@@ -431,6 +440,11 @@ def attention(
         query, key, value, out, lse = operands
         operands = Operands(query, key, value, out, lse)
     *dense, lse, prologue = operands
+    seen = problem  # by the kernel
+    if spec.heads_as_queries:
+        seen = problem.heads_as_queries
+        query, key, value, out = dense
+        dense = [_heads_as_queries(query, problem), key, value, _heads_as_queries(out, problem)]
     tensors = {name: t for name, t in zip(("query", "key", "value", "out"), dense, strict=True) if t is not None}
     buffers = {name: (tensor, name == "out") for name, tensor in tensors.items()}
     if lse is not None:
@@ -449,7 +463,7 @@ def attention(
         buffers["workspace"] = (own, True)
 
     slopes, sinks = masks.alibi_slopes, masks.sinks
-    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    shape = (seen.batch, seen.heads, seen.seqlen_q, seen.seqlen_k)
     mask_operands = {
         "mask": None if masks.attn_mask is None else _broadcast(masks.attn_mask, shape),
         "slopes": None if slopes is None else slopes.expand(shape[:2]),
@@ -473,7 +487,7 @@ def attention(
                 rows = scratch[at : at + tensors[name].numel() * tensors[name].element_size()]
                 tensors[name] = rows.view(tensors[name].dtype).view(tensors[name].shape)
                 buffers[name], first[written] = (tensors[name], False), (tensors[name], True)
-    position, lowest, diagonal = masks.bounds(problem.causal, problem.seqlen_q, problem.seqlen_k)
+    position, lowest, diagonal = masks.bounds(seen.causal, seen.seqlen_q, seen.seqlen_k)
 
     apart = {*present, "drawn", *(changed.tensors if changed is not None else ())}
 
@@ -482,7 +496,7 @@ def attention(
         if kind == _PROLOGUED:
             assert changed is not None
             return ProloguedParams(params(addresses, "microsdpa::MaskedParams", operands), changed.params(addresses))
-        filled = Params.of(problem, diagonal, factor)
+        filled = Params.of(seen, diagonal, factor)
         for name in addresses.keys() - apart:
             setattr(filled, name, addresses[name])
         for name, tensor in operands.items():

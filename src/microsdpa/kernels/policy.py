@@ -48,6 +48,10 @@ MOST_PARTS_OF_WGMMA = 16
 """CTAs for the keys of a tile from which on ampere/mma's are faster than eight of hopper/throughput's above D = 64."""
 WORTH_DIVIDING = 0.97
 """Part of another kernel's clocks up to which keys are divided among CTAs: the clocks are estimates."""
+ROWS_OF_MMA = 16
+"""Rows of a tile of ampere/mma."""
+SMS_OF_SEPARATE_HEADS, KEYS_OF_SEPARATE_HEADS = 0.45, 20e6
+"""Part of the SMs, and elements of K in all, up to which tiles of 16 heads are the fastest where heads share a key."""
 MOST_ROUNDS_OF_LATENCY = 8
 """Tiles of hopper/latency an SM, up to which it is faster than finding the tiles that a mask shows."""
 EIGHT_BIT_TILE = 128
@@ -84,6 +88,21 @@ def _splits_long_keys(problem: Problem) -> bool:
         return False
     fewer = MOST_PARTS_OF_WGMMA * _tiles(problem) <= chip_of(problem.target).sms
     return fewer or problem.head_dim <= 64 or hopper_throughput.divided(problem) is None
+
+
+def takes_heads_as_queries(problem: Problem) -> bool:
+    """Whether the many query heads of a key head, of one query each, are computed as the queries of one head.
+
+    Else ampere/mma has tiles of 16 heads, and reads all keys for each. That keeps more SMs busy where there are few.
+    """
+    if problem.seqlen_q != 1 or problem.heads <= ROWS_OF_MMA * problem.heads_kv or problem.causal == "upper_left":
+        return False
+    changed = problem.mask is not None or problem.prologue is not None or problem.dropout or problem.continued
+    if changed or problem.operands is not None or problem.varlen is not None:
+        return False
+    tiles = problem.batch * problem.heads_kv * -(-(problem.heads // problem.heads_kv) // ROWS_OF_MMA)
+    busy = tiles > SMS_OF_SEPARATE_HEADS * chip_of(problem.target).sms
+    return busy or tiles * problem.seqlen_k * problem.head_dim > KEYS_OF_SEPARATE_HEADS
 
 
 def _is_for_split(problem: Problem) -> bool:

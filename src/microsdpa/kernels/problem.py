@@ -216,6 +216,15 @@ class Problem:
         return self.with_sizes(self.batch, self.seqlen_q, seqlen_k)
 
     @property
+    def heads_as_queries(self) -> Problem:
+        """The query heads of a key head as the queries of one head: a problem of one query that sees all keys."""
+        found, fields = object.__new__(Problem), self.__dict__.copy()
+        fields.pop("any_size", None)
+        fields |= {"heads": self.heads_kv, "seqlen_q": self.heads // self.heads_kv, "causal": None}
+        object.__setattr__(found, "__dict__", fields)
+        return found
+
+    @property
     def flops(self) -> int:
         """Floating-point operations of both matrix products, halved when causal (the usual convention)."""
         columns = self.head_dim + (self.value_dim or self.head_dim)

@@ -10,6 +10,7 @@ from microsdpa.kernels import Family, KernelSpec, Rejection, oversized, policy
 from microsdpa.kernels.problem import VECTOR_BYTES, Problem
 from microsdpa.kernels.prologue.spec import rows
 from microsdpa.kernels.registry import family_named
+from microsdpa.kernels.spec import with_heads_as_queries
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,10 @@ def chosen(problem: Problem, impl: str = "auto") -> KernelSpec | None:
     if problem.prologue is not None and (ahead := _kernel_ahead(problem, impl)):
         found = chosen(_without_prologue(problem), impl)
         return None if found is None or oversized(problem, ahead) else behind(ahead, found)
+    if impl == "auto" and policy.takes_heads_as_queries(problem):
+        found = chosen(problem.heads_as_queries)
+        if found is not None:
+            return with_heads_as_queries(found)
     # Every family has the operands that every call has.
     further = problem.dropout or problem.value_dim or problem.continued
     plain = problem.mask is None and problem.prologue is None and not further
@@ -124,6 +129,9 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
     if ahead and not oversized(problem, ahead):
         found = select(_without_prologue(problem), impl)
         return replace(found, spec=behind(ahead, found.spec))
+    if impl == "auto" and policy.takes_heads_as_queries(problem) and chosen(problem.heads_as_queries):
+        found = select(problem.heads_as_queries)
+        return replace(found, spec=with_heads_as_queries(found.spec))
     rejections: list[tuple[str, Rejection]] = []
     for family in policy.candidates(problem, impl):
         result = _refuse_operands(problem, family) or family.specify(problem)

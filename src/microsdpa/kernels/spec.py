@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from microsdpa.kernels.problem import ELEMENT_BYTES, MaskKind, Problem, PrologueKind
@@ -219,6 +219,8 @@ class KernelSpec:
             "lists", one for each list of `tile_lists`, or "tiles", as many along x and the tiles of keys along y, or
             "rows", the tiles of `changed_rows` along x and batch along z.
         pack: query heads of one key head whose rows are tiled together.
+        heads_as_queries: the launcher gives the query heads of a key head to the kernel as the queries of one head, in
+            calls of one query that sees all keys: Problem.heads_as_queries says what the kernel computes then.
         max_ctas: CTAs of a persistent kernel's launch at most; 0 for one a tile.
         tensor_maps: descriptors that follow AttentionParams as the kernel's parameters, in this order.
         programmatic: launched so that it may begin before the kernel ahead of it in the stream has ended
@@ -247,6 +249,7 @@ class KernelSpec:
     split: int = 1
     grid_order: Literal["x", "xyz", "lists", "tiles", "rows"] = "x"
     pack: int = 1
+    heads_as_queries: bool = False
     max_ctas: int = 0
     tensor_maps: tuple[TensorMap, ...] = ()
     programmatic: bool = False
@@ -277,6 +280,8 @@ class KernelSpec:
 
     def work(self, problem: Problem) -> Grid:
         """The grid that has a CTA for every piece of work."""
+        if self.heads_as_queries:
+            problem = problem.heads_as_queries
         if self.changed_rows is not None:
             return self.changed_rows.tiles(problem), 1, problem.batch
         tiles = -(-problem.seqlen_q * self.pack // self.block_m)
@@ -291,6 +296,13 @@ class KernelSpec:
         """Scratch memory of one call, without `changed_rows`."""
         lists = self.tile_lists.bytes(problem) if self.tile_lists else 0
         return self.workspace_row_bytes * problem.batch * problem.heads * problem.seqlen_q + lists
+
+
+@functools.lru_cache(maxsize=1024)
+def with_heads_as_queries(spec: KernelSpec) -> KernelSpec:
+    """`spec` for calls whose heads are taken as queries: the same object for the same specification."""
+    before, after = (kernel and with_heads_as_queries(kernel) for kernel in (spec.preparation, spec.next_kernel))
+    return replace(spec, heads_as_queries=True, preparation=before, next_kernel=after)
 
 
 def oversized(problem: Problem, spec: KernelSpec) -> Rejection | None:

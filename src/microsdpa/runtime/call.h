@@ -64,7 +64,8 @@ struct CallKey {
   }
 
   // The causal mask's alignment, which the options' lowest two bits have: 0 for none, 1 upper left, 2 lower right.
-  std::int64_t causal() const { return options & 3; }
+  static constexpr std::int64_t CAUSAL_BITS = 3;
+  std::int64_t causal() const { return options & CAUSAL_BITS; }
 
   // Whether the call drops probabilities: DROPOUT_BIT of call/options.py.
   bool drops() const { return options >> 23 & 1; }

@@ -370,7 +370,8 @@ def _packed(integers: list[int]) -> bytes:
 
 
 def _launch_integers(function: int, spec: KernelSpec, grid: Grid) -> list[int]:
-    return [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, int(spec.programmatic)]
+    flags = int(spec.programmatic), int(spec.heads_as_queries)
+    return [function, *grid, spec.threads, spec.shared_bytes, spec.cluster, *flags]
 
 
 _WHOLE = (0,) * 10

@@ -46,7 +46,8 @@ class Integers {
   std::size_t size_;
 };
 
-// A kernel's function, grid, threads, bytes of shared memory, cluster, and whether its launch is programmatic.
+// A kernel's function, grid, threads, bytes of shared memory, cluster, whether its launch is programmatic, and whether
+// it has heads as queries.
 inline KernelLaunch read_launch(Integers& integers) {
   KernelLaunch kernel{};
   kernel.function = reinterpret_cast<CUfunction>(integers.next());
@@ -55,6 +56,7 @@ inline KernelLaunch read_launch(Integers& integers) {
   kernel.shared_bytes = static_cast<unsigned>(integers.next());
   kernel.cluster = static_cast<unsigned>(integers.next());
   kernel.programmatic = integers.next() != 0;
+  kernel.heads_as_queries = integers.next() != 0;
   return kernel;
 }
 
@@ -109,7 +111,7 @@ inline PlannedKernel read_kernel(Integers& integers, const char*& params, const 
   if (bytes) {
     kernel.params.assign(params, bytes), params += bytes;
   } else {
-    fill(kernel, call.key, changed, first);
+    fill(kernel, operands_of(kernel, call.key), changed, first);
   }
   const auto place = [&](std::size_t size) {
     const std::int64_t at = integers.next();
@@ -126,7 +128,7 @@ inline PlannedKernel read_kernel(Integers& integers, const char*& params, const 
     const std::size_t at = place(sizeof(float));
     kernel.numbers.push_back({at, integers.operand(NUMBERS)});
   }
-  const CallKey seen = behind(changed, call.key);
+  const CallKey seen = behind(changed, operands_of(kernel, call.key));
   kernel.launch.tensor_maps = read_tensor_maps(integers, call.addresses, seen.tensors);
   for (EncodedTensorMap& map : kernel.launch.tensor_maps) {
     const std::int64_t place = changed.place(map.spec.operand);

@@ -111,11 +111,12 @@ inline std::shared_ptr<const Plan> plan_like(const Plan& before, const Call& cal
   guarded([&] {
     ScopedContext current(driver(), plan->context);
     for (PlannedKernel& kernel : plan->kernels) {
-      fill(kernel, call.key, plan->changed, &kernel == &plan->kernels.front());
-      kernel.sizing.apply(call.key, kernel.launch.grid);
+      const CallKey key = operands_of(kernel, call.key);
+      fill(kernel, key, plan->changed, &kernel == &plan->kernels.front());
+      kernel.sizing.apply(key, kernel.launch.grid);
       for (EncodedTensorMap& map : kernel.launch.tensor_maps) {
         if (map.spec.operand == WORKSPACE) continue;  // Q as it was changed, of which nothing grows
-        const TensorKey& tensor = call.key.tensors[map.spec.operand];
+        const TensorKey& tensor = key.tensors[map.spec.operand];
         if (!is_bulk(tensor)) return plan.reset();
         map = encode_tensor_map(driver(), map.spec, tensor, call.addresses[map.spec.operand]);
       }

@@ -104,6 +104,24 @@ inline void fill_standard(PlannedKernel& kernel, const CallKey& k) {
   kernel.numbers.push_back({DROPOUT + offsetof(DropoutParams, scale), KEPT_SCALE});
 }
 
+// A call of one query a head that sees all keys, whose query heads of a key head are taken as the queries of one head.
+inline CallKey heads_as_queries(CallKey key) {
+  const std::int64_t heads_kv = key.tensors[KEY].shape[1];
+  for (const Operand operand : {QUERY, OUT}) {
+    TensorKey& tensor = key.tensors[operand];
+    const std::int64_t group = tensor.shape[1] / heads_kv, stride = tensor.strides[1];
+    tensor.shape[1] = heads_kv, tensor.shape[2] = group;
+    tensor.strides[1] = heads_kv > 1 ? group * stride : 0, tensor.strides[2] = stride;
+  }
+  key.options &= ~CallKey::CAUSAL_BITS;
+  return key;
+}
+
+// What a kernel of a plan sees of a call.
+inline CallKey operands_of(const PlannedKernel& kernel, const CallKey& key) {
+  return kernel.launch.heads_as_queries ? heads_as_queries(key) : key;
+}
+
 // A tensor of these sizes whose rows follow one another.
 inline TensorKey dense(TensorKey tensor) {
   std::int64_t stride = 1;
