@@ -63,6 +63,22 @@ def test_a_tiling_is_right_without_bank_conflicts(case: Case, tiling: Tiling, pa
     check_in_every_order(specification(problem, tiling, pack), problem, case)
 
 
+PARTS_OF_ODD_ROWS = [
+    (Case(1, 12, 1, 700, 80, heads_kv=4, causal="lower_right"), replace(ampere_tiles.DECODE_DEEP, split=4), 3),
+    (Case(2, 2, 5, 600, 48, dtype="bfloat16", layout="bshd"), ampere_tiles.DECODE_WIDE, 1),
+    (Case(1, 4, 3, 410, 112, heads_kv=1, masks=("left padding",)), replace(ampere_tiles.DECODE, split=2), 4),
+    (Case(1, 2, 2, 300, 208, causal="lower_right"), replace(ampere_tiles.DECODE_LARGE_HEADS, split=2), 1),
+    (Case(1, 1, 50, 500, 16, causal="lower_right"), replace(ampere_tiles.PAIRED, split=2), 1),
+]
+
+
+@pytest.mark.parametrize(("case", "tiling", "pack"), PARTS_OF_ODD_ROWS, ids=str)
+def test_parts_of_keys_are_added_up_in_rows_of_any_multiple_of_16(case: Case, tiling: Tiling, pack: int) -> None:
+    """A warp reads the parts of rows that end within its 128 columns: a few bank conflicts at the end of a CTA."""
+    problem = problem_of(case, "sm_80")
+    check_in_every_order(specification(problem, tiling, pack), problem, case, conflicts=True)
+
+
 PROGRAMMATIC = [
     (Case(1, 1, 140, 330, 64), ampere_tiles.STREAM_DEEP),
     (Case(1, 1, 50, 170, 64), Tiling(64, 1, 2)),

@@ -107,10 +107,9 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
         )
-    if problem.mask is not None and (problem.seqlen_q > MASKED_QUERIES or problem.head_dim % 32):
+    if problem.mask is not None and problem.seqlen_q > MASKED_QUERIES:
         return Rejection(
-            f"it knows the causal mask only, not {problem.mask}, but for up to {MASKED_QUERIES} queries of a head_dim "
-            "that is a multiple of 32",
+            f"it knows the causal mask only, not {problem.mask}, but for up to {MASKED_QUERIES} queries of a head",
             f"a call without {problem.mask}",
         )
     return specification(problem, choose(problem), packed_heads(problem))

@@ -184,8 +184,6 @@ def illegal(problem: Problem, tiling: Tiling) -> str:
         return "clusters of CTAs are for sm_90"
     if tiling.streaming and packed_heads(problem) > 1:
         return "heads are packed, which ampere/stream does not do"
-    if (tiling.warps_n > 1 or tiling.split > 1) and problem.head_dim % 32:
-        return "parts of the keys are merged in rows of 32 columns"
     return ""
 
 
@@ -252,7 +250,7 @@ def measured(problem: Problem) -> Tiling | None:
 
 def splits_long_keys(problem: Problem) -> bool:
     """Whether so few tiles of queries meet so many keys that these are divided among eight CTAs or more."""
-    if problem.seqlen_k < LONG_KEYS or problem.head_dim % 32:
+    if problem.seqlen_k < LONG_KEYS or problem.head_dim % 16:
         return False
     tiles = problem.batch * problem.heads * ceil(problem.seqlen_q / PAIRED.block_m)
     return 8 * tiles <= chip_of(problem.target).sms
