@@ -20,7 +20,7 @@ SIZES = ((1, 8, 1, 4096), (1, 8, 512, 512), (4, 32, 4096, 4096))
 """(B, H, S_q, S_k) that are asked for: decoding, few queries, many."""
 LARGEST = 256
 STEPS = (16, 8)
-MOST_NAMED = 8
+MOST_NAMED = 12
 """Head dimensions that are named at most where nearly all are there."""
 FEATURES: dict[str, dict[str, Any]] = {
     "no mask": {},

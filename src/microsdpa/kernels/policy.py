@@ -86,7 +86,8 @@ def _splits_long_keys(problem: Problem) -> bool:
     """Whether ampere/mma has so many CTAs for the keys of each tile of queries that it is faster than wgmma."""
     if not splits_long_keys(problem):
         return False
-    fewer = MOST_PARTS_OF_WGMMA * _tiles(problem) <= chip_of(problem.target).sms
+    parts = MOST_PARTS_OF_WGMMA if problem.head_dim % 32 == 0 else 2 * MOST_PARTS_OF_WGMMA  # its copies are narrower
+    fewer = parts * _tiles(problem) <= chip_of(problem.target).sms
     return fewer or problem.head_dim <= 64 or hopper_throughput.divided(problem) is None
 
 
@@ -129,6 +130,14 @@ def _divided_clocks(problem: Problem) -> float | None:
         return None
     found = hopper_throughput.divided(problem)
     return None if found is None else found[1]
+
+
+def _shares_keys(problem: Problem) -> bool:
+    """Whether hopper/throughput, whose CTAs share keys, is faster than hopper/latency with a CTA for each tile."""
+    divided = _divided_clocks(problem)
+    if divided is None or _tiles(problem) > chip_of(problem.target).sms:
+        return False
+    return _beats(divided, hopper_latency.one_tile_clocks(problem)) and not _decodes(problem)
 
 
 def _beats(divided: float | None, other: float) -> bool:
@@ -313,11 +322,11 @@ def _is_for_throughput(problem: Problem) -> bool:
     if problem.mask is not None and problem.mask.tensor == "uint8":
         return _listed_table_is_faster(problem)
     if problem.seqlen_q <= TILE:
-        return _is_better_listed(problem)
+        return _is_better_listed(problem) or (problem.mask is None and _shares_keys(problem))
     if _has_long_documents(problem):
         return True
     if _tiles(problem) <= chip_of(problem.target).sms:
-        return _beats(_divided_clocks(problem), hopper_latency.one_tile_clocks(problem)) and not _decodes(problem)
+        return _shares_keys(problem)
     return not _lists_take_longer(problem)
 
 

@@ -101,6 +101,8 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 KEYS_OF_A_LAUNCH, KEYS_FOR_EIGHT_WARPS = 400, 512
 """Keys of a CTA, by measurements on an H200: those that take as long as a second kernel, and from which on eight warps
 are faster than four."""
+MOST_FEW_KEYS = 256
+"""Keys up to which several small CTAs an SM decode faster than one large one, as measured on an H100."""
 LONG_KEYS = 2048
 FEWEST_TURNS, MOST_LATE_KEYS = 6, 1024
 """Where the second CTA of an SM begins late, as measured on an H200: CTAs that a place on an SM computes, keys."""
@@ -119,7 +121,7 @@ def candidates(problem: Problem) -> list[Tiling]:
     few_rows = (DECODE_DEEP, DECODE_WIDE) if hopper else (DECODE, DECODE_LEAN)
     decode = [one for tiling in few_rows for one in _splits(tiling)]
     if hopper:
-        decode += [*_clusters(DECODE_DEEP), *_clusters(DECODE_WIDE)]
+        decode += [DECODE_LEAN, *_clusters(DECODE_DEEP), *_clusters(DECODE_WIDE)]
     if problem.head_dim > 64:
         return [_streaming(problem), SMALL, TINY_64, TINY_128, *decode]
     return [_streaming(problem), *_splits(PAIRED), SMALL, TINY_64, TINY_128, TINY_512, *decode]
@@ -235,7 +237,7 @@ def measured(problem: Problem) -> Tiling | None:
     if problem.mask is not None:
         return _decoding(problem)
     if problem.seqlen_q <= 16 and (problem.seqlen_k > 128 or ctas_of(problem, DECODE_DEEP) > sms):
-        return _decoding(problem)
+        return _decoding_few_keys(problem) or _decoding(problem)
     if problem.head_dim > 128:
         return None
     if problem.head_dim <= 64 and splits_long_keys(problem):
@@ -254,6 +256,16 @@ def splits_long_keys(problem: Problem) -> bool:
         return False
     tiles = problem.batch * problem.heads * ceil(problem.seqlen_q / PAIRED.block_m)
     return 8 * tiles <= chip_of(problem.target).sms
+
+
+def _decoding_few_keys(problem: Problem) -> Tiling | None:
+    """For up to 16 queries of few keys, in more CTAs than SMs: small CTAs, of which an SM has several."""
+    if problem.head_dim > 128 or ctas_of(problem, DECODE_LEAN) <= chip_of(problem.target).sms:
+        return None
+    for keys, tiling in ((64, TINY_64), (128, TINY_128), (MOST_FEW_KEYS, DECODE_LEAN)):
+        if problem.seqlen_k <= keys:
+            return tiling
+    return None
 
 
 def _decoding(problem: Problem) -> Tiling | None:
