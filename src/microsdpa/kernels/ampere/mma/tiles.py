@@ -101,7 +101,7 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 KEYS_OF_A_LAUNCH, KEYS_FOR_EIGHT_WARPS = 400, 512
 """Keys of a CTA, by measurements on an H200: those that take as long as a second kernel, and from which on eight warps
 are faster than four."""
-MOST_FEW_KEYS = 256
+MOST_FEW_KEYS = 700
 """Keys up to which several small CTAs an SM decode faster than one large one, as measured on an H100."""
 LONG_KEYS = 2048
 FEWEST_TURNS, MOST_LATE_KEYS = 6, 1024
