@@ -101,9 +101,9 @@ def test_the_step_writes_a_result_that_is_rendered(monkeypatch: pytest.MonkeyPat
     assert "2 of 2 calls of torch's tests passed in the emulator" in step.summary
     (path,) = tmp_path.rglob("verify_torch.json")
     rows = {row["label"]: row for row in results.read(path)["rows"]}
-    assert rows["masked"]["kernel"] == "ampere/general"
+    assert rows["masked"]["kernel"] == "ampere/mma"
     text = "<!-- microsdpa:table gpu=cpu suite=verify_torch -->\n<!-- microsdpa:end -->\n"
-    assert "| masked | ampere/general | 1 of 1 |" in render.rendered(text, tmp_path, "page")
+    assert "| masked | ampere/mma | 1 of 1 |" in render.rendered(text, tmp_path, "page")
     assert verify_torch.NOT_RECORDED in render.rendered(text, tmp_path / "none", "page")
 
 
