@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from harness import check_in_every_order
 
-from microsdpa.evidence.inputs import Case
+from microsdpa import reference
+from microsdpa.attention.explain import Explanation
+from microsdpa.emulate.run import attention
+from microsdpa.evidence import compare
+from microsdpa.evidence.inputs import Case, make
+from microsdpa.kernels.problem import Problem
 from microsdpa.kernels.select import chosen
 
 CASES = [
@@ -27,3 +33,24 @@ def test_many_heads_of_a_key_head_are_right(case: Case, kernel: str) -> None:
     assert spec is not None
     assert (spec.name, spec.heads_as_queries) == (kernel, True)
     check_in_every_order(spec, problem, case)
+
+
+def test_a_value_of_other_columns() -> None:
+    problem = Problem(35, 70, 2, 1, 90, 192, "float16", value_dim=128, target="sm_90a")
+    spec = chosen(problem)
+    assert spec is not None
+    assert spec.heads_as_queries
+    query, key, _ = make(Case(35, 70, 1, 90, 192, heads_kv=2))
+    value = torch.randn(35, 2, 90, 128, generator=torch.Generator().manual_seed(1)).half()
+    out, lse = torch.full((35, 70, 1, 128), torch.nan).half(), torch.full((35, 70, 1), torch.nan)
+    attention(spec, problem, (query, key, value, out, lse))
+    exact, plain = reference.oracle(query, key, value), reference.eager(query, key, value)
+    for got, expected, usual in zip((out, lse), exact, plain, strict=True):
+        assert compare.tolerance(usual, expected, got.dtype).admits(compare.measure(got, expected))
+
+
+def test_explain_says_so() -> None:
+    spec = chosen(Problem(64, 64, 1, 1, 4096, 128, "float16", target="sm_90a"))
+    assert "the query heads of a key head, as the queries" in str(Explanation("hopper/latency", "", spec))
+    one_head = chosen(Problem(64, 64, 64, 1, 4096, 128, "float16", target="sm_90a"))
+    assert "as the queries" not in str(Explanation("ampere/mma", "", one_head))

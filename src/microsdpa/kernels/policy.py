@@ -44,14 +44,16 @@ MOST_KEYS_OF_GENERAL, MOST_KEYS_OF_DOCUMENTS = 1024, 3072
 """Keys up to which ampere/general was measured to be the fastest kernel, and the same under document_ids."""
 LONG_DOCUMENTS, MOST_LONG_DOCUMENTS = 1024, 4096
 """Tokens over which kernels that skip what documents hide are faster than hopper/latency, and ampere/general's most."""
-MOST_PARTS_OF_WGMMA = 16
-"""CTAs for the keys of a tile from which on ampere/mma's are faster than eight of hopper/throughput's above D = 64."""
+MOST_PARTS_OF_WGMMA, MOST_PARTS_OF_ODD_ROWS = 16, 32
+"""CTAs for the keys of a tile from which on ampere/mma's are faster than eight of hopper/throughput's above D = 64: at
+multiples of 32, and at the other multiples of 16."""
 WORTH_DIVIDING = 0.97
 """Part of another kernel's clocks up to which keys are divided among CTAs: the clocks are estimates."""
 ROWS_OF_MMA = 16
 """Rows of a tile of ampere/mma."""
 SMS_OF_SEPARATE_HEADS, KEYS_OF_SEPARATE_HEADS = 0.45, 20e6
-"""Part of the SMs, and elements of K in all, up to which tiles of 16 heads are the fastest where heads share a key."""
+"""What tiles of 16 heads that share a key head have at most where they are the fastest, as measured on an H100: a part
+of the SMs, and elements of K, each tile's counted."""
 MOST_ROUNDS_OF_LATENCY = 8
 """Tiles of hopper/latency an SM, up to which it is faster than finding the tiles that a mask shows."""
 EIGHT_BIT_TILE = 128
@@ -86,7 +88,7 @@ def _splits_long_keys(problem: Problem) -> bool:
     """Whether ampere/mma has so many CTAs for the keys of each tile of queries that it is faster than wgmma."""
     if not splits_long_keys(problem):
         return False
-    parts = MOST_PARTS_OF_WGMMA if problem.head_dim % 32 == 0 else 2 * MOST_PARTS_OF_WGMMA  # its copies are narrower
+    parts = MOST_PARTS_OF_WGMMA if problem.head_dim % 32 == 0 else MOST_PARTS_OF_ODD_ROWS
     fewer = parts * _tiles(problem) <= chip_of(problem.target).sms
     return fewer or problem.head_dim <= 64 or hopper_throughput.divided(problem) is None
 

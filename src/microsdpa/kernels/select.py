@@ -129,8 +129,8 @@ def select(problem: Problem, impl: str = "auto") -> Selection:
     if ahead and not oversized(problem, ahead):
         found = select(_without_prologue(problem), impl)
         return replace(found, spec=behind(ahead, found.spec))
-    if impl == "auto" and policy.takes_heads_as_queries(problem) and chosen(problem.heads_as_queries):
-        found = select(problem.heads_as_queries)
+    if impl == "auto" and policy.takes_heads_as_queries(problem) and chosen(as_queries := problem.heads_as_queries):
+        found = select(as_queries)
         return replace(found, spec=with_heads_as_queries(found.spec))
     rejections: list[tuple[str, Rejection]] = []
     for family in policy.candidates(problem, impl):

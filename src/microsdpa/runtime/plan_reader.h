@@ -105,13 +105,14 @@ inline std::vector<EncodedTensorMap> read_tensor_maps(Integers& integers, const 
 inline PlannedKernel read_kernel(Integers& integers, const char*& params, const char* params_end, const Call& call,
                                  const ChangedRows& changed, bool first) {
   PlannedKernel kernel{read_launch(integers), {}, {}, {}, integers.next() != 0};
+  const CallKey key = operands_of(kernel, call.key);
   const std::size_t bytes = integers.count(PlannedKernel::MAX_PARAMS, "bytes of a parameter");
   TVM_FFI_CHECK(params_end - params >= static_cast<std::ptrdiff_t>(bytes), ValueError)
       << "params: expected " << bytes << " bytes more, got " << params_end - params;
   if (bytes) {
     kernel.params.assign(params, bytes), params += bytes;
   } else {
-    fill(kernel, operands_of(kernel, call.key), changed, first);
+    fill(kernel, key, changed, first);
   }
   const auto place = [&](std::size_t size) {
     const std::int64_t at = integers.next();
@@ -128,7 +129,7 @@ inline PlannedKernel read_kernel(Integers& integers, const char*& params, const 
     const std::size_t at = place(sizeof(float));
     kernel.numbers.push_back({at, integers.operand(NUMBERS)});
   }
-  const CallKey seen = behind(changed, operands_of(kernel, call.key));
+  const CallKey seen = behind(changed, key);
   kernel.launch.tensor_maps = read_tensor_maps(integers, call.addresses, seen.tensors);
   for (EncodedTensorMap& map : kernel.launch.tensor_maps) {
     const std::int64_t place = changed.place(map.spec.operand);
