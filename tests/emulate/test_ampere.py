@@ -79,6 +79,41 @@ def test_parts_of_keys_are_added_up_in_rows_of_any_multiple_of_16(case: Case, ti
     check_in_every_order(specification(problem, tiling, pack), problem, case, conflicts=True)
 
 
+ZEROS_BESIDE_A_ROW = [
+    (Case(1, 12, 1, 700, 72, heads_kv=4, causal="lower_right"), replace(ampere_tiles.DECODE_DEEP, split=4), 3),
+    (Case(2, 2, 5, 600, 40, dtype="bfloat16", layout="bshd"), ampere_tiles.DECODE_WIDE, 1),
+    (Case(1, 4, 3, 410, 104, heads_kv=1, masks=("left padding",)), replace(ampere_tiles.DECODE, split=2), 4),
+    (Case(1, 2, 2, 300, 136, kind="outliers"), replace(ampere_tiles.DECODE_LARGE_HEADS, split=2), 1),
+    (Case(1, 1, 20, 70, 248, causal="upper_left"), ampere_tiles.LARGE_HEADS, 1),
+    (Case(1, 1, 40, 60, 24), ampere_tiles.TINY_64, 1),
+    (Case(1, 1, 50, 500, 8, causal="lower_right"), replace(ampere_tiles.PAIRED, split=2), 1),
+    (Case(1, 1, 50, 130, 88, scale=-0.3), ampere_tiles.SMALL, 1),
+    (Case(1, 1, 140, 200, 40, causal="lower_right"), ampere_tiles.STREAM, 1),
+    (Case(1, 1, 140, 330, 56), ampere_tiles.STREAM_DEEP, 1),
+    (Case(1, 1, 60, 130, 72), ampere_tiles.STREAM_SMALL_STEP, 1),
+    (Case(1, 1, 130, 100, 120, dtype="bfloat16", causal="upper_left"), ampere_tiles.STREAM_LEAN_128, 1),
+]
+
+
+@pytest.mark.parametrize(("case", "tiling", "pack"), ZEROS_BESIDE_A_ROW, ids=str)
+def test_rows_that_zeros_fill_up_to_a_multiple_of_16(case: Case, tiling: Tiling, pack: int) -> None:
+    problem = problem_of(case, "sm_80")
+    check_in_every_order(specification(problem, tiling, pack), problem, case, conflicts=True)
+
+
+CLUSTERS_OF_ROWS_WITH_ZEROS = [
+    (Case(1, 2, 1, 130, 8), 16, 1),
+    (Case(1, 4, 3, 300, 72, heads_kv=2, causal="lower_right"), 8, 2),
+]
+
+
+@pytest.mark.parametrize(("case", "split", "pack"), CLUSTERS_OF_ROWS_WITH_ZEROS, ids=str)
+def test_clusters_merge_rows_that_zeros_fill_up(case: Case, split: int, pack: int) -> None:
+    problem = problem_of(case, "sm_90a")
+    tiling = replace(ampere_tiles.DECODE_DEEP, split=split, clustered=True)
+    check_in_every_order(specification(problem, tiling, pack), problem, case, conflicts=True)
+
+
 PROGRAMMATIC = [
     (Case(1, 1, 140, 330, 64), ampere_tiles.STREAM_DEEP),
     (Case(1, 1, 50, 170, 64), Tiling(64, 1, 2)),

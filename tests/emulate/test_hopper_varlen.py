@@ -21,6 +21,13 @@ FORMS = {
     "prompts, D = 192, V of 128": Form(BF16, 192, queries=70, keys="packed", value_dim=128),
     "prompts, D = 96, V of 40": Form(FP16, 96, group=2, queries=70, keys="dense", value_dim=40),
     "prompts, D = 256": Form(BF16, 256, queries=70, keys="dense"),
+    "prompts, D = 8": Form(FP16, 8, queries=70, keys="packed"),
+    "prompts, D = 40": Form(BF16, 40, group=2, queries=70, keys="packed", causal=False),
+    "prompts, D = 72": Form(FP16, 72, queries=140, keys="packed"),
+    "prompts, D = 80": Form(BF16, 80, group=2, queries=70, keys="dense", causal=False),
+    "prompts, D = 104, V of 72": Form(BF16, 104, queries=70, keys="packed", value_dim=72),
+    "prompts, D = 136": Form(FP16, 136, queries=70, keys="dense"),
+    "one key head for 64, D = 48": Form(FP16, 48, group=64, keys="dense"),
     "one key head for 64": Form(FP16, 64, group=64, keys="dense"),
     "one key head for 64, D = 128": Form(BF16, 128, group=64, keys="dense"),
     "one key head for three": Form(BF16, 128, group=3, queries=33, keys="dense"),
@@ -70,6 +77,7 @@ PAGED = {
     16: Form(FP16, 64, 64, 1, "dense"),
     32: Form(BF16, 64, 2, 70, "dense", True, (True, False)),
     64: Form(FP16, 96, 2, 70, "dense"),
+    128: Form(BF16, 112, 2, 70, "dense"),
     192: Form(BF16, 256, 2, 70, "dense"),
 }
 

@@ -12,6 +12,7 @@ import microsdpa
 from microsdpa.emulate.run import Schedule, scheduled
 from microsdpa.evidence.fuzz_varlen import VarlenCall, check
 from microsdpa.execution import choice
+from microsdpa.execution.varlen import COUNTERS
 from microsdpa.kernels.ampere.varlen import spec as kernel
 from microsdpa.kernels.chip import chip_of
 from microsdpa.kernels.problem import Problem
@@ -389,6 +390,58 @@ def test_how_many_ctas_share_a_sequence(sequences: int, heads_kv: int, keys: int
     assert kernel.tiling_of(replace(problem, batch=133)).cluster == 1
     assert (kernel.tiling_of(replace(problem, packed_queries=True)) == tiling) == (sequences == 1 or cluster == 1)
     assert kernel.tiling_of(replace(problem, target="sm_89")).cluster == 1
+
+
+MANY_OF_FEW, MANY_NARROW, MANY_ODD = kernel.MANY_OF_FEW, kernel.MANY_NARROW, kernel.MANY_ODD
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "keys", "tiling"),
+    [
+        *((64, 128, MANY_OF_FEW), (64, 129, MANY_NARROW), (40, 4096, MANY_NARROW)),
+        *((80, 128, MANY_OF_FEW), (72, 129, MANY_ODD), (80, 4096, MANY_ODD)),
+        *((128, 512, MANY_OF_FEW), (128, 513, kernel.FEW), (96, 513, kernel.FEW), (256, 16, kernel.FEW_LARGE)),
+    ],
+)
+def test_tiles_of_many_sequences(head_dim: int, keys: int, tiling: kernel.Tiling) -> None:
+    problem = Problem(133, 4, 1, 1, keys, head_dim, "bfloat16", target="sm_90a", varlen=16)
+    assert kernel.tiling_of(problem) == tiling
+    for change in ({"batch": 132}, {"target": "sm_89"}, {"packed_queries": True}):
+        assert kernel.tiling_of(replace(problem, **change)) not in (MANY_OF_FEW, MANY_NARROW, MANY_ODD)  # type: ignore[arg-type]
+    spec = kernel.specification(problem, tiling)
+    assert spec.max_ctas <= COUNTERS
+    assert spec.max_ctas // 132 * (spec.shared_bytes + 1024) <= chip_of("sm_90a").shared_per_sm
+
+
+MANY = {
+    "few keys": (Form(BF16, 128, group=4), 100),
+    "many keys, D = 64": (Form(FP16, 64, group=2, queries=3), 600),
+    "many keys, D = 72": (Form(BF16, 72, group=3), 600),
+    "many keys, D = 80, a window": (Form(FP16, 80, 4, 1, "dense", True, (True, False), sinks=torch.float32), 600),
+}
+
+
+@pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize("name", MANY)
+def test_small_ctas_of_many_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is many for a GPU takes an emulator long: here it begins with two."""
+    form, most_keys = MANY[name]
+    monkeypatch.setattr(kernel, "SHARING", (kernel.Sharing(1, 1, 8, 8192),))
+    for seed in range(4):
+        given = call(form, seed)
+        if len(given["lengths"]) * given["key"].shape[-2] > 1:
+            assert_right(*emulated(given, seed), given)
+    lengths = [most_keys - 37 * i for i in range(4)]
+    given = call(form, 1) | {"lengths": torch.tensor(lengths, dtype=torch.int32)}
+    shape = (4, most_keys, 2, form.head_dim)
+    generator = torch.Generator().manual_seed(most_keys)
+    key, value = (torch.randn(shape, generator=generator).to(form.dtype) for _ in range(2))
+    query = torch.randn(4, form.queries, 2 * form.group, form.head_dim, generator=generator).to(form.dtype)
+    given = {name: each for name, each in given.items() if name != "page_table"}
+    given |= {"query": query, "key": key, "value": value}
+    if form.sinks:
+        given["sinks"] = torch.randn(2 * form.group, generator=generator)
+    assert_right(*emulated(given), given)
 
 
 @pytest.mark.usefixtures("_hopper")

@@ -249,13 +249,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_a_plan_serves_no_call_that_has_other_tiles(head_dim: int, cache: torch.dtype | None) -> None:
     """Batch size and keys decide about tiles, by tables in C++ and in Python."""
     tilings: list[kernel.Tiling] = []
     for packed_queries in (False, True):
         for batch in (1, 2, 15, 16, 30, 31, 66, 67, 132, 133):
-            for keys in (16, 256, 257, 1024, 1025, 1536, 1537, 2048, 2049, 4096, 4097, 8192, 8193):
+            for keys in (16, 128, 129, 256, 257, 512, 513, 1024, 1025, 1536, 1537, 2048, 2049, 4096, 4097, 8192, 8193):
                 integers = {"lengths": (batch,), "page_table": (batch, keys)}
                 integers |= {"query_offsets": (batch + 1,)} if packed_queries else {}
                 query = (batch, 8, head_dim) if packed_queries else (batch, 1, 8, head_dim)
@@ -380,7 +380,7 @@ def _sizes(given: Given, member: str) -> tuple[int, int, int]:
 
 def test_one_plan_serves_all_sizes_of_many_sequences() -> None:
     register(
-        replace(CASES["decode, pages"], query=(140, 1, 8, 64), integers={"lengths": (140,), "page_table": (140, 7)})
+        replace(CASES["decode, pages"], query=(140, 1, 8, 64), integers={"lengths": (140,), "page_table": (140, 33)})
     )
     grown = Given((200, 1, 8, 64), (5000, 48, 2, 64), {"lengths": (200,), "page_table": (200, 50)})
     assert launcher.launch(*grown.call()) is True

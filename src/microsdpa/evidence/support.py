@@ -55,7 +55,7 @@ MASKS_OF_EIGHT_BITS = {
 
 
 def dimensions(found: Iterable[int]) -> str:
-    """Head dimensions in words: "1 to 256", "multiples of 16 to 256", "17 to 32, 49 to 64", "32, 64, 128"."""
+    """Head dimensions in words: "1 to 256", "multiples of 16 to 256", "1 to 256 but 96", "17 to 32, 49 to 64"."""
     dims, every = set(found), set(range(1, LARGEST + 1))
     for step in (1, *STEPS):
         multiples = set(range(step, max(dims) + 1, step))
@@ -64,6 +64,9 @@ def dimensions(found: Iterable[int]) -> str:
         if dims == every - set(range(step, LARGEST + 1, step)):
             return f"all others to {LARGEST}"
     missing = sorted(every - dims)
+    for step in STEPS:
+        if len(missing) > 2 and missing == list(range(step, missing[-1] + 1, step)):
+            return f"1 to {LARGEST} but multiples of {step} to {missing[-1]}"
     if len(missing) <= MOST_NAMED:
         return f"1 to {LARGEST} but {', '.join(map(str, missing))}"
     return ", ".join(_runs(sorted(dims)))

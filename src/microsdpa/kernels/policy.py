@@ -318,7 +318,7 @@ def _is_for_throughput(problem: Problem) -> bool:
     """
     if problem.head_dim not in hopper_latency.HEAD_DIMS:
         if problem.seqlen_q < TILE:
-            alone = problem.mask is not None or problem.head_dim % 16 != 0  # ampere/mma does not compute it
+            alone = problem.mask is not None  # ampere/mma does not compute it
             return (alone and problem.seqlen_q > DECODING_QUERIES) or _fills_tiles_of_wide_heads(problem)
         return problem.mask is not None or not _splits_long_keys(problem)
     if problem.mask is not None and problem.mask.tensor == "uint8":

@@ -253,6 +253,7 @@ def configurations(problem: Problem) -> dict[str, KernelSpec]:
 
 ROTARY = ampere_varlen.RowChange(64, False, "float32")
 GENERAL_HEAD_DIMS = (40, 64, 128, 256)
+SHOWN_HEAD_DIMS = (72, *range(16, 257, 16))
 PROLOGUE_KINDS = (
     PrologueKind(64, angles="float32", query_norm="rms", key_norm="rms", weights="float16"),
     PrologueKind(128, True, angles="float16", query_positions="int32", key_positions="int64"),
@@ -281,7 +282,7 @@ def catalogue(target: str, *, every: bool = False) -> list[KernelSpec]:
     for family in FAMILIES:
         found = 0
         kinds = MASK_KINDS if family.any_layout else (None,)
-        for head_dim in GENERAL_HEAD_DIMS if family.any_layout else range(16, 257, 16):
+        for head_dim in GENERAL_HEAD_DIMS if family.any_layout else SHOWN_HEAD_DIMS:
             results = [
                 family.specify(
                     Problem(

@@ -16,13 +16,17 @@ constexpr std::int64_t MOST_KEYS = std::int64_t(1) << 29, MOST_WORK = (std::int6
 constexpr std::int64_t FEW_KEYS = 1536, SPLIT_KEYS = 512;  // as in spec.py
 constexpr std::int64_t LARGEST_GRANULARITY = 64;           // as in sequences.py
 
-// How clusters share the keys of few sequences: SHARING of spec.py.
+// How clusters share the keys of few sequences, and numbers of keys at which more sequences have other tiles: SHARING,
+// FEWEST_NARROW_KEYS and MOST_FEW_KEYS of spec.py.
 struct Sharing {
   std::int64_t units, keys, wide_from;
 };
 constexpr Sharing SHARING[] = {{15, 8192, 0}, {30, 2048, 0}, {66, 4096, 257}, {132, 1024, 0}};
 
-// A number for calls whose tiles are the same as far as batch size and keys decide; 0 where no clusters share keys.
+constexpr std::int64_t FEWEST_NARROW_KEYS = 128, MOST_FEW_KEYS = 512;
+
+// A number for calls whose tiles are the same as far as batch size and keys decide; 0 for few sequences of which no
+// clusters share keys.
 inline std::int64_t sharing_of(std::int64_t batch, std::int64_t heads_kv, std::int64_t most_keys) {
   std::int64_t number = 1;
   for (const Sharing& each : SHARING) {
@@ -33,7 +37,7 @@ inline std::int64_t sharing_of(std::int64_t batch, std::int64_t heads_kv, std::i
     }
     number += 8;
   }
-  return 0;
+  return number + (most_keys > FEWEST_NARROW_KEYS) + (most_keys > MOST_FEW_KEYS);
 }
 
 // Strides of [B, S, H, D] or [S, H, D], in the kernel's order: batch entry (0 without), head, row.

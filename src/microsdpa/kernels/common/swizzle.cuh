@@ -69,6 +69,21 @@ struct SwizzledTile {
       cp_async<16>(at(row, column), source, valid ? 16 : 0);
     });
   }
+
+  // The same for rows of EXISTING columns; the tile's further columns become zeros.
+  //   global: [valid_rows, EXISTING], row_stride elements apart, 16-byte aligned
+  template <int THREADS, int EXISTING>
+  __device__ __forceinline__ void copy_columns_async(const T* global, int64 row_stride, int valid_rows,
+                                                     unsigned thread) {
+    if constexpr (EXISTING == COLUMNS) {
+      copy_async<THREADS>(global, row_stride, valid_rows, thread);
+    } else {
+      for_each_chunk<THREADS>(thread, [&](unsigned row, unsigned column) {
+        const bool valid = static_cast<int>(row) < valid_rows && column < EXISTING;
+        cp_async<16>(at(row, column), valid ? global + row * row_stride + column : global, valid ? 16 : 0);
+      });
+    }
+  }
 };
 
 }  // namespace microsdpa

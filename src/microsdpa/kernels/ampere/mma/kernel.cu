@@ -4,8 +4,9 @@
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M rows of one key head per CTA. A row is a
 // query of one head or, PACK > 1, one of the PACK query heads that share the key head: row r is query r / PACK of head
 // r % PACK. A CTA has WARPS_N groups of WARPS_M warps; warps of a group share keys, groups share queries.
-// Tiles:    Q [BLOCK_M, HEAD_DIM]; each warp owns 16 ROW_TILES of its rows, as accumulators in registers. Each group
-//           has its own ring of STAGES tiles of K and V [BLOCK_N, HEAD_DIM] and takes every WARPS_N-th key tile.
+// Tiles:    Q [BLOCK_M, COLUMNS]; each warp owns 16 ROW_TILES of its rows, as accumulators in registers. Each group
+//           has its own ring of STAGES tiles of K and V [BLOCK_N, COLUMNS] and takes every WARPS_N-th key tile.
+//           COLUMNS are HEAD_DIM, filled up to a multiple of 16 with zeros.
 // Pipeline: 1. cp.async fills the ring, STAGES - 1 tiles ahead (RESIDENT: all tiles at once, each waited for alone)
 //           2. S = Q K^T by ldmatrix and mma     3. masks on the tiles that need one, online softmax in registers
 //           4. O += P V, P straight from S's registers
@@ -49,7 +50,7 @@ template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS_M, int
 __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     attention(const __grid_constant__ typename MASKS::Params arguments) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS_M, WARPS_N, STAGES>;
-  constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS;
+  constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS, COLUMNS = C::COLUMNS;
   constexpr bool COMBINES = WARPS_N > 1 || SPLIT > 1;
   static_assert(!CLUSTERED || SPLIT > 1, "the parts are what the CTAs of a cluster have");
   static_assert(!MASKS::ANY || (!RESIDENT && ROW_TILES == 1 && WARPS_M == 1), "a warp decides which keys are loaded");
@@ -95,10 +96,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
   const auto load = [&](typename C::KeyTile& tile, const T* rows, int64 row_stride, int i) {
     const int first = first_key_of(i);
     if constexpr (MASKS::ANY) {
-      copy_keys<BLOCK_N>(tile, rows + first * row_stride, row_stride, params.seqlen_k - first);
+      copy_keys<C>(tile, rows + first * row_stride, row_stride, params.seqlen_k - first);
     } else {
-      tile.template copy_async<C::GROUP_THREADS>(rows + first * row_stride, row_stride, params.seqlen_k - first,
-                                                 thread);
+      tile.template copy_columns_async<C::GROUP_THREADS, HEAD_DIM>(rows + first * row_stride, row_stride,
+                                                                   params.seqlen_k - first, thread);
     }
   };
   const auto load_key = [&](int i) { load(ring.key[i % STAGES], key, params.key_strides.row, i); };
@@ -121,8 +122,8 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
 
   if (PROGRAMMATIC && !MASKS::RANGED) grid_dependency_wait();
   C::QueryTile::template for_each_chunk<C::THREADS>(threadIdx.x, [&](unsigned r, unsigned column) {
-    const bool valid = work.first_row + static_cast<int>(r) < work.rows;
-    const T* source = work.row(query, params.query_strides, valid ? work.first_row + r : 0) + column;
+    const bool valid = work.first_row + static_cast<int>(r) < work.rows && C::exists(column);
+    const T* source = work.row(query, params.query_strides, valid ? work.first_row + r : 0) + C::existing(column);
     cp_async<16>(query_tile.at(r, column), source, valid ? 16 : 0);
   });
   cp_async_commit();
@@ -151,10 +152,10 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
     });
     __syncthreads();
   }
-  const QueryOperand<typename C::QueryTile, ROW_TILES, HEAD_DIM, KEPT> fragments(query_tile, warp_row);
+  const QueryOperand<typename C::QueryTile, ROW_TILES, COLUMNS, KEPT> fragments(query_tile, warp_row);
 
   OnlineSoftmax<ROW_TILES> softmax;
-  float o[ROW_TILES][HEAD_DIM / 8][4] = {};
+  float o[ROW_TILES][COLUMNS / 8][4] = {};
   const int warp_first = work.first_row + warp_row;
   if constexpr (MASKS::ANY) {
     if (work.part == 0 && group == 0) masked_keys.rows.add_sinks(softmax);
@@ -179,13 +180,13 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       float s[ROW_TILES][BLOCK_N / 8][4];
       const auto& key_tile = ring.key[i % STAGES];
       if (!masked && (RESIDENT || !start)) {
-        multiply_query_key<T, ROW_TILES, HEAD_DIM, BLOCK_N>(s, fragments, key_tile, 0);
+        multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, key_tile, 0);
         if (start) softmax.template begin<BLOCK_N>(s, scale);
         const bool done = softmax.template try_update<BLOCK_N>(s, scale);
         pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
         if (done) return;
       }
-      multiply_query_key<T, ROW_TILES, HEAD_DIM, BLOCK_N>(s, fragments, key_tile, 0);
+      multiply_query_key<T, ROW_TILES, COLUMNS, BLOCK_N>(s, fragments, key_tile, 0);
       if (masked) {
 #pragma unroll
         for (int t = 0; t < ROW_TILES; ++t) {
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
           }
         }
       }
-      softmax.template update<BLOCK_N, HEAD_DIM>(s, o, scale);
+      softmax.template update<BLOCK_N, COLUMNS>(s, o, scale);
       pack_probabilities<T, ROW_TILES, BLOCK_N>(p, s);
     };
 
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
         if (visible) probabilities(p, i);
         wait_until_pending<2 * STAGES>(2 * (STAGES - 1 - i));
         group_sync<C::GROUP_THREADS, WARPS_N>(group);
-        if (visible) multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, p, ring.value[i], 0);
+        if (visible) multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, p, ring.value[i], 0);
       }
     } else {
       for (int i = 0; i < count; ++i) {
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
         if (first_key_of(i) >= seen_last) continue;
         Packed p;
         probabilities(p, i);
-        multiply_probability_value<T, ROW_TILES, HEAD_DIM, BLOCK_N>(o, p, ring.value[i % STAGES], 0);
+        multiply_probability_value<T, ROW_TILES, COLUMNS, BLOCK_N>(o, p, ring.value[i % STAGES], 0);
       }
     }
   }
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
       }
     }
     __syncwarp();  // of the query tile the warp reads and writes its own rows only
-    store_rows<T, ROW_TILES, HEAD_DIM>(query_tile, warp_row, o, scales, [&](unsigned r) -> T* {
+    store_rows<T, ROW_TILES, COLUMNS, HEAD_DIM>(query_tile, warp_row, o, scales, [&](unsigned r) -> T* {
       return warp_first + static_cast<int>(r) < work.rows ? work.row(out, params.out_strides, warp_first + r) : nullptr;
     });
   } else {
@@ -264,7 +265,7 @@ __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, 1)
         const float sum = softmax.total(t, half);
         if (lane_index() % 4 == 0) combining.stats[group][r] = {softmax.stabilizer[t][half], sum};
 #pragma unroll
-        for (int n = 0; n < HEAD_DIM / 8; ++n) {
+        for (int n = 0; n < COLUMNS / 8; ++n) {
           const Vector<float, 2> pair = {{o[t][n][2 * half], o[t][n][2 * half + 1]}};
           *reinterpret_cast<Vector<float, 2>*>(&combining.part[group][r * PITCH + 8 * n + lane_index() % 4 * 2]) = pair;
         }

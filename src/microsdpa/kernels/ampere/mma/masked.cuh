@@ -10,13 +10,14 @@ namespace microsdpa::ampere::mma {
 // Starts copying keys, or their values, in the order of masked tiles, with one warp; those from `valid_rows` on become
 // zeros.
 //   global: [valid_rows, HEAD_DIM], row_stride elements apart
-template <int BLOCK_N, typename Tile, typename T>
+template <typename C, typename Tile, typename T>
 __device__ __forceinline__ void copy_keys(Tile& tile, const T* global, int64 row_stride, int valid_rows) {
   Tile::template for_each_chunk<32>(lane_index(), [&](unsigned place, unsigned column) {
-    const unsigned row = key_in_row<BLOCK_N>(place);
-    const bool valid = static_cast<int>(row) < valid_rows;
+    const unsigned row = key_in_row<C::BLOCK_N>(place);
+    const bool valid = static_cast<int>(row) < valid_rows && C::exists(column);
     // An invalid row's address is never read, and still has to be one that exists.
-    cp_async<16>(tile.at(place, column), global + (valid ? row : 0) * row_stride + column, valid ? 16 : 0);
+    const T* source = global + (valid ? row : 0) * row_stride + C::existing(column);
+    cp_async<16>(tile.at(place, column), source, valid ? 16 : 0);
   });
 }
 
@@ -48,7 +49,7 @@ struct MaskedKeys {
   // Attention of the rows to the tiles.
   //   load(i): starts copying the keys and values of tile i
   template <typename Query, typename Ring, typename FirstKey, typename Load>
-  __device__ __forceinline__ void attend(OnlineSoftmax<1>& softmax, float (&o)[1][C::HEAD_DIM / 8][4],
+  __device__ __forceinline__ void attend(OnlineSoftmax<1>& softmax, float (&o)[1][C::COLUMNS / 8][4],
                                          const Query& query, const Ring& ring, int count, FirstKey first_key_of,
                                          Load load) {
     // mutation: nothing is visible of a tile behind the last one
@@ -68,10 +69,10 @@ struct MaskedKeys {
       if (last + 1 < count) rows.fetch(views[STAGES - 1], first_key_of(last + 1));
       if (!needed) continue;
       float s[1][C::BLOCK_N / 8][4];
-      multiply_query_key<typename C::T, 1, C::HEAD_DIM, C::BLOCK_N>(s, query, ring.key[i % STAGES], 0);
+      multiply_query_key<typename C::T, 1, C::COLUMNS, C::BLOCK_N>(s, query, ring.key[i % STAGES], 0);
       rows.apply(s, view, first_key_of(i));
-      softmax.template update<C::BLOCK_N, C::HEAD_DIM>(s, o, 1.0f);
-      multiply_probability_value<typename C::T, 1, C::HEAD_DIM, C::BLOCK_N>(o, s, ring.value[i % STAGES], 0);
+      softmax.template update<C::BLOCK_N, C::COLUMNS>(s, o, 1.0f);
+      multiply_probability_value<typename C::T, 1, C::COLUMNS, C::BLOCK_N>(o, s, ring.value[i % STAGES], 0);
     }
   }
 };

@@ -8,15 +8,23 @@
 
 namespace microsdpa::ampere::mma {
 
+// COLUMNS are HEAD_DIM, up to the next multiple of 16; those past HEAD_DIM are zeros.
 template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_M_, int WARPS_N_, int STAGES_>
 struct Tiles {
   using T = ELEMENT;
-  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = (HEAD_DIM + 15) / 16 * 16;
+  static constexpr int BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_;
   static constexpr int WARPS_M = WARPS_M_, WARPS_N = WARPS_N_, STAGES = STAGES_;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS_M;
   static constexpr int GROUP_THREADS = 32 * WARPS_M, THREADS = GROUP_THREADS * WARPS_N;
-  using QueryTile = SwizzledTile<T, BLOCK_M, HEAD_DIM>;
-  using KeyTile = SwizzledTile<T, BLOCK_N, HEAD_DIM>;
+  using QueryTile = SwizzledTile<T, BLOCK_M, COLUMNS>;
+  using KeyTile = SwizzledTile<T, BLOCK_N, COLUMNS>;
+
+  // Whether a tensor has a column of a tile, and the column itself, or one that a tensor has.
+  __device__ __forceinline__ static constexpr bool exists(unsigned column) {
+    return COLUMNS == HEAD_DIM || column < HEAD_DIM;
+  }
+  __device__ __forceinline__ static constexpr unsigned existing(unsigned column) { return exists(column) ? column : 0; }
 };
 
 template <typename Tiles>
@@ -32,7 +40,7 @@ struct Streaming {
 template <typename Tiles>
 struct Combining {
   // 8 floats of padding: four rows of a quad's eight floats are what half a warp stores at once.
-  static constexpr int PITCH = Tiles::HEAD_DIM + 8;
+  static constexpr int PITCH = Tiles::COLUMNS + 8;
   alignas(16) float part[Tiles::WARPS_N][Tiles::BLOCK_M * PITCH];
   RowStats stats[Tiles::WARPS_N][Tiles::BLOCK_M];
 };

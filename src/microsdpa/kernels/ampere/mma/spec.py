@@ -9,6 +9,7 @@ from microsdpa.kernels.ampere.mma.tiles import (
     Tiling,
     candidates,
     choose,
+    columns_of,
     illegal,
     late_ctas,
     packed_heads,
@@ -16,7 +17,7 @@ from microsdpa.kernels.ampere.mma.tiles import (
 from microsdpa.kernels.problem import VECTOR_BYTES, MaskKind, Problem, capability_of
 from microsdpa.kernels.spec import BOOLEAN, CPP_TYPE, KernelSpec, Rejection, masks_type, refused_head_dim
 
-HEAD_DIMS = range(16, 257, 16)
+HEAD_DIMS = range(8, 257, 8)
 STREAM_SPILLS = (
     "all 255 registers are used: another compiler than the tested one may keep a value of the outer loop there"
 )
@@ -40,7 +41,8 @@ def _specification(problem: Problem, tiling: Tiling, pack: int, late: int) -> Ke
         "BLOCK_N": tiling.block_n,
         "ROW_TILES": tiling.row_tiles,
     }
-    kept, causal = min(tiling.kept, problem.head_dim // 16), BOOLEAN[mask.right or problem.causal is not None]
+    causal = BOOLEAN[mask.right or problem.causal is not None]
+    kept = min(tiling.kept, columns_of(problem.head_dim) // 16)
     if tiling.streaming:
         arguments |= {"WARPS": tiling.warps_m, "STAGES": tiling.stages, "KEPT": kept, "STEP": tiling.step}
         arguments |= {"CTAS": tiling.ctas, "LATE": late, "CAUSAL": causal}
@@ -102,7 +104,7 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
     if capability_of(problem.target) < (8, 0):
         return Rejection(f"{problem.target} is older than sm_80", "a GPU of compute capability 8.0 or newer")
     if problem.head_dim not in HEAD_DIMS:
-        return refused_head_dim(problem.head_dim, HEAD_DIMS, "a multiple of 16 up to 256")
+        return refused_head_dim(problem.head_dim, HEAD_DIMS, "a multiple of 8 up to 256")
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"

@@ -14,6 +14,11 @@ from microsdpa.kernels.chip import CLUSTERS, Chip, chip_of
 from microsdpa.kernels.problem import ELEMENT, Problem, capability_of
 
 
+def columns_of(head_dim: int) -> int:
+    """Columns of tiles: those of a head, and zeros up to a multiple of 16."""
+    return ceil(head_dim / 16) * 16
+
+
 @dataclass(frozen=True)
 class Tiling:
     """A configuration of ampere/mma or ampere/stream, apart from what the problem itself decides.
@@ -66,14 +71,15 @@ class Tiling:
 
     def shared_bytes(self, head_dim: int) -> int:
         """Dynamic shared memory: the query tile and the rings, or the groups' results that replace them."""
-        ring = 2 * self.stages * self.block_n * head_dim * ELEMENT
-        tiles = self.block_m * head_dim * ELEMENT + self.warps_n * ring
+        columns = columns_of(head_dim)
+        ring = 2 * self.stages * self.block_n * columns * ELEMENT
+        tiles = self.block_m * columns * ELEMENT + self.warps_n * ring
         if self.streaming:  # and seven addresses and strides, two barriers, two numbers, flags, sums of a thread's rows
             sums = 8 * self.row_tiles * self.threads if head_dim > 64 else 4
             return tiles + ceil((80 + 4 * self.warps_m + sums) / 128) * 128
         if self.warps_n == self.split == 1:
             return tiles
-        merging = self.warps_n * self.block_m * (4 * (head_dim + 8) + 8)
+        merging = self.warps_n * self.block_m * (4 * (columns + 8) + 8)
         exchange = self.block_m * head_dim // 4 * (16 + 8) + 8 if self.clustered else 0
         return ceil((ceil(max(tiles, merging) / 128) * 128 + exchange) / 128) * 128
 
@@ -143,13 +149,13 @@ def _streaming(problem: Problem) -> Tiling:
     """
     hopper = capability_of(problem.target) == (9, 0)
     if problem.head_dim <= 64:
-        return STREAM_DEEP if hopper else STREAM if problem.head_dim % 32 else STREAM_LEAN
-    if problem.head_dim == 128 and hopper:
+        return STREAM_DEEP if hopper else STREAM if columns_of(problem.head_dim) % 32 else STREAM_LEAN
+    if columns_of(problem.head_dim) == 128 and hopper:
         # One CTA of twice the rows reads K and V half as often; where few keys follow, what it begins and ends with,
         # beside no other CTA, costs more.
         waves = ctas_of(problem, STREAM_WIDE) / chip_of(problem.target).sms
         return STREAM_WIDE if problem.seqlen_k >= 4096 and waves >= 4 else STREAM_LARGE_STEP
-    return STREAM_LEAN_128 if problem.head_dim % 32 == 0 and not hopper else STREAM_SMALL_STEP
+    return STREAM_LEAN_128 if columns_of(problem.head_dim) % 32 == 0 and not hopper else STREAM_SMALL_STEP
 
 
 def late_ctas(problem: Problem, tiling: Tiling) -> int:
@@ -214,7 +220,7 @@ def cost(problem: Problem, tiling: Tiling) -> float:
     if problem.causal is not None:
         keys = keys * 5 / 8  # the average, and the tiles on the diagonal
     tiles = ceil(keys / (tiling.block_n * tiling.warps_n))
-    products = 4 * 16 * tiling.row_tiles * tiling.block_n * problem.head_dim * tiles  # of one warp
+    products = 4 * 16 * tiling.row_tiles * tiling.block_n * columns_of(problem.head_dim) * tiles  # of one warp
     warps = tiling.warps_m * tiling.warps_n
     throughput = (2 if tiling.streaming else 3) * at_once * warps * products / chip.mma_flops
     latency = 4 * products / chip.mma_flops + 300 * tiles
@@ -252,7 +258,7 @@ def measured(problem: Problem) -> Tiling | None:
 
 def splits_long_keys(problem: Problem) -> bool:
     """Whether so few tiles of queries meet so many keys that these are divided among eight CTAs or more."""
-    if problem.seqlen_k < LONG_KEYS or problem.head_dim % 16:
+    if problem.seqlen_k < LONG_KEYS:
         return False
     tiles = problem.batch * problem.heads * ceil(problem.seqlen_q / PAIRED.block_m)
     return 8 * tiles <= chip_of(problem.target).sms

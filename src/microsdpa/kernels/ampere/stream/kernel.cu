@@ -1,8 +1,9 @@
 // Exact attention on mma.sync for problems that fill the chip.
 //
 // Computes O = softmax(scale Q K^T + mask) V, and optionally LSE, for BLOCK_M queries of one head per CTA.
-// Tiles:    Q [BLOCK_M, HEAD_DIM]; each warp owns 16 ROW_TILES rows, as accumulators in registers. K and V
-//           [BLOCK_N, HEAD_DIM], two or four of each in shared memory.
+// Tiles:    Q [BLOCK_M, COLUMNS]; each warp owns 16 ROW_TILES rows, as accumulators in registers. K and V
+//           [BLOCK_N, COLUMNS], two or four of each in shared memory. COLUMNS are HEAD_DIM, filled up to a multiple
+//           of 16 with zeros.
 // Pipeline: 1. cp.async brings the next tile of K and V while this one is computed with; one barrier per tile, at which
 //           with four stages no warp waits that is less than a tile ahead of the slowest
 //           2. S = Q K^T for STEP keys   3. P = 2^(scale S - stabilizer), with a score of the first keys as stabilizer
@@ -26,11 +27,12 @@ namespace microsdpa::ampere::stream {
 template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int ROW_TILES_, int WARPS_>
 struct Tiles {
   using T = ELEMENT;
-  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_, WARPS = WARPS_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = (HEAD_DIM + 15) / 16 * 16;
+  static constexpr int BLOCK_N = BLOCK_N_, ROW_TILES = ROW_TILES_, WARPS = WARPS_;
   static constexpr int WARP_ROWS = 16 * ROW_TILES, BLOCK_M = WARP_ROWS * WARPS, THREADS = 32 * WARPS;
   static constexpr bool FULL = HEAD_DIM > 64;  // registers: what is needed once per tile lies in shared memory
-  using QueryTile = SwizzledTile<T, BLOCK_M, HEAD_DIM>;
-  using KeyTile = SwizzledTile<T, BLOCK_N, HEAD_DIM>;
+  using QueryTile = SwizzledTile<T, BLOCK_M, COLUMNS>;
+  using KeyTile = SwizzledTile<T, BLOCK_N, COLUMNS>;
 };
 
 template <typename C, int STAGES>
@@ -82,8 +84,8 @@ struct Source {
   __device__ __forceinline__ Source(const typename C::T* head, int64 stride)
       : from(head + threadIdx.x / Tile::CHUNKS * stride + threadIdx.x % Tile::CHUNKS * Tile::CHUNK) {}
 
-  // Starts copying the next BLOCK_N rows; those from `valid` on become zeros.
-  //   anywhere: an address that exists, for rows that do not; it is never read
+  // Starts copying the next BLOCK_N rows; those from `valid` on become zeros, as do columns past HEAD_DIM.
+  //   anywhere: an address that exists, for what does not; it is never read
   __device__ __forceinline__ void copy_async(Tile& tile, int64 stride, int valid, const void* anywhere) {
     const unsigned thread = opaque(threadIdx.x);  // its place in a tile is not worth a register all the time
     const unsigned row = thread / Tile::CHUNKS, column = thread % Tile::CHUNKS * Tile::CHUNK;
@@ -91,7 +93,10 @@ struct Source {
 #pragma unroll
       for (int r = 0; r < C::BLOCK_N; r += ROWS, from += ROWS * stride) {
 #pragma unroll
-        for (int c = 0; c < C::HEAD_DIM; c += Tile::PANEL) cp_async<16>(tile.at(row, column + c, r), from + c);
+        for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) {
+          const bool exists = C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + c < C::HEAD_DIM;
+          cp_async<16>(tile.at(row, column + c, r), exists ? from + c : anywhere, exists ? 16 : 0);
+        }
       }
       return;
     }
@@ -99,8 +104,9 @@ struct Source {
 #pragma unroll
     for (int r = 0; r < C::BLOCK_N; r += ROWS, from += ROWS * stride) {
 #pragma unroll
-      for (int c = 0; c < C::HEAD_DIM; c += Tile::PANEL) {
-        cp_async<16>(tile.at(row, column + c, r), r < valid ? from + c : anywhere, r < valid ? 16 : 0);
+      for (int c = 0; c < C::COLUMNS; c += Tile::PANEL) {
+        const bool exists = r < valid && (C::COLUMNS == C::HEAD_DIM || static_cast<int>(column) + c < C::HEAD_DIM);
+        cp_async<16>(tile.at(row, column + c, r), exists ? from + c : anywhere, exists ? 16 : 0);
       }
     }
   }
@@ -123,7 +129,7 @@ template <typename T, int HEAD_DIM, int BLOCK_N, int ROW_TILES, int WARPS, int S
 __global__ void __launch_bounds__(32 * WARPS, CTAS) attention(const __grid_constant__ AttentionParams params) {
   using C = Tiles<T, HEAD_DIM, BLOCK_N, ROW_TILES, WARPS>;
   using Softmax = OnlineSoftmax<ROW_TILES>;
-  constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS;
+  constexpr int BLOCK_M = C::BLOCK_M, WARP_ROWS = C::WARP_ROWS, COLUMNS = C::COLUMNS;
   constexpr int MASKED_STEP = STAGES == 4 && STEP > 32 ? 32 : STEP;  // masks take registers
   constexpr int AHEAD = STAGES / 2;  // tiles that are on their way while one is computed with
   static_assert(STAGES == 2 || STAGES == 4, "a barrier a tile, or two that take turns");
@@ -153,8 +159,9 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention(const __grid_const
   // the first two of an SM the second begins later; LATE is how many SMs there are.
   if (LATE > 0 && blockIdx.x >= LATE && blockIdx.x < 2 * LATE) pause(64 * HEAD_DIM);
   if (PROGRAMMATIC) grid_dependency_wait();
-  shared.query.template copy_async<C::THREADS>(head.query + work.first_row * params.query_strides.row,
-                                               params.query_strides.row, params.seqlen_q - work.first_row, threadIdx.x);
+  shared.query.template copy_columns_async<C::THREADS, HEAD_DIM>(head.query + work.first_row * params.query_strides.row,
+                                                                 params.query_strides.row,
+                                                                 params.seqlen_q - work.first_row, threadIdx.x);
   Source<C> key(head.key, params.key_strides.row), value(head.value, params.value_strides.row);
   const auto load = [&](int i) {
     if (i == 0 || i < count) {
@@ -188,7 +195,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention(const __grid_const
   };
 
   Softmax softmax;
-  float o[ROW_TILES][HEAD_DIM / 8][4];
+  float o[ROW_TILES][COLUMNS / 8][4];
   for (bool again = false;; again = true) {
     load(0);
     if (STAGES == 4) load(1);
@@ -197,7 +204,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention(const __grid_const
 #pragma unroll
     for (int t = 0; t < ROW_TILES; ++t) {
 #pragma unroll
-      for (int n = 0; n < HEAD_DIM / 8; ++n) {
+      for (int n = 0; n < COLUMNS / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) o[t][n][e] = 0.0f;
       }
@@ -284,7 +291,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention(const __grid_const
             mask_row<MASKED_STEP>(s[t], half, keys_seen<CAUSAL>(params, row, 1) - first_key);
           }
         }
-        softmax.template update<MASKED_STEP, HEAD_DIM>(s, o, scale);
+        softmax.template update<MASKED_STEP, COLUMNS>(s, o, scale);
         operands.template accumulate<MASKED_STEP>(o, s, first);
       }
       next_tile();
@@ -335,7 +342,7 @@ __global__ void __launch_bounds__(32 * WARPS, CTAS) attention(const __grid_const
   }
   __syncwarp();  // of the query tile the warp reads and writes its own rows only
   T* out = shared.head.out;
-  store_rows<T, ROW_TILES, HEAD_DIM>(shared.query, warp * WARP_ROWS, o, scales, [&](unsigned r) -> T* {
+  store_rows<T, ROW_TILES, COLUMNS, HEAD_DIM>(shared.query, warp * WARP_ROWS, o, scales, [&](unsigned r) -> T* {
     const int row = warp_first + static_cast<int>(r);
     return row < params.seqlen_q ? out + row * params.out_strides.row : nullptr;
   });

@@ -69,7 +69,7 @@ struct Operands {
       }
     }
 #pragma unroll
-    for (int k = 0; k < C::HEAD_DIM / 16; ++k) {
+    for (int k = 0; k < C::COLUMNS / 16; ++k) {
       uint32 a[C::ROW_TILES][4];
 #pragma unroll
       for (int t = 0; t < C::ROW_TILES; ++t) {
@@ -91,7 +91,7 @@ struct Operands {
 
   // O += P V for KEYS keys of the current tile, from row `first` on; P as FP32 accumulators.
   template <int KEYS>
-  __device__ __forceinline__ void accumulate(float (&o)[C::ROW_TILES][C::HEAD_DIM / 8][4],
+  __device__ __forceinline__ void accumulate(float (&o)[C::ROW_TILES][C::COLUMNS / 8][4],
                                              const float (&s)[C::ROW_TILES][KEYS / 8][4], int first) const {
     uint32 p[C::ROW_TILES][KEYS / 16][4];
     pack_probabilities<T, C::ROW_TILES, KEYS>(p, s);
@@ -104,7 +104,7 @@ struct Operands {
         for (int j = 0; j < 4; ++j) a[t][j] = p[t][k][j];
       }
 #pragma unroll
-      for (int n = 0; n < C::HEAD_DIM / 16; ++n) {
+      for (int n = 0; n < C::COLUMNS / 16; ++n) {
         uint32 b[4];
         ldmatrix<4, true>(b, lane_row<C::BLOCK_N>(value_tile, value, first + 16 * k, n));
         multiply(o, a, b, n);

@@ -28,7 +28,7 @@ CACHE_DIMS = range(16, 257, 16)
 CACHE_FORMAT = {"e4m3": "E4m3Cache", "int8": "Int8Cache"}
 SPILLS = "O and the tiles ahead take every register: some bytes of addresses and masks, once per tile"
 MOST_RESIDENT = 2
-"""CTAs of an SM: more of them would divide keys further than they share memory."""
+"""CTAs of an SM, but where sequences are many: more of them would divide keys further than they share memory."""
 
 
 APPEND_THREADS = 128
@@ -68,6 +68,8 @@ class Tiling:
         stages: tiles of K and V in shared memory, of each group.
         cluster: CTAs of a cluster that share the keys of a sequence's only tile of rows; 1 for none.
         kept: blocks of 16 columns of Q that stay in registers; at most all.
+        resident: CTAs of an SM at most.
+        bounded: whether a thread has so few registers that as many run at a time.
     """
 
     block_n: int
@@ -77,6 +79,8 @@ class Tiling:
     stages: int
     kept: int = 16
     cluster: int = 1
+    resident: int = MOST_RESIDENT
+    bounded: bool = False
 
     @property
     def block_m(self) -> int:
@@ -151,6 +155,13 @@ class Sharing:
     wide_from: int = 0
 
 
+MANY_OF_FEW = replace(FEW, warps_n=2, stages=2, resident=4)
+MANY_NARROW = replace(FEW, stages=2, resident=3)
+MANY_ODD = replace(FEW, warps_n=2, stages=2, kept=0, resident=7, bounded=True)
+"""Tiles for up to 16 rows of more sequences than clusters share the keys of: for few keys, for up to 64 columns, and
+for 80, which are copied in runs of 32 bytes. As measured on an H100."""
+FEWEST_NARROW_KEYS, MOST_FEW_KEYS = 128, 512
+"""Keys of these sequences up to which MANY_OF_FEW is for all columns, and for those that have no tiles of their own."""
 SHARING = (Sharing(15, 1, 8, 8192), Sharing(30, 1, 4, 2048), Sharing(66, 1, 2, 4096, 257), Sharing(132, 2, 2, 1024))
 """The first of them that has room for a call is the one; measurements are in the log."""
 
@@ -160,8 +171,10 @@ def tiling_of(problem: Problem) -> Tiling:
     tiling = _tiles_of(problem)
     rows, units = problem.seqlen_q * problem.heads // problem.heads_kv, problem.batch * problem.heads_kv
     bounded = not problem.packed_queries or problem.batch == 1
-    if capability_of(problem.target) != (9, 0) or rows > tiling.block_m or units > SHARING[-1].units or not bounded:
+    if capability_of(problem.target) != (9, 0) or rows > tiling.block_m or not bounded:
         return tiling
+    if units > SHARING[-1].units:
+        return _of_many_sequences(problem, tiling) if rows <= FEW.block_m and problem.cache is None else tiling
     sharing = next(each for each in SHARING if units <= each.units)
     if problem.seqlen_k > sharing.keys or tiling.block_m * problem.head_dim % (4 * sharing.cluster):
         return tiling
@@ -173,7 +186,19 @@ def tiling_of(problem: Problem) -> Tiling:
         clustered = replace(clustered, block_n=FEW.block_n)  # a tile for each warp as early as may be
     shared_bytes = clustered.shared_bytes(problem.head_dim, problem.cache)
     fits = shared_bytes <= chip_of(problem.target).shared_per_cta
-    return clustered if fits and sharing.resident <= _resident(shared_bytes, problem.target) else tiling
+    return clustered if fits and sharing.resident <= _resident(clustered, shared_bytes, problem.target) else tiling
+
+
+def _of_many_sequences(problem: Problem, tiling: Tiling) -> Tiling:
+    """The tiles for up to 16 rows of so many sequences that every SM has some."""
+    columns, keys = columns_of(problem.head_dim, None), problem.seqlen_k
+    if columns <= LARGE and keys <= FEWEST_NARROW_KEYS:
+        return MANY_OF_FEW
+    if columns <= 64:
+        return MANY_NARROW
+    if columns == 80:
+        return MANY_ODD
+    return MANY_OF_FEW if columns <= LARGE and keys <= MOST_FEW_KEYS else tiling
 
 
 def is_shared(problem: Problem) -> bool:
@@ -181,9 +206,9 @@ def is_shared(problem: Problem) -> bool:
     return tiling_of(problem).cluster > 1
 
 
-def _resident(shared_bytes: int, target: str) -> int:
+def _resident(tiling: Tiling, shared_bytes: int, target: str) -> int:
     """CTAs of an SM."""
-    return max(1, min(chip_of(target).shared_per_sm // (shared_bytes + 1024), MOST_RESIDENT))
+    return max(1, min(chip_of(target).shared_per_sm // (shared_bytes + 1024), tiling.resident))
 
 
 def _is_odd(problem: Problem) -> bool:
@@ -305,7 +330,10 @@ def _specification(problem: Problem, tiling: Tiling, layout: str, split: int, va
         "CACHE": _cache(problem.cache),
     }
     arguments |= {"VALUE_DIM": value_dim} if value_dim else {}
+    if tiling.bounded:
+        arguments |= {"VALUE_DIM": value_dim or problem.head_dim, "CTAS": tiling.resident}
     chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim, problem.cache)
+    many_registers = problem.head_dim >= 128 or tiling.row_tiles > 1 or mask.alibi or problem.cache is not None
     return KernelSpec(
         name="ampere/varlen",
         source="ampere/varlen/kernel.cu",
@@ -314,10 +342,10 @@ def _specification(problem: Problem, tiling: Tiling, layout: str, split: int, va
         threads=tiling.threads,
         block_m=tiling.block_m,
         shared_bytes=shared_bytes,
-        local_memory=SPILLS if problem.head_dim >= 128 or tiling.row_tiles > 1 or mask.alibi or problem.cache else "",
+        local_memory=SPILLS if many_registers or tiling.bounded else "",
         pack=problem.heads // problem.heads_kv,
         cluster=tiling.cluster,
-        max_ctas=_resident(shared_bytes, problem.target) * chip.sms,
+        max_ctas=_resident(tiling, shared_bytes, problem.target) * chip.sms,
         programmatic=programmatic,
         params="microsdpa::CacheParams" if problem.cache else "microsdpa::VarlenParams",
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from microsdpa.kernels.chip import CLUSTERS, chip_of
-from microsdpa.kernels.hopper.common import PANEL_BYTES, ROWS
+from microsdpa.kernels.hopper.common import PANEL_BYTES, ROWS, panel, stored_columns, tail
 from microsdpa.kernels.problem import (
     ELEMENT,
     ELEMENT_BYTES,
@@ -46,22 +46,6 @@ FEW_KEY_TILES, MANY_KEY_TILES = 3, 16
 """Tiles of keys up to which a list is made in one launch, where lists are few, and in any case."""
 MAX_TILES = 2**29
 """Query tiles that the kernel counts."""
-
-
-def panel(head_dim: int) -> int:
-    """Columns of a box of Q, K, V and O."""
-    return 32 if head_dim % 64 == 32 else 64
-
-
-def tail(head_dim: int) -> int:
-    """Columns of a tile's last box, where it is a narrow one; 0 without one."""
-    return 16 if head_dim % 64 == 16 else 0
-
-
-def stored_columns(head_dim: int) -> int:
-    """Columns of a tile in shared memory."""
-    end = tail(head_dim)
-    return ceil((head_dim - end) / panel(head_dim)) * panel(head_dim) + end
 
 
 def out_columns(head_dim: int) -> int:

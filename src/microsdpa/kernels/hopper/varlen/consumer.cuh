@@ -107,12 +107,13 @@ struct Consumer
     for (int half = 0; half < 2; ++half) {
       const int own_row = ROWS * warpgroup + tile_row(half);
       T* out = static_cast<T*>(params.out) + offset(segment, segment.first_row + own_row, params.out_strides);
-      uint4 chunk[HEAD_DIM / 32];
+      constexpr int CHUNKS = (HEAD_DIM + 31) / 32;
+      uint4 chunk[CHUNKS];
 #pragma unroll
       for (int n = 0; n < HEAD_DIM / 8; n += 4) {
-        uint32 word[4];
+        uint32 word[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < 4 && n + i < HEAD_DIM / 8; ++i) {
           const int at = 4 * (n + i) + 2 * half;
           word[i] = pack<T>(o[at] * factor[half], o[at + 1] * factor[half]);
         }
@@ -120,9 +121,9 @@ struct Consumer
       }
       if (own_row < segment.rows) {
 #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 32; ++i) {
+        for (int i = 0; i < CHUNKS; ++i) {
           const int column = 8 * (4 * i + thread % 4);
-          if (VALUE_DIM == HEAD_DIM || column < VALUE_DIM) *reinterpret_cast<uint4*>(out + column) = chunk[i];
+          if (VALUE_DIM == 32 * CHUNKS || column < VALUE_DIM) *reinterpret_cast<uint4*>(out + column) = chunk[i];
         }
       }
       __syncwarp();  // else ptxas takes the whole loop for divergent, with 150 moves into uniform registers

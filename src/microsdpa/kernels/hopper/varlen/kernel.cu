@@ -34,13 +34,13 @@ template <int CONSUMERS>
 constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1;  // CTAs of an SM
 
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: as in hopper/throughput.
-// VALUE_DIM: columns of V and O, at most HEAD_DIM; bulk copies fill the others with zeros.
+// VALUE_DIM, QUERY_DIM: columns of V and O, and of Q and K, at most HEAD_DIM; the others are zeros.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, int PACK,
-          int BOX_ROWS, bool PAGED, typename MASKS, int VALUE_DIM = HEAD_DIM>
+          int BOX_ROWS, bool PAGED, typename MASKS, int VALUE_DIM = HEAD_DIM, int QUERY_DIM = HEAD_DIM>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<CONSUMERS>)
     attention(const __grid_constant__ VarlenParams params, const __grid_constant__ TensorMap key,
               const __grid_constant__ TensorMap value) {
-  using C = Tiles<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, BOX_ROWS>;
+  using C = Tiles<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, BOX_ROWS, QUERY_DIM>;
   auto& shared = dynamic_shared<SharedStorage<C>>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
   grid_dependency_launch();

@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const Varlen
 }
 
 // Copies a segment's rows of queries: one of two warps, each with every other 32 chunks of 16 bytes. Rows past the
-// segment's are zeros.
+// segment's are zeros, and columns past those of Q.
 template <typename C, typename MASKS, int PACK>
 __device__ __forceinline__ void load_rows(SharedStorage<C>& shared, const VarlenParams& params, const Segment& segment,
                                           int stage, int loader) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void load_rows(SharedStorage<C>& shared, const Varlen
     const int row = i / CHUNKS, of_sequence = segment.first_row + row;
     const T* from = query + of_sequence % PACK * params.query_strides.head +
                     of_sequence / PACK * params.query_strides.row + i % CHUNKS * 8;
-    const bool valid = row < segment.rows;
+    const bool valid = row < segment.rows && (C::QUERY_DIM == C::HEAD_DIM || i % CHUNKS * 8 < C::QUERY_DIM);
     cp_async<16>(place(i), valid ? from : query, valid ? 16 : 0);
   }
   cp_async_commit();

@@ -8,14 +8,18 @@
 
 namespace microsdpa::hopper::varlen {
 
-// BOX_ROWS: keys of one bulk copy, all of a page; BLOCK_N of them where keys are contiguous.
-template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int QUERY_STAGES_, int BOX_ROWS_>
+// BOX_ROWS: keys of one bulk copy, all of a page; BLOCK_N of them where keys are contiguous. QUERY_DIM: columns that Q
+// and K have, at most HEAD_DIM.
+template <typename ELEMENT, int HEAD_DIM_, int BLOCK_N_, int CONSUMERS_, int STAGES_, int QUERY_STAGES_, int BOX_ROWS_,
+          int QUERY_DIM_>
 struct Tiles : TileShape<ELEMENT, HEAD_DIM_, BLOCK_N_, CONSUMERS_, STAGES_, QUERY_STAGES_> {
   using T = ELEMENT;
-  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_;
-  static constexpr int COLUMNS = PANEL<HEAD_DIM>, PANELS = HEAD_DIM / COLUMNS;  // of a box, and of a tile
+  static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, QUERY_DIM = QUERY_DIM_;
+  static constexpr int COLUMNS = PANEL<HEAD_DIM>, PANELS = hopper::PANELS<HEAD_DIM>;  // of a box, and of a tile
+  static constexpr int STORED = STORED_COLUMNS<HEAD_DIM>;
   static constexpr int BOX_ROWS = BOX_ROWS_, BOXES = BLOCK_N / BOX_ROWS;
-  static constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * static_cast<int>(sizeof(T));
+  static constexpr int TILE_BYTES = BLOCK_N * STORED * static_cast<int>(sizeof(T));
+  static_assert(TAIL<HEAD_DIM> == 0, "all boxes have as many columns");
   static_assert(BLOCK_N % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && 32 % BOXES == 0, "boxes are whole swizzle patterns");
 };
 
@@ -39,9 +43,9 @@ template <typename C>
 struct SharedStorage {
   static_assert(C::QUERY_STAGES + 2 <= SEGMENTS, "a segment is described while consumers may ask");
 
-  alignas(1024) typename C::T query[C::QUERY_STAGES][C::CONSUMERS][ROWS * C::HEAD_DIM];
-  alignas(1024) typename C::T key[C::STAGES][C::BLOCK_N * C::HEAD_DIM];
-  alignas(1024) typename C::T value[C::STAGES][C::BLOCK_N * C::HEAD_DIM];
+  alignas(1024) typename C::T query[C::QUERY_STAGES][C::CONSUMERS][ROWS * C::STORED];
+  alignas(1024) typename C::T key[C::STAGES][C::BLOCK_N * C::STORED];
+  alignas(1024) typename C::T value[C::STAGES][C::BLOCK_N * C::STORED];
   Segment segment[SEGMENTS];
   int misplaced[SEGMENTS];    // whether a page of the segment is none of the cache's
   int is_last[C::CONSUMERS];  // whether a warpgroup's part of the rows was the last one to be ready

@@ -8,7 +8,7 @@ from math import ceil
 
 from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.chip import RESERVED_SHARED, chip_of
-from microsdpa.kernels.hopper.common import ROWS
+from microsdpa.kernels.hopper.common import ROWS, panel, stored_columns
 from microsdpa.kernels.problem import (
     ELEMENT,
     ELEMENT_BYTES,
@@ -60,7 +60,7 @@ class Tiles:
 
     def shared_bytes(self, head_dim: int, stages: int, query_stages: int) -> int:
         """SharedStorage's size (shared.cuh)."""
-        tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * head_dim * ELEMENT
+        tiles = (query_stages * self.block_m + 2 * stages * self.block_n) * stored_columns(head_dim) * ELEMENT
         words = SEGMENTS + self.consumers
         barriers = (3 * query_stages + 5 * stages) * 8
         return ceil((tiles + SEGMENTS * SEGMENT_BYTES + ceil(words / 2) * 8 + barriers) / 1024) * 1024
@@ -85,16 +85,27 @@ FEW = Tiles(1, 64, True)
 SOME = Tiles(2, 128, True)
 """For up to 128 rows, where there are larger tiles too."""
 TILES = {
+    32: Tiles(3, 128, False),
+    48: Tiles(3, 128, False),
     64: Tiles(3, 128, False),
     96: Tiles(2, 128, True),
+    112: Tiles(2, 128, True),
     128: Tiles(2, 128, True),
+    160: Tiles(2, 64, True),
     192: Tiles(2, 64, True),
     256: Tiles(2, 64, True),
 }
-"""For more rows, by head dimension."""
+"""For more rows, by the columns that are multiplied."""
+HEAD_DIMS = range(8, max(TILES) + 1, 8)
+"""Head dimensions whose rows a bulk copy can read."""
 LARGEST_OF_FEW = 128
 """Head dimension up to which two CTAs share an SM."""
 SPILLS = "the warp that finds the work has few registers, and keeps some of the schedule there, once per segment"
+
+
+def padded(head_dim: int) -> int:
+    """Columns that are multiplied: bulk copies fill those that a tensor lacks with zeros."""
+    return min(columns for columns in TILES if columns >= head_dim)
 
 
 def tiles_of(problem: Problem) -> Tiles:
@@ -102,7 +113,7 @@ def tiles_of(problem: Problem) -> Tiles:
     rows = problem.seqlen_q * problem.heads // problem.heads_kv
     if rows <= FEW.block_m and problem.head_dim <= LARGEST_OF_FEW:
         return FEW
-    large = TILES[problem.head_dim]
+    large = TILES[padded(problem.head_dim)]
     return SOME if rows <= SOME.block_m < large.block_m else large
 
 
@@ -112,8 +123,8 @@ def forward(problem: Problem) -> KernelSpec | Rejection:
         return Rejection(f"{problem.target} has no wgmma, which is sm_90a's", "a GPU of compute capability 9.0")
     if problem.cache is not None:
         return Rejection(f"it does not widen {problem.cache}", f"keys and values of {problem.dtype}")
-    if problem.head_dim not in TILES:
-        return refused_head_dim(problem.head_dim, TILES)
+    if problem.head_dim not in HEAD_DIMS:
+        return refused_head_dim(problem.head_dim, HEAD_DIMS, f"a multiple of 8 up to {max(TILES)}")
     if problem.alignment < VECTOR_BYTES:
         return Rejection(
             f"rows that are not aligned to {VECTOR_BYTES} bytes", f"tensors whose rows start on {VECTOR_BYTES} bytes"
@@ -137,7 +148,7 @@ def specification(problem: Problem, tiles: Tiles) -> KernelSpec:
 @functools.lru_cache(maxsize=1024)
 def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool, value_dim: int) -> KernelSpec:
     """specification() for any problem of that kind, whatever its size."""
-    chip, mask, head_dim = chip_of(problem.target), problem.mask or MaskKind(), problem.head_dim
+    chip, mask, head_dim = chip_of(problem.target), problem.mask or MaskKind(), padded(problem.head_dim)
     rings = tiles.rings(head_dim, problem.target)
     if rings is None:
         raise ValueError(f"tiles: expected some that fit shared memory with head_dim {head_dim}, got {tiles}")
@@ -157,8 +168,11 @@ def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool, v
         "PAGED": BOOLEAN[paged],
         "MASKS": f"microsdpa::hopper::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
     }
-    arguments |= {"VALUE_DIM": value_dim} if value_dim else {}
-    columns = 64 if head_dim % 64 == 0 else 32
+    if value_dim or problem.head_dim != head_dim:
+        arguments["VALUE_DIM"] = value_dim or problem.head_dim
+    if problem.head_dim != head_dim:
+        arguments["QUERY_DIM"] = problem.head_dim
+    columns = panel(head_dim)
     maps = [TensorMap(name, box_rows, columns, columns * ELEMENT_BYTES[problem.dtype]) for name in ("key", "value")]
     return KernelSpec(
         name="hopper/varlen",
