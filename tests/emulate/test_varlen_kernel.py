@@ -392,14 +392,14 @@ def test_how_many_ctas_share_a_sequence(sequences: int, heads_kv: int, keys: int
     assert kernel.tiling_of(replace(problem, target="sm_89")).cluster == 1
 
 
-MANY_OF_FEW, MANY_NARROW, MANY_ODD = kernel.MANY_OF_FEW, kernel.MANY_NARROW, kernel.MANY_ODD
+MANY_OF_FEW, MANY_NARROW = kernel.MANY_OF_FEW, kernel.MANY_NARROW
 
 
 @pytest.mark.parametrize(
     ("head_dim", "keys", "tiling"),
     [
         *((64, 128, MANY_OF_FEW), (64, 129, MANY_NARROW), (40, 4096, MANY_NARROW)),
-        *((80, 128, MANY_OF_FEW), (72, 129, MANY_ODD), (80, 4096, MANY_ODD)),
+        *((80, 128, MANY_OF_FEW), (72, 129, MANY_NARROW), (80, 4096, MANY_NARROW)),
         *((128, 512, MANY_OF_FEW), (128, 513, kernel.FEW), (96, 513, kernel.FEW), (256, 16, kernel.FEW_LARGE)),
     ],
 )
@@ -407,7 +407,7 @@ def test_tiles_of_many_sequences(head_dim: int, keys: int, tiling: kernel.Tiling
     problem = Problem(133, 4, 1, 1, keys, head_dim, "bfloat16", target="sm_90a", varlen=16)
     assert kernel.tiling_of(problem) == tiling
     for change in ({"batch": 132}, {"target": "sm_89"}, {"packed_queries": True}):
-        assert kernel.tiling_of(replace(problem, **change)) not in (MANY_OF_FEW, MANY_NARROW, MANY_ODD)  # type: ignore[arg-type]
+        assert kernel.tiling_of(replace(problem, **change)) not in (MANY_OF_FEW, MANY_NARROW)  # type: ignore[arg-type]
     spec = kernel.specification(problem, tiling)
     assert spec.max_ctas <= COUNTERS
     assert spec.max_ctas // 132 * (spec.shared_bytes + 1024) <= chip_of("sm_90a").shared_per_sm

@@ -69,7 +69,6 @@ class Tiling:
         cluster: CTAs of a cluster that share the keys of a sequence's only tile of rows; 1 for none.
         kept: blocks of 16 columns of Q that stay in registers; at most all.
         resident: CTAs of an SM at most.
-        bounded: whether a thread has so few registers that as many run at a time.
     """
 
     block_n: int
@@ -80,7 +79,6 @@ class Tiling:
     kept: int = 16
     cluster: int = 1
     resident: int = MOST_RESIDENT
-    bounded: bool = False
 
     @property
     def block_m(self) -> int:
@@ -157,11 +155,10 @@ class Sharing:
 
 MANY_OF_FEW = replace(FEW, warps_n=2, stages=2, resident=4)
 MANY_NARROW = replace(FEW, stages=2, resident=3)
-MANY_ODD = replace(FEW, warps_n=2, stages=2, kept=0, resident=7, bounded=True)
-"""Tiles for up to 16 rows of more sequences than clusters share the keys of: for few keys, for up to 64 columns, and
-for 80, which are copied in runs of 32 bytes. As measured on an H100."""
-FEWEST_NARROW_KEYS, MOST_FEW_KEYS = 128, 512
-"""Keys of these sequences up to which MANY_OF_FEW is for all columns, and for those that have no tiles of their own."""
+"""Tiles for up to 16 rows of more sequences than clusters share the keys of: for few keys, and for few columns. As
+measured on an H100."""
+NARROW, FEWEST_NARROW_KEYS, MOST_FEW_KEYS = 80, 128, 512
+"""Columns of the latter at most, keys up to which these have the former, and keys up to which more columns have it."""
 SHARING = (Sharing(15, 1, 8, 8192), Sharing(30, 1, 4, 2048), Sharing(66, 1, 2, 4096, 257), Sharing(132, 2, 2, 1024))
 """The first of them that has room for a call is the one; measurements are in the log."""
 
@@ -192,12 +189,8 @@ def tiling_of(problem: Problem) -> Tiling:
 def _of_many_sequences(problem: Problem, tiling: Tiling) -> Tiling:
     """The tiles for up to 16 rows of so many sequences that every SM has some."""
     columns, keys = columns_of(problem.head_dim, None), problem.seqlen_k
-    if columns <= LARGE and keys <= FEWEST_NARROW_KEYS:
-        return MANY_OF_FEW
-    if columns <= 64:
-        return MANY_NARROW
-    if columns == 80:
-        return MANY_ODD
+    if columns <= NARROW:
+        return MANY_OF_FEW if keys <= FEWEST_NARROW_KEYS else MANY_NARROW
     return MANY_OF_FEW if columns <= LARGE and keys <= MOST_FEW_KEYS else tiling
 
 
@@ -330,10 +323,7 @@ def _specification(problem: Problem, tiling: Tiling, layout: str, split: int, va
         "CACHE": _cache(problem.cache),
     }
     arguments |= {"VALUE_DIM": value_dim} if value_dim else {}
-    if tiling.bounded:
-        arguments |= {"VALUE_DIM": value_dim or problem.head_dim, "CTAS": tiling.resident}
     chip, shared_bytes = chip_of(problem.target), tiling.shared_bytes(problem.head_dim, problem.cache)
-    many_registers = problem.head_dim >= 128 or tiling.row_tiles > 1 or mask.alibi or problem.cache is not None
     return KernelSpec(
         name="ampere/varlen",
         source="ampere/varlen/kernel.cu",
@@ -342,7 +332,7 @@ def _specification(problem: Problem, tiling: Tiling, layout: str, split: int, va
         threads=tiling.threads,
         block_m=tiling.block_m,
         shared_bytes=shared_bytes,
-        local_memory=SPILLS if many_registers or tiling.bounded else "",
+        local_memory=SPILLS if problem.head_dim >= 128 or tiling.row_tiles > 1 or mask.alibi or problem.cache else "",
         pack=problem.heads // problem.heads_kv,
         cluster=tiling.cluster,
         max_ctas=_resident(tiling, shared_bytes, problem.target) * chip.sms,
