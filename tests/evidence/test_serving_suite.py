@@ -76,7 +76,7 @@ def test_layers_that_append_share_lengths_and_angles(monkeypatch: pytest.MonkeyP
 def test_the_cells_of_the_suite() -> None:
     cells = serving.cells()
     assert len(set(cells)) == len(cells)
-    assert {cell.heads_kv for cell in cells} == {1, 8, 16}
+    assert {cell.heads_kv for cell in cells} == {1, 8, 12, 16, 32}
     assert any(cell.queries is None for cell in cells)
     assert sum(serving.prompts(16384, 9)) == 16384
     assert all(length > 0 for cell in cells for length in cell.lengths)
@@ -126,7 +126,7 @@ def test_every_row_fits_the_schema() -> None:
 def test_bits_that_depend_on_no_batch_have_rows_of_their_own() -> None:
     (way,) = (way for way in OURS if way.variant == serving.INVARIANT)
     timed = [cell for cell in serving.cells() if not way.absent(cell)]
-    assert {len(cell.lengths) for cell in timed} == {1, 8, 64, 256}
+    assert {len(cell.lengths) for cell in timed} == {1, 8, 32, 64, 100, 200, 256}
     assert {cell.page for cell in timed} == {16}
     assert fields_of(way, timed[0], "sm_90a")["batch_invariant"] is True
     assert fields_of(way, timed[0], "sm_90a")["kernel"] == "ampere/varlen"

@@ -126,11 +126,13 @@ def cells() -> list[Cell]:
         Cell(mixed(*sizes), text=f"{sizes[0]} of 1 to {sizes[1]}") for sizes in ((8, 4096), (64, 32768), (256, 4096))
     ]
     found += [Cell((4096, *(16,) * 7), text="one of 4096 among 7 of 16"), Cell((512,) * 8, 64, 1)]
+    found += [Cell((32,) * 200, 8, 8), Cell((512,) * 32, 32, 32, 80), Cell((300,) * 100, 12, 12, 64)]
     narrow: tuple[Literal["e4m3", "int8"], ...] = ("e4m3", "int8")
     for cache in narrow:
         found += [Cell((keys,) * batch, cache=cache) for batch, keys in NARROW_SIZES]
     found.append(Cell(prompts(16384, 9), queries=None, page=0, text="9 prompts of 16384 tokens"))
     found.append(Cell(prompts(16384, 13), 16, 16, 64, None, 0, "13 prompts of 16384 tokens"))
+    found += [Cell(prompts(16384, 9), 16, 16, dim, None, 0, "9 prompts of 16384 tokens") for dim in (32, 72, 80, 112)]
     narrow_values = {"page": 0, "text": "9 prompts of 16384 tokens, 128 columns of V", "value_dim": 128}
     found.append(Cell(prompts(16384, 9), 16, 16, 192, None, **narrow_values))  # type: ignore[arg-type]
     for heads in ((32, 8, 128), (16, 16, 64)):
@@ -304,6 +306,15 @@ def _torch_cudnn(layer: Layer, cell: Cell) -> Call:
     return call
 
 
+def _torch_varlen(layer: Layer, cell: Cell) -> Call:
+    from torch.nn.attention.varlen import varlen_attn
+
+    own, longest = layer.sequences, max(cell.lengths)
+    where: Any = own.query_offsets, own.key_offsets, longest, longest
+    groups: dict[str, Any] = {"enable_gqa": True} if cell.heads != cell.heads_kv else {}
+    return lambda: varlen_attn(*layer[:3], *where, window_size=(-1, 0), **groups)
+
+
 def _flash3(layer: Layer, cell: Cell) -> Call:
     from flash_attn_interface import (  # type: ignore[import-not-found]
         flash_attn_varlen_func,
@@ -355,18 +366,23 @@ def _flash_infer(layer: Layer, cell: Cell) -> Call:
     return lambda: wrapper.run(rows, (key, value), **scales)
 
 
-ONE_LENGTH, ONE_QUERY, ONE_TYPE, ONE_PAGE, FEW = NOT_COMPUTED = (
+ONE_LENGTH, ONE_QUERY, ONE_TYPE, ONE_PAGE, FEW, PACKED = NOT_COMPUTED = (
     "its sequences have one length",
     "it decodes one query a sequence",
     "its tensors have one type",
     "it is timed with pages of 16",
     f"it is timed with up to {MOST_APPENDING} sequences of a length",
+    "it is timed with packed tensors",
 )
 """Why a way does not compute a cell, whoever has installed it."""
 
 
 def _only_equal(cell: Cell) -> str:
     return "" if cell.equal else ONE_LENGTH
+
+
+def _only_packed(cell: Cell) -> str:
+    return PACKED if cell.queries is not None else ""
 
 
 def _only_decoding(cell: Cell) -> str:
@@ -417,6 +433,7 @@ WAYS: tuple[Way, ...] = (
     ),
     Way(OURS, _ours_dense, "dense", _rows_first, _equal_of_one_type, dense=True),
     Way("torch cuDNN", _torch_cudnn, "dense", _rows_first, _no_queries_of_many, dense=True),
+    Way("torch varlen_attn", _torch_varlen, absent=_only_packed),
     Way("FlashAttention-3", _flash3, "", _first, _needs("flash_attn_interface", "flash-attn-3", _only_one_type)),
     Way("FlashAttention-4", _flash4, "", _first, _needs("flash_attn.cute", "flash-attn-4", _only_one_type)),
     Way(
@@ -489,7 +506,7 @@ def fields_of(way: Way, cell: Cell, target: str) -> dict[str, Any]:
     inputs = "bfloat16" if cell.cache == "bfloat16" else f"bfloat16, {cell.cache} cache"
     fields |= {"inputs": inputs, "dtype": "bfloat16", "op": "sdpa", "lengths": list(cell.lengths)}
     if way.name != OURS:
-        return fields | {"version": torch.__version__ if way.dense else "installed"}
+        return fields | {"version": torch.__version__ if way.name.startswith("torch") else "installed"}
     fields |= {"version": microsdpa.__version__, "requested": "auto"}
     fields |= {"value_dim": cell.value_dim} if cell.value_dim else {}
     problem = problem_of(cell, target)

@@ -191,7 +191,8 @@ def _of_many_sequences(problem: Problem, tiling: Tiling) -> Tiling:
     columns, keys = columns_of(problem.head_dim, None), problem.seqlen_k
     if columns <= NARROW:
         return MANY_OF_FEW if keys <= FEWEST_NARROW_KEYS else MANY_NARROW
-    return MANY_OF_FEW if columns <= LARGE and keys <= MOST_FEW_KEYS else tiling
+    most = MOST_FEW_KEYS if columns % 32 == 0 else FEWEST_NARROW_KEYS
+    return MANY_OF_FEW if columns <= LARGE and keys <= most else tiling
 
 
 def is_shared(problem: Problem) -> bool:
