@@ -92,7 +92,7 @@ def register(
     kernels: list[list[int]] | None = None,
     workspace_bytes: int = 0,
     growth: tuple[int, int] = (1, 0),
-    varlen: tuple[int, int, int, int, int, int] = (0, 0, 0, 1, 0, 0),
+    varlen: tuple[int, int, int, int, int, int, int] = (0, 0, 0, 1, 0, 0, 0),
     changed: tuple[int, int, int] = UNCHANGED,
 ) -> None:
     """Register the plan of a call's arguments, whatever of them there are."""

@@ -46,7 +46,7 @@ def call(**changes: Any) -> list[Any]:
 
 
 def numbers(growth: tuple[int, int] = (1, 0)) -> bytes:
-    return packed(PRIMARY, 0, *growth, 0, 0, 0, 1, 0, 0, -1, -1, 0, 1, *kernel())
+    return packed(PRIMARY, 0, *growth, 0, 0, 0, 1, 0, 0, 0, -1, -1, 0, 1, *kernel())
 
 
 def register(arguments: list[Any]) -> None:

@@ -80,7 +80,7 @@ def test_the_gradients_find_seed_and_offset() -> None:
     places = _KEPT, launcher.KEPT, _KEPT_SCALE, launcher.KEPT_SCALE
     one = [*kernel()[:9], 0, size, len(names), *pointers, 2, *places, 0]
     library.register_gradients(
-        packed(PRIMARY, 64, 1, 0, *(0, 0, 0, 1, 0, 0), *UNCHANGED, 1, *one), bytes(size), *arguments
+        packed(PRIMARY, 64, 1, 0, *(0, 0, 0, 1, 0, 0, 0), *UNCHANGED, 1, *one), bytes(size), *arguments
     )
     assert launcher.gradients(*asked()) is False
     assert launcher.gradients_dropped(*kept_of(0.75), *Random(numbers(DRAWN)), *arguments) is True

@@ -305,8 +305,8 @@ def test_the_driver_says_its_version(version: int, reason: str) -> None:
 @pytest.mark.parametrize(
     ("kernels", "words"),
     [
-        ([[1, 2]], "expected more than 16 integers"),
-        ([kernel(maps=(0, 64, 64, 128))[:-1]], "expected more than 41 integers"),
+        ([[1, 2]], "expected more than 17 integers"),
+        ([kernel(maps=(0, 64, 64, 128))[:-1]], "expected more than 42 integers"),
         ([[*kernel(), *(1, 9, 0), *(2, 1, 1, 64, 0, 0), 0]], "expected no more after 1 kernels"),
         ([[*kernel(), *(1, 9, 0), *(2, 1, 1, 64, 0)]], "expected more than"),
         ([[*kernel(), *(1, 9, 0), *(2, 1, 0, 64, 0, 0)]], "expected rows of a tile"),

@@ -104,7 +104,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         """The launch of a call, which makes its plan."""
         result = launch(*arguments)
         if result is None:
-            numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, -1, -1, 0, 1, *kernel())
+            numbers = packed(PRIMARY, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, -1, -1, 0, 1, *kernel())
             library.register_plan(numbers, b"", *arguments)
             result = launch(*arguments)
         return result

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_cuda import integer, last, record, set_integer, tensor
-from stub_harness import PRIMARY, UNCHANGED, _clean, address_of, packed
+from stub_harness import PRIMARY, UNCHANGED, _clean, address_of, maps_of_last, packed
 
 from microsdpa.call.call import Call, mask_tensors, scales_of
 from microsdpa.call.options import TURNED_BIT, VARLEN_OPTIONS, Options
@@ -168,8 +168,8 @@ def register(given: Given, function: int = FUNCTION) -> None:
     expected = given.expected()
     spec = expected[-1].spec
     kernels = [(function, 1, 1, 1, one.spec.threads, 0, 1, 0, 0, 0, 8, 0, 0, 0) for one in expected]
-    boxes = [(box.rows, box.columns) for box in spec.tensor_maps[:1]] or [(0, 0)]
-    launch = spec.block_m, spec.max_ctas, varlen_kernel(spec).workspace_bytes(spec), spec.cluster, *boxes[0]
+    boxes = launcher.boxes_of(spec)
+    launch = spec.block_m, spec.max_ctas, varlen_kernel(spec).workspace_bytes(spec), spec.cluster, *boxes
     numbers = packed(PRIMARY, 0, 1, 0, *launch, *UNCHANGED, len(kernels), *(n for one in kernels for n in one))
     library.register_plan(numbers, bytes(8 * len(kernels)), *given.call())
 
@@ -230,6 +230,7 @@ CASES = {
         integers={"query_offsets": (4,), "key_offsets": (4,)},
         impl="hopper/varlen",
     ),
+    "bulk copies, narrow last panels": Given((3, 70, 8, 72), (40, 16, 2, 72), lse=True, impl="hopper/varlen"),
     "bulk copies, new keys": Given((3, 70, 8, 64), transposed=True, appends=True, rotary=64, impl="hopper/varlen"),
     "slopes of heads": Given(slopes=(8,), window=(5, 9), causal=False),
     "E4M3, one scale": Given(cache=torch.float8_e4m3fn),
@@ -315,6 +316,28 @@ def test_the_launcher_fills_what_python_fills(name: str) -> None:
             assert got.query == before.rotated != 0
             *_, heads, head_dim = given.query
             assert tuple(got.query_strides)[1:] == (head_dim, heads * head_dim)
+
+
+@pytest.mark.parametrize("name", ["bulk copies, decode", "bulk copies, narrow last panels"])
+def test_tensor_maps_of_every_call(name: str) -> None:
+    given = CASES[name]
+    register(given)
+    spec = given.expected()[-1].spec
+    assert len(spec.tensor_maps) == (4 if "narrow" in name else 2)
+    set_integer("stub_tensor_maps", len(spec.tensor_maps))
+    try:
+        assert launcher.launch(*given.call()) is not None
+        found = maps_of_last(len(spec.tensor_maps))
+    finally:
+        set_integer("stub_tensor_maps", 0)
+    pages, page, heads, head_dim = given.key
+    patterns = {32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle
+    addresses = {"key": latest().key, "value": latest().value}
+    for box, made in zip(spec.tensor_maps, found, strict=True):
+        assert made.address == addresses[box.tensor]
+        assert made.sizes == (head_dim, page, heads, pages)
+        assert made.box == (box.columns, box.rows, 1, 1)
+        assert made.swizzle == patterns[box.swizzle]
 
 
 TURNED = {

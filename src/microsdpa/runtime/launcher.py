@@ -324,7 +324,7 @@ They are the softmax's scale, the same and the soft cap times log2(e), and the f
 """
 NO_LENGTHS = 1, 0
 """First and last length of K of a plan that is for no other sizes than its own."""
-NO_VARLEN = 0, 0, 0, 1, 0, 0
+NO_VARLEN = 0, 0, 0, 1, 0, 0, 0
 NO_CHANGED_ROWS = ChangedRows.AS_IT_IS, ChangedRows.AS_IT_IS, 0
 
 
@@ -391,7 +391,7 @@ def register(
     kernels: Sequence[PlannedKernel],
     target: str,
     workspace_bytes: int = 0,
-    varlen: tuple[int, int, int, int, int, int] = NO_VARLEN,
+    varlen: tuple[int, int, int, int, int, int, int] = NO_VARLEN,
 ) -> None:
     """Compile and load kernels, and register the plan that `launch` finds for these validated arguments.
 
@@ -548,8 +548,15 @@ def prepare_varlen(problem: Problem, specs: Sequence[KernelSpec], call: Call) ->
     spec = specs[-1]
     scratch = varlen_kernel(spec).workspace_bytes(spec)
     kernels = [PlannedKernel(one, (1, 1, 1), bytes(8)) for one in specs]
-    box = (spec.tensor_maps[0].rows, spec.tensor_maps[0].columns) if spec.tensor_maps else (0, 0)
-    register(call, kernels, problem.target, varlen=(spec.block_m, spec.max_ctas, scratch, spec.cluster, *box))
+    register(
+        call, kernels, problem.target, varlen=(spec.block_m, spec.max_ctas, scratch, spec.cluster, *boxes_of(spec))
+    )
+
+
+def boxes_of(spec: KernelSpec) -> tuple[int, int, int]:
+    """Rows and columns of the boxes of K and V, and columns of further, narrow ones; zeros for none."""
+    wide, narrow = spec.tensor_maps[:1], spec.tensor_maps[2:3]
+    return wide[0].rows if wide else 0, wide[0].columns if wide else 0, narrow[0].columns if narrow else 0
 
 
 def launch_one(

@@ -364,8 +364,9 @@ inline int varlen_lse_shape(const Call& call, std::int64_t (&shape)[3]) {
   return shape[0] = p.batch, shape[1] = p.heads, shape[2] = p.most_queries, 3;
 }
 
-// The tensor map of a cache, or of packed or dense keys, as [D, rows, H_kv, pages or batch entries].
-inline CUtensorMap varlen_map(const DLTensor& tensor, const VarlenLaunch& launch) {
+// The tensor map of a cache, or of packed or dense keys, as [D, rows, H_kv, pages or batch entries]; `box_columns` are
+// those of a box.
+inline CUtensorMap varlen_map(const DLTensor& tensor, const VarlenLaunch& launch, std::int64_t box_columns) {
   const Strides strides = row_strides(tensor);
   const int row = tensor.ndim - 3;
   TensorKey array{};
@@ -375,7 +376,7 @@ inline CUtensorMap varlen_map(const DLTensor& tensor, const VarlenLaunch& launch
   array.strides[0] = strides.batch, array.strides[1] = strides.head, array.strides[2] = strides.row;
   array.strides[3] = 1;
   array.dtype_and_device = TensorKey::pack(tensor.dtype, tensor.device);
-  const unsigned columns = static_cast<unsigned>(launch.box_columns);
+  const unsigned columns = static_cast<unsigned>(box_columns);
   const TensorMapSpec spec{KEY, static_cast<unsigned>(launch.box_rows), columns, 2 * columns, 0};
   return encode_tensor_map(driver(), spec, array, address(tensor)).map;
 }
@@ -422,10 +423,13 @@ inline ffi::Any execute_varlen(const Plan& plan, Call& call, ffi::AnyView wanted
       workspace.emplace(bytes, *call.query, plan.context, stream);
       params.workspace = reinterpret_cast<void*>(workspace->address());
     }
-    CUtensorMap maps[2];
-    const CUtensorMap* own[3] = {};
+    CUtensorMap maps[4];
+    const CUtensorMap* own[5] = {};
     if (plan.varlen.box_rows) {
-      for (int i = 0; i < 2; ++i) maps[i] = varlen_map(*call.keys_and_values[i], plan.varlen), own[i] = maps + i;
+      for (int i = 0; i < (plan.varlen.tail_columns ? 4 : 2); ++i) {
+        const std::int64_t columns = i < 2 ? plan.varlen.box_columns : plan.varlen.tail_columns;
+        maps[i] = varlen_map(*call.keys_and_values[i % 2], plan.varlen, columns), own[i] = maps + i;
+      }
     }
     if (divides_keys || plan.varlen.box_rows)
       params.arrivals = reinterpret_cast<uint32*>(arrivals().of(plan.context, stream));

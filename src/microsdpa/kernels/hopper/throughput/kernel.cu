@@ -15,6 +15,7 @@
 #include "../../ptx/address.cuh"
 #include "../../ptx/control.cuh"
 #include "../../ptx/tma.cuh"
+#include "../common/boxes.cuh"
 #include "consumer.cuh"
 #include "shared.cuh"
 
@@ -27,12 +28,6 @@ constexpr int CONSUMER_REGISTERS = CONSUMERS == 2   ? 232
                                                     : 112;
 template <int CONSUMERS>
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
-
-// A tensor's boxes: of PANEL columns, and of TAIL where tiles have one.
-struct Boxes {
-  const TensorMap& panel;
-  const TensorMap& tail;
-};
 
 // Copies TILE_ROWS rows of one head, from `row` on. Rows and columns past the tensor become zeros.
 template <int TILE_ROWS, int HEAD_DIM, typename T>
@@ -296,25 +291,6 @@ __device__ __forceinline__ void store(
       // mutation: the lanes meet for an aligned barrier, which the emulator does not ask for; it counts every lane
       __syncwarp();
     }
-  }
-}
-
-template <int NUMBER, typename First, typename... Others>
-__device__ __forceinline__ const TensorMap& further(const First& first, const Others&... others) {
-  if constexpr (NUMBER == 0) {
-    return first;
-  } else {
-    return further<NUMBER - 1>(others...);
-  }
-}
-
-// Of the tensor whose tail, where tiles have one, is the NUMBER-th of further maps.
-template <int HEAD_DIM, int NUMBER, typename... Maps>
-__device__ __forceinline__ Boxes boxes_of(const TensorMap& panel, const Maps&... maps) {
-  if constexpr (TAIL<HEAD_DIM> > 0) {
-    return {panel, further<NUMBER>(maps...)};
-  } else {
-    return {panel, panel};
   }
 }
 

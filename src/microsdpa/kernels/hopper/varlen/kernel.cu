@@ -34,12 +34,15 @@ template <int CONSUMERS>
 constexpr int RESIDENT = CONSUMERS == 1 ? 2 : 1;  // CTAs of an SM
 
 // STAGES, QUERY_STAGES: tiles of K and of V, and of Q, that there is room for. OVERLAP: as in hopper/throughput.
-// VALUE_DIM, QUERY_DIM: columns of V and O, and of Q and K, at most HEAD_DIM; the others are zeros.
+// VALUE_DIM, QUERY_DIM: columns of V and O, and of Q and K, at most HEAD_DIM; the others are zeros. MAPS: further
+// tensor maps, of the tails of K and V.
 template <typename T, int HEAD_DIM, int BLOCK_N, int CONSUMERS, int STAGES, int QUERY_STAGES, bool OVERLAP, int PACK,
-          int BOX_ROWS, bool PAGED, typename MASKS, int VALUE_DIM = HEAD_DIM, int QUERY_DIM = HEAD_DIM>
+          int BOX_ROWS, bool PAGED, typename MASKS, int VALUE_DIM = HEAD_DIM, int QUERY_DIM = HEAD_DIM,
+          typename... MAPS>
 __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<CONSUMERS>)
     attention(const __grid_constant__ VarlenParams params, const __grid_constant__ TensorMap key,
-              const __grid_constant__ TensorMap value) {
+              const __grid_constant__ TensorMap value, const __grid_constant__ MAPS... maps) {
+  static_assert(sizeof...(MAPS) == (TAIL<HEAD_DIM> > 0 ? 2 : 0), "a map for each tail");
   using C = Tiles<T, HEAD_DIM, BLOCK_N, CONSUMERS, STAGES, QUERY_STAGES, BOX_ROWS, QUERY_DIM>;
   auto& shared = dynamic_shared<SharedStorage<C>>();
   // The next kernel's CTAs may take an SM as soon as one of ours leaves it; they wait for our end themselves.
@@ -75,7 +78,8 @@ __global__ void __launch_bounds__((1 + CONSUMERS) * WARPGROUP_THREADS, RESIDENT<
       }
       // All before this line overlaps with the kernel ahead; what follows reads what that one may have written.
       grid_dependency_wait();
-      load_keys<C, MASKS, PAGED>(shared, params, key, value);
+      load_keys<C, MASKS, PAGED>(shared, params, boxes_of<HEAD_DIM, 0>(key, maps...),
+                                 boxes_of<HEAD_DIM, 1>(value, maps...));
     } else if (warp == 1) {
       grid_dependency_wait();
       load_queries<C, MASKS, PACK>(shared, params);

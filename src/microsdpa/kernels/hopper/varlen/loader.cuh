@@ -4,6 +4,7 @@
 #include "../../ptx/control.cuh"
 #include "../../ptx/cp_async.cuh"
 #include "../../ptx/tma.cuh"
+#include "../common/boxes.cuh"
 #include "scheduler.cuh"
 
 namespace microsdpa::hopper::varlen {
@@ -30,7 +31,7 @@ __device__ __forceinline__ BoxPlace box_place(const VarlenParams& params, const 
 
 // Starts the copies of a tile of K or V: a lane for each box. One warp.
 template <typename C>
-__device__ __forceinline__ void load_tile(typename C::T* shared, const TensorMap& map, Mbarrier& full,
+__device__ __forceinline__ void load_tile(typename C::T* shared, const Boxes& boxes, Mbarrier& full,
                                           const BoxPlace& place, int head_kv) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   if (elect_one()) mbarrier_arrive_expect(full, C::TILE_BYTES);
@@ -38,8 +39,15 @@ __device__ __forceinline__ void load_tile(typename C::T* shared, const TensorMap
 #pragma unroll
   for (int i = lane; i < C::BOXES * C::PANELS; i += 32) {
     const int box = i % C::BOXES, panel = i / C::BOXES;
-    tma_load(shared + (panel * C::BLOCK_N + box * C::BOX_ROWS) * C::COLUMNS, map, full, panel * C::COLUMNS, place.row,
-             head_kv, place.page);
+    tma_load(shared + (panel * C::BLOCK_N + box * C::BOX_ROWS) * C::COLUMNS, boxes.panel, full, panel * C::COLUMNS,
+             place.row, head_kv, place.page);
+  }
+  if constexpr (C::TAIL > 0) {
+    constexpr int WIDE = C::PANELS * C::COLUMNS;
+    if (lane < C::BOXES) {
+      tma_load(shared + C::BLOCK_N * WIDE + lane * C::BOX_ROWS * C::TAIL, boxes.tail, full, WIDE, place.row, head_kv,
+               place.page);
+    }
   }
 }
 
@@ -57,8 +65,8 @@ __device__ __forceinline__ int last_place(const Segment& segment) {
 
 // Issues the copies of keys and values in the order in which they are needed. One warp.
 template <typename C, typename MASKS, bool PAGED>
-__device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const VarlenParams& params, const TensorMap& key,
-                                          const TensorMap& value) {
+__device__ __forceinline__ void load_keys(SharedStorage<C>& shared, const VarlenParams& params, const Boxes& key,
+                                          const Boxes& value) {
   PipelineState<C::QUERY_STAGES> state;
   PipelineState<C::STAGES> key_state, value_state;
   const bool elected = elect_one();
@@ -113,6 +121,13 @@ __device__ __forceinline__ void load_rows(SharedStorage<C>& shared, const Varlen
   const int first = 32 * loader + static_cast<int>(threadIdx.x % 32);
   const auto place = [&](int i) {
     const int row = i / CHUNKS, chunk = i % CHUNKS;
+    if constexpr (C::TAIL > 0) {
+      constexpr int WIDE = C::PANELS * C::COLUMNS, OF_TAIL = C::TAIL / 8;
+      if (8 * chunk >= WIDE) {
+        const int swizzled = (chunk - WIDE / 8) ^ (row % 8 * OF_TAIL / 8 % OF_TAIL);
+        return shared.query[stage][row / ROWS] + ROWS * WIDE + row % ROWS * C::TAIL + 8 * swizzled;
+      }
+    }
     const int swizzled = chunk % OF_PANEL ^ (row % 8 * OF_PANEL / 8 % OF_PANEL);
     return shared.query[stage][row / ROWS] + (chunk / OF_PANEL * ROWS + row % ROWS) * C::COLUMNS + 8 * swizzled;
   };
@@ -201,6 +216,12 @@ __device__ __forceinline__ void clean_values(SharedStorage<C>& shared) {
         const int panel = i / (rows * CHUNKS), rest = i % (rows * CHUNKS);
         auto* chunks = reinterpret_cast<uint4*>(shared.value[stage] + (panel * C::BLOCK_N + left) * C::COLUMNS);
         chunks[rest] = make_uint4(0, 0, 0, 0);
+      }
+      if constexpr (C::TAIL > 0) {
+        auto* chunks = reinterpret_cast<uint4*>(shared.value[stage] + C::BLOCK_N * C::PANELS * C::COLUMNS);
+        for (int i = left * C::TAIL / 8 + lane; i < C::BLOCK_N * C::TAIL / 8; i += 32) {
+          chunks[i] = make_uint4(0, 0, 0, 0);
+        }
       }
       fence_proxy_async();
       __syncwarp();

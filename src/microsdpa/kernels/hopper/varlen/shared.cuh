@@ -16,10 +16,9 @@ struct Tiles : TileShape<ELEMENT, HEAD_DIM_, BLOCK_N_, CONSUMERS_, STAGES_, QUER
   using T = ELEMENT;
   static constexpr int HEAD_DIM = HEAD_DIM_, BLOCK_N = BLOCK_N_, QUERY_DIM = QUERY_DIM_;
   static constexpr int COLUMNS = PANEL<HEAD_DIM>, PANELS = hopper::PANELS<HEAD_DIM>;  // of a box, and of a tile
-  static constexpr int STORED = STORED_COLUMNS<HEAD_DIM>;
+  static constexpr int TAIL = hopper::TAIL<HEAD_DIM>, STORED = STORED_COLUMNS<HEAD_DIM>;
   static constexpr int BOX_ROWS = BOX_ROWS_, BOXES = BLOCK_N / BOX_ROWS;
   static constexpr int TILE_BYTES = BLOCK_N * STORED * static_cast<int>(sizeof(T));
-  static_assert(TAIL<HEAD_DIM> == 0, "all boxes have as many columns");
   static_assert(BLOCK_N % BOX_ROWS == 0 && BOX_ROWS % 8 == 0 && 32 % BOXES == 0, "boxes are whole swizzle patterns");
 };
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from microsdpa.kernels.ampere.varlen import spec as ampere_varlen
 from microsdpa.kernels.chip import RESERVED_SHARED, chip_of
-from microsdpa.kernels.hopper.common import ROWS, panel, stored_columns
+from microsdpa.kernels.hopper.common import ROWS, panel, stored_columns, tail
 from microsdpa.kernels.problem import (
     ELEMENT,
     ELEMENT_BYTES,
@@ -88,6 +88,7 @@ TILES = {
     32: Tiles(3, 128, False),
     48: Tiles(3, 128, False),
     64: Tiles(3, 128, False),
+    80: Tiles(2, 128, True),
     96: Tiles(2, 128, True),
     112: Tiles(2, 128, True),
     128: Tiles(2, 128, True),
@@ -174,6 +175,10 @@ def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool, v
         arguments["QUERY_DIM"] = problem.head_dim
     columns = panel(head_dim)
     maps = [TensorMap(name, box_rows, columns, columns * ELEMENT_BYTES[problem.dtype]) for name in ("key", "value")]
+    if narrow := tail(head_dim):
+        maps += [replace(wide, columns=narrow, swizzle=narrow * ELEMENT_BYTES[problem.dtype]) for wide in maps]
+        arguments |= {"VALUE_DIM": value_dim or problem.head_dim, "QUERY_DIM": problem.head_dim}
+        arguments["MAPS"] = ", ".join(["microsdpa::TensorMap"] * 2)
     return KernelSpec(
         name="hopper/varlen",
         source="hopper/varlen/kernel.cu",
