@@ -77,6 +77,7 @@ OWN_CASES: dict[str, tuple[tuple[Case, str], ...]] = {
         # Keys that CTAs share, of rows that some of them see no key of; and columns that change CTAs in several goes.
         (Case(1, 2, 200, 260, 64, causal="lower_right"), "128 x 128 overlapped, 2 CTAs"),
         (Case(1, 2, 130, 200, 192, scale=30.0), "128 x 64 overlapped, 4 CTAs"),
+        (Case(1, 3, 70, 600, 64), "128 x 128 overlapped, 2 CTAs"),  # a cluster without a last tile of queries
     ),
     "ampere/mma": ((Case(1, 2, 5, 700, 64, masks=("bool",)), ""),),  # more tiles of keys than a ring has
 }

@@ -56,6 +56,7 @@ struct Schedule {
       // No more of them than there are: their query heads fit 32 bits.
       const int most = params.batch * params.heads_kv;
       section_heads = min(heads, min(max(SECTION_BYTES / ROW_BYTES / params.seqlen_k, at_once), most) * group);
+      // mutation: the order of tiles changes no result
       if (heads * tiles <= FEW_ROUNDS * ctas && params.seqlen_k / 2 < params.seqlen_q) section_heads = heads;
     }
     rounds = (section_heads * tiles + ctas - 1) / ctas;
