@@ -445,6 +445,13 @@ def test_small_ctas_of_many_sequences(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("_hopper")
+@pytest.mark.parametrize(("pages", "rotary"), [(8, 0), (8, 64), (40, 64)])
+def test_small_ctas_append_and_rotate(pages: int, rotary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "SHARING", (kernel.Sharing(1, 1, 8, 8192),))
+    assert_appended(decode_appending([16 * pages - 5, 0, 33], 2, pages, rotary))
+
+
+@pytest.mark.usefixtures("_hopper")
 @pytest.mark.parametrize("length", [0, 1, 129, 1100])
 def test_a_cluster_has_any_number_of_keys(length: int) -> None:
     given = decode([length], [[(7 * i) % 200 for i in range(80)]])

@@ -42,8 +42,8 @@ SIZES = (
 """B, H, H_kv, S_q and S_k: short and long self-attention, and decoding, with and without groups of heads."""
 PAGES = (0, 16)
 """Packed sequences, and a cache of pages of 16."""
-SEQUENCES = ((1, 1), (8, 1), (64, 1), (8, 512))
-"""Batch and queries of sequences of many lengths: decoding and prompts."""
+SEQUENCES = ((1, 1, 4096), (8, 1, 4096), (64, 1, 4096), (64, 1, 128), (8, 512, 4096))
+"""Batch, queries and keys of sequences of many lengths: decoding and prompts."""
 DATE = (1980, 1, 1, 0, 0, 0)
 MODULE = '"""Machine code for microsdpa, by target; microsdpa.jit.prebuilt reads it."""\n'
 
@@ -63,8 +63,8 @@ def common(target: str) -> list[KernelSpec]:
         if not isinstance(tiling, Rejection):
             gradients = hopper_backward.prepare, hopper_backward.gradients, hopper_backward.finish
             specs |= dict.fromkeys(make(problem, tiling) for make in gradients)
-    for dtype, head_dim, page, (batch, queries) in product(DTYPES, HEAD_DIMS, PAGES, SEQUENCES):
-        sizes = batch, 32, 8, queries, 4096
+    for dtype, head_dim, page, (batch, queries, keys) in product(DTYPES, HEAD_DIMS, PAGES, SEQUENCES):
+        sizes = batch, 32, 8, queries, keys
         problem = Problem(*sizes, head_dim, dtype, causal="lower_right", varlen=page, target=target)
         spec = chosen(problem)
         if spec is not None:
