@@ -271,7 +271,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_is_a_failure_and_a_refusal_of_a_named_kernel_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = Call(impl="ampere/mma", head_dim=40)
+    named = Call(impl="ampere/mma", head_dim=36)
     with pytest.raises(microsdpa.UnsupportedProblem):
         fuzz_check.explained(named, "cpu")
     assert fuzz_check.check(named, "cpu").kind == "refused"

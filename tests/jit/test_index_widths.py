@@ -52,6 +52,7 @@ EXPLAINED: tuple[tuple[str, str, str], ...] = (
     ("ampere/varlen/shared.cuh", "return 2 * (owner + part) + (part == 0);", "CTAs of a launch that divides keys"),
     ("hopper/common/main_loop.cuh", "", "what a row's place in its group of heads is taken from: at most the row"),
     ("hopper/varlen/consumer.cuh", "segment.owner * C::CONSUMERS + warpgroup", "counters of a launch: 1,024"),
+    ("hopper/varlen/consumer.cuh", "ROWS * warpgroup >= segment.rows", PLACE),
     ("hopper/varlen/loader.cuh", "segments % SEGMENTS", PLACE),
     ("hopper/varlen/loader.cuh", "tile * C::BLOCK_N", PACKED),
     ("hopper/varlen/scheduler.cuh", "segment.first_row = tile * C::BLOCK_M;", ROWS),
