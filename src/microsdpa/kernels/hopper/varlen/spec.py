@@ -169,15 +169,13 @@ def _specification(problem: Problem, tiles: Tiles, box_rows: int, paged: bool, v
         "PAGED": BOOLEAN[paged],
         "MASKS": f"microsdpa::hopper::varlen::Masks<{flags}, {CPP_TYPE[mask.sinks]}>",
     }
-    if value_dim or problem.head_dim != head_dim:
-        arguments["VALUE_DIM"] = value_dim or problem.head_dim
-    if problem.head_dim != head_dim:
-        arguments["QUERY_DIM"] = problem.head_dim
-    columns = panel(head_dim)
+    columns, narrow = panel(head_dim), tail(head_dim)
+    filled = problem.head_dim != head_dim or narrow > 0  # MAPS come behind all other arguments
+    arguments |= {"VALUE_DIM": value_dim or problem.head_dim} if value_dim or filled else {}
+    arguments |= {"QUERY_DIM": problem.head_dim} if filled else {}
     maps = [TensorMap(name, box_rows, columns, columns * ELEMENT_BYTES[problem.dtype]) for name in ("key", "value")]
-    if narrow := tail(head_dim):
+    if narrow:
         maps += [replace(wide, columns=narrow, swizzle=narrow * ELEMENT_BYTES[problem.dtype]) for wide in maps]
-        arguments |= {"VALUE_DIM": value_dim or problem.head_dim, "QUERY_DIM": problem.head_dim}
         arguments["MAPS"] = ", ".join(["microsdpa::TensorMap"] * 2)
     return KernelSpec(
         name="hopper/varlen",
